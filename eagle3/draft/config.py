@@ -1,0 +1,167 @@
+"""The draft's shape: from a target's config, from an exported config.json, and back to one."""
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from eagle3.errors import UserError
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+
+
+@dataclass(frozen=True)
+class DraftConfig:
+    """Sizes of one EAGLE3 draft.
+
+    `rope_parameters` is transformers' dictionary (rope_type, rope_theta and the type's own keys); `aux_layers` are the
+    0-based target layers whose outputs the draft reads. Raises UserError where the sizes contradict each other.
+    """
+
+    hidden_size: int
+    target_hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    draft_vocab_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float = 1e-6
+    rope_parameters: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
+    aux_layers: tuple[int, ...] | None = None
+    fc_norm: bool = False
+    norm_output: bool = False
+    token_ids: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise UserError(
+                f"draft config: num_attention_heads {self.num_attention_heads} is not a multiple of "
+                f"num_key_value_heads {self.num_key_value_heads}; change one of them under model.draft"
+            )
+        if self.draft_vocab_size > self.vocab_size:
+            raise UserError(
+                f"draft config: draft vocabulary {self.draft_vocab_size} exceeds the target's {self.vocab_size}; "
+                f"set model.draft.vocab_size to at most {self.vocab_size}"
+            )
+        kind = self.rope_parameters.get("rope_type", "default")
+        if kind not in ROPE_TYPES:
+            raise UserError(f"draft config: rope_type {kind!r} is not supported; use one of {', '.join(ROPE_TYPES)}")
+        if self.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
+            raise UserError(
+                "draft config: partial_rotary_factor is not 1; serving engines rotate the whole head of an EAGLE3 "
+                "draft: set model.draft.rope_parameters without it"
+            )
+
+    @classmethod
+    def from_target(cls, target: Any, *, draft_vocab_size: int, aux_layers: tuple[int, ...], **changes: Any):
+        """Derive the draft from a target's (text) config; `changes` that are None leave the target's value."""
+        heads = target.num_attention_heads
+        values = {
+            "hidden_size": target.hidden_size,
+            "target_hidden_size": target.hidden_size,
+            "intermediate_size": target.intermediate_size,
+            "num_attention_heads": heads,
+            "num_key_value_heads": getattr(target, "num_key_value_heads", None) or heads,
+            "head_dim": getattr(target, "head_dim", None) or target.hidden_size // heads,
+            "vocab_size": target.vocab_size,
+            "draft_vocab_size": draft_vocab_size,
+            "max_position_embeddings": target.max_position_embeddings,
+            "rms_norm_eps": getattr(target, "rms_norm_eps", 1e-6),
+            "rope_parameters": _rope_parameters(target.to_dict()),
+            "aux_layers": aux_layers,
+            "token_ids": {name: getattr(target, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
+        }
+        values.update({name: value for name, value in changes.items() if value is not None})
+        return cls(**values)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any], origin: str) -> "DraftConfig":
+        """Read an exported config.json (`values`); `origin` names the file in errors."""
+        needed = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+        missing = [name for name in needed if name not in values]
+        if missing:
+            raise UserError(f"{origin}: {missing[0]} is missing; this is not the config.json of an EAGLE3 draft")
+        heads, eagle = values["num_attention_heads"], values.get("eagle_config") or {}
+        layers = eagle.get("eagle_aux_hidden_state_layer_ids")
+        if values.get("num_hidden_layers", 1) != 1 or values.get("hidden_act", "silu") != "silu":
+            raise UserError(f"{origin}: only drafts of one layer with hidden_act silu are supported; use such a config")
+        return cls(
+            hidden_size=values["hidden_size"],
+            target_hidden_size=values.get("target_hidden_size") or values["hidden_size"],
+            intermediate_size=values["intermediate_size"],
+            num_attention_heads=heads,
+            num_key_value_heads=values.get("num_key_value_heads") or heads,
+            head_dim=values.get("head_dim") or values["hidden_size"] // heads,
+            vocab_size=values["vocab_size"],
+            draft_vocab_size=values.get("draft_vocab_size") or values["vocab_size"],
+            max_position_embeddings=values.get("max_position_embeddings", 2048),
+            rms_norm_eps=values.get("rms_norm_eps", 1e-6),
+            rope_parameters=_rope_parameters(values),
+            aux_layers=tuple(layers) if layers else None,
+            fc_norm=bool(values.get("fc_norm") or values.get("use_aux_norm")),
+            norm_output=bool(values.get("norm_output")),
+            token_ids={name: values.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
+        )
+
+    def to_json(self, dtype: str) -> dict[str, Any]:
+        """config.json as SGLang and vLLM read it; the rope fields in both spellings (transformers 4 and 5)."""
+        rope = dict(self.rope_parameters)
+        kind, theta = rope.get("rope_type", "default"), rope.get("rope_theta", 10000.0)
+        scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
+        return {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            "num_hidden_layers": 1,
+            **{name: getattr(self, name) for name in _SHAPE},
+            "vocab_size": self.vocab_size,
+            "draft_vocab_size": self.draft_vocab_size,
+            "target_hidden_size": self.target_hidden_size,
+            "max_position_embeddings": self.max_position_embeddings,
+            "rms_norm_eps": self.rms_norm_eps,
+            "rope_theta": theta,
+            "rope_scaling": None if kind == "default" else scaling,
+            "rope_parameters": {**rope, "rope_type": kind, "rope_theta": theta},
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "mlp_bias": False,
+            "tie_word_embeddings": False,
+            **self.token_ids,
+            "torch_dtype": dtype,
+            "dtype": dtype,
+            "fc_norm": self.fc_norm,
+            "norm_output": self.norm_output,
+            "eagle_config": {
+                "eagle_aux_hidden_state_layer_ids": list(self.aux_layers) if self.aux_layers else None,
+                "use_aux_hidden_state": True,
+            },
+        }
+
+    def different_sizes(self, other: "DraftConfig") -> list[str]:
+        """Names of the fields in which another config describes other weights or another computation."""
+        ignored = ("token_ids", "aux_layers" if None in (self.aux_layers, other.aux_layers) else "")
+        names = [item.name for item in dataclasses.fields(self) if item.name not in ignored]
+        return [name for name in names if getattr(self, name) != getattr(other, name)]
+
+
+def read_draft_config(path: Path) -> DraftConfig:
+    """Read `path`, a draft's config.json. Raises UserError when it is missing or not JSON."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: no such file; name the config.json of a draft") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not valid JSON ({error}); export the draft again or mend the file") from error
+    return DraftConfig.from_json(values, str(path))
+
+
+def _rope_parameters(values: dict[str, Any]) -> dict[str, Any]:
+    """One dictionary from either spelling: `rope_parameters`, or `rope_theta` beside `rope_scaling` (which may say `type`)."""
+    rope = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
+    kind = rope.pop("type", None)
+    rope.setdefault("rope_type", kind or "default")
+    rope.setdefault("rope_theta", float(values.get("rope_theta") or 10000.0))
+    return rope

@@ -1,0 +1,118 @@
+"""The EAGLE3 draft as a Megatron-core module: fuse the target's states, make K_0 and V_0, run one TTT step."""
+
+from typing import NamedTuple
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from torch import Tensor, nn
+
+from eagle3.attention.ttt import PrefixSchedule, ttt_attention
+from eagle3.draft.config import DraftConfig
+from eagle3.draft.layer import KeyValue, eagle3_layer_spec, transformer_config
+from eagle3.draft.rope import RotaryEmbedding
+
+AUX_LAYERS = 3
+
+
+class StepOutput(NamedTuple):
+    """hidden [Q, H] feeds the next step; normed [Q, H] feeds lm_head; own: K_k, V_k, None at step 0 (they are in K_0)."""
+
+    hidden: Tensor
+    normed: Tensor
+    own: KeyValue | None
+
+
+class Eagle3Draft(MegatronModule):
+    """One-layer draft of `draft_config` on the process groups `groups` (tp is used; hidden states are replicated in it).
+
+    Weights follow torch's global generator and do not depend on the tensor-parallel size. The embedding is the
+    target's and frozen. Legend of shapes: N keys, Q queries, H draft hidden, Ht target hidden, d head dimension.
+    """
+
+    def __init__(self, draft_config: DraftConfig, groups: ProcessGroupCollection, dtype: torch.dtype) -> None:
+        config = transformer_config(draft_config, groups.tp.size(), dtype)
+        super().__init__(config=config)
+        self.draft_config = draft_config
+        self.rope = RotaryEmbedding(draft_config)
+        hidden, wide = draft_config.hidden_size, draft_config.target_hidden_size
+        self.embedding = VocabParallelEmbedding(
+            draft_config.vocab_size, hidden, init_method=config.init_method, config=config, tp_group=groups.tp
+        )
+        self.embedding.weight.requires_grad_(False)
+        norm = {"config": config, "eps": config.layernorm_epsilon}
+        self.fc_norm = None
+        if draft_config.fc_norm:
+            self.fc_norm = nn.ModuleList(WrappedTorchNorm(hidden_size=wide, **norm) for _ in range(AUX_LAYERS))
+        self.fc = nn.Linear(AUX_LAYERS * wide, hidden, bias=False, dtype=dtype)
+        config.init_method(self.fc.weight)
+        self.layer = build_module(eagle3_layer_spec(), config=config, pg_collection=groups)
+        self.norm = WrappedTorchNorm(hidden_size=hidden, **norm)
+        self.lm_head = ColumnParallelLinear(
+            hidden,
+            draft_config.draft_vocab_size,
+            config=config,
+            init_method=config.init_method,
+            bias=False,
+            gather_output=False,
+            tp_group=groups.tp,
+        )
+        self.to(dtype)  # torch's norms are born in fp32
+
+    @property
+    def scale(self) -> float:
+        """Of the attention scores."""
+        return self.draft_config.head_dim**-0.5
+
+    def fuse(self, aux: Tensor) -> Tensor:
+        """aux [N, 3Ht], the three target layers low to high -> h [N, H]."""
+        if self.fc_norm is not None:
+            aux = torch.cat([norm(part) for norm, part in zip(self.fc_norm, aux.chunk(AUX_LAYERS, -1), strict=True)], -1)
+        return self.fc(aux)
+
+    def prefix(self, hidden: Tensor, next_tokens: Tensor, positions: Tensor) -> KeyValue:
+        """K_0, V_0 [N, kv heads, d] of the rows whose fused states are `hidden` [N, H].
+
+        next_tokens [N]: the token after each row (0 where the document ends); positions [N] in the document.
+        """
+        x = self.layer.attention_input(self.embedding(next_tokens), hidden)
+        return self.layer.self_attention.key_value(x, self.rope.at(positions, x.dtype))
+
+    def step(
+        self,
+        hidden: Tensor,
+        next_tokens: Tensor,
+        positions: Tensor,
+        prefix: KeyValue,
+        own: tuple[KeyValue, ...],
+        schedule: PrefixSchedule,
+        first: bool,
+    ) -> StepOutput:
+        """One TTT step, a function of tensors. At step k: hidden [Q, H] of step k-1 (fused states at k = 0), next_tokens
+        [Q] the token k+1 after each query, positions [Q] already moved on by k, own K_1..K_{k-1}, `first` for k = 0."""
+        x = self.layer.attention_input(self.embedding(next_tokens), hidden)
+        rotation = self.rope.at(positions, x.dtype)
+        made = None if first else self.layer.self_attention.key_value(x, rotation)
+        seen = own if made is None else (*own, made)
+
+        def attend(q: Tensor) -> Tensor:
+            keys, values = tuple(kv.key for kv in seen), tuple(kv.value for kv in seen)
+            return ttt_attention(q, prefix.key, prefix.value, keys, values, schedule, self.scale)
+
+        hidden = self.layer(x, hidden, rotation, attend)
+        normed = self.norm(hidden)
+        return StepOutput(normed if self.draft_config.norm_output else hidden, normed, made)
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """[Q, H] -> draft logits [Q, Vd / tp]."""
+        return self.lm_head(normed)[0]
+
+    def state_dict(self, *args, **kwargs):
+        """Without Megatron's empty `_extra_state` entries, which DeepSpeed's universal checkpoints cannot hold."""
+        state = super().state_dict(*args, **kwargs)
+        for name in [name for name in state if name.endswith("_extra_state")]:
+            del state[name]
+        return state

@@ -1,0 +1,53 @@
+"""Rotary position embedding from explicit positions; angles in fp32 at least, whatever dtype the model has."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from eagle3.draft.config import DraftConfig
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """cos and sin [tokens, 1, head_dim / 2] of each token's angles, in the dtype of what is rotated."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Rotate x [tokens, heads, head_dim] by halves: pair i is (x[i], x[i + head_dim / 2])."""
+        low, high = x.chunk(2, dim=-1)
+        return torch.cat((low * self.cos - high * self.sin, high * self.cos + low * self.sin), dim=-1)
+
+
+class RotaryEmbedding:
+    """The rotations of one draft config, equal to those of transformers' Llama with the same config.
+
+    Not a module and without buffers: a `.to(bfloat16)` of the draft must not round the frequencies, and there is no
+    table that a long sequence could outgrow.
+    """
+
+    def __init__(self, config: DraftConfig) -> None:
+        rope = config.rope_parameters
+        reference = LlamaConfig(
+            hidden_size=config.hidden_size,
+            num_attention_heads=config.num_attention_heads,
+            head_dim=config.head_dim,
+            max_position_embeddings=config.max_position_embeddings,
+            rope_parameters=dict(rope),
+        )
+        embedding = LlamaRotaryEmbedding(reference)
+        self.scaling = float(embedding.attention_scaling)
+        self.frequencies = {torch.float32: embedding.inv_freq, torch.float64: embedding.inv_freq.double()}
+        if rope["rope_type"] == "default":  # in fp64 the definition itself, not transformers' fp32 rounding of it
+            exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
+            self.frequencies[torch.float64] = rope["rope_theta"] ** -exponents
+
+    def at(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
+        """The rotation of `positions` [tokens] (int64, any value), cos and sin rounded to `dtype` at the very end."""
+        exact = torch.promote_types(dtype, torch.float32)
+        angles = positions.to(exact)[:, None, None] * self.frequencies[exact].to(positions.device)
+        return Rotation((angles.cos() * self.scaling).to(dtype), (angles.sin() * self.scaling).to(dtype))

@@ -1,0 +1,23 @@
+"""What a user did wrong, said in one line: where, what value, and how to mend it."""
+
+import sys
+from collections.abc import Callable
+
+
+class UserError(ValueError):
+    """A mistake the user can mend. The message is one line: `where: what, with the value; remedy`."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split()))
+
+
+def run_command(main: Callable[[], int | None]) -> None:
+    """Run a launcher's `main`: a UserError becomes one line on stderr and exit code 2, never a traceback."""
+    try:
+        sys.exit(main() or 0)
+    except UserError as mistake:
+        print(f"error: {mistake}", file=sys.stderr, flush=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr, flush=True)
+        sys.exit(130)

@@ -1,0 +1,120 @@
+"""Which rank is what: process groups from Megatron-core, handed to modules, and the adapter that DeepSpeed asks."""
+
+import datetime
+import os
+import socket
+from dataclasses import dataclass
+
+import deepspeed
+import deepspeed.ops
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch.distributed import ProcessGroup
+
+from eagle3.errors import UserError
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Process groups of this rank. Ranks are ordered tensor, sequence (Ulysses, ring), data: fastest first.
+
+    tensor: ranks that share one layer's weights. sequence: ranks that share one stream. data: ranks with the same part
+    of different streams. batch: data x sequence, over which gradients and counts are summed.
+    """
+
+    tensor: ProcessGroup
+    sequence: ProcessGroup
+    data: ProcessGroup
+    batch: ProcessGroup
+    device: torch.device
+
+    @property
+    def modules(self) -> ProcessGroupCollection:
+        """The groups as Megatron-core's modules take them."""
+        groups = ProcessGroupCollection()
+        groups.tp, groups.cp = self.tensor, self.sequence
+        return groups
+
+    @property
+    def is_first(self) -> bool:
+        """True on the one rank that writes and prints."""
+        return dist.get_rank() == 0
+
+
+class DeepSpeedGroups:
+    """What DeepSpeed wants of an `mpu`, answered from a Topology.
+
+    With it ZeRO-2 sums gradients over the sequence ranks and averages over the data ranks. DeepSpeed's other two ways to
+    pass groups (`mesh_param`, `sequence_parallel_size`) leave out the sum over sequence ranks.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        roles = {
+            "model_parallel": topology.tensor,
+            "tensor_model_parallel": topology.tensor,
+            "data_parallel": topology.data,
+            "sequence_parallel": topology.sequence,
+            "sequence_data_parallel": topology.batch,
+        }
+        for role, group in roles.items():
+            setattr(self, f"get_{role}_group", lambda group=group: group)
+            setattr(self, f"get_{role}_world_size", lambda group=group: group.size())
+            setattr(self, f"get_{role}_rank", lambda group=group: group.rank())
+
+    def get_tensor_model_parallel_src_rank(self) -> int:
+        return dist.get_global_rank(self.get_tensor_model_parallel_group(), 0)
+
+
+def start_distributed(timeout_minutes: float = 30) -> Topology:
+    """Join the job that `deepspeed` or `torchrun` started, or be a job of one process, and form the groups.
+
+    Tensor and sequence parallelism are 1: every rank is a data-parallel rank.
+    """
+    cuda = torch.cuda.is_available()
+    if not cuda:  # else DeepSpeed compiles a shared-memory collective, for which a machine may lack the compiler
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if "RANK" not in os.environ:  # started as a plain program: what a launcher would have said
+        alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
+        os.environ.update({name: str(value) for name, value in alone.items()})
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    if cuda and local >= torch.cuda.device_count():
+        raise UserError(
+            f"launcher: local rank {local} has no GPU, this node has {torch.cuda.device_count()}; "
+            "start at most one process a GPU"
+        )
+    device = torch.device("cuda", local) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    else:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", 1)))))
+    if not dist.is_initialized():
+        deepspeed.init_distributed(
+            dist_backend="nccl" if cuda else "gloo",
+            auto_mpi_discovery=False,
+            verbose=False,
+            timeout=datetime.timedelta(minutes=timeout_minutes),
+        )
+    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    return Topology(
+        tensor=parallel_state.get_tensor_model_parallel_group(),
+        sequence=parallel_state.get_context_parallel_group(),
+        data=parallel_state.get_data_parallel_group(),
+        batch=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        device=device,
+    )
+
+
+def stop_distributed() -> None:
+    """Leave together: a process that goes while others still talk to it ends them with an error."""
+    dist.barrier()
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,254 @@
+"""The recipe: one YAML file, and the single source of every default, check and help text."""
+
+import difflib
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from eagle3.errors import UserError
+
+Count = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Positive = Annotated[float, Field(gt=0)]
+Precision = Literal["float32", "bfloat16"]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_booleans_as_numbers(cls, values: Any) -> Any:
+        for name, value in values.items() if isinstance(values, dict) else ():
+            field = cls.model_fields.get(name)
+            if isinstance(value, bool) and field and bool not in (field.annotation, *get_args(field.annotation)):
+                raise ValueError(f"{name} is {value}: a number or text was expected, not true or false")
+        return values
+
+
+class Demo(Section):
+    """The small target that the quickstart trains on this machine's standard library (model.target: demo)."""
+
+    vocab_size: Count = Field(2048, description="tokens of its byte-level BPE")
+    hidden_size: Count = 256
+    intermediate_size: Count = 768
+    layers: Annotated[int, Field(ge=4)] = 4
+    heads: Count = 4
+    key_value_heads: Count = 2
+    context: Count = Field(512, description="tokens of one training sequence")
+    batch_tokens: Count = Field(8192, description="tokens of one optimiser step")
+    steps: Count = 300
+    learning_rate: Positive = Field(0.02, description="of Muon, for the weight matrices")
+    adam_learning_rate: Positive = Field(0.003, description="of AdamW, for embedding, head and norms")
+    seed: int = 0
+
+
+class Draft(Section):
+    """The draft's shape. What is left out is taken from the target's config."""
+
+    config: Path | None = Field(None, description="a draft's config.json to take the shape from")
+    init_from: Path | None = Field(None, description="folder of an exported draft to start from (warm start)")
+    hidden_size: Count | None = None
+    intermediate_size: Count | None = None
+    num_attention_heads: Count | None = None
+    num_key_value_heads: Count | None = None
+    head_dim: Annotated[int, Field(ge=2, multiple_of=2)] | None = None
+    max_position_embeddings: Count | None = None
+    rope_parameters: dict[str, Any] | None = Field(
+        None, description="rope_type (default, linear, llama3, yarn), rope_theta and that type's own keys"
+    )
+    rms_norm_eps: Positive | None = None
+    vocab_size: Count = Field(32000, description="tokens of the draft vocabulary: the most frequent supervised ones")
+    vocabulary: Path | None = Field(None, description="safetensors file with d2t and t2d to reuse")
+    fc_norm: bool = Field(False, description="EAGLE3.1: an RMSNorm on each third of the auxiliary hidden states")
+    norm_output: bool = Field(False, description="EAGLE3.1: feed the normed hidden state to the next step")
+
+
+class Model(Section):
+    target: str = Field(description="hub id or folder of the target, or `demo` for the quickstart's own")
+    revision: str | None = None
+    trust_remote_code: bool = Field(False, description="run Python code that comes with the target's checkpoint")
+    target_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    aux_layers: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=3, max_length=3)] | None = Field(
+        None, description="0-based target layers whose outputs the draft reads, low to high; default 1, n//2-1, n-4"
+    )
+    draft: Draft = Draft()
+    demo: Demo = Demo()
+
+    @model_validator(mode="after")
+    def _aux_layers_ascend(self) -> "Model":
+        if self.aux_layers and sorted(set(self.aux_layers)) != self.aux_layers:
+            raise ValueError(f"aux_layers is {self.aux_layers}: name three different layers, low to high")
+        return self
+
+
+class Data(Section):
+    train: Annotated[list[str], Field(min_length=1)] = Field(
+        description="JSON, JSONL or parquet files, dataset ids, or `standard_library` for the quickstart's own text"
+    )
+    held_out: list[str] | None = Field(None, description="like train; default: held_out_fraction of train")
+    held_out_fraction: Fraction = 0.02
+    chat_template: Path | None = Field(None, description="Jinja file to use instead of the tokenizer's template")
+    max_length: Annotated[int, Field(ge=2)] = Field(4096, description="tokens a sample may have")
+    too_long: Literal["stop", "drop", "truncate"] = Field("stop", description="what to do with a longer sample")
+    unusable: Literal["stop", "drop"] = Field("stop", description="what to do with a sample that cannot be masked")
+    max_samples: Count | None = Field(None, description="use only this many training samples")
+    workers: Count | None = Field(None, description="processes that tokenise; default: one a core")
+    cache_dir: Path = Field(Path("~/.cache/eagle3"), description="tokenised data and the demo target, by content hash")
+    seed: int = Field(0, description="of the order of samples and the held-out split")
+
+
+class HiddenStates(Section):
+    mode: Literal["live", "stored"] = Field("live", description="run the target while training, or read a store")
+    path: Path | None = Field(None, description="folder of the store that capture.py writes (mode: stored)")
+    dtype: Precision = Field("bfloat16", description="number format in the store")
+    prefill_tokens: Count = Field(8192, description="tokens of one target prefill batch, padding included")
+    shard_tokens: Count = Field(65536, description="tokens of one store file")
+
+    @model_validator(mode="after")
+    def _stored_needs_path(self) -> "HiddenStates":
+        if self.mode == "stored" and self.path is None:
+            raise ValueError("mode is 'stored' but path is not set: name the folder that capture.py writes")
+        return self
+
+
+class Parallelism(Section):
+    tensor: Count = 1
+    ulysses: Count = 1
+    ring: Count = 1
+    ring_mode: Literal["gather", "p2p"] = "gather"
+    layout: Literal["contiguous", "zigzag"] = "zigzag"
+
+    @model_validator(mode="after")
+    def _only_data_parallel_yet(self) -> "Parallelism":
+        for name in ("tensor", "ulysses", "ring"):
+            if getattr(self, name) > 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: this version trains data-parallel only; set it to 1")
+        return self
+
+
+class Profile(Section):
+    start: Count = Field(description="first profiled step, counted from 1")
+    steps: Count = 3
+
+
+class Training(Section):
+    ttt_steps: Count = Field(7, description="K, the training-time-test steps of the unroll")
+    step_decay: Annotated[float, Field(gt=0, le=1)] = Field(0.8, description="weight of step k is step_decay**k")
+    loss: Literal["kl", "lk_alpha", "lk_lambda"] = "kl"
+    kl_scale: Annotated[float, Field(ge=0, le=1)] = Field(1.0, description="lk_lambda: weight of kl at acceptance 0")
+    kl_decay: Annotated[float, Field(ge=0)] = Field(3.0, description="lk_lambda: how fast that weight falls")
+    normalization: Literal["counted", "tokens"] = Field(
+        "counted", description="divide each step's loss by its counted positions, or by all tokens, of the global batch"
+    )
+    dtype: Precision = Field("float32", description="of the draft; bfloat16 keeps fp32 masters in the optimiser")
+    global_batch_size: Count = Field(16, description="samples of one optimiser step")
+    accumulation: Count = Field(1, description="packed streams (micro-batches) a rank runs in one optimiser step")
+    max_steps: Count | None = Field(None, description="optimiser steps; default: epochs times the data")
+    epochs: Count = 1
+    learning_rate: Positive = 1e-4
+    warmup_fraction: Fraction = Field(0.015, description="share of the steps in which the rate rises from 0")
+    final_learning_rate_fraction: Fraction = Field(0.0, description="of learning_rate, where the cosine ends")
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    gradient_clipping: Annotated[float, Field(ge=0)] = Field(0.5, description="largest gradient norm; 0 for none")
+    seed: int = 0
+    checkpoint_every: Count = Field(200, description="optimiser steps between checkpoints")
+    keep_checkpoints: Count = Field(2, description="how many of the last are kept, beside the best")
+    profile: Profile | None = Field(None, description="{start, steps}: trace these steps with torch.profiler")
+
+
+class Evaluation(Section):
+    every: Count = Field(200, description="optimiser steps between held-out measurements")
+    held_out_samples: Count = Field(64, description="samples of that measurement")
+    conversations: Annotated[int, Field(ge=0)] = Field(
+        16, description="held-out conversations decoded speculatively after training; 0 for none"
+    )
+    draft_tokens: Count = Field(4, description="tokens that the draft proposes before each verification")
+    new_tokens: Count = Field(64, description="tokens decoded in each conversation")
+
+
+class Tracking(Section):
+    tensorboard: bool = Field(True, description="write TensorBoard events where it is installed")
+    wandb_project: str | None = Field(None, description="log to this Weights & Biases project where it is installed")
+
+
+class Output(Section):
+    dir: Path = Field(description="the run folder")
+    export_dtype: Precision = "bfloat16"
+    export_embedding: bool = Field(False, description="write the target's embedding into the exported draft too")
+
+
+class Recipe(Section):
+    model: Model
+    data: Data
+    hidden_states: HiddenStates = HiddenStates()
+    parallelism: Parallelism = Parallelism()
+    training: Training = Training()
+    evaluation: Evaluation = Evaluation()
+    tracking: Tracking = Tracking()
+    output: Output
+
+
+def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
+    """Read a YAML recipe and apply `section.key=value` overrides. Raises UserError naming file, key, value, remedy."""
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"{path}: no such recipe; name a YAML file with --recipe, for example recipes/quickstart.yaml")
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not valid YAML ({error}); mend the file") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: holds {type(values).__name__}, not sections; begin with `model:`")
+    for override in overrides or []:
+        _apply_override(values, override)
+    try:
+        return Recipe.model_validate(values)
+    except ValidationError as error:
+        raise UserError(_explain(path, error.errors()[0])) from error
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The resolved recipe as YAML, every default written out."""
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
+
+
+def _apply_override(values: dict, override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise UserError(f"command line: {override!r} is not an override; write section.key=value")
+    *sections, name = key.split(".")
+    for section in sections:
+        values = values.setdefault(section, {})
+        if not isinstance(values, dict):
+            raise UserError(f"command line: {override!r}: {section} is not a section; write section.key=value")
+    try:
+        values[name] = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"command line: {override!r}: the value is not valid YAML; quote it") from error
+
+
+def _keys(section: type[BaseModel], prefix: str = "") -> list[str]:
+    keys = []
+    for name, field in section.model_fields.items():
+        keys.append(prefix + name)
+        kinds = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
+        for kind in kinds:
+            if issubclass(kind, Section):
+                keys += _keys(kind, f"{prefix}{name}.")
+    return keys
+
+
+def _explain(path: Path, error: dict) -> str:
+    key = ".".join(str(part) for part in error["loc"])
+    value = error["input"]
+    if error["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(key, _keys(Recipe), n=1, cutoff=0.0)
+        return f"{path}: {key}: unknown key (value {value!r}); did you mean {near[0]}?"
+    if error["type"] == "missing":
+        return f"{path}: {key}: missing; add it, see recipes/quickstart.yaml"
+    shown = "" if isinstance(value, dict) else f" (value {value!r})"
+    return f"{path}: {key}{shown}: {error['msg'].removeprefix('Value error, ')}; mend the recipe or the override"

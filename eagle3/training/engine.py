@@ -1,0 +1,119 @@
+"""The DeepSpeed engine: its file filled from the recipe, its groups from the topology, its gradients read back."""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
+from torch import Tensor
+
+from eagle3.draft.model import Eagle3Draft
+from eagle3.errors import UserError
+from eagle3.objective.model import DraftObjective
+from eagle3.parallel.topology import DeepSpeedGroups, Topology
+from eagle3.recipe import Training
+
+
+def deepspeed_config(path: Path, training: Training, data_ranks: int) -> dict[str, Any]:
+    """Read a DeepSpeed file and fill what is "auto" from the recipe.
+
+    Raises UserError where the file and the recipe disagree, or the file asks for what this project does not do.
+    """
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: no such file; pass --deepspeed ds_configs/zero2.json") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not valid JSON ({error}); mend the file") from error
+    streams = data_ranks * training.accumulation
+    if training.global_batch_size % streams:
+        lower = training.global_batch_size // streams * streams
+        near = " or ".join(str(size) for size in (lower, lower + streams) if size)
+        raise UserError(
+            f"recipe: training.global_batch_size {training.global_batch_size} cannot be dealt to {data_ranks} "
+            f"data-parallel ranks x {training.accumulation} accumulation; use {near}"
+        )
+    wanted = {
+        "train_batch_size": training.global_batch_size,
+        "train_micro_batch_size_per_gpu": training.global_batch_size // streams,
+        "gradient_accumulation_steps": training.accumulation,
+        "gradient_clipping": training.gradient_clipping,
+        "bf16.enabled": training.dtype == "bfloat16",
+        "optimizer.params.lr": training.learning_rate,
+        "optimizer.params.betas": list(training.betas),
+        "optimizer.params.weight_decay": training.weight_decay,
+    }
+    for key, value in wanted.items():
+        _fill(path, config, key, value)
+    _refuse_unsupported(path, config)
+    config["optimizer"].setdefault("type", "AdamW")
+    config["optimizer"]["params"].setdefault("torch_adam", True)
+    config.setdefault("steps_per_print", 2**31)
+    return config
+
+
+def start_engine(
+    objective: DraftObjective,
+    topology: Topology,
+    config: dict[str, Any],
+    schedule: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None,
+) -> DeepSpeedEngine:
+    """Wrap the objective in DeepSpeed (ZeRO, AdamW) with this topology's groups. `schedule` makes the rate's schedule."""
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    engine, *_ = deepspeed.initialize(
+        model=objective,
+        model_parameters=[parameter for parameter in objective.parameters() if parameter.requires_grad],
+        config=config,
+        mpu=DeepSpeedGroups(topology),
+        lr_scheduler=schedule,
+    )
+    return engine
+
+
+def gradient_scale(data_ranks: int, accumulation: int) -> int:
+    """What a rank's surrogate loss is multiplied by: ZeRO-2 averages over data ranks and the engine divides by the
+    accumulation steps, while the loss's weights already hold the counts of the whole batch. (Sums over sequence ranks
+    are sums.)"""
+    return data_ranks * accumulation
+
+
+def full_gradients(draft: Eagle3Draft) -> dict[str, Tensor]:
+    """The reduced gradients that the optimiser will see, whole and in fp32, by parameter name. Every rank must call it."""
+    return {name: safe_get_full_grad(parameter) for name, parameter in _trained(draft)}
+
+
+def full_weights(draft: Eagle3Draft) -> dict[str, Tensor]:
+    """The optimiser's fp32 weights, whole, by parameter name. Every rank must call it."""
+    return {name: safe_get_full_fp32_param(parameter) for name, parameter in _trained(draft)}
+
+
+def _trained(draft: Eagle3Draft) -> list[tuple[str, torch.nn.Parameter]]:
+    return [(name, parameter) for name, parameter in draft.named_parameters() if parameter.requires_grad]
+
+
+def _fill(path: Path, config: dict[str, Any], key: str, value: Any) -> None:
+    *sections, name = key.split(".")
+    for section in sections:
+        config = config.setdefault(section, {})
+        if not isinstance(config, dict):
+            raise UserError(f"{path}: {section}: {config!r} is not a section; compare ds_configs/zero2.json")
+    found = config.get(name, "auto")
+    if found != "auto" and found != value:
+        raise UserError(f'{path}: {key} is {found!r} but the recipe says {value!r}; set it to "auto" or make them agree')
+    config[name] = value
+
+
+def _refuse_unsupported(path: Path, config: dict[str, Any]) -> None:
+    stage = config.get("zero_optimization", {}).get("stage", 0)
+    if stage not in (1, 2):
+        raise UserError(f"{path}: zero_optimization.stage is {stage}; this project uses 1 or 2, the draft is small")
+    if config["optimizer"].get("type", "AdamW") != "AdamW":
+        raise UserError(f"{path}: optimizer.type is {config['optimizer']['type']!r}; use AdamW")
+    for section in ("scheduler", "fp16", "sequence_parallel_size"):
+        if config.get(section) and (section != "fp16" or config["fp16"].get("enabled")):
+            raise UserError(f"{path}: {section} is not used here; remove it, the recipe's training section rules")

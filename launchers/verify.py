@@ -1,0 +1,62 @@
+"""Check the training code against a golden case: loss, every step, every gradient. Exit code 1 beyond the tolerance."""
+
+import argparse
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from eagle3.errors import UserError, run_command
+from eagle3.parallel.topology import start_distributed, stop_distributed
+from eagle3.training.golden import read_case, read_tensors, relative_errors, run_case, tolerance
+
+DEEPSPEED_FILE = Path(__file__).parent.parent / "ds_configs" / "zero2.json"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("case", type=Path, help="folder with config.json and draft, inputs, expected .safetensors")
+    parser.add_argument("--out", type=Path, help="folder for actual.safetensors (default: the case's)")
+    parser.add_argument("--dtype", choices=["float32", "float64", "bfloat16"], default="float32")
+    parser.add_argument("--steps", type=int, help="TTT steps K (default: those of the case)")
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--ulysses", type=int, default=1)
+    parser.add_argument("--ring", type=int, default=1)
+    parser.add_argument("--ring-mode", choices=["gather", "p2p"], default="gather")
+    parser.add_argument("--layout", choices=["contiguous", "zigzag"], default="zigzag")
+    parser.add_argument("--local_rank", type=int, default=0, help="set by the deepspeed launcher")
+    options = parser.parse_args()
+    for name in ("tp", "ulysses", "ring"):
+        if getattr(options, name) != 1:
+            raise UserError(f"--{name} {getattr(options, name)}: this version is data-parallel only; leave it at 1")
+
+    case, expected = read_case(options.case), read_tensors(options.case / "expected.safetensors")
+    if "ploss" not in expected:
+        raise UserError(f"{options.case / 'expected.safetensors'}: ploss is missing; this is not a golden case")
+    steps = options.steps or len(expected["ploss"])
+    if steps != len(expected["ploss"]):
+        raise UserError(f"--steps {steps}: the case was made with {len(expected['ploss'])} steps; leave it out")
+    topology = start_distributed()
+    dtype = getattr(torch, options.dtype)
+    actual = run_case(case, topology, steps, dtype, DEEPSPEED_FILE)
+    errors = relative_errors(actual, expected)
+    if topology.is_first:
+        folder = options.out or options.case
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(actual, folder / "actual.safetensors")
+        report(options.case, errors, dtype)
+    stop_distributed()
+    return int(any(error > tolerance(name, dtype) for name, error in errors.items()))
+
+
+def report(case: Path, errors: dict[str, float], dtype: torch.dtype) -> None:
+    beyond = [name for name, error in errors.items() if error > tolerance(name, dtype)]
+    for name, error in errors.items():
+        print(f"  {name:48s} {error:.1e}  allowed {tolerance(name, dtype):.0e}{'  BEYOND' if name in beyond else ''}")
+    worst = max(errors, key=lambda name: errors[name] / tolerance(name, dtype))
+    verdict = "failed" if beyond else "passed"
+    print(f"{case}: {verdict}, worst relative error {errors[worst]:.1e} ({worst}), {str(dtype).removeprefix('torch.')}")
+
+
+if __name__ == "__main__":
+    run_command(main)
