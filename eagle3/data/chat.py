@@ -1,0 +1,335 @@
+"""The loss mask of a conversation under any chat template: what the target itself would generate, and nothing else.
+
+Every message is once marked and the whole conversation rendered again: where this differs from the true rendering is
+what that message put there. The generation prompt says where an assistant's turn begins. No text is searched
+for, so repeated contents, and contents that hold the template's own markers, cannot mislead it; what remains ambiguous is
+refused (`Unusable`).
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice, pairwise
+from typing import NamedTuple
+
+import jinja2
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from eagle3.data.conversations import Conversation
+from eagle3.errors import UserError
+
+GENERATION = re.compile(r"\{%([-+]?)\s*(generation|endgeneration)\s*([-+]?)%\}")
+PRIVATE_USE = range(0xE000, 0xF900)
+# A template is a program from outside; these are what Jinja and the filters it calls raise.
+TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+
+
+class Unusable(ValueError):
+    """A conversation for which no mask is surely right; `reason` says why, without anything of the sample's own."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class Encoded(NamedTuple):
+    ids: np.ndarray  # int32 [T]
+    loss_mask: np.ndarray  # bool [T], True for tokens that the target generates
+    text: str  # the rendering that was tokenised
+
+
+class Span(NamedTuple):
+    """Characters [start, stop) of the rendering."""
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Region:
+    """What one message put into the rendering: characters [start, stop).
+
+    direct: apart from white space, nothing but the content depends on the message before its content begins.
+    closing: what the template prints after the message, where comparing has shown it.
+    """
+
+    start: int
+    stop: int
+    direct: bool
+    closing: str | None
+
+
+Render = Callable[..., str]  # (messages, generation_prompt=False) -> text
+
+
+def encode_conversation(
+    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, chat_template: str | None
+) -> Encoded:
+    """Token ids and loss mask of one conversation. `chat_template` (Jinja source) replaces the tokenizer's own.
+
+    Supervised in `messages`: every assistant turn that answers something, from the end of the generation prompt to the
+    end-of-turn token. (An assistant message that opens a conversation answers nothing, so no prompt ever makes the target
+    generate it.) A template that marks its turns with `{% generation %}` is taken at its word. In plain `text` all
+    tokens are supervised. Raises Unusable where the mask would not be surely right, UserError where no conversation can
+    be encoded with this tokenizer and template.
+    """
+    if not tokenizer.is_fast:
+        raise UserError(
+            f"tokenizer {type(tokenizer).__name__}: a slow one, which does not tell where its tokens lie in the text;"
+            f" use a model folder with a tokenizer.json"
+        )
+    if conversation.messages is None:
+        ids = _tokenize(tokenizer, conversation.text, add_special_tokens=True)["input_ids"]
+        return Encoded(np.asarray(ids, np.int32), np.ones(len(ids), bool), conversation.text)
+    if chat_template is None and not tokenizer.chat_template:
+        raise UserError(
+            f"{conversation.origin}: the row has messages but the tokenizer has no chat template; name one with"
+            f" data.chat_template"
+        )
+    messages = list(conversation.messages)
+    if not any(message["role"] == "assistant" for message in messages):
+        raise Unusable("no assistant turn")
+    template = tokenizer.get_chat_template(chat_template, conversation.tools)
+    render = partial(_render, tokenizer, template, conversation.tools)
+    text = render(messages)
+    if GENERATION.search(template):
+        marked = partial(_render, tokenizer, _with_marks(template, *_unused(text)), conversation.tools)
+        spans = _marked_spans(text, marked(messages), *_unused(text))
+    else:
+        added = [token.content for token in tokenizer.added_tokens_decoder.values()]
+        spans = _assistant_spans(messages, text, render, sorted(added, key=len, reverse=True))
+    encoding = _tokenize(tokenizer, text, add_special_tokens=False, return_offsets_mapping=True)
+    offsets = np.asarray(encoding["offset_mapping"], np.int64).reshape(-1, 2)
+    return Encoded(np.asarray(encoding["input_ids"], np.int32), _token_mask(text, offsets, spans), text)
+
+
+def _tokenize(tokenizer: PreTrainedTokenizerBase, text: str, **options: bool) -> dict:
+    if re.search("[\ud800-\udfff]", text):
+        raise Unusable("half of a surrogate pair in the text, which is no character")
+    return tokenizer(text, verbose=False, **options)  # verbose: would warn of texts longer than the model's context
+
+
+def _render(
+    tokenizer: PreTrainedTokenizerBase,
+    template: str,
+    tools: list | None,
+    messages: Sequence[dict],
+    generation_prompt: bool = False,
+) -> str:
+    try:
+        return tokenizer.apply_chat_template(
+            list(messages),
+            tools=tools,
+            chat_template=template,
+            add_generation_prompt=generation_prompt,
+            tokenize=False,
+        )
+    except jinja2.TemplateSyntaxError as error:
+        raise UserError(
+            f"chat template line {error.lineno}: {error.message}; mend it, see data.chat_template"
+        ) from error
+    except TEMPLATE_ERRORS as error:
+        raise Unusable(f"the chat template refuses it ({type(error).__name__}: {error})") from error
+
+
+def _unused(text: str) -> tuple[str, str]:
+    """Two private-use characters that do not occur in the text: no trimming removes them, no content is like them."""
+    first, second = islice((mark for mark in map(chr, PRIVATE_USE) if mark not in text), 2)
+    return first, second
+
+
+# Templates that mark their own turns ---------------------------------------------------------------------------------
+
+
+def _with_marks(template: str, begin: str, end: str) -> str:
+    """The template with each `{% generation %}` tag as a block of the same white-space control that prints a mark.
+
+    transformers' own `return_assistant_tokens_mask` counts characters printed before the tag, which is wrong inside a
+    macro or a captured block; printed marks are right everywhere.
+    """
+
+    def block(tag: re.Match) -> str:
+        before, name, after = tag.groups()
+        mark = begin if name == "generation" else end
+        return f"{{%{before} if true %}}{{{{ '{mark}' }}}}{{% endif {after}%}}"
+
+    return GENERATION.sub(block, template)
+
+
+def _marked_spans(text: str, marked: str, begin: str, end: str) -> list[Span]:
+    if marked.replace(begin, "").replace(end, "") != text:
+        raise Unusable("the chat template changes what its {% generation %} blocks print")
+    spans = []
+    pieces = re.split(f"([{begin}{end}])", marked)
+    position = 0
+    opened = None
+    for piece in pieces:
+        if piece == begin and opened is None:
+            opened = position
+        elif piece == end and opened is not None:
+            spans.append(Span(opened, position))
+            opened = None
+        elif piece in (begin, end):
+            raise Unusable("the chat template nests its {% generation %} blocks")
+        else:
+            position += len(piece)
+    if not spans:
+        raise Unusable("the chat template prints no {% generation %} block")
+    return spans
+
+
+# Any other template --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Chat:
+    """A conversation, its rendering `text`, and what comparing takes.
+
+    marks: two characters that do not occur in the text. marked: the messages with their contents between the marks; of an
+    assistant's, which may hold thinking that the template moves, the marks alone. added: the tokenizer's added tokens,
+    longest first.
+    """
+
+    messages: list[dict]
+    text: str
+    render: Render
+    marks: tuple[str, str]
+    marked: list[dict]
+    added: list[str]
+
+    def around_marks(self, rendered: str, index: int) -> tuple[str, str]:
+        """What the template prints before and after the marked content of message `index`."""
+        if any(rendered.count(mark) != 1 for mark in self.marks):
+            role = self.messages[index]["role"]
+            raise Unusable(f"the chat template leaves out or repeats the content of a message of the {role}")
+        return rendered.partition(self.marks[0])[0], rendered.partition(self.marks[1])[2]
+
+    def leading_token(self, text: str) -> str | None:
+        """The added token that the text begins with, after white space."""
+        stripped = text.lstrip()
+        return next((token for token in self.added if token and stripped.startswith(token)), None)
+
+
+def _mark(message: dict, begin: str, end: str) -> dict:
+    if message["role"] == "assistant":
+        return {"role": "assistant", "content": begin + end}
+    return {**message, "content": begin + message["content"] + end}
+
+
+def _assistant_spans(messages: list[dict], text: str, render: Render, added: list[str]) -> list[Span]:
+    """The span of every assistant turn but an opening one."""
+    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant" and index > 0]
+    if not turns:
+        raise Unusable("no assistant turn that answers a message")
+    marks = _unused(text)
+    chat = _Chat(messages, text, render, marks, [_mark(message, *marks) for message in messages], added)
+    regions: list[Region] = []
+    for index, message in enumerate(messages):
+        try:
+            regions.append(_region(chat, index))
+        except Unusable:
+            if len(message) == 2 or index not in turns:  # a message of role and content only: there is no other way
+                raise
+            regions.append(_prefix_region(chat, index))
+    closer = _closer(chat, [index for index in turns if regions[index].closing is not None])
+    spans = [Span(region.start, region.stop) for region in regions]
+    for index in turns:
+        region = regions[index]
+        stop = region.stop
+        if closer and region.closing and chat.leading_token(region.closing) == closer:
+            stop += region.closing.index(closer) + len(closer)
+        spans[index] = Span(_turn_start(chat, index, regions[index - 1].stop, region), stop)
+    # Last line of defence: no turn holds anything that another message put there.
+    overlap = any(after.start < before.stop for before, after in pairwise(sorted(spans)))
+    if overlap or any(span.stop < span.start for span in spans):
+        raise Unusable("what the chat template prints for one message reaches into another's")
+    return [spans[index] for index in turns]
+
+
+def _region(chat: _Chat, index: int) -> Region:
+    """What of the text depends on message `index`, by comparing with the rendering that has it marked."""
+    rendered = chat.render([*chat.messages[:index], chat.marked[index], *chat.messages[index + 1 :]])
+    head, tail = chat.around_marks(rendered, index)
+    start = _common_prefix(chat.text, head)
+    stop = len(chat.text) - len(tail)
+    if not chat.text.endswith(tail) or stop < start:
+        role = chat.messages[index]["role"]
+        raise Unusable(f"the chat template prints other text after a message of the {role} when that message changes")
+    # head[start:] is what the template prints before the marks but not before the true content.
+    return Region(start, stop, direct=not head[start:].strip(), closing=tail)
+
+
+def _prefix_region(chat: _Chat, index: int) -> Region:
+    """The turn of an assistant whose message cannot be replaced, because a tool message that follows needs its call.
+
+    It lies between the rendering of what comes before it, with the generation prompt, and that rendering with it.
+    """
+    before = chat.render(chat.messages[:index], generation_prompt=True)
+    through = chat.render(chat.messages[: index + 1]).rstrip()
+    closed = any(through.endswith(token) for token in chat.added)
+    prompted = before != chat.render(chat.messages[:index])
+    if not (closed and prompted and chat.text.startswith(through) and through.startswith(before)):
+        raise Unusable("the chat template does not show where an assistant's tool call begins and ends")
+    return Region(len(before), len(through), direct=True, closing=None)
+
+
+def _closer(chat: _Chat, turns: list[int]) -> str | None:
+    """The added token with which the template ends a conversation's last turn, and so the one the target stops at.
+
+    What only follows turns in the middle is not taken for one: it may be the header of the next message.
+    """
+    if not turns:
+        return None
+    rendered = chat.render([*chat.messages[: turns[-1]], chat.marked[turns[-1]]])
+    return chat.leading_token(chat.around_marks(rendered, turns[-1])[1])
+
+
+def _turn_start(chat: _Chat, index: int, previous: int, region: Region) -> int:
+    """Where the target begins to generate turn `index`: right after the generation prompt.
+
+    What the template prints between that and the content (an empty think block, a channel header) is generated too.
+    previous: where the message before it stops.
+    """
+    before = [*chat.messages[: index - 1], chat.marked[index - 1]]
+    prompt = chat.render(before, generation_prompt=True)
+    opening = chat.around_marks(prompt, index - 1)[1]
+    opened = chat.text.startswith(opening, previous)
+    start = previous + len(opening)
+    if opened and (start >= region.start or prompt != chat.render(before)):
+        return start
+    # Either the template has no generation prompt (Llama 2), or the turn shows less than the whole of it (a
+    # generation prompt that opens a think block): the turn begins with its content, if that is what begins there.
+    if region.direct and (opened or opening.startswith(chat.text[previous : region.start])):
+        return region.start
+    raise Unusable("the chat template does not show where an assistant's turn begins")
+
+
+def _common_prefix(a: str, b: str) -> int:
+    """Length of the longest common prefix, by bisection: comparing slices is far faster than a loop."""
+    low, high = 0, min(len(a), len(b))
+    if a.startswith(b[:high]):
+        return high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+# From characters to tokens -------------------------------------------------------------------------------------------
+
+
+def _token_mask(text: str, offsets: np.ndarray, spans: list[Span]) -> np.ndarray:
+    """bool [T]: the tokens that overlap a span and have only white space before it. offsets: int64 [T, 2]."""
+    begins, ends = offsets.T
+    mask = np.zeros(len(offsets), bool)
+    for start, stop in spans:
+        inside = (begins < stop) & (ends > start)
+        for token in np.flatnonzero(inside & (begins < start)):
+            inside[token] = text[begins[token] : start].isspace()
+        mask |= inside
+    return mask

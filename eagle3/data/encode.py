@@ -1,0 +1,129 @@
+"""Encodes many conversations in order, in this process or in several, with the problems of each told apart."""
+
+import multiprocessing
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Literal, NamedTuple
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from eagle3.data.chat import Unusable, encode_conversation
+from eagle3.data.conversations import Conversation
+from eagle3.errors import UserError
+
+# A process takes some two seconds to start; one core encodes about a million characters a second, with all renderings.
+CHARACTERS_WORTH_A_PROCESS = 4_000_000
+CHUNK = 64
+
+
+class Problem(NamedTuple):
+    kind: Literal["unusable", "too_long"]
+    reason: str  # without anything of the sample's own, so that problems can be counted by reason
+    detail: str  # of this sample
+
+
+class Outcome(NamedTuple):
+    """What became of one conversation: ids int32 [T] and loss_mask bool [T], or a problem."""
+
+    ids: np.ndarray | None
+    loss_mask: np.ndarray | None
+    truncated: bool
+    problem: Problem | None
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How to encode. max_length: tokens; truncate: cut a longer sample instead of calling it a problem."""
+
+    tokenizer: PreTrainedTokenizerBase
+    chat_template: str | None
+    max_length: int
+    truncate: bool
+
+    def outcome(self, conversation: Conversation) -> Outcome:
+        try:
+            ids, loss_mask, _ = encode_conversation(self.tokenizer, conversation, self.chat_template)
+        except Unusable as refusal:
+            return _refused("unusable", refusal.reason)
+        length = len(ids)
+        too_long = length > self.max_length
+        if too_long and not self.truncate:
+            return _refused("too_long", f"longer than {self.max_length} tokens", f"{length} tokens")
+        ids, loss_mask = ids[: self.max_length], loss_mask[: self.max_length]
+        if length < 2:
+            return _refused("unusable", "fewer than two tokens")
+        # The draft learns from a supervised token what comes after it, so the last token alone teaches nothing.
+        if not loss_mask[:-1].any():
+            cut = "all supervised tokens are cut off" if too_long else "no supervised token that another follows"
+            return _refused("unusable", cut)
+        return Outcome(ids, loss_mask, too_long, None)
+
+
+def _refused(kind: Literal["unusable", "too_long"], reason: str, detail: str = "") -> Outcome:
+    return Outcome(None, None, False, Problem(kind, reason, detail))
+
+
+def encode_all(
+    encoding: Encoding, conversations: Sequence[Conversation], workers: int | None = None
+) -> Iterator[list[Outcome]]:
+    """The outcomes of all conversations in order, chunk by chunk. workers: processes at most; default one a core.
+
+    Few conversations are encoded in this process, where starting others would take longer.
+    """
+    characters = sum(map(_characters, conversations))
+    chunks = [conversations[start : start + CHUNK] for start in range(0, len(conversations), CHUNK)]
+    useful = min(len(chunks), 1 + characters // CHARACTERS_WORTH_A_PROCESS)
+    processes = min(useful, workers or multiprocessing.cpu_count())
+    if processes > 1:
+        yield from _encode_in_processes(encoding, chunks, processes)
+    else:
+        for chunk in chunks:
+            yield [encoding.outcome(conversation) for conversation in chunk]
+
+
+def _characters(conversation: Conversation) -> int:
+    return len(conversation.text or "") + sum(len(message["content"]) for message in conversation.messages or ())
+
+
+def _encode_in_processes(
+    encoding: Encoding, chunks: list[Sequence[Conversation]], processes: int
+) -> Iterator[list[Outcome]]:
+    """Process p encodes chunks p, p + processes, ...; reading them in turn keeps the order and bounds what waits."""
+    # spawn: forking a process that has threads (torch's, the tokenizer's) can leave its copy locked for ever.
+    context = multiprocessing.get_context("spawn")
+    pipes, started = [], []
+    try:
+        for number in range(processes):
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(target=_work, args=(encoding, chunks[number::processes], sender), daemon=True)
+            process.start()
+            sender.close()  # the process has its own copy; with this one open its death would not be noticed
+            pipes.append(receiver)
+            started.append(process)
+        for number in range(len(chunks)):
+            try:
+                outcomes = pipes[number % processes].recv()
+            except EOFError as error:
+                raise UserError(
+                    f"data.workers={processes}: a tokenising process ended without a word, perhaps for want of memory;"
+                    f" set fewer data.workers"
+                ) from error
+            if isinstance(outcomes, Exception):
+                raise outcomes
+            yield outcomes
+    finally:
+        for process in started:
+            process.terminate()
+            process.join()
+
+
+def _work(encoding: Encoding, chunks: list[Sequence[Conversation]], sender: Connection) -> None:
+    for chunk in chunks:
+        try:
+            outcomes = [encoding.outcome(conversation) for conversation in chunk]
+        except UserError as mistake:
+            sender.send(mistake)
+            return
+        sender.send(outcomes)

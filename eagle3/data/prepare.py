@@ -1,0 +1,168 @@
+"""From data sources to a set of samples: encoded once, cached by content, with an account of what was left out."""
+
+import hashlib
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from eagle3.data.conversations import Conversation, read_conversations
+from eagle3.data.encode import Encoding, Outcome, Problem, encode_all
+from eagle3.data.samples import DamagedSamples, Sample, SampleSet, replacing_folder
+from eagle3.errors import UserError
+
+FORMAT = 1  # of the cached folders, and of what the mask means; a change makes every cached set be built anew
+QUIET_SECONDS = 2.0  # before and between progress lines
+GREEN, PLAIN = "\033[32m", "\033[0m"
+
+
+@dataclass(frozen=True)
+class Summary:
+    """rows: conversations read; kept, truncated: samples; tokens, supervised: of the kept ones; dropped: reason -> count;
+    examples: reason -> origin of the first one dropped for it; cached: taken from the cache."""
+
+    rows: int
+    kept: int
+    truncated: int
+    tokens: int
+    supervised: int
+    dropped: dict[str, int] = field(default_factory=dict)
+    examples: dict[str, str] = field(default_factory=dict)
+    cached: bool = False
+
+
+class Prepared(NamedTuple):
+    samples: SampleSet
+    summary: Summary
+
+
+def prepare_samples(
+    sources: list[str],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    chat_template: str | None,
+    max_length: int,
+    too_long: Literal["stop", "drop", "truncate"],
+    unusable: Literal["stop", "drop"],
+    max_samples: int | None,
+    workers: int | None,
+    cache_dir: Path,
+    report: Callable[[str], None],
+) -> Prepared:
+    """Read, encode and mask the sources' conversations, or take them from `cache_dir`, where equal work was done before.
+
+    chat_template: Jinja source, or None for the tokenizer's own. max_length: tokens. max_samples: only the first so many
+    conversations. report: gets progress lines. Raises UserError for what cannot be read, for a problem under "stop", and
+    when no sample is left.
+    """
+    conversations = read_conversations(sources, max_samples)
+    key = _content_key(conversations, tokenizer, chat_template, [max_length, too_long, unusable])
+    folder = Path(cache_dir).expanduser() / "tokenized" / key
+    if folder.exists():
+        try:
+            return _open(folder)
+        except DamagedSamples as damage:
+            report(f"the tokenised data is damaged ({damage}); it is built anew")
+    encoding = Encoding(tokenizer, chat_template, max_length, truncate=too_long == "truncate")
+    outcomes = list(_with_progress(encode_all(encoding, conversations, workers), len(conversations), report))
+    problems = [(row.origin, got.problem) for row, got in zip(conversations, outcomes, strict=True) if got.problem]
+    _stop_at_problem(problems, {"too_long": too_long, "unusable": unusable})
+    kept = [outcome for outcome in outcomes if outcome.problem is None]
+    dropped = Counter(problem.reason for _, problem in problems)
+    if not kept:
+        reason, count = dropped.most_common(1)[0]
+        raise UserError(
+            f"{', '.join(sources)}: no usable sample among {len(outcomes)} ({count}: {reason}); give other data"
+        )
+    summary = Summary(
+        rows=len(outcomes),
+        kept=len(kept),
+        truncated=sum(outcome.truncated for outcome in kept),
+        tokens=sum(len(outcome.ids) for outcome in kept),
+        supervised=sum(int(outcome.loss_mask.sum()) for outcome in kept),
+        dropped=dict(dropped),
+        examples={problem.reason: origin for origin, problem in reversed(problems)},
+    )
+    with replacing_folder(folder) as temporary:
+        SampleSet.pack([(outcome.ids, outcome.loss_mask) for outcome in kept]).write_arrays(temporary)
+        (temporary / "summary.json").write_text(json.dumps(asdict(summary), indent=1), encoding="utf-8")
+    return Prepared(SampleSet.open(folder), summary)
+
+
+def preview(sample: Sample, tokenizer: PreTrainedTokenizerBase, color: bool) -> str:
+    """The sample's text with the supervised tokens green, or between ⟦ and ⟧."""
+    begin, end = (GREEN, PLAIN) if color else ("⟦", "⟧")
+    lengths = sample.loss_mask.int().unique_consecutive(return_counts=True)[1].tolist()
+    shown, position = [], 0
+    for length in lengths:
+        text = tokenizer.decode(sample.ids[position : position + length].tolist(), clean_up_tokenization_spaces=False)
+        shown.append(f"{begin}{text}{end}" if sample.loss_mask[position] else text)
+        position += length
+    return "".join(shown)
+
+
+def _content_key(
+    conversations: Sequence[Conversation],
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template: str | None,
+    options: list[int | str],
+) -> str:
+    digest = hashlib.sha256()
+    # The special tokens are template variables beside the vocabulary; JSON keeps the parts apart.
+    backend = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else type(tokenizer).__name__
+    template = chat_template or tokenizer.chat_template
+    for part in ([FORMAT, options, template, tokenizer.special_tokens_map, backend], *_contents(conversations)):
+        digest.update(json.dumps(part, default=str).encode() + b"\n")
+    return digest.hexdigest()[:32]
+
+
+def _contents(conversations: Sequence[Conversation]) -> Iterator[tuple]:
+    # Key order counts: templates print tool calls and schemas in it.
+    return ((row.messages, row.text, row.tools) for row in conversations)
+
+
+def _open(folder: Path) -> Prepared:
+    try:
+        summary = Summary(**json.loads((folder / "summary.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise DamagedSamples(f"{folder / 'summary.json'}: {error}") from error
+    samples = SampleSet.open(folder)
+    if (len(samples), len(samples.ids)) != (summary.kept, summary.tokens):
+        raise DamagedSamples(f"{folder}: {len(samples)} samples where its summary has {summary.kept}")
+    return Prepared(samples, replace(summary, cached=True))
+
+
+def _with_progress(chunks: Iterator[list[Outcome]], total: int, report: Callable[[str], None]) -> Iterator[Outcome]:
+    start = said = time.monotonic()
+    done = 0
+    for chunk in chunks:
+        yield from chunk
+        done += len(chunk)
+        now = time.monotonic()
+        if now - said >= QUIET_SECONDS and done < total:
+            said = now
+            rate = done / (now - start)
+            report(
+                f"tokenising: {done:,} of {total:,} conversations, {rate:,.0f}/s, {(total - done) / rate:.0f} s left"
+            )
+
+
+def _stop_at_problem(problems: list[tuple[str, Problem]], policies: dict[str, str]) -> None:
+    """Raise for the first problem whose policy is "stop", and count its like."""
+    stopping = [(origin, problem) for origin, problem in problems if policies[problem.kind] == "stop"]
+    if not stopping:
+        return
+    origin, problem = stopping[0]
+    count = sum(other.kind == problem.kind for _, other in stopping)
+    detail = f" ({problem.detail})" if problem.detail else ""
+    remedy = {
+        "unusable": "mend the data, or leave such samples out with data.unusable=drop",
+        "too_long": "raise data.max_length, or set data.too_long=drop or data.too_long=truncate",
+    }[problem.kind]
+    like = "no other sample has such a problem" if count == 1 else f"{count} samples have such a problem"
+    raise UserError(f"{origin}: {problem.reason}{detail}; {like}; {remedy}")

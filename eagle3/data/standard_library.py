@@ -1,0 +1,103 @@
+"""The quickstart's text: this interpreter's standard library, turned into conversations about its code."""
+
+import ast
+import sysconfig
+import textwrap
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+# Tests, vendored packages and generated tables: not prose a person wrote to be read.
+SKIPPED_FOLDERS = {
+    *("site-packages", "dist-packages", "_bundled", "__pycache__"),
+    *("test", "tests", "idlelib", "turtledemo", "lib2to3", "encodings", "pydoc_data"),
+}
+LINES = range(3, 61)
+MOST_CHARACTERS = 1500  # of a conversation: about 512 tokens of a vocabulary of a few thousand
+
+SHOW = (
+    "Show me `{name}`.",
+    "Show me the source of `{name}`.",
+    "How is `{name}` written?",
+    "Please write `{name}`.",
+)
+EXPLAIN = ("What does `{name}` do?", "What is `{name}` for?", "Explain `{name}`.")
+THEN_SHOW = ("Show me the code.", "How is it written?")
+THEN_EXPLAIN = ("What does it do?", "Explain it.")
+
+
+class Definition(NamedTuple):
+    """A function, method, class or (without code) a module."""
+
+    name: str
+    code: str
+    docstring: str
+
+
+def standard_library_conversations() -> list[dict]:
+    """Conversations about the functions, classes and modules of the interpreter's standard library.
+
+    Returns `{"messages": [{"role", "content"}, ...]}` in the order of module and line, the same on every call, no two
+    with the same opening question or the same code. What they say depends on the Python version alone. Files that
+    this interpreter cannot parse, and definitions under 3 or over 60 lines, are left out.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    names, codes, conversations = set(), set(), []
+    for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).parts):
+        parts = path.relative_to(root).with_suffix("").parts
+        if SKIPPED_FOLDERS.intersection(parts[:-1]) or not all(part.isidentifier() for part in parts):
+            continue
+        module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        for definition in _definitions(path, module):
+            if definition.name in names or definition.code in codes:
+                continue
+            turns = _turns(definition)
+            if turns and sum(len(turn) for turn in turns) <= MOST_CHARACTERS:
+                names.add(definition.name)
+                codes.add(definition.code or definition.docstring)
+                roles = ("user", "assistant") * (len(turns) // 2)
+                messages = [{"role": role, "content": turn} for role, turn in zip(roles, turns, strict=True)]
+                conversations.append({"messages": messages})
+    return conversations
+
+
+def _definitions(path: Path, module: str) -> Iterator[Definition]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):  # templates and deliberately broken files; ValueError: not UTF-8, or a null byte
+        return
+    yield Definition(module, "", ast.get_docstring(tree) or "")
+    yield from _inside(tree, module, text.splitlines(keepends=True))
+
+
+def _inside(node: ast.AST, prefix: str, lines: list[str]) -> Iterator[Definition]:
+    """The definitions inside `node`, also those under `if` and `try`, but not those local to a function."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield from _inside(child, prefix, lines)
+            continue
+        name = f"{prefix}.{child.name}"
+        first = min([child.lineno, *(decorator.lineno for decorator in child.decorator_list)])
+        code = textwrap.dedent("".join(lines[first - 1 : child.end_lineno])).rstrip()
+        # Text at column 0 inside a string keeps dedent from reaching the margin; so do definitions after a semicolon.
+        if child.end_lineno - first + 1 in LINES and not code[0].isspace() and "```" not in code:
+            yield Definition(name, code, ast.get_docstring(child) or "")
+        if isinstance(child, ast.ClassDef):
+            yield from _inside(child, name, lines)
+
+
+def _turns(definition: Definition) -> list[str]:
+    """User and assistant turns in alternation; [] where there is nothing to say. The name alone chooses the form."""
+    name, code, docstring = definition
+    choice = zlib.crc32(name.encode())
+    show, explain = SHOW[choice % len(SHOW)].format(name=name), EXPLAIN[choice % len(EXPLAIN)].format(name=name)
+    then_show, then_explain = THEN_SHOW[choice % len(THEN_SHOW)], THEN_EXPLAIN[choice % len(THEN_EXPLAIN)]
+    answer = f"Here is `{name}`:\n\n```python\n{code}\n```"
+    if not code:
+        return [explain, docstring] if docstring else []
+    if not docstring:
+        return [show, answer]
+    forms = ([show, answer], [explain, docstring], [explain, docstring, then_show, answer])
+    return (*forms, [show, answer, then_explain, docstring])[choice // 12 % 4]

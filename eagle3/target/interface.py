@@ -1,0 +1,104 @@
+"""What training needs from a target: hidden states of whole documents, and what the teacher says after every token."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from eagle3.errors import UserError
+
+
+@dataclass(frozen=True)
+class HiddenStates:
+    """The target's outputs over one document of T tokens; Ht is the target's hidden size.
+
+    aux        [T, 3*Ht]  residual stream after each of three layers, low to high, concatenated
+    last       [T, Ht]    hidden state after the final norm: the lm_head's input
+    argmax     [T] int64  most likely next token after each row, over the full vocabulary (ties: lowest id)
+    logsumexp  [T] fp32   of the logits after each row, over the full vocabulary (fp64 for an fp64 target)
+    """
+
+    aux: Tensor
+    last: Tensor
+    argmax: Tensor
+    logsumexp: Tensor
+
+
+@dataclass(frozen=True)
+class TargetHead:
+    """The target's frozen embedding [V, Ht] and lm_head [V, Ht]; one and the same tensor where the target ties them."""
+
+    embedding: Tensor
+    head: Tensor
+
+
+class Target(Protocol):
+    """A frozen language model. `aux_layers` are 0-based layers, low to high, whose outputs `prefill` returns as aux."""
+
+    hidden_size: int
+    vocab_size: int
+    aux_layers: tuple[int, int, int]
+
+    def prefill(self, documents: Sequence[Tensor]) -> list[HiddenStates]:
+        """Hidden states of documents (token ids, int64 [T] each), in their order and without padding.
+
+        Raises UserError for an empty document and for a token id outside the vocabulary.
+        """
+        ...
+
+
+class TeacherSummary(NamedTuple):
+    """Per row: argmax [N] int64 and logsumexp [N] fp32 (fp64 for fp64 inputs) over the full vocabulary."""
+
+    argmax: Tensor
+    logsumexp: Tensor
+
+
+def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
+    """The layers EAGLE3 reads: 1, n//2-1 and n-4, 0-based; moved as little as keeps them distinct below 8 layers.
+
+    The choice is that of the EAGLE3 reference implementation and of the engines that serve its drafts.
+    """
+    if num_layers < 3:
+        raise UserError(f"target: has {num_layers} layers, EAGLE3 reads three; choose a target with at least 3 layers")
+    low = min(1, num_layers - 3)
+    middle = min(max(num_layers // 2 - 1, low + 1), num_layers - 2)
+    high = max(num_layers - 4, middle + 1)
+    return low, middle, high
+
+
+def check_aux_layers(aux_layers: Sequence[int], num_layers: int) -> tuple[int, int, int]:
+    """`aux_layers` as a tuple; UserError unless they are three ascending layers of a target with `num_layers`."""
+    layers = tuple(aux_layers)
+    if len(layers) != 3 or list(layers) != sorted(set(layers)) or layers[0] < 0 or layers[-1] >= num_layers:
+        raise UserError(
+            f"model.aux_layers: {list(layers)} does not fit a target with {num_layers} layers; "
+            f"name three different layers of 0..{num_layers - 1}, low to high"
+        )
+    return layers
+
+
+@torch.no_grad()
+def summarize_teacher(last: Tensor, head: Tensor, block_rows: int = 512) -> TeacherSummary:
+    """Argmax and logsumexp of `last @ head.T` for last [N, Ht] and head [V, Ht], `block_rows` rows at a time.
+
+    Logits are fp32 even for bf16 inputs (fp64 for fp64 ones) and exist for one block only; ties go to the lowest id.
+    """
+    accumulate = torch.float64 if last.dtype == torch.float64 else torch.float32
+    # Half-precision products are exact in fp32, so a tensor-core matmul that returns its fp32 sums equals an fp32 one at
+    # a fraction of the time. torch has it on CUDA only; elsewhere the head is widened, once for all blocks.
+    half_matmul = last.is_cuda and last.dtype == head.dtype and last.dtype in (torch.bfloat16, torch.float16)
+    weight = (head if half_matmul else head.to(accumulate)).T
+    argmax = torch.empty(len(last), dtype=torch.int64, device=last.device)
+    logsumexp = torch.empty(len(last), dtype=accumulate, device=last.device)
+    for start in range(0, len(last), block_rows):
+        rows = slice(start, start + block_rows)
+        if half_matmul:
+            logits = torch.mm(last[rows], weight, out_dtype=torch.float32)
+        else:
+            logits = last[rows].to(accumulate) @ weight
+        argmax[rows] = logits.argmax(-1)
+        logsumexp[rows] = logits.logsumexp(-1)
+    return TeacherSummary(argmax, logsumexp)

@@ -1,0 +1,223 @@
+"""From data files to samples: the account of what was left out, the cache, processes, and the held-out split."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from eagle3.data import encode
+from eagle3.data.conversations import Conversation
+from eagle3.data.prepare import Prepared, prepare_samples, preview
+from eagle3.data.samples import DamagedSamples, SampleSet
+from eagle3.errors import UserError
+
+TEMPLATE = (Path(__file__).parent / "chat_templates" / "zephyr.jinja").read_text()
+OPTIONS = {
+    "chat_template": TEMPLATE,
+    "max_length": 100,
+    "too_long": "stop",
+    "unusable": "stop",
+    "max_samples": None,
+    "workers": 1,
+    "report": print,
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["</s>", "<|user|>", "<|assistant|>"])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+
+
+def data(path: Path, *answers: str | None) -> list[str]:
+    """A file of one-question conversations; None for one without an answer."""
+    rows = []
+    for answer in answers:
+        question = {"role": "user", "content": "Hi"}
+        rows.append(
+            {"messages": [question] if answer is None else [question, {"role": "assistant", "content": answer}]}
+        )
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [str(path)]
+
+
+def prepared(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, *answers: str | None, **options: object) -> Prepared:
+    sources = data(tmp_path / "data.jsonl", *answers)
+    return prepare_samples(sources, tokenizer, cache_dir=tmp_path / "cache", **{**OPTIONS, **options})
+
+
+def test_samples_are_the_rendered_conversations_in_order(tmp_path, tokenizer):
+    samples, summary = prepared(tmp_path, tokenizer, "one", "two three")
+    assert [tokenizer.decode(sample.ids.tolist()) for sample in samples] == [
+        "<|user|>\nHi</s>\n<|assistant|>\none</s>\n",
+        "<|user|>\nHi</s>\n<|assistant|>\ntwo three</s>\n",
+    ]
+    assert [tokenizer.decode(sample.ids[sample.loss_mask].tolist()) for sample in samples] == [
+        "one</s>",
+        "two three</s>",
+    ]
+    assert samples[0].ids.dtype == torch.int64 and samples[0].loss_mask.dtype == torch.bool
+    assert samples.lengths.tolist() == [len(sample.ids) for sample in samples]
+    assert (summary.rows, summary.kept, summary.tokens, summary.supervised) == (2, 2, sum(samples.lengths), 4 + 10)
+    assert len(prepared(tmp_path, tokenizer, "one", "two three", max_samples=1).samples) == 1
+
+
+def test_a_problem_stops_with_one_line_that_names_the_sample_the_count_and_the_remedy(tmp_path, tokenizer):
+    with pytest.raises(UserError, match=r"data.jsonl:2: no assistant turn; 2 samples .* data.unusable=drop"):
+        prepared(tmp_path, tokenizer, "one", None, None)
+    with pytest.raises(
+        UserError, match=r"data.jsonl:1: longer than 100 tokens \(1\d\d tokens\); no other .*data.too_long"
+    ):
+        prepared(tmp_path, tokenizer, "x" * 100, "one")
+
+
+def test_what_is_dropped_or_cut_is_counted_by_reason_with_its_first_example(tmp_path, tokenizer):
+    answers = ("one", None, "x" * 200, None, "two")
+    _, summary = prepared(tmp_path, tokenizer, *answers, unusable="drop", too_long="drop")
+    assert summary.dropped == {"no assistant turn": 2, "longer than 100 tokens": 1}
+    assert {reason: Path(origin).name for reason, origin in summary.examples.items()} == {
+        "no assistant turn": "data.jsonl:2",
+        "longer than 100 tokens": "data.jsonl:3",
+    }
+    samples, summary = prepared(tmp_path, tokenizer, *answers, unusable="drop", too_long="truncate")
+    assert (len(samples), summary.truncated, samples.lengths[1]) == (3, 1, 100)
+
+
+def test_a_sample_that_teaches_nothing_is_unusable(tmp_path, tokenizer):
+    for length in range(2, 10):  # the prompt has 8 tokens, and a supervised one needs a successor
+        with pytest.raises(UserError, match="all supervised tokens are cut off"):
+            prepared(tmp_path, tokenizer, "one", max_length=length, too_long="truncate")
+    assert len(prepared(tmp_path, tokenizer, "one", max_length=10, too_long="truncate").samples) == 1
+    (tmp_path / "text.jsonl").write_text('{"text": ""}\n{"text": "a"}\n{"text": "ab"}\n')
+    options = {**OPTIONS, "cache_dir": tmp_path / "cache", "unusable": "drop"}
+    samples, summary = prepare_samples([str(tmp_path / "text.jsonl")], tokenizer, **options)
+    assert len(samples) == 1 and summary.dropped == {"fewer than two tokens": 2}
+
+
+def test_no_usable_sample_is_an_error_that_names_the_reason(tmp_path, tokenizer):
+    with pytest.raises(UserError, match=r"no usable sample among 2 \(2: no assistant turn\)"):
+        prepared(tmp_path, tokenizer, None, None, unusable="drop")
+
+
+def test_equal_work_is_taken_from_the_cache_and_other_work_is_not(tmp_path, tokenizer):
+    first = prepared(tmp_path, tokenizer, "one", "two")
+    again = prepared(tmp_path, tokenizer, "one", "two")
+    assert (first.summary.cached, again.summary.cached) == (False, True)
+    assert [sample.id for sample in first.samples] == [sample.id for sample in again.samples]
+    assert not prepared(tmp_path, tokenizer, "one", "too").summary.cached
+    assert not prepared(tmp_path, tokenizer, "one", "two", max_length=99).summary.cached
+    assert not prepared(tmp_path, tokenizer, "one", "two", chat_template=TEMPLATE + " ").summary.cached
+    other = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|user|>")
+    assert not prepared(tmp_path, other, "one", "two").summary.cached
+
+
+@pytest.mark.parametrize("name", ["ids.npy", "loss_mask.npy", "offsets.npy", "digests.npy", "summary.json"])
+@pytest.mark.parametrize("damage", ["missing", "short", "empty"])
+def test_a_damaged_cache_is_built_anew_with_a_line(tmp_path, tokenizer, name, damage):
+    expected = [sample.id for sample in prepared(tmp_path, tokenizer, "one", "two").samples]
+    [file] = (tmp_path / "cache" / "tokenized").glob(f"*/{name}")
+    whole = file.read_bytes()
+    if damage == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(whole[:-3] if damage == "short" else b"")
+    lines: list[str] = []
+    samples, summary = prepared(tmp_path, tokenizer, "one", "two", report=lines.append)
+    assert [sample.id for sample in samples] == expected and not summary.cached
+    assert len(lines) == 1 and "damaged" in lines[0]
+    assert prepared(tmp_path, tokenizer, "one", "two").summary.cached
+    assert [path.name for path in file.parent.parent.iterdir()] == [file.parent.name]  # nothing temporary is left
+
+
+def test_processes_give_what_one_process_gives_in_order(tokenizer):
+    answers = [f"answer {number}" for number in range(150)]
+    rows = [
+        Conversation("x", ({"role": "user", "content": a}, {"role": "assistant", "content": a}), None) for a in answers
+    ]
+    rows[70] = Conversation("x", ({"role": "user", "content": "?"},), None)
+    encoding = encode.Encoding(tokenizer, TEMPLATE, 100, truncate=False)
+    alone = [outcome for chunk in encode.encode_all(encoding, rows, workers=2) for outcome in chunk]
+    chunks = [rows[start : start + 64] for start in range(0, 150, 64)]
+    together = [outcome for chunk in encode._encode_in_processes(encoding, chunks, 2) for outcome in chunk]
+    assert len(alone) == len(together) == 150
+    for a, b in zip(alone, together, strict=True):
+        assert a.problem == b.problem and np.array_equal(a.ids, b.ids) and np.array_equal(a.loss_mask, b.loss_mask)
+    assert together[70].problem.reason == "no assistant turn"
+    broken = encode.Encoding(tokenizer, "{% for %}", 100, truncate=False)
+    with pytest.raises(UserError, match="chat template line 1"):
+        list(encode._encode_in_processes(broken, chunks, 2))
+
+
+def packed(count: int) -> SampleSet:
+    rng = np.random.default_rng(0)
+    return SampleSet.pack(
+        [(rng.integers(0, 50, n).astype(np.int32), rng.random(n) < 0.5) for n in rng.integers(2, 9, count)]
+    )
+
+
+def test_a_saved_set_opens_as_it_was_and_a_damaged_one_is_refused(tmp_path):
+    samples = packed(20).subset([3, 4, 5, 19, 0, 0])
+    for _ in range(2):  # the second time it replaces the first
+        samples.save(tmp_path / "set")
+    opened = SampleSet.open(tmp_path / "set")
+    for index in range(6):
+        assert opened[index].id == samples[index].id
+        assert torch.equal(opened[index].ids, samples[index].ids)
+        assert torch.equal(opened[index].loss_mask, samples[index].loss_mask)
+    ids = np.concatenate([chunk for chunk, _ in samples.token_chunks()])
+    assert ids.tolist() == torch.cat([samples[index].ids for index in range(6)]).tolist()
+    packed(3).subset([]).save(tmp_path / "none")
+    assert len(SampleSet.open(tmp_path / "none")) == 0
+    np.save(tmp_path / "set" / "ids.npy", np.zeros(3, np.int32))
+    with pytest.raises(DamagedSamples):
+        SampleSet.open(tmp_path / "set")
+
+
+def test_a_sample_is_named_by_its_contents():
+    ids, mask = np.arange(4, dtype=np.int32), np.array([0, 1, 1, 0], bool)
+    names = [SampleSet.pack([pair])[0].id for pair in ((ids, mask), (ids, mask), (ids, ~mask), (ids + 1, mask))]
+    assert names[0] == names[1] and len(set(names)) == 3 and len(names[0]) == 32
+
+
+def test_the_held_out_split_depends_on_contents_and_seed_alone():
+    samples = packed(400)
+    train, held_out = samples.split_held_out(0.1, seed=1)
+    names = {sample.id for sample in held_out}
+    assert len(train) + len(held_out) == 400 and 20 <= len(held_out) <= 60
+    shuffled = samples.subset(np.random.default_rng(1).permutation(400)).split_held_out(0.1, seed=1)
+    assert {sample.id for sample in shuffled.held_out} == names
+    assert {sample.id for sample in samples.split_held_out(0.1, seed=2).held_out} != names
+    assert len(samples.split_held_out(0.0, seed=1).held_out) == 0
+
+
+def test_both_sides_of_the_split_get_a_sample_and_identical_samples_stay_together():
+    for seed in range(20):
+        for fraction in (0.001, 0.999):
+            train, held_out = packed(2).split_held_out(fraction, seed)
+            assert len(train) == len(held_out) == 1
+        train, held_out = packed(6).subset([0, 1, 2, 3, 4, 5] * 5).split_held_out(0.3, seed)
+        assert not {sample.id for sample in train} & {sample.id for sample in held_out}
+    with pytest.raises(UserError, match="all 3 samples are identical"):
+        packed(1).subset([0, 0, 0]).split_held_out(0.5, 0)
+
+
+def test_preview_shows_what_is_supervised(tmp_path, tokenizer):
+    samples, _ = prepared(tmp_path, tokenizer, "one")
+    assert preview(samples[0], tokenizer, color=False) == "<|user|>\nHi</s>\n<|assistant|>\n⟦one</s>⟧\n"
+    assert "\033[32mone</s>\033[0m" in preview(samples[0], tokenizer, color=True)
+
+
+def test_a_long_preparation_reports_rate_and_time_left(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr("eagle3.data.prepare.QUIET_SECONDS", 0.0)
+    lines: list[str] = []
+    prepared(tmp_path, tokenizer, *["one"] * 100, report=lines.append)
+    assert len(lines) == 1 and lines[0].startswith("tokenising: 64 of 100 conversations, ") and "s left" in lines[0]

@@ -1,0 +1,283 @@
+"""The transformers target against what the model itself says: hidden_states, final norm, logits."""
+
+import json
+import shutil
+
+import huggingface_hub.constants
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    BertConfig,
+    BertLMHeadModel,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    T5Config,
+)
+
+from eagle3.errors import UserError
+from eagle3.target.interface import default_aux_layers, summarize_teacher
+from eagle3.target.transformers import (
+    TransformersTarget,
+    fingerprint,
+    length_buckets,
+    load_target,
+    load_target_head,
+    load_tokenizer,
+    target_config,
+)
+
+SHAPE = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.15,
+}
+
+
+def tiny_llama(seed: int = 0, **changes) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(**{**SHAPE, **changes})).eval()
+
+
+def tiny_qwen3() -> Qwen3ForCausalLM:
+    torch.manual_seed(1)
+    model = Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=16)).eval()
+    with torch.no_grad():
+        model.model.norm.weight.uniform_(0.5, 2.0)  # so that a normed and an un-normed stream differ in more than scale
+    return model
+
+
+def tied_llama() -> LlamaForCausalLM:
+    return tiny_llama(2, tie_word_embeddings=True)
+
+
+MODELS = pytest.mark.parametrize("make", [tiny_llama, tiny_qwen3, tied_llama])
+
+
+def documents(*lengths: int, seed: int = 3) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(256, (length,), generator=generator) for length in lengths]
+
+
+@MODELS
+def test_prefill_gives_the_models_own_hidden_states_and_logits(make, tmp_path):
+    model = make()
+    model.save_pretrained(tmp_path)
+    target = load_target(tmp_path, dtype="float32", aux_layers=(0, 2, 3))
+    (document,) = documents(37)
+    (states,) = target.prefill([document])
+    with torch.no_grad():
+        expected = model(document[None], output_hidden_states=True)
+    aux = torch.cat([expected.hidden_states[layer + 1][0] for layer in (0, 2, 3)], dim=-1)
+    torch.testing.assert_close(states.aux, aux, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(states.last, expected.hidden_states[-1][0], rtol=1e-6, atol=1e-6)
+    assert torch.equal(states.argmax, expected.logits[0].argmax(-1))
+    torch.testing.assert_close(states.logsumexp, expected.logits[0].logsumexp(-1), rtol=1e-6, atol=1e-5)
+    assert states.argmax.dtype == torch.int64 and states.logsumexp.dtype == torch.float32
+
+
+def test_dtype_auto_keeps_the_checkpoints_bf16_and_sums_logits_in_fp32(tmp_path):
+    tiny_qwen3().bfloat16().save_pretrained(tmp_path)
+    target = load_target(tmp_path)
+    (states,) = target.prefill(documents(19))
+    assert states.aux.dtype == states.last.dtype == torch.bfloat16
+    logits = states.last.double() @ target.weights().head.double().T
+    assert torch.equal(states.argmax, logits.argmax(-1))
+    torch.testing.assert_close(states.logsumexp.double(), logits.logsumexp(-1), rtol=1e-6, atol=0)
+
+
+def test_the_last_layers_aux_is_not_normed():
+    model = tiny_qwen3()
+    target = TransformersTarget(model, aux_layers=(1, 2, 4), prefill_tokens=64)
+    (states,) = target.prefill(documents(11))
+    normed = model.model.norm(states.aux[:, 2 * 64 :])
+    torch.testing.assert_close(normed, states.last, rtol=1e-6, atol=1e-6)
+    assert not torch.allclose(states.aux[:, 2 * 64 :], states.last, rtol=0.1)
+
+
+@MODELS
+def test_batched_rows_equal_unbatched_rows_in_the_callers_order(make):
+    target = TransformersTarget(make(), aux_layers=None, prefill_tokens=64)
+    batch = documents(5, 31, 1, 90, 30, 12, 13, 2)  # 90 exceeds the budget and runs alone
+    for document, states in zip(batch, target.prefill(batch), strict=True):
+        (alone,) = target.prefill([document])
+        assert len(states.aux) == len(states.last) == len(states.argmax) == len(document)
+        torch.testing.assert_close(states.aux, alone.aux, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(states.last, alone.last, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(states.logsumexp, alone.logsumexp, rtol=1e-5, atol=1e-5)
+        assert torch.equal(states.argmax, alone.argmax)
+
+
+def test_batches_hold_every_document_once_within_the_budget():
+    lengths = [7, 1, 50, 3, 3, 8, 20, 1, 16]
+    batches = length_buckets(lengths, 24)
+    assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
+    for batch in batches:
+        assert len(batch) == 1 or len(batch) * max(lengths[i] for i in batch) <= 24
+    assert len(batches) == 5  # 50 | 20 | 16 | 8 7 3 | 3 1 1
+
+
+def test_results_hold_no_padding_and_can_be_saved_for_backward():
+    target = TransformersTarget(tiny_llama(), aux_layers=None, prefill_tokens=1000)
+    for states in target.prefill(documents(3, 40)):
+        for tensor in vars(states).values():
+            assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+        weight = torch.ones(64, requires_grad=True)
+        (states.last * weight).sum().backward()
+        torch.testing.assert_close(weight.grad, states.last.sum(0))
+    assert not any(parameter.requires_grad for parameter in target.model.parameters())
+
+
+def test_weights_are_those_of_the_checkpoint_and_tied_ones_are_one_tensor(tmp_path):
+    for make, tied in ((tiny_llama, False), (tied_llama, True)):
+        model = make()
+        model.save_pretrained(tmp_path / make.__name__)
+        loaded = load_target_head(tmp_path / make.__name__)
+        for weights in (loaded, load_target(tmp_path / make.__name__).weights()):
+            assert torch.equal(weights.embedding, model.model.embed_tokens.weight)
+            assert torch.equal(weights.head, model.lm_head.weight)
+            assert (weights.embedding.data_ptr() == weights.head.data_ptr()) is tied
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block_rows", [1, 7, 100])
+def test_teacher_summary_does_not_depend_on_blocks_and_is_exact(dtype, block_rows):
+    generator = torch.Generator().manual_seed(0)
+    last, head = (torch.randn(n, 48, generator=generator, dtype=torch.float64).to(dtype) for n in (23, 301))
+    summary = summarize_teacher(last, head, block_rows=block_rows)
+    logits = last.double() @ head.double().T
+    assert torch.equal(summary.argmax, logits.argmax(-1))
+    tolerance = 1e-13 if dtype == torch.float64 else 1e-6  # bf16 products are exact in fp32
+    torch.testing.assert_close(summary.logsumexp.double(), logits.logsumexp(-1), rtol=tolerance, atol=0)
+    assert summary.logsumexp.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+def test_ties_go_to_the_lowest_token_id():
+    last = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0]])
+    head = torch.tensor([[0.0, 1.0], [2.0, 0.0], [2.0, 3.0], [1.0, 3.0]])
+    assert summarize_teacher(last, head).argmax.tolist() == [1, 2, 0]
+
+
+def test_default_aux_layers_follow_the_definition_and_stay_distinct_when_tiny():
+    for layers in range(8, 130):
+        assert default_aux_layers(layers) == (1, layers // 2 - 1, layers - 4)
+    for layers in range(3, 8):
+        low, middle, high = default_aux_layers(layers)
+        assert 0 <= low < middle < high < layers
+    with pytest.raises(UserError, match="2 layers"):
+        default_aux_layers(2)
+
+
+@pytest.mark.parametrize("layers", [(0, 1, 5), (2, 1, 3), (1, 1, 2), (-1, 2, 3), (1, 2)])
+def test_aux_layers_that_do_not_fit_are_refused(layers):
+    with pytest.raises(UserError, match=r"model.aux_layers: \[.*0\.\.4"):
+        TransformersTarget(tiny_llama(), aux_layers=layers, prefill_tokens=8)
+
+
+@pytest.mark.parametrize("token", [256, -1])
+def test_token_ids_outside_the_vocabulary_are_refused(token):
+    target = TransformersTarget(tiny_llama(), aux_layers=None, prefill_tokens=8)
+    with pytest.raises(UserError, match=f"document 1 has token id {token}, .*vocabulary of 256"):
+        target.prefill([torch.tensor([3]), torch.tensor([4, token])])
+    with pytest.raises(UserError, match="document 0 has no tokens"):
+        target.prefill([torch.tensor([], dtype=torch.int64)])
+
+
+def test_a_target_that_overflows_is_refused():
+    model = tiny_llama()
+    with torch.no_grad():
+        model.lm_head.weight[3, 0] = float("inf")
+    with pytest.raises(UserError, match="not finite"):
+        TransformersTarget(model, aux_layers=None, prefill_tokens=8).prefill(documents(4))
+
+
+def test_capped_scaled_and_biased_logits_are_refused(tmp_path):
+    Gemma2ForCausalLM(Gemma2Config(**SHAPE, head_dim=16)).save_pretrained(tmp_path / "gemma2")
+    for load in (load_target, load_target_head):
+        with pytest.raises(UserError, match="final_logit_softcapping=30.0"):
+            load(tmp_path / "gemma2")
+
+    class Scaled(LlamaForCausalLM):
+        def forward(self, *arguments, **keywords):
+            output = super().forward(*arguments, **keywords)
+            output.logits = output.logits * 0.9
+            return output
+
+    with pytest.raises(UserError, match="Scaled changes its logits"):
+        TransformersTarget(Scaled(LlamaConfig(**SHAPE)).eval(), aux_layers=None, prefill_tokens=8)
+    biased = tiny_llama()
+    biased.lm_head = torch.nn.Linear(64, 256)
+    with pytest.raises(UserError, match="Linear with a bias"):
+        TransformersTarget(biased, aux_layers=None, prefill_tokens=8)
+
+
+def test_a_model_without_a_layer_list_is_refused():
+    gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=3, n_embd=8, n_head=1))
+    bert = BertLMHeadModel(BertConfig(**SHAPE, is_decoder=True))
+    for model in (gpt2, bert):
+        with pytest.raises(UserError, match="no list of decoder layers"):
+            TransformersTarget(model, aux_layers=None, prefill_tokens=8)
+
+
+def test_checkpoints_that_cannot_be_read_are_refused_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "t5").mkdir()
+    T5Config().save_pretrained(tmp_path / "t5")
+    cut = tmp_path / "cut"
+    tiny_llama().save_pretrained(cut)
+    weights = cut / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    for name, reason in (
+        (tmp_path / "nowhere", "no such folder; name a checkpoint's folder"),
+        (tmp_path / "empty", "config cannot be read"),
+        (tmp_path / "t5", "causal language model cannot be read .*Unrecognized configuration class"),
+        (cut, "causal language model cannot be read"),
+        ("nobody/no-such-model", "check the id, the connection"),
+    ):
+        with pytest.raises(UserError, match=reason) as mistake:
+            load_target(name)
+        assert "\n" not in str(mistake.value) and "model.target" in str(mistake.value)
+    with pytest.raises(UserError, match="tokenizer cannot be read"):
+        load_tokenizer(cut)
+    with pytest.raises(UserError, match="check the id, the connection"):
+        fingerprint("nobody/no-such-model")
+
+
+def test_a_checkpoint_that_lacks_weights_is_refused_rather_than_filled_at_random(tmp_path):
+    tiny_llama().save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match="lacks 1 weights of LlamaForCausalLM .*lm_head.weight"):
+        load_target(tmp_path)
+
+
+def test_target_config_is_the_text_part_of_a_nested_one(tmp_path):
+    tiny_llama().save_pretrained(tmp_path)
+    assert target_config(tmp_path).num_hidden_layers == 5
+    text = {"model_type": "qwen2", "num_hidden_layers": 7}
+    nested = {"model_type": "llava", "text_config": text, "vision_config": {"model_type": "clip_vision_model"}}
+    (tmp_path / "nested").mkdir()
+    (tmp_path / "nested" / "config.json").write_text(json.dumps(nested))
+    assert target_config(tmp_path / "nested").num_hidden_layers == 7
+
+
+def test_fingerprint_follows_the_content_and_not_the_folder(tmp_path):
+    tiny_llama().save_pretrained(tmp_path / "a")
+    shutil.copytree(tmp_path / "a", tmp_path / "moved")
+    tiny_llama(seed=9).save_pretrained(tmp_path / "retrained")  # same shapes, other numbers
+    tiny_llama(rope_theta=5e5).save_pretrained(tmp_path / "config")
+    prints = [fingerprint(tmp_path / name) for name in ("a", "moved", "retrained", "config")]
+    assert prints[0] == prints[1] and len(set(prints)) == 3

@@ -1,0 +1,88 @@
+"""The draft vocabulary against counting by hand, and every file that does not fit."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from eagle3.data.samples import SampleSet
+from eagle3.data.vocabulary import choose_vocabulary, coverage, load_vocabulary, save_vocabulary
+from eagle3.errors import UserError
+
+
+def samples_of(*pairs: tuple[list[int], list[int]]) -> SampleSet:
+    return SampleSet.pack([(np.array(ids, np.int32), np.array(mask, bool)) for ids, mask in pairs])
+
+
+def test_the_most_frequent_supervised_tokens_are_chosen_and_ties_go_to_the_lower_id():
+    # Supervised: 7 three times, 2 and 5 twice, 9 once; 1 is frequent but never supervised.
+    samples = samples_of(([7, 7, 5, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0, 0]), ([9, 7, 5, 2, 2], [1, 1, 1, 1, 1]))
+    vocabulary, share = choose_vocabulary(samples, 12, 2)
+    assert vocabulary.target_ids.tolist() == [2, 7] and vocabulary.d2t.tolist() == [2, 6]
+    assert share == coverage(samples, vocabulary) == 5 / 8
+    assert vocabulary.t2d.nonzero().flatten().tolist() == [2, 7]
+    assert choose_vocabulary(samples, 12, 6)[0].target_ids.tolist() == [0, 1, 2, 5, 7, 9]  # filled up with 0 and 1
+
+
+def test_choice_and_coverage_agree_with_counting_token_by_token():
+    rng = np.random.default_rng(0)
+    samples = samples_of(*((rng.zipf(1.5, n) % 300, rng.random(n) < 0.4) for n in rng.integers(2, 400, 50))).subset(
+        rng.permutation(50)[:30]
+    )
+    counts = Counter()
+    for sample in samples:
+        counts.update(sample.ids[sample.loss_mask].tolist())
+    expected = sorted(sorted(range(300), key=lambda token: (-counts[token], token))[:40])
+    vocabulary, share = choose_vocabulary(samples, 300, 40)
+    assert vocabulary.target_ids.tolist() == expected
+    assert share == pytest.approx(sum(counts[token] for token in expected) / counts.total(), abs=1e-12)
+
+
+def test_sizes_and_ids_beyond_the_target_vocabulary_are_refused():
+    samples = samples_of(([1, 2, 3], [1, 1, 1]))
+    with pytest.raises(UserError, match=r"model.draft.vocab_size: 13 draft tokens of a target vocabulary of 12"):
+        choose_vocabulary(samples, 12, 13)
+    with pytest.raises(UserError, match="token id 3 is beyond the target vocabulary of 3"):
+        choose_vocabulary(samples, 3, 2)
+    assert choose_vocabulary(samples, 4, 4)[0].d2t.tolist() == [0, 0, 0, 0]
+
+
+def test_a_saved_vocabulary_loads_as_it_was(tmp_path):
+    vocabulary, _ = choose_vocabulary(samples_of(([7, 3, 7], [1, 1, 1])), 12, 4)
+    save_vocabulary(vocabulary, tmp_path / "v.safetensors")
+    loaded = load_vocabulary(tmp_path / "v.safetensors", 12)
+    assert torch.equal(loaded.d2t, vocabulary.d2t) and torch.equal(loaded.t2d, vocabulary.t2d)
+
+
+@pytest.mark.parametrize(
+    ("d2t", "marked", "message"),
+    [
+        ([0, 1, 1], [0, 2, 3], r"t2d is for 6 target tokens, the target has 5"),
+        ([0, -1, 1], [0, 3], "d2t does not ascend"),
+        ([0, 1, 7], [0, 2], "d2t does not ascend within the 5"),
+        ([-1, 0, 0], [1, 2], "d2t does not ascend"),
+        ([0, 1, 1], [0, 2], "t2d marks 2 tokens that are not d2t's 3"),
+        ([0, 1, 1], [0, 1, 3], "t2d marks 3 tokens"),
+        ([], [], "d2t has shape"),
+    ],
+)
+def test_a_vocabulary_that_does_not_fit_is_refused(tmp_path, d2t, marked, message):
+    t2d = torch.zeros(6 if "6 target" in message else 5, dtype=torch.bool)
+    t2d[torch.tensor(marked, dtype=torch.long)] = True
+    save_file({"d2t": torch.tensor(d2t, dtype=torch.long), "t2d": t2d}, tmp_path / "v.safetensors")
+    with pytest.raises(UserError, match=message):
+        load_vocabulary(tmp_path / "v.safetensors", 5)
+
+
+def test_a_file_without_a_vocabulary_is_refused(tmp_path):
+    path = tmp_path / "v.safetensors"
+    with pytest.raises(UserError, match="not a readable safetensors file"):
+        load_vocabulary(path, 5)
+    path.write_bytes(b"no safetensors")
+    with pytest.raises(UserError, match="not a readable safetensors file"):
+        load_vocabulary(path, 5)
+    save_file({"weight": torch.zeros(2)}, path)
+    with pytest.raises(UserError, match="holds weight, not d2t and t2d"):
+        load_vocabulary(path, 5)
