@@ -125,7 +125,9 @@ class Parallelism(Section):
     def _only_data_parallel_yet(self) -> "Parallelism":
         for name in ("tensor", "ulysses", "ring"):
             if getattr(self, name) > 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: this version trains data-parallel only; set it to 1")
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}: this version trains data-parallel only; set it to 1"
+                )
         return self
 
 

@@ -88,7 +88,9 @@ def _heads_first(x: Tensor) -> Tensor:
 
 
 def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))[None, None]
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))[
+        None, None
+    ]
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, visibility: Visibility, visible: Tensor | None) -> Tensor:

@@ -153,9 +153,19 @@ class _TTTAttention(torch.autograd.Function):
             p = ((queries * wide_key).sum(-1) * scale - lse.unflatten(1, queries.shape[1:3])).exp()
             ds = p * ((shares * wide_value).sum(-1) - delta.unflatten(1, p.shape[1:])) * scale
             dq += (ds[..., None] * wide_key).flatten(1, 2)
-            own_gradients.append(((ds[..., None] * queries).sum(2).to(key.dtype), (p[..., None] * shares).sum(2).to(value.dtype)))
+            own_gradients.append(
+                ((ds[..., None] * queries).sum(2).to(key.dtype), (p[..., None] * shares).sum(2).to(value.dtype))
+            )
         key_gradients, value_gradients = zip(*own_gradients, strict=True) if own_gradients else ((), ())
-        return dq.to(q.dtype), dk.to(prefix_key.dtype), dv.to(prefix_value.dtype), None, None, *key_gradients, *value_gradients
+        return (
+            dq.to(q.dtype),
+            dk.to(prefix_key.dtype),
+            dv.to(prefix_value.dtype),
+            None,
+            None,
+            *key_gradients,
+            *value_gradients,
+        )
 
 
 def _grouped(x: Tensor, key: Tensor) -> Tensor:

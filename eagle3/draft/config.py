@@ -73,7 +73,9 @@ class DraftConfig:
             "rms_norm_eps": getattr(target, "rms_norm_eps", 1e-6),
             "rope_parameters": _rope_parameters(target.to_dict()),
             "aux_layers": aux_layers,
-            "token_ids": {name: getattr(target, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
+            "token_ids": {
+                name: getattr(target, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+            },
         }
         values.update({name: value for name, value in changes.items() if value is not None})
         return cls(**values)

@@ -70,7 +70,9 @@ class Eagle3Draft(MegatronModule):
     def fuse(self, aux: Tensor) -> Tensor:
         """aux [N, 3Ht], the three target layers low to high -> h [N, H]."""
         if self.fc_norm is not None:
-            aux = torch.cat([norm(part) for norm, part in zip(self.fc_norm, aux.chunk(AUX_LAYERS, -1), strict=True)], -1)
+            aux = torch.cat(
+                [norm(part) for norm, part in zip(self.fc_norm, aux.chunk(AUX_LAYERS, -1), strict=True)], -1
+            )
         return self.fc(aux)
 
     def prefix(self, hidden: Tensor, next_tokens: Tensor, positions: Tensor) -> KeyValue:

@@ -51,6 +51,9 @@ class BatchCounts(NamedTuple):
     supervised: Tensor
     tokens: int
 
+    def __add__(self, other: "BatchCounts") -> "BatchCounts":
+        return BatchCounts(*(a + b for a, b in zip(self, other, strict=True)))
+
 
 class StepWeights(NamedTuple):
     """[K] fp64: what a step's summed cross-entropy and summed acceptance rate are multiplied by in the surrogate loss."""

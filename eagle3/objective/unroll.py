@@ -50,9 +50,7 @@ def unroll(draft: Eagle3Draft, inputs: UnrollInputs) -> Tensor:
     own: tuple[KeyValue, ...] = ()
     outputs = []
     for step, tokens in enumerate(inputs.query_tokens):
-        made = draft.step(
-            hidden, tokens, inputs.query_positions + step, prefix, own, inputs.schedule, first=step == 0
-        )
+        made = draft.step(hidden, tokens, inputs.query_positions + step, prefix, own, inputs.schedule, first=step == 0)
         hidden = made.hidden
         own = own if made.own is None else (*own, made.own)
         outputs.append(made.normed)

@@ -68,7 +68,8 @@ class DeepSpeedGroups:
 
 
 def start_distributed(timeout_minutes: float = 30) -> Topology:
-    """Join the job that `deepspeed` or `torchrun` started, or be a job of one process, and form the groups.
+    """Join the job that `deepspeed` or `torchrun` started, or be a job of one process, and form the groups. A second
+    call gives the same groups again.
 
     Tensor and sequence parallelism are 1: every rank is a data-parallel rank.
     """
@@ -78,7 +79,7 @@ def start_distributed(timeout_minutes: float = 30) -> Topology:
     if "RANK" not in os.environ:  # started as a plain program: what a launcher would have said
         alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
         os.environ.update({name: str(value) for name, value in alone.items()})
-    local = int(os.environ.get("LOCAL_RANK", 0))
+    local = int(os.environ.get("LOCAL_RANK", "0"))
     if cuda and local >= torch.cuda.device_count():
         raise UserError(
             f"launcher: local rank {local} has no GPU, this node has {torch.cuda.device_count()}; "
@@ -89,7 +90,8 @@ def start_distributed(timeout_minutes: float = 30) -> Topology:
         torch.cuda.set_device(device)
     else:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", 1)))))
+        beside = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1"
+        torch.set_num_threads(max(1, cores // int(beside)))
     if not dist.is_initialized():
         deepspeed.init_distributed(
             dist_backend="nccl" if cuda else "gloo",
@@ -97,7 +99,8 @@ def start_distributed(timeout_minutes: float = 30) -> Topology:
             verbose=False,
             timeout=datetime.timedelta(minutes=timeout_minutes),
         )
-    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    if not parallel_state.is_initialized():
+        parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
     return Topology(
         tensor=parallel_state.get_tensor_model_parallel_group(),
         sequence=parallel_state.get_context_parallel_group(),

@@ -104,7 +104,9 @@ def _fill(path: Path, config: dict[str, Any], key: str, value: Any) -> None:
             raise UserError(f"{path}: {section}: {config!r} is not a section; compare ds_configs/zero2.json")
     found = config.get(name, "auto")
     if found != "auto" and found != value:
-        raise UserError(f'{path}: {key} is {found!r} but the recipe says {value!r}; set it to "auto" or make them agree')
+        raise UserError(
+            f'{path}: {key} is {found!r} but the recipe says {value!r}; set it to "auto" or make them agree'
+        )
     config[name] = value
 
 

@@ -143,7 +143,9 @@ def _micro_batch(case: GoldenCase, topology: Topology, steps: int, dtype: torch.
         mine, real = [0], torch.zeros_like(real)
         real[0, 0] = True
         stream = Stream.pack([tensors["input_ids"][0][:1]], [torch.zeros(1, dtype=torch.bool)])
-    aux, last = (torch.cat([tensors[name][row][real[row]] for row in mine]) for name in ("aux_hidden_state", "hidden_state"))
+    aux, last = (
+        torch.cat([tensors[name][row][real[row]] for row in mine]) for name in ("aux_hidden_state", "hidden_state")
+    )
     plan = plan_sequence(stream, steps)
     assert torch.equal(plan.supervised.sum(1), supervised_counts(stream, steps))
     head = tensors["lm_head_weight"].to(dtype)

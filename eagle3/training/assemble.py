@@ -1,0 +1,274 @@
+"""From a recipe to its parts: tokenizer, samples, draft vocabulary, target, draft. The launchers share it."""
+
+import hashlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import transformers
+from transformers import PreTrainedTokenizerBase
+
+from eagle3.data.loader import HiddenStateSource, LiveSource, StoredSource
+from eagle3.data.prepare import Summary, prepare_samples
+from eagle3.data.samples import SampleSet
+from eagle3.data.standard_library import standard_library_conversations
+from eagle3.data.store import HiddenStateStore, Provenance
+from eagle3.data.vocabulary import DraftVocabulary, choose_vocabulary, coverage, load_vocabulary
+from eagle3.draft.config import DraftConfig, read_draft_config
+from eagle3.draft.interchange import load_weights, read_exported
+from eagle3.draft.model import Eagle3Draft
+from eagle3.errors import UserError
+from eagle3.evaluation.judge import Judgement, judge_export
+from eagle3.parallel.topology import Topology
+from eagle3.recipe import Draft, Recipe
+from eagle3.target.demo import demo_target
+from eagle3.target.interface import TargetHead, check_aux_layers, default_aux_layers
+from eagle3.target.transformers import (
+    TransformersTarget,
+    fingerprint,
+    load_target,
+    load_target_head,
+    load_tokenizer,
+    target_config,
+)
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Materials:
+    """What a run is made from. target: folder or hub id; held_out may be empty of use only when no measurement is due."""
+
+    target: str
+    tokenizer: PreTrainedTokenizerBase
+    chat_template: str | None
+    train: SampleSet
+    held_out: SampleSet
+    summary: Summary
+
+
+def gather_materials(recipe: Recipe, device: torch.device, say: Say) -> Materials:
+    """Make or find the target, its tokenizer and the tokenised samples. With several processes the first one on a node
+    does the work and the others find it cached."""
+    if dist.is_initialized() and os.environ.get("LOCAL_RANK", "0") != "0":
+        dist.barrier()
+        return _gather(recipe, device, say)
+    materials = _gather(recipe, device, say)
+    if dist.is_initialized():
+        dist.barrier()
+    return materials
+
+
+def _gather(recipe: Recipe, device: torch.device, say: Say) -> Materials:
+    model, data = recipe.model, recipe.data
+    target = _demo(recipe, device, say) if model.target == "demo" else model.target
+    tokenizer = load_tokenizer(target, revision=model.revision, trust_remote_code=model.trust_remote_code)
+    template = _read_template(data.chat_template)
+
+    def prepare(sources: list[str], most: int | None):
+        return prepare_samples(
+            sources,
+            tokenizer,
+            chat_template=template,
+            max_length=data.max_length,
+            too_long=data.too_long,
+            unusable=data.unusable,
+            max_samples=most,
+            workers=data.workers,
+            cache_dir=data.cache_dir,
+            report=say,
+        )
+
+    prepared = prepare(data.train, data.max_samples)
+    say(f"training data: {prepared.summary}")
+    if data.held_out:
+        train, held_out = prepared.samples, prepare(data.held_out, None).samples
+    else:
+        train, held_out = prepared.samples.split_held_out(data.held_out_fraction, data.seed)
+    return Materials(target, tokenizer, template, train, held_out, prepared.summary)
+
+
+def _demo(recipe: Recipe, device: torch.device, say: Say) -> str:
+    found = demo_target(
+        standard_library_conversations(),
+        standard_library_conversations(held_out=True),
+        cache_dir=recipe.data.cache_dir,
+        device=device,
+        report=say,
+        **recipe.model.demo.model_dump(),
+    )
+    origin = "cached" if found.cached else f"trained in {found.seconds:.0f} s"
+    say(f"demo target: loss {found.loss:.3f}, held-out loss {found.held_out_loss:.3f} nats a token ({origin})")
+    return str(found.folder)
+
+
+def _read_template(path: Path | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); mend data.chat_template") from error
+
+
+def aux_layers(recipe: Recipe, target: str) -> tuple[int, int, int]:
+    config = target_config(target, revision=recipe.model.revision, trust_remote_code=recipe.model.trust_remote_code)
+    chosen = recipe.model.aux_layers or default_aux_layers(config.num_hidden_layers)
+    return check_aux_layers(chosen, config.num_hidden_layers)
+
+
+def provenance(recipe: Recipe, materials: Materials) -> Provenance:
+    """What hidden states depend on; a store made under another provenance is refused."""
+    template = materials.chat_template or materials.tokenizer.chat_template or ""
+    tokenizer = materials.tokenizer.backend_tokenizer.to_str()
+    return {
+        "target": fingerprint(materials.target, revision=recipe.model.revision),
+        "target_dtype": recipe.model.target_dtype,
+        "aux_layers": list(aux_layers(recipe, materials.target)),
+        "tokenizer": hashlib.sha256(tokenizer.encode()).hexdigest()[:32],
+        "chat_template": hashlib.sha256(str(template).encode()).hexdigest()[:32],
+        "transformers": transformers.__version__,
+    }
+
+
+def start_target(recipe: Recipe, materials: Materials, device: torch.device) -> TransformersTarget:
+    model = recipe.model
+    return load_target(
+        materials.target,
+        revision=model.revision,
+        trust_remote_code=model.trust_remote_code,
+        dtype=model.target_dtype,
+        aux_layers=aux_layers(recipe, materials.target),
+        prefill_tokens=recipe.hidden_states.prefill_tokens,
+        device=device,
+    )
+
+
+@dataclass(frozen=True)
+class HiddenStateSupply:
+    """source of hidden states, the target's embedding and head, and the running target in live mode."""
+
+    source: HiddenStateSource
+    head: TargetHead
+    target: TransformersTarget | None
+
+
+def open_source(recipe: Recipe, materials: Materials, device: torch.device) -> HiddenStateSupply:
+    """Start the target, or open the store and load only the target's embedding and head."""
+    if recipe.hidden_states.mode == "live":
+        target = start_target(recipe, materials, device)
+        return HiddenStateSupply(LiveSource(target), target.weights(), target)
+    model, path = recipe.model, recipe.hidden_states.path
+    store = HiddenStateStore.open(path, provenance(recipe, materials))
+    missing = store.missing(sample.id for samples in (materials.train, materials.held_out) for sample in samples)
+    if missing:
+        raise UserError(
+            f"{path}: {len(missing)} samples of this recipe are not in the store (first: {missing[0]}); "
+            "run launchers/capture.py with this recipe, it adds them"
+        )
+    head = load_target_head(
+        materials.target,
+        revision=model.revision,
+        trust_remote_code=model.trust_remote_code,
+        dtype=model.target_dtype,
+    )
+    return HiddenStateSupply(StoredSource(store), head, None)
+
+
+def pick_vocabulary(recipe: Recipe, materials: Materials, target_vocab_size: int, say: Say) -> DraftVocabulary:
+    """The draft vocabulary: the one given, that of the warm start, or the most frequent supervised tokens."""
+    draft = recipe.model.draft
+    if draft.vocabulary is not None:
+        chosen, origin = load_vocabulary(draft.vocabulary, target_vocab_size), str(draft.vocabulary)
+    elif draft.init_from is not None:
+        exported = read_exported(draft.init_from)
+        chosen, origin = DraftVocabulary(d2t=exported.d2t, t2d=exported.t2d), str(draft.init_from)
+    else:
+        chosen, _ = choose_vocabulary(materials.train, target_vocab_size, draft.vocab_size)
+        origin = "most frequent"
+    share = coverage(materials.train, chosen)
+    say(f"draft vocabulary: {chosen.size} of {target_vocab_size} tokens ({origin}), {share:.2%} of supervised tokens")
+    return chosen
+
+
+def build_draft(
+    recipe: Recipe, materials: Materials, vocabulary: DraftVocabulary, head: TargetHead, topology: Topology
+) -> Eagle3Draft:
+    """The draft with seeded weights or those of the warm start, and the target's embedding."""
+    torch.manual_seed(recipe.training.seed)
+    draft = Eagle3Draft(draft_config(recipe, materials, vocabulary), topology.modules, torch.float32)
+    hidden = draft.draft_config.hidden_size
+    if head.embedding.shape[1] != hidden:
+        raise UserError(
+            f"recipe: model.draft.hidden_size is {hidden} but the target's embedding has {head.embedding.shape[1]}; "
+            "the draft uses that embedding: leave hidden_size out"
+        )
+    with torch.no_grad():
+        draft.embedding.weight.copy_(head.embedding[: draft.embedding.weight.shape[0]])
+    if recipe.model.draft.init_from is not None:
+        exported = read_exported(recipe.model.draft.init_from)
+        different = draft.draft_config.different_sizes(exported.config)
+        if different:
+            name = different[0]
+            raise UserError(
+                f"{exported.origin}: {name} is {getattr(exported.config, name)!r}, this run's draft has "
+                f"{getattr(draft.draft_config, name)!r}; set model.draft.config to {exported.origin}/config.json, or "
+                "train without init_from"
+            )
+        load_weights(draft, exported)
+    return draft
+
+
+def draft_config(recipe: Recipe, materials: Materials, vocabulary: DraftVocabulary) -> DraftConfig:
+    """The draft's shape: model.draft.config, or the target's; single fields of model.draft win."""
+    wanted: Draft = recipe.model.draft
+    fields = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    fields += ("max_position_embeddings", "rope_parameters", "rms_norm_eps")
+    changes = {name: getattr(wanted, name) for name in fields}
+    if wanted.rope_parameters is not None:
+        changes["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, **wanted.rope_parameters}
+    target = target_config(
+        materials.target, revision=recipe.model.revision, trust_remote_code=recipe.model.trust_remote_code
+    )
+    if wanted.config is not None:
+        given = read_draft_config(wanted.config)
+        changes = {name: getattr(given, name) if value is None else value for name, value in changes.items()}
+    return DraftConfig.from_target(
+        target,
+        draft_vocab_size=vocabulary.size,
+        aux_layers=aux_layers(recipe, materials.target),
+        vocab_size=len(vocabulary.t2d),
+        fc_norm=wanted.fc_norm,
+        norm_output=wanted.norm_output,
+        **changes,
+    )
+
+
+def judge(
+    recipe: Recipe,
+    materials: Materials,
+    target: TransformersTarget | None,
+    exported: Path,
+    topology: Topology,
+    say: Say,
+) -> Judgement:
+    """Judge an exported draft as the recipe's evaluation section says, and say the result. None: load the target."""
+    wanted = recipe.evaluation
+    say(f"decoding {wanted.conversations} held-out conversations speculatively")
+    judgement = judge_export(
+        exported,
+        target or start_target(recipe, materials, topology.device),
+        materials.held_out,
+        topology.modules,
+        conversations=wanted.conversations,
+        draft_tokens=wanted.draft_tokens,
+        new_tokens=wanted.new_tokens,
+        seed=recipe.training.seed,
+        report=say,
+    )
+    for line in judgement.lines():
+        say(line)
+    return judgement

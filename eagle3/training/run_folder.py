@@ -1,0 +1,95 @@
+"""The run folder: resolved recipe, metrics, checkpoints, export, evaluation; nothing of an earlier run is lost."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from eagle3.errors import UserError
+from eagle3.recipe import Recipe, dump_recipe
+
+# What may differ when a run is resumed: it changes what is reported or kept, not what is computed.
+FREE_ON_RESUME = ("tracking", "output", "evaluation.conversations", "evaluation.draft_tokens", "evaluation.new_tokens")
+FREE_ON_RESUME += ("training.profile", "training.keep_checkpoints", "data.workers", "data.cache_dir")
+
+
+class RunFolder:
+    """Paths of one run. Only the first rank calls what writes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.recipe = path / "recipe.yaml"
+        self.metrics = path / "metrics.jsonl"
+        self.checkpoints = path / "checkpoints"
+        self.vocabulary = path / "draft_vocabulary.safetensors"
+        self.export = path / "export"
+        self.evaluation = path / "evaluation.json"
+        self.profile = path / "profile"
+
+    def begin(self, recipe: Recipe, say: Callable[[str], None]) -> None:
+        """Make an empty run folder; an earlier run at the same place is moved aside, and `say` is told."""
+        if self.path.exists() and any(self.path.iterdir()):
+            number = 1
+            while (aside := self.path.with_name(f"{self.path.name}.{number}")).exists():
+                number += 1
+            self.path.rename(aside)
+            say(f"{self.path} held an earlier run: moved to {aside} (to continue a run instead, pass --resume)")
+        self._make(recipe)
+
+    def reopen(self, recipe: Recipe) -> None:
+        """Continue in this folder. Raises UserError where the recipe would compute something else than before."""
+        if self.recipe.exists():
+            before, now = yaml.safe_load(self.recipe.read_text(encoding="utf-8")), yaml.safe_load(dump_recipe(recipe))
+            for key, old, new in _differences(before, now):
+                if not any(key == free or key.startswith(f"{free}.") for free in FREE_ON_RESUME):
+                    raise UserError(
+                        f"{self.recipe}: {key} was {old!r}, now it is {new!r}; resume with the value the run began "
+                        "with, or start afresh without --resume"
+                    )
+        self._make(recipe)
+
+    def _make(self, recipe: Recipe) -> None:
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{self.path}: cannot be written ({error.strerror}); set output.dir") from error
+        write_atomically(self.recipe, dump_recipe(recipe))
+
+    def keep_metrics_until(self, step: int) -> None:
+        """Drop the records of steps after `step`, which a resumed run makes again."""
+        if not self.metrics.exists():
+            return
+        kept = []
+        for line in self.metrics.read_text(encoding="utf-8").splitlines():
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                break  # a line cut off by a kill; nothing comes after it
+            if record["step"] <= step:
+                kept.append(line)
+        write_atomically(self.metrics, "".join(f"{line}\n" for line in kept))
+
+    def write_evaluation(self, result: dict[str, Any]) -> None:
+        write_atomically(self.evaluation, json.dumps(result, indent=2) + "\n")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace `path` by `text` so that a kill leaves the old file or the new one."""
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def _differences(before: Any, now: Any, key: str = "") -> list[tuple[str, Any, Any]]:
+    if isinstance(before, dict) and isinstance(now, dict):
+        found = []
+        for name in [*now, *(name for name in before if name not in now)]:
+            found += _differences(before.get(name), now.get(name), f"{key}.{name}" if key else name)
+        return found
+    return [] if before == now else [(key, before, now)]

@@ -1,0 +1,113 @@
+"""Where a run's numbers go: a line a step for people, metrics.jsonl, TensorBoard and Weights & Biases for tools."""
+
+import importlib.util
+import json
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+class Console:
+    """Prints on the first rank only; long waits say so with `every` so that nothing is silent for more than seconds."""
+
+    def __init__(self, speaks: bool) -> None:
+        self.speaks, self.began = speaks, time.monotonic()
+
+    def __call__(self, line: str) -> None:
+        if self.speaks:
+            print(f"[{duration(time.monotonic() - self.began):>7s}] {line}", flush=True)
+
+    def warn(self, line: str) -> None:
+        if self.speaks:
+            print(f"warning: {line}", file=sys.stderr, flush=True)
+
+
+class Tracker:
+    """Writes records {step, kind, ...numbers}. kind: train or held_out. Use it on the first rank only."""
+
+    def __init__(self, folder: Path, *, tensorboard: bool, wandb_project: str | None, console: Console) -> None:
+        self.file = (folder / "metrics.jsonl").open("a", encoding="utf-8")
+        self.board = self.wandb = None
+        names = ["metrics.jsonl"]
+        if tensorboard and importlib.util.find_spec("tensorboard"):
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.board = SummaryWriter(str(folder / "tensorboard"))
+            names.append("TensorBoard")
+        if wandb_project and importlib.util.find_spec("wandb"):
+            import wandb
+
+            self.wandb = wandb.init(project=wandb_project, dir=str(folder), resume="allow")
+            names.append("Weights & Biases")
+        elif wandb_project:
+            console.warn("tracking.wandb_project is set but wandb is not installed; pip install wandb")
+        console(f"tracking in {', '.join(names)}")
+
+    def write(self, step: int, kind: str, values: dict[str, Any]) -> None:
+        self.file.write(json.dumps({"step": step, "kind": kind, **values}) + "\n")
+        self.file.flush()
+        flat = {f"{kind}/{name}": number for name, number in _flat(values) if number is not None}
+        if self.board:
+            for name, number in flat.items():
+                self.board.add_scalar(name, number, step)
+        if self.wandb:
+            self.wandb.log(flat, step=step)
+
+    def close(self) -> None:
+        self.file.close()
+        if self.board:
+            self.board.close()
+        if self.wandb:
+            self.wandb.finish()
+
+
+class Profiler:
+    """Traces steps start..start+steps-1 (counted from 1) into `folder`/trace-rank*.json, for chrome://tracing or Perfetto."""
+
+    def __init__(self, folder: Path | None, start: int, steps: int) -> None:
+        self.folder, self.first, self.last, self.trace = folder, start, start + steps - 1, None
+
+    @classmethod
+    def off(cls) -> "Profiler":
+        return cls(None, 0, 0)
+
+    def before(self, step: int) -> None:
+        if self.folder and step == self.first:
+            self.trace = torch.profiler.profile(record_shapes=True, profile_memory=True)
+            self.trace.start()
+
+    def after(self, step: int) -> None:
+        if self.trace and step == self.last:
+            self.trace.stop()
+            self.folder.mkdir(exist_ok=True)
+            rank = torch.distributed.get_rank()
+            self.trace.export_chrome_trace(str(self.folder / f"trace-rank{rank}.json"))
+            self.trace = None
+
+
+def _flat(values: dict[str, Any]) -> list[tuple[str, float]]:
+    found = []
+    for name, value in values.items():
+        if isinstance(value, list):
+            found += [(f"{name}/{place}", number) for place, number in enumerate(value)]
+        else:
+            found.append((name, value))
+    return found
+
+
+def memory_gib(device: torch.device) -> float:
+    """Peak so far: allocated on the GPU, or resident in this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**30 if sys.platform == "darwin" else 2**20)
+
+
+def duration(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s"

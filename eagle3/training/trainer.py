@@ -1,0 +1,293 @@
+"""The training loop: whole optimiser steps over the global batch, held-out measurements, checkpoints, export."""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from eagle3.data.loader import HiddenStateSource, LoadedStream, StreamLoader, batch_indices
+from eagle3.data.samples import SampleSet
+from eagle3.data.vocabulary import DraftVocabulary
+from eagle3.draft.interchange import export_draft
+from eagle3.draft.model import Eagle3Draft
+from eagle3.errors import UserError
+from eagle3.objective.distill import StepSums
+from eagle3.objective.losses import BatchCounts, LossConfig, StepWeights, step_weights
+from eagle3.objective.metrics import Metrics, batch_metrics, sum_counts, sum_sums
+from eagle3.objective.model import DraftObjective, MicroBatch, micro_batch
+from eagle3.parallel.topology import Topology
+from eagle3.recipe import Recipe, Training
+from eagle3.target.interface import TargetHead
+from eagle3.training.checkpoint import Checkpoints
+from eagle3.training.engine import full_weights, gradient_scale, start_engine
+from eagle3.training.run_folder import RunFolder
+from eagle3.training.schedule import scheduler
+from eagle3.training.tracking import Console, Profiler, Tracker, duration, memory_gib
+
+
+@dataclass
+class Progress:
+    """What a checkpoint keeps besides weights: the best held-out measurement so far."""
+
+    best_step: int | None = None
+    best_acceptance: float = -1.0
+
+    def see(self, step: int, metrics: Metrics) -> bool:
+        """Note a held-out measurement; True where it is the best so far."""
+        better = metrics.simulated_acceptance_length > self.best_acceptance
+        if better:
+            self.best_step, self.best_acceptance = step, metrics.simulated_acceptance_length
+        return better
+
+
+@dataclass
+class Trainer:
+    """One run. All ranks hold the same recipe and samples; only the first writes files and speaks."""
+
+    recipe: Recipe
+    topology: Topology
+    folder: RunFolder
+    engine: DeepSpeedEngine
+    draft: Eagle3Draft
+    vocabulary: DraftVocabulary
+    teacher_head: torch.Tensor
+    draft_id: torch.Tensor
+    train_loader: StreamLoader
+    held_out_loader: StreamLoader
+    checkpoints: Checkpoints
+    console: Console
+    steps: int
+    progress: Progress = field(default_factory=Progress)
+
+    @property
+    def training(self) -> Training:
+        return self.recipe.training
+
+    @property
+    def loss_config(self) -> LossConfig:
+        training = self.training
+        return LossConfig(
+            training.loss, training.step_decay, training.normalization, training.kl_scale, training.kl_decay
+        )
+
+    def run(self, resume: bool) -> None:
+        """Train to the last step, from the newest whole checkpoint when `resume`."""
+        start = self._resume() if resume else 0
+        tracker = self._tracker()
+        pace = Pace(start, self.steps)
+        profile = self.training.profile
+        profiler = Profiler(self.folder.profile, profile.start, profile.steps) if profile else Profiler.off()
+        for step in range(start, self.steps):
+            profiler.before(step + 1)
+            metrics, rate, norm = self._train_step(step)
+            done = step + 1
+            profiler.after(done)
+            if tracker:
+                seconds, left = pace.after(done)
+                speed = metrics.tokens / seconds
+                memory = memory_gib(self.topology.device)
+                numbers = {
+                    "learning_rate": rate,
+                    "gradient_norm": norm,
+                    "tokens_per_second": speed,
+                    "memory_gib": memory,
+                }
+                tracker.write(done, "train", metrics.as_dict() | numbers)
+                self.console(
+                    f"step {done}/{self.steps}  loss {metrics.loss:.4f}  "
+                    f"acceptance {metrics.simulated_acceptance_length:.3f}  rate {rate:.2e}  norm {norm:.3f}  "
+                    f"{speed:,.0f} tokens/s  {memory:.1f} GiB  {duration(left)} left"
+                )
+            last = done == self.steps
+            best = (done % self.recipe.evaluation.every == 0 or last) and self._measure_held_out(done, tracker)
+            if best or last or done % self.training.checkpoint_every == 0:
+                self.checkpoints.save(self.engine, done, vars(self.progress), self.progress.best_step)
+            pace.resume()
+        if tracker:
+            tracker.close()
+
+    def export(self) -> Path:
+        """Write the best checkpoint's draft (the last one's where nothing was held out) for serving engines."""
+        best = self.progress.best_step
+        if best is not None and best != self.steps:
+            self.checkpoints.load(self.engine, self.checkpoints.at(best))
+            self.console(f"exporting the best checkpoint, of step {best}")
+        weights = full_weights(self.draft) | {"embedding.weight": self.draft.embedding.weight}
+        if self.topology.is_first:
+            export_draft(
+                self.folder.export,
+                self.draft,
+                weights,
+                d2t=self.vocabulary.d2t,
+                t2d=self.vocabulary.t2d,
+                dtype=getattr(torch, self.recipe.output.export_dtype),
+                with_embedding=self.recipe.output.export_embedding,
+            )
+        dist.barrier()
+        return self.folder.export
+
+    def _resume(self) -> int:
+        found = self.checkpoints.load_newest(self.engine)
+        if found is None:
+            self.console(f"no checkpoint in {self.folder.checkpoints}: beginning at step 0")
+        else:
+            self.progress = Progress(**found.progress)
+            self.console(f"resumed after step {found.step}")
+        start = found.step if found else 0
+        if self.topology.is_first:
+            self.folder.keep_metrics_until(start)
+        dist.barrier()
+        return start
+
+    def _tracker(self) -> Tracker | None:
+        if not self.topology.is_first:
+            return None
+        tracking = self.recipe.tracking
+        return Tracker(
+            self.folder.path,
+            tensorboard=tracking.tensorboard,
+            wandb_project=tracking.wandb_project,
+            console=self.console,
+        )
+
+    def _train_step(self, step: int) -> tuple[Metrics, float, float]:
+        """One optimiser step: its metrics, learning rate and gradient norm before clipping."""
+        samples, accumulation = self.train_loader.samples, self.training.accumulation
+        indices = batch_indices(step, len(samples), self.training.global_batch_size, self.recipe.data.seed)
+        batches = [self._to_device(stream) for stream in self.train_loader.load(indices, accumulation)]
+        counts = self._counts(batches)
+        needed = self._sums(batches) if self.loss_config.needs_sums else None
+        weights = step_weights(self.loss_config, counts, needed)
+        scale = gradient_scale(self.topology.data.size(), accumulation)
+        rate = self.engine.get_lr()[0]
+        total: StepSums | None = None
+        for batch in batches:
+            distilled = self.engine(batch, weights)
+            self.engine.backward(distilled.surrogate * scale)
+            self.engine.step()
+            total = distilled.sums if total is None else total + distilled.sums
+        metrics = batch_metrics(self.loss_config, sum_sums(total, self.topology.batch), counts)
+        if not math.isfinite(metrics.loss):
+            names = ", ".join(samples[index].id for index in indices[:4])
+            raise UserError(
+                f"training: the loss is {metrics.loss} at step {step + 1} (samples {names}, ...); "
+                "lower training.learning_rate and continue from the last checkpoint, or look at these samples"
+            )
+        return metrics, rate, float(self.engine.get_global_grad_norm() or 0.0)
+
+    def _measure_held_out(self, step: int, tracker: Tracker | None) -> bool:
+        """Loss and acceptance on held-out samples; True where it is the best measurement so far."""
+        loader = self.held_out_loader
+        count = min(len(loader.samples), self.recipe.evaluation.held_out_samples)
+        if not count:
+            return False
+        size = self.training.global_batch_size
+        sums, counts = None, None
+        for start in range(0, count, size):
+            indices = list(range(start, min(start + size, count)))
+            batches = [self._to_device(stream) for stream in loader.load(indices, accumulation=1)]
+            sums = _added(sums, self._sums(batches))
+            counts = _added(counts, self._counts(batches))
+        metrics = batch_metrics(self.loss_config, sums, counts)
+        best = self.progress.see(step, metrics)
+        if tracker:
+            tracker.write(step, "held_out", metrics.as_dict())
+            self.console(
+                f"held out: loss {metrics.loss:.4f}  acceptance {metrics.simulated_acceptance_length:.3f}"
+                f"{'  (best so far)' if best else ''}"
+            )
+        return best
+
+    @torch.no_grad()
+    def _sums(self, batches: Sequence[MicroBatch]) -> StepSums:
+        """Global sums of a batch, without gradients."""
+        nothing = torch.zeros(self.training.ttt_steps, dtype=torch.float64)
+        total = None
+        for batch in batches:
+            total = _added(total, self.engine.module(batch, StepWeights(nothing, nothing)).sums)
+        return sum_sums(total, self.topology.batch)
+
+    def _counts(self, batches: Sequence[MicroBatch]) -> BatchCounts:
+        counted = torch.stack([batch.counted() for batch in batches]).sum(0)
+        supervised = torch.stack([batch.supervised.sum(1).cpu() for batch in batches]).sum(0)
+        tokens = sum(batch.tokens for batch in batches)
+        return sum_counts(BatchCounts(counted, supervised, tokens), self.topology.batch, self.topology.device)
+
+    def _to_device(self, loaded: LoadedStream) -> MicroBatch:
+        return micro_batch(
+            loaded.stream,
+            loaded.plan,
+            aux=loaded.aux,
+            last=loaded.last,
+            argmax=loaded.argmax,
+            logsumexp=loaded.logsumexp,
+            teacher_head=self.teacher_head,
+            draft_id=self.draft_id,
+            dtype=self.draft.lm_head.weight.dtype,
+            device=self.topology.device,
+        )
+
+
+def prepare_trainer(
+    recipe: Recipe,
+    engine_config: dict[str, Any],
+    topology: Topology,
+    folder: RunFolder,
+    console: Console,
+    *,
+    train: SampleSet,
+    held_out: SampleSet,
+    source: HiddenStateSource,
+    head: TargetHead,
+    draft: Eagle3Draft,
+    vocabulary: DraftVocabulary,
+) -> Trainer:
+    """Put a run together: engine, loaders, checkpoints. The target's embedding and head are `head`."""
+    training, ranks = recipe.training, topology.data.size()
+    steps = training.max_steps or math.ceil(training.epochs * len(train) / training.global_batch_size)
+    rates = scheduler(steps, training.warmup_fraction, training.final_learning_rate_fraction)
+    engine = start_engine(DraftObjective(draft), topology, engine_config, rates)
+    dtype, device = draft.lm_head.weight.dtype, topology.device
+    draft_id = torch.full((len(vocabulary.t2d),), -1)
+    draft_id[vocabulary.target_ids] = torch.arange(vocabulary.size)
+    place = {"steps": training.ttt_steps, "rank": topology.data.rank(), "ranks": ranks}
+    return Trainer(
+        recipe=recipe,
+        topology=topology,
+        folder=folder,
+        engine=engine,
+        draft=draft,
+        vocabulary=vocabulary,
+        teacher_head=head.head[vocabulary.target_ids.to(head.head.device)].to(device, dtype),
+        draft_id=draft_id,
+        train_loader=StreamLoader(train, source, **place),
+        held_out_loader=StreamLoader(held_out, source, **place),
+        checkpoints=Checkpoints(folder.checkpoints, training.keep_checkpoints, console.warn),
+        console=console,
+        steps=steps,
+    )
+
+
+class Pace:
+    """Seconds of the last step, and an estimate of what is left from the mean so far."""
+
+    def __init__(self, start: int, steps: int) -> None:
+        self.start, self.steps, self.busy, self.mark = start, steps, 0.0, time.monotonic()
+
+    def after(self, done: int) -> tuple[float, float]:
+        seconds = time.monotonic() - self.mark
+        self.busy += seconds
+        return seconds, self.busy / (done - self.start) * (self.steps - done)
+
+    def resume(self) -> None:
+        self.mark = time.monotonic()
+
+
+def _added(total, part):
+    return part if total is None else total + part

@@ -1,0 +1,41 @@
+"""Tokenise and mask a recipe's data, report what was kept and dropped, and show samples with their supervised tokens."""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+from eagle3.data.prepare import preview
+from eagle3.data.vocabulary import choose_vocabulary
+from eagle3.errors import run_command
+from eagle3.recipe import load_recipe
+from eagle3.target.transformers import target_config
+from eagle3.training.assemble import gather_materials
+from eagle3.training.tracking import Console
+
+ROOT = Path(__file__).parent.parent
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--recipe", type=Path, default=ROOT / "recipes" / "quickstart.yaml")
+    parser.add_argument("--preview", type=int, default=0, metavar="N", help="print N samples, supervised tokens marked")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="change single keys of the recipe")
+    options = parser.parse_args()
+    recipe = load_recipe(options.recipe, options.overrides)
+    console = Console(speaks=True)
+    materials = gather_materials(recipe, torch.device("cuda" if torch.cuda.is_available() else "cpu"), console)
+    console(f"{len(materials.train)} training samples, {len(materials.held_out)} held out")
+    model = recipe.model
+    config = target_config(materials.target, revision=model.revision, trust_remote_code=model.trust_remote_code)
+    vocabulary, share = choose_vocabulary(materials.train, config.vocab_size, model.draft.vocab_size)
+    console(f"a draft vocabulary of {vocabulary.size} covers {share:.2%} of the supervised tokens")
+    for index in range(min(options.preview, len(materials.train))):
+        sample = materials.train[index]
+        print(f"--- sample {sample.id}: {len(sample.ids)} tokens, {int(sample.loss_mask.sum())} supervised")
+        print(preview(sample, materials.tokenizer, color=sys.stdout.isatty()))
+
+
+if __name__ == "__main__":
+    run_command(main)
