@@ -169,7 +169,7 @@ class Evaluation(Section):
         16, description="held-out conversations decoded speculatively after training; 0 for none"
     )
     draft_tokens: Count = Field(4, description="tokens that the draft proposes before each verification")
-    new_tokens: Count = Field(64, description="tokens decoded in each conversation")
+    new_tokens: Annotated[int, Field(ge=2)] = Field(64, description="tokens decoded in each conversation")
 
 
 class Tracking(Section):

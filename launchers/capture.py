@@ -22,7 +22,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--recipe", type=Path, default=ROOT / "recipes" / "quickstart.yaml")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="change single keys of the recipe")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     recipe = load_recipe(options.recipe, options.overrides)
     if recipe.hidden_states.path is None:
         raise UserError(f"{options.recipe}: hidden_states.path is not set; name the folder of the store")

@@ -22,7 +22,7 @@ def main() -> int:
         "--out", type=Path, help="file for the result as JSON (default: evaluation.json beside --draft)"
     )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="change single keys of the recipe")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     recipe = load_recipe(options.recipe, options.overrides)
     if not recipe.evaluation.conversations:
         raise UserError("recipe: evaluation.conversations is 0, so there is nothing to judge; set it to 16, say")

@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument("--recipe", type=Path, default=ROOT / "recipes" / "quickstart.yaml")
     parser.add_argument("--preview", type=int, default=0, metavar="N", help="print N samples, supervised tokens marked")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="change single keys of the recipe")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     recipe = load_recipe(options.recipe, options.overrides)
     console = Console(speaks=True)
     materials = gather_materials(recipe, torch.device("cuda" if torch.cuda.is_available() else "cpu"), console)

@@ -50,8 +50,10 @@ def schedule_prefix(
     """Cut the attention of ascending query rows to ascending key rows into dense pieces.
 
     Each block of queries of one document is a full rectangle over the keys before its first row, and a square on the
-    diagonal, which needs a mask only where the queries have gaps. Documents: int64, one number a row.
+    diagonal, which needs a mask only where the queries have gaps. Documents: int64, one number a row. The keys must
+    hold every query's own row (a query that sees no key has no softmax) and all rows between.
     """
+    assert bool(torch.isin(query_rows, key_rows).all()), "a query's own row is not among the keys"
     pieces = []
     last_query, last_key = _ends(query_documents), _ends(key_documents)
     starts = {int(document): start for document, start, _ in last_key}

@@ -35,6 +35,14 @@ class Summary:
     examples: dict[str, str] = field(default_factory=dict)
     cached: bool = False
 
+    def __str__(self) -> str:
+        parts = [f"{self.kept:,} of {self.rows:,} samples, {self.tokens:,} tokens, {self.supervised:,} supervised"]
+        parts += [
+            f"{count:,} dropped: {reason} (first {self.examples[reason]})" for reason, count in self.dropped.items()
+        ]
+        parts += [f"{self.truncated:,} truncated"] if self.truncated else []
+        return "; ".join(parts) + (" (cached)" if self.cached else "")
+
 
 class Prepared(NamedTuple):
     samples: SampleSet

@@ -246,7 +246,7 @@ class _Shard:
         out = torch.empty(len(rows), *tensor["shape"][1:], dtype=self.dtypes[name])
         if len(rows) == 0:
             return out
-        assert 0 <= int(rows.min()) and int(rows.max()) < at.tokens, f"rows outside a sample of {at.tokens} tokens"
+        assert int(rows.min()) >= 0 and int(rows.max()) < at.tokens, f"rows outside a sample of {at.tokens} tokens"
         row_bytes = out.nbytes // len(rows)
         start = self.data_start + tensor["data_offsets"][0] + at.offset * row_bytes
         buffer = memoryview(out.view(torch.uint8).numpy()).cast("B")

@@ -8,7 +8,13 @@ from typing import Any
 
 from eagle3.errors import UserError
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+# rope types, and the keys that each cannot do without
+ROPE_TYPES = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor",),
+}
 _SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
 
@@ -47,10 +53,15 @@ class DraftConfig:
                 f"draft config: draft vocabulary {self.draft_vocab_size} exceeds the target's {self.vocab_size}; "
                 f"set model.draft.vocab_size to at most {self.vocab_size}"
             )
-        kind = self.rope_parameters.get("rope_type", "default")
+        rope = {"rope_type": "default", "rope_theta": 10000.0, **self.rope_parameters}
+        object.__setattr__(self, "rope_parameters", rope)
+        kind = rope["rope_type"]
         if kind not in ROPE_TYPES:
             raise UserError(f"draft config: rope_type {kind!r} is not supported; use one of {', '.join(ROPE_TYPES)}")
-        if self.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        absent = [key for key in ROPE_TYPES[kind] if rope.get(key) is None]
+        if absent:
+            raise UserError(f"draft config: rope_type {kind!r} needs {absent[0]}; add it to rope_parameters")
+        if rope.get("partial_rotary_factor") not in (None, 1, 1.0):
             raise UserError(
                 "draft config: partial_rotary_factor is not 1; serving engines rotate the whole head of an EAGLE3 "
                 "draft: set model.draft.rope_parameters without it"
@@ -71,13 +82,14 @@ class DraftConfig:
             "draft_vocab_size": draft_vocab_size,
             "max_position_embeddings": target.max_position_embeddings,
             "rms_norm_eps": getattr(target, "rms_norm_eps", 1e-6),
-            "rope_parameters": _rope_parameters(target.to_dict()),
             "aux_layers": aux_layers,
             "token_ids": {
                 name: getattr(target, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")
             },
         }
         values.update({name: value for name, value in changes.items() if value is not None})
+        if "rope_parameters" not in values:
+            values["rope_parameters"] = _rope_parameters(target.to_dict())
         return cls(**values)
 
     @classmethod
@@ -87,7 +99,16 @@ class DraftConfig:
         missing = [name for name in needed if name not in values]
         if missing:
             raise UserError(f"{origin}: {missing[0]} is missing; this is not the config.json of an EAGLE3 draft")
+        wrong = [name for name in needed if not isinstance(values[name], int) or isinstance(values[name], bool)]
+        if wrong:
+            raise UserError(f"{origin}: {wrong[0]} is {values[wrong[0]]!r}, not a whole number; mend the file")
         heads, eagle = values["num_attention_heads"], values.get("eagle_config") or {}
+        if not isinstance(eagle, dict):
+            raise UserError(f"{origin}: eagle_config is {eagle!r}, not a dictionary; mend the file")
+        if values.get("attention_bias") or values.get("partial_rotary_factor", 1.0) != 1.0:
+            raise UserError(
+                f"{origin}: attention_bias and partial_rotary_factor are not supported; use a draft without"
+            )
         layers = eagle.get("eagle_aux_hidden_state_layer_ids")
         if values.get("num_hidden_layers", 1) != 1 or values.get("hidden_act", "silu") != "silu":
             raise UserError(f"{origin}: only drafts of one layer with hidden_act silu are supported; use such a config")
@@ -157,12 +178,20 @@ def read_draft_config(path: Path) -> DraftConfig:
         raise UserError(f"{path}: no such file; name the config.json of a draft") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not valid JSON ({error}); export the draft again or mend the file") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: holds {type(values).__name__}, not the fields of a config; export the draft again")
     return DraftConfig.from_json(values, str(path))
 
 
 def _rope_parameters(values: dict[str, Any]) -> dict[str, Any]:
     """One dictionary from either spelling: `rope_parameters`, or `rope_theta` beside `rope_scaling` (which may say `type`)."""
     rope = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
+    nested = [name for name, value in rope.items() if isinstance(value, dict)]
+    if nested:
+        raise UserError(
+            f"target config: rope_parameters differ by layer type ({', '.join(nested)}); say which the draft uses with "
+            "model.draft.rope_parameters"
+        )
     kind = rope.pop("type", None)
     rope.setdefault("rope_type", kind or "default")
     rope.setdefault("rope_theta", float(values.get("rope_theta") or 10000.0))

@@ -61,27 +61,27 @@ def exported_tensors(named: dict[str, Tensor]) -> dict[str, Tensor]:
 def load_weights(draft: Eagle3Draft, exported: ExportedDraft) -> None:
     """Copy an exported draft into `draft`. Raises UserError on a missing, unknown or misshapen tensor; a missing
     embedding is left as it is (the caller takes the target's)."""
-    weights = dict(exported.weights)
-    if _GATE in weights and _UP in weights:
-        weights["gate and up"] = torch.cat((weights.pop(_GATE), weights.pop(_UP)))
-    parameters = dict(draft.named_parameters())
-    names = {parameter: name for name, parameter in _NAMES.items()} | {_FC1: "gate and up"}
-    for parameter, tensor in parameters.items():
-        name = names.get(parameter, parameter)
-        if name not in weights:
-            if name == EMBEDDING:
-                continue
+    weights, places = dict(exported.weights), {}
+    names = {parameter: name for name, parameter in _NAMES.items()}
+    for parameter, tensor in draft.named_parameters():
+        if parameter == _FC1:
+            places[_GATE], places[_UP] = tensor.chunk(2)
+        else:
+            places[names.get(parameter, parameter)] = tensor
+    for name, place in places.items():
+        if name not in weights and name != EMBEDDING:
             raise UserError(f"{exported.origin}: {name} is missing; export the draft again, or train without init_from")
-        found = weights.pop(name)
-        if found.shape != tensor.shape:
+        if name in weights and weights[name].shape != place.shape:
             raise UserError(
-                f"{exported.origin}: {name} has shape {list(found.shape)}, the draft here has {list(tensor.shape)}; "
-                "use a checkpoint of this shape, or take its shape with model.draft.config"
+                f"{exported.origin}: {name} has shape {list(weights[name].shape)}, the draft here has "
+                f"{list(place.shape)}; use a checkpoint of this shape, or take its shape with model.draft.config"
             )
-        with torch.no_grad():
-            tensor.copy_(found)
-    if weights:
-        raise UserError(f"{exported.origin}: {min(weights)} is not a weight of an EAGLE3 draft; export the draft again")
+    unknown = weights.keys() - places.keys()
+    if unknown:
+        raise UserError(f"{exported.origin}: {min(unknown)} is not a weight of an EAGLE3 draft; export the draft again")
+    with torch.no_grad():
+        for name, weight in weights.items():
+            places[name].copy_(weight)
 
 
 def export_draft(

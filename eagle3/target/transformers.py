@@ -17,6 +17,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils.logging import disable_progress_bar
 
 from eagle3.errors import UserError
 from eagle3.target.interface import (
@@ -246,6 +247,7 @@ def _load_causal_lm(
 ) -> PreTrainedModel:
     config = target_config(name, revision=revision, trust_remote_code=trust_remote_code)
     _refuse_transformed_logits(name, config)
+    disable_progress_bar()  # it garbles a log, and loading says nothing worth a bar
     with _readable(name, "causal language model"):
         model, loading = AutoModelForCausalLM.from_pretrained(
             name, revision=revision, trust_remote_code=trust_remote_code, dtype=dtype, output_loading_info=True

@@ -1,0 +1,49 @@
+"""One training run from its recipe: gather, train, export, judge."""
+
+from pathlib import Path
+
+from eagle3.parallel.topology import Topology
+from eagle3.recipe import Recipe
+from eagle3.training.assemble import build_draft, gather_materials, judge, open_source, pick_vocabulary
+from eagle3.training.engine import deepspeed_config
+from eagle3.training.run_folder import RunFolder
+from eagle3.training.tracking import Console
+from eagle3.training.trainer import prepare_trainer
+
+
+def train(recipe: Recipe, deepspeed_file: Path, topology: Topology, resume: bool = False) -> bool:
+    """Run the whole recipe; every rank calls it. Returns False where speculative decoding was not lossless.
+
+    Everything lands in `recipe.output.dir` (see RunFolder). Raises UserError for what the user can mend.
+    """
+    console, folder = Console(topology.is_first), RunFolder(recipe.output.dir)
+    engine_config = deepspeed_config(deepspeed_file, recipe.training, topology.data.size())
+    if resume and topology.is_first:
+        folder.reopen(recipe)
+    materials = gather_materials(recipe, topology.device, console)
+    supply = open_source(recipe, materials, topology.device)
+    vocabulary = pick_vocabulary(recipe, materials, len(supply.head.head), console)
+    draft = build_draft(recipe, materials, vocabulary, supply.head, topology)
+    if not resume and topology.is_first:
+        folder.begin(recipe, console)
+    trainer = prepare_trainer(
+        recipe,
+        engine_config,
+        topology,
+        folder,
+        console,
+        train=materials.train,
+        held_out=materials.held_out,
+        source=supply.source,
+        head=supply.head,
+        draft=draft,
+        vocabulary=vocabulary,
+    )
+    trainer.run(resume)
+    exported = trainer.export()
+    console(f"exported draft: {exported}")
+    if not recipe.evaluation.conversations or not topology.is_first:
+        return True
+    judgement = judge(recipe, materials, supply.target, exported, topology, console)
+    folder.write_evaluation(judgement.as_dict())
+    return judgement.trained.lossless

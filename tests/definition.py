@@ -1,0 +1,253 @@
+"""The definition of EAGLE3 draft training in the plainest torch: dense, one document at a time, fp64, autograd.
+
+Nothing here is packed, skipped, blocked or shared with the code under test, so that agreement means something.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from eagle3.draft.config import DraftConfig
+
+
+@dataclass(frozen=True)
+class Document:
+    """ids [T] int64; loss_mask [T] bool; aux [T, 3Ht] and last [T, Ht], the target's hidden states."""
+
+    ids: Tensor
+    loss_mask: Tensor
+    aux: Tensor
+    last: Tensor
+
+
+@dataclass(frozen=True)
+class Case:
+    """A draft, its target's head [V, Ht] and a global batch; weights under exported names, fp32."""
+
+    config: DraftConfig
+    weights: dict[str, Tensor]
+    t2d: Tensor
+    target_head: Tensor
+    documents: tuple[Document, ...]
+
+    @property
+    def d2t(self) -> Tensor:
+        """[Vd] int64: what is added to a draft id to get the target's."""
+        return self.t2d.nonzero().flatten() - torch.arange(int(self.t2d.sum()))
+
+
+@dataclass(frozen=True)
+class Loss:
+    """name: kl, lk_alpha, lk_lambda. divide_by: None for the counted positions of each step, else this number."""
+
+    name: str = "kl"
+    divide_by: int | None = None
+    step_decay: float = 0.8
+    kl_scale: float = 1.0
+    kl_decay: float = 3.0
+
+
+@dataclass(frozen=True)
+class Defined:
+    """The batch's loss; [K] fp64 step_losses, correct, acceptance (0 where nothing counts), int64 counted, supervised;
+    gradients by exported name, of everything but the embedding."""
+
+    loss: Tensor
+    step_losses: Tensor
+    correct: Tensor
+    acceptance: Tensor
+    counted: Tensor
+    supervised: Tensor
+    gradients: dict[str, Tensor]
+
+    @property
+    def accuracy(self) -> Tensor:
+        return self.correct / self.supervised.clamp(min=1)
+
+
+def random_case(loss_masks: Sequence[Sequence[int]], seed: int = 0, **changes: Any) -> Case:
+    """One document a loss mask, of its length, and a draft with weights far from their initial values; `changes` of the
+    small DraftConfig here. All numbers are fp32 values, so that they are the same in every dtype from there up."""
+    sizes = {
+        "hidden_size": 16,
+        "target_hidden_size": 16,
+        "intermediate_size": 24,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 4,
+        "vocab_size": 40,
+        "draft_vocab_size": 24,
+        "max_position_embeddings": 64,
+    }
+    config = DraftConfig(**{**sizes, **changes})
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int, scale: float = 1.0) -> Tensor:
+        return torch.randn(*shape, generator=generator) * scale
+
+    def matrix(rows: int, columns: int) -> Tensor:
+        return normal(rows, columns, scale=columns**-0.5)
+
+    hidden, wide, mlp = config.hidden_size, config.target_hidden_size, config.intermediate_size
+    query, key = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    weights = {
+        "embed_tokens.weight": normal(config.vocab_size, hidden),
+        "fc.weight": matrix(hidden, 3 * wide),
+        "midlayer.self_attn.q_proj.weight": 2 * matrix(query, 2 * hidden),
+        "midlayer.self_attn.k_proj.weight": 2 * matrix(key, 2 * hidden),
+        "midlayer.self_attn.v_proj.weight": matrix(key, 2 * hidden),
+        "midlayer.self_attn.o_proj.weight": matrix(hidden, query),
+        "midlayer.mlp.gate_proj.weight": matrix(mlp, hidden),
+        "midlayer.mlp.up_proj.weight": matrix(mlp, hidden),
+        "midlayer.mlp.down_proj.weight": matrix(hidden, mlp),
+        "lm_head.weight": 2 * matrix(config.draft_vocab_size, hidden),
+    }
+    for name in ("midlayer.hidden_norm", "midlayer.input_layernorm", "midlayer.post_attention_layernorm", "norm"):
+        weights[f"{name}.weight"] = 1 + normal(hidden, scale=0.3)
+    if config.fc_norm:
+        weights |= {f"fc_norm.{i}.weight": 1 + normal(wide, scale=0.3) for i in range(3)}
+    t2d = torch.zeros(config.vocab_size, dtype=torch.bool)
+    t2d[torch.randperm(config.vocab_size, generator=generator)[: config.draft_vocab_size]] = True
+    documents = tuple(
+        Document(
+            ids=torch.randint(config.vocab_size, (len(mask),), generator=generator),
+            loss_mask=torch.tensor(mask, dtype=torch.bool),
+            aux=normal(len(mask), 3 * wide, scale=2.0),
+            last=normal(len(mask), wide),
+        )
+        for mask in loss_masks
+    )
+    return Case(config, weights, t2d, 2 * matrix(config.vocab_size, wide), documents)
+
+
+def define(case: Case, steps: int, loss: Loss) -> Defined:
+    """Loss and gradients of the global batch."""
+    config, t2d, head = case.config, case.t2d, case.target_head.double()
+    leaves = {name: weight.double().clone() for name, weight in case.weights.items()}
+    for name, leaf in leaves.items():
+        leaf.requires_grad_(name != "embed_tokens.weight")
+    found = [_document(config, leaves, t2d, head, document, steps) for document in case.documents]
+    cross_entropy, overlap, correct, counted, supervised = (
+        torch.stack(parts).sum(0) for parts in zip(*found, strict=True)
+    )
+    step_losses = torch.stack([_step_loss(loss, *sums) for sums in zip(cross_entropy, overlap, counted, strict=True)])
+    total = sum(loss.step_decay**step * step_loss for step, step_loss in enumerate(step_losses))
+    trained = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+    gradients = torch.autograd.grad(total, trained.values())
+    return Defined(
+        loss=total.detach(),
+        step_losses=step_losses.detach(),
+        correct=correct.double(),
+        acceptance=(overlap / counted.clamp(min=1)).detach(),
+        counted=counted,
+        supervised=supervised,
+        gradients=dict(zip(trained, gradients, strict=True)),
+    )
+
+
+def _step_loss(loss: Loss, cross_entropy: Tensor, overlap: Tensor, counted: Tensor) -> Tensor:
+    if not counted:
+        return 0 * cross_entropy
+    kl, a = cross_entropy / (loss.divide_by or counted), overlap / counted
+    if loss.name == "lk_alpha":
+        return -a.log()
+    if loss.name == "lk_lambda":
+        w = loss.kl_scale * torch.exp(-loss.kl_decay * a.detach())
+        return w * kl + (1 - w) * (1 - a)
+    assert loss.name == "kl"
+    return kl
+
+
+def _document(
+    config: DraftConfig, w: dict[str, Tensor], t2d: Tensor, head: Tensor, document: Document, steps: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """[K] summed cross-entropy, summed acceptance rate, correct, counted and supervised positions."""
+    length, target_id = len(document.ids), t2d.nonzero().flatten()
+    mask = document.loss_mask.bool().clone()
+    mask[-1] = False
+    u = _shift(document.ids)
+    z = _shift(document.last.double()) @ head.T
+    y = z.argmax(-1)
+    m = t2d[y] & mask
+    q = z[:, target_id].softmax(-1)
+    q_full = (z[:, target_id] - z.logsumexp(-1, keepdim=True)).exp()
+
+    aux, eps = document.aux.double(), config.rms_norm_eps
+    if config.fc_norm:
+        thirds = aux.chunk(3, -1)
+        aux = torch.cat([_rms(third, w[f"fc_norm.{i}.weight"], eps) for i, third in enumerate(thirds)], -1)
+    h = aux @ w["fc.weight"].T
+    group = config.num_attention_heads // config.num_key_value_heads
+    causal = torch.ones(length, length, dtype=torch.bool).tril()
+    keys, values, sums = [], [], []
+    for step in range(steps):
+        x = torch.cat(
+            (
+                _rms(w["embed_tokens.weight"][u], w["midlayer.input_layernorm.weight"], eps),
+                _rms(h, w["midlayer.hidden_norm.weight"], eps),
+            ),
+            -1,
+        )
+        query, key, value = (_heads(x @ w[f"midlayer.self_attn.{name}_proj.weight"].T, config) for name in "qkv")
+        positions = torch.arange(length) + step
+        query = _rotate(query, positions, config)
+        keys.append(_rotate(key, positions, config).repeat_interleave(group, 0))
+        values.append(value.repeat_interleave(group, 0))
+        prefix = (query @ keys[0].transpose(1, 2)).masked_fill(~causal, float("-inf"))
+        own = [(query * own_key).sum(-1, keepdim=True) for own_key in keys[1:]]
+        p = (torch.cat([prefix, *own], -1) * config.head_dim**-0.5).softmax(-1)
+        o = p[..., :length] @ values[0]
+        for i, own_value in enumerate(values[1:]):
+            o = o + p[..., length + i : length + i + 1] * own_value
+        h = h + o.transpose(0, 1).flatten(1) @ w["midlayer.self_attn.o_proj.weight"].T
+        normed = _rms(h, w["midlayer.post_attention_layernorm.weight"], eps)
+        gate, up = (normed @ w[f"midlayer.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+        h = h + (torch.nn.functional.silu(gate) * up) @ w["midlayer.mlp.down_proj.weight"].T
+        final = _rms(h, w["norm.weight"], eps)
+        lg = final @ w["lm_head.weight"].T
+        cross_entropy = -(q * lg.log_softmax(-1)).sum(-1)
+        overlap = torch.minimum(q_full, lg.softmax(-1)).sum(-1)
+        right = target_id[lg.argmax(-1)] == y
+        sums.append(((m * cross_entropy).sum(), (m * overlap).sum(), (mask & right).sum(), m.sum(), mask.sum()))
+        if config.norm_output:
+            h = final
+        # The text moves u, m and mask left by one; the teacher's rows belong to the same t + k, so they move along.
+        u, m, mask, y, q, q_full = (_shift(tensor) for tensor in (u, m, mask, y, q, q_full))
+    return tuple(torch.stack(column) for column in zip(*sums, strict=True))
+
+
+def _shift(x: Tensor) -> Tensor:
+    """Left by one along the tokens, zero fill."""
+    return torch.cat((x[1:], torch.zeros_like(x[:1])))
+
+
+def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def _heads(x: Tensor, config: DraftConfig) -> Tensor:
+    """[T, heads * d] -> [heads, T, d]."""
+    return x.unflatten(-1, (-1, config.head_dim)).transpose(0, 1)
+
+
+def _rotate(x: Tensor, positions: Tensor, config: DraftConfig) -> Tensor:
+    """x [heads, T, d]: half-rotation. Only the frequencies of the scaled kinds come from transformers (fp32 there)."""
+    rope, half = config.rope_parameters, config.head_dim // 2
+    frequencies = rope["rope_theta"] ** (-torch.arange(half, dtype=torch.float64) / half)
+    scaling = 1.0
+    if rope["rope_type"] != "default":
+        llama = LlamaConfig(
+            head_dim=config.head_dim,
+            max_position_embeddings=config.max_position_embeddings,
+            rope_parameters=dict(rope),
+        )
+        reference = LlamaRotaryEmbedding(llama)
+        frequencies, scaling = reference.inv_freq.double(), reference.attention_scaling
+    angles = positions[:, None].double() * frequencies
+    cos, sin = angles.cos().tile(2) * scaling, angles.sin().tile(2) * scaling
+    return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin

@@ -1,0 +1,341 @@
+"""Export, read, load: exact both ways, and every kind of wrong file named in one line."""
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from eagle3.draft.config import DraftConfig
+from eagle3.draft.interchange import export_draft, exported_tensors, load_weights, read_exported
+from eagle3.draft.model import Eagle3Draft
+from eagle3.errors import UserError
+
+SIZES = {
+    "hidden_size": 16,
+    "target_hidden_size": 20,
+    "intermediate_size": 24,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "vocab_size": 30,
+    "draft_vocab_size": 12,
+    "max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32}
+T2D = torch.arange(30) % 5 < 2
+D2T = T2D.nonzero().flatten() - torch.arange(12)
+NAMES = {
+    "fc.weight": (16, 60),
+    "midlayer.input_layernorm.weight": (16,),
+    "midlayer.hidden_norm.weight": (16,),
+    "midlayer.post_attention_layernorm.weight": (16,),
+    "midlayer.self_attn.q_proj.weight": (24, 32),
+    "midlayer.self_attn.k_proj.weight": (12, 32),
+    "midlayer.self_attn.v_proj.weight": (12, 32),
+    "midlayer.self_attn.o_proj.weight": (16, 24),
+    "midlayer.mlp.gate_proj.weight": (24, 16),
+    "midlayer.mlp.up_proj.weight": (24, 16),
+    "midlayer.mlp.down_proj.weight": (16, 24),
+    "norm.weight": (16,),
+    "lm_head.weight": (12, 16),
+    "d2t": (12,),
+    "t2d": (30,),
+}
+EMBEDDING = {"embed_tokens.weight": (30, 16)}
+FC_NORM = {f"fc_norm.{third}.weight": (20,) for third in range(3)}
+
+
+def _draft(topology, seed, **changes):
+    """A draft all of whose weights are random, the norms too."""
+    torch.manual_seed(seed)
+    draft = Eagle3Draft(DraftConfig(**(SIZES | changes)), topology.modules, torch.float32)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    return draft
+
+
+def _export(folder, draft, dtype=torch.float32, with_embedding=True):
+    weights = dict(draft.named_parameters())
+    export_draft(folder, draft, weights, d2t=D2T, t2d=T2D, dtype=dtype, with_embedding=with_embedding)
+    return folder
+
+
+@pytest.fixture
+def exported(tmp_path, topology):
+    return _export(tmp_path / "draft", _draft(topology, 0))
+
+
+def _rewrite(folder, change):
+    """Pass the exported tensors through `change`, which edits the dictionary."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def _refusal(action, *arguments):
+    """The one line that a person sees."""
+    with pytest.raises(UserError) as caught:
+        action(*arguments)
+    message = str(caught.value)
+    assert "\n" not in message and "; " in message, "where: what; remedy"
+    return message
+
+
+@pytest.mark.parametrize("with_embedding", [True, False], ids=["embedding", "no embedding"])
+@pytest.mark.parametrize("changes", [{}, {"fc_norm": True, "norm_output": True}, {"rope_parameters": YARN}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_exported_weights_come_back_bit_for_bit(tmp_path, topology, dtype, changes, with_embedding):
+    """In fp32 the very bits, in bf16 those of the rounding; an embedding that was not exported stays as it is."""
+    source, draft = _draft(topology, 1, **changes), _draft(topology, 2, **changes)
+    own_embedding = draft.embedding.weight.detach().clone()
+    exported = read_exported(_export(tmp_path, source, dtype, with_embedding))
+    assert exported.config.different_sizes(source.draft_config) == []
+    assert torch.equal(exported.d2t, D2T) and torch.equal(exported.t2d, T2D)
+    assert {weight.dtype for weight in exported.weights.values()} == {dtype}
+    load_weights(draft, exported)
+    for (name, found), (_, sent) in zip(draft.named_parameters(), source.named_parameters(), strict=True):
+        wanted = own_embedding if name == "embedding.weight" and not with_embedding else sent.to(dtype).float()
+        assert torch.equal(found, wanted), name
+
+
+@pytest.mark.parametrize("fc_norm", [False, True])
+@pytest.mark.parametrize("with_embedding", [False, True])
+def test_the_file_holds_exactly_the_tensors_that_engines_load(tmp_path, topology, fc_norm, with_embedding):
+    folder = _export(tmp_path, _draft(topology, 3, fc_norm=fc_norm), torch.bfloat16, with_embedding)
+    tensors = load_file(folder / "model.safetensors")
+    expected = NAMES | (FC_NORM if fc_norm else {}) | (EMBEDDING if with_embedding else {})
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == expected
+    kinds = {"d2t": torch.int64, "t2d": torch.bool}
+    assert all(tensor.dtype == kinds.get(name, torch.bfloat16) for name, tensor in tensors.items())
+    assert torch.equal((torch.arange(12) + tensors["d2t"]), tensors["t2d"].nonzero().flatten())
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_gate_and_up_are_the_halves_of_the_first_mlp_weight_in_this_order(topology):
+    """The layer computes silu(first half) * second half."""
+    draft = _draft(topology, 4)
+    tensors = exported_tensors(dict(draft.named_parameters()))
+    x = torch.randn(5, 16)
+    gate, up = (x @ tensors[f"midlayer.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+    expected = (torch.nn.functional.silu(gate) * up) @ tensors["midlayer.mlp.down_proj.weight"].T
+    assert torch.allclose(draft.layer.mlp(x)[0], expected, atol=1e-4)
+
+
+def test_exporting_again_replaces_the_files(exported, topology):
+    newer = _draft(topology, 5)
+    _export(exported, newer)
+    assert torch.equal(read_exported(exported).weights["fc.weight"], newer.fc.weight)
+
+
+def test_config_json_says_what_serving_engines_read(tmp_path, topology):
+    changes = {"rope_parameters": YARN, "aux_layers": (1, 4, 8), "fc_norm": True, "token_ids": {"bos_token_id": 7}}
+    folder = _export(tmp_path, _draft(topology, 6, **changes), torch.bfloat16)
+    values = json.loads((folder / "config.json").read_text())
+    assert values["architectures"] == ["LlamaForCausalLMEagle3"] and values["num_hidden_layers"] == 1
+    assert {name: values[name] for name in SIZES} == SIZES
+    assert values["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 4, 8]
+    assert values["eagle_config"]["use_aux_hidden_state"] is True
+    assert values["rope_parameters"] == YARN
+    assert values["rope_theta"] == 1e6
+    assert values["rope_scaling"] == {name: value for name, value in YARN.items() if name != "rope_theta"}
+    assert values["fc_norm"] is True and values["norm_output"] is False
+    assert values["torch_dtype"] == values["dtype"] == "bfloat16" and values["bos_token_id"] == 7
+
+
+def test_default_rope_has_no_rope_scaling(exported):
+    values = json.loads((exported / "config.json").read_text())
+    assert values["rope_scaling"] is None and values["rope_theta"] == 10000.0
+    assert values["rope_parameters"] == {"rope_type": "default", "rope_theta": 10000.0}
+
+
+CONFIGS = {
+    "plain": {},
+    "everything": {
+        "rope_parameters": YARN,
+        "aux_layers": (0, 2, 5),
+        "fc_norm": True,
+        "norm_output": True,
+        "rms_norm_eps": 1e-5,
+        "token_ids": {"bos_token_id": 1, "eos_token_id": [2, 3], "pad_token_id": None},
+    },
+    "llama3": {
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 5e5,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        }
+    },
+}
+every_config = pytest.mark.parametrize("changes", CONFIGS.values(), ids=CONFIGS)
+
+
+@every_config
+def test_a_config_comes_back_from_its_json_whole(changes):
+    config = DraftConfig(
+        **(SIZES | {"token_ids": dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))} | changes)
+    )
+    assert DraftConfig.from_json(json.loads(json.dumps(config.to_json("float32"))), "config.json") == config
+
+
+@every_config
+@pytest.mark.parametrize("old_key", ["rope_type", "type"])
+def test_either_spelling_of_rope_alone_gives_the_same_config(changes, old_key):
+    """transformers 4 wrote rope_theta and rope_scaling (older ones its kind as `type`), 5 writes rope_parameters."""
+    config = DraftConfig(**(SIZES | changes))
+    new = config.to_json("float32")
+    old = {name: value for name, value in new.items() if name != "rope_parameters"}
+    if old["rope_scaling"]:
+        old["rope_scaling"] = {
+            old_key if name == "rope_type" else name: value for name, value in old["rope_scaling"].items()
+        }
+    new = {name: value for name, value in new.items() if name not in ("rope_theta", "rope_scaling")}
+    expected = config.rope_parameters
+    assert (
+        DraftConfig.from_json(old, "old").rope_parameters
+        == DraftConfig.from_json(new, "new").rope_parameters
+        == expected
+    )
+
+
+def test_a_config_without_the_optional_keys_takes_the_usual_values():
+    values = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "vocab_size": 30}
+    config = DraftConfig.from_json(values, "config.json")
+    assert (config.target_hidden_size, config.num_key_value_heads, config.head_dim) == (16, 4, 4)
+    assert (config.draft_vocab_size, config.aux_layers, config.fc_norm, config.norm_output) == (30, None, False, False)
+
+
+EVERY_NAME = sorted({*NAMES, *FC_NORM} - {"d2t", "t2d"})
+
+
+@pytest.mark.parametrize("name", EVERY_NAME)
+def test_a_missing_tensor_is_named(tmp_path, topology, name):
+    folder = _export(tmp_path, _draft(topology, 7, fc_norm=True))
+    _rewrite(folder, lambda tensors: tensors.pop(name))
+    message = _refusal(load_weights, _draft(topology, 8, fc_norm=True), read_exported(folder))
+    assert str(folder) in message and name in message and "missing" in message
+
+
+@pytest.mark.parametrize("name", ["d2t", "t2d"])
+def test_a_missing_vocabulary_table_is_named(exported, name):
+    _rewrite(exported, lambda tensors: tensors.pop(name))
+    message = _refusal(read_exported, exported)
+    assert str(exported / "model.safetensors") in message and name in message
+
+
+@pytest.mark.parametrize("name", ["midlayer.self_attn.q_proj.bias", "fc_norm.0.weight", "fc_norm.3.weight"])
+def test_an_unknown_tensor_is_named(exported, topology, name):
+    _rewrite(exported, lambda tensors: tensors.update({name: torch.ones(20)}))
+    message = _refusal(load_weights, _draft(topology, 9), read_exported(exported))
+    assert str(exported) in message and name in message
+
+
+@pytest.mark.parametrize("name", EVERY_NAME)
+def test_a_tensor_of_another_shape_is_named_with_both_shapes(tmp_path, topology, name):
+    folder = _export(tmp_path, _draft(topology, 10, fc_norm=True))
+    shape = list({**NAMES, **FC_NORM}[name])
+    wrong = [*shape[:-1], shape[-1] + 2]
+    _rewrite(folder, lambda tensors: tensors.update({name: torch.zeros(wrong)}))
+    message = _refusal(load_weights, _draft(topology, 11, fc_norm=True), read_exported(folder))
+    assert str(folder) in message and name in message and str(wrong) in message and str(shape) in message
+
+
+def test_gate_and_up_of_unequal_sizes_are_refused_though_they_add_up(exported, topology):
+    def change(tensors):
+        tensors["midlayer.mlp.gate_proj.weight"] = torch.zeros(22, 16)
+        tensors["midlayer.mlp.up_proj.weight"] = torch.zeros(26, 16)
+
+    _rewrite(exported, change)
+    message = _refusal(load_weights, _draft(topology, 12), read_exported(exported))
+    assert "[22, 16]" in message and "[24, 16]" in message
+
+
+def test_a_draft_of_another_hidden_size_is_refused_with_both_shapes(exported, topology):
+    other = Eagle3Draft(DraftConfig(**SIZES | {"hidden_size": 32}), topology.modules, torch.float32)
+    message = _refusal(load_weights, other, read_exported(exported))
+    assert str(exported) in message and "model.draft.config" in message
+    assert "[30, 16]" in message and "[30, 32]" in message and "embed_tokens.weight" in message
+
+
+@pytest.mark.parametrize("kept", [0, 4, 200, -1], ids=["nothing", "half a length", "half a header", "all but a byte"])
+def test_a_truncated_file_is_named(exported, kept):
+    path = exported / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:kept])
+    assert str(path) in _refusal(read_exported, exported)
+
+
+@pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
+def test_a_missing_file_is_named(exported, missing):
+    (exported / missing).unlink()
+    assert str(exported / missing) in _refusal(read_exported, exported)
+
+
+TABLES = {
+    "another offset": lambda tensors: tensors["d2t"].add_(1),
+    "descending ids": lambda tensors: tensors.update(d2t=(D2T + torch.arange(12)).flip(0) - torch.arange(12)),
+    "one token less": lambda tensors: tensors["t2d"].logical_and_(torch.arange(30) > 0),
+    "one token more": lambda tensors: tensors["t2d"].logical_or_(torch.arange(30) == 29),
+    "fewer draft ids": lambda tensors: tensors.update(d2t=D2T[:-1].clone()),
+    "a smaller target": lambda tensors: tensors.update(t2d=T2D[:-1].clone()),
+    "outside the target": lambda tensors: tensors["d2t"][-1:].add_(1000),
+}
+
+
+@pytest.mark.parametrize("change", TABLES.values(), ids=TABLES)
+def test_a_d2t_that_contradicts_t2d_is_refused(exported, change):
+    _rewrite(exported, change)
+    message = _refusal(read_exported, exported)
+    assert str(exported / "model.safetensors") in message and "d2t" in message and "t2d" in message
+
+
+BROKEN = {
+    "not JSON": "{hidden_size: 3",
+    "empty": "",
+    "a list": "[1, 2]",
+    "a number": "5",
+    "null": "null",
+    "binary": "\x80",
+}
+
+
+@pytest.mark.parametrize("text", BROKEN.values(), ids=BROKEN)
+def test_a_config_json_that_is_no_json_object_is_named(exported, text):
+    (exported / "config.json").write_bytes(text.encode("latin-1"))
+    assert str(exported / "config.json") in _refusal(read_exported, exported)
+
+
+WRONG = {
+    "hidden_size": None,
+    "vocab_size": None,
+    "num_hidden_layers": 2,
+    "hidden_act": "gelu",
+    "num_key_value_heads": 3,
+    "draft_vocab_size": 31,
+    "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4},
+}
+
+
+@pytest.mark.parametrize("key", WRONG)
+def test_a_config_json_of_another_kind_of_draft_is_refused(exported, key):
+    """Where the value here is None the key is taken away."""
+    path = exported / "config.json"
+    values = json.loads(path.read_text()) | {key: WRONG[key]}
+    path.write_text(json.dumps({name: value for name, value in values.items() if name != key or value is not None}))
+    _refusal(read_exported, exported)
+
+
+@pytest.mark.parametrize("rope", [{"rope_theta": 1e6}, {"rope_type": "default"}], ids=str)
+def test_rope_keys_left_out_mean_the_defaults_that_config_json_would_state(topology, rope):
+    """A recipe may set rope_parameters by hand."""
+    config = DraftConfig(**SIZES, rope_parameters=rope)
+    whole = DraftConfig(**SIZES, rope_parameters={"rope_type": "default", "rope_theta": 10000.0} | rope)
+    partial, complete = (Eagle3Draft(each, topology.modules, torch.float32).rope for each in (config, whole))
+    positions = torch.arange(50)
+    assert torch.equal(partial.at(positions, torch.float64).cos, complete.at(positions, torch.float64).cos)

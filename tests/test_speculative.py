@@ -1,0 +1,433 @@
+"""Speculative decoding against plain decoding, and against a definition that keeps no cache at all."""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
+
+from eagle3.draft.config import DraftConfig
+from eagle3.draft.interchange import export_draft, read_exported
+from eagle3.draft.model import Eagle3Draft
+from eagle3.errors import UserError
+from eagle3.evaluation.speculative import (
+    LoadedDraft,
+    TargetSession,
+    compare,
+    decode_speculatively,
+    load_draft,
+    plain_greedy,
+    speculative_greedy,
+    tie_resolution,
+    untrained_draft,
+)
+from eagle3.objective.unroll import unroll, unroll_inputs
+from eagle3.parallel.sequence import Stream, plan_sequence
+from eagle3.parallel.topology import Topology
+from eagle3.target.interface import TargetHead
+from eagle3.target.transformers import TransformersTarget, load_target
+
+CPU = torch.device("cpu")
+SHAPE = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.15,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+DRAFT_TOKENS, NEW_TOKENS, DRAFT_VOCABULARY = 3, 24, 64
+
+
+def tiny_llama(seed: int = 0, **changes) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(**{**SHAPE, **changes}))
+
+
+def tiny_mistral() -> MistralForCausalLM:
+    """Every layer looks back 7 tokens only, so that rejected drafts push needed keys out of the window."""
+    torch.manual_seed(1)
+    return MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=8))
+
+
+def as_target(model, dtype: torch.dtype = torch.float32) -> TransformersTarget:
+    return TransformersTarget(model.to(dtype), aux_layers=None, prefill_tokens=1024)
+
+
+def random_prompts(count: int, seed: int = 5) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(256, (5 + 3 * i,), generator=generator) for i in range(count)]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target, the folder of a draft trained on its greedy text, and the prompts of that text."""
+
+    target: TransformersTarget
+    folder: Path
+    prompts: list[Tensor]
+    topology: Topology
+
+    def draft(self, dtype: torch.dtype = torch.float32) -> LoadedDraft:
+        return load_draft(self.folder, self.target.weights(), self.topology.modules, dtype, CPU)
+
+    def decode(self, draft: Eagle3Draft, d2t: Tensor, **changes):
+        lengths = {"draft_tokens": DRAFT_TOKENS, "new_tokens": NEW_TOKENS} | changes
+        return decode_speculatively(self.target, draft, d2t, self.prompts, **lengths)
+
+
+@pytest.fixture(scope="module")
+def pair(topology, tmp_path_factory) -> Pair:
+    torch.set_num_threads(1)  # as in every test; `topology` has just set the machine's
+    folder = tmp_path_factory.mktemp("pair")
+    tiny_llama().save_pretrained(folder / "target")
+    target = load_target(folder / "target", dtype="float32")
+    prompts = random_prompts(4)
+    export_trained(folder / "draft", target, prompts, topology)
+    return Pair(target, folder / "draft", prompts, topology)
+
+
+def export_trained(folder: Path, target: TransformersTarget, prompts: list[Tensor], topology: Topology) -> None:
+    """Teach a draft the target's answers to `prompts` until it is right often, but not always, and export it."""
+    texts = [torch.cat((p, torch.tensor(plain_greedy(target, p, new_tokens=NEW_TOKENS).tokens))) for p in prompts]
+    frequent = torch.cat(texts).bincount(minlength=256).argsort(descending=True)[:DRAFT_VOCABULARY].sort().values
+    draft_id = torch.full((256,), -1)
+    draft_id[frequent] = torch.arange(DRAFT_VOCABULARY)
+    config = DraftConfig.from_target(
+        target.model.config, draft_vocab_size=DRAFT_VOCABULARY, aux_layers=target.aux_layers
+    )
+    draft = untrained_draft(config, target.weights(), topology.modules, seed=0, dtype=torch.float32, device=CPU)
+    trained = [weight.requires_grad_() for name, weight in draft.named_parameters() if name != "embedding.weight"]
+    stream = Stream.pack(texts, [torch.ones(len(text), dtype=torch.bool) for text in texts])
+    plan = plan_sequence(stream, DRAFT_TOKENS)
+    aux = torch.cat([states.aux for states in target.prefill(texts)])
+    inputs = unroll_inputs(stream, plan, DRAFT_TOKENS, aux[plan.rows], CPU)
+    labels = torch.stack([draft_id[stream.tokens_after(plan.queries, step + 2)] for step in range(DRAFT_TOKENS)])
+    optimizer = torch.optim.AdamW(trained, lr=3e-3)
+    for _ in range(40):
+        loss = F.cross_entropy(draft.logits(unroll(draft, inputs).flatten(0, 1)), labels.flatten(), ignore_index=-1)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    t2d = draft_id >= 0
+    d2t = frequent - torch.arange(DRAFT_VOCABULARY)
+    weights = dict(draft.named_parameters())
+    export_draft(folder, draft, weights, d2t=d2t, t2d=t2d, dtype=torch.float32, with_embedding=False)
+
+
+# The definition without caches, in fp64, from the exported names.
+
+
+def rms(x: Tensor, weight: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * weight
+
+
+def rotated(x: Tensor, positions: Tensor) -> Tensor:
+    """x [tokens, heads, d] by halves."""
+    half = x.shape[-1] // 2
+    angle = positions.double()[:, None, None] * 10000.0 ** (-torch.arange(half).double() / half)
+    low, high = x[..., :half], x[..., half:]
+    return torch.cat((low * angle.cos() - high * angle.sin(), high * angle.cos() + low * angle.sin()), -1)
+
+
+def defined_drafts(folder: Path, embedding: Tensor, aux: Tensor, next_tokens: list[int], count: int) -> list[int]:
+    """The chain after the last of the rows (aux [T, 3Ht], next_tokens): rows are appended to a causal sequence."""
+    w = {name: tensor.double() for name, tensor in load_file(folder / "model.safetensors").items()}
+    hidden, tokens, drafts = aux.double() @ w["fc.weight"].T, list(next_tokens), []
+    for _ in range(count):
+        length = len(tokens)
+        e = embedding.double()[tokens]
+        x = torch.cat((rms(e, w["midlayer.input_layernorm.weight"]), rms(hidden, w["midlayer.hidden_norm.weight"])), -1)
+        q, k, v = (
+            (x @ w[f"midlayer.self_attn.{name}_proj.weight"].T).view(length, heads, 16)
+            for name, heads in (("q", 4), ("k", 2), ("v", 2))
+        )
+        q, k = rotated(q, torch.arange(length)), rotated(k, torch.arange(length)).repeat_interleave(2, 1)
+        scores = torch.einsum("hd,shd->hs", q[-1], k) / 4
+        attended = torch.einsum("hs,shd->hd", scores.softmax(-1), v.repeat_interleave(2, 1)).flatten()
+        out = hidden[-1] + w["midlayer.self_attn.o_proj.weight"] @ attended
+        inner = rms(out, w["midlayer.post_attention_layernorm.weight"])
+        gate, up, down = (w[f"midlayer.mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
+        out = out + down @ (F.silu(gate @ inner) * (up @ inner))
+        best = int((w["lm_head.weight"] @ rms(out, w["norm.weight"])).argmax())
+        drafts.append(best + int(w["d2t"][best]))
+        hidden, tokens = torch.cat((hidden, out[None])), [*tokens, drafts[-1]]
+    return drafts
+
+
+@torch.no_grad()
+def defined_decoding(pair: Pair, prompt: Tensor, draft_tokens: int) -> tuple[list[int], list[tuple[list[int], int]]]:
+    """New tokens, and (drafts, accepted) of each verification; target and draft read the whole text every time."""
+    model, tokens, rounds = pair.target.model, prompt.tolist(), []
+
+    def run(ids: list[int]):
+        return model(torch.tensor([ids]), output_hidden_states=True, use_cache=False)
+
+    tokens.append(int(run(tokens).logits[0, -1].argmax()))
+    while len(tokens) - len(prompt) < NEW_TOKENS:
+        states = run(tokens).hidden_states
+        aux = torch.cat([states[layer + 1][0, :-1] for layer in pair.target.aux_layers], -1)
+        embedding = model.get_input_embeddings().weight
+        drafts = defined_drafts(pair.folder, embedding, aux, tokens[1:], draft_tokens)
+        choices = run(tokens + drafts).logits[0, len(tokens) - 1 :].argmax(-1).tolist()
+        accepted = 0
+        while accepted < draft_tokens and drafts[accepted] == choices[accepted]:
+            accepted += 1
+        rounds.append((drafts, accepted))
+        tokens += choices[: accepted + 1]
+    return tokens[len(prompt) :][:NEW_TOKENS], rounds
+
+
+def accepted_counts(pair: Pair, draft_tokens: int) -> set[int]:
+    """Those that occur, after comparing all of the decoding with the definition."""
+    draft, d2t, _ = pair.draft()
+    seen = set()
+    for prompt in pair.prompts:
+        output = speculative_greedy(pair.target, draft, d2t, prompt, draft_tokens=draft_tokens, new_tokens=NEW_TOKENS)
+        tokens, rounds = defined_decoding(pair, prompt, draft_tokens)
+        assert output.tokens == tokens
+        assert [(each.drafts, each.accepted) for each in output.verifications] == rounds
+        seen |= {accepted for _, accepted in rounds}
+    return seen
+
+
+def test_drafts_and_accepted_counts_equal_the_definition_without_caches(pair):
+    seen = accepted_counts(pair, DRAFT_TOKENS)
+    assert seen == set(range(DRAFT_TOKENS + 1)), "the draft must be right and wrong at every place for this to tell"
+
+
+def test_a_draft_that_lives_by_its_attention_drafts_by_the_definition(pair, tmp_path):
+    """With large projections every key decides, those of the chain's own earlier steps too."""
+    draft, d2t, t2d = pair.draft()
+    for name, weight in draft.named_parameters():
+        if "self_attention" in name:
+            weight.mul_(5)
+    weights = dict(draft.named_parameters())
+    export_draft(tmp_path, draft, weights, d2t=d2t, t2d=t2d, dtype=torch.float32, with_embedding=False)
+    accepted_counts(dataclasses.replace(pair, folder=tmp_path, prompts=pair.prompts[:2]), draft_tokens=6)
+
+
+@pytest.mark.parametrize(("make", "draft_tokens"), [(tiny_llama, 1), (tiny_llama, 6), (tiny_mistral, 6)])
+def test_output_is_the_targets_own_greedy_text(make, draft_tokens, topology):
+    """The drafts' vocabulary is what the text consists of, so that an untrained draft is right now and then."""
+    target, prompts = as_target(make()), random_prompts(2)
+    with torch.no_grad():
+        expected = []
+        for prompt in prompts:
+            tokens = prompt.tolist()
+            for _ in range(NEW_TOKENS):
+                tokens.append(int(target.model(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+            expected.append(tokens[len(prompt) :])
+    used = torch.tensor(expected).unique()[:4]
+    config = DraftConfig.from_target(target.model.config, draft_vocab_size=len(used), aux_layers=target.aux_layers)
+    draft = untrained_draft(config, target.weights(), topology.modules, seed=0, dtype=torch.float32, device=CPU)
+    d2t = used - torch.arange(len(used))
+    for prompt, tokens in zip(prompts, expected, strict=True):
+        output = speculative_greedy(target, draft, d2t, prompt, draft_tokens=draft_tokens, new_tokens=NEW_TOKENS)
+        plain = plain_greedy(target, prompt, new_tokens=NEW_TOKENS)
+        assert output.tokens == plain.tokens == tokens
+        assert compare(output.tokens, plain) == "identical"
+
+
+def test_a_draft_that_is_always_right_has_every_token_accepted(pair):
+    """With all-zero heads both choose token 0 always: ceil(29 / 4) verifications after the prefill's token."""
+    model = tiny_llama()
+    model.lm_head.weight.data.zero_()
+    target = as_target(model)
+    draft, d2t, _ = pair.draft()
+    draft.lm_head.weight.data.zero_()
+    result = decode_speculatively(target, draft, -torch.zeros_like(d2t), pair.prompts, draft_tokens=3, new_tokens=30)
+    assert result.acceptance_length == 4.0
+    assert result.position_acceptance == result.conditional_acceptance == [1.0, 1.0, 1.0]
+    assert (result.verifications, result.new_tokens, result.yielded) == (4 * 8, 4 * 30, 4 * 32)
+    assert result.identical == 4
+
+
+def test_counts_agree_and_training_shows(pair):
+    draft, d2t, _ = pair.draft()
+    result = pair.decode(draft, d2t)
+    assert result.acceptance_length == pytest.approx(1 + sum(result.position_acceptance))
+    assert sorted(result.accepted, reverse=True) == result.accepted
+    chance = 1.0
+    for share, conditional in zip(result.position_acceptance, result.conditional_acceptance, strict=True):
+        chance *= conditional
+        assert share == pytest.approx(chance)
+    untrained = untrained_draft(
+        draft.draft_config, pair.target.weights(), pair.topology.modules, seed=0, dtype=torch.float32, device=CPU
+    )
+    assert result.acceptance_length > pair.decode(untrained, d2t).acceptance_length + 0.5
+    assert result.as_dict()["acceptance_length"] == result.acceptance_length
+
+
+def test_nothing_after_an_eos_counts(pair, monkeypatch):
+    """Every token that a text puts out first at some place is made the EOS in turn."""
+    draft, d2t, _ = pair.draft()
+    lengths = {"draft_tokens": DRAFT_TOKENS, "new_tokens": NEW_TOKENS}
+    ends, cases = pair.target.model.generation_config, {"drafted": 0, "own": 0}
+    for prompt in pair.prompts[2:]:
+        monkeypatch.setattr(ends, "eos_token_id", None)
+        whole = speculative_greedy(pair.target, draft, d2t, prompt, **lengths)
+        for end in range(NEW_TOKENS):
+            eos = whole.tokens[end]
+            if eos in whole.tokens[:end]:
+                continue
+            monkeypatch.setattr(ends, "eos_token_id", [eos, eos + 1000])
+            cut = speculative_greedy(pair.target, draft, d2t, prompt, **lengths)
+            assert (
+                cut.tokens == whole.tokens[: end + 1] == plain_greedy(pair.target, prompt, new_tokens=NEW_TOKENS).tokens
+            )
+            assert 1 + sum(len(each.tokens) for each in cut.verifications) == end + 1
+            if not cut.verifications:
+                continue
+            last, same = cut.verifications[-1], whole.verifications[len(cut.verifications) - 1]
+            assert cut.verifications[:-1] == whole.verifications[: len(cut.verifications) - 1]
+            drafted = len(last.tokens) <= same.accepted
+            cases["drafted" if drafted else "own"] += 1
+            assert last.accepted == (len(last.tokens) if drafted else same.accepted)
+    assert min(cases.values()) > 0, cases
+
+
+def test_equal_logits_are_a_tie_and_other_differences_a_mismatch(pair):
+    """Tokens 128..255 are twins of 0..127 with the very same row of the head."""
+    model = tiny_llama(seed=3)
+    model.lm_head.weight.data[128:] = model.lm_head.weight.data[:128]
+    target = as_target(model)
+    draft, d2t, _ = pair.draft()
+    result = decode_speculatively(target, draft, d2t, pair.prompts, draft_tokens=3, new_tokens=20)
+    assert (result.identical + result.ties, result.mismatches) == (4, 0)
+    plain = plain_greedy(target, pair.prompts[0], new_tokens=20)
+    for place in (0, 7, 19):
+        token = plain.tokens[place]
+        rest = [1] * (19 - place)
+        assert compare([*plain.tokens[:place], token ^ 128, *rest], plain) == "tie"
+        third = int(plain.candidates[place, 2])
+        assert compare([*plain.tokens[:place], third, *rest], plain) == "mismatch"
+        assert compare([*plain.tokens[:place], (token ^ 128) ^ 1, *rest], plain) == "mismatch"
+    assert compare(plain.tokens, plain) == "identical"
+    assert compare(plain.tokens[:-1], plain) == "mismatch"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_wrong_verification_is_a_mismatch(pair, dtype, monkeypatch):
+    """A target whose cache is not rolled back after a rejected draft is what the comparison is there to find."""
+    target = as_target(tiny_llama(), dtype)
+    draft, d2t, _ = pair.draft(dtype)
+    monkeypatch.setattr(TargetSession, "forget", lambda self, tokens: None)
+    heard = []
+    result = decode_speculatively(target, draft, d2t, pair.prompts, draft_tokens=3, new_tokens=20, report=heard.append)
+    assert result.mismatches >= 3 and not result.lossless
+    assert "conversation 1 differs from plain decoding" in heard[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layers", [3, 12])
+def test_rounding_stays_within_the_resolution_of_ties(dtype, layers):
+    """The two best logits of each position, from one forward over 50 tokens and from 50 over one."""
+    target = as_target(tiny_llama(num_hidden_layers=layers, initializer_range=0.1), dtype)
+    ids = torch.randint(256, (50,), generator=torch.Generator().manual_seed(2))
+    single = TargetSession(target, can_forget=False)
+    with torch.no_grad():
+        whole = TargetSession(target, can_forget=False).forward(ids, rows=50)
+        single = torch.cat([single.forward(ids[i : i + 1], rows=1) for i in range(50)])
+    best = single.topk(2).indices
+    gaps = [logits.gather(1, best).float().diff()[:, 0] for logits in (single, whole)]
+    resolution = torch.stack([tie_resolution(row, layers) for row in single])
+    moved = (gaps[0] - gaps[1]).abs()
+    assert moved.max() > 0
+    assert (moved < resolution).all()
+    usual = single.float().topk(2).values.diff().abs().median()
+    assert resolution.median() < usual * {torch.float32: 1e-3, torch.bfloat16: 0.75}[dtype], "it must still tell"
+
+
+def test_an_export_brings_its_own_embedding_or_takes_the_targets(pair, tmp_path):
+    draft, d2t, t2d = pair.draft()
+    assert torch.equal(draft.embedding.weight, pair.target.weights().embedding)
+    assert torch.equal(d2t + torch.arange(DRAFT_VOCABULARY), t2d.nonzero().flatten())
+    own = {name: weight.clone() for name, weight in draft.named_parameters()}
+    own["embedding.weight"] += 1
+    export_draft(tmp_path, draft, own, d2t=d2t, t2d=t2d, dtype=torch.float32, with_embedding=True)
+    again = load_draft(tmp_path, pair.target.weights(), pair.topology.modules, torch.float32, CPU)
+    for name, weight in again.draft.named_parameters():
+        assert torch.equal(weight, own[name]) and not weight.requires_grad, name
+
+
+def test_an_untrained_draft_is_its_seeds_and_leaves_the_random_state(pair):
+    config = read_exported(pair.folder).config
+    make = {
+        "target_head": pair.target.weights(),
+        "groups": pair.topology.modules,
+        "dtype": torch.float32,
+        "device": CPU,
+    }
+    before = torch.random.get_rng_state()
+    first, same, other = (untrained_draft(config, seed=seed, **make) for seed in (4, 4, 5))
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert torch.equal(first.fc.weight, same.fc.weight) and not torch.equal(first.fc.weight, other.fc.weight)
+    torch.manual_seed(4)
+    assert torch.equal(first.lm_head.weight, Eagle3Draft(config, pair.topology.modules, torch.float32).lm_head.weight)
+
+
+def test_a_draft_of_another_target_is_refused(pair):
+    head = pair.target.weights()
+
+    def load(other: TargetHead):
+        return load_draft(pair.folder, other, pair.topology.modules, torch.float32, CPU)
+
+    with pytest.raises(UserError, match="hidden size 64, this one has 256 and 32; name the target"):
+        load(TargetHead(head.embedding[:, :32], head.head[:, :32]))
+    with pytest.raises(UserError, match="vocabulary 256 .* this one has 200 and 64"):
+        load(TargetHead(head.embedding[:200], head.head[:200]))
+    with pytest.raises(UserError, match=r"no embed_tokens.weight, and the target's is \[256, 32\], not \[256, 64\]"):
+        load(TargetHead(head.embedding[:, :32], head.head))
+    with pytest.raises(UserError, match=r"reads the target's layers \[1, 2, 3\], but \[0, 2, 4\]"):
+        other = TransformersTarget(tiny_llama(), aux_layers=(0, 2, 4), prefill_tokens=64)
+        draft, d2t, _ = pair.draft()
+        decode_speculatively(other, draft, d2t, pair.prompts, draft_tokens=3, new_tokens=8)
+
+
+def test_conversations_that_cannot_be_judged_are_refused(pair, monkeypatch):
+    draft, d2t, _ = pair.draft()
+    short = dataclasses.replace(pair, prompts=[])
+    with pytest.raises(UserError, match="no conversations"):
+        short.decode(draft, d2t)
+    with pytest.raises(UserError, match="prompt 1 has no tokens"):
+        dataclasses.replace(pair, prompts=[pair.prompts[0], pair.prompts[0][:0]]).decode(draft, d2t)
+    with pytest.raises(UserError, match="prompt 0 has 231 tokens, .* context of 256"):
+        dataclasses.replace(pair, prompts=[torch.ones(231, dtype=torch.long)]).decode(draft, d2t)
+    assert dataclasses.replace(pair, prompts=[torch.ones(230, dtype=torch.long)]).decode(draft, d2t).lossless
+    with pytest.raises(UserError, match="new_tokens: 1 leaves nothing"):
+        pair.decode(draft, d2t, new_tokens=1)
+    firsts = [plain_greedy(pair.target, prompt, new_tokens=1).tokens[0] for prompt in pair.prompts]
+    monkeypatch.setattr(pair.target.model.generation_config, "eos_token_id", firsts)
+    with pytest.raises(UserError, match="ends all 4 conversations with their first token"):
+        pair.decode(draft, d2t)
+
+
+def test_a_target_with_a_recurrent_state_is_refused(pair):
+    torch.manual_seed(0)
+    config = Qwen3NextConfig(
+        **{**SHAPE, "num_hidden_layers": 4, "head_dim": 16, "num_experts": 0, "mlp_only_layers": [0, 1, 2, 3]},
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+    )
+    target = as_target(Qwen3NextForCausalLM(config))
+    with pytest.raises(UserError, match="linear-attention layers"):
+        TargetSession(target, can_forget=True)

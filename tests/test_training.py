@@ -1,0 +1,145 @@
+"""Whole runs of a tiny target: live and stored, one process and two, killed and resumed."""
+
+import json
+import math
+import os
+import signal
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_run import ROOT, finish, launch, make_target, metrics, write_recipe
+
+from eagle3.errors import UserError
+from eagle3.recipe import load_recipe
+from eagle3.training.run import train
+
+ZERO2 = ROOT / "ds_configs" / "zero2.json"
+COMPUTED = ("loss", "step_losses", "accuracy", "acceptance_rate", "gradient_norm", "learning_rate", "tokens")
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return make_target(tmp_path_factory.mktemp("target"))
+
+
+def assert_same_course(one, other, tolerance):
+    """Every computed number of every step agrees to a relative tolerance (accuracies are compared as they are)."""
+    assert len(one) == len(other) > 0
+    for a, b in zip(one, other, strict=True):
+        for name in COMPUTED:
+            left, right = torch.tensor(a[name]).double(), torch.tensor(b[name]).double()
+            assert torch.allclose(left, right, rtol=tolerance, atol=tolerance * 1e-2), (a["step"], name, left, right)
+
+
+def test_stored_training_follows_live_training(tmp_path, target, topology):
+    live = load_recipe(write_recipe(tmp_path, target))
+    train(live, ZERO2, topology)
+    stored = ["hidden_states.mode=stored", f"hidden_states.path={tmp_path / 'store'}", f"output.dir={tmp_path / 'two'}"]
+    recipe = str(tmp_path / "recipe.yaml")
+    finish(launch(sys.executable, "launchers/capture.py", "--recipe", recipe, *stored))
+    train(load_recipe(recipe, stored), ZERO2, topology)
+    assert_same_course(metrics(tmp_path / "run"), metrics(tmp_path / "two"), 1e-5)
+    assert_same_course(
+        [record | {"gradient_norm": 0, "learning_rate": 0} for record in metrics(tmp_path / "run", "held_out")],
+        [record | {"gradient_norm": 0, "learning_rate": 0} for record in metrics(tmp_path / "two", "held_out")],
+        1e-5,
+    )
+
+    shard = sorted((tmp_path / "store").glob("*.safetensors"))[0]
+    shard.write_bytes(shard.read_bytes()[:-100])
+    with pytest.raises(UserError, match=f"{shard.name}.*capture.py"):
+        train(load_recipe(recipe, [*stored[:2], f"output.dir={tmp_path / 'three'}"]), ZERO2, topology)
+    assert not (tmp_path / "three").exists()
+
+
+@pytest.mark.parametrize("loss", ["kl", "lk_alpha", "lk_lambda"])
+def test_two_processes_and_accumulation_follow_one_process(tmp_path, target, topology, loss):
+    recipe = str(write_recipe(tmp_path, target, training={**SHORT, "loss": loss}))
+    train(load_recipe(recipe), ZERO2, topology)
+    if loss == "kl":
+        split = ("deepspeed", "--num_gpus", "2", "--master_port", "29713")
+    elif loss == "lk_alpha":
+        split = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29714")
+    else:
+        split = (sys.executable,)
+    accumulation = "training.accumulation=2"
+    output = f"output.dir={tmp_path / 'two'}"
+    finish(launch(*split, "launchers/train.py", "--deepspeed", str(ZERO2), "--recipe", recipe, accumulation, output))
+    assert_same_course(metrics(tmp_path / "run"), metrics(tmp_path / "two"), 1e-5)
+
+
+SHORT = {"ttt_steps": 3, "global_batch_size": 4, "max_steps": 4, "learning_rate": 2e-3, "checkpoint_every": 10}
+
+
+def test_killed_runs_resume_to_the_same_weights_bit_for_bit(tmp_path, target):
+    """Killed once in the middle of a step, once while a checkpoint is being written; the newest checkpoint is then
+    damaged by hand, so the one before it serves."""
+    recipe = str(write_recipe(tmp_path, target, training={**SHORT, "max_steps": 12, "checkpoint_every": 2}))
+    command = (sys.executable, "launchers/train.py", "--recipe", recipe)
+    finish(launch(*command, f"output.dir={tmp_path / 'undisturbed'}"))
+    run = tmp_path / "run"
+
+    process = launch(*command)
+    kill_when(process, lambda: (run / "metrics.jsonl").exists() and len(metrics(run)) >= 3)
+    process = launch(*command, "--resume")
+    kill_when(process, lambda: any((run / "checkpoints").glob("step-*6.partial")) or len(metrics(run)) >= 7)
+    newest = sorted(path for path in (run / "checkpoints").glob("step-*") if path.suffix != ".partial")[-1]
+    weights = max(newest.rglob("*.pt"), key=lambda path: path.stat().st_size)
+    weights.write_bytes(weights.read_bytes()[:-1])
+    said = finish(launch(*command, "--resume"))
+    assert f"{newest}: {weights.name} is damaged; passed over" in said
+
+    expected, found = (load_file(folder / "export" / "model.safetensors") for folder in (tmp_path / "undisturbed", run))
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert [record["step"] for record in metrics(run)] == list(range(1, 13))
+    assert [record["loss"] for record in metrics(run)] == [
+        record["loss"] for record in metrics(tmp_path / "undisturbed")
+    ]
+    assert (
+        len([path for path in (run / "checkpoints").glob("step-*") if path.suffix != ".partial"]) <= 3
+    )  # two and the best
+
+
+def kill_when(process, happened):
+    deadline = time.monotonic() + 240
+    while not happened():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+
+
+def test_a_run_exports_a_draft_and_judges_it_with_its_target(tmp_path, target, topology):
+    recipe = load_recipe(write_recipe(tmp_path, target, evaluation={"conversations": 3}))
+    assert train(recipe, ZERO2, topology)
+    run = tmp_path / "run"
+    result = json.loads((run / "evaluation.json").read_text())
+    assert result["lossless"] and result["identical"] + result["ties"] == result["conversations"] == 3
+    assert math.isclose(result["acceptance_length"], 1 + sum(result["position_acceptance"]), rel_tol=0.2)
+    assert (run / "recipe.yaml").exists() and load_file(run / "export" / "model.safetensors")["t2d"].sum() == 200
+
+    warm = [f"model.draft.init_from={run / 'export'}", "training.learning_rate=1e-9", f"output.dir={tmp_path / 'warm'}"]
+    train(load_recipe(tmp_path / "recipe.yaml", warm), ZERO2, topology)
+    best = max(metrics(run, "held_out"), key=lambda record: record["simulated_acceptance_length"])
+    assert math.isclose(metrics(tmp_path / "warm", "held_out")[0]["loss"], best["loss"], rel_tol=1e-5)
+
+
+def test_a_second_run_moves_the_first_aside(tmp_path, target, topology):
+    recipe = load_recipe(write_recipe(tmp_path, target, training={**SHORT, "max_steps": 1}))
+    train(recipe, ZERO2, topology)
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    train(recipe, ZERO2, topology)
+    assert (tmp_path / "run.1" / "metrics.jsonl").read_bytes() == before
+    assert len(metrics(tmp_path / "run")) == 1
+
+
+def test_training_lowers_the_held_out_loss(tmp_path, target, topology):
+    recipe = load_recipe(write_recipe(tmp_path, target, training={**SHORT, "max_steps": 40, "learning_rate": 1e-2}))
+    train(recipe, ZERO2, topology)
+    measured = [record["loss"] for record in metrics(tmp_path / "run", "held_out")]
+    assert measured[-1] < metrics(tmp_path / "run")[0]["loss"] - 0.3
