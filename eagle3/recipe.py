@@ -31,18 +31,20 @@ class Section(BaseModel):
 class Demo(Section):
     """The small target that the quickstart trains on this machine's standard library (model.target: demo)."""
 
-    vocab_size: Count = Field(2048, description="tokens of its byte-level BPE")
-    hidden_size: Count = 256
-    intermediate_size: Count = 768
+    vocab_size: Count = Field(1024, description="tokens of its byte-level BPE")
+    hidden_size: Count = 192
+    intermediate_size: Count = 512
     layers: Annotated[int, Field(ge=4)] = 4
-    heads: Count = 4
-    key_value_heads: Count = 2
-    context: Count = Field(512, description="tokens of one training sequence")
-    batch_tokens: Count = Field(8192, description="tokens of one optimiser step")
-    steps: Count = 300
+    heads: Count = 6
+    key_value_heads: Count = 6
+    context: Count = Field(512, description="tokens of its longest text")
+    batch_tokens: Count = Field(2048, description="tokens of one optimiser step, padding included")
+    steps: Count = 700
     learning_rate: Positive = Field(0.02, description="of Muon, for the weight matrices")
-    adam_learning_rate: Positive = Field(0.003, description="of AdamW, for embedding, head and norms")
+    adam_learning_rate: Positive = Field(0.004, description="of AdamW, for embedding, head and norms")
     seed: int = 0
+    answers: Count = Field(4000, description="questions that it answers itself, for the draft to learn from")
+    answer_tokens: Count = Field(112, description="tokens of the longest such answer")
 
 
 class Draft(Section):
@@ -62,6 +64,9 @@ class Draft(Section):
     rms_norm_eps: Positive | None = None
     vocab_size: Count = Field(32000, description="tokens of the draft vocabulary: the most frequent supervised ones")
     vocabulary: Path | None = Field(None, description="safetensors file with d2t and t2d to reuse")
+    lm_head: Literal["target", "random"] = Field(
+        "target", description="where the lm_head begins: the target's rows of the draft vocabulary, or random numbers"
+    )
     fc_norm: bool = Field(False, description="EAGLE3.1: an RMSNorm on each third of the auxiliary hidden states")
     norm_output: bool = Field(False, description="EAGLE3.1: feed the normed hidden state to the next step")
 
@@ -86,7 +91,7 @@ class Model(Section):
 
 class Data(Section):
     train: Annotated[list[str], Field(min_length=1)] = Field(
-        description="JSON, JSONL or parquet files, dataset ids, or `standard_library` for the quickstart's own text"
+        description="JSON, JSONL or parquet files, dataset ids, `standard_library`, or `demo_answers` (with target: demo)"
     )
     held_out: list[str] | None = Field(None, description="like train; default: held_out_fraction of train")
     held_out_fraction: Fraction = 0.02

@@ -14,6 +14,7 @@ SKIPPED_FOLDERS = {
     *("test", "tests", "idlelib", "turtledemo", "lib2to3", "encodings", "pydoc_data"),
 }
 LINES = range(3, 61)
+HELD_OUT_ONE_IN = 20  # top-level modules
 MOST_CHARACTERS = 1500  # of a conversation: about 512 tokens of a vocabulary of a few thousand
 
 SHOW = (
@@ -35,6 +36,23 @@ class Definition(NamedTuple):
     docstring: str
 
 
+class LibraryText(NamedTuple):
+    """Conversations `{"messages": [{"role", "content"}, ...]}` for training, and those about modules held out of it."""
+
+    train: list[dict]
+    held_out: list[dict]
+
+
+def standard_library_text() -> LibraryText:
+    """The conversations in two parts: about one top-level module in HELD_OUT_ONE_IN is held out as a whole, so that no
+    method of a held-out class is in the training text."""
+    text = LibraryText([], [])
+    for module, conversation in _conversations():
+        held_out = zlib.crc32(module.split(".")[0].encode()) % HELD_OUT_ONE_IN == 0
+        (text.held_out if held_out else text.train).append(conversation)
+    return text
+
+
 def standard_library_conversations() -> list[dict]:
     """Conversations about the functions, classes and modules of the interpreter's standard library.
 
@@ -42,8 +60,13 @@ def standard_library_conversations() -> list[dict]:
     with the same opening question or the same code. What they say depends on the Python version alone. Files that
     this interpreter cannot parse, and definitions under 3 or over 60 lines, are left out.
     """
+    return [conversation for _, conversation in _conversations()]
+
+
+def _conversations() -> Iterator[tuple[str, dict]]:
+    """(module, conversation) of every definition that is worth one."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    names, codes, conversations = set(), set(), []
+    names, codes = set(), set()
     for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).parts):
         parts = path.relative_to(root).with_suffix("").parts
         if SKIPPED_FOLDERS.intersection(parts[:-1]) or not all(part.isidentifier() for part in parts):
@@ -58,8 +81,7 @@ def standard_library_conversations() -> list[dict]:
                 codes.add(definition.code or definition.docstring)
                 roles = ("user", "assistant") * (len(turns) // 2)
                 messages = [{"role": role, "content": turn} for role, turn in zip(roles, turns, strict=True)]
-                conversations.append({"messages": messages})
-    return conversations
+                yield module, {"messages": messages}
 
 
 def _definitions(path: Path, module: str) -> Iterator[Definition]:

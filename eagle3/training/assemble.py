@@ -12,9 +12,9 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 from eagle3.data.loader import HiddenStateSource, LiveSource, StoredSource
-from eagle3.data.prepare import Summary, prepare_samples
+from eagle3.data.prepare import Prepared, prepare_samples
 from eagle3.data.samples import SampleSet
-from eagle3.data.standard_library import standard_library_conversations
+from eagle3.data.standard_library import standard_library_text
 from eagle3.data.store import HiddenStateStore, Provenance
 from eagle3.data.vocabulary import DraftVocabulary, choose_vocabulary, coverage, load_vocabulary
 from eagle3.draft.config import DraftConfig, read_draft_config
@@ -24,7 +24,7 @@ from eagle3.errors import UserError
 from eagle3.evaluation.judge import Judgement, judge_export
 from eagle3.parallel.topology import Topology
 from eagle3.recipe import Draft, Recipe
-from eagle3.target.demo import demo_target
+from eagle3.target.demo import ANSWERS, HELD_OUT_ANSWERS, demo_target
 from eagle3.target.interface import TargetHead, check_aux_layers, default_aux_layers
 from eagle3.target.transformers import (
     TransformersTarget,
@@ -40,14 +40,14 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Materials:
-    """What a run is made from. target: folder or hub id; held_out may be empty of use only when no measurement is due."""
+    """What a run is made from. target: folder or hub id. chat_template: Jinja source, None for the tokenizer's own.
+    held_out may be empty; then nothing is measured on the way."""
 
     target: str
     tokenizer: PreTrainedTokenizerBase
     chat_template: str | None
     train: SampleSet
     held_out: SampleSet
-    summary: Summary
 
 
 def gather_materials(recipe: Recipe, device: torch.device, say: Say) -> Materials:
@@ -64,13 +64,20 @@ def gather_materials(recipe: Recipe, device: torch.device, say: Say) -> Material
 
 def _gather(recipe: Recipe, device: torch.device, say: Say) -> Materials:
     model, data = recipe.model, recipe.data
-    target = _demo(recipe, device, say) if model.target == "demo" else model.target
+    words: dict[str, str] = {}  # what data.train and data.held_out may name beside files and datasets
+    target = model.target
+    if target == "demo":
+        folder = _demo(recipe, device, say)
+        words = {"demo_answers": str(folder / ANSWERS), "demo_answers:held_out": str(folder / HELD_OUT_ANSWERS)}
+        target = str(folder)
+    elif any(source.startswith("demo_answers") for source in [*data.train, *(data.held_out or [])]):
+        raise UserError(f"recipe: data names demo_answers, but model.target is {target!r}; name conversations of yours")
     tokenizer = load_tokenizer(target, revision=model.revision, trust_remote_code=model.trust_remote_code)
     template = _read_template(data.chat_template)
 
-    def prepare(sources: list[str], most: int | None):
+    def prepare(sources: list[str], most: int | None) -> Prepared:
         return prepare_samples(
-            sources,
+            [words.get(source, source) for source in sources],
             tokenizer,
             chat_template=template,
             max_length=data.max_length,
@@ -85,24 +92,27 @@ def _gather(recipe: Recipe, device: torch.device, say: Say) -> Materials:
     prepared = prepare(data.train, data.max_samples)
     say(f"training data: {prepared.summary}")
     if data.held_out:
-        train, held_out = prepared.samples, prepare(data.held_out, None).samples
+        kept = prepare(data.held_out, None)
+        say(f"held-out data: {kept.summary}")
+        train, held_out = prepared.samples, kept.samples
     else:
         train, held_out = prepared.samples.split_held_out(data.held_out_fraction, data.seed)
-    return Materials(target, tokenizer, template, train, held_out, prepared.summary)
+    return Materials(target, tokenizer, template, train, held_out)
 
 
-def _demo(recipe: Recipe, device: torch.device, say: Say) -> str:
+def _demo(recipe: Recipe, device: torch.device, say: Say) -> Path:
+    text = standard_library_text()
     found = demo_target(
-        standard_library_conversations(),
-        standard_library_conversations(held_out=True),
+        text.train,
+        text.held_out,
         cache_dir=recipe.data.cache_dir,
         device=device,
         report=say,
         **recipe.model.demo.model_dump(),
     )
-    origin = "cached" if found.cached else f"trained in {found.seconds:.0f} s"
+    origin = "found in the cache" if found.cached else f"made in {found.seconds:.0f} s"
     say(f"demo target: loss {found.loss:.3f}, held-out loss {found.held_out_loss:.3f} nats a token ({origin})")
-    return str(found.folder)
+    return found.folder
 
 
 def _read_template(path: Path | None) -> str | None:
@@ -208,6 +218,8 @@ def build_draft(
         )
     with torch.no_grad():
         draft.embedding.weight.copy_(head.embedding[: draft.embedding.weight.shape[0]])
+        if recipe.model.draft.lm_head == "target":
+            draft.lm_head.weight.copy_(head.head[vocabulary.target_ids.to(head.head.device)])
     if recipe.model.draft.init_from is not None:
         exported = read_exported(recipe.model.draft.init_from)
         different = draft.draft_config.different_sizes(exported.config)
