@@ -4,11 +4,11 @@ import argparse
 import json
 from pathlib import Path
 
+from eagle3.durable import write_text
 from eagle3.errors import UserError, run_command
 from eagle3.parallel.topology import start_distributed, stop_distributed
 from eagle3.recipe import load_recipe
 from eagle3.training.assemble import gather_materials, judge
-from eagle3.training.run_folder import write_atomically
 from eagle3.training.tracking import Console
 
 ROOT = Path(__file__).parent.parent
@@ -33,7 +33,7 @@ def main() -> int:
     console = Console(topology.is_first)
     materials = gather_materials(recipe, topology.device, console)
     judgement = judge(recipe, materials, None, draft, topology, console)
-    write_atomically(options.out or draft.parent / "evaluation.json", json.dumps(judgement.as_dict(), indent=2) + "\n")
+    write_text(options.out or draft.parent / "evaluation.json", json.dumps(judgement.as_dict(), indent=2) + "\n")
     stop_distributed()
     return 0 if judgement.trained.lossless else 1
 

@@ -129,13 +129,15 @@ def test_a_run_exports_a_draft_and_judges_it_with_its_target(tmp_path, target, t
     assert math.isclose(metrics(tmp_path / "warm", "held_out")[0]["loss"], best["loss"], rel_tol=1e-5)
 
 
-def test_a_second_run_moves_the_first_aside(tmp_path, target, topology):
-    recipe = load_recipe(write_recipe(tmp_path, target, training={**SHORT, "max_steps": 1}))
+def test_a_second_run_moves_the_first_aside_and_a_profile_is_written_where_asked(tmp_path, target, topology):
+    profiled = {**SHORT, "max_steps": 2, "profile": {"start": 2, "steps": 1}}
+    recipe = load_recipe(write_recipe(tmp_path, target, training=profiled))
     train(recipe, ZERO2, topology)
+    assert json.loads((tmp_path / "run" / "profile" / "trace-rank0.json").read_text())["traceEvents"]
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     train(recipe, ZERO2, topology)
     assert (tmp_path / "run.1" / "metrics.jsonl").read_bytes() == before
-    assert len(metrics(tmp_path / "run")) == 1
+    assert len(metrics(tmp_path / "run")) == 2
 
 
 def test_training_lowers_the_held_out_loss(tmp_path, target, topology):

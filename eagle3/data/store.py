@@ -7,7 +7,6 @@ flushed to disk and renamed, the index after its shard: what the indexes list is
 """
 
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple, Self
@@ -17,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from eagle3.durable import publish, write_text
 from eagle3.errors import UserError
 from eagle3.target.interface import HiddenStates
 
@@ -79,7 +79,7 @@ class StoreWriter:
             raise UserError(f"{self.path}: has shards but no store.json; name an empty folder in hidden_states.path")
         else:
             manifest = {"format": FORMAT, "dtype": dtype, "provenance": dict(provenance)}
-            _write_text(self.path / "store.json", json.dumps(manifest, indent=2) + "\n")
+            write_text(self.path / "store.json", json.dumps(manifest, indent=2) + "\n")
         self.known: set[str] = self._recover(report)
         self._next_shard = 1 + max(
             (int(file.stem.split("-")[1]) for file in self.path.glob("shard-*.jsonl")), default=-1
@@ -139,8 +139,8 @@ class StoreWriter:
         partial = shard.with_name(shard.name + ".partial")
         try:
             save_file(tensors, partial)
-            _publish(partial, shard)
-            _write_text(shard.with_suffix(".jsonl"), "\n".join(lines) + "\n")
+            publish(partial, shard)
+            write_text(shard.with_suffix(".jsonl"), "\n".join(lines) + "\n")
         except (OSError, SafetensorError) as error:
             raise UserError(
                 f"{shard}: cannot be written ({error}); free disk space and run capture.py again, which continues here"
@@ -315,24 +315,3 @@ def _check_shard(shard: Path, entries: dict[str, Location]) -> None:
         raise UserError(f"{shard}: broken ({error}); delete it and run capture.py again") from error
     if rows != {sum(entry.tokens for entry in entries.values())}:
         raise UserError(f"{shard}: does not hold the samples of its index; delete it and run capture.py again")
-
-
-def _write_text(file: Path, text: str) -> None:
-    partial = file.with_name(file.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    _publish(partial, file)
-
-
-def _publish(partial: Path, file: Path) -> None:
-    """Give a finished file its name, once its bytes are on disk; the name is on disk before this returns."""
-    _flush(partial)
-    os.replace(partial, file)
-    _flush(file.parent)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import random
 import shutil
 from collections.abc import Callable
@@ -14,8 +13,8 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from eagle3.durable import flush, publish, write_text
 from eagle3.errors import UserError
-from eagle3.training.run_folder import write_atomically
 
 MANIFEST = "manifest.json"
 
@@ -28,7 +27,10 @@ class Resumed(NamedTuple):
 
 
 class Checkpoints:
-    """The checkpoints of one run: the last `keep` and the best. Every method is called by every rank."""
+    """The checkpoints of one run: the last `keep` and the best. Every method is called by every rank.
+
+    Loading raises UserError when a checkpoint was written by another number of processes.
+    """
 
     def __init__(self, folder: Path, keep: int, warn: Callable[[str], None]) -> None:
         self.folder, self.keep, self.warn = folder, keep, warn
@@ -43,7 +45,7 @@ class Checkpoints:
         engine.save_checkpoint(
             str(self.folder),
             tag=partial.name,
-            client_state={"step": step, "progress": progress, "world_size": dist.get_world_size(), **_random_state()},
+            client_state={"step": step, "progress": progress, **_random_state()},
             save_latest=False,
             exclude_frozen_parameters=True,
         )
@@ -51,28 +53,33 @@ class Checkpoints:
         if dist.get_rank() == 0:
             files = sorted(path for path in partial.rglob("*") if path.is_file())
             for path in files:
-                _flush(path)
+                flush(path)
             manifest = {str(path.relative_to(partial)): _digest(path) for path in files}
-            write_atomically(partial / MANIFEST, json.dumps(manifest, indent=1))
+            write_text(partial / MANIFEST, json.dumps(manifest, indent=1))
             final = self.folder / name
             if final.exists():  # the same step of a run that was resumed from before it
                 shutil.rmtree(final)
-            partial.rename(final)
-            _flush(self.folder)
+            publish(partial, final)
             self._prune(best_step)
         dist.barrier()
 
     def load_newest(self, engine: DeepSpeedEngine) -> Resumed | None:
         """Load the newest whole checkpoint; broken ones are passed over with a warning. None where there is none."""
         for path in reversed(self._all()):
-            problem = _problem(path)
-            if problem is None:
-                return self.load(engine, path)
-            self.warn(f"{path}: {problem}; passed over for the checkpoint before it")
+            loaded = self._load(engine, path, "passed over for the checkpoint before it")
+            if loaded:
+                return loaded
         return None
 
-    def load(self, engine: DeepSpeedEngine, path: Path) -> Resumed:
-        """Raises UserError when the checkpoint was written by another number of processes."""
+    def load_whole(self, engine: DeepSpeedEngine, step: int) -> Resumed | None:
+        """Load the checkpoint of one step; None, with a warning, where it is broken."""
+        return self._load(engine, self.folder / _name(step), "the last weights serve instead")
+
+    def _load(self, engine: DeepSpeedEngine, path: Path, otherwise: str) -> Resumed | None:
+        problem = _problem(path)
+        if problem is not None:
+            self.warn(f"{path}: {problem}; {otherwise}")
+            return None
         world = _world_size(path)
         if world != dist.get_world_size():
             raise UserError(
@@ -82,9 +89,6 @@ class Checkpoints:
         assert loaded is not None, f"{path} was checked and could not be loaded"
         _set_random_state(state)
         return Resumed(state["step"], state["progress"])
-
-    def at(self, step: int) -> Path:
-        return self.folder / _name(step)
 
     def _all(self) -> list[Path]:
         return sorted(path for path in self.folder.glob("step-*") if path.suffix != ".partial")
@@ -120,14 +124,6 @@ def _world_size(path: Path) -> int:
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _random_state() -> dict[str, Any]:

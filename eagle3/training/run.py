@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from eagle3.data.vocabulary import save_vocabulary
 from eagle3.parallel.topology import Topology
 from eagle3.recipe import Recipe
 from eagle3.training.assemble import build_draft, gather_materials, judge, open_source, pick_vocabulary
@@ -24,8 +25,10 @@ def train(recipe: Recipe, deepspeed_file: Path, topology: Topology, resume: bool
     supply = open_source(recipe, materials, topology.device)
     vocabulary = pick_vocabulary(recipe, materials, len(supply.head.head), console)
     draft = build_draft(recipe, materials, vocabulary, supply.head, topology)
-    if not resume and topology.is_first:
-        folder.begin(recipe, console)
+    if topology.is_first:
+        if not resume:
+            folder.begin(recipe, console)
+        save_vocabulary(vocabulary, folder.vocabulary)
     trainer = prepare_trainer(
         recipe,
         engine_config,

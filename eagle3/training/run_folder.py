@@ -1,13 +1,13 @@
 """The run folder: resolved recipe, metrics, checkpoints, export, evaluation; nothing of an earlier run is lost."""
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from eagle3.durable import write_text
 from eagle3.errors import UserError
 from eagle3.recipe import Recipe, dump_recipe
 
@@ -56,7 +56,7 @@ class RunFolder:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"{self.path}: cannot be written ({error.strerror}); set output.dir") from error
-        write_atomically(self.recipe, dump_recipe(recipe))
+        write_text(self.recipe, dump_recipe(recipe))
 
     def keep_metrics_until(self, step: int) -> None:
         """Drop the records of steps after `step`, which a resumed run makes again."""
@@ -70,20 +70,10 @@ class RunFolder:
                 break  # a line cut off by a kill; nothing comes after it
             if record["step"] <= step:
                 kept.append(line)
-        write_atomically(self.metrics, "".join(f"{line}\n" for line in kept))
+        write_text(self.metrics, "".join(f"{line}\n" for line in kept))
 
     def write_evaluation(self, result: dict[str, Any]) -> None:
-        write_atomically(self.evaluation, json.dumps(result, indent=2) + "\n")
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace `path` by `text` so that a kill leaves the old file or the new one."""
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+        write_text(self.evaluation, json.dumps(result, indent=2) + "\n")
 
 
 def _differences(before: Any, now: Any, key: str = "") -> list[tuple[str, Any, Any]]:

@@ -115,8 +115,7 @@ class Trainer:
     def export(self) -> Path:
         """Write the best checkpoint's draft (the last one's where nothing was held out) for serving engines."""
         best = self.progress.best_step
-        if best is not None and best != self.steps:
-            self.checkpoints.load(self.engine, self.checkpoints.at(best))
+        if best is not None and best != self.steps and self.checkpoints.load_whole(self.engine, best):
             self.console(f"exporting the best checkpoint, of step {best}")
         weights = full_weights(self.draft) | {"embedding.weight": self.draft.embedding.weight}
         if self.topology.is_first:

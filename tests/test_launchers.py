@@ -1,0 +1,141 @@
+"""The launchers beside train.py's own work: what they print, what they write, and what they leave out the second time."""
+
+import json
+import re
+import runpy
+import sys
+
+import pytest
+from safetensors.torch import load_file
+from tiny_run import ROOT, conversations, finish, launch, make_target, write_recipe
+from tokenizers import Tokenizer, decoders
+
+from eagle3.data.store import HiddenStateStore
+from eagle3.recipe import load_recipe
+from eagle3.training.assemble import gather_materials, provenance
+from eagle3.training.run import train
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    """A recipe with a store and two conversations to judge."""
+    folder = tmp_path_factory.mktemp("work")
+    target = make_target(folder / "target")
+    tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
+    tokenizer.decoder = decoders.ByteLevel()  # for the preview, which decodes
+    tokenizer.save(str(target / "tokenizer.json"))
+    hidden_states = {"path": str(folder / "store")}
+    training = {"max_steps": 2, "global_batch_size": 4}
+    return write_recipe(folder, target, hidden_states=hidden_states, training=training, evaluation={"conversations": 2})
+
+
+@pytest.fixture
+def here(monkeypatch, capsys):
+    """Runs a launcher in this process (for what ends before a job is started), and gives exit code, stdout, stderr."""
+
+    def run(name, *arguments):
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(ROOT / "launchers" / name), run_name="__main__")
+        said = capsys.readouterr()
+        return ended.value.code, said.out, said.err
+
+    return run
+
+
+def test_the_printed_recipe_loads_again_and_is_the_recipe(here, recipe, tmp_path):
+    overrides = ["training.ttt_steps=2", "model.aux_layers=[0, 1, 4]"]
+    code, printed, _ = here("train.py", "--recipe", recipe, "--print-recipe", *overrides)
+    assert code == 0
+    copy = tmp_path / "printed.yaml"
+    copy.write_text(printed, encoding="utf-8")
+    assert load_recipe(copy) == load_recipe(recipe, overrides) != load_recipe(recipe)
+    assert here("train.py", "--recipe", copy, "--print-recipe")[1] == printed
+    assert not (recipe.parent / "run").exists()
+
+
+def test_without_a_recipe_the_quickstart_is_meant(here):
+    _, printed, _ = here("train.py", "--print-recipe")
+    assert "target: demo" in printed.splitlines()[1]
+
+
+def test_a_preview_marks_what_is_supervised_and_nothing_else(here, recipe):
+    code, printed, _ = here("prepare.py", "--recipe", recipe, "--preview", "2")
+    assert code == 0 and "\033" not in printed  # no colours where nobody sees them
+    account, *samples = re.split(r"^--- sample \w+: (.*)$", printed, flags=re.MULTILINE)
+    assert "training data: 40 of 40 samples" in account
+    train, held_out = map(int, re.search(r"(\d+) training samples, (\d+) held out", account).groups())
+    assert train + held_out == 40 and train > held_out > 0
+    assert "a draft vocabulary of 200 covers " in account
+    assert len(samples) == 4  # two times a header and a text
+    for header, text in zip(samples[::2], samples[1::2], strict=True):
+        user, assistant = conversations(40)[int(re.search(r"story (\d+)", text)[1])]["messages"]
+        assert text.strip() == (
+            f"<|im_start|>user\n{user['content']}<|im_end|>\n<|im_start|>assistant\n⟦{assistant['content']}<|im_end|>⟧"
+        )
+        tokens, supervised = map(int, re.fullmatch(r"(\d+) tokens, (\d+) supervised", header).groups())
+        assert tokens > supervised > 1
+
+
+def test_a_preview_counts_what_was_dropped(here, recipe, tmp_path):
+    silent = {"messages": [{"role": "user", "content": "Is anybody there?"}]}
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in [silent, *conversations(8)]), encoding="utf-8")
+    code, printed, _ = here("prepare.py", "--recipe", recipe, f"data.train=[{data}]", "data.unusable=drop")
+    assert code == 0 and "8 of 9 samples" in printed
+    assert f"1 dropped: no assistant turn (first {data}:1)" in printed
+    assert "--- sample" not in printed
+
+
+def test_a_second_capture_captures_nothing(recipe, topology):
+    command = (sys.executable, "launchers/capture.py", "--recipe", str(recipe))
+    store = recipe.parent / "store"
+    assert "40 samples, 0 already stored" in finish(launch(*command))
+    written = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in store.iterdir()}
+    assert len([name for name in written if name.endswith(".safetensors")]) > 1
+    assert "40 samples, 40 already stored" in finish(launch(*command))
+    assert {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in store.iterdir()} == written
+
+    plain = load_recipe(recipe)
+    materials = gather_materials(plain, topology.device, print)
+    opened = HiddenStateStore.open(store, provenance(plain, materials))
+    assert opened.missing(sample.id for part in (materials.train, materials.held_out) for sample in part) == []
+
+
+def test_an_export_is_judged_by_itself_as_after_training(recipe, topology):
+    assert train(load_recipe(recipe), ROOT / "ds_configs" / "zero2.json", topology)
+    run = recipe.parent / "run"
+    assert load_file(run / "export" / "model.safetensors")["d2t"].shape == (200,)
+    after_training = json.loads((run / "evaluation.json").read_text(encoding="utf-8"))
+    (run / "evaluation.json").unlink()
+    said = finish(launch(sys.executable, "launchers/evaluate.py", "--recipe", str(recipe)))
+    judged = json.loads((run / "evaluation.json").read_text(encoding="utf-8"))
+    assert judged["conversations"] == 2 and judged["lossless"]
+    assert f"acceptance length {judged['acceptance_length']:.2f}" in said
+    exact = ("conversations", "identical", "ties", "acceptance_length", "position_acceptance", "lossless")
+    assert {name: judged[name] for name in exact} == {name: after_training[name] for name in exact}
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "said"),
+    [
+        ("train.py", ["training.learning_rat=1"], "did you mean training.learning_rate?"),
+        ("train.py", ["training.ttt_steps=none"], "training.ttt_steps"),
+        ("capture.py", ["hidden_states.path="], "hidden_states.path is not set"),
+        ("evaluate.py", ["evaluation.conversations=0"], "evaluation.conversations is 0"),
+        ("evaluate.py", ["output.dir=/nowhere"], "/nowhere/export: no exported draft here"),
+        ("prepare.py", ["data.train=[/nowhere.jsonl]"], "/nowhere.jsonl: no such file"),
+        ("prepare.py", ["data.trian=[x]"], "did you mean data.train?"),
+    ],
+)
+def test_every_launcher_says_a_mistake_in_one_line(here, recipe, name, overrides, said):
+    code, _, error = here(name, "--recipe", recipe, *overrides)
+    assert code == 2 and error.count("\n") == 1 and error.startswith("error: ") and said in error
+
+
+def test_of_a_jobs_processes_only_the_first_says_what_all_find(here, recipe, monkeypatch):
+    for rank, lines in (("0", 1), ("1", 0)):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        code, _, error = here("train.py", "--recipe", recipe, "training.learning_rat=1")
+        assert code == 2 and error.count("error:") == lines
