@@ -1,5 +1,6 @@
 """What a user did wrong, said in one line: where, what value, and how to mend it."""
 
+import os
 import sys
 from collections.abc import Callable
 
@@ -11,12 +12,23 @@ class UserError(ValueError):
         super().__init__(" ".join(message.split()))
 
 
+class SharedUserError(UserError):
+    """A mistake that every process of a job raises, so that one of them is enough to say it."""
+
+
 def run_command(main: Callable[[], int | None]) -> None:
-    """Run a launcher's `main`: a UserError becomes one line on stderr and exit code 2, never a traceback."""
+    """Run a launcher's `main`: a UserError becomes one line on stderr and exit code 2, never a traceback.
+
+    Of a job's processes the first one says it; another speaks only of what it alone may have met.
+    """
+    rank = int(os.environ.get("RANK", "0"))
     try:
         sys.exit(main() or 0)
     except UserError as mistake:
-        print(f"error: {mistake}", file=sys.stderr, flush=True)
+        if rank == 0:
+            print(f"error: {mistake}", file=sys.stderr, flush=True)
+        elif not isinstance(mistake, SharedUserError):
+            print(f"rank {rank}: {mistake}", file=sys.stderr, flush=True)
         sys.exit(2)
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr, flush=True)

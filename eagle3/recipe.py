@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, get_args
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from eagle3.errors import UserError
+from eagle3.errors import SharedUserError
 
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -16,14 +16,19 @@ Precision = Literal["float32", "bfloat16"]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
     def _no_booleans_as_numbers(cls, values: Any) -> Any:
         for name, value in values.items() if isinstance(values, dict) else ():
             field = cls.model_fields.get(name)
-            if isinstance(value, bool) and field and bool not in (field.annotation, *get_args(field.annotation)):
+            items = value if isinstance(value, list) else [value]
+            if (
+                any(isinstance(item, bool) for item in items)
+                and field
+                and bool not in (field.annotation, *get_args(field.annotation))
+            ):
                 raise ValueError(f"{name} is {value}: a number or text was expected, not true or false")
         return values
 
@@ -39,11 +44,11 @@ class Demo(Section):
     key_value_heads: Count = 6
     context: Count = Field(512, description="tokens of its longest text")
     batch_tokens: Count = Field(2048, description="tokens of one optimiser step, padding included")
-    steps: Count = 700
+    steps: Count = 600
     learning_rate: Positive = Field(0.02, description="of Muon, for the weight matrices")
     adam_learning_rate: Positive = Field(0.004, description="of AdamW, for embedding, head and norms")
     seed: int = 0
-    answers: Count = Field(4000, description="questions that it answers itself, for the draft to learn from")
+    answers: Count = Field(3000, description="questions that it answers itself, for the draft to learn from")
     answer_tokens: Count = Field(112, description="tokens of the longest such answer")
 
 
@@ -203,19 +208,22 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
     """Read a YAML recipe and apply `section.key=value` overrides. Raises UserError naming file, key, value, remedy."""
     path = Path(path)
     if not path.is_file():
-        raise UserError(f"{path}: no such recipe; name a YAML file with --recipe, for example recipes/quickstart.yaml")
+        raise SharedUserError(
+            f"{path}: no such recipe; name a YAML file with --recipe, for example recipes/quickstart.yaml"
+        )
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not valid YAML ({error}); mend the file") from error
+        raise SharedUserError(f"{path}: not valid YAML ({error}); mend the file") from error
     if not isinstance(values, dict):
-        raise UserError(f"{path}: holds {type(values).__name__}, not sections; begin with `model:`")
+        raise SharedUserError(f"{path}: holds {type(values).__name__}, not sections; begin with `model:`")
     for override in overrides or []:
         _apply_override(values, override)
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
-        raise UserError(_explain(path, error.errors()[0])) from error
+        found = error.errors()  # an unknown key first: it may be what is missing, misspelt
+        raise SharedUserError(_explain(path, min(found, key=lambda one: one["type"] != "extra_forbidden"))) from error
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -226,16 +234,16 @@ def dump_recipe(recipe: Recipe) -> str:
 def _apply_override(values: dict, override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
-        raise UserError(f"command line: {override!r} is not an override; write section.key=value")
+        raise SharedUserError(f"command line: {override!r} is not an override; write section.key=value")
     *sections, name = key.split(".")
     for section in sections:
         values = values.setdefault(section, {})
         if not isinstance(values, dict):
-            raise UserError(f"command line: {override!r}: {section} is not a section; write section.key=value")
+            raise SharedUserError(f"command line: {override!r}: {section} is not a section; write section.key=value")
     try:
         values[name] = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise UserError(f"command line: {override!r}: the value is not valid YAML; quote it") from error
+        raise SharedUserError(f"command line: {override!r}: the value is not valid YAML; quote it") from error
 
 
 def _keys(section: type[BaseModel], prefix: str = "") -> list[str]:

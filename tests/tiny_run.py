@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 import yaml
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).parent.parent
@@ -16,7 +16,29 @@ TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-WORDS = ["the", "cat", "sat", "on", "a", "mat", "while", "rain", "fell", "and", "nobody", "in", "town", "could", "say", "why", "it", "had", "begun", "so", "early"]
+WORDS = [
+    "the",
+    "cat",
+    "sat",
+    "on",
+    "a",
+    "mat",
+    "while",
+    "rain",
+    "fell",
+    "and",
+    "nobody",
+    "in",
+    "town",
+    "could",
+    "say",
+    "why",
+    "it",
+    "had",
+    "begun",
+    "so",
+    "early",
+]
 
 
 def conversations(count: int) -> list[dict]:
@@ -33,6 +55,7 @@ def make_target(folder: Path, template: str | None = TEMPLATE) -> Path:
     """A random Llama of five layers with a byte-level BPE."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=300, special_tokens=["<|im_start|>", "<|im_end|>"], initial_alphabet=alphabet

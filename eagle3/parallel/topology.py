@@ -3,7 +3,9 @@
 import datetime
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import deepspeed
 import deepspeed.ops
@@ -13,7 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed import ProcessGroup
 
-from eagle3.errors import UserError
+from eagle3.errors import SharedUserError, UserError
 
 
 @dataclass(frozen=True)
@@ -80,18 +82,17 @@ def start_distributed(timeout_minutes: float = 30) -> Topology:
         alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
         os.environ.update({name: str(value) for name, value in alone.items()})
     local = int(os.environ.get("LOCAL_RANK", "0"))
-    if cuda and local >= torch.cuda.device_count():
-        raise UserError(
-            f"launcher: local rank {local} has no GPU, this node has {torch.cuda.device_count()}; "
-            "start at most one process a GPU"
+    beside = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1")
+    if cuda and max(beside, local + 1) > torch.cuda.device_count():
+        raise SharedUserError(
+            f"launcher: {beside} processes on a node of {torch.cuda.device_count()} GPUs; start at most one a GPU"
         )
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     else:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        beside = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1"
-        torch.set_num_threads(max(1, cores // int(beside)))
+        torch.set_num_threads(max(1, cores // beside))
     if not dist.is_initialized():
         deepspeed.init_distributed(
             dist_backend="nccl" if cuda else "gloo",
@@ -115,6 +116,25 @@ def stop_distributed() -> None:
     dist.barrier()
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
+
+
+def agreed(work: Callable[[], Any] | None) -> Any:
+    """Call `work` on the ranks that have some, while the others wait; returns its result, None where there was none.
+
+    Every rank calls this; a UserError on one is raised on all, so that none is left waiting.
+    """
+    result = mistake = None
+    try:
+        result = work() if work else None
+    except UserError as error:
+        mistake = str(error)
+    if dist.is_initialized():
+        mistakes = [None] * dist.get_world_size()
+        dist.all_gather_object(mistakes, mistake)
+        mistake = next((found for found in mistakes if found), None)
+    if mistake:
+        raise SharedUserError(mistake)
+    return result
 
 
 def _free_port() -> int:

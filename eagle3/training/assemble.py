@@ -22,7 +22,7 @@ from eagle3.draft.interchange import load_weights, read_exported
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
 from eagle3.evaluation.judge import Judgement, judge_export
-from eagle3.parallel.topology import Topology
+from eagle3.parallel.topology import Topology, agreed
 from eagle3.recipe import Draft, Recipe
 from eagle3.target.demo import ANSWERS, HELD_OUT_ANSWERS, demo_target
 from eagle3.target.interface import TargetHead, check_aux_layers, default_aux_layers
@@ -53,13 +53,9 @@ class Materials:
 def gather_materials(recipe: Recipe, device: torch.device, say: Say) -> Materials:
     """Make or find the target, its tokenizer and the tokenised samples. With several processes the first one on a node
     does the work and the others find it cached."""
-    if dist.is_initialized() and os.environ.get("LOCAL_RANK", "0") != "0":
-        dist.barrier()
-        return _gather(recipe, device, say)
-    materials = _gather(recipe, device, say)
-    if dist.is_initialized():
-        dist.barrier()
-    return materials
+    works = not dist.is_initialized() or os.environ.get("LOCAL_RANK", "0") == "0"
+    materials = agreed((lambda: _gather(recipe, device, say)) if works else None)
+    return materials or _gather(recipe, device, say)
 
 
 def _gather(recipe: Recipe, device: torch.device, say: Say) -> Materials:
@@ -195,6 +191,11 @@ def pick_vocabulary(recipe: Recipe, materials: Materials, target_vocab_size: int
         chosen, origin = load_vocabulary(draft.vocabulary, target_vocab_size), str(draft.vocabulary)
     elif draft.init_from is not None:
         exported = read_exported(draft.init_from)
+        if len(exported.t2d) != target_vocab_size:
+            raise UserError(
+                f"{exported.origin}: was made for a target of {len(exported.t2d)} tokens, this one has "
+                f"{target_vocab_size}; train without model.draft.init_from"
+            )
         chosen, origin = DraftVocabulary(d2t=exported.d2t, t2d=exported.t2d), str(draft.init_from)
     else:
         chosen, _ = choose_vocabulary(materials.train, target_vocab_size, draft.vocab_size)

@@ -107,7 +107,7 @@ def _problem(path: Path) -> str | None:
     """Why the checkpoint is not whole, or None."""
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError):
+    except (OSError, ValueError):
         return f"{MANIFEST} is missing or damaged"
     for name, digest in manifest.items():
         if not (path / name).is_file():

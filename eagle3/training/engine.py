@@ -1,5 +1,6 @@
 """The DeepSpeed engine: its file filled from the recipe, its groups from the topology, its gradients read back."""
 
+import inspect
 import json
 import logging
 from collections.abc import Callable
@@ -9,11 +10,13 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
+from pydantic import ValidationError
 from torch import Tensor
 
 from eagle3.draft.model import Eagle3Draft
-from eagle3.errors import UserError
+from eagle3.errors import SharedUserError
 from eagle3.objective.model import DraftObjective
 from eagle3.parallel.topology import DeepSpeedGroups, Topology
 from eagle3.recipe import Training
@@ -26,15 +29,17 @@ def deepspeed_config(path: Path, training: Training, data_ranks: int) -> dict[st
     """
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise UserError(f"{path}: no such file; pass --deepspeed ds_configs/zero2.json") from error
+    except OSError as error:
+        raise SharedUserError(f"{path}: {error.strerror}; pass --deepspeed ds_configs/zero2.json") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not valid JSON ({error}); mend the file") from error
+        raise SharedUserError(f"{path}: not valid JSON ({error}); mend the file") from error
+    if not isinstance(config, dict):
+        raise SharedUserError(f"{path}: holds {type(config).__name__}, not sections; compare ds_configs/zero2.json")
     streams = data_ranks * training.accumulation
     if training.global_batch_size % streams:
         lower = training.global_batch_size // streams * streams
         near = " or ".join(str(size) for size in (lower, lower + streams) if size)
-        raise UserError(
+        raise SharedUserError(
             f"recipe: training.global_batch_size {training.global_batch_size} cannot be dealt to {data_ranks} "
             f"data-parallel ranks x {training.accumulation} accumulation; use {near}"
         )
@@ -101,21 +106,37 @@ def _fill(path: Path, config: dict[str, Any], key: str, value: Any) -> None:
     for section in sections:
         config = config.setdefault(section, {})
         if not isinstance(config, dict):
-            raise UserError(f"{path}: {section}: {config!r} is not a section; compare ds_configs/zero2.json")
+            raise SharedUserError(f"{path}: {section}: {config!r} is not a section; compare ds_configs/zero2.json")
     found = config.get(name, "auto")
     if found != "auto" and found != value:
-        raise UserError(
+        raise SharedUserError(
             f'{path}: {key} is {found!r} but the recipe says {value!r}; set it to "auto" or make them agree'
         )
     config[name] = value
 
 
 def _refuse_unsupported(path: Path, config: dict[str, Any]) -> None:
+    for section in ("zero_optimization", "fp16", "scheduler"):
+        if not isinstance(config.get(section, {}), dict):
+            raise SharedUserError(
+                f"{path}: {section}: {config[section]!r} is not a section; compare ds_configs/zero2.json"
+            )
+    try:
+        DeepSpeedZeroConfig(**config.get("zero_optimization", {}))
+    except ValidationError as error:
+        (key, *_), what = error.errors()[0]["loc"], error.errors()[0]["msg"]
+        raise SharedUserError(f"{path}: zero_optimization.{key}: {what}; see DeepSpeed's documentation") from error
+    known = {*inspect.signature(torch.optim.AdamW).parameters, "torch_adam", "adam_w_mode"}
+    unknown = config["optimizer"]["params"].keys() - known
+    if unknown:
+        raise SharedUserError(f"{path}: optimizer.params.{min(unknown)}: AdamW has no such parameter; remove it")
     stage = config.get("zero_optimization", {}).get("stage", 0)
     if stage not in (1, 2):
-        raise UserError(f"{path}: zero_optimization.stage is {stage}; this project uses 1 or 2, the draft is small")
+        raise SharedUserError(
+            f"{path}: zero_optimization.stage is {stage}; this project uses 1 or 2, the draft is small"
+        )
     if config["optimizer"].get("type", "AdamW") != "AdamW":
-        raise UserError(f"{path}: optimizer.type is {config['optimizer']['type']!r}; use AdamW")
+        raise SharedUserError(f"{path}: optimizer.type is {config['optimizer']['type']!r}; use AdamW")
     for section in ("scheduler", "fp16", "sequence_parallel_size"):
         if config.get(section) and (section != "fp16" or config["fp16"].get("enabled")):
-            raise UserError(f"{path}: {section} is not used here; remove it, the recipe's training section rules")
+            raise SharedUserError(f"{path}: {section} is not used here; remove it, the recipe's training section rules")

@@ -2,9 +2,13 @@
 
 from pathlib import Path
 
+import torch.distributed as dist
+
 from eagle3.data.vocabulary import save_vocabulary
-from eagle3.parallel.topology import Topology
+from eagle3.evaluation.judge import choose_prompts
+from eagle3.parallel.topology import Topology, agreed
 from eagle3.recipe import Recipe
+from eagle3.target.transformers import target_config
 from eagle3.training.assemble import build_draft, gather_materials, judge, open_source, pick_vocabulary
 from eagle3.training.engine import deepspeed_config
 from eagle3.training.run_folder import RunFolder
@@ -19,16 +23,21 @@ def train(recipe: Recipe, deepspeed_file: Path, topology: Topology, resume: bool
     """
     console, folder = Console(topology.is_first), RunFolder(recipe.output.dir)
     engine_config = deepspeed_config(deepspeed_file, recipe.training, topology.data.size())
-    if resume and topology.is_first:
-        folder.reopen(recipe)
+    agreed((lambda: folder.check(recipe, resume)) if topology.is_first else None)
     materials = gather_materials(recipe, topology.device, console)
+    wanted = recipe.evaluation
+    if wanted.conversations:  # now, not when hours have gone by
+        config = target_config(
+            materials.target, revision=recipe.model.revision, trust_remote_code=recipe.model.trust_remote_code
+        )
+        choose_prompts(
+            materials.held_out,
+            wanted.conversations,
+            config.max_position_embeddings - wanted.new_tokens - wanted.draft_tokens,
+        )
     supply = open_source(recipe, materials, topology.device)
     vocabulary = pick_vocabulary(recipe, materials, len(supply.head.head), console)
     draft = build_draft(recipe, materials, vocabulary, supply.head, topology)
-    if topology.is_first:
-        if not resume:
-            folder.begin(recipe, console)
-        save_vocabulary(vocabulary, folder.vocabulary)
     trainer = prepare_trainer(
         recipe,
         engine_config,
@@ -42,6 +51,10 @@ def train(recipe: Recipe, deepspeed_file: Path, topology: Topology, resume: bool
         draft=draft,
         vocabulary=vocabulary,
     )
+    if topology.is_first:
+        folder.begin(recipe, resume, console)
+        save_vocabulary(vocabulary, folder.vocabulary)
+    dist.barrier()
     trainer.run(resume)
     exported = trainer.export()
     console(f"exported draft: {exported}")

@@ -29,9 +29,9 @@ class RunFolder:
         self.evaluation = path / "evaluation.json"
         self.profile = path / "profile"
 
-    def begin(self, recipe: Recipe, say: Callable[[str], None]) -> None:
-        """Make an empty run folder; an earlier run at the same place is moved aside, and `say` is told."""
-        if self.path.exists() and any(self.path.iterdir()):
+    def begin(self, recipe: Recipe, resume: bool, say: Callable[[str], None]) -> None:
+        """Make the run folder; unless `resume` an earlier run at the same place is moved aside, and `say` is told."""
+        if not resume and self.path.exists() and any(self.path.iterdir()):
             number = 1
             while (aside := self.path.with_name(f"{self.path.name}.{number}")).exists():
                 number += 1
@@ -39,17 +39,27 @@ class RunFolder:
             say(f"{self.path} held an earlier run: moved to {aside} (to continue a run instead, pass --resume)")
         self._make(recipe)
 
-    def reopen(self, recipe: Recipe) -> None:
-        """Continue in this folder. Raises UserError where the recipe would compute something else than before."""
-        if self.recipe.exists():
-            before, now = yaml.safe_load(self.recipe.read_text(encoding="utf-8")), yaml.safe_load(dump_recipe(recipe))
+    def check(self, recipe: Recipe, resume: bool) -> None:
+        """Change nothing. Raises UserError where the folder cannot be one, or resuming would compute something else."""
+        for path in (self.path, *self.path.parents):
+            if path.exists() and not path.is_dir():
+                raise UserError(f"{self.path}: {path} is a file, not a folder; set output.dir to another place")
+        if resume and self.recipe.exists():
+            now = yaml.safe_load(dump_recipe(recipe))
+            try:
+                before = yaml.safe_load(self.recipe.read_text(encoding="utf-8"))
+            except (yaml.YAMLError, UnicodeDecodeError):
+                before = None
+            if not isinstance(before, dict):
+                raise UserError(
+                    f"{self.recipe}: damaged; put the run's recipe there (train.py --print-recipe prints it)"
+                )
             for key, old, new in _differences(before, now):
                 if not any(key == free or key.startswith(f"{free}.") for free in FREE_ON_RESUME):
                     raise UserError(
                         f"{self.recipe}: {key} was {old!r}, now it is {new!r}; resume with the value the run began "
                         "with, or start afresh without --resume"
                     )
-        self._make(recipe)
 
     def _make(self, recipe: Recipe) -> None:
         try:
