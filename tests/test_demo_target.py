@@ -7,8 +7,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from eagle3.data.standard_library import standard_library_conversations, standard_library_text
 from eagle3.errors import UserError
-from eagle3.target.demo import Muon, _batches, _rate, byte_level_tokenizer, demo_target
+from eagle3.target.demo import ANSWERS, HELD_OUT_ANSWERS, _batches, _rate, byte_level_tokenizer, demo_target
+from eagle3.target.muon import Muon
 
 TINY = {
     "vocab_size": 300,
@@ -22,6 +24,8 @@ TINY = {
     "steps": 2,
     "learning_rate": 0.02,
     "adam_learning_rate": 0.01,
+    "answers": 3,
+    "answer_tokens": 4,
     "seed": 0,
 }
 
@@ -195,3 +199,26 @@ def test_what_does_not_fit_is_refused_with_its_name_and_value(tmp_path, changes,
 def test_no_held_out_text_is_refused(tmp_path):
     with pytest.raises(UserError, match="data.held_out"):
         demo_target(TALKS, [], cache_dir=tmp_path, report=lambda line: None, **TINY)
+
+
+def test_the_answers_are_what_the_saved_target_says_when_asked_alone(tmp_path):
+    folder = _demo(tmp_path, steps=20, answers=3, answer_tokens=6).folder
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder).eval()
+    rows = [json.loads(line) for name in (ANSWERS, HELD_OUT_ANSWERS) for line in (folder / name).open(encoding="utf-8")]
+    assert rows
+    for question, answer in (row["messages"] for row in rows):
+        ids = tokenizer.apply_chat_template([question], add_generation_prompt=True, return_tensors="pt")["input_ids"]
+        prompt = ids.shape[1]
+        for _ in range(6):
+            best = model(ids).logits[0, -1].argmax()
+            ids = torch.cat((ids, best.view(1, 1)), 1)
+            if best == tokenizer.eos_token_id:
+                break
+        assert answer == {"role": "assistant", "content": tokenizer.decode(ids[0, prompt:], skip_special_tokens=True)}
+
+
+def test_the_library_text_is_held_out_by_whole_modules():
+    text = standard_library_text()
+    module = [{row["messages"][0]["content"].split("`")[1].split(".")[0] for row in part} for part in text]
+    assert text.held_out and not module[0] & module[1]
+    assert len(text.train) + len(text.held_out) == len(standard_library_conversations())
