@@ -207,6 +207,8 @@ class Recipe(Section):
 def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
     """Read a YAML recipe and apply `section.key=value` overrides. Raises UserError naming file, key, value, remedy."""
     path = Path(path)
+    if path.is_dir():
+        raise SharedUserError(f"{path}: is a folder, not a recipe; name a YAML file with --recipe")
     if not path.is_file():
         raise SharedUserError(
             f"{path}: no such recipe; name a YAML file with --recipe, for example recipes/quickstart.yaml"

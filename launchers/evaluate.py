@@ -6,10 +6,7 @@ from pathlib import Path
 
 from eagle3.durable import write_text
 from eagle3.errors import UserError, run_command
-from eagle3.parallel.topology import start_distributed, stop_distributed
 from eagle3.recipe import load_recipe
-from eagle3.training.assemble import gather_materials, judge
-from eagle3.training.tracking import Console
 
 ROOT = Path(__file__).parent.parent
 
@@ -29,11 +26,24 @@ def main() -> int:
     draft = options.draft or recipe.output.dir / "export"
     if not (draft / "config.json").is_file():
         raise UserError(f"{draft}: no exported draft here; train first, or name one with --draft")
+    # Imported only now: they take seconds, and a mistake in the recipe should be told at once.
+    from eagle3.parallel.topology import start_distributed, stop_distributed
+    from eagle3.training.assemble import gather_materials, judge
+    from eagle3.training.tracking import Console
+
     topology = start_distributed()
     console = Console(topology.is_first)
     materials = gather_materials(recipe, topology.device, console)
     judgement = judge(recipe, materials, None, draft, topology, console)
-    write_text(options.out or draft.parent / "evaluation.json", json.dumps(judgement.as_dict(), indent=2) + "\n")
+    out = options.out or draft.parent / "evaluation.json"
+    if out.exists():
+        number = 1
+        while (aside := out.with_name(f"{out.stem}.{number}{out.suffix}")).exists():
+            number += 1
+        out.rename(aside)
+        console(f"{out} held an earlier result: moved to {aside}")
+    write_text(out, json.dumps(judgement.as_dict(), indent=2) + "\n")
+    console(f"written to {out}")
     stop_distributed()
     return 0 if judgement.trained.lossless else 1
 

@@ -4,9 +4,7 @@ import argparse
 from pathlib import Path
 
 from eagle3.errors import run_command
-from eagle3.parallel.topology import start_distributed, stop_distributed
 from eagle3.recipe import dump_recipe, load_recipe
-from eagle3.training.run import train
 
 ROOT = Path(__file__).parent.parent
 
@@ -24,6 +22,10 @@ def main() -> int:
     if options.print_recipe:
         print(dump_recipe(recipe), end="")
         return 0
+    # Imported only now: they take seconds, and a mistake in the recipe should be told at once.
+    from eagle3.parallel.topology import start_distributed, stop_distributed
+    from eagle3.training.run import train
+
     topology = start_distributed()
     lossless = train(recipe, options.deepspeed, topology, options.resume)
     stop_distributed()

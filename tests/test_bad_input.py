@@ -120,8 +120,8 @@ def test_a_file_that_is_no_recipe_is_named(tmp_path, content, said):
 
 
 def test_a_missing_recipe_is_named(tmp_path):
-    for path in (tmp_path / "nowhere.yaml", tmp_path):  # a folder is no recipe either
-        with pytest.raises(UserError, match=f"^{path}: no such recipe; name a YAML file with --recipe"):
+    for path, what in ((tmp_path / "nowhere.yaml", "no such recipe"), (tmp_path, "is a folder, not a recipe")):
+        with pytest.raises(UserError, match=f"^{path}: {what}; name a YAML file with --recipe"):
             load_recipe(path)
 
 
@@ -407,8 +407,7 @@ def test_resuming_beside_a_damaged_recipe_names_it(recipe, topology, content):
 
 def test_a_mistake_on_resuming_what_never_began_makes_no_folder(recipe, topology):
     shutil.rmtree(recipe.parent / "run")
-    (recipe.parent / "conversations.jsonl").unlink()
-    assert "no such file" in complaint(recipe, topology, resume=True)
+    assert "holds no run to resume" in complaint(recipe, topology, resume=True)
 
 
 @pytest.mark.parametrize("resume", [False, True])

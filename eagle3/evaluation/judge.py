@@ -71,6 +71,7 @@ def judge_export(
     options = {"draft_tokens": draft_tokens, "new_tokens": new_tokens, "report": report}
     trained = decode_speculatively(target, loaded.draft, loaded.d2t, prompts, **options)
     fresh = untrained_draft(loaded.draft.draft_config, weights, groups, seed=seed, dtype=dtype, device=device)
+    report("the same with an untrained draft, on the first few conversations")
     untrained = decode_speculatively(target, fresh, loaded.d2t, prompts[:UNTRAINED_CONVERSATIONS], **options)
     return Judgement(trained, untrained)
 

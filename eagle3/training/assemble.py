@@ -70,6 +70,12 @@ def _gather(recipe: Recipe, device: torch.device, say: Say) -> Materials:
         raise UserError(f"recipe: data names demo_answers, but model.target is {target!r}; name conversations of yours")
     tokenizer = load_tokenizer(target, revision=model.revision, trust_remote_code=model.trust_remote_code)
     template = _read_template(data.chat_template)
+    most = target_config(target, revision=model.revision, trust_remote_code=model.trust_remote_code).vocab_size
+    if model.draft.vocab_size > most and model.draft.vocabulary is None and model.draft.init_from is None:
+        raise UserError(
+            f"model.draft.vocab_size: {model.draft.vocab_size} draft tokens of a target vocabulary of {most}; set it "
+            f"between 1 and {most}"
+        )
 
     def prepare(sources: list[str], most: int | None) -> Prepared:
         return prepare_samples(

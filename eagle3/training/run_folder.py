@@ -43,8 +43,10 @@ class RunFolder:
         """Change nothing. Raises UserError where the folder cannot be one, or resuming would compute something else."""
         for path in (self.path, *self.path.parents):
             if path.exists() and not path.is_dir():
-                raise UserError(f"{self.path}: {path} is a file, not a folder; set output.dir to another place")
-        if resume and self.recipe.exists():
+                raise UserError(f"{self.path}: a file is in the way of this folder; set output.dir to another place")
+        if resume and not self.recipe.exists():
+            raise UserError(f"{self.path}: holds no run to resume; mend output.dir, or leave out --resume")
+        if resume:
             now = yaml.safe_load(dump_recipe(recipe))
             try:
                 before = yaml.safe_load(self.recipe.read_text(encoding="utf-8"))
