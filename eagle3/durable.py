@@ -18,6 +18,16 @@ def publish(partial: Path, path: Path) -> None:
     flush(path.parent)
 
 
+def move_aside(path: Path) -> Path:
+    """Rename what an earlier run left to the first free name: run -> run.1, result.json -> result.1.json."""
+    stem, suffix = (path.name, "") if path.is_dir() else (path.stem, path.suffix)
+    number = 1
+    while (aside := path.with_name(f"{stem}.{number}{suffix}")).exists():
+        number += 1
+    path.rename(aside)
+    return aside
+
+
 def flush(path: Path) -> None:
     """fsync a file, or a folder's names."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from eagle3.durable import write_text
+from eagle3.durable import move_aside, write_text
 from eagle3.errors import UserError, run_command
 from eagle3.recipe import load_recipe
 
@@ -37,11 +37,7 @@ def main() -> int:
     judgement = judge(recipe, materials, None, draft, topology, console)
     out = options.out or draft.parent / "evaluation.json"
     if out.exists():
-        number = 1
-        while (aside := out.with_name(f"{out.stem}.{number}{out.suffix}")).exists():
-            number += 1
-        out.rename(aside)
-        console(f"{out} held an earlier result: moved to {aside}")
+        console(f"{out} held an earlier result: moved to {move_aside(out)}")
     write_text(out, json.dumps(judgement.as_dict(), indent=2) + "\n")
     console(f"written to {out}")
     stop_distributed()

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from eagle3.durable import write_text
+from eagle3.durable import move_aside, write_text
 from eagle3.errors import UserError
 from eagle3.recipe import Recipe, dump_recipe
 
@@ -32,10 +32,7 @@ class RunFolder:
     def begin(self, recipe: Recipe, resume: bool, say: Callable[[str], None]) -> None:
         """Make the run folder; unless `resume` an earlier run at the same place is moved aside, and `say` is told."""
         if not resume and self.path.exists() and any(self.path.iterdir()):
-            number = 1
-            while (aside := self.path.with_name(f"{self.path.name}.{number}")).exists():
-                number += 1
-            self.path.rename(aside)
+            aside = move_aside(self.path)
             say(f"{self.path} held an earlier run: moved to {aside} (to continue a run instead, pass --resume)")
         self._make(recipe)
 
