@@ -7,6 +7,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from eagle3.parallel.dealing import SequenceSharding, deal_keys, deal_queries
+
 
 @dataclass(frozen=True)
 class Stream:
@@ -53,14 +55,15 @@ class Stream:
 
 @dataclass(frozen=True)
 class SequencePlan:
-    """What one rank computes of a stream, for K steps.
+    """What one rank computes of a stream, for K steps. Rows ascend; -1 pads make every rank's tensors equally long.
 
-    keys: rows whose K_0, V_0 it makes. queries: rows it unrolls, those that some step supervises (at least one row,
-    which then counts for nothing). teacher: rows whose target distribution it needs, t+1..t+K of its queries.
-    rows: keys and queries together, where auxiliary states are read; key_slots, query_slots: their places in `rows`.
-    query_of [K, M]: for step k and teacher row m the place of the query t = teacher - 1 - k in `queries`, -1 where there
-    is none. supervised [K, M]: that query exists and the definition's mask[t + k] is set. All int64 on the CPU but the
-    last, bool; rows ascend.
+    keys [N]: rows whose K_0, V_0 it makes. queries [Q]: rows it unrolls. teacher [M]: rows whose target distribution it
+    needs, t+1..t+K of its queries (not padded). rows: keys and queries together (at least one row), where auxiliary
+    states are read; key_slots [N], query_slots [Q]: their places in `rows`.
+    query_of [K, M]: for step k and teacher row m the place of the query t = teacher - 1 - k in `queries`, -1 where this
+    rank has none. supervised [K, M]: that query is here and the definition's mask[t + k] is set.
+    ring_keys [ring, ulysses * N]: the keys of every ring rank. ring_queries [ulysses * Q]: the queries of this rank's
+    Ulysses group, in its order. All int64 on the CPU but `supervised`, bool.
     """
 
     keys: Tensor
@@ -71,42 +74,58 @@ class SequencePlan:
     query_slots: Tensor
     query_of: Tensor
     supervised: Tensor
+    ring_keys: Tensor
+    ring_queries: Tensor
 
 
-def plan_sequence(stream: Stream, steps: int) -> SequencePlan:
-    """The plan of a rank that has the whole stream.
+def plan_sequence(
+    stream: Stream, steps: int, sharding: SequenceSharding = SequenceSharding(), rank: int = 0
+) -> SequencePlan:
+    """The plan of sequence rank `rank` (Ulysses fastest). It follows from the loss mask alone, without communication.
 
     Step k at row t counts where row t+k is supervised and inside t's document; so the queries are the rows with a
-    supervised row among t..t+K-1, the teacher rows are the successors of supervised rows, and keys after a document's
-    last query are seen by nobody.
+    supervised row among t..t+K-1, and keys after a document's last query are seen by nobody. A query sees the
+    position + 1 keys of its document up to its own row.
     """
-    wanted = stream.supervised.clone()
-    rows = torch.arange(stream.tokens)
-    for step in range(1, min(steps, stream.tokens)):
-        ahead = rows[:-step] + step
-        wanted[:-step] |= stream.supervised[step:] & (ahead <= stream.end[:-step])
-    queries = wanted.nonzero().flatten()
-    if not len(queries):
-        queries = torch.zeros(1, dtype=torch.long)
-    last_query = torch.full((len(stream.starts),), -1).scatter_reduce(0, stream.document[queries], queries, "amax")
-    keys = (rows <= last_query[stream.document]).nonzero().flatten()
-    teacher = stream.supervised.nonzero().flatten() + 1
-    every = torch.unique(torch.cat((keys, queries)))
+    chosen = _queries(stream, steps, sharding.query_selection)
+    last_query = torch.full((len(stream.starts),), -1).scatter_reduce(0, stream.document[chosen], chosen, "amax")
+    seen = (torch.arange(stream.tokens) <= last_query[stream.document]).nonzero().flatten()
+    ring_keys = deal_keys(seen, sharding)
+    dealt_queries = deal_queries(chosen, stream.position[chosen] + 1, sharding)
+    ring, ulysses = divmod(rank, sharding.ulysses)
+    keys = ring_keys[ring].chunk(sharding.ulysses)[ulysses]
+    queries = dealt_queries[ring].chunk(sharding.ulysses)[ulysses]
+    rows = torch.unique(torch.cat((keys, queries)).clamp(min=0))
 
-    place = torch.full((stream.tokens,), -1).index_put((queries,), torch.arange(len(queries)))
+    real = queries[queries >= 0]
+    place = torch.full((stream.tokens,), -1).index_put((real,), torch.arange(len(real)))
+    teacher = stream.supervised.nonzero().flatten() + 1
     sources = teacher[None] - 1 - torch.arange(steps)[:, None]
     inside = (sources >= 0) & (stream.document[sources.clamp(min=0)] == stream.document[teacher])
     query_of = torch.where(inside, place[sources.clamp(min=0)], -1)
+    mine = (query_of >= 0).any(0)
+    query_of = query_of[:, mine]
     return SequencePlan(
         keys=keys,
         queries=queries,
-        teacher=teacher,
-        rows=every,
-        key_slots=torch.searchsorted(every, keys),
-        query_slots=torch.searchsorted(every, queries),
+        teacher=teacher[mine],
+        rows=rows,
+        key_slots=torch.searchsorted(rows, keys.clamp(min=0)),
+        query_slots=torch.searchsorted(rows, queries.clamp(min=0)),
         query_of=query_of,
         supervised=query_of >= 0,
+        ring_keys=ring_keys,
+        ring_queries=dealt_queries[ring],
     )
+
+
+def _queries(stream: Stream, steps: int, selection: str) -> Tensor:
+    if selection == "all":
+        return torch.arange(stream.tokens)
+    wanted, rows = stream.supervised.clone(), torch.arange(stream.tokens)
+    for step in range(1, min(steps, stream.tokens)):
+        wanted[:-step] |= stream.supervised[step:] & (rows[:-step] + step <= stream.end[:-step])
+    return wanted.nonzero().flatten()
 
 
 def supervised_counts(stream: Stream, steps: int) -> Tensor:

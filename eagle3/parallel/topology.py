@@ -20,24 +20,33 @@ from eagle3.errors import SharedUserError, UserError
 
 @dataclass(frozen=True)
 class Topology:
-    """Process groups of this rank. Ranks are ordered tensor, sequence (Ulysses, ring), data: fastest first.
+    """Process groups of this rank. Ranks are ordered tensor, Ulysses, ring, data: fastest first.
 
-    tensor: ranks that share one layer's weights. sequence: ranks that share one stream. data: ranks with the same part
-    of different streams. batch: data x sequence, over which gradients and counts are summed.
+    tensor: ranks that share one layer's weights. sequence: ranks that share one stream, made of ulysses (ranks that
+    trade heads for tokens, neighbours) and ring (ranks that trade keys and values). data: ranks with the same part of
+    different streams. batch: data x sequence, over which gradients and counts are summed. stream: tensor x sequence, all
+    ranks that work on one stream. alone: this rank by itself.
     """
 
     tensor: ProcessGroup
+    ulysses: ProcessGroup
+    ring: ProcessGroup
     sequence: ProcessGroup
     data: ProcessGroup
     batch: ProcessGroup
+    stream: ProcessGroup
+    alone: ProcessGroup
     device: torch.device
 
     @property
     def modules(self) -> ProcessGroupCollection:
         """The groups as Megatron-core's modules take them."""
-        groups = ProcessGroupCollection()
-        groups.tp, groups.cp = self.tensor, self.sequence
-        return groups
+        return _collection(self.tensor, self.sequence)
+
+    @property
+    def modules_alone(self) -> ProcessGroupCollection:
+        """For a module that is whole on this rank, whatever the others do."""
+        return _collection(self.alone, self.alone)
 
     @property
     def is_first(self) -> bool:
@@ -69,11 +78,13 @@ class DeepSpeedGroups:
         return dist.get_global_rank(self.get_tensor_model_parallel_group(), 0)
 
 
-def start_distributed(timeout_minutes: float = 30) -> Topology:
-    """Join the job that `deepspeed` or `torchrun` started, or be a job of one process, and form the groups. A second
-    call gives the same groups again.
+def start_distributed(
+    tensor: int = 1, ulysses: int = 1, ring: int = 1, timeout: datetime.timedelta = datetime.timedelta(minutes=30)
+) -> Topology:
+    """Join the job that `deepspeed` or `torchrun` started, or be a job of one process, and form the groups.
 
-    Tensor and sequence parallelism are 1: every rank is a data-parallel rank.
+    tensor, ulysses, ring: sizes of those groups; what is left of the job is data-parallel. A second call forms the
+    groups anew in the same job. `timeout` is a collective's. Raises UserError where the sizes do not fit the job.
     """
     cuda = torch.cuda.is_available()
     if not cuda:  # else DeepSpeed compiles a shared-memory collective, for which a machine may lack the compiler
@@ -81,6 +92,7 @@ def start_distributed(timeout_minutes: float = 30) -> Topology:
     if "RANK" not in os.environ:  # started as a plain program: what a launcher would have said
         alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
         os.environ.update({name: str(value) for name, value in alone.items()})
+    _check_sizes(tensor, ulysses, ring, int(os.environ["WORLD_SIZE"]))
     local = int(os.environ.get("LOCAL_RANK", "0"))
     beside = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1")
     if cuda and max(beside, local + 1) > torch.cuda.device_count():
@@ -95,20 +107,50 @@ def start_distributed(timeout_minutes: float = 30) -> Topology:
         torch.set_num_threads(max(1, cores // beside))
     if not dist.is_initialized():
         deepspeed.init_distributed(
-            dist_backend="nccl" if cuda else "gloo",
-            auto_mpi_discovery=False,
-            verbose=False,
-            timeout=datetime.timedelta(minutes=timeout_minutes),
+            dist_backend="nccl" if cuda else "gloo", auto_mpi_discovery=False, verbose=False, timeout=timeout
         )
-    if not parallel_state.is_initialized():
-        parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tensor,
+        context_parallel_size=ulysses * ring,
+        hierarchical_context_parallel_sizes=[ulysses, ring] if ulysses > 1 and ring > 1 else None,
+        distributed_timeout_minutes=max(1, round(timeout.total_seconds() / 60)),
+        create_gloo_process_groups=False,
+    )
+    sequence = parallel_state.get_context_parallel_group()
+    alone = dist.new_group([dist.get_rank()], timeout=timeout, use_local_synchronization=True)
+    if ulysses > 1 and ring > 1:
+        inner, outer = parallel_state.get_hierarchical_context_parallel_groups()
+    else:
+        inner, outer = (sequence if size > 1 else alone for size in (ulysses, ring))
     return Topology(
         tensor=parallel_state.get_tensor_model_parallel_group(),
-        sequence=parallel_state.get_context_parallel_group(),
+        ulysses=inner,
+        ring=outer,
+        sequence=sequence,
         data=parallel_state.get_data_parallel_group(),
         batch=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        stream=parallel_state.get_tensor_and_context_parallel_group(),
+        alone=alone,
         device=device,
     )
+
+
+def _collection(tensor: ProcessGroup, sequence: ProcessGroup) -> ProcessGroupCollection:
+    groups = ProcessGroupCollection()
+    groups.tp, groups.cp = tensor, sequence
+    return groups
+
+
+def _check_sizes(tensor: int, ulysses: int, ring: int, world: int) -> None:
+    needed = tensor * ulysses * ring
+    if world % needed:
+        counts = [count for count in (world // needed * needed, (world // needed + 1) * needed) if count]
+        raise SharedUserError(
+            f"parallelism: tensor {tensor} x ulysses {ulysses} x ring {ring} takes {needed} processes or a multiple of "
+            f"it, this job has {world}; start {' or '.join(map(str, counts))}, or choose sizes whose product divides "
+            f"{world}"
+        )
 
 
 def stop_distributed() -> None:

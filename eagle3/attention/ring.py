@@ -1,0 +1,227 @@
+"""The ring layer: attention of this rank's queries to the keys and values of every ring rank, exact in both directions.
+
+Keys and values either come to stay (`gather`: exchanged once, their gradient goes back once) or travel round in every
+call (`p2p`: memory stays flat). Both visit the shares in the same order, own share first, and merge them by log-sum-exp,
+so that both give the same numbers; both communicate while they compute.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from eagle3.attention.block import (
+    BlockOutput,
+    Score,
+    absorb_lse_gradient,
+    block_attention,
+    block_attention_backward,
+    merge_blocks,
+)
+from eagle3.attention.schedule import Piece, PrefixSchedule
+
+RingMode = Literal["gather", "p2p"]
+# (scaled scores, query positions, key positions) -> scores: elementwise, differentiable, positions broadcast to scores
+PositionScore = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class RingAttention:
+    """Attention over one ring. scale: of the scores; `score` changes scaled scores where a target needs it."""
+
+    group: ProcessGroup
+    mode: RingMode
+    scale: float
+    score: PositionScore | None = None
+
+    def start(self, key_value: Tensor) -> "Exchange":
+        """Begin the exchange of this rank's keys and values [2, S, kv_heads, d]; S is the same on every ring rank."""
+        exchange = Exchange(key_value)
+        if self.mode == "gather" and self.group.size() > 1:
+            exchange.mine = _StartGather.apply(key_value, self.group, exchange)
+        return exchange
+
+    def finish(self, exchange: "Exchange") -> Tensor:
+        """What `__call__` reads: all ranks' keys and values [ring, 2, S, kv_heads, d], or this rank's for `p2p`."""
+        if self.mode == "p2p":
+            return exchange.mine
+        if self.group.size() == 1:
+            return exchange.mine[None]
+        return _FinishGather.apply(exchange.mine, self.group, exchange)
+
+    def __call__(
+        self, q: Tensor, key_value: Tensor, schedules: tuple[PrefixSchedule, ...], ahead: int = 0
+    ) -> BlockOutput:
+        """q [Q, heads, d] -> out [Q, heads, d] and lse [Q, heads], both differentiable; 0 and -inf for a query that
+        sees nothing (a pad). schedules: these queries against the keys of each ring rank; `ahead`: how far a query's
+        own position is beyond its row's (the step k), which only `score` sees."""
+        return BlockOutput(*_RingAttention.apply(q, key_value, self, schedules, ahead))
+
+    def block_score(self, schedule: PrefixSchedule, piece: Piece, ahead: int) -> Score | None:
+        if self.score is None:
+            return None
+        queries, keys = schedule.positions(piece)
+        return lambda scores: self.score(scores, queries + ahead, keys)
+
+
+@dataclass
+class Exchange:
+    """A gather under way, in one direction or the other."""
+
+    mine: Tensor
+    buffer: Tensor | None = None
+    work: dist.Work | None = None
+
+    def wait(self) -> Tensor:
+        self.work.wait()
+        buffer, self.buffer, self.work = self.buffer, None, None
+        return buffer
+
+
+class _StartGather(torch.autograd.Function):
+    """Forward: the all-gather begins. Backward: the reduce-scatter of the gradient ends."""
+
+    @staticmethod
+    def forward(ctx, key_value, group, exchange):
+        ctx.exchange, ctx.dtype = exchange, key_value.dtype
+        exchange.buffer = key_value.new_empty((group.size(), *key_value.shape))
+        exchange.work = dist.all_gather_single(
+            exchange.buffer.flatten(0, 1), key_value.contiguous(), group=group, async_op=True
+        )
+        return key_value.view_as(key_value)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.exchange.wait().to(ctx.dtype), None, None
+
+
+class _FinishGather(torch.autograd.Function):
+    """Forward: the all-gather ends. Backward: the reduce-scatter of the gradient, in fp32 at least, begins; what is
+    handed on is only filled when _StartGather's backward has waited for it."""
+
+    @staticmethod
+    def forward(ctx, key_value, group, exchange):
+        ctx.group, ctx.exchange = group, exchange
+        return exchange.wait()
+
+    @staticmethod
+    def backward(ctx, grad):
+        exact = torch.promote_types(grad.dtype, torch.float32)
+        ctx.exchange.buffer = torch.empty(grad.shape[1:], dtype=exact, device=grad.device)
+        ctx.exchange.work = dist.reduce_scatter_single(
+            ctx.exchange.buffer, grad.to(exact).flatten(0, 1), group=ctx.group, async_op=True
+        )
+        return torch.empty(grad.shape[1:], dtype=grad.dtype, device=grad.device), None, None
+
+
+class _RingAttention(torch.autograd.Function):
+    """Over the shares, forward and backward; each block's backward with the output and lse merged over all of them."""
+
+    @staticmethod
+    def forward(ctx, q, key_value, ring, schedules, ahead):
+        exact = torch.promote_types(q.dtype, torch.float32)
+        out = torch.zeros(q.shape, dtype=exact, device=q.device)
+        lse = torch.full(q.shape[:2], float("-inf"), dtype=exact, device=q.device)
+        for source, (key, value) in _shares(key_value, ring):
+            schedule = schedules[source]
+            for piece in schedule.pieces:
+                rows, keys, score = piece.queries, piece.keys, ring.block_score(schedule, piece, ahead)
+                part = block_attention(
+                    q[rows], key[keys], value[keys], ring.scale, piece.visibility, schedule.visible(piece), score
+                )
+                part = BlockOutput(part.out.to(exact), part.lse.to(exact))
+                out[rows], lse[rows] = merge_blocks(BlockOutput(out[rows], lse[rows]), part)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, key_value, out, lse)
+        ctx.ring, ctx.schedules, ctx.ahead = ring, schedules, ahead
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, grad, grad_lse):
+        q, key_value, out, lse = ctx.saved_tensors
+        ring, exact = ctx.ring, lse.dtype
+        out = absorb_lse_gradient(out, grad, grad_lse)
+        dq = torch.zeros(q.shape, dtype=exact, device=q.device)
+        shares = _SharesWithGradients(key_value, ring, exact)
+        for source, (key, value), gradient in shares:
+            schedule = ctx.schedules[source]
+            for piece in schedule.pieces:
+                rows, keys, score = piece.queries, piece.keys, ring.block_score(schedule, piece, ctx.ahead)
+                part = block_attention_backward(
+                    grad[rows],
+                    q[rows],
+                    key[keys],
+                    value[keys],
+                    out[rows],
+                    lse[rows],
+                    ring.scale,
+                    piece.visibility,
+                    schedule.visible(piece),
+                    score,
+                )
+                dq[rows] += part.q
+                gradient[0, keys] += part.k
+                gradient[1, keys] += part.v
+        return dq.to(q.dtype), shares.total.to(key_value.dtype), None, None, None
+
+
+def _shares(key_value: Tensor, ring: RingAttention) -> Iterator[tuple[int, Tensor]]:
+    """(ring rank, its keys and values [2, S, kv_heads, d]), own share first; `p2p` passes each on while it is used."""
+    size, rank = ring.group.size(), ring.group.rank()
+    block = key_value
+    for hop in range(size):
+        source = (rank - hop) % size
+        if ring.mode == "gather":
+            yield source, key_value[source]
+            continue
+        coming = _PassedOn(block, ring.group) if hop + 1 < size else None
+        yield source, block
+        if coming:
+            block = coming.wait()
+
+
+class _SharesWithGradients:
+    """`_shares` with a place to add each share's gradient to; `total`, after the last share, is shaped as key_value."""
+
+    def __init__(self, key_value: Tensor, ring: RingAttention, dtype: torch.dtype) -> None:
+        self.key_value, self.ring = key_value, ring
+        self.total = torch.zeros(key_value.shape, dtype=dtype, device=key_value.device)
+
+    def __iter__(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+        gathered, travelling = self.ring.mode == "gather", None
+        for source, block in _shares(self.key_value, self.ring):
+            if gathered:
+                yield source, block, self.total[source]
+                continue
+            gradient = torch.zeros_like(self.total)
+            yield source, block, gradient
+            if travelling:  # what the ranks before this one have added to the gradient of the same share
+                gradient += travelling.wait()
+            travelling = _PassedOn(gradient, self.ring.group)  # after the last hop it is home
+        if not gathered:
+            self.total = travelling.wait()
+
+
+class _PassedOn:
+    """A tensor on its way to the next ring rank, while the previous one's comes in."""
+
+    def __init__(self, tensor: Tensor, group: ProcessGroup) -> None:
+        self.sent, self.received, self.works = tensor.contiguous(), tensor, []
+        if group.size() > 1:
+            self.received = torch.empty_like(self.sent)
+            following, previous = (dist.get_global_rank(group, (group.rank() + way) % group.size()) for way in (1, -1))
+            self.works = dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend, self.sent, following, group),
+                    dist.P2POp(dist.irecv, self.received, previous, group),
+                ]
+            )
+
+    def wait(self) -> Tensor:
+        for work in self.works:
+            work.wait()
+        return self.received

@@ -1,0 +1,108 @@
+"""Which dense blocks make up the attention of any queries to any keys of a stream: positions decide, not layouts."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from eagle3.attention.block import Visibility
+
+# Queries of one block. Long enough for dense kernels, short enough that the masked diagonal stays a small share.
+QUERY_BLOCK = 512
+
+
+class Piece(NamedTuple):
+    """Queries [start, stop) against keys [start, stop), counted along the query and key tensors."""
+
+    queries: slice
+    keys: slice
+    visibility: Visibility
+
+
+@dataclass(frozen=True)
+class PrefixSchedule:
+    """query_rows [Q], key_rows [S]: rows of the stream, ascending, -1 pads at the end. query_positions [Q]: in the
+    document. A query sees the keys of its document up to its own row, the last `window` of them where that is set."""
+
+    query_rows: Tensor
+    query_positions: Tensor
+    key_rows: Tensor
+    pieces: tuple[Piece, ...]
+    window: int | None = None
+
+    def visible(self, piece: Piece) -> Tensor | None:
+        """The mask [queries, keys] of a `masked` piece."""
+        if piece.visibility != "masked":
+            return None
+        queries, keys = self.query_rows[piece.queries, None], self.key_rows[None, piece.keys]
+        seen = keys <= queries
+        return seen if self.window is None else seen & (keys > queries - self.window)
+
+    def positions(self, piece: Piece) -> tuple[Tensor, Tensor]:
+        """Positions in the document of a piece's queries [queries, 1] and keys [1, keys]."""
+        start = self.query_rows[piece.queries.start] - self.query_positions[piece.queries.start]
+        return self.query_positions[piece.queries, None], self.key_rows[None, piece.keys] - start
+
+    def to(self, device: torch.device) -> "PrefixSchedule":
+        rows = (tensor.to(device) for tensor in (self.query_rows, self.query_positions, self.key_rows))
+        return PrefixSchedule(*rows, self.pieces, self.window)
+
+
+def schedule_prefix(
+    query_rows: Tensor,
+    query_positions: Tensor,
+    key_rows: Tensor,
+    *,
+    block: int = QUERY_BLOCK,
+    window: int | None = None,
+) -> PrefixSchedule:
+    """Cut the attention of query rows to key rows (each ascending, -1 pads at the end) into dense pieces.
+
+    The keys may be any subset of the rows: a ring rank's share. Queries are taken in runs of at most `block`, inside a
+    document and without long gaps. Each run has a full rectangle over the keys that all of it sees; on its diagonal a
+    causal square where the keys are just its own rows, else a mask; under a window another mask on the far side.
+    Queries that see no key of a piece are left out of it: such a row has no softmax.
+    """
+    queries, keys = query_rows[query_rows >= 0], key_rows[key_rows >= 0].contiguous()
+    firsts = queries - query_positions[: len(queries)]
+    pieces: list[Piece] = []
+
+    def add(queries: tuple[int, int], keys: tuple[int, int], visibility: Visibility) -> None:
+        if keys[0] < keys[1]:
+            pieces.append(Piece(slice(*queries), slice(*keys), visibility))
+
+    for start, stop in _runs(queries, firsts, block, window):
+        rows, document = queries[start:stop], int(firsts[start])
+        first, last = int(rows[0]), int(rows[-1])
+        low, far = (document if window is None else max(document, row - window + 1) for row in (first, last))
+        edges = torch.tensor([low, far, first, first + 1, last + 1])
+        low, far, diagonal, after, high = torch.searchsorted(keys, edges).tolist()
+        if low < far:  # keys that the run's last queries have left behind
+            seeing = int(torch.searchsorted(rows, keys[far - 1] + window))
+            add((start, start + seeing), (low, far), "masked")
+        if torch.equal(keys[diagonal:high], rows):
+            add((start, stop), (far, diagonal), "full")
+            add((start, stop), (diagonal, high), "causal")
+            continue
+        add((start, stop), (far, after), "full")
+        if after < high:
+            blind = int(torch.searchsorted(rows, keys[after]))
+            add((start + blind, stop), (after, high), "masked")
+    return PrefixSchedule(query_rows, query_positions, key_rows, tuple(pieces), window)
+
+
+def _runs(queries: Tensor, firsts: Tensor, block: int, window: int | None) -> list[tuple[int, int]]:
+    """[start, stop) of runs of at most `block` queries in one document, cut where more than `block` rows lie between,
+    and so that no run is longer than a window."""
+    if not len(queries):
+        return []
+    cut = (firsts.diff() != 0) | (queries.diff() > block)
+    if window is not None:
+        cut |= ((queries - firsts) // window).diff() != 0
+    bounds = [0, *(cut.nonzero().flatten() + 1).tolist(), len(queries)]
+    return [
+        (start, min(start + block, end))
+        for begin, end in zip(bounds, bounds[1:], strict=False)
+        for start in range(begin, end, block)
+    ]
