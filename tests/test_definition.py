@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,95 +10,17 @@ import torch
 from definition import Case, Defined, Document, Loss, define, random_case
 from safetensors.torch import load_file
 from torch import Tensor
+from training_path import Trained, train_case
 
 from eagle3.draft.config import DraftConfig
-from eagle3.draft.interchange import ExportedDraft, exported_tensors, load_weights
-from eagle3.draft.model import Eagle3Draft
-from eagle3.objective.losses import BatchCounts, LossConfig, step_weights
-from eagle3.objective.metrics import Metrics, batch_metrics
-from eagle3.objective.model import DraftObjective, MicroBatch, micro_batch
-from eagle3.parallel.sequence import Stream, plan_sequence, supervised_counts
+from eagle3.objective.losses import LossConfig
 from eagle3.parallel.topology import Topology
-from eagle3.target.interface import summarize_teacher
 
 GOLDEN = Path(__file__).parent / "golden"
 # Of a tensor's largest entry.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
 KL = LossConfig()
 UNEQUAL = ([0] * 5 + [1] * 8, [1] * 4, [0] * 9 + [1] * 2 + [0] * 3, [0, 1] * 5)
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What training computed of a case: metrics, counts, and gradients by exported name."""
-
-    metrics: Metrics
-    counts: BatchCounts
-    gradients: dict[str, Tensor]
-
-
-def _stream(case: Case, documents: Sequence[Document], steps: int, dtype: torch.dtype) -> MicroBatch:
-    stream = Stream.pack([each.ids for each in documents], [each.loss_mask for each in documents])
-    plan = plan_sequence(stream, steps)
-    aux, last = (torch.cat([getattr(each, name) for each in documents]).to(dtype) for name in ("aux", "last"))
-    teacher = summarize_teacher(last[plan.teacher], case.target_head.to(dtype))
-    draft_id = torch.full((case.config.vocab_size,), -1)
-    draft_id[case.t2d] = torch.arange(case.config.draft_vocab_size)
-    assert torch.equal(plan.supervised.sum(1), supervised_counts(stream, steps))
-    return micro_batch(
-        stream,
-        plan,
-        aux=aux[plan.rows],
-        last=last[plan.teacher],
-        argmax=teacher.argmax,
-        logsumexp=teacher.logsumexp,
-        teacher_head=case.target_head[case.t2d].to(dtype),
-        draft_id=draft_id,
-        dtype=dtype,
-        device=torch.device("cpu"),
-    )
-
-
-def _train(
-    case: Case,
-    topology: Topology,
-    dtype: torch.dtype,
-    steps: int,
-    config: LossConfig,
-    streams: Sequence[Sequence[Document]] | None = None,
-) -> Trained:
-    """One global batch in one process, packed into one stream or accumulated over `streams`."""
-    draft = Eagle3Draft(case.config, topology.modules, dtype)
-    load_weights(draft, ExportedDraft(case.config, case.weights, case.d2t, case.t2d, "case"))
-    objective = DraftObjective(draft)
-    batches = [_stream(case, documents, steps, dtype) for documents in streams or [case.documents]]
-    counts = BatchCounts(
-        counted=torch.stack([batch.counted() for batch in batches]).sum(0),
-        supervised=torch.stack([batch.supervised.sum(1) for batch in batches]).sum(0),
-        tokens=sum(batch.tokens for batch in batches),
-    )
-    sums = None
-    if config.needs_sums:
-        zeros = torch.zeros(steps, dtype=torch.float64)
-        nothing = step_weights(LossConfig(), counts, None)._replace(cross_entropy=zeros, overlap=zeros)
-        with torch.no_grad():
-            sums = _total([objective(batch, nothing).sums for batch in batches])
-    weights = step_weights(config, counts, sums)
-    distilled = [objective(batch, weights) for batch in batches]
-    for each in distilled:
-        each.surrogate.backward()
-    trained = {name: parameter for name, parameter in draft.named_parameters() if parameter.requires_grad}
-    assert draft.embedding.weight.grad is None
-    assert [name for name, parameter in trained.items() if parameter.grad is None] == []
-    return Trained(
-        metrics=batch_metrics(config, _total([each.sums for each in distilled]), counts),
-        counts=counts,
-        gradients=exported_tensors({name: parameter.grad for name, parameter in trained.items()}),
-    )
-
-
-def _total(sums: list):
-    return sum(sums[1:], start=sums[0])
 
 
 def _errors(trained: Trained, defined: Defined) -> dict[str, float]:
@@ -134,7 +56,7 @@ def _check(
     tokens = sum(len(document.ids) for document in case.documents)
     divide_by = tokens if config.normalization == "tokens" else None
     defined = define(case, steps, Loss(config.name, divide_by, config.step_decay, config.kl_scale, config.kl_decay))
-    found = {dtype: _train(case, topology, dtype, steps, config, streams) for dtype in TOLERANCES}
+    found = {dtype: train_case(case, topology, dtype, steps, config, streams) for dtype in TOLERANCES}
     for dtype, trained in found.items():
         assert set(trained.gradients) == set(defined.gradients)
         assert torch.equal(trained.counts.counted, defined.counted)
@@ -268,7 +190,7 @@ def test_accumulated_streams_equal_one_packed_stream_and_the_definition(topology
     split = (case.documents[:4], case.documents[4:5], case.documents[5:])
     config = LossConfig(loss, normalization=normalization)
     accumulated = _check(case, topology, config=config, streams=split)
-    packed = _train(case, topology, torch.float64, 7, config)
+    packed = train_case(case, topology, torch.float64, 7, config)
     for name, gradient in packed.gradients.items():
         assert (accumulated.gradients[name] - gradient).abs().max() <= 1e-12 * gradient.abs().max(), name
 

@@ -18,6 +18,7 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
+from eagle3.attention.ttt import TTTAttention
 from eagle3.draft.config import DraftConfig
 from eagle3.draft.interchange import export_draft, read_exported
 from eagle3.draft.model import Eagle3Draft
@@ -119,9 +120,12 @@ def export_trained(folder: Path, target: TransformersTarget, prompts: list[Tenso
     aux = torch.cat([states.aux for states in target.prefill(texts)])
     inputs = unroll_inputs(stream, plan, DRAFT_TOKENS, aux[plan.rows], CPU)
     labels = torch.stack([draft_id[stream.tokens_after(plan.queries, step + 2)] for step in range(DRAFT_TOKENS)])
+    attention = TTTAttention.over(topology.alone, topology.alone, draft.scale)
     optimizer = torch.optim.AdamW(trained, lr=3e-3)
     for _ in range(40):
-        loss = F.cross_entropy(draft.logits(unroll(draft, inputs).flatten(0, 1)), labels.flatten(), ignore_index=-1)
+        loss = F.cross_entropy(
+            draft.logits(unroll(draft, attention, inputs).flatten(0, 1)), labels.flatten(), ignore_index=-1
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

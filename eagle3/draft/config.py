@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eagle3.errors import UserError
+from eagle3.errors import SharedUserError, UserError
 
 # rope types, and the keys that each cannot do without
 ROPE_TYPES = {
@@ -23,7 +23,7 @@ class DraftConfig:
     """Sizes of one EAGLE3 draft.
 
     `rope_parameters` is transformers' dictionary (rope_type, rope_theta and the type's own keys); `aux_layers` are the
-    0-based target layers whose outputs the draft reads. Raises UserError where the sizes contradict each other.
+    0-based target layers whose outputs the draft reads; `attention_sinks` adds a learnable logit to each query head. Raises UserError where the sizes contradict each other.
     """
 
     hidden_size: int
@@ -40,6 +40,7 @@ class DraftConfig:
     aux_layers: tuple[int, ...] | None = None
     fc_norm: bool = False
     norm_output: bool = False
+    attention_sinks: bool = False
     token_ids: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -65,6 +66,27 @@ class DraftConfig:
             raise UserError(
                 "draft config: partial_rotary_factor is not 1; serving engines rotate the whole head of an EAGLE3 "
                 "draft: set model.draft.rope_parameters without it"
+            )
+
+    def check_parallel(self, tensor: int, ulysses: int) -> None:
+        """Raises UserError where the sizes do not divide, naming sizes that do. Key/value heads fewer than `tensor` are
+        refused; fewer than `ulysses` are replicated."""
+        names = ("num_key_value_heads", "num_attention_heads", "intermediate_size", "draft_vocab_size")
+        for name in names:
+            size = getattr(self, name)
+            if size % tensor:
+                fits = [n for n in range(1, tensor) if not any(getattr(self, other) % n for other in names)]
+                raise SharedUserError(
+                    f"parallelism.tensor: {tensor} does not divide the draft's {name} {size}; use "
+                    f"{' or '.join(map(str, fits[-3:]))}"
+                )
+        heads = self.num_attention_heads // tensor
+        if heads % ulysses:
+            fits = [n for n in range(1, heads + 1) if heads % n == 0]
+            near = [n for n in fits if n < ulysses][-1:] + [n for n in fits if n > ulysses][:1]
+            raise SharedUserError(
+                f"parallelism.ulysses: {ulysses} does not divide the {heads} attention heads of a tensor-parallel rank; "
+                f"use {' or '.join(map(str, near))}, and parallelism.ring for the rest"
             )
 
     @classmethod
@@ -132,6 +154,8 @@ class DraftConfig:
 
     def to_json(self, dtype: str) -> dict[str, Any]:
         """config.json as SGLang and vLLM read it; the rope fields in both spellings (transformers 4 and 5)."""
+        if self.attention_sinks:
+            raise UserError("draft config: attention_sinks: no serving engine loads them; train without to export")
         rope = dict(self.rope_parameters)
         kind, theta = rope.get("rope_type", "default"), rope.get("rope_theta", 10000.0)
         scaling = {name: value for name, value in rope.items() if name != "rope_theta"}

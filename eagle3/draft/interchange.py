@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from eagle3.draft.config import DraftConfig, read_draft_config
 from eagle3.draft.model import Eagle3Draft
@@ -25,6 +27,7 @@ _NAMES = {
     "midlayer.self_attn.k_proj.weight": "layer.self_attention.linear_k.weight",
     "midlayer.self_attn.v_proj.weight": "layer.self_attention.linear_v.weight",
     "midlayer.self_attn.o_proj.weight": "layer.self_attention.linear_proj.weight",
+    "midlayer.self_attn.sinks": "layer.self_attention.sinks",  # named as gpt-oss does; export refuses them
     "midlayer.mlp.down_proj.weight": "layer.mlp.linear_fc2.weight",
     "norm.weight": "norm.weight",
     "lm_head.weight": "lm_head.weight",
@@ -58,30 +61,93 @@ def exported_tensors(named: dict[str, Tensor]) -> dict[str, Tensor]:
     return exported
 
 
-def load_weights(draft: Eagle3Draft, exported: ExportedDraft) -> None:
-    """Copy an exported draft into `draft`. Raises UserError on a missing, unknown or misshapen tensor; a missing
-    embedding is left as it is (the caller takes the target's)."""
-    weights, places = dict(exported.weights), {}
-    names = {parameter: name for name, parameter in _NAMES.items()}
-    for parameter, tensor in draft.named_parameters():
-        if parameter == _FC1:
-            places[_GATE], places[_UP] = tensor.chunk(2)
-        else:
-            places[names.get(parameter, parameter)] = tensor
-    for name, place in places.items():
-        if name not in weights and name != EMBEDDING:
+def shard(whole: Tensor, parameter: Tensor, group: ProcessGroup) -> Tensor:
+    """This rank's part of a whole tensor, cut as Megatron-core cuts `parameter` over the tensor-parallel `group`.
+
+    A partition stride of 2 says that the halves, [gate; up], are cut each by itself. Zeros fill up the embedding's last
+    parts where the group's size does not divide the vocabulary. May be a view of `whole`, or `whole` itself.
+    """
+    if group.size() == 1 or not _is_cut(parameter):
+        return whole
+    dim = parameter.partition_dim
+    runs = whole.unflatten(dim, (parameter.partition_stride, -1))
+    length = runs.shape[dim + 1]
+    size = -(-length // group.size())
+    start = min(group.rank() * size, length)
+    part = runs.narrow(dim + 1, start, min(size, length - start))
+    missing = list(part.shape)
+    missing[dim + 1] = size - part.shape[dim + 1]
+    if missing[dim + 1]:
+        part = torch.cat((part, part.new_zeros(missing)), dim + 1)
+    return part.flatten(dim, dim + 1)
+
+
+def whole_tensors(named: dict[str, Tensor], draft: Eagle3Draft, group: ProcessGroup) -> dict[str, Tensor]:
+    """From the ranks' parts of tensors (weights, gradients) by parameter name of `draft` to whole ones, on every rank.
+
+    Each rank of the tensor-parallel `group` calls this with the same names in the same order, its tensors where the
+    group's backend takes them. The embedding loses its padding; what is not cut, and everything in a group of one rank,
+    is returned as it came.
+    """
+    if group.size() == 1:
+        return dict(named)
+    parameters, whole = dict(draft.named_parameters()), {}
+    for name, tensor in named.items():
+        parameter = parameters[name]
+        assert tensor.shape == parameter.shape, f"{name}: {tensor.shape} is not a rank's part, {parameter.shape}"
+        if not _is_cut(parameter):
+            whole[name] = tensor
+            continue
+        parts = tensor.new_empty(group.size(), *tensor.shape)
+        dist.all_gather_single(parts.flatten(0, 1), tensor.detach().contiguous(), group)
+        dim = parameter.partition_dim
+        runs = parts.unflatten(dim + 1, (parameter.partition_stride, -1))  # [tp, ..., runs, part of a run, ...]
+        padded = runs.movedim(0, dim + 1).flatten(dim, dim + 2)
+        whole[name] = padded.narrow(dim, 0, _whole_shape(parameter, draft, group)[dim])
+    return whole
+
+
+def load_weights(draft: Eagle3Draft, exported: ExportedDraft, group: ProcessGroup) -> None:
+    """Copy an exported draft into `draft`, of each tensor the part of this rank of the tensor-parallel `group`. Raises
+    UserError on a missing, unknown or misshapen tensor; a missing embedding is left as it is (the caller takes the
+    target's)."""
+    names = {parameter: (name,) for name, parameter in _NAMES.items()} | {_FC1: (_GATE, _UP)}
+    sources = [(parameter, names.get(name, (name,))) for name, parameter in draft.named_parameters()]
+    shapes = {}
+    for parameter, exported_names in sources:
+        rows, *others = _whole_shape(parameter, draft, group)
+        shapes |= {name: [rows // len(exported_names), *others] for name in exported_names}
+    for name, shape in shapes.items():
+        if name not in exported.weights and name != EMBEDDING:
             raise UserError(f"{exported.origin}: {name} is missing; export the draft again, or train without init_from")
-        if name in weights and weights[name].shape != place.shape:
+        if name in exported.weights and list(exported.weights[name].shape) != shape:
             raise UserError(
-                f"{exported.origin}: {name} has shape {list(weights[name].shape)}, the draft here has "
-                f"{list(place.shape)}; use a checkpoint of this shape, or take its shape with model.draft.config"
+                f"{exported.origin}: {name} has shape {list(exported.weights[name].shape)}, the draft here has "
+                f"{shape}; use a checkpoint of this shape, or take its shape with model.draft.config"
             )
-    unknown = weights.keys() - places.keys()
+    unknown = exported.weights.keys() - shapes.keys()
     if unknown:
         raise UserError(f"{exported.origin}: {min(unknown)} is not a weight of an EAGLE3 draft; export the draft again")
     with torch.no_grad():
-        for name, weight in weights.items():
-            places[name].copy_(weight)
+        for parameter, exported_names in sources:
+            tensors = [exported.weights[name] for name in exported_names if name in exported.weights]
+            if tensors:
+                whole = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+                parameter.copy_(shard(whole, parameter, group))
+
+
+def _is_cut(parameter: Tensor) -> bool:
+    """Megatron-core marks what it cuts; torch's own modules (fc, norms) bear no mark and are whole on every rank."""
+    return getattr(parameter, "tensor_model_parallel", False)
+
+
+def _whole_shape(parameter: Tensor, draft: Eagle3Draft, group: ProcessGroup) -> list[int]:
+    shape = list(parameter.shape)
+    if _is_cut(parameter):
+        shape[parameter.partition_dim] *= group.size()
+    if parameter is draft.embedding.weight:
+        shape[0] = draft.draft_config.vocab_size
+    return shape
 
 
 def export_draft(
@@ -96,18 +162,21 @@ def export_draft(
 ) -> None:
     """Write config.json and model.safetensors as SGLang and vLLM load them.
 
-    weights: by parameter name of Eagle3Draft, whole (not split over ranks), usually the optimiser's fp32 masters.
+    weights: by parameter name of Eagle3Draft, whole (see whole_tensors), usually the optimiser's fp32 masters. Raises
+    UserError on a draft that no serving engine loads.
     """
+    config = draft.draft_config.to_json(str(dtype).removeprefix("torch."))
     tensors = exported_tensors(weights)
     if not with_embedding:
         tensors.pop(EMBEDDING, None)
     tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in tensors.items()}
     folder.mkdir(parents=True, exist_ok=True)
     tensors["d2t"], tensors["t2d"] = d2t.cpu().contiguous(), t2d.cpu().contiguous()
-    config = draft.draft_config.to_json(str(dtype).removeprefix("torch."))
-    save_file(tensors, folder / "model.safetensors.partial", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    (folder / "model.safetensors.partial").replace(folder / "model.safetensors")
+    config_path, partial = folder / "config.json", folder / "model.safetensors.partial"
+    save_file(tensors, partial, metadata={"format": "pt"})
+    config_path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    partial.chmod(config_path.stat().st_mode)  # save_file lets only its owner read, config.json is as the umask says
+    partial.replace(folder / "model.safetensors")
 
 
 def read_exported(folder: Path, weights_name: str = "model.safetensors") -> ExportedDraft:

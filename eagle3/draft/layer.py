@@ -1,13 +1,15 @@
 """The draft's one decoder layer, assembled from Megatron-core parts through a ModuleSpec."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
@@ -15,21 +17,11 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor
 
+from eagle3.attention.ttt import KeyValue
 from eagle3.draft.config import DraftConfig
 from eagle3.draft.rope import Rotation
 
 INITIAL_SCALE = 0.02
-
-
-class KeyValue(NamedTuple):
-    """key and value [tokens, local kv heads, head_dim]; the key is rotated."""
-
-    key: Tensor
-    value: Tensor
-
-
-# attend(q [Q, heads, d]) -> out [Q, heads, d]: what the queries see is the caller's to know.
-Attend = Callable[[Tensor], Tensor]
 
 
 @dataclass
@@ -50,10 +42,15 @@ class LayerSubmodules:
 
 
 class Eagle3Attention(MegatronModule):
-    """Projections only. Keys apart from queries, so that skipped positions pay for k and v alone."""
+    """Projections only. Keys apart from queries, so that skipped positions pay for k and v alone. sinks: a learnable
+    logit without a value for each query head."""
 
     def __init__(
-        self, config: TransformerConfig, submodules: AttentionSubmodules, pg_collection: ProcessGroupCollection
+        self,
+        config: TransformerConfig,
+        submodules: AttentionSubmodules,
+        pg_collection: ProcessGroupCollection,
+        sinks: bool,
     ) -> None:
         super().__init__(config=config)
         self.head_dim = config.kv_channels
@@ -77,6 +74,10 @@ class Eagle3Attention(MegatronModule):
             skip_bias_add=True,
             **linear,
         )
+        self.sinks = None
+        if sinks:
+            self.sinks = torch.nn.Parameter(torch.zeros(heads // pg_collection.tp.size(), dtype=config.params_dtype))
+            set_tensor_model_parallel_attributes(self.sinks, is_parallel=True, dim=0, stride=1)
 
     def query(self, x: Tensor, rotation: Rotation) -> Tensor:
         """x [Q, 2H] -> rotated q [Q, local heads, d]."""
@@ -113,15 +114,16 @@ class Eagle3Layer(MegatronModule):
         """embedding, hidden [tokens, H] -> [tokens, 2H], the embedding first."""
         return torch.cat((self.input_layernorm(embedding), self.hidden_norm(hidden)), dim=-1)
 
-    def forward(self, x: Tensor, hidden: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        """x [Q, 2H] of attention_input, hidden [Q, H] -> the layer's un-normed output [Q, H]."""
-        hidden = hidden + self.self_attention.output(attend(self.self_attention.query(x, rotation)))
+    def forward(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """What follows attention: hidden [Q, H], attended [Q, local heads, d] -> the layer's un-normed output [Q, H]."""
+        hidden = hidden + self.self_attention.output(attended)
         return hidden + self.mlp(self.pre_mlp_layernorm(hidden))[0]
 
 
-def eagle3_layer_spec() -> ModuleSpec:
+def eagle3_layer_spec(sinks: bool) -> ModuleSpec:
     attention = ModuleSpec(
         module=Eagle3Attention,
+        params={"sinks": sinks},
         submodules=AttentionSubmodules(
             linear_q=ColumnParallelLinear,
             linear_k=ColumnParallelLinear,

@@ -1,4 +1,5 @@
-"""The EAGLE3 draft as a Megatron-core module: fuse the target's states, make K_0 and V_0, run one TTT step."""
+"""The EAGLE3 draft as a Megatron-core module: fuse the target's states, make K_0 and V_0, and the parts of a TTT step
+before and after attention."""
 
 from typing import NamedTuple
 
@@ -10,37 +11,45 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor, nn
 
-from eagle3.attention.ttt import PrefixSchedule, ttt_attention
+from eagle3.attention.ttt import KeyValue
 from eagle3.draft.config import DraftConfig
-from eagle3.draft.layer import KeyValue, eagle3_layer_spec, transformer_config
+from eagle3.draft.layer import eagle3_layer_spec, transformer_config
 from eagle3.draft.rope import RotaryEmbedding
 
 AUX_LAYERS = 3
 
 
+class Projected(NamedTuple):
+    """q [Q, local heads, d]; own: K_k, V_k of the same rows, None at step 0 (they are in K_0, V_0)."""
+
+    q: Tensor
+    own: KeyValue | None
+
+
 class StepOutput(NamedTuple):
-    """hidden [Q, H] feeds the next step; normed [Q, H] feeds lm_head; own: K_k, V_k, None at step 0 (they are in K_0)."""
+    """hidden [Q, H] feeds the next step; normed [Q, H] feeds lm_head."""
 
     hidden: Tensor
     normed: Tensor
-    own: KeyValue | None
 
 
 class Eagle3Draft(MegatronModule):
     """One-layer draft of `draft_config` on the process groups `groups` (tp is used; hidden states are replicated in it).
 
     Weights follow torch's global generator and do not depend on the tensor-parallel size. The embedding is the
-    target's and frozen. Legend of shapes: N keys, Q queries, H draft hidden, Ht target hidden, d head dimension.
+    target's and frozen; its vocabulary is padded up to a multiple of the tensor-parallel size. Legend of shapes: N keys, Q queries, H draft hidden, Ht target hidden, d head dimension.
     """
 
     def __init__(self, draft_config: DraftConfig, groups: ProcessGroupCollection, dtype: torch.dtype) -> None:
+        draft_config.check_parallel(groups.tp.size(), ulysses=1)
         config = transformer_config(draft_config, groups.tp.size(), dtype)
         super().__init__(config=config)
-        self.draft_config = draft_config
+        self.draft_config, self.pg_collection = draft_config, groups
         self.rope = RotaryEmbedding(draft_config)
         hidden, wide = draft_config.hidden_size, draft_config.target_hidden_size
+        padded = -(-draft_config.vocab_size // groups.tp.size()) * groups.tp.size()
         self.embedding = VocabParallelEmbedding(
-            draft_config.vocab_size, hidden, init_method=config.init_method, config=config, tp_group=groups.tp
+            padded, hidden, init_method=config.init_method, config=config, tp_group=groups.tp
         )
         self.embedding.weight.requires_grad_(False)
         norm = {"config": config, "eps": config.layernorm_epsilon}
@@ -49,7 +58,7 @@ class Eagle3Draft(MegatronModule):
             self.fc_norm = nn.ModuleList(WrappedTorchNorm(hidden_size=wide, **norm) for _ in range(AUX_LAYERS))
         self.fc = nn.Linear(AUX_LAYERS * wide, hidden, bias=False, dtype=dtype)
         config.init_method(self.fc.weight)
-        self.layer = build_module(eagle3_layer_spec(), config=config, pg_collection=groups)
+        self.layer = build_module(eagle3_layer_spec(draft_config.attention_sinks), config=config, pg_collection=groups)
         self.norm = WrappedTorchNorm(hidden_size=hidden, **norm)
         self.lm_head = ColumnParallelLinear(
             hidden,
@@ -83,30 +92,23 @@ class Eagle3Draft(MegatronModule):
         x = self.layer.attention_input(self.embedding(next_tokens), hidden)
         return self.layer.self_attention.key_value(x, self.rope.at(positions, x.dtype))
 
-    def step(
-        self,
-        hidden: Tensor,
-        next_tokens: Tensor,
-        positions: Tensor,
-        prefix: KeyValue,
-        own: tuple[KeyValue, ...],
-        schedule: PrefixSchedule,
-        first: bool,
-    ) -> StepOutput:
-        """One TTT step, a function of tensors. At step k: hidden [Q, H] of step k-1 (fused states at k = 0), next_tokens
-        [Q] the token k+1 after each query, positions [Q] already moved on by k, own K_1..K_{k-1}, `first` for k = 0."""
+    def project(self, hidden: Tensor, next_tokens: Tensor, positions: Tensor, first: bool) -> Projected:
+        """The part of a TTT step before attention. At step k: hidden [Q, H] of step k-1 (fused states at k = 0),
+        next_tokens [Q] the token k+1 after each query, positions [Q] already moved on by k, `first` for k = 0."""
         x = self.layer.attention_input(self.embedding(next_tokens), hidden)
-        rotation = self.rope.at(positions, x.dtype)
-        made = None if first else self.layer.self_attention.key_value(x, rotation)
-        seen = own if made is None else (*own, made)
+        rotation, attention = self.rope.at(positions, x.dtype), self.layer.self_attention
+        return Projected(attention.query(x, rotation), None if first else attention.key_value(x, rotation))
 
-        def attend(q: Tensor) -> Tensor:
-            keys, values = tuple(kv.key for kv in seen), tuple(kv.value for kv in seen)
-            return ttt_attention(q, prefix.key, prefix.value, keys, values, schedule, self.scale)
-
-        hidden = self.layer(x, hidden, rotation, attend)
+    def finish(self, hidden: Tensor, attended: Tensor) -> StepOutput:
+        """The part after attention: hidden [Q, H] as given to `project`, attended [Q, local heads, d]."""
+        hidden = self.layer(hidden, attended)
         normed = self.norm(hidden)
-        return StepOutput(normed if self.draft_config.norm_output else hidden, normed, made)
+        return StepOutput(normed if self.draft_config.norm_output else hidden, normed)
+
+    @property
+    def sinks(self) -> Tensor | None:
+        """[local heads], of a draft that has them."""
+        return self.layer.self_attention.sinks
 
     def logits(self, normed: Tensor) -> Tensor:
         """[Q, H] -> draft logits [Q, Vd / tp]."""

@@ -13,10 +13,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 from transformers import DynamicCache
 
-from eagle3.attention.ttt import Piece, PrefixSchedule
+from eagle3.attention.schedule import Piece, PrefixSchedule
+from eagle3.attention.ttt import TTTAttention
 from eagle3.draft.config import DraftConfig
 from eagle3.draft.interchange import EMBEDDING, load_weights, read_exported
-from eagle3.draft.layer import KeyValue
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
 from eagle3.target.interface import TargetHead
@@ -114,7 +114,7 @@ def load_draft(
     the export has none. Raises UserError where the draft is not one of this target's."""
     exported = read_exported(folder)
     draft = _empty_draft(exported.config, str(folder), EMBEDDING in exported.weights, target_head, groups, dtype)
-    load_weights(draft, exported)
+    load_weights(draft, exported, groups.tp)
     return LoadedDraft(draft.to(device), exported.d2t.to(device), exported.t2d.to(device))
 
 
@@ -194,14 +194,15 @@ class ChainDrafter:
 
     def __init__(self, draft: Eagle3Draft, d2t: Tensor, capacity: int) -> None:
         attention = draft.layer.self_attention
-        shape = (capacity, attention.linear_k.weight.shape[0] // attention.head_dim, attention.head_dim)
-        weight = draft.fc.weight
+        shape = (2, capacity, attention.linear_k.weight.shape[0] // attention.head_dim, attention.head_dim)
         self.draft, self.d2t, self.rows = draft, d2t, 0
-        self.prefix = KeyValue(weight.new_empty(shape), weight.new_empty(shape))
+        self.prefix = draft.fc.weight.new_empty(shape)
+        alone = draft.pg_collection.tp
+        self.attention = TTTAttention.over(alone, alone, draft.scale)
 
     def extend(self, aux: Tensor, next_tokens: Tensor) -> None:
         """Append rows: aux [N, 3Ht], next_tokens [N]."""
-        fused = self.draft.fuse(aux.to(self.prefix.key.dtype))
+        fused = self.draft.fuse(aux.to(self.prefix.dtype))
         positions = torch.arange(self.rows, self.rows + len(fused), device=fused.device)
         made = self.draft.prefix(fused, next_tokens, positions)
         for kept, new in zip(self.prefix, made, strict=True):
@@ -211,16 +212,17 @@ class ChainDrafter:
 
     def propose(self, count: int) -> Tensor:
         """Target ids [count]: the greedy chain after the last row, by `count` training-time-test steps of that row."""
-        prefix = KeyValue(self.prefix.key[: self.rows], self.prefix.value[: self.rows])
+        shared = self.prefix[None, :, : self.rows]
         whole = Piece(slice(0, 1), slice(0, self.rows), "full")
-        schedule = PrefixSchedule(query_rows=self.position, key_rows=self.position, pieces=(whole,))  # rows go unread
+        schedules = (PrefixSchedule(self.position, self.position, self.position, (whole,)),)  # its rows go unread
         hidden, token, own = self.hidden, self.next_token, ()
         drafts = []
         for step in range(count):
-            made = self.draft.step(hidden, token, self.position + step, prefix, own, schedule, first=step == 0)
+            projected = self.draft.project(hidden, token, self.position + step, first=step == 0)
+            own = own if projected.own is None else (*own, projected.own)
+            made = self.draft.finish(hidden, self.attention(projected.q, shared, schedules, own))
             best = self.draft.logits(made.normed).argmax(-1)
             hidden, token = made.hidden, best + self.d2t[best]
-            own = own if made.own is None else (*own, made.own)
             drafts.append(token)
         return torch.cat(drafts)
 

@@ -5,18 +5,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from eagle3.attention.ring import RingMode
+from eagle3.attention.ttt import TTTAttention
 from eagle3.draft.model import Eagle3Draft
 from eagle3.objective.distill import Distilled, Teacher, distill
 from eagle3.objective.losses import StepWeights
 from eagle3.objective.unroll import UnrollInputs, unroll, unroll_inputs
 from eagle3.parallel.sequence import SequencePlan, Stream
+from eagle3.parallel.topology import Topology
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One stream cut by its plan, with its hidden states, on the draft's device.
+    """This rank's part of one stream, cut by its plan, with its hidden states, on the draft's device.
 
-    query_of, supervised [K, M] and teacher are the SequencePlan's, in the order of its teacher rows.
+    query_of, supervised [K, M] and teacher are the SequencePlan's, in the order of its teacher rows. tokens: of the
+    whole stream.
     """
 
     inputs: UnrollInputs
@@ -64,14 +68,18 @@ def micro_batch(
 
 
 class DraftObjective(nn.Module):
-    """The draft and its training objective as one module, so that an engine's forward is one stream's loss."""
+    """The draft and its training objective as one module, so that an engine's forward is one stream's loss.
 
-    def __init__(self, draft: Eagle3Draft) -> None:
+    Every rank of a stream's tensor and sequence groups calls it with its own part.
+    """
+
+    def __init__(self, draft: Eagle3Draft, topology: Topology, ring_mode: RingMode = "gather") -> None:
         super().__init__()
-        self.draft = draft
+        self.draft, self.tensor = draft, topology.tensor
+        self.attention = TTTAttention.over(topology.ulysses, topology.ring, draft.scale, ring_mode)
 
     def forward(self, batch: MicroBatch, weights: StepWeights) -> Distilled:
-        outputs = unroll(self.draft, batch.inputs)
+        outputs = unroll(self.draft, self.attention, batch.inputs)
         return distill(
             outputs,
             self.draft.lm_head.weight,
@@ -80,4 +88,5 @@ class DraftObjective(nn.Module):
             batch.supervised,
             weights.cross_entropy.to(outputs.device),
             weights.overlap.to(outputs.device),
+            self.tensor,
         )
