@@ -2,49 +2,81 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from eagle3.data.samples import Sample, SampleSet
-from eagle3.data.store import HiddenStateStore, StoredRows
+from eagle3.data.exchange import request_rows
+from eagle3.data.samples import Sample, SampleSet, sample_digest
+from eagle3.data.store import HiddenStateStore
+from eagle3.parallel.dealing import SequenceSharding
 from eagle3.parallel.sequence import SequencePlan, Stream, plan_sequence
+from eagle3.parallel.topology import agreed
 from eagle3.target.interface import Target
+
+
+class DocumentRows(NamedTuple):
+    """aux [n, 3*Ht] at the auxiliary rows asked for; last [m, Ht], argmax [m] and logsumexp [m] at the teacher rows."""
+
+    aux: Tensor
+    last: Tensor
+    argmax: Tensor
+    logsumexp: Tensor
 
 
 class HiddenStateSource(Protocol):
     """Where hidden states come from."""
 
-    def rows(self, samples: Sequence[Sample], aux: Sequence[Tensor], last: Sequence[Tensor]) -> list[StoredRows]:
-        """For each sample the auxiliary states at rows aux[i] and the last hidden states at rows last[i]."""
+    def rows(self, samples: Sequence[Sample], aux: Sequence[Tensor], teacher: Sequence[Tensor]) -> list[DocumentRows]:
+        """For each sample the auxiliary states at rows aux[i] and what the teacher needs at rows teacher[i] (int64 on
+        the CPU, maybe none). All ranks of a stream call it together: same samples, rows of their own."""
         ...
 
 
 class LiveSource:
-    """Runs the target: each sample is prefilled once, then only the wanted rows are kept."""
+    """Runs the target. group: all ranks that work on one stream; each sample is prefilled by one of them, which sends
+    every rank its rows. device: where the target's states lie and the group's backend exchanges tensors."""
 
-    def __init__(self, target: Target) -> None:
-        self.target = target
+    def __init__(self, target: Target, group: ProcessGroup, device: torch.device) -> None:
+        self.target, self.group, self.device = target, group, device
 
-    def rows(self, samples: Sequence[Sample], aux: Sequence[Tensor], last: Sequence[Tensor]) -> list[StoredRows]:
-        states = self.target.prefill([sample.ids for sample in samples])
-        return [
-            StoredRows(
-                found.aux[a.to(found.aux.device)], found.last[b.to(found.last.device)], found.argmax, found.logsumexp
-            )
-            for found, a, b in zip(states, aux, last, strict=True)
-        ]
+    def rows(self, samples: Sequence[Sample], aux: Sequence[Tensor], teacher: Sequence[Tensor]) -> list[DocumentRows]:
+        if self.group.size() == 1:
+            states = self.target.prefill([sample.ids for sample in samples])
+            return [
+                DocumentRows(held.aux[a], held.last[b], held.argmax[b], held.logsumexp[b])
+                for held, a, b in zip(states, aux, teacher, strict=True)
+            ]
+        owners = deal_streams([len(sample.ids) for sample in samples], self.group.size())
+        mine = owners[self.group.rank()]
+        # All before the first exchange: ranks in step after each batch would wait for the longest of every batch.
+        states = agreed((lambda: self.target.prefill([samples[place].ids for place in mine])) if mine else None) or []
+        aux_requests = request_rows(aux, owners, self.group, self.device)
+        teacher_requests = request_rows(teacher, owners, self.group, self.device)
+        kinds = (
+            aux_requests.fetch([held.aux for held in states]),
+            teacher_requests.fetch([held.last for held in states]),
+            teacher_requests.fetch([held.argmax for held in states]),
+            teacher_requests.fetch([held.logsumexp for held in states]),
+        )
+        return [DocumentRows(*rows) for rows in zip(*kinds, strict=True)]
 
 
 class StoredSource:
-    """Reads a store; nothing but the wanted rows leaves the disk."""
+    """Reads a store; of the hidden states nothing but this rank's rows leaves the disk, and ranks need not talk."""
 
     def __init__(self, store: HiddenStateStore) -> None:
         self.store = store
 
-    def rows(self, samples: Sequence[Sample], aux: Sequence[Tensor], last: Sequence[Tensor]) -> list[StoredRows]:
-        return [self.store.read(sample.id, a, b) for sample, a, b in zip(samples, aux, last, strict=True)]
+    def rows(self, samples: Sequence[Sample], aux: Sequence[Tensor], teacher: Sequence[Tensor]) -> list[DocumentRows]:
+        found = [self.store.read(sample.id, a, b) for sample, a, b in zip(samples, aux, teacher, strict=True)]
+        return [
+            DocumentRows(rows.aux, rows.last, rows.argmax[b], rows.logsumexp[b])
+            for rows, b in zip(found, teacher, strict=True)
+        ]
 
 
 @dataclass(frozen=True)
@@ -84,39 +116,69 @@ def deal_streams(lengths: Sequence[int], streams: int) -> list[list[int]]:
 
 
 class StreamLoader:
-    """Loads the streams of this data-parallel rank. steps: K of the unroll; rank, ranks: in the data-parallel group."""
+    """Loads this rank's part of the streams of its data-parallel rank, the same streams on all ranks of that.
 
-    def __init__(self, samples: SampleSet, source: HiddenStateSource, *, steps: int, rank: int, ranks: int) -> None:
-        self.samples, self.source, self.steps, self.rank, self.ranks = samples, source, steps, rank, ranks
+    samples: taken in the order of their ids, so that ranks that read them in different orders agree. steps: K of the
+    unroll. sharding: of a stream over its sequence ranks. data: the group whose ranks have different streams.
+    sequence: the group whose ranks share a stream, Ulysses fastest.
+    """
+
+    def __init__(
+        self,
+        samples: SampleSet,
+        source: HiddenStateSource,
+        *,
+        steps: int,
+        sharding: SequenceSharding,
+        data: ProcessGroup,
+        sequence: ProcessGroup,
+    ) -> None:
+        assert sequence.size() == sharding.ranks, "a stream is dealt to the ranks of its sequence group"
+        self.samples = samples.subset(np.lexsort(samples.digests[samples.indices].T[::-1]))
+        self.source, self.steps, self.sharding, self.data, self.sequence = source, steps, sharding, data, sequence
 
     def load(self, indices: Sequence[int], accumulation: int) -> list[LoadedStream]:
-        """This rank's `accumulation` streams of the global batch `indices`, the same list on every rank."""
-        dealt = deal_streams([int(self.samples.lengths[index]) for index in indices], self.ranks * accumulation)
-        mine = dealt[self.rank * accumulation : (self.rank + 1) * accumulation]
-        members = [[self.samples[indices[place]] for place in stream] for stream in mine]
-        spare = self.samples[indices[0]]  # for a rank that gets none: it must enter every collective all the same
-        members = [stream or [replace(spare, loss_mask=torch.zeros_like(spare.loss_mask))] for stream in members]
+        """This rank's part of its `accumulation` streams of the global batch `indices`, the same list on every rank.
+        Collective over a stream's ranks where the source is."""
+        members = self._members(indices, accumulation)
         streams = [Stream.pack([s.ids for s in stream], [s.loss_mask for s in stream]) for stream in members]
-        plans = [plan_sequence(stream, self.steps) for stream in streams]
-        aux, last = [], []
+        plans = [plan_sequence(stream, self.steps, self.sharding, self.sequence.rank()) for stream in streams]
+        aux, teacher = [], []
         for stream, plan in zip(streams, plans, strict=True):
             aux += _by_document(stream, plan.rows)
-            last += _by_document(stream, plan.teacher)
-        found = iter(self.source.rows([sample for stream in members for sample in stream], aux, last))
+            teacher += _by_document(stream, plan.teacher)
+        found = iter(self.source.rows([sample for stream in members for sample in stream], aux, teacher))
         loaded = []
         for samples, stream, plan in zip(members, streams, plans, strict=True):
-            parts = [next(found) for _ in samples]
-            loaded.append(
-                LoadedStream(
-                    stream,
-                    plan,
-                    aux=torch.cat([part.aux for part in parts]),
-                    last=torch.cat([part.last for part in parts]),
-                    argmax=torch.cat([part.argmax for part in parts])[plan.teacher],
-                    logsumexp=torch.cat([part.logsumexp for part in parts])[plan.teacher],
-                )
-            )
+            parts = DocumentRows(*map(torch.cat, zip(*(next(found) for _ in samples), strict=True)))
+            loaded.append(LoadedStream(stream, plan, **parts._asdict()))
         return loaded
+
+    def order_identity(self, indices: Sequence[int]) -> bytes:
+        """What must be the same on every rank of the job: ids and lengths of all samples, and a global batch."""
+        ids = self.samples.digests[self.samples.indices]
+        return ids.tobytes() + self.samples.lengths.tobytes() + np.asarray(indices, np.int64).tobytes()
+
+    def streams_identity(self, indices: Sequence[int], accumulation: int) -> bytes:
+        """What must be the same on every rank of a stream: ids and loss masks of the streams it loads, and their
+        samples' ids, which damage to a file may leave as they were."""
+        identity = bytearray()
+        for stream in self._members(indices, accumulation):
+            for sample in stream:
+                identity += bytes.fromhex(sample.id) + sample_digest(sample.ids.numpy(), sample.loss_mask.numpy())
+            identity += b"end of stream"
+        return bytes(identity)
+
+    def _members(self, indices: Sequence[int], accumulation: int) -> list[list[Sample]]:
+        """The samples of each stream of this data-parallel rank."""
+        streams = self.data.size() * accumulation
+        dealt = deal_streams([int(self.samples.lengths[index]) for index in indices], streams)
+        mine = dealt[self.data.rank() * accumulation : (self.data.rank() + 1) * accumulation]
+        members = [[self.samples[indices[place]] for place in stream] for stream in mine]
+        # One token to no purpose for a stream that gets no sample: its ranks must enter every collective all the same.
+        spare = self.samples[indices[0]]
+        spare = replace(spare, ids=spare.ids[:1], loss_mask=torch.zeros(1, dtype=torch.bool))
+        return [stream or [spare] for stream in members]
 
 
 def _by_document(stream: Stream, rows: Tensor) -> list[Tensor]:

@@ -29,6 +29,13 @@ class DraftVocabulary:
         """LongTensor [size]: the target token of each draft token, ascending."""
         return self.d2t + torch.arange(self.size)
 
+    @property
+    def draft_ids(self) -> torch.Tensor:
+        """LongTensor [target vocabulary]: the draft token of each target token, -1 where there is none."""
+        ids = torch.full((len(self.t2d),), -1)
+        ids[self.t2d] = torch.arange(self.size)
+        return ids
+
 
 def choose_vocabulary(samples: SampleSet, target_vocab_size: int, size: int) -> tuple[DraftVocabulary, float]:
     """The `size` most frequent supervised tokens, ties and what is missing by lowest id, and their coverage.
