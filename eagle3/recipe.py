@@ -125,20 +125,18 @@ class HiddenStates(Section):
 
 
 class Parallelism(Section):
-    tensor: Count = 1
-    ulysses: Count = 1
-    ring: Count = 1
-    ring_mode: Literal["gather", "p2p"] = "gather"
-    layout: Literal["contiguous", "zigzag"] = "zigzag"
+    """What one draft and one stream are spread over; the processes left over are data-parallel."""
 
-    @model_validator(mode="after")
-    def _only_data_parallel_yet(self) -> "Parallelism":
-        for name in ("tensor", "ulysses", "ring"):
-            if getattr(self, name) > 1:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)}: this version trains data-parallel only; set it to 1"
-                )
-        return self
+    tensor: Count = Field(1, description="ranks that share the draft's weights; divides its heads, MLP and vocabulary")
+    ulysses: Count = Field(1, description="ranks that trade heads for tokens, inside a node; divides the heads")
+    ring: Count = Field(1, description="ranks that trade keys and values, across nodes too; any number")
+    ring_mode: Literal["gather", "p2p"] = Field(
+        "gather", description="exchange keys and values once and keep them, or send them round in every step"
+    )
+    layout: Literal["contiguous", "zigzag"] = Field("zigzag", description="how keys are dealt along the ring")
+    query_selection: Literal["supervised", "all"] = Field(
+        "supervised", description="unroll the positions that some step supervises, or all; the gradients are the same"
+    )
 
 
 class Profile(Section):

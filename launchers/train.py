@@ -26,7 +26,8 @@ def main() -> int:
     from eagle3.parallel.topology import start_distributed, stop_distributed
     from eagle3.training.run import train
 
-    topology = start_distributed()
+    parallelism = recipe.parallelism
+    topology = start_distributed(parallelism.tensor, parallelism.ulysses, parallelism.ring)
     lossless = train(recipe, options.deepspeed, topology, options.resume)
     stop_distributed()
     return 0 if lossless else 1

@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from eagle3.errors import UserError, run_command
+from eagle3.errors import SharedUserError, run_command
+from eagle3.parallel.dealing import SequenceSharding
 from eagle3.parallel.topology import start_distributed, stop_distributed
 from eagle3.training.golden import read_case, read_tensors, relative_errors, run_case, tolerance
 
@@ -19,26 +20,27 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="folder for actual.safetensors (default: the case's)")
     parser.add_argument("--dtype", choices=["float32", "float64", "bfloat16"], default="float32")
     parser.add_argument("--steps", type=int, help="TTT steps K (default: those of the case)")
-    parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--ulysses", type=int, default=1)
-    parser.add_argument("--ring", type=int, default=1)
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
+    parser.add_argument("--ulysses", type=int, default=1, help="Ulysses ranks of a sequence")
+    parser.add_argument("--ring", type=int, default=1, help="ring ranks of a sequence; what is left is data-parallel")
     parser.add_argument("--ring-mode", choices=["gather", "p2p"], default="gather")
     parser.add_argument("--layout", choices=["contiguous", "zigzag"], default="zigzag")
+    parser.add_argument("--query-selection", choices=["supervised", "all"], default="supervised")
     parser.add_argument("--local_rank", type=int, default=0, help="set by the deepspeed launcher")
     options = parser.parse_args()
     for name in ("tp", "ulysses", "ring"):
-        if getattr(options, name) != 1:
-            raise UserError(f"--{name} {getattr(options, name)}: this version is data-parallel only; leave it at 1")
-
+        if getattr(options, name) < 1:
+            raise SharedUserError(f"--{name} {getattr(options, name)}: not a number of ranks; use 1 or more")
     case, expected = read_case(options.case), read_tensors(options.case / "expected.safetensors")
     if "ploss" not in expected:
-        raise UserError(f"{options.case / 'expected.safetensors'}: ploss is missing; this is not a golden case")
+        raise SharedUserError(f"{options.case / 'expected.safetensors'}: ploss is missing; this is not a golden case")
     steps = options.steps or len(expected["ploss"])
     if steps != len(expected["ploss"]):
-        raise UserError(f"--steps {steps}: the case was made with {len(expected['ploss'])} steps; leave it out")
-    topology = start_distributed()
+        raise SharedUserError(f"--steps {steps}: the case was made with {len(expected['ploss'])} steps; leave it out")
+    topology = start_distributed(options.tp, options.ulysses, options.ring)
     dtype = getattr(torch, options.dtype)
-    actual = run_case(case, topology, steps, dtype, DEEPSPEED_FILE)
+    sharding = SequenceSharding(options.ulysses, options.ring, options.layout, options.query_selection)
+    actual = run_case(case, topology, steps, dtype, DEEPSPEED_FILE, sharding, options.ring_mode)
     errors = relative_errors(actual, expected)
     if topology.is_first:
         folder = options.out or options.case

@@ -81,7 +81,7 @@ def write_rows(recipe, rows, name="conversations.jsonl"):
         ("training=fast", ["training", "'fast'"]),
         ("output.dir=", ["output.dir", "None"]),
         ("hidden_states.mode=stored", ["hidden_states", "path is not set", "capture.py"]),
-        ("parallelism.ulysses=2", ["parallelism", "ulysses is 2", "set it to 1"]),
+        ("parallelism.ulysses=0", ["parallelism.ulysses", "value 0", "greater than or equal to 1"]),
         ("model.aux_layers=[3, 1, 2]", ["model", "[3, 1, 2]", "low to high"]),
         ("training.ttt_steps", ["'training.ttt_steps'", "section.key=value"]),
         ("=3", ["'=3'", "section.key=value"]),

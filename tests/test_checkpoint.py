@@ -39,7 +39,7 @@ def engine(topology):
     draft = Eagle3Draft(DraftConfig(**SHAPE), topology.modules, torch.float32)
     training = Training(global_batch_size=1, learning_rate=1e-2, max_steps=100)
     config = deepspeed_config(ROOT / "ds_configs" / "zero2.json", training, data_ranks=1)
-    return start_engine(DraftObjective(draft), topology, config, scheduler(100, 0.1, 0.0))
+    return start_engine(DraftObjective(draft, topology), topology, config, scheduler(100, 0.1, 0.0))
 
 
 def advance(engine, steps=1):
@@ -186,7 +186,7 @@ def test_a_checkpoint_of_more_processes_is_refused_before_anything_is_loaded(eng
     shutil.copy(first, first.with_name(first.name.replace("rank_0", "rank_1", 1)))
     advance(engine)
     before = weights(engine)
-    with pytest.raises(UserError, match=f"{at(checkpoints, 1)}: written by 2 processes, this job has 1; start"):
+    with pytest.raises(UserError, match=f"{at(checkpoints, 1)}: written by 2 processes .*, this job has 1 .*; start"):
         checkpoints.load_newest(engine)
     assert same(weights(engine), before)
 
@@ -241,7 +241,7 @@ def test_the_engine_takes_the_schedules_rates(engine, topology, checkpoints):
     draft = Eagle3Draft(DraftConfig(**SHAPE), topology.modules, torch.float32)
     training = Training(global_batch_size=1, learning_rate=1e-2, max_steps=10)
     config = deepspeed_config(ROOT / "ds_configs" / "zero2.json", training, data_ranks=1)
-    fresh, share = start_engine(DraftObjective(draft), topology, config, scheduler(10, 0.3, 0.1)), []
+    fresh, share = start_engine(DraftObjective(draft, topology), topology, config, scheduler(10, 0.3, 0.1)), []
     for _ in range(10):
         share.append(fresh.get_lr()[0] / 1e-2)
         before = weights(fresh)

@@ -121,13 +121,12 @@ def test_a_damaged_expectation_makes_verify_fail_and_name_it(tmp_path):
 
 
 @pytest.mark.parametrize("option", ["--tp", "--ulysses", "--ring"])
-def test_tensor_and_sequence_parallelism_are_refused_in_one_line(monkeypatch, capsys, option):
-    """In this process, for nothing is started before the refusal."""
+def test_sizes_that_the_job_cannot_have_are_refused_in_one_line(monkeypatch, capsys, topology, option):
     monkeypatch.setattr(sys, "argv", ["verify.py", str(GOLDEN / "ragged"), option, "2"])
     with pytest.raises(SystemExit, match="2"):
         runpy.run_path(str(ROOT / "launchers" / "verify.py"), run_name="__main__")
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and said.startswith(f"error: {option} 2: ")
+    assert said.count("\n") == 1 and said.startswith("error: parallelism: ") and "start 2" in said
 
 
 @pytest.mark.parametrize("name", ["config.json", "draft.safetensors", "inputs.safetensors"])

@@ -18,7 +18,7 @@ from eagle3.data.standard_library import standard_library_text
 from eagle3.data.store import HiddenStateStore, Provenance
 from eagle3.data.vocabulary import DraftVocabulary, choose_vocabulary, coverage, load_vocabulary
 from eagle3.draft.config import DraftConfig, read_draft_config
-from eagle3.draft.interchange import load_weights, read_exported
+from eagle3.draft.interchange import load_weights, read_exported, shard
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
 from eagle3.evaluation.judge import Judgement, judge_export
@@ -168,11 +168,11 @@ class HiddenStateSupply:
     target: TransformersTarget | None
 
 
-def open_source(recipe: Recipe, materials: Materials, device: torch.device) -> HiddenStateSupply:
+def open_source(recipe: Recipe, materials: Materials, topology: Topology) -> HiddenStateSupply:
     """Start the target, or open the store and load only the target's embedding and head."""
     if recipe.hidden_states.mode == "live":
-        target = start_target(recipe, materials, device)
-        return HiddenStateSupply(LiveSource(target), target.weights(), target)
+        target = start_target(recipe, materials, topology.device)
+        return HiddenStateSupply(LiveSource(target, topology.stream, topology.device), target.weights(), target)
     model, path = recipe.model, recipe.hidden_states.path
     store = HiddenStateStore.open(path, provenance(recipe, materials))
     missing = store.missing(sample.id for samples in (materials.train, materials.held_out) for sample in samples)
@@ -216,7 +216,9 @@ def build_draft(
 ) -> Eagle3Draft:
     """The draft with seeded weights or those of the warm start, and the target's embedding."""
     torch.manual_seed(recipe.training.seed)
-    draft = Eagle3Draft(draft_config(recipe, materials, vocabulary), topology.modules, torch.float32)
+    config = draft_config(recipe, materials, vocabulary)
+    config.check_parallel(recipe.parallelism.tensor, recipe.parallelism.ulysses)
+    draft = Eagle3Draft(config, topology.modules, torch.float32)
     hidden = draft.draft_config.hidden_size
     if head.embedding.shape[1] != hidden:
         raise UserError(
@@ -224,9 +226,10 @@ def build_draft(
             "the draft uses that embedding: leave hidden_size out"
         )
     with torch.no_grad():
-        draft.embedding.weight.copy_(head.embedding[: draft.embedding.weight.shape[0]])
+        draft.embedding.weight.copy_(shard(head.embedding, draft.embedding.weight, topology.tensor))
         if recipe.model.draft.lm_head == "target":
-            draft.lm_head.weight.copy_(head.head[vocabulary.target_ids.to(head.head.device)])
+            rows = head.head[vocabulary.target_ids.to(head.head.device)]
+            draft.lm_head.weight.copy_(shard(rows, draft.lm_head.weight, topology.tensor))
     if recipe.model.draft.init_from is not None:
         exported = read_exported(recipe.model.draft.init_from)
         different = draft.draft_config.different_sizes(exported.config)
@@ -237,7 +240,7 @@ def build_draft(
                 f"{getattr(draft.draft_config, name)!r}; set model.draft.config to {exported.origin}/config.json, or "
                 "train without init_from"
             )
-        load_weights(draft, exported)
+        load_weights(draft, exported, topology.tensor)
     return draft
 
 
@@ -281,7 +284,7 @@ def judge(
         exported,
         target or start_target(recipe, materials, topology.device),
         materials.held_out,
-        topology.modules,
+        topology.modules_alone,
         conversations=wanted.conversations,
         draft_tokens=wanted.draft_tokens,
         new_tokens=wanted.new_tokens,

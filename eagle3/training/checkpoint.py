@@ -14,7 +14,7 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from eagle3.durable import flush, publish, write_text
-from eagle3.errors import UserError
+from eagle3.errors import SharedUserError
 
 MANIFEST = "manifest.json"
 
@@ -29,7 +29,7 @@ class Resumed(NamedTuple):
 class Checkpoints:
     """The checkpoints of one run: the last `keep` and the best. Every method is called by every rank.
 
-    Loading raises UserError when a checkpoint was written by another number of processes.
+    Loading raises UserError when a checkpoint was written by another number of processes or tensor-parallel ranks.
     """
 
     def __init__(self, folder: Path, keep: int, warn: Callable[[str], None]) -> None:
@@ -80,10 +80,11 @@ class Checkpoints:
         if problem is not None:
             self.warn(f"{path}: {problem}; {otherwise}")
             return None
-        world = _world_size(path)
-        if world != dist.get_world_size():
-            raise UserError(
-                f"{path}: written by {world} processes, this job has {dist.get_world_size()}; start as many as before"
+        written, here = _sizes(path), Sizes(dist.get_world_size(), engine.mpu.get_model_parallel_world_size())
+        if written != here:
+            raise SharedUserError(
+                f"{path}: written by {written.processes} processes (parallelism.tensor {written.tensor}), this job has "
+                f"{here.processes} (parallelism.tensor {here.tensor}); start as many as before, in the same way"
             )
         loaded, state = engine.load_checkpoint(str(self.folder), tag=path.name, load_module_strict=False)
         assert loaded is not None, f"{path} was checked and could not be loaded"
@@ -117,8 +118,15 @@ def _problem(path: Path) -> str | None:
     return None
 
 
-def _world_size(path: Path) -> int:
-    return len(list(path.glob("*_optim_states.pt")))
+class Sizes(NamedTuple):
+    """What DeepSpeed's files cannot be read with another number of."""
+
+    processes: int
+    tensor: int
+
+
+def _sizes(path: Path) -> Sizes:
+    return Sizes(len(list(path.glob("*_optim_states.pt"))), len(list(path.glob("mp_rank_*_model_states.pt"))))
 
 
 def _digest(path: Path) -> str:

@@ -9,13 +9,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from eagle3.draft.interchange import ExportedDraft, exported_tensors, load_weights, read_exported
+from eagle3.attention.ring import RingMode
+from eagle3.data.vocabulary import DraftVocabulary
+from eagle3.draft.interchange import ExportedDraft, exported_tensors, load_weights, read_exported, shard, whole_tensors
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
 from eagle3.objective.losses import BatchCounts, LossConfig, step_weights
 from eagle3.objective.metrics import batch_metrics, sum_counts, sum_sums
-from eagle3.objective.model import DraftObjective, micro_batch
-from eagle3.parallel.sequence import Stream, plan_sequence, supervised_counts
+from eagle3.objective.model import DraftObjective, MicroBatch, micro_batch
+from eagle3.parallel.dealing import SequenceSharding
+from eagle3.parallel.sequence import Stream, plan_sequence
 from eagle3.parallel.topology import Topology
 from eagle3.recipe import Training
 from eagle3.target.interface import summarize_teacher
@@ -54,16 +57,25 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise UserError(f"{path}: damaged ({error}); copy the case again") from error
 
 
-def run_case(case: GoldenCase, topology: Topology, steps: int, dtype: torch.dtype, deepspeed_file: Path) -> dict:
-    """The case's loss, steps, accuracies and gradients, under the keys of expected.safetensors, on every rank.
+def run_case(
+    case: GoldenCase,
+    topology: Topology,
+    steps: int,
+    dtype: torch.dtype,
+    deepspeed_file: Path,
+    sharding: SequenceSharding = SequenceSharding(),
+    ring_mode: RingMode = "gather",
+) -> dict[str, Tensor]:
+    """The case's loss, steps, accuracies and gradients, under the keys of expected.safetensors, whole on every rank.
 
-    The batch's documents are dealt to the data-parallel ranks and packed. The losses are divided by B*T of the padded
-    batch. fp64 sums gradients with plain collectives, other dtypes go through the DeepSpeed engine (which cannot hold
-    fp64).
+    The batch's documents are dealt to the data-parallel ranks and packed; each stream is spread over its sequence ranks
+    as `sharding` says. The losses are divided by B*T of the padded batch. fp64 sums gradients with plain collectives,
+    other dtypes go through the DeepSpeed engine (which cannot hold fp64). Raises UserError for sizes that do not fit.
     """
+    case.draft.config.check_parallel(topology.tensor.size(), sharding.ulysses)
     draft = Eagle3Draft(case.draft.config, topology.modules, dtype)
-    load_weights(draft, case.draft)
-    objective = DraftObjective(draft).to(topology.device)
+    load_weights(draft, case.draft, topology.tensor)
+    objective = DraftObjective(draft, topology, ring_mode).to(topology.device)
     through_engine = dtype != torch.float64
     ranks = topology.data.size()
     if through_engine:
@@ -73,7 +85,7 @@ def run_case(case: GoldenCase, topology: Topology, steps: int, dtype: torch.dtyp
             dtype="bfloat16" if dtype == torch.bfloat16 else "float32",
         )
         engine = start_engine(objective, topology, deepspeed_config(deepspeed_file, training, ranks))
-    batch = _micro_batch(case, topology, steps, dtype)
+    batch = _micro_batch(case, topology, steps, sharding, draft.lm_head.weight)
     padded = case.inputs["attention_mask"].numel()
     config = LossConfig(normalization="tokens")
     counts = BatchCounts(batch.counted(), batch.supervised.sum(1).cpu(), 0)
@@ -98,7 +110,7 @@ def run_case(case: GoldenCase, topology: Topology, steps: int, dtype: torch.dtyp
         "acceptance_rate": torch.tensor(metrics.acceptance_rate, dtype=torch.float64),
         "position_count": counts.counted.double(),
     }
-    named = exported_tensors(gradients)
+    named = exported_tensors(whole_tensors(gradients, draft, topology.tensor))
     return actual | {f"grad.{name}": gradient.cpu().contiguous() for name, gradient in named.items()}
 
 
@@ -130,8 +142,12 @@ def relative_errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> d
     return errors
 
 
-def _micro_batch(case: GoldenCase, topology: Topology, steps: int, dtype: torch.dtype):
-    tensors, vocabulary = case.inputs, case.draft
+def _micro_batch(
+    case: GoldenCase, topology: Topology, steps: int, sharding: SequenceSharding, lm_head: Tensor
+) -> MicroBatch:
+    """This rank's part of its stream, for a draft whose (part of the) lm_head is `lm_head`."""
+    dtype = lm_head.dtype
+    tensors, vocabulary = case.inputs, DraftVocabulary(case.draft.d2t, case.draft.t2d)
     real = tensors["attention_mask"].bool()
     mine = [row for row in range(len(real)) if row % topology.data.size() == topology.data.rank()]
     if mine:
@@ -146,13 +162,9 @@ def _micro_batch(case: GoldenCase, topology: Topology, steps: int, dtype: torch.
     aux, last = (
         torch.cat([tensors[name][row][real[row]] for row in mine]) for name in ("aux_hidden_state", "hidden_state")
     )
-    plan = plan_sequence(stream, steps)
-    assert torch.equal(plan.supervised.sum(1), supervised_counts(stream, steps))
-    head = tensors["lm_head_weight"].to(dtype)
-    exact = torch.promote_types(dtype, torch.float32)  # as a capture would have it, whatever the draft trains in
-    teacher = summarize_teacher(last[plan.teacher].to(exact), tensors["lm_head_weight"].to(exact))
-    draft_id = torch.full((vocabulary.config.vocab_size,), -1)
-    draft_id[vocabulary.t2d] = torch.arange(len(vocabulary.d2t))
+    plan = plan_sequence(stream, steps, sharding, topology.sequence.rank())
+    head, exact = tensors["lm_head_weight"], torch.promote_types(dtype, torch.float32)  # as a capture would have it
+    teacher = summarize_teacher(last[plan.teacher].to(exact), head.to(exact))
     return micro_batch(
         stream,
         plan,
@@ -160,8 +172,8 @@ def _micro_batch(case: GoldenCase, topology: Topology, steps: int, dtype: torch.
         last=last[plan.teacher],
         argmax=teacher.argmax,
         logsumexp=teacher.logsumexp,
-        teacher_head=head[vocabulary.t2d].to(topology.device),
-        draft_id=draft_id,
+        teacher_head=shard(head[vocabulary.target_ids], lm_head, topology.tensor).to(topology.device, dtype),
+        draft_id=vocabulary.draft_ids,
         dtype=dtype,
         device=topology.device,
     )

@@ -35,7 +35,7 @@ def train(recipe: Recipe, deepspeed_file: Path, topology: Topology, resume: bool
             wanted.conversations,
             config.max_position_embeddings - wanted.new_tokens - wanted.draft_tokens,
         )
-    supply = open_source(recipe, materials, topology.device)
+    supply = open_source(recipe, materials, topology)
     vocabulary = pick_vocabulary(recipe, materials, len(supply.head.head), console)
     draft = build_draft(recipe, materials, vocabulary, supply.head, topology)
     trainer = prepare_trainer(

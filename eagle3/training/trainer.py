@@ -14,13 +14,15 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from eagle3.data.loader import HiddenStateSource, LoadedStream, StreamLoader, batch_indices
 from eagle3.data.samples import SampleSet
 from eagle3.data.vocabulary import DraftVocabulary
-from eagle3.draft.interchange import export_draft
+from eagle3.draft.interchange import export_draft, shard, whole_tensors
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
 from eagle3.objective.distill import StepSums
 from eagle3.objective.losses import BatchCounts, LossConfig, StepWeights, step_weights
 from eagle3.objective.metrics import Metrics, batch_metrics, sum_counts, sum_sums
 from eagle3.objective.model import DraftObjective, MicroBatch, micro_batch
+from eagle3.parallel.agreement import require_agreement
+from eagle3.parallel.dealing import SequenceSharding
 from eagle3.parallel.topology import Topology
 from eagle3.recipe import Recipe, Training
 from eagle3.target.interface import TargetHead
@@ -79,6 +81,7 @@ class Trainer:
     def run(self, resume: bool) -> None:
         """Train to the last step, from the newest whole checkpoint when `resume`."""
         start = self._resume() if resume else 0
+        self._require_agreement(start)
         tracker = self._tracker()
         pace = Pace(start, self.steps)
         profile = self.training.profile
@@ -118,6 +121,7 @@ class Trainer:
         if best is not None and best != self.steps and self.checkpoints.load_whole(self.engine, best):
             self.console(f"exporting the best checkpoint, of step {best}")
         weights = full_weights(self.draft) | {"embedding.weight": self.draft.embedding.weight}
+        weights = whole_tensors(weights, self.draft, self.topology.tensor)
         if self.topology.is_first:
             export_draft(
                 self.folder.export,
@@ -144,6 +148,21 @@ class Trainer:
         dist.barrier()
         return start
 
+    def _require_agreement(self, step: int) -> None:
+        """Raises on every rank where ranks are about to train on different samples at `step`."""
+        loader, indices = self.train_loader, self._indices(step)
+        remedy = "clear data.cache_dir on that node and start again"
+        for what, identity, group in (
+            ("order of the samples", loader.order_identity(indices), dist.group.WORLD),
+            ("samples of a stream", loader.streams_identity(indices, self.training.accumulation), self.topology.stream),
+        ):
+            require_agreement(what, identity, group, self.topology.device, remedy)
+
+    def _indices(self, step: int) -> list[int]:
+        return batch_indices(
+            step, len(self.train_loader.samples), self.training.global_batch_size, self.recipe.data.seed
+        )
+
     def _tracker(self) -> Tracker | None:
         if not self.topology.is_first:
             return None
@@ -158,7 +177,7 @@ class Trainer:
     def _train_step(self, step: int) -> tuple[Metrics, float, float]:
         """One optimiser step: its metrics, learning rate and gradient norm before clipping."""
         samples, accumulation = self.train_loader.samples, self.training.accumulation
-        indices = batch_indices(step, len(samples), self.training.global_batch_size, self.recipe.data.seed)
+        indices = self._indices(step)
         batches = [self._to_device(stream) for stream in self.train_loader.load(indices, accumulation)]
         counts = self._counts(batches)
         needed = self._sums(batches) if self.loss_config.needs_sums else None
@@ -215,7 +234,7 @@ class Trainer:
     def _counts(self, batches: Sequence[MicroBatch]) -> BatchCounts:
         counted = torch.stack([batch.counted() for batch in batches]).sum(0)
         supervised = torch.stack([batch.supervised.sum(1).cpu() for batch in batches]).sum(0)
-        tokens = sum(batch.tokens for batch in batches)
+        tokens = sum(batch.tokens for batch in batches) if self.topology.sequence.rank() == 0 else 0
         return sum_counts(BatchCounts(counted, supervised, tokens), self.topology.batch, self.topology.device)
 
     def _to_device(self, loaded: LoadedStream) -> MicroBatch:
@@ -248,14 +267,15 @@ def prepare_trainer(
     vocabulary: DraftVocabulary,
 ) -> Trainer:
     """Put a run together: engine, loaders, checkpoints. The target's embedding and head are `head`."""
-    training, ranks = recipe.training, topology.data.size()
+    training, parallelism = recipe.training, recipe.parallelism
     steps = training.max_steps or math.ceil(training.epochs * len(train) / training.global_batch_size)
     rates = scheduler(steps, training.warmup_fraction, training.final_learning_rate_fraction)
-    engine = start_engine(DraftObjective(draft), topology, engine_config, rates)
+    objective = DraftObjective(draft, topology, parallelism.ring_mode)
+    engine = start_engine(objective, topology, engine_config, rates)
     dtype, device = draft.lm_head.weight.dtype, topology.device
-    draft_id = torch.full((len(vocabulary.t2d),), -1)
-    draft_id[vocabulary.target_ids] = torch.arange(vocabulary.size)
-    place = {"steps": training.ttt_steps, "rank": topology.data.rank(), "ranks": ranks}
+    teacher_head = head.head[vocabulary.target_ids.to(head.head.device)]
+    sharding = SequenceSharding(parallelism.ulysses, parallelism.ring, parallelism.layout, parallelism.query_selection)
+    place = {"steps": training.ttt_steps, "sharding": sharding, "data": topology.data, "sequence": topology.sequence}
     return Trainer(
         recipe=recipe,
         topology=topology,
@@ -263,8 +283,8 @@ def prepare_trainer(
         engine=engine,
         draft=draft,
         vocabulary=vocabulary,
-        teacher_head=head.head[vocabulary.target_ids.to(head.head.device)].to(device, dtype),
-        draft_id=draft_id,
+        teacher_head=shard(teacher_head, draft.lm_head.weight, topology.tensor).to(device, dtype),
+        draft_id=vocabulary.draft_ids,
         train_loader=StreamLoader(train, source, **place),
         held_out_loader=StreamLoader(held_out, source, **place),
         checkpoints=Checkpoints(folder.checkpoints, training.keep_checkpoints, console.warn),
