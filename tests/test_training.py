@@ -3,13 +3,14 @@
 import json
 import math
 import os
+import shutil
 import signal
 import sys
 import time
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
 from tiny_run import ROOT, finish, launch, make_target, metrics, write_recipe
 
 from eagle3.errors import UserError
@@ -69,6 +70,37 @@ def test_two_processes_and_accumulation_follow_one_process(tmp_path, target, top
     output = f"output.dir={tmp_path / 'two'}"
     finish(launch(*split, "launchers/train.py", "--deepspeed", str(ZERO2), "--recipe", recipe, accumulation, output))
     assert_same_course(metrics(tmp_path / "run"), metrics(tmp_path / "two"), 1e-5)
+
+
+def test_sequence_and_tensor_parallel_runs_follow_one_process(tmp_path, target, topology):
+    """Live hidden states, accumulation, held-out measurements and the exported draft; and a run resumed half-way."""
+    training = {**SHORT, "accumulation": 2, "checkpoint_every": 2}
+    recipe = str(write_recipe(tmp_path, target, training=training, evaluation={"conversations": 2, "every": 2}))
+    assert train(load_recipe(recipe), ZERO2, topology)
+    runs = {
+        "ulysses": "2:parallelism.ulysses=2",
+        "ring": "2:parallelism.ring=2,parallelism.ring_mode=p2p",
+        "tensor": "2:parallelism.tensor=2",
+        "all": "8:parallelism.tensor=2,parallelism.ulysses=2,parallelism.ring=2,training.loss=kl",
+    }
+    wanted = [f"{run},output.dir={tmp_path / name}" for name, run in runs.items()]
+    finish(launch(sys.executable, "tests/training_worker.py", recipe, *wanted))
+    expected = load_file(tmp_path / "run" / "export" / "model.safetensors")
+    for name in runs:
+        assert_same_course(metrics(tmp_path / "run"), metrics(tmp_path / name), 1e-5)
+        exported = load_file(tmp_path / name / "export" / "model.safetensors")
+        assert exported.keys() == expected.keys()
+        assert all(torch.allclose(exported[key], expected[key], rtol=1e-4, atol=1e-4) for key in expected)
+        results = [json.loads((tmp_path / each / "evaluation.json").read_text()) for each in ("run", name)]
+        assert results[0]["acceptance_length"] == pytest.approx(results[1]["acceptance_length"], rel=0.1)
+
+    shutil.rmtree(tmp_path / "tensor" / "checkpoints" / "step-00000004")
+    before = load((tmp_path / "tensor" / "export" / "model.safetensors").read_bytes())
+    said = finish(launch(sys.executable, "tests/training_worker.py", recipe, wanted[2].replace("2:", "2+resume:")))
+    assert "resumed after step 2" in said
+    assert [record["step"] for record in metrics(tmp_path / "tensor")] == [1, 2, 3, 4]
+    resumed = load_file(tmp_path / "tensor" / "export" / "model.safetensors")
+    assert all(torch.equal(resumed[key], before[key]) for key in resumed)
 
 
 SHORT = {"ttt_steps": 3, "global_batch_size": 4, "max_steps": 4, "learning_rate": 2e-3, "checkpoint_every": 10}

@@ -1,0 +1,223 @@
+"""Loads streams on several ranks, all cases in one launch, and keeps what each rank got for tests/test_loader.py.
+
+python tests/loader_worker.py FOLDER    with `target` and the stores of `store_of` in it
+"""
+
+import itertools
+import random
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from processes import fork_ranks
+from torch import Tensor
+
+from eagle3.data.loader import LiveSource, StoredSource, StreamLoader
+from eagle3.data.samples import SampleSet
+from eagle3.data.store import HiddenStateStore
+from eagle3.errors import SharedUserError
+from eagle3.parallel.agreement import require_agreement
+from eagle3.parallel.dealing import SequenceSharding
+from eagle3.target.interface import HiddenStates
+from eagle3.target.transformers import TransformersTarget, load_target
+
+if TYPE_CHECKING:
+    from eagle3.parallel.topology import Topology
+
+STEPS = 3
+PROVENANCE = {"target": "tiny"}
+TIMEOUT = timedelta(seconds=20)
+LENGTHS = [97, 3, 41, 1, 66, 18, 41, 120, 9, 30]
+ONE_TOKEN, UNSUPERVISED = 3, 4  # places in LENGTHS: the document of one token, and one in which nothing is supervised
+
+
+@dataclass(frozen=True)
+class Case:
+    """documents: places in LENGTHS of one optimiser step's samples, None for all. dtype: the target's and the store's.
+    What the layout leaves of `world` is data-parallel."""
+
+    name: str
+    world: int
+    tensor: int = 1
+    ulysses: int = 1
+    ring: int = 1
+    accumulation: int = 1
+    documents: tuple[int, ...] | None = None
+    dtype: str = "float32"
+    layout: str = "zigzag"
+
+    @property
+    def sharding(self) -> SequenceSharding:
+        return SequenceSharding(self.ulysses, self.ring, self.layout, query_block=8)
+
+    @property
+    def stream_ranks(self) -> int:
+        return self.tensor * self.ulysses * self.ring
+
+    def sequence_rank(self, rank: int) -> int:
+        """Ranks are ordered tensor, sequence, data, fastest first."""
+        return rank // self.tensor % (self.ulysses * self.ring)
+
+
+CASES = [
+    Case("ring", 2, ring=2),
+    Case("ulysses in bfloat16", 2, ulysses=2, dtype="bfloat16", layout="contiguous"),
+    Case("tensor", 2, tensor=2, accumulation=2),
+    Case("tensor and ulysses", 4, tensor=2, ulysses=2, accumulation=2),
+    Case("tensor and ulysses in bfloat16", 4, tensor=2, ulysses=2, dtype="bfloat16"),
+    Case("ring and data", 4, ring=2, accumulation=2, layout="contiguous"),
+    Case("ulysses and ring", 4, ulysses=2, ring=2),
+    Case("tensor and data", 4, tensor=2),
+    Case("data", 4, accumulation=2),
+    Case("one document", 4, ulysses=2, ring=2, documents=(7,)),
+    Case("one token", 4, tensor=2, ring=2, documents=(ONE_TOKEN,)),
+    Case("one document, two data ranks", 4, ring=2, documents=(0,)),
+    Case("nothing supervised", 4, tensor=2, ring=2, documents=(UNSUPERVISED,)),
+    Case("nothing supervised in a stream", 4, ulysses=2, documents=(0, UNSUPERVISED)),
+]
+
+
+def encoded_documents() -> list[tuple[Tensor, Tensor]]:
+    """(ids, loss mask) of each document: answers after a prompt, single rows, everything, nothing."""
+    generator = torch.Generator().manual_seed(11)
+    documents = []
+    for place, length in enumerate(LENGTHS):
+        ids = torch.randint(2, 290, (length,), generator=generator)
+        share = 0.0 if place == UNSUPERVISED else [0.5, 0.1, 1.0][place % 3]
+        mask = torch.rand(length, generator=generator) < share
+        if place == 0:
+            mask = torch.arange(length) >= 60
+        documents.append((ids, mask))
+    return documents
+
+
+def sample_set(order: Sequence[int]) -> SampleSet:
+    documents = encoded_documents()
+    return SampleSet.pack([tuple(part.numpy() for part in documents[place]) for place in order])
+
+
+def sample_indices(case: Case) -> list[int]:
+    """The case's documents as places among all of them, sorted by id, whatever order a rank reads them in."""
+    ids = [sample.id for sample in sample_set(range(len(LENGTHS)))]
+    return [sorted(ids).index(ids[place]) for place in case.documents or range(len(LENGTHS))]
+
+
+def store_of(folder: Path, dtype: str) -> Path:
+    return folder / f"store-{dtype}"
+
+
+def outcome_of(folder: Path, name: str, rank: int) -> Path:
+    return folder / f"{name.replace(' ', '_')}-{rank}.pt"
+
+
+class CountingTarget(TransformersTarget):
+    """Remembers what it prefilled."""
+
+    prefilled: list[list[int]]
+
+    def prefill(self, documents: Sequence[Tensor]) -> list[HiddenStates]:
+        self.prefilled += [document.tolist() for document in documents]
+        return super().prefill(documents)
+
+
+def main(folder: Path) -> int:
+    import eagle3.parallel.topology  # noqa: F401  before the fork, that the ranks share its seconds
+
+    return fork_ranks(2, partial(run, folder, 2)) or fork_ranks(4, partial(run, folder, 4))
+
+
+def run(folder: Path, world: int) -> None:
+    # here, for DeepSpeed takes seconds to import, and who reads the cases does not need it
+    from eagle3.parallel.topology import start_distributed, stop_distributed
+
+    models = {dtype: load_target(folder / "target", dtype=dtype).model for dtype in ("float32", "bfloat16")}
+
+    def load(case: Case, topology: "Topology") -> dict:
+        """The same step three times: live with each document prefilled alone, live in batches, and from the store."""
+        order = random.Random(dist.get_rank()).sample(range(len(LENGTHS)), len(LENGTHS))
+        alone, batched = (
+            CountingTarget(models[case.dtype], aux_layers=None, prefill_tokens=tokens) for tokens in (1, 256)
+        )
+        alone.prefilled, batched.prefilled = [], []
+        store = HiddenStateStore.open(store_of(folder, case.dtype), PROVENANCE)
+        found = {}
+        for name, source in {
+            "alone": LiveSource(alone, topology.stream, topology.device),
+            "batched": LiveSource(batched, topology.stream, topology.device),
+            "stored": StoredSource(store),
+        }.items():
+            loader = StreamLoader(
+                sample_set(order),  # every rank reads the samples in an order of its own
+                source,
+                steps=STEPS,
+                sharding=case.sharding,
+                data=topology.data,
+                sequence=topology.sequence,
+            )
+            found[name] = loader.load(sample_indices(case), case.accumulation)
+        assert alone.prefilled == batched.prefilled
+        return found | {"prefilled": alone.prefilled}
+
+    cases = sorted((case for case in CASES if case.world == world), key=_sizes)
+    for sizes, alike in itertools.groupby(cases, _sizes):  # groups are formed once a layout
+        topology = start_distributed(*sizes, timeout=TIMEOUT)
+        for case in alike:
+            torch.save(load(case, topology), outcome_of(folder, case.name, dist.get_rank()))
+    if world == 4:
+        topology = start_distributed(tensor=2, timeout=TIMEOUT)
+        torch.save(agree(topology), outcome_of(folder, "agreement", dist.get_rank()))
+    stop_distributed()
+
+
+def _sizes(case: Case) -> tuple[int, int, int]:
+    return case.tensor, case.ulysses, case.ring
+
+
+def agree(topology: "Topology") -> dict[str, str | None]:
+    """What require_agreement says, None for nothing. Streams are those of the ranks 0 and 1, and 2 and 3."""
+    rank, world = dist.get_rank(), dist.group.WORLD
+    order = random.Random(rank).sample(range(len(LENGTHS)), len(LENGTHS))
+    whole, indices = sample_set(order), list(range(len(LENGTHS)))
+    short = sample_set(order[1:])
+    other_masks = replace(whole, loss_mask=~whole.loss_mask)  # as damage to a file would: the digests are as before
+
+    def loader(samples: SampleSet) -> StreamLoader:
+        return StreamLoader(
+            samples, None, steps=STEPS, sharding=SequenceSharding(), data=topology.data, sequence=topology.sequence
+        )
+
+    def said(identity: bytes, group: dist.ProcessGroup) -> str | None:
+        try:
+            require_agreement("samples", identity, group, topology.device, "prepare again")
+        except SharedUserError as mistake:
+            return str(mistake)
+        return None
+
+    def order_of(samples: SampleSet, indices: list[int] = indices[:4]) -> bytes:
+        return loader(samples).order_identity(indices)
+
+    def streams_of(samples: SampleSet) -> bytes:
+        return loader(samples).streams_identity(indices, 2)
+
+    checks: dict[str, Callable[[], str | None]] = {
+        "same order": lambda: said(order_of(whole), world),
+        "same streams": lambda: said(streams_of(whole), topology.stream),
+        "streams differ between data ranks": lambda: said(streams_of(whole), world),
+        "masks of rank 3, order": lambda: said(order_of(other_masks if rank == 3 else whole), world),
+        "masks of rank 3, streams": lambda: said(streams_of(other_masks if rank == 3 else whole), topology.stream),
+        "rank 0 has one sample fewer": lambda: said(order_of(short if rank == 0 else whole), world),
+        "another batch on ranks 1 and 3": lambda: said(order_of(whole, [rank % 2]), topology.tensor),
+        "everyone differs": lambda: said(bytes([rank]), world),
+        "alone": lambda: said(bytes([rank]), topology.alone),
+    }
+    return {name: check() for name, check in checks.items()}
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,24 @@
+"""Several ranks of one job for a test: forked after the imports, so that many processes start as fast as one."""
+
+import os
+import socket
+from collections.abc import Callable
+
+from torch.multiprocessing import start_processes
+
+
+def fork_ranks(world: int, work: Callable[[], None]) -> None:
+    """Run `work` in `world` processes under the environment that a launcher sets. The first one that fails ends the
+    others, and its traceback is raised here. Call it from a script of its own that has imported what `work` needs and has
+    neither started threads nor formed process groups."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    start_processes(_be, (world, port, work), nprocs=world, start_method="fork")
+
+
+def _be(rank: int, world: int, port: int, work: Callable[[], None]) -> None:
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in names.items()})
+    work()

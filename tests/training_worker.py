@@ -1,0 +1,32 @@
+"""Whole runs of one recipe on several ranks, one after another, for tests/test_training.py.
+
+python tests/training_worker.py RECIPE PROCESSES[+resume]:OVERRIDE,OVERRIDE,... ...
+"""
+
+import datetime
+import sys
+from functools import partial
+from pathlib import Path
+
+from processes import fork_ranks
+
+from eagle3.parallel.topology import start_distributed, stop_distributed
+from eagle3.recipe import load_recipe
+from eagle3.training.run import train
+
+ZERO2 = Path(__file__).parent.parent / "ds_configs" / "zero2.json"
+
+
+def run(recipe_file: str, overrides: list[str], resume: bool) -> None:
+    recipe = load_recipe(recipe_file, overrides)
+    sizes = recipe.parallelism
+    topology = start_distributed(sizes.tensor, sizes.ulysses, sizes.ring, timeout=datetime.timedelta(seconds=60))
+    assert train(recipe, ZERO2, topology, resume)
+    stop_distributed()
+
+
+if __name__ == "__main__":
+    for wanted in sys.argv[2:]:
+        processes, _, overrides = wanted.partition(":")
+        count, _, resume = processes.partition("+")
+        fork_ranks(int(count), partial(run, sys.argv[1], overrides.split(","), resume == "resume"))
