@@ -1,5 +1,8 @@
 """Block attention, its merging, and the attention of a TTT step against plain softmax with autograd in fp64."""
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -8,11 +11,14 @@ from eagle3.attention.block import (
     BlockOutput,
     _plain_backward,
     _plain_forward,
+    absorb_lse_gradient,
     block_attention,
     block_attention_backward,
     merge_blocks,
 )
-from eagle3.attention.ttt import schedule_prefix, ttt_attention
+from eagle3.attention.ring import RingMode
+from eagle3.attention.schedule import schedule_prefix
+from eagle3.attention.ttt import KeyValue, TTTAttention
 
 SCALE = 0.37
 # heads, kv heads, head dim
@@ -25,6 +31,14 @@ every_shape = pytest.mark.parametrize(("visibility", "queries", "keys"), SHAPES)
 
 def _normal(generator: torch.Generator, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def _close(found, wanted, tolerance):
+    scale = wanted.abs().max().clamp(min=1e-30)
+    return found.shape == wanted.shape and float((found.double() - wanted).abs().max() / scale) < tolerance
+
+
+# One block ------------------------------------------------------------------------------------------------------------
 
 
 def _block(visibility, queries, keys, heads, kv_heads, dim, dtype=torch.float64):
@@ -41,32 +55,42 @@ def _block(visibility, queries, keys, heads, kv_heads, dim, dtype=torch.float64)
     return q, k, v, grad, seen if visibility == "masked" else None, seen
 
 
-def _softmax_attention(q, k, v, seen):
+def _softmax_attention(q, k, v, seen, score=None):
     """out [Q, heads, d] and lse [Q, heads], head by head."""
     group = q.shape[1] // k.shape[1]
     outs, lses = [], []
     for head in range(q.shape[1]):
-        scores = (q[:, head] @ k[:, head // group].T * SCALE).masked_fill(~seen, float("-inf"))
+        scores = q[:, head] @ k[:, head // group].T * SCALE
+        scores = (scores if score is None else score(scores)).masked_fill(~seen, float("-inf"))
         outs.append(scores.softmax(-1) @ v[:, head // group])
         lses.append(scores.logsumexp(-1))
     return torch.stack(outs, 1), torch.stack(lses, 1)
 
 
-def _close(found, wanted, tolerance):
-    scale = wanted.abs().max().clamp(min=1e-30)
-    return found.shape == wanted.shape and float((found.double() - wanted).abs().max() / scale) < tolerance
+def _softcap(scores):
+    return 0.8 * torch.tanh(scores / 0.8)
+
+
+def _distance_bias(scores):
+    """A constant of each (query, key) pair, other above than below the diagonal."""
+    queries, keys = (torch.arange(size) for size in scores.shape[-2:])
+    distance = (queries[:, None] - keys).to(scores.dtype)
+    return scores + torch.sin(distance) - 0.05 * distance
 
 
 @every_grouping
 @every_shape
-def test_a_block_equals_softmax_and_its_gradients_equal_autograd(visibility, queries, keys, heads, kv_heads, dim):
+@pytest.mark.parametrize("score", [None, _softcap, _distance_bias], ids=["", "softcap", "bias"])
+def test_a_block_equals_softmax_and_its_gradients_equal_autograd(
+    score, visibility, queries, keys, heads, kv_heads, dim
+):
     q, k, v, grad, visible, seen = _block(visibility, queries, keys, heads, kv_heads, dim)
     leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
-    expected, expected_lse = _softmax_attention(*leaves, seen)
+    expected, expected_lse = _softmax_attention(*leaves, seen, score)
     gradients = torch.autograd.grad(expected, leaves, grad)
-    out, lse = block_attention(q, k, v, SCALE, visibility, visible)
+    out, lse = block_attention(q, k, v, SCALE, visibility, visible, score)
     assert _close(out, expected, 1e-13) and _close(lse, expected_lse, 1e-13)
-    found = block_attention_backward(grad, q, k, v, out, lse, SCALE, visibility, visible)
+    found = block_attention_backward(grad, q, k, v, out, lse, SCALE, visibility, visible, score)
     for part, wanted in zip(found, gradients, strict=True):
         # where a query sees one key alone the gradient of the scores is nothing but rounding
         assert part.shape == wanted.shape and (part - wanted).abs().max() < 1e-12
@@ -107,6 +131,65 @@ def test_a_bfloat16_block_is_fp32_arithmetic_on_rounded_inputs(visibility, queri
         )
 
 
+# A block's backward where its lse has a gradient too --------------------------------------------------------------------
+
+kernel_or_plain = pytest.mark.parametrize("score", [None, _softcap], ids=["kernel", "plain"])
+
+
+def _both_gradients(grad, grad_lse, shape, score, dtype):
+    """Gradients of q, k, v for upstream gradients of out and of lse: found, and wanted by autograd in fp64."""
+    q, k, v, _, visible, seen = _block(*shape, 4, 2, 8, dtype)
+    leaves = [tensor.double().requires_grad_() for tensor in (q, k, v)]
+    wanted = torch.autograd.grad(_softmax_attention(*leaves, seen, score), leaves, (grad.double(), grad_lse.double()))
+    out, lse = block_attention(q, k, v, SCALE, shape[0], visible, score)
+    stand_in = absorb_lse_gradient(out, grad, grad_lse)
+    return block_attention_backward(grad, q, k, v, stand_in, lse, SCALE, shape[0], visible, score), wanted
+
+
+def _upstream(shape, dtype):
+    generator = torch.Generator().manual_seed(3)
+    return _normal(generator, shape[1], 4, 8, dtype=dtype), _normal(generator, shape[1], 4, dtype=dtype)
+
+
+@kernel_or_plain
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=["fp64", "fp32"])
+@pytest.mark.parametrize("size", [1e-25, 1e-12, 1e-4, 1.0, 1e6, 1e12])
+@pytest.mark.parametrize("lse_size", [0.0, 1.0, 1e3], ids="lse {}".format)
+def test_a_function_of_out_and_lse_has_exact_gradients_whatever_its_size(lse_size, size, dtype, tolerance, score):
+    """lse_size: of the gradient of lse, relative to that of out. The square of 1e-25 is 0 in fp32."""
+    for shape in SHAPES:
+        grad, grad_lse = _upstream(shape, dtype)
+        found, wanted = _both_gradients(grad * size, grad_lse * size * lse_size, shape, score, dtype)
+        for part, exact in zip(found, wanted, strict=True):
+            error = (part.double() - exact).abs().max() / (size * max(1.0, lse_size))
+            assert part.dtype == dtype and error < tolerance
+
+
+@kernel_or_plain
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=["fp64", "fp32"])
+def test_rows_whose_gradients_are_of_any_size_or_zero_have_exact_gradients_side_by_side(dtype, tolerance, score):
+    shape = ("masked", 7, 40)
+    sizes = torch.tensor([0.0, 1e-25, 1e-12, 1e-6, 1.0, 1e3, 1e12], dtype=dtype)
+    grad, grad_lse = _upstream(shape, dtype)
+    grad, grad_lse = grad * sizes[:, None, None], grad_lse * sizes[:, None]
+    grad[4, 1], grad_lse[4, 1] = 0, 0  # one head of a row
+    found, wanted = _both_gradients(grad, grad_lse, shape, score, dtype)
+    error = (found.q.double() - wanted[0]).abs().amax((1, 2))
+    assert bool((error <= tolerance * sizes.double()).all()) and not found.q[0].any() and not found.q[4, 1].any()
+    assert _close(found.k, wanted[1], tolerance) and _close(found.v, wanted[2], tolerance)
+
+
+def test_a_gradient_of_lse_beside_a_vanishing_one_of_out_is_not_lost():
+    shape = ("causal", 67, 67)
+    grad, grad_lse = _upstream(shape, torch.float32)
+    found, wanted = _both_gradients(grad * 1e-25, grad_lse, shape, None, torch.float32)
+    for part, exact in zip(found, wanted, strict=True):
+        assert _close(part, exact, 1e-5)
+
+
+# Blocks merged --------------------------------------------------------------------------------------------------------
+
+
 @every_grouping
 def test_merged_parts_of_the_keys_equal_one_block_forward_and_backward(heads, kv_heads, dim):
     """Each part's backward with the merged out and lse is its exact share: dq adds up, dk and dv lie side by side."""
@@ -134,119 +217,220 @@ def test_merging_is_exact_where_one_part_outweighs_the_other_by_any_factor():
         assert torch.equal(merged.out, wanted.out) and torch.equal(merged.lse, wanted.lse)
 
 
-# A stream of four documents: rows that exist as keys, and those of them that are queries.
-DOCUMENTS = torch.tensor([0] * 11 + [1] * 1 + [2] * 7 + [3] * 20)
-KEY_ROWS = torch.tensor([row for row in range(39) if row not in (9, 10, 17, 18)])
-QUERY_ROWS = torch.tensor([0, 2, 3, 4, 8, 11, 12, 16, *range(20, 29), 31, 32, 38])
+# A TTT step -----------------------------------------------------------------------------------------------------------
+
+Score = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def _ttt_inputs(steps, heads, kv_heads, dim, queries=20, keys=35):
-    generator = torch.Generator().manual_seed(5)
-    q, prefix = _normal(generator, queries, heads, dim), [_normal(generator, keys, kv_heads, dim) for _ in range(2)]
-    own = [_normal(generator, queries, kv_heads, dim) for _ in range(2 * steps)]
-    return [tensor.requires_grad_() for tensor in (q, *prefix, *own)], _normal(generator, queries, heads, dim)
+@dataclass(frozen=True)
+class Step:
+    """Step k on a stream: the document of each row; rows [Q] and [S] of queries and keys with -1 pads; their tensors.
+
+    q, grad [Q, heads, d]; prefix: K_0, V_0 [S, kv_heads, d]; own: K_1..K_k, then V_1..V_k, each [Q, kv_heads, d]; sink
+    [heads] or None.
+    """
+
+    documents: Tensor
+    query_rows: Tensor
+    key_rows: Tensor
+    q: Tensor
+    prefix: KeyValue
+    own: tuple[Tensor, ...]
+    sink: Tensor | None
+    grad: Tensor
+    window: int | None = None
+    score: Score | None = None
+
+    @property
+    def k(self) -> int:
+        return len(self.own) // 2
+
+    @property
+    def pairs(self) -> list[KeyValue]:
+        """(K_i, V_i) for i = 1..k."""
+        return [KeyValue(*pair) for pair in zip(self.own[: self.k], self.own[self.k :], strict=True)]
+
+    @property
+    def leaves(self) -> tuple[Tensor, ...]:
+        return (self.q, *self.prefix, *self.own, *([] if self.sink is None else [self.sink]))
+
+    def holding(self, leaves: Sequence[Tensor]) -> "Step":
+        """The same step on other tensors, in the order of `leaves`."""
+        q, key, value, *rest = leaves
+        own, sink = tuple(rest[: 2 * self.k]), None if self.sink is None else rest[-1]
+        return replace(self, q=q, prefix=KeyValue(key, value), own=own, sink=sink)
+
+    def position(self, rows: Tensor) -> Tensor:
+        """Each row's place in its document; that of row 0 for a pad."""
+        firsts = torch.searchsorted(self.documents, self.documents)
+        return (torch.arange(len(firsts)) - firsts)[rows.clamp(min=0)]
+
+    def run(self, topology, block: int, mode: RingMode = "gather") -> Tensor:
+        attention = TTTAttention.over(topology.alone, topology.alone, SCALE, mode, self.score)
+        positions = self.position(self.query_rows)
+        # a window counts from t + k, a schedule from the row t
+        window = None if self.window is None else self.window - self.k
+        schedule = schedule_prefix(self.query_rows, positions, self.key_rows, block=block, window=window)
+        shared = attention.finish(attention.start(self.prefix))
+        return attention(self.q, shared, (schedule,), self.pairs, self.sink, self.k, positions)
+
+    def defined(self) -> Tensor:
+        """One softmax over the seen prefix, own keys and the sink, head by head; 0 for a row that has none of them."""
+        at, of = self.position(self.query_rows) + self.k, self.position(self.key_rows)
+        seen = self.documents[self.query_rows][:, None] == self.documents[self.key_rows]
+        seen &= (self.query_rows[:, None] >= 0) & (self.key_rows >= 0) & (self.key_rows <= self.query_rows[:, None])
+        if self.window is not None:
+            seen &= at[:, None] - of < self.window
+        rows = torch.arange(len(seen)) if self.own or self.sink is not None else seen.any(1).nonzero().flatten()
+        heads, group = [], self.q.shape[1] // self.prefix.key.shape[1]
+        for head in range(self.q.shape[1]):
+            q, shared = self.q[rows, head], head // group
+            logits = [self._logits(q @ self.prefix.key[:, shared].T, at[rows, None], of)]
+            logits[0] = logits[0].masked_fill(~seen[rows], float("-inf"))
+            for i, pair in enumerate(self.pairs, start=1):
+                product = (q * pair.key[rows, shared]).sum(-1, keepdim=True)
+                logits.append(self._logits(product, at[rows, None], at[rows, None] - self.k + i))
+            if self.sink is not None:
+                logits.append(self.sink[head].expand(len(rows), 1))
+            p = torch.cat(logits, -1).softmax(-1)
+            out = p[:, : len(of)] @ self.prefix.value[:, shared]
+            for i, pair in enumerate(self.pairs):
+                out = out + p[:, len(of) + i, None] * pair.value[rows, shared]
+            heads.append(out)
+        return torch.zeros_like(self.q).index_copy(0, rows, torch.stack(heads, 1))
+
+    def _logits(self, products: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+        scaled = products * SCALE
+        return scaled if self.score is None else self.score(scaled, query_positions, key_positions)
 
 
-def _run_ttt(tensors, schedule):
-    q, prefix_key, prefix_value, *own = tensors
-    steps = len(own) // 2
-    return ttt_attention(q, prefix_key, prefix_value, tuple(own[:steps]), tuple(own[steps:]), schedule, SCALE)
+def _equals_definition(step: Step, out: Tensor, tolerance: float) -> bool:
+    """Output, and the gradients of q, K_0, V_0, every own key and value, and the sink."""
+    leaves = [leaf.detach().double().requires_grad_() for leaf in step.leaves]
+    expected = step.holding(leaves).defined()
+    wanted = (expected, *torch.autograd.grad(expected, leaves, step.grad.double()))
+    found = (out, *torch.autograd.grad(out, step.leaves, step.grad))
+    assert all(part.dtype == step.q.dtype for part in found)
+    return all(_close(*pair, tolerance) for pair in zip(found, wanted, strict=True))
 
 
-def _dense_ttt(tensors, seen):
-    """The definition: one softmax over the seen prefix and the query's own rows of K_1..K_k."""
-    q, prefix_key, prefix_value, *own = tensors
-    steps, group = len(own) // 2, q.shape[1] // prefix_key.shape[1]
-    heads = []
-    for head in range(q.shape[1]):
-        shared = head // group
-        prefix = (q[:, head] @ prefix_key[:, shared].T * SCALE).masked_fill(~seen, float("-inf"))
-        mine = [(q[:, head] * key[:, shared]).sum(-1, keepdim=True) * SCALE for key in own[:steps]]
-        p = torch.cat([prefix, *mine], -1).softmax(-1)
-        out = p[:, : seen.shape[1]] @ prefix_value[:, shared]
-        for step, value in enumerate(own[steps:]):
-            out = out + p[:, seen.shape[1] + step, None] * value[:, shared]
-        heads.append(out)
-    return torch.stack(heads, 1)
+def _capped(scores, queries, keys):
+    return _softcap(scores)
 
 
-def _schedule(block, query_rows=QUERY_ROWS, key_rows=KEY_ROWS):
-    return schedule_prefix(query_rows, key_rows, DOCUMENTS[query_rows], DOCUMENTS[key_rows], block)
+def _by_position(scores, queries, keys):
+    """Not linear in a query's own position or in the distance: else softmax would not notice a wrong offset."""
+    distance = (queries - keys).to(scores.dtype)
+    return scores * (1.2 + torch.cos(queries.to(scores.dtype))) + torch.sin(0.9 * distance)
 
 
-def _seen(query_rows=QUERY_ROWS, key_rows=KEY_ROWS):
-    same = DOCUMENTS[query_rows][:, None] == DOCUMENTS[key_rows][None]
-    return same & (key_rows[None] <= query_rows[:, None])
+# documents, query rows, key rows
+Rows = tuple[Tensor, Tensor, Tensor]
 
 
-@pytest.mark.parametrize("block", [1, 2, 3, 8, 512])
-def test_a_schedule_shows_every_query_the_keys_of_its_document_up_to_itself_once(block):
-    shown = torch.zeros(len(QUERY_ROWS), len(KEY_ROWS), dtype=torch.long)
-    schedule = _schedule(block)
-    for piece in schedule.pieces:
-        part = shown[piece.queries, piece.keys]
-        assert part.numel() and part.shape[0] <= block
-        if piece.visibility == "causal":
-            assert part.shape[0] == part.shape[1]
-            part += torch.ones_like(part).tril()
-        else:
-            part += 1 if piece.visibility == "full" else schedule.visible(piece).long()
-    assert torch.equal(shown, _seen().long())
+def _random_rows(seed: int) -> Rows:
+    """Three documents, queries at random and keys among which are the queries' own rows; pads at both ends."""
+    generator = torch.Generator().manual_seed(seed)
+    documents = torch.repeat_interleave(torch.arange(3), torch.randint(1, 15, (3,), generator=generator))
+    query = torch.rand(len(documents), generator=generator) < 0.6
+    key = query | (torch.rand(len(documents), generator=generator) < 0.8)
+    pad = torch.tensor([-1, -1])
+    return documents, torch.cat((query.nonzero().flatten(), pad)), torch.cat((key.nonzero().flatten(), pad[:1]))
 
 
-@pytest.mark.parametrize("block", [1, 2, 3, 8, 512])
-@pytest.mark.parametrize("steps", [0, 1, 3])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS[1:4])
-def test_attention_of_a_step_equals_the_dense_definition_whatever_the_block(block, steps, heads, kv_heads, dim):
-    """Output, and the gradients of q, K_0, V_0 and every own key and value."""
-    tensors, grad = _ttt_inputs(steps, heads, kv_heads, dim)
-    expected = _dense_ttt(tensors, _seen())
-    wanted = torch.autograd.grad(expected, tensors, grad)
-    out = _run_ttt(tensors, _schedule(block))
-    assert _close(out, expected, 1e-13)
-    for found, gradient in zip(torch.autograd.grad(out, tensors, grad), wanted, strict=True):
-        assert _close(found, gradient, 1e-12)
+def _step(rows, k, sinks=False, window=None, score=None, heads=4, kv_heads=2, dim=5, dtype=torch.float64) -> Step:
+    generator, (queries, keys) = torch.Generator().manual_seed(k), (len(each) for each in rows[1:])
+    shapes = [(queries, heads, dim), *[(keys, kv_heads, dim)] * 2, *[(queries, kv_heads, dim)] * (2 * k), (heads,)]
+    q, key, value, *own, sink = (_normal(generator, *shape, dtype=dtype).requires_grad_() for shape in shapes)
+    grad = _normal(generator, *shapes[0], dtype=dtype)
+    return Step(*rows, q, KeyValue(key, value), tuple(own), sink if sinks else None, grad, window, score)
 
 
-def test_consecutive_rows_of_one_long_document_equal_the_dense_definition():
-    """More queries than one block of the size that training uses, all dense: no piece needs a mask."""
-    rows, documents = torch.arange(1100), torch.zeros(1100, dtype=torch.long)
-    schedule = schedule_prefix(rows[30:], rows, documents[30:], documents)
-    assert [piece.visibility for piece in schedule.pieces] == ["full", "causal"] * 3
-    tensors, grad = _ttt_inputs(1, 2, 1, 4, queries=1070, keys=1100)
-    expected = _dense_ttt(tensors, rows[None] <= rows[30:, None])
-    wanted = torch.autograd.grad(expected, tensors, grad)
-    out = _run_ttt(tensors, schedule)
-    assert _close(out, expected, 1e-13)
-    for found, gradient in zip(torch.autograd.grad(out, tensors, grad), wanted, strict=True):
-        assert _close(found, gradient, 1e-12)
+@pytest.mark.parametrize("mode", ["gather", "p2p"])
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("window", [None, 4, 9])
+@pytest.mark.parametrize("score", [None, _capped, _by_position], ids=["", "softcap", "by position"])
+@pytest.mark.parametrize("k", range(4))
+def test_a_step_equals_one_softmax_over_prefix_own_keys_and_sink(topology, k, score, window, sinks, mode):
+    for seed in range(2):
+        step = _step(_random_rows(seed), k, sinks, window, score)
+        assert _equals_definition(step, step.run(topology, block=3, mode=mode), 1e-12)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_attention_in_lower_precision_stays_within_its_rounding(dtype):
-    tensors, grad = _ttt_inputs(3, 4, 2, 8)
-    rounded = [tensor.detach().to(dtype).requires_grad_() for tensor in tensors]
-    exact = [tensor.detach().double().requires_grad_() for tensor in rounded]
-    expected, out = _dense_ttt(exact, _seen()), _run_ttt(rounded, _schedule(3))
-    tolerance = 2e-6 if dtype == torch.float32 else 2**-7
-    assert out.dtype == dtype and _close(out, expected, tolerance)
-    wanted = torch.autograd.grad(expected, exact, grad.to(dtype).double())
-    for found, gradient in zip(torch.autograd.grad(out, rounded, grad.to(dtype)), wanted, strict=True):
-        assert found.dtype == dtype and _close(found, gradient, 2 * tolerance)
+@pytest.mark.parametrize("block", [1, 2, 8, 512])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)
+def test_a_step_equals_the_definition_whatever_block_and_heads(topology, heads, kv_heads, dim, block):
+    step = _step(_random_rows(7), 2, True, 6, None, heads, kv_heads, dim)
+    assert _equals_definition(step, step.run(topology, block), 1e-12)
 
 
-@pytest.mark.parametrize("steps", [0, 2])
-def test_gradcheck_passes_on_a_tiny_case(steps):
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-6)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("score", [None, _by_position], ids=["", "by position"])
+def test_a_step_in_lower_precision_stays_within_its_rounding(topology, score, dtype, tolerance):
+    for seed in range(5):
+        for k, sinks, window in ((0, False, None), (0, True, 4), (1, False, 4), (3, True, None)):
+            step = _step(_random_rows(seed), k, sinks, window, score, dtype=dtype)
+            assert _equals_definition(step, step.run(topology, block=3), tolerance)
+
+
+def test_consecutive_rows_of_a_long_document_equal_the_definition_in_blocks_of_the_usual_size(topology):
+    rows = torch.arange(1100)
+    step = _step((torch.zeros_like(rows), rows[30:], rows), 1, heads=2, kv_heads=1, dim=4)
+    assert _equals_definition(step, step.run(topology, block=512), 1e-12)
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_gradcheck_passes_on_a_tiny_case(topology, k):
     """Against finite differences, which know nothing of softmax."""
-    query_rows, key_rows = torch.tensor([1, 3, 11, 12, 14]), torch.tensor([0, 1, 2, 3, 11, 12, 13, 14])
-    tensors, _ = _ttt_inputs(steps, 2, 1, 2, queries=5, keys=8)
-    assert torch.autograd.gradcheck(lambda *inputs: _run_ttt(inputs, _schedule(2, query_rows, key_rows)), tensors)
+    rows = torch.tensor([0, 0, 0, 1, 1]), torch.tensor([0, 2, 3, 4, -1]), torch.arange(5)
+    step = _step(rows, k, True, 4, _by_position, heads=2, kv_heads=1, dim=2)
+    assert torch.autograd.gradcheck(lambda *leaves: step.holding(leaves).run(topology, block=2), step.leaves)
 
 
-def test_a_key_that_no_query_sees_gets_a_zero_gradient():
-    query_rows = QUERY_ROWS[QUERY_ROWS < 32]
-    tensors, grad = _ttt_inputs(1, 4, 2, 8, queries=len(query_rows))
-    _run_ttt(tensors, _schedule(4, query_rows)).backward(grad)
-    unseen = ~_seen(query_rows).any(0)
-    assert unseen.any() and not tensors[1].grad[unseen].any() and not tensors[2].grad[unseen].any()
-    assert tensors[1].grad[~unseen].abs().amax((1, 2)).min() > 0
+def test_a_sink_that_outweighs_every_key_takes_all_and_one_that_weighs_nothing_takes_nothing(topology):
+    step = _step(_random_rows(4), 1, True)
+    without = replace(step, sink=None).run(topology, block=3)
+    for weight, wanted in ((-1e4, without), (1e4, torch.zeros_like(without))):
+        sink = torch.full_like(step.sink, weight).requires_grad_()
+        out = replace(step, sink=sink).run(topology, block=3)
+        assert torch.allclose(out, wanted, rtol=1e-13, atol=0)
+        gradients = torch.autograd.grad(out, (*step.leaves[:-1], sink), step.grad)
+        assert all(gradient.isfinite().all() for gradient in gradients) and not gradients[-1].any()
+
+
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+def test_a_pad_gives_zero_and_nothing_depends_on_what_pads_hold(topology, sinks):
+    """At step 0; from step 1 on a query pad has keys of its own, and nobody reads what it gives."""
+    step = _step(_random_rows(2), 0, sinks)
+    pads = step.query_rows < 0, step.key_rows < 0, step.key_rows < 0
+    grad = step.grad.masked_fill(pads[0][:, None, None], 0)
+    out = step.run(topology, block=3)
+    results = out, *torch.autograd.grad(out, step.leaves, grad)
+    assert not any(result[pad].any() for result, pad in zip(results, (pads[0], *pads), strict=False))
+
+    filled = [leaf.detach().clone() for leaf in step.leaves]
+    for leaf, pad in zip(filled, pads, strict=False):
+        leaf[pad] = 1e4
+    leaves = [leaf.requires_grad_() for leaf in filled]
+    out = step.holding(leaves).run(topology, block=3)
+    for result, same in zip(results, (out, *torch.autograd.grad(out, leaves, grad)), strict=True):
+        assert bool(result.isfinite().all()) and torch.equal(result, same)
+
+
+@pytest.mark.parametrize("mode", ["gather", "p2p"])
+@pytest.mark.parametrize("k", [0, 2])
+def test_a_rank_with_nothing_but_pads_gives_finite_outputs_and_zero_gradients(topology, k, mode):
+    documents, query_rows, key_rows = _random_rows(2)
+    for keys in (key_rows, torch.full_like(key_rows, -1)):
+        step = _step((documents, torch.full_like(query_rows, -1), keys), k, True)
+        out = step.run(topology, block=3, mode=mode)
+        gradients = torch.autograd.grad(out, step.leaves, torch.zeros_like(step.grad))
+        assert bool(out.isfinite().all()) and not any(gradient.any() for gradient in gradients)
+
+
+def test_a_key_that_no_query_sees_gets_a_zero_gradient(topology):
+    documents = torch.tensor([0] * 6 + [1] * 6)
+    step = _step((documents, torch.tensor([1, 3, 9]), torch.arange(12)), 1)
+    _, *gradients = torch.autograd.grad(step.run(topology, block=2), step.leaves[:3], step.grad)
+    for gradient in gradients:
+        assert gradient.abs().amax((1, 2)).bool().tolist() == [1, 1, 1, 1, 0, 0, 1, 1, 1, 1, 0, 0]

@@ -1,11 +1,13 @@
 """The stream and its plan against loops over documents, positions and steps, as the definition words them."""
 
 import random
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-from eagle3.parallel.sequence import Stream, plan_sequence, supervised_counts
+from eagle3.parallel.dealing import SequenceSharding
+from eagle3.parallel.sequence import SequencePlan, Stream, plan_sequence, supervised_counts
 
 
 def _random_masks(source: random.Random) -> list[list[bool]]:
@@ -78,20 +80,33 @@ def test_tokens_after_a_row_are_zero_beyond_its_document():
             assert stream.tokens_after(torch.arange(stream.tokens), distance).tolist() == expected
 
 
+def _real(rows: torch.Tensor) -> list[int]:
+    return rows[rows >= 0].tolist()
+
+
+def _visible(stream: Stream, queries: list[int]) -> list[int]:
+    """K_0[s] with s <= t in the document of some query t."""
+    return sorted({row for t in queries for row in range(t + 1) if stream.document[row] == stream.document[t]})
+
+
+def _pairs(plan: SequencePlan) -> list[tuple[int, int, int]]:
+    """(step k, row t, row t + k) of the places that the plan says this rank supervises."""
+    return [
+        (step, int(plan.queries[plan.query_of[step, column]]), int(plan.teacher[column]) - 1)
+        for step, column in plan.supervised.nonzero().tolist()
+    ]
+
+
 def test_queries_are_exactly_the_rows_that_some_step_counts():
     for masks, steps, _, stream in _cases():
         expected = sorted({t for _, t, _ in _counted(masks, steps)})
-        assert plan_sequence(stream, steps).queries.tolist() == (expected or [0])
+        assert plan_sequence(stream, steps).queries.tolist() == (expected or [-1])
 
 
 def test_keys_are_exactly_the_rows_that_some_query_sees():
-    """K_0[s] with s <= t in the query's document; no more, and no fewer."""
     for masks, steps, _, stream in _cases():
-        plan = plan_sequence(stream, steps)
-        seen = {
-            row for t in plan.queries.tolist() for row in range(t + 1) if stream.document[row] == stream.document[t]
-        }
-        assert plan.keys.tolist() == sorted(seen)
+        expected = _visible(stream, sorted({t for _, t, _ in _counted(masks, steps)}))
+        assert plan_sequence(stream, steps).keys.tolist() == (expected or [-1])
 
 
 def test_teacher_rows_are_exactly_those_whose_distribution_a_counted_position_compares_with():
@@ -99,25 +114,6 @@ def test_teacher_rows_are_exactly_those_whose_distribution_a_counted_position_co
     for masks, steps, _, stream in _cases():
         expected = sorted({ahead + 1 for _, _, ahead in _counted(masks, steps)})
         assert plan_sequence(stream, steps).teacher.tolist() == expected
-
-
-def test_rows_are_keys_and_queries_and_slots_find_them():
-    for masks, steps, _, stream in _cases():
-        plan = plan_sequence(stream, steps)
-        assert plan.rows.tolist() == sorted({*plan.keys.tolist(), *plan.queries.tolist()})
-        assert torch.equal(plan.rows[plan.key_slots], plan.keys)
-        assert torch.equal(plan.rows[plan.query_slots], plan.queries)
-
-
-def test_query_of_and_supervised_name_every_counted_pair_and_no_other():
-    for masks, steps, _, stream in _cases():
-        plan = plan_sequence(stream, steps)
-        assert plan.query_of.shape == plan.supervised.shape == (steps, len(plan.teacher))
-        pairs = []
-        for step, column in plan.supervised.nonzero().tolist():
-            pairs.append((step, int(plan.queries[plan.query_of[step, column]]), int(plan.teacher[column]) - 1))
-        assert sorted(pairs) == sorted(_counted(masks, steps))
-        assert bool((plan.query_of[~plan.supervised] == -1).all())
 
 
 def test_supervised_counts_are_the_denominators_of_the_accuracies():
@@ -128,15 +124,91 @@ def test_supervised_counts_are_the_denominators_of_the_accuracies():
         assert plan_sequence(stream, steps).supervised.sum(1).tolist() == expected
 
 
-def test_a_plan_names_rows_as_int64_and_counts_nothing_where_nothing_is_supervised():
-    stream = Stream.pack(
-        [torch.arange(4), torch.arange(1)], [torch.zeros(4, dtype=torch.bool), torch.ones(1, dtype=torch.bool)]
-    )
-    plan = plan_sequence(stream, 7)
-    assert plan.queries.tolist() == plan.keys.tolist() == [0] and len(plan.teacher) == 0
-    assert plan.query_of.shape == (7, 0)
-    indices = (plan.keys, plan.queries, plan.teacher, plan.rows, plan.key_slots, plan.query_slots, plan.query_of)
-    assert {tensor.dtype for tensor in indices} == {torch.int64} and plan.supervised.dtype == torch.bool
+# A stream over several ranks ------------------------------------------------------------------------------------------
+
+SIZES = [(ulysses, ring) for ulysses in (1, 2, 4) for ring in (1, 2, 4)]
+
+
+def _sharded(count: int = 15) -> Iterator[tuple[list, int, Stream, SequenceSharding, list[SequencePlan]]]:
+    """masks, steps, stream, sharding and the plans of all ranks; every size meets `count` streams, one of them empty."""
+    for seed, (ulysses, ring) in enumerate(SIZES * count):
+        source = random.Random(1000 + seed)
+        masks = _random_masks(source) if seed >= len(SIZES) else [[False] * 3, [True]]
+        steps, layout = source.choice([1, 2, 3, 7]), source.choice(["zigzag", "contiguous"])
+        selection, block = source.choice(["supervised", "supervised", "all"]), source.choice([None, 1, 3, 8])
+        stream, sharding = _pack(masks, source)[1], SequenceSharding(ulysses, ring, layout, selection, block)
+        yield masks, steps, stream, sharding, [plan_sequence(stream, steps, sharding, r) for r in range(sharding.ranks)]
+
+
+def test_the_queries_of_all_ranks_are_the_wanted_rows_once():
+    for masks, steps, stream, sharding, plans in _sharded():
+        wanted = sorted({t for _, t, _ in _counted(masks, steps)})
+        if sharding.query_selection == "all":
+            wanted = list(range(stream.tokens))
+        assert sorted(row for plan in plans for row in _real(plan.queries)) == wanted
+
+
+def test_the_keys_of_all_ranks_are_the_rows_that_some_query_sees_once():
+    for _, _, stream, _, plans in _sharded():
+        seen = _visible(stream, [row for plan in plans for row in _real(plan.queries)])
+        assert sorted(row for plan in plans for row in _real(plan.keys)) == seen
+
+
+def test_ranks_have_tensors_of_equal_length_and_pads_only_at_the_end_of_a_ring_share():
+    for *_, sharding, plans in _sharded():
+        assert len({(len(plan.keys), len(plan.queries)) for plan in plans}) == 1
+        for ring in range(sharding.ring):
+            group = plans[ring * sharding.ulysses : (ring + 1) * sharding.ulysses]
+            keys, queries = (torch.cat([getattr(plan, name) for plan in group]) for name in ("keys", "queries"))
+            for share in (keys, queries):
+                rows = _real(share)
+                assert rows == sorted(rows) and share.tolist() == [*rows, *[-1] * (len(share) - len(rows))]
+            assert all(torch.equal(plan.ring_queries, queries) for plan in group)
+            assert all(torch.equal(plan.ring_keys[ring], keys) for plan in plans)
+        assert all(len(plan.ring_keys) == sharding.ring for plan in plans)
+
+
+def test_the_ranks_together_supervise_every_counted_pair_once():
+    for masks, steps, _, _, plans in _sharded():
+        assert all(plan.query_of.shape == plan.supervised.shape == (steps, len(plan.teacher)) for plan in plans)
+        assert sorted(pair for plan in plans for pair in _pairs(plan)) == sorted(_counted(masks, steps))
+
+
+def test_a_rank_needs_the_teacher_of_its_own_pairs_only_and_finds_them_in_its_own_queries():
+    for *_, plans in _sharded():
+        for plan in plans:
+            pairs = _pairs(plan)
+            assert plan.teacher.tolist() == sorted({ahead + 1 for _, _, ahead in pairs})
+            assert all(t >= 0 for _, t, _ in pairs) and bool((plan.query_of[~plan.supervised] == -1).all())
+
+
+def test_rows_are_keys_and_queries_and_slots_find_them():
+    """With row 0 for the pads to read."""
+    for *_, plans in _sharded():
+        for plan in plans:
+            both = torch.cat((plan.keys, plan.queries))
+            assert plan.rows.tolist() == sorted({max(row, 0) for row in both.tolist()})
+            assert torch.equal(plan.rows[torch.cat((plan.key_slots, plan.query_slots))], both.clamp(min=0))
+
+
+def test_a_plan_follows_from_the_loss_mask_alone():
+    """So that ranks need not talk to agree: neither ids nor an earlier call have a say."""
+    for masks, steps, _, sharding, plans in _sharded(3):
+        other = Stream.pack([torch.zeros(len(mask)) for mask in masks], [torch.tensor(mask) for mask in masks])
+        for rank, plan in enumerate(plans):
+            again = vars(plan_sequence(other, steps, sharding, rank))
+            assert all(torch.equal(tensor, again[name]) for name, tensor in vars(plan).items())
+
+
+@pytest.mark.parametrize("sharding", [SequenceSharding(), SequenceSharding(2, 2)], ids=["alone", "of four ranks"])
+def test_where_nothing_is_supervised_a_plan_holds_one_pad_and_row_0_and_counts_nothing(sharding):
+    stream = Stream.pack([torch.arange(4), torch.arange(1)], [torch.zeros(4).bool(), torch.ones(1).bool()])
+    for rank in range(sharding.ranks):
+        plan = plan_sequence(stream, 7, sharding, rank)
+        assert plan.queries.tolist() == plan.keys.tolist() == [-1] and len(plan.teacher) == 0
+        assert plan.rows.tolist() == [0] and plan.query_of.shape == (7, 0)
+        indices = {tensor.dtype for name, tensor in vars(plan).items() if name != "supervised"}
+        assert indices == {torch.int64} and plan.supervised.dtype == torch.bool
 
 
 def test_loss_masks_of_integers_are_read_as_booleans():

@@ -1,0 +1,156 @@
+"""The dense pieces of a schedule against the pairs that the definition of visibility names, one by one."""
+
+import itertools
+import random
+
+import torch
+
+from eagle3.attention.schedule import PrefixSchedule, schedule_prefix
+
+Pair = tuple[int, int]
+
+
+def _documents(lengths: list[int]) -> tuple[list[int], list[int]]:
+    """Number of the document and position in it, for each row of a stream."""
+    document = [number for number, length in enumerate(lengths) for _ in range(length)]
+    return document, [position for length in lengths for position in range(length)]
+
+
+def _schedule(
+    lengths: list[int], queries: list[int], keys: list[int], block: int, window: int | None, pads: Pair = (0, 0)
+) -> PrefixSchedule:
+    _, position = _documents(lengths)
+    return schedule_prefix(
+        torch.tensor([*queries, *[-1] * pads[0]], dtype=torch.long),
+        torch.tensor([*(position[row] for row in queries), *[0] * pads[0]], dtype=torch.long),
+        torch.tensor([*keys, *[-1] * pads[1]], dtype=torch.long),
+        block=block,
+        window=window,
+    )
+
+
+def _visible(lengths: list[int], queries: list[int], keys: list[int], window: int | None) -> list[Pair]:
+    """(query row, key row): of one document, not later, and less than a window back."""
+    document, _ = _documents(lengths)
+    pairs = itertools.product(queries, keys)
+    return [(q, k) for q, k in pairs if document[q] == document[k] and k <= q and (window is None or q - k < window)]
+
+
+def _shown(schedule: PrefixSchedule) -> list[Pair]:
+    """(query row, key row) of every piece; asserts that each of its query rows sees some key."""
+    pairs = []
+    for piece in schedule.pieces:
+        queries, keys = schedule.query_rows[piece.queries], schedule.key_rows[piece.keys]
+        seen = torch.ones(len(queries), len(keys), dtype=torch.bool)
+        if piece.visibility == "causal":
+            assert len(queries) == len(keys)
+            seen = seen.tril()
+        if piece.visibility == "masked":
+            seen = schedule.visible(piece)
+            assert seen.shape == (len(queries), len(keys))
+        else:
+            assert schedule.visible(piece) is None
+        assert seen.numel() and bool(seen.any(1).all())
+        rows, columns = seen.nonzero(as_tuple=True)
+        pairs += zip(queries[rows].tolist(), keys[columns].tolist(), strict=True)
+    return pairs
+
+
+def _random_rows(source: random.Random, tokens: int) -> list[int]:
+    """All, a run, every second stretch, or a sample."""
+    kind = source.randrange(4)
+    if kind == 0:
+        return list(range(tokens))
+    if kind == 1:
+        start = source.randrange(tokens)
+        return list(range(start, source.randint(start + 1, tokens)))
+    if kind == 2:
+        stretch = source.randint(1, 6)
+        return [row for row in range(tokens) if row // stretch % 2]
+    share = source.choice([0.1, 0.5, 0.9])
+    return [row for row in range(tokens) if source.random() < share]
+
+
+def _random_cases(count: int):
+    for seed in range(count):
+        source = random.Random(seed)
+        lengths = [source.choice([1, 2, source.randint(3, 30)]) for _ in range(source.randint(1, 4))]
+        block, window = source.randint(1, 7), source.choice([None, *range(1, 10)])
+        yield source, lengths, _random_rows(source, sum(lengths)), block, window
+
+
+def test_the_pieces_show_every_visible_pair_once_whatever_queries_keys_block_and_window():
+    for source, lengths, queries, block, window in _random_cases(500):
+        keys = _random_rows(source, sum(lengths))
+        pads = source.randrange(3), source.randrange(3)
+        schedule = _schedule(lengths, queries, keys, block, window, pads)
+        assert sorted(_shown(schedule)) == _visible(lengths, queries, keys, window)
+        assert all(piece.queries.stop - piece.queries.start <= block for piece in schedule.pieces)
+
+
+def test_the_pieces_show_every_visible_pair_once_for_every_choice_of_rows_of_a_tiny_stream():
+    rows = [list(itertools.compress(range(4), chosen)) for chosen in itertools.product((0, 1), repeat=4)]
+    for lengths, queries, keys in itertools.product(([4], [1, 3]), rows, rows):
+        for block, window in ((1, 2), (2, None), (2, 1), (4, 3), (4, 2)):
+            schedule = _schedule(lengths, queries, keys, block, window)
+            assert sorted(_shown(schedule)) == _visible(lengths, queries, keys, window)
+
+
+def test_the_shares_of_a_ring_together_show_every_visible_pair_once():
+    for source, lengths, queries, block, window in _random_cases(150):
+        ring = source.randint(2, 4)
+        owner = [source.randrange(ring) for _ in range(sum(lengths))]
+        shares = [[row for row, rank in enumerate(owner) if rank == mine] for mine in range(ring)]
+        longest = max(len(share) for share in shares)
+        shown = []
+        for share in shares:
+            shown += _shown(_schedule(lengths, queries, share, block, window, (1, longest - len(share))))
+        assert sorted(shown) == _visible(lengths, queries, range(sum(lengths)), window)
+
+
+def test_a_query_block_whose_own_rows_are_the_keys_needs_no_mask():
+    for _, lengths, queries, block, _ in _random_cases(100):
+        every = list(range(sum(lengths)))
+        for keys in (every, queries):
+            kinds = {piece.visibility for piece in _schedule(lengths, keys, keys, block, None).pieces}
+            assert kinds <= {"full", "causal"}, (lengths, keys, block)
+
+
+def test_a_window_masks_only_the_side_that_queries_leave_behind():
+    schedule = _schedule([40], list(range(40)), list(range(40)), 4, 10)
+    for piece in schedule.pieces:
+        diagonal = piece.keys.stop == piece.queries.stop
+        assert piece.visibility == "causal" if diagonal else piece.visibility in ("full", "masked")
+        if piece.visibility == "masked":  # keys that the block's first query sees and its last one does not
+            assert piece.keys.stop - 1 + 10 < piece.queries.start + 4
+    assert {piece.visibility for piece in schedule.pieces} == {"full", "causal", "masked"}
+
+
+def test_the_pieces_of_a_dense_document_are_one_rectangle_and_one_square_a_block():
+    kinds = [
+        piece.visibility for piece in _schedule([1100], list(range(30, 1100)), list(range(1100)), 512, None).pieces
+    ]
+    assert kinds == ["full", "causal"] * 3
+
+
+def test_queries_far_apart_do_not_share_a_block():
+    """Else a mask would take the place of a rectangle that both could have had."""
+    schedule = _schedule([100], [10, 11, 60, 61], list(range(100)), 8, None)
+    assert {(piece.queries.start, piece.queries.stop) for piece in schedule.pieces} == {(0, 2), (2, 4)}
+
+
+def test_positions_of_a_piece_are_those_of_its_rows_in_their_document():
+    for source, lengths, queries, block, window in _random_cases(100):
+        _, position = _documents(lengths)
+        schedule = _schedule(lengths, queries, _random_rows(source, sum(lengths)), block, window, (2, 1))
+        for piece in schedule.pieces:
+            mine, theirs = schedule.positions(piece)
+            assert mine.shape == (piece.queries.stop - piece.queries.start, 1)
+            assert mine[:, 0].tolist() == [position[row] for row in schedule.query_rows[piece.queries]]
+            assert theirs.shape == (1, piece.keys.stop - piece.keys.start)
+            assert theirs[0].tolist() == [position[row] for row in schedule.key_rows[piece.keys]]
+
+
+def test_pads_and_empty_sides_are_in_no_piece():
+    for queries, keys in (([], [0, 1, 2]), ([1], []), ([], [])):
+        assert _schedule([3], queries, keys, 2, None, (2, 2)).pieces == ()
