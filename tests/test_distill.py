@@ -2,40 +2,10 @@
 
 import pytest
 import torch
+from distill_cases import HIDDEN, STEPS, WEIGHTS, random_rows
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle3.objective.distill import LOGIT_BYTES, StepSums, Teacher, block_rows, distill
-
-STEPS, HIDDEN, WIDE = 3, 8, 6
-
-
-def _case(teacher_rows, queries, draft_vocabulary, dtype=torch.float64, seed=0):
-    """Random teacher, heads and outputs, some of which agree with the teacher; a query serves other rows at other steps."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape, scale=1.0):
-        return (torch.randn(*shape, generator=generator) * scale).to(dtype)
-
-    outputs, head = normal(STEPS, queries, HIDDEN), normal(draft_vocabulary, HIDDEN)
-    head = 2 * head / head.norm(dim=-1, keepdim=True)  # of one length: an output that is one of them prefers its token
-    target_head, last = normal(2 * draft_vocabulary, WIDE, scale=0.6), normal(teacher_rows, WIDE)
-    z = last @ target_head.T
-    best = z.argmax(-1)  # the draft vocabulary is the first half of the target's
-    query_of = torch.stack(
-        [torch.randperm(max(queries, teacher_rows), generator=generator)[:teacher_rows] for _ in range(STEPS)]
-    )
-    query_of[query_of >= queries] = -1
-    supervised = (query_of >= 0) & (torch.rand(STEPS, teacher_rows, generator=generator) < 0.9)
-    for step in range(STEPS):
-        agreeing = supervised[step] & (best < draft_vocabulary) & (torch.arange(teacher_rows) % 2 == 0)
-        outputs[step, query_of[step, agreeing]] = 2 * head[best[agreeing]]
-    teacher = Teacher(
-        last=last,
-        head=target_head[:draft_vocabulary],
-        best=torch.where(best < draft_vocabulary, best, -1),
-        logsumexp=z.logsumexp(-1),
-    )
-    return outputs.requires_grad_(), head.requires_grad_(), teacher, query_of, supervised
 
 
 def _dense(outputs, head, teacher, query_of, supervised):
@@ -54,11 +24,6 @@ def _dense(outputs, head, teacher, query_of, supervised):
     return StepSums(*(torch.stack(column) for column in sums))
 
 
-WEIGHTS = {
-    "cross-entropy": (torch.tensor([1.0, 0.8, 0.0], dtype=torch.float64), torch.zeros(3, dtype=torch.float64)),
-    "overlap": (torch.zeros(3, dtype=torch.float64), torch.tensor([-0.3, 0.0, -2.0], dtype=torch.float64)),
-    "both": (torch.tensor([0.5, 2.0, 1.0], dtype=torch.float64), torch.tensor([-1.0, 0.1, -0.7], dtype=torch.float64)),
-}
 every_weight = pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
 # One block; several; several with an uneven last one. With this vocabulary a block has the least rows it may.
 LARGE = LOGIT_BYTES // (STEPS * 8 * 16)
@@ -67,14 +32,14 @@ SIZES = {"one block": (20, 25, 50), "even blocks": (32, 20, LARGE), "uneven bloc
 
 @every_weight
 @pytest.mark.parametrize(("rows", "queries", "vocabulary"), SIZES.values(), ids=SIZES)
-def test_sums_and_gradients_equal_dense_softmaxes(rows, queries, vocabulary, weights):
-    case = _case(rows, queries, vocabulary)
+def test_sums_and_gradients_equal_dense_softmaxes(topology, rows, queries, vocabulary, weights):
+    case = random_rows(rows, queries, vocabulary)
     assert (block_rows(STEPS, vocabulary, 8) < rows) == (vocabulary == LARGE)
     outputs, head, *_ = case
     expected = _dense(*case)
     surrogate = (weights[0] * expected.cross_entropy + weights[1] * expected.overlap).sum()
     wanted = torch.autograd.grad(surrogate, (outputs, head))
-    distilled = distill(*case, *weights)
+    distilled = distill(*case, *weights, topology.tensor)
     assert torch.equal(distilled.sums.correct, expected.correct) and expected.correct.min() > 0
     assert torch.allclose(distilled.sums.cross_entropy, expected.cross_entropy, rtol=1e-12)
     assert torch.allclose(distilled.sums.overlap, expected.overlap, rtol=1e-12)
@@ -85,17 +50,17 @@ def test_sums_and_gradients_equal_dense_softmaxes(rows, queries, vocabulary, wei
         assert (found - scale * gradient).abs().max() < 1e-11 * scale * gradient.abs().max()
 
 
-def test_rows_of_several_blocks_add_up_to_the_same_sums_as_their_parts():
+def test_rows_of_several_blocks_add_up_to_the_same_sums_as_their_parts(topology):
     """The rows in one call of three blocks, and in calls of less than one block."""
-    outputs, head, teacher, query_of, supervised = _case(48, 60, LARGE, seed=1)
+    outputs, head, teacher, query_of, supervised = random_rows(48, 60, LARGE, seed=1)
     assert block_rows(STEPS, LARGE, 8) == 16
-    whole = distill(outputs, head, teacher, query_of, supervised, *WEIGHTS["both"])
+    whole = distill(outputs, head, teacher, query_of, supervised, *WEIGHTS["both"], topology.tensor)
     gradients = torch.autograd.grad(whole.surrogate, (outputs, head))
     sums, added = [], [torch.zeros_like(outputs), torch.zeros_like(head)]
     for start in range(0, 48, 6):
         rows = slice(start, start + 6)
         part = Teacher(teacher.last[rows], teacher.head, teacher.best[rows], teacher.logsumexp[rows])
-        one = distill(outputs, head, part, query_of[:, rows], supervised[:, rows], *WEIGHTS["both"])
+        one = distill(outputs, head, part, query_of[:, rows], supervised[:, rows], *WEIGHTS["both"], topology.tensor)
         sums.append(one.sums)
         for total, gradient in zip(added, torch.autograd.grad(one.surrogate, (outputs, head)), strict=True):
             total += gradient
@@ -106,15 +71,15 @@ def test_rows_of_several_blocks_add_up_to_the_same_sums_as_their_parts():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_lower_precision_stays_within_its_rounding_of_fp64(dtype):
-    case = _case(40, 30, 64, dtype, seed=2)
+def test_lower_precision_stays_within_its_rounding_of_fp64(topology, dtype):
+    case = random_rows(40, 30, 64, dtype, seed=2)
     outputs, head, teacher, query_of, supervised = case
     exact = Teacher(teacher.last.double(), teacher.head.double(), teacher.best, teacher.logsumexp.double())
     leaves = [tensor.detach().double().requires_grad_() for tensor in (outputs, head)]
     expected = _dense(*leaves, exact, query_of, supervised)
     weights = WEIGHTS["cross-entropy"]
     wanted = torch.autograd.grad((weights[0] * expected.cross_entropy).sum(), leaves)
-    distilled = distill(*case, *weights)
+    distilled = distill(*case, *weights, topology.tensor)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     assert distilled.sums.cross_entropy.dtype == torch.float64
     assert torch.allclose(distilled.sums.cross_entropy, expected.cross_entropy, rtol=tolerance)
@@ -122,17 +87,17 @@ def test_lower_precision_stays_within_its_rounding_of_fp64(dtype):
         assert found.dtype == dtype and (found.double() - gradient).abs().max() < tolerance * gradient.abs().max()
 
 
-def test_no_supervised_row_at_all_gives_zeros():
-    outputs, head, teacher, query_of, supervised = _case(0, 1, 20)
-    distilled = distill(outputs, head, teacher, query_of, supervised, *WEIGHTS["both"])
+def test_no_supervised_row_at_all_gives_zeros(topology):
+    outputs, head, teacher, query_of, supervised = random_rows(0, 1, 20)
+    distilled = distill(outputs, head, teacher, query_of, supervised, *WEIGHTS["both"], topology.tensor)
     assert distilled.surrogate == 0 and not torch.stack(tuple(distilled.sums)).any()
     gradients = torch.autograd.grad(distilled.surrogate, (outputs, head))
     assert all(not gradient.any() for gradient in gradients)
 
 
-def test_rows_without_a_query_and_rows_not_supervised_change_nothing():
+def test_rows_without_a_query_and_rows_not_supervised_change_nothing(topology):
     """Whatever the teacher says there, even where its probabilities overflow."""
-    outputs, head, teacher, query_of, supervised = _case(12, 8, 20, seed=3)
+    outputs, head, teacher, query_of, supervised = random_rows(12, 8, 20, seed=3)
     supervised[:, [2, 5]] = False
     query_of[:, 5] = -1
     nobody = ~supervised.any(0)
@@ -143,17 +108,20 @@ def test_rows_without_a_query_and_rows_not_supervised_change_nothing():
         torch.where(nobody, 3, teacher.best),
         teacher.logsumexp,
     )
-    found = [distill(outputs, head, each, query_of, supervised, *WEIGHTS["both"]) for each in (teacher, other)]
+    found = [
+        distill(outputs, head, each, query_of, supervised, *WEIGHTS["both"], topology.tensor)
+        for each in (teacher, other)
+    ]
     assert all(torch.equal(a, b) for a, b in zip(found[0].sums, found[1].sums, strict=True))
     gradients = [torch.autograd.grad(each.surrogate, (outputs, head)) for each in found]
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-def test_without_autograd_the_sums_are_the_same():
-    case = _case(30, 30, 40, seed=4)
-    sums = distill(*case, *WEIGHTS["both"]).sums
+def test_without_autograd_the_sums_are_the_same(topology):
+    case = random_rows(30, 30, 40, seed=4)
+    sums = distill(*case, *WEIGHTS["both"], topology.tensor).sums
     with torch.no_grad():
-        alone = distill(*case, *WEIGHTS["both"])
+        alone = distill(*case, *WEIGHTS["both"], topology.tensor)
     assert not alone.surrogate.requires_grad
     assert all(torch.equal(a, b) for a, b in zip(alone.sums, sums, strict=True))
 
@@ -173,13 +141,13 @@ class _LargestTensor(TorchDispatchMode):
         return result
 
 
-def test_no_tensor_of_tokens_by_vocabulary_exists_forward_or_backward():
+def test_no_tensor_of_tokens_by_vocabulary_exists_forward_or_backward(topology):
     vocabulary, tokens = LOGIT_BYTES // (STEPS * 4 * 16), 112
     rows = block_rows(STEPS, vocabulary, 4)
     assert rows == 16 and tokens == 7 * rows
-    case = _case(tokens, tokens, vocabulary, torch.float32)
+    case = random_rows(tokens, tokens, vocabulary, torch.float32)
     with _LargestTensor() as largest:
-        distill(*case, *WEIGHTS["both"]).surrogate.backward()
+        distill(*case, *WEIGHTS["both"], topology.tensor).surrogate.backward()
     allowed = max(STEPS * rows * vocabulary, vocabulary * HIDDEN)
     assert allowed < tokens * vocabulary / 2
     assert 0 < largest.elements <= allowed

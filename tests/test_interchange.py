@@ -1,6 +1,7 @@
 """Export, read, load: exact both ways, and every kind of wrong file named in one line."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -8,7 +9,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from eagle3.draft.config import DraftConfig
-from eagle3.draft.interchange import export_draft, exported_tensors, load_weights, read_exported
+from eagle3.draft.interchange import (
+    export_draft,
+    exported_tensors,
+    load_weights,
+    read_exported,
+    shard,
+    whole_tensors,
+)
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
 
@@ -95,7 +103,7 @@ def test_exported_weights_come_back_bit_for_bit(tmp_path, topology, dtype, chang
     assert exported.config.different_sizes(source.draft_config) == []
     assert torch.equal(exported.d2t, D2T) and torch.equal(exported.t2d, T2D)
     assert {weight.dtype for weight in exported.weights.values()} == {dtype}
-    load_weights(draft, exported)
+    load_weights(draft, exported, topology.tensor)
     for (name, found), (_, sent) in zip(draft.named_parameters(), source.named_parameters(), strict=True):
         wanted = own_embedding if name == "embedding.weight" and not with_embedding else sent.to(dtype).float()
         assert torch.equal(found, wanted), name
@@ -124,6 +132,33 @@ def test_gate_and_up_are_the_halves_of_the_first_mlp_weight_in_this_order(topolo
     gate, up = (x @ tensors[f"midlayer.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
     expected = (torch.nn.functional.silu(gate) * up) @ tensors["midlayer.mlp.down_proj.weight"].T
     assert torch.allclose(draft.layer.mlp(x)[0], expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027], ids=oct)
+def test_both_files_are_as_readable_as_the_umask_says(tmp_path, topology, umask):
+    before = os.umask(umask)
+    try:
+        folder = _export(tmp_path / "draft", _draft(topology, 13))
+    finally:
+        os.umask(before)
+    assert {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()} == {
+        "config.json": 0o666 & ~umask,
+        "model.safetensors": 0o666 & ~umask,
+    }
+
+
+def test_a_draft_with_sinks_is_refused_before_anything_is_written(tmp_path, topology):
+    message = _refusal(_export, tmp_path / "draft", _draft(topology, 14, attention_sinks=True))
+    assert "attention_sinks" in message and not (tmp_path / "draft").exists()
+
+
+def test_one_rank_has_every_tensor_whole_and_nothing_is_copied(topology):
+    draft = _draft(topology, 15)
+    parameters = dict(draft.named_parameters())
+    whole = whole_tensors(parameters, draft, topology.tensor)
+    assert list(whole) == list(parameters)
+    for name, parameter in parameters.items():
+        assert whole[name] is parameter and shard(parameter, parameter, topology.tensor) is parameter
 
 
 def test_exporting_again_replaces_the_files(exported, topology):
@@ -219,7 +254,7 @@ EVERY_NAME = sorted({*NAMES, *FC_NORM} - {"d2t", "t2d"})
 def test_a_missing_tensor_is_named(tmp_path, topology, name):
     folder = _export(tmp_path, _draft(topology, 7, fc_norm=True))
     _rewrite(folder, lambda tensors: tensors.pop(name))
-    message = _refusal(load_weights, _draft(topology, 8, fc_norm=True), read_exported(folder))
+    message = _refusal(load_weights, _draft(topology, 8, fc_norm=True), read_exported(folder), topology.tensor)
     assert str(folder) in message and name in message and "missing" in message
 
 
@@ -233,7 +268,7 @@ def test_a_missing_vocabulary_table_is_named(exported, name):
 @pytest.mark.parametrize("name", ["midlayer.self_attn.q_proj.bias", "fc_norm.0.weight", "fc_norm.3.weight"])
 def test_an_unknown_tensor_is_named(exported, topology, name):
     _rewrite(exported, lambda tensors: tensors.update({name: torch.ones(20)}))
-    message = _refusal(load_weights, _draft(topology, 9), read_exported(exported))
+    message = _refusal(load_weights, _draft(topology, 9), read_exported(exported), topology.tensor)
     assert str(exported) in message and name in message
 
 
@@ -243,7 +278,7 @@ def test_a_tensor_of_another_shape_is_named_with_both_shapes(tmp_path, topology,
     shape = list({**NAMES, **FC_NORM}[name])
     wrong = [*shape[:-1], shape[-1] + 2]
     _rewrite(folder, lambda tensors: tensors.update({name: torch.zeros(wrong)}))
-    message = _refusal(load_weights, _draft(topology, 11, fc_norm=True), read_exported(folder))
+    message = _refusal(load_weights, _draft(topology, 11, fc_norm=True), read_exported(folder), topology.tensor)
     assert str(folder) in message and name in message and str(wrong) in message and str(shape) in message
 
 
@@ -253,13 +288,13 @@ def test_gate_and_up_of_unequal_sizes_are_refused_though_they_add_up(exported, t
         tensors["midlayer.mlp.up_proj.weight"] = torch.zeros(26, 16)
 
     _rewrite(exported, change)
-    message = _refusal(load_weights, _draft(topology, 12), read_exported(exported))
+    message = _refusal(load_weights, _draft(topology, 12), read_exported(exported), topology.tensor)
     assert "[22, 16]" in message and "[24, 16]" in message
 
 
 def test_a_draft_of_another_hidden_size_is_refused_with_both_shapes(exported, topology):
     other = Eagle3Draft(DraftConfig(**SIZES | {"hidden_size": 32}), topology.modules, torch.float32)
-    message = _refusal(load_weights, other, read_exported(exported))
+    message = _refusal(load_weights, other, read_exported(exported), topology.tensor)
     assert str(exported) in message and "model.draft.config" in message
     assert "[30, 16]" in message and "[30, 32]" in message and "embed_tokens.weight" in message
 
