@@ -7,7 +7,7 @@ so that both give the same numbers; both communicate while they compute.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,18 +40,18 @@ class RingAttention:
 
     def start(self, key_value: Tensor) -> "Exchange":
         """Begin the exchange of this rank's keys and values [2, S, kv_heads, d]; S is the same on every ring rank."""
-        exchange = Exchange(key_value)
-        if self.mode == "gather" and self.group.size() > 1:
-            exchange.mine = _StartGather.apply(key_value, self.group, exchange)
-        return exchange
+        if self.mode == "p2p" or self.group.size() == 1:
+            return Exchange(key_value, None)
+        transfer = _Transfer()
+        return Exchange(_StartGather.apply(key_value, self.group, transfer), transfer)
 
     def finish(self, exchange: "Exchange") -> Tensor:
         """What `__call__` reads: all ranks' keys and values [ring, 2, S, kv_heads, d], or this rank's for `p2p`."""
         if self.mode == "p2p":
             return exchange.mine
-        if self.group.size() == 1:
+        if exchange.transfer is None:
             return exchange.mine[None]
-        return _FinishGather.apply(exchange.mine, self.group, exchange)
+        return _FinishGather.apply(exchange.mine, self.group, exchange.transfer)
 
     def __call__(
         self, q: Tensor, key_value: Tensor, schedules: tuple[PrefixSchedule, ...], ahead: int = 0
@@ -68,11 +68,17 @@ class RingAttention:
         return lambda scores: self.score(scores, queries + ahead, keys)
 
 
-@dataclass
-class Exchange:
-    """A gather under way, in one direction or the other."""
+class Exchange(NamedTuple):
+    """This rank's keys and values, and what is under way of the others', if anything is."""
 
     mine: Tensor
+    transfer: "_Transfer | None"
+
+
+@dataclass
+class _Transfer:
+    """A collective under way: the gather, or in the backward pass the reduce-scatter."""
+
     buffer: Tensor | None = None
     work: dist.Work | None = None
 
@@ -86,17 +92,17 @@ class _StartGather(torch.autograd.Function):
     """Forward: the all-gather begins. Backward: the reduce-scatter of the gradient ends."""
 
     @staticmethod
-    def forward(ctx, key_value, group, exchange):
-        ctx.exchange, ctx.dtype = exchange, key_value.dtype
-        exchange.buffer = key_value.new_empty((group.size(), *key_value.shape))
-        exchange.work = dist.all_gather_single(
-            exchange.buffer.flatten(0, 1), key_value.contiguous(), group=group, async_op=True
+    def forward(ctx, key_value, group, transfer):
+        ctx.transfer, ctx.dtype = transfer, key_value.dtype
+        transfer.buffer = key_value.new_empty((group.size(), *key_value.shape))
+        transfer.work = dist.all_gather_single(
+            transfer.buffer.flatten(0, 1), key_value.contiguous(), group=group, async_op=True
         )
         return key_value.view_as(key_value)
 
     @staticmethod
     def backward(ctx, grad):
-        return ctx.exchange.wait().to(ctx.dtype), None, None
+        return ctx.transfer.wait().to(ctx.dtype), None, None
 
 
 class _FinishGather(torch.autograd.Function):
@@ -104,16 +110,16 @@ class _FinishGather(torch.autograd.Function):
     handed on is only filled when _StartGather's backward has waited for it."""
 
     @staticmethod
-    def forward(ctx, key_value, group, exchange):
-        ctx.group, ctx.exchange = group, exchange
-        return exchange.wait()
+    def forward(ctx, key_value, group, transfer):
+        ctx.group, ctx.transfer = group, transfer
+        return transfer.wait()
 
     @staticmethod
     def backward(ctx, grad):
         exact = torch.promote_types(grad.dtype, torch.float32)
-        ctx.exchange.buffer = torch.empty(grad.shape[1:], dtype=exact, device=grad.device)
-        ctx.exchange.work = dist.reduce_scatter_single(
-            ctx.exchange.buffer, grad.to(exact).flatten(0, 1), group=ctx.group, async_op=True
+        ctx.transfer.buffer = torch.empty(grad.shape[1:], dtype=exact, device=grad.device)
+        ctx.transfer.work = dist.reduce_scatter_single(
+            ctx.transfer.buffer, grad.to(exact).flatten(0, 1), group=ctx.group, async_op=True
         )
         return torch.empty(grad.shape[1:], dtype=grad.dtype, device=grad.device), None, None
 

@@ -216,9 +216,7 @@ def build_draft(
 ) -> Eagle3Draft:
     """The draft with seeded weights or those of the warm start, and the target's embedding."""
     torch.manual_seed(recipe.training.seed)
-    config = draft_config(recipe, materials, vocabulary)
-    config.check_parallel(recipe.parallelism.tensor, recipe.parallelism.ulysses)
-    draft = Eagle3Draft(config, topology.modules, torch.float32)
+    draft = Eagle3Draft(draft_config(recipe, materials, vocabulary), topology.modules, torch.float32)
     hidden = draft.draft_config.hidden_size
     if head.embedding.shape[1] != hidden:
         raise UserError(

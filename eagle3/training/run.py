@@ -9,7 +9,7 @@ from eagle3.evaluation.judge import choose_prompts
 from eagle3.parallel.topology import Topology, agreed
 from eagle3.recipe import Recipe
 from eagle3.target.transformers import target_config
-from eagle3.training.assemble import build_draft, gather_materials, judge, open_source, pick_vocabulary
+from eagle3.training.assemble import build_draft, draft_config, gather_materials, judge, open_source, pick_vocabulary
 from eagle3.training.engine import deepspeed_config
 from eagle3.training.run_folder import RunFolder
 from eagle3.training.tracking import Console
@@ -25,18 +25,16 @@ def train(recipe: Recipe, deepspeed_file: Path, topology: Topology, resume: bool
     engine_config = deepspeed_config(deepspeed_file, recipe.training, topology.data.size())
     agreed((lambda: folder.check(recipe, resume)) if topology.is_first else None)
     materials = gather_materials(recipe, topology.device, console)
-    wanted = recipe.evaluation
-    if wanted.conversations:  # now, not when hours have gone by
-        config = target_config(
-            materials.target, revision=recipe.model.revision, trust_remote_code=recipe.model.trust_remote_code
-        )
-        choose_prompts(
-            materials.held_out,
-            wanted.conversations,
-            config.max_position_embeddings - wanted.new_tokens - wanted.draft_tokens,
-        )
+    # What can be refused is refused now, not when a target has been loaded or hours have gone by.
+    wanted, model = recipe.evaluation, recipe.model
+    config = target_config(materials.target, revision=model.revision, trust_remote_code=model.trust_remote_code)
+    if wanted.conversations:
+        longest = config.max_position_embeddings - wanted.new_tokens - wanted.draft_tokens
+        choose_prompts(materials.held_out, wanted.conversations, longest)
+    vocabulary = pick_vocabulary(recipe, materials, config.vocab_size, console)
+    sizes = recipe.parallelism
+    draft_config(recipe, materials, vocabulary).check_parallel(sizes.tensor, sizes.ulysses)
     supply = open_source(recipe, materials, topology)
-    vocabulary = pick_vocabulary(recipe, materials, len(supply.head.head), console)
     draft = build_draft(recipe, materials, vocabulary, supply.head, topology)
     trainer = prepare_trainer(
         recipe,
