@@ -129,7 +129,7 @@ def test_supervised_counts_are_the_denominators_of_the_accuracies():
 SIZES = [(ulysses, ring) for ulysses in (1, 2, 4) for ring in (1, 2, 4)]
 
 
-def _sharded(count: int = 15) -> Iterator[tuple[list, int, Stream, SequenceSharding, list[SequencePlan]]]:
+def _sharded(count: int = 9) -> Iterator[tuple[list, int, Stream, SequenceSharding, list[SequencePlan]]]:
     """masks, steps, stream, sharding and the plans of all ranks; every size meets `count` streams, one of them empty."""
     for seed, (ulysses, ring) in enumerate(SIZES * count):
         source = random.Random(1000 + seed)

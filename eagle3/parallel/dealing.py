@@ -53,26 +53,23 @@ def deal_keys(rows: Tensor, sharding: SequenceSharding) -> Tensor:
 def deal_queries(rows: Tensor, work: Tensor, sharding: SequenceSharding) -> Tensor:
     """Ascending query rows [Q] with the keys that each sees, work [Q] -> those of each ring rank [ring, q], as keys.
 
-    Blocks of consecutive queries go by falling work, in turns that give each rank one, the heaviest to the rank with the
-    least so far. After a turn two ranks differ by no more than before it or than two of its blocks do; so at the end
-    they differ by at most the heaviest block's work. The last turn, which may lack blocks, holds the short one: so they
-    differ by at most one block in number.
+    As many blocks as give each rank the same number go by falling work there and back over the ring: the differences
+    of turns telescope to less than the heaviest block's work. What is left is cut into one short block a rank, the
+    heaviest to the rank with the least so far. So two ranks differ by at most one query, and by at most the heaviest
+    block's work.
     """
     ring, block = sharding.ring, sharding.query_block
     if block is None:
         block = min(MOST_QUERIES, max(FEWEST_QUERIES, _ceil(len(rows), BLOCKS_A_RANK * ring)))
-    blocks = _ceil(len(rows), block)
-    block_of = torch.arange(len(rows)) // block
-    totals = torch.zeros(blocks, dtype=torch.long).index_add_(0, block_of, work).tolist()
-    whole = len(rows) // block
-    order = [*sorted(range(whole), key=lambda number: (-totals[number], number)), *range(whole, blocks)]
-    rank_of, loads = torch.empty(blocks, dtype=torch.long), [0] * ring
-    for start in range(0, blocks, ring):
-        turn = sorted(order[start : start + ring], key=lambda number: (-totals[number], number))
-        lightest = sorted(range(ring), key=lambda rank: (loads[rank], rank))
-        for number, rank in zip(turn, lightest, strict=False):
-            rank_of[number] = rank
-            loads[rank] += totals[number]
+    whole = len(rows) // (ring * block) * ring
+    short, longer = divmod(len(rows) - whole * block, ring)
+    sizes = torch.tensor([block] * whole + [short + 1] * longer + [short] * (ring - longer))
+    block_of = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
+    totals = torch.zeros(len(sizes), dtype=torch.long).index_add_(0, block_of, work)
+    rank_of = torch.empty_like(totals)
+    rank_of[totals[:whole].argsort(descending=True, stable=True)] = _there_and_back(torch.arange(whole), ring)
+    loads = torch.zeros(ring, dtype=torch.long).index_add_(0, rank_of[:whole], totals[:whole])
+    rank_of[whole + totals[whole:].argsort(descending=True, stable=True)] = loads.argsort(stable=True)
     return _stacked([rows[rank_of[block_of] == rank] for rank in range(ring)], sharding.ulysses)
 
 
