@@ -223,3 +223,15 @@ def test_loss_masks_of_integers_are_read_as_booleans():
 def test_a_stream_of_nothing_is_refused(ids):
     with pytest.raises(AssertionError):
         Stream.pack(ids, [torch.zeros(len(document), dtype=torch.bool) for document in ids])
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (2, 2), (4, 2), (1, 8)], ids="ulysses {0[0]} ring {0[1]}".format)
+def test_what_a_rank_reads_falls_with_the_number_of_ranks(sizes):
+    """Auxiliary states at its keys and at its queries, and a teacher row of each query, but for K - 1 at the ends of
+    its blocks: never the whole sample."""
+    stream, steps = Stream.pack([torch.arange(8192)], [torch.ones(8192, dtype=torch.bool)]), 3
+    sharding = SequenceSharding(*sizes)
+    plans = [plan_sequence(stream, steps, sharding, rank) for rank in range(sharding.ranks)]
+    share = 8192 // sharding.ranks
+    assert max(len(plan.rows) for plan in plans) <= 2 * share + 4
+    assert max(len(plan.teacher) for plan in plans) <= share * 1.1
