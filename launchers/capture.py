@@ -7,7 +7,7 @@ from pathlib import Path
 
 from eagle3.data.samples import Sample
 from eagle3.data.store import StoreWriter
-from eagle3.errors import UserError, run_command
+from eagle3.errors import SharedUserError, UserError, run_command
 from eagle3.parallel.topology import start_distributed, stop_distributed
 from eagle3.recipe import Recipe, load_recipe
 from eagle3.target.transformers import TransformersTarget
@@ -21,12 +21,15 @@ REPORT_SECONDS = 5.0
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--recipe", type=Path, default=ROOT / "recipes" / "quickstart.yaml")
+    parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="change single keys of the recipe")
     options = parser.parse_intermixed_args()
     recipe = load_recipe(options.recipe, options.overrides)
     if recipe.hidden_states.path is None:
         raise UserError(f"{options.recipe}: hidden_states.path is not set; name the folder of the store")
     topology = start_distributed()
+    if topology.batch.size() > 1:
+        raise SharedUserError("capture.py: runs in one process; start it with python, not with deepspeed or torchrun")
     console = Console(topology.is_first)
     materials = gather_materials(recipe, topology.device, console)
     target = start_target(recipe, materials, topology.device)

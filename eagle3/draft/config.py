@@ -78,7 +78,7 @@ class DraftConfig:
                 fits = [n for n in range(1, tensor) if not any(getattr(self, other) % n for other in names)]
                 raise SharedUserError(
                     f"parallelism.tensor: {tensor} does not divide the draft's {name} {size}; use "
-                    f"{' or '.join(map(str, fits[-3:]))}"
+                    f"{' or '.join(map(str, fits[-3:]))}, or change it under model.draft"
                 )
         heads = self.num_attention_heads // tensor
         if heads % ulysses:

@@ -55,7 +55,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class SequencePlan:
-    """What one rank computes of a stream, for K steps. Rows ascend; -1 pads make every rank's tensors equally long.
+    """What one rank computes of a stream, for K steps. Rows ascend; keys and queries are as many on every rank, by -1 pads.
 
     keys [N]: rows whose K_0, V_0 it makes. queries [Q]: rows it unrolls. teacher [M]: rows whose target distribution it
     needs, t+1..t+K of its queries (not padded). rows: keys and queries together (at least one row), where auxiliary

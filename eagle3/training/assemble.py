@@ -174,13 +174,7 @@ def open_source(recipe: Recipe, materials: Materials, topology: Topology) -> Hid
         target = start_target(recipe, materials, topology.device)
         return HiddenStateSupply(LiveSource(target, topology.stream, topology.device), target.weights(), target)
     model, path = recipe.model, recipe.hidden_states.path
-    store = HiddenStateStore.open(path, provenance(recipe, materials))
-    missing = store.missing(sample.id for samples in (materials.train, materials.held_out) for sample in samples)
-    if missing:
-        raise UserError(
-            f"{path}: {len(missing)} samples of this recipe are not in the store (first: {missing[0]}); "
-            "run launchers/capture.py with this recipe, it adds them"
-        )
+    store = agreed(lambda: _open_store(recipe, materials, path))
     head = load_target_head(
         materials.target,
         revision=model.revision,
@@ -188,6 +182,17 @@ def open_source(recipe: Recipe, materials: Materials, topology: Topology) -> Hid
         dtype=model.target_dtype,
     )
     return HiddenStateSupply(StoredSource(store), head, None)
+
+
+def _open_store(recipe: Recipe, materials: Materials, path: Path) -> HiddenStateStore:
+    store = HiddenStateStore.open(path, provenance(recipe, materials))
+    missing = store.missing(sample.id for samples in (materials.train, materials.held_out) for sample in samples)
+    if missing:
+        raise UserError(
+            f"{path}: {len(missing)} samples of this recipe are not in the store (first: {missing[0]}); "
+            "run launchers/capture.py with this recipe, it adds them"
+        )
+    return store
 
 
 def pick_vocabulary(recipe: Recipe, materials: Materials, target_vocab_size: int, say: Say) -> DraftVocabulary:
