@@ -1,6 +1,7 @@
 """The quickstart's text: this interpreter's standard library, turned into conversations about its code."""
 
 import ast
+import io
 import sysconfig
 import textwrap
 import zlib
@@ -91,7 +92,8 @@ def _definitions(path: Path, module: str) -> Iterator[Definition]:
     except (SyntaxError, ValueError):  # templates and deliberately broken files; ValueError: not UTF-8, or a null byte
         return
     yield Definition(module, "", ast.get_docstring(tree) or "")
-    yield from _inside(tree, module, text.splitlines(keepends=True))
+    # as the parser counts lines; str.splitlines would also split at form feeds
+    yield from _inside(tree, module, io.StringIO(text).readlines())
 
 
 def _inside(node: ast.AST, prefix: str, lines: list[str]) -> Iterator[Definition]:
