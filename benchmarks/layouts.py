@@ -1,0 +1,175 @@
+"""One training step of a synthetic stream under any layout: what the benchmarks of sequence parallelism measure."""
+
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from eagle3.attention.ring import RingMode
+from eagle3.draft.config import DraftConfig
+from eagle3.draft.model import Eagle3Draft
+from eagle3.errors import UserError
+from eagle3.objective.losses import BatchCounts, LossConfig, StepWeights, loss_value, step_weights
+from eagle3.objective.metrics import sum_counts, sum_sums
+from eagle3.objective.model import DraftObjective, MicroBatch, micro_batch
+from eagle3.parallel.dealing import SequenceSharding
+from eagle3.parallel.sequence import SequencePlan, Stream, plan_sequence
+from eagle3.parallel.topology import Topology, start_distributed
+from eagle3.target.interface import summarize_teacher
+
+# A document as runs of tokens: (length, are they supervised?).
+Runs = Sequence[tuple[int, bool]]
+VOCABULARY = 64
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the groups, and key/value heads where they are not the draft's own."""
+
+    name: str = "one process"
+    tensor: int = 1
+    ulysses: int = 1
+    ring: int = 1
+    mode: RingMode = "gather"
+    kv_heads: int | None = None
+
+    @classmethod
+    def parse(cls, name: str) -> "Layout":
+        """Sizes joined by dashes: `u2`, `r4-p2p`, `tp2-u2`, `u2-r2-gather`, `u4-kv2`. Raises UserError."""
+        sizes = {"tp": "tensor", "u": "ulysses", "r": "ring", "kv": "kv_heads"}
+        values: dict[str, Any] = {}
+        for part in name.split("-"):
+            found = re.fullmatch(r"(tp|u|r|kv)([1-9]\d*)|gather|p2p", part)
+            if not found:
+                raise UserError(
+                    f"layout: {name!r} has {part!r}; write for example u2, r4-p2p, tp2-u2 or u2-r2-gather-kv2"
+                )
+            values |= {sizes[found[1]]: int(found[2])} if found[1] else {"mode": part}
+        return cls(name, **values)
+
+    @property
+    def ranks(self) -> int:
+        return self.tensor * self.ulysses * self.ring
+
+    @property
+    def groups(self) -> dict[str, Any]:
+        return {"tensor": self.tensor, "ulysses": self.ulysses, "ring": self.ring, "mode": self.mode}
+
+    def draft(self, config: DraftConfig) -> DraftConfig:
+        """With this layout's key/value heads. Raises UserError where the groups cannot share the draft."""
+        config = replace(config, num_key_value_heads=self.kv_heads or config.num_key_value_heads)
+        config.check_parallel(self.tensor, self.ulysses)
+        return config
+
+    def start(self) -> Topology:
+        """Form the groups; one thread a rank, so that layouts compare."""
+        topology = start_distributed(self.tensor, self.ulysses, self.ring)
+        torch.set_num_threads(1)
+        return topology
+
+
+class Prepared(NamedTuple):
+    """A step but for its run; `plan` and `batch` are this rank's, `counts` the whole stream's."""
+
+    objective: DraftObjective
+    batch: MicroBatch
+    weights: StepWeights
+    counts: BatchCounts
+    plan: SequencePlan
+
+
+class Step(NamedTuple):
+    """Forward and backward. seconds: until the last rank is through. cpu_seconds: processor time of the rank that takes
+    most, what the step would last with a core for each rank and nothing to wait for. loss: of the whole stream."""
+
+    seconds: float
+    cpu_seconds: float
+    loss: float
+
+
+def draft_config(heads: int, kv_heads: int, head_dim: int) -> DraftConfig:
+    hidden = heads * head_dim
+    return DraftConfig(
+        hidden_size=hidden,
+        target_hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=VOCABULARY,
+        draft_vocab_size=VOCABULARY,
+        max_position_embeddings=2**20,
+    )
+
+
+def pack(documents: Sequence[Runs]) -> Stream:
+    """Random tokens under the documents' loss masks."""
+    generator = torch.Generator().manual_seed(0)
+    masks = [torch.cat([torch.full((length,), supervised) for length, supervised in runs]) for runs in documents]
+    return Stream.pack([torch.randint(VOCABULARY, (len(mask),), generator=generator) for mask in masks], masks)
+
+
+def turns(tokens: int, prompt: int, answer: int) -> Runs:
+    """A document in which prompts and answers of these lengths take turns."""
+    rounds, rest = divmod(tokens, prompt + answer)
+    return [(prompt, False), (answer, True)] * rounds + [(rest, False)]
+
+
+def prepare(
+    stream: Stream,
+    config: DraftConfig,
+    steps: int,
+    layout: Layout,
+    topology: Topology,
+    dtype: torch.dtype = torch.float32,
+    query_selection: str = "supervised",
+) -> Prepared:
+    """The same draft and the same random hidden states under every layout."""
+    generator = torch.Generator().manual_seed(1)
+    aux = torch.randn(stream.tokens, 3 * config.target_hidden_size, generator=generator)
+    last = torch.randn(stream.tokens, config.target_hidden_size, generator=generator)
+    head = torch.randn(VOCABULARY, config.target_hidden_size, generator=generator)
+    torch.manual_seed(2)
+    draft = Eagle3Draft(config, topology.modules, dtype)
+    with torch.no_grad():
+        for weight in draft.parameters():
+            weight *= 4 if weight.dim() > 1 else 1  # away from the nearly uniform attention that a draft begins with
+    sharding = SequenceSharding(layout.ulysses, layout.ring, query_selection=query_selection)
+    plan = plan_sequence(stream, steps, sharding, topology.sequence.rank())
+    teacher = summarize_teacher(last[plan.teacher], head)
+    batch = micro_batch(
+        stream,
+        plan,
+        aux=aux[plan.rows],
+        last=last[plan.teacher],
+        argmax=teacher.argmax,
+        logsumexp=teacher.logsumexp,
+        teacher_head=head.chunk(topology.tensor.size())[topology.tensor.rank()].to(topology.device, dtype),
+        draft_id=torch.arange(VOCABULARY),
+        dtype=dtype,
+        device=topology.device,
+    )
+    tokens = stream.tokens if topology.sequence.rank() == 0 else 0
+    counts = BatchCounts(batch.counted(), batch.supervised.sum(1).cpu(), tokens)
+    counts = sum_counts(counts, topology.batch, topology.device)
+    objective = DraftObjective(draft.to(topology.device), topology, layout.mode)
+    return Prepared(objective, batch, step_weights(LossConfig(), counts, None), counts, plan)
+
+
+def run_step(prepared: Prepared, topology: Topology) -> Step:
+    """Forward and backward of the stream; leaves this rank's gradients in the draft."""
+    prepared.objective.zero_grad()
+    dist.barrier(topology.stream)
+    began, cpu_began = time.perf_counter(), time.process_time()
+    distilled = prepared.objective(prepared.batch, prepared.weights)
+    distilled.surrogate.backward()
+    cpu_seconds = torch.tensor(time.process_time() - cpu_began, dtype=torch.float64, device=topology.device)
+    dist.barrier(topology.stream)
+    seconds = time.perf_counter() - began
+    dist.all_reduce(cpu_seconds, dist.ReduceOp.MAX, topology.stream)
+    loss = loss_value(LossConfig(), sum_sums(distilled.sums, topology.batch), prepared.counts).loss
+    return Step(seconds, float(cpu_seconds), float(loss))
