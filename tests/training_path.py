@@ -8,6 +8,7 @@ import torch.distributed as dist
 from definition import Case, Document
 from torch import Tensor
 
+from eagle3.data.vocabulary import DraftVocabulary
 from eagle3.draft.interchange import ExportedDraft, exported_tensors, load_weights, whole_tensors
 from eagle3.draft.model import Eagle3Draft
 from eagle3.objective.losses import BatchCounts, LossConfig, StepWeights, step_weights
@@ -54,8 +55,6 @@ def stream_batch(
     aux, last = (torch.cat([getattr(each, name) for each in documents]) for name in ("aux", "last"))
     exact = torch.promote_types(dtype, torch.float32)  # as a capture would have it, whatever the draft trains in
     teacher = summarize_teacher(last[plan.teacher].to(exact), case.target_head.to(exact))
-    draft_id = torch.full((case.config.vocab_size,), -1)
-    draft_id[case.t2d] = torch.arange(case.config.draft_vocab_size)
     return micro_batch(
         stream,
         plan,
@@ -64,7 +63,7 @@ def stream_batch(
         argmax=teacher.argmax,
         logsumexp=teacher.logsumexp,
         teacher_head=case.target_head[case.t2d].chunk(topology.tensor.size())[topology.tensor.rank()].to(dtype),
-        draft_id=draft_id,
+        draft_id=DraftVocabulary(case.d2t, case.t2d).draft_ids,
         dtype=dtype,
         device=topology.device,
     )
