@@ -6,16 +6,17 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle3.attention.block import (
     BlockOutput,
-    _plain_backward,
-    _plain_forward,
     absorb_lse_gradient,
     block_attention,
     block_attention_backward,
     merge_blocks,
 )
+from eagle3.attention.plain import plain_attention, plain_attention_backward
 from eagle3.attention.ring import RingMode
 from eagle3.attention.schedule import schedule_prefix
 from eagle3.attention.ttt import KeyValue, TTTAttention
@@ -103,32 +104,80 @@ def test_the_plain_path_equals_the_kernel_path(visibility, queries, keys, heads,
     q, k, v, grad, visible, _ = _block(visibility, queries, keys, heads, kv_heads, dim, dtype)
     tolerance = 1e-12 if dtype == torch.float64 else 2e-5
     kernel = block_attention(q, k, v, SCALE, visibility, visible)
-    plain = _plain_forward(q, k, v, SCALE, visibility, visible)
+    plain = plain_attention(q, k, v, SCALE, visibility, visible)
     back = (grad, q, k, v, *kernel, SCALE, visibility, visible)
     pairs = [
         *zip(kernel, plain, strict=True),
-        *zip(block_attention_backward(*back), _plain_backward(*back), strict=True),
+        *zip(block_attention_backward(*back), plain_attention_backward(*back), strict=True),
     ]
     for found, wanted in pairs:
         assert found.shape == wanted.shape and found.dtype == wanted.dtype == dtype
         assert (found - wanted).abs().max() < tolerance
 
 
-@every_shape
-def test_a_bfloat16_block_is_fp32_arithmetic_on_rounded_inputs(visibility, queries, keys):
-    q, k, v, grad, visible, seen = _block(visibility, queries, keys, 4, 2, 8, torch.bfloat16)
+half_precision = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+
+
+def _rounding(dtype):
+    """What rounding once may cost, relative to the number: half the distance between neighbours."""
+    return torch.finfo(dtype).eps / 2
+
+
+def _rounded_once(found, wanted, dtype, noise=1e-5):
+    return found.dtype == dtype and bool(((found - wanted).abs() <= _rounding(dtype) * wanted.abs() + noise).all())
+
+
+@half_precision
+@pytest.mark.parametrize("score", [None, _softcap], ids=["kernel", "plain"])
+@pytest.mark.parametrize(("visibility", "queries", "keys"), [*SHAPES, ("causal", 400, 400), ("full", 300, 500)])
+def test_a_block_in_half_precision_is_fp32_arithmetic_rounded_once(visibility, queries, keys, score, dtype):
+    q, k, v, grad, visible, seen = _block(visibility, queries, keys, 4, 2, 8, dtype)
     leaves = [tensor.double().requires_grad_() for tensor in (q, k, v)]
-    expected, expected_lse = _softmax_attention(*leaves, seen)
+    expected, expected_lse = _softmax_attention(*leaves, seen, score)
     gradients = torch.autograd.grad(expected, leaves, grad.double())
-    out, lse = block_attention(q, k, v, SCALE, visibility, visible)
-    assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
-    assert _close(out, expected, 2**-8) and _close(lse, expected_lse, 1e-5)
+    out, lse = block_attention(q, k, v, SCALE, visibility, visible, score)
+    assert _rounded_once(out, expected, dtype) and lse.dtype == torch.float32 and _close(lse, expected_lse, 1e-5)
     # fed with the exact out, whose rounding would otherwise show in sum(grad * out)
-    found = block_attention_backward(grad, q, k, v, expected.detach(), lse, SCALE, visibility, visible)
+    found = block_attention_backward(grad, q, k, v, expected.detach(), lse, SCALE, visibility, visible, score)
     for part, wanted in zip(found, gradients, strict=True):
-        assert (
-            part.dtype == torch.bfloat16 and (part.double() - wanted).abs().max() <= 2**-8 * wanted.abs().max() + 1e-5
-        )
+        assert _rounded_once(part, wanted, dtype, noise=2e-5)
+
+
+@every_shape
+@pytest.mark.parametrize("score", [None, _softcap], ids=["", "softcap"])
+@pytest.mark.parametrize("chunk_bytes", [1, 700, 6000])
+def test_the_plain_path_gives_the_same_in_chunks_of_any_size(chunk_bytes, score, visibility, queries, keys):
+    q, k, v, grad, visible, _ = _block(visibility, queries, keys, 6, 2, 5)
+    block = (SCALE, visibility, visible, score)
+    whole = plain_attention(q, k, v, *block)
+    gradients = plain_attention_backward(grad, q, k, v, *whole, *block)
+    chunked = plain_attention(q, k, v, *block, chunk_bytes)
+    found = plain_attention_backward(grad, q, k, v, *whole, *block, chunk_bytes)
+    for part, wanted in zip((*chunked, *found), (*whole, *gradients), strict=True):
+        assert (part - wanted).abs().max() < 1e-13
+
+
+class _Largest(TorchDispatchMode):
+    """Bytes of the largest result of any operation."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in pytree.tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self.size = max(self.size, tensor.numel() * tensor.itemsize)
+        return result
+
+
+@pytest.mark.parametrize("visibility", ["full", "causal", "masked"])
+def test_the_plain_path_holds_no_more_scores_than_its_chunk(visibility):
+    q, k, v, grad, visible, _ = _block(visibility, 512, 512, 4, 2, 8, torch.bfloat16)
+    limit, whole = 2**18, 4 * 512 * 512 * 4  # the keys in fp32 are smaller than the limit, all scores are not
+    with _Largest() as largest:
+        out, lse = plain_attention(q, k, v, SCALE, visibility, visible, None, limit)
+        plain_attention_backward(grad, q, k, v, out, lse, SCALE, visibility, visible, None, limit)
+    assert limit / 2 < largest.size <= limit < whole
 
 
 # A block's backward where its lse has a gradient too --------------------------------------------------------------------
@@ -136,13 +185,14 @@ def test_a_bfloat16_block_is_fp32_arithmetic_on_rounded_inputs(visibility, queri
 kernel_or_plain = pytest.mark.parametrize("score", [None, _softcap], ids=["kernel", "plain"])
 
 
-def _both_gradients(grad, grad_lse, shape, score, dtype):
+def _both_gradients(grad, grad_lse, shape, score, dtype, exact_out=False):
     """Gradients of q, k, v for upstream gradients of out and of lse: found, and wanted by autograd in fp64."""
     q, k, v, _, visible, seen = _block(*shape, 4, 2, 8, dtype)
     leaves = [tensor.double().requires_grad_() for tensor in (q, k, v)]
-    wanted = torch.autograd.grad(_softmax_attention(*leaves, seen, score), leaves, (grad.double(), grad_lse.double()))
+    expected = _softmax_attention(*leaves, seen, score)
+    wanted = torch.autograd.grad(expected, leaves, (grad.double(), grad_lse.double()))
     out, lse = block_attention(q, k, v, SCALE, shape[0], visible, score)
-    stand_in = absorb_lse_gradient(out, grad, grad_lse)
+    stand_in = absorb_lse_gradient(expected[0].detach() if exact_out else out, grad, grad_lse)
     return block_attention_backward(grad, q, k, v, stand_in, lse, SCALE, shape[0], visible, score), wanted
 
 
@@ -185,6 +235,36 @@ def test_a_gradient_of_lse_beside_a_vanishing_one_of_out_is_not_lost():
     found, wanted = _both_gradients(grad * 1e-25, grad_lse, shape, None, torch.float32)
     for part, exact in zip(found, wanted, strict=True):
         assert _close(part, exact, 1e-5)
+
+
+@half_precision
+def test_the_sum_that_a_kernel_forms_survives_half_precision(dtype):
+    """sum(grad * out) - grad_lse to twice the digits of the number format, whatever grad's row looks like."""
+    generator = torch.Generator().manual_seed(5)
+    out, grad = _normal(generator, 500, 4, 8, dtype=torch.float32), _normal(generator, 500, 4, 8)
+    sizes = 10.0 ** torch.arange(-3, 2).repeat(100)
+    grad = (grad * sizes[:, None, None]).to(dtype)
+    grad[:3, 0] = 0
+    grad[3:6, 1, 2:] = 0  # two entries are enough
+    grad_lse = _normal(generator, 500, 4) * sizes[:, None]
+    grad_lse[:3, 0] = 0
+    wanted = (grad.double() * out).sum(-1) - grad_lse
+    stand_in = absorb_lse_gradient(out, grad, grad_lse.float())
+    found = (grad.double() * stand_in.double()).sum(-1)
+    noise = 1e-6 * ((grad.double() * out).abs().sum(-1) + grad_lse.abs())  # of fp32
+    assert stand_in.dtype == dtype and not stand_in[:3, 0].any()
+    assert bool(((found - wanted).abs() <= _rounding(dtype) ** 2 * wanted.abs() + noise).all())
+
+
+@half_precision
+@kernel_or_plain
+def test_gradients_in_half_precision_beside_one_of_lse_are_rounded_once(score, dtype):
+    """Given an out that is not rounded itself."""
+    for shape in [*SHAPES, ("full", 100, 900)]:
+        grad, grad_lse = _upstream(shape, dtype)
+        found, wanted = _both_gradients(grad, grad_lse, shape, score, dtype, exact_out=True)
+        for part, exact in zip(found, wanted, strict=True):
+            assert _rounded_once(part, exact, dtype, noise=2e-4 * float(exact.abs().max()))
 
 
 # Blocks merged --------------------------------------------------------------------------------------------------------

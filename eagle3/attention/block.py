@@ -1,30 +1,39 @@
 """One block of attention with its log-sum-exp, forward and backward: the unit that every layout is made of."""
 
-from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-# full: every query sees every key. causal: query i sees keys 0..i (equal lengths). masked: `visible` says.
-Visibility = Literal["full", "causal", "masked"]
-# Changes scaled scores [heads, queries, keys], elementwise and differentiably, before the softmax.
-Score = Callable[[Tensor], Tensor]
+from eagle3.attention.cuda import (
+    efficient_attention,
+    efficient_attention_backward,
+    flash_attention,
+    flash_attention_backward,
+)
+from eagle3.attention.plain import (
+    BlockGradients,
+    BlockOutput,
+    Score,
+    Visibility,
+    plain_attention,
+    plain_attention_backward,
+)
+
+Kernel = Literal["cpu", "cuda flash", "cuda efficient", "plain"]
 
 
-class BlockOutput(NamedTuple):
-    """out [queries, heads, head_dim]; lse [queries, heads], the log of the softmax's denominator, fp32 at least."""
-
-    out: Tensor
-    lse: Tensor
-
-
-class BlockGradients(NamedTuple):
-    """Gradients of q, k, v in their own shapes; those of grouped key/value heads are already summed."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
+def kernel_name(
+    device: torch.device, dtype: torch.dtype, head_dim: int, visibility: Visibility, score: Score | None = None
+) -> Kernel:
+    """The kernel of a block; its inputs alone decide. Plain products take what no fused kernel does."""
+    if score is not None:
+        return "plain"
+    if device.type == "cpu":
+        return "cpu"
+    if device.type != "cuda" or dtype == torch.float64 or head_dim % 8 or head_dim > 256:
+        return "plain"
+    return "cuda efficient" if dtype == torch.float32 or visibility == "masked" else "cuda flash"
 
 
 def block_attention(
@@ -39,16 +48,17 @@ def block_attention(
     """softmax(scale q k^T) v over one block.
 
     q [Q, heads, d]; k, v [S, kv_heads, d] with heads a multiple of kv_heads; visible [Q, S] bool for `masked`, in which
-    every query must see some key (a row that sees none has no softmax; callers leave such blocks out). `score` takes
-    the path of plain matrix products.
+    every query must see some key (a row that sees none has no softmax; callers leave such blocks out).
     """
-    if _takes_plain_path(q, score):
-        return _plain_forward(q, k, v, scale, visibility, visible, score)
-    mask = _additive(visible, q.dtype) if visibility == "masked" else None
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        _heads_first(q), _heads_first(k), _heads_first(v), 0.0, visibility == "causal", attn_mask=mask, scale=scale
-    )
-    return BlockOutput(out[0].transpose(0, 1), lse[0].transpose(0, 1))
+    match kernel_name(q.device, q.dtype, q.shape[-1], visibility, score):
+        case "cpu":
+            return _cpu_attention(q, k, v, scale, visibility, visible)
+        case "cuda flash":
+            return flash_attention(q, k, v, scale, visibility)
+        case "cuda efficient":
+            return efficient_attention(q, k, v, scale, visibility, visible)
+        case "plain":
+            return plain_attention(q, k, v, scale, visibility, visible, score)
 
 
 def block_attention_backward(
@@ -66,38 +76,45 @@ def block_attention_backward(
     """This block's share of the gradients.
 
     `out` and `lse` are those *merged over all blocks of the query*: with them each block's backward is exact on its own
-    (P = exp(scale q k^T - lse), dS = P * (grad v^T - sum(grad * out))).
+    (P = exp(scale q k^T - lse), dS = P * (grad v^T - sum(grad * out))). A CUDA kernel rounds `out` to q's number format;
+    that of `absorb_lse_gradient` is in it already.
     """
-    if _takes_plain_path(q, score):
-        return _plain_backward(grad, q, k, v, out, lse, scale, visibility, visible, score)
-    mask = _additive(visible, q.dtype) if visibility == "masked" else None
-    gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        _heads_first(grad),
-        _heads_first(q),
-        _heads_first(k),
-        _heads_first(v),
-        _heads_first(out.to(q.dtype)),
-        lse.transpose(0, 1)[None].contiguous(),
-        0.0,
-        visibility == "causal",
-        attn_mask=mask,
-        scale=scale,
-    )
-    return BlockGradients(*(gradient[0].transpose(0, 1) for gradient in gradients))
+    match kernel_name(q.device, q.dtype, q.shape[-1], visibility, score):
+        case "cpu":
+            return _cpu_attention_backward(grad, q, k, v, out, lse, scale, visibility, visible)
+        case "cuda flash":
+            return flash_attention_backward(grad, q, k, v, out, lse, scale, visibility)
+        case "cuda efficient":
+            return efficient_attention_backward(grad, q, k, v, out, lse, scale, visibility, visible)
+        case "plain":
+            return plain_attention_backward(grad, q, k, v, out, lse, scale, visibility, visible, score)
 
 
 def absorb_lse_gradient(out: Tensor, grad: Tensor, grad_lse: Tensor) -> Tensor:
-    """The output to hand to `block_attention_backward` where lse has an upstream gradient too.
+    """The output [Q, heads, d] to hand to `block_attention_backward` where lse has an upstream gradient too; in the
+    number format of grad.
 
-    A kernel reads the output only to form sum(grad * out), from which the gradient of lse has to be subtracted
-    (dS = P * (grad v^T - sum(grad * out) + grad_lse)); so out - grad_lse * grad / |grad|^2 makes any kernel exact. A row
-    with grad 0 must have grad_lse 0, as every function of a merged output has. In fp32 at least.
+    A kernel reads the output only to form delta = sum(grad * out), from which the gradient of lse has to be subtracted
+    (dS = P * (grad v^T - delta + grad_lse)). So any row o with sum(grad * o) = delta - grad_lse makes any kernel exact.
+    This one is 0 but where grad is largest, and in half precision second largest: the first entry gives that sum but for
+    its own rounding, the second makes up for the rounding of the first. In bf16 that leaves 2^-16 of it, and 2^-8 only
+    where the rest of grad's row is 0 or next to it. A row with grad 0 must have grad_lse 0, as every function of a merged
+    output has.
     """
     exact = torch.promote_types(out.dtype, torch.float32)
-    grad = grad.to(exact)
-    unit = grad / grad.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(exact).tiny)
-    squared = (grad * unit).sum(-1, keepdim=True)  # |grad|^2 / max|grad|, which does not underflow
-    return out.to(exact) - torch.where(squared > 0, grad_lse[..., None] / squared, 0) * unit
+    rest = ((grad.to(exact) * out.to(exact)).sum(-1) - grad_lse.to(exact))[..., None]
+    if grad.dtype == exact or grad.shape[-1] == 1:
+        places = grad.abs().argmax(-1, keepdim=True)
+    else:
+        places = grad.abs().topk(2, -1).indices
+    limit = torch.finfo(grad.dtype).max
+    entries = []
+    for factor in grad.gather(-1, places).split(1, -1):
+        factor = factor.to(exact)
+        entry = torch.where(factor != 0, rest / factor, 0).clamp(-limit, limit).to(grad.dtype)
+        rest = rest - entry.to(exact) * factor
+        entries.append(entry)
+    return torch.zeros_like(grad).scatter_(-1, places, torch.cat(entries, -1))
 
 
 def merge_blocks(a: BlockOutput, b: BlockOutput) -> BlockOutput:
@@ -107,63 +124,36 @@ def merge_blocks(a: BlockOutput, b: BlockOutput) -> BlockOutput:
     return BlockOutput(out, lse)
 
 
-def _takes_plain_path(q: Tensor, score: Score | None) -> bool:
-    return q.device.type != "cpu" or q.dtype == torch.bfloat16 or score is not None
-
-
-def _heads_first(x: Tensor) -> Tensor:
-    """[tokens, heads, d] -> [1, heads, tokens, d], contiguous as torch's kernels want it."""
-    return x.transpose(0, 1)[None].contiguous()
-
-
-def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))[
-        None, None
-    ]
-
-
-def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """Scores [kv_heads, group, Q, S] in fp32 at least."""
+def _cpu_attention(q, k, v, scale, visibility, visible) -> BlockOutput:
+    """By torch's flash kernel, in fp32 at least: in bf16 it sums the gradients of keys and values in bf16, and without
+    matrix instructions for bf16 it is slower besides."""
     exact = torch.promote_types(q.dtype, torch.float32)
-    grouped = q.to(exact).unflatten(1, (k.shape[1], -1))
-    return torch.einsum("qngd,snd->ngqs", grouped, k.to(exact)) * scale
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *(_cpu_layout(x, exact) for x in (q, k, v)),
+        is_causal=visibility == "causal",
+        attn_mask=_cpu_mask(visible, exact) if visibility == "masked" else None,
+        scale=scale,
+    )
+    return BlockOutput(out[0].transpose(0, 1).to(q.dtype), lse[0].transpose(0, 1))
 
 
-def _hide(scores: Tensor, visibility: Visibility, visible: Tensor | None) -> Tensor:
-    """-inf where unseen."""
-    if visibility == "causal":
-        visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    return scores if visible is None else scores.masked_fill(~visible, float("-inf"))
+def _cpu_attention_backward(grad, q, k, v, out, lse, scale, visibility, visible) -> BlockGradients:
+    exact = torch.promote_types(q.dtype, torch.float32)
+    gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *(_cpu_layout(x, exact) for x in (grad, q, k, v, out)),
+        lse.transpose(0, 1)[None].contiguous(),
+        dropout_p=0.0,
+        is_causal=visibility == "causal",
+        attn_mask=_cpu_mask(visible, exact) if visibility == "masked" else None,
+        scale=scale,
+    )
+    return BlockGradients(*(gradient[0].transpose(0, 1).to(q.dtype) for gradient in gradients))
 
 
-def _changed(score: Score | None, scores: Tensor) -> Tensor:
-    return scores if score is None else score(scores.flatten(0, 1)).view_as(scores)
+def _cpu_layout(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """[tokens, heads, d] -> [1, heads, tokens, d], contiguous as the kernel wants it."""
+    return x.transpose(0, 1)[None].to(dtype, memory_format=torch.contiguous_format)
 
 
-def _plain_forward(q, k, v, scale, visibility, visible, score=None) -> BlockOutput:
-    """The same in matrix products: for devices and dtypes without a kernel here, and the reference of the tests."""
-    scores = _hide(_changed(score, _scores(q, k, scale)), visibility, visible)
-    lse = scores.logsumexp(-1)
-    out = torch.einsum("ngqs,snd->qngd", (scores - lse[..., None]).exp(), v.to(scores.dtype)).flatten(1, 2)
-    return BlockOutput(out.to(q.dtype), lse.flatten(0, 1).transpose(0, 1))
-
-
-def _plain_backward(grad, q, k, v, out, lse, scale, visibility, visible, score=None) -> BlockGradients:
-    raw = _scores(q, k, scale).requires_grad_(score is not None)
-    with torch.enable_grad():
-        changed = _changed(score, raw)
-    scores = _hide(changed.detach(), visibility, visible)
-    exact, groups = scores.dtype, (k.shape[1], -1)
-    lse = lse.to(exact).transpose(0, 1).unflatten(0, groups)[..., None]
-    p = (scores - lse).exp()
-    grad = grad.to(exact)
-    delta = (grad * out.to(exact)).sum(-1).transpose(0, 1).unflatten(0, groups)[..., None]
-    grad = grad.unflatten(1, groups)
-    ds = p * (torch.einsum("qngd,snd->ngqs", grad, v.to(exact)) - delta)
-    if score is not None:
-        (ds,) = torch.autograd.grad(changed, raw, ds)
-    ds = ds * scale
-    dq = torch.einsum("ngqs,snd->qngd", ds, k.to(exact)).flatten(1, 2)
-    dk = torch.einsum("ngqs,qngd->snd", ds, q.to(exact).unflatten(1, groups))
-    dv = torch.einsum("ngqs,qngd->snd", p, grad)
-    return BlockGradients(dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype))
+def _cpu_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, float("-inf"))[None, None]

@@ -6,7 +6,7 @@ so that both give the same numbers; both communicate while they compute.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
@@ -45,27 +45,59 @@ class RingAttention:
         transfer = _Transfer()
         return Exchange(_StartGather.apply(key_value, self.group, transfer), transfer)
 
-    def finish(self, exchange: "Exchange") -> Tensor:
-        """What `__call__` reads: all ranks' keys and values [ring, 2, S, kv_heads, d], or this rank's for `p2p`."""
-        if self.mode == "p2p":
-            return exchange.mine
-        if exchange.transfer is None:
-            return exchange.mine[None]
-        return _FinishGather.apply(exchange.mine, self.group, exchange.transfer)
+    def finish(self, exchange: "Exchange") -> "SharedKeyValue":
+        """What every call reads: all ranks' keys and values, or this rank's for `p2p`."""
+        gradient = KeyValueGradient()
+        if exchange.transfer is not None:
+            key_value = _FinishGather.apply(exchange.mine, self.group, exchange.transfer, gradient)
+        else:
+            own = exchange.mine if self.mode == "p2p" else exchange.mine[None]
+            key_value = _CollectGradient.apply(own, gradient)
+        return SharedKeyValue(key_value, gradient)
 
     def __call__(
-        self, q: Tensor, key_value: Tensor, schedules: tuple[PrefixSchedule, ...], ahead: int = 0
+        self, q: Tensor, shared: "SharedKeyValue", schedules: tuple[PrefixSchedule, ...], ahead: int = 0
     ) -> BlockOutput:
         """q [Q, heads, d] -> out [Q, heads, d] and lse [Q, heads], both differentiable; 0 and -inf for a query that
         sees nothing (a pad). schedules: these queries against the keys of each ring rank; `ahead`: how far a query's
         own position is beyond its row's (the step k), which only `score` sees."""
-        return BlockOutput(*_RingAttention.apply(q, key_value, self, schedules, ahead))
+        return BlockOutput(*_RingAttention.apply(q, shared.key_value, shared.gradient, self, schedules, ahead))
 
     def block_score(self, schedule: PrefixSchedule, piece: Piece, ahead: int) -> Score | None:
         if self.score is None:
             return None
         queries, keys = schedule.positions(piece)
         return lambda scores: self.score(scores, queries + ahead, keys)
+
+
+@dataclass
+class KeyValueGradient:
+    """The gradient of shared keys and values: every call's backward adds its part, in fp32 at least, and whoever shared
+    them takes the sum. (Autograd would round each call's part to the keys' number format, and hold two at a time.)"""
+
+    total: Tensor | None = None
+
+    def like(self, key_value: Tensor) -> Tensor:
+        if self.total is None:
+            exact = torch.promote_types(key_value.dtype, torch.float32)
+            self.total = torch.zeros(key_value.shape, dtype=exact, device=key_value.device)
+        return self.total
+
+    def take(self, key_value: Tensor) -> Tensor:
+        total, self.total = self.like(key_value), None
+        return total
+
+
+@dataclass(frozen=True)
+class SharedKeyValue:
+    """key_value [ring, 2, S, kv_heads, d], or [2, S, kv_heads, d] of this rank for `p2p`, with its gradient's place."""
+
+    key_value: Tensor
+    gradient: KeyValueGradient = field(default_factory=KeyValueGradient)
+
+    def detached(self) -> "SharedKeyValue":
+        """The same for a graph of its own, whose backward adds to the same gradient."""
+        return SharedKeyValue(self.key_value.detach().requires_grad_(), self.gradient)
 
 
 class Exchange(NamedTuple):
@@ -106,29 +138,49 @@ class _StartGather(torch.autograd.Function):
 
 
 class _FinishGather(torch.autograd.Function):
-    """Forward: the all-gather ends. Backward: the reduce-scatter of the gradient, in fp32 at least, begins; what is
-    handed on is only filled when _StartGather's backward has waited for it."""
+    """Forward: the all-gather ends. Backward, after that of every call: the reduce-scatter of the gradient begins; what
+    is handed on is only filled when _StartGather's backward has waited for it."""
 
     @staticmethod
-    def forward(ctx, key_value, group, transfer):
-        ctx.group, ctx.transfer = group, transfer
-        return transfer.wait()
+    def forward(ctx, key_value, group, transfer, gradient):
+        ctx.group, ctx.transfer, ctx.gradient = group, transfer, gradient
+        ctx.set_materialize_grads(False)
+        gathered = transfer.wait()
+        ctx.save_for_backward(gathered)
+        return gathered
 
     @staticmethod
-    def backward(ctx, grad):
-        exact = torch.promote_types(grad.dtype, torch.float32)
-        ctx.transfer.buffer = torch.empty(grad.shape[1:], dtype=exact, device=grad.device)
+    def backward(ctx, _):
+        (gathered,) = ctx.saved_tensors
+        total = ctx.gradient.take(gathered)
+        ctx.transfer.buffer = total.new_empty(total.shape[1:])
         ctx.transfer.work = dist.reduce_scatter_single(
-            ctx.transfer.buffer, grad.to(exact).flatten(0, 1), group=ctx.group, async_op=True
+            ctx.transfer.buffer, total.flatten(0, 1), group=ctx.group, async_op=True
         )
-        return torch.empty(grad.shape[1:], dtype=grad.dtype, device=grad.device), None, None
+        return gathered.new_empty(gathered.shape[1:]), None, None, None
+
+
+class _CollectGradient(torch.autograd.Function):
+    """Backward, after that of every call: their sum."""
+
+    @staticmethod
+    def forward(ctx, key_value, gradient):
+        ctx.gradient = gradient
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(key_value)
+        return key_value.view_as(key_value)
+
+    @staticmethod
+    def backward(ctx, _):
+        (key_value,) = ctx.saved_tensors
+        return ctx.gradient.take(key_value).to(key_value.dtype), None
 
 
 class _RingAttention(torch.autograd.Function):
     """Over the shares, forward and backward; each block's backward with the output and lse merged over all of them."""
 
     @staticmethod
-    def forward(ctx, q, key_value, ring, schedules, ahead):
+    def forward(ctx, q, key_value, gradient, ring, schedules, ahead):
         exact = torch.promote_types(q.dtype, torch.float32)
         out = torch.zeros(q.shape, dtype=exact, device=q.device)
         lse = torch.full(q.shape[:2], float("-inf"), dtype=exact, device=q.device)
@@ -143,17 +195,17 @@ class _RingAttention(torch.autograd.Function):
                 out[rows], lse[rows] = merge_blocks(BlockOutput(out[rows], lse[rows]), part)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, key_value, out, lse)
-        ctx.ring, ctx.schedules, ctx.ahead = ring, schedules, ahead
+        ctx.gradient, ctx.ring, ctx.schedules, ctx.ahead = gradient, ring, schedules, ahead
+        ctx.set_materialize_grads(False)  # nobody has used lse where there are no own keys
         return out, lse
 
     @staticmethod
     def backward(ctx, grad, grad_lse):
         q, key_value, out, lse = ctx.saved_tensors
-        ring, exact = ctx.ring, lse.dtype
-        out = absorb_lse_gradient(out, grad, grad_lse)
-        dq = torch.zeros(q.shape, dtype=exact, device=q.device)
-        shares = _SharesWithGradients(key_value, ring, exact)
-        for source, (key, value), gradient in shares:
+        ring = ctx.ring
+        grad = torch.zeros_like(out) if grad is None else grad
+        dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
+        for source, (key, value), gradient in _shares_with_gradients(key_value, ctx.gradient, ring):
             schedule = ctx.schedules[source]
             for piece in schedule.pieces:
                 rows, keys, score = piece.queries, piece.keys, ring.block_score(schedule, piece, ctx.ahead)
@@ -162,7 +214,7 @@ class _RingAttention(torch.autograd.Function):
                     q[rows],
                     key[keys],
                     value[keys],
-                    out[rows],
+                    out[rows] if grad_lse is None else absorb_lse_gradient(out[rows], grad[rows], grad_lse[rows]),
                     lse[rows],
                     ring.scale,
                     piece.visibility,
@@ -172,7 +224,7 @@ class _RingAttention(torch.autograd.Function):
                 dq[rows] += part.q
                 gradient[0, keys] += part.k
                 gradient[1, keys] += part.v
-        return dq.to(q.dtype), shares.total.to(key_value.dtype), None, None, None
+        return dq.to(q.dtype), None, None, None, None, None
 
 
 def _shares(key_value: Tensor, ring: RingAttention) -> Iterator[tuple[int, Tensor]]:
@@ -190,26 +242,23 @@ def _shares(key_value: Tensor, ring: RingAttention) -> Iterator[tuple[int, Tenso
             block = coming.wait()
 
 
-class _SharesWithGradients:
-    """`_shares` with a place to add each share's gradient to; `total`, after the last share, is shaped as key_value."""
-
-    def __init__(self, key_value: Tensor, ring: RingAttention, dtype: torch.dtype) -> None:
-        self.key_value, self.ring = key_value, ring
-        self.total = torch.zeros(key_value.shape, dtype=dtype, device=key_value.device)
-
-    def __iter__(self) -> Iterator[tuple[int, Tensor, Tensor]]:
-        gathered, travelling = self.ring.mode == "gather", None
-        for source, block in _shares(self.key_value, self.ring):
-            if gathered:
-                yield source, block, self.total[source]
-                continue
-            gradient = torch.zeros_like(self.total)
-            yield source, block, gradient
-            if travelling:  # what the ranks before this one have added to the gradient of the same share
-                gradient += travelling.wait()
-            travelling = _PassedOn(gradient, self.ring.group)  # after the last hop it is home
-        if not gathered:
-            self.total = travelling.wait()
+def _shares_with_gradients(
+    key_value: Tensor, gradient: KeyValueGradient, ring: RingAttention
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """`_shares` with a place to add each share's gradient to, which ends up in `gradient`."""
+    total = gradient.like(key_value)
+    if ring.mode == "gather":
+        for source, block in _shares(key_value, ring):
+            yield source, block, total[source]
+        return
+    travelling = None
+    for source, block in _shares(key_value, ring):
+        part = torch.zeros_like(total)
+        yield source, block, part
+        if travelling:  # what the ranks before this one have added to the gradient of the same share
+            part += travelling.wait()
+        travelling = _PassedOn(part, ring.group)
+    total += travelling.wait()  # after the last hop it is home
 
 
 class _PassedOn:

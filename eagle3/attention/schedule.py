@@ -10,6 +10,10 @@ from eagle3.attention.block import Visibility
 
 # Queries of one block. Long enough for dense kernels, short enough that the masked diagonal stays a small share.
 QUERY_BLOCK = 512
+# Keys of one full piece: a kernel's copies of them stay small however long the prefix is.
+KEY_BLOCK = 8192
+# Rows between the first and the last query of a block, in blocks: bounds what a mask may cover where queries have gaps.
+SPAN_BLOCKS = 8
 
 
 class Piece(NamedTuple):
@@ -55,13 +59,15 @@ def schedule_prefix(
     key_rows: Tensor,
     *,
     block: int = QUERY_BLOCK,
+    key_block: int = KEY_BLOCK,
     window: int | None = None,
 ) -> PrefixSchedule:
     """Cut the attention of query rows to key rows (each ascending, -1 pads at the end) into dense pieces.
 
     The keys may be any subset of the rows: a ring rank's share. Queries are taken in runs of at most `block`, inside a
-    document and without long gaps. Each run has a full rectangle over the keys that all of it sees; on its diagonal a
-    causal square where the keys are just its own rows, else a mask; under a window another mask on the far side.
+    document and without long gaps. Each run has full rectangles, of at most `key_block` keys, over the keys that all of
+    it sees; on its diagonal a causal square where the keys are just its own rows, else a mask; under a window another
+    mask on the far side.
     Queries that see no key of a piece are left out of it: such a row has no softmax.
     """
     queries, keys = query_rows[query_rows >= 0], key_rows[key_rows >= 0].contiguous()
@@ -69,8 +75,9 @@ def schedule_prefix(
     pieces: list[Piece] = []
 
     def add(queries: tuple[int, int], keys: tuple[int, int], visibility: Visibility) -> None:
-        if keys[0] < keys[1]:
-            pieces.append(Piece(slice(*queries), slice(*keys), visibility))
+        width = key_block if visibility == "full" else max(1, keys[1] - keys[0])
+        for start in range(*keys, width):
+            pieces.append(Piece(slice(*queries), slice(start, min(start + width, keys[1])), visibility))
 
     for start, stop in _runs(queries, firsts, block, window):
         rows, document = queries[start:stop], int(firsts[start])
@@ -93,16 +100,19 @@ def schedule_prefix(
 
 
 def _runs(queries: Tensor, firsts: Tensor, block: int, window: int | None) -> list[tuple[int, int]]:
-    """[start, stop) of runs of at most `block` queries in one document, cut where more than `block` rows lie between,
-    and so that no run is longer than a window."""
+    """[start, stop) of runs of at most `block` queries in one document, cut where more than `block` rows lie between two
+    and where they span too many rows, and so that no run is longer than a window."""
     if not len(queries):
         return []
     cut = (firsts.diff() != 0) | (queries.diff() > block)
     if window is not None:
         cut |= ((queries - firsts) // window).diff() != 0
     bounds = [0, *(cut.nonzero().flatten() + 1).tolist(), len(queries)]
-    return [
-        (start, min(start + block, end))
-        for begin, end in zip(bounds, bounds[1:], strict=False)
-        for start in range(begin, end, block)
-    ]
+    reach = torch.searchsorted(queries.contiguous(), queries + SPAN_BLOCKS * block).tolist()
+    runs = []
+    for begin, end in zip(bounds, bounds[1:], strict=False):
+        while begin < end:
+            stop = min(begin + block, end, reach[begin])
+            runs.append((begin, stop))
+            begin = stop
+    return runs

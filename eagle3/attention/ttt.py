@@ -1,7 +1,7 @@
 """Attention of one training-time-test step: the causal prefix K_0, V_0 over all ranks, the position's own K_1..K_k, and
 an optional sink, in one softmax."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from eagle3.attention.ring import Exchange, PositionScore, RingAttention, RingMode
+from eagle3.attention.block import BlockOutput
+from eagle3.attention.ring import Exchange, PositionScore, RingAttention, RingMode, SharedKeyValue
 from eagle3.attention.schedule import PrefixSchedule
 from eagle3.attention.ulysses import Ulysses
 
@@ -32,6 +33,7 @@ class TTTAttention:
 
     ulysses: Ulysses
     ring: RingAttention
+    chunk: int = 1024
 
     @classmethod
     def over(
@@ -41,22 +43,24 @@ class TTTAttention:
         scale: float,
         mode: RingMode = "gather",
         score: PositionScore | None = None,
+        chunk: int = 1024,
     ) -> "TTTAttention":
-        return cls(Ulysses(ulysses), RingAttention(ring, mode, scale, score))
+        """chunk: queries whose own keys are merged at once."""
+        return cls(Ulysses(ulysses), RingAttention(ring, mode, scale, score), chunk)
 
     def start(self, prefix: KeyValue) -> Exchange:
         """Begin to share this rank's K_0, V_0 (every sequence rank has the same number of rows)."""
         joined = self.ulysses.to_heads(self.ulysses.replicate(torch.cat(prefix, -1)))
-        return self.ring.start(torch.stack(joined.chunk(2, -1)))
+        return self.ring.start(joined.unflatten(-1, (2, -1)).permute(2, 0, 1, 3))
 
-    def finish(self, exchange: Exchange) -> Tensor:
+    def finish(self, exchange: Exchange) -> SharedKeyValue:
         """The shared K_0, V_0, to be given to every step."""
         return self.ring.finish(exchange)
 
     def __call__(
         self,
         q: Tensor,
-        shared: Tensor,
+        shared: SharedKeyValue,
         schedules: tuple[PrefixSchedule, ...],
         own: Sequence[KeyValue] = (),
         sink: Tensor | None = None,
@@ -75,66 +79,138 @@ class TTTAttention:
             return out
         lse = self.ulysses.to_tokens(part.lse[..., None])[..., 0]
         keys, values = tuple(kv.key for kv in own), tuple(kv.value for kv in own)
-        own_logit = partial(_own_logit, ring=self.ring, step=step, positions=positions)
-        return _MergeOwn.apply(out, lse, q, sink, own_logit, *keys, *values)
+        score = None
+        if self.ring.score is not None:
+            score = partial(_own_score, score=self.ring.score, step=step, positions=positions)
+        return _MergeOwn.apply(out, lse, q, sink, _Merge(self.ring.scale, score, self.chunk), *keys, *values)
+
+
+# (scaled scores [k, rows, heads] of queries `rows` with their own keys K_1..K_k, rows) -> scores
+_OwnScore = Callable[[Tensor, slice], Tensor]
+
+
+class _Merge(NamedTuple):
+    """How to merge. rows: of queries at once."""
+
+    scale: float
+    score: _OwnScore | None
+    rows: int
+
+    def chunks(self, queries: int) -> Iterator[slice]:
+        return (slice(start, start + self.rows) for start in range(0, queries, self.rows))
 
 
 class _MergeOwn(torch.autograd.Function):
-    """softmax over the prefix (as out and lse), own keys and sink: every term has a probability and a value."""
+    """softmax over the prefix (as out and lse), own keys and sink: every term has a probability and a value. Row by row,
+    so in chunks of rows, whose fp32 copies are all that there is beside the results."""
 
     @staticmethod
-    def forward(ctx, out, lse, q, sink, own_logit, *own):
-        keys, values = own[: len(own) // 2], own[len(own) // 2 :]
-        logits = [own_logit(q, key, index=index + 1) for index, key in enumerate(keys)]
-        every = [lse, *logits] if sink is None else [lse, *logits, sink.to(lse.dtype).expand_as(lse)]
-        total = torch.stack(every).logsumexp(0)
-        merged = out * (lse - total).exp()[..., None]
-        for logit, value in zip(logits, values, strict=True):
-            merged += _grouped((logit - total).exp(), value)[..., None].mul(value[:, :, None]).flatten(1, 2)
+    def forward(ctx, out, lse, q, sink, merge, *own):
+        merged, total = torch.empty_like(q), torch.empty_like(lse)
+        for rows in merge.chunks(len(q)):
+            merged[rows], total[rows] = _merge_rows(out, lse, q, sink, merge, own, rows)
         ctx.save_for_backward(out, lse, q, sink, total, *own)
-        ctx.own_logit = own_logit
-        return merged.to(q.dtype)
+        ctx.merge = merge
+        return merged
 
     @staticmethod
     def backward(ctx, grad):
         out, lse, q, sink, total, *own = ctx.saved_tensors
-        keys, values = own[: len(own) // 2], own[len(own) // 2 :]
-        exact = lse.dtype
-        grad = grad.to(exact)
-        share = (lse - total).exp()
-        prefix_dot = (grad * out).sum(-1)
-        terms = []
-        delta = share * prefix_dot  # sum(grad * merged)
-        for index, (key, value) in enumerate(zip(keys, values, strict=True)):
-            leaves = [tensor.detach().to(exact).requires_grad_() for tensor in (q, key)]
-            with torch.enable_grad():
-                logit = ctx.own_logit(*leaves, index=index + 1)
-            p = (logit.detach() - total).exp()
-            dot = (_grouped(grad, value) * value[:, :, None].to(exact)).sum(-1).flatten(1)
-            delta += p * dot
-            terms.append((leaves, logit, p, dot))
-        dq = torch.zeros(q.shape, dtype=exact, device=q.device)
-        key_gradients, value_gradients = [], []
-        for (leaves, logit, p, dot), key, value in zip(terms, keys, values, strict=True):
-            from_q, from_key = torch.autograd.grad(logit, leaves, p * (dot - delta))
-            dq += from_q
-            key_gradients.append(from_key.to(key.dtype))
-            value_gradients.append((_grouped(p, value)[..., None] * _grouped(grad, value)).sum(2).to(value.dtype))
-        d_sink = None if sink is None else -((sink - total).exp() * delta).sum(0).to(sink.dtype)
-        d_lse = share * (prefix_dot - delta)
-        d_out = (grad * share[..., None]).to(out.dtype)
-        return d_out, d_lse, dq.to(q.dtype), d_sink, None, *key_gradients, *value_gradients
+        d_out, d_lse, dq = torch.empty_like(out), torch.empty_like(lse), torch.empty_like(q)
+        d_sink = torch.zeros(q.shape[1], dtype=lse.dtype, device=q.device)
+        d_own = [torch.empty_like(tensor) for tensor in own]
+        for rows in ctx.merge.chunks(len(q)):
+            made = _merge_rows_backward(grad, out, lse, q, sink, total, ctx.merge, own, rows)
+            d_out[rows], d_lse[rows], dq[rows] = made.out, made.lse, made.q
+            d_sink += made.sink
+            for whole, part in zip(d_own, made.own, strict=True):
+                whole[rows] = part
+            del made
+        return d_out, d_lse, dq, None if sink is None else d_sink.to(sink.dtype), None, *d_own
 
 
-def _own_logit(
-    q: Tensor, key: Tensor, *, index: int, ring: RingAttention, step: int, positions: Tensor | None
-) -> Tensor:
-    """Scores [Q, heads] of q [Q, heads, d] with its own K_index [Q, kv_heads, d], in fp32 at least."""
-    exact = torch.promote_types(q.dtype, torch.float32)
-    logit = (_grouped(q, key).to(exact) * key[:, :, None].to(exact)).sum(-1).flatten(1) * ring.scale
-    return logit if ring.score is None else ring.score(logit.t(), positions + step, positions + index).t()
+def _merge_rows(
+    out: Tensor, lse: Tensor, q: Tensor, sink: Tensor | None, merge: _Merge, own: Sequence[Tensor], rows: slice
+) -> BlockOutput:
+    _, values, grouped, logits = _own_logits(q, own, rows, merge.scale, lse.dtype)
+    if merge.score is not None:
+        logits = merge.score(logits, rows)
+    every = torch.cat((lse[None, rows], logits))
+    if sink is not None:
+        every = torch.cat((every, sink.to(lse.dtype).expand_as(every[:1])))
+    total = every.logsumexp(0)
+    p = (logits - total).exp().unflatten(-1, grouped.shape[1:3])
+    own_part = torch.einsum("kqng,kqnd->qngd", p, values).flatten(1, 2)
+    return BlockOutput(out[rows] * (lse[rows] - total).exp()[..., None] + own_part, total)
 
 
-def _grouped(x: Tensor, key: Tensor) -> Tensor:
-    """[Q, heads, ...] -> [Q, kv_heads, group, ...], beside the key/value heads that each group shares."""
-    return x.unflatten(1, (key.shape[1], -1))
+class _RowGradients(NamedTuple):
+    out: Tensor
+    lse: Tensor
+    q: Tensor
+    sink: Tensor
+    own: tuple[Tensor, ...]
+
+
+def _merge_rows_backward(
+    grad: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    sink: Tensor | None,
+    total: Tensor,
+    merge: _Merge,
+    own: Sequence[Tensor],
+    rows: slice,
+) -> _RowGradients:
+    keys, values, grouped, raw = _own_logits(q, own, rows, merge.scale, lse.dtype)
+    with torch.enable_grad():
+        raw = raw.requires_grad_(merge.score is not None)
+        logits = raw if merge.score is None else merge.score(raw, rows)
+    upstream, lse, total = grad[rows].to(lse.dtype), lse[rows], total[rows]
+    share, p = (lse - total).exp(), (logits.detach() - total).exp()
+    split = upstream.unflatten(1, grouped.shape[1:3])
+    prefix_dot = (upstream * out[rows]).sum(-1)
+    dots = torch.einsum("qngd,kqnd->kqng", split, values).flatten(2)
+    delta = share * prefix_dot + (p * dots).sum(0)  # sum(grad * merged)
+    d_logits = p * (dots - delta)
+    if merge.score is not None:
+        (d_logits,) = torch.autograd.grad(logits, raw, d_logits)
+    d_logits, p = ((merge.scale * d_logits).unflatten(-1, grouped.shape[1:3]), p.unflatten(-1, grouped.shape[1:3]))
+    return _RowGradients(
+        out=upstream * share[..., None],
+        lse=share * (prefix_dot - delta),
+        q=torch.einsum("kqng,kqnd->qngd", d_logits, keys).flatten(1, 2),
+        sink=torch.zeros_like(delta[0]) if sink is None else -((sink - total).exp() * delta).sum(0),
+        own=(
+            *torch.einsum("kqng,qngd->kqnd", d_logits, grouped),
+            *torch.einsum("kqng,qngd->kqnd", p, split),
+        ),
+    )
+
+
+class _OwnLogits(NamedTuple):
+    """Of a chunk of rows, in fp32 at least: keys, values [k, rows, kv_heads, d], q grouped [rows, kv_heads, group, d],
+    logits [k, rows, heads]."""
+
+    keys: Tensor
+    values: Tensor
+    q: Tensor
+    logits: Tensor
+
+
+def _own_logits(q: Tensor, own: Sequence[Tensor], rows: slice, scale: float, dtype: torch.dtype) -> _OwnLogits:
+    count, kv_heads = len(own) // 2, own[0].shape[1] if own else q.shape[1]
+    q = q[rows].to(dtype).unflatten(1, (kv_heads, -1))
+    if not own:
+        empty = q.new_empty(0, *q[:, :, 0].shape)
+        return _OwnLogits(empty, empty, q, q.new_empty(0, len(q), q.shape[1] * q.shape[2]))
+    keys, values = (torch.stack([t[rows].to(dtype) for t in part]) for part in (own[:count], own[count:]))
+    return _OwnLogits(keys, values, q, torch.einsum("qngd,kqnd->kqng", q, keys).flatten(2) * scale)
+
+
+def _own_score(scaled: Tensor, rows: slice, *, score: PositionScore, step: int, positions: Tensor) -> Tensor:
+    """`score` of own scores [k, rows, heads]: query t is at position t + step, its own K_i at t + i."""
+    at = positions[rows]
+    own = at + torch.arange(1, len(scaled) + 1, device=at.device)[:, None]
+    return score(scaled.permute(2, 0, 1), at + step, own).permute(1, 2, 0)

@@ -13,6 +13,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 from transformers import DynamicCache
 
+from eagle3.attention.ring import SharedKeyValue
 from eagle3.attention.schedule import Piece, PrefixSchedule
 from eagle3.attention.ttt import TTTAttention
 from eagle3.draft.config import DraftConfig
@@ -212,7 +213,7 @@ class ChainDrafter:
 
     def propose(self, count: int) -> Tensor:
         """Target ids [count]: the greedy chain after the last row, by `count` training-time-test steps of that row."""
-        shared = self.prefix[None, :, : self.rows]
+        shared = SharedKeyValue(self.prefix[None, :, : self.rows])
         whole = Piece(slice(0, 1), slice(0, self.rows), "full")
         schedules = (PrefixSchedule(self.position, self.position, self.position, (whole,)),)  # its rows go unread
         hidden, token, own = self.hidden, self.next_token, ()
@@ -220,9 +221,9 @@ class ChainDrafter:
         for step in range(count):
             projected = self.draft.project(hidden, token, self.position + step, first=step == 0)
             own = own if projected.own is None else (*own, projected.own)
-            made = self.draft.finish(hidden, self.attention(projected.q, shared, schedules, own))
-            best = self.draft.logits(made.normed).argmax(-1)
-            hidden, token = made.hidden, best + self.d2t[best]
+            hidden = self.draft.finish(hidden, self.attention(projected.q, shared, schedules, own))
+            best = self.draft.logits(hidden).argmax(-1)
+            token = best + self.d2t[best]
             drafts.append(token)
         return torch.cat(drafts)
 

@@ -1,0 +1,116 @@
+"""Fused kernels for one block of attention on CUDA: torch's operators, given strided views, never waiting for the device.
+
+flash: fp16 and bf16, `full` and `causal`, grouped key/value heads as they are. Which flash kernels these are is torch's
+choice: its own FlashAttention 2, or what `torch.nn.attention.activate_flash_attention_impl("FA3")` has put there.
+efficient: fp32 as well, and any mask. In fp32 its products are split TF32 on tensor cores, near fp32 in accuracy.
+
+Layouts, padding and the arguments that go unread without dropout follow torch's C++ sources. Checked so far without a
+GPU (tests/test_cuda_attention.py): schemas, shapes, number formats, and the layouts against the operators' definitions.
+What the kernels themselves compute for these calls, in what time, has not been measured yet.
+"""
+
+import torch
+from torch import Tensor
+
+from eagle3.attention.plain import BlockGradients, BlockOutput, Visibility
+
+# The efficient kernel reads lse in whole blocks of its backward, and a mask in whole vectors of 16 bytes at least.
+LSE_MULTIPLE, MASK_MULTIPLE = 32, 16
+
+
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, visibility: Visibility) -> BlockOutput:
+    """`block_attention` in fp16 or bf16 where nothing is masked; head_dim a multiple of 8, at most 256."""
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+        *(_heads_first(x) for x in (q, k, v)), is_causal=visibility == "causal", scale=scale
+    )
+    return BlockOutput(out[0].transpose(0, 1), lse[0].transpose(0, 1))
+
+
+def flash_attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, visibility: Visibility
+) -> BlockGradients:
+    """`block_attention_backward` where `flash_attention` goes forward."""
+    unread = torch.empty(0, dtype=torch.uint64, device=q.device)  # dropout's seed and offset
+    gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        *(_heads_first(x) for x in (grad, q, k, v, out.to(q.dtype))),
+        lse.transpose(0, 1)[None].contiguous(),
+        cum_seq_q=None,  # no packed sequences
+        cum_seq_k=None,
+        max_q=len(q),
+        max_k=len(k),
+        dropout_p=0.0,
+        is_causal=visibility == "causal",
+        philox_seed=unread,
+        philox_offset=unread,
+        scale=scale,
+    )
+    return BlockGradients(*(gradient[0].transpose(0, 1) for gradient in gradients))
+
+
+def efficient_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, visibility: Visibility, visible: Tensor | None = None
+) -> BlockOutput:
+    """`block_attention` in fp16, bf16 or fp32; head_dim a multiple of 8."""
+    q, k, v = _groups_as_batch(q, k, v)
+    mask = _mask(q, k, visible) if visibility == "masked" else None
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        q, k, v, mask, compute_log_sumexp=True, is_causal=visibility == "causal", scale=scale
+    )
+    lse = lse[..., : q.shape[2]].flatten(0, 1)
+    return BlockOutput(out.permute(2, 0, 1, 3).flatten(1, 2), lse.transpose(0, 1))
+
+
+def efficient_attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    visibility: Visibility,
+    visible: Tensor | None = None,
+) -> BlockGradients:
+    """`block_attention_backward` where `efficient_attention` goes forward."""
+    kv_heads = k.shape[1]
+    grad, out = (x.to(q.dtype).unflatten(1, (kv_heads, -1)).transpose(0, 1) for x in (grad, out))
+    lse = lse.transpose(0, 1).unflatten(0, (kv_heads, -1))
+    lse = torch.nn.functional.pad(lse, (0, -len(q) % LSE_MULTIPLE), value=float("inf"))
+    q, k, v = _groups_as_batch(q, k, v)
+    unread = torch.empty(0, dtype=torch.int64, device=q.device)  # dropout's seed and offset
+    dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+        grad.transpose(1, 2),
+        q,
+        k,
+        v,
+        _mask(q, k, visible) if visibility == "masked" else None,
+        out.contiguous().transpose(1, 2),  # taken to be contiguous as [batch, queries, heads, d]
+        lse.contiguous(),
+        unread,
+        unread,
+        dropout_p=0.0,
+        grad_input_mask=[True, True, True, False],
+        is_causal=visibility == "causal",
+        scale=scale,
+    )
+    dk, dv = (x.sum(1, dtype=torch.float32).transpose(0, 1).to(x.dtype) for x in (dk, dv))
+    return BlockGradients(dq.permute(2, 0, 1, 3).flatten(1, 2), dk, dv)
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    """[tokens, heads, d] -> [1, heads, tokens, d], a view: the operator turns it back."""
+    return x.transpose(0, 1)[None]
+
+
+def _groups_as_batch(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v as views [kv_heads, group, tokens, d]: the efficient kernel knows no groups, but reads a key/value head
+    that all query heads of a batch entry share (stride 0)."""
+    q, k, v = (x.unflatten(1, (k.shape[1], -1)).permute(1, 2, 0, 3) for x in (q, k, v))
+    return q, k.expand(-1, q.shape[1], -1, -1), v.expand(-1, q.shape[1], -1, -1)
+
+
+def _mask(q: Tensor, k: Tensor, visible: Tensor) -> Tensor:
+    """What to add to the scores [kv_heads, group, queries, keys], one mask for all heads; rows padded to alignment."""
+    queries, keys = visible.shape
+    mask = torch.zeros(queries, keys + -keys % MASK_MULTIPLE, dtype=q.dtype, device=q.device)[:, :keys]
+    return mask.masked_fill_(~visible, float("-inf")).expand(*q.shape[:2], -1, -1)

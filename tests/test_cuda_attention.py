@@ -1,0 +1,238 @@
+"""The CUDA kernels' calls, without a GPU: torch's schemas and shape functions, and the operators' definitions on CPU."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from eagle3.attention import cuda
+from eagle3.attention.block import absorb_lse_gradient, block_attention, block_attention_backward, kernel_name
+from eagle3.attention.plain import plain_attention, plain_attention_backward
+
+aten = torch.ops.aten
+FLASH = aten._scaled_dot_product_flash_attention.default
+FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_backward.default
+EFFICIENT = aten._scaled_dot_product_efficient_attention.default
+EFFICIENT_BACKWARD = aten._scaled_dot_product_efficient_attention_backward.default
+SCALE = 0.21
+
+# visibility, queries, keys
+SHAPES = [("full", 7, 40), ("full", 1, 33), ("causal", 37, 37), ("masked", 33, 47), ("masked", 64, 1)]
+every_shape = pytest.mark.parametrize(("visibility", "queries", "keys"), SHAPES)
+# heads, kv heads, head dim
+every_grouping = pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 8), (6, 2, 16), (4, 1, 8)])
+
+
+class _WithoutCUDA(TorchFunctionMode):
+    """The methods that a torch without CUDA refuses fake CUDA tensors, by operators that it does not: indexing (in
+    slices, integers and None) as strided views, contiguous and ~ as what they stand for."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is Tensor.__invert__:
+            return torch.logical_not(*args)
+        if func is Tensor.contiguous:
+            return args[0] if args[0].is_contiguous() else torch.clone(args[0], memory_format=torch.contiguous_format)
+        if func not in (Tensor.__getitem__, Tensor.__setitem__):
+            return func(*args, **(kwargs or {}))
+        x, index, *value = args
+        view = torch.empty_strided(x.shape, x.stride(), device="meta")[index]
+        view = x.as_strided(view.shape, view.stride(), x.storage_offset() + view.storage_offset())
+        return aten.copy_(view, *value) if value else view
+
+
+@contextmanager
+def _cuda_without_gpu() -> Iterator[None]:
+    """CUDA tensors that have a shape, strides and a number format; whatever needs a number from the device raises."""
+    with FakeTensorMode(), _WithoutCUDA():
+        yield
+
+
+def _by_name(func, args, kwargs) -> dict:
+    named = {argument.name: argument.default_value for argument in func._schema.arguments}
+    return named | dict(zip(named, args, strict=False)) | (kwargs or {})
+
+
+class _Calls(TorchDispatchMode):
+    """The operators that do more than look at their arguments in another way, each with its arguments by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators, self.arguments = [], {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view and func.namespace == "aten" and getattr(result, "device", None) != torch.device("meta"):
+            self.operators.append(func)
+            self.arguments[func] = _by_name(func, args, kwargs)
+        return result
+
+
+def _inputs(visibility, queries, keys, heads, kv_heads, dim, dtype, device):
+    """q, upstream gradient, k, v as the ring has them (rows of longer tensors, keys beside values), visible or None."""
+    q, grad = (torch.randn(queries + 3, heads, dim, dtype=dtype, device=device)[2:-1] for _ in range(2))
+    k, v = torch.randn(2, keys + 5, kv_heads, dim, dtype=dtype, device=device)[:, 4:-1]
+    visible = None
+    if visibility == "masked":
+        visible = (torch.rand(queries, keys, device=device) < 0.4) | (torch.arange(keys, device=device) == keys // 2)
+    return q, grad, k, v, visible
+
+
+# Shapes, number formats and no wait, on CUDA as far as torch knows it without a GPU -------------------------------------
+
+
+@every_shape
+@every_grouping
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_a_block_on_cuda_has_the_shapes_and_number_formats_of_its_inputs_and_never_waits(
+    dtype, heads, kv_heads, dim, visibility, queries, keys
+):
+    exact = torch.promote_types(dtype, torch.float32)
+    with _cuda_without_gpu():
+        q, grad, k, v, visible = _inputs(visibility, queries, keys, heads, kv_heads, dim, dtype, "cuda")
+        out, lse = block_attention(q, k, v, SCALE, visibility, visible)
+        stand_in = absorb_lse_gradient(out.to(exact), grad, torch.zeros_like(lse))
+        gradients = block_attention_backward(grad, q, k, v, stand_in, lse, SCALE, visibility, visible)
+    for found, like in ((out, q), (stand_in, q), *zip(gradients, (q, k, v), strict=True)):
+        assert found.shape == like.shape and found.dtype == dtype and found.device.type == "cuda"
+    assert lse.shape == (queries, heads) and lse.dtype == exact and lse.device.type == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "dim", "visibility", "score", "kernel"),
+    [
+        ("cuda", torch.bfloat16, 128, "full", None, "cuda flash"),
+        ("cuda", torch.float16, 256, "causal", None, "cuda flash"),
+        ("cuda", torch.bfloat16, 128, "masked", None, "cuda efficient"),
+        ("cuda", torch.float32, 64, "causal", None, "cuda efficient"),
+        ("cuda", torch.bfloat16, 128, "full", torch.tanh, "plain"),
+        ("cuda", torch.bfloat16, 100, "full", None, "plain"),
+        ("cuda", torch.bfloat16, 264, "full", None, "plain"),
+        ("cuda", torch.float64, 128, "full", None, "plain"),
+        ("cpu", torch.bfloat16, 5, "masked", None, "cpu"),
+        ("cpu", torch.float32, 128, "full", torch.tanh, "plain"),
+        ("meta", torch.float32, 128, "full", None, "plain"),
+    ],
+)
+def test_the_named_kernel_is_the_one_that_runs(device, dtype, dim, visibility, score, kernel):
+    assert kernel_name(torch.device(device), dtype, dim, visibility, score) == kernel
+    operators = {"cuda flash": (FLASH, FLASH_BACKWARD), "cuda efficient": (EFFICIENT, EFFICIENT_BACKWARD)}
+    with _cuda_without_gpu():
+        q, grad, k, v, visible = _inputs(visibility, 16, 16, 4, 2, dim, dtype, device)
+        with _Calls() as calls:
+            out, lse = block_attention(q, k, v, SCALE, visibility, visible, score)
+            if score is None:  # else its gradient is autograd's, which a torch without CUDA does not have for CUDA
+                block_attention_backward(grad, q, k, v, out, lse, SCALE, visibility, visible)
+    fused = [func for func in calls.operators if "scaled_dot_product" in str(func) and "cpu" not in str(func)]
+    assert tuple(fused) == operators.get(kernel, ())
+
+
+@pytest.mark.parametrize("visibility", ["full", "causal"])
+def test_flash_reads_rows_of_longer_tensors_in_place(visibility):
+    with _cuda_without_gpu():
+        q, grad, k, v, _ = _inputs(visibility, 64, 64, 6, 2, 16, torch.bfloat16, "cuda")
+        with _Calls() as calls:
+            out, lse = cuda.flash_attention(q, k, v, SCALE, visibility)
+        assert calls.operators == [FLASH]
+        with _Calls() as calls:
+            cuda.flash_attention_backward(grad, q, k, v, out, lse, SCALE, visibility)
+    assert set(calls.operators) == {FLASH_BACKWARD, aten.empty.memory_format}  # that of the seed, which nobody reads
+    given = calls.arguments[FLASH_BACKWARD]
+    assert given["logsumexp"].is_contiguous() and given["logsumexp"].shape == (1, 6, 64)
+    assert given["philox_seed"].numel() == given["philox_offset"].numel() == given["dropout_p"] == 0
+
+
+@every_shape
+def test_the_efficient_kernel_gets_the_layouts_that_it_takes_for_granted(visibility, queries, keys):
+    """From check_supported in torch's kernel_forward.h and kernel_backward.h, in elements of 2 bytes."""
+    with _cuda_without_gpu():
+        q, grad, k, v, visible = _inputs(visibility, queries, keys, 6, 2, 16, torch.bfloat16, "cuda")
+        with _Calls() as calls:
+            out, lse = cuda.efficient_attention(q, k, v, SCALE, visibility, visible)
+            cuda.efficient_attention_backward(grad, q, k, v, out, lse, SCALE, visibility, visible)
+    forward, backward = (calls.arguments[operator] for operator in (EFFICIENT, EFFICIENT_BACKWARD))
+    for given in (forward, backward):
+        for x in (given["query"], given["key"], given["value"]):
+            assert x.stride(-1) == 1 and not any(place % 8 for place in (*x.stride()[:-1], x.storage_offset()))
+        mask = given["attn_bias"]
+        assert (mask is None) == (visibility != "masked")
+        if mask is not None:
+            assert mask.shape == (2, 3, queries, keys) and mask.dtype == q.dtype
+            assert mask.stride(-1) == 1 and mask.stride(-2) % 8 == 0 and mask.stride(0) == mask.stride(1) == 0
+    lse, out = backward["logsumexp"], backward["out"]
+    assert lse.is_contiguous() and lse.shape[-1] == math.ceil(queries / 32) * 32
+    assert out.transpose(1, 2).is_contiguous()
+
+
+# The numbers, where the operators are what their definitions say ---------------------------------------------------------
+
+
+class _ByDefinition(TorchDispatchMode):
+    """The fused operators as they are defined, on any device: [batch, heads, tokens, d], the backward from out and lse."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        named = _by_name(func, args, kwargs)
+        if func in (FLASH, EFFICIENT):
+            out, lse = self._forward(**named)
+            padded = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=float("nan"))
+            return (out, lse, None, None, 0, 0, None, None, None) if func is FLASH else (out, padded, None, None)
+        if func is FLASH_BACKWARD:
+            return self._backward(**named)
+        if func is EFFICIENT_BACKWARD:
+            return *self._backward(grad_out=named.pop("grad_out_"), **named), None
+        return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def _scores(query, key, scale, is_causal, attn_bias):
+        scores = query @ key.transpose(-1, -2) * scale
+        if is_causal:
+            scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), float("-inf"))
+        return scores if attn_bias is None else scores + attn_bias
+
+    def _forward(self, query, key, value, scale, is_causal, attn_bias=None, **_):
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+        scores = self._scores(query, key, scale, is_causal, attn_bias)
+        return scores.softmax(-1) @ value, scores.logsumexp(-1)
+
+    def _backward(
+        self, grad_out, query, key, value, out, logsumexp, scale, is_causal, attn_bias=None, **_
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        group = query.shape[1] // key.shape[1]
+        keys, values = (x.repeat_interleave(group, 1) for x in (key, value))
+        p = (self._scores(query, keys, scale, is_causal, attn_bias) - logsumexp[..., : query.shape[2], None]).exp()
+        ds = p * (grad_out @ values.transpose(-1, -2) - (grad_out * out).sum(-1, keepdim=True)) * scale
+        dk, dv = (x.transpose(-1, -2) @ y for x, y in ((ds, query), (p, grad_out)))
+        return ds @ keys, *(x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "visibility", "queries", "keys"),
+    [
+        (kernel, *shape)
+        for kernel in ("flash", "efficient")
+        for shape in SHAPES
+        if (kernel, shape[0]) != ("flash", "masked")
+    ],
+)
+@every_grouping
+def test_both_kernels_calls_mean_the_block_that_plain_products_compute(
+    kernel, heads, kv_heads, dim, visibility, queries, keys
+):
+    """With out and lse of more keys than the block's, as the backward gets them."""
+    torch.manual_seed(queries + keys)
+    q, grad, k, v, visible = _inputs(visibility, queries, keys, heads, kv_heads, dim, torch.float64, "cpu")
+    block = (SCALE, visibility) if kernel == "flash" else (SCALE, visibility, visible)
+    wanted = plain_attention(q, k, v, SCALE, visibility, visible)
+    merged = wanted.out * 0.8 + 0.1, wanted.lse + 0.3
+    wanted_gradients = plain_attention_backward(grad, q, k, v, *merged, SCALE, visibility, visible)
+    with _ByDefinition():
+        found = getattr(cuda, f"{kernel}_attention")(q, k, v, *block)
+        gradients = getattr(cuda, f"{kernel}_attention_backward")(grad, q, k, v, *merged, *block)
+    for part, exact in zip((*found, *gradients), (*wanted, *wanted_gradients), strict=True):
+        # grouped keys are summed in fp32
+        assert part.shape == exact.shape and (part - exact).abs().max() < 1e-5 * exact.abs().max()
