@@ -15,7 +15,8 @@ from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
 from eagle3.objective.losses import BatchCounts, LossConfig, StepWeights, loss_value, step_weights
 from eagle3.objective.metrics import sum_counts, sum_sums
-from eagle3.objective.model import DraftObjective, MicroBatch, micro_batch
+from eagle3.objective.model import DraftObjective, MemoryPlan, MicroBatch, micro_batch
+from eagle3.objective.unroll import Residence
 from eagle3.parallel.dealing import SequenceSharding
 from eagle3.parallel.sequence import SequencePlan, Stream, plan_sequence
 from eagle3.parallel.topology import Topology, start_distributed
@@ -106,11 +107,11 @@ def draft_config(heads: int, kv_heads: int, head_dim: int) -> DraftConfig:
     )
 
 
-def pack(documents: Sequence[Runs]) -> Stream:
+def pack(documents: Sequence[Runs], vocabulary: int = VOCABULARY) -> Stream:
     """Random tokens under the documents' loss masks."""
     generator = torch.Generator().manual_seed(0)
     masks = [torch.cat([torch.full((length,), supervised) for length, supervised in runs]) for runs in documents]
-    return Stream.pack([torch.randint(VOCABULARY, (len(mask),), generator=generator) for mask in masks], masks)
+    return Stream.pack([torch.randint(vocabulary, (len(mask),), generator=generator) for mask in masks], masks)
 
 
 def turns(tokens: int, prompt: int, answer: int) -> Runs:
@@ -127,12 +128,16 @@ def prepare(
     topology: Topology,
     dtype: torch.dtype = torch.float32,
     query_selection: str = "supervised",
+    memory: MemoryPlan = MemoryPlan(),
+    residence: Residence = "device",
 ) -> Prepared:
-    """The same draft and the same random hidden states under every layout."""
+    """The same draft and the same random hidden states under every layout. The target's vocabulary begins with the
+    draft's."""
     generator = torch.Generator().manual_seed(1)
     aux = torch.randn(stream.tokens, 3 * config.target_hidden_size, generator=generator)
     last = torch.randn(stream.tokens, config.target_hidden_size, generator=generator)
-    head = torch.randn(VOCABULARY, config.target_hidden_size, generator=generator)
+    head = torch.randn(config.vocab_size, config.target_hidden_size, generator=generator)
+    size = config.draft_vocab_size
     torch.manual_seed(2)
     draft = Eagle3Draft(config, topology.modules, dtype)
     with torch.no_grad():
@@ -148,15 +153,16 @@ def prepare(
         last=last[plan.teacher],
         argmax=teacher.argmax,
         logsumexp=teacher.logsumexp,
-        teacher_head=head.chunk(topology.tensor.size())[topology.tensor.rank()].to(topology.device, dtype),
-        draft_id=torch.arange(VOCABULARY),
+        teacher_head=head[:size].chunk(topology.tensor.size())[topology.tensor.rank()].to(topology.device, dtype),
+        draft_id=torch.where(torch.arange(config.vocab_size) < size, torch.arange(config.vocab_size), -1),
         dtype=dtype,
         device=topology.device,
+        residence=residence,
     )
     tokens = stream.tokens if topology.sequence.rank() == 0 else 0
     counts = BatchCounts(batch.counted(), batch.supervised.sum(1).cpu(), tokens)
     counts = sum_counts(counts, topology.batch, topology.device)
-    objective = DraftObjective(draft.to(topology.device), topology, layout.mode)
+    objective = DraftObjective(draft.to(topology.device), topology, layout.mode, memory)
     return Prepared(objective, batch, step_weights(LossConfig(), counts, None), counts, plan)
 
 

@@ -139,6 +139,18 @@ class Parallelism(Section):
     )
 
 
+class Memory(Section):
+    """What a training step keeps; the gradients are the same whatever is chosen. plan.py says what it comes to."""
+
+    recompute: Literal["none", "attention_kept", "full"] = Field(
+        "full", description="what runs again in the backward pass: nothing, all but attention, or whole TTT steps"
+    )
+    inputs: Literal["device", "host"] = Field(
+        "device", description="where hidden states wait: on the GPU, or on the host until a chunk needs them"
+    )
+    block_mib: Count = Field(1024, description="MiB that a block of the loss, and a chunk of tokens, may take")
+
+
 class Profile(Section):
     start: Count = Field(description="first profiled step, counted from 1")
     steps: Count = 3
@@ -196,6 +208,7 @@ class Recipe(Section):
     data: Data
     hidden_states: HiddenStates = HiddenStates()
     parallelism: Parallelism = Parallelism()
+    memory: Memory = Memory()
     training: Training = Training()
     evaluation: Evaluation = Evaluation()
     tracking: Tracking = Tracking()

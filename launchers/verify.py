@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from eagle3.errors import SharedUserError, run_command
+from eagle3.objective.model import MemoryPlan
 from eagle3.parallel.dealing import SequenceSharding
 from eagle3.parallel.topology import start_distributed, stop_distributed
 from eagle3.training.golden import read_case, read_tensors, relative_errors, run_case, tolerance
@@ -26,11 +27,14 @@ def main() -> int:
     parser.add_argument("--ring-mode", choices=["gather", "p2p"], default="gather")
     parser.add_argument("--layout", choices=["contiguous", "zigzag"], default="zigzag")
     parser.add_argument("--query-selection", choices=["supervised", "all"], default="supervised")
+    parser.add_argument("--recompute", choices=["none", "attention_kept", "full"], default="full")
+    parser.add_argument("--block-mib", type=int, default=1024, help="MiB of a block of the loss and a chunk of tokens")
     parser.add_argument("--local_rank", type=int, default=0, help="set by the deepspeed launcher")
     options = parser.parse_args()
-    for name in ("tp", "ulysses", "ring"):
+    for name, what in (("tp", "ranks"), ("ulysses", "ranks"), ("ring", "ranks"), ("block_mib", "MiB")):
         if getattr(options, name) < 1:
-            raise SharedUserError(f"--{name} {getattr(options, name)}: not a number of ranks; use 1 or more")
+            option = name.replace("_", "-")
+            raise SharedUserError(f"--{option} {getattr(options, name)}: not a number of {what}; use 1 or more")
     case, expected = read_case(options.case), read_tensors(options.case / "expected.safetensors")
     if "ploss" not in expected:
         raise SharedUserError(f"{options.case / 'expected.safetensors'}: ploss is missing; this is not a golden case")
@@ -40,7 +44,8 @@ def main() -> int:
     topology = start_distributed(options.tp, options.ulysses, options.ring)
     dtype = getattr(torch, options.dtype)
     sharding = SequenceSharding(options.ulysses, options.ring, options.layout, options.query_selection)
-    actual = run_case(case, topology, steps, dtype, DEEPSPEED_FILE, sharding, options.ring_mode)
+    memory = MemoryPlan(options.recompute, options.block_mib * 2**20)
+    actual = run_case(case, topology, steps, dtype, DEEPSPEED_FILE, sharding, options.ring_mode, memory)
     errors = relative_errors(actual, expected)
     if topology.is_first:
         folder = options.out or options.case

@@ -8,6 +8,7 @@ from typing import Any
 from definition import Case, Document, random_case
 
 from eagle3.objective.losses import LossConfig
+from eagle3.objective.model import MemoryPlan
 from eagle3.parallel.dealing import SequenceSharding
 
 AXES = {
@@ -23,6 +24,7 @@ AXES = {
     "query_selection": ("supervised", "all"),
     "accumulation": (1, 2),
     "loss": ("kl", "lk_lambda", "lk_alpha"),
+    "recompute": ("full", "none", "attention_kept"),
 }
 STEPS, HEADS, MOST_PROCESSES = 5, 8, 8
 
@@ -43,6 +45,7 @@ class Sharded:
     query_selection: str = "supervised"
     accumulation: int = 1
     loss: str = "kl"
+    recompute: str = "full"
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -66,6 +69,11 @@ class Sharded:
     @property
     def sharding(self) -> SequenceSharding:
         return SequenceSharding(self.ulysses, self.ring, self.layout, self.query_selection, query_block=4)
+
+    @property
+    def memory(self) -> MemoryPlan:
+        """In chunks of about 16 tokens and loss blocks of few rows."""
+        return MemoryPlan(self.recompute, block_bytes=60_000)
 
     @property
     def config(self) -> LossConfig:

@@ -46,7 +46,7 @@ def run(cases: list[Sharded], courses: list[Sharded], folder: Path) -> None:
         data = case.case()
         for dtype in dtypes(case):
             trained = train_case(
-                data, topology, dtype, STEPS, case.config, case.dealt(data), case.sharding, case.ring_mode
+                data, topology, dtype, STEPS, case.config, case.dealt(data), case.sharding, case.ring_mode, case.memory
             )
             if dist.get_rank() == 0:
                 write(folder / case_file(case, dtype), trained)
@@ -55,7 +55,7 @@ def run(cases: list[Sharded], courses: list[Sharded], folder: Path) -> None:
         Path(folder / f"distributed_attention-u{ulysses}-rank{dist.get_rank()}.json").write_text(json.dumps(beside))
     for case, name in itertools.product(filter(on_golden, cases), GOLDEN):
         golden = read_case(Path(__file__).parent / "golden" / name)
-        found = run_case(golden, topology, 7, torch.float32, ZERO2, case.sharding, case.ring_mode)
+        found = run_case(golden, topology, 7, torch.float32, ZERO2, case.sharding, case.ring_mode, case.memory)
         if dist.get_rank() == 0:
             save_file(found, folder / golden_file(case, name))
     for course in courses:

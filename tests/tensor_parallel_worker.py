@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from distill_cases import STEPS, WEIGHTS, Rows, random_rows
+from distill_cases import HIDDEN, STEPS, WEIGHTS, Rows, random_rows
 from processes import fork_ranks
 from safetensors.torch import save_file
 from torch import Tensor
@@ -22,12 +22,14 @@ from eagle3.draft.config import DraftConfig
 from eagle3.draft.interchange import ExportedDraft, load_weights, shard, whole_tensors
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
+from eagle3.objective.blocks import BLOCK_BYTES, loss_row_bytes
 from eagle3.objective.distill import Teacher, distill
 from eagle3.parallel.topology import Topology, start_distributed, stop_distributed
 
 TIMEOUT = datetime.timedelta(seconds=20)
 WORLDS = (2, 4)
 DTYPES = (torch.float64, torch.float32)
+SIXTEEN_ROWS = 16 * loss_row_bytes(STEPS, 64, HIDDEN, torch.float64)  # for one process
 UPSTREAM = 3.0  # gradient of the surrogate, as accumulation or data parallelism would have it
 # The vocabularies divide by neither world: 29 rows lack one and three, and of 9 rows the last rank of four has none.
 DRAFTS = {
@@ -38,10 +40,11 @@ DRAFTS = {
 
 
 class Case(NamedTuple):
-    """weights: of the cross-entropy and of the overlap, [K] each."""
+    """weights: of the cross-entropy and of the overlap, [K] each. block_bytes: of distill's blocks."""
 
     rows: Rows
     weights: tuple[Tensor, Tensor]
+    block_bytes: int = BLOCK_BYTES
 
 
 class Compared(NamedTuple):
@@ -65,13 +68,14 @@ def make_case(name: str, dtype: torch.dtype) -> Case:
     weights = WEIGHTS.get(name, WEIGHTS["both"])
     if name == "ties":
         return Case(_ties(dtype), weights)
-    sizes = {"no teacher rows": (0, 5, 24), "several blocks": (40, 50, 40_000)}
+    sizes = {"no teacher rows": (0, 5, 24), "several blocks": (40, 50, 64)}
     rows = random_rows(*sizes.get(name, (37, 29, 24)), dtype)
     if name == "nothing supervised":
         rows = rows._replace(supervised=torch.zeros_like(rows.supervised))
     if name == "logits that overflow exp":
         rows = rows._replace(outputs=(400 * rows.outputs).detach().requires_grad_())
-    return Case(rows, weights)
+    block_bytes = SIXTEEN_ROWS if name == "several blocks" else BLOCK_BYTES
+    return Case(rows, weights, block_bytes)
 
 
 def _ties(dtype: torch.dtype) -> Rows:
@@ -106,10 +110,10 @@ def compare(case: Case, group: ProcessGroup) -> Compared:
         head=head.requires_grad_(), teacher=Teacher(teacher.last, teacher_head, teacher.best, teacher.logsumexp)
     )
     with CommDebugMode() as collectives:
-        distilled = distill(*part, *case.weights, group)
+        distilled = distill(*part, *case.weights, group, block_bytes=case.block_bytes)
     d_outputs, d_head = torch.autograd.grad(UPSTREAM * distilled.surrogate, (part.outputs, part.head))
     with torch.no_grad():
-        alone = distill(*part, *case.weights, group)
+        alone = distill(*part, *case.weights, group, block_bytes=case.block_bytes)
     return Compared(
         distilled.surrogate.detach(),
         torch.stack(distilled.sums),

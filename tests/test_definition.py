@@ -14,12 +14,15 @@ from training_path import Trained, train_case
 
 from eagle3.draft.config import DraftConfig
 from eagle3.objective.losses import LossConfig
+from eagle3.objective.model import MemoryPlan
 from eagle3.parallel.topology import Topology
 
 GOLDEN = Path(__file__).parent / "golden"
 # Of a tensor's largest entry.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
 KL = LossConfig()
+# Chunks of about 7 tokens and loss blocks of 2 rows for the drafts here.
+IN_PIECES = MemoryPlan("full", 18_000)
 UNEQUAL = ([0] * 5 + [1] * 8, [1] * 4, [0] * 9 + [1] * 2 + [0] * 3, [0, 1] * 5)
 
 
@@ -52,18 +55,20 @@ def _check(
     config: LossConfig = KL,
     streams: Sequence[Sequence[Document]] | None = None,
 ) -> Trained:
-    """Assert that training equals the definition in fp64 and in fp32; returns what it computed in fp64."""
+    """Assert that training equals the definition in fp64 and in fp32, and in fp64 also when whole steps are recomputed in
+    small pieces; returns what it computed in fp64, recomputing nothing."""
     tokens = sum(len(document.ids) for document in case.documents)
     divide_by = tokens if config.normalization == "tokens" else None
     defined = define(case, steps, Loss(config.name, divide_by, config.step_decay, config.kl_scale, config.kl_decay))
-    found = {dtype: train_case(case, topology, dtype, steps, config, streams) for dtype in TOLERANCES}
-    for dtype, trained in found.items():
+    runs = [*((dtype, MemoryPlan()) for dtype in TOLERANCES), (torch.float64, IN_PIECES)]
+    found = {run: train_case(case, topology, run[0], steps, config, streams, memory=run[1]) for run in runs}
+    for (dtype, memory), trained in found.items():
         assert set(trained.gradients) == set(defined.gradients)
         assert torch.equal(trained.counts.counted, defined.counted)
         assert torch.equal(trained.counts.supervised, defined.supervised)
         wrong = {name: error for name, error in _errors(trained, defined).items() if error > TOLERANCES[dtype]}
-        assert wrong == {}, dtype
-    return found[torch.float64]
+        assert wrong == {}, (dtype, memory)
+    return found[torch.float64, MemoryPlan()]
 
 
 @pytest.mark.parametrize("name", ["dense", "ragged"])
@@ -198,6 +203,17 @@ def test_accumulated_streams_equal_one_packed_stream_and_the_definition(topology
 def test_the_order_of_packed_documents_does_not_matter(topology):
     case = random_case(UNEQUAL, seed=16)
     _check(case, topology, streams=[case.documents[::-1]])
+
+
+@pytest.mark.parametrize("recompute", ["none", "attention_kept", "full"])
+@pytest.mark.parametrize("block_bytes", [1, 40_000, 2**20])
+def test_what_is_recomputed_in_pieces_of_any_size_equals_the_definition(topology, recompute, block_bytes):
+    case = random_case(UNEQUAL, seed=18, fc_norm=True)
+    defined = define(case, 4, Loss())
+    memory = MemoryPlan(recompute, block_bytes)
+    for dtype, tolerance in TOLERANCES.items():
+        errors = _errors(train_case(case, topology, dtype, 4, KL, memory=memory), defined)
+        assert {name: error for name, error in errors.items() if error > tolerance} == {}
 
 
 def test_documents_of_several_query_blocks_equal_the_definition(topology):

@@ -5,7 +5,8 @@ import torch
 from distill_cases import HIDDEN, STEPS, WEIGHTS, random_rows
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from eagle3.objective.distill import LOGIT_BYTES, StepSums, Teacher, block_rows, distill
+from eagle3.objective.blocks import loss_row_bytes, loss_rows
+from eagle3.objective.distill import StepSums, Teacher, distill
 
 
 def _dense(outputs, head, teacher, query_of, supervised):
@@ -25,21 +26,26 @@ def _dense(outputs, head, teacher, query_of, supervised):
 
 
 every_weight = pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
-# One block; several; several with an uneven last one. With this vocabulary a block has the least rows it may.
-LARGE = LOGIT_BYTES // (STEPS * 8 * 16)
-SIZES = {"one block": (20, 25, 50), "even blocks": (32, 20, LARGE), "uneven blocks": (37, 40, LARGE)}
+VOCABULARY = 50
+SIXTEEN_ROWS = 16 * loss_row_bytes(STEPS, VOCABULARY, HIDDEN, torch.float64)
+# teacher rows, queries, bytes of a block
+SIZES = {
+    "one block": (20, 25, 2 * SIXTEEN_ROWS),
+    "even blocks": (32, 20, SIXTEEN_ROWS),
+    "uneven blocks": (37, 40, SIXTEEN_ROWS),
+    "a block a row": (21, 25, 1),
+}
 
 
 @every_weight
-@pytest.mark.parametrize(("rows", "queries", "vocabulary"), SIZES.values(), ids=SIZES)
-def test_sums_and_gradients_equal_dense_softmaxes(topology, rows, queries, vocabulary, weights):
-    case = random_rows(rows, queries, vocabulary)
-    assert (block_rows(STEPS, vocabulary, 8) < rows) == (vocabulary == LARGE)
+@pytest.mark.parametrize(("rows", "queries", "block_bytes"), SIZES.values(), ids=SIZES)
+def test_sums_and_gradients_equal_dense_softmaxes(topology, rows, queries, block_bytes, weights):
+    case = random_rows(rows, queries, VOCABULARY)
     outputs, head, *_ = case
     expected = _dense(*case)
     surrogate = (weights[0] * expected.cross_entropy + weights[1] * expected.overlap).sum()
     wanted = torch.autograd.grad(surrogate, (outputs, head))
-    distilled = distill(*case, *weights, topology.tensor)
+    distilled = distill(*case, *weights, topology.tensor, block_bytes=block_bytes)
     assert torch.equal(distilled.sums.correct, expected.correct) and expected.correct.min() > 0
     assert torch.allclose(distilled.sums.cross_entropy, expected.cross_entropy, rtol=1e-12)
     assert torch.allclose(distilled.sums.overlap, expected.overlap, rtol=1e-12)
@@ -52,9 +58,9 @@ def test_sums_and_gradients_equal_dense_softmaxes(topology, rows, queries, vocab
 
 def test_rows_of_several_blocks_add_up_to_the_same_sums_as_their_parts(topology):
     """The rows in one call of three blocks, and in calls of less than one block."""
-    outputs, head, teacher, query_of, supervised = random_rows(48, 60, LARGE, seed=1)
-    assert block_rows(STEPS, LARGE, 8) == 16
-    whole = distill(outputs, head, teacher, query_of, supervised, *WEIGHTS["both"], topology.tensor)
+    outputs, head, teacher, query_of, supervised = random_rows(48, 60, VOCABULARY, seed=1)
+    case = outputs, head, teacher, query_of, supervised
+    whole = distill(*case, *WEIGHTS["both"], topology.tensor, block_bytes=SIXTEEN_ROWS)
     gradients = torch.autograd.grad(whole.surrogate, (outputs, head))
     sums, added = [], [torch.zeros_like(outputs), torch.zeros_like(head)]
     for start in range(0, 48, 6):
@@ -142,18 +148,42 @@ class _LargestTensor(TorchDispatchMode):
 
 
 def test_no_tensor_of_tokens_by_vocabulary_exists_forward_or_backward(topology):
-    vocabulary, tokens = LOGIT_BYTES // (STEPS * 4 * 16), 112
-    rows = block_rows(STEPS, vocabulary, 4)
-    assert rows == 16 and tokens == 7 * rows
+    vocabulary, tokens = 400, 112
     case = random_rows(tokens, tokens, vocabulary, torch.float32)
+    block_bytes = 16 * loss_row_bytes(STEPS, vocabulary, HIDDEN, torch.float32)
     with _LargestTensor() as largest:
-        distill(*case, *WEIGHTS["both"], topology.tensor).surrogate.backward()
-    allowed = max(STEPS * rows * vocabulary, vocabulary * HIDDEN)
+        distill(*case, *WEIGHTS["both"], topology.tensor, block_bytes=block_bytes).surrogate.backward()
+    allowed = max(STEPS * 16 * vocabulary, vocabulary * HIDDEN)
     assert allowed < tokens * vocabulary / 2
     assert 0 < largest.elements <= allowed
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("vocabulary", [100, 32_000, 151_936])
-def test_a_block_keeps_its_logits_within_the_budget_unless_it_has_the_least_rows(vocabulary):
-    rows = block_rows(7, vocabulary, 4)
-    assert rows == 16 or rows * 7 * vocabulary * 4 <= LOGIT_BYTES < (rows + 1) * 7 * vocabulary * 4
+def test_a_block_takes_as_many_rows_as_its_budget_holds_and_one_at_least(vocabulary, dtype):
+    rows, each = loss_rows(7, vocabulary, 64, dtype, 2**26), loss_row_bytes(7, vocabulary, 64, dtype)
+    assert rows * each <= 2**26 < (rows + 1) * each
+    assert loss_rows(7, vocabulary, 64, dtype, 1) == 1
+
+
+@every_weight
+def test_the_norm_before_lm_head_is_differentiated_too(topology, weights):
+    outputs, head, *rest = random_rows(37, 40, VOCABULARY, seed=5)
+    norm = torch.nn.RMSNorm(HIDDEN, dtype=torch.float64)
+    with torch.no_grad():
+        norm.weight.copy_(torch.linspace(0.5, 2, HIDDEN))
+    leaves = (outputs, head, norm.weight)
+    normed = distill(norm(outputs), head, *rest, *weights, topology.tensor).surrogate
+    wanted = torch.autograd.grad(normed, leaves)
+    within = distill(outputs, head, *rest, *weights, topology.tensor, norm, SIXTEEN_ROWS).surrogate
+    assert torch.allclose(within, normed, rtol=1e-13)
+    for found, gradient in zip(torch.autograd.grad(within, leaves), wanted, strict=True):
+        assert (found - gradient).abs().max() < 1e-12 * gradient.abs().max()
+
+
+def test_gradients_are_handed_out_once(topology):
+    """They are scaled in place; a second backward must not scale them again."""
+    surrogate = distill(*random_rows(8, 9, VOCABULARY), *WEIGHTS["both"], topology.tensor).surrogate
+    (2 * surrogate).backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (2 * surrogate).backward()

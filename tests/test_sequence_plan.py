@@ -183,12 +183,14 @@ def test_a_rank_needs_the_teacher_of_its_own_pairs_only_and_finds_them_in_its_ow
 
 
 def test_rows_are_keys_and_queries_and_slots_find_them():
-    """With row 0 for the pads to read."""
+    """Slots ascend, so that a chunk of rows has a run of them; pads, at the end, read the last row."""
     for *_, plans in _sharded():
         for plan in plans:
             both = torch.cat((plan.keys, plan.queries))
-            assert plan.rows.tolist() == sorted({max(row, 0) for row in both.tolist()})
-            assert torch.equal(plan.rows[torch.cat((plan.key_slots, plan.query_slots))], both.clamp(min=0))
+            assert plan.rows.tolist() == (sorted(set(both[both >= 0].tolist())) or [0])
+            for wanted, slots in ((plan.keys, plan.key_slots), (plan.queries, plan.query_slots)):
+                assert torch.equal(plan.rows[slots], torch.where(wanted >= 0, wanted, plan.rows[-1]))
+                assert bool((slots.diff() >= 0).all())
 
 
 def test_a_plan_follows_from_the_loss_mask_alone():

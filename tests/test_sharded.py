@@ -26,7 +26,7 @@ CASES = base_cases() + covering_cases()
 def computed(tmp_path_factory):
     """The folder with what every case computed, all of them in one launch."""
     folder = tmp_path_factory.mktemp("sharded")
-    finish(launch(sys.executable, str(ROOT / "tests" / "sharded_worker.py"), str(folder)), timeout=300)
+    finish(launch(sys.executable, str(ROOT / "tests" / "sharded_worker.py"), str(folder)), timeout=600)
     return folder
 
 

@@ -124,7 +124,7 @@ def export_trained(folder: Path, target: TransformersTarget, prompts: list[Tenso
     optimizer = torch.optim.AdamW(trained, lr=3e-3)
     for _ in range(40):
         loss = F.cross_entropy(
-            draft.logits(unroll(draft, attention, inputs).flatten(0, 1)), labels.flatten(), ignore_index=-1
+            draft.logits(torch.cat(unroll(draft, attention, inputs))), labels.flatten(), ignore_index=-1
         )
         optimizer.zero_grad()
         loss.backward()

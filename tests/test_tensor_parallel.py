@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from distill_cases import WEIGHTS
+from distill_cases import HIDDEN, STEPS, WEIGHTS
 from safetensors import safe_open
 from safetensors.torch import load_file
 from tensor_parallel_worker import (
@@ -30,7 +30,7 @@ from tiny_run import ROOT, finish, launch
 from torch import Tensor
 
 from eagle3.draft.interchange import exported_tensors
-from eagle3.objective.distill import block_rows
+from eagle3.objective.blocks import loss_rows
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 CASES = [(dtype, name) for dtype in DTYPES for name in case_names(dtype)]
@@ -112,20 +112,26 @@ def test_without_autograd_the_sums_are_the_same(computed, world, dtype, name):
 
 def test_the_cases_hold_what_they_are_named_for():
     for dtype, name in CASES:
-        rows, _ = make_case(name, dtype)
+        rows = make_case(name, dtype).rows
         teacher = rows.teacher
         if name in WEIGHTS:
             assert (rows.query_of == -1).any() and (teacher.best == -1).any()
             assert (~rows.supervised & (rows.query_of >= 0)).any()
             assert (rows.supervised & (teacher.best == -1)).any()
         if name == "several blocks":
-            sizes = [block_rows(len(rows.outputs), len(rows.head) // world, dtype.itemsize) for world in (1, 2)]
-            assert sizes[0] < sizes[1] < len(teacher.best)
+            assert blocks_of_several(1) > blocks_of_several(2) > 1
         if name == "logits that overflow exp":
             logits = rows.outputs @ rows.head.T
             assert logits.max().exp().isinf()
     given = {name: tuple(bool(weight.any()) for weight in make_case(name, torch.float64).weights) for name in WEIGHTS}
     assert given == {"cross-entropy": (True, False), "overlap": (False, True), "both": (True, True)}
+
+
+def blocks_of_several(world: int) -> int:
+    """How many blocks the case of several blocks has on each rank."""
+    case = make_case("several blocks", torch.float64)
+    rows = loss_rows(STEPS, len(case.rows.head) // world, HIDDEN, torch.float64, case.block_bytes)
+    return -(-len(case.rows.teacher.best) // rows)
 
 
 @every_world
@@ -140,17 +146,15 @@ def test_of_equal_logits_the_lowest_id_wins_on_whichever_rank_it_is(computed, wo
 
 
 @every_world
-def test_a_block_takes_two_all_reduces_three_with_overlap_and_a_call_three_more(computed, world):
-    """MAX and SUM of the softmaxes, one more for the overlap's gradient; then best ids, sums, gradient of the outputs."""
+def test_a_block_takes_two_all_reduces_three_with_overlap_and_a_call_two_more_and_one_a_step(computed, world):
+    """MAX and SUM of the softmaxes, one more for the overlap's gradient; then best ids, sums, each step's gradient."""
 
     def taken(name):
         return {int(rank["collectives"]) for rank in computed.of(world, name, torch.float64)}
 
-    assert taken("cross-entropy") == {2 + 3}
-    assert taken("both") == {3 + 3}
-    blocks = -(-40 // block_rows(3, 40_000 // world, 8))
-    assert blocks == {2: 2, 4: 1}[world]
-    assert taken("several blocks") == {3 * blocks + 3}
+    assert taken("cross-entropy") == {2 + 2 + STEPS}
+    assert taken("both") == {3 + 2 + STEPS}
+    assert taken("several blocks") == {3 * blocks_of_several(world) + 2 + STEPS}
     assert taken("no teacher rows") == {0}
 
 

@@ -13,7 +13,7 @@ from eagle3.draft.interchange import ExportedDraft, exported_tensors, load_weigh
 from eagle3.draft.model import Eagle3Draft
 from eagle3.objective.losses import BatchCounts, LossConfig, StepWeights, step_weights
 from eagle3.objective.metrics import Metrics, batch_metrics, sum_counts, sum_sums
-from eagle3.objective.model import DraftObjective, MicroBatch, micro_batch
+from eagle3.objective.model import DraftObjective, MemoryPlan, MicroBatch, micro_batch
 from eagle3.parallel.dealing import SequenceSharding
 from eagle3.parallel.sequence import Stream, plan_sequence, supervised_counts
 from eagle3.parallel.topology import Topology
@@ -103,10 +103,11 @@ def train_case(
     streams: Sequence[Sequence[Document]] | None = None,
     sharding: SequenceSharding = ALONE,
     ring_mode: str = "gather",
+    memory: MemoryPlan = MemoryPlan(),
 ) -> Trained:
     """One global batch: packed into one stream, or into `streams`, dealt to the data-parallel ranks in order."""
     draft = load_draft(case, topology, dtype)
-    objective = DraftObjective(draft, topology, ring_mode)
+    objective = DraftObjective(draft, topology, ring_mode, memory)
     streams = streams or [case.documents]
     each = len(streams) // topology.data.size()
     mine = streams[topology.data.rank() * each :][:each]

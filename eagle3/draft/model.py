@@ -26,13 +26,6 @@ class Projected(NamedTuple):
     own: KeyValue | None
 
 
-class StepOutput(NamedTuple):
-    """hidden [Q, H] feeds the next step; normed [Q, H] feeds lm_head."""
-
-    hidden: Tensor
-    normed: Tensor
-
-
 class Eagle3Draft(MegatronModule):
     """One-layer draft of `draft_config` on the process groups `groups` (tp is used; hidden states are replicated in it).
 
@@ -99,20 +92,25 @@ class Eagle3Draft(MegatronModule):
         rotation, attention = self.rope.at(positions, x.dtype), self.layer.self_attention
         return Projected(attention.query(x, rotation), None if first else attention.key_value(x, rotation))
 
-    def finish(self, hidden: Tensor, attended: Tensor) -> StepOutput:
-        """The part after attention: hidden [Q, H] as given to `project`, attended [Q, local heads, d]."""
+    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """The part after attention: hidden [Q, H] as given to `project`, attended [Q, local heads, d] -> the step's
+        output [Q, H], which feeds the next step and, through `output_norm`, lm_head."""
         hidden = self.layer(hidden, attended)
-        normed = self.norm(hidden)
-        return StepOutput(normed if self.draft_config.norm_output else hidden, normed)
+        return self.norm(hidden) if self.draft_config.norm_output else hidden
+
+    @property
+    def output_norm(self) -> nn.Module | None:
+        """Between a step's output and lm_head; None where steps hand on normed outputs (norm_output)."""
+        return None if self.draft_config.norm_output else self.norm
 
     @property
     def sinks(self) -> Tensor | None:
         """[local heads], of a draft that has them."""
         return self.layer.self_attention.sinks
 
-    def logits(self, normed: Tensor) -> Tensor:
-        """[Q, H] -> draft logits [Q, Vd / tp]."""
-        return self.lm_head(normed)[0]
+    def logits(self, output: Tensor) -> Tensor:
+        """A step's output [Q, H] -> draft logits [Q, Vd / tp]."""
+        return self.lm_head(output if self.output_norm is None else self.output_norm(output))[0]
 
     def state_dict(self, *args, **kwargs):
         """Without Megatron's empty `_extra_state` entries, which DeepSpeed's universal checkpoints cannot hold."""

@@ -3,16 +3,18 @@
 Under tensor parallelism a rank has its columns of the draft vocabulary, and the softmaxes run over all ranks' columns.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-# Bytes that one block's draft logits may take; the block's other tensors are a few times that.
-LOGIT_BYTES = 16 * 2**20
+from eagle3.objective.blocks import BLOCK_BYTES, loss_rows
+from eagle3.objective.streaming import StreamedRows
+
 # Above every draft id, so that it loses when ranks look for the lowest id of the largest logit.
 _ELSEWHERE = torch.iinfo(torch.int64).max
 
@@ -40,19 +42,19 @@ class Distilled(NamedTuple):
 class Teacher:
     """The target at M rows of the stream.
 
-    last [M, Ht]: hidden states after the final norm. head [Vd/tp, Ht]: this rank's part of the target's lm_head rows of
+    last [M, Ht]: hidden states after the final norm, maybe on the host (StreamedRows). head [Vd/tp, Ht]: this rank's part of the target's lm_head rows of
     the draft vocabulary. best [M] int64: draft id of the target's most likely token, -1 where that is outside the draft
     vocabulary, whichever rank has its row. logsumexp [M]: over the target's full vocabulary.
     """
 
-    last: Tensor
+    last: Tensor | StreamedRows
     head: Tensor
     best: Tensor
     logsumexp: Tensor
 
 
 def distill(
-    outputs: Tensor,
+    outputs: Sequence[Tensor],
     head: Tensor,
     teacher: Teacher,
     query_of: Tensor,
@@ -60,108 +62,192 @@ def distill(
     cross_entropy_weights: Tensor,
     overlap_weights: Tensor,
     group: ProcessGroup,
+    norm: nn.Module | None = None,
+    block_bytes: int = BLOCK_BYTES,
 ) -> Distilled:
     """Compare K steps of draft outputs with the teacher.
 
-    outputs [K, Q, H] normed hidden states; head [Vd/tp, H] this rank's rows of the draft's lm_head, rank r's the r-th
-    part; query_of, supervised [K, M] of the SequencePlan; weights [K] fp64 of StepWeights. Gradients of `outputs` and
-    `head` are made block by block on the way, when autograd wants them; no tensor of [tokens, vocabulary] exists.
+    outputs: K hidden states [Q, H], which `norm` turns into lm_head's input; head [Vd/tp, H] this rank's rows of the
+    draft's lm_head, rank r's the r-th part; query_of, supervised [K, M] of the SequencePlan; weights [K] fp64 of
+    StepWeights, on the CPU. Gradients of `outputs`, `head` and `norm` are made block by block on the way, when autograd
+    wants them, and can be asked for once; a block takes about `block_bytes`, and no tensor of [tokens, vocabulary] exists.
 
     group: the tensor-parallel group. All its ranks call this with the same arguments, the heads apart, and get the same
-    surrogate, sums and gradient of `outputs`, all of them whole; the gradient of `head` is that of the rank's rows.
+    surrogate, sums and gradients of `outputs` and `norm`, all of them whole; the gradient of `head` is that of the
+    rank's rows.
     """
+    settings = _Settings(
+        weights=tuple(zip(cross_entropy_weights.tolist(), overlap_weights.tolist(), strict=True)),
+        group=group,
+        norm=norm,
+        rows=loss_rows(len(outputs), *head.shape, head.dtype, block_bytes),
+    )
+    norm_weights = () if norm is None else norm.parameters()
     surrogate, cross_entropy, overlap, correct = _Distill.apply(
-        outputs, head, teacher, query_of, supervised, cross_entropy_weights, overlap_weights, group
+        settings, head, teacher, query_of, supervised, *outputs, *norm_weights
     )
     return Distilled(surrogate, StepSums(cross_entropy, overlap, correct))
 
 
-def block_rows(steps: int, columns: int, itemsize: int) -> int:
-    """Target rows of one block: as many as keep a rank's K draft logits, `columns` wide, within LOGIT_BYTES."""
-    return max(16, LOGIT_BYTES // (steps * columns * itemsize))
+class _Settings(NamedTuple):
+    """weights: of each step's cross-entropy and overlap. rows: of a block."""
+
+    weights: tuple[tuple[float, float], ...]
+    group: ProcessGroup
+    norm: nn.Module | None
+    rows: int
 
 
-class _Columns(NamedTuple):
-    """This rank's columns of a block: log_p [K, m, v] and q [m, v] of softmaxes over all ranks' columns. best [K, m]
-    int64: the lowest draft id of the largest logit, _ELSEWHERE where only other ranks have one as large."""
+class _Softmaxes(NamedTuple):
+    """Of this rank's columns, with sums over all ranks' columns.
 
-    log_p: Tensor
+    exp [K, m, v] and total [K, m]: the draft's probabilities are exp / total. q [m, v]: the teacher's. cross_entropy
+    [K, m]: this rank's terms of -sum q log p. best [K, m] int64: the lowest draft id of the largest logit, _ELSEWHERE
+    where only other ranks have one as large."""
+
+    exp: Tensor
+    total: Tensor
     q: Tensor
+    cross_entropy: Tensor
     best: Tensor
 
 
-def _softmaxes(logits: Tensor, z: Tensor, group: ProcessGroup) -> _Columns:
-    """Of this rank's draft logits [K, m, v] and teacher logits [m, v]; both share a MAX and a SUM all-reduce."""
+def _softmaxes(logits: Tensor, z: Tensor, group: ProcessGroup) -> _Softmaxes:
+    """Of draft logits [K, m, v] and teacher logits [m, v], both overwritten; they share a MAX and a SUM all-reduce."""
     top, best = logits.max(-1)
-    if group.size() == 1:
-        return _Columns(torch.log_softmax(logits, -1), torch.softmax(z, -1), best)
     peaks = torch.cat((top, z.amax(-1)[None]))
-    dist.all_reduce(peaks, dist.ReduceOp.MAX, group)
-    best = torch.where(top == peaks[:-1], best + group.rank() * logits.shape[-1], _ELSEWHERE)
-    logits, q = logits - peaks[:-1, :, None], (z - peaks[-1, :, None]).exp()
-    totals = torch.cat((logits.exp().sum(-1), q.sum(-1)[None]))
-    dist.all_reduce(totals, group=group)
-    return _Columns(logits - totals[:-1, :, None].log(), q / totals[-1, :, None], best)
+    if group.size() > 1:
+        dist.all_reduce(peaks, dist.ReduceOp.MAX, group)
+        best = torch.where(top == peaks[:-1], best + group.rank() * logits.shape[-1], _ELSEWHERE)
+    logits.sub_(peaks[:-1, :, None])
+    q = z.sub_(peaks[-1, :, None]).exp_()
+    products = torch.stack([torch.linalg.vecdot(q, step) for step in logits])
+    totals = torch.cat((logits.exp_().sum(-1), q.sum(-1)[None]))
+    if group.size() > 1:
+        dist.all_reduce(totals, group=group)
+    total, q_total = totals[:-1], totals[-1]
+    q.div_(q_total[:, None])
+    return _Softmaxes(logits, total, q, total.log() * q.sum(-1) - products / q_total, best)
+
+
+class _Gradients:
+    """Gradients that blocks add to: head and norm in fp32 at least, outputs as they are."""
+
+    def __init__(self, outputs: Sequence[Tensor], head: Tensor, norm: nn.Module | None) -> None:
+        exact = torch.promote_types(head.dtype, torch.float32)
+        self.norm_weights = [] if norm is None else list(norm.parameters())
+        self.outputs = [torch.zeros_like(output) for output in outputs]
+        self.head = torch.zeros_like(head, dtype=exact)
+        self.norm = [torch.zeros_like(weight, dtype=exact) for weight in self.norm_weights]
+
+    def add(self, logits: Tensor, hidden: Tensor, normed: Tensor, head: Tensor, slots: Tensor) -> None:
+        """logits [K, m, v]: their gradient. hidden, normed [K, m, H]: lm_head's input before and after the norm."""
+        logits, flat = logits.to(head.dtype).flatten(0, 1), normed.detach().flatten(0, 1)
+        if head.dtype == self.head.dtype:
+            self.head.addmm_(logits.t(), flat)
+        else:
+            self.head += logits.t() @ flat
+        made = (logits @ head).view_as(normed)
+        if self.norm_weights:
+            made, *norm = torch.autograd.grad(normed, (hidden, *self.norm_weights), made)
+            for whole, part in zip(self.norm, norm, strict=True):
+                whole += part
+        for whole, at, part in zip(self.outputs, slots, made, strict=True):
+            whole.index_add_(0, at, part)  # slots without a query point at 0 and carry a zero gradient
 
 
 class _Distill(torch.autograd.Function):
     """With p = softmax(logits), q = softmax(teacher), f = q_full, a = sum_v min(f, p), row by row:
     d(-sum q log p)/dlogits = p - q ;  da/dlogits_v = p_v * ([p_v < f_v] - sum_u p_u [p_u < f_u]).
 
-    A rank's columns give its rows of d_head, and terms of d_outputs and of the sums, which are added up at the end."""
+    A rank's columns give its rows of d_head, and terms of the other gradients and of the sums, which are added up at the
+    end."""
 
     @staticmethod
-    def forward(ctx, outputs, head, teacher, query_of, supervised, cross_entropy_weights, overlap_weights, group):
-        exact = torch.promote_types(outputs.dtype, torch.float32)
-        steps, device, parallel = outputs.shape[0], outputs.device, group.size() > 1
+    def forward(ctx, settings, head, teacher, query_of, supervised, *outputs_and_norm):
+        weights, group, norm, rows = settings
+        outputs = outputs_and_norm[: len(weights)]
+        exact = torch.promote_types(head.dtype, torch.float32)
         best = query_of.new_empty(query_of.shape)  # draft id of the largest logit
-        sums = torch.zeros(3, steps, dtype=torch.float64, device=device)
-        want = any(ctx.needs_input_grad[:2])
-        d_outputs = outputs.new_zeros(outputs.shape) if want else None
-        d_head = torch.zeros(head.shape, dtype=exact, device=device) if want else None
-        weigh_overlap = bool((overlap_weights != 0).any())
+        sums = torch.zeros(3, len(weights), dtype=torch.float64, device=head.device)
+        gradients = _Gradients(outputs, head, norm) if any(ctx.needs_input_grad) else None
         counted = supervised & (teacher.best >= 0)
-        rows = block_rows(steps, head.shape[0], exact.itemsize)
         for start in range(0, len(teacher.best), rows):
             block = slice(start, start + rows)
             slots = query_of[:, block].clamp(min=0)
-            hidden = outputs.gather(1, slots[..., None].expand(-1, -1, outputs.shape[-1]))
-            z = (teacher.last[block] @ teacher.head.t()).to(exact)
+            hidden = torch.stack([output.index_select(0, at) for output, at in zip(outputs, slots, strict=True)])
+            with torch.set_grad_enabled(gradients is not None):
+                normed = hidden if norm is None else norm(hidden.requires_grad_(gradients is not None))
+            logits = _products(normed.detach().flatten(0, 1), head).unflatten(0, slots.shape)
+            z = _products(teacher.last[block], teacher.head)
             q_full = torch.exp(z - teacher.logsumexp[block, None].to(exact))
-            log_p, q, best[:, block] = _softmaxes((hidden @ head.t()).to(exact), z, group)
-            p = log_p.exp()
+            softmaxes = _softmaxes(logits, z, group)
+            best[:, block] = softmaxes.best
             weight = counted[:, block]
-            sums[0] -= torch.where(weight, torch.einsum("kmv,mv->km", log_p, q), 0).sum(1, dtype=torch.float64)
-            sums[1] += torch.where(weight, torch.minimum(p, q_full).sum(-1), 0).sum(1, dtype=torch.float64)
-            if not want:
-                continue
-            ce_weight = torch.where(weight, cross_entropy_weights[:, None], 0)[..., None].to(exact)
-            gradient = (p - q) * ce_weight
-            if weigh_overlap:
-                below = torch.where(p < q_full, p, 0)
-                all_below = below.sum(-1, keepdim=True)
-                if parallel:
-                    dist.all_reduce(all_below, group=group)
-                overlap_weight = torch.where(weight, overlap_weights[:, None], 0)[..., None].to(exact)
-                gradient += (below - p * all_below) * overlap_weight
-            gradient = gradient.to(outputs.dtype)
-            d_head += gradient.flatten(0, 1).t() @ hidden.flatten(0, 1)
-            d_hidden = gradient @ head
-            for step in range(steps):  # slots without a query point at 0 and carry a zero gradient
-                d_outputs[step].index_add_(0, slots[step], d_hidden[step])
-        if parallel and len(teacher.best):
+            sums[0] += torch.where(weight, softmaxes.cross_entropy, 0).sum(1, dtype=torch.float64)
+            sums[1] += torch.where(weight, _overlap(softmaxes, q_full), 0).sum(1, dtype=torch.float64)
+            if gradients is not None:
+                _differentiate(softmaxes, q_full, weight, weights, group)
+                gradients.add(softmaxes.exp, hidden, normed, head, slots)
+        if group.size() > 1 and len(teacher.best):
             dist.all_reduce(best, dist.ReduceOp.MIN, group)
-            dist.all_reduce(sums, group=group)
-            if want:
-                dist.all_reduce(d_outputs, group=group)
+            for partial in (sums, *([] if gradients is None else [*gradients.outputs, *gradients.norm])):
+                dist.all_reduce(partial, group=group)
         sums[2] = (supervised & (best == teacher.best)).sum(1)
         cross_entropy, overlap, correct = sums
-        surrogate = (cross_entropy_weights * cross_entropy + overlap_weights * overlap).sum()
-        ctx.save_for_backward(d_outputs, None if d_head is None else d_head.to(head.dtype))
+        surrogate = sum(a * x + b * y for (a, b), x, y in zip(weights, cross_entropy, overlap, strict=True))
+        if gradients is not None:
+            norm_gradients = [g.to(w.dtype) for g, w in zip(gradients.norm, gradients.norm_weights, strict=True)]
+            ctx.save_for_backward(gradients.head.to(head.dtype), *gradients.outputs, *norm_gradients)
         ctx.mark_non_differentiable(cross_entropy, overlap, correct)
         return surrogate.to(exact), cross_entropy, overlap, correct
 
     @staticmethod
     def backward(ctx, grad, *_):
-        d_outputs, d_head = ctx.saved_tensors
-        return d_outputs * grad.to(d_outputs.dtype), d_head * grad.to(d_head.dtype), *(None,) * 6
+        # In place: there is no second copy of them. A second backward finds them changed, which autograd refuses.
+        head, *others = (gradient.mul_(grad.to(gradient.dtype)) for gradient in ctx.saved_tensors)
+        return None, head, None, None, None, *others
+
+
+def _products(rows: Tensor, columns: Tensor) -> Tensor:
+    """rows [n, h] @ columns [v, h]^T in fp32 at least, rounded once where the device's kernels allow it."""
+    if rows.is_cuda and rows.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(rows, columns.t(), out_dtype=torch.float32)
+    return (rows @ columns.t()).to(torch.promote_types(rows.dtype, torch.float32))
+
+
+def _overlap(softmaxes: _Softmaxes, q_full: Tensor) -> Tensor:
+    """sum_v min(f, p) over this rank's columns, [K, m]; a step at a time."""
+    found = []
+    for exp, total in zip(softmaxes.exp, softmaxes.total, strict=True):
+        scaled = q_full * total[:, None]
+        found.append(torch.minimum(exp, scaled, out=scaled).sum(-1) / total)
+    return torch.stack(found)
+
+
+def _differentiate(
+    softmaxes: _Softmaxes,
+    q_full: Tensor,
+    counted: Tensor,
+    weights: Sequence[tuple[float, float]],
+    group: ProcessGroup,
+) -> None:
+    """Turn `softmaxes.exp` into the gradient of the draft's logits, 0 in rows that are not counted; a step at a time."""
+    overlapping = any(overlap for _, overlap in weights)
+    below_sums = None
+    if overlapping:
+        below_sums = torch.stack(
+            [
+                torch.where(exp < q_full * total[:, None], exp, 0).sum(-1) / total
+                for exp, total in zip(softmaxes.exp, softmaxes.total, strict=True)
+            ]
+        )
+        if group.size() > 1:
+            dist.all_reduce(below_sums, group=group)
+    for step, (p, (cross_entropy, overlap)) in enumerate(zip(softmaxes.exp, weights, strict=True)):
+        p.div_(softmaxes.total[step, :, None])
+        factor = counted[step, :, None].to(p.dtype)
+        term = p * ((p < q_full).to(p.dtype) - below_sums[step, :, None]) * overlap if overlapping else None
+        p.sub_(softmaxes.q).mul_(factor * cross_entropy)
+        if term is not None:
+            p.add_(term.mul_(factor))

@@ -8,9 +8,12 @@ from torch import Tensor, nn
 from eagle3.attention.ring import RingMode
 from eagle3.attention.ttt import TTTAttention
 from eagle3.draft.model import Eagle3Draft
+from eagle3.objective.blocks import BLOCK_BYTES, chunk_tokens
 from eagle3.objective.distill import Distilled, Teacher, distill
 from eagle3.objective.losses import StepWeights
-from eagle3.objective.unroll import UnrollInputs, unroll, unroll_inputs
+from eagle3.objective.recompute import Recompute
+from eagle3.objective.streaming import StreamedRows
+from eagle3.objective.unroll import Residence, UnrollInputs, unroll, unroll_inputs
 from eagle3.parallel.sequence import SequencePlan, Stream
 from eagle3.parallel.topology import Topology
 
@@ -46,25 +49,37 @@ def micro_batch(
     draft_id: Tensor,
     dtype: torch.dtype,
     device: torch.device,
+    residence: Residence = "device",
 ) -> MicroBatch:
     """Join a plan with its rows: aux [rows, 3Ht] at plan.rows; last [M, Ht], argmax and logsumexp [M] at plan.teacher.
 
     teacher_head [Vd, Ht]; draft_id [V] int64: the draft id of each target token, -1 outside the draft vocabulary.
+    residence: where aux and last wait until they are needed.
     """
     steps = plan.query_of.shape[0]
+    last = last.to(dtype)
     teacher = Teacher(
-        last=last.to(device=device, dtype=dtype),
+        last=last.to(device) if residence == "device" else StreamedRows(last, device),
         head=teacher_head,
         best=draft_id[argmax.to(draft_id.device)].to(device),
         logsumexp=logsumexp.to(device),
     )
     return MicroBatch(
-        inputs=unroll_inputs(stream, plan, steps, aux.to(dtype), device),
+        inputs=unroll_inputs(stream, plan, steps, aux.to(dtype), device, residence=residence),
         teacher=teacher,
         query_of=plan.query_of.to(device),
         supervised=plan.supervised.to(device),
         tokens=stream.tokens,
     )
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What a step keeps and how much it works on at once. recompute: see Step; block_bytes: of the loss's blocks and of
+    the chunks of position-wise work."""
+
+    recompute: Recompute = "none"
+    block_bytes: int = BLOCK_BYTES
 
 
 class DraftObjective(nn.Module):
@@ -73,20 +88,29 @@ class DraftObjective(nn.Module):
     Every rank of a stream's tensor and sequence groups calls it with its own part.
     """
 
-    def __init__(self, draft: Eagle3Draft, topology: Topology, ring_mode: RingMode = "gather") -> None:
+    def __init__(
+        self,
+        draft: Eagle3Draft,
+        topology: Topology,
+        ring_mode: RingMode = "gather",
+        memory: MemoryPlan = MemoryPlan(),
+    ) -> None:
         super().__init__()
-        self.draft, self.tensor = draft, topology.tensor
-        self.attention = TTTAttention.over(topology.ulysses, topology.ring, draft.scale, ring_mode)
+        self.draft, self.tensor, self.memory = draft, topology.tensor, memory
+        self.chunk = chunk_tokens(draft.draft_config, self.tensor.size(), draft.fc.weight.dtype, memory.block_bytes)
+        self.attention = TTTAttention.over(topology.ulysses, topology.ring, draft.scale, ring_mode, chunk=self.chunk)
 
     def forward(self, batch: MicroBatch, weights: StepWeights) -> Distilled:
-        outputs = unroll(self.draft, self.attention, batch.inputs)
+        draft, memory = self.draft, self.memory
         return distill(
-            outputs,
-            self.draft.lm_head.weight,
+            unroll(draft, self.attention, batch.inputs, memory.recompute, self.chunk),
+            draft.lm_head.weight,
             batch.teacher,
             batch.query_of,
             batch.supervised,
-            weights.cross_entropy.to(outputs.device),
-            weights.overlap.to(outputs.device),
+            weights.cross_entropy,
+            weights.overlap,
             self.tensor,
+            draft.output_norm,
+            memory.block_bytes,
         )

@@ -1,6 +1,8 @@
 """The K training-time-test steps over this rank's queries of one stream, against K_0 and V_0 of all its keys."""
 
 from dataclasses import dataclass
+from functools import cache, partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -8,16 +10,22 @@ from torch import Tensor
 from eagle3.attention.schedule import PrefixSchedule, schedule_prefix
 from eagle3.attention.ttt import KeyValue, TTTAttention
 from eagle3.draft.model import Eagle3Draft
+from eagle3.objective.recompute import Cut, Part, Recompute, Step, cut_rows
+from eagle3.objective.streaming import StreamedRows
 from eagle3.parallel.sequence import SequencePlan, Stream
+
+# Where frozen inputs (auxiliary and teacher rows) wait: all on the device, or on the host until a chunk needs them.
+Residence = Literal["device", "host"]
 
 
 @dataclass(frozen=True)
 class UnrollInputs:
-    """What the unroll reads, on the draft's device. aux [rows, 3Ht]: auxiliary states at the plan's rows; key_tokens,
-    key_positions [N]; query_tokens [K, Q]: the token k+1 after each query; query_positions [Q]; slots: see SequencePlan.
-    schedules: for each step the Ulysses group's queries against each ring rank's keys."""
+    """What the unroll reads, on the draft's device. aux [rows, 3Ht]: auxiliary states at the plan's rows, maybe on the
+    host; key_tokens, key_positions [N]; query_tokens [K, Q]: the token k+1 after each query; query_positions [Q]; slots:
+    see SequencePlan. schedules: for each step the Ulysses group's queries against each ring rank's keys. plan: on the CPU.
+    """
 
-    aux: Tensor
+    aux: Tensor | StreamedRows
     key_slots: Tensor
     query_slots: Tensor
     key_tokens: Tensor
@@ -25,12 +33,32 @@ class UnrollInputs:
     query_tokens: Tensor
     query_positions: Tensor
     schedules: tuple[tuple[PrefixSchedule, ...], ...]
+    plan: SequencePlan
+
+    def entry_cuts(self, chunk: int) -> tuple[Cut, ...]:
+        """The rows in chunks, with the queries and the keys (twice: K_0 and V_0) that are among them."""
+        rows = len(self.plan.rows)
+        starts = torch.arange(0, rows, chunk)
+        queries, keys = (
+            [*torch.searchsorted(slots, starts).tolist(), len(slots)]
+            for slots in (self.plan.query_slots, self.plan.key_slots)
+        )
+        return tuple(
+            Cut(slice(start, min(start + chunk, rows)), (slice(*queries[i : i + 2]), *(slice(*keys[i : i + 2]),) * 2))
+            for i, start in enumerate(starts.tolist())
+        )
 
 
 def unroll_inputs(
-    stream: Stream, plan: SequencePlan, steps: int, aux: Tensor, device: torch.device, window: int | None = None
+    stream: Stream,
+    plan: SequencePlan,
+    steps: int,
+    aux: Tensor,
+    device: torch.device,
+    window: int | None = None,
+    residence: Residence = "device",
 ) -> UnrollInputs:
-    """Cut a stream by its plan. aux [rows, 3Ht] on any device; pads read row 0 and are seen by nobody.
+    """Cut a stream by its plan. aux [rows, 3Ht] on any device; pads read the last row and are seen by nobody.
 
     window: how many positions up to and with its own (t+k at step k) a query sees, for a target with sliding windows;
     at least K, so that its own keys are among them.
@@ -45,7 +73,7 @@ def unroll_inputs(
 
     every = (schedules(None),) * steps if window is None else tuple(schedules(window - k) for k in range(steps))
     return UnrollInputs(
-        aux=aux.to(device),
+        aux=aux.to(device) if residence == "device" else StreamedRows(aux, device),
         key_slots=plan.key_slots.to(device),
         query_slots=plan.query_slots.to(device),
         key_tokens=stream.tokens_after(keys, 1).to(device),
@@ -53,26 +81,68 @@ def unroll_inputs(
         query_tokens=torch.stack([stream.tokens_after(queries, step + 1) for step in range(steps)]).to(device),
         query_positions=stream.position[queries].to(device),
         schedules=every,
+        plan=plan,
     )
 
 
-def unroll(draft: Eagle3Draft, attention: TTTAttention, inputs: UnrollInputs) -> Tensor:
-    """Normed hidden outputs [K, Q, H] of all steps, ready for lm_head.
+def unroll(
+    draft: Eagle3Draft,
+    attention: TTTAttention,
+    inputs: UnrollInputs,
+    recompute: Recompute = "none",
+    chunk: int | None = None,
+) -> tuple[Tensor, ...]:
+    """Hidden outputs [Q, H] of the K steps, which `draft.output_norm` makes ready for lm_head.
 
-    K_0 and V_0 set out on their way to the other ranks before step 0's projections, and arrive after them.
+    recompute: what is not kept for the backward pass, but run again (see Step). chunk: tokens of position-wise work at
+    once, unless nothing is recomputed. K_0 and V_0 set out on their way to the other ranks before step 0's projections,
+    and are waited for after them (before them where whole steps are recomputed).
     """
-    fused = draft.fuse(inputs.aux)
-    exchange = attention.start(draft.prefix(fused[inputs.key_slots], inputs.key_tokens, inputs.key_positions))
-    hidden, shared = fused[inputs.query_slots], None
+    weights = tuple(weight for weight in draft.parameters() if weight.requires_grad)
+    rows, queries = len(inputs.plan.rows), len(inputs.query_positions)
+    chunk = max(rows, queries) if recompute == "none" or chunk is None else chunk
+    entry = Part(partial(_enter, draft, inputs), inputs.entry_cuts(chunk), weights)
+    hidden, *prefix = (entry.plainly if recompute == "none" else entry)()
+    shared = cache(partial(attention.finish, attention.start(KeyValue(*prefix))))
+    del prefix
     own: tuple[KeyValue, ...] = ()
     outputs = []
-    for step, (tokens, schedules) in enumerate(zip(inputs.query_tokens, inputs.schedules, strict=True)):
-        projected = draft.project(hidden, tokens, inputs.query_positions + step, first=step == 0)
-        if shared is None:
-            shared = attention.finish(exchange)
-        own = own if projected.own is None else (*own, projected.own)
-        attended = attention(projected.q, shared, schedules, own, draft.sinks, step, inputs.query_positions)
-        made = draft.finish(hidden, attended)
-        hidden = made.hidden
-        outputs.append(made.normed)
-    return torch.stack(outputs)
+    for k, (tokens, schedules) in enumerate(zip(inputs.query_tokens, inputs.schedules, strict=True)):
+        positions = inputs.query_positions
+        step = Step(
+            project=Part(
+                partial(_project, draft, tokens, positions + k, first=k == 0),
+                cut_rows(queries, chunk, outputs=3 if k else 1),
+                weights,
+            ),
+            attend=partial(_attend, attention, schedules, k, positions),
+            finish=Part(partial(_finish, draft), cut_rows(queries, chunk, outputs=1), weights),
+        )
+        made = step.run(hidden, shared, own, draft.sinks, recompute)
+        own = own if made.own is None else (*own, made.own)
+        hidden = made.output
+        outputs.append(hidden)
+    return tuple(outputs)
+
+
+def _enter(draft: Eagle3Draft, inputs: UnrollInputs, cut: Cut) -> tuple[Tensor, ...]:
+    """Of a chunk of rows: fused states of the queries, K_0 and V_0 of the keys among them."""
+    queries, keys, _ = cut.outputs
+    fused = draft.fuse(inputs.aux[cut.rows])
+    hidden, prefix_hidden = (
+        fused.index_select(0, slots - cut.rows.start) for slots in (inputs.query_slots[queries], inputs.key_slots[keys])
+    )
+    return hidden, *draft.prefix(prefix_hidden, inputs.key_tokens[keys], inputs.key_positions[keys])
+
+
+def _project(draft: Eagle3Draft, tokens: Tensor, positions: Tensor, cut: Cut, hidden: Tensor, *, first: bool):
+    projected = draft.project(hidden, tokens[cut.rows], positions[cut.rows], first)
+    return projected.q, *(projected.own or ())
+
+
+def _attend(attention: TTTAttention, schedules, k: int, positions: Tensor, q, shared, own, sink) -> Tensor:
+    return attention(q, shared, schedules, own, sink, k, positions)
+
+
+def _finish(draft: Eagle3Draft, cut: Cut, hidden: Tensor, attended: Tensor) -> tuple[Tensor]:
+    return (draft.finish(hidden, attended),)

@@ -59,7 +59,7 @@ class SequencePlan:
 
     keys [N]: rows whose K_0, V_0 it makes. queries [Q]: rows it unrolls. teacher [M]: rows whose target distribution it
     needs, t+1..t+K of its queries (not padded). rows: keys and queries together (at least one row), where auxiliary
-    states are read; key_slots [N], query_slots [Q]: their places in `rows`.
+    states are read; key_slots [N], query_slots [Q]: their places in `rows`, ascending, the last for pads.
     query_of [K, M]: for step k and teacher row m the place of the query t = teacher - 1 - k in `queries`, -1 where this
     rank has none. supervised [K, M]: that query is here and the definition's mask[t + k] is set.
     ring_keys [ring, ulysses * N]: the keys of every ring rank. ring_queries [ulysses * Q]: the queries of this rank's
@@ -95,7 +95,8 @@ def plan_sequence(
     ring, ulysses = divmod(rank, sharding.ulysses)
     keys = ring_keys[ring].chunk(sharding.ulysses)[ulysses]
     queries = dealt_queries[ring].chunk(sharding.ulysses)[ulysses]
-    rows = torch.unique(torch.cat((keys, queries)).clamp(min=0))
+    both = torch.cat((keys, queries))
+    rows = torch.unique(both[both >= 0]) if bool((both >= 0).any()) else torch.zeros(1, dtype=torch.long)
 
     real = queries[queries >= 0]
     place = torch.full((stream.tokens,), -1).index_put((real,), torch.arange(len(real)))
@@ -110,13 +111,17 @@ def plan_sequence(
         queries=queries,
         teacher=teacher[mine],
         rows=rows,
-        key_slots=torch.searchsorted(rows, keys.clamp(min=0)),
-        query_slots=torch.searchsorted(rows, queries.clamp(min=0)),
+        key_slots=_slots(rows, keys),
+        query_slots=_slots(rows, queries),
         query_of=query_of,
         supervised=query_of >= 0,
         ring_keys=ring_keys,
         ring_queries=dealt_queries[ring],
     )
+
+
+def _slots(rows: Tensor, wanted: Tensor) -> Tensor:
+    return torch.where(wanted >= 0, torch.searchsorted(rows, wanted), len(rows) - 1)
 
 
 def _queries(stream: Stream, steps: int, selection: str) -> Tensor:

@@ -16,7 +16,7 @@ from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
 from eagle3.objective.losses import BatchCounts, LossConfig, step_weights
 from eagle3.objective.metrics import batch_metrics, sum_counts, sum_sums
-from eagle3.objective.model import DraftObjective, MicroBatch, micro_batch
+from eagle3.objective.model import DraftObjective, MemoryPlan, MicroBatch, micro_batch
 from eagle3.parallel.dealing import SequenceSharding
 from eagle3.parallel.sequence import Stream, plan_sequence
 from eagle3.parallel.topology import Topology
@@ -65,6 +65,7 @@ def run_case(
     deepspeed_file: Path,
     sharding: SequenceSharding = SequenceSharding(),
     ring_mode: RingMode = "gather",
+    memory: MemoryPlan = MemoryPlan(),
 ) -> dict[str, Tensor]:
     """The case's loss, steps, accuracies and gradients, under the keys of expected.safetensors, whole on every rank.
 
@@ -75,7 +76,7 @@ def run_case(
     case.draft.config.check_parallel(topology.tensor.size(), sharding.ulysses)
     draft = Eagle3Draft(case.draft.config, topology.modules, dtype)
     load_weights(draft, case.draft, topology.tensor)
-    objective = DraftObjective(draft, topology, ring_mode).to(topology.device)
+    objective = DraftObjective(draft, topology, ring_mode, memory).to(topology.device)
     through_engine = dtype != torch.float64
     ranks = topology.data.size()
     if through_engine:

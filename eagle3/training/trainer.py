@@ -20,7 +20,7 @@ from eagle3.errors import UserError
 from eagle3.objective.distill import StepSums
 from eagle3.objective.losses import BatchCounts, LossConfig, StepWeights, step_weights
 from eagle3.objective.metrics import Metrics, batch_metrics, sum_counts, sum_sums
-from eagle3.objective.model import DraftObjective, MicroBatch, micro_batch
+from eagle3.objective.model import DraftObjective, MemoryPlan, MicroBatch, micro_batch
 from eagle3.parallel.agreement import require_agreement
 from eagle3.parallel.dealing import SequenceSharding
 from eagle3.parallel.topology import Topology
@@ -249,6 +249,7 @@ class Trainer:
             draft_id=self.draft_id,
             dtype=self.draft.lm_head.weight.dtype,
             device=self.topology.device,
+            residence=self.recipe.memory.inputs,
         )
 
 
@@ -270,7 +271,8 @@ def prepare_trainer(
     training, parallelism = recipe.training, recipe.parallelism
     steps = training.max_steps or math.ceil(training.epochs * len(train) / training.global_batch_size)
     rates = scheduler(steps, training.warmup_fraction, training.final_learning_rate_fraction)
-    objective = DraftObjective(draft, topology, parallelism.ring_mode)
+    memory = MemoryPlan(recipe.memory.recompute, recipe.memory.block_mib * 2**20)
+    objective = DraftObjective(draft, topology, parallelism.ring_mode, memory)
     engine = start_engine(objective, topology, engine_config, rates)
     dtype, device = draft.lm_head.weight.dtype, topology.device
     teacher_head = head.head[vocabulary.target_ids.to(head.head.device)]

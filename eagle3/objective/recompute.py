@@ -1,0 +1,207 @@
+"""Work that keeps nothing but its inputs and runs again in the backward pass: position-wise work in chunks of tokens, and
+whole TTT steps.
+
+Not torch.utils.checkpoint: under a checkpoint of the step, the work after attention would run three times (forward, again
+to rebuild the step, again chunk by chunk), and every chunk would round its share of the weights' gradients to their number
+format. Here it runs twice, and chunks add up in fp32. Weights are inputs of the autograd functions, so that each has one
+gradient, ready once, as ZeRO wants it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from eagle3.attention.ring import SharedKeyValue
+from eagle3.attention.ttt import KeyValue
+
+Recompute = Literal["none", "attention_kept", "full"]
+
+
+class Cut(NamedTuple):
+    """One chunk: the rows that its function reads of every input, and those that it writes of each output."""
+
+    rows: slice
+    outputs: tuple[slice, ...]
+
+
+def cut_rows(rows: int, chunk: int, outputs: int) -> tuple[Cut, ...]:
+    """Rows 0..rows in chunks, for a function with as many outputs, of one row for each row read."""
+    slices = (slice(start, min(start + chunk, rows)) for start in range(0, rows, chunk))
+    return tuple(Cut(each, (each,) * outputs) for each in slices)
+
+
+class PartGradients(NamedTuple):
+    """Of a part's inputs, and of its weights (None for one that it does not use)."""
+
+    inputs: list[Tensor]
+    weights: list[Tensor | None]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Position-wise work: function(cut, *inputs[cut.rows]) -> tuple of outputs[cut.outputs]. `weights`: whatever of them
+    it uses. A call is differentiable and runs the function again, chunk by chunk, in its backward pass; a call of
+    `plainly` keeps what autograd keeps."""
+
+    function: Callable[..., tuple[Tensor, ...]]
+    cuts: tuple[Cut, ...]
+    weights: tuple[Tensor, ...]
+
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        return _Part.apply(self, len(inputs), *inputs, *self.weights)
+
+    def plainly(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        (whole,) = self.cuts
+        return self.function(whole, *inputs)
+
+    @torch.no_grad()
+    def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        outputs: list[Tensor] = []
+        for cut in self.cuts:
+            made = self.function(cut, *(tensor[cut.rows] for tensor in inputs))
+            if len(self.cuts) == 1:
+                return made
+            if not outputs:
+                rows = (last.stop for last in self.cuts[-1].outputs)
+                outputs = [part.new_empty(count, *part.shape[1:]) for count, part in zip(rows, made, strict=True)]
+            for whole, rows, part in zip(outputs, cut.outputs, made, strict=True):
+                whole[rows] = part
+        return tuple(outputs)
+
+    def backward(self, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> PartGradients:
+        """gradients: of the outputs, None where nobody used one."""
+        d_inputs = [torch.empty_like(tensor) for tensor in inputs]
+        d_weights: list[Tensor | None] = [None] * len(self.weights)
+        for cut in self.cuts:
+            leaves = [tensor[cut.rows].detach().requires_grad_() for tensor in inputs]
+            with torch.enable_grad():
+                outputs = self.function(cut, *leaves)
+            used = [
+                (output, gradient[rows])
+                for output, gradient, rows in zip(outputs, gradients, cut.outputs, strict=True)
+                if gradient is not None
+            ]
+            made, upstream = zip(*used, strict=True)
+            found = torch.autograd.grad(made, (*leaves, *self.weights), upstream, allow_unused=True)
+            del outputs, used, made, upstream
+            for whole, part in zip(d_inputs, found, strict=False):
+                whole[cut.rows] = part
+            for index, part in enumerate(found[len(inputs) :]):
+                d_weights[index] = self._sum(d_weights[index], part)
+            del found
+        rounded = [
+            None if sum_ is None else sum_.to(weight.dtype)
+            for sum_, weight in zip(d_weights, self.weights, strict=True)
+        ]
+        return PartGradients(d_inputs, rounded)
+
+    def _sum(self, total: Tensor | None, part: Tensor | None) -> Tensor | None:
+        """Over chunks, in fp32 at least; one chunk alone is not widened."""
+        if total is None or part is None:
+            if part is None or len(self.cuts) == 1:
+                return total if part is None else part
+            return part.to(torch.promote_types(part.dtype, torch.float32))
+        return total.add_(part)
+
+
+class _Part(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, part, count, *inputs_and_weights):
+        ctx.part = part
+        ctx.set_materialize_grads(False)
+        inputs = inputs_and_weights[:count]
+        ctx.save_for_backward(*inputs)
+        return part.forward(inputs)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        found = ctx.part.backward(ctx.saved_tensors, gradients)
+        return None, None, *found.inputs, *found.weights
+
+
+class StepResult(NamedTuple):
+    """output [Q, H] of a TTT step; own: K_k, V_k, None at step 0."""
+
+    output: Tensor
+    own: KeyValue | None
+
+
+@dataclass(frozen=True)
+class Step:
+    """One TTT step. project: hidden -> (q, K_k, V_k), at step 0 (q,). attend(q, shared, own, sink) -> attended, with all
+    own keys and values so far. finish: (hidden, attended) -> (output,)."""
+
+    project: Part
+    attend: Callable[[Tensor, SharedKeyValue, tuple[KeyValue, ...], Tensor | None], Tensor]
+    finish: Part
+
+    def run(
+        self,
+        hidden: Tensor,
+        shared: Callable[[], SharedKeyValue],
+        own: tuple[KeyValue, ...],
+        sink: Tensor | None,
+        recompute: Recompute,
+    ) -> StepResult:
+        """hidden [Q, H]; shared: K_0, V_0 once they are there; own: of the steps before. Keeps for the backward pass everything (none), the inputs of what is
+        position-wise and what attention needs (attention_kept), or `hidden` alone (full)."""
+        if recompute == "full":
+            flat = [tensor for pair in own for tensor in pair]
+            prefix = shared()
+            output, *made = _Step.apply(
+                self, prefix.gradient, hidden, prefix.key_value, sink, len(flat), *flat, *self.project.weights
+            )
+            return StepResult(output, KeyValue(*made) if made else None)
+        kept = recompute == "none"
+        q, *made = (self.project.plainly if kept else self.project)(hidden)
+        mine = KeyValue(*made) if made else None
+        attended = self.attend(q, shared(), own if mine is None else (*own, mine), sink)
+        (output,) = (self.finish.plainly if kept else self.finish)(hidden, attended)
+        return StepResult(output, mine)
+
+
+class _Step(torch.autograd.Function):
+    """The whole step, of which only the inputs are kept. Both parts have the same weights."""
+
+    @staticmethod
+    def forward(ctx, step, gradient, hidden, key_value, sink, own_count, *own_and_weights):
+        ctx.step, ctx.gradient = step, gradient
+        ctx.set_materialize_grads(False)
+        own = own_and_weights[:own_count]
+        ctx.save_for_backward(hidden, key_value, sink, *own)
+        q, *made = step.project.forward((hidden,))
+        attended = step.attend(q, SharedKeyValue(key_value, gradient), _pairs((*own, *made)), sink)
+        return *step.finish.forward((hidden, attended)), *made
+
+    @staticmethod
+    def backward(ctx, d_output, *d_made):
+        hidden, key_value, sink, *own = ctx.saved_tensors
+        step = ctx.step
+        q, *made = step.project.forward((hidden,))
+        with torch.enable_grad():
+            q, *own_and_made = (tensor.detach().requires_grad_() for tensor in (q, *own, *made))
+            sink = None if sink is None else sink.detach().requires_grad_()
+            shared = SharedKeyValue(key_value.detach().requires_grad_(), ctx.gradient)
+            attended = step.attend(q, shared, _pairs(own_and_made), sink)
+        finished = step.finish.backward((hidden, attended.detach()), (d_output,))
+        d_hidden, d_attended = finished.inputs
+        leaves = (q, *own_and_made, *([] if sink is None else [sink]))
+        d_q, *d_leaves = torch.autograd.grad(attended, leaves, d_attended)
+        del attended, q, made, own_and_made, leaves, d_attended
+        d_own = d_leaves[: len(own)]
+        from_here = d_leaves[len(own) : len(own) + len(d_made)]
+        d_made = [here if later is None else here.add_(later) for here, later in zip(from_here, d_made, strict=True)]
+        projected = step.project.backward((hidden,), (d_q, *d_made))
+        d_hidden += projected.inputs[0]
+        weights = [
+            a if b is None else b if a is None else a.add_(b)
+            for a, b in zip(finished.weights, projected.weights, strict=True)
+        ]
+        return None, None, d_hidden, None, None if sink is None else d_leaves[-1], None, *d_own, *weights
+
+
+def _pairs(flat: Sequence[Tensor]) -> tuple[KeyValue, ...]:
+    return tuple(KeyValue(*pair) for pair in zip(flat[::2], flat[1::2], strict=True))
