@@ -20,6 +20,7 @@ from eagle3.objective.unroll import Residence
 from eagle3.parallel.dealing import SequenceSharding
 from eagle3.parallel.sequence import SequencePlan, Stream, plan_sequence
 from eagle3.parallel.topology import Topology, start_distributed
+from eagle3.planner import Planned, Sizes
 from eagle3.target.interface import summarize_teacher
 
 # A document as runs of tokens: (length, are they supervised?).
@@ -56,9 +57,10 @@ class Layout:
     def ranks(self) -> int:
         return self.tensor * self.ulysses * self.ring
 
-    @property
-    def groups(self) -> dict[str, Any]:
-        return {"tensor": self.tensor, "ulysses": self.ulysses, "ring": self.ring, "mode": self.mode}
+    def planned(self, config: DraftConfig, steps: int, dtype: torch.dtype, memory: MemoryPlan) -> Planned:
+        """A step of this layout, for the planner."""
+        sizes = Sizes(self.tensor, self.ulysses, self.ring)
+        return Planned(config, steps, dtype, sizes, self.mode, memory, device="cpu")
 
     def draft(self, config: DraftConfig) -> DraftConfig:
         """With this layout's key/value heads. Raises UserError where the groups cannot share the draft."""
@@ -153,7 +155,9 @@ def prepare(
         last=last[plan.teacher],
         argmax=teacher.argmax,
         logsumexp=teacher.logsumexp,
-        teacher_head=head[:size].chunk(topology.tensor.size())[topology.tensor.rank()].to(topology.device, dtype),
+        teacher_head=head[:size]
+        .chunk(topology.tensor.size())[topology.tensor.rank()]
+        .to(topology.device, dtype, copy=True),
         draft_id=torch.where(torch.arange(config.vocab_size) < size, torch.arange(config.vocab_size), -1),
         dtype=dtype,
         device=topology.device,

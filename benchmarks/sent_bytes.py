@@ -1,19 +1,14 @@
-"""Bytes that a rank sends in one step of sequence-parallel training: counted at the collectives, and as a formula."""
+"""Bytes that a rank sends in one step of sequence-parallel training, counted at the collectives."""
 
-import math
 from collections import Counter
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from eagle3.draft.config import DraftConfig
+from eagle3.costs import Phase, Traffic
 
-Phase = Literal["forward", "backward"]
-# (what is sent, phase) -> bytes
-Traffic = Counter[tuple[str, Phase]]
 KINDS = ("Ulysses K0,V0", "Ulysses q,out", "Ulysses lse", "ring K0,V0", "tensor")
 
 
@@ -52,61 +47,3 @@ class SentBytes(TorchDispatchMode):
                 "allreduce_": ("tensor", 2 * (size - 1) / size),
             }[collective]
         self.sent[kind, self.phase] += buffer.nbytes * share
-
-
-def expected_bytes(
-    config: DraftConfig,
-    dtype: torch.dtype,
-    steps: int,
-    *,
-    tensor: int,
-    ulysses: int,
-    ring: int,
-    mode: Literal["gather", "p2p"],
-    keys: int,
-    queries: int,
-    teacher: int,
-) -> Traffic:
-    """What follows from the algorithm for a rank with so many keys and queries (pads included) and teacher rows.
-
-    Ulysses trades K_0, V_0 once, and q, output and lse in every step (lse not in step 0, which has no own keys to
-    merge). The ring's `gather` sends K_0, V_0 once and their gradient, in fp32, back once; `p2p` sends them in every
-    step's forward and again in its backward, in which the gradient goes one hop further, home.
-    """
-    size, exact = dtype.itemsize, max(dtype.itemsize, 4)
-    heads, kv_heads = config.num_attention_heads // tensor, config.num_key_value_heads // tensor
-    replicated = math.lcm(ulysses, kv_heads)
-    prefix = 2 * keys * replicated * config.head_dim  # elements of a rank's K_0, V_0
-    away, hops = (ulysses - 1) / ulysses, ring - 1
-    if mode == "gather":
-        around = (hops * prefix * size, hops * prefix * exact)
-    else:
-        back = hops * size + (ring * exact if ring > 1 else 0)
-        around = (steps * hops * prefix * size, steps * back * prefix)
-    by_kind = {
-        "Ulysses K0,V0": (away * prefix * size,) * 2,
-        "Ulysses q,out": (2 * steps * away * queries * heads * config.head_dim * size,) * 2,
-        "Ulysses lse": ((steps - 1) * away * queries * heads * exact,) * 2,
-        "ring K0,V0": around,
-        "tensor": _tensor_parallel_bytes(config.hidden_size, size, exact, steps, tensor, keys, queries, teacher),
-    }
-    return Counter(
-        {
-            (kind, phase): sent
-            for kind, both in by_kind.items()
-            for phase, sent in zip(("forward", "backward"), both, strict=True)
-        }
-    )
-
-
-def _tensor_parallel_bytes(
-    hidden: int, size: int, exact: int, steps: int, tensor: int, keys: int, queries: int, teacher: int
-) -> tuple[float, float]:
-    """Forward: embeddings, and each step's outputs of attention and MLP; then the distillation's maxima and sums of
-    K draft columns and the teacher's, best ids, sums, and the gradient of all outputs, which it makes in the forward
-    pass. Backward: the gradients of what enters q, k, v (each by itself; K_0, V_0 have the keys' rows) and the MLP."""
-    unrolled = (keys + 3 * steps * queries) * hidden * size
-    distilled = 2 * (steps + 1) * teacher * exact + steps * (teacher + 3) * 8 + steps * queries * hidden * size
-    entering = steps * queries * 2 + 2 * (keys + (steps - 1) * queries) * 2 + steps * queries
-    reduced = 2 * (tensor - 1) / tensor
-    return reduced * (unrolled + (distilled if teacher else 0)), reduced * entering * hidden * size

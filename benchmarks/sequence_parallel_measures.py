@@ -10,14 +10,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from layouts import Layout, Runs, Step, draft_config, pack, prepare, run_step, turns
-from sent_bytes import SentBytes, expected_bytes
+from sent_bytes import SentBytes
 from torch import Tensor
 
+from eagle3.costs import sent_bytes
 from eagle3.draft.config import DraftConfig
-from eagle3.objective.model import DraftObjective
+from eagle3.objective.model import DraftObjective, MemoryPlan
 from eagle3.parallel.dealing import SequenceSharding
 from eagle3.parallel.sequence import SequencePlan, Stream, plan_sequence
 from eagle3.parallel.topology import stop_distributed
+from eagle3.planner import Share
 
 # How far losses and gradients of fp32 runs may be apart, relative to the largest number among them.
 TOLERANCE = 1e-5
@@ -27,31 +29,26 @@ def measure_bytes(
     layouts: Sequence[Layout], config: DraftConfig, tokens: int, steps: int, dtype: torch.dtype
 ) -> list[dict[str, Any]]:
     """Per layout (all of as many ranks as this job has) the bytes of the rank that sends most, over one stream of three
-    documents. Asserts that every rank sends what the formula says."""
+    documents, when nothing is recomputed. Asserts that every rank sends what the formula says, whatever is recomputed."""
     stream = pack(
         [turns(tokens // 2, 60, 25), turns(tokens // 5, 20, 20), [(tokens // 5, False), (tokens // 10, True)]]
     )
     found = []
     for layout in layouts:
         topology, own = layout.start(), layout.draft(config)
-        prepared = prepare(stream, own, steps, layout, topology, dtype)
-        with SentBytes(own.head_dim) as counter:
-            distilled = prepared.objective(prepared.batch, prepared.weights)
-            counter.phase = "backward"
-            distilled.surrogate.backward()
-        plan = prepared.plan
-        formula = expected_bytes(
-            own,
-            dtype,
-            steps,
-            **layout.groups,
-            keys=len(plan.keys),
-            queries=len(plan.queries),
-            teacher=len(plan.teacher),
-        )
-        for what in counter.sent | formula:
-            both = counter.sent[what], formula[what]
-            assert math.isclose(*both, rel_tol=1e-9), f"{layout.name}, {what}: counted and expected bytes are {both}"
+        for recompute in ("full", "attention_kept", "none"):
+            memory = MemoryPlan(recompute)
+            prepared = prepare(stream, own, steps, layout, topology, dtype, memory=memory)
+            with SentBytes(own.head_dim) as counter:
+                distilled = prepared.objective(prepared.batch, prepared.weights)
+                counter.phase = "backward"
+                distilled.surrogate.backward()
+            plan = prepared.plan
+            formula = sent_bytes(layout.planned(own, steps, dtype, memory), Share.of(plan, stream))
+            for what in counter.sent | formula:
+                both = counter.sent[what], formula[what]
+                where = f"{layout.name}, recompute {recompute}, {what}"
+                assert math.isclose(*both, rel_tol=1e-9), f"{where}: counted and expected bytes are {both}"
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, counter.sent)
         sent = max(every, key=Counter.total)
@@ -74,8 +71,8 @@ def _bytes_at_128k(layout: Layout) -> float:
     """By the formula: 131,072 supervised tokens, K = 7, bf16, the draft of an 8B target of Llama's shape."""
     config = layout.draft(draft_config(heads=32, kv_heads=8, head_dim=128))
     rows = 131072 // (layout.ulysses * layout.ring)
-    sent = expected_bytes(config, torch.bfloat16, 7, **layout.groups, keys=rows, queries=rows, teacher=rows)
-    return sent.total()
+    planned = layout.planned(config, 7, torch.bfloat16, MemoryPlan())
+    return sent_bytes(planned, Share(rows, rows, rows, rows, 131072, 0)).total()
 
 
 def check_gather_saves(found: Sequence[dict[str, Any]], steps: int) -> None:

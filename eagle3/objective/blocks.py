@@ -11,10 +11,10 @@ BLOCK_BYTES = 2**30
 
 def loss_row_bytes(steps: int, columns: int, hidden: int, dtype: torch.dtype) -> int:
     """What `distill` holds for one teacher row: K rows of draft logits in fp32 at least (and once more in `dtype`, to be
-    multiplied), five more of that width; K hidden states with their norms and gradients."""
+    multiplied), five more of that width; K hidden states with their norms (in fp32) and gradients."""
     exact = max(dtype.itemsize, 4)
     logits = steps * (exact + (dtype.itemsize if dtype.itemsize < exact else 0)) + 5 * exact
-    return columns * logits + steps * hidden * 6 * dtype.itemsize
+    return columns * logits + steps * hidden * (4 * dtype.itemsize + 2 * exact)
 
 
 def loss_rows(steps: int, columns: int, hidden: int, dtype: torch.dtype, block_bytes: int) -> int:
@@ -24,8 +24,9 @@ def loss_rows(steps: int, columns: int, hidden: int, dtype: torch.dtype, block_b
 
 def chunk_token_bytes(config: DraftConfig, tensor: int, dtype: torch.dtype) -> int:
     """What a chunk holds for one token while it is recomputed and differentiated, in its widest part: what follows
-    attention. The MLP's gate and up, their activation and product, with gradients; eight hidden states."""
-    return dtype.itemsize * 8 * (config.intermediate_size // tensor + config.hidden_size)
+    attention. The MLP's gate and up, their activation and product, with gradients; six hidden states, two in fp32."""
+    wide = 6 * config.intermediate_size // tensor + 4 * config.hidden_size
+    return dtype.itemsize * wide + 2 * max(4, dtype.itemsize) * config.hidden_size
 
 
 def chunk_tokens(config: DraftConfig, tensor: int, dtype: torch.dtype, block_bytes: int) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import transformers
-from transformers import PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from eagle3.data.loader import HiddenStateSource, LiveSource, StoredSource
 from eagle3.data.prepare import Prepared, prepare_samples
@@ -248,6 +248,13 @@ def build_draft(
 
 
 def draft_config(recipe: Recipe, materials: Materials, vocabulary: DraftVocabulary) -> DraftConfig:
+    """The shape of this run's draft."""
+    model = recipe.model
+    target = target_config(materials.target, revision=model.revision, trust_remote_code=model.trust_remote_code)
+    return shape_draft(recipe, target, len(vocabulary.t2d), vocabulary.size)
+
+
+def shape_draft(recipe: Recipe, target: PretrainedConfig, vocab_size: int, draft_vocab_size: int) -> DraftConfig:
     """The draft's shape: model.draft.config, or the target's; single fields of model.draft win."""
     wanted: Draft = recipe.model.draft
     fields = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
@@ -255,17 +262,16 @@ def draft_config(recipe: Recipe, materials: Materials, vocabulary: DraftVocabula
     changes = {name: getattr(wanted, name) for name in fields}
     if wanted.rope_parameters is not None:
         changes["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, **wanted.rope_parameters}
-    target = target_config(
-        materials.target, revision=recipe.model.revision, trust_remote_code=recipe.model.trust_remote_code
-    )
     if wanted.config is not None:
         given = read_draft_config(wanted.config)
         changes = {name: getattr(given, name) if value is None else value for name, value in changes.items()}
     return DraftConfig.from_target(
         target,
-        draft_vocab_size=vocabulary.size,
-        aux_layers=aux_layers(recipe, materials.target),
-        vocab_size=len(vocabulary.t2d),
+        draft_vocab_size=draft_vocab_size,
+        aux_layers=check_aux_layers(
+            recipe.model.aux_layers or default_aux_layers(target.num_hidden_layers), target.num_hidden_layers
+        ),
+        vocab_size=vocab_size,
         fc_norm=wanted.fc_norm,
         norm_output=wanted.norm_output,
         **changes,

@@ -178,15 +178,15 @@ class Trainer:
         """One optimiser step: its metrics, learning rate and gradient norm before clipping."""
         samples, accumulation = self.train_loader.samples, self.training.accumulation
         indices = self._indices(step)
-        batches = [self._to_device(stream) for stream in self.train_loader.load(indices, accumulation)]
-        counts = self._counts(batches)
-        needed = self._sums(batches) if self.loss_config.needs_sums else None
+        streams = self.train_loader.load(indices, accumulation)
+        counts = self._counts(streams)
+        needed = self._sums(streams) if self.loss_config.needs_sums else None
         weights = step_weights(self.loss_config, counts, needed)
         scale = gradient_scale(self.topology.data.size(), accumulation)
         rate = self.engine.get_lr()[0]
         total: StepSums | None = None
-        for batch in batches:
-            distilled = self.engine(batch, weights)
+        for stream in streams:  # on the device one at a time
+            distilled = self.engine(self._to_device(stream), weights)
             self.engine.backward(distilled.surrogate * scale)
             self.engine.step()
             total = distilled.sums if total is None else total + distilled.sums
@@ -209,9 +209,9 @@ class Trainer:
         sums, counts = None, None
         for start in range(0, count, size):
             indices = list(range(start, min(start + size, count)))
-            batches = [self._to_device(stream) for stream in loader.load(indices, accumulation=1)]
-            sums = _added(sums, self._sums(batches))
-            counts = _added(counts, self._counts(batches))
+            streams = loader.load(indices, accumulation=1)
+            sums = _added(sums, self._sums(streams))
+            counts = _added(counts, self._counts(streams))
         metrics = batch_metrics(self.loss_config, sums, counts)
         best = self.progress.see(step, metrics)
         if tracker:
@@ -223,18 +223,21 @@ class Trainer:
         return best
 
     @torch.no_grad()
-    def _sums(self, batches: Sequence[MicroBatch]) -> StepSums:
+    def _sums(self, streams: Sequence[LoadedStream]) -> StepSums:
         """Global sums of a batch, without gradients."""
         nothing = torch.zeros(self.training.ttt_steps, dtype=torch.float64)
         total = None
-        for batch in batches:
-            total = _added(total, self.engine.module(batch, StepWeights(nothing, nothing)).sums)
+        for stream in streams:
+            total = _added(total, self.engine.module(self._to_device(stream), StepWeights(nothing, nothing)).sums)
         return sum_sums(total, self.topology.batch)
 
-    def _counts(self, batches: Sequence[MicroBatch]) -> BatchCounts:
-        counted = torch.stack([batch.counted() for batch in batches]).sum(0)
-        supervised = torch.stack([batch.supervised.sum(1).cpu() for batch in batches]).sum(0)
-        tokens = sum(batch.tokens for batch in batches) if self.topology.sequence.rank() == 0 else 0
+    def _counts(self, streams: Sequence[LoadedStream]) -> BatchCounts:
+        kept = (self.draft_id[stream.argmax.cpu()] >= 0 for stream in streams)
+        counted = sum(
+            (stream.plan.supervised & in_draft).sum(1) for stream, in_draft in zip(streams, kept, strict=True)
+        )
+        supervised = sum(stream.plan.supervised.sum(1) for stream in streams)
+        tokens = sum(stream.stream.tokens for stream in streams) if self.topology.sequence.rank() == 0 else 0
         return sum_counts(BatchCounts(counted, supervised, tokens), self.topology.batch, self.topology.device)
 
     def _to_device(self, loaded: LoadedStream) -> MicroBatch:

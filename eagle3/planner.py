@@ -1,0 +1,390 @@
+"""Will it fit: what a training step holds on each rank, computes and sends, from shapes alone.
+
+Memory follows the code's own allocations (objective/recompute.py, attention/, objective/distill.py) and its block sizes
+(objective/blocks.py). The step is followed through the phases in which it may hold most; the largest counts.
+tests/test_planner.py holds the sums to bytes counted in real steps.
+"""
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+
+from eagle3.attention.ring import RingMode
+from eagle3.attention.schedule import KEY_BLOCK, QUERY_BLOCK
+from eagle3.draft.config import DraftConfig
+from eagle3.objective.blocks import chunk_token_bytes, chunk_tokens, loss_row_bytes, loss_rows
+from eagle3.objective.model import MemoryPlan
+from eagle3.objective.unroll import Residence
+from eagle3.parallel.sequence import SequencePlan, Stream
+
+# What takes memory -> bytes, in the phase of a step that holds most.
+Bytes = Counter[str]
+INDEX = 8  # bytes of a row number, token id or position
+
+
+class Sizes(NamedTuple):
+    """tensor, ulysses, ring: of the groups that share a stream. data: ranks with other streams."""
+
+    tensor: int = 1
+    ulysses: int = 1
+    ring: int = 1
+    data: int = 1
+
+    @property
+    def sequence(self) -> int:
+        return self.ulysses * self.ring
+
+    @property
+    def ranks(self) -> int:
+        return self.tensor * self.sequence * self.data
+
+
+class Share(NamedTuple):
+    """What one rank has of a stream: keys, queries and teacher rows, rows whose auxiliary states it reads. longest: tokens
+    of the longest document. pairs: visible keys of all queries of the stream."""
+
+    keys: int
+    queries: int
+    teacher: int
+    rows: int
+    longest: int
+    pairs: int
+
+    @classmethod
+    def of(cls, plan: SequencePlan, stream: Stream) -> "Share":
+        """The share that a plan names of its stream."""
+        sees = stream.position[plan.queries[plan.queries >= 0]] + 1
+        longest = int(stream.position.max()) + 1
+        return cls(len(plan.keys), len(plan.queries), len(plan.teacher), len(plan.rows), longest, int(sees.sum()))
+
+    @classmethod
+    def expected(cls, tokens: int, supervised: float, sizes: Sizes, documents: int = 1) -> "Share":
+        """Of equal documents of `tokens` tokens together, the last `supervised` share of which counts."""
+        queries, longest = round(tokens * supervised), math.ceil(tokens / documents)
+        pairs = round(queries * longest * (1 - supervised / 2))
+        mine = math.ceil(queries / sizes.sequence)
+        # rows that are a rank's keys and its queries at once
+        both = mine / (sizes.ring if supervised == 1 else sizes.sequence)
+        keys = math.ceil(tokens / sizes.sequence)
+        return cls(keys, mine, mine, round(keys + mine - both), longest, pairs)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A training step to be planned. steps: K. dtype: of the draft. ring_mode, memory, residence: as in training. device:
+    on CPUs norms are several operations, each of which keeps its result where nothing is recomputed."""
+
+    draft: DraftConfig
+    steps: int
+    dtype: torch.dtype
+    sizes: Sizes = Sizes()
+    ring_mode: RingMode = "gather"
+    memory: MemoryPlan = MemoryPlan()
+    residence: Residence = "device"
+    device: Literal["cuda", "cpu"] = "cuda"
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def exact(self) -> int:
+        """Bytes of a number in sums."""
+        return max(4, self.dtype.itemsize)
+
+    @property
+    def widens(self) -> bool:
+        """True where operations of half precision are done in fp32 copies."""
+        return self.device == "cpu" and self.itemsize < 4
+
+    @property
+    def query_width(self) -> int:
+        """Numbers of one query, all heads of a tensor-parallel rank."""
+        return self.draft.num_attention_heads // self.sizes.tensor * self.draft.head_dim
+
+    @property
+    def key_width(self) -> int:
+        """Numbers of one key (or value)."""
+        return self.draft.num_key_value_heads // self.sizes.tensor * self.draft.head_dim
+
+    @property
+    def shared_width(self) -> int:
+        """Of one shared key on one Ulysses rank, times the Ulysses degree: heads that do not divide are replicated."""
+        heads = self.draft.num_key_value_heads // self.sizes.tensor
+        return math.lcm(heads, self.sizes.ulysses) * self.draft.head_dim
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Numbers of weights on one tensor-parallel rank, by who uses them: the entry (fc) alone, projections of every step,
+    what follows attention, lm_head, and the frozen embedding."""
+
+    entry: int
+    project: int
+    finish: int
+    head: int
+    embedding: int
+
+    @classmethod
+    def of(cls, draft: DraftConfig, tensor: int) -> "Weights":
+        hidden, wide = draft.hidden_size, draft.target_hidden_size
+        heads = (draft.num_attention_heads + 2 * draft.num_key_value_heads) * draft.head_dim // tensor
+        return cls(
+            entry=3 * wide * hidden + (3 * wide if draft.fc_norm else 0),
+            project=2 * hidden * heads + 2 * hidden,
+            finish=hidden * draft.num_attention_heads * draft.head_dim // tensor
+            + 3 * hidden * draft.intermediate_size // tensor
+            + hidden,
+            head=hidden * draft.draft_vocab_size // tensor + hidden,
+            embedding=-(-draft.vocab_size // tensor) * hidden,
+        )
+
+    @property
+    def trained(self) -> int:
+        return self.entry + self.project + self.finish + self.head
+
+
+def step_bytes(planned: Planned, share: Share) -> Bytes:
+    """What a rank holds at most between the begin of a forward pass and the end of its backward pass."""
+    return max(_phases(planned, share), key=Counter.total)
+
+
+def engine_bytes(planned: Planned, bucket: int = 50_000_000) -> Bytes:
+    """What DeepSpeed ZeRO-2 holds all the time beside the draft's own weights: fp32 masters and AdamW's two moments and
+    the reduced gradients, dealt to data and sequence ranks; two buckets of `bucket` numbers for gradients under way."""
+    trained = Weights.of(planned.draft, planned.sizes.tensor).trained
+    part = math.ceil(trained / (planned.sizes.data * planned.sizes.sequence))
+    return Counter(
+        {
+            "optimiser": 12 * part,
+            "gradients": planned.itemsize * part,
+            "buffers": 2 * min(bucket, trained) * planned.itemsize,
+        }
+    )
+
+
+def rank_bytes(planned: Planned, share: Share) -> Bytes:
+    """All of it: the step on top of the engine. `total()` is what has to fit, beside the device's own overhead."""
+    return step_bytes(planned, share) + engine_bytes(planned)
+
+
+def _phases(planned: Planned, share: Share) -> list[Bytes]:
+    """What a rank holds in each phase of a step that may be the largest."""
+    held = _held(planned, share)
+    if planned.memory.recompute == "none":
+        held += _kept_entry(planned, share)
+        backwards = (_plainly(planned, share, k) for k in range(planned.steps))
+        return [held + _distilling(planned, share), *(held + backward for backward in backwards)]
+    backward = (_finishing, _attending, _projecting)
+    return [
+        held + _distilling(planned, share),
+        *(held + phase(planned, share, k) for k in range(planned.steps) for phase in backward),
+        held + _entering(planned, share),
+    ]
+
+
+def _held(planned: Planned, share: Share) -> Bytes:
+    """From the begin of the step to its end."""
+    draft, size, steps = planned.draft, planned.itemsize, planned.steps
+    weights = Weights.of(draft, planned.sizes.tensor)
+    group = planned.sizes.ulysses
+    index = 3 * share.keys + (2 + 2 * steps + 2 * group) * share.queries + group * planned.sizes.ring * share.keys
+    streamed = planned.residence == "host"
+    chunk = min(share.rows, chunk_tokens(draft, planned.sizes.tensor, planned.dtype, planned.memory.block_bytes))
+    aux = 2 * chunk if streamed else share.rows
+    last = 0 if streamed else share.teacher
+    return Counter(
+        {
+            "weights": (weights.trained + weights.embedding) * size,
+            "teacher head": draft.draft_vocab_size // planned.sizes.tensor * draft.target_hidden_size * size,
+            "hidden states": (3 * aux + last) * draft.target_hidden_size * size,
+            "indices": INDEX * index + share.teacher * (9 * steps + INDEX + planned.exact),
+            "keys": _shared_keys(planned, share) * size,
+        }
+    )
+
+
+def _shared_keys(planned: Planned, share: Share) -> int:
+    """Numbers in the K_0, V_0 that this rank sees: its own, and with `gather` everyone's (its own twice)."""
+    ring = planned.sizes.ring
+    copies = 1 if ring == 1 else 1 + ring if planned.ring_mode == "gather" else 2
+    return 2 * share.keys * planned.shared_width * copies
+
+
+def _key_gradient(planned: Planned, share: Share) -> int:
+    """Bytes of the sum of their gradient, and for `p2p` what is under way of it."""
+    shares = 1 if planned.sizes.ring == 1 else planned.sizes.ring if planned.ring_mode == "gather" else 4
+    return 2 * share.keys * planned.shared_width * shares * planned.exact
+
+
+def _kept(planned: Planned, share: Share, first: int, last: int) -> int:
+    """Bytes that steps first..last have kept for their backward pass: own keys and values, and what depends on the
+    mode."""
+    draft, size, queries = planned.draft, planned.itemsize, share.queries
+    own = 2 * planned.key_width * size * queries
+    attention = queries * (
+        planned.query_width * size + draft.num_attention_heads // planned.sizes.tensor * planned.exact
+    )
+    per_step = queries * draft.hidden_size * size
+    total = 0
+    for k in range(first, last + 1):
+        merged = k > 0 or draft.attention_sinks
+        total += per_step + (own if k else 0)
+        if planned.memory.recompute != "full":  # q, out and what own keys turned it into
+            total += (3 if merged else 2) * attention
+        if planned.memory.recompute == "none":
+            wide = 5 * draft.intermediate_size // planned.sizes.tensor + 4 * draft.hidden_size + draft.head_dim
+            total += queries * (size * wide + _norm_bytes(planned, 3, 2, 1))
+    return total
+
+
+def _norm_bytes(planned: Planned, states: int, learned: int, results: int) -> int:
+    """What norms of `states` hidden states (`learned` of which have a gradient) keep for their backward pass, beside the
+    input, when `results` of their outputs are kept. On CPUs a norm is several operations, in fp32 at least."""
+    width, size, exact = planned.draft.hidden_size, planned.itemsize, planned.exact
+    kept = results * size * width
+    if planned.device == "cpu":
+        kept += width * exact * (states if size == exact else states + learned)
+    return kept
+
+
+def _distilling(planned: Planned, share: Share) -> Bytes:
+    """At the end of the forward pass: all steps' outputs, their gradients, a block of the loss."""
+    draft, size, sizes = planned.draft, planned.itemsize, planned.sizes
+    columns = draft.draft_vocab_size // sizes.tensor
+    outputs = share.queries * draft.hidden_size * size
+    rows = loss_rows(planned.steps, columns, draft.hidden_size, planned.dtype, planned.memory.block_bytes)
+    block = min(rows, share.teacher) * loss_row_bytes(planned.steps, columns, draft.hidden_size, planned.dtype)
+    head = columns * draft.hidden_size
+    return Counter(
+        {
+            "queries": _kept(planned, share, 0, planned.steps - 1) + (1 + planned.steps) * outputs,
+            "gradients": head * (planned.exact + (size if size < planned.exact else 0)),
+            "loss block": block,
+            "indices": INDEX * planned.steps * share.teacher,
+        }
+    )
+
+
+def _backward_base(planned: Planned, share: Share, step: int) -> Bytes:
+    """In step `step`'s backward pass: what it and earlier steps kept, gradients of their outputs, of own keys (twice:
+    those of later steps are added to its own) and of weights."""
+    draft, size = planned.draft, planned.itemsize
+    hidden = share.queries * draft.hidden_size * size
+    own = 2 * planned.key_width * size * share.queries
+    later = step < planned.steps - 1
+    weights = Weights.of(draft, planned.sizes.tensor)
+    return Counter(
+        {
+            "queries": _kept(planned, share, 0, step) + (step + 1) * hidden + (step * own if later else 0),
+            "gradients": (weights.head + (weights.project + weights.finish if later else 0)) * size,
+        }
+    )
+
+
+def _parts(planned: Planned, rows: int, weights: int, wide: bool = True) -> Bytes:
+    """A chunk of position-wise work, and the gradients of its weights: the chunk's and, of several, their sum. wide: with
+    the MLP."""
+    each = chunk_token_bytes(planned.draft, planned.sizes.tensor, planned.dtype)
+    if not wide:
+        each = 10 * planned.draft.hidden_size * planned.itemsize + _norm_bytes(planned, 2, 1, 2)
+    chunk = chunk_tokens(planned.draft, planned.sizes.tensor, planned.dtype, planned.memory.block_bytes)
+    several = planned.exact if rows > chunk else 0
+    return Counter({"chunks": min(rows, chunk) * each, "gradients": weights * (planned.itemsize + several)})
+
+
+def _rebuilt_attention(planned: Planned, share: Share, step: int) -> int:
+    """q, out and the merged output that full recompute has made again."""
+    if planned.memory.recompute != "full":
+        return 0
+    merged = step > 0 or planned.draft.attention_sinks
+    return (3 if merged else 2) * share.queries * planned.query_width * planned.itemsize
+
+
+def _freed(planned: Planned, share: Share, step: int, attended: bool) -> int:
+    """What autograd has let go of a step that it holds in several nodes: the gradient of its output and the merged
+    attention; once `attended`, q and out as well. (A step recomputed whole is one node.)"""
+    if planned.memory.recompute == "full":
+        return 0
+    merged = step > 0 or planned.draft.attention_sinks
+    tensors = (2 if attended else 0) + (1 if merged else 0)
+    return share.queries * planned.itemsize * (tensors * planned.query_width + planned.draft.hidden_size)
+
+
+def _finishing(planned: Planned, share: Share, step: int) -> Bytes:
+    weights = Weights.of(planned.draft, planned.sizes.tensor)
+    made = share.queries * (planned.draft.hidden_size + planned.query_width) * planned.itemsize
+    queries = Counter({"queries": made + _rebuilt_attention(planned, share, step)})
+    return _backward_base(planned, share, step) + queries + _parts(planned, share.queries, weights.finish)
+
+
+def _attending(planned: Planned, share: Share, step: int) -> Bytes:
+    """When the gradient of the queries is complete."""
+    draft, size, exact = planned.draft, planned.itemsize, planned.exact
+    one = share.queries * planned.query_width
+    merged = step > 0 or draft.attention_sinks
+    own = 2 * planned.key_width * size * share.queries * step
+    # gradients of the merged output (gone already where autograd alone holds it), of out, and q's from either
+    upstream = (3 if planned.memory.recompute == "full" else 2) if merged else 1
+    attention = one * size * upstream + one * (exact + (size if size < exact else 0))
+    weights = Weights.of(draft, planned.sizes.tensor)
+    tile = min(KEY_BLOCK, share.longest), min(QUERY_BLOCK, share.queries)
+    widths = (draft.num_key_value_heads, draft.num_attention_heads)
+    # gradients of a block's keys, values and queries; in half precision a CPU has fp32 copies of all
+    working = sum(n * w for n, w in zip(tile, widths, strict=True)) * exact * (4 if planned.widens else 2)
+    return _backward_base(planned, share, step) + Counter(
+        {
+            "queries": share.queries * draft.hidden_size * size
+            + attention
+            + own
+            + _rebuilt_attention(planned, share, step)
+            - _freed(planned, share, step, attended=False),
+            "keys": _key_gradient(planned, share),
+            "gradients": weights.finish * size,
+            "attention block": working * draft.head_dim // planned.sizes.tensor // planned.sizes.ulysses,
+        }
+    )
+
+
+def _projecting(planned: Planned, share: Share, step: int) -> Bytes:
+    draft, size = planned.draft, planned.itemsize
+    weights = Weights.of(draft, planned.sizes.tensor)
+    own = 2 * planned.key_width * size * share.queries * step
+    made = share.queries * (2 * draft.hidden_size + planned.query_width) * size + own
+    made -= _freed(planned, share, step, attended=True)
+    held = Counter({"queries": made, "keys": _key_gradient(planned, share), "gradients": weights.finish * size})
+    return _backward_base(planned, share, step) + held + _parts(planned, share.queries, weights.project, wide=False)
+
+
+def _entering(planned: Planned, share: Share) -> Bytes:
+    """At the very end: the gradients of K_0, V_0 have come home, all others are there."""
+    draft, size = planned.draft, planned.itemsize
+    weights = Weights.of(draft, planned.sizes.tensor)
+    hidden = share.queries * draft.hidden_size * size
+    home = 2 * share.keys * planned.key_width * 2 * size
+    held = Counter(
+        {
+            "queries": hidden,
+            "keys": home + _key_gradient(planned, share),
+            "gradients": (weights.head + weights.project + weights.finish) * size,
+        }
+    )
+    return held + _parts(planned, share.rows, weights.entry, wide=False)
+
+
+def _kept_entry(planned: Planned, share: Share) -> Bytes:
+    """Where nothing is recomputed: the keys' fused states and the input of their projections."""
+    width, size = planned.draft.hidden_size, planned.itemsize
+    kept = share.keys * (3 * width * size + _norm_bytes(planned, 2, 1, 0))
+    return Counter({"queries": kept})
+
+
+def _plainly(planned: Planned, share: Share, step: int) -> Bytes:
+    """With nothing recomputed: a gradient of the MLP's width beside what was kept."""
+    weights = Weights.of(planned.draft, planned.sizes.tensor)
+    made = share.queries * planned.itemsize * planned.draft.intermediate_size // planned.sizes.tensor
+    held = {"queries": made, "keys": _key_gradient(planned, share), "gradients": weights.finish * planned.itemsize}
+    return _backward_base(planned, share, step) + Counter(held)

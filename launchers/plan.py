@@ -1,0 +1,258 @@
+"""Say before the first GPU minute whether a recipe fits, how to make it fit, and what a step costs.
+
+Memory follows the code's own allocations; times and utilisation are assumptions, printed as such.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, PretrainedConfig
+
+from eagle3.costs import (
+    Machine,
+    divisors,
+    hidden_state_bytes,
+    longest_fitting,
+    sent_bytes,
+    step_flops,
+    step_seconds,
+)
+from eagle3.errors import SharedUserError, UserError, run_command
+from eagle3.objective.model import MemoryPlan
+from eagle3.planner import Planned, Share, Sizes, rank_bytes
+from eagle3.recipe import Recipe, load_recipe
+from eagle3.target.transformers import target_config
+from eagle3.training.assemble import shape_draft
+
+ROOT = Path(__file__).parent.parent
+# Of a GPU's memory: the CUDA context, NCCL's and cuBLAS's buffers, and what the allocator cannot use.
+RESERVED = 0.08
+
+
+@dataclasses.dataclass(frozen=True)
+class Stream:
+    """tokens of one packed stream, in `documents` equal ones; supervised: the share of them that counts."""
+
+    tokens: int
+    documents: int
+    supervised: float
+
+    def share(self, planned: Planned) -> Share:
+        return Share.expected(self.tokens, self.supervised, planned.sizes, self.documents)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--recipe", type=Path, default=ROOT / "recipes" / "quickstart.yaml")
+    parser.add_argument("--gpus", type=int, default=8, help="in the whole job (default 8)")
+    parser.add_argument("--gpu-memory", type=float, default=80, help="GB of each (default 80)")
+    parser.add_argument(
+        "--context", type=int, help="tokens of one document in a stream of its own (default: the recipe's)"
+    )
+    parser.add_argument("--supervised", type=float, default=1.0, help="share of the tokens that count (default 1)")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="change single keys of the recipe")
+    options = parser.parse_intermixed_args()
+    check(options)
+    recipe = load_recipe(options.recipe, options.overrides)
+    report = plan(recipe, options.gpus, options.gpu_memory * 1e9, options.context, options.supervised)
+    print(json.dumps(report, indent=1) if options.json else written(report))
+    return 0 if report["fits"] else 1
+
+
+def check(options: argparse.Namespace) -> None:
+    for name, fine, remedy in (
+        ("gpus", options.gpus >= 1, "a number of GPUs, 1 or more"),
+        ("gpu_memory", math.isfinite(options.gpu_memory) and options.gpu_memory > 0, "GB of one GPU, for example 80"),
+        ("context", options.context is None or options.context >= 2, "tokens, 2 or more"),
+        ("supervised", 0 < options.supervised <= 1, "a share above 0, at most 1"),
+    ):
+        if not fine:
+            option = "--" + name.replace("_", "-")
+            raise SharedUserError(f"{option} {getattr(options, name)}: does not make sense; give {remedy}")
+
+
+def plan(recipe: Recipe, gpus: int, memory: float, context: int | None, supervised: float) -> dict:
+    """Everything that is said, as numbers (bytes, tokens, seconds)."""
+    usable = memory * (1 - RESERVED)
+    wanted = planned_step(recipe, gpus)
+    stream = recipe_stream(recipe, wanted.sizes.data, supervised) if context is None else Stream(context, 1, supervised)
+
+    def needed(planned: Planned, stream: Stream) -> float:
+        return rank_bytes(planned, stream.share(planned)).total()
+
+    def most(planned: Planned) -> int:
+        return longest_fitting(lambda tokens: needed(planned, Stream(tokens, 1, supervised)) <= usable)
+
+    share = stream.share(wanted)
+    held, flops = rank_bytes(wanted, share), step_flops(wanted, share)
+    fitting = [each for each in layouts(wanted, gpus) if needed(each, stream) <= usable]
+    best = min(fitting, key=lambda each: cost_of(each, stream), default=None)
+    return {
+        "draft": {name: getattr(wanted.draft, name) for name in SHAPE},
+        "layout": described(wanted),
+        "stream": dataclasses.asdict(stream),
+        "memory": dict(held) | {"all": held.total(), "usable": usable},
+        "fits": held.total() <= usable,
+        "largest_context": {
+            f"{each.memory.recompute}, inputs on the {each.residence}": most(each) for each in variants(wanted)
+        },
+        "best_layout": None if best is None else described(best) | {"memory": needed(best, stream)},
+        "step": {
+            "model_flops": flops.model,
+            "executed_flops": flops.executed,
+            "sent": sent_bytes(wanted, share).total(),
+            "seconds": step_seconds(wanted, share),
+            "assumed": dataclasses.asdict(Machine()),
+        },
+        "hidden_states_per_token": hidden_state_bytes(wanted, 1, getattr(torch, recipe.hidden_states.dtype).itemsize),
+    }
+
+
+SHAPE = ("hidden_size", "target_hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+SHAPE += ("head_dim", "vocab_size", "draft_vocab_size")
+
+
+def planned_step(recipe: Recipe, gpus: int) -> Planned:
+    parallel, memory = recipe.parallelism, recipe.memory
+    target = demo_config(recipe) if recipe.model.target == "demo" else read_target(recipe)
+    draft = shape_draft(recipe, target, target.vocab_size, min(recipe.model.draft.vocab_size, target.vocab_size))
+    draft.check_parallel(parallel.tensor, parallel.ulysses)
+    together = parallel.tensor * parallel.ulysses * parallel.ring
+    if gpus % together:
+        raise SharedUserError(
+            f"--gpus {gpus}: parallelism tensor {parallel.tensor} x ulysses {parallel.ulysses} x ring {parallel.ring} "
+            f"takes {together} or a multiple of it; change one of them"
+        )
+    return Planned(
+        draft,
+        recipe.training.ttt_steps,
+        getattr(torch, recipe.training.dtype),
+        Sizes(parallel.tensor, parallel.ulysses, parallel.ring, gpus // together),
+        parallel.ring_mode,
+        MemoryPlan(memory.recompute, memory.block_mib * 2**20),
+        memory.inputs,
+    )
+
+
+def read_target(recipe: Recipe) -> PretrainedConfig:
+    model = recipe.model
+    return target_config(model.target, revision=model.revision, trust_remote_code=model.trust_remote_code)
+
+
+def demo_config(recipe: Recipe) -> PretrainedConfig:
+    """Of the target that the quickstart will train."""
+    demo = recipe.model.demo
+    return LlamaConfig(
+        vocab_size=demo.vocab_size,
+        hidden_size=demo.hidden_size,
+        intermediate_size=demo.intermediate_size,
+        num_hidden_layers=demo.layers,
+        num_attention_heads=demo.heads,
+        num_key_value_heads=demo.key_value_heads,
+        max_position_embeddings=demo.context,
+    )
+
+
+def recipe_stream(recipe: Recipe, data_ranks: int, supervised: float) -> Stream:
+    """The longest stream that the recipe can pack: all samples at data.max_length."""
+    training = recipe.training
+    documents = math.ceil(training.global_batch_size / (data_ranks * training.accumulation))
+    return Stream(documents * recipe.data.max_length, documents, supervised)
+
+
+def variants(planned: Planned) -> Iterator[Planned]:
+    """The same layout with every choice of the recipe's memory section."""
+    for recompute in ("none", "attention_kept", "full"):
+        memory = dataclasses.replace(planned.memory, recompute=recompute)
+        yield dataclasses.replace(planned, memory=memory, residence="device")
+    yield dataclasses.replace(planned, memory=memory, residence="host")
+
+
+def layouts(planned: Planned, gpus: int) -> Iterator[Planned]:
+    """Every way to deal a stream to some of the GPUs, tensor parallelism as it is, with every choice of memory."""
+    for sequence in divisors(gpus // planned.sizes.tensor) if gpus % planned.sizes.tensor == 0 else ():
+        for ulysses in divisors(sequence):
+            try:
+                planned.draft.check_parallel(planned.sizes.tensor, ulysses)
+            except UserError:
+                continue
+            if ulysses * planned.sizes.tensor > Machine().node:
+                continue
+            data = gpus // (planned.sizes.tensor * sequence)
+            sizes = Sizes(planned.sizes.tensor, ulysses, sequence // ulysses, data)
+            for mode in ("gather", "p2p") if sizes.ring > 1 else ("gather",):
+                yield from variants(dataclasses.replace(planned, sizes=sizes, ring_mode=mode))
+
+
+def cost_of(planned: Planned, stream: Stream) -> tuple[float, float]:
+    """GPU seconds a stream takes, then bytes: the fewer GPUs share it and the less is computed again, the better."""
+    share, sizes = stream.share(planned), planned.sizes
+    streamed = 1.001 if planned.residence == "host" else 1  # copies that compute hides, if all goes well
+    seconds = step_seconds(planned, share) * streamed
+    return seconds * sizes.tensor * sizes.sequence, rank_bytes(planned, share).total()
+
+
+def described(planned: Planned) -> dict:
+    """In the recipe's words."""
+    sizes = planned.sizes._asdict()
+    memory = {"recompute": planned.memory.recompute, "inputs": planned.residence}
+    return sizes | {"ring_mode": planned.ring_mode} | memory | {"block_mib": planned.memory.block_bytes // 2**20}
+
+
+def written(report: dict) -> str:
+    gb, stream, step, layout = 1e9, report["stream"], report["step"], report["layout"]
+    memory, best, draft = report["memory"], report["best_layout"], report["draft"]
+    of = f"{stream['documents']} documents, " if stream["documents"] > 1 else ""
+    lines = [
+        f"draft: hidden {draft['hidden_size']}, MLP {draft['intermediate_size']}, {draft['num_attention_heads']} heads "
+        f"({draft['num_key_value_heads']} of keys) of {draft['head_dim']}, draft vocabulary {draft['draft_vocab_size']}",
+        f"stream: {stream['tokens']:,} tokens ({of}{stream['supervised']:.0%} supervised)",
+        f"layout: {in_words(layout)}",
+        "memory of a rank, GB:",
+        *(f"  {name:20s} {size / gb:9.2f}" for name, size in memory.items() if name not in ("all", "usable") and size),
+        f"  {'all':20s} {memory['all'] / gb:9.2f}  of {memory['usable'] / gb:.1f} usable "
+        f"({RESERVED:.0%} kept for CUDA, NCCL and the allocator)",
+        "fits" if report["fits"] else "DOES NOT FIT",
+        "largest context of this layout, tokens of one document:",
+        *(f"  recompute {name:38s} {tokens:12,}" for name, tokens in report["largest_context"].items()),
+    ]
+    if best is None:
+        lines.append("no layout of these GPUs fits; take more GPUs, or shorter documents (data.max_length)")
+    else:
+        lines.append(f"best layout for this stream: {in_words(best)}; {best['memory'] / gb:.1f} GB a rank")
+        lines.append("  " + overrides(best))
+    per_token, assumed = report["hidden_states_per_token"], step["assumed"]
+    lines += [
+        f"a rank's step: {step['model_flops'] / 1e12:,.1f} model TFLOPs, {step['executed_flops'] / 1e12:,.1f} with what "
+        f"is recomputed; {step['sent'] / gb:,.2f} GB sent",
+        f"  about {step['seconds']:,.2f} s, assuming {assumed['utilisation']:.0%} of {assumed['flops'] / 1e12:,.0f} "
+        f"TFLOP/s, {assumed['near'] / gb:,.0f} GB/s in a node and {assumed['far'] / gb:,.0f} GB/s out of it, nothing "
+        "overlapped, data there (an assumption, not a measurement)",
+        f"hidden states on disk: {per_token:,} bytes a token, {per_token * 1e9 / 1e12:,.1f} TB a billion tokens, "
+        f"{per_token * stream['tokens'] / gb:,.2f} GB this stream",
+        "live hidden states: the target's own weights and prefill come on top",
+    ]
+    return "\n".join(lines)
+
+
+def in_words(layout: dict) -> str:
+    sizes = " x ".join(f"{name} {layout[name]}" for name in ("tensor", "ulysses", "ring", "data"))
+    mode = f" ({layout['ring_mode']})" if layout["ring"] > 1 else ""
+    return f"{sizes}{mode}, recompute {layout['recompute']}, inputs on the {layout['inputs']}"
+
+
+def overrides(layout: dict) -> str:
+    """What to add to the command line."""
+    keys = {f"parallelism.{name}": layout[name] for name in ("tensor", "ulysses", "ring", "ring_mode")}
+    keys |= {f"memory.{name}": layout[name] for name in ("recompute", "inputs", "block_mib")}
+    return " ".join(f"{key}={value}" for key, value in keys.items())
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,70 @@
+"""The planner against bytes counted in real steps, and against what it may not get wrong in words."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+import torch
+from layouts import Layout, draft_config, pack, prepare
+from live_bytes import LiveBytes
+from torch import Tensor
+
+from eagle3.objective.model import MemoryPlan
+from eagle3.planner import Planned, Share, step_bytes
+
+BLOCK = 2**21
+STREAMS = {
+    "one short document": [[(300, True)]],
+    "packed documents": [[(512, True)]] * 4,
+    "an answer after a long prompt": [[(3000, False), (300, True)]],
+}
+
+
+def config(hidden_times: int = 1):
+    small = draft_config(heads=4, kv_heads=2, head_dim=32 * hidden_times)
+    wide = 3 * small.hidden_size
+    return dataclasses.replace(small, intermediate_size=wide, vocab_size=1000, draft_vocab_size=500)
+
+
+def device_tensors(held) -> Iterator[Tensor]:
+    """The tensors of a micro-batch that a GPU would hold: not those of the plan."""
+    if isinstance(held, Tensor):
+        yield held
+    elif dataclasses.is_dataclass(held):
+        for item in dataclasses.fields(held):
+            if item.name != "plan":
+                yield from device_tensors(getattr(held, item.name))
+    elif isinstance(held, tuple):
+        for each in held:
+            yield from device_tensors(each)
+
+
+def measured(prepared) -> int:
+    """Peak bytes of a forward and backward pass, weights and inputs included."""
+    with LiveBytes([*device_tensors(prepared.batch), *prepared.objective.parameters()]) as bytes_:
+        prepared.objective(prepared.batch, prepared.weights).surrogate.backward()
+    return bytes_.peak
+
+
+@pytest.mark.parametrize("recompute", ["full", "attention_kept", "none"])
+@pytest.mark.parametrize("name", STREAMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_planned_peak_is_within_ten_percent_of_the_bytes_of_a_step(topology, dtype, name, recompute):
+    torch.set_num_threads(1)
+    memory, draft = MemoryPlan(recompute, BLOCK), config()
+    stream = pack(STREAMS[name], draft.vocab_size)
+    prepared = prepare(stream, draft, 5, Layout(), topology, dtype, memory=memory)
+    planned = step_bytes(Planned(draft, 5, dtype, memory=memory, device="cpu"), Share.of(prepared.plan, stream)).total()
+    assert abs(planned / measured(prepared) - 1) < 0.1
+
+
+@pytest.mark.parametrize("hidden_times", [1, 2])
+@pytest.mark.parametrize("steps", [1, 2, 7])
+def test_the_plan_follows_the_number_of_steps_and_the_width(topology, steps, hidden_times):
+    torch.set_num_threads(1)
+    memory, draft = MemoryPlan("full", BLOCK), config(hidden_times)
+    stream = pack(STREAMS["packed documents"], draft.vocab_size)
+    prepared = prepare(stream, draft, steps, Layout(), topology, memory=memory)
+    share = Share.of(prepared.plan, stream)
+    planned = step_bytes(Planned(draft, steps, torch.float32, memory=memory, device="cpu"), share)
+    assert abs(planned.total() / measured(prepared) - 1) < 0.1
