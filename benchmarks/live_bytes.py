@@ -1,7 +1,8 @@
 """Bytes of tensors that are alive at once: what a step really holds, whatever the allocator or the system make of it."""
 
+import dataclasses
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -12,7 +13,7 @@ class LiveBytes(TorchDispatchMode):
     """Counts the storages that operations inside the context return, backward passes included, until they are freed.
 
     Views share a storage and count once. What a kernel takes for itself while it runs is not seen. `peak` is the most
-    that was alive at once, beside `held`: tensors that exist already and stay.
+    that was alive at once, with `held`: tensors that exist already (`existing` bytes).
     """
 
     def __init__(self, held: Iterable[Tensor] = ()) -> None:
@@ -21,6 +22,7 @@ class LiveBytes(TorchDispatchMode):
         self._known: set[int] = set()
         for tensor in held:
             self._watch(tensor)
+        self.existing = self.live
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
@@ -46,3 +48,16 @@ class LiveBytes(TorchDispatchMode):
     def _forget(self, key: int, size: int) -> None:
         self._known.discard(key)
         self.live -= size
+
+
+def device_tensors(held) -> Iterator[Tensor]:
+    """The tensors of a micro-batch that a GPU would hold: not those of the plan."""
+    if isinstance(held, Tensor):
+        yield held
+    elif dataclasses.is_dataclass(held):
+        for item in dataclasses.fields(held):
+            if item.name != "plan":
+                yield from device_tensors(getattr(held, item.name))
+    elif isinstance(held, tuple):
+        for each in held:
+            yield from device_tensors(each)

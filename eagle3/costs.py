@@ -1,8 +1,6 @@
 """What a training step computes, sends and stores, from shapes alone: FLOPs, bytes between ranks, hidden states on disk."""
 
-import math
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -119,18 +117,3 @@ def step_seconds(planned: Planned, share: Share, machine: Machine = Machine()) -
     rest = sent.total() - ring
     computed = step_flops(planned, share).executed / (machine.flops * machine.utilisation)
     return computed + rest / machine.near + ring / (machine.near if inside else machine.far)
-
-
-def longest_fitting(fits: Callable[[int], bool], most: int = 2**27) -> int:
-    """The largest number of tokens that `fits`, in steps of 1024 (0 where not even that many do)."""
-    low, high = 0, 1
-    while high * 1024 <= most and fits(high * 1024):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle * 1024) else (low, middle)
-    return low * 1024
-
-
-def divisors(number: int) -> list[int]:
-    return [n for n in range(1, math.isqrt(number) + 1) if number % n == 0 for n in {n, number // n}]

@@ -66,8 +66,8 @@ class Share(NamedTuple):
         queries, longest = round(tokens * supervised), math.ceil(tokens / documents)
         pairs = round(queries * longest * (1 - supervised / 2))
         mine = math.ceil(queries / sizes.sequence)
-        # rows that are a rank's keys and its queries at once
-        both = mine / (sizes.ring if supervised == 1 else sizes.sequence)
+        # rows that are a rank's keys and its queries at once, on the rank with the fewest such
+        both = 0 if sizes.ulysses > 1 and supervised < 1 else mine / sizes.ring
         keys = math.ceil(tokens / sizes.sequence)
         return cls(keys, mine, mine, round(keys + mine - both), longest, pairs)
 

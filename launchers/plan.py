@@ -7,43 +7,21 @@ import argparse
 import dataclasses
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from transformers import LlamaConfig, PretrainedConfig
 
-from eagle3.costs import (
-    Machine,
-    divisors,
-    hidden_state_bytes,
-    longest_fitting,
-    sent_bytes,
-    step_flops,
-    step_seconds,
-)
-from eagle3.errors import SharedUserError, UserError, run_command
+from eagle3.costs import Machine, hidden_state_bytes, sent_bytes, step_flops, step_seconds
+from eagle3.errors import SharedUserError, run_command
+from eagle3.fitting import RESERVED, Stream, best_layout, longest_context, variants
 from eagle3.objective.model import MemoryPlan
-from eagle3.planner import Planned, Share, Sizes, rank_bytes
+from eagle3.planner import Planned, Sizes, rank_bytes
 from eagle3.recipe import Recipe, load_recipe
 from eagle3.target.transformers import target_config
 from eagle3.training.assemble import shape_draft
 
 ROOT = Path(__file__).parent.parent
-# Of a GPU's memory: the CUDA context, NCCL's and cuBLAS's buffers, and what the allocator cannot use.
-RESERVED = 0.08
-
-
-@dataclasses.dataclass(frozen=True)
-class Stream:
-    """tokens of one packed stream, in `documents` equal ones; supervised: the share of them that counts."""
-
-    tokens: int
-    documents: int
-    supervised: float
-
-    def share(self, planned: Planned) -> Share:
-        return Share.expected(self.tokens, self.supervised, planned.sizes, self.documents)
 
 
 def main() -> int:
@@ -82,17 +60,9 @@ def plan(recipe: Recipe, gpus: int, memory: float, context: int | None, supervis
     usable = memory * (1 - RESERVED)
     wanted = planned_step(recipe, gpus)
     stream = recipe_stream(recipe, wanted.sizes.data, supervised) if context is None else Stream(context, 1, supervised)
-
-    def needed(planned: Planned, stream: Stream) -> float:
-        return rank_bytes(planned, stream.share(planned)).total()
-
-    def most(planned: Planned) -> int:
-        return longest_fitting(lambda tokens: needed(planned, Stream(tokens, 1, supervised)) <= usable)
-
     share = stream.share(wanted)
     held, flops = rank_bytes(wanted, share), step_flops(wanted, share)
-    fitting = [each for each in layouts(wanted, gpus) if needed(each, stream) <= usable]
-    best = min(fitting, key=lambda each: cost_of(each, stream), default=None)
+    best = best_layout(wanted, gpus, stream, usable)
     return {
         "draft": {name: getattr(wanted.draft, name) for name in SHAPE},
         "layout": described(wanted),
@@ -100,9 +70,10 @@ def plan(recipe: Recipe, gpus: int, memory: float, context: int | None, supervis
         "memory": dict(held) | {"all": held.total(), "usable": usable},
         "fits": held.total() <= usable,
         "largest_context": {
-            f"{each.memory.recompute}, inputs on the {each.residence}": most(each) for each in variants(wanted)
+            f"{each.memory.recompute}, inputs on the {each.residence}": longest_context(each, supervised, usable)
+            for each in variants(wanted)
         },
-        "best_layout": None if best is None else described(best) | {"memory": needed(best, stream)},
+        "best_layout": None if best is None else described(best) | {"memory": stream.needs(best)},
         "step": {
             "model_flops": flops.model,
             "executed_flops": flops.executed,
@@ -164,38 +135,6 @@ def recipe_stream(recipe: Recipe, data_ranks: int, supervised: float) -> Stream:
     training = recipe.training
     documents = math.ceil(training.global_batch_size / (data_ranks * training.accumulation))
     return Stream(documents * recipe.data.max_length, documents, supervised)
-
-
-def variants(planned: Planned) -> Iterator[Planned]:
-    """The same layout with every choice of the recipe's memory section."""
-    for recompute in ("none", "attention_kept", "full"):
-        memory = dataclasses.replace(planned.memory, recompute=recompute)
-        yield dataclasses.replace(planned, memory=memory, residence="device")
-    yield dataclasses.replace(planned, memory=memory, residence="host")
-
-
-def layouts(planned: Planned, gpus: int) -> Iterator[Planned]:
-    """Every way to deal a stream to some of the GPUs, tensor parallelism as it is, with every choice of memory."""
-    for sequence in divisors(gpus // planned.sizes.tensor) if gpus % planned.sizes.tensor == 0 else ():
-        for ulysses in divisors(sequence):
-            try:
-                planned.draft.check_parallel(planned.sizes.tensor, ulysses)
-            except UserError:
-                continue
-            if ulysses * planned.sizes.tensor > Machine().node:
-                continue
-            data = gpus // (planned.sizes.tensor * sequence)
-            sizes = Sizes(planned.sizes.tensor, ulysses, sequence // ulysses, data)
-            for mode in ("gather", "p2p") if sizes.ring > 1 else ("gather",):
-                yield from variants(dataclasses.replace(planned, sizes=sizes, ring_mode=mode))
-
-
-def cost_of(planned: Planned, stream: Stream) -> tuple[float, float]:
-    """GPU seconds a stream takes, then bytes: the fewer GPUs share it and the less is computed again, the better."""
-    share, sizes = stream.share(planned), planned.sizes
-    streamed = 1.001 if planned.residence == "host" else 1  # copies that compute hides, if all goes well
-    seconds = step_seconds(planned, share) * streamed
-    return seconds * sizes.tensor * sizes.sequence, rank_bytes(planned, share).total()
 
 
 def described(planned: Planned) -> dict:

@@ -1,13 +1,11 @@
 """The planner against bytes counted in real steps, and against what it may not get wrong in words."""
 
 import dataclasses
-from collections.abc import Iterator
 
 import pytest
 import torch
 from layouts import Layout, draft_config, pack, prepare
-from live_bytes import LiveBytes
-from torch import Tensor
+from live_bytes import LiveBytes, device_tensors
 
 from eagle3.objective.model import MemoryPlan
 from eagle3.planner import Planned, Share, step_bytes
@@ -24,19 +22,6 @@ def config(hidden_times: int = 1):
     small = draft_config(heads=4, kv_heads=2, head_dim=32 * hidden_times)
     wide = 3 * small.hidden_size
     return dataclasses.replace(small, intermediate_size=wide, vocab_size=1000, draft_vocab_size=500)
-
-
-def device_tensors(held) -> Iterator[Tensor]:
-    """The tensors of a micro-batch that a GPU would hold: not those of the plan."""
-    if isinstance(held, Tensor):
-        yield held
-    elif dataclasses.is_dataclass(held):
-        for item in dataclasses.fields(held):
-            if item.name != "plan":
-                yield from device_tensors(getattr(held, item.name))
-    elif isinstance(held, tuple):
-        for each in held:
-            yield from device_tensors(each)
 
 
 def measured(prepared) -> int:

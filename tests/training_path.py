@@ -14,6 +14,7 @@ from eagle3.draft.model import Eagle3Draft
 from eagle3.objective.losses import BatchCounts, LossConfig, StepWeights, step_weights
 from eagle3.objective.metrics import Metrics, batch_metrics, sum_counts, sum_sums
 from eagle3.objective.model import DraftObjective, MemoryPlan, MicroBatch, micro_batch
+from eagle3.objective.unroll import Residence
 from eagle3.parallel.dealing import SequenceSharding
 from eagle3.parallel.sequence import Stream, plan_sequence, supervised_counts
 from eagle3.parallel.topology import Topology
@@ -46,6 +47,7 @@ def stream_batch(
     dtype: torch.dtype,
     topology: Topology,
     sharding: SequenceSharding = ALONE,
+    residence: Residence = "device",
 ) -> MicroBatch:
     """This rank's part of one packed stream."""
     stream = Stream.pack([each.ids for each in documents], [each.loss_mask for each in documents])
@@ -66,6 +68,7 @@ def stream_batch(
         draft_id=DraftVocabulary(case.d2t, case.t2d).draft_ids,
         dtype=dtype,
         device=topology.device,
+        residence=residence,
     )
 
 

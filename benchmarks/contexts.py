@@ -1,0 +1,86 @@
+"""The planner's table for docs/memory.md: what known targets' drafts need on 8 GPUs, by length of the context.
+
+    python benchmarks/contexts.py [--gpus 8] [--gpu-memory 80]
+
+Nothing is measured here: every number is the planner's. The shapes are the targets' own (their config.json), which is
+what a draft gets unless its recipe says otherwise; DeepSeek-V3, whose attention no draft copies, has the published shape
+of SpecForge's configs/deepseek-v3-671b-eagle3.json.
+"""
+
+import argparse
+
+import torch
+
+from eagle3.draft.config import DraftConfig
+from eagle3.errors import run_command
+from eagle3.fitting import RESERVED, Stream, best_layout, longest_context
+from eagle3.objective.model import MemoryPlan
+from eagle3.planner import Planned, Sizes
+
+STEPS, DRAFT_VOCABULARY = 7, 32000
+CONTEXTS = {"32k": 2**15, "128k": 2**17, "512k": 2**19, "1M": 2**20}
+# hidden, MLP, heads, key/value heads, head dimension, vocabulary
+SHAPES = {
+    "Llama-3.1-8B": (4096, 14336, 32, 8, 128, 128256),
+    "Llama-3.3-70B": (8192, 28672, 64, 8, 128, 128256),
+    "Qwen3-235B-A22B": (4096, 12288, 64, 4, 128, 151936),
+    "Qwen3-Coder-480B-A35B": (6144, 8192, 96, 8, 128, 151936),
+    "DeepSeek-V3": (7168, 40960, 56, 8, 128, 129280),
+    "gpt-oss-120b": (2880, 2880, 64, 8, 64, 201088),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--gpus", type=int, default=8)
+    parser.add_argument("--gpu-memory", type=float, default=80, help="GB of each")
+    options = parser.parse_args()
+    usable = options.gpu_memory * 1e9 * (1 - RESERVED)
+    print("| target | supervised | " + " | ".join(CONTEXTS) + " | longest |")
+    print("| --- " * (3 + len(CONTEXTS)) + "|")
+    for target, shape in SHAPES.items():
+        for supervised in (1.0, 0.05):
+            planned = Planned(draft(*shape), STEPS, torch.bfloat16, memory=MemoryPlan("full"))
+            cells = [cell(planned, options.gpus, tokens, supervised, usable) for tokens in CONTEXTS.values()]
+            print(
+                f"| {target} | {supervised:.0%} | {' | '.join(cells)} | {longest(planned, options.gpus, supervised, usable)} |"
+            )
+
+
+def draft(hidden: int, mlp: int, heads: int, kv_heads: int, head_dim: int, vocabulary: int) -> DraftConfig:
+    return DraftConfig(
+        hidden_size=hidden,
+        target_hidden_size=hidden,
+        intermediate_size=mlp,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=vocabulary,
+        draft_vocab_size=DRAFT_VOCABULARY,
+        max_position_embeddings=2**20,
+    )
+
+
+def cell(planned: Planned, gpus: int, tokens: int, supervised: float, usable: float) -> str:
+    """Gigabytes of a rank, and the layout that takes the least GPU time."""
+    stream = Stream(tokens, 1, supervised)
+    best = best_layout(planned, gpus, stream, usable)
+    if best is None:
+        return "does not fit"
+    sizes = best.sizes
+    names = [f"u{sizes.ulysses}"] * (sizes.ulysses > 1) + [f"r{sizes.ring}"] * (sizes.ring > 1)
+    kept = {"none": "none", "attention_kept": "kept", "full": "full"}[best.memory.recompute]
+    host = ", host" * (best.residence == "host")
+    return f"{stream.needs(best) / 1e9:.0f} ({'-'.join(names) or 'one GPU'}, {kept}{host})"
+
+
+def longest(planned: Planned, gpus: int, supervised: float, usable: float) -> str:
+    """Tokens of the longest document on all GPUs, with full recompute and the inputs on the host."""
+    ulysses = max(u for u in (1, 2, 4, 8) if gpus % u == 0 and planned.draft.num_attention_heads % u == 0)
+    sizes = Sizes(1, ulysses, gpus // ulysses)
+    planned = Planned(planned.draft, planned.steps, planned.dtype, sizes, "p2p", planned.memory, "host")
+    return f"{longest_context(planned, supervised, usable) / 1e6:.1f}M"
+
+
+if __name__ == "__main__":
+    run_command(main)

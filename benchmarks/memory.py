@@ -1,0 +1,252 @@
+"""Measure what a token costs in memory: bytes per supervised and per skipped token, against the planner.
+
+    python benchmarks/memory.py                     tables in Markdown (some 10 minutes)
+    python benchmarks/memory.py --json              one JSON document
+    python benchmarks/memory.py --only full_width   one step at the width of an 8B target, fp32 (slow, 20 GB of memory)
+
+On CPUs memory is counted by live tensors (live_bytes.py), on a GPU by its allocator; the process's resident memory is
+printed beside it. A token's bytes are the slope between two lengths. Marks missed end it with exit code 1.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import gc
+import json
+import os
+import platform
+import resource
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from eagle3.errors import run_command
+
+PARTS = ("slopes", "full_width")
+STEPS = 7
+# Bytes of a local token of an 8B target's draft in bf16 with full recompute, at most.
+MARKS = {"supervised": 300_000, "skipped": 45_000}
+WIDTH = 8  # the 8B shape is divided by this for the slopes, which are multiplied by it
+
+
+class Length(NamedTuple):
+    """A stream: documents as runs of (tokens, supervised?); tokens whose number differs from one length to the next."""
+
+    documents: list[list[tuple[int, bool]]]
+    tokens: int
+
+
+def main() -> int:
+    options = _options()
+    stdout = os.dup(1)  # kept for the result: DeepSpeed logs to what is stdout when it is imported
+    os.dup2(2, 1)
+    import torch
+    from layouts import Layout
+
+    topology = Layout().start()
+    torch.set_num_threads(options.threads)
+    parts = {"slopes": slopes, "full_width": full_width}
+    results = {part: parts[part](topology, options) for part in options.only}
+    document = {
+        "command": shlex.join(["python", *sys.argv]),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": _machine(topology.device),
+        "counted_by": "allocator" if topology.device.type == "cuda" else "live tensors",
+        "marks": MARKS,
+        "results": results,
+    }
+    with os.fdopen(stdout, "w") as out:
+        print(json.dumps(document, indent=1) if options.json else _markdown(document), file=out)
+    return 0 if all(row.get("met", True) for rows in results.values() for row in rows) else 1
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=["slopes"], help="parts to run")
+    parser.add_argument("--full-width-tokens", type=int, default=2048, help="of the full-width step (default 2048)")
+    parser.add_argument("--threads", type=int, default=1)
+    return parser.parse_args()
+
+
+def _machine(device) -> dict[str, Any]:
+    import torch
+
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    return {"processor": name, "cores": os.cpu_count(), "torch": torch.__version__, "load": os.getloadavg()[0]}
+
+
+def _processor() -> str:
+    with open("/proc/cpuinfo", encoding="utf-8") as lines:
+        named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.processor()
+
+
+def draft_of_8b(width: int):
+    """The draft of a Llama-3.1-8B, `width` times narrower; the target's vocabulary is that of the draft."""
+    from eagle3.draft.config import DraftConfig
+
+    return DraftConfig(
+        hidden_size=4096 // width,
+        target_hidden_size=4096 // width,
+        intermediate_size=14336 // width,
+        num_attention_heads=32 // width,
+        num_key_value_heads=8 // width,
+        head_dim=128,
+        vocab_size=32000 // width,
+        draft_vocab_size=32000 // width,
+        max_position_embeddings=2**20,
+    )
+
+
+def supervised(*counts: int) -> list[Length]:
+    return [Length([[(512, True)]] * (count // 512), count) for count in counts]
+
+
+def skipped(*counts: int) -> list[Length]:
+    """An answer of 256 tokens after a prompt."""
+    return [Length([[(count, False), (256, True)]], count) for count in counts]
+
+
+def slopes(topology, options) -> list[dict[str, Any]]:
+    """In bf16 at reduced width, in blocks small enough not to blur the slopes; supervised tokens in every mode."""
+    import torch
+    from eagle3.objective.model import MemoryPlan
+
+    draft, found = draft_of_8b(WIDTH), []
+    wide, block = draft_of_8b(1), 2**22
+    for kind, recompute, lengths in (
+        ("supervised", "full", supervised(2048, 4096, 6144)),
+        ("supervised", "attention_kept", supervised(1024, 2048)),
+        ("supervised", "none", supervised(1024, 2048)),
+        ("skipped", "full", skipped(12288, 24576, 36864)),
+    ):
+        rows = [_step(topology, draft, torch.bfloat16, length, MemoryPlan(recompute, block)) for length in lengths]
+        for (one, other), (before, after) in zip(_pairs(lengths), _pairs(rows), strict=True):
+            more = other.tokens - one.tokens
+            per_token = {name: (after[name] - before[name]) / more * WIDTH for name in ("peak", "planned")}
+            planned = [_planned(wide, torch.bfloat16, length, MemoryPlan(recompute), "cuda") for length in (one, other)]
+            met = {"met": per_token["peak"] <= MARKS[kind]} if recompute == "full" else {}
+            found.append(
+                {
+                    "token": kind,
+                    "recompute": recompute,
+                    "between": [one.tokens, other.tokens],
+                    "bytes": per_token["peak"],
+                    "planned": per_token["planned"],
+                    "planned_at_full_width_on_a_gpu": (planned[1] - planned[0]) / more,
+                    "peaks": [before["peak"], after["peak"]],
+                    "seconds": after["seconds"],
+                    "resident": after["resident"],
+                }
+                | met
+            )
+    return found
+
+
+def full_width(topology, options) -> list[dict[str, Any]]:
+    """One step of the whole 8B shape in fp32 with full recompute: its peak beside the plan's."""
+    import torch
+    from eagle3.objective.model import MemoryPlan
+
+    (length,) = supervised(options.full_width_tokens)
+    memory = MemoryPlan("full", 2**28)
+    row = _step(topology, draft_of_8b(1), torch.float32, length, memory)
+    return [
+        {"tokens": length.tokens, "recompute": "full", "dtype": "float32", **row, "ratio": row["planned"] / row["peak"]}
+    ]
+
+
+def _pairs(items: Sequence) -> list[tuple]:
+    return list(zip(items, items[1:], strict=False))
+
+
+def _step(topology, draft, dtype, length: Length, memory) -> dict[str, Any]:
+    """Peak bytes of one forward and backward pass, weights and inputs included, and what the planner says of it."""
+    import torch
+    from layouts import Layout, pack, prepare
+    from live_bytes import LiveBytes
+
+    gc.collect()
+    prepared = prepare(pack(length.documents, draft.vocab_size), draft, STEPS, Layout(), topology, dtype, memory=memory)
+    began = time.monotonic()
+    if topology.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        prepared.objective(prepared.batch, prepared.weights).surrogate.backward()
+        peak = torch.cuda.max_memory_allocated()
+    else:
+        with LiveBytes([*_device_tensors(prepared.batch), *prepared.objective.parameters()]) as bytes_:
+            prepared.objective(prepared.batch, prepared.weights).surrogate.backward()
+        peak = bytes_.peak
+    seconds = time.monotonic() - began
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    planned = _planned(draft, dtype, length, memory, topology.device.type)
+    print(
+        f"{length.tokens} tokens: peak {peak / 1e6:.1f} MB, planned {planned / 1e6:.1f}, {seconds:.0f} s",
+        file=sys.stderr,
+    )
+    return {"peak": peak, "planned": planned, "seconds": seconds, "resident": resident}
+
+
+def _planned(draft, dtype, length: Length, memory, device: str) -> int:
+    from layouts import pack
+
+    from eagle3.parallel.sequence import plan_sequence
+    from eagle3.planner import Planned, Share, step_bytes
+
+    stream = pack(length.documents, draft.vocab_size)
+    share = Share.of(plan_sequence(stream, STEPS), stream)
+    return step_bytes(Planned(draft, STEPS, dtype, memory=memory, device=device), share).total()
+
+
+def _device_tensors(held) -> Iterator:
+    """The tensors of a micro-batch that a GPU would hold: not those of the plan."""
+    import torch
+
+    if isinstance(held, torch.Tensor):
+        yield held
+    elif dataclasses.is_dataclass(held):
+        for item in dataclasses.fields(held):
+            if item.name != "plan":
+                yield from _device_tensors(getattr(held, item.name))
+    elif isinstance(held, tuple):
+        for each in held:
+            yield from _device_tensors(each)
+
+
+def _markdown(document: dict[str, Any]) -> str:
+    machine = document["machine"]
+    lines = [
+        f"{machine['processor']}, {machine['cores']} cores, torch {machine['torch']}, {document['date'][:10]}; "
+        f"counted by {document['counted_by']}.",
+    ]
+    if rows := document["results"].get("slopes"):
+        lines += [
+            "",
+            f"Kilobytes of a local token, K = {STEPS}, bf16, the draft of an 8B target (measured at 1/{WIDTH} of its "
+            f"width, times {WIDTH}). Marks: {MARKS['supervised'] / 1e3:.0f} supervised, {MARKS['skipped'] / 1e3:.0f} "
+            "skipped, with full recompute.",
+            "",
+            "| token | recompute | between | measured | planned | planned for a GPU, full width |",
+            "| --- | --- | --- | --- | --- | --- |",
+        ]
+        for row in rows:
+            between = f"{row['between'][0]} and {row['between'][1]}"
+            numbers = " | ".join(
+                f"{row[name] / 1e3:.1f}" for name in ("bytes", "planned", "planned_at_full_width_on_a_gpu")
+            )
+            lines.append(f"| {row['token']} | {row['recompute']} | {between} | {numbers} |")
+    for row in document["results"].get("full_width", []):
+        lines += [
+            "",
+            f"Full width, {row['tokens']} supervised tokens, {row['dtype']}, recompute {row['recompute']}: peak "
+            f"{row['peak'] / 1e9:.2f} GB, planned {row['planned'] / 1e9:.2f} GB ({row['ratio']:.3f}), "
+            f"{row['seconds']:.0f} s, resident {row['resident'] / 1e9:.1f} GB.",
+        ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    run_command(main)

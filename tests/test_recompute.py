@@ -1,0 +1,76 @@
+"""What recomputation and streaming keep, and that they change nothing; that the gradients are right is test_definition.py's."""
+
+import dataclasses
+
+import pytest
+import torch
+from definition import random_case
+from layouts import Layout, draft_config, pack, prepare
+from live_bytes import LiveBytes, device_tensors
+from training_path import batch_counts, batch_weights, load_draft, stream_batch, train_case
+
+from eagle3.objective.losses import LossConfig
+from eagle3.objective.model import DraftObjective, MemoryPlan
+from eagle3.objective.streaming import StreamedRows
+from eagle3.objective.unroll import unroll
+
+MASKS = ([0] * 30 + [1] * 20, [0, 1] * 12, [1] * 9)
+KL = LossConfig()
+
+
+@pytest.mark.parametrize("recompute", ["none", "attention_kept", "full"])
+def test_inputs_that_wait_on_the_host_give_the_same_bits(topology, recompute):
+    case, memory = random_case(MASKS, seed=1), MemoryPlan(recompute, 10_000)
+    gradients = []
+    for residence in ("device", "host"):
+        draft = load_draft(case, topology, torch.float32)
+        objective = DraftObjective(draft, topology, memory=memory)
+        batch = stream_batch(case, case.documents, 4, torch.float32, topology, residence=residence)
+        assert isinstance(batch.inputs.aux, StreamedRows) == isinstance(batch.teacher.last, StreamedRows)
+        assert isinstance(batch.inputs.aux, StreamedRows) == (residence == "host")
+        weights = batch_weights(objective, [batch], batch_counts([batch], topology), KL, topology)
+        objective(batch, weights).surrogate.backward()
+        gradients.append({name: weight.grad for name, weight in draft.named_parameters() if weight.requires_grad})
+    assert gradients[0].keys() == gradients[1].keys()
+    assert all(torch.equal(gradient, gradients[1][name]) for name, gradient in gradients[0].items())
+
+
+def test_rows_are_streamed_in_any_slices_and_again():
+    held = torch.arange(20.0).reshape(10, 2)
+    rows = StreamedRows(held, torch.device("cpu"))
+    for _ in range(2):
+        assert torch.equal(torch.cat([rows[slice(start, start + 4)] for start in (0, 4, 8)]), held)
+    assert len(rows) == 10
+
+
+def test_many_chunks_in_bfloat16_round_the_weights_gradients_as_one_chunk_does(topology):
+    """Chunks add up in fp32; in bfloat16, sixty sums would lose two more digits than one rounding."""
+    case = random_case(MASKS, seed=2)
+    whole, pieces = (
+        train_case(case, topology, torch.bfloat16, 1, KL, memory=MemoryPlan("full", block)).gradients
+        for block in (2**20, 1)
+    )
+    for name, gradient in whole.items():
+        assert (pieces[name] - gradient).norm() <= 2**-7 * gradient.norm(), name
+
+
+def test_kept_bytes_of_a_supervised_token_are_a_hidden_state_and_own_keys_a_step(topology):
+    """With full recompute the graph of the unroll holds inputs of steps and K_0, V_0, own keys and values, nothing else."""
+    draft_shape = dataclasses.replace(draft_config(4, 2, 16), intermediate_size=256)
+    held = {}
+    for recompute in ("full", "attention_kept", "none"):
+        peaks = []
+        for count in (256, 512):
+            prepared = prepare(pack([[(128, True)]] * (count // 128)), draft_shape, 5, Layout(), topology)
+            objective, inputs = prepared.objective, prepared.batch.inputs
+            with LiveBytes([*device_tensors(inputs), *objective.parameters()]) as bytes_:
+                outputs = unroll(objective.draft, objective.attention, inputs, recompute, chunk=32)
+            peaks.append(bytes_.live - bytes_.existing)
+            del outputs
+        held[recompute] = (peaks[1] - peaks[0]) / (2 * 127)  # a document's last token is no query
+    hidden, own, keys = 64, 2 * 2 * 16, 2 * 2 * 16
+    # inputs of 5 steps and the last output, own keys and values of the 3 steps that a later one sees, K_0 and V_0, and
+    # positions of 8 bytes
+    assert held["full"] == pytest.approx(4 * (6 * hidden + 3 * own + keys) + 5 * 8, rel=0.02)
+    assert held["attention_kept"] > held["full"] + 4 * 5 * 2 * 64
+    assert held["none"] > held["attention_kept"] + 4 * 5 * 4 * 256
