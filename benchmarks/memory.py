@@ -9,7 +9,6 @@ printed beside it. A token's bytes are the slope between two lengths. Marks miss
 """
 
 import argparse
-import dataclasses
 import datetime
 import gc
 import json
@@ -19,7 +18,7 @@ import resource
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from eagle3.errors import run_command
@@ -113,10 +112,11 @@ def skipped(*counts: int) -> list[Length]:
 def slopes(topology, options) -> list[dict[str, Any]]:
     """In bf16 at reduced width, in blocks small enough not to blur the slopes; supervised tokens in every mode."""
     import torch
+
     from eagle3.objective.model import MemoryPlan
 
     draft, found = draft_of_8b(WIDTH), []
-    wide, block = draft_of_8b(1), 2**22
+    block = 2**22
     for kind, recompute, lengths in (
         ("supervised", "full", supervised(2048, 4096, 6144)),
         ("supervised", "attention_kept", supervised(1024, 2048)),
@@ -127,7 +127,6 @@ def slopes(topology, options) -> list[dict[str, Any]]:
         for (one, other), (before, after) in zip(_pairs(lengths), _pairs(rows), strict=True):
             more = other.tokens - one.tokens
             per_token = {name: (after[name] - before[name]) / more * WIDTH for name in ("peak", "planned")}
-            planned = [_planned(wide, torch.bfloat16, length, MemoryPlan(recompute), "cuda") for length in (one, other)]
             met = {"met": per_token["peak"] <= MARKS[kind]} if recompute == "full" else {}
             found.append(
                 {
@@ -136,7 +135,7 @@ def slopes(topology, options) -> list[dict[str, Any]]:
                     "between": [one.tokens, other.tokens],
                     "bytes": per_token["peak"],
                     "planned": per_token["planned"],
-                    "planned_at_full_width_on_a_gpu": (planned[1] - planned[0]) / more,
+                    "planned_at_full_width_on_a_gpu": _planned_on_gpu(kind, recompute),
                     "peaks": [before["peak"], after["peak"]],
                     "seconds": after["seconds"],
                     "resident": after["resident"],
@@ -146,9 +145,26 @@ def slopes(topology, options) -> list[dict[str, Any]]:
     return found
 
 
+def _planned_on_gpu(kind: str, recompute: str) -> float:
+    """Bytes of one more token from 65,536 to 131,072 tokens, of which all count or (skipped) none but 256."""
+    import torch
+
+    from eagle3.objective.model import MemoryPlan
+    from eagle3.planner import Planned, Share, Sizes, step_bytes
+
+    planned, lengths = Planned(draft_of_8b(1), STEPS, torch.bfloat16, memory=MemoryPlan(recompute)), (2**16, 2**17)
+    shares = [1.0 if kind == "supervised" else 256 / tokens for tokens in lengths]
+    held = [
+        step_bytes(planned, Share.expected(tokens, share, Sizes())).total()
+        for tokens, share in zip(lengths, shares, strict=True)
+    ]
+    return (held[1] - held[0]) / (lengths[1] - lengths[0])
+
+
 def full_width(topology, options) -> list[dict[str, Any]]:
     """One step of the whole 8B shape in fp32 with full recompute: its peak beside the plan's."""
     import torch
+
     from eagle3.objective.model import MemoryPlan
 
     (length,) = supervised(options.full_width_tokens)
@@ -167,7 +183,7 @@ def _step(topology, draft, dtype, length: Length, memory) -> dict[str, Any]:
     """Peak bytes of one forward and backward pass, weights and inputs included, and what the planner says of it."""
     import torch
     from layouts import Layout, pack, prepare
-    from live_bytes import LiveBytes
+    from live_bytes import LiveBytes, device_tensors
 
     gc.collect()
     prepared = prepare(pack(length.documents, draft.vocab_size), draft, STEPS, Layout(), topology, dtype, memory=memory)
@@ -177,7 +193,7 @@ def _step(topology, draft, dtype, length: Length, memory) -> dict[str, Any]:
         prepared.objective(prepared.batch, prepared.weights).surrogate.backward()
         peak = torch.cuda.max_memory_allocated()
     else:
-        with LiveBytes([*_device_tensors(prepared.batch), *prepared.objective.parameters()]) as bytes_:
+        with LiveBytes([*device_tensors(prepared.batch), *prepared.objective.parameters()]) as bytes_:
             prepared.objective(prepared.batch, prepared.weights).surrogate.backward()
         peak = bytes_.peak
     seconds = time.monotonic() - began
@@ -199,21 +215,6 @@ def _planned(draft, dtype, length: Length, memory, device: str) -> int:
     stream = pack(length.documents, draft.vocab_size)
     share = Share.of(plan_sequence(stream, STEPS), stream)
     return step_bytes(Planned(draft, STEPS, dtype, memory=memory, device=device), share).total()
-
-
-def _device_tensors(held) -> Iterator:
-    """The tensors of a micro-batch that a GPU would hold: not those of the plan."""
-    import torch
-
-    if isinstance(held, torch.Tensor):
-        yield held
-    elif dataclasses.is_dataclass(held):
-        for item in dataclasses.fields(held):
-            if item.name != "plan":
-                yield from _device_tensors(getattr(held, item.name))
-    elif isinstance(held, tuple):
-        for each in held:
-            yield from _device_tensors(each)
 
 
 def _markdown(document: dict[str, Any]) -> str:

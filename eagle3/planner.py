@@ -75,7 +75,8 @@ class Share(NamedTuple):
 @dataclass(frozen=True)
 class Planned:
     """A training step to be planned. steps: K. dtype: of the draft. ring_mode, memory, residence: as in training. device:
-    on CPUs norms are several operations, each of which keeps its result where nothing is recomputed."""
+    on CPUs norms are several operations, each of which keeps its result where nothing is recomputed. bucket: numbers in
+    DeepSpeed's buckets for gradients under way, all of them together."""
 
     draft: DraftConfig
     steps: int
@@ -85,6 +86,7 @@ class Planned:
     memory: MemoryPlan = MemoryPlan()
     residence: Residence = "device"
     device: Literal["cuda", "cpu"] = "cuda"
+    bucket: int = 100_000_000
 
     @property
     def itemsize(self) -> int:
@@ -152,16 +154,16 @@ def step_bytes(planned: Planned, share: Share) -> Bytes:
     return max(_phases(planned, share), key=Counter.total)
 
 
-def engine_bytes(planned: Planned, bucket: int = 50_000_000) -> Bytes:
-    """What DeepSpeed ZeRO-2 holds all the time beside the draft's own weights: fp32 masters and AdamW's two moments and
-    the reduced gradients, dealt to data and sequence ranks; two buckets of `bucket` numbers for gradients under way."""
+def engine_bytes(planned: Planned) -> Bytes:
+    """What DeepSpeed ZeRO-2 holds beside the draft's own weights: fp32 masters and AdamW's two moments and the reduced
+    gradients, dealt to data and sequence ranks; buckets for gradients under way."""
     trained = Weights.of(planned.draft, planned.sizes.tensor).trained
     part = math.ceil(trained / (planned.sizes.data * planned.sizes.sequence))
     return Counter(
         {
             "optimiser": 12 * part,
             "gradients": planned.itemsize * part,
-            "buffers": 2 * min(bucket, trained) * planned.itemsize,
+            "buffers": planned.bucket * planned.itemsize,
         }
     )
 
@@ -182,6 +184,7 @@ def _phases(planned: Planned, share: Share) -> list[Bytes]:
     return [
         held + _distilling(planned, share),
         *(held + phase(planned, share, k) for k in range(planned.steps) for phase in backward),
+        held + _homing(planned, share),
         held + _entering(planned, share),
     ]
 
@@ -359,20 +362,25 @@ def _projecting(planned: Planned, share: Share, step: int) -> Bytes:
     return _backward_base(planned, share, step) + held + _parts(planned, share.queries, weights.project, wide=False)
 
 
+def _homing(planned: Planned, share: Share) -> Bytes:
+    """After the last step: the gradients of K_0, V_0 go home, in the keys' number format; all others are there."""
+    home = 2 * share.keys * planned.key_width * planned.itemsize
+    return _entered(planned, share) + Counter({"keys": home + _key_gradient(planned, share)})
+
+
 def _entering(planned: Planned, share: Share) -> Bytes:
-    """At the very end: the gradients of K_0, V_0 have come home, all others are there."""
-    draft, size = planned.draft, planned.itemsize
-    weights = Weights.of(draft, planned.sizes.tensor)
-    hidden = share.queries * draft.hidden_size * size
-    home = 2 * share.keys * planned.key_width * 2 * size
-    held = Counter(
-        {
-            "queries": hidden,
-            "keys": home + _key_gradient(planned, share),
-            "gradients": (weights.head + weights.project + weights.finish) * size,
-        }
-    )
-    return held + _parts(planned, share.rows, weights.entry, wide=False)
+    """At the very end: chunks of what became K_0, V_0 and the queries' first states."""
+    home = 2 * share.keys * planned.key_width * planned.itemsize
+    weights = Weights.of(planned.draft, planned.sizes.tensor)
+    parts = _parts(planned, share.rows, weights.entry, wide=False)
+    return _entered(planned, share) + Counter({"keys": 2 * home}) + parts
+
+
+def _entered(planned: Planned, share: Share) -> Bytes:
+    weights = Weights.of(planned.draft, planned.sizes.tensor)
+    made = weights.head + weights.project + weights.finish
+    hidden = share.queries * planned.draft.hidden_size
+    return Counter({"queries": hidden * planned.itemsize, "gradients": made * planned.itemsize})
 
 
 def _kept_entry(planned: Planned, share: Share) -> Bytes:

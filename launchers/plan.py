@@ -10,6 +10,7 @@ import math
 from pathlib import Path
 
 import torch
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from transformers import LlamaConfig, PretrainedConfig
 
 from eagle3.costs import Machine, hidden_state_bytes, sent_bytes, step_flops, step_seconds
@@ -20,6 +21,7 @@ from eagle3.planner import Planned, Sizes, rank_bytes
 from eagle3.recipe import Recipe, load_recipe
 from eagle3.target.transformers import target_config
 from eagle3.training.assemble import shape_draft
+from eagle3.training.engine import deepspeed_config
 
 ROOT = Path(__file__).parent.parent
 
@@ -27,6 +29,7 @@ ROOT = Path(__file__).parent.parent
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--recipe", type=Path, default=ROOT / "recipes" / "quickstart.yaml")
+    parser.add_argument("--deepspeed", type=Path, default=ROOT / "ds_configs" / "zero2.json", help="the DeepSpeed file")
     parser.add_argument("--gpus", type=int, default=8, help="in the whole job (default 8)")
     parser.add_argument("--gpu-memory", type=float, default=80, help="GB of each (default 80)")
     parser.add_argument(
@@ -38,7 +41,8 @@ def main() -> int:
     options = parser.parse_intermixed_args()
     check(options)
     recipe = load_recipe(options.recipe, options.overrides)
-    report = plan(recipe, options.gpus, options.gpu_memory * 1e9, options.context, options.supervised)
+    wanted = planned_step(recipe, options.gpus, options.deepspeed)
+    report = plan(recipe, wanted, options.gpu_memory * 1e9, options.context, options.supervised)
     print(json.dumps(report, indent=1) if options.json else written(report))
     return 0 if report["fits"] else 1
 
@@ -55,14 +59,13 @@ def check(options: argparse.Namespace) -> None:
             raise SharedUserError(f"{option} {getattr(options, name)}: does not make sense; give {remedy}")
 
 
-def plan(recipe: Recipe, gpus: int, memory: float, context: int | None, supervised: float) -> dict:
+def plan(recipe: Recipe, wanted: Planned, memory: float, context: int | None, supervised: float) -> dict:
     """Everything that is said, as numbers (bytes, tokens, seconds)."""
     usable = memory * (1 - RESERVED)
-    wanted = planned_step(recipe, gpus)
     stream = recipe_stream(recipe, wanted.sizes.data, supervised) if context is None else Stream(context, 1, supervised)
     share = stream.share(wanted)
     held, flops = rank_bytes(wanted, share), step_flops(wanted, share)
-    best = best_layout(wanted, gpus, stream, usable)
+    best = best_layout(wanted, wanted.sizes.ranks, stream, usable)
     return {
         "draft": {name: getattr(wanted.draft, name) for name in SHAPE},
         "layout": described(wanted),
@@ -89,7 +92,7 @@ SHAPE = ("hidden_size", "target_hidden_size", "intermediate_size", "num_attentio
 SHAPE += ("head_dim", "vocab_size", "draft_vocab_size")
 
 
-def planned_step(recipe: Recipe, gpus: int) -> Planned:
+def planned_step(recipe: Recipe, gpus: int, deepspeed_file: Path) -> Planned:
     parallel, memory = recipe.parallelism, recipe.memory
     target = demo_config(recipe) if recipe.model.target == "demo" else read_target(recipe)
     draft = shape_draft(recipe, target, target.vocab_size, min(recipe.model.draft.vocab_size, target.vocab_size))
@@ -100,14 +103,18 @@ def planned_step(recipe: Recipe, gpus: int) -> Planned:
             f"--gpus {gpus}: parallelism tensor {parallel.tensor} x ulysses {parallel.ulysses} x ring {parallel.ring} "
             f"takes {together} or a multiple of it; change one of them"
         )
+    data = gpus // together
+    zero = deepspeed_config(deepspeed_file, recipe.training, data)["zero_optimization"]
+    bucket = DeepSpeedZeroConfig(**zero).reduce_bucket_size * (2 if zero.get("overlap_comm") else 1)
     return Planned(
         draft,
         recipe.training.ttt_steps,
         getattr(torch, recipe.training.dtype),
-        Sizes(parallel.tensor, parallel.ulysses, parallel.ring, gpus // together),
+        Sizes(parallel.tensor, parallel.ulysses, parallel.ring, data),
         parallel.ring_mode,
         MemoryPlan(memory.recompute, memory.block_mib * 2**20),
         memory.inputs,
+        bucket=bucket,
     )
 
 

@@ -23,7 +23,7 @@ DRAFT = draft_config(heads=8, kv_heads=4, head_dim=16)
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plan")
-    return write_recipe(folder, make_target(folder / "target"))
+    return write_recipe(folder, make_target(folder / "target"), training={"global_batch_size": 8})
 
 
 @pytest.fixture

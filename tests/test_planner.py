@@ -6,11 +6,15 @@ import pytest
 import torch
 from layouts import Layout, draft_config, pack, prepare
 from live_bytes import LiveBytes, device_tensors
+from tiny_run import ROOT
 
 from eagle3.objective.model import MemoryPlan
-from eagle3.planner import Planned, Share, step_bytes
+from eagle3.planner import Planned, Share, rank_bytes, step_bytes
+from eagle3.recipe import Training
+from eagle3.training.engine import deepspeed_config, start_engine
 
 BLOCK = 2**21
+ZERO2 = ROOT / "ds_configs" / "zero2.json"
 STREAMS = {
     "one short document": [[(300, True)]],
     "packed documents": [[(512, True)]] * 4,
@@ -53,3 +57,22 @@ def test_the_plan_follows_the_number_of_steps_and_the_width(topology, steps, hid
     share = Share.of(prepared.plan, stream)
     planned = step_bytes(Planned(draft, steps, torch.float32, memory=memory, device="cpu"), share)
     assert abs(planned.total() / measured(prepared) - 1) < 0.1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_with_the_engine_around_it_the_peak_of_a_step_is_within_ten_percent_of_the_plan(topology, dtype):
+    """DeepSpeed's masters, moments, reduced gradients and buckets; from the second step on, when all of them exist."""
+    torch.set_num_threads(1)
+    memory, draft, number = MemoryPlan("full", BLOCK), config(2), getattr(torch, dtype)
+    stream = pack([[(256, True)]], draft.vocab_size)
+    prepared = prepare(stream, draft, 3, Layout(), topology, number, memory=memory)
+    settings = deepspeed_config(ZERO2, Training(global_batch_size=1, dtype=dtype), 1)
+    settings["zero_optimization"]["reduce_bucket_size"] = bucket = 500_000
+    with LiveBytes([*device_tensors(prepared.batch), *prepared.objective.parameters()]) as bytes_:
+        engine = start_engine(prepared.objective, topology, settings)
+        for _ in range(2):
+            bytes_.restart()
+            engine.backward(engine(prepared.batch, prepared.weights).surrogate)
+            engine.step()
+    planned = Planned(draft, 3, number, memory=memory, device="cpu", bucket=2 * bucket)
+    assert abs(rank_bytes(planned, Share.of(prepared.plan, stream)).total() / bytes_.peak - 1) < 0.1

@@ -1,0 +1,74 @@
+"""One rank of a ring in a process of its own: what `gather` makes it hold and compute, with random numbers for what the
+others would send; and schedules of which only a part is computed."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eagle3.attention.ring import Exchange, KeyValueGradient, RingAttention, SharedKeyValue
+from eagle3.attention.schedule import PrefixSchedule
+
+
+@dataclass(frozen=True)
+class EmulatedRing(RingAttention):
+    """What `gather` holds and computes on one of `ranks` ring ranks, in a process of its own: the others' keys and values
+    are random, and all shares follow each other as one, this rank's first (see `joined`)."""
+
+    ranks: int = 1
+
+    def start(self, key_value: Tensor) -> Exchange:
+        return Exchange(key_value, None)
+
+    def finish(self, exchange: Exchange) -> SharedKeyValue:
+        gradient = KeyValueGradient()
+        return SharedKeyValue(_GatherRandom.apply(exchange.mine, self.ranks, gradient), gradient)
+
+
+class _GatherRandom(torch.autograd.Function):
+    """Own keys and values [2, S, kv_heads, d] -> [1, 2, ranks * S, kv_heads, d]. Backward: what a reduce-scatter would
+    hand back, less the other ranks' parts of it."""
+
+    @staticmethod
+    def forward(ctx, mine, ranks, gradient):
+        ctx.gradient, ctx.own = gradient, mine.shape[1]
+        ctx.set_materialize_grads(False)
+        gathered = mine.new_empty(1, 2, ranks * ctx.own, *mine.shape[2:]).normal_()
+        gathered[0, :, : ctx.own] = mine
+        ctx.save_for_backward(gathered)
+        return gathered
+
+    @staticmethod
+    def backward(ctx, _):
+        (gathered,) = ctx.saved_tensors
+        own = ctx.gradient.take(gathered)[0, :, : ctx.own].clone()
+        return own.to(gathered.dtype), None, None
+
+
+def joined(shares: Sequence[PrefixSchedule], rank: int) -> PrefixSchedule:
+    """The schedules of all ring ranks' keys as one over the keys in the ring's order: this rank's first, then those of
+    the rank before it, and so on."""
+    order = [(rank - hop) % len(shares) for hop in range(len(shares))]
+    pieces, start = [], 0
+    for source in order:
+        for piece in shares[source].pieces:
+            keys = slice(start + piece.keys.start, start + piece.keys.stop)
+            pieces.append(piece._replace(keys=keys))
+        start += len(shares[source].key_rows)
+    key_rows = torch.cat([shares[source].key_rows for source in order])
+    return dataclasses.replace(shares[rank], key_rows=key_rows, pieces=tuple(pieces))
+
+
+def thinned(schedule: PrefixSchedule) -> PrefixSchedule:
+    """One full piece of each run of queries, and what is not full: the same memory at a fraction of the time."""
+    seen: set[tuple[int, int]] = set()
+    pieces = []
+    for piece in schedule.pieces:
+        run = piece.queries.start, piece.queries.stop
+        if piece.visibility != "full" or run not in seen:
+            pieces.append(piece)
+        if piece.visibility == "full":
+            seen.add(run)
+    return dataclasses.replace(schedule, pieces=tuple(pieces))

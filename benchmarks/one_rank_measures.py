@@ -1,0 +1,284 @@
+"""A training step on one device with hidden states made there: its cases, its synthetic inputs, the floating-point
+operations that it must do, its time and memory, and the largest that fits."""
+
+import dataclasses
+import gc
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from emulated_ring import EmulatedRing, joined, thinned
+from torch import Tensor
+
+from eagle3.attention.ttt import TTTAttention
+from eagle3.attention.ulysses import Ulysses
+from eagle3.draft.config import DraftConfig
+from eagle3.draft.model import Eagle3Draft
+from eagle3.errors import UserError
+from eagle3.objective.losses import BatchCounts, LossConfig, StepWeights, step_weights
+from eagle3.objective.model import DraftObjective, MemoryPlan, MicroBatch, micro_batch
+from eagle3.parallel.dealing import SequenceSharding
+from eagle3.parallel.sequence import SequencePlan, Stream, plan_sequence
+from eagle3.parallel.topology import Topology
+
+# fp32 master weight and AdamW's two moments of each trained weight
+OPTIMISER_BYTES = 12
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Case:
+    """tokens: of the stream. supervised: share of it, at its end. ring, rank: whose part is computed. largest: look for
+    the largest context that fits, beginning with `tokens`. steps: K. The median of `repeats` steps counts, after `warm_up`
+    others."""
+
+    tokens: int
+    supervised: float = 1.0
+    ring: int = 1
+    rank: int = 0
+    recompute: str = "full"
+    block_mib: int = 1024
+    inputs: str = "device"
+    largest: bool = False
+    steps: int = 7
+    warm_up: int = 0
+    repeats: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> "Case":
+        """`tokens=1048576,supervised=0.05,recompute=full`. Raises UserError."""
+        kinds = {field.name: field.type for field in dataclasses.fields(cls)}
+        values: dict[str, Any] = {}
+        for part in text.split(","):
+            name, _, value = part.partition("=")
+            if name not in kinds or not value:
+                raise UserError(f"--case: {text!r} has {part!r}; write NAME=VALUE with one of {', '.join(kinds)}")
+            try:
+                values[name] = bool(int(value)) if kinds[name] is bool else kinds[name](value)
+            except ValueError as error:
+                raise UserError(f"--case: {name} is {value!r}; write a number") from error
+        case = cls(**({"tokens": 0} | values))
+        right = (
+            min(case.tokens - 1, case.repeats, case.steps, case.block_mib, case.warm_up + 1) > 0
+            and 0 < case.supervised <= 1
+            and 0 <= case.rank < case.ring
+            and case.recompute in ("none", "attention_kept", "full")
+            and case.inputs in ("device", "host")
+            and not (case.largest and case.ring > 1)
+        )
+        if not right:
+            raise UserError(
+                f"--case: {text!r} does not fit together; tokens at least 2, other counts positive, supervised above 0 "
+                "and at most 1, rank below ring, recompute none, attention_kept or full, inputs device or host, largest "
+                "only without a ring"
+            )
+        return case
+
+
+class Rows(NamedTuple):
+    """Frozen inputs at a plan's rows: aux [rows, 3Ht], last [M, Ht], and the teacher's head [Vd, Ht]."""
+
+    aux: Tensor
+    last: Tensor
+    head: Tensor
+
+
+def stream_of(tokens: int, supervised: float, vocabulary: int) -> Stream:
+    """One document of random tokens whose last `supervised` share counts."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(vocabulary, (tokens,), generator=generator)
+    return Stream.pack([ids], [torch.arange(tokens) >= tokens - max(2, round(supervised * tokens))])
+
+
+def random_rows(config: DraftConfig, plan: SequencePlan, dtype: torch.dtype, device: torch.device, inputs: str) -> Rows:
+    """Made on the device; for `host` one block of them is repeated in pinned memory."""
+
+    def rows(count: int, width: int) -> Tensor:
+        if inputs == "device":
+            return torch.randn(count, width, dtype=dtype, device=device)
+        held = torch.empty(count, width, dtype=dtype, pin_memory=device.type == "cuda")
+        block = torch.randn(min(count, 2**15), width, dtype=dtype, device=device)
+        for part in held.split(len(block)):
+            part.copy_(block[: len(part)])
+        return held
+
+    wide = config.target_hidden_size
+    head = torch.randn(config.draft_vocab_size, wide, dtype=dtype, device=device).div_(math.sqrt(wide))
+    return Rows(rows(len(plan.rows), 3 * wide), rows(len(plan.teacher), wide), head)
+
+
+def batch_of(
+    config: DraftConfig, stream: Stream, plan: SequencePlan, rows: Rows, device: torch.device, inputs: str
+) -> MicroBatch:
+    """A rank's part of a stream; the teacher's logits have variance 1 over all of its vocabulary, and its most likely
+    token is always one of the draft's."""
+    generator = torch.Generator().manual_seed(1)
+    count = len(plan.teacher)
+    return micro_batch(
+        stream,
+        plan,
+        aux=rows.aux,
+        last=rows.last,
+        argmax=torch.randint(config.draft_vocab_size, (count,), generator=generator),
+        logsumexp=torch.full((count,), math.log(config.vocab_size) + 0.5),
+        teacher_head=rows.head,
+        draft_id=torch.arange(config.vocab_size),
+        dtype=rows.aux.dtype,
+        device=device,
+        residence=inputs,
+    )
+
+
+def weights_of(batch: MicroBatch) -> StepWeights:
+    return step_weights(LossConfig(), BatchCounts(batch.counted(), batch.supervised.sum(1).cpu(), batch.tokens), None)
+
+
+def model_flops(config: DraftConfig, stream: Stream, plan: SequencePlan) -> dict[str, int]:
+    """Floating-point operations that the definition asks of this rank, forward and backward, nothing counted twice.
+
+    A product [m, k] x [k, n] takes 2mkn forward and the same again for each operand that has a gradient: 6 a weight and
+    row, 4 for fc (hidden states have none), 2 for the teacher. Attention: two products forward, four backward, over the
+    keys that a query sees: its prefix, and its own 1..k at step k."""
+    hidden, wide, steps = config.hidden_size, config.target_hidden_size, len(plan.query_of)
+    q_width, kv_width = (
+        heads * config.head_dim for heads in (config.num_attention_heads, 2 * config.num_key_value_heads)
+    )
+    keys, queries = (rows[rows >= 0] for rows in (plan.keys, plan.queries))
+    pairs = steps * int((stream.position[queries] + 1).sum()) + steps * (steps - 1) // 2 * len(queries)
+    unrolled = steps * len(queries)
+    return {
+        "fc": 4 * len(plan.rows) * 3 * wide * hidden,
+        "keys": 6 * (len(keys) + unrolled - len(queries)) * 2 * hidden * kv_width,
+        "queries": 6 * unrolled * 3 * hidden * q_width,  # q reads [embedding, hidden]; the output projection
+        "mlp": 6 * unrolled * 3 * hidden * config.intermediate_size,
+        "head": 6 * int(plan.supervised.sum()) * hidden * config.draft_vocab_size,
+        "teacher": 2 * len(plan.teacher) * wide * config.draft_vocab_size,
+        "attention": 12 * pairs * q_width,
+    }
+
+
+class Bench:
+    """The draft, made once, on one device, and its steps."""
+
+    def __init__(self, config: DraftConfig, dtype: torch.dtype, topology: Topology, peak_tflops: float) -> None:
+        self.config, self.dtype, self.topology, self.peak = config, dtype, topology, peak_tflops * 1e12
+        torch.manual_seed(2)
+        self.draft = Eagle3Draft(config, topology.modules, dtype).to(topology.device)
+
+    def measure(self, case: Case, thin: bool = False) -> dict[str, Any]:
+        """One step. Raises torch.cuda.OutOfMemoryError. thin: see `thinned`; its times mean nothing and are left out."""
+        device = self.topology.device
+        stream = stream_of(case.tokens, case.supervised, self.config.vocab_size)
+        plan = plan_sequence(stream, case.steps, SequenceSharding(ring=case.ring), case.rank)
+        self._empty()
+        rows = random_rows(self.config, plan, self.dtype, device, case.inputs)
+        batch = batch_of(self.config, stream, plan, rows, device, case.inputs)
+        del rows
+        schedules = joined(batch.inputs.schedules[0], case.rank)
+        schedules = thinned(schedules) if thin else schedules
+        inputs = dataclasses.replace(batch.inputs, schedules=((schedules,),) * case.steps)
+        batch = dataclasses.replace(batch, inputs=inputs)
+        objective = self._objective(case)
+        weights, before = weights_of(batch), self._allocated()
+        times = [self._step(objective, batch, weights) for _ in range(case.warm_up + case.repeats)][case.warm_up :]
+        found = {"rows": len(plan.rows), "queries": int((plan.queries >= 0).sum()), "bytes_before": before}
+        found |= self._peaks() | {"optimiser_bytes": OPTIMISER_BYTES * self.trained}
+        if thin:
+            return found
+        forward, backward = sorted(times, key=sum)[len(times) // 2]
+        flops, seconds = model_flops(self.config, stream, plan), forward + backward
+        return found | {
+            "seconds": seconds,
+            "forward_seconds": forward,
+            "backward_seconds": backward,
+            "all_seconds": [sum(both) for both in times],
+            "tokens_per_second": case.tokens / seconds,
+            "model_flops": flops,
+            "model_flops_utilisation": sum(flops.values()) / seconds / self.peak,
+        }
+
+    def largest(self, case: Case, say: Callable[[str], None]) -> dict[str, Any]:
+        """The most tokens whose step fits, by doubling and then bisecting to an eighth. Only memory is measured: of the
+        attention to full blocks of keys, one block of each run of queries is computed."""
+        tried: dict[int, dict[str, Any]] = {}
+
+        def fits(tokens: int) -> bool:
+            found = self.attempt(dataclasses.replace(case, tokens=tokens), thin=True)
+            tried[tokens] = found
+            say(f"{tokens} tokens: {'out of memory' if 'out_of_memory' in found else 'fits'}")
+            return "out_of_memory" not in found
+
+        low, high = 0, case.tokens
+        bound = self._most_tokens(case)
+        while high <= bound and fits(high):
+            low, high = high, 2 * high
+        while high - low > max(case.tokens // 64, low // 8, 1):
+            middle = (low + high) // 2
+            low, high = (middle, high) if middle <= bound and fits(middle) else (low, middle)
+        return {"largest_tokens": low, "bound_by": "host" if high > bound else "device", "tried": tried}
+
+    def attempt(self, case: Case, thin: bool = False) -> dict[str, Any]:
+        """`measure`, or what the device said of its memory."""
+        try:
+            return self.measure(case, thin)
+        except torch.cuda.OutOfMemoryError as error:
+            refused = {"out_of_memory": str(error).partition("\n")[0]} | self._peaks()
+        self._empty()  # only now: the error's traceback held the step's tensors
+        return refused
+
+    @property
+    def trained(self) -> int:
+        return sum(weight.numel() for weight in self.draft.parameters() if weight.requires_grad)
+
+    def _step(self, objective: DraftObjective, batch: MicroBatch, weights: StepWeights) -> tuple[float, float]:
+        """Seconds forward and backward; leaves the gradients."""
+        objective.zero_grad(set_to_none=True)
+        began = self._now()
+        surrogate = objective(batch, weights).surrogate
+        halfway = self._now()
+        surrogate.backward()
+        ended = self._now()
+        assert bool(surrogate.isfinite()), f"the loss is {float(surrogate)}"
+        return halfway - began, ended - halfway
+
+    def _objective(self, case: Case) -> DraftObjective:
+        memory = MemoryPlan(case.recompute, case.block_mib * MIB)
+        objective = DraftObjective(self.draft, self.topology, memory=memory)
+        if case.ring > 1:
+            ring = EmulatedRing(self.topology.ring, "gather", self.draft.scale, ranks=case.ring)
+            objective.attention = TTTAttention(Ulysses(self.topology.ulysses), ring, objective.chunk)
+        return objective
+
+    def _most_tokens(self, case: Case) -> int:
+        """Whose inputs fit the host: half of its free memory, since pinned memory comes in powers of two bytes."""
+        if case.inputs == "device" and self.topology.device.type == "cuda":
+            return 2**24
+        if self.topology.device.type == "cpu":
+            return 4 * case.tokens
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return free // 2 // (3 * self.config.target_hidden_size * self.dtype.itemsize)
+
+    def _empty(self) -> None:
+        self.draft.zero_grad(set_to_none=True)
+        gc.collect()
+        if self.topology.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+    def _now(self) -> float:
+        if self.topology.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def _allocated(self) -> int | None:
+        return torch.cuda.memory_allocated() if self.topology.device.type == "cuda" else None
+
+    def _peaks(self) -> dict[str, int | None]:
+        """Most bytes at once, the weights and inputs included: of tensors, and of what the allocator took for them."""
+        if self.topology.device.type == "cpu":
+            return {"peak_bytes": None, "reserved_bytes": None}
+        return {"peak_bytes": torch.cuda.max_memory_allocated(), "reserved_bytes": torch.cuda.max_memory_reserved()}

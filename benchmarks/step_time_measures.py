@@ -1,0 +1,266 @@
+"""What step_time.py measures: seconds of a step with their split, processor seconds, and peak bytes, beside the dense one's."""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from dense import DenseInputs, dense_bytes, dense_inputs, dense_loss
+from layouts import Layout, Prepared, Runs, draft_config, pack, prepare
+from live_bytes import LiveBytes
+from torch import Tensor
+
+from eagle3.attention.ring import Exchange
+from eagle3.attention.ttt import KeyValue, TTTAttention
+from eagle3.draft.config import DraftConfig
+from eagle3.draft.interchange import exported_tensors
+from eagle3.draft.model import Eagle3Draft
+from eagle3.objective.distill import distill
+from eagle3.objective.losses import LossConfig, loss_value
+from eagle3.objective.model import DraftObjective, MemoryPlan
+from eagle3.objective.recompute import Recompute
+from eagle3.objective.unroll import unroll
+from eagle3.parallel.topology import Topology, stop_distributed
+from eagle3.target.interface import summarize_teacher
+
+# How far from the dense one's the loss, and the norm of the gradients and of their difference may be, relative.
+LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-4
+RECOMPUTES: tuple[Recompute, ...] = ("none", "full")
+FP32_BYTES = 4
+# Standard deviation of the target's logits. A spread far above a model's gives denormal probabilities, on which arithmetic
+# is many times slower.
+LOGIT_SPREAD = 4.0
+
+
+class Timed(NamedTuple):
+    """One step. seconds, cpu_seconds: clock, and processor time of all threads. split: seconds of its parts."""
+
+    seconds: float
+    cpu_seconds: float
+    loss: float
+    split: dict[str, float]
+
+
+class Contender(NamedTuple):
+    """run: one forward and backward, whose gradients stay in `weights`. held: tensors that exist before and after it."""
+
+    name: str
+    run: Callable[[], Timed]
+    weights: list[Tensor]
+    held: list[Tensor]
+
+
+class _Laps:
+    """Seconds between calls, by name."""
+
+    def __init__(self) -> None:
+        self.began = self.last = time.perf_counter()
+        self.cpu_began, self.split = time.process_time(), {}
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.split[name], self.last = now - self.last, now
+
+    def timed(self, loss: Tensor) -> Timed:
+        return Timed(self.last - self.began, time.process_time() - self.cpu_began, float(loss), self.split)
+
+
+class _EntryLap:
+    """`attention`, which ends the lap of what comes before its first use: fc, K_0 and V_0."""
+
+    def __init__(self, attention: TTTAttention, laps: _Laps) -> None:
+        self.attention, self.laps = attention, laps
+
+    def start(self, prefix: KeyValue) -> Exchange:
+        self.laps.lap("entry")
+        return self.attention.start(prefix)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.attention, name)
+
+    def __call__(self, *args: Any) -> Tensor:
+        return self.attention(*args)
+
+
+def masks(tokens: int) -> dict[str, Runs]:
+    """One document: all of it supervised, or a tenth, at its end, where no key can be spared."""
+    answer = tokens // 10
+    return {"everything": [(tokens, True)], "one span of 10%": [(tokens - answer, False), (answer, True)]}
+
+
+def measure_marks(sizes: dict[str, int], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """At one length and with each number of threads, beside the dense step."""
+    topology, config, found = Layout().start(), _config(**sizes), []
+    for mask, runs in masks(options.marks_tokens).items():
+        contenders = _contenders(runs, config, options, topology, dense=True)
+        about = {"mask": mask, "tokens": options.marks_tokens}
+        found += _measure(contenders, options.repeats, options.threads, True, about)
+    stop_distributed()
+    return found
+
+
+def measure_lengths(sizes: dict[str, int], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """At each length, with the most threads; the dense step as long as it fits."""
+    topology, config, found = Layout().start(), _config(**sizes), []
+    for tokens in options.lengths:
+        estimate = dense_bytes(config, options.steps, tokens, FP32_BYTES)
+        dense, repeats = estimate <= options.dense_gib * 2**30, options.repeats if tokens <= options.repeat_up_to else 1
+        for mask, runs in masks(tokens).items():
+            contenders = _contenders(runs, config, options, topology, dense)
+            about = {"mask": mask, "tokens": tokens, "dense_estimate": estimate}
+            found += _measure(contenders, repeats, [max(options.threads)], dense, about)
+            print(f"lengths: {tokens}, {mask}", file=sys.stderr, flush=True)
+    stop_distributed()
+    return found
+
+
+def _config(vocabulary: int, **heads: int) -> DraftConfig:
+    """The MLP is twice the hidden size, and the target's vocabulary the draft's."""
+    return replace(draft_config(**heads), vocab_size=vocabulary, draft_vocab_size=vocabulary)
+
+
+def _contenders(
+    runs: Runs, config: DraftConfig, options: argparse.Namespace, topology: Topology, dense: bool
+) -> list[Contender]:
+    """They share one draft and one batch. The dense one is the last."""
+    stream = pack([runs], config.vocab_size)
+    prepared = _with_usual_logits(prepare(stream, config, options.steps, Layout(), topology))
+    draft, batch = prepared.objective.draft, prepared.batch
+    held = [batch.inputs.aux, batch.teacher.last, batch.teacher.head, batch.teacher.best, batch.teacher.logsumexp]
+    weights = list(draft.parameters())
+
+    def this(recompute: Recompute) -> Contender:
+        objective = DraftObjective(draft, topology, memory=MemoryPlan(recompute, options.block_mib * 2**20))
+        return Contender(f"recompute {recompute}", partial(_step, objective, prepared), weights, [*weights, *held])
+
+    found = [this(recompute) for recompute in RECOMPUTES]
+    if dense:
+        whole = dense_inputs(stream, prepared.plan, batch)
+        found.append(Contender("dense", partial(_dense_step, draft, whole, options.steps), weights, [*weights, *whole]))
+    return found
+
+
+def _with_usual_logits(prepared: Prepared) -> Prepared:
+    """The teacher with logits of LOGIT_SPREAD: hidden states and lm_head are made with entries of 1."""
+    teacher = prepared.batch.teacher
+    last = teacher.last * (LOGIT_SPREAD * teacher.head.shape[1] ** -0.5)
+    teacher = replace(teacher, last=last, logsumexp=summarize_teacher(last, teacher.head).logsumexp)
+    return prepared._replace(batch=replace(prepared.batch, teacher=teacher))
+
+
+def _step(objective: DraftObjective, prepared: Prepared) -> Timed:
+    """The objective's forward, part by part, and the backward."""
+    draft, memory, batch, weights = objective.draft, objective.memory, prepared.batch, prepared.weights
+    draft.zero_grad()
+    laps = _Laps()
+    attention = _EntryLap(objective.attention, laps)
+    outputs = unroll(draft, attention, batch.inputs, memory.recompute, objective.chunk)
+    laps.lap("unroll")
+    distilled = distill(
+        outputs,
+        draft.lm_head.weight,
+        batch.teacher,
+        batch.query_of,
+        batch.supervised,
+        weights.cross_entropy,
+        weights.overlap,
+        objective.tensor,
+        draft.output_norm,
+        memory.block_bytes,
+    )
+    del outputs
+    laps.lap("distillation")
+    distilled.surrogate.backward()
+    laps.lap("backward")
+    return laps.timed(loss_value(LossConfig(), distilled.sums, prepared.counts).loss)
+
+
+def _dense_step(draft: Eagle3Draft, inputs: DenseInputs, steps: int) -> Timed:
+    draft.zero_grad()
+    laps = _Laps()
+    result = dense_loss(exported_tensors(dict(draft.named_parameters())), draft.draft_config, inputs, steps)
+    laps.lap("forward")
+    result.loss.backward()
+    laps.lap("backward")
+    return laps.timed(result.loss.detach())
+
+
+class Warm(NamedTuple):
+    """What a first step, which is not timed, tells. peak, held: bytes alive at once at most, and those alive before it.
+    gradient: of all weights, joined, in fp64 (in which norms are exact enough to compare)."""
+
+    peak: int
+    held: int
+    loss: float
+    gradient: Tensor
+
+
+def _warm(contender: Contender) -> Warm:
+    for weight in contender.weights:
+        weight.grad = None
+    with LiveBytes(contender.held) as live:
+        held = live.live
+        loss = contender.run().loss
+    gradients = [weight.grad.double().flatten() for weight in contender.weights if weight.grad is not None]
+    return Warm(live.peak, held, loss, torch.cat(gradients))
+
+
+def _in_turn(contenders: Sequence[Contender], repeats: int) -> list[dict[str, Any]]:
+    """Medians over rounds, in each of which every contender runs once."""
+    timed: list[list[Timed]] = [[] for _ in contenders]
+    for _ in range(repeats):
+        for each, runs in zip(contenders, timed, strict=True):
+            runs.append(each.run())
+            print(f"{each.name}: {runs[-1].seconds:.2f} s, {runs[-1].cpu_seconds:.2f} s of processor", file=sys.stderr)
+    return [
+        {
+            "contender": each.name,
+            "seconds": statistics.median(run.seconds for run in runs),
+            "cpu_seconds": statistics.median(run.cpu_seconds for run in runs),
+            "split": {part: statistics.median(run.split[part] for run in runs) for part in runs[0].split},
+            "every_second": [run.seconds for run in runs],
+        }
+        for each, runs in zip(contenders, timed, strict=True)
+    ]
+
+
+def _measure(
+    contenders: Sequence[Contender], repeats: int, threads: Sequence[int], dense: bool, about: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Rows of all contenders with each number of threads, as shares of the dense one's where it is there. Asserts that all
+    have its loss and its gradient."""
+    torch.set_num_threads(max(threads))
+    warm = [_warm(each) for each in contenders]
+    found = []
+    for count in threads:
+        torch.set_num_threads(count)
+        rows = _in_turn(contenders, repeats)
+        for row, mine in zip(rows, warm, strict=True):
+            row |= {"peak": mine.peak, "held": mine.held, "loss": mine.loss}
+            if dense:
+                row |= _shares(row, rows[-1], mine, warm[-1])
+            found.append(about | {"threads": count} | row)
+    return found
+
+
+def _shares(row: dict[str, Any], dense_row: dict[str, Any], mine: Warm, dense: Warm) -> dict[str, float]:
+    loss = abs(mine.loss / dense.loss - 1)
+    gradient = float((mine.gradient - dense.gradient).norm() / dense.gradient.norm())
+    norm = float(abs(mine.gradient.norm() / dense.gradient.norm() - 1))
+    assert loss < LOSS_TOLERANCE, f"{row['contender']}: a loss of {mine.loss}, dense {dense.loss}"
+    assert max(gradient, norm) < GRADIENT_TOLERANCE, (
+        f"{row['contender']}: the gradient is {gradient} off, its norm {norm}"
+    )
+    return {
+        "seconds_to_dense": row["seconds"] / dense_row["seconds"],
+        "cpu_seconds_to_dense": row["cpu_seconds"] / dense_row["cpu_seconds"],
+        "peak_to_dense": mine.peak / dense.peak,
+        "loss_difference": loss,
+        "gradient_difference": gradient,
+        "gradient_norm_difference": norm,
+    }
