@@ -19,6 +19,7 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from eagle3.errors import run_command
@@ -46,8 +47,8 @@ def main() -> int:
 
     topology = Layout().start()
     torch.set_num_threads(options.threads)
-    parts = {"slopes": slopes, "full_width": full_width}
-    results = {part: parts[part](topology, options) for part in options.only}
+    parts = {"slopes": slopes, "full_width": partial(full_width, tokens=options.full_width_tokens)}
+    results = {part: parts[part](topology) for part in options.only}
     document = {
         "command": shlex.join(["python", *sys.argv]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -109,7 +110,7 @@ def skipped(*counts: int) -> list[Length]:
     return [Length([[(count, False), (256, True)]], count) for count in counts]
 
 
-def slopes(topology, options) -> list[dict[str, Any]]:
+def slopes(topology) -> list[dict[str, Any]]:
     """In bf16 at reduced width, in blocks small enough not to blur the slopes; supervised tokens in every mode."""
     import torch
 
@@ -161,13 +162,13 @@ def _planned_on_gpu(kind: str, recompute: str) -> float:
     return (held[1] - held[0]) / (lengths[1] - lengths[0])
 
 
-def full_width(topology, options) -> list[dict[str, Any]]:
+def full_width(topology, tokens: int) -> list[dict[str, Any]]:
     """One step of the whole 8B shape in fp32 with full recompute: its peak beside the plan's."""
     import torch
 
     from eagle3.objective.model import MemoryPlan
 
-    (length,) = supervised(options.full_width_tokens)
+    (length,) = supervised(tokens)
     memory = MemoryPlan("full", 2**28)
     row = _step(topology, draft_of_8b(1), torch.float32, length, memory)
     return [

@@ -6,6 +6,7 @@ import pytest
 import torch
 from layouts import Layout, draft_config, pack, prepare
 from live_bytes import LiveBytes, device_tensors
+from memory import full_width
 from tiny_run import ROOT
 
 from eagle3.objective.model import MemoryPlan
@@ -76,3 +77,11 @@ def test_with_the_engine_around_it_the_peak_of_a_step_is_within_ten_percent_of_t
             engine.step()
     planned = Planned(draft, 3, number, memory=memory, device="cpu", bucket=2 * bucket)
     assert abs(rank_bytes(planned, Share.of(prepared.plan, stream)).total() / bytes_.peak - 1) < 0.1
+
+
+@pytest.mark.slow
+def test_a_step_at_the_width_of_an_8b_target_takes_what_is_planned(topology):
+    """fp32, some 20 GFLOP a token: minutes, and 10 GB of memory."""
+    torch.set_num_threads(2)
+    (row,) = full_width(topology, tokens=512)
+    assert abs(row["ratio"] - 1) < 0.1

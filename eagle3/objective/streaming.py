@@ -10,7 +10,7 @@ class StreamedRows:
 
     def __init__(self, held: Tensor, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
-        self.held, self.device = held.pin_memory() if self.cuda else held, device
+        self.held, self.device = held.cpu().pin_memory() if self.cuda else held, device
         self.copies = torch.cuda.Stream(device) if self.cuda else None
         self.ahead: tuple[slice, Tensor, torch.cuda.Event] | None = None
 
