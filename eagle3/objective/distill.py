@@ -189,6 +189,7 @@ class _Distill(torch.autograd.Function):
             if gradients is not None:
                 _differentiate(softmaxes, q_full, weight, weights, group)
                 gradients.add(softmaxes.exp, hidden, normed, head, slots)
+            del logits, z, q_full, softmaxes, hidden, normed  # before the next block makes its own
         if group.size() > 1 and len(teacher.best):
             dist.all_reduce(best, dist.ReduceOp.MIN, group)
             for partial in (sums, *([] if gradients is None else [*gradients.outputs, *gradients.norm])):
