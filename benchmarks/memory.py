@@ -9,18 +9,17 @@ printed beside it. A token's bytes are the slope between two lengths. Marks miss
 """
 
 import argparse
-import datetime
 import gc
 import json
 import os
-import platform
 import resource
-import shlex
 import sys
 import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
+
+from reporting import headline, origin
 
 from eagle3.errors import run_command
 
@@ -49,10 +48,7 @@ def main() -> int:
     torch.set_num_threads(options.threads)
     parts = {"slopes": slopes, "full_width": partial(full_width, tokens=options.full_width_tokens)}
     results = {part: parts[part](topology) for part in options.only}
-    document = {
-        "command": shlex.join(["python", *sys.argv]),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": _machine(topology.device),
+    document = origin(load=os.getloadavg()[0]) | {
         "counted_by": "allocator" if topology.device.type == "cuda" else "live tensors",
         "marks": MARKS,
         "results": results,
@@ -69,19 +65,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--full-width-tokens", type=int, default=2048, help="of the full-width step (default 2048)")
     parser.add_argument("--threads", type=int, default=1)
     return parser.parse_args()
-
-
-def _machine(device) -> dict[str, Any]:
-    import torch
-
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
-    return {"processor": name, "cores": os.cpu_count(), "torch": torch.__version__, "load": os.getloadavg()[0]}
-
-
-def _processor() -> str:
-    with open("/proc/cpuinfo", encoding="utf-8") as lines:
-        named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return named[0] if named else platform.processor()
 
 
 def draft_of_8b(width: int):
@@ -219,11 +202,7 @@ def _planned(draft, dtype, length: Length, memory, device: str) -> int:
 
 
 def _markdown(document: dict[str, Any]) -> str:
-    machine = document["machine"]
-    lines = [
-        f"{machine['processor']}, {machine['cores']} cores, torch {machine['torch']}, {document['date'][:10]}; "
-        f"counted by {document['counted_by']}.",
-    ]
+    lines = [f"{headline(document)}; counted by {document['counted_by']}."]
     if rows := document["results"].get("slopes"):
         lines += [
             "",

@@ -8,12 +8,8 @@ an assertion error. Progress and logs go to stderr. It takes some minutes, and t
 """
 
 import argparse
-import datetime
 import json
 import os
-import platform
-import re
-import shlex
 import socket
 import sys
 import tempfile
@@ -22,6 +18,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from reporting import headline, origin, positive, table
 
 from eagle3.errors import run_command
 
@@ -46,10 +44,7 @@ def main() -> int:
         loads[part], began = os.getloadavg()[0], time.monotonic()
         results[part] = parts[part]()
         print(f"{part}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-    document = {
-        "command": shlex.join(["python", *sys.argv]),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": _machine() | {"load_before": loads},
+    document = origin(load_before=loads) | {
         "settings": {key: value for key, value in vars(options).items() if key != "json"} | {"drafts": DRAFTS},
         "results": results,
     }
@@ -64,33 +59,26 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to run")
-    parser.add_argument("--steps", type=_positive, default=4, help="K, the training-time-test steps")
+    parser.add_argument("--steps", type=positive, default=4, help="K, the training-time-test steps")
     parser.add_argument("--layouts", nargs="+", default=LAYOUTS.split(), help="whose bytes are counted")
     parser.add_argument("--timed-layouts", nargs="+", default=TIMED.split(), help="whose steps are timed")
     parser.add_argument(
-        "--rings", nargs="+", type=_positive, default=[2, 4, 8], help="ring sizes whose balance is measured"
+        "--rings", nargs="+", type=positive, default=[2, 4, 8], help="ring sizes whose balance is measured"
     )
-    parser.add_argument("--bytes-tokens", type=_positive, default=1000, help="of the stream whose bytes are counted")
+    parser.add_argument("--bytes-tokens", type=positive, default=1000, help="of the stream whose bytes are counted")
     parser.add_argument("--bytes-dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of that draft")
-    parser.add_argument("--balance-tokens", type=_positive, default=131072, help="of the streams that are dealt")
-    parser.add_argument("--time-tokens", type=_positive, default=8192, help="of the timed stream")
+    parser.add_argument("--balance-tokens", type=positive, default=131072, help="of the streams that are dealt")
+    parser.add_argument("--time-tokens", type=positive, default=8192, help="of the timed stream")
     parser.add_argument(
-        "--skipping-tokens", type=_positive, default=32768, help="of the document whose prompts are skipped"
+        "--skipping-tokens", type=positive, default=32768, help="of the document whose prompts are skipped"
     )
     parser.add_argument(
-        "--repeats", type=_positive, default=3, help="timed steps after one to warm up; the median counts"
+        "--repeats", type=positive, default=3, help="timed steps after one to warm up; the median counts"
     )
     options = parser.parse_args()
     if options.skipping_tokens < 20 * 512:
         parser.error(f"--skipping-tokens is {options.skipping_tokens}: spans of 512 that are 5% take 10240 at least")
     return options
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is below 1")
-    return number
 
 
 def _parts(options: argparse.Namespace) -> dict[str, Callable[[], Rows]]:
@@ -158,21 +146,8 @@ def _be_rank(rank: int, world: int, port: int, measure: Callable[[], Rows], resu
         result.write_text(json.dumps(found))
 
 
-def _machine() -> dict[str, Any]:
-    from torch import __version__ as torch_version
-
-    listing, name = Path("/proc/cpuinfo"), platform.processor()
-    if listing.exists():
-        name = re.search(r"model name\s*: (.*)", listing.read_text() + f"model name : {name}")[1]
-    return {"cpu": name, "cores": os.cpu_count(), "torch": torch_version}
-
-
 def _markdown(document: dict[str, Any]) -> str:
-    machine, settings = document["machine"], document["settings"]
-    about = (
-        f"{machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}, "
-        f"{document['date'][:10]}; K = {settings['steps']}."
-    )
+    about = f"{headline(document)}; K = {document['settings']['steps']}."
     tables = {"bytes": _bytes_table, "balance": _balance_table, "time": _time_table, "skipping": _skipping_table}
     return "\n\n".join([about, *(tables[part](rows, document) for part, rows in document["results"].items())])
 
@@ -184,7 +159,7 @@ def _bytes_table(rows: Rows, document: dict[str, Any]) -> str:
         both = [row["sent"].get(f"{kind} {phase}", 0) / 1e3 for phase in ("forward", "backward")]
         return " / ".join(f"{number:.1f}" for number in both) if any(both) else ""
 
-    return _table(
+    return table(
         "Kilobytes that a rank sends in one step, forward / backward, counted at the collectives and equal to the "
         f"formula ({settings['bytes_tokens']} tokens, {settings['bytes_dtype']}, {_draft('bytes')}). Last column: "
         "gigabytes by the formula for 128k supervised tokens, K = 7, the bfloat16 draft of an 8B target.",
@@ -199,7 +174,7 @@ def _bytes_table(rows: Rows, document: dict[str, Any]) -> str:
 
 def _balance_table(rows: Rows, document: dict[str, Any]) -> str:
     names = ("work", "queries", "queries_ulysses_2", "hop_zigzag", "hop_contiguous")
-    return _table(
+    return table(
         "Largest over mean, over the ring's ranks: causal attention work, queries, queries of each rank when the ring "
         "is of pairs of Ulysses ranks, and attention work in the worst hop of p2p with either layout of the keys.",
         [
@@ -222,7 +197,7 @@ def _balance_table(rows: Rows, document: dict[str, Any]) -> str:
 
 def _time_table(rows: Rows, document: dict[str, Any]) -> str:
     cores = document["machine"]["cores"]
-    return _table(
+    return table(
         f"One step (forward and backward, fp32, {document['settings']['time_tokens']} tokens in one document, "
         f"{_draft('time')}), one thread a rank. The machine has {cores} cores, which more ranks than that share, so no "
         f"step can be more than {cores} times faster; processor seconds, of the rank that takes most, are what a core "
@@ -240,7 +215,7 @@ def _skipping_table(rows: Rows, document: dict[str, Any]) -> str:
     def both(row: dict[str, Any], which: str) -> str:
         return f"{row[which]['seconds']:.2f} ({row[which]['cpu_seconds']:.2f})"
 
-    return _table(
+    return table(
         f"Skipping prompts: one document of {document['settings']['skipping_tokens']} tokens, 5% supervised; one "
         f"process, one thread, fp32, {_draft('skipping')}. Seconds (of processor time). Gradients: largest difference, "
         f"relative to the largest entry of a weight's gradient. {_load(document, 'skipping')}",
@@ -260,11 +235,6 @@ def _load(document: dict[str, Any], part: str) -> str:
 
 def _draft(part: str) -> str:
     return "draft with " + ", ".join(f"{name} {size}" for name, size in DRAFTS[part].items())
-
-
-def _table(title: str, head: list[str], rows: list[list[Any]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join([title, "", *(f"| {' | '.join(map(str, line))} |" for line in lines)])
 
 
 if __name__ == "__main__":

@@ -10,15 +10,13 @@ assertion error. Progress and logs go to stderr. It takes some minutes, and time
 """
 
 import argparse
-import datetime
 import json
 import os
-import shlex
 import sys
 import time
 from typing import Any
 
-from sequence_parallel import _machine, _positive, _table
+from reporting import headline, origin, positive, table
 
 from eagle3.errors import run_command
 
@@ -41,10 +39,7 @@ def main() -> int:
         loads[part], began = os.getloadavg()[0], time.monotonic()
         results[part] = getattr(measures, f"measure_{part}")(DRAFTS[part], options)
         print(f"{part}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-    document = {
-        "command": shlex.join(["python", *sys.argv]),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": _machine() | {"load_before": loads},
+    document = origin(load_before=loads) | {
         "settings": {key: value for key, value in vars(options).items() if key != "json"} | {"drafts": DRAFTS},
         "results": results,
     }
@@ -59,25 +54,22 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to run")
-    parser.add_argument("--steps", type=_positive, default=7, help="K, the training-time-test steps")
-    parser.add_argument("--threads", nargs="+", type=_positive, default=[1, 2], help="lengths take the most of them")
-    parser.add_argument("--block-mib", type=_positive, default=64, help="of the loss's blocks and the chunks of tokens")
-    parser.add_argument("--marks-tokens", type=_positive, default=2048, help="of the document beside the dense step")
-    parser.add_argument("--lengths", nargs="+", type=_positive, default=[2**n for n in range(10, 16)], help="in tokens")
-    parser.add_argument("--dense-gib", type=_positive, default=8, help="that the dense step may take, by estimate")
+    parser.add_argument("--steps", type=positive, default=7, help="K, the training-time-test steps")
+    parser.add_argument("--threads", nargs="+", type=positive, default=[1, 2], help="lengths take the most of them")
+    parser.add_argument("--block-mib", type=positive, default=64, help="of the loss's blocks and the chunks of tokens")
+    parser.add_argument("--marks-tokens", type=positive, default=2048, help="of the document beside the dense step")
+    parser.add_argument("--lengths", nargs="+", type=positive, default=[2**n for n in range(10, 16)], help="in tokens")
+    parser.add_argument("--dense-gib", type=positive, default=8, help="that the dense step may take, by estimate")
     parser.add_argument(
-        "--repeats", type=_positive, default=3, help="timed steps after one to warm up; the median counts"
+        "--repeats", type=positive, default=3, help="timed steps after one to warm up; the median counts"
     )
-    parser.add_argument("--repeat-up-to", type=_positive, default=4096, help="tokens; longer documents are timed once")
+    parser.add_argument("--repeat-up-to", type=positive, default=4096, help="tokens; longer documents are timed once")
     return parser.parse_args()
 
 
 def _markdown(document: dict[str, Any]) -> str:
-    machine, settings = document["machine"], document["settings"]
-    about = (
-        f"{machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}, {document['date'][:10]}; "
-        f"K = {settings['steps']}, fp32, blocks of {settings['block_mib']} MiB."
-    )
+    settings = document["settings"]
+    about = f"{headline(document)}; K = {settings['steps']}, fp32, blocks of {settings['block_mib']} MiB."
     titles = {
         "marks": "Beside the dense step; losses agree to 1e-5, gradients to 1e-4",
         "lengths": f"Growth with length; the dense step up to {settings['dense_gib']} GiB by estimate",
@@ -92,7 +84,7 @@ def _steps_table(title: str, part: str, rows: list[dict[str, Any]], document: di
         return f"{row[f'{what}_to_dense']:.3f}" if f"{what}_to_dense" in row else ""
 
     shape = ", ".join(f"{name} {size}" for name, size in DRAFTS[part].items())
-    return _table(
+    return table(
         f"{title} (draft with {shape}). Peak: megabytes of tensors alive at once, of which weights and inputs are `held`. "
         f"Load average before: {document['machine']['load_before'][part]:.1f}.",
         ["supervised", "tokens", "threads", "step", "seconds", "processor", "of dense", "peak", "held", "of dense"]

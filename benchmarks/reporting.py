@@ -1,0 +1,48 @@
+"""What every benchmark says of itself: command, date and machine; and tables."""
+
+import argparse
+import datetime
+import os
+import platform
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def origin(**machine: Any) -> dict[str, Any]:
+    """The head of a result's JSON document; `machine`: more about the machine."""
+    from torch import __version__ as torch_version
+    from torch import cuda
+
+    listing, name = Path("/proc/cpuinfo"), platform.processor()
+    if listing.exists():
+        name = re.search(r"model name\s*: (.*)", listing.read_text() + f"model name : {name}")[1]
+    about = {"cpu": name, "cores": os.cpu_count(), "torch": torch_version}
+    about |= {"gpu": cuda.get_device_name()} if cuda.is_available() else {}
+    return {
+        "command": shlex.join(["python", *sys.argv]),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": about | machine,
+    }
+
+
+def headline(document: dict[str, Any]) -> str:
+    machine = document["machine"]
+    gpu = f", {machine['gpu']}" if "gpu" in machine else ""
+    return f"{machine['cpu']}, {machine['cores']} cores{gpu}, torch {machine['torch']}, {document['date'][:10]}"
+
+
+def positive(text: str) -> int:
+    """A type for argparse."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is below 1")
+    return number
+
+
+def table(title: str, head: list[str], rows: list[list[Any]]) -> str:
+    """In Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join([title, "", *(f"| {' | '.join(map(str, line))} |" for line in lines)])
