@@ -236,3 +236,7 @@ def test_both_kernels_calls_mean_the_block_that_plain_products_compute(
     for part, exact in zip((*found, *gradients), (*wanted, *wanted_gradients), strict=True):
         # grouped keys are summed in fp32
         assert part.shape == exact.shape and (part - exact).abs().max() < 1e-5 * exact.abs().max()
+
+
+def test_without_a_hopper_gpu_torchs_own_flash_kernels_stay(topology):
+    assert cuda.take_installed_flash(topology.device) == "FA2"

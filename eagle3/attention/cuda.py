@@ -1,7 +1,7 @@
 """Fused kernels for one block of attention on CUDA: torch's operators, given strided views, never waiting for the device.
 
-flash: fp16 and bf16, `full` and `causal`, grouped key/value heads as they are. Which flash kernels these are is torch's
-choice: its own FlashAttention 2, or what `torch.nn.attention.activate_flash_attention_impl("FA3")` has put there.
+flash: fp16 and bf16, `full` and `causal`, grouped key/value heads as they are. Torch's own FlashAttention 2, or the
+flash-attn package's FlashAttention 3 where `take_installed_flash` finds it.
 efficient: fp32 as well, and any mask. In fp32 its products are split TF32 on tensor cores, near fp32 in accuracy.
 
 Layouts, padding and the arguments that go unread without dropout follow torch's C++ sources. Checked so far without a
@@ -9,13 +9,25 @@ GPU (tests/test_cuda_attention.py): schemas, shapes, number formats, and the lay
 What the kernels themselves compute for these calls, in what time, has not been measured yet.
 """
 
+import importlib.util
+
 import torch
+import torch.nn.attention
 from torch import Tensor
 
 from eagle3.attention.plain import BlockGradients, BlockOutput, Visibility
 
 # The efficient kernel reads lse in whole blocks of its backward, and a mask in whole vectors of 16 bytes at least.
 LSE_MULTIPLE, MASK_MULTIPLE = 32, 16
+
+
+def take_installed_flash(device: torch.device) -> str:
+    """Put the flash-attn package's FlashAttention 3 (module flash_attn_interface) behind torch's operators, on a Hopper
+    GPU where it is installed. Returns what the flash kernels are then. For the whole process, as torch has it."""
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    if hopper and importlib.util.find_spec("flash_attn_interface"):
+        torch.nn.attention.activate_flash_attention_impl("FA3")
+    return torch.nn.attention.current_flash_attention_impl() or "FA2"
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, visibility: Visibility) -> BlockOutput:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from eagle3.attention.cuda import take_installed_flash
 from eagle3.data.vocabulary import save_vocabulary
 from eagle3.evaluation.judge import choose_prompts
 from eagle3.parallel.topology import Topology, agreed
@@ -53,6 +54,8 @@ def train(recipe: Recipe, deepspeed_file: Path, topology: Topology, resume: bool
         folder.begin(recipe, resume, console)
         save_vocabulary(vocabulary, folder.vocabulary)
     dist.barrier()
+    if topology.device.type == "cuda":
+        console(f"attention: {take_installed_flash(topology.device)} kernels")
     trainer.run(resume)
     exported = trainer.export()
     console(f"exported draft: {exported}")
