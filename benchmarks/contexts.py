@@ -64,9 +64,10 @@ def draft(hidden: int, mlp: int, heads: int, kv_heads: int, head_dim: int, vocab
 def cell(planned: Planned, gpus: int, tokens: int, supervised: float, usable: float) -> str:
     """Gigabytes of a rank, and the layout that takes the least GPU time."""
     stream = Stream(tokens, 1, supervised)
-    best = best_layout(planned, gpus, stream, usable)
-    if best is None:
+    fitted = best_layout(planned, gpus, lambda sizes: stream, usable)
+    if fitted is None:
         return "does not fit"
+    best = fitted.planned
     sizes = best.sizes
     names = [f"u{sizes.ulysses}"] * (sizes.ulysses > 1) + [f"r{sizes.ring}"] * (sizes.ring > 1)
     kept = {"none": "none", "attention_kept": "kept", "full": "full"}[best.memory.recompute]

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from eagle3.costs import Machine, step_seconds
 from eagle3.errors import UserError
@@ -29,15 +30,31 @@ class Stream:
         return rank_bytes(planned, self.share(planned)).total()
 
 
-def longest_context(planned: Planned, supervised: float, usable: float) -> int:
-    """Tokens of the longest single document that a rank holds in `usable` bytes, in steps of 1024."""
+# The search for the longest context ends here.
+MOST_TOKENS = 2**27
+
+
+def longest_context(planned: Planned, supervised: float, usable: float) -> int | None:
+    """Tokens of the longest single document that a rank holds in `usable` bytes, in steps of 1024; None where that is
+    beyond MOST_TOKENS."""
     return _longest(lambda tokens: Stream(tokens, 1, supervised).needs(planned) <= usable)
 
 
-def best_layout(planned: Planned, gpus: int, stream: Stream, usable: float) -> Planned | None:
-    """Of all layouts and memory settings under which `stream` fits, the one that takes the least GPU time."""
-    fitting = (each for each in layouts(planned, gpus) if stream.needs(each) <= usable)
-    return min(fitting, key=lambda each: _cost(each, stream), default=None)
+class Fitted(NamedTuple):
+    """A layout under which a stream fits, and that stream: where the recipe packs it, it depends on the layout."""
+
+    planned: Planned
+    stream: Stream
+
+
+def best_layout(
+    planned: Planned, gpus: int, stream_of: Callable[[Sizes], Stream | None], usable: float
+) -> Fitted | None:
+    """Of all layouts and memory settings under which the stream fits that the layout would have (None: it can have
+    none), the one that takes the least GPU time a token."""
+    candidates = ((each, stream_of(each.sizes)) for each in layouts(planned, gpus))
+    fitting = (Fitted(*each) for each in candidates if each[1] is not None and each[1].needs(each[0]) <= usable)
+    return min(fitting, key=_cost, default=None)
 
 
 def variants(planned: Planned) -> Iterator[Planned]:
@@ -64,19 +81,20 @@ def layouts(planned: Planned, gpus: int) -> Iterator[Planned]:
                 yield from variants(dataclasses.replace(planned, sizes=sizes, ring_mode=mode))
 
 
-def _cost(planned: Planned, stream: Stream) -> tuple[float, float]:
-    """GPU seconds a stream takes, then bytes: the fewer GPUs share it and the less is computed again, the better."""
-    share, sizes = stream.share(planned), planned.sizes
+def _cost(fitted: Fitted) -> tuple[float, float]:
+    """GPU seconds a token, then bytes: the fewer GPUs share a stream and the less is computed again, the better."""
+    planned, stream = fitted
     streamed = 1.001 if planned.residence == "host" else 1  # copies that compute hides, if all goes well
-    seconds = step_seconds(planned, share) * streamed
-    return seconds * sizes.tensor * sizes.sequence, rank_bytes(planned, share).total()
+    seconds = step_seconds(planned, stream.share(planned)) * streamed
+    return seconds * planned.sizes.tensor * planned.sizes.sequence / stream.tokens, stream.needs(planned)
 
 
-def _longest(fits: Callable[[int], bool], most: int = 2**27) -> int:
-    """The largest number of tokens that `fits`, in steps of 1024 (0 where not even that many do)."""
+def _longest(fits: Callable[[int], bool]) -> int | None:
     low, high = 0, 1
-    while high * 1024 <= most and fits(high * 1024):
+    while fits(high * 1024):
         low, high = high, 2 * high
+        if high * 1024 > MOST_TOKENS:
+            return None
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle * 1024) else (low, middle)

@@ -76,7 +76,7 @@ class Share(NamedTuple):
 class Planned:
     """A training step to be planned. steps: K. dtype: of the draft. ring_mode, memory, residence: as in training. device:
     on CPUs norms are several operations, each of which keeps its result where nothing is recomputed. bucket: numbers in
-    DeepSpeed's buckets for gradients under way, all of them together."""
+    DeepSpeed's buckets for gradients under way, all of them together; zero_stage: 2 deals gradients too, 1 does not."""
 
     draft: DraftConfig
     steps: int
@@ -87,6 +87,7 @@ class Planned:
     residence: Residence = "device"
     device: Literal["cuda", "cpu"] = "cuda"
     bucket: int = 100_000_000
+    zero_stage: int = 2
 
     @property
     def itemsize(self) -> int:
@@ -162,7 +163,7 @@ def engine_bytes(planned: Planned) -> Bytes:
     return Counter(
         {
             "optimiser": 12 * part,
-            "gradients": planned.itemsize * part,
+            "gradients": planned.itemsize * (part if planned.zero_stage == 2 else trained),
             "buffers": planned.bucket * planned.itemsize,
         }
     )
@@ -171,6 +172,13 @@ def engine_bytes(planned: Planned) -> Bytes:
 def rank_bytes(planned: Planned, share: Share) -> Bytes:
     """All of it: the step on top of the engine. `total()` is what has to fit, beside the device's own overhead."""
     return step_bytes(planned, share) + engine_bytes(planned)
+
+
+def host_bytes(planned: Planned, share: Share) -> int:
+    """What waits pinned on the host for one stream (torch rounds each of the two up to a power of two)."""
+    if planned.residence == "device":
+        return 0
+    return (3 * share.rows + share.teacher) * planned.draft.target_hidden_size * planned.itemsize
 
 
 def _phases(planned: Planned, share: Share) -> list[Bytes]:

@@ -148,7 +148,18 @@ class Memory(Section):
     inputs: Literal["device", "host"] = Field(
         "device", description="where hidden states wait: on the GPU, or on the host until a chunk needs them"
     )
-    block_mib: Count = Field(1024, description="MiB that a block of the loss, and a chunk of tokens, may take")
+    block_mib: Annotated[int, Field(ge=1, le=65536)] = Field(
+        1024, description="MiB that a block of the loss, and a chunk of tokens, may take"
+    )
+
+    @model_validator(mode="after")
+    def _waiting_wants_chunks(self) -> "Memory":
+        if self.inputs == "host" and self.recompute == "none":
+            raise ValueError(
+                "inputs is 'host' but recompute is 'none', which keeps all of them on the GPU; set recompute to "
+                "attention_kept or full"
+            )
+        return self
 
 
 class Profile(Section):

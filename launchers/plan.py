@@ -6,7 +6,6 @@ Memory follows the code's own allocations; times and utilisation are assumptions
 import argparse
 import dataclasses
 import json
-import math
 from pathlib import Path
 
 import torch
@@ -15,9 +14,9 @@ from transformers import LlamaConfig, PretrainedConfig
 
 from eagle3.costs import Machine, hidden_state_bytes, sent_bytes, step_flops, step_seconds
 from eagle3.errors import SharedUserError, run_command
-from eagle3.fitting import RESERVED, Stream, best_layout, longest_context, variants
+from eagle3.fitting import MOST_TOKENS, RESERVED, Stream, best_layout, longest_context, variants
 from eagle3.objective.model import MemoryPlan
-from eagle3.planner import Planned, Sizes, rank_bytes
+from eagle3.planner import Planned, Sizes, host_bytes, rank_bytes
 from eagle3.recipe import Recipe, load_recipe
 from eagle3.target.transformers import target_config
 from eagle3.training.assemble import shape_draft
@@ -41,7 +40,7 @@ def main() -> int:
     options = parser.parse_intermixed_args()
     check(options)
     recipe = load_recipe(options.recipe, options.overrides)
-    wanted = planned_step(recipe, options.gpus, options.deepspeed)
+    wanted = planned_step(recipe, options.gpus, options.deepspeed, packed=options.context is None)
     report = plan(recipe, wanted, options.gpu_memory * 1e9, options.context, options.supervised)
     print(json.dumps(report, indent=1) if options.json else written(report))
     return 0 if report["fits"] else 1
@@ -50,9 +49,10 @@ def main() -> int:
 def check(options: argparse.Namespace) -> None:
     for name, fine, remedy in (
         ("gpus", options.gpus >= 1, "a number of GPUs, 1 or more"),
-        ("gpu_memory", math.isfinite(options.gpu_memory) and options.gpu_memory > 0, "GB of one GPU, for example 80"),
-        ("context", options.context is None or options.context >= 2, "tokens, 2 or more"),
+        ("gpu_memory", 0 < options.gpu_memory <= 1e6, "GB of one GPU, for example 80"),
+        ("context", options.context is None or 2 <= options.context <= 10**9, "tokens, 2 to a billion"),
         ("supervised", 0 < options.supervised <= 1, "a share above 0, at most 1"),
+        ("supervised", round((options.context or 10**9) * options.supervised) >= 1, "a share of at least one token"),
     ):
         if not fine:
             option = "--" + name.replace("_", "-")
@@ -62,21 +62,28 @@ def check(options: argparse.Namespace) -> None:
 def plan(recipe: Recipe, wanted: Planned, memory: float, context: int | None, supervised: float) -> dict:
     """Everything that is said, as numbers (bytes, tokens, seconds)."""
     usable = memory * (1 - RESERVED)
-    stream = recipe_stream(recipe, wanted.sizes.data, supervised) if context is None else Stream(context, 1, supervised)
+
+    def stream_of(sizes: Sizes) -> Stream | None:
+        return recipe_stream(recipe, sizes.data, supervised) if context is None else Stream(context, 1, supervised)
+
+    stream = stream_of(wanted.sizes)
     share = stream.share(wanted)
     held, flops = rank_bytes(wanted, share), step_flops(wanted, share)
-    best = best_layout(wanted, wanted.sizes.ranks, stream, usable)
+    best = best_layout(wanted, wanted.sizes.ranks, stream_of, usable)
     return {
         "draft": {name: getattr(wanted.draft, name) for name in SHAPE},
         "layout": described(wanted),
         "stream": dataclasses.asdict(stream),
         "memory": dict(held) | {"all": held.total(), "usable": usable},
+        "host_memory": host_bytes(wanted, share),
         "fits": held.total() <= usable,
         "largest_context": {
             f"{each.memory.recompute}, inputs on the {each.residence}": longest_context(each, supervised, usable)
             for each in variants(wanted)
         },
-        "best_layout": None if best is None else described(best) | {"memory": stream.needs(best)},
+        "best_layout": None
+        if best is None
+        else described(best.planned) | {"memory": best.stream.needs(best.planned), "tokens": best.stream.tokens},
         "step": {
             "model_flops": flops.model,
             "executed_flops": flops.executed,
@@ -92,7 +99,8 @@ SHAPE = ("hidden_size", "target_hidden_size", "intermediate_size", "num_attentio
 SHAPE += ("head_dim", "vocab_size", "draft_vocab_size")
 
 
-def planned_step(recipe: Recipe, gpus: int, deepspeed_file: Path) -> Planned:
+def planned_step(recipe: Recipe, gpus: int, deepspeed_file: Path, packed: bool) -> Planned:
+    """packed: plan the streams that the recipe's batch makes, so that the batch has to be one that can be dealt."""
     parallel, memory = recipe.parallelism, recipe.memory
     target = demo_config(recipe) if recipe.model.target == "demo" else read_target(recipe)
     draft = shape_draft(recipe, target, target.vocab_size, min(recipe.model.draft.vocab_size, target.vocab_size))
@@ -104,7 +112,10 @@ def planned_step(recipe: Recipe, gpus: int, deepspeed_file: Path) -> Planned:
             f"takes {together} or a multiple of it; change one of them"
         )
     data = gpus // together
-    zero = deepspeed_config(deepspeed_file, recipe.training, data)["zero_optimization"]
+    training = recipe.training
+    if not packed:
+        training = training.model_copy(update={"global_batch_size": data * training.accumulation})
+    zero = deepspeed_config(deepspeed_file, training, data)["zero_optimization"]
     bucket = DeepSpeedZeroConfig(**zero).reduce_bucket_size * (2 if zero.get("overlap_comm") else 1)
     return Planned(
         draft,
@@ -115,6 +126,7 @@ def planned_step(recipe: Recipe, gpus: int, deepspeed_file: Path) -> Planned:
         MemoryPlan(memory.recompute, memory.block_mib * 2**20),
         memory.inputs,
         bucket=bucket,
+        zero_stage=zero["stage"],
     )
 
 
@@ -137,10 +149,13 @@ def demo_config(recipe: Recipe) -> PretrainedConfig:
     )
 
 
-def recipe_stream(recipe: Recipe, data_ranks: int, supervised: float) -> Stream:
-    """The longest stream that the recipe can pack: all samples at data.max_length."""
+def recipe_stream(recipe: Recipe, data_ranks: int, supervised: float) -> Stream | None:
+    """The longest stream that the recipe can pack: all samples at data.max_length. None where the batch cannot be dealt
+    to so many data ranks."""
     training = recipe.training
-    documents = math.ceil(training.global_batch_size / (data_ranks * training.accumulation))
+    documents, left = divmod(training.global_batch_size, data_ranks * training.accumulation)
+    if left:
+        return None
     return Stream(documents * recipe.data.max_length, documents, supervised)
 
 
@@ -154,6 +169,7 @@ def described(planned: Planned) -> dict:
 def written(report: dict) -> str:
     gb, stream, step, layout = 1e9, report["stream"], report["step"], report["layout"]
     memory, best, draft = report["memory"], report["best_layout"], report["draft"]
+    streamed = report["host_memory"] > 0
     of = f"{stream['documents']} documents, " if stream["documents"] > 1 else ""
     lines = [
         f"draft: hidden {draft['hidden_size']}, MLP {draft['intermediate_size']}, {draft['num_attention_heads']} heads "
@@ -164,25 +180,36 @@ def written(report: dict) -> str:
         *(f"  {name:20s} {size / gb:9.2f}" for name, size in memory.items() if name not in ("all", "usable") and size),
         f"  {'all':20s} {memory['all'] / gb:9.2f}  of {memory['usable'] / gb:.1f} usable "
         f"({RESERVED:.0%} kept for CUDA, NCCL and the allocator)",
+        *([f"  on the host, pinned    {report['host_memory'] / gb:9.2f}  up to twice that: powers of two"] * streamed),
         "fits" if report["fits"] else "DOES NOT FIT",
         "largest context of this layout, tokens of one document:",
-        *(f"  recompute {name:38s} {tokens:12,}" for name, tokens in report["largest_context"].items()),
+        *(
+            f"  recompute {name:38s} " + (f"more than {MOST_TOKENS:,}" if tokens is None else f"{tokens:12,}")
+            for name, tokens in report["largest_context"].items()
+        ),
     ]
     if best is None:
-        lines.append("no layout of these GPUs fits; take more GPUs, or shorter documents (data.max_length)")
+        lines.append(
+            "no layout of these GPUs fits; take more GPUs, a shorter context (data.max_length), smaller blocks "
+            "(memory.block_mib), or fewer samples in a stream (training.accumulation)"
+        )
     else:
-        lines.append(f"best layout for this stream: {in_words(best)}; {best['memory'] / gb:.1f} GB a rank")
+        lines.append(
+            f"least GPU time a token: {in_words(best)}; {best['memory'] / gb:.1f} GB a rank, streams of "
+            f"{best['tokens']:,} tokens"
+        )
         lines.append("  " + overrides(best))
     per_token, assumed = report["hidden_states_per_token"], step["assumed"]
     lines += [
         f"a rank's step: {step['model_flops'] / 1e12:,.1f} model TFLOPs, {step['executed_flops'] / 1e12:,.1f} with what "
-        f"is recomputed; {step['sent'] / gb:,.2f} GB sent",
+        f"is recomputed; {step['sent'] / gb:,.2f} GB sent (ZeRO's reduction of gradients, once an optimiser step, apart)",
         f"  about {step['seconds']:,.2f} s, assuming {assumed['utilisation']:.0%} of {assumed['flops'] / 1e12:,.0f} "
         f"TFLOP/s, {assumed['near'] / gb:,.0f} GB/s in a node and {assumed['far'] / gb:,.0f} GB/s out of it, nothing "
         "overlapped, data there (an assumption, not a measurement)",
         f"hidden states on disk: {per_token:,} bytes a token, {per_token * 1e9 / 1e12:,.1f} TB a billion tokens, "
         f"{per_token * stream['tokens'] / gb:,.2f} GB this stream",
-        "live hidden states: the target's own weights and prefill come on top",
+        "live hidden states: the target's weights and prefill come on top, and with accumulation and memory.inputs=device "
+        "the other streams' rows",
     ]
     return "\n".join(lines)
 

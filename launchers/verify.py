@@ -35,6 +35,10 @@ def main() -> int:
         if getattr(options, name) < 1:
             option = name.replace("_", "-")
             raise SharedUserError(f"--{option} {getattr(options, name)}: not a number of {what}; use 1 or more")
+    if options.out and options.out.exists() and not options.out.is_dir():
+        raise SharedUserError(f"--out {options.out}: is a file; name a folder")
+    if options.steps is not None and options.steps < 1:
+        raise SharedUserError(f"--steps {options.steps}: not a number of TTT steps; leave it out")
     case, expected = read_case(options.case), read_tensors(options.case / "expected.safetensors")
     if "ploss" not in expected:
         raise SharedUserError(f"{options.case / 'expected.safetensors'}: ploss is missing; this is not a golden case")

@@ -63,6 +63,18 @@ def test_what_does_not_fit_has_exit_code_1_and_the_layout_that_does(plan, recipe
     assert plan("--recipe", recipe, "--gpus", 8, "--context", 100_000, *memory, *chosen)[0] == 0
 
 
+def test_the_best_layout_of_packed_streams_fits_when_it_is_applied(plan, recipe):
+    """Fewer data ranks pack more samples into a stream."""
+    size = ["training.global_batch_size=16", "data.max_length=100000", "parallelism.ulysses=2"]
+    needed = json.loads(plan("--recipe", recipe, "--gpus", 8, "--json", *size)[1])["memory"]["all"]
+    memory = ["--gpu-memory", 1.05 * needed / 1e9 / 0.92]
+    best = json.loads(plan("--recipe", recipe, "--gpus", 8, "--json", *size, *memory)[1])["best_layout"]
+    keys = [f"parallelism.{name}={best[name]}" for name in ("tensor", "ulysses", "ring", "ring_mode")]
+    keys += [f"memory.{name}={best[name]}" for name in ("recompute", "inputs", "block_mib")]
+    code, out, _ = plan("--recipe", recipe, "--gpus", 8, "--json", *size, *memory, *keys)
+    assert code == 0 and json.loads(out)["stream"]["tokens"] == best["tokens"]
+
+
 def test_where_nothing_fits_it_says_so(plan, recipe):
     code, out, _ = plan("--recipe", recipe, "--gpus", 2, "--context", 100_000, "--gpu-memory", "0.001")
     assert code == 1 and "DOES NOT FIT" in out and "no layout of these GPUs fits" in out
@@ -86,6 +98,11 @@ def test_the_quickstart_is_planned_without_its_target(plan):
         (["--gpus", "8", "parallelism.ulysses=3"], "ulysses"),
         (["memory.recompute=some"], "memory.recompute"),
         (["memory.block_mib=0"], "memory.block_mib"),
+        (["memory.block_mib=999999999"], "memory.block_mib"),
+        (["memory.inputs=host", "memory.recompute=none"], "inputs is 'host'"),
+        (["--context", "2", "--supervised", "0.01"], "--supervised 0.01"),
+        (["--context", "9" * 20], "--context 9999"),
+        (["--gpu-memory", "1e300"], "--gpu-memory 1e+300"),
         (["model.target=/nowhere/at/all"], "/nowhere/at/all"),
     ],
     ids=str,
@@ -107,7 +124,10 @@ def test_the_longest_context_fits_and_a_little_more_does_not(supervised):
 
 def test_the_best_layout_fits_and_takes_no_more_gpus_a_stream_than_it_must():
     planned, stream = Planned(DRAFT, 4, torch.bfloat16, memory=MemoryPlan("full", 2**20)), Stream(2**17, 1, 1.0)
-    sizes = [best_layout(planned, 8, stream, usable).sizes for usable in (1e12, stream.needs(planned) / 3)]
+    sizes = [
+        best_layout(planned, 8, lambda sizes: stream, usable).planned.sizes
+        for usable in (1e12, stream.needs(planned) / 3)
+    ]
     assert sizes[0].sequence == 1 and sizes[1].sequence > 1
     assert all(each.ranks == 8 for each in sizes)
     assert {each.sizes.ranks for each in layouts(planned, 8)} == {8}

@@ -38,16 +38,19 @@ class HiddenStateSource(Protocol):
 
 class LiveSource:
     """Runs the target. group: all ranks that work on one stream; each sample is prefilled by one of them, which sends
-    every rank its rows. device: where the target's states lie and the group's backend exchanges tensors."""
+    every rank its rows. device: where the target's states lie and the group's backend exchanges tensors. keep_on: where
+    the rows then wait for their turn."""
 
-    def __init__(self, target: Target, group: ProcessGroup, device: torch.device) -> None:
-        self.target, self.group, self.device = target, group, device
+    def __init__(
+        self, target: Target, group: ProcessGroup, device: torch.device, keep_on: torch.device | None = None
+    ) -> None:
+        self.target, self.group, self.device, self.keep_on = target, group, device, keep_on or device
 
     def rows(self, samples: Sequence[Sample], aux: Sequence[Tensor], teacher: Sequence[Tensor]) -> list[DocumentRows]:
         if self.group.size() == 1:
             states = self.target.prefill([sample.ids for sample in samples])
             return [
-                DocumentRows(held.aux[a], held.last[b], held.argmax[b], held.logsumexp[b])
+                self._kept(held.aux[a], held.last[b], held.argmax[b], held.logsumexp[b])
                 for held, a, b in zip(states, aux, teacher, strict=True)
             ]
         owners = deal_streams([len(sample.ids) for sample in samples], self.group.size())
@@ -62,7 +65,10 @@ class LiveSource:
             teacher_requests.fetch([held.argmax for held in states]),
             teacher_requests.fetch([held.logsumexp for held in states]),
         )
-        return [DocumentRows(*rows) for rows in zip(*kinds, strict=True)]
+        return [self._kept(*rows) for rows in zip(*kinds, strict=True)]
+
+    def _kept(self, *rows: Tensor) -> DocumentRows:
+        return DocumentRows(*(kind.to(self.keep_on) for kind in rows))
 
 
 class StoredSource:

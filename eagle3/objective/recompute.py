@@ -99,7 +99,8 @@ class Part:
         return PartGradients(d_inputs, rounded)
 
     def _sum(self, total: Tensor | None, part: Tensor | None) -> Tensor | None:
-        """Over chunks, in fp32 at least; one chunk alone is not widened."""
+        """Over chunks, in fp32 at least; one chunk alone is not widened. In place: what autograd.grad has just made for one
+        weight is nobody else's."""
         if total is None or part is None:
             if part is None or len(self.cuts) == 1:
                 return total if part is None else part
@@ -184,7 +185,7 @@ class _Step(torch.autograd.Function):
         with torch.enable_grad():
             q, *own_and_made = (tensor.detach().requires_grad_() for tensor in (q, *own, *made))
             sink = None if sink is None else sink.detach().requires_grad_()
-            shared = SharedKeyValue(key_value.detach().requires_grad_(), ctx.gradient)
+            shared = SharedKeyValue(key_value, ctx.gradient).detached()
             attended = step.attend(q, shared, _pairs(own_and_made), sink)
         finished = step.finish.backward((hidden, attended.detach()), (d_output,))
         d_hidden, d_attended = finished.inputs

@@ -1,18 +1,36 @@
-"""Frozen rows that wait on the host and come to the device a chunk at a time, the next one while this one is used."""
+"""Frozen rows that wait on the host and come to the device a slice at a time, the next one while this one is used."""
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 
+@dataclass
+class _Slot:
+    """A buffer on the device. rows: what is or will be in it, unread; filled: when it is there; used: when whoever read
+    what was in it before is done."""
+
+    buffer: Tensor
+    rows: slice | None = None
+    filled: "torch.cuda.Event | None" = None
+    used: "torch.cuda.Event | None" = None
+
+
 class StreamedRows:
     """Rows of `held` [rows, width], on the host, as `held[slice]` on `device`; slices are asked for in ascending order,
-    again and again. On a GPU the rows are pinned and copied on a stream of their own, one slice ahead."""
+    again and again, and each is good until the next one is asked for.
+
+    On a GPU the rows are pinned, and a stream of its own copies one slice ahead into the other of two buffers, which it
+    does not touch before the work on what was there is done: the device never holds more than two slices.
+    """
 
     def __init__(self, held: Tensor, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
         self.held, self.device = held.cpu().pin_memory() if self.cuda else held, device
         self.copies = torch.cuda.Stream(device) if self.cuda else None
-        self.ahead: tuple[slice, Tensor, torch.cuda.Event] | None = None
+        self.slots: list[_Slot] = []
+        self.turn = 0
 
     def __len__(self) -> int:
         return len(self.held)
@@ -21,17 +39,31 @@ class StreamedRows:
         if not self.cuda:
             return self.held[rows].to(self.device)
         wanted = slice(rows.start, min(rows.stop, len(self.held)))
-        if self.ahead is None or self.ahead[0] != wanted:
-            self.ahead = self._begin(wanted)
-        _, arriving, done = self.ahead
-        here = torch.cuda.current_stream(self.device)
-        here.wait_event(done)
-        arriving.record_stream(here)
-        following = slice(wanted.stop, min(2 * wanted.stop - wanted.start, len(self.held)))
-        self.ahead = self._begin(following) if following.start < following.stop else None
-        return arriving
+        width, here = wanted.stop - wanted.start, torch.cuda.current_stream(self.device)
+        if not self.slots or len(self.slots[0].buffer) < width:
+            self._allocate(width, here)
+        self.slots[self.turn].used = here.record_event()  # all that reads the last slice has been queued
+        self.turn = 1 - self.turn
+        slot, other = self.slots[self.turn], self.slots[1 - self.turn]
+        if slot.rows != wanted:
+            self._fill(slot, wanted)
+        here.wait_event(slot.filled)
+        slot.rows = None
+        following = slice(wanted.stop, min(wanted.stop + width, len(self.held)))
+        if following.start < following.stop:
+            self._fill(other, following)
+        return slot.buffer[:width]
 
-    def _begin(self, rows: slice) -> tuple[slice, Tensor, "torch.cuda.Event"]:
+    def _allocate(self, width: int, here: "torch.cuda.Stream") -> None:
+        self.slots = [_Slot(self.held.new_empty(width, *self.held.shape[1:], device=self.device)) for _ in range(2)]
+        for slot in self.slots:
+            slot.buffer.record_stream(self.copies)
+        self.copies.wait_stream(here)  # the memory may be that of work still queued
+
+    def _fill(self, slot: _Slot, rows: slice) -> None:
         with torch.cuda.stream(self.copies):
-            arriving = self.held[rows].to(self.device, non_blocking=True)
-        return rows, arriving, self.copies.record_event()
+            if slot.used:
+                self.copies.wait_event(slot.used)
+            slot.buffer[: rows.stop - rows.start].copy_(self.held[rows], non_blocking=True)
+            slot.filled = self.copies.record_event()
+        slot.rows = rows

@@ -172,7 +172,9 @@ def open_source(recipe: Recipe, materials: Materials, topology: Topology) -> Hid
     """Start the target, or open the store and load only the target's embedding and head."""
     if recipe.hidden_states.mode == "live":
         target = start_target(recipe, materials, topology.device)
-        return HiddenStateSupply(LiveSource(target, topology.stream, topology.device), target.weights(), target)
+        keep_on = torch.device("cpu") if recipe.memory.inputs == "host" else topology.device
+        source = LiveSource(target, topology.stream, topology.device, keep_on)
+        return HiddenStateSupply(source, target.weights(), target)
     model, path = recipe.model, recipe.hidden_states.path
     store = agreed(lambda: _open_store(recipe, materials, path))
     head = load_target_head(
