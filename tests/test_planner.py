@@ -44,7 +44,9 @@ def test_planned_peak_is_within_ten_percent_of_the_bytes_of_a_step(topology, dty
     memory, draft = MemoryPlan(recompute, BLOCK), config()
     stream = pack(STREAMS[name], draft.vocab_size)
     prepared = prepare(stream, draft, 5, Layout(), topology, dtype, memory=memory)
-    planned = step_bytes(Planned(draft, 5, dtype, memory=memory, device="cpu"), Share.of(prepared.plan, stream)).total()
+    planned = step_bytes(
+        Planned(draft, 5, dtype, memory=memory, device=topology.device.type), Share.of(prepared.plan, stream)
+    ).total()
     assert abs(planned / measured(prepared) - 1) < 0.1
 
 
@@ -56,7 +58,7 @@ def test_the_plan_follows_the_number_of_steps_and_the_width(topology, steps, hid
     stream = pack(STREAMS["packed documents"], draft.vocab_size)
     prepared = prepare(stream, draft, steps, Layout(), topology, memory=memory)
     share = Share.of(prepared.plan, stream)
-    planned = step_bytes(Planned(draft, steps, torch.float32, memory=memory, device="cpu"), share)
+    planned = step_bytes(Planned(draft, steps, torch.float32, memory=memory, device=topology.device.type), share)
     assert abs(planned.total() / measured(prepared) - 1) < 0.1
 
 
@@ -75,7 +77,7 @@ def test_with_the_engine_around_it_the_peak_of_a_step_is_within_ten_percent_of_t
             bytes_.restart()
             engine.backward(engine(prepared.batch, prepared.weights).surrogate)
             engine.step()
-    planned = Planned(draft, 3, number, memory=memory, device="cpu", bucket=2 * bucket)
+    planned = Planned(draft, 3, number, memory=memory, device=topology.device.type, bucket=2 * bucket)
     assert abs(rank_bytes(planned, Share.of(prepared.plan, stream)).total() / bytes_.peak - 1) < 0.1
 
 
