@@ -50,6 +50,20 @@ class LiveBytes(TorchDispatchMode):
         self.live -= size
 
 
+class LargestTensor(TorchDispatchMode):
+    """Elements of the largest tensor that any operation inside the context returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        sizes = (leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+        self.elements = max(self.elements, *sizes, 0)
+        return result
+
+
 def device_tensors(held) -> Iterator[Tensor]:
     """The tensors of a micro-batch that a GPU would hold: not those of the plan."""
     if isinstance(held, Tensor):

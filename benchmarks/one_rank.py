@@ -14,10 +14,7 @@ stream's. Neither the optimiser nor DeepSpeed's buffers take part; what the opti
 
 import argparse
 import dataclasses
-import datetime
 import json
-import os
-import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -26,6 +23,7 @@ from typing import Any
 
 import torch
 from one_rank_measures import OPTIMISER_BYTES, Bench, Case
+from reporting import origin
 
 from eagle3.attention.cuda import take_installed_flash
 from eagle3.draft.config import DraftConfig
@@ -69,17 +67,10 @@ def start(device: str) -> Topology:
 
 def document(settings: dict[str, Any], results: Any) -> dict[str, Any]:
     """What a benchmark leaves behind: where, when and how, and what it found."""
-    machine: dict[str, Any] = {"cores": os.cpu_count(), "torch": torch.__version__}
+    machine: dict[str, Any] = {}
     if torch.cuda.is_available():
-        about = torch.cuda.get_device_properties(0)
-        machine |= {"gpu": about.name, "gpu_bytes": about.total_memory, "cuda": torch.version.cuda}
-    return {
-        "command": shlex.join(["python", *sys.argv]),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": machine,
-        "settings": settings,
-        "results": results,
-    }
+        machine = {"gpu_bytes": torch.cuda.get_device_properties(0).total_memory, "cuda": torch.version.cuda}
+    return origin(**machine) | {"settings": settings, "results": results}
 
 
 def save(path: Path | None, content: dict[str, Any]) -> None:

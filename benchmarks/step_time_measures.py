@@ -20,7 +20,6 @@ from eagle3.attention.ttt import KeyValue, TTTAttention
 from eagle3.draft.config import DraftConfig
 from eagle3.draft.interchange import exported_tensors
 from eagle3.draft.model import Eagle3Draft
-from eagle3.objective.distill import distill
 from eagle3.objective.losses import LossConfig, loss_value
 from eagle3.objective.model import DraftObjective, MemoryPlan
 from eagle3.objective.recompute import Recompute
@@ -161,18 +160,7 @@ def _step(objective: DraftObjective, prepared: Prepared) -> Timed:
     attention = _EntryLap(objective.attention, laps)
     outputs = unroll(draft, attention, batch.inputs, memory.recompute, objective.chunk)
     laps.lap("unroll")
-    distilled = distill(
-        outputs,
-        draft.lm_head.weight,
-        batch.teacher,
-        batch.query_of,
-        batch.supervised,
-        weights.cross_entropy,
-        weights.overlap,
-        objective.tensor,
-        draft.output_norm,
-        memory.block_bytes,
-    )
+    distilled = objective.distilled(outputs, batch, weights)
     del outputs
     laps.lap("distillation")
     distilled.surrogate.backward()

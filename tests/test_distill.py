@@ -3,7 +3,7 @@
 import pytest
 import torch
 from distill_cases import HIDDEN, STEPS, WEIGHTS, random_rows
-from torch.utils._python_dispatch import TorchDispatchMode
+from live_bytes import LargestTensor
 
 from eagle3.objective.blocks import loss_row_bytes, loss_rows
 from eagle3.objective.distill import StepSums, Teacher, distill
@@ -132,26 +132,11 @@ def test_without_autograd_the_sums_are_the_same(topology):
     assert all(torch.equal(a, b) for a, b in zip(alone.sums, sums, strict=True))
 
 
-class _LargestTensor(TorchDispatchMode):
-    """Elements of the largest tensor that any operation returned."""
-
-    def __init__(self):
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for tensor in torch.utils._pytree.tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                self.elements = max(self.elements, tensor.numel())
-        return result
-
-
 def test_no_tensor_of_tokens_by_vocabulary_exists_forward_or_backward(topology):
     vocabulary, tokens = 400, 112
     case = random_rows(tokens, tokens, vocabulary, torch.float32)
     block_bytes = 16 * loss_row_bytes(STEPS, vocabulary, HIDDEN, torch.float32)
-    with _LargestTensor() as largest:
+    with LargestTensor() as largest:
         distill(*case, *WEIGHTS["both"], topology.tensor, block_bytes=block_bytes).surrogate.backward()
     allowed = max(STEPS * 16 * vocabulary, vocabulary * HIDDEN)
     assert allowed < tokens * vocabulary / 2

@@ -6,9 +6,7 @@ import pytest
 import torch
 from definition import random_case
 from layouts import Layout, draft_config, pack, prepare
-from live_bytes import LiveBytes, device_tensors
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from live_bytes import LargestTensor, LiveBytes, device_tensors
 from training_path import batch_counts, batch_weights, load_draft, stream_batch, train_case
 
 from eagle3.objective.losses import LossConfig
@@ -78,25 +76,11 @@ def test_kept_bytes_of_a_supervised_token_are_a_hidden_state_and_own_keys_a_step
     assert held["none"] > held["attention_kept"] + 4 * 5 * 4 * 256
 
 
-class _LargestTensor(TorchDispatchMode):
-    """Elements of the largest tensor that any operation returned."""
-
-    def __init__(self):
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        sizes = (leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
-        self.elements = max(self.elements, *sizes, 0)
-        return result
-
-
 @pytest.mark.parametrize("recompute", ["none", "attention_kept", "full"])
 def test_no_step_in_any_mode_makes_a_tensor_of_tokens_by_vocabulary(topology, recompute):
     tokens, vocabulary, memory = 600, 700, MemoryPlan(recompute, 2**20)
     draft = dataclasses.replace(draft_config(4, 2, 8), vocab_size=vocabulary, draft_vocab_size=vocabulary)
     prepared = prepare(pack([[(100, True)]] * (tokens // 100), vocabulary), draft, 7, Layout(), topology, memory=memory)
-    with _LargestTensor() as largest:
+    with LargestTensor() as largest:
         prepared.objective(prepared.batch, prepared.weights).surrogate.backward()
     assert 7 * 16 * vocabulary < largest.elements < 0.5 * tokens * vocabulary  # the largest is a block of the loss

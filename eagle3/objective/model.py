@@ -1,5 +1,6 @@
 """What the engine trains: the draft with its unroll and distillation, from one stream to a loss."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -101,16 +102,20 @@ class DraftObjective(nn.Module):
         self.attention = TTTAttention.over(topology.ulysses, topology.ring, draft.scale, ring_mode, chunk=self.chunk)
 
     def forward(self, batch: MicroBatch, weights: StepWeights) -> Distilled:
-        draft, memory = self.draft, self.memory
+        outputs = unroll(self.draft, self.attention, batch.inputs, self.memory.recompute, self.chunk)
+        return self.distilled(outputs, batch, weights)
+
+    def distilled(self, outputs: Sequence[Tensor], batch: MicroBatch, weights: StepWeights) -> Distilled:
+        """What follows the unroll, whose outputs of the K steps are `outputs`."""
         return distill(
-            unroll(draft, self.attention, batch.inputs, memory.recompute, self.chunk),
-            draft.lm_head.weight,
+            outputs,
+            self.draft.lm_head.weight,
             batch.teacher,
             batch.query_of,
             batch.supervised,
             weights.cross_entropy,
             weights.overlap,
             self.tensor,
-            draft.output_norm,
-            memory.block_bytes,
+            self.draft.output_norm,
+            self.memory.block_bytes,
         )
