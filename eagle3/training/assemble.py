@@ -128,8 +128,12 @@ def _read_template(path: Path | None) -> str | None:
 
 def aux_layers(recipe: Recipe, target: str) -> tuple[int, int, int]:
     config = target_config(target, revision=recipe.model.revision, trust_remote_code=recipe.model.trust_remote_code)
-    chosen = recipe.model.aux_layers or default_aux_layers(config.num_hidden_layers)
-    return check_aux_layers(chosen, config.num_hidden_layers)
+    return _aux_layers_of(recipe, config)
+
+
+def _aux_layers_of(recipe: Recipe, target: PretrainedConfig) -> tuple[int, int, int]:
+    chosen = recipe.model.aux_layers or default_aux_layers(target.num_hidden_layers)
+    return check_aux_layers(chosen, target.num_hidden_layers)
 
 
 def provenance(recipe: Recipe, materials: Materials) -> Provenance:
@@ -270,9 +274,7 @@ def shape_draft(recipe: Recipe, target: PretrainedConfig, vocab_size: int, draft
     return DraftConfig.from_target(
         target,
         draft_vocab_size=draft_vocab_size,
-        aux_layers=check_aux_layers(
-            recipe.model.aux_layers or default_aux_layers(target.num_hidden_layers), target.num_hidden_layers
-        ),
+        aux_layers=_aux_layers_of(recipe, target),
         vocab_size=vocab_size,
         fc_norm=wanted.fc_norm,
         norm_output=wanted.norm_output,
