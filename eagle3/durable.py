@@ -1,7 +1,9 @@
 """Files that survive a kill: whole under their name, or not there."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
+from secrets import token_hex
 
 
 def write_text(path: Path, text: str) -> None:
@@ -9,6 +11,20 @@ def write_text(path: Path, text: str) -> None:
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text, encoding="utf-8")
     publish(partial, path)
+
+
+def create_text(path: Path, text: str) -> None:
+    """Write `text` unless `path` exists; of several processes that do so at a time one wins, and a kill leaves a whole
+    file or none."""
+    temporary = path.with_name(f".{path.name}.{token_hex(4)}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        flush(temporary)
+        with suppress(FileExistsError):
+            os.link(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    flush(path.parent)
 
 
 def publish(partial: Path, path: Path) -> None:

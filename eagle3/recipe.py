@@ -112,10 +112,20 @@ class Data(Section):
 
 class HiddenStates(Section):
     mode: Literal["live", "stored"] = Field("live", description="run the target while training, or read a store")
-    path: Path | None = Field(None, description="folder of the store that capture.py writes (mode: stored)")
+    path: str | None = Field(None, description="folder of the store that capture.py writes; to read, any fsspec URL")
     dtype: Precision = Field("bfloat16", description="number format in the store")
-    prefill_tokens: Count = Field(8192, description="tokens of one target prefill batch, padding included")
-    shard_tokens: Count = Field(65536, description="tokens of one store file")
+    codec: Literal["none", "lossless", "fp8"] = Field(
+        "none", description="as they are; compressed to about 70% (needs blosc2); rounded to 8 bits with scales"
+    )
+    prefill_tokens: Count = Field(
+        8192,
+        description="tokens of one target prefill batch, padding included; capture.py cuts longer samples into such",
+    )
+    shard_tokens: Count = Field(65536, description="tokens of one store file; a longer sample has a file of its own")
+    ulysses: Count = Field(
+        1, description="capture.py: ranks that prefill a long sample together, trading heads for tokens"
+    )
+    ring: Count = Field(1, description="capture.py: ranks that prefill it together, passing keys and values round")
 
     @model_validator(mode="after")
     def _stored_needs_path(self) -> "HiddenStates":

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from eagle3.data.loader import LiveSource, StoredSource, StreamLoader
 from eagle3.data.samples import SampleSet
-from eagle3.data.store import HiddenStateStore
+from eagle3.data.store.reader import HiddenStateStore
 from eagle3.errors import SharedUserError
 from eagle3.parallel.agreement import require_agreement
 from eagle3.parallel.dealing import SequenceSharding
@@ -108,8 +108,8 @@ def sample_indices(case: Case) -> list[int]:
     return [sorted(ids).index(ids[place]) for place in case.documents or range(len(LENGTHS))]
 
 
-def store_of(folder: Path, dtype: str) -> Path:
-    return folder / f"store-{dtype}"
+def store_of(folder: Path, dtype: str, codec: str) -> Path:
+    return folder / f"store-{dtype}-{codec}"
 
 
 def outcome_of(folder: Path, name: str, rank: int) -> Path:
@@ -139,18 +139,24 @@ def run(folder: Path, world: int) -> None:
     models = {dtype: load_target(folder / "target", dtype=dtype).model for dtype in ("float32", "bfloat16")}
 
     def load(case: Case, topology: "Topology") -> dict:
-        """The same step three times: live with each document prefilled alone, live in batches, and from the store."""
+        """The same step four times: live with each document prefilled alone, live in batches, and from two stores."""
         order = random.Random(dist.get_rank()).sample(range(len(LENGTHS)), len(LENGTHS))
         alone, batched = (
             CountingTarget(models[case.dtype], aux_layers=None, prefill_tokens=tokens) for tokens in (1, 256)
         )
         alone.prefilled, batched.prefilled = [], []
-        store = HiddenStateStore.open(store_of(folder, case.dtype), PROVENANCE)
+        stores = {
+            codec: HiddenStateStore.open(
+                str(store_of(folder, case.dtype, codec)), {**PROVENANCE, "codec": codec, "dtype": case.dtype}
+            )
+            for codec in ("none", "lossless")
+        }
         found = {}
         for name, source in {
             "alone": LiveSource(alone, topology.stream, topology.device),
             "batched": LiveSource(batched, topology.stream, topology.device),
-            "stored": StoredSource(store),
+            "stored": StoredSource(stores["none"]),
+            "lossless": StoredSource(stores["lossless"]),
         }.items():
             loader = StreamLoader(
                 sample_set(order),  # every rank reads the samples in an order of its own
@@ -160,6 +166,8 @@ def run(folder: Path, world: int) -> None:
                 data=topology.data,
                 sequence=topology.sequence,
             )
+            if name == "lossless":
+                loader.read_ahead(sample_indices(case), case.accumulation)
             found[name] = loader.load(sample_indices(case), case.accumulation)
         assert alone.prefilled == batched.prefilled
         return found | {"prefilled": alone.prefilled}

@@ -12,7 +12,7 @@ from eagle3.draft.interchange import export_draft
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
 from eagle3.recipe import dump_recipe, load_recipe
-from eagle3.training.assemble import gather_materials, provenance
+from eagle3.training.assemble import gather_materials, store_provenance
 from eagle3.training.run import train
 
 ZERO2 = ROOT / "ds_configs" / "zero2.json"
@@ -358,12 +358,14 @@ def test_a_store_that_is_missing_foreign_or_incomplete_is_named(recipe, topology
     assert message.startswith(f"{store}: no hidden-state store here; run capture.py")
 
     plain = load_recipe(recipe)
-    captured = provenance(plain, gather_materials(plain, topology.device, print))
+    captured = store_provenance(plain, gather_materials(plain, topology.device, print))
     store.mkdir()
-    manifest = {"format": 1, "dtype": "float32", "provenance": captured}
+    manifest = {"format": 2, "provenance": captured, "record": {}}
     (store / "store.json").write_text(json.dumps(manifest), encoding="utf-8")
     message = complaint(recipe, topology, *stored, "model.aux_layers=[0, 1, 2]")
     assert message.startswith(f"{store}: the store was captured with aux_layers=[1, 2, 3], this run has [0, 1, 2]; ")
+    message = complaint(recipe, topology, *stored, "hidden_states.codec=fp8")
+    assert "captured with codec='none', this run has 'fp8'; set hidden_states.codec to that" in message
     message = complaint(recipe, topology, *stored)  # its own, but no sample is in it
     assert message.startswith(f"{store}: 40 samples of this recipe are not in the store") and "capture.py" in message
 

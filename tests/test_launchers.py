@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from tiny_run import ROOT, conversations, finish, launch, make_target, write_recipe
 from tokenizers import Tokenizer, decoders
 
-from eagle3.data.store import HiddenStateStore
+from eagle3.data.store.reader import HiddenStateStore
 from eagle3.recipe import load_recipe
-from eagle3.training.assemble import gather_materials, provenance
+from eagle3.training.assemble import gather_materials, store_provenance
 from eagle3.training.run import train
 
 
@@ -98,7 +98,7 @@ def test_a_second_capture_captures_nothing(recipe, topology):
 
     plain = load_recipe(recipe)
     materials = gather_materials(plain, topology.device, print)
-    opened = HiddenStateStore.open(store, provenance(plain, materials))
+    opened = HiddenStateStore.open(str(store), store_provenance(plain, materials))
     assert opened.missing(sample.id for part in (materials.train, materials.held_out) for sample in part) == []
 
 

@@ -19,7 +19,8 @@ from loader_worker import (
 )
 from tiny_run import ROOT, finish, launch, make_target
 
-from eagle3.data.store import StoreWriter
+from eagle3.data.store.shard import Encoding
+from eagle3.data.store.writer import StoreWriter
 from eagle3.parallel.sequence import Stream, plan_sequence
 from eagle3.target.transformers import load_target
 
@@ -55,9 +56,11 @@ def outcomes(folder, prefill_alone):
     """outcomes(name): what each rank kept of a case, by rank."""
     samples = sample_set(range(len(LENGTHS)))
     for dtype in ("float32", "bfloat16"):
-        with StoreWriter(store_of(folder, dtype), PROVENANCE, dtype=dtype, shard_tokens=150) as writer:
-            for sample in samples:
-                writer.add(sample.id, sample.ids, sample.loss_mask, prefill_alone(dtype, sample.ids))
+        for codec in ("none", "lossless"):
+            encoding = Encoding(codec, dtype, prefill_alone(dtype, samples[0].ids).last.shape[1])
+            with StoreWriter(store_of(folder, dtype, codec), PROVENANCE, encoding, shard_tokens=150) as writer:
+                for sample in samples:
+                    writer.add(sample.id, sample.ids, sample.loss_mask, prefill_alone(dtype, sample.ids))
     finish(launch(sys.executable, str(ROOT / "tests" / "loader_worker.py"), str(folder)), timeout=120)
 
     def of_case(name, world):
@@ -99,14 +102,15 @@ def test_rows_of_batches_agree_to_rounding(outcomes, prefill_alone, case):
 
 
 @by_case
-def test_stored_rows_are_the_live_ones(outcomes, case):
+def test_stored_rows_are_the_live_ones_and_those_of_a_compressed_store_read_ahead(outcomes, case):
     for outcome in outcomes(case.name, case.world):
-        for live, stored in zip(outcome["alone"], outcome["stored"], strict=True):
+        for live, stored, compressed in zip(*(outcome[name] for name in ("alone", "stored", "lossless")), strict=True):
             # The one token of a stream without samples is prefilled by itself, but stored with its document.
             spare = live.stream.tokens == 1 and case.documents != (ONE_TOKEN,)
             tolerance = 1e-5 if spare else 0.0
             for name in FIELDS:
                 torch.testing.assert_close(getattr(live, name), getattr(stored, name), rtol=tolerance, atol=tolerance)
+                assert torch.equal(getattr(stored, name), getattr(compressed, name))
 
 
 def stream_groups(case, outcomes):

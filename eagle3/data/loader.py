@@ -1,6 +1,7 @@
 """From a step's number to its packed streams with the rows of hidden states that this rank's plans name."""
 
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -11,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from eagle3.data.exchange import request_rows
 from eagle3.data.samples import Sample, SampleSet, sample_digest
-from eagle3.data.store import HiddenStateStore
+from eagle3.data.store.reader import HiddenStateStore, RowRequest
 from eagle3.parallel.dealing import SequenceSharding
 from eagle3.parallel.sequence import SequencePlan, Stream, plan_sequence
 from eagle3.parallel.topology import agreed
@@ -28,11 +29,13 @@ class DocumentRows(NamedTuple):
 
 
 class HiddenStateSource(Protocol):
-    """Where hidden states come from."""
+    """Where hidden states come from. alone: ranks need not ask together, and threads of one may ask at a time."""
+
+    alone: bool
 
     def rows(self, samples: Sequence[Sample], aux: Sequence[Tensor], teacher: Sequence[Tensor]) -> list[DocumentRows]:
         """For each sample the auxiliary states at rows aux[i] and what the teacher needs at rows teacher[i] (int64 on
-        the CPU, maybe none). All ranks of a stream call it together: same samples, rows of their own."""
+        the CPU, maybe none). All ranks of a stream call it together, unless `alone`: same samples, rows of their own."""
         ...
 
 
@@ -40,6 +43,8 @@ class LiveSource:
     """Runs the target. group: all ranks that work on one stream; each sample is prefilled by one of them, which sends
     every rank its rows. device: where the target's states lie and the group's backend exchanges tensors. keep_on: where
     the rows then wait for their turn."""
+
+    alone = False
 
     def __init__(
         self, target: Target, group: ProcessGroup, device: torch.device, keep_on: torch.device | None = None
@@ -74,15 +79,14 @@ class LiveSource:
 class StoredSource:
     """Reads a store; of the hidden states nothing but this rank's rows leaves the disk, and ranks need not talk."""
 
+    alone = True
+
     def __init__(self, store: HiddenStateStore) -> None:
         self.store = store
 
     def rows(self, samples: Sequence[Sample], aux: Sequence[Tensor], teacher: Sequence[Tensor]) -> list[DocumentRows]:
-        found = [self.store.read(sample.id, a, b) for sample, a, b in zip(samples, aux, teacher, strict=True)]
-        return [
-            DocumentRows(rows.aux, rows.last, rows.argmax[b], rows.logsumexp[b])
-            for rows, b in zip(found, teacher, strict=True)
-        ]
+        wanted = [RowRequest(sample.id, a, b) for sample, a, b in zip(samples, aux, teacher, strict=True)]
+        return [DocumentRows(*rows) for rows in self.store.read(wanted)]
 
 
 @dataclass(frozen=True)
@@ -142,10 +146,23 @@ class StreamLoader:
         assert sequence.size() == sharding.ranks, "a stream is dealt to the ranks of its sequence group"
         self.samples = samples.subset(np.lexsort(samples.digests[samples.indices].T[::-1]))
         self.source, self.steps, self.sharding, self.data, self.sequence = source, steps, sharding, data, sequence
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
+        self._ahead: tuple[tuple[list[int], int], Future[list[LoadedStream]]] | None = None
+
+    def read_ahead(self, indices: Sequence[int], accumulation: int) -> None:
+        """Begin in the background what `load` will be asked for next, where the source lets one rank ask alone."""
+        if self.source.alone:
+            self._ahead = (list(indices), accumulation), self._background.submit(self._load, indices, accumulation)
 
     def load(self, indices: Sequence[int], accumulation: int) -> list[LoadedStream]:
         """This rank's part of its `accumulation` streams of the global batch `indices`, the same list on every rank.
         Collective over a stream's ranks where the source is."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[0] == (list(indices), accumulation):
+            return ahead[1].result()
+        return self._load(indices, accumulation)
+
+    def _load(self, indices: Sequence[int], accumulation: int) -> list[LoadedStream]:
         members = self._members(indices, accumulation)
         streams = [Stream.pack([s.ids for s in stream], [s.loss_mask for s in stream]) for stream in members]
         plans = [plan_sequence(stream, self.steps, self.sharding, self.sequence.rank()) for stream in streams]

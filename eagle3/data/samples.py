@@ -120,6 +120,21 @@ class SampleSet:
         """int64 [samples]: tokens of each sample."""
         return np.diff(self.offsets)[self.indices]
 
+    @property
+    def taught(self) -> np.ndarray:
+        """int64 [samples]: rows of each that follow a supervised row, which is where a teacher speaks."""
+        if not len(self):
+            return np.zeros(0, np.int64)
+        starts, ends = self.offsets[self.indices], self.offsets[self.indices + 1]
+        return np.array(
+            [np.count_nonzero(self.loss_mask[a : b - 1]) for a, b in zip(starts, ends, strict=True)], np.int64
+        )
+
+    @property
+    def sample_ids(self) -> list[str]:
+        """The id of each sample."""
+        return [row.tobytes().hex() for row in self.digests[self.indices]]
+
     def subset(self, indices: Sequence[int] | np.ndarray) -> "SampleSet":
         """The samples at these positions of this set, in the order given; nothing is copied."""
         chosen = self.indices[np.asarray(indices, np.int64)]

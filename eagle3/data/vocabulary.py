@@ -1,5 +1,6 @@
 """The draft vocabulary: which target tokens the draft can propose, chosen by how often the target generates them."""
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +36,11 @@ class DraftVocabulary:
         ids = torch.full((len(self.t2d),), -1)
         ids[self.t2d] = torch.arange(self.size)
         return ids
+
+    @property
+    def digest(self) -> str:
+        """32 hex digits that tell one vocabulary from another."""
+        return hashlib.sha256(f"{len(self.t2d)} {self.target_ids.tolist()}".encode()).hexdigest()[:32]
 
 
 def choose_vocabulary(samples: SampleSet, target_vocab_size: int, size: int) -> tuple[DraftVocabulary, float]:

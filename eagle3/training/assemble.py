@@ -1,26 +1,29 @@
 """From a recipe to its parts: tokenizer, samples, draft vocabulary, target, draft. The launchers share it."""
 
+import datetime
 import hashlib
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import transformers
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from eagle3.data.loader import HiddenStateSource, LiveSource, StoredSource
 from eagle3.data.prepare import Prepared, prepare_samples
 from eagle3.data.samples import SampleSet
 from eagle3.data.standard_library import standard_library_text
-from eagle3.data.store import HiddenStateStore, Provenance
+from eagle3.data.store.folder import Provenance
+from eagle3.data.store.reader import HiddenStateStore
 from eagle3.data.vocabulary import DraftVocabulary, choose_vocabulary, coverage, load_vocabulary
 from eagle3.draft.config import DraftConfig, read_draft_config
 from eagle3.draft.interchange import load_weights, read_exported, shard
 from eagle3.draft.model import Eagle3Draft
-from eagle3.errors import UserError
+from eagle3.errors import SharedUserError, UserError
 from eagle3.evaluation.judge import Judgement, judge_export
 from eagle3.parallel.topology import Topology, agreed
 from eagle3.recipe import Draft, Recipe
@@ -137,7 +140,7 @@ def _aux_layers_of(recipe: Recipe, target: PretrainedConfig) -> tuple[int, int, 
 
 
 def provenance(recipe: Recipe, materials: Materials) -> Provenance:
-    """What hidden states depend on; a store made under another provenance is refused."""
+    """What a target's hidden states depend on; a store made under another provenance is refused."""
     template = materials.chat_template or materials.tokenizer.chat_template or ""
     tokenizer = materials.tokenizer.backend_tokenizer.to_str()
     return {
@@ -146,7 +149,27 @@ def provenance(recipe: Recipe, materials: Materials) -> Provenance:
         "aux_layers": list(aux_layers(recipe, materials.target)),
         "tokenizer": hashlib.sha256(tokenizer.encode()).hexdigest()[:32],
         "chat_template": hashlib.sha256(str(template).encode()).hexdigest()[:32],
-        "transformers": transformers.__version__,
+    }
+
+
+def store_provenance(recipe: Recipe, materials: Materials) -> Provenance:
+    """What a store must have been captured with to serve this recipe."""
+    written = {"codec": recipe.hidden_states.codec, "dtype": recipe.hidden_states.dtype}
+    return {**provenance(recipe, materials), **written}
+
+
+def capture_record(recipe: Recipe, materials: Materials, vocabulary: DraftVocabulary) -> Provenance:
+    """What is good to know of a capture but changes no hidden state."""
+    versions = {}
+    for package in ("eagle3-recipes", "torch", "transformers", "tokenizers", "blosc2"):
+        with suppress(PackageNotFoundError):  # blosc2 is optional
+            versions[package] = version(package)
+    return {
+        "target": materials.target,
+        "revision": recipe.model.revision,
+        "draft_vocabulary": vocabulary.digest,
+        "captured": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        **versions,
     }
 
 
@@ -172,15 +195,26 @@ class HiddenStateSupply:
     target: TransformersTarget | None
 
 
-def open_source(recipe: Recipe, materials: Materials, topology: Topology) -> HiddenStateSupply:
+def open_source(
+    recipe: Recipe, materials: Materials, vocabulary: DraftVocabulary, topology: Topology, say: Say
+) -> HiddenStateSupply:
     """Start the target, or open the store and load only the target's embedding and head."""
-    if recipe.hidden_states.mode == "live":
+    hidden = recipe.hidden_states
+    if hidden.mode == "live":
+        for key in ("ulysses", "ring"):
+            if getattr(hidden, key) > 1:
+                raise SharedUserError(
+                    f"hidden_states.{key}: {getattr(hidden, key)}, but live hidden states are made by one rank a document; "
+                    "set it to 1, or capture a store with capture.py and train with hidden_states.mode=stored"
+                )
         target = start_target(recipe, materials, topology.device)
         keep_on = torch.device("cpu") if recipe.memory.inputs == "host" else topology.device
         source = LiveSource(target, topology.stream, topology.device, keep_on)
         return HiddenStateSupply(source, target.weights(), target)
-    model, path = recipe.model, recipe.hidden_states.path
-    store = agreed(lambda: _open_store(recipe, materials, path))
+    model = recipe.model
+    store = agreed(lambda: _open_store(recipe, materials))
+    if store.record.get("draft_vocabulary") != vocabulary.digest:
+        say(f"{store.where}: was captured for another draft vocabulary, which changes none of its hidden states")
     head = load_target_head(
         materials.target,
         revision=model.revision,
@@ -190,12 +224,12 @@ def open_source(recipe: Recipe, materials: Materials, topology: Topology) -> Hid
     return HiddenStateSupply(StoredSource(store), head, None)
 
 
-def _open_store(recipe: Recipe, materials: Materials, path: Path) -> HiddenStateStore:
-    store = HiddenStateStore.open(path, provenance(recipe, materials))
-    missing = store.missing(sample.id for samples in (materials.train, materials.held_out) for sample in samples)
+def _open_store(recipe: Recipe, materials: Materials) -> HiddenStateStore:
+    store = HiddenStateStore.open(recipe.hidden_states.path, store_provenance(recipe, materials))
+    missing = store.missing([*materials.train.sample_ids, *materials.held_out.sample_ids])
     if missing:
         raise UserError(
-            f"{path}: {len(missing)} samples of this recipe are not in the store (first: {missing[0]}); "
+            f"{store.where}: {len(missing)} samples of this recipe are not in the store (first: {missing[0]}); "
             "run launchers/capture.py with this recipe, it adds them"
         )
     return store

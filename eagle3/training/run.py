@@ -35,7 +35,7 @@ def train(recipe: Recipe, deepspeed_file: Path, topology: Topology, resume: bool
     vocabulary = pick_vocabulary(recipe, materials, config.vocab_size, console)
     sizes = recipe.parallelism
     draft_config(recipe, materials, vocabulary).check_parallel(sizes.tensor, sizes.ulysses)
-    supply = open_source(recipe, materials, topology)
+    supply = open_source(recipe, materials, vocabulary, topology, console)
     draft = build_draft(recipe, materials, vocabulary, supply.head, topology)
     trainer = prepare_trainer(
         recipe,

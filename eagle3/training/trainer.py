@@ -179,6 +179,8 @@ class Trainer:
         samples, accumulation = self.train_loader.samples, self.training.accumulation
         indices = self._indices(step)
         streams = self.train_loader.load(indices, accumulation)
+        if step + 1 < self.steps:
+            self.train_loader.read_ahead(self._indices(step + 1), accumulation)
         counts = self._counts(streams)
         needed = self._sums(streams) if self.loss_config.needs_sums else None
         weights = step_weights(self.loss_config, counts, needed)

@@ -1,0 +1,122 @@
+"""Looks a whole store through, byte by byte, and takes out what is damaged, so that it can be captured anew."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+
+from eagle3.data.store.files import StoreFiles, open_files
+from eagle3.data.store.folder import Provenance, is_index, read_manifest, require_provenance, shard_flaw
+from eagle3.data.store.reader import HiddenStateStore, Location, RowRequest
+from eagle3.data.store.shard import Entry, ShardIndex, shard_of, taught_rows
+from eagle3.durable import flush
+from eagle3.errors import UserError
+
+Kind = Literal["damaged", "not finite", "duplicate", "missing"]
+
+
+class Problem(NamedTuple):
+    """index: the file that lists the sample, None for a missing one. sample_id: None where the whole shard is meant."""
+
+    kind: Kind
+    index: str | None
+    sample_id: str | None
+    detail: str
+
+    def __str__(self) -> str:
+        where = self.index if self.sample_id is None else f"sample {self.sample_id}"
+        return f"{self.kind}: {where}: {self.detail}"
+
+
+@dataclass
+class Findings:
+    """samples, tokens: what is whole and counts. bytes: of all shards."""
+
+    problems: list[Problem] = field(default_factory=list)
+    samples: int = 0
+    tokens: int = 0
+    bytes: int = 0
+
+
+def check_store(
+    path: str, provenance: Provenance, wanted: Iterable[str], progress: Callable[[int, int], None]
+) -> Findings:
+    """Read every sample of the store and compare it with its checksums.
+
+    wanted: ids that should be there. progress: told the shards done and their number. Raises UserError where there is no
+    store, or one of another provenance.
+    """
+    files = open_files(path)
+    manifest = read_manifest(files)
+    require_provenance(files.where, manifest.provenance, provenance)
+    reader, sizes, findings, seen = HiddenStateStore(files, {}, manifest.record), files.sizes(), Findings(), set()
+    indexes = sorted(filter(is_index, sizes))
+    for done, name in enumerate(indexes):
+        findings.bytes += sizes.get(shard_of(name)) or 0
+        for found in _examine(reader, files, name, sizes):
+            if isinstance(found, Entry) and found.id in seen:
+                found = Problem("duplicate", name, found.id, "an earlier shard has it too")
+            if isinstance(found, Problem):
+                findings.problems.append(found)
+                continue
+            seen.add(found.id)
+            findings.samples += 1
+            findings.tokens += found.tokens
+        progress(done + 1, len(indexes))
+    missing = (sample_id for sample_id in wanted if sample_id not in seen)
+    findings.problems += [Problem("missing", None, sample_id, "no shard has it whole") for sample_id in missing]
+    return findings
+
+
+def _examine(
+    reader: HiddenStateStore, files: StoreFiles, name: str, sizes: Mapping[str, int | None]
+) -> Iterator[Entry | Problem]:
+    """The samples of one index that are whole, and what is wrong with the others."""
+    try:
+        index = ShardIndex.parse(files.read([name])[0], name)
+    except UserError as error:
+        yield Problem("damaged", name, None, str(error))
+        return
+    flaw = shard_flaw(index, sizes)
+    if flaw:
+        yield Problem("damaged", name, None, f"{index.shard}: {flaw}")
+        return
+    try:
+        reader.read_headers([index.shard])
+    except UserError as error:
+        yield Problem("damaged", name, None, str(error))
+        return
+    for entry in index.samples:
+        location = Location(index, entry)
+        try:
+            tokens = reader.tokens_at(location)
+            teacher = taught_rows(tokens.loss_mask).nonzero().flatten()
+            (rows,) = reader.read_at([location], [RowRequest(entry.id, torch.arange(entry.tokens), teacher)])
+        except UserError as error:
+            yield Problem("damaged", name, entry.id, str(error))
+            continue
+        infinite = [kind for kind in ("aux", "last", "logsumexp") if not getattr(rows, kind).isfinite().all()]
+        yield Problem("not finite", name, entry.id, f"its {infinite[0]}") if infinite else entry
+
+
+def remove_flawed(folder: Path, problems: Iterable[Problem]) -> None:
+    """Take what `check_store` found out of the store: whole shards that cannot be read, and of the others the samples in
+    question, by a new index. A kill leaves each index as it was or as it shall be."""
+    by_index: dict[str, list[Problem]] = {}
+    for problem in problems:
+        if problem.index is not None:
+            by_index.setdefault(problem.index, []).append(problem)
+    for name, found in by_index.items():
+        ids = {problem.sample_id for problem in found}
+        kept: tuple[Entry, ...] = ()
+        if None not in ids:
+            index = ShardIndex.parse((folder / name).read_bytes(), name)
+            kept = tuple(entry for entry in index.samples if entry.id not in ids)
+        if kept:
+            replace(index, samples=kept).write(folder)
+            continue
+        (folder / name).unlink()
+        flush(folder)
+        (folder / shard_of(name)).unlink(missing_ok=True)

@@ -1,0 +1,143 @@
+"""How rows of hidden states become bytes, chunk by chunk, so that a ranged read decodes what it wants and no more."""
+
+import math
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eagle3.errors import UserError
+
+CodecName = Literal["none", "lossless", "fp8"]
+StoreDtype = Literal["float32", "bfloat16"]
+# Raw bytes of a chunk at most (but one row at least). Larger ones compress no better and widen every ranged read
+# (benchmarks/store.py); smaller ones pay the codec's start-up too often.
+CHUNK_BYTES = 65536
+# Largest run of channels that shares one fp8 scale.
+SCALE_BLOCK = 128
+LARGEST_FP8 = 448.0  # of float8_e4m3fn
+EXPONENT_BIAS = 127
+
+
+class Codec(Protocol):
+    """Both ways may run in several threads at once."""
+
+    def encode(self, rows: Tensor) -> memoryview | bytes:
+        """rows [n, width], contiguous, on the CPU, in the store's number format."""
+        ...
+
+    def decode(self, data: memoryview, out: Tensor) -> None:
+        """Fill out [n, width], contiguous, of the encoded rows' number and format. Raises ValueError where data is not
+        an encoding of as many."""
+        ...
+
+
+class Raw:
+    """`none`: the numbers as they lie in memory."""
+
+    def encode(self, rows: Tensor) -> memoryview:
+        return memoryview(_bytes_of(rows)).cast("B")
+
+    def decode(self, data: memoryview, out: Tensor) -> None:
+        target = _bytes_of(out)
+        if len(data) != target.size:
+            raise ValueError(f"{len(data)} bytes instead of {target.size}")
+        np.copyto(target, np.frombuffer(data, np.uint8))
+
+
+class Lossless:
+    """`lossless`: bytes of equal significance together (exponents repeat, mantissas do not), then zstd at level 1."""
+
+    def __init__(self, itemsize: int) -> None:
+        try:
+            import blosc2
+        except ImportError as error:
+            raise UserError(
+                "hidden_states.codec: 'lossless' needs the package blosc2; pip install -e '.[compress]', or set it to none"
+            ) from error
+        blosc2.set_releasegil(True)  # or threads would wait for one another
+        self.blosc2 = blosc2
+        self.compression = blosc2.CParams(
+            typesize=itemsize,
+            codec=blosc2.Codec.ZSTD,
+            clevel=1,
+            filters=[blosc2.Filter.SHUFFLE],
+            filters_meta=[0],
+            nthreads=1,
+        )
+        self.decompression = blosc2.DParams(nthreads=1)
+
+    def encode(self, rows: Tensor) -> bytes:
+        return self.blosc2.compress2(_bytes_of(rows), cparams=self.compression)
+
+    def decode(self, data: memoryview, out: Tensor) -> None:
+        target = _bytes_of(out)
+        raw, compressed, _ = self.blosc2.get_cbuffer_sizes(data)
+        if (raw, compressed) != (target.size, len(data)):
+            raise ValueError(
+                f"a block of {compressed} bytes that holds {raw}, instead of {len(data)} and {target.size}"
+            )
+        self.blosc2.decompress2(data, dst=target, dparams=self.decompression)
+
+
+class Fp8:
+    """`fp8`: float8_e4m3fn, and a power of two for each run of `block` channels of a row (MX's E8M0 scale, in one byte
+    after the row's numbers), chosen so that the run's largest fits. A value x of a run with scale s comes back within
+    max(|x| / 16, s / 1024), and s is at most 1/224 of the run's largest. Source of the scales: OCP Microscaling
+    Formats (MX) Specification 1.0, section 5.4.1."""
+
+    def __init__(self, width: int, hidden_size: int) -> None:
+        self.width = width
+        self.block = max(divisor for divisor in range(1, SCALE_BLOCK + 1) if hidden_size % divisor == 0)
+
+    @property
+    def row_bytes(self) -> int:
+        return self.width + self.width // self.block
+
+    def encode(self, rows: Tensor) -> memoryview:
+        runs = rows.float().view(len(rows), -1, self.block)
+        exponents = torch.frexp(runs.abs().amax(-1) / LARGEST_FP8).exponent.clamp(-EXPONENT_BIAS, EXPONENT_BIAS)
+        numbers = torch.ldexp(runs, -exponents[..., None]).to(torch.float8_e4m3fn)
+        scales = (exponents + EXPONENT_BIAS).to(torch.uint8)
+        return memoryview(torch.cat((numbers.view(torch.uint8).flatten(1), scales), 1).numpy()).cast("B")
+
+    def decode(self, data: memoryview, out: Tensor) -> None:
+        if len(data) != len(out) * self.row_bytes:
+            raise ValueError(f"{len(data)} bytes instead of {len(out) * self.row_bytes}")
+        encoded = torch.from_numpy(np.frombuffer(data, np.uint8).copy()).view(len(out), self.row_bytes)
+        numbers, scales = encoded.split((self.width, self.row_bytes - self.width), 1)
+        runs = numbers.contiguous().view(torch.float8_e4m3fn).view(len(out), -1, self.block).float()
+        exponents = scales.to(torch.int32) - EXPONENT_BIAS
+        out.copy_(torch.ldexp(runs, exponents[..., None]).flatten(1))
+
+
+def make_codec(name: CodecName, dtype: torch.dtype, width: int, hidden_size: int) -> Codec:
+    """The codec of rows [n, width] of the given number format, where width is a multiple of the target's hidden_size.
+    Raises UserError where its package is not installed."""
+    match name:
+        case "none":
+            return Raw()
+        case "lossless":
+            return Lossless(dtype.itemsize)
+        case "fp8":
+            return Fp8(width, hidden_size)
+
+
+def chunk_rows(width: int, dtype: torch.dtype) -> int:
+    """Rows of a chunk: a power of two, so that chunks keep step with the runs in which rows are dealt to ranks."""
+    return 2 ** int(math.log2(max(1, CHUNK_BYTES // (width * dtype.itemsize))))
+
+
+def expected_bytes(name: CodecName, dtype: torch.dtype, width: int, hidden_size: int) -> float:
+    """Encoded bytes of a row, checksums included; for `lossless` what a trained model's bf16 states take (measured:
+    67 to 70%, benchmarks/store.py), and all of it in float32, whose mantissas do not compress."""
+    raw = width * dtype.itemsize
+    share = {"none": 1.0, "lossless": 0.7 if dtype == torch.bfloat16 else 0.9, "fp8": 0.0}[name]
+    encoded = Fp8(width, hidden_size).row_bytes if name == "fp8" else raw * share
+    return encoded + 16 / chunk_rows(width, dtype)
+
+
+def _bytes_of(tensor: Tensor) -> np.ndarray:
+    """Its memory as uint8 [bytes], not copied."""
+    return tensor.view(torch.uint8).numpy().reshape(-1)

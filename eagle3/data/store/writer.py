@@ -1,0 +1,171 @@
+"""Writes a store, alone or beside other writers; opened on an existing one, it goes on where the last one stopped."""
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from secrets import token_hex
+from typing import NamedTuple, Self
+
+from torch import Tensor
+
+from eagle3.data.store.files import LocalFiles, is_url
+from eagle3.data.store.folder import (
+    MANIFEST,
+    Manifest,
+    Provenance,
+    is_index,
+    read_indexes,
+    read_manifest,
+    require_provenance,
+    shard_names,
+)
+from eagle3.data.store.shard import Encoding, ShardIndex, ShardWriter, hold, remove_abandoned, unfinished
+from eagle3.durable import create_text
+from eagle3.errors import UserError
+from eagle3.target.interface import HiddenStates
+
+
+class Part(NamedTuple):
+    """Share `index` of `count` of the samples: those whose id, a hash, says so. Nobody needs to be asked."""
+
+    index: int = 0
+    count: int = 1
+
+    def has(self, sample_id: str) -> bool:
+        return int(sample_id[:8], 16) % self.count == self.index
+
+    def split(self, index: int, count: int) -> "Part":
+        """Share `index` of `count` of this share."""
+        return Part(self.index + self.count * index, self.count * count)
+
+
+EVERYTHING = Part()
+
+
+class StoreWriter:
+    """Writes captured samples.
+
+    provenance: what the hidden states depend on (target, aux layers, tokenizer, ...), codec and dtype excluded.
+    record: what else is good to know, kept from the first writer. part: two writers of one part cannot live at a time;
+    writers of different parts know nothing of each other. shard_tokens: a shard is closed when it has as many; a longer
+    sample gets a shard of its own. report: receives a line about what has to be captured again.
+
+    Leaving the `with` block normally publishes the last shard; an exception discards it. Raises UserError when another
+    writer has the part, the existing store differs in provenance, or a shard is broken.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        provenance: Provenance,
+        encoding: Encoding,
+        *,
+        record: Provenance | None = None,
+        part: Part = EVERYTHING,
+        shard_tokens: int = 65536,
+        threads: int = 2,
+        report: Callable[[str], None] = print,
+    ) -> None:
+        if is_url(str(path)):
+            raise UserError(
+                f"hidden_states.path: {path}: a store is written to a folder; copy it to a URL when it is whole"
+            )
+        self.folder, self.encoding, self.shard_tokens = Path(path), encoding, shard_tokens
+        wanted = {**provenance, "codec": encoding.codec, "dtype": encoding.dtype}
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            # Never removed: a lock on a file that others may replace excludes nobody.
+            self._lock = (self.folder / f".part-{part.index}-of-{part.count}.lock").open("ab")
+        except OSError as error:
+            raise UserError(
+                f"{path}: cannot be written ({error}); name another folder in hidden_states.path"
+            ) from error
+        if not hold(self._lock):
+            self._lock.close()
+            raise UserError(
+                f"{path}: part {part.index}/{part.count} is being captured by another process; wait for it or stop it, or "
+                "split the work with --part"
+            )
+        files = LocalFiles(self.folder)
+        if not (self.folder / MANIFEST).exists() and not shard_names(files.sizes()):
+            create_text(self.folder / MANIFEST, Manifest(wanted, record or {}).dump())
+        require_provenance(str(path), read_manifest(files).provenance, wanted)
+        self.known = self._recover(files, report)
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="encode")
+        self._token, self._number = token_hex(4), 0
+        self._shard: ShardWriter | None = None
+
+    def _recover(self, files: LocalFiles, report: Callable[[str], None]) -> set[str]:
+        """Remove what dead writers left behind, forget samples whose shard is gone, return the ids that are stored."""
+        sizes = files.sizes()
+        for shard in unfinished(sizes):
+            remove_abandoned(self.folder, shard)
+        for name in filter(is_index, sizes):
+            index = ShardIndex.parse(files.read([name])[0], f"{self.folder / name}")
+            if index.shard not in sizes:
+                (self.folder / name).unlink()
+                report(f"{self.folder / index.shard}: gone; its {len(index.samples)} samples will be captured again")
+        return {entry.id for index in read_indexes(files) for entry in index.samples}
+
+    def add(
+        self, sample_id: str, ids: Tensor, loss_mask: Tensor, states: HiddenStates | Iterable[HiddenStates]
+    ) -> bool:
+        """Take one sample: ids [T] int, loss_mask [T] bool, and the states of those T tokens, on any device; or parts of
+        them, consecutive rows each, which are written as they come.
+
+        A known id is ignored: nothing is written or asked of `states`, and False is returned. Raises UserError where the
+        disk does not take it or a hidden state is not finite; the store is then as it was after the last shard.
+        """
+        if sample_id in self.known:
+            return False
+        if self._shard and self._shard.tokens + len(ids) > self.shard_tokens:
+            self._publish()
+        try:
+            if self._shard is None:
+                shard = f"shard-{self._token}-{self._number:05d}.safetensors"
+                self._shard = ShardWriter(self.folder, shard, self.encoding, self._threads)
+            self._shard.add(sample_id, ids, loss_mask, [states] if isinstance(states, HiddenStates) else states)
+        except OSError as error:
+            raise self._unwritten(error) from error
+        self.known.add(sample_id)
+        return True
+
+    def _publish(self) -> None:
+        try:
+            self._shard.publish()
+        except OSError as error:
+            raise self._unwritten(error) from error
+        self._number += 1
+        self._shard = None
+
+    def _unwritten(self, error: OSError) -> UserError:
+        return UserError(
+            f"{self.folder}: cannot be written ({error}); free disk space and run capture.py again, which continues here"
+        )
+
+    def close(self) -> None:
+        """Publish the samples that are not yet in a shard, and let others have the part."""
+        if self._shard:
+            self._publish()
+        self._release()
+
+    def discard(self) -> None:
+        """Forget the samples that are not yet in a shard, and let others have the part."""
+        if self._shard:
+            self._shard.discard()
+        self._release()
+
+    def _release(self) -> None:
+        self._shard = None
+        self._threads.shutdown()
+        self._lock.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self.close()
+        finally:
+            self.discard()

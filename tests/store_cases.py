@@ -1,0 +1,81 @@
+"""Samples that a number determines, so that any process can say what a store should hold, and the checks of that."""
+
+from pathlib import Path
+
+import torch
+
+from eagle3.data.store.check import Findings, check_store
+from eagle3.data.store.reader import HiddenStateStore, RowRequest, StoredRows
+from eagle3.data.store.shard import Encoding, taught_rows
+from eagle3.data.store.writer import StoreWriter
+from eagle3.target.interface import HiddenStates
+
+HIDDEN = 16
+PROVENANCE = {"target": "a1b2", "aux_layers": [1, 3, 6], "tokenizer": "c3d4"}
+PLAIN = Encoding("none", "float32", HIDDEN)
+
+
+def sample_id(number: int) -> str:
+    """Like a digest: its first digits decide on the part."""
+    return f"{(number * 2654435761) % 2**32:08x}{number:08x}"
+
+
+def sample(number: int, tokens: int | None = None, hidden: int = HIDDEN):
+    """id, ids, loss mask, hidden states."""
+    generator = torch.Generator().manual_seed(number)
+    tokens = tokens or int(torch.randint(1, 40, (), generator=generator))
+    ids = torch.randint(150_000, (tokens,), generator=generator)
+    loss_mask = torch.rand(tokens, generator=generator) < 0.4
+    states = HiddenStates(
+        aux=torch.randn(tokens, 3 * hidden, generator=generator),
+        last=torch.randn(tokens, hidden, generator=generator),
+        argmax=torch.randint(150_000, (tokens,), generator=generator),
+        logsumexp=torch.randn(tokens, generator=generator) * 20,
+    )
+    return sample_id(number), ids, loss_mask, states
+
+
+def wanted(encoding: Encoding, **changes) -> dict:
+    """The provenance of a store that `write` wrote."""
+    return {**PROVENANCE, "codec": encoding.codec, "dtype": encoding.dtype, **changes}
+
+
+def write(path: Path, numbers, encoding: Encoding = PLAIN, shard_tokens: int = 100, **options) -> list[str]:
+    """Write samples and return what the writer reported."""
+    lines = []
+    with StoreWriter(path, PROVENANCE, encoding, shard_tokens=shard_tokens, report=lines.append, **options) as writer:
+        for number in numbers:
+            writer.add(*sample(number))
+    return lines
+
+
+def open_store(path, encoding: Encoding = PLAIN) -> HiddenStateStore:
+    return HiddenStateStore.open(str(path), wanted(encoding))
+
+
+def read_whole(store: HiddenStateStore, number: int) -> StoredRows:
+    loss_mask = store.tokens(sample_id(number)).loss_mask
+    teacher = taught_rows(loss_mask).nonzero().flatten()
+    return store.read([RowRequest(sample_id(number), torch.arange(len(loss_mask)), teacher)])[0]
+
+
+def assert_holds(path, numbers, encoding: Encoding = PLAIN) -> None:
+    """Exactly these samples, each of them once and bit for bit."""
+    store = open_store(path, encoding)
+    assert sorted(store) == sorted(map(sample_id, numbers))
+    for number in numbers:
+        _, ids, loss_mask, states = sample(number)
+        taught = taught_rows(loss_mask)
+        stored, dtype = read_whole(store, number), encoding.number_format
+        assert stored.aux.dtype == stored.last.dtype == dtype
+        assert torch.equal(stored.aux, states.aux.to(dtype)) and torch.equal(stored.last, states.last[taught].to(dtype))
+        assert torch.equal(stored.argmax, states.argmax[taught])
+        assert torch.equal(stored.logsumexp, states.logsumexp[taught])
+        tokens = store.tokens(sample_id(number))
+        assert torch.equal(tokens.ids, ids) and torch.equal(tokens.loss_mask, loss_mask)
+    findings = check(path, numbers, encoding)
+    assert findings.problems == [] and findings.samples == len(list(numbers))
+
+
+def check(path, numbers, encoding: Encoding = PLAIN) -> Findings:
+    return check_store(str(path), wanted(encoding), list(map(sample_id, numbers)), lambda done, shards: None)

@@ -1,0 +1,411 @@
+"""What a store goes through: killed writers, full disks, damage, two writers; nothing goes unnoticed and nothing is lost."""
+
+import errno
+import json
+import multiprocessing
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from store_cases import (
+    HIDDEN,
+    PLAIN,
+    PROVENANCE,
+    assert_holds,
+    check,
+    open_store,
+    read_whole,
+    sample,
+    sample_id,
+    write,
+)
+
+from eagle3.data.store.check import remove_flawed
+from eagle3.data.store.shard import Encoding
+from eagle3.data.store.writer import Part, StoreWriter
+from eagle3.errors import UserError
+
+FORK = multiprocessing.get_context("fork")
+# What reaches for the disk, by the names that the interpreter gives its functions.
+SYSTEM_CALLS = {"open", "write", "flush", "fsync", "replace", "rename", "link", "unlink", "mkdir", "truncate", "close"}
+
+
+def killed_at_call(number: int, path: Path) -> None:
+    """Write 8 samples as a real writer does; die by SIGKILL before the `number`-th call that reaches for the disk."""
+    seen = 0
+
+    def watch(_frame, event, function) -> None:
+        nonlocal seen
+        if event == "c_call" and function.__name__ in SYSTEM_CALLS:
+            seen += 1
+            if seen == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.setprofile(watch)
+    write(path, range(8), shard_tokens=60)
+    sys.setprofile(None)
+
+
+def killed_at_byte(number: int, path: Path) -> None:
+    """The same; the kernel kills it in the middle of the write that would make a file longer than `number` bytes."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (number, number))
+    write(path, range(8))
+
+
+def run(work, *arguments) -> int:
+    process = FORK.Process(target=work, args=arguments)
+    process.start()
+    process.join(60)
+    return process.exitcode
+
+
+def test_a_writer_killed_at_any_call_leaves_a_store_that_continues(tmp_path):
+    """A shard that was published stays, one that was not leaves nothing behind."""
+    number, stored_before = 0, 0
+    while True:
+        number += 1
+        path = tmp_path / f"call-{number}"
+        code = run(killed_at_call, number, path)
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL
+        published = list(path.glob("shard-*.json"))
+        stored = {entry["id"] for index in published for entry in json.loads(index.read_text())["samples"]}
+        assert len(stored) >= stored_before  # later deaths lose no more
+        stored_before = len(stored)
+        kept = {index.name: index.read_bytes() for index in published}
+        write(path, range(9))
+        assert_holds(path, range(9))
+        assert all((path / name).read_bytes() == text for name, text in kept.items())
+        assert not list(path.glob("*.partial")) and len(list(path.glob("*.safetensors"))) == len(
+            list(path.glob("shard-*.json"))
+        )
+        shutil.rmtree(path)
+    assert number > 60 and stored_before > 4  # several shards, each with its calls
+
+
+def test_a_writer_killed_in_the_middle_of_a_write_leaves_a_store_that_continues(tmp_path):
+    whole = tmp_path / "whole"
+    write(whole, range(8))
+    largest = max(path.stat().st_size for path in whole.iterdir())
+    for number in [1, 100, 4095, 4096, *range(4500, largest, 2500), largest - 1]:
+        path = tmp_path / f"byte-{number}"
+        assert run(killed_at_byte, number, path) == -signal.SIGXFSZ
+        write(path, range(8))
+        assert_holds(path, range(8))
+        assert not list(path.glob("*.partial"))
+    assert run(killed_at_byte, largest, tmp_path / "enough") == 0
+
+
+SMALL_DISK = """
+set -e
+mount -t tmpfs -o size=100k none "$1"
+cd "$2"
+"$3" -c 'from test_store_survival import fill_the_disk; fill_the_disk()' "$1"
+mount -o remount,size=10m none "$1"
+"$3" -c 'from test_store_survival import continue_with_room; continue_with_room()' "$1"
+"""
+
+
+def fill_the_disk() -> None:
+    path = Path(sys.argv[1])
+    with pytest.raises(
+        UserError, match="cannot be written .*No space left on device.*; free disk space and run capture.py"
+    ):
+        write(path, range(60))
+    held = sum(-(-file.stat().st_size // 4096) * 4096 for file in path.iterdir())
+    assert (
+        not list(path.glob("*.partial")) and shutil.disk_usage(path).used <= held + 8192
+    )  # what was unfinished is gone
+    stored = len(open_store(path))
+    assert 5 < stored < 60
+    print("stored", stored)
+
+
+def continue_with_room() -> None:
+    path = Path(sys.argv[1])
+    before = set(open_store(path))
+    write(path, range(60))
+    assert before < set(open_store(path))
+    assert_holds(path, range(60))
+    print("continued")
+
+
+def test_a_full_disk_loses_the_shard_in_flight_and_no_more(tmp_path):
+    """A real one: a tmpfs of 100 KB, which then grows."""
+    namespace = ["unshare", "--user", "--map-root-user", "--mount"]
+    allowed = (
+        shutil.which("unshare")
+        and subprocess.run([*namespace, "mount", "-t", "tmpfs", "none", str(tmp_path)]).returncode == 0
+    )
+    if not allowed:
+        pytest.skip("this machine lets nobody mount a small disk")
+    here = Path(__file__).parent
+    environment = os.environ | {"PYTHONPATH": f"{here}:{here.parent}"}
+    command = [*namespace, "bash", "-c", SMALL_DISK, "_", str(tmp_path), str(here), sys.executable]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "stored" in done.stdout and "continued" in done.stdout
+
+
+def test_a_file_size_limit_is_told_like_a_full_disk(tmp_path):
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))  # Python ignores the signal and sees EFBIG
+        with pytest.raises(UserError, match=f"cannot be written .*{os.strerror(errno.EFBIG)}"):
+            write(tmp_path, range(8))
+        assert not list(tmp_path.glob("shard-*.partial"))
+
+    assert run(limited) == 0
+    write(tmp_path, range(8))
+    assert_holds(tmp_path, range(8))
+
+
+def flip(path: Path, place: int, bit: int = 0) -> None:
+    with path.open("r+b") as file:
+        file.seek(place)
+        byte = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([byte ^ 1 << bit]))
+
+
+@pytest.mark.parametrize(
+    "encoding", [PLAIN, Encoding("lossless", "bfloat16", HIDDEN), Encoding("fp8", "bfloat16", HIDDEN)]
+)
+def test_a_flipped_byte_anywhere_is_found_by_whoever_reads_it_and_by_the_check(tmp_path, encoding):
+    """All over a shard's data. (In the header some bytes say nothing that a reader needs.)"""
+    write(tmp_path, range(5), encoding, shard_tokens=1000)
+    shard = next(tmp_path.glob("*.safetensors"))
+    original, expected = shard.read_bytes(), {n: read_whole(open_store(tmp_path, encoding), n) for n in range(5)}
+    for place in [3, 40, *range(4096, len(original), max(1, len(original) // 150))]:
+        flip(shard, place, place % 8)
+        refused = 0
+        for number in range(5):
+            try:
+                stored = read_whole(open_store(tmp_path, encoding), number)
+            except UserError as error:
+                refused += "run capture.py --repair" in str(error)
+            else:
+                assert all(torch.equal(a, b) for a, b in zip(stored, expected[number], strict=True))
+        found = check(tmp_path, range(5), encoding).problems
+        assert bool(refused) == bool(found)
+        assert refused or place < 4096
+        shard.write_bytes(original)
+
+
+def test_a_flipped_byte_in_an_index_is_found(tmp_path):
+    write(tmp_path, range(20))
+    index = sorted(tmp_path.glob("shard-*.json"))[0]
+    original = index.read_bytes()
+    for place in range(0, len(original) - 1, 97):
+        flip(index, place)
+        with pytest.raises(UserError, match=f"{index.name}: broken index .*--repair"):
+            open_store(tmp_path)
+        index.write_bytes(original)
+    assert_holds(tmp_path, range(20))
+
+
+def cut(shard: Path) -> None:
+    os.truncate(shard, shard.stat().st_size - 1)
+
+
+def cut_inside_the_header(shard: Path) -> None:
+    os.truncate(shard, 20)
+
+
+def empty(shard: Path) -> None:
+    os.truncate(shard, 0)
+
+
+def garble(shard: Path) -> None:
+    shard.write_bytes(b"\xff" * shard.stat().st_size)
+
+
+def cut_index(shard: Path) -> None:
+    os.truncate(shard.with_suffix(".json"), 100)
+
+
+def exchange(shard: Path) -> None:
+    other = next(path for path in shard.parent.glob("*.safetensors") if path != shard)
+    shutil.copyfile(other, shard)
+
+
+@pytest.mark.parametrize("damage", [cut, cut_inside_the_header, empty, garble, Path.unlink, cut_index, exchange])
+def test_a_damaged_shard_is_named_and_repaired_with_its_samples_alone(tmp_path, damage):
+    write(tmp_path, range(20))
+    shard = sorted(tmp_path.glob("*.safetensors"))[1]
+    lost = {entry["id"] for entry in json.loads(shard.with_suffix(".json").read_text())["samples"]}
+    kept = {path: path.read_bytes() for path in tmp_path.glob("shard-*") if path.stem != shard.stem}
+    damage(shard)
+    with pytest.raises(UserError, match=f"{shard.stem}.*run capture.py --repair"):
+        store = open_store(tmp_path)
+        for number in range(20):
+            read_whole(store, number)
+    findings = check(tmp_path, range(21))
+    assert {problem.sample_id for problem in findings.problems if problem.kind == "missing"} == lost | {sample_id(20)}
+    assert any(shard.stem in str(problem) for problem in findings.problems) and findings.samples == 20 - len(lost)
+    remove_flawed(tmp_path, findings.problems)
+    with StoreWriter(tmp_path, PROVENANCE, PLAIN, shard_tokens=100) as writer:
+        assert writer.known == set(map(sample_id, range(20))) - lost and lost
+        assert {sample_id(number) for number in range(20) if writer.add(*sample(number))} == lost
+    assert_holds(tmp_path, range(20))
+    assert all(path.read_bytes() == content for path, content in kept.items())
+
+
+def test_repairing_a_damaged_sample_leaves_its_neighbours_where_they_are(tmp_path):
+    write(tmp_path, range(10), shard_tokens=10_000)
+    shard = next(tmp_path.glob("*.safetensors"))
+    flip(shard, 4096 + 200)
+    findings = check(tmp_path, range(10))
+    (damaged, missing) = findings.problems
+    assert (damaged.kind, missing.kind) == ("damaged", "missing") and damaged.sample_id == missing.sample_id
+    remove_flawed(tmp_path, findings.problems)
+    assert len(open_store(tmp_path)) == 9 and shard.exists()
+    write(tmp_path, range(10))
+    assert len(list(tmp_path.glob("*.safetensors"))) == 2
+    assert_holds(tmp_path, range(10))
+
+
+def test_a_shard_cut_while_the_store_is_open_is_named(tmp_path):
+    write(tmp_path, [1])
+    store, shard = open_store(tmp_path), next(tmp_path.glob("*.safetensors"))
+    read_whole(store, 1)
+    os.truncate(shard, 4200)
+    with pytest.raises(UserError, match=f"{shard.name}: is shorter than its index says; run capture.py --repair"):
+        read_whole(store, 1)
+
+
+def test_a_numbers_not_finite_in_a_store_are_reported(tmp_path, monkeypatch):
+    """As an older or another writer may have left them: written through a writer that does not look."""
+    monkeypatch.setattr(torch.Tensor, "isfinite", lambda tensor: torch.ones((), dtype=torch.bool))
+    name, ids, mask, states = sample(3, tokens=20)
+    states.last[1:] = float("nan")
+    with StoreWriter(tmp_path, PROVENANCE, PLAIN) as writer:
+        writer.add(name, ids, mask, states)
+        writer.add(*sample(4))
+    monkeypatch.undo()
+    findings = check(tmp_path, [3, 4])
+    assert [(problem.kind, problem.sample_id) for problem in findings.problems] == [
+        ("not finite", name),
+        ("missing", name),
+    ]
+    assert findings.samples == 1
+
+
+def test_a_second_writer_of_the_same_part_is_turned_away_while_the_first_lives(tmp_path):
+    with StoreWriter(tmp_path, PROVENANCE, PLAIN) as writer:
+        writer.add(*sample(1))
+        with pytest.raises(UserError, match="part 0/1 is being captured by another process"):
+            StoreWriter(tmp_path, PROVENANCE, PLAIN)
+        assert run(refused, tmp_path) == 0
+    write(tmp_path, [1, 2])
+    assert_holds(tmp_path, [1, 2])
+
+
+def refused(path: Path) -> None:
+    with pytest.raises(UserError, match="part 0/1 is being captured"):
+        StoreWriter(path, PROVENANCE, PLAIN)
+
+
+def write_beside(path: Path, part: Part, ready, go) -> None:
+    with StoreWriter(path, PROVENANCE, PLAIN, shard_tokens=50, part=part) as writer:
+        ready.release()
+        go.wait()
+        for number in range(30):
+            writer.add(*sample(number))
+
+
+def test_two_writers_of_one_sample_leave_it_whole_and_a_repair_leaves_it_once(tmp_path):
+    """Jobs that were split differently do not know of each other, and here write every sample at the same time."""
+    ready, go = FORK.Semaphore(0), FORK.Event()
+    writers = [FORK.Process(target=write_beside, args=(tmp_path, Part(0, count), ready, go)) for count in (1, 2, 3)]
+    for writer in writers:
+        writer.start()
+    for _ in writers:
+        ready.acquire()
+    go.set()
+    for writer in writers:
+        writer.join(60)
+        assert writer.exitcode == 0
+    store = open_store(tmp_path)
+    for number in range(30):
+        assert torch.equal(read_whole(store, number).aux, sample(number)[3].aux)
+    findings = check(tmp_path, range(30))
+    assert findings.samples == 30 and len(findings.problems) == 60
+    assert {problem.kind for problem in findings.problems} == {"duplicate"}
+    remove_flawed(tmp_path, findings.problems)
+    assert_holds(tmp_path, range(30))
+
+
+def test_a_writer_does_not_clear_away_what_a_living_one_is_writing(tmp_path):
+    with StoreWriter(tmp_path, PROVENANCE, PLAIN, part=Part(0, 2)) as living:
+        living.add(*sample(1))
+        assert len(list(tmp_path.glob("*.partial"))) == 1
+        assert run(partial(write, tmp_path, [2], part=Part(1, 2))) == 0
+        assert len(list(tmp_path.glob("*.partial"))) == 1
+    assert_holds(tmp_path, [1, 2])
+
+
+def test_writers_that_begin_a_store_at_the_same_time_agree_on_what_it_is(tmp_path):
+    def begin(count: int, target: str) -> None:
+        try:
+            with StoreWriter(tmp_path, {**PROVENANCE, "target": target}, PLAIN, part=Part(0, count)) as writer:
+                writer.add(*sample(count))
+        except UserError as error:
+            sys.exit(3 if "captured with target=" in str(error) else 4)
+
+    writers = [FORK.Process(target=begin, args=(count, "a1b2" if count % 2 else "other")) for count in range(1, 9)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(60)
+    codes = [writer.exitcode for writer in writers]
+    assert sorted(codes) == [0] * 4 + [3] * 4 and codes[::2] in ([0] * 4, [3] * 4)
+
+
+def test_a_shard_whose_index_cannot_be_written_is_no_part_of_the_store(tmp_path):
+    writer = StoreWriter(tmp_path, PROVENANCE, PLAIN)
+    writer.add(*sample(1))
+    name = next(tmp_path.glob("*.partial")).name.removesuffix(".safetensors.partial")
+    (tmp_path / f"{name}.json.partial").mkdir()
+    with pytest.raises(UserError, match="cannot be written .*; free disk space"):
+        writer.close()
+    (tmp_path / f"{name}.json.partial").rmdir()
+    writer.discard()
+    assert not list(tmp_path.glob("shard-*"))
+    write(tmp_path, [1, 2])
+    assert_holds(tmp_path, [1, 2])
+
+
+def test_what_is_not_a_store_is_refused(tmp_path):
+    with pytest.raises(UserError, match="no hidden-state store here; run capture.py"):
+        open_store(tmp_path / "nowhere")
+    write(tmp_path, range(5))
+    (tmp_path / "store.json").unlink()
+    for attempt in (open_store, partial(write, numbers=range(5))):
+        with pytest.raises(UserError, match="has shards but no store.json"):
+            attempt(tmp_path)
+    assert list(tmp_path.glob("*.safetensors"))
+    (tmp_path / "store.json").write_text('{"format": 1}')
+    with pytest.raises(UserError, match="store format 1, this version reads 2"):
+        open_store(tmp_path)
+
+
+def test_an_exception_leaves_whole_shards_only(tmp_path):
+    with pytest.raises(ZeroDivisionError), StoreWriter(tmp_path, PROVENANCE, PLAIN, shard_tokens=100) as writer:
+        for number in range(20):
+            writer.add(*sample(number))
+            if number == 15:
+                raise ZeroDivisionError
+    assert not list(tmp_path.glob("*.partial"))
+    assert 0 < len(open_store(tmp_path)) < 16
+    write(tmp_path, range(20))
+    assert_holds(tmp_path, range(20))
