@@ -64,7 +64,7 @@ def test_fp8_stays_within_its_stated_error(tmp_path, hidden):
 
 
 def test_every_fp8_number_survives_being_stored_again():
-    codec = Fp8(64, 64)
+    codec = Fp8(64, torch.float32, 64)
     rows = torch.randn(50, 64) * torch.logspace(-20, 20, 50)[:, None]
     once, twice = torch.empty_like(rows), torch.empty_like(rows)
     codec.decode(memoryview(codec.encode(rows)), once)

@@ -18,13 +18,18 @@ CHUNK_BYTES = 65536
 SCALE_BLOCK = 128
 LARGEST_FP8 = 448.0  # of float8_e4m3fn
 EXPONENT_BIAS = 127
+# Of a scale; no run of finite float32 numbers needs a larger one than 2 ** 120.
+LOWEST_EXPONENT = -126
 
 
 class Codec(Protocol):
-    """Both ways may run in several threads at once."""
+    """Both ways may run in several threads at once. by_row: rows are encoded one by one, into `row_bytes` each, so that
+    an encoding of many chunks is the chunks' encodings in a row."""
+
+    by_row: bool
 
     def encode(self, rows: Tensor) -> memoryview | bytes:
-        """rows [n, width], contiguous, on the CPU, in the store's number format."""
+        """rows [n, width], contiguous, on the CPU, in the store's number format; n > 0."""
         ...
 
     def decode(self, data: memoryview, out: Tensor) -> None:
@@ -35,6 +40,8 @@ class Codec(Protocol):
 
 class Raw:
     """`none`: the numbers as they lie in memory."""
+
+    by_row = True
 
     def encode(self, rows: Tensor) -> memoryview:
         return memoryview(_bytes_of(rows)).cast("B")
@@ -48,6 +55,8 @@ class Raw:
 
 class Lossless:
     """`lossless`: bytes of equal significance together (exponents repeat, mantissas do not), then zstd at level 1."""
+
+    by_row = False
 
     def __init__(self, itemsize: int) -> None:
         try:
@@ -87,29 +96,38 @@ class Fp8:
     max(|x| / 16, s / 1024), and s is at most 1/224 of the run's largest. Source of the scales: OCP Microscaling
     Formats (MX) Specification 1.0, section 5.4.1."""
 
-    def __init__(self, width: int, hidden_size: int) -> None:
+    by_row = True
+
+    def __init__(self, width: int, dtype: torch.dtype, hidden_size: int) -> None:
         self.width = width
         self.block = max(divisor for divisor in range(1, SCALE_BLOCK + 1) if hidden_size % divisor == 0)
+        self.numbers = _bits_of(torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(dtype))
 
     @property
     def row_bytes(self) -> int:
         return self.width + self.width // self.block
 
     def encode(self, rows: Tensor) -> memoryview:
-        runs = rows.float().view(len(rows), -1, self.block)
-        exponents = torch.frexp(runs.abs().amax(-1) / LARGEST_FP8).exponent.clamp(-EXPONENT_BIAS, EXPONENT_BIAS)
-        numbers = torch.ldexp(runs, -exponents[..., None]).to(torch.float8_e4m3fn)
+        runs = rows.view(len(rows), -1, self.block)
+        largest = torch.maximum(runs.amax(-1), -runs.amin(-1)).float()  # a pass less than abs()
+        exponents = torch.frexp(largest / LARGEST_FP8).exponent.clamp(LOWEST_EXPONENT, -LOWEST_EXPONENT)
+        numbers = (runs.float() * _powers_of_two(-exponents)[..., None]).to(torch.float8_e4m3fn).view(torch.uint8)
         scales = (exponents + EXPONENT_BIAS).to(torch.uint8)
-        return memoryview(torch.cat((numbers.view(torch.uint8).flatten(1), scales), 1).numpy()).cast("B")
+        return memoryview(torch.cat((numbers.flatten(1), scales), 1).numpy()).cast("B")
 
     def decode(self, data: memoryview, out: Tensor) -> None:
         if len(data) != len(out) * self.row_bytes:
             raise ValueError(f"{len(data)} bytes instead of {len(out) * self.row_bytes}")
-        encoded = torch.from_numpy(np.frombuffer(data, np.uint8).copy()).view(len(out), self.row_bytes)
-        numbers, scales = encoded.split((self.width, self.row_bytes - self.width), 1)
-        runs = numbers.contiguous().view(torch.float8_e4m3fn).view(len(out), -1, self.block).float()
-        exponents = scales.to(torch.int32) - EXPONENT_BIAS
-        out.copy_(torch.ldexp(runs, exponents[..., None]).flatten(1))
+        encoded = np.frombuffer(data, np.uint8).reshape(len(out), self.row_bytes)
+        # A table is several times as fast as torch's conversion on CPUs. Scaling is exact in bfloat16 too.
+        np.take(self.numbers, encoded[:, : self.width], out=_bits_of(out), mode="clip")
+        scales = torch.from_numpy(encoded[:, self.width :].astype(np.int32)) - EXPONENT_BIAS
+        out.view(len(out), -1, self.block).mul_(_powers_of_two(scales)[..., None].to(out.dtype))
+
+
+def _powers_of_two(exponents: Tensor) -> Tensor:
+    """2 ** exponents (int32, within the normal numbers), fp32: put together from its bits."""
+    return ((exponents + EXPONENT_BIAS) << 23).to(torch.int32).view(torch.float32)
 
 
 def make_codec(name: CodecName, dtype: torch.dtype, width: int, hidden_size: int) -> Codec:
@@ -121,7 +139,7 @@ def make_codec(name: CodecName, dtype: torch.dtype, width: int, hidden_size: int
         case "lossless":
             return Lossless(dtype.itemsize)
         case "fp8":
-            return Fp8(width, hidden_size)
+            return Fp8(width, dtype, hidden_size)
 
 
 def chunk_rows(width: int, dtype: torch.dtype) -> int:
@@ -134,8 +152,13 @@ def expected_bytes(name: CodecName, dtype: torch.dtype, width: int, hidden_size:
     67 to 70%, benchmarks/store.py), and all of it in float32, whose mantissas do not compress."""
     raw = width * dtype.itemsize
     share = {"none": 1.0, "lossless": 0.7 if dtype == torch.bfloat16 else 0.9, "fp8": 0.0}[name]
-    encoded = Fp8(width, hidden_size).row_bytes if name == "fp8" else raw * share
+    encoded = Fp8(width, dtype, hidden_size).row_bytes if name == "fp8" else raw * share
     return encoded + 16 / chunk_rows(width, dtype)
+
+
+def _bits_of(tensor: Tensor) -> np.ndarray:
+    """Its numbers as integers of their width, not copied."""
+    return tensor.view(torch.int16 if tensor.dtype == torch.bfloat16 else torch.int32).numpy()
 
 
 def _bytes_of(tensor: Tensor) -> np.ndarray:

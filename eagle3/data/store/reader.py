@@ -2,13 +2,14 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from typing import NamedTuple, Self
 
 import numpy as np
 import torch
-import xxhash
 from torch import Tensor
 
+from eagle3.data.store.chunks import ChunkReads, ChunkTable, Run, plan_reads
 from eagle3.data.store.codecs import Codec
 from eagle3.data.store.files import Range, StoreFiles, open_files
 from eagle3.data.store.folder import Provenance, read_indexes, read_manifest, require_provenance
@@ -65,15 +66,17 @@ class HiddenStateStore:
     Of samples that two shards have, the first shard's counts. Raises UserError for what is missing or damaged.
     """
 
-    def __init__(self, files: StoreFiles, locations: dict[str, Location], record: Provenance) -> None:
+    def __init__(
+        self, files: StoreFiles, locations: dict[str, Location], record: Provenance, threads: int = THREADS
+    ) -> None:
         self.files, self.locations, self.record = files, locations, record
         self.where = files.where
         self._headers: dict[str, ShardHeader] = {}
         self._codecs: dict[tuple[Encoding, str], Codec] = {}
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="store")
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="store")
 
     @classmethod
-    def open(cls, path: str, provenance: Provenance) -> Self:
+    def open(cls, path: str, provenance: Provenance, threads: int = THREADS) -> Self:
         """path: a folder or an fsspec URL. provenance: what this run needs, codec and dtype included.
 
         Raises UserError naming the field where they differ, and the file where a shard is missing or has lost bytes.
@@ -85,7 +88,7 @@ class HiddenStateStore:
         for index in read_indexes(files):
             for entry in index.samples:
                 locations.setdefault(entry.id, Location(index, entry))
-        return cls(files, locations, manifest.record)
+        return cls(files, locations, manifest.record, threads)
 
     def __contains__(self, sample_id: str) -> bool:
         return sample_id in self.locations
@@ -122,12 +125,19 @@ class HiddenStateStore:
             assert bool(taught[request.teacher].all()), "last hidden states are stored where they teach"
             rows = {"aux": request.aux, "last": (taught.cumsum(0) - 1)[request.teacher]}
             for name in HIDDEN:
-                wanted.append(self._plan(location, name, rows[name], facts))
-        ranges = iter(self.files.fetch([chunk.place for reads in wanted for chunk in reads.chunks]))
-        jobs = [(reads, chunk, next(ranges)) for reads in wanted for chunk in reads.chunks]
-        flaws = list(self._threads.map(_decode, *zip(*jobs, strict=True))) if jobs else []  # all end before one is told
-        if any(flaws):
-            raise UserError(next(filter(None, flaws)))
+                encoding = location.index.encoding
+                codec, width = self._codec(encoding, name), encoding.width(name)
+                wanted.append(plan_reads(rows[name], facts.tables[name], encoding, codec, width))
+        jobs = [
+            (location, name, reads, run)
+            for (location, name), reads in zip(product(locations, HIDDEN), wanted, strict=True)
+            for run in reads.runs
+        ]
+        data = self.files.fetch([self._range(*job) for job in jobs])
+        flaws = list(self._threads.map(lambda job, of_run: job[2].decode(job[3], of_run), jobs, data))
+        for (location, name, _, _), flaw in zip(jobs, flaws, strict=True):  # when all have ended
+            if flaw:
+                raise UserError(self._damaged(location, f"{name} hidden states", flaw))
         found = iter(reads.rows() for reads in wanted)
         return [
             StoredRows(
@@ -144,20 +154,28 @@ class HiddenStateStore:
             raise UserError(f"{self.where}: sample {sample_id!r} is not in the store; run capture.py, which adds it")
         return self.locations[sample_id]
 
+    def _range(self, location: Location, name: str, reads: ChunkReads, run: Run) -> Range:
+        shard = location.index.shard
+        start = self._headers[shard].starts[name]
+        return Range(shard, *(start + edge for edge in reads.bytes_of(run)))
+
+    def _codec(self, encoding: Encoding, name: str) -> Codec:
+        if (encoding, name) not in self._codecs:
+            self._codecs[encoding, name] = encoding.make_codec(name)
+        return self._codecs[encoding, name]
+
     def _facts(self, locations: Sequence[Location]) -> list["SampleFacts"]:
         """All that is small of some samples, checked against the digests in the index."""
-        self.read_headers({location.index.shard for location in locations})
+        self.read_headers(location.index.shard for location in locations)
         ranges = [self._fact_ranges(location) for location in locations]
         found = iter(self.files.fetch([place for places in ranges for place in places]))
         facts = []
         for location, places in zip(locations, ranges, strict=True):
-            columns = [next(found) for _ in places]
             kinds = [*NUMPY_TYPES.values(), *4 * ["<u8"]]
-            arrays = [np.frombuffer(column, kind) for column, kind in zip(columns, kinds, strict=True)]
-            of_sample = SampleFacts(*arrays)
-            if of_sample.digest() != location.entry.digest:
-                raise UserError(self._damaged(location, "tokens or checksums"))
-            facts.append(of_sample)
+            columns = [np.frombuffer(next(found), kind) for _, kind in zip(places, kinds, strict=True)]
+            facts.append(SampleFacts.of(location, columns))
+            if facts[-1].digest() != location.entry.digest:
+                raise UserError(self._damaged(location, "tokens or checksums", "their digest does not fit"))
         return facts
 
     def read_headers(self, shards: Iterable[str]) -> None:
@@ -181,91 +199,33 @@ class HiddenStateStore:
             ranges += [of(f"{name}_ends", 8, first - before, chunks + before), of(f"{name}_sums", 8, first, chunks)]
         return ranges
 
-    def _plan(self, location: Location, name: str, rows: Tensor, facts: "SampleFacts") -> "ChunkReads":
-        """Which chunks hold these rows of `name`, where they lie, and where they will be decoded."""
-        index, entry = location
-        total, ends, sums = (
-            (entry.tokens, facts.aux_ends, facts.aux_sums)
-            if name == "aux"
-            else (entry.taught, facts.last_ends, facts.last_sums)
-        )
-        assert not len(rows) or 0 <= int(rows.min()) <= int(rows.max()) < total, (
-            f"rows outside a sample of {total} rows"
-        )
-        encoding = index.encoding
-        size, start = encoding.chunk_rows(name), self._headers[index.shard].starts[name]
-        starts = ends[:-1] if len(ends) > len(sums) else np.concatenate((np.zeros(1, "<u8"), ends[:-1]))
-        chunks, decoded = torch.unique(rows // size), 0
-        reads, places = [], []
-        for chunk in chunks.tolist():
-            count = min(size, total - chunk * size)
-            begin, end = int(starts[chunk]), int(ends[chunk - len(sums)])
-            place = Range(index.shard, start + begin, start + end)
-            reads.append(Chunk(place, int(sums[chunk]), slice(decoded, decoded + count)))
-            places.append(torch.arange(chunk * size, chunk * size + count))
-            decoded += count
-        codec = self._codecs.get((encoding, name))
-        if codec is None:
-            codec = self._codecs[encoding, name] = encoding.make_codec(name)
-        buffer = torch.empty(decoded, encoding.width(name), dtype=encoding.number_format)
-        decoded_rows = torch.cat(places) if places else rows
-        return ChunkReads(codec, reads, buffer, decoded_rows, rows, self._damaged(location, name))
-
-    def _damaged(self, location: Location, what: str) -> str:
+    def _damaged(self, location: Location, what: str, flaw: str) -> str:
         return (
-            f"{self.where}/{location.index.shard}: sample {location.entry.id}: its {what} were damaged on disk; "
+            f"{self.where}/{location.index.shard}: sample {location.entry.id}: its {what} were damaged on disk ({flaw}); "
             "run capture.py --repair"
         )
 
 
 class SampleFacts(NamedTuple):
-    """What is small of one sample, in the order of the ranges read; *_ends begin one chunk earlier where there is one."""
+    """What is small of one sample: [T] each, and where its chunks of aux and last lie."""
 
     ids: np.ndarray
     argmax: np.ndarray
     logsumexp: np.ndarray
     loss_mask: np.ndarray
-    aux_ends: np.ndarray
-    aux_sums: np.ndarray
-    last_ends: np.ndarray
-    last_sums: np.ndarray
+    tables: dict[str, ChunkTable]
+
+    @staticmethod
+    def of(location: Location, columns: list[np.ndarray]) -> "SampleFacts":
+        """columns: in the order of the ranges read."""
+        (index, entry), tables = location, {}
+        for place, (name, rows) in enumerate((("aux", entry.tokens), ("last", entry.taught))):
+            ends, sums = columns[4 + 2 * place : 6 + 2 * place]
+            bounds = ends if len(ends) > len(sums) else np.concatenate((np.zeros(1, "<u8"), ends))
+            tables[name] = ChunkTable(bounds, sums, rows, index.encoding.chunk_rows(name))
+        return SampleFacts(*columns[:4], tables)
 
     def digest(self) -> str:
         """As `ShardWriter` made it."""
-        own = [ends[len(ends) - len(sums) :] for ends, sums in (self[4:6], self[6:8])]
-        return sample_digest((*self[:4], own[0], self.aux_sums, own[1], self.last_sums))
-
-
-class Chunk(NamedTuple):
-    """Where its bytes lie, their checksum, and the rows of the buffer that it fills."""
-
-    place: Range
-    checksum: int
-    rows: slice
-
-
-class ChunkReads(NamedTuple):
-    """The chunks of one tensor of one sample: decoded into `buffer`, whose rows are `decoded` of the sample."""
-
-    codec: Codec
-    chunks: list[Chunk]
-    buffer: Tensor
-    decoded: Tensor
-    wanted: Tensor
-    damaged: str
-
-    def rows(self) -> Tensor:
-        if torch.equal(self.decoded, self.wanted):
-            return self.buffer
-        return self.buffer[torch.searchsorted(self.decoded, self.wanted)]
-
-
-def _decode(reads: ChunkReads, chunk: Chunk, data: memoryview) -> str | None:
-    """Check one chunk and decode it into its place; what is wrong with it, if anything is."""
-    if xxhash.xxh3_64_intdigest(data) != chunk.checksum:
-        return reads.damaged
-    try:
-        reads.codec.decode(data, reads.buffer[chunk.rows])
-    except ValueError as error:  # written so: the checksum fits
-        return f"{reads.damaged} ({error})"
-    return None
+        chunks = [part for table in self.tables.values() for part in (table.bounds[1:], table.sums)]
+        return sample_digest((*self[:4], *chunks))

@@ -1,0 +1,236 @@
+"""Measure the hidden-state store on a trained model's states: size and rates of each codec, beside the field's format.
+
+    python benchmarks/store.py          a table in Markdown
+    python benchmarks/store.py --json   one JSON document
+
+The states are those of a recipe's target (the quickstart's unless told) over its training samples, in bfloat16. The
+field's format is one pickled file a sample, as it is or through gzip. Rates are of raw bytes: written to a folder and
+flushed, read whole from the page cache, the best of some rounds, all formats in turn in each round. A rank of eight reads
+one eighth of the rows of each sample. What is read is compared with what was written. Wants an otherwise idle machine.
+"""
+
+import argparse
+import gzip
+import io
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from reporting import headline, origin, positive, table
+
+from eagle3.errors import run_command
+
+ROOT = Path(__file__).parent.parent
+CODECS = ("none", "lossless", "fp8")
+RANKS = 8
+
+
+class Timing(NamedTuple):
+    """Bytes on the disk and seconds."""
+
+    size: int
+    write: float
+    read: float
+    share: float
+
+
+@dataclass(frozen=True)
+class Sample:
+    id: str
+    ids: Any
+    loss_mask: Any
+    states: Any
+
+    @property
+    def raw(self) -> int:
+        return self.states.aux.nbytes + self.states.last.nbytes
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
+    parser.add_argument(
+        "--recipe", type=Path, default=ROOT / "recipes" / "quickstart.yaml", help="whose target and data"
+    )
+    parser.add_argument("--tokens", type=positive, default=60_000, help="of samples, taken in order")
+    parser.add_argument("--threads", type=positive, default=2, help="that encode and decode; files at a time for gzip")
+    parser.add_argument("--rounds", type=positive, default=3, help="of everything but gzip's writes, which have one")
+    parser.add_argument("--folder", type=Path, help="where to write; default: a temporary folder")
+    options = parser.parse_args()
+    stdout = os.dup(1)  # kept for the result: DeepSpeed logs to what is stdout when it is imported
+    os.dup2(2, 1)
+    samples = hidden_states(options.recipe, options.tokens)
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        results = measure(samples, Path(folder), options.threads, options.rounds)
+    raw = sum(sample.raw for sample in samples)
+    settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
+    about = {"samples": len(samples), "tokens": sum(len(sample.ids) for sample in samples), "raw_bytes": raw}
+    about["hidden_size"] = samples[0].states.last.shape[1]
+    document = origin(load_before=os.getloadavg()[0]) | {"settings": settings, "states": about, "results": results}
+    with os.fdopen(stdout, "w") as out:
+        print(json.dumps(document, indent=1) if options.json else _markdown(document), file=out)
+    return 0
+
+
+def hidden_states(recipe_file: Path, tokens: int) -> list[Sample]:
+    """Samples of about as many tokens together, with their states in bfloat16. The loss masks say that all is
+    supervised: every row but the first has a last hidden state, as in the field's format."""
+    import torch
+
+    from eagle3.parallel.topology import start_distributed
+    from eagle3.recipe import load_recipe
+    from eagle3.target.interface import HiddenStates
+    from eagle3.training.assemble import gather_materials, start_target
+
+    recipe, topology = load_recipe(recipe_file), start_distributed()
+    materials = gather_materials(recipe, topology.device, lambda line: print(line, flush=True))
+    target = start_target(recipe, materials, topology.device)
+    taken, total = [], 0
+    for place in range(len(materials.train)):
+        taken.append(materials.train[place])
+        total += len(taken[-1].ids)
+        if total >= tokens:
+            break
+    found = []
+    for start in range(0, len(taken), 64):
+        members = taken[start : start + 64]
+        for sample, states in zip(members, target.prefill([sample.ids for sample in members]), strict=True):
+            rows = HiddenStates(
+                states.aux.bfloat16().cpu(),
+                states.last.bfloat16().cpu(),
+                states.argmax.cpu(),
+                states.logsumexp.float().cpu(),
+            )
+            found.append(Sample(sample.id, sample.ids, torch.ones(len(sample.ids), dtype=torch.bool), rows))
+    return found
+
+
+def measure(samples: Sequence[Sample], folder: Path, threads: int, rounds: int) -> dict[str, dict[str, float]]:
+    formats: dict[str, Callable[[Path], Timing]] = {
+        f"store, {codec}": lambda path, codec=codec: time_store(samples, path, codec, threads) for codec in CODECS
+    }
+    formats["a file a sample"] = lambda path: time_files(samples, path, None, 1)
+    for level in (6, 9):
+        formats[f"a file a sample, gzip -{level}"] = lambda path, level=level: time_files(samples, path, level, 1)
+    formats[f"the same, {threads} files at a time"] = lambda path: time_files(samples, path, 9, threads)
+    best: dict[str, Timing] = {}
+    for number in range(rounds):
+        for name, run in formats.items():
+            if number and "gzip" in name or number and "the same" in name:
+                continue  # a minute each
+            timing = run(folder / "one")
+            shutil.rmtree(folder / "one")
+            before = best.get(name, timing)
+            best[name] = Timing(timing.size, *(min(pair) for pair in zip(timing[1:], before[1:], strict=True)))
+            print(f"round {number + 1}: {name}: {timing}", flush=True)
+    raw = sum(sample.raw for sample in samples)
+    return {
+        name: {
+            "size": timing.size / raw,
+            "write_mb_per_s": raw / 1e6 / timing.write,
+            "read_mb_per_s": raw / 1e6 / timing.read,
+            "seconds_for_an_eighth": timing.share,
+            "seconds_for_all": timing.read,
+        }
+        for name, timing in best.items()
+    }
+
+
+def time_store(samples: Sequence[Sample], path: Path, codec: str, threads: int) -> Timing:
+    import torch
+
+    from eagle3.data.store.reader import HiddenStateStore, RowRequest
+    from eagle3.data.store.shard import Encoding
+    from eagle3.data.store.writer import StoreWriter
+
+    began = time.perf_counter()
+    encoding = Encoding(codec, "bfloat16", samples[0].states.last.shape[1])
+    with StoreWriter(path, {}, encoding, threads=threads) as writer:
+        for sample in samples:
+            writer.add(sample.id, sample.ids, sample.loss_mask, sample.states)
+    write = time.perf_counter() - began
+    store = HiddenStateStore.open(str(path), {"codec": codec, "dtype": "bfloat16"}, threads=threads)
+
+    def read(first: Callable[[int], int], last: Callable[[int], int]) -> float:
+        """All rows from first to last of each sample, some samples at a time as a loader asks."""
+        began = time.perf_counter()
+        for start in range(0, len(samples), 16):
+            members = samples[start : start + 16]
+            rows = [torch.arange(first(len(sample.ids)), last(len(sample.ids))) for sample in members]
+            requests = [RowRequest(s.id, r, r[r > 0]) for s, r in zip(members, rows, strict=True)]
+            for sample, of_sample, found in zip(members, rows, store.read(requests), strict=True):
+                if codec != "fp8":
+                    assert torch.equal(found.aux[-1], sample.states.aux[of_sample[-1]]), (
+                        "what is read is what was written"
+                    )
+        return time.perf_counter() - began
+
+    whole = read(lambda tokens: 0, lambda tokens: tokens)
+    share = read(lambda tokens: tokens // 2, lambda tokens: tokens // 2 + -(-tokens // RANKS))
+    return Timing(sum(file.stat().st_size for file in path.glob("shard-*")), write, whole, share)
+
+
+def time_files(samples: Sequence[Sample], path: Path, level: int | None, threads: int) -> Timing:
+    """A rank's share costs what everything costs: a compressed pickle has no middle."""
+    import torch
+
+    path.mkdir()
+
+    def write(sample: Sample) -> int:
+        states = sample.states
+        buffer = io.BytesIO()
+        content = {"ids": sample.ids, "loss_mask": sample.loss_mask, **vars(states)}
+        torch.save(content, buffer)
+        data = buffer.getvalue() if level is None else gzip.compress(buffer.getvalue(), level)
+        with (path / sample.id).open("wb") as file:
+            file.write(data)
+            os.fsync(file.fileno())
+        return len(data)
+
+    def read(sample: Sample) -> None:
+        data = (path / sample.id).read_bytes()
+        content = torch.load(io.BytesIO(data if level is None else gzip.decompress(data)), weights_only=True)
+        assert torch.equal(content["aux"], sample.states.aux), "what is read is what was written"
+
+    with ThreadPoolExecutor(threads) as pool:
+        began = time.perf_counter()
+        size = sum(pool.map(write, samples))
+        written = time.perf_counter()
+        list(pool.map(read, samples))
+        whole = time.perf_counter() - written
+    return Timing(size, written - began, whole, whole)
+
+
+def _markdown(document: dict[str, Any]) -> str:
+    states, results = document["states"], document["results"]
+    reference = results["a file a sample, gzip -9"]
+    rows = [
+        [
+            name,
+            f"{found['size']:.1%}",
+            f"{found['write_mb_per_s']:,.0f} ({found['write_mb_per_s'] / reference['write_mb_per_s']:.1f})",
+            f"{found['read_mb_per_s']:,.0f} ({found['read_mb_per_s'] / reference['read_mb_per_s']:.1f})",
+            f"{found['seconds_for_an_eighth'] / found['seconds_for_all']:.2f}",
+        ]
+        for name, found in results.items()
+    ]
+    title = (
+        f"{states['samples']} samples, {states['tokens']:,} tokens, hidden size {states['hidden_size']}, "
+        f"{states['raw_bytes'] / 1e6:,.0f} MB raw, {document['settings']['threads']} threads ({headline(document)}); in "
+        "brackets, times that of gzip -9"
+    )
+    return table(title, ["format", "of raw", "write MB/s", "read MB/s", "time to read an eighth / all"], rows)
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))
