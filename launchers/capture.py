@@ -1,86 +1,162 @@
 """Write the hidden-state store of a recipe: run the target once over its samples, for train.py in stored mode."""
 
 import argparse
-import shutil
+import datetime
 import time
 from pathlib import Path
 
-from eagle3.data.samples import Sample
-from eagle3.data.store import StoreWriter
-from eagle3.errors import SharedUserError, UserError, run_command
-from eagle3.parallel.topology import start_distributed, stop_distributed
+import torch.distributed as dist
+
+from eagle3.data.capture import Wanted, capture, capture_long, require_disk, wanted_samples
+from eagle3.data.store.check import check_store, remove_flawed
+from eagle3.data.store.files import is_url
+from eagle3.data.store.shard import Encoding
+from eagle3.data.store.writer import Part, StoreWriter
+from eagle3.errors import SharedUserError, run_command
+from eagle3.parallel.topology import Topology, agreed, start_distributed, stop_distributed
 from eagle3.recipe import Recipe, load_recipe
-from eagle3.target.transformers import TransformersTarget
-from eagle3.training.assemble import gather_materials, provenance, start_target
+from eagle3.target.long_prefill import LongPrefill
+from eagle3.training.assemble import (
+    Materials,
+    capture_record,
+    gather_materials,
+    pick_vocabulary,
+    provenance,
+    start_target,
+    store_provenance,
+)
 from eagle3.training.tracking import Console, duration
 
 ROOT = Path(__file__).parent.parent
 REPORT_SECONDS = 5.0
+MOST_LINES = 20
+# Processes end their shares hours apart and then wait for one another.
+PATIENCE = datetime.timedelta(days=7)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--recipe", type=Path, default=ROOT / "recipes" / "quickstart.yaml")
+    parser.add_argument(
+        "--part", metavar="I/N", default="0/1", help="capture share I (from 0) of N of the samples, beside other jobs"
+    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
+        "--verify", action="store_true", help="read the whole store, compare checksums, say what is wrong"
+    )
+    what.add_argument("--repair", action="store_true", help="the same, then capture again what is wrong or missing")
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="change single keys of the recipe")
     options = parser.parse_intermixed_args()
     recipe = load_recipe(options.recipe, options.overrides)
-    if recipe.hidden_states.path is None:
-        raise UserError(f"{options.recipe}: hidden_states.path is not set; name the folder of the store")
-    topology = start_distributed()
-    if topology.batch.size() > 1:
-        raise SharedUserError("capture.py: runs in one process; start it with python, not with deepspeed or torchrun")
+    part = parse_part(options.part)
+    path = recipe.hidden_states.path
+    if path is None:
+        raise SharedUserError(f"{options.recipe}: hidden_states.path is not set; name the folder of the store")
+    if is_url(path) and not options.verify:
+        raise SharedUserError(
+            f"hidden_states.path: {path}: a store is written to a folder; name one, and copy it to the URL when it is whole"
+        )
+    topology = start_distributed(1, recipe.hidden_states.ulysses, recipe.hidden_states.ring, timeout=PATIENCE)
     console = Console(topology.is_first)
     materials = gather_materials(recipe, topology.device, console)
+    wanted = wanted_samples((materials.train, materials.held_out))
+    if options.verify or options.repair:
+        whole = agreed(
+            (lambda: verify(recipe, materials, wanted, console, options.repair)) if topology.is_first else None
+        )
+        if options.verify:
+            stop_distributed()
+            return 0 if whole or not topology.is_first else 1
+    fill(recipe, materials, wanted, part, topology, console)
+    stop_distributed()
+    return 0
+
+
+def parse_part(text: str) -> Part:
+    index, slash, count = text.partition("/")
+    if not (slash and index.isdecimal() and count.isdecimal() and int(index) < int(count)):
+        raise SharedUserError(f"--part: {text!r} is not a share; write I/N with I from 0 to N-1, as in 0/4")
+    return Part(int(index), int(count))
+
+
+def verify(recipe: Recipe, materials: Materials, wanted: dict[str, Wanted], console: Console, repair: bool) -> bool:
+    """Say what is wrong with the store; where asked, take it out. True where nothing is."""
+    path, told = recipe.hidden_states.path, time.monotonic()
+
+    def progress(done: int, shards: int) -> None:
+        nonlocal told
+        if time.monotonic() - told > REPORT_SECONDS:
+            told = time.monotonic()
+            console(f"checked {done:,} of {shards:,} shards")
+
+    findings = check_store(path, store_provenance(recipe, materials), wanted, progress)
+    for problem in findings.problems[:MOST_LINES]:
+        console(str(problem))
+    if len(findings.problems) > MOST_LINES:
+        console(f"and {len(findings.problems) - MOST_LINES:,} more")
+    console(
+        f"{path}: {findings.samples:,} samples whole, {findings.tokens:,} tokens, {findings.bytes / 2**30:,.2f} GiB; "
+        f"{len(findings.problems):,} problems"
+    )
+    if repair:
+        remove_flawed(Path(path), findings.problems)
+    return not findings.problems
+
+
+def fill(
+    recipe: Recipe, materials: Materials, wanted: dict[str, Wanted], part: Part, topology: Topology, console: Console
+) -> None:
+    """Capture what the store lacks of this job's part: short samples by each rank alone, long ones by the ranks of a
+    sequence group together."""
+    hidden, sequence = recipe.hidden_states, topology.sequence
+    together = part.split(topology.data.rank(), topology.data.size())
+    alone = together.split(sequence.rank(), sequence.size())
     target = start_target(recipe, materials, topology.device)
-    wanted = {sample.id: sample for samples in (materials.train, materials.held_out) for sample in samples}
-    hidden = recipe.hidden_states
+    vocabulary = pick_vocabulary(recipe, materials, target.vocab_size, console)
+    encoding = Encoding(hidden.codec, hidden.dtype, target.hidden_size)
     with StoreWriter(
         hidden.path,
         provenance(recipe, materials),
-        dtype=hidden.dtype,
+        encoding,
+        record=capture_record(recipe, materials, vocabulary),
+        part=alone,
         shard_tokens=hidden.shard_tokens,
         report=console,
     ) as writer:
-        missing = [sample for sample in wanted.values() if sample.id not in writer.known]
-        console(f"{hidden.path}: {len(wanted)} samples, {len(wanted) - len(missing)} already stored")
-        check_disk(recipe, target, missing)
-        capture(target, missing, writer, hidden.prefill_tokens, console)
-    console(f"{hidden.path}: complete")
-    stop_distributed()
+        missing = {sample_id: one for sample_id, one in wanted.items() if sample_id not in writer.known}
+        need = require_disk(Path(hidden.path), list(missing.values()), encoding)
+        console(f"{hidden.path}: {len(wanted)} samples, {len(wanted) - len(missing)} already stored; {need}")
+        is_long = {sample_id: one.tokens > hidden.prefill_tokens for sample_id, one in missing.items()}
+        short = [one for sample_id, one in missing.items() if alone.has(sample_id) and not is_long[sample_id]]
+        # What one rank found stored another may have looked for a moment earlier.
+        chosen = [[sample_id for sample_id in missing if together.has(sample_id) and is_long[sample_id]]]
+        dist.broadcast_object_list(chosen, group=sequence, group_src=0)
+        long = [wanted[sample_id] for sample_id in chosen[0]]
+        own = short + (long if sequence.rank() == 0 else [])
+        progress = Progress(sum(one.tokens for one in own), console)
+        capture(target, short, hidden.prefill_tokens, writer, progress.captured)
+        if long:
+            long_target = LongPrefill(target, topology.ulysses, topology.ring, sequence, hidden.prefill_tokens)
+            capture_long(long_target, long, writer, progress.captured)
+    shares = topology.batch.size() * part.count
+    console(f"{hidden.path}: {'complete' if shares == 1 else f'this share of {shares} is complete'}")
 
 
-def check_disk(recipe: Recipe, target: TransformersTarget, missing: list[Sample]) -> None:
-    """Refuse before the first prefill when the disk cannot hold what is to come."""
-    path, width = recipe.hidden_states.path, 2 if recipe.hidden_states.dtype == "bfloat16" else 4
-    need = sum(len(sample.ids) for sample in missing) * (4 * target.hidden_size * width + 17)
-    free = shutil.disk_usage(path).free
-    if need > free:
-        raise UserError(
-            f"{path}: the store needs {need / 2**30:.1f} GiB more, the disk has {free / 2**30:.1f} GiB; "
-            "set hidden_states.path to another disk, or data.max_samples"
-        )
+class Progress:
+    """Says how far this process is, every few seconds: tokens of its share, rate, time left."""
 
+    def __init__(self, tokens: int, say: Console) -> None:
+        self.tokens, self.say, self.done = tokens, say, 0
+        self.began = self.told = time.monotonic()
 
-def capture(
-    target: TransformersTarget, samples: list[Sample], writer: StoreWriter, prefill_tokens: int, console: Console
-) -> None:
-    """Prefill in rounds of a few batches, so that batches can be bucketed by length while order and memory stay."""
-    total, done, began, told = sum(len(sample.ids) for sample in samples), 0, time.monotonic(), time.monotonic()
-    start = 0
-    while start < len(samples):
-        stop, tokens = start, 0
-        while stop < len(samples) and (stop == start or tokens + len(samples[stop].ids) <= 4 * prefill_tokens):
-            tokens += len(samples[stop].ids)
-            stop += 1
-        members = samples[start:stop]
-        for sample, states in zip(members, target.prefill([sample.ids for sample in members]), strict=True):
-            writer.add(sample.id, sample.ids, sample.loss_mask, states)
-        start, done = stop, done + tokens
-        if time.monotonic() - told > REPORT_SECONDS:
-            told = time.monotonic()
-            rate = done / (told - began)
-            console(f"captured {done:,} of {total:,} tokens, {rate:,.0f}/s, {duration((total - done) / rate)} left")
+    def captured(self, tokens: int) -> None:
+        self.done += tokens
+        now = time.monotonic()
+        if now - self.told > REPORT_SECONDS:
+            self.told, rate = now, self.done / (now - self.began)
+            left = duration((self.tokens - self.done) / rate)
+            self.say(f"captured {self.done:,} of {self.tokens:,} tokens of this share, {rate:,.0f}/s, {left} left")
 
 
 if __name__ == "__main__":

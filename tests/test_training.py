@@ -35,7 +35,7 @@ def assert_same_course(one, other, tolerance):
             assert torch.allclose(left, right, rtol=tolerance, atol=tolerance * 1e-2), (a["step"], name, left, right)
 
 
-def test_stored_training_follows_live_training(tmp_path, target, topology):
+def test_stored_training_follows_live_training_and_compressed_is_bit_identical(tmp_path, target, topology):
     live = load_recipe(write_recipe(tmp_path, target))
     train(live, ZERO2, topology)
     stored = ["hidden_states.mode=stored", f"hidden_states.path={tmp_path / 'store'}", f"output.dir={tmp_path / 'two'}"]
@@ -49,9 +49,19 @@ def test_stored_training_follows_live_training(tmp_path, target, topology):
         1e-5,
     )
 
+    lossless = [*stored[:1], f"hidden_states.path={tmp_path / 'small'}", "hidden_states.codec=lossless"]
+    finish(launch(sys.executable, "launchers/capture.py", "--recipe", recipe, *lossless))
+    train(load_recipe(recipe, [*lossless, f"output.dir={tmp_path / 'four'}"]), ZERO2, topology)
+    for kind in ("train", "held_out"):
+        two, four = (
+            [{name: record[name] for name in COMPUTED if name in record} for record in metrics(tmp_path / run, kind)]
+            for run in ("two", "four")
+        )
+        assert two == four and len(two) > 1
+
     shard = sorted((tmp_path / "store").glob("*.safetensors"))[0]
     shard.write_bytes(shard.read_bytes()[:-100])
-    with pytest.raises(UserError, match=f"{shard.name}.*capture.py"):
+    with pytest.raises(UserError, match=f"{shard.name}.*capture.py --repair"):
         train(load_recipe(recipe, [*stored[:2], f"output.dir={tmp_path / 'three'}"]), ZERO2, topology)
     assert not (tmp_path / "three").exists()
 

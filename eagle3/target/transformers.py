@@ -23,6 +23,7 @@ from eagle3.errors import UserError
 from eagle3.target.interface import (
     HiddenStates,
     TargetHead,
+    TeacherSummary,
     check_aux_layers,
     default_aux_layers,
     summarize_teacher,
@@ -39,7 +40,7 @@ class TransformersTarget:
     """
 
     def __init__(self, model: PreTrainedModel, *, aux_layers: Sequence[int] | None, prefill_tokens: int) -> None:
-        name = model.config.name_or_path or type(model).__name__
+        self.name = name = model.config.name_or_path or type(model).__name__
         self.model = model.eval().requires_grad_(False)
         self.decoder = model.get_decoder()
         self.layers = getattr(self.decoder, "layers", None)
@@ -62,6 +63,14 @@ class TransformersTarget:
 
     def prefill(self, documents: Sequence[Tensor]) -> list[HiddenStates]:
         """See `Target.prefill`. The tensors lie on the model's device, each in storage of its own."""
+        self.check_tokens(documents)
+        results: dict[int, HiddenStates] = {}
+        for batch in length_buckets([len(document) for document in documents], self.prefill_tokens):
+            results.update(zip(batch, self._prefill_batch([documents[i] for i in batch]), strict=True))
+        return [results[i] for i in range(len(documents))]
+
+    def check_tokens(self, documents: Sequence[Tensor]) -> None:
+        """UserError for an empty document and for a token id outside the vocabulary."""
         for number, document in enumerate(documents):
             if document.numel() == 0:
                 raise UserError(f"target: document {number} has no tokens; leave it out")
@@ -71,25 +80,19 @@ class TransformersTarget:
                     f"target: document {number} has token id {low if low < 0 else high}, outside the vocabulary of "
                     f"{limit}; tokenise with this target's own tokenizer"
                 )
-        results: dict[int, HiddenStates] = {}
-        for batch in length_buckets([len(document) for document in documents], self.prefill_tokens):
-            results.update(zip(batch, self._prefill_batch([documents[i] for i in batch]), strict=True))
-        return [results[i] for i in range(len(documents))]
 
     # no_grad, not inference_mode: training saves these tensors for its backward, which inference tensors refuse.
     @torch.no_grad()
     def _prefill_batch(self, documents: list[Tensor]) -> list[HiddenStates]:
         lengths = [len(document) for document in documents]
         ids = nn.utils.rnn.pad_sequence(documents, batch_first=True).to(self.head.head.device)
-        with self._captured_layers() as captured:
+        with self.captured_layers() as captured:
             # No attention mask: a causal row never sees the padding to its right, padding rows are dropped, and
             # without a mask attention takes its fused causal path instead of building a [T, T] mask.
             last = self.decoder(input_ids=ids, attention_mask=None, use_cache=False).last_hidden_state
         # Cut the padding off before the head sees it; every tensor returned is a copy, so the batch can be freed.
         rows = torch.cat([last[b, :length] for b, length in enumerate(lengths)])
-        summary = summarize_teacher(rows, self.head.head)
-        if not summary.logsumexp.isfinite().all():
-            raise UserError("target: its logits are not finite; set model.target_dtype to bfloat16 or float32")
+        summary = self.summarize(rows)
         return [
             HiddenStates(
                 aux=torch.cat([captured[layer][b, :length] for layer in self.aux_layers], dim=-1),
@@ -102,8 +105,15 @@ class TransformersTarget:
             )
         ]
 
+    def summarize(self, last: Tensor) -> TeacherSummary:
+        """What the teacher says after each row of last [N, Ht]; UserError where that is not finite."""
+        summary = summarize_teacher(last, self.head.head)
+        if not summary.logsumexp.isfinite().all():
+            raise UserError("target: its logits are not finite; set model.target_dtype to bfloat16 or float32")
+        return summary
+
     @contextlib.contextmanager
-    def _captured_layers(self) -> Iterator[dict[int, Tensor]]:
+    def captured_layers(self) -> Iterator[dict[int, Tensor]]:
         """Collect the aux layers' outputs [B, T, Ht] of the forward pass run inside. Hooks, because
         output_hidden_states would keep every layer's."""
         captured: dict[int, Tensor] = {}

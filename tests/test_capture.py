@@ -1,0 +1,127 @@
+"""Capturing for real: killed, split over jobs and ranks, checked and repaired; and what it takes on the disk."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from store_cases import HIDDEN, PROVENANCE, sample
+from tiny_run import finish, launch, make_target, write_recipe
+
+from eagle3.data.capture import Wanted, disk_need, require_disk, wanted_samples
+from eagle3.data.samples import SampleSet
+from eagle3.data.store.check import check_store
+from eagle3.data.store.reader import HiddenStateStore, RowRequest
+from eagle3.data.store.shard import Encoding, taught_rows
+from eagle3.data.store.writer import StoreWriter
+from eagle3.errors import UserError
+from eagle3.recipe import load_recipe
+from eagle3.training.assemble import gather_materials, store_provenance
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("work")
+    return write_recipe(folder, make_target(folder / "target"))
+
+
+def command(recipe: Path, store: Path, *arguments: str) -> tuple[str, ...]:
+    store_keys = (f"hidden_states.path={store}", "hidden_states.shard_tokens=60", "hidden_states.prefill_tokens=64")
+    return (sys.executable, "launchers/capture.py", "--recipe", str(recipe), *store_keys, *arguments)
+
+
+def checked(recipe: Path, store: Path, topology, *overrides: str):
+    """What a check finds of a store that should hold all samples of the recipe."""
+    loaded = load_recipe(recipe, list(overrides))
+    materials = gather_materials(loaded, topology.device, lambda line: None)
+    wanted = wanted_samples((materials.train, materials.held_out))
+    assert len(wanted) == 40
+    return check_store(str(store), store_provenance(loaded, materials), wanted, lambda done, shards: None)
+
+
+def test_a_capture_split_killed_damaged_and_repaired_ends_complete_without_duplicates(tmp_path, recipe, topology):
+    store = tmp_path / "store"
+    victim, other = (launch(*command(recipe, store, "--part", f"{index}/2")) for index in range(2))
+    deadline = time.monotonic() + 200
+    while not list(store.glob("shard-*.json")):
+        assert time.monotonic() < deadline
+        assert victim.poll() is None or not victim.returncode, victim.communicate()[0]
+        time.sleep(0.002)
+    os.kill(victim.pid, signal.SIGKILL)
+    victim.communicate()
+    finish(other)
+    before = {path: path.read_bytes() for path in store.glob("shard-*.json")}
+    said = finish(launch(*command(recipe, store, "--part", "0/2")))
+    assert "this share of 2 is complete" in said and "already stored" in said
+    assert checked(recipe, store, topology).problems == []
+    assert all(path.read_bytes() == text for path, text in before.items())
+
+    first, second, third, *_ = sorted(store.glob("*.safetensors"))
+    content = bytearray(first.read_bytes())
+    content[5000] ^= 1
+    first.write_bytes(content)
+    second.unlink()
+    os.truncate(third, third.stat().st_size // 2)
+    said = finish(launch(*command(recipe, store, "--verify")), code=1)
+    assert (
+        "damaged: sample " in said and f"damaged: {second.stem}.json" in said and f"damaged: {third.stem}.json" in said
+    )
+    assert "missing: sample " in said
+    said = finish(launch(*command(recipe, store, "--repair")))
+    assert "complete" in said and " 0 already stored" not in said
+    assert checked(recipe, store, topology).problems == []
+
+
+def test_ranks_that_prefill_long_samples_together_capture_what_one_process_does(tmp_path, recipe, topology):
+    """Samples of up to 150 tokens in chunks of 16, on two ranks as a ring; the short ones on either rank alone."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    finish(launch(*command(recipe, one, "hidden_states.prefill_tokens=1000")))
+    keys = ("hidden_states.ring=2", "hidden_states.prefill_tokens=40", "hidden_states.codec=lossless")
+    job = ("deepspeed", "--num_gpus", "2", "--master_port", "29719", *command(recipe, two, *keys)[1:])
+    said = finish(launch(*job))
+    assert "this share of 2 is complete" in said
+    assert checked(recipe, two, topology, "hidden_states.codec=lossless").problems == []
+    loaded = load_recipe(recipe)
+    materials = gather_materials(loaded, topology.device, lambda line: None)
+    provenance = store_provenance(loaded, materials)
+    stores = [
+        HiddenStateStore.open(str(path), {**provenance, "codec": codec})
+        for path, codec in ((one, "none"), (two, "lossless"))
+    ]
+    lengths = [len(stores[0].tokens(sample_id).ids) for sample_id in stores[0]]
+    assert min(lengths) <= 40 < max(lengths)
+    for sample_id in stores[0]:
+        tokens = stores[0].tokens(sample_id)
+        teacher = taught_rows(tokens.loss_mask).nonzero().flatten()
+        request = RowRequest(sample_id, torch.arange(len(tokens.ids)), teacher)
+        alone, together = (store.read([request])[0] for store in stores)
+        assert torch.equal(alone.argmax, together.argmax)
+        for name in ("aux", "last", "logsumexp"):
+            expected, found = getattr(alone, name), getattr(together, name)
+            assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("codec", ["none", "fp8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_disk_need_is_what_a_store_takes(tmp_path, codec, dtype):
+    encoding, samples = Encoding(codec, dtype, HIDDEN), [sample(number, tokens=300) for number in range(5)]
+    with StoreWriter(tmp_path, PROVENANCE, encoding) as writer:
+        for one in samples:
+            writer.add(*one)
+    packed = SampleSet.pack([(ids.numpy().astype(np.int32), mask.numpy()) for _, ids, mask, _ in samples])
+    need = disk_need(wanted_samples([packed, packed]).values(), encoding)
+    (shard,) = tmp_path.glob("*.safetensors")
+    assert need == pytest.approx(shard.stat().st_size - 4096, rel=0.01)
+
+
+def test_a_disk_that_cannot_hold_the_samples_is_refused_before_the_first(tmp_path):
+    huge = [Wanted(None, 0, 10**12, 10**11)] * 3
+    with pytest.raises(UserError, match=r"3 samples take .* GiB more, the disk has .*hidden_states.codec to lossless"):
+        require_disk(tmp_path, huge, Encoding("none", "bfloat16", 4096))
+    with pytest.raises(UserError, match=r"take about .* GiB more, .*set hidden_states.path to another disk"):
+        require_disk(tmp_path, huge, Encoding("lossless", "bfloat16", 4096))
+    assert "free" in require_disk(tmp_path, huge[:0], Encoding("none", "bfloat16", 4096))
