@@ -4,8 +4,8 @@
     python benchmarks/store.py --json   one JSON document
 
 The states are those of a recipe's target (the quickstart's unless told) over its training samples, in bfloat16. The
-field's format is one pickled file a sample, as it is or through gzip. Rates are of raw bytes: written to a folder and
-flushed, read whole from the page cache, the best of some rounds, all formats in turn in each round. A rank of eight reads
+field's format is one pickled file a sample, as it is or through gzip. Rates are of raw bytes: of the codecs alone, in
+memory; and written to a folder and flushed, read whole from the page cache; the best of some rounds, all in turn in each. A rank of eight reads
 one eighth of the rows of each sample. What is read is compared with what was written. Wants an otherwise idle machine.
 """
 
@@ -15,7 +15,6 @@ import io
 import json
 import os
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -31,6 +30,7 @@ from eagle3.errors import run_command
 ROOT = Path(__file__).parent.parent
 CODECS = ("none", "lossless", "fp8")
 RANKS = 8
+RATES = ("write_mb_per_s", "read_mb_per_s")
 
 
 class Timing(NamedTuple):
@@ -63,6 +63,7 @@ def main() -> int:
         "--recipe", type=Path, default=ROOT / "recipes" / "quickstart.yaml", help="whose target and data"
     )
     parser.add_argument("--tokens", type=positive, default=60_000, help="of samples, taken in order")
+    parser.add_argument("--join", type=positive, default=4096, help="tokens of the second measurement's samples")
     parser.add_argument("--threads", type=positive, default=2, help="that encode and decode; files at a time for gzip")
     parser.add_argument("--rounds", type=positive, default=3, help="of everything but gzip's writes, which have one")
     parser.add_argument("--folder", type=Path, help="where to write; default: a temporary folder")
@@ -70,13 +71,20 @@ def main() -> int:
     stdout = os.dup(1)  # kept for the result: DeepSpeed logs to what is stdout when it is imported
     os.dup2(2, 1)
     samples = hidden_states(options.recipe, options.tokens)
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        results = measure(samples, Path(folder), options.threads, options.rounds)
-    raw = sum(sample.raw for sample in samples)
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
-    about = {"samples": len(samples), "tokens": sum(len(sample.ids) for sample in samples), "raw_bytes": raw}
-    about["hidden_size"] = samples[0].states.last.shape[1]
-    document = origin(load_before=os.getloadavg()[0]) | {"settings": settings, "states": about, "results": results}
+    document = origin(load_before=os.getloadavg()[0]) | {"settings": settings, "results": {}}
+    for name, of_kind in (("as they are", samples), ("joined", joined(samples, options.join))):
+        print(name, flush=True)
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            formats = measure(of_kind, Path(folder), options.threads, options.rounds)
+        document["results"][name] = {
+            "samples": len(of_kind),
+            "tokens": sum(len(sample.ids) for sample in of_kind),
+            "hidden_size": of_kind[0].states.last.shape[1],
+            "raw_bytes": sum(sample.raw for sample in of_kind),
+            "formats": formats,
+            "codecs": measure_codecs(of_kind, options.threads, options.rounds),
+        }
     with os.fdopen(stdout, "w") as out:
         print(json.dumps(document, indent=1) if options.json else _markdown(document), file=out)
     return 0
@@ -115,6 +123,24 @@ def hidden_states(recipe_file: Path, tokens: int) -> list[Sample]:
     return found
 
 
+def joined(samples: Sequence[Sample], tokens: int) -> list[Sample]:
+    """The same rows end to end, cut into samples of as many tokens, as long conversations have; the rest is left out."""
+    import torch
+
+    from eagle3.target.interface import HiddenStates
+
+    names = ("aux", "last", "argmax", "logsumexp")
+    rows = {name: torch.cat([getattr(sample.states, name) for sample in samples]) for name in names}
+    ids = torch.cat([sample.ids for sample in samples])
+    cuts = [slice(start, start + tokens) for start in range(0, len(ids) - tokens + 1, tokens)]
+    cuts = cuts or [slice(0, len(ids))]
+    mask = torch.ones(len(ids), dtype=torch.bool)
+    return [
+        Sample(f"{place:08x}", ids[cut], mask[cut], HiddenStates(*(column[cut].clone() for column in rows.values())))
+        for place, cut in enumerate(cuts)
+    ]
+
+
 def measure(samples: Sequence[Sample], folder: Path, threads: int, rounds: int) -> dict[str, dict[str, float]]:
     formats: dict[str, Callable[[Path], Timing]] = {
         f"store, {codec}": lambda path, codec=codec: time_store(samples, path, codec, threads) for codec in CODECS
@@ -144,6 +170,61 @@ def measure(samples: Sequence[Sample], folder: Path, threads: int, rounds: int) 
         }
         for name, timing in best.items()
     }
+
+
+def measure_codecs(samples: Sequence[Sample], threads: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Encoding and decoding alone, of aux and last of each sample apart, chunk by chunk (gzip: whole)."""
+    import torch
+
+    from eagle3.data.store.shard import Encoding
+    from eagle3.data.store.shard_writer import encode_chunks
+
+    tensors = [(name, getattr(sample.states, name)) for sample in samples for name in ("aux", "last")]
+    hidden, raw = samples[0].states.last.shape[1], sum(sample.raw for sample in samples)
+    found: dict[str, dict[str, float]] = {}
+
+    def note(name: str, size: int, write: float, read: float) -> None:
+        rates = {"size": size / raw, "write_mb_per_s": raw / 1e6 / write, "read_mb_per_s": raw / 1e6 / read}
+        before = found.setdefault(name, rates)
+        found[name] = {key: max(before[key], rate) for key, rate in rates.items()}
+
+    for number in range(rounds):
+        with ThreadPoolExecutor(threads) as pool:
+            for codec in CODECS:
+                encoding = Encoding(codec, "bfloat16", hidden)
+                codecs = {name: encoding.make_codec(name) for name in ("aux", "last")}
+
+                def encode(one: tuple, codecs=codecs, encoding=encoding) -> list[memoryview | bytes]:
+                    name, rows = one
+                    return encode_chunks(codecs[name], rows, encoding.chunk_rows(name))
+
+                def decode(one: tuple, data: bytes, sizes: list[int], codecs=codecs) -> torch.Tensor:
+                    name, rows = one
+                    out = torch.empty_like(rows)
+                    codecs[name].decode(memoryview(data), sizes, out)
+                    return out
+
+                began = time.perf_counter()
+                encoded = list(pool.map(encode, tensors))
+                write = time.perf_counter() - began
+                sizes = [[len(chunk) for chunk in chunks] for chunks in encoded]
+                data = [b"".join(chunks) for chunks in encoded]
+                began = time.perf_counter()
+                decoded = list(pool.map(decode, tensors, data, sizes))
+                read = time.perf_counter() - began
+                same = all(torch.equal(out, rows) for (_, rows), out in zip(tensors, decoded, strict=True))
+                assert same or codec == "fp8", "what is decoded is what was encoded"
+                note(codec, sum(map(sum, sizes)), write, read)
+        for streams in (1, threads) if not number else ():
+            with ThreadPoolExecutor(streams) as pool:
+                began = time.perf_counter()
+                pieces = [tensor.contiguous().view(torch.uint8).numpy().reshape(-1) for _, tensor in tensors]
+                encoded = list(pool.map(lambda piece: gzip.compress(piece, 9), pieces))
+                written = time.perf_counter()
+                assert sum(pool.map(lambda data: len(gzip.decompress(data)), encoded)) == raw
+                seconds = written - began, time.perf_counter() - written
+                note(f"gzip -9, {streams} at a time", sum(map(len, encoded)), *seconds)
+    return found
 
 
 def time_store(samples: Sequence[Sample], path: Path, codec: str, threads: int) -> Timing:
@@ -212,25 +293,38 @@ def time_files(samples: Sequence[Sample], path: Path, level: int | None, threads
 
 
 def _markdown(document: dict[str, Any]) -> str:
-    states, results = document["states"], document["results"]
-    reference = results["a file a sample, gzip -9"]
-    rows = [
-        [
-            name,
-            f"{found['size']:.1%}",
-            f"{found['write_mb_per_s']:,.0f} ({found['write_mb_per_s'] / reference['write_mb_per_s']:.1f})",
-            f"{found['read_mb_per_s']:,.0f} ({found['read_mb_per_s'] / reference['read_mb_per_s']:.1f})",
-            f"{found['seconds_for_an_eighth'] / found['seconds_for_all']:.2f}",
+    parts = []
+    for name, found in document["results"].items():
+        reference = found["formats"]["a file a sample, gzip -9"]
+        rows = [
+            [
+                kind,
+                f"{of_kind['size']:.1%}",
+                *(f"{of_kind[rate]:,.0f} ({of_kind[rate] / reference[rate]:.1f})" for rate in RATES),
+                f"{of_kind['seconds_for_an_eighth'] / of_kind['seconds_for_all']:.2f}",
+            ]
+            for kind, of_kind in found["formats"].items()
         ]
-        for name, found in results.items()
-    ]
-    title = (
-        f"{states['samples']} samples, {states['tokens']:,} tokens, hidden size {states['hidden_size']}, "
-        f"{states['raw_bytes'] / 1e6:,.0f} MB raw, {document['settings']['threads']} threads ({headline(document)}); in "
-        "brackets, times that of gzip -9"
-    )
-    return table(title, ["format", "of raw", "write MB/s", "read MB/s", "time to read an eighth / all"], rows)
+        title = (
+            f"Samples {name}: {found['samples']}, {found['tokens']:,} tokens, hidden size {found['hidden_size']}, "
+            f"{found['raw_bytes'] / 1e6:,.0f} MB raw, {document['settings']['threads']} threads ({headline(document)}); "
+            "in brackets, times the rate of gzip -9"
+        )
+        parts.append(
+            table(title, ["format", "of raw", "write MB/s", "read MB/s", "time to read an eighth / all"], rows)
+        )
+        reference = found["codecs"]["gzip -9, 1 at a time"]
+        rows = [
+            [
+                kind,
+                f"{of_kind['size']:.1%}",
+                *(f"{of_kind[rate]:,.0f} ({of_kind[rate] / reference[rate]:.1f})" for rate in RATES),
+            ]
+            for kind, of_kind in found["codecs"].items()
+        ]
+        parts.append(table("The codecs alone, in memory:", ["codec", "of raw", "encode MB/s", "decode MB/s"], rows))
+    return "\n\n".join(parts)
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main))
+    run_command(main)

@@ -49,19 +49,14 @@ class ChunkReads(NamedTuple):
 
     def decode(self, run: Run, data: memoryview) -> str | None:
         """Check the bytes of a run and decode them into their place; what is wrong with them, if anything is."""
-        bounds = self.table.bounds[run.first : run.stop + 1]
-        edges = (bounds - bounds[0]).tolist()
-        pieces = [data[start:stop] for start, stop in zip(edges, edges[1:], strict=False)]
-        sums = self.table.sums[run.first : run.stop].tolist()
-        if any(xxhash.xxh3_64_intdigest(piece) != total for piece, total in zip(pieces, sums, strict=True)):
-            return "a checksum does not fit"
-        out = self.buffer[run.rows]
+        sizes = np.diff(self.table.bounds[run.first : run.stop + 1]).tolist()
+        start = 0
+        for size, checksum in zip(sizes, self.table.sums[run.first : run.stop].tolist(), strict=True):
+            if xxhash.xxh3_64_intdigest(data[start : start + size]) != checksum:
+                return "a checksum does not fit"
+            start += size
         try:
-            if self.codec.by_row:
-                self.codec.decode(data, out)
-            else:
-                for piece, rows in zip(pieces, out.split(self.table.chunk_rows), strict=True):
-                    self.codec.decode(piece, rows)
+            self.codec.decode(data, sizes, self.buffer[run.rows])
         except ValueError as error:  # written so: the checksum fits
             return str(error)
         return None

@@ -1,6 +1,7 @@
 """How rows of hidden states become bytes, chunk by chunk, so that a ranged read decodes what it wants and no more."""
 
 import math
+from collections.abc import Sequence
 from typing import Literal, Protocol
 
 import numpy as np
@@ -32,9 +33,9 @@ class Codec(Protocol):
         """rows [n, width], contiguous, on the CPU, in the store's number format; n > 0."""
         ...
 
-    def decode(self, data: memoryview, out: Tensor) -> None:
-        """Fill out [n, width], contiguous, of the encoded rows' number and format. Raises ValueError where data is not
-        an encoding of as many."""
+    def decode(self, data: memoryview, sizes: Sequence[int], out: Tensor) -> None:
+        """Fill out [n, width], contiguous, of the encoded rows' number and format. data: consecutive encodings of `sizes`
+        bytes. Raises ValueError where they do not encode as many rows."""
         ...
 
 
@@ -46,7 +47,7 @@ class Raw:
     def encode(self, rows: Tensor) -> memoryview:
         return memoryview(_bytes_of(rows)).cast("B")
 
-    def decode(self, data: memoryview, out: Tensor) -> None:
+    def decode(self, data: memoryview, sizes: Sequence[int], out: Tensor) -> None:
         target = _bytes_of(out)
         if len(data) != target.size:
             raise ValueError(f"{len(data)} bytes instead of {target.size}")
@@ -67,27 +68,29 @@ class Lossless:
             ) from error
         blosc2.set_releasegil(True)  # or threads would wait for one another
         self.blosc2 = blosc2
-        self.compression = blosc2.CParams(
-            typesize=itemsize,
-            codec=blosc2.Codec.ZSTD,
-            clevel=1,
-            filters=[blosc2.Filter.SHUFFLE],
-            filters_meta=[0],
-            nthreads=1,
-        )
-        self.decompression = blosc2.DParams(nthreads=1)
+        self.compression = {  # as plain arguments: blosc2's own parameter objects cost more than a small chunk's decoding
+            "typesize": itemsize,
+            "codec": blosc2.Codec.ZSTD,
+            "clevel": 1,
+            "filters": [blosc2.Filter.SHUFFLE],
+            "filters_meta": [0],
+            "nthreads": 1,
+        }
 
     def encode(self, rows: Tensor) -> bytes:
-        return self.blosc2.compress2(_bytes_of(rows), cparams=self.compression)
+        return self.blosc2.compress2(_bytes_of(rows), **self.compression)
 
-    def decode(self, data: memoryview, out: Tensor) -> None:
-        target = _bytes_of(out)
-        raw, compressed, _ = self.blosc2.get_cbuffer_sizes(data)
-        if (raw, compressed) != (target.size, len(data)):
-            raise ValueError(
-                f"a block of {compressed} bytes that holds {raw}, instead of {len(data)} and {target.size}"
-            )
-        self.blosc2.decompress2(data, dst=target, dparams=self.decompression)
+    def decode(self, data: memoryview, sizes: Sequence[int], out: Tensor) -> None:
+        target, read, written = _bytes_of(out), 0, 0
+        for size in sizes:
+            piece = data[read : read + size]
+            raw, compressed, _ = self.blosc2.get_cbuffer_sizes(piece)
+            if compressed != size or written + raw > target.size:
+                raise ValueError(f"a block of {compressed} bytes that holds {raw}, in place of {size} bytes")
+            self.blosc2.decompress2(piece, dst=target[written : written + raw], nthreads=1)
+            read, written = read + size, written + raw
+        if written != target.size:
+            raise ValueError(f"{written} bytes instead of {target.size}")
 
 
 class Fp8:
@@ -115,7 +118,7 @@ class Fp8:
         scales = (exponents + EXPONENT_BIAS).to(torch.uint8)
         return memoryview(torch.cat((numbers.flatten(1), scales), 1).numpy()).cast("B")
 
-    def decode(self, data: memoryview, out: Tensor) -> None:
+    def decode(self, data: memoryview, sizes: Sequence[int], out: Tensor) -> None:
         if len(data) != len(out) * self.row_bytes:
             raise ValueError(f"{len(data)} bytes instead of {len(out) * self.row_bytes}")
         encoded = np.frombuffer(data, np.uint8).reshape(len(out), self.row_bytes)

@@ -12,11 +12,7 @@ rows. `ids` to `loss_mask` have every row. The index is written after its shard:
 
 import fcntl
 import json
-import shutil
-import tempfile
 from collections.abc import Iterable
-from concurrent.futures import Executor
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -27,9 +23,8 @@ import xxhash
 from torch import Tensor
 
 from eagle3.data.store.codecs import Codec, CodecName, StoreDtype, chunk_rows, make_codec
-from eagle3.durable import publish, write_text
+from eagle3.durable import write_text
 from eagle3.errors import UserError
-from eagle3.target.interface import HiddenStates
 
 # Where the tensors begin; the header before them is written last, when their sizes are known.
 DATA_START = 4096
@@ -125,146 +120,6 @@ def sample_digest(parts: Iterable[np.ndarray]) -> str:
     for part in parts:
         digest.update(np.ascontiguousarray(part).view(np.uint8))
     return digest.hexdigest()
-
-
-class ShardWriter:
-    """Writes one shard front to back, under a temporary name that `publish` replaces. A chunk of rows is in memory, and
-    17 bytes a token.
-
-    The temporary file is locked while its writer lives, and so is the shard until its index is there, so that others can
-    tell what a dead writer left behind (`abandoned`).
-    """
-
-    def __init__(self, folder: Path, shard: str, encoding: Encoding, threads: Executor) -> None:
-        self.folder, self.shard, self.encoding = folder, shard, encoding
-        self.partial = folder / f"{shard}.partial"
-        self.file = self.partial.open("xb+")
-        hold(self.file)
-        self.file.seek(DATA_START)
-        # `last` grows beside `aux` and follows it in the end; a file without a name, gone with this process.
-        self.aside = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
-        self.blobs = {
-            "aux": Blob(self.file, encoding, "aux", threads),
-            "last": Blob(self.aside, encoding, "last", threads),
-        }
-        self.columns: dict[str, list[np.ndarray]] = {name: [] for name in NUMPY_TYPES}
-        self.samples: list[Entry] = []
-        self.tokens = 0
-
-    def add(self, sample_id: str, ids: Tensor, loss_mask: Tensor, parts: Iterable[HiddenStates]) -> None:
-        """ids [T], loss_mask [T]; parts: hidden states of consecutive rows, together T, on any device.
-
-        Raises UserError where a hidden state is not finite. After an exception the writer can only be discarded.
-        """
-        taught, row, firsts = taught_rows(loss_mask), 0, {name: len(blob.ends) for name, blob in self.blobs.items()}
-        columns = {name: [] for name in ("argmax", "logsumexp")}
-        for part in parts:
-            rows = slice(row, row + len(part.last))
-            row = rows.stop
-            self.blobs["aux"].append(part.aux, sample_id)
-            self.blobs["last"].append(part.last[taught[rows].to(part.last.device)], sample_id)
-            for name, pieces in columns.items():
-                pieces.append(getattr(part, name).cpu().numpy())
-        assert row == len(ids) == len(loss_mask) > 0, f"{sample_id}: {row} rows of {len(ids)} tokens"
-        everything = {"ids": [ids.numpy()], "loss_mask": [loss_mask.bool().numpy()], **columns}
-        own = {name: np.concatenate(everything[name]).astype(kind) for name, kind in NUMPY_TYPES.items()}
-        for name, column in own.items():
-            self.columns[name].append(column)
-        tables = [table for name in HIDDEN for table in self.blobs[name].end_sample(firsts[name])]
-        digest = sample_digest([*own.values(), *tables])
-        place = (self.tokens, row, int(taught.sum()), firsts["aux"], firsts["last"])
-        self.samples.append(Entry(sample_id, *place, digest))
-        self.tokens += row
-
-    def publish(self) -> None:
-        """Give the shard its name, then write its index. Raises OSError."""
-        self.aside.seek(0)
-        shutil.copyfileobj(self.aside, self.file, 1 << 20)
-        number_format = SAFETENSORS_NAMES[self.encoding.dtype]
-        header, start = {"__metadata__": {"codec": self.encoding.codec, "dtype": self.encoding.dtype}}, 0
-        for name, blob in self.blobs.items():
-            flat = self.encoding.codec != "none"
-            shape = [blob.bytes] if flat else [blob.rows, self.encoding.width(name)]
-            header[name] = _described("U8" if flat else number_format, shape, start, blob.bytes)
-            start += blob.bytes
-        tables = {f"{name}_ends": blob.ends for name, blob in self.blobs.items()}
-        tables |= {f"{name}_sums": blob.sums for name, blob in self.blobs.items()}
-        arrays = {name: np.array(values, "<u8") for name, values in tables.items()}
-        arrays |= {name: np.concatenate(columns) for name, columns in self.columns.items()}
-        for name, array in arrays.items():
-            kind = SAFETENSORS_NAMES[NUMPY_TYPES.get(name, "<u8")]
-            header[name] = _described(kind, [len(array)], start, array.nbytes)
-            start += array.nbytes
-            self.file.write(array.tobytes())
-        size = self.file.tell()
-        text = json.dumps(header, separators=(",", ":")).encode()
-        assert len(text) <= DATA_START - 8, "the header outgrew its place"
-        self.file.seek(0)
-        self.file.write((DATA_START - 8).to_bytes(8, "little") + text.ljust(DATA_START - 8))
-        self.file.flush()
-        publish(self.partial, self.folder / self.shard)
-        ShardIndex(self.shard, size, self.encoding, tuple(self.samples)).write(self.folder)
-        self.file.close()
-        self.aside.close()
-
-    def discard(self) -> None:
-        """Leave nothing behind, unless it was published."""
-        with suppress(OSError):  # what is still in a buffer may not fit, which is why we are here
-            self.file.close()
-        with suppress(OSError):
-            self.aside.close()
-        remove_abandoned(self.folder, self.shard)
-
-
-class Blob:
-    """One tensor of a shard while it grows."""
-
-    def __init__(self, file: BinaryIO, encoding: Encoding, name: str, threads: Executor) -> None:
-        self.file, self.name, self.threads, self.dtype = file, name, threads, encoding.number_format
-        self.codec, self.chunk_rows = encoding.make_codec(name), encoding.chunk_rows(name)
-        self.waiting: list[Tensor] = []  # rows of a chunk that is not yet full
-        self.rows = self.bytes = 0
-        self.ends: list[int] = []
-        self.sums: list[int] = []
-
-    def append(self, rows: Tensor, sample_id: str) -> None:
-        rows = rows.to(self.dtype)
-        if rows.numel() and not all(edge.isfinite() for edge in torch.aminmax(rows)):  # one pass; isfinite takes many
-            raise UserError(
-                f"sample {sample_id}: its {self.name} hidden states are not finite in {str(self.dtype)[6:]}; set "
-                "model.target_dtype and hidden_states.dtype to bfloat16 or float32"
-            )
-        rows = rows.cpu()
-        self.rows += len(rows)
-        rows = torch.cat([*self.waiting, rows])
-        full = len(rows) - len(rows) % self.chunk_rows
-        self._write(rows[:full])
-        self.waiting = [rows[full:].clone()]
-
-    def end_sample(self, first_chunk: int) -> tuple[np.ndarray, np.ndarray]:
-        """Write the last chunk; ends and checksums of all since `first_chunk`."""
-        self._write(torch.cat(self.waiting))
-        self.waiting = []
-        return np.array(self.ends[first_chunk:], "<u8"), np.array(self.sums[first_chunk:], "<u8")
-
-    def _write(self, rows: Tensor) -> None:
-        if not len(rows):
-            return
-        if self.codec.by_row:
-            data = memoryview(self.codec.encode(rows))
-            size = len(data) // len(rows) * self.chunk_rows
-            pieces = (data[start : start + size] for start in range(0, len(data), size))
-        else:
-            pieces = self.threads.map(self.codec.encode, rows.split(self.chunk_rows))
-        for piece in pieces:
-            self.file.write(piece)
-            self.bytes += len(piece)
-            self.ends.append(self.bytes)
-            self.sums.append(xxhash.xxh3_64_intdigest(piece))
-
-
-def _described(dtype: str, shape: list[int], start: int, size: int) -> dict:
-    return {"dtype": dtype, "shape": shape, "data_offsets": [start, start + size]}
 
 
 def hold(file: BinaryIO) -> bool:

@@ -19,7 +19,8 @@ from eagle3.data.store.folder import (
     require_provenance,
     shard_names,
 )
-from eagle3.data.store.shard import Encoding, ShardIndex, ShardWriter, hold, remove_abandoned, unfinished
+from eagle3.data.store.shard import Encoding, ShardIndex, hold, remove_abandoned, unfinished
+from eagle3.data.store.shard_writer import ShardWriter
 from eagle3.durable import create_text
 from eagle3.errors import UserError
 from eagle3.target.interface import HiddenStates
@@ -63,7 +64,7 @@ class StoreWriter:
         record: Provenance | None = None,
         part: Part = EVERYTHING,
         shard_tokens: int = 65536,
-        threads: int = 2,
+        threads: int = 4,
         report: Callable[[str], None] = print,
     ) -> None:
         if is_url(str(path)):
