@@ -1,4 +1,4 @@
-"""What a training step computes, sends and stores, from shapes alone: FLOPs, bytes between ranks, hidden states on disk."""
+"""What a training step computes and sends, from shapes alone: FLOPs, bytes between ranks, and the time they take."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -89,11 +89,6 @@ def _tensor_bytes(planned: Planned, share: Share) -> tuple[float, float, float]:
     again = steps * queries * hidden * size
     reduced = 2 * (planned.sizes.tensor - 1) / planned.sizes.tensor
     return reduced * (unrolled + (distilled if teacher else 0)), reduced * entering, reduced * again
-
-
-def hidden_state_bytes(planned: Planned, tokens: int, itemsize: int = 2) -> int:
-    """On disk: three auxiliary states and the last one of every token, its argmax and logsumexp, its id and mask."""
-    return tokens * (4 * planned.draft.target_hidden_size * itemsize + 8 + 4 + 4 + 1)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,9 @@ import torch
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from transformers import LlamaConfig, PretrainedConfig
 
-from eagle3.costs import Machine, hidden_state_bytes, sent_bytes, step_flops, step_seconds
+from eagle3.costs import Machine, sent_bytes, step_flops, step_seconds
+from eagle3.data.capture import token_bytes
+from eagle3.data.store.shard import Encoding
 from eagle3.errors import SharedUserError, run_command
 from eagle3.fitting import MOST_TOKENS, RESERVED, Stream, best_layout, longest_context, variants
 from eagle3.objective.model import MemoryPlan
@@ -70,6 +72,7 @@ def plan(recipe: Recipe, wanted: Planned, memory: float, context: int | None, su
     share = stream.share(wanted)
     held, flops = rank_bytes(wanted, share), step_flops(wanted, share)
     best = best_layout(wanted, wanted.sizes.ranks, stream_of, usable)
+    encoding = Encoding(recipe.hidden_states.codec, recipe.hidden_states.dtype, wanted.draft.target_hidden_size)
     return {
         "draft": {name: getattr(wanted.draft, name) for name in SHAPE},
         "layout": described(wanted),
@@ -91,7 +94,10 @@ def plan(recipe: Recipe, wanted: Planned, memory: float, context: int | None, su
             "seconds": step_seconds(wanted, share),
             "assumed": dataclasses.asdict(Machine()),
         },
-        "hidden_states_per_token": hidden_state_bytes(wanted, 1, getattr(torch, recipe.hidden_states.dtype).itemsize),
+        "codec": recipe.hidden_states.codec,
+        "hidden_states_per_token": {
+            name: round(token_bytes(encoding, taught)) for name, taught in (("supervised", 1.0), ("prompt", 0.0))
+        },
     }
 
 
@@ -199,15 +205,17 @@ def written(report: dict) -> str:
             f"{best['tokens']:,} tokens"
         )
         lines.append("  " + overrides(best))
-    per_token, assumed = report["hidden_states_per_token"], step["assumed"]
+    on_disk, assumed = report["hidden_states_per_token"], step["assumed"]
+    per_token = on_disk["prompt"] + stream["supervised"] * (on_disk["supervised"] - on_disk["prompt"])
     lines += [
         f"a rank's step: {step['model_flops'] / 1e12:,.1f} model TFLOPs, {step['executed_flops'] / 1e12:,.1f} with what "
         f"is recomputed; {step['sent'] / gb:,.2f} GB sent (ZeRO's reduction of gradients, once an optimiser step, apart)",
         f"  about {step['seconds']:,.2f} s, assuming {assumed['utilisation']:.0%} of {assumed['flops'] / 1e12:,.0f} "
         f"TFLOP/s, {assumed['near'] / gb:,.0f} GB/s in a node and {assumed['far'] / gb:,.0f} GB/s out of it, nothing "
         "overlapped, data there (an assumption, not a measurement)",
-        f"hidden states on disk: {per_token:,} bytes a token, {per_token * 1e9 / 1e12:,.1f} TB a billion tokens, "
-        f"{per_token * stream['tokens'] / gb:,.2f} GB this stream",
+        f"hidden states on disk (hidden_states.codec {report['codec']}): {on_disk['supervised']:,} bytes a supervised token, "
+        f"{on_disk['prompt']:,} a prompt token; {per_token * 1e9 / 1e12:,.1f} TB a billion tokens as supervised as this "
+        f"stream's, {per_token * stream['tokens'] / gb:,.2f} GB this stream",
         "live hidden states: the target's weights and prefill come on top, and with accumulation and memory.inputs=device "
         "the other streams' rows",
     ]

@@ -9,7 +9,7 @@ import torch
 from layouts import draft_config
 from tiny_run import ROOT, make_target, write_recipe
 
-from eagle3.costs import hidden_state_bytes, sent_bytes, step_flops
+from eagle3.costs import sent_bytes, step_flops
 from eagle3.fitting import Stream, best_layout, layouts, longest_context
 from eagle3.objective.model import MemoryPlan
 from eagle3.parallel.dealing import SequenceSharding
@@ -172,7 +172,3 @@ def test_recomputing_costs_flops_and_saves_bytes_and_more_ranks_divide_both():
     assert step_flops(four, quarter).model == pytest.approx(flops[0].model / 4, rel=0.02)
     assert engine_bytes(four)["optimiser"] == pytest.approx(engine_bytes(by_mode[0])["optimiser"] / 4, rel=0.01)
     assert sent_bytes(four, quarter).total() > 0
-
-
-def test_hidden_states_take_four_states_and_17_bytes_a_token():
-    assert hidden_state_bytes(Planned(DRAFT, 7, torch.bfloat16), 10) == 10 * (4 * 2 * DRAFT.target_hidden_size + 17)

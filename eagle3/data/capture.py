@@ -52,13 +52,16 @@ def wanted_samples(sets: Iterable[SampleSet]) -> dict[str, Wanted]:
     return wanted
 
 
+def token_bytes(encoding: Encoding, taught: float = 1.0) -> float:
+    """What a token takes in a store, where a share `taught` of them have last hidden states; for `lossless` an estimate."""
+    name, dtype, hidden = encoding.codec, encoding.number_format, encoding.hidden_size
+    aux, last = (expected_bytes(name, dtype, encoding.width(tensor), hidden) for tensor in ("aux", "last"))
+    return TOKEN_BYTES + aux + taught * last
+
+
 def disk_need(samples: Iterable[Wanted], encoding: Encoding) -> int:
-    """Bytes of these samples in a store; for `lossless` an estimate."""
-    row = {
-        name: expected_bytes(encoding.codec, encoding.number_format, encoding.width(name), encoding.hidden_size)
-        for name in ("aux", "last")
-    }
-    return round(sum(one.tokens * (row["aux"] + TOKEN_BYTES) + one.taught * row["last"] for one in samples))
+    """Bytes of these samples in a store, but for shards' headers and indexes."""
+    return round(sum(one.tokens * token_bytes(encoding, one.taught / one.tokens) for one in samples))
 
 
 def require_disk(folder: Path, samples: Sequence[Wanted], encoding: Encoding) -> str:
