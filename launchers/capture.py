@@ -3,6 +3,7 @@
 import argparse
 import datetime
 import time
+from collections import Counter
 from pathlib import Path
 
 import torch.distributed as dist
@@ -66,8 +67,9 @@ def main() -> int:
             (lambda: verify(recipe, materials, wanted, console, options.repair)) if topology.is_first else None
         )
         if options.verify:
+            code = 1 if topology.is_first and not whole else 0
             stop_distributed()
-            return 0 if whole or not topology.is_first else 1
+            return code
     fill(recipe, materials, wanted, part, topology, console)
     stop_distributed()
     return 0
@@ -95,9 +97,10 @@ def verify(recipe: Recipe, materials: Materials, wanted: dict[str, Wanted], cons
         console(str(problem))
     if len(findings.problems) > MOST_LINES:
         console(f"and {len(findings.problems) - MOST_LINES:,} more")
+    kinds = Counter(problem.kind for problem in findings.problems)
     console(
-        f"{path}: {findings.samples:,} samples whole, {findings.tokens:,} tokens, {findings.bytes / 2**30:,.2f} GiB; "
-        f"{len(findings.problems):,} problems"
+        f"{path}: {findings.samples:,} samples whole, {findings.tokens:,} tokens; "
+        + (", ".join(f"{count:,} {kind}" for kind, count in kinds.items()) or "nothing wrong")
     )
     if repair:
         remove_flawed(Path(path), findings.problems)

@@ -70,7 +70,7 @@ def test_a_capture_split_killed_damaged_and_repaired_ends_complete_without_dupli
     assert (
         "damaged: sample " in said and f"damaged: {second.stem}.json" in said and f"damaged: {third.stem}.json" in said
     )
-    assert "missing: sample " in said
+    assert "missing: sample " in said and "damaged, " in said and "Traceback" not in said
     said = finish(launch(*command(recipe, store, "--repair")))
     assert "complete" in said and " 0 already stored" not in said
     assert checked(recipe, store, topology).problems == []

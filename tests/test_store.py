@@ -244,6 +244,11 @@ def test_a_store_is_read_from_any_file_system_that_fsspec_knows(tmp_path):
     memory.pipe_file("/states/store.json", b"{")
     with pytest.raises(UserError, match="memory://states/store.json: not a store's description"):
         open_store("memory://states", encoding)
+    memory.pipe_file("/states/store.json", (tmp_path / "store.json").read_bytes())
+    shard = next(tmp_path.glob("*.safetensors"))
+    memory.pipe_file(f"/states/{shard.name}", shard.read_bytes()[:-1])
+    with pytest.raises(UserError, match=f"{shard.name}: has .* bytes, its index says"):
+        open_store("memory://states", encoding)
     with pytest.raises(UserError, match="nosuch://x: cannot be opened .*mend hidden_states.path"):
         open_store("nosuch://x")
     with pytest.raises(UserError, match="is written to a folder"):

@@ -9,11 +9,13 @@ import torch
 
 from eagle3.data.store.files import StoreFiles, open_files
 from eagle3.data.store.folder import Provenance, is_index, read_manifest, require_provenance, shard_flaw
-from eagle3.data.store.reader import HiddenStateStore, Location, RowRequest
+from eagle3.data.store.reader import HiddenStateStore, Location, RowRequest, StoredRows
 from eagle3.data.store.shard import Entry, ShardIndex, shard_of, taught_rows
 from eagle3.durable import flush
 from eagle3.errors import UserError
 
+# Samples read together: a remote file system answers many requests in the time of one.
+SAMPLES_AT_ONCE = 32
 Kind = Literal["damaged", "not finite", "duplicate", "missing"]
 
 
@@ -32,12 +34,11 @@ class Problem(NamedTuple):
 
 @dataclass
 class Findings:
-    """samples, tokens: what is whole and counts. bytes: of all shards."""
+    """samples, tokens: what is whole and counts."""
 
     problems: list[Problem] = field(default_factory=list)
     samples: int = 0
     tokens: int = 0
-    bytes: int = 0
 
 
 def check_store(
@@ -54,7 +55,6 @@ def check_store(
     reader, sizes, findings, seen = HiddenStateStore(files, {}, manifest.record), files.sizes(), Findings(), set()
     indexes = sorted(filter(is_index, sizes))
     for done, name in enumerate(indexes):
-        findings.bytes += sizes.get(shard_of(name)) or 0
         for found in _examine(reader, files, name, sizes):
             if isinstance(found, Entry) and found.id in seen:
                 found = Problem("duplicate", name, found.id, "an earlier shard has it too")
@@ -88,17 +88,34 @@ def _examine(
     except UserError as error:
         yield Problem("damaged", name, None, str(error))
         return
-    for entry in index.samples:
-        location = Location(index, entry)
+    for start in range(0, len(index.samples), SAMPLES_AT_ONCE):
+        members = [Location(index, entry) for entry in index.samples[start : start + SAMPLES_AT_ONCE]]
         try:
-            tokens = reader.tokens_at(location)
-            teacher = taught_rows(tokens.loss_mask).nonzero().flatten()
-            (rows,) = reader.read_at([location], [RowRequest(entry.id, torch.arange(entry.tokens), teacher)])
-        except UserError as error:
-            yield Problem("damaged", name, entry.id, str(error))
-            continue
-        infinite = [kind for kind in ("aux", "last", "logsumexp") if not getattr(rows, kind).isfinite().all()]
-        yield Problem("not finite", name, entry.id, f"its {infinite[0]}") if infinite else entry
+            rows = _read_whole(reader, members)
+        except UserError:  # which of them?
+            for member in members:
+                try:
+                    yield _finite(name, member.entry, *_read_whole(reader, [member]))
+                except UserError as error:
+                    yield Problem("damaged", name, member.entry.id, str(error))
+        else:
+            for member, of_sample in zip(members, rows, strict=True):
+                yield _finite(name, member.entry, of_sample)
+
+
+def _read_whole(reader: HiddenStateStore, locations: list[Location]) -> list[StoredRows]:
+    """Every byte of these samples."""
+    teachers = [taught_rows(tokens.loss_mask).nonzero().flatten() for tokens in reader.tokens_at(locations)]
+    requests = [
+        RowRequest(location.entry.id, torch.arange(location.entry.tokens), teacher)
+        for location, teacher in zip(locations, teachers, strict=True)
+    ]
+    return reader.read_at(locations, requests)
+
+
+def _finite(index: str, entry: Entry, rows: StoredRows) -> Entry | Problem:
+    infinite = [kind for kind in ("aux", "last", "logsumexp") if not getattr(rows, kind).isfinite().all()]
+    return Problem("not finite", index, entry.id, f"its {infinite[0]}") if infinite else entry
 
 
 def remove_flawed(folder: Path, problems: Iterable[Problem]) -> None:

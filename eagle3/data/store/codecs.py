@@ -145,9 +145,9 @@ def make_codec(name: CodecName, dtype: torch.dtype, width: int, hidden_size: int
             return Fp8(width, dtype, hidden_size)
 
 
-def chunk_rows(width: int, dtype: torch.dtype) -> int:
+def chunk_rows(width: int, dtype: torch.dtype, chunk_bytes: int = CHUNK_BYTES) -> int:
     """Rows of a chunk: a power of two, so that chunks keep step with the runs in which rows are dealt to ranks."""
-    return 2 ** int(math.log2(max(1, CHUNK_BYTES // (width * dtype.itemsize))))
+    return 2 ** int(math.log2(max(1, chunk_bytes // (width * dtype.itemsize))))
 
 
 def expected_bytes(name: CodecName, dtype: torch.dtype, width: int, hidden_size: int) -> float:

@@ -3,6 +3,7 @@
 import mmap
 import os
 import threading
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
@@ -139,24 +140,45 @@ class RemoteFiles:
         return [found[path] for path in paths] if isinstance(found, dict) else [found]
 
     def fetch(self, ranges: Sequence[Range]) -> list[memoryview]:
-        if not ranges:
+        runs = _merged(ranges)
+        if not runs:
             return []
         try:
             found = self.files.cat_ranges(
-                [self._path(wanted.name) for wanted in ranges],
-                [wanted.start for wanted in ranges],
-                [wanted.stop for wanted in ranges],
+                [self._path(run.name) for run in runs],
+                [run.start for run in runs],
+                [run.stop for run in runs],
                 on_error="raise",
             )
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: a web server that serves no ranges
             raise _unreadable(self.where, error) from error
-        for wanted, data in zip(ranges, found, strict=True):
-            if len(data) != wanted.stop - wanted.start:
-                raise _too_short(f"{self.where}/{wanted.name}")
-        return [memoryview(data) for data in found]
+        for run, data in zip(runs, found, strict=True):
+            if len(data) != run.stop - run.start:
+                raise UserError(
+                    f"{self.where}/{run.name}: gave {len(data)} bytes where {run.stop - run.start} were asked for; it is cut "
+                    "(run capture.py --repair where it lies), or its server does not serve ranges"
+                )
+        starts = [(run.name, run.start) for run in runs]
+        pieces = []
+        for wanted in ranges:
+            place = bisect_right(starts, (wanted.name, wanted.start)) - 1
+            begin = wanted.start - runs[place].start
+            pieces.append(memoryview(found[place])[begin : begin + wanted.stop - wanted.start])
+        return pieces
 
     def _path(self, name: str) -> str:
         return f"{self.root.rstrip('/')}/{name}"
+
+
+def _merged(ranges: Sequence[Range]) -> list[Range]:
+    """Sorted, and those that touch in one: a request costs more than its bytes."""
+    runs: list[Range] = []
+    for name, start, stop in sorted(ranges):
+        if runs and runs[-1].name == name and start <= runs[-1].stop:
+            runs[-1] = Range(name, runs[-1].start, max(stop, runs[-1].stop))
+        else:
+            runs.append(Range(name, start, stop))
+    return runs
 
 
 def _unreadable(url: str, error: OSError) -> UserError:

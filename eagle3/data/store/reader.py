@@ -105,12 +105,14 @@ class HiddenStateStore:
 
     def tokens(self, sample_id: str) -> StoredTokens:
         """What the sample was captured from."""
-        return self.tokens_at(self._locate(sample_id))
+        return self.tokens_at([self._locate(sample_id)])[0]
 
-    def tokens_at(self, location: Location) -> StoredTokens:
-        """The same of a sample at a given place."""
-        (facts,) = self._facts([location])
-        return StoredTokens(torch.from_numpy(facts.ids.astype(np.int64)), torch.from_numpy(facts.loss_mask.copy()))
+    def tokens_at(self, locations: Sequence[Location]) -> list[StoredTokens]:
+        """The same of samples at given places."""
+        return [
+            StoredTokens(torch.from_numpy(facts.ids.astype(np.int64)), torch.from_numpy(facts.loss_mask.copy()))
+            for facts in self._facts(locations)
+        ]
 
     def read(self, requests: Sequence[RowRequest]) -> list[StoredRows]:
         """The rows of all requests; two rounds of reads, however many there are."""

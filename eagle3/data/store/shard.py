@@ -22,7 +22,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from eagle3.data.store.codecs import Codec, CodecName, StoreDtype, chunk_rows, make_codec
+from eagle3.data.store.codecs import CHUNK_BYTES, Codec, CodecName, StoreDtype, chunk_rows, make_codec
 from eagle3.durable import write_text
 from eagle3.errors import UserError
 
@@ -36,11 +36,12 @@ SAFETENSORS_NAMES = {"<i4": "I32", "<f4": "F32", "?": "BOOL", "<u8": "U64", "bfl
 
 @dataclass(frozen=True)
 class Encoding:
-    """How a store's hidden states are written: codec, number format, and the target's hidden size."""
+    """How a store's hidden states are written: codec, number format, the target's hidden size, raw bytes of a chunk."""
 
     codec: CodecName
     dtype: StoreDtype
     hidden_size: int
+    chunk_bytes: int = CHUNK_BYTES
 
     @property
     def number_format(self) -> torch.dtype:
@@ -51,7 +52,7 @@ class Encoding:
         return 3 * self.hidden_size if name == "aux" else self.hidden_size
 
     def chunk_rows(self, name: str) -> int:
-        return chunk_rows(self.width(name), self.number_format)
+        return chunk_rows(self.width(name), self.number_format, self.chunk_bytes)
 
     def make_codec(self, name: str) -> Codec:
         return make_codec(self.codec, self.number_format, self.width(name), self.hidden_size)

@@ -50,7 +50,10 @@ class ShardWriter:
         self.folder, self.shard, self.encoding = folder, shard, encoding
         self.partial = folder / f"{shard}.partial"
         self.file = self.partial.open("xb+")
-        hold(self.file)
+        while not (hold(self.file) and self.partial.exists()):  # one who clears up took it for abandoned, this moment
+            self.file.close()
+            self.partial.unlink(missing_ok=True)
+            self.file = self.partial.open("xb+")
         self.file.seek(DATA_START)
         # `last` grows beside `aux` and follows it in the end; a file without a name, gone with this process.
         self.aside = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
