@@ -19,10 +19,10 @@ from eagle3.data.store.shard import (
     NUMPY_TYPES,
     Encoding,
     Entry,
-    ShardHeader,
     ShardIndex,
     sample_digest,
     taught_rows,
+    tensor_starts,
 )
 from eagle3.errors import UserError
 
@@ -71,7 +71,7 @@ class HiddenStateStore:
     ) -> None:
         self.files, self.locations, self.record = files, locations, record
         self.where = files.where
-        self._headers: dict[str, ShardHeader] = {}
+        self._starts: dict[str, dict[str, int]] = {}
         self._codecs: dict[tuple[Encoding, str], Codec] = {}
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="store")
 
@@ -158,7 +158,7 @@ class HiddenStateStore:
 
     def _range(self, location: Location, name: str, reads: ChunkReads, run: Run) -> Range:
         shard = location.index.shard
-        start = self._headers[shard].starts[name]
+        start = self._starts[shard][name]
         return Range(shard, *(start + edge for edge in reads.bytes_of(run)))
 
     def _codec(self, encoding: Encoding, name: str) -> Codec:
@@ -182,13 +182,13 @@ class HiddenStateStore:
 
     def read_headers(self, shards: Iterable[str]) -> None:
         """Know where each tensor of these shards begins; UserError naming one whose header is broken."""
-        new = sorted(set(shards) - self._headers.keys())
+        new = sorted(set(shards) - self._starts.keys())
         for shard, text in zip(new, self.files.fetch([Range(shard, 0, DATA_START) for shard in new]), strict=True):
-            self._headers[shard] = ShardHeader.parse(text, f"{self.where}/{shard}")
+            self._starts[shard] = tensor_starts(text, f"{self.where}/{shard}")
 
     def _fact_ranges(self, location: Location) -> list[Range]:
         index, entry = location
-        starts = self._headers[index.shard].starts
+        starts = self._starts[index.shard]
 
         def of(name: str, itemsize: int, first: int, count: int) -> Range:
             return Range(index.shard, starts[name] + first * itemsize, starts[name] + (first + count) * itemsize)

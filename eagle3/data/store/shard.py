@@ -160,22 +160,12 @@ def remove_abandoned(folder: Path, shard: str) -> None:
             path.unlink(missing_ok=True)
 
 
-class ShardHeader(NamedTuple):
-    """starts: where each tensor begins in the file. shapes: of each."""
-
-    starts: dict[str, int]
-    shapes: dict[str, list[int]]
-
-    @staticmethod
-    def parse(text: memoryview, where: str) -> "ShardHeader":
-        """text: the file's first DATA_START bytes. Raises UserError naming `where`."""
-        try:
-            length = int.from_bytes(text[:8], "little")
-            if length != DATA_START - 8:
-                raise ValueError("not written by this project")
-            header = json.loads(bytes(text[8:]))
-            names = (*HIDDEN, *TABLES, *NUMPY_TYPES)
-            starts = {name: DATA_START + header[name]["data_offsets"][0] for name in names}
-            return ShardHeader(starts, {name: header[name]["shape"] for name in names})
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{where}: broken header ({error}); run capture.py --repair") from error
+def tensor_starts(header: memoryview, where: str) -> dict[str, int]:
+    """Where each tensor begins in a shard. header: its first DATA_START bytes. Raises UserError naming `where`."""
+    try:
+        if int.from_bytes(header[:8], "little") != DATA_START - 8:
+            raise ValueError("not written by this project")
+        described = json.loads(bytes(header[8:]))
+        return {name: DATA_START + described[name]["data_offsets"][0] for name in (*HIDDEN, *TABLES, *NUMPY_TYPES)}
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise UserError(f"{where}: broken header ({error}); run capture.py --repair") from error
