@@ -113,7 +113,9 @@ class Fp8:
     def encode(self, rows: Tensor) -> memoryview:
         runs = rows.view(len(rows), -1, self.block)
         largest = torch.maximum(runs.amax(-1), -runs.amin(-1)).float()  # a pass less than abs()
-        exponents = torch.frexp(largest / LARGEST_FP8).exponent.clamp(LOWEST_EXPONENT, -LOWEST_EXPONENT)
+        mantissas, exponents = torch.frexp(largest / LARGEST_FP8)
+        # frexp's mantissa is at least 0.5; at 0.5 itself the exponent below does.
+        exponents = (exponents - (mantissas == 0.5).int()).clamp(LOWEST_EXPONENT, -LOWEST_EXPONENT)
         numbers = (runs.float() * _powers_of_two(-exponents)[..., None]).to(torch.float8_e4m3fn).view(torch.uint8)
         scales = (exponents + EXPONENT_BIAS).to(torch.uint8)
         return memoryview(torch.cat((numbers.flatten(1), scales), 1).numpy()).cast("B")
