@@ -1,11 +1,12 @@
 """The recipe: one YAML file, and the single source of every default, check and help text."""
 
 import difflib
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from eagle3.errors import SharedUserError
 
@@ -126,6 +127,11 @@ class HiddenStates(Section):
         1, description="capture.py: ranks that prefill a long sample together, trading heads for tokens"
     )
     ring: Count = Field(1, description="capture.py: ranks that prefill it together, passing keys and values round")
+
+    @field_validator("path")
+    @classmethod
+    def _home(cls, path: str | None) -> str | None:
+        return path and os.path.expanduser(path)
 
     @model_validator(mode="after")
     def _stored_needs_path(self) -> "HiddenStates":

@@ -38,9 +38,7 @@ PATIENCE = datetime.timedelta(days=7)
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--recipe", type=Path, default=ROOT / "recipes" / "quickstart.yaml")
-    parser.add_argument(
-        "--part", metavar="I/N", default="0/1", help="capture share I (from 0) of N of the samples, beside other jobs"
-    )
+    parser.add_argument("--part", metavar="I/N", help="capture share I (from 0) of N of the samples, beside other jobs")
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
         "--verify", action="store_true", help="read the whole store, compare checksums, say what is wrong"
@@ -50,7 +48,9 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="change single keys of the recipe")
     options = parser.parse_intermixed_args()
     recipe = load_recipe(options.recipe, options.overrides)
-    part = parse_part(options.part)
+    part = parse_part(options.part or "0/1")
+    if options.part and options.verify:
+        raise SharedUserError(f"--part: {options.part}, but --verify checks the whole store; leave it out")
     path = recipe.hidden_states.path
     if path is None:
         raise SharedUserError(f"{options.recipe}: hidden_states.path is not set; name the folder of the store")
@@ -58,7 +58,8 @@ def main() -> int:
         raise SharedUserError(
             f"hidden_states.path: {path}: a store is written to a folder; name one, and copy it to the URL when it is whole"
         )
-    topology = start_distributed(1, recipe.hidden_states.ulysses, recipe.hidden_states.ring, timeout=PATIENCE)
+    hidden = recipe.hidden_states
+    topology = start_distributed(1, hidden.ulysses, hidden.ring, timeout=PATIENCE, section="hidden_states")
     console = Console(topology.is_first)
     materials = gather_materials(recipe, topology.device, console)
     wanted = wanted_samples((materials.train, materials.held_out))
@@ -77,7 +78,7 @@ def main() -> int:
 
 def parse_part(text: str) -> Part:
     index, slash, count = text.partition("/")
-    if not (slash and index.isdecimal() and count.isdecimal() and int(index) < int(count)):
+    if not (slash and text.isascii() and index.isdecimal() and count.isdecimal() and int(index) < int(count)):
         raise SharedUserError(f"--part: {text!r} is not a share; write I/N with I from 0 to N-1, as in 0/4")
     return Part(int(index), int(count))
 

@@ -28,6 +28,7 @@ from store_cases import (
 )
 
 from eagle3.data.store.check import remove_flawed
+from eagle3.data.store.files import DamagedStore
 from eagle3.data.store.shard import Encoding
 from eagle3.data.store.writer import Part, StoreWriter
 from eagle3.errors import UserError
@@ -233,12 +234,18 @@ def cut_index(shard: Path) -> None:
     os.truncate(shard.with_suffix(".json"), 100)
 
 
+def nest_index(shard: Path) -> None:
+    shard.with_suffix(".json").write_text("[" * 200_000)
+
+
 def exchange(shard: Path) -> None:
     other = next(path for path in shard.parent.glob("*.safetensors") if path != shard)
     shutil.copyfile(other, shard)
 
 
-@pytest.mark.parametrize("damage", [cut, cut_inside_the_header, empty, garble, Path.unlink, cut_index, exchange])
+@pytest.mark.parametrize(
+    "damage", [cut, cut_inside_the_header, empty, garble, Path.unlink, cut_index, nest_index, exchange]
+)
 def test_a_damaged_shard_is_named_and_repaired_with_its_samples_alone(tmp_path, damage):
     write(tmp_path, range(20))
     shard = sorted(tmp_path.glob("*.safetensors"))[1]
@@ -265,8 +272,8 @@ def test_repairing_a_damaged_sample_leaves_its_neighbours_where_they_are(tmp_pat
     shard = next(tmp_path.glob("*.safetensors"))
     flip(shard, 4096 + 200)
     findings = check(tmp_path, range(10))
-    (damaged, missing) = findings.problems
-    assert (damaged.kind, missing.kind) == ("damaged", "missing") and damaged.sample_id == missing.sample_id
+    (damaged,) = findings.problems
+    assert damaged.kind == "damaged" and damaged.sample_id in map(sample_id, range(10))
     remove_flawed(tmp_path, findings.problems)
     assert len(open_store(tmp_path)) == 9 and shard.exists()
     write(tmp_path, range(10))
@@ -283,7 +290,7 @@ def test_a_shard_cut_while_the_store_is_open_is_named(tmp_path):
         read_whole(store, 1)
 
 
-def test_a_numbers_not_finite_in_a_store_are_reported(tmp_path, monkeypatch):
+def test_numbers_that_are_not_finite_in_a_store_are_reported(tmp_path, monkeypatch):
     """As an older or another writer may have left them: written through a writer that does not look."""
     monkeypatch.setattr(torch.Tensor, "isfinite", lambda tensor: torch.ones((), dtype=torch.bool))
     name, ids, mask, states = sample(3, tokens=20)
@@ -293,10 +300,7 @@ def test_a_numbers_not_finite_in_a_store_are_reported(tmp_path, monkeypatch):
         writer.add(*sample(4))
     monkeypatch.undo()
     findings = check(tmp_path, [3, 4])
-    assert [(problem.kind, problem.sample_id) for problem in findings.problems] == [
-        ("not finite", name),
-        ("missing", name),
-    ]
+    assert [(problem.kind, problem.sample_id) for problem in findings.problems] == [("not finite", name)]
     assert findings.samples == 1
 
 
@@ -397,6 +401,47 @@ def test_what_is_not_a_store_is_refused(tmp_path):
     (tmp_path / "store.json").write_text('{"format": 1}')
     with pytest.raises(UserError, match="store format 1, this version reads 2"):
         open_store(tmp_path)
+
+
+def test_what_cannot_be_read_here_is_not_taken_for_damage(tmp_path, monkeypatch):
+    """A machine without the codec's package must not repair away what is whole, nor leave a store that it cannot write."""
+    encoding = Encoding("lossless", "bfloat16", HIDDEN)
+    write(tmp_path / "store", range(10), encoding)
+    monkeypatch.setitem(sys.modules, "blosc2", None)
+    for attempt in (check, lambda path, *rest: open_store(path, encoding)):
+        with pytest.raises(UserError, match="'lossless' needs the package blosc2") as told:
+            attempt(tmp_path / "store", range(10), encoding)
+        assert not isinstance(told.value, DamagedStore)
+    with pytest.raises(UserError, match="needs the package blosc2"):
+        write(tmp_path / "new", range(10), encoding)
+    assert not (tmp_path / "new").exists()
+    monkeypatch.undo()
+    assert_holds(tmp_path / "store", range(10), encoding)
+
+
+def test_a_store_without_shards_may_become_another_one_unless_its_writer_lives(tmp_path):
+    """After `the disk cannot hold it; set hidden_states.codec to fp8` the same folder will do."""
+    fp8 = Encoding("fp8", "float32", HIDDEN)
+    told = pytest.raises(UserError, match="captured with codec='none', this run has 'fp8'")
+    with StoreWriter(tmp_path, PROVENANCE, PLAIN, part=Part(0, 2)), told:
+        StoreWriter(tmp_path, PROVENANCE, fp8, part=Part(1, 2))
+    write(tmp_path, [1], fp8)
+    with pytest.raises(UserError, match="captured with codec='fp8', this run has 'none'"):
+        write(tmp_path, [1])
+    assert list(open_store(tmp_path, fp8)) == [sample_id(1)]
+
+
+def test_renamed_shards_are_read_and_files_of_others_left_alone(tmp_path):
+    write(tmp_path, range(20))
+    for path in sorted(tmp_path.glob("shard-*"))[:2]:
+        path.rename(tmp_path / ("shard-00000000-99999" + path.suffix))
+    foreign = ("shard-notes.safetensors", "shard-notes.json", "shard-list.partial", "notes.txt")
+    for name in foreign:
+        (tmp_path / name).write_text("mine")
+    write(tmp_path, range(20))
+    findings = check(tmp_path, range(20))
+    assert findings.problems == [] and findings.samples == 20
+    assert all((tmp_path / name).read_text() == "mine" for name in foreign)
 
 
 def test_an_exception_leaves_whole_shards_only(tmp_path):

@@ -79,12 +79,17 @@ class DeepSpeedGroups:
 
 
 def start_distributed(
-    tensor: int = 1, ulysses: int = 1, ring: int = 1, timeout: datetime.timedelta = datetime.timedelta(minutes=30)
+    tensor: int = 1,
+    ulysses: int = 1,
+    ring: int = 1,
+    timeout: datetime.timedelta = datetime.timedelta(minutes=30),
+    section: str = "parallelism",
 ) -> Topology:
     """Join the job that `deepspeed` or `torchrun` started, or be a job of one process, and form the groups.
 
     tensor, ulysses, ring: sizes of those groups; what is left of the job is data-parallel. A second call forms the
-    groups anew in the same job. `timeout` is a collective's. Raises UserError where the sizes do not fit the job.
+    groups anew in the same job. `timeout` is a collective's. Raises UserError where the sizes do not fit the job, which
+    names them as keys of the recipe's `section`.
     """
     cuda = torch.cuda.is_available()
     if not cuda:  # else DeepSpeed compiles a shared-memory collective, for which a machine may lack the compiler
@@ -92,7 +97,7 @@ def start_distributed(
     if "RANK" not in os.environ:  # started as a plain program: what a launcher would have said
         alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
         os.environ.update({name: str(value) for name, value in alone.items()})
-    _check_sizes(tensor, ulysses, ring, int(os.environ["WORLD_SIZE"]))
+    _check_sizes(section, tensor, ulysses, ring, int(os.environ["WORLD_SIZE"]))
     local = int(os.environ.get("LOCAL_RANK", "0"))
     beside = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1")
     if cuda and max(beside, local + 1) > torch.cuda.device_count():
@@ -142,12 +147,12 @@ def _collection(tensor: ProcessGroup, sequence: ProcessGroup) -> ProcessGroupCol
     return groups
 
 
-def _check_sizes(tensor: int, ulysses: int, ring: int, world: int) -> None:
+def _check_sizes(section: str, tensor: int, ulysses: int, ring: int, world: int) -> None:
     needed = tensor * ulysses * ring
     if world % needed:
         counts = [count for count in (world // needed * needed, (world // needed + 1) * needed) if count]
         raise SharedUserError(
-            f"parallelism: tensor {tensor} x ulysses {ulysses} x ring {ring} takes {needed} processes or a multiple of "
+            f"{section}: tensor {tensor} x ulysses {ulysses} x ring {ring} takes {needed} processes or a multiple of "
             f"it, this job has {world}; start {' or '.join(map(str, counts))}, or choose sizes whose product divides "
             f"{world}"
         )

@@ -7,12 +7,11 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from eagle3.data.store.files import StoreFiles, open_files
-from eagle3.data.store.folder import Provenance, is_index, read_manifest, require_provenance, shard_flaw
+from eagle3.data.store.files import DamagedStore, StoreFiles, open_files
+from eagle3.data.store.folder import Provenance, read_manifest, require_provenance, shard_flaw
 from eagle3.data.store.reader import HiddenStateStore, Location, RowRequest, StoredRows
-from eagle3.data.store.shard import Entry, ShardIndex, shard_of, taught_rows
+from eagle3.data.store.shard import Entry, ShardIndex, is_index, shard_of, taught_rows
 from eagle3.durable import flush
-from eagle3.errors import UserError
 
 # Samples read together: a remote file system answers many requests in the time of one.
 SAMPLES_AT_ONCE = 32
@@ -47,7 +46,7 @@ def check_store(
     """Read every sample of the store and compare it with its checksums.
 
     wanted: ids that should be there. progress: told the shards done and their number. Raises UserError where there is no
-    store, or one of another provenance.
+    store, one of another provenance, or one that this machine cannot read, which is no damage.
     """
     files = open_files(path)
     manifest = read_manifest(files)
@@ -65,7 +64,8 @@ def check_store(
             findings.samples += 1
             findings.tokens += found.tokens
         progress(done + 1, len(indexes))
-    missing = (sample_id for sample_id in wanted if sample_id not in seen)
+    reported = seen | {problem.sample_id for problem in findings.problems}
+    missing = (sample_id for sample_id in wanted if sample_id not in reported)
     findings.problems += [Problem("missing", None, sample_id, "no shard has it whole") for sample_id in missing]
     return findings
 
@@ -75,9 +75,9 @@ def _examine(
 ) -> Iterator[Entry | Problem]:
     """The samples of one index that are whole, and what is wrong with the others."""
     try:
-        index = ShardIndex.parse(files.read([name])[0], name)
-    except UserError as error:
-        yield Problem("damaged", name, None, str(error))
+        index = ShardIndex.parse(files.read([name])[0], name, files.where)
+    except DamagedStore as error:
+        yield Problem("damaged", name, None, error.flaw)
         return
     flaw = shard_flaw(index, sizes)
     if flaw:
@@ -85,19 +85,20 @@ def _examine(
         return
     try:
         reader.read_headers([index.shard])
-    except UserError as error:
-        yield Problem("damaged", name, None, str(error))
+    except DamagedStore as error:
+        yield Problem("damaged", name, None, f"{index.shard}: {error.flaw}")
         return
+    reader.prepare(index.encoding)
     for start in range(0, len(index.samples), SAMPLES_AT_ONCE):
         members = [Location(index, entry) for entry in index.samples[start : start + SAMPLES_AT_ONCE]]
         try:
             rows = _read_whole(reader, members)
-        except UserError:  # which of them?
+        except DamagedStore:  # which of them?
             for member in members:
                 try:
                     yield _finite(name, member.entry, *_read_whole(reader, [member]))
-                except UserError as error:
-                    yield Problem("damaged", name, member.entry.id, str(error))
+                except DamagedStore as error:
+                    yield Problem("damaged", name, member.entry.id, f"{index.shard}: {error.flaw}")
         else:
             for member, of_sample in zip(members, rows, strict=True):
                 yield _finite(name, member.entry, of_sample)
@@ -129,7 +130,7 @@ def remove_flawed(folder: Path, problems: Iterable[Problem]) -> None:
         ids = {problem.sample_id for problem in found}
         kept: tuple[Entry, ...] = ()
         if None not in ids:
-            index = ShardIndex.parse((folder / name).read_bytes(), name)
+            index = ShardIndex.parse((folder / name).read_bytes(), name, str(folder))
             kept = tuple(entry for entry in index.samples if entry.id not in ids)
         if kept:
             replace(index, samples=kept).write(folder)

@@ -10,13 +10,21 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-import fsspec
 from fsspec.core import url_to_fs
 
 from eagle3.errors import UserError
 
 # Maps held at a time: each takes address space and one of the kernel's 65,530 mappings, no memory and no open file.
 MOST_MAPS = 1024
+TOO_SHORT = "is shorter than its index says"
+
+
+class DamagedStore(UserError):
+    """Bytes that a store has lost, or that are not what was written. where: file or sample; flaw: what is wrong."""
+
+    def __init__(self, where: str, flaw: str) -> None:
+        super().__init__(f"{where}: {flaw}; run capture.py --repair, which captures anew what is lost")
+        self.flaw = flaw
 
 
 class Range(NamedTuple):
@@ -28,7 +36,8 @@ class Range(NamedTuple):
 
 
 class StoreFiles(Protocol):
-    """Reads files that nobody changes any more; threads may share it."""
+    """Reads files that nobody changes any more; threads may share it. What is not there or too short raises DamagedStore,
+    what cannot be read here and now another UserError: the one is mended by capturing again, the other must not be."""
 
     where: str
 
@@ -37,11 +46,11 @@ class StoreFiles(Protocol):
         ...
 
     def read(self, names: Sequence[str]) -> list[bytes]:
-        """Whole files. Raises UserError where one cannot be read."""
+        """Whole files."""
         ...
 
     def fetch(self, ranges: Sequence[Range]) -> list[memoryview]:
-        """Those bytes. Raises UserError where a file is gone or too short."""
+        """Those bytes."""
         ...
 
 
@@ -62,28 +71,33 @@ class LocalFiles:
         self._maps: OrderedDict[str, mmap.mmap] = OrderedDict()
         self._lock = threading.Lock()
 
-    def sizes(self) -> dict[str, int]:
+    def sizes(self) -> dict[str, int | None]:
         sizes: dict[str, int | None] = {}
-        for entry in os.scandir(self.folder) if self.folder.is_dir() else ():
-            with suppress(FileNotFoundError):  # a writer's temporary file, gone since
-                if entry.is_file():
-                    sizes[entry.name] = entry.stat().st_size
+        if not self.folder.exists():
+            return sizes
+        try:
+            for entry in os.scandir(self.folder):
+                with suppress(FileNotFoundError):  # a writer's temporary file, gone since
+                    if entry.is_file():
+                        sizes[entry.name] = entry.stat().st_size
+        except OSError as error:
+            raise UserError(
+                f"{self.folder}: cannot be listed ({error.strerror}); name the store's folder in hidden_states.path"
+            ) from error
         return sizes
 
     def read(self, names: Sequence[str]) -> list[bytes]:
         try:
             return [(self.folder / name).read_bytes() for name in names]
         except OSError as error:
-            raise UserError(
-                f"{error.filename}: cannot be read ({error.strerror}); mend its rights or its disk"
-            ) from error
+            raise _unreadable_here(error.filename, error) from error
 
     def fetch(self, ranges: Sequence[Range]) -> list[memoryview]:
         with self._lock:
             maps = {name: self._map(name) for name in {wanted.name for wanted in ranges}}
         for wanted in ranges:
             if wanted.stop > len(maps[wanted.name]):
-                raise _too_short(f"{self.folder / wanted.name}")
+                raise DamagedStore(str(self.folder / wanted.name), TOO_SHORT)
             page = wanted.start // mmap.PAGESIZE * mmap.PAGESIZE
             if wanted.stop > page:  # all of them are on their way before the first is looked at
                 maps[wanted.name].madvise(mmap.MADV_WILLNEED, page, wanted.stop - page)
@@ -94,13 +108,15 @@ class LocalFiles:
         path = self.folder / name
         try:
             size = path.stat().st_size
-            if name not in self._maps:
+            if size and name not in self._maps:  # an empty file cannot be mapped
                 with path.open("rb") as file:
                     self._maps[name] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
-            raise UserError(f"{path}: cannot be read ({error}); run capture.py --repair") from error
-        if size < len(self._maps[name]):
-            raise _too_short(str(path))
+        except FileNotFoundError as error:
+            raise DamagedStore(str(path), "is missing") from error
+        except OSError as error:
+            raise _unreadable_here(str(path), error) from error
+        if not size or size < len(self._maps[name]):
+            raise DamagedStore(str(path), TOO_SHORT)
         self._maps.move_to_end(name)
         while len(self._maps) > MOST_MAPS:
             self._maps.popitem(last=False)
@@ -111,14 +127,15 @@ class RemoteFiles:
     """By fsspec, all ranges of a call at once where the protocol can; a URL may name any that is installed."""
 
     def __init__(self, url: str) -> None:
-        self.where = url
+        self.where = url.rstrip("/")
         try:
-            self.files, self.root = url_to_fs(url)
+            self.files, root = url_to_fs(url)
         except (ValueError, ImportError, OSError) as error:
-            known = f"protocol {url.split('://')[0]!r} of {len(fsspec.available_protocols())} known ones"
             raise UserError(
-                f"{url}: cannot be opened ({error}; {known}); mend hidden_states.path, or install the protocol's package"
+                f"{url}: cannot be opened ({first_words(error)}); mend hidden_states.path, or install the package of "
+                f"protocol {url.split('://')[0]!r}"
             ) from error
+        self.root = root.rstrip("/")
 
     def sizes(self) -> dict[str, int | None]:
         try:
@@ -126,7 +143,7 @@ class RemoteFiles:
         except FileNotFoundError:
             return {}
         except OSError as error:
-            raise UserError(f"{self.where}: cannot be listed ({error}); mend hidden_states.path") from error
+            raise _unreadable_there(self.where, error) from error
         return {one["name"].rstrip("/").rsplit("/", 1)[-1]: one["size"] for one in found if one["type"] == "file"}
 
     def read(self, names: Sequence[str]) -> list[bytes]:
@@ -136,7 +153,7 @@ class RemoteFiles:
         try:
             found = self.files.cat(paths, recursive=False)
         except OSError as error:
-            raise _unreadable(self.where, error) from error
+            raise _unreadable_there(self.where, error) from error
         return [found[path] for path in paths] if isinstance(found, dict) else [found]
 
     def fetch(self, ranges: Sequence[Range]) -> list[memoryview]:
@@ -151,12 +168,12 @@ class RemoteFiles:
                 on_error="raise",
             )
         except (OSError, ValueError) as error:  # ValueError: a web server that serves no ranges
-            raise _unreadable(self.where, error) from error
+            raise _unreadable_there(self.where, error) from error
         for run, data in zip(runs, found, strict=True):
             if len(data) != run.stop - run.start:
                 raise UserError(
-                    f"{self.where}/{run.name}: gave {len(data)} bytes where {run.stop - run.start} were asked for; it is cut "
-                    "(run capture.py --repair where it lies), or its server does not serve ranges"
+                    f"{self.where}/{run.name}: gave {len(data)} bytes where {run.stop - run.start} were asked for; it is "
+                    "cut (run capture.py --repair where it lies), or its server does not serve ranges"
                 )
         starts = [(run.name, run.start) for run in runs]
         pieces = []
@@ -167,7 +184,7 @@ class RemoteFiles:
         return pieces
 
     def _path(self, name: str) -> str:
-        return f"{self.root.rstrip('/')}/{name}"
+        return f"{self.root}/{name}"
 
 
 def _merged(ranges: Sequence[Range]) -> list[Range]:
@@ -181,9 +198,16 @@ def _merged(ranges: Sequence[Range]) -> list[Range]:
     return runs
 
 
-def _unreadable(url: str, error: OSError) -> UserError:
-    return UserError(f"{url}: cannot be read ({error}); check the connection, your access and hidden_states.path")
+def first_words(error: Exception) -> str:
+    """Of a message that may be long."""
+    return f"{error!s:.200}".partition("\n")[0] or type(error).__name__
 
 
-def _too_short(path: str) -> UserError:
-    return UserError(f"{path}: is shorter than its index says; run capture.py --repair")
+def _unreadable_here(path: str, error: OSError) -> UserError:
+    return UserError(f"{path}: cannot be read ({error.strerror or error}); mend its rights or its disk")
+
+
+def _unreadable_there(url: str, error: Exception) -> UserError:
+    return UserError(
+        f"{url}: cannot be read ({first_words(error)}); check the connection, your access and hidden_states.path"
+    )

@@ -1,11 +1,11 @@
 """A store's folder: `store.json`, which says what the hidden states were captured from, and the indexes of its shards."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
-from eagle3.data.store.files import StoreFiles
-from eagle3.data.store.shard import ShardIndex
+from eagle3.data.store.files import DamagedStore, StoreFiles, first_words
+from eagle3.data.store.shard import ShardIndex, is_index
 from eagle3.errors import UserError
 
 FORMAT = 2
@@ -27,29 +27,29 @@ class Manifest(NamedTuple):
 
 def read_manifest(files: StoreFiles) -> Manifest:
     """Raises UserError where there is no store, or not one that this version reads."""
-    where = f"{files.where}/{MANIFEST}"
     sizes = files.sizes()
     if MANIFEST not in sizes:
-        if any(name.startswith("shard-") for name in sizes):
-            raise UserError(f"{files.where}: has shards but no {MANIFEST}; name another folder in hidden_states.path")
+        if any(map(is_index, sizes)):
+            raise UserError(
+                f"{files.where}: has shards but no {MANIFEST}, which says what they are; restore it, or name another folder "
+                "in hidden_states.path"
+            )
         raise UserError(f"{files.where}: no hidden-state store here; run capture.py or mend hidden_states.path")
     try:
         body = json.loads(files.read([MANIFEST])[0])
         version = body["format"]
-    except (ValueError, KeyError, TypeError) as error:
+        manifest = Manifest(dict(body["provenance"]), dict(body["record"])) if version == FORMAT else None
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(
-            f"{where}: not a store's description ({error!r}); name another folder, or restore it"
+            f"{files.where}/{MANIFEST}: not a store's description ({first_words(error)}); restore it, or name another folder "
+            "in hidden_states.path"
         ) from error
-    if version != FORMAT:
+    if manifest is None:
         raise UserError(
-            f"{where}: store format {version}, this version reads {FORMAT}; capture again into another folder"
+            f"{files.where}/{MANIFEST}: store format {version}, this version reads {FORMAT}; capture again into another "
+            "folder"
         )
-    try:
-        return Manifest(dict(body["provenance"]), dict(body["record"]))
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{where}: not a store's description ({error!r}); name another folder, or restore it"
-        ) from error
+    return manifest
 
 
 def require_provenance(where: str, found: Provenance, wanted: Provenance) -> None:
@@ -65,32 +65,20 @@ def require_provenance(where: str, found: Provenance, wanted: Provenance) -> Non
 
 
 def read_indexes(files: StoreFiles) -> list[ShardIndex]:
-    """The indexes of all shards, each of which is there and as long as its index says; else UserError naming it."""
+    """The indexes of all shards, each of which is there and as long as its index says; else DamagedStore."""
     sizes = files.sizes()
-    names = sorted(name for name in sizes if is_index(name))
-    indexes = [
-        ShardIndex.parse(text, f"{files.where}/{name}") for name, text in zip(names, files.read(names), strict=True)
-    ]
+    names = sorted(filter(is_index, sizes))
+    indexes = [ShardIndex.parse(text, name, files.where) for name, text in zip(names, files.read(names), strict=True)]
     for index in indexes:
         flaw = shard_flaw(index, sizes)
         if flaw:
-            raise UserError(
-                f"{files.where}/{index.shard}: {flaw}; run capture.py --repair, which captures its samples anew"
-            )
+            raise DamagedStore(f"{files.where}/{index.shard}", flaw)
     return indexes
 
 
 def shard_flaw(index: ShardIndex, sizes: Mapping[str, int | None]) -> str | None:
     """What a look at the folder says against a shard."""
     if index.shard not in sizes:
-        return "missing"
+        return "is missing"
     size = sizes[index.shard]
     return None if size in (None, index.bytes) else f"has {size} bytes, its index says {index.bytes}"
-
-
-def is_index(name: str) -> bool:
-    return name.startswith("shard-") and name.endswith(".json")
-
-
-def shard_names(names: Sequence[str]) -> list[str]:
-    return sorted(name for name in names if name.startswith("shard-") and name.endswith(".safetensors"))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from eagle3.data.store.chunks import ChunkReads, ChunkTable, Run, plan_reads
 from eagle3.data.store.codecs import Codec
-from eagle3.data.store.files import Range, StoreFiles, open_files
+from eagle3.data.store.files import DamagedStore, Range, StoreFiles, open_files
 from eagle3.data.store.folder import Provenance, read_indexes, read_manifest, require_provenance
 from eagle3.data.store.shard import (
     DATA_START,
@@ -85,10 +85,19 @@ class HiddenStateStore:
         manifest = read_manifest(files)
         require_provenance(files.where, manifest.provenance, provenance)
         locations: dict[str, Location] = {}
-        for index in read_indexes(files):
+        indexes = read_indexes(files)
+        for index in indexes:
             for entry in index.samples:
                 locations.setdefault(entry.id, Location(index, entry))
-        return cls(files, locations, manifest.record, threads)
+        store = cls(files, locations, manifest.record, threads)
+        for encoding in {index.encoding for index in indexes}:
+            store.prepare(encoding)
+        return store
+
+    def prepare(self, encoding: Encoding) -> None:
+        """Raises UserError where this machine cannot decode it."""
+        for name in HIDDEN:
+            self._codec(encoding, name)
 
     def __contains__(self, sample_id: str) -> bool:
         return sample_id in self.locations
@@ -139,7 +148,7 @@ class HiddenStateStore:
         flaws = list(self._threads.map(lambda job, of_run: job[2].decode(job[3], of_run), jobs, data))
         for (location, name, _, _), flaw in zip(jobs, flaws, strict=True):  # when all have ended
             if flaw:
-                raise UserError(self._damaged(location, f"{name} hidden states", flaw))
+                raise self._damaged(location, f"{name} hidden states", flaw)
         found = iter(reads.rows() for reads in wanted)
         return [
             StoredRows(
@@ -177,7 +186,7 @@ class HiddenStateStore:
             columns = [np.frombuffer(next(found), kind) for _, kind in zip(places, kinds, strict=True)]
             facts.append(SampleFacts.of(location, columns))
             if facts[-1].digest() != location.entry.digest:
-                raise UserError(self._damaged(location, "tokens or checksums", "their digest does not fit"))
+                raise self._damaged(location, "tokens or checksums", "their digest does not fit")
         return facts
 
     def read_headers(self, shards: Iterable[str]) -> None:
@@ -201,11 +210,9 @@ class HiddenStateStore:
             ranges += [of(f"{name}_ends", 8, first - before, chunks + before), of(f"{name}_sums", 8, first, chunks)]
         return ranges
 
-    def _damaged(self, location: Location, what: str, flaw: str) -> str:
-        return (
-            f"{self.where}/{location.index.shard}: sample {location.entry.id}: its {what} were damaged on disk ({flaw}); "
-            "run capture.py --repair"
-        )
+    def _damaged(self, location: Location, what: str, flaw: str) -> DamagedStore:
+        where = f"{self.where}/{location.index.shard}: sample {location.entry.id}"
+        return DamagedStore(where, f"its {what} are not what was written ({flaw})")
 
 
 class SampleFacts(NamedTuple):

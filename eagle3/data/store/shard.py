@@ -12,6 +12,7 @@ rows. `ids` to `loss_mask` have every row. The index is written after its shard:
 
 import fcntl
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,9 +24,11 @@ import xxhash
 from torch import Tensor
 
 from eagle3.data.store.codecs import CHUNK_BYTES, Codec, CodecName, StoreDtype, chunk_rows, make_codec
+from eagle3.data.store.files import DamagedStore, first_words
 from eagle3.durable import write_text
-from eagle3.errors import UserError
 
+# What a writer draws, a number, and what it is. Other files in the folder are nobody's business here.
+SHARD_NAME = re.compile(r"(shard-[0-9a-f]{8}-\d{5,})(\.safetensors|\.json)(\.partial)?")
 # Where the tensors begin; the header before them is written last, when their sizes are known.
 DATA_START = 4096
 HIDDEN = ("aux", "last")
@@ -73,29 +76,35 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """shard: the file's name; bytes: its size. After a repair not all that it holds is in `samples`."""
+    """name: of the index's file; bytes: the size of its shard's. After a repair not all that it holds is in `samples`."""
 
-    shard: str
+    name: str
     bytes: int
     encoding: Encoding
     samples: tuple[Entry, ...]
 
+    @property
+    def shard(self) -> str:
+        """The name of its shard's file."""
+        return shard_of(self.name)
+
     def write(self, folder: Path) -> None:
-        body = {**asdict(self), "samples": [entry._asdict() for entry in self.samples]}
-        write_text(folder / index_name(self.shard), json.dumps({**body, "digest": _body_digest(body)}) + "\n")
+        body = {"bytes": self.bytes, "encoding": asdict(self.encoding)}
+        body["samples"] = [entry._asdict() for entry in self.samples]
+        write_text(folder / self.name, json.dumps({**body, "digest": _body_digest(body)}) + "\n")
 
     @staticmethod
-    def parse(text: bytes, where: str) -> "ShardIndex":
-        """Raises UserError naming `where`."""
+    def parse(text: bytes, name: str, where: str) -> "ShardIndex":
+        """where: the store. Raises DamagedStore."""
         try:
             body = json.loads(text)
             digest = body.pop("digest")
             if digest != _body_digest(body):
                 raise ValueError("its digest does not fit")
             samples = tuple(Entry(**entry) for entry in body["samples"])
-            return ShardIndex(body["shard"], body["bytes"], Encoding(**body["encoding"]), samples)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{where}: broken index ({error}); run capture.py --repair") from error
+            return ShardIndex(name, body["bytes"], Encoding(**body["encoding"]), samples)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise DamagedStore(f"{where}/{name}", f"broken index ({first_words(error)})") from error
 
 
 def index_name(shard: str) -> str:
@@ -104,6 +113,10 @@ def index_name(shard: str) -> str:
 
 def shard_of(index: str) -> str:
     return index.removesuffix(".json") + ".safetensors"
+
+
+def is_index(name: str) -> bool:
+    return SHARD_NAME.fullmatch(name) is not None and name.endswith(".json")
 
 
 def _body_digest(body: dict) -> str:
@@ -138,9 +151,8 @@ def hold(file: BinaryIO) -> bool:
 def unfinished(names: Iterable[str]) -> set[str]:
     """Shards of which a folder with these files has something, but no index."""
     names = set(names)
-    suffixes = (".safetensors.partial", ".safetensors", ".json.partial")
-    found = {name.removesuffix(suffix) for name in names for suffix in suffixes if name.endswith(suffix)}
-    return {f"{stem}.safetensors" for stem in found if stem.startswith("shard-") and f"{stem}.json" not in names}
+    stems = {found[1] for found in map(SHARD_NAME.fullmatch, names) if found}
+    return {f"{stem}.safetensors" for stem in stems if f"{stem}.json" not in names}
 
 
 def remove_abandoned(folder: Path, shard: str) -> None:
@@ -161,11 +173,11 @@ def remove_abandoned(folder: Path, shard: str) -> None:
 
 
 def tensor_starts(header: memoryview, where: str) -> dict[str, int]:
-    """Where each tensor begins in a shard. header: its first DATA_START bytes. Raises UserError naming `where`."""
+    """Where each tensor begins in a shard. header: its first DATA_START bytes. Raises DamagedStore."""
     try:
         if int.from_bytes(header[:8], "little") != DATA_START - 8:
             raise ValueError("not written by this project")
         described = json.loads(bytes(header[8:]))
         return {name: DATA_START + described[name]["data_offsets"][0] for name in (*HIDDEN, *TABLES, *NUMPY_TYPES)}
-    except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise UserError(f"{where}: broken header ({error}); run capture.py --repair") from error
+    except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+        raise DamagedStore(where, f"broken header ({first_words(error)})") from error

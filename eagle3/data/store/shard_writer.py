@@ -25,6 +25,7 @@ from eagle3.data.store.shard import (
     Entry,
     ShardIndex,
     hold,
+    index_name,
     remove_abandoned,
     sample_digest,
     taught_rows,
@@ -130,7 +131,7 @@ class ShardWriter:
         self.file.write((DATA_START - 8).to_bytes(8, "little") + text.ljust(DATA_START - 8))
         self.file.flush()
         publish(self.partial, self.folder / self.shard)
-        ShardIndex(self.shard, size, self.encoding, tuple(self._entries())).write(self.folder)
+        ShardIndex(index_name(self.shard), size, self.encoding, tuple(self._entries())).write(self.folder)
         self.file.close()
         self.aside.close()
 

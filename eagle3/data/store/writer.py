@@ -1,5 +1,6 @@
 """Writes a store, alone or beside other writers; opened on an existing one, it goes on where the last one stopped."""
 
+import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,19 +10,10 @@ from typing import NamedTuple, Self
 from torch import Tensor
 
 from eagle3.data.store.files import LocalFiles, is_url
-from eagle3.data.store.folder import (
-    MANIFEST,
-    Manifest,
-    Provenance,
-    is_index,
-    read_indexes,
-    read_manifest,
-    require_provenance,
-    shard_names,
-)
-from eagle3.data.store.shard import Encoding, ShardIndex, hold, remove_abandoned, unfinished
+from eagle3.data.store.folder import MANIFEST, Manifest, Provenance, read_indexes, read_manifest, require_provenance
+from eagle3.data.store.shard import SHARD_NAME, Encoding, ShardIndex, hold, is_index, remove_abandoned, unfinished
 from eagle3.data.store.shard_writer import ShardWriter
-from eagle3.durable import create_text
+from eagle3.durable import create_text, write_text
 from eagle3.errors import UserError
 from eagle3.target.interface import HiddenStates
 
@@ -41,6 +33,8 @@ class Part(NamedTuple):
 
 
 EVERYTHING = Part()
+# Locked by who captures a part; never removed, since a lock on a file that others may replace excludes nobody.
+LOCK = ".part-{}-of-{}.lock"
 
 
 class StoreWriter:
@@ -71,12 +65,12 @@ class StoreWriter:
             raise UserError(
                 f"hidden_states.path: {path}: a store is written to a folder; copy it to a URL when it is whole"
             )
+        encoding.make_codec("aux")  # a package that is missing is told before anything is left in the folder
         self.folder, self.encoding, self.shard_tokens = Path(path), encoding, shard_tokens
         wanted = {**provenance, "codec": encoding.codec, "dtype": encoding.dtype}
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            # Never removed: a lock on a file that others may replace excludes nobody.
-            self._lock = (self.folder / f".part-{part.index}-of-{part.count}.lock").open("ab")
+            self._lock = (self.folder / LOCK.format(part.index, part.count)).open("ab")
         except OSError as error:
             raise UserError(
                 f"{path}: cannot be written ({error}); name another folder in hidden_states.path"
@@ -88,13 +82,36 @@ class StoreWriter:
                 "split the work with --part"
             )
         files = LocalFiles(self.folder)
-        if not (self.folder / MANIFEST).exists() and not shard_names(files.sizes()):
-            create_text(self.folder / MANIFEST, Manifest(wanted, record or {}).dump())
-        require_provenance(str(path), read_manifest(files).provenance, wanted)
-        self.known = self._recover(files, report)
+        try:
+            self._begin(files, Manifest(wanted, record or {}))
+            self.known = self._recover(files, report)
+        except UserError:
+            self._lock.close()
+            raise
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="encode")
         self._token, self._number = token_hex(4), 0
         self._shard: ShardWriter | None = None
+
+    def _begin(self, files: LocalFiles, manifest: Manifest) -> None:
+        """Say what the store is captured from, or find it said. Raises UserError where that differs."""
+        described = self.folder / MANIFEST
+        if any(map(SHARD_NAME.fullmatch, files.sizes())):
+            require_provenance(files.where, read_manifest(files).provenance, manifest.provenance)
+            return
+        create_text(described, manifest.dump())
+        try:
+            require_provenance(files.where, read_manifest(files).provenance, manifest.provenance)
+        except UserError:
+            if self._others_live():
+                raise
+            write_text(described, manifest.dump())  # left by one who was refused, or gave up, before the first shard
+
+    def _others_live(self) -> bool:
+        for path in self.folder.glob(LOCK.format("*", "*")):
+            with path.open("ab") as file:
+                if not os.path.sameopenfile(file.fileno(), self._lock.fileno()) and not hold(file):
+                    return True
+        return False
 
     def _recover(self, files: LocalFiles, report: Callable[[str], None]) -> set[str]:
         """Remove what dead writers left behind, forget samples whose shard is gone, return the ids that are stored."""
@@ -102,7 +119,7 @@ class StoreWriter:
         for shard in unfinished(sizes):
             remove_abandoned(self.folder, shard)
         for name in filter(is_index, sizes):
-            index = ShardIndex.parse(files.read([name])[0], f"{self.folder / name}")
+            index = ShardIndex.parse(files.read([name])[0], name, files.where)
             if index.shard not in sizes:
                 (self.folder / name).unlink()
                 report(f"{self.folder / index.shard}: gone; its {len(index.samples)} samples will be captured again")
