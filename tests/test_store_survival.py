@@ -358,6 +358,29 @@ def test_a_writer_does_not_clear_away_what_a_living_one_is_writing(tmp_path):
     assert_holds(tmp_path, [1, 2])
 
 
+def test_a_store_opens_at_any_moment_while_others_write_into_it(tmp_path):
+    """Readers, and writers that recover what others may have left, between any two steps of writers that publish."""
+
+    def write_many(part: Part) -> None:
+        with StoreWriter(tmp_path, PROVENANCE, PLAIN, shard_tokens=1, part=part) as writer:
+            for number in filter(lambda number: number % 2 == part.index, range(120)):
+                writer.add(*sample(number))
+
+    write(tmp_path, [0], shard_tokens=1, part=Part(2, 3))
+    writers = [FORK.Process(target=write_many, args=(Part(index, 2),)) for index in range(2)]
+    for writer in writers:
+        writer.start()
+    seen = [1]
+    while any(writer.is_alive() for writer in writers):
+        assert write(tmp_path, [], part=Part(2, 3)) == []  # reports nothing gone
+        seen.append(len(open_store(tmp_path)))
+    for writer in writers:
+        writer.join()
+        assert writer.exitcode == 0
+    assert seen == sorted(seen) and len(set(seen)) > 5
+    assert_holds(tmp_path, range(120))
+
+
 def test_writers_that_begin_a_store_at_the_same_time_agree_on_what_it_is(tmp_path):
     def begin(count: int, target: str) -> None:
         try:

@@ -51,8 +51,9 @@ def check_store(
     files = open_files(path)
     manifest = read_manifest(files)
     require_provenance(files.where, manifest.provenance, provenance)
-    reader, sizes, findings, seen = HiddenStateStore(files, {}, manifest.record), files.sizes(), Findings(), set()
-    indexes = sorted(filter(is_index, sizes))
+    reader, findings, seen = HiddenStateStore(files, {}, manifest.record), Findings(), set()
+    indexes = sorted(filter(is_index, files.sizes()))
+    sizes = files.sizes()  # looked at after the indexes, before which their shards were there
     for done, name in enumerate(indexes):
         for found in _examine(reader, files, name, sizes):
             if isinstance(found, Entry) and found.id in seen:

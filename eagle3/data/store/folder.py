@@ -66,9 +66,9 @@ def require_provenance(where: str, found: Provenance, wanted: Provenance) -> Non
 
 def read_indexes(files: StoreFiles) -> list[ShardIndex]:
     """The indexes of all shards, each of which is there and as long as its index says; else DamagedStore."""
-    sizes = files.sizes()
-    names = sorted(filter(is_index, sizes))
+    names = sorted(filter(is_index, files.sizes()))
     indexes = [ShardIndex.parse(text, name, files.where) for name, text in zip(names, files.read(names), strict=True)]
+    sizes = files.sizes()  # looked at after the indexes, before which their shards were there
     for index in indexes:
         flaw = shard_flaw(index, sizes)
         if flaw:

@@ -120,8 +120,8 @@ class StoreWriter:
             remove_abandoned(self.folder, shard)
         for name in filter(is_index, sizes):
             index = ShardIndex.parse(files.read([name])[0], name, files.where)
-            if index.shard not in sizes:
-                (self.folder / name).unlink()
+            if not (self.folder / index.shard).exists():
+                (self.folder / name).unlink(missing_ok=True)
                 report(f"{self.folder / index.shard}: gone; its {len(index.samples)} samples will be captured again")
         return {entry.id for index in read_indexes(files) for entry in index.samples}
 
