@@ -71,7 +71,7 @@ def main() -> int:
     stdout = os.dup(1)  # kept for the result: DeepSpeed logs to what is stdout when it is imported
     os.dup2(2, 1)
     samples = hidden_states(options.recipe, options.tokens)
-    settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
+    settings = vars(options) | {"recipe": options.recipe.name, "folder": "given" if options.folder else "temporary"}
     document = origin(load_before=os.getloadavg()[0]) | {"settings": settings, "results": {}}
     for name, of_kind in (("as they are", samples), ("joined", joined(samples, options.join))):
         print(name, flush=True)
