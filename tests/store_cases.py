@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from eagle3.data.store.check import Findings, check_store
-from eagle3.data.store.reader import HiddenStateStore, RowRequest, StoredRows
+from eagle3.data.store.reader import DocumentRows, HiddenStateStore, RowRequest
 from eagle3.data.store.shard import Encoding, taught_rows
 from eagle3.data.store.writer import StoreWriter
 from eagle3.target.interface import HiddenStates
@@ -53,7 +53,7 @@ def open_store(path, encoding: Encoding = PLAIN) -> HiddenStateStore:
     return HiddenStateStore.open(str(path), wanted(encoding))
 
 
-def read_whole(store: HiddenStateStore, number: int) -> StoredRows:
+def read_whole(store: HiddenStateStore, number: int) -> DocumentRows:
     loss_mask = store.tokens(sample_id(number)).loss_mask
     teacher = taught_rows(loss_mask).nonzero().flatten()
     return store.read([RowRequest(sample_id(number), torch.arange(len(loss_mask)), teacher)])[0]

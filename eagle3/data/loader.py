@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -12,20 +12,11 @@ from torch.distributed import ProcessGroup
 
 from eagle3.data.exchange import request_rows
 from eagle3.data.samples import Sample, SampleSet, sample_digest
-from eagle3.data.store.reader import HiddenStateStore, RowRequest
+from eagle3.data.store.reader import DocumentRows, HiddenStateStore, RowRequest
 from eagle3.parallel.dealing import SequenceSharding
 from eagle3.parallel.sequence import SequencePlan, Stream, plan_sequence
 from eagle3.parallel.topology import agreed
 from eagle3.target.interface import Target
-
-
-class DocumentRows(NamedTuple):
-    """aux [n, 3*Ht] at the auxiliary rows asked for; last [m, Ht], argmax [m] and logsumexp [m] at the teacher rows."""
-
-    aux: Tensor
-    last: Tensor
-    argmax: Tensor
-    logsumexp: Tensor
 
 
 class HiddenStateSource(Protocol):
@@ -86,7 +77,7 @@ class StoredSource:
 
     def rows(self, samples: Sequence[Sample], aux: Sequence[Tensor], teacher: Sequence[Tensor]) -> list[DocumentRows]:
         wanted = [RowRequest(sample.id, a, b) for sample, a, b in zip(samples, aux, teacher, strict=True)]
-        return [DocumentRows(*rows) for rows in self.store.read(wanted)]
+        return self.store.read(wanted)
 
 
 @dataclass(frozen=True)

@@ -165,10 +165,10 @@ def stop_distributed() -> None:
     dist.destroy_process_group()
 
 
-def agreed(work: Callable[[], Any] | None) -> Any:
+def agreed(work: Callable[[], Any] | None, group: ProcessGroup | None = None) -> Any:
     """Call `work` on the ranks that have some, while the others wait; returns its result, None where there was none.
 
-    Every rank calls this; a UserError on one is raised on all, so that none is left waiting.
+    Every rank of the group (of the job where none is named) calls this; a UserError on one is raised on all, so that none is left waiting.
     """
     result = mistake = None
     try:
@@ -176,8 +176,8 @@ def agreed(work: Callable[[], Any] | None) -> Any:
     except UserError as error:
         mistake = str(error)
     if dist.is_initialized():
-        mistakes = [None] * dist.get_world_size()
-        dist.all_gather_object(mistakes, mistake)
+        mistakes = [None] * dist.get_world_size(group)
+        dist.all_gather_object(mistakes, mistake, group=group)
         mistake = next((found for found in mistakes if found), None)
     if mistake:
         raise SharedUserError(mistake)

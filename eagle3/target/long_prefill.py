@@ -3,8 +3,7 @@
 import contextlib
 import hashlib
 import inspect
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -15,6 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from eagle3.attention.ulysses import Ulysses
 from eagle3.errors import SharedUserError, UserError
+from eagle3.parallel.topology import agreed
 from eagle3.target.chunked_attention import ChunkedAttention, deal_chunks, window_of_mask
 from eagle3.target.interface import HiddenStates
 from eagle3.target.transformers import TransformersTarget
@@ -61,8 +61,9 @@ class LongPrefill:
         Collective over `sequence`: every rank passes the same document and takes every chunk. Raises UserError on all
         of them like `TransformersTarget.prefill`.
         """
-        self._agreed(lambda: self.target.check_tokens([document]))
-        digests = self._everyones(hashlib.sha256(document.cpu().numpy().tobytes()).digest())
+        agreed(lambda: self.target.check_tokens([document]), self.sequence)
+        digests = [b""] * self.sequence.size()
+        dist.all_gather_object(digests, hashlib.sha256(document.cpu().numpy().tobytes()).digest(), group=self.sequence)
         assert len(set(digests)) == 1, "the ranks of a sequence prefill one document together"
         return self._chunks(document, self.chunk_tokens)
 
@@ -88,7 +89,7 @@ class LongPrefill:
             raise self.refusal(f"has {len(target.layers)} layers, of which {len(run.attended)} attend in a known way")
         aux, last = torch.cat([captured[layer][0] for layer in target.aux_layers], dim=-1), output.last_hidden_state[0]
         # Pads say nothing, and may overflow.
-        summary = self._agreed(lambda: target.summarize(last[: len(own)]))
+        summary = agreed(lambda: target.summarize(last[: len(own)]), self.sequence)
         argmax, logsumexp = (nn.functional.pad(each, (0, chunk.share - len(own))) for each in summary)
         gathered = [self._to_first(rows) for rows in (aux, last, argmax, logsumexp)]
         if self.sequence.rank() > 0:
@@ -104,24 +105,6 @@ class LongPrefill:
         places = None if whole is None else list(whole.chunk(size))
         dist.gather(rows.contiguous(), places, group=self.sequence, group_dst=0)
         return whole
-
-    def _agreed(self, work: Callable[[], Any]) -> Any:
-        """The result of `work`; a UserError on one rank is raised on all, so that none waits for one that has left."""
-        result = mistake = None
-        try:
-            result = work()
-        except UserError as error:
-            mistake = str(error)
-        for found in self._everyones(mistake):
-            if found:
-                raise SharedUserError(found)
-        return result
-
-    def _everyones(self, mine: Any) -> list[Any]:
-        everyones = [mine] * self.sequence.size()
-        if len(everyones) > 1:
-            dist.all_gather_object(everyones, mine, group=self.sequence)
-        return everyones
 
     @contextlib.contextmanager
     def _attending(self, run: ChunkedAttention) -> Iterator[None]:
@@ -180,4 +163,4 @@ class LongPrefill:
                 if 2 * wrong > len(document):
                     raise self.refusal(f"gives other hidden states in chunks at {wrong} of {len(document)} tokens")
 
-        self._agreed(compare)
+        agreed(compare, self.sequence)

@@ -9,7 +9,7 @@ import torch
 
 from eagle3.data.store.files import DamagedStore, StoreFiles, open_files
 from eagle3.data.store.folder import Provenance, read_manifest, require_provenance, shard_flaw
-from eagle3.data.store.reader import HiddenStateStore, Location, RowRequest, StoredRows
+from eagle3.data.store.reader import DocumentRows, HiddenStateStore, Location, RowRequest
 from eagle3.data.store.shard import Entry, ShardIndex, is_index, shard_of, taught_rows
 from eagle3.durable import flush
 
@@ -105,7 +105,7 @@ def _examine(
                 yield _finite(name, member.entry, of_sample)
 
 
-def _read_whole(reader: HiddenStateStore, locations: list[Location]) -> list[StoredRows]:
+def _read_whole(reader: HiddenStateStore, locations: list[Location]) -> list[DocumentRows]:
     """Every byte of these samples."""
     teachers = [taught_rows(tokens.loss_mask).nonzero().flatten() for tokens in reader.tokens_at(locations)]
     requests = [
@@ -115,7 +115,7 @@ def _read_whole(reader: HiddenStateStore, locations: list[Location]) -> list[Sto
     return reader.read_at(locations, requests)
 
 
-def _finite(index: str, entry: Entry, rows: StoredRows) -> Entry | Problem:
+def _finite(index: str, entry: Entry, rows: DocumentRows) -> Entry | Problem:
     infinite = [kind for kind in ("aux", "last", "logsumexp") if not getattr(rows, kind).isfinite().all()]
     return Problem("not finite", index, entry.id, f"its {infinite[0]}") if infinite else entry
 

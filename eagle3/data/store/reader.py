@@ -39,8 +39,9 @@ class RowRequest(NamedTuple):
     teacher: Tensor
 
 
-class StoredRows(NamedTuple):
-    """aux [n, 3*Ht] and last [m, Ht] in the store's number format; argmax [m] int64 and logsumexp [m] fp32."""
+class DocumentRows(NamedTuple):
+    """aux [n, 3*Ht] at the auxiliary rows asked for; last [m, Ht], argmax [m] int64 and logsumexp [m] at the teacher rows.
+    From a store, aux and last are in its number format and logsumexp is fp32."""
 
     aux: Tensor
     last: Tensor
@@ -123,11 +124,11 @@ class HiddenStateStore:
             for facts in self._facts(locations)
         ]
 
-    def read(self, requests: Sequence[RowRequest]) -> list[StoredRows]:
+    def read(self, requests: Sequence[RowRequest]) -> list[DocumentRows]:
         """The rows of all requests; two rounds of reads, however many there are."""
         return self.read_at([self._locate(request.sample_id) for request in requests], requests)
 
-    def read_at(self, locations: Sequence[Location], requests: Sequence[RowRequest]) -> list[StoredRows]:
+    def read_at(self, locations: Sequence[Location], requests: Sequence[RowRequest]) -> list[DocumentRows]:
         """The same of samples at given places."""
         known = self._facts(locations)
         wanted: list[ChunkReads] = []
@@ -151,7 +152,7 @@ class HiddenStateStore:
                 raise self._damaged(location, f"{name} hidden states", flaw)
         found = iter(reads.rows() for reads in wanted)
         return [
-            StoredRows(
+            DocumentRows(
                 aux=next(found),
                 last=next(found),
                 argmax=torch.from_numpy(facts.argmax[request.teacher.numpy()].astype(np.int64)),

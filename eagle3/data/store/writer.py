@@ -11,7 +11,16 @@ from torch import Tensor
 
 from eagle3.data.store.files import LocalFiles, is_url
 from eagle3.data.store.folder import MANIFEST, Manifest, Provenance, read_indexes, read_manifest, require_provenance
-from eagle3.data.store.shard import SHARD_NAME, Encoding, ShardIndex, hold, is_index, remove_abandoned, unfinished
+from eagle3.data.store.shard import (
+    SHARD_NAME,
+    Encoding,
+    ShardIndex,
+    hold,
+    is_index,
+    remove_abandoned,
+    shard_of,
+    unfinished,
+)
 from eagle3.data.store.shard_writer import ShardWriter
 from eagle3.durable import create_text, write_text
 from eagle3.errors import UserError
@@ -119,10 +128,11 @@ class StoreWriter:
         for shard in unfinished(sizes):
             remove_abandoned(self.folder, shard)
         for name in filter(is_index, sizes):
-            index = ShardIndex.parse(files.read([name])[0], name, files.where)
-            if not (self.folder / index.shard).exists():
+            shard = self.folder / shard_of(name)
+            if not shard.exists():
+                lost = ShardIndex.parse(files.read([name])[0], name, files.where).samples
                 (self.folder / name).unlink(missing_ok=True)
-                report(f"{self.folder / index.shard}: gone; its {len(index.samples)} samples will be captured again")
+                report(f"{shard}: gone; its {len(lost)} samples will be captured again")
         return {entry.id for index in read_indexes(files) for entry in index.samples}
 
     def add(
