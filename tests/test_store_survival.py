@@ -267,6 +267,15 @@ def test_a_damaged_shard_is_named_and_repaired_with_its_samples_alone(tmp_path, 
     assert all(path.read_bytes() == content for path, content in kept.items())
 
 
+def test_a_long_sample_is_checked_some_rows_at_a_time(tmp_path, monkeypatch):
+    write(tmp_path, range(10), shard_tokens=10_000)
+    whole, shard = check(tmp_path, range(11)), next(tmp_path.glob("*.safetensors"))
+    monkeypatch.setattr("eagle3.data.store.check.ROWS_AT_ONCE", 7)
+    assert check(tmp_path, range(11)) == whole and whole.samples == 10
+    flip(shard, 4096 + 200)
+    assert [problem.kind for problem in check(tmp_path, range(10)).problems] == ["damaged"]
+
+
 def test_repairing_a_damaged_sample_leaves_its_neighbours_where_they_are(tmp_path):
     write(tmp_path, range(10), shard_tokens=10_000)
     shard = next(tmp_path.glob("*.safetensors"))

@@ -9,12 +9,14 @@ import torch
 
 from eagle3.data.store.files import DamagedStore, StoreFiles, open_files
 from eagle3.data.store.folder import Provenance, read_manifest, require_provenance, shard_flaw
-from eagle3.data.store.reader import DocumentRows, HiddenStateStore, Location, RowRequest
+from eagle3.data.store.reader import HiddenStateStore, Location, RowRequest
 from eagle3.data.store.shard import Entry, ShardIndex, is_index, shard_of, taught_rows
 from eagle3.durable import flush
 
 # Samples read together: a remote file system answers many requests in the time of one.
 SAMPLES_AT_ONCE = 32
+# Of each of them: a sample may be longer than memory.
+ROWS_AT_ONCE = 65536
 Kind = Literal["damaged", "not finite", "duplicate", "missing"]
 
 
@@ -93,31 +95,40 @@ def _examine(
     for start in range(0, len(index.samples), SAMPLES_AT_ONCE):
         members = [Location(index, entry) for entry in index.samples[start : start + SAMPLES_AT_ONCE]]
         try:
-            rows = _read_whole(reader, members)
+            flaws = _infinite(reader, members)
         except DamagedStore:  # which of them?
             for member in members:
                 try:
-                    yield _finite(name, member.entry, *_read_whole(reader, [member]))
+                    yield _judged(name, member.entry, *_infinite(reader, [member]))
                 except DamagedStore as error:
                     yield Problem("damaged", name, member.entry.id, f"{index.shard}: {error.flaw}")
         else:
-            for member, of_sample in zip(members, rows, strict=True):
-                yield _finite(name, member.entry, of_sample)
+            for member, infinite in zip(members, flaws, strict=True):
+                yield _judged(name, member.entry, infinite)
 
 
-def _read_whole(reader: HiddenStateStore, locations: list[Location]) -> list[DocumentRows]:
-    """Every byte of these samples."""
+def _infinite(reader: HiddenStateStore, locations: list[Location]) -> list[str | None]:
+    """What is not finite in each of these samples, of which every byte is read, some rows at a time."""
     teachers = [taught_rows(tokens.loss_mask).nonzero().flatten() for tokens in reader.tokens_at(locations)]
-    requests = [
-        RowRequest(location.entry.id, torch.arange(location.entry.tokens), teacher)
-        for location, teacher in zip(locations, teachers, strict=True)
-    ]
-    return reader.read_at(locations, requests)
+    found: list[str | None] = [None] * len(locations)
+    for start in range(0, max(location.entry.tokens for location in locations), ROWS_AT_ONCE):
+        stop = start + ROWS_AT_ONCE
+        requests = [
+            RowRequest(
+                location.entry.id,
+                torch.arange(min(start, location.entry.tokens), min(stop, location.entry.tokens)),
+                teacher[(teacher >= start) & (teacher < stop)],
+            )
+            for location, teacher in zip(locations, teachers, strict=True)
+        ]
+        for place, rows in enumerate(reader.read_at(locations, requests)):
+            kinds = (kind for kind in ("aux", "last", "logsumexp") if not getattr(rows, kind).isfinite().all())
+            found[place] = found[place] or next(kinds, None)
+    return found
 
 
-def _finite(index: str, entry: Entry, rows: DocumentRows) -> Entry | Problem:
-    infinite = [kind for kind in ("aux", "last", "logsumexp") if not getattr(rows, kind).isfinite().all()]
-    return Problem("not finite", index, entry.id, f"its {infinite[0]}") if infinite else entry
+def _judged(index: str, entry: Entry, infinite: str | None) -> Entry | Problem:
+    return Problem("not finite", index, entry.id, f"its {infinite}") if infinite else entry
 
 
 def remove_flawed(folder: Path, problems: Iterable[Problem]) -> None:
