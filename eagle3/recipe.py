@@ -140,6 +140,34 @@ class HiddenStates(Section):
         return self
 
 
+class Target(Section):
+    """Who runs the target that `model.target` names, and what the draft learns of it."""
+
+    backend: Literal["transformers", "sglang"] = Field(
+        "transformers", description="run it inside these processes, or by SGLang beside them"
+    )
+    teacher: Literal["hidden", "logits"] = Field(
+        "hidden",
+        description="keep the target's last hidden states and apply its lm_head in training, or keep its logits of the "
+        "draft vocabulary (for heads that training cannot load: quantised, merged)",
+    )
+    servers: list[str] = Field(
+        [],
+        description="URLs of running SGLang servers that share the work; none: capture.py starts an engine of its own",
+    )
+    tensor: Count = Field(1, description="GPUs of that engine")
+    memory_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(
+        0.8, description="share of a GPU's memory for the engine's weights and KV cache"
+    )
+    kv_tokens: Count | None = Field(None, description="tokens of its KV cache; default: what memory_fraction leaves")
+    attention: str | None = Field(None, description="SGLang's attention backend; default: its own choice")
+    spool: str = Field(
+        "/dev/shm/eagle3-spool", description="folder where SGLang leaves rows for these processes; shared"
+    )
+    spool_gib: Positive = Field(8.0, description="GiB of rows that may wait there for one job")
+    in_flight: Count = Field(32, description="samples that a server is asked for at a time")
+
+
 class Parallelism(Section):
     """What one draft and one stream are spread over; the processes left over are data-parallel."""
 
@@ -234,6 +262,7 @@ class Recipe(Section):
     model: Model
     data: Data
     hidden_states: HiddenStates = HiddenStates()
+    target: Target = Target()
     parallelism: Parallelism = Parallelism()
     memory: Memory = Memory()
     training: Training = Training()

@@ -20,8 +20,8 @@ from eagle3.data.store.shard import (
     Encoding,
     Entry,
     ShardIndex,
+    kept_rows,
     sample_digest,
-    taught_rows,
     tensor_starts,
 )
 from eagle3.errors import UserError
@@ -133,7 +133,7 @@ class HiddenStateStore:
         known = self._facts(locations)
         wanted: list[ChunkReads] = []
         for location, request, facts in zip(locations, requests, known, strict=True):
-            taught = taught_rows(torch.from_numpy(facts.loss_mask.copy()))
+            taught = kept_rows(location.entry, torch.from_numpy(facts.loss_mask.copy()))
             assert bool(taught[request.teacher].all()), "last hidden states are stored where they teach"
             rows = {"aux": request.aux, "last": (taught.cumsum(0) - 1)[request.teacher]}
             for name in HIDDEN:

@@ -7,7 +7,7 @@
     ids, argmax            [rows] int32     logsumexp [rows] float32     loss_mask [rows] bool
 
 A chunk belongs to one sample. `aux` has every row of a sample; `last` has those that teach: the successors of supervised
-rows. `ids` to `loss_mask` have every row. The index is written after its shard: what is indexed is there, whole.
+rows; or every row, where a sample's entry has as many. `ids` to `loss_mask` have every row. The index is written after its shard: what is indexed is there, whole.
 """
 
 import fcntl
@@ -126,6 +126,11 @@ def _body_digest(body: dict) -> str:
 def taught_rows(loss_mask: Tensor) -> Tensor:
     """bool [T]: rows whose last hidden state teaches, the successors of supervised rows."""
     return torch.cat((torch.zeros(1, dtype=torch.bool), loss_mask[:-1].bool()))
+
+
+def kept_rows(entry: Entry, loss_mask: Tensor) -> Tensor:
+    """bool [T]: rows whose last hidden state a sample has. The first row never teaches, so a count tells all of them."""
+    return torch.ones(entry.tokens, dtype=torch.bool) if entry.taught == entry.tokens else taught_rows(loss_mask)
 
 
 def sample_digest(parts: Iterable[np.ndarray]) -> str:

@@ -66,12 +66,16 @@ class ShardWriter:
         self.samples: list[Entry] = []
         self.tokens = 0
 
-    def add(self, sample_id: str, ids: Tensor, loss_mask: Tensor, parts: Iterable[HiddenStates]) -> None:
-        """ids [T], loss_mask [T]; parts: hidden states of consecutive rows, together T, on any device.
+    def add(self, sample_id: str, ids: Tensor, loss_mask: Tensor | None, parts: Iterable[HiddenStates]) -> None:
+        """ids [T], loss_mask [T]; parts: hidden states of consecutive rows, together T, on any device. Without a loss mask
+        the last hidden states of all rows are kept.
 
         Raises UserError where a hidden state is not finite. After an exception the writer can only be discarded.
         """
-        taught, row, firsts = taught_rows(loss_mask), 0, [self.blobs[name].chunks for name in HIDDEN]
+        everywhere = torch.ones(len(ids), dtype=torch.bool)
+        taught = everywhere if loss_mask is None else taught_rows(loss_mask)
+        loss_mask = ~everywhere if loss_mask is None else loss_mask
+        row, firsts = 0, [self.blobs[name].chunks for name in HIDDEN]
         columns = {name: [] for name in ("argmax", "logsumexp")}
         for part in parts:
             rows = slice(row, row + len(part.last))
