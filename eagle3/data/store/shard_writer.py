@@ -66,32 +66,21 @@ class ShardWriter:
         self.samples: list[Entry] = []
         self.tokens = 0
 
-    def add(self, sample_id: str, ids: Tensor, loss_mask: Tensor | None, parts: Iterable[HiddenStates]) -> None:
-        """ids [T], loss_mask [T]; parts: hidden states of consecutive rows, together T, on any device. Without a loss mask
-        the last hidden states of all rows are kept.
+    def add(self, sample_id: str, ids: Tensor, loss_mask: Tensor, parts: Iterable[HiddenStates]) -> None:
+        """ids [T], loss_mask [T]; parts: hidden states of consecutive rows, together T, on any device.
 
         Raises UserError where a hidden state is not finite. After an exception the writer can only be discarded.
         """
-        everywhere = torch.ones(len(ids), dtype=torch.bool)
-        taught = everywhere if loss_mask is None else taught_rows(loss_mask)
-        loss_mask = ~everywhere if loss_mask is None else loss_mask
-        row, firsts = 0, [self.blobs[name].chunks for name in HIDDEN]
-        columns = {name: [] for name in ("argmax", "logsumexp")}
+        taught, sample = taught_rows(loss_mask), self.begin(sample_id)
         for part in parts:
-            rows = slice(row, row + len(part.last))
-            row = rows.stop
-            self.blobs["aux"].append(part.aux, sample_id)
-            self.blobs["last"].append(part.last[taught[rows].to(part.last.device)], sample_id)
-            for name, pieces in columns.items():
-                pieces.append(getattr(part, name).cpu().numpy())
-        assert row == len(ids) == len(loss_mask) > 0, f"{sample_id}: {row} rows of {len(ids)} tokens"
-        for blob in self.blobs.values():
-            blob.end_sample()
-        everything = {"ids": [ids.numpy()], "loss_mask": [loss_mask.bool().numpy()], **columns}
-        for name, kind in NUMPY_TYPES.items():
-            self.columns[name].append(np.concatenate(everything[name]).astype(kind))
-        self.samples.append(Entry(sample_id, self.tokens, row, int(taught.sum()), *firsts, digest=""))
-        self.tokens += row
+            rows = slice(sample.rows, sample.rows + len(part.last))
+            sample.append(ids[rows], loss_mask[rows], taught[rows], part)
+        assert sample.rows == len(ids) == len(loss_mask) > 0, f"{sample_id}: {sample.rows} rows of {len(ids)} tokens"
+        sample.end()
+
+    def begin(self, sample_id: str) -> "OpenSample":
+        """The next sample, whose rows are handed over as they come; `end` it before another one begins."""
+        return OpenSample(self, sample_id)
 
     def _entries(self) -> Iterator[Entry]:
         """The samples with their digests, which want all chunks written."""
@@ -146,6 +135,35 @@ class ShardWriter:
         with suppress(OSError):
             self.aside.close()
         remove_abandoned(self.folder, self.shard)
+
+
+class OpenSample:
+    """A sample of a shard while its rows come."""
+
+    def __init__(self, shard: ShardWriter, sample_id: str) -> None:
+        self.shard, self.id, self.rows, self.taught = shard, sample_id, 0, 0
+        self.firsts = [shard.blobs[name].chunks for name in HIDDEN]
+        self.columns: dict[str, list[np.ndarray]] = {name: [] for name in NUMPY_TYPES}
+
+    def append(self, ids: Tensor, loss_mask: Tensor, taught: Tensor, states: HiddenStates) -> None:
+        """The next n rows: ids [n] int, loss_mask [n] and taught [n] bool on the CPU, and their states, on any device.
+        taught: rows whose last hidden state is kept; those that follow supervised rows, or all of a sample's."""
+        self.shard.blobs["aux"].append(states.aux, self.id)
+        self.shard.blobs["last"].append(states.last[taught.to(states.last.device)], self.id)
+        small = {"ids": ids, "loss_mask": loss_mask.bool(), "argmax": states.argmax, "logsumexp": states.logsumexp}
+        for name, column in small.items():
+            self.columns[name].append(column.cpu().numpy())
+        self.rows += len(ids)
+        self.taught += int(taught.sum())
+
+    def end(self) -> None:
+        shard = self.shard
+        for blob in shard.blobs.values():
+            blob.end_sample()
+        for name, kind in NUMPY_TYPES.items():
+            shard.columns[name].append(np.concatenate(self.columns[name]).astype(kind))
+        shard.samples.append(Entry(self.id, shard.tokens, self.rows, self.taught, *self.firsts, digest=""))
+        shard.tokens += self.rows
 
 
 class Blob:
