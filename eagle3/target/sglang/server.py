@@ -1,0 +1,201 @@
+"""An SGLang server in a process of its own: its command line, its start, its end."""
+
+import ctypes
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from eagle3.errors import SharedUserError, UserError
+from eagle3.target.sglang.version import require_supported
+
+START_SECONDS = 1800.0
+STOP_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What a server is started with, whatever it is for. tensor: GPUs. chunk_tokens: of one prefill forward; longer prompts
+    are cut. kv_tokens: None for what memory_fraction leaves. attention: None for SGLang's own choice."""
+
+    model: str
+    revision: str | None = None
+    trust_remote_code: bool = False
+    dtype: str = "auto"
+    tensor: int = 1
+    memory_fraction: float = 0.8
+    kv_tokens: int | None = None
+    attention: str | None = None
+    chunk_tokens: int = 8192
+
+    def flags(self) -> list[str]:
+        given = {
+            "--model-path": self.model,
+            "--revision": self.revision,
+            "--dtype": self.dtype,
+            "--tp-size": self.tensor,
+            "--mem-fraction-static": self.memory_fraction,
+            "--max-total-tokens": self.kv_tokens,
+            "--attention-backend": self.attention,
+            "--chunked-prefill-size": self.chunk_tokens,
+        }
+        flags = [word for name, value in given.items() if value is not None for word in (name, str(value))]
+        if self.trust_remote_code:
+            flags.append("--trust-remote-code")
+        if not torch.cuda.is_available():
+            flags += ["--device", "cpu", "--sampling-backend", "pytorch", "--grammar-backend", "none"]
+            flags += ["--disable-overlap-schedule"]
+        return flags
+
+
+def server_command(options: EngineOptions, flags: Sequence[str], port: int, host: str = "127.0.0.1") -> list[str]:
+    """The words of the command line. Only this machine is served unless `host` says otherwise."""
+    place = ["--host", host, "--port", str(port), "--log-level", "warning"]
+    return [sys.executable, "-m", "sglang.launch_server", *options.flags(), *flags, *place]
+
+
+def as_typed(command: Sequence[str]) -> str:
+    """A command line as a person would type it."""
+    return shlex.join(["python" if word == sys.executable else word for word in command])
+
+
+def require_sglang() -> None:
+    """UserError unless a supported SGLang is installed here."""
+    try:
+        found = version("sglang")
+    except PackageNotFoundError:
+        raise SharedUserError(
+            "sglang: is not installed here; pip install 'eagle3-recipes[sglang]' -c constraints/cuda.txt, or name running "
+            "servers in target.servers"
+        ) from None
+    require_supported(found, "this environment")
+
+
+class SGLangServer:
+    """A running server, stopped when the `with` block ends or this process dies. url: where it answers.
+
+    devices: values of CUDA_VISIBLE_DEVICES for it, None for those of this process. Raises UserError where it does not start.
+    """
+
+    def __init__(self, options: EngineOptions, flags: Sequence[str] = (), devices: str | None = None) -> None:
+        require_sglang()
+        port = _free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        descriptor, name = tempfile.mkstemp(prefix="sglang-", suffix=".log")
+        self.log = Path(name)
+        # SGLang calls itself a fork's child: sockets and locks of a launcher's job are none of its business.
+        environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+        environment |= {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
+        with os.fdopen(descriptor, "wb") as log:
+            self.process = subprocess.Popen(
+                server_command(options, flags, port),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
+        try:
+            self._await_start()
+        except BaseException:
+            self.stop(keep_log=True)
+            raise
+
+    def _await_start(self) -> None:
+        began = time.monotonic()
+        while time.monotonic() - began < START_SECONDS:
+            if self.process.poll() is not None:
+                raise UserError(
+                    f"sglang: the server ended while starting (exit code {self.process.returncode}): "
+                    f"{self.last_words()}; its whole log is {self.log}"
+                )
+            try:
+                ask(self.url, "/model_info", timeout=5)
+                return
+            except OSError:
+                time.sleep(0.2)
+        raise UserError(f"sglang: the server does not answer after {START_SECONDS:.0f} s; its log is {self.log}")
+
+    def last_words(self) -> str:
+        """The last error that the log names, or its last line."""
+        lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        named = [line for line in lines if "Error" in line and not line.startswith("File ")]
+        return (named or lines or ["it said nothing"])[-1][:300]
+
+    def stop(self, keep_log: bool = False) -> None:
+        """End the server and all its processes."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                pass
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)  # what is left of its session
+        except ProcessLookupError:
+            pass
+        self.process.wait()
+        if not keep_log:
+            self.log.unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def ask(url: str, path: str, body: Mapping[str, Any] | None = None, timeout: float = 30.0) -> Any:
+    """GET, or POST where there is a body; the answer's JSON.
+
+    Raises OSError where no answer comes (connection, time-out, an error of the server's own), UserError where the server
+    refuses the request.
+    """
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url + path, data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=timeout) as answer:
+            return json.load(answer)
+    except urllib.error.HTTPError as error:
+        said = error.read(2000).decode(errors="replace")
+        if error.code < 500:
+            raise UserError(f"{url}{path}: refused the request ({error.code}: {said})") from error
+        raise OSError(f"{error.code}: {said}") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise OSError(f"no JSON: {error}") from error
+    except ValueError as error:  # no URL
+        raise UserError(f"{url}: is not a server's URL ({error}); write it as http://host:port") from error
+
+
+# What a launcher tells the processes of its job; SGLang is none of them.
+LAUNCHER_VARIABLES = frozenset(
+    "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE LOCAL_SIZE CROSS_RANK CROSS_SIZE GROUP_RANK ROLE_RANK ROLE_WORLD_SIZE "
+    "MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID TORCHELASTIC_USE_AGENT_STORE OMP_NUM_THREADS".split()
+)
+
+
+def _die_with_parent() -> None:
+    """Run in the child before it becomes SGLang: a killed trainer must not leave a server on the GPU."""
+    parent_death_signal = 1  # PR_SET_PDEATHSIG, prctl(2)
+    ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGKILL)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
