@@ -30,7 +30,7 @@ def step_flops(planned: Planned, share: Share) -> Flops:
     finish = share.queries * steps * 2 * hidden * (planned.query_width + 3 * draft.intermediate_size // sizes.tensor)
     attention = steps * 4 * planned.query_width * share.pairs / sizes.sequence
     loss = share.teacher * steps * 2 * hidden * columns
-    teacher = share.teacher * 2 * wide * columns
+    teacher = share.teacher * 2 * wide * columns if planned.logit_bytes is None else 0
     linear = fc + share.keys * keys + project + finish
     model = 3 * (linear + loss) + 3.5 * attention + teacher - fc  # aux has no gradient
     again = {"none": 0, "attention_kept": linear, "full": linear + project + attention}

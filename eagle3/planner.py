@@ -76,7 +76,8 @@ class Share(NamedTuple):
 class Planned:
     """A training step to be planned. steps: K. dtype: of the draft. ring_mode, memory, residence: as in training. device:
     on CPUs norms are several operations, each of which keeps its result where nothing is recomputed. bucket: numbers in
-    DeepSpeed's buckets for gradients under way, all of them together; zero_stage: 2 deals gradients too, 1 does not."""
+    DeepSpeed's buckets for gradients under way, all of them together; zero_stage: 2 deals gradients too, 1 does not.
+    logit_bytes: of one of the teacher's logits, where these are kept and not last hidden states."""
 
     draft: DraftConfig
     steps: int
@@ -88,6 +89,7 @@ class Planned:
     device: Literal["cuda", "cpu"] = "cuda"
     bucket: int = 100_000_000
     zero_stage: int = 2
+    logit_bytes: int | None = None
 
     @property
     def itemsize(self) -> int:
@@ -102,6 +104,13 @@ class Planned:
     def widens(self) -> bool:
         """True where operations of half precision are done in fp32 copies."""
         return self.device == "cpu" and self.itemsize < 4
+
+    @property
+    def teacher_bytes(self) -> int:
+        """Of what a tensor-parallel rank has of a teacher row."""
+        if self.logit_bytes is None:
+            return self.draft.target_hidden_size * self.itemsize
+        return self.draft.draft_vocab_size // self.sizes.tensor * self.logit_bytes
 
     @property
     def query_width(self) -> int:
@@ -178,7 +187,7 @@ def host_bytes(planned: Planned, share: Share) -> int:
     """What waits pinned on the host for one stream (torch rounds each of the two up to a power of two)."""
     if planned.residence == "device":
         return 0
-    return (3 * share.rows + share.teacher) * planned.draft.target_hidden_size * planned.itemsize
+    return 3 * share.rows * planned.draft.target_hidden_size * planned.itemsize + share.teacher * planned.teacher_bytes
 
 
 def _phases(planned: Planned, share: Share) -> list[Bytes]:
@@ -205,13 +214,16 @@ def _held(planned: Planned, share: Share) -> Bytes:
     index = 3 * share.keys + (2 + 2 * steps + 2 * group) * share.queries + group * planned.sizes.ring * share.keys
     streamed = planned.residence == "host"
     chunk = min(share.rows, chunk_tokens(draft, planned.sizes.tensor, planned.dtype, planned.memory.block_bytes))
-    aux = 2 * chunk if streamed else share.rows
-    last = 0 if streamed else share.teacher
+    aux, logits = 2 * chunk if streamed else share.rows, planned.logit_bytes is not None
+    last = 0 if streamed and not logits else share.teacher
+    columns = draft.draft_vocab_size // planned.sizes.tensor
+    if streamed:  # two blocks of the loss; of hidden states they are not worth counting
+        last = min(last, 2 * loss_rows(steps, columns, draft.hidden_size, planned.dtype, planned.memory.block_bytes))
     return Counter(
         {
             "weights": (weights.trained + weights.embedding) * size,
-            "teacher head": draft.draft_vocab_size // planned.sizes.tensor * draft.target_hidden_size * size,
-            "hidden states": (3 * aux + last) * draft.target_hidden_size * size,
+            "teacher head": 0 if logits else columns * draft.target_hidden_size * size,
+            "hidden states": 3 * aux * draft.target_hidden_size * size + last * planned.teacher_bytes,
             "indices": INDEX * index + share.teacher * (9 * steps + INDEX + planned.exact),
             "keys": _shared_keys(planned, share) * size,
         }

@@ -14,14 +14,13 @@ from transformers import LlamaConfig, PretrainedConfig
 
 from eagle3.costs import Machine, sent_bytes, step_flops, step_seconds
 from eagle3.data.capture import token_bytes
-from eagle3.data.store.shard import Encoding
 from eagle3.errors import SharedUserError, run_command
 from eagle3.fitting import MOST_TOKENS, RESERVED, Stream, best_layout, longest_context, variants
 from eagle3.objective.model import MemoryPlan
 from eagle3.planner import Planned, Sizes, host_bytes, rank_bytes
 from eagle3.recipe import Recipe, load_recipe
-from eagle3.target.transformers import target_config
-from eagle3.training.assemble import shape_draft
+from eagle3.target.checkpoint import target_config
+from eagle3.training.assemble import shape_draft, store_encoding
 from eagle3.training.engine import deepspeed_config
 
 ROOT = Path(__file__).parent.parent
@@ -72,7 +71,7 @@ def plan(recipe: Recipe, wanted: Planned, memory: float, context: int | None, su
     share = stream.share(wanted)
     held, flops = rank_bytes(wanted, share), step_flops(wanted, share)
     best = best_layout(wanted, wanted.sizes.ranks, stream_of, usable)
-    encoding = Encoding(recipe.hidden_states.codec, recipe.hidden_states.dtype, wanted.draft.target_hidden_size)
+    encoding = store_encoding(recipe, wanted.draft.target_hidden_size, wanted.draft.draft_vocab_size)
     return {
         "draft": {name: getattr(wanted.draft, name) for name in SHAPE},
         "layout": described(wanted),
@@ -123,6 +122,11 @@ def planned_step(recipe: Recipe, gpus: int, deepspeed_file: Path, packed: bool) 
         training = training.model_copy(update={"global_batch_size": data * training.accumulation})
     zero = deepspeed_config(deepspeed_file, training, data)["zero_optimization"]
     bucket = DeepSpeedZeroConfig(**zero).reduce_bucket_size * (2 if zero.get("overlap_comm") else 1)
+    logit_bytes = None
+    if recipe.target.teacher == "logits":
+        # as they are written down; a target in these processes hands over its own number format, 4 bytes at most
+        written_down = recipe.hidden_states.mode == "stored" or recipe.target.backend == "sglang"
+        logit_bytes = getattr(torch, recipe.hidden_states.dtype).itemsize if written_down else 4
     return Planned(
         draft,
         recipe.training.ttt_steps,
@@ -133,6 +137,7 @@ def planned_step(recipe: Recipe, gpus: int, deepspeed_file: Path, packed: bool) 
         memory.inputs,
         bucket=bucket,
         zero_stage=zero["stage"],
+        logit_bytes=logit_bytes,
     )
 
 

@@ -10,7 +10,7 @@ from eagle3.data.prepare import preview
 from eagle3.data.vocabulary import choose_vocabulary
 from eagle3.errors import run_command
 from eagle3.recipe import load_recipe
-from eagle3.target.transformers import target_config
+from eagle3.target.checkpoint import target_config
 from eagle3.training.assemble import gather_materials
 from eagle3.training.tracking import Console
 

@@ -27,13 +27,21 @@ class Document:
 
 @dataclass(frozen=True)
 class Case:
-    """A draft, its target's head [V, Ht] and a global batch; weights under exported names, fp32."""
+    """A draft, its target's head [V, Ht] and a global batch; weights under exported names, fp32. scale, cap: what the
+    target does to its logits after the head."""
 
     config: DraftConfig
     weights: dict[str, Tensor]
     t2d: Tensor
     target_head: Tensor
     documents: tuple[Document, ...]
+    scale: float = 1.0
+    cap: float | None = None
+
+    def teacher_logits(self, last: Tensor) -> Tensor:
+        """[N, V] after last hidden states [N, Ht], in their number format."""
+        logits = self.scale * (last @ self.target_head.to(last.dtype).T)
+        return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
     @property
     def d2t(self) -> Tensor:
@@ -129,11 +137,10 @@ def random_case(loss_masks: Sequence[Sequence[int]], seed: int = 0, **changes: A
 
 def define(case: Case, steps: int, loss: Loss) -> Defined:
     """Loss and gradients of the global batch."""
-    config, t2d, head = case.config, case.t2d, case.target_head.double()
     leaves = {name: weight.double().clone() for name, weight in case.weights.items()}
     for name, leaf in leaves.items():
         leaf.requires_grad_(name != "embed_tokens.weight")
-    found = [_document(config, leaves, t2d, head, document, steps) for document in case.documents]
+    found = [_document(case, leaves, document, steps) for document in case.documents]
     cross_entropy, overlap, correct, counted, supervised = (
         torch.stack(parts).sum(0) for parts in zip(*found, strict=True)
     )
@@ -166,14 +173,15 @@ def _step_loss(loss: Loss, cross_entropy: Tensor, overlap: Tensor, counted: Tens
 
 
 def _document(
-    config: DraftConfig, w: dict[str, Tensor], t2d: Tensor, head: Tensor, document: Document, steps: int
+    case: Case, w: dict[str, Tensor], document: Document, steps: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """[K] summed cross-entropy, summed acceptance rate, correct, counted and supervised positions."""
+    config, t2d = case.config, case.t2d
     length, target_id = len(document.ids), t2d.nonzero().flatten()
     mask = document.loss_mask.bool().clone()
     mask[-1] = False
     u = _shift(document.ids)
-    z = _shift(document.last.double()) @ head.T
+    z = case.teacher_logits(_shift(document.last.double()))
     y = z.argmax(-1)
     m = t2d[y] & mask
     q = z[:, target_id].softmax(-1)

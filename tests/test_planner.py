@@ -10,7 +10,7 @@ from memory import full_width
 from tiny_run import ROOT
 
 from eagle3.objective.model import MemoryPlan
-from eagle3.planner import Planned, Share, rank_bytes, step_bytes
+from eagle3.planner import Planned, Share, Sizes, host_bytes, rank_bytes, step_bytes
 from eagle3.recipe import Training
 from eagle3.training.engine import deepspeed_config, start_engine
 
@@ -60,6 +60,24 @@ def test_the_plan_follows_the_number_of_steps_and_the_width(topology, steps, hid
     share = Share.of(prepared.plan, stream)
     planned = step_bytes(Planned(draft, steps, torch.float32, memory=memory, device=topology.device.type), share)
     assert abs(planned.total() / measured(prepared) - 1) < 0.1
+
+
+@pytest.mark.parametrize("logits", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_teacher_of_logits_is_planned_for(topology, name, logits):
+    torch.set_num_threads(1)
+    memory, draft = MemoryPlan("full", BLOCK), config()
+    stream = pack(STREAMS[name], draft.vocab_size)
+    prepared = prepare(stream, draft, 5, Layout(), topology, memory=memory)
+    teacher = prepared.batch.teacher
+    kept = dataclasses.replace(teacher, last=(teacher.last @ teacher.head.T).to(logits), head=None)
+    prepared = prepared._replace(batch=dataclasses.replace(prepared.batch, teacher=kept))
+    plan = Planned(draft, 5, torch.float32, memory=memory, device=topology.device.type, logit_bytes=logits.itemsize)
+    share = Share.of(prepared.plan, stream)
+    assert abs(step_bytes(plan, share).total() / measured(prepared) - 1) < 0.1
+    waiting = dataclasses.replace(plan, residence="host", sizes=Sizes(tensor=2))
+    rows = 3 * share.rows * draft.target_hidden_size * 4
+    assert host_bytes(waiting, share) == rows + share.teacher * 250 * logits.itemsize  # a rank's half of the columns
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -65,6 +67,23 @@ def tiny_mistral() -> MistralForCausalLM:
     """Every layer looks back 7 tokens only, so that rejected drafts push needed keys out of the window."""
     torch.manual_seed(1)
     return MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=8))
+
+
+def tiny_gemma2() -> Gemma2ForCausalLM:
+    """Its logits are capped where most of them are, and so is its attention, which only eager attention does."""
+    torch.manual_seed(2)
+    changes = {"head_dim": 16, "final_logit_softcapping": 2.0, "attn_logit_softcapping": 1.0, "sliding_window": 8}
+    config = Gemma2Config(**SHAPE | changes, tie_word_embeddings=False, attn_implementation="eager")
+    return Gemma2ForCausalLM(config)
+
+
+class WidenedLogits(LlamaForCausalLM):
+    """Gives its logits in fp32 whatever it computes in, as some models do."""
+
+    def forward(self, *arguments, **keywords):
+        output = super().forward(*arguments, **keywords)
+        output.logits = output.logits.float()
+        return output
 
 
 def as_target(model, dtype: torch.dtype = torch.float32) -> TransformersTarget:
@@ -227,7 +246,9 @@ def test_a_draft_that_lives_by_its_attention_drafts_by_the_definition(pair, tmp_
     accepted_counts(dataclasses.replace(pair, folder=tmp_path, prompts=pair.prompts[:2]), draft_tokens=6)
 
 
-@pytest.mark.parametrize(("make", "draft_tokens"), [(tiny_llama, 1), (tiny_llama, 6), (tiny_mistral, 6)])
+@pytest.mark.parametrize(
+    ("make", "draft_tokens"), [(tiny_llama, 1), (tiny_llama, 6), (tiny_mistral, 6), (tiny_gemma2, 6)]
+)
 def test_output_is_the_targets_own_greedy_text(make, draft_tokens, topology):
     """The drafts' vocabulary is what the text consists of, so that an untrained draft is right now and then."""
     target, prompts = as_target(make()), random_prompts(2)
@@ -357,6 +378,26 @@ def test_rounding_stays_within_the_resolution_of_ties(dtype, layers):
     assert (moved < resolution).all()
     usual = single.float().topk(2).values.diff().abs().median()
     assert resolution.median() < usual * {torch.float32: 1e-3, torch.bfloat16: 0.75}[dtype], "it must still tell"
+
+
+@pytest.mark.parametrize("make", [tiny_llama, tiny_gemma2])
+def test_the_judge_reads_the_models_own_logits(make):
+    target = as_target(make())
+    (prompt,) = random_prompts(1)
+    session = TargetSession(target, can_forget=True)
+    with torch.no_grad():
+        expected = target.model(prompt[None], use_cache=False).logits[0]
+        found = torch.cat((session.forward(prompt[:2], rows=1), session.forward(prompt[2:], rows=len(prompt) - 2)))
+    torch.testing.assert_close(found, expected[1:], rtol=1e-5, atol=1e-5)
+
+
+def test_a_model_that_widens_its_logits_is_trusted_no_further():
+    """Their rounding is that of the states they were made from."""
+    torch.manual_seed(0)
+    widened = as_target(WidenedLogits(LlamaConfig(**SHAPE)), torch.bfloat16)
+    plain = as_target(tiny_llama(), torch.bfloat16)
+    outputs = [plain_greedy(target, random_prompts(1)[0], new_tokens=4) for target in (widened, plain)]
+    assert outputs[0].tokens == outputs[1].tokens and torch.equal(outputs[0].resolution, outputs[1].resolution)
 
 
 def test_an_export_brings_its_own_embedding_or_takes_the_targets(pair, tmp_path):

@@ -1,5 +1,8 @@
 """The hidden-state store: what comes out is what went in, and of the rest nothing is read."""
 
+import dataclasses
+import json
+
 import fsspec
 import pytest
 import torch
@@ -10,6 +13,7 @@ from store_cases import (
     PLAIN,
     PROVENANCE,
     assert_holds,
+    check,
     open_store,
     read_whole,
     sample,
@@ -35,6 +39,29 @@ def test_whole_samples_come_back_exactly_or_rounded_to_bf16(tmp_path, codec, dty
     encoding = Encoding(codec, dtype, HIDDEN)
     write(tmp_path, range(12), encoding, shard_tokens)
     assert_holds(tmp_path, range(12), encoding)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("codec", ["none", "lossless", "fp8"])
+def test_logits_in_place_of_last_hidden_states_come_back_exactly_whatever_the_codec(tmp_path, codec, dtype):
+    """Rounded to 8 bits they would say other probabilities. 37 is no multiple of anything that a codec works in."""
+    encoding = Encoding(codec, dtype, HIDDEN, teacher_width=37)
+    given = {}
+    with StoreWriter(tmp_path, PROVENANCE, encoding, shard_tokens=100) as writer:
+        for number in range(8):
+            sample_id, ids, loss_mask, states = sample(number)
+            logits = 10 * torch.randn(len(ids), 37, generator=torch.Generator().manual_seed(number))
+            given[number] = logits[taught_rows(loss_mask)].to(encoding.number_format)
+            writer.add(sample_id, ids, loss_mask, dataclasses.replace(states, last=logits))
+    store = open_store(tmp_path, encoding)
+    assert all(torch.equal(read_whole(store, number).last, logits) for number, logits in given.items())
+    assert check(tmp_path, range(8), encoding).problems == []
+
+
+def test_the_index_of_a_store_of_hidden_states_says_what_it_always_said(tmp_path):
+    write(tmp_path, range(3))
+    (index,) = (json.loads(path.read_text()) for path in tmp_path.glob("shard-*.json"))
+    assert index["encoding"] == {"codec": "none", "dtype": "float32", "hidden_size": HIDDEN, "chunk_bytes": 65536}
 
 
 def fp8_bound(values: torch.Tensor, hidden: int) -> torch.Tensor:

@@ -2,18 +2,28 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
 import torch
+from live_bytes import LargestTensor
 from safetensors.torch import load_file, save_file
 from transformers import (
     BertConfig,
     BertLMHeadModel,
+    CohereConfig,
+    CohereForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GraniteConfig,
+    GraniteForCausalLM,
+    HyperCLOVAXConfig,
+    HyperCLOVAXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen3Config,
@@ -22,16 +32,10 @@ from transformers import (
 )
 
 from eagle3.errors import UserError
-from eagle3.target.interface import default_aux_layers, summarize_teacher
-from eagle3.target.transformers import (
-    TransformersTarget,
-    fingerprint,
-    length_buckets,
-    load_target,
-    load_target_head,
-    load_tokenizer,
-    target_config,
-)
+from eagle3.target.checkpoint import fingerprint, load_tokenizer, target_config
+from eagle3.target.head import load_target_head
+from eagle3.target.interface import BLOCK_ROWS, LogitTransform, default_aux_layers, summarize_teacher
+from eagle3.target.transformers import TransformersTarget, length_buckets, load_target
 
 SHAPE = {
     "vocab_size": 256,
@@ -42,6 +46,15 @@ SHAPE = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
     "initializer_range": 0.15,
+}
+FALCON_H1 = {
+    "head_dim": 16,
+    "mamba_d_ssm": 64,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 16,
 }
 
 
@@ -202,24 +215,145 @@ def test_a_target_that_overflows_is_refused():
         TransformersTarget(model, aux_layers=None, prefill_tokens=8).prefill(documents(4))
 
 
-def test_capped_scaled_and_biased_logits_are_refused(tmp_path):
-    Gemma2ForCausalLM(Gemma2Config(**SHAPE, head_dim=16)).save_pretrained(tmp_path / "gemma2")
-    for load in (load_target, load_target_head):
-        with pytest.raises(UserError, match="final_logit_softcapping=30.0"):
-            load(tmp_path / "gemma2")
+# Families that do something to their logits after the lm_head, strongly enough here to be seen.
+TRANSFORMED = {
+    "gemma2": (Gemma2ForCausalLM, Gemma2Config, {"head_dim": 16, "final_logit_softcapping": 3.0}),
+    "cohere": (CohereForCausalLM, CohereConfig, {"logit_scale": 0.25}),
+    "granite": (GraniteForCausalLM, GraniteConfig, {"logits_scaling": 6.0}),
+    "hyperclovax": (HyperCLOVAXForCausalLM, HyperCLOVAXConfig, {"logits_scaling": 3.0}),
+    "falcon_h1": (FalconH1ForCausalLM, FalconH1Config, {"lm_head_multiplier": 2.5, **FALCON_H1}),
+}
 
-    class Scaled(LlamaForCausalLM):
-        def forward(self, *arguments, **keywords):
-            output = super().forward(*arguments, **keywords)
-            output.logits = output.logits * 0.9
-            return output
 
-    with pytest.raises(UserError, match="Scaled changes its logits"):
-        TransformersTarget(Scaled(LlamaConfig(**SHAPE)).eval(), aux_layers=None, prefill_tokens=8)
-    biased = tiny_llama()
+def transformed(family: str, folder: Path) -> Path:
+    torch.manual_seed(7)
+    model, config, changes = TRANSFORMED[family]
+    names = {"tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    made = model(config(**SHAPE | names | changes))
+    with torch.no_grad():
+        made.lm_head.weight.mul_(3)
+    made.save_pretrained(folder / family)
+    return folder / family
+
+
+@pytest.mark.parametrize("family", TRANSFORMED)
+def test_logits_that_a_family_scales_or_caps_are_those_of_the_teacher(family, tmp_path):
+    target = load_target(transformed(family, tmp_path), dtype="float32")
+    head = target.weights()
+    assert load_target_head(tmp_path / family).transform == head.transform != LogitTransform()
+    (document,) = documents(29)
+    (states,) = target.prefill([document])
+    with torch.no_grad():
+        logits = target.model(document[None]).logits[0]
+    torch.testing.assert_close(head.transform.apply(states.last @ head.head.T), logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(states.logsumexp, logits.logsumexp(-1), rtol=1e-5, atol=1e-5)
+    assert torch.equal(states.argmax, logits.argmax(-1))
+    plain = summarize_teacher(states.last, head.head).logsumexp
+    assert (plain - states.logsumexp).abs().max() > 0.1
+
+
+def test_attention_that_a_family_caps_is_capped(tmp_path):
+    """sdpa, which transformers would choose, drops the cap without a word."""
+    folder = transformed("gemma2", tmp_path)
+    (document,) = documents(29)
+    found = {}
+    for attention in ("eager", "sdpa"):
+        for cap in (0.05, None):
+            model = Gemma2ForCausalLM.from_pretrained(folder, attn_implementation=attention)
+            for layer in model.model.layers:
+                layer.self_attn.attn_logit_softcapping = cap
+            with torch.no_grad():
+                found[attention, cap] = model.model(document[None]).last_hidden_state[0]
+    torch.testing.assert_close(found["sdpa", 0.05], found["eager", None], rtol=1e-5, atol=1e-5)
+    assert (found["eager", 0.05] - found["eager", None]).abs().max() > 1e-2
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"attn_logit_softcapping": 0.05}))
+    (states,) = load_target(folder, dtype="float32").prefill([document])
+    torch.testing.assert_close(states.last, found["eager", 0.05], rtol=1e-5, atol=1e-5)
+
+
+class Scaled(LlamaForCausalLM):
+    """Scales its logits under a name that no config has."""
+
+    def forward(self, *arguments, **keywords):
+        output = super().forward(*arguments, **keywords)
+        output.logits = output.logits * 0.9
+        return output
+
+
+class EightBitHead(torch.nn.Linear):
+    """A quantised lm_head, whose weights are no floating-point matrix."""
+
+    def __init__(self, head: torch.nn.Linear) -> None:
+        super().__init__(head.in_features, head.out_features, bias=False)
+        scale = head.weight.detach().abs().amax() / 127
+        self.weight = torch.nn.Parameter((head.weight / scale).round().to(torch.int8), requires_grad=False)
+        self.scale = scale
+
+    def forward(self, hidden):
+        return torch.nn.functional.linear(hidden, self.weight.to(hidden.dtype)) * self.scale
+
+
+def strange_models() -> dict[str, LlamaForCausalLM]:
+    """By what is said of them where hidden states are to be kept."""
+    torch.manual_seed(0)
+    scaled, biased, quantised = Scaled(LlamaConfig(**SHAPE)), tiny_llama(), tiny_llama()
     biased.lm_head = torch.nn.Linear(64, 256)
-    with pytest.raises(UserError, match="Linear with a bias"):
-        TransformersTarget(biased, aux_layers=None, prefill_tokens=8)
+    quantised.lm_head = EightBitHead(quantised.lm_head)
+    return {
+        "Scaled changes its logits after the lm_head": scaled.eval(),
+        "lm_head is a Linear with a bias": biased,
+        "lm_head is a EightBitHead": quantised,
+    }
+
+
+@pytest.mark.parametrize("reason", strange_models())
+def test_what_training_cannot_do_to_hidden_states_is_refused_and_kept_as_logits(reason):
+    model = strange_models()[reason]
+    with pytest.raises(UserError, match=f"{reason}.* target.teacher=logits"):
+        TransformersTarget(model, aux_layers=None, prefill_tokens=8)
+    draft_ids = torch.arange(1, 256, 3)
+    target = TransformersTarget(model, aux_layers=None, prefill_tokens=64, draft_ids=draft_ids)
+    batch = documents(5, 31, 90, 1)
+    for document, states in zip(batch, target.prefill(batch), strict=True):
+        with torch.no_grad():
+            logits = model(document[None]).logits[0]
+        torch.testing.assert_close(states.last, logits[:, draft_ids], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(states.logsumexp, logits.logsumexp(-1), rtol=1e-5, atol=1e-5)
+        assert torch.equal(states.argmax, logits.argmax(-1))
+        for tensor in vars(states).values():
+            assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+@pytest.mark.parametrize("family", TRANSFORMED)
+def test_a_teacher_of_logits_says_what_the_model_says(family, tmp_path):
+    draft_ids = torch.tensor([0, 5, 6, 200, 255])
+    target = load_target(transformed(family, tmp_path), dtype="float32", draft_ids=draft_ids)
+    (document,) = documents(29)
+    (states,) = target.prefill([document])
+    with torch.no_grad():
+        logits = target.model(document[None]).logits[0]
+    torch.testing.assert_close(states.last, logits[:, draft_ids], rtol=1e-5, atol=1e-5)
+    assert torch.equal(states.argmax, logits.argmax(-1))
+
+
+def test_logits_of_the_whole_vocabulary_exist_for_few_rows_at_a_time():
+    target = TransformersTarget(tiny_llama(), aux_layers=None, prefill_tokens=4096, draft_ids=torch.arange(20))
+    with LargestTensor() as largest:
+        target.prefill(documents(*[500] * 8))
+    assert BLOCK_ROWS * 256 <= largest.elements < 4000 * 256
+
+
+def test_a_teacher_of_logits_keeps_what_a_bf16_model_says_unrounded():
+    model = tiny_qwen3().bfloat16()
+    target = TransformersTarget(model, aux_layers=None, prefill_tokens=64, draft_ids=torch.arange(0, 256, 2))
+    (document,) = documents(19)
+    (states,) = target.prefill([document])
+    with torch.no_grad():
+        logits = model(document[None]).logits[0]
+    assert states.last.dtype == torch.bfloat16 and torch.equal(states.last, logits[:, ::2])
+    assert states.logsumexp.dtype == torch.float32
+    torch.testing.assert_close(states.logsumexp, logits.float().logsumexp(-1), rtol=1e-6, atol=0)
 
 
 def test_a_model_without_a_layer_list_is_refused():

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -18,9 +19,10 @@ from eagle3.objective.unroll import Residence
 from eagle3.parallel.dealing import SequenceSharding
 from eagle3.parallel.sequence import Stream, plan_sequence, supervised_counts
 from eagle3.parallel.topology import Topology
-from eagle3.target.interface import summarize_teacher
+from eagle3.target.interface import LogitTransform, summarize_teacher
 
 ALONE = SequenceSharding()
+TeacherKind = Literal["hidden", "logits"]
 
 
 @dataclass(frozen=True)
@@ -48,27 +50,33 @@ def stream_batch(
     topology: Topology,
     sharding: SequenceSharding = ALONE,
     residence: Residence = "device",
+    teacher_kind: TeacherKind = "hidden",
 ) -> MicroBatch:
-    """This rank's part of one packed stream."""
+    """This rank's part of one packed stream. teacher_kind: what is known of the teacher's rows."""
     stream = Stream.pack([each.ids for each in documents], [each.loss_mask for each in documents])
     plan = plan_sequence(stream, steps, sharding, topology.sequence.rank())
     if sharding.ranks == 1:
         assert torch.equal(plan.supervised.sum(1), supervised_counts(stream, steps))
     aux, last = (torch.cat([getattr(each, name) for each in documents]) for name in ("aux", "last"))
     exact = torch.promote_types(dtype, torch.float32)  # as a capture would have it, whatever the draft trains in
-    teacher = summarize_teacher(last[plan.teacher].to(exact), case.target_head.to(exact))
+    taught, transform = last[plan.teacher], LogitTransform(case.scale, case.cap)
+    teacher = summarize_teacher(taught.to(exact), case.target_head.to(exact), transform=transform)
+    ranks, rank = topology.tensor.size(), topology.tensor.rank()
+    logits, width = teacher_kind == "logits", case.config.draft_vocab_size // ranks
     return micro_batch(
         stream,
         plan,
         aux=aux[plan.rows],
-        last=last[plan.teacher],
+        last=case.teacher_logits(taught.to(exact))[:, case.t2d] if logits else taught,
         argmax=teacher.argmax,
         logsumexp=teacher.logsumexp,
-        teacher_head=case.target_head[case.t2d].chunk(topology.tensor.size())[topology.tensor.rank()].to(dtype),
+        teacher_head=None if logits else case.target_head[case.t2d].chunk(ranks)[rank].to(dtype),
         draft_id=DraftVocabulary(case.d2t, case.t2d).draft_ids,
         dtype=dtype,
         device=topology.device,
         residence=residence,
+        transform=transform,
+        columns=slice(rank * width, (rank + 1) * width),
     )
 
 
@@ -107,6 +115,8 @@ def train_case(
     sharding: SequenceSharding = ALONE,
     ring_mode: str = "gather",
     memory: MemoryPlan = MemoryPlan(),
+    residence: Residence = "device",
+    teacher_kind: TeacherKind = "hidden",
 ) -> Trained:
     """One global batch: packed into one stream, or into `streams`, dealt to the data-parallel ranks in order."""
     draft = load_draft(case, topology, dtype)
@@ -114,7 +124,9 @@ def train_case(
     streams = streams or [case.documents]
     each = len(streams) // topology.data.size()
     mine = streams[topology.data.rank() * each :][:each]
-    batches = [stream_batch(case, documents, steps, dtype, topology, sharding) for documents in mine]
+    batches = [
+        stream_batch(case, documents, steps, dtype, topology, sharding, residence, teacher_kind) for documents in mine
+    ]
     counts = batch_counts(batches, topology)
     weights = batch_weights(objective, batches, counts, config, topology)
     distilled = [objective(batch, weights) for batch in batches]

@@ -82,8 +82,8 @@ class StoredSource:
 
 @dataclass(frozen=True)
 class LoadedStream:
-    """One micro-batch before it goes to the draft's device. aux [rows, 3Ht] at plan.rows; last [M, Ht], argmax [M],
-    logsumexp [M] at plan.teacher."""
+    """One micro-batch before it goes to the draft's device. aux [rows, 3Ht] at plan.rows; last [M, Ht] (or logits [M, Vd]
+    in its place, see HiddenStates), argmax [M], logsumexp [M] at plan.teacher."""
 
     stream: Stream
     plan: SequencePlan

@@ -144,7 +144,7 @@ def _empty_draft(
     dtype: torch.dtype,
 ) -> Eagle3Draft:
     assert groups.tp.size() == 1, "speculative decoding runs in one process"
-    vocabulary, hidden = target_head.head.shape
+    vocabulary, hidden = target_head.vocab_size, target_head.hidden_size
     remedy = "name the target it was trained for"
     if (config.vocab_size, config.target_hidden_size) != (vocabulary, hidden):
         raise UserError(
@@ -178,9 +178,9 @@ class TargetSession:
             self.cache.activate_past_recording()
 
     def forward(self, tokens: Tensor, rows: int) -> Tensor:
-        """Append tokens [T] and return the logits [rows, V] after the last `rows` of them, by the model's own lm_head."""
+        """Append tokens [T] and return the logits [rows, V] after the last `rows` of them, as the model itself makes them."""
         output = self.target.decoder(input_ids=tokens[None], past_key_values=self.cache, use_cache=True)
-        return self.target.model.get_output_embeddings()(output.last_hidden_state[0, -rows:])
+        return self.target.own_logits(output, output.last_hidden_state[0, -rows:])
 
     def forget(self, tokens: int) -> None:
         """Take the last `tokens` back."""
@@ -239,7 +239,7 @@ def speculative_greedy(
     follows an EOS counts nowhere: a verification that accepts an EOS among its drafts ends there, without a token of
     the target's own.
     """
-    device = target.head.head.device
+    device = target.device
     ends, session = end_tokens(target), TargetSession(target, can_forget=True)
     drafter = ChainDrafter(draft, d2t, len(prompt) + new_tokens)
     prompt = prompt.to(device)
@@ -267,12 +267,14 @@ def speculative_greedy(
 def plain_greedy(target: TransformersTarget, prompt: Tensor, *, new_tokens: int) -> PlainOutput:
     """Decode `new_tokens` after prompt [P], or up to and with the target's EOS, one token a forward."""
     ends, session = end_tokens(target), TargetSession(target, can_forget=False)
-    row, tokens, kept = prompt.to(target.head.head.device), [], []
+    row, tokens, kept = prompt.to(target.device), [], []
     while len(tokens) < new_tokens and not (tokens and tokens[-1] in ends):
         logits = session.forward(row, rows=1)
         row = logits.argmax(-1)
         best = logits[0].float().topk(min(CANDIDATES, logits.shape[-1]))
-        kept.append((best.indices, best.values, tie_resolution(logits[0], len(target.layers))))
+        # A model that widens its logits does not know them any better.
+        rounded = logits[0].to(target.head.embedding.dtype)
+        kept.append((best.indices, best.values, tie_resolution(rounded, len(target.layers))))
         tokens += row.tolist()
     return PlainOutput(tokens, *(torch.stack(column).cpu() for column in zip(*kept, strict=True)))
 

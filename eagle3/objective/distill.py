@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 
 from eagle3.objective.blocks import BLOCK_BYTES, loss_rows
 from eagle3.objective.streaming import StreamedRows
+from eagle3.target.interface import LogitTransform
 
 # Above every draft id, so that it loses when ranks look for the lowest id of the largest logit.
 _ELSEWHERE = torch.iinfo(torch.int64).max
@@ -42,15 +43,24 @@ class Distilled(NamedTuple):
 class Teacher:
     """The target at M rows of the stream.
 
-    last [M, Ht]: hidden states after the final norm, maybe on the host (StreamedRows). head [Vd/tp, Ht]: this rank's part of the target's lm_head rows of
-    the draft vocabulary. best [M] int64: draft id of the target's most likely token, -1 where that is outside the draft
-    vocabulary, whichever rank has its row. logsumexp [M]: over the target's full vocabulary.
+    last [M, Ht]: hidden states after the final norm, maybe on the host (StreamedRows). head [Vd/tp, Ht]: this rank's part
+    of the target's lm_head rows of the draft vocabulary; transform: of what they make. Or head None, and last [M, Vd/tp]
+    the target's own logits of this rank's part. best [M] int64: draft id of the target's most likely token, -1 where that
+    is outside the draft vocabulary, whichever rank has its row. logsumexp [M]: over the target's full vocabulary.
     """
 
     last: Tensor | StreamedRows
-    head: Tensor
+    head: Tensor | None
     best: Tensor
     logsumexp: Tensor
+    transform: LogitTransform = LogitTransform()
+
+    def logits(self, block: slice, dtype: torch.dtype) -> Tensor:
+        """[m, Vd/tp] in `dtype`, which is fp32 at least; the caller's to overwrite."""
+        rows = self.last[block]
+        if self.head is None:
+            return rows.to(dtype, copy=True)
+        return self.transform.apply(_products(rows, self.head)).to(dtype)
 
 
 def distill(
@@ -179,7 +189,7 @@ class _Distill(torch.autograd.Function):
             with torch.set_grad_enabled(gradients is not None):
                 normed = hidden if norm is None else norm(hidden.requires_grad_(gradients is not None))
             logits = _products(normed.detach().flatten(0, 1), head).unflatten(0, slots.shape)
-            z = _products(teacher.last[block], teacher.head)
+            z = teacher.logits(block, exact)
             q_full = torch.exp(z - teacher.logsumexp[block, None].to(exact))
             softmaxes = _softmaxes(logits, z, group)
             best[:, block] = softmaxes.best

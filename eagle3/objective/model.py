@@ -17,6 +17,7 @@ from eagle3.objective.streaming import StreamedRows
 from eagle3.objective.unroll import Residence, UnrollInputs, unroll, unroll_inputs
 from eagle3.parallel.sequence import SequencePlan, Stream
 from eagle3.parallel.topology import Topology
+from eagle3.target.interface import LogitTransform
 
 
 @dataclass(frozen=True)
@@ -46,24 +47,29 @@ def micro_batch(
     last: Tensor,
     argmax: Tensor,
     logsumexp: Tensor,
-    teacher_head: Tensor,
+    teacher_head: Tensor | None,
     draft_id: Tensor,
     dtype: torch.dtype,
     device: torch.device,
     residence: Residence = "device",
+    transform: LogitTransform | None = None,
+    columns: slice = slice(None),
 ) -> MicroBatch:
-    """Join a plan with its rows: aux [rows, 3Ht] at plan.rows; last [M, Ht], argmax and logsumexp [M] at plan.teacher.
+    """Join a plan with its rows: aux [rows, 3Ht] at plan.rows; last, argmax and logsumexp [M] at plan.teacher.
 
-    teacher_head [Vd, Ht]; draft_id [V] int64: the draft id of each target token, -1 outside the draft vocabulary.
-    residence: where aux and last wait until they are needed.
+    teacher_head [Vd/tp, Ht], transform (None: none): of the target's head, where last [M, Ht] are hidden states. No head
+    where last [M, Vd] are logits, of which this rank takes `columns`, in the number format that they come in. draft_id [V]
+    int64: the draft id of each target token, -1 outside the draft vocabulary. residence: where aux and last wait until
+    they are needed.
     """
     steps = plan.query_of.shape[0]
-    last = last.to(dtype)
+    last = last[:, columns].contiguous() if teacher_head is None else last.to(dtype)
     teacher = Teacher(
         last=last.to(device) if residence == "device" else StreamedRows(last, device),
         head=teacher_head,
         best=draft_id[argmax.to(draft_id.device)].to(device),
         logsumexp=logsumexp.to(device),
+        transform=transform or LogitTransform(),
     )
     return MicroBatch(
         inputs=unroll_inputs(stream, plan, steps, aux.to(dtype), device, residence=residence),

@@ -9,13 +9,17 @@ from torch import Tensor
 
 from eagle3.errors import UserError
 
+# Rows whose logits of the full vocabulary exist at a time.
+BLOCK_ROWS = 512
+
 
 @dataclass(frozen=True)
 class HiddenStates:
     """The target's outputs over one document of T tokens; Ht is the target's hidden size.
 
     aux        [T, 3*Ht]  residual stream after each of three layers, low to high, concatenated
-    last       [T, Ht]    hidden state after the final norm: the lm_head's input
+    last       [T, Ht]    hidden state after the final norm: the lm_head's input. Of a target that gives logits for a
+               [T, Vd]    teacher: in its place what the model made of it, its own logits of the draft vocabulary's tokens
     argmax     [T] int64  most likely next token after each row, over the full vocabulary (ties: lowest id)
     logsumexp  [T] fp32   of the logits after each row, over the full vocabulary (fp64 for an fp64 target)
     """
@@ -27,11 +31,42 @@ class HiddenStates:
 
 
 @dataclass(frozen=True)
+class LogitTransform:
+    """What a model does to its logits after the lm_head: times `scale`, then softly capped at +-`cap`. The order is that of
+    the families that do both."""
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """In place."""
+        if self.scale != 1:
+            logits.mul_(self.scale)
+        if self.cap is not None:
+            logits.div_(self.cap).tanh_().mul_(self.cap)
+        return logits
+
+
+@dataclass(frozen=True)
 class TargetHead:
-    """The target's frozen embedding [V, Ht] and lm_head [V, Ht]; one and the same tensor where the target ties them."""
+    """The target's frozen embedding [V, Ht] and lm_head [V, Ht]; one and the same tensor where the target ties them.
+
+    head: None where it is no plain matrix (quantised, biased), so that only the model itself can make logits; it then has
+    as many tokens as the embedding. transform: what becomes of head @ hidden state.
+    """
 
     embedding: Tensor
-    head: Tensor
+    head: Tensor | None
+    transform: LogitTransform = LogitTransform()
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.embedding if self.head is None else self.head)
+
+    @property
+    def hidden_size(self) -> int:
+        """Ht."""
+        return (self.embedding if self.head is None else self.head).shape[1]
 
 
 class Target(Protocol):
@@ -81,8 +116,10 @@ def check_aux_layers(aux_layers: Sequence[int], num_layers: int) -> tuple[int, i
 
 
 @torch.no_grad()
-def summarize_teacher(last: Tensor, head: Tensor, block_rows: int = 512) -> TeacherSummary:
-    """Argmax and logsumexp of `last @ head.T` for last [N, Ht] and head [V, Ht], `block_rows` rows at a time.
+def summarize_teacher(
+    last: Tensor, head: Tensor, block_rows: int = BLOCK_ROWS, transform: LogitTransform = LogitTransform()
+) -> TeacherSummary:
+    """Argmax and logsumexp of `transform(last @ head.T)` for last [N, Ht] and head [V, Ht], `block_rows` rows at a time.
 
     Logits are fp32 even for bf16 inputs (fp64 for fp64 ones) and exist for one block only; ties go to the lowest id.
     """
@@ -99,6 +136,7 @@ def summarize_teacher(last: Tensor, head: Tensor, block_rows: int = 512) -> Teac
             logits = torch.mm(last[rows], weight, out_dtype=torch.float32)
         else:
             logits = last[rows].to(accumulate) @ weight
+        transform.apply(logits)
         argmax[rows] = logits.argmax(-1)
         logsumexp[rows] = logits.logsumexp(-1)
     return TeacherSummary(argmax, logsumexp)

@@ -79,7 +79,7 @@ class LongPrefill:
     def _chunk(self, run: ChunkedAttention, document: Tensor) -> HiddenStates | None:
         chunk, target = run.chunk, self.target
         first = chunk.start + self.sequence.rank() * chunk.share
-        own = document[first : min(first + chunk.share, chunk.stop)].to(target.head.head.device)
+        own = document[first : min(first + chunk.share, chunk.stop)].to(target.device)
         ids = nn.functional.pad(own, (0, chunk.share - len(own)))[None]
         # Consecutive beyond the end too: transformers takes a jump for the start of another document.
         positions = torch.arange(first, first + chunk.share, device=ids.device)[None]
@@ -89,9 +89,10 @@ class LongPrefill:
             raise self.refusal(f"has {len(target.layers)} layers, of which {len(run.attended)} attend in a known way")
         aux, last = torch.cat([captured[layer][0] for layer in target.aux_layers], dim=-1), output.last_hidden_state[0]
         # Pads say nothing, and may overflow.
-        summary = agreed(lambda: target.summarize(last[: len(own)]), self.sequence)
-        argmax, logsumexp = (nn.functional.pad(each, (0, chunk.share - len(own))) for each in summary)
-        gathered = [self._to_first(rows) for rows in (aux, last, argmax, logsumexp)]
+        taught = agreed(lambda: target.teach(output, last[: len(own)]), self.sequence)
+        pads = chunk.share - len(own)
+        padded = (nn.functional.pad(each, (0, 0, 0, pads) if each.dim() == 2 else (0, pads)) for each in taught)
+        gathered = [self._to_first(rows) for rows in (aux, *padded)]
         if self.sequence.rank() > 0:
             return None
         return HiddenStates(*(rows[: chunk.stop - chunk.start] for rows in gathered))
@@ -147,7 +148,7 @@ class LongPrefill:
     def _check_short_document(self) -> None:
         """Chunks of two tokens a rank: whatever looks at other tokens past our attention (a convolution, a state) misses
         them in most rows."""
-        device = self.target.head.head.device
+        device = self.target.device
         document = torch.arange(8 * self.sequence.size() + 1, device=device) % self.target.vocab_size
         chunks = list(self._chunks(document, 2))
 

@@ -1,26 +1,20 @@
 """Any decoder-only Hugging Face checkpoint as a target, run by transformers in this process."""
 
 import contextlib
-import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from huggingface_hub import hf_hub_download
-from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
-from transformers.utils.logging import disable_progress_bar
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
 
 from eagle3.errors import UserError
+from eagle3.target.checkpoint import load_causal_lm
+from eagle3.target.head import model_head
 from eagle3.target.interface import (
+    BLOCK_ROWS,
     HiddenStates,
     TargetHead,
     TeacherSummary,
@@ -30,16 +24,34 @@ from eagle3.target.interface import (
 )
 
 
+class Taught(NamedTuple):
+    """What the teacher says after each of N rows: last [N, Ht], or the model's own logits [N, Vd] of the draft vocabulary;
+    argmax and logsumexp [N]."""
+
+    last: Tensor
+    argmax: Tensor
+    logsumexp: Tensor
+
+
 class TransformersTarget:
     """A `Target` around a loaded causal language model, which it freezes and puts into eval mode.
 
     aux_layers: 0-based, low to high, or None for EAGLE3's default. Layer i's output is the residual stream after layer
     i, un-normed: transformers' `hidden_states[i+1]`, but for the last layer, where transformers has the normed one.
     prefill_tokens: the largest batch of `prefill`, in tokens with padding; a single longer document runs alone.
-    Raises UserError when the model's layers cannot be found or its logits are not `lm_head(last hidden state)`.
+    draft_ids: [Vd] int64, the draft vocabulary's tokens, to give the model's own logits of them for a teacher instead of
+    last hidden states. Raises UserError when the model's layers cannot be found; and, without draft_ids, when its logits
+    are not those of an lm_head and a transform that training can apply.
     """
 
-    def __init__(self, model: PreTrainedModel, *, aux_layers: Sequence[int] | None, prefill_tokens: int) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        aux_layers: Sequence[int] | None,
+        prefill_tokens: int,
+        draft_ids: Tensor | None = None,
+    ) -> None:
         self.name = name = model.config.name_or_path or type(model).__name__
         self.model = model.eval().requires_grad_(False)
         self.decoder = model.get_decoder()
@@ -53,8 +65,10 @@ class TransformersTarget:
             default_aux_layers(len(self.layers)) if aux_layers is None else aux_layers, len(self.layers)
         )
         self.prefill_tokens = prefill_tokens
-        self.head = _target_head(name, model)
-        self.vocab_size, self.hidden_size = self.head.head.shape
+        self.head = model_head(name, model, required=draft_ids is None)
+        self.device = self.head.embedding.device
+        self.vocab_size, self.hidden_size = self.head.vocab_size, self.head.hidden_size
+        self.draft_ids = None if draft_ids is None else draft_ids.to(self.device)
         self._check_logits(name)
 
     def weights(self) -> TargetHead:
@@ -85,32 +99,52 @@ class TransformersTarget:
     @torch.no_grad()
     def _prefill_batch(self, documents: list[Tensor]) -> list[HiddenStates]:
         lengths = [len(document) for document in documents]
-        ids = nn.utils.rnn.pad_sequence(documents, batch_first=True).to(self.head.head.device)
+        ids = nn.utils.rnn.pad_sequence(documents, batch_first=True).to(self.device)
         with self.captured_layers() as captured:
             # No attention mask: a causal row never sees the padding to its right, padding rows are dropped, and
             # without a mask attention takes its fused causal path instead of building a [T, T] mask.
-            last = self.decoder(input_ids=ids, attention_mask=None, use_cache=False).last_hidden_state
+            output = self.decoder(input_ids=ids, attention_mask=None, use_cache=False)
         # Cut the padding off before the head sees it; every tensor returned is a copy, so the batch can be freed.
-        rows = torch.cat([last[b, :length] for b, length in enumerate(lengths)])
-        summary = self.summarize(rows)
+        rows = torch.cat([output.last_hidden_state[b, :length] for b, length in enumerate(lengths)])
+        taught = zip(*(each.split(lengths) for each in self.teach(output, rows)), strict=True)
         return [
             HiddenStates(
-                aux=torch.cat([captured[layer][b, :length] for layer in self.aux_layers], dim=-1),
-                last=last[b, :length].clone(),
-                argmax=argmax.clone(),
-                logsumexp=logsumexp.clone(),
+                torch.cat([captured[layer][b, :length] for layer in self.aux_layers], dim=-1),
+                *(each.clone() for each in of_document),
             )
-            for b, (length, argmax, logsumexp) in enumerate(
-                zip(lengths, summary.argmax.split(lengths), summary.logsumexp.split(lengths), strict=True)
-            )
+            for b, (length, of_document) in enumerate(zip(lengths, taught, strict=True))
         ]
 
-    def summarize(self, last: Tensor) -> TeacherSummary:
-        """What the teacher says after each row of last [N, Ht]; UserError where that is not finite."""
-        summary = summarize_teacher(last, self.head.head)
-        if not summary.logsumexp.isfinite().all():
-            raise UserError("target: its logits are not finite; set model.target_dtype to bfloat16 or float32")
-        return summary
+    def teach(self, output: BaseModelOutput, last: Tensor) -> Taught:
+        """What the teacher says after rows last [N, Ht] of the decoder's `output`. Raises UserError where that is not
+        finite. The logits are in the number format in which the model makes them."""
+        if self.draft_ids is None:
+            return Taught(last, *_finite(summarize_teacher(last, self.head.head, transform=self.head.transform)))
+        chosen, summaries = [], []
+        for rows in last.split(BLOCK_ROWS):
+            logits = self.own_logits(output, rows)
+            chosen.append(logits[:, self.draft_ids])
+            exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            summaries.append(TeacherSummary(exact.argmax(-1), exact.logsumexp(-1)))
+            del logits, exact  # before the next block's
+        return Taught(torch.cat(chosen), *_finite(TeacherSummary(*map(torch.cat, zip(*summaries, strict=True)))))
+
+    @torch.no_grad()
+    def own_logits(self, output: BaseModelOutput, last: Tensor) -> Tensor:
+        """[N, V]: what the model itself makes of last hidden states [N, Ht], whatever its head is and does afterwards. Its
+        forward runs around a decoder that hands it these rows as its `output`, without their cache."""
+        fields = {**output, "last_hidden_state": last[None]}
+        fields.pop("past_key_values", None)
+        handed = type(output)(**fields)
+        own = vars(self.decoder).get("forward")  # what loading may have put before the class's
+        self.decoder.forward = lambda *_arguments, **_keywords: handed
+        try:
+            ids = torch.zeros(1, len(last), dtype=torch.int64, device=last.device)
+            return self.model(input_ids=ids, use_cache=False).logits[0]
+        finally:
+            del self.decoder.forward
+            if own is not None:
+                self.decoder.forward = own
 
     @contextlib.contextmanager
     def captured_layers(self) -> Iterator[dict[int, Tensor]]:
@@ -139,21 +173,28 @@ class TransformersTarget:
 
     @torch.no_grad()
     def _check_logits(self, name: str) -> None:
-        """Compare the model's own logits with head @ last on a few tokens: a model may scale, cap or cut its logits in
-        code, under a name that no list of config fields knows, and then the teacher would be wrong without a word."""
-        states = []
-        hook = self.decoder.register_forward_hook(lambda _m, _a, output: states.append(output.last_hidden_state))
-        ids = torch.arange(min(8, self.vocab_size), device=self.head.head.device)[None]
+        """Compare the model's own logits of a few tokens with what the teacher will say: a model may scale, cap or cut its
+        logits in code, under a name that no list of config fields knows, and then the teacher would be wrong without a
+        word."""
+        outputs = []
+        hook = self.decoder.register_forward_hook(lambda _m, _a, output: outputs.append(output))
+        ids = torch.arange(min(8, self.vocab_size), device=self.device)[None]
         try:
             logits = self.model(input_ids=ids, use_cache=False).logits[0].float()
         finally:
             hook.remove()
-        expected = states[0][0].float() @ self.head.head.float().T
+        last, remedy = outputs[0].last_hidden_state[0], "choose another target"
+        if self.draft_ids is None:
+            expected = self.head.transform.apply(last.float() @ self.head.head.float().T)
+            remedy = "set target.teacher=logits"
+        else:
+            expected = self.own_logits(outputs[0], last).float()
+        same = logits.shape == expected.shape == (len(last), self.vocab_size)
         # 2 % of the largest logit is far above bf16 rounding and far below any scale or cap worth the name.
-        if logits.shape != expected.shape or (logits - expected).abs().max() > 0.02 * expected.abs().max():
+        if not same or (logits - expected).abs().max() > 0.02 * expected.abs().max():
             raise UserError(
-                f"target {name!r}: {type(self.model).__name__} changes its logits after the lm_head, which the teacher "
-                "does not do yet; choose another target"
+                f"target {name!r}: {type(self.model).__name__} changes its logits after the lm_head in a way that is not "
+                f"known here; {remedy}"
             )
 
 
@@ -178,133 +219,21 @@ def load_target(
     aux_layers: Sequence[int] | None = None,
     prefill_tokens: int = 8192,
     device: str | torch.device = "cpu",
+    draft_ids: Tensor | None = None,
 ) -> TransformersTarget:
-    """Load a checkpoint (hub id or folder) for prefill. dtype: a torch dtype, its name, or "auto" (as stored).
+    """Load a checkpoint (hub id or folder) for prefill. dtype: a torch dtype, its name, or "auto" (as stored). draft_ids:
+    see TransformersTarget.
 
     Raises UserError for a missing folder or unreachable id, a checkpoint that is not a whole causal language model, and
-    logits that are capped, scaled or biased.
+    (without draft_ids) logits that are made in a way not known here.
     """
-    model = _load_causal_lm(str(name_or_path), revision, trust_remote_code, dtype)
-    return TransformersTarget(model.to(device), aux_layers=aux_layers, prefill_tokens=prefill_tokens)
+    model = load_causal_lm(str(name_or_path), revision, trust_remote_code, dtype)
+    return TransformersTarget(
+        model.to(device), aux_layers=aux_layers, prefill_tokens=prefill_tokens, draft_ids=draft_ids
+    )
 
 
-def load_target_head(
-    name_or_path: str | Path,
-    *,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    dtype: str | torch.dtype = "auto",
-) -> TargetHead:
-    """Embedding and lm_head on the CPU, for training from a store. The whole model is loaded on the way, then dropped.
-
-    Raises UserError like `load_target`.
-    """
-    return _target_head(str(name_or_path), _load_causal_lm(str(name_or_path), revision, trust_remote_code, dtype))
-
-
-def target_config(
-    name_or_path: str | Path, *, revision: str | None = None, trust_remote_code: bool = False
-) -> PretrainedConfig:
-    """The config of the target's language model (of its text part, where it has several); UserError if unreadable."""
-    name = str(name_or_path)
-    with _readable(name, "config"):
-        config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
-    return config.get_text_config(decoder=True)
-
-
-def load_tokenizer(
-    name_or_path: str | Path, *, revision: str | None = None, trust_remote_code: bool = False
-) -> PreTrainedTokenizerBase:
-    """The target's tokenizer; UserError if there is none."""
-    name = str(name_or_path)
-    with _readable(name, "tokenizer"):
-        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
-
-
-def fingerprint(name_or_path: str | Path, *, revision: str | None = None) -> str:
-    """32 hex digits that tell one target from another, for provenance; costs milliseconds a weight file.
-
-    A hub id is known by its commit. A folder is known by config.json, the weights' index, and every weight file's name,
-    size and a sample of its bytes: a fine-tuned copy keeps names, sizes and headers, but not its bytes. A change of
-    single values between the sampled bytes goes unseen. The folder's own path does not count: it may be moved.
-    """
-    name, digest = str(name_or_path), hashlib.sha256()
-    with _readable(name, "config"):
-        if not Path(name).is_dir():
-            config = Path(hf_hub_download(name, "config.json", revision=revision))
-            digest.update(f"{name}@{config.parent.name}".encode())  # snapshots/<commit>/config.json in the hub's cache
-            return digest.hexdigest()[:32]
-        digest.update((Path(name) / "config.json").read_bytes())
-        for pattern in ("*.index.json", "*.safetensors", "*.bin"):
-            for file in sorted(Path(name).glob(pattern)):
-                digest.update(f"{file.name} {file.stat().st_size}".encode())
-                for chunk in _sampled_bytes(file):
-                    digest.update(chunk)
-    return digest.hexdigest()[:32]
-
-
-def _sampled_bytes(file: Path, windows: int = 64, window: int = 4096) -> Iterator[bytes]:
-    """`windows` evenly spaced pieces of the file, its first and last bytes among them; all of a small file."""
-    last = max(file.stat().st_size - window, 0)
-    with file.open("rb") as stream:
-        for start in sorted({last * i // (windows - 1) for i in range(windows)}):
-            stream.seek(start)
-            yield stream.read(window)
-
-
-def _load_causal_lm(
-    name: str, revision: str | None, trust_remote_code: bool, dtype: str | torch.dtype
-) -> PreTrainedModel:
-    config = target_config(name, revision=revision, trust_remote_code=trust_remote_code)
-    _refuse_transformed_logits(name, config)
-    disable_progress_bar()  # it garbles a log, and loading says nothing worth a bar
-    with _readable(name, "causal language model"):
-        model, loading = AutoModelForCausalLM.from_pretrained(
-            name, revision=revision, trust_remote_code=trust_remote_code, dtype=dtype, output_loading_info=True
-        )
-    # transformers only warns, and fills what is missing with random numbers.
-    missing = sorted(str(key) for key in loading["missing_keys"])
-    if missing:
-        raise UserError(
-            f"target {name!r}: its checkpoint lacks {len(missing)} weights of {type(model).__name__} ({missing[0]} "
-            "first); name the checkpoint of a whole causal language model in model.target"
-        )
-    return model
-
-
-def _refuse_transformed_logits(name: str, config: PretrainedConfig) -> None:
-    values = config.to_dict()
-    scales = ("logit_scale", "logits_scaling", "output_multiplier", "lm_head_multiplier")
-    caps = ("final_logit_softcapping", "logits_soft_cap")
-    for field in (*scales, *caps):
-        if values.get(field) is not None and not (field in scales and values[field] == 1):
-            raise UserError(
-                f"target {name!r}: its config has {field}={values[field]!r}, and logits that are capped or scaled are "
-                "not supported yet (the teacher would be wrong); choose another target"
-            )
-
-
-def _target_head(name: str, model: PreTrainedModel) -> TargetHead:
-    head = model.get_output_embeddings()
-    if not isinstance(head, nn.Linear) or head.bias is not None:
-        found = f"a {type(head).__name__} with a bias" if isinstance(head, nn.Linear) else f"{type(head).__name__}"
-        raise UserError(f"target {name!r}: its lm_head is {found}, not linear without bias; choose another target")
-    return TargetHead(embedding=model.get_input_embeddings().weight.detach(), head=head.weight.detach())
-
-
-@contextlib.contextmanager
-def _readable(name: str, what: str) -> Iterator[None]:
-    """Turn what transformers and the hub raise for a checkpoint they cannot read into one line with a remedy."""
-    looks_like_path = name.startswith(("/", ".", "~")) or name.count("/") > 1
-    if looks_like_path and not Path(name).is_dir():
-        raise UserError(f"target {name!r}: no such folder; name a checkpoint's folder or a hub id in model.target")
-    try:
-        yield
-    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        remedy = (
-            "name the folder of a complete checkpoint in model.target"
-            if Path(name).is_dir()
-            else "check the id, the connection and your access to it, or name a downloaded folder in model.target"
-        )
-        raise UserError(f"target {name!r}: its {what} cannot be read ({reason}); {remedy}") from error
+def _finite(summary: TeacherSummary) -> TeacherSummary:
+    if not summary.logsumexp.isfinite().all():
+        raise UserError("target: its logits are not finite; set model.target_dtype to bfloat16 or float32")
+    return summary

@@ -25,7 +25,7 @@ from eagle3.parallel.agreement import require_agreement
 from eagle3.parallel.dealing import SequenceSharding
 from eagle3.parallel.topology import Topology
 from eagle3.recipe import Recipe, Training
-from eagle3.target.interface import TargetHead
+from eagle3.target.interface import LogitTransform, TargetHead
 from eagle3.training.checkpoint import Checkpoints
 from eagle3.training.engine import full_weights, gradient_scale, start_engine
 from eagle3.training.run_folder import RunFolder
@@ -58,7 +58,8 @@ class Trainer:
     engine: DeepSpeedEngine
     draft: Eagle3Draft
     vocabulary: DraftVocabulary
-    teacher_head: torch.Tensor
+    teacher_head: torch.Tensor | None
+    transform: LogitTransform
     draft_id: torch.Tensor
     train_loader: StreamLoader
     held_out_loader: StreamLoader
@@ -243,6 +244,7 @@ class Trainer:
         return sum_counts(BatchCounts(counted, supervised, tokens), self.topology.batch, self.topology.device)
 
     def _to_device(self, loaded: LoadedStream) -> MicroBatch:
+        width, rank = len(self.draft.lm_head.weight), self.topology.tensor.rank()
         return micro_batch(
             loaded.stream,
             loaded.plan,
@@ -255,6 +257,8 @@ class Trainer:
             dtype=self.draft.lm_head.weight.dtype,
             device=self.topology.device,
             residence=self.recipe.memory.inputs,
+            transform=self.transform,
+            columns=slice(rank * width, (rank + 1) * width),
         )
 
 
@@ -280,7 +284,10 @@ def prepare_trainer(
     objective = DraftObjective(draft, topology, parallelism.ring_mode, memory)
     engine = start_engine(objective, topology, engine_config, rates)
     dtype, device = draft.lm_head.weight.dtype, topology.device
-    teacher_head = head.head[vocabulary.target_ids.to(head.head.device)]
+    teacher_head = None  # where the teacher gives logits
+    if recipe.target.teacher == "hidden":
+        rows = head.head[vocabulary.target_ids.to(head.head.device)]
+        teacher_head = shard(rows, draft.lm_head.weight, topology.tensor).to(device, dtype)
     sharding = SequenceSharding(parallelism.ulysses, parallelism.ring, parallelism.layout, parallelism.query_selection)
     place = {"steps": training.ttt_steps, "sharding": sharding, "data": topology.data, "sequence": topology.sequence}
     return Trainer(
@@ -290,7 +297,8 @@ def prepare_trainer(
         engine=engine,
         draft=draft,
         vocabulary=vocabulary,
-        teacher_head=shard(teacher_head, draft.lm_head.weight, topology.tensor).to(device, dtype),
+        teacher_head=teacher_head,
+        transform=head.transform,
         draft_id=vocabulary.draft_ids,
         train_loader=StreamLoader(train, source, **place),
         held_out_loader=StreamLoader(held_out, source, **place),

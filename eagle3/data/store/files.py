@@ -53,6 +53,10 @@ class StoreFiles(Protocol):
         """Those bytes."""
         ...
 
+    def forget(self, name: str) -> None:
+        """Hold nothing of a file any more."""
+        ...
+
 
 def is_url(path: str) -> bool:
     return "://" in path
@@ -102,6 +106,10 @@ class LocalFiles:
             if wanted.stop > page:  # all of them are on their way before the first is looked at
                 maps[wanted.name].madvise(mmap.MADV_WILLNEED, page, wanted.stop - page)
         return [memoryview(maps[wanted.name])[wanted.start : wanted.stop] for wanted in ranges]
+
+    def forget(self, name: str) -> None:
+        with self._lock:
+            self._maps.pop(name, None)
 
     def _map(self, name: str) -> mmap.mmap:
         """Size is compared each time: touching a mapped page that a file has lost kills the process."""
@@ -182,6 +190,9 @@ class RemoteFiles:
             begin = wanted.start - runs[place].start
             pieces.append(memoryview(found[place])[begin : begin + wanted.stop - wanted.start])
         return pieces
+
+    def forget(self, name: str) -> None:
+        """Nothing is held."""
 
     def _path(self, name: str) -> str:
         return f"{self.root}/{name}"

@@ -10,7 +10,7 @@ from eagle3.errors import UserError
 
 FORMAT = 2
 MANIFEST = "store.json"
-# What hidden states depend on, by field; JSON values. Two stores that differ in one are not the same.
+# What hidden states (or the logits of a teacher) depend on, by field; JSON values. Two stores that differ in one are not the same.
 Provenance = Mapping[str, str | int | float | list | None]
 
 

@@ -40,7 +40,8 @@ class RowRequest(NamedTuple):
 
 
 class DocumentRows(NamedTuple):
-    """aux [n, 3*Ht] at the auxiliary rows asked for; last [m, Ht], argmax [m] int64 and logsumexp [m] at the teacher rows.
+    """aux [n, 3*Ht] at the auxiliary rows asked for; last [m, Ht] (or [m, Vd], logits in its place, see HiddenStates),
+    argmax [m] int64 and logsumexp [m] at the teacher rows.
     From a store, aux and last are in its number format and logsumexp is fp32."""
 
     aux: Tensor
@@ -160,6 +161,11 @@ class HiddenStateStore:
             )
             for request, facts in zip(requests, known, strict=True)
         ]
+
+    def forget(self, shard: str) -> None:
+        """Let go of a shard that is about to be deleted."""
+        self._starts.pop(shard, None)
+        self.files.forget(shard)
 
     def _locate(self, sample_id: str) -> Location:
         if sample_id not in self.locations:

@@ -6,6 +6,7 @@
     aux_sums, last_sums    [chunks] uint64: xxh3_64 of each chunk's bytes
     ids, argmax            [rows] int32     logsumexp [rows] float32     loss_mask [rows] bool
 
+Of a store of logits, the teacher's logits of the draft vocabulary lie in `last` in place of its last hidden states.
 A chunk belongs to one sample. `aux` has every row of a sample; `last` has those that teach: the successors of supervised
 rows; or every row, where a sample's entry has as many. `ids` to `loss_mask` have every row. The index is written after its shard: what is indexed is there, whole.
 """
@@ -39,12 +40,15 @@ SAFETENSORS_NAMES = {"<i4": "I32", "<f4": "F32", "?": "BOOL", "<u8": "U64", "bfl
 
 @dataclass(frozen=True)
 class Encoding:
-    """How a store's hidden states are written: codec, number format, the target's hidden size, raw bytes of a chunk."""
+    """How a store's hidden states are written: codec, number format, the target's hidden size, raw bytes of a chunk.
+    teacher_width: numbers in a row of `last` where that is logits of the draft vocabulary, None where it is last hidden
+    states."""
 
     codec: CodecName
     dtype: StoreDtype
     hidden_size: int
     chunk_bytes: int = CHUNK_BYTES
+    teacher_width: int | None = None
 
     @property
     def number_format(self) -> torch.dtype:
@@ -52,13 +56,21 @@ class Encoding:
 
     def width(self, name: str) -> int:
         """Numbers in a row of `aux` or `last`."""
-        return 3 * self.hidden_size if name == "aux" else self.hidden_size
+        if name == "aux":
+            return 3 * self.hidden_size
+        return self.hidden_size if self.teacher_width is None else self.teacher_width
+
+    def codec_of(self, name: str) -> CodecName:
+        """Logits are not rounded to 8 bits: where states of thousands of channels average that out, a probability would
+        be wrong by a factor."""
+        logits = name == "last" and self.teacher_width is not None
+        return "none" if logits and self.codec == "fp8" else self.codec
 
     def chunk_rows(self, name: str) -> int:
         return chunk_rows(self.width(name), self.number_format, self.chunk_bytes)
 
     def make_codec(self, name: str) -> Codec:
-        return make_codec(self.codec, self.number_format, self.width(name), self.hidden_size)
+        return make_codec(self.codec_of(name), self.number_format, self.width(name), self.hidden_size)
 
 
 class Entry(NamedTuple):
@@ -89,7 +101,8 @@ class ShardIndex:
         return shard_of(self.name)
 
     def write(self, folder: Path) -> None:
-        body = {"bytes": self.bytes, "encoding": asdict(self.encoding)}
+        encoding = {field: value for field, value in asdict(self.encoding).items() if value is not None}
+        body = {"bytes": self.bytes, "encoding": encoding}
         body["samples"] = [entry._asdict() for entry in self.samples]
         write_text(folder / self.name, json.dumps({**body, "digest": _body_digest(body)}) + "\n")
 

@@ -104,7 +104,7 @@ class ShardWriter:
         number_format = SAFETENSORS_NAMES[self.encoding.dtype]
         header, start = {"__metadata__": {"codec": self.encoding.codec, "dtype": self.encoding.dtype}}, 0
         for name, blob in self.blobs.items():
-            flat = self.encoding.codec != "none"
+            flat = self.encoding.codec_of(name) != "none"
             shape = [blob.bytes] if flat else [blob.rows, self.encoding.width(name)]
             header[name] = _described("U8" if flat else number_format, shape, start, blob.bytes)
             start += blob.bytes

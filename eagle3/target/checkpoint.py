@@ -1,0 +1,128 @@
+"""What is read of a target's checkpoint: config, tokenizer, fingerprint, or the whole model."""
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from huggingface_hub import hf_hub_download
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils.logging import disable_progress_bar
+
+from eagle3.errors import UserError
+
+
+def target_config(
+    name_or_path: str | Path, *, revision: str | None = None, trust_remote_code: bool = False
+) -> PretrainedConfig:
+    """The config of the target's language model (of its text part, where it has several); UserError if unreadable."""
+    return whole_config(str(name_or_path), revision, trust_remote_code).get_text_config(decoder=True)
+
+
+def whole_config(name: str, revision: str | None, trust_remote_code: bool) -> PretrainedConfig:
+    """Of all its parts; UserError if unreadable."""
+    with readable(name, "config"):
+        return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+
+
+def load_tokenizer(
+    name_or_path: str | Path, *, revision: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
+    """The target's tokenizer; UserError if there is none."""
+    name = str(name_or_path)
+    with readable(name, "tokenizer"):
+        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+
+
+def fingerprint(name_or_path: str | Path, *, revision: str | None = None) -> str:
+    """32 hex digits that tell one target from another, for provenance; costs milliseconds a weight file.
+
+    A hub id is known by its commit. A folder is known by config.json, the weights' index, and every weight file's name,
+    size and a sample of its bytes: a fine-tuned copy keeps names, sizes and headers, but not its bytes. A change of
+    single values between the sampled bytes goes unseen. The folder's own path does not count: it may be moved.
+    """
+    name, digest = str(name_or_path), hashlib.sha256()
+    with readable(name, "config"):
+        config = fetched(name, "config.json", revision)
+        if not Path(name).is_dir():
+            digest.update(f"{name}@{config.parent.name}".encode())  # snapshots/<commit>/config.json in the hub's cache
+            return digest.hexdigest()[:32]
+        digest.update(config.read_bytes())
+        for pattern in ("*.index.json", "*.safetensors", "*.bin"):
+            for file in sorted(Path(name).glob(pattern)):
+                digest.update(f"{file.name} {file.stat().st_size}".encode())
+                for chunk in _sampled_bytes(file):
+                    digest.update(chunk)
+    return digest.hexdigest()[:32]
+
+
+def _sampled_bytes(file: Path, windows: int = 64, window: int = 4096) -> Iterator[bytes]:
+    """`windows` evenly spaced pieces of the file, its first and last bytes among them; all of a small file."""
+    last = max(file.stat().st_size - window, 0)
+    with file.open("rb") as stream:
+        for start in sorted({last * i // (windows - 1) for i in range(windows)}):
+            stream.seek(start)
+            yield stream.read(window)
+
+
+def load_causal_lm(
+    name: str, revision: str | None, trust_remote_code: bool, dtype: str | torch.dtype
+) -> PreTrainedModel:
+    """The whole model, on the CPU. Raises UserError for what cannot be read, and where weights are missing."""
+    config = target_config(name, revision=revision, trust_remote_code=trust_remote_code)
+    # Of what transformers attends with, sdpa drops this cap without a word.
+    capped = getattr(config, "attn_logit_softcapping", None) is not None
+    disable_progress_bar()  # it garbles a log, and loading says nothing worth a bar
+    with readable(name, "causal language model"):
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            name,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            dtype=dtype,
+            output_loading_info=True,
+            **({"attn_implementation": "eager"} if capped else {}),
+        )
+    # transformers only warns, and fills what is missing with random numbers.
+    missing = sorted(str(key) for key in loading["missing_keys"])
+    if missing:
+        raise UserError(
+            f"target {name!r}: its checkpoint lacks {len(missing)} weights of {type(model).__name__} ({missing[0]} "
+            "first); name the checkpoint of a whole causal language model in model.target"
+        )
+    return model
+
+
+@contextlib.contextmanager
+def readable(name: str, what: str) -> Iterator[None]:
+    """Turn what transformers and the hub raise for a checkpoint they cannot read into one line with a remedy."""
+    looks_like_path = name.startswith(("/", ".", "~")) or name.count("/") > 1
+    if looks_like_path and not Path(name).is_dir():
+        raise UserError(f"target {name!r}: no such folder; name a checkpoint's folder or a hub id in model.target")
+    try:
+        yield
+    except UserError:
+        raise
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        remedy = (
+            "name the folder of a complete checkpoint in model.target"
+            if Path(name).is_dir()
+            else "check the id, the connection and your access to it, or name a downloaded folder in model.target"
+        )
+        raise UserError(f"target {name!r}: its {what} cannot be read ({reason}); {remedy}") from error
+
+
+def fetched(name: str, file: str, revision: str | None) -> Path:
+    """Where a file of the checkpoint is: in its folder, or in the hub's cache."""
+    if Path(name).is_dir():
+        return Path(name) / file
+    return Path(hf_hub_download(name, file, revision=revision))
