@@ -256,6 +256,7 @@ class Output(Section):
     dir: Path = Field(description="the run folder")
     export_dtype: Precision = "bfloat16"
     export_embedding: bool = Field(False, description="write the target's embedding into the exported draft too")
+    check_export: bool = Field(True, description="load the exported draft in SGLang's own class, where it is installed")
 
 
 class Recipe(Section):

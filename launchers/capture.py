@@ -2,21 +2,25 @@
 
 import argparse
 import datetime
+import os
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch.distributed as dist
 
-from eagle3.data.capture import Wanted, capture, capture_long, require_disk, wanted_samples
+from eagle3.data.capture import Wanted, capture, capture_arriving, capture_long, require_disk, wanted_samples
 from eagle3.data.store.check import check_store, remove_flawed
 from eagle3.data.store.files import is_url
-from eagle3.data.store.shard import Encoding
 from eagle3.data.store.writer import Part, StoreWriter
+from eagle3.data.vocabulary import DraftVocabulary
 from eagle3.errors import SharedUserError, run_command
 from eagle3.parallel.topology import Topology, agreed, start_distributed, stop_distributed
 from eagle3.recipe import Recipe, load_recipe
+from eagle3.target.checkpoint import target_config
 from eagle3.target.long_prefill import LongPrefill
+from eagle3.target.transformers import TransformersTarget
 from eagle3.training.assemble import (
     Materials,
     capture_record,
@@ -24,8 +28,10 @@ from eagle3.training.assemble import (
     pick_vocabulary,
     provenance,
     start_target,
+    store_encoding,
     store_provenance,
 )
+from eagle3.training.serving import capture_target, server_line
 from eagle3.training.tracking import Console, duration
 
 ROOT = Path(__file__).parent.parent
@@ -43,6 +49,9 @@ def main() -> int:
     what.add_argument(
         "--verify", action="store_true", help="read the whole store, compare checksums, say what is wrong"
     )
+    what.add_argument(
+        "--print-server", action="store_true", help="print the command line of an SGLang server for target.servers"
+    )
     what.add_argument("--repair", action="store_true", help="the same, then capture again what is wrong or missing")
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="change single keys of the recipe")
@@ -52,26 +61,41 @@ def main() -> int:
     if options.part and options.verify:
         raise SharedUserError(f"--part: {options.part}, but --verify checks the whole store; leave it out")
     path = recipe.hidden_states.path
-    if path is None:
+    if path is None and not options.print_server:
         raise SharedUserError(f"{options.recipe}: hidden_states.path is not set; name the folder of the store")
-    if is_url(path) and not options.verify:
+    if is_url(path or "") and not options.verify:
         raise SharedUserError(
             f"hidden_states.path: {path}: a store is written to a folder; name one, and copy it to the URL when it is whole"
         )
     hidden = recipe.hidden_states
+    if recipe.target.backend == "sglang" and max(hidden.ulysses, hidden.ring) > 1:
+        raise SharedUserError(
+            f"hidden_states: ulysses {hidden.ulysses} and ring {hidden.ring}, but SGLang prefills long samples by itself; "
+            "set both to 1, and target.tensor to the GPUs of an engine"
+        )
     topology = start_distributed(1, hidden.ulysses, hidden.ring, timeout=PATIENCE, section="hidden_states")
     console = Console(topology.is_first)
     materials = gather_materials(recipe, topology.device, console)
+    config = target_config(
+        materials.target, revision=recipe.model.revision, trust_remote_code=recipe.model.trust_remote_code
+    )
+    vocabulary = pick_vocabulary(recipe, materials, config.vocab_size, console)
+    if options.print_server:
+        line = agreed(lambda: server_line(recipe, materials, vocabulary))
+        if topology.is_first:
+            print(line, flush=True)
+        stop_distributed()
+        return 0
     wanted = wanted_samples((materials.train, materials.held_out))
     if options.verify or options.repair:
         whole = agreed(
-            (lambda: verify(recipe, materials, wanted, console, options.repair)) if topology.is_first else None
+            (lambda: verify(recipe, materials, vocabulary, wanted, console, options.repair)) if topology.is_first else None
         )
         if options.verify:
             code = 1 if topology.is_first and not whole else 0
             stop_distributed()
             return code
-    fill(recipe, materials, wanted, part, topology, console)
+    fill(recipe, materials, vocabulary, config.hidden_size, wanted, part, topology, console)
     stop_distributed()
     return 0
 
@@ -83,7 +107,14 @@ def parse_part(text: str) -> Part:
     return Part(int(index), int(count))
 
 
-def verify(recipe: Recipe, materials: Materials, wanted: dict[str, Wanted], console: Console, repair: bool) -> bool:
+def verify(
+    recipe: Recipe,
+    materials: Materials,
+    vocabulary: DraftVocabulary,
+    wanted: dict[str, Wanted],
+    console: Console,
+    repair: bool,
+) -> bool:
     """Say what is wrong with the store; where asked, take it out. True where nothing is."""
     path, told = recipe.hidden_states.path, time.monotonic()
 
@@ -93,7 +124,7 @@ def verify(recipe: Recipe, materials: Materials, wanted: dict[str, Wanted], cons
             told = time.monotonic()
             console(f"checked {done:,} of {shards:,} shards")
 
-    findings = check_store(path, store_provenance(recipe, materials), wanted, progress)
+    findings = check_store(path, store_provenance(recipe, materials, vocabulary), wanted, progress)
     for problem in findings.problems[:MOST_LINES]:
         console(str(problem))
     if len(findings.problems) > MOST_LINES:
@@ -109,19 +140,23 @@ def verify(recipe: Recipe, materials: Materials, wanted: dict[str, Wanted], cons
 
 
 def fill(
-    recipe: Recipe, materials: Materials, wanted: dict[str, Wanted], part: Part, topology: Topology, console: Console
+    recipe: Recipe,
+    materials: Materials,
+    vocabulary: DraftVocabulary,
+    hidden_size: int,
+    wanted: dict[str, Wanted],
+    part: Part,
+    topology: Topology,
+    console: Console,
 ) -> None:
-    """Capture what the store lacks of this job's part: short samples by each rank alone, long ones by the ranks of a
-    sequence group together."""
+    """Capture what the store lacks of this job's part."""
     hidden, sequence = recipe.hidden_states, topology.sequence
     together = part.split(topology.data.rank(), topology.data.size())
     alone = together.split(sequence.rank(), sequence.size())
-    target = start_target(recipe, materials, topology.device)
-    vocabulary = pick_vocabulary(recipe, materials, target.vocab_size, console)
-    encoding = Encoding(hidden.codec, hidden.dtype, target.hidden_size)
+    encoding = store_encoding(recipe, hidden_size, vocabulary.size)
     with StoreWriter(
         hidden.path,
-        provenance(recipe, materials),
+        provenance(recipe, materials, vocabulary),
         encoding,
         record=capture_record(recipe, materials, vocabulary),
         part=alone,
@@ -131,27 +166,63 @@ def fill(
         missing = {sample_id: one for sample_id, one in wanted.items() if sample_id not in writer.known}
         need = require_disk(Path(hidden.path), list(missing.values()), encoding)
         console(f"{hidden.path}: {len(wanted)} samples, {len(wanted) - len(missing)} already stored; {need}")
-        is_long = {sample_id: one.tokens > hidden.prefill_tokens for sample_id, one in missing.items()}
-        short = [one for sample_id, one in missing.items() if alone.has(sample_id) and not is_long[sample_id]]
-        # What one rank found stored another may have looked for a moment earlier.
-        chosen = [[sample_id for sample_id in missing if together.has(sample_id) and is_long[sample_id]]]
-        dist.broadcast_object_list(chosen, group=sequence, group_src=0)
-        long = [wanted[sample_id] for sample_id in chosen[0]]
-        own = short + (long if sequence.rank() == 0 else [])
-        progress = Progress(sum(one.tokens for one in own), console)
-        capture(target, short, hidden.prefill_tokens, writer, progress.captured)
-        if long:
-            long_target = LongPrefill(target, topology.ulysses, topology.ring, sequence, hidden.prefill_tokens)
-            capture_long(long_target, long, writer, progress.captured)
+        if recipe.target.backend == "sglang":
+            own = [one for sample_id, one in missing.items() if alone.has(sample_id)]
+            if own:
+                local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+                with capture_target(recipe, materials, vocabulary, local_rank, console) as target:
+                    capture_arriving(target, own, writer, Progress(own, console).captured)
+        else:
+            short = [
+                one
+                for sample_id, one in missing.items()
+                if alone.has(sample_id) and one.tokens <= hidden.prefill_tokens
+            ]
+            # What one rank found stored another may have looked for a moment earlier.
+            long = [
+                sample_id
+                for sample_id, one in missing.items()
+                if together.has(sample_id) and one.tokens > hidden.prefill_tokens
+            ]
+            chosen = [long]
+            dist.broadcast_object_list(chosen, group=sequence, group_src=0)
+            fill_here(
+                recipe,
+                start_target(recipe, materials, topology.device, vocabulary),
+                short,
+                [wanted[sample_id] for sample_id in chosen[0]],
+                writer,
+                topology,
+                console,
+            )
     shares = topology.batch.size() * part.count
     console(f"{hidden.path}: {'complete' if shares == 1 else f'this share of {shares} is complete'}")
+
+
+def fill_here(
+    recipe: Recipe,
+    target: TransformersTarget,
+    short: list[Wanted],
+    long: list[Wanted],
+    writer: StoreWriter,
+    topology: Topology,
+    console: Console,
+) -> None:
+    """With the target in these processes: short samples by this rank alone, long ones by the ranks of a sequence group
+    together."""
+    sequence, prefill_tokens = topology.sequence, recipe.hidden_states.prefill_tokens
+    progress = Progress(short + (long if sequence.rank() == 0 else []), console)
+    capture(target, short, prefill_tokens, writer, progress.captured)
+    if long:
+        long_target = LongPrefill(target, topology.ulysses, topology.ring, sequence, prefill_tokens)
+        capture_long(long_target, long, writer, progress.captured)
 
 
 class Progress:
     """Says how far this process is, every few seconds: tokens of its share, rate, time left."""
 
-    def __init__(self, tokens: int, say: Console) -> None:
-        self.tokens, self.say, self.done = tokens, say, 0
+    def __init__(self, samples: Sequence[Wanted], say: Console) -> None:
+        self.tokens, self.say, self.done = sum(one.tokens for one in samples), say, 0
         self.began = self.told = time.monotonic()
 
     def captured(self, tokens: int) -> None:

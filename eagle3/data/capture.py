@@ -42,6 +42,14 @@ class LongTarget(Protocol):
         ...
 
 
+class ArrivingTarget(Protocol):
+    """Prefills documents in an order of its own."""
+
+    def arriving(self, documents: Iterable[Tensor]) -> Iterator[tuple[int, Iterator[HiddenStates]]]:
+        """The place of a document and consecutive rows of it, together the document."""
+        ...
+
+
 def wanted_samples(sets: Iterable[SampleSet]) -> dict[str, Wanted]:
     """The samples of all sets by id, each once; nothing is loaded."""
     wanted: dict[str, Wanted] = {}
@@ -54,8 +62,10 @@ def wanted_samples(sets: Iterable[SampleSet]) -> dict[str, Wanted]:
 
 def token_bytes(encoding: Encoding, taught: float = 1.0) -> float:
     """What a token takes in a store, where a share `taught` of them have last hidden states; for `lossless` an estimate."""
-    name, dtype, hidden = encoding.codec, encoding.number_format, encoding.hidden_size
-    aux, last = (expected_bytes(name, dtype, encoding.width(tensor), hidden) for tensor in ("aux", "last"))
+    dtype, hidden = encoding.number_format, encoding.hidden_size
+    aux, last = (
+        expected_bytes(encoding.codec_of(name), dtype, encoding.width(name), hidden) for name in ("aux", "last")
+    )
     return TOKEN_BYTES + aux + taught * last
 
 
@@ -111,6 +121,22 @@ def capture_long(
         first = next(handed, None)
         if first is not None:
             writer.add(sample.id, sample.ids, sample.loss_mask, _telling(chain([first], handed), captured))
+
+
+def capture_arriving(
+    target: ArrivingTarget, samples: Sequence[Wanted], writer: StoreWriter, captured: Callable[[int], None]
+) -> None:
+    """Write samples in the order in which the target has them. captured: told the tokens of what is written."""
+    loaded: dict[int, Sample] = {}
+
+    def documents() -> Iterator[Tensor]:
+        for place, one in enumerate(samples):
+            loaded[place] = one.load()
+            yield loaded[place].ids
+
+    for place, parts in target.arriving(documents()):
+        sample = loaded.pop(place)
+        writer.add(sample.id, sample.ids, sample.loss_mask, _telling(parts, captured))
 
 
 def _telling(parts: Iterable[HiddenStates], captured: Callable[[int], None]) -> Iterator[HiddenStates]:

@@ -19,24 +19,19 @@ from eagle3.data.samples import SampleSet
 from eagle3.data.standard_library import standard_library_text
 from eagle3.data.store.folder import Provenance
 from eagle3.data.store.reader import HiddenStateStore
+from eagle3.data.store.shard import Encoding
 from eagle3.data.vocabulary import DraftVocabulary, choose_vocabulary, coverage, load_vocabulary
 from eagle3.draft.config import DraftConfig, read_draft_config
 from eagle3.draft.interchange import load_weights, read_exported, shard
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import SharedUserError, UserError
-from eagle3.evaluation.judge import Judgement, judge_export
 from eagle3.parallel.topology import Topology, agreed
 from eagle3.recipe import Draft, Recipe
+from eagle3.target.checkpoint import fingerprint, load_tokenizer, target_config
 from eagle3.target.demo import ANSWERS, HELD_OUT_ANSWERS, demo_target
+from eagle3.target.head import load_target_head
 from eagle3.target.interface import TargetHead, check_aux_layers, default_aux_layers
-from eagle3.target.transformers import (
-    TransformersTarget,
-    fingerprint,
-    load_target,
-    load_target_head,
-    load_tokenizer,
-    target_config,
-)
+from eagle3.target.transformers import TransformersTarget, load_target
 
 Say = Callable[[str], None]
 
@@ -139,23 +134,34 @@ def _aux_layers_of(recipe: Recipe, target: PretrainedConfig) -> tuple[int, int, 
     return check_aux_layers(chosen, target.num_hidden_layers)
 
 
-def provenance(recipe: Recipe, materials: Materials) -> Provenance:
-    """What a target's hidden states depend on; a store made under another provenance is refused."""
+def provenance(recipe: Recipe, materials: Materials, vocabulary: DraftVocabulary | None = None) -> Provenance:
+    """What a target's hidden states depend on; a store made under another provenance is refused. vocabulary: needed where
+    logits are kept, which are the draft vocabulary's."""
     template = materials.chat_template or materials.tokenizer.chat_template or ""
     tokenizer = materials.tokenizer.backend_tokenizer.to_str()
-    return {
+    found = {
         "target": fingerprint(materials.target, revision=recipe.model.revision),
         "target_dtype": recipe.model.target_dtype,
         "aux_layers": list(aux_layers(recipe, materials.target)),
         "tokenizer": hashlib.sha256(tokenizer.encode()).hexdigest()[:32],
         "chat_template": hashlib.sha256(str(template).encode()).hexdigest()[:32],
     }
+    if recipe.target.teacher == "logits":
+        assert vocabulary is not None, "logits are kept of a draft vocabulary"
+        found |= {"teacher": "logits", "teacher_vocabulary": vocabulary.digest}
+    return found
 
 
-def store_provenance(recipe: Recipe, materials: Materials) -> Provenance:
-    """What a store must have been captured with to serve this recipe."""
+def store_provenance(recipe: Recipe, materials: Materials, vocabulary: DraftVocabulary | None = None) -> Provenance:
+    """What a store must have been captured with to serve this recipe. vocabulary: as for `provenance`."""
     written = {"codec": recipe.hidden_states.codec, "dtype": recipe.hidden_states.dtype}
-    return {**provenance(recipe, materials), **written}
+    return {**provenance(recipe, materials, vocabulary), **written}
+
+
+def store_encoding(recipe: Recipe, hidden_size: int, draft_vocab_size: int) -> Encoding:
+    """How a store of this recipe is written."""
+    width = draft_vocab_size if recipe.target.teacher == "logits" else None
+    return Encoding(recipe.hidden_states.codec, recipe.hidden_states.dtype, hidden_size, teacher_width=width)
 
 
 def capture_record(recipe: Recipe, materials: Materials, vocabulary: DraftVocabulary) -> Provenance:
@@ -173,8 +179,14 @@ def capture_record(recipe: Recipe, materials: Materials, vocabulary: DraftVocabu
     }
 
 
-def start_target(recipe: Recipe, materials: Materials, device: torch.device) -> TransformersTarget:
-    model = recipe.model
+def start_target(
+    recipe: Recipe, materials: Materials, device: torch.device, vocabulary: DraftVocabulary | None = None
+) -> TransformersTarget:
+    """vocabulary: the draft's, needed where the recipe's teacher gives logits."""
+    model, draft_ids = recipe.model, None
+    if recipe.target.teacher == "logits":
+        assert vocabulary is not None, "logits are made of a draft vocabulary"
+        draft_ids = vocabulary.target_ids
     return load_target(
         materials.target,
         revision=model.revision,
@@ -183,6 +195,7 @@ def start_target(recipe: Recipe, materials: Materials, device: torch.device) -> 
         aux_layers=aux_layers(recipe, materials.target),
         prefill_tokens=recipe.hidden_states.prefill_tokens,
         device=device,
+        draft_ids=draft_ids,
     )
 
 
@@ -207,12 +220,12 @@ def open_source(
                     f"hidden_states.{key}: {getattr(hidden, key)}, but live hidden states are made by one rank a document; "
                     "set it to 1, or capture a store with capture.py and train with hidden_states.mode=stored"
                 )
-        target = start_target(recipe, materials, topology.device)
+        target = start_target(recipe, materials, topology.device, vocabulary)
         keep_on = torch.device("cpu") if recipe.memory.inputs == "host" else topology.device
         source = LiveSource(target, topology.stream, topology.device, keep_on)
         return HiddenStateSupply(source, target.weights(), target)
     model = recipe.model
-    store = agreed(lambda: _open_store(recipe, materials))
+    store = agreed(lambda: _open_store(recipe, materials, vocabulary))
     if store.record.get("draft_vocabulary") != vocabulary.digest:
         say(f"{store.where}: was captured for another draft vocabulary, which changes none of its hidden states")
     head = load_target_head(
@@ -220,12 +233,13 @@ def open_source(
         revision=model.revision,
         trust_remote_code=model.trust_remote_code,
         dtype=model.target_dtype,
+        required=recipe.target.teacher == "hidden",
     )
     return HiddenStateSupply(StoredSource(store), head, None)
 
 
-def _open_store(recipe: Recipe, materials: Materials) -> HiddenStateStore:
-    store = HiddenStateStore.open(recipe.hidden_states.path, store_provenance(recipe, materials))
+def _open_store(recipe: Recipe, materials: Materials, vocabulary: DraftVocabulary) -> HiddenStateStore:
+    store = HiddenStateStore.open(recipe.hidden_states.path, store_provenance(recipe, materials, vocabulary))
     missing = store.missing([*materials.train.sample_ids, *materials.held_out.sample_ids])
     if missing:
         raise UserError(
@@ -271,6 +285,11 @@ def build_draft(
     with torch.no_grad():
         draft.embedding.weight.copy_(shard(head.embedding, draft.embedding.weight, topology.tensor))
         if recipe.model.draft.lm_head == "target":
+            if head.head is None:
+                raise SharedUserError(
+                    "model.draft.lm_head: 'target', but this target's lm_head is no plain matrix that a draft could begin "
+                    "with (quantised, or with a bias); set model.draft.lm_head=random"
+                )
             rows = head.head[vocabulary.target_ids.to(head.head.device)]
             draft.lm_head.weight.copy_(shard(rows, draft.lm_head.weight, topology.tensor))
     if recipe.model.draft.init_from is not None:
@@ -314,30 +333,3 @@ def shape_draft(recipe: Recipe, target: PretrainedConfig, vocab_size: int, draft
         norm_output=wanted.norm_output,
         **changes,
     )
-
-
-def judge(
-    recipe: Recipe,
-    materials: Materials,
-    target: TransformersTarget | None,
-    exported: Path,
-    topology: Topology,
-    say: Say,
-) -> Judgement:
-    """Judge an exported draft as the recipe's evaluation section says, and say the result. None: load the target."""
-    wanted = recipe.evaluation
-    say(f"decoding {wanted.conversations} held-out conversations speculatively")
-    judgement = judge_export(
-        exported,
-        target or start_target(recipe, materials, topology.device),
-        materials.held_out,
-        topology.modules_alone,
-        conversations=wanted.conversations,
-        draft_tokens=wanted.draft_tokens,
-        new_tokens=wanted.new_tokens,
-        seed=recipe.training.seed,
-        report=say,
-    )
-    for line in judgement.lines():
-        say(line)
-    return judgement

@@ -3,6 +3,7 @@
 import ctypes
 import json
 import os
+import random
 import shlex
 import signal
 import socket
@@ -13,6 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -25,12 +27,17 @@ from eagle3.target.sglang.version import require_supported
 
 START_SECONDS = 1800.0
 STOP_SECONDS = 30.0
+# SGLang refuses prompts that come nearer than six tokens to the context's end, though nothing is decoded there.
+SPARE_TOKENS = 16
+PORT_TAKEN = "address already in use"
+LONGER_CONTEXT = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
 
 
 @dataclass(frozen=True)
 class EngineOptions:
     """What a server is started with, whatever it is for. tensor: GPUs. chunk_tokens: of one prefill forward; longer prompts
-    are cut. kv_tokens: None for what memory_fraction leaves. attention: None for SGLang's own choice."""
+    are cut. kv_tokens: None for what memory_fraction leaves. attention: None for SGLang's own choice. longest: tokens of the
+    longest prompt, None for what the model's context allows."""
 
     model: str
     revision: str | None = None
@@ -41,6 +48,7 @@ class EngineOptions:
     kv_tokens: int | None = None
     attention: str | None = None
     chunk_tokens: int = 8192
+    longest: int | None = None
 
     def flags(self) -> list[str]:
         given = {
@@ -50,8 +58,10 @@ class EngineOptions:
             "--tp-size": self.tensor,
             "--mem-fraction-static": self.memory_fraction,
             "--max-total-tokens": self.kv_tokens,
-            "--attention-backend": self.attention,
+            "--prefill-attention-backend": self.attention,  # on a CPU the plain flag would be overruled without a word
+            "--decode-attention-backend": self.attention,
             "--chunked-prefill-size": self.chunk_tokens,
+            "--context-length": None if self.longest is None else self.longest + SPARE_TOKENS,
         }
         flags = [word for name, value in given.items() if value is not None for word in (name, str(value))]
         if self.trust_remote_code:
@@ -70,7 +80,8 @@ def server_command(options: EngineOptions, flags: Sequence[str], port: int, host
 
 def as_typed(command: Sequence[str]) -> str:
     """A command line as a person would type it."""
-    return shlex.join(["python" if word == sys.executable else word for word in command])
+    settings = [f"{name}={value}" for name, value in LONGER_CONTEXT.items()]
+    return shlex.join([*settings, *("python" if word == sys.executable else word for word in command)])
 
 
 def require_sglang() -> None:
@@ -97,8 +108,7 @@ class SGLangServer:
         self.url = f"http://127.0.0.1:{port}"
         descriptor, name = tempfile.mkstemp(prefix="sglang-", suffix=".log")
         self.log = Path(name)
-        # SGLang calls itself a fork's child: sockets and locks of a launcher's job are none of its business.
-        environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+        environment = without_launcher(os.environ) | LONGER_CONTEXT
         environment |= {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
         with os.fdopen(descriptor, "wb") as log:
             self.process = subprocess.Popen(
@@ -124,6 +134,8 @@ class SGLangServer:
                     f"sglang: the server ended while starting (exit code {self.process.returncode}): "
                     f"{self.last_words()}; its whole log is {self.log}"
                 )
+            if PORT_TAKEN in self.log.read_text(errors="replace"):  # the server stays, and answers nobody
+                raise UserError(f"sglang: {self.url.rpartition(':')[2]}, a free port, was taken meanwhile; start again")
             try:
                 ask(self.url, "/model_info", timeout=5)
                 return
@@ -141,14 +153,10 @@ class SGLangServer:
         """End the server and all its processes."""
         if self.process.poll() is None:
             self.process.terminate()
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 self.process.wait(STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                pass
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)  # what is left of its session
-        except ProcessLookupError:
-            pass
         self.process.wait()
         if not keep_log:
             self.log.unlink(missing_ok=True)
@@ -182,11 +190,10 @@ def ask(url: str, path: str, body: Mapping[str, Any] | None = None, timeout: flo
         raise UserError(f"{url}: is not a server's URL ({error}); write it as http://host:port") from error
 
 
-# What a launcher tells the processes of its job; SGLang is none of them.
-LAUNCHER_VARIABLES = frozenset(
-    "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE LOCAL_SIZE CROSS_RANK CROSS_SIZE GROUP_RANK ROLE_RANK ROLE_WORLD_SIZE "
-    "MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID TORCHELASTIC_USE_AGENT_STORE OMP_NUM_THREADS".split()
-)
+def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
+    """Without what torchrun and deepspeed tell the processes of their job: SGLang is none of them."""
+    told = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "CROSS_", "TORCHELASTIC_")
+    return {name: value for name, value in environment.items() if not name.startswith(told)}
 
 
 def _die_with_parent() -> None:
@@ -196,6 +203,11 @@ def _die_with_parent() -> None:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Below the ports that systems hand to outgoing connections, any of which could take it before the server does."""
+    ports = list(range(20000, 30000))
+    random.shuffle(ports)
+    for port in ports:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise UserError("sglang: no port of 20000..29999 is free on this machine; end what holds them")

@@ -4,11 +4,14 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
-from eagle3.errors import SharedUserError
+from eagle3.errors import SharedUserError, UserError
+from eagle3.target.interface import LogitTransform
 
 # Proven by tests/test_sglang_*.py; a later release may rename what this file names.
 SUPPORTED = SpecifierSet(">=0.5.23,<0.5.24")
@@ -79,6 +82,37 @@ def hook_call(arguments: Sequence[Any]) -> HookCall | None:
     return HookCall(ids, last, aux, head, requests)
 
 
+class Head(NamedTuple):
+    """This rank's part of the vocabulary: columns `first_id` and on, of which `valid` are tokens and what follows padding."""
+
+    group: ProcessGroup
+    first_id: int
+    valid: int
+    device: torch.device
+
+
+def head_of(head: nn.Module) -> Head:
+    """From SGLang's lm_head (a VocabParallelEmbedding)."""
+    shard = head.shard_indices
+    device = next(head.parameters()).device
+    return Head(head.tp_group.device_group, shard.org_vocab_start_index, shard.num_org_elements, device)
+
+
+def plain_weight(head: nn.Module) -> Tensor | None:
+    """The lm_head's matrix [V/tp, H], None where it is none: quantised, or with a bias."""
+    weight = getattr(head, "weight", None)
+    plain = type(head.quant_method).__name__ == "UnquantizedEmbeddingMethod" and getattr(head, "bias", None) is None
+    return weight if plain and weight is not None and weight.is_floating_point() else None
+
+
+def local_logits(processor: nn.Module, head: nn.Module, last: Tensor) -> Tensor:
+    """The model's own logits [n, V/tp] of this rank's columns after rows last [n, H], scaled and capped as it does; as
+    LogitsProcessor._get_logits makes them, before it gathers them."""
+    logits = processor._compute_lm_head(last, head)
+    scale, cap = processor.logit_scale, processor.final_logit_softcapping
+    return LogitTransform(1.0 if scale is None else scale, cap or None).apply(logits)
+
+
 def hook_settings(info: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """From a server's /server_info: the settings of our hook, None where it has none."""
     for spec in info.get("forward_hooks") or []:
@@ -90,3 +124,64 @@ def hook_settings(info: Mapping[str, Any]) -> Mapping[str, Any] | None:
 def accepted_histogram(meta: Mapping[str, Any]) -> list[int]:
     """From an answer's meta_info: how many verifications accepted 0, 1, 2, ... drafts."""
     return list(meta.get("spec_correct_drafts_histogram") or [])
+
+
+# What the judge and the export check need ------------------------------------------------------------------------------
+
+DRAFT_CLASS = "LlamaForCausalLMEagle3"  # as an export's config.json names it
+CONTEXT_RESERVE = 6  # tokens of the context that its scheduler lets no request use (tp_worker.py, get_worker_info)
+
+
+class GreedyAnswer(NamedTuple):
+    """tokens: put out, the one that stopped it included. stopped: by an EOS, not by the length. histogram[a]: how many
+    verifications accepted a drafts; what they accepted beyond the end of `tokens` counts too."""
+
+    tokens: list[int]
+    stopped: bool
+    histogram: list[int]
+
+
+def speculative_flags(draft: str, steps: int, topk: int, tree_tokens: int) -> list[str]:
+    """Flags with which a server decodes with an EAGLE3 draft. tree_tokens: verified at a time, the last token put out
+    included, so steps + 1 for a chain."""
+    return [
+        *("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", draft),
+        *("--speculative-num-steps", str(steps), "--speculative-eagle-topk", str(topk)),
+        *("--speculative-num-draft-tokens", str(tree_tokens)),
+    ]
+
+
+def decoding_flags() -> list[str]:
+    """Flags of a server that decodes given ids: no prompt's keys are found in a cache, so that every one is timed alike."""
+    return ["--skip-tokenizer-init", "--disable-radix-cache"]
+
+
+def cpu_attention_flags() -> list[str]:
+    """The one backend that drafts several steps on a CPU; named apart, as one name for both is replaced without AMX."""
+    return ["--prefill-attention-backend", "intel_amx", "--decode-attention-backend", "intel_amx"]
+
+
+def greedy_request(ids: Sequence[int], new_tokens: int) -> dict[str, Any]:
+    """Body of a POST to /generate."""
+    return {"input_ids": list(ids), "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens}}
+
+
+def greedy_answer(answer: Mapping[str, Any]) -> GreedyAnswer:
+    meta = answer["meta_info"]
+    reason = meta["finish_reason"]["type"]
+    if reason not in ("stop", "length"):
+        raise UserError(f"sglang: a request ended by {reason!r} ({meta['finish_reason']}); look at the server's log")
+    return GreedyAnswer(list(answer["output_ids"]), reason == "stop", accepted_histogram(meta))
+
+
+def scores_request(ids: Sequence[int], of: Sequence[int]) -> dict[str, Any]:
+    """Asks for the log-probabilities of the tokens `of`, and the largest one, after `ids`."""
+    asked = {"return_logprob": True, "top_logprobs_num": 1, "token_ids_logprob": list(of)}
+    return greedy_request(ids, 1) | asked
+
+
+def scores_answer(answer: Mapping[str, Any]) -> tuple[list[float], float]:
+    """(log-probabilities of the tokens asked for, in their order; the largest of all)."""
+    meta = answer["meta_info"]
+    asked, best = meta["output_token_ids_logprobs"][0], meta["output_top_logprobs"][0]
+    return [score for score, *_ in asked], best[0][0]

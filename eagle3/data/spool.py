@@ -1,0 +1,217 @@
+"""Where a running target leaves hidden states for a job: a folder of one-sample shards, gone when the job is.
+
+    SPOOL/JOB/owner.lock            locked while the job's owner lives; who finds it free may sweep the folder
+    SPOOL/JOB/SHARD.safetensors     one sample, in the store's own format, with every row's last hidden state
+    SPOOL/JOB/SHARD.json            its index; written last, so the sample is there when its index is
+    SPOOL/JOB/SHARD.failed          why there will be no such sample
+    SPOOL/JOB/SHARD.read-N          reader N has what it wants of it
+
+Nothing else is shared by who makes hidden states and who reads them: no process group, no socket.
+"""
+
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from secrets import token_hex
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from eagle3.data.store.files import LocalFiles
+from eagle3.data.store.reader import DocumentRows, HiddenStateStore, Location, RowRequest
+from eagle3.data.store.shard import ShardIndex, hold, index_name
+from eagle3.durable import write_text
+from eagle3.errors import SharedUserError, UserError
+
+LOCK = "owner.lock"
+GONE = ".gone-"
+POLL_SECONDS = 0.002
+# A reader that finds nothing looks whether the owner lives, as often.
+OWNER_SECONDS = 1.0
+HEADER = "eagle3"
+
+
+class Ticket(NamedTuple):
+    """A sample that a job asked for; its text is the request's id, which is all that the target's side is told.
+
+    shard: the name of the file it will lie in. tokens: how many rows make it whole.
+    """
+
+    job: str
+    shard: str
+    sample_id: str
+    tokens: int
+
+    @classmethod
+    def of(cls, job: str, sample_id: str, tokens: int, time_asked: int) -> Self:
+        """time_asked: how often that many tokens of the sample were asked for before; who counts the same comes to the
+        same name. sample_id: hexadecimal, 32 digits."""
+        return cls(job, f"shard-{time_asked:08x}-{int(sample_id, 16):039d}{tokens:08d}.safetensors", sample_id, tokens)
+
+    @property
+    def text(self) -> str:
+        return ":".join((HEADER, self.job, self.shard, self.sample_id, str(self.tokens)))
+
+    @classmethod
+    def parse(cls, text: str) -> Self | None:
+        """None for the id of a request that is not this project's."""
+        words = text.split(":")
+        if len(words) != 5 or words[0] != HEADER:
+            return None
+        return cls(*words[1:4], int(words[4]))
+
+    @property
+    def index(self) -> str:
+        return index_name(self.shard)
+
+    def mark(self, kind: str) -> str:
+        return self.shard.removesuffix(".safetensors") + f".{kind}"
+
+
+class Spool:
+    """A job's own folder, made by its owner and removed by `close`, with whatever is in it.
+
+    Raises UserError where `folder` cannot be written.
+    """
+
+    def __init__(self, folder: str | Path, report: Callable[[str], None] = print) -> None:
+        self.folder = Path(folder)
+        self.job = token_hex(8)
+        self.path = self.folder / self.job
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            swept = sweep(self.folder)
+            self.path.mkdir()
+            self._lock = (self.path / LOCK).open("wb")
+        except OSError as error:
+            raise UserError(f"target.spool: {folder} cannot be written ({error}); name another folder") from error
+        hold(self._lock)
+        self._lock.write(b"held\n")  # from now on a free lock means a dead owner
+        self._lock.flush()
+        if swept:
+            report(f"{folder}: removed what {swept} ended job{'s' if swept > 1 else ''} had left")
+
+    def fail(self, ticket: Ticket, reason: str) -> None:
+        """Tell all who wait for it that a sample will not come."""
+        fail(self.path, ticket, reason)
+
+    def readers(self, ticket: Ticket, count: int) -> int:
+        """How many of `count` readers have what they want."""
+        return sum((self.path / ticket.mark(f"read-{reader}")).exists() for reader in range(count))
+
+    def remove(self, ticket: Ticket, readers: int) -> None:
+        """Delete a sample and its marks."""
+        marks = [ticket.mark("failed"), *(ticket.mark(f"read-{reader}") for reader in range(readers))]
+        for name in (ticket.index, ticket.shard, *marks):
+            (self.path / name).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        _remove(self.path)
+        self._lock.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def sweep(folder: Path) -> int:
+    """Remove the folders of jobs whose owner is dead; how many there were."""
+    for half_removed in folder.glob(f"{GONE}*"):
+        shutil.rmtree(half_removed, ignore_errors=True)
+    swept = 0
+    for lock in folder.glob(f"*/{LOCK}"):
+        with suppress(FileNotFoundError), lock.open("rb") as file:
+            if file.read(1) and not _is_held(file.fileno()):
+                _remove(lock.parent)
+                swept += 1
+    return swept
+
+
+def _remove(job: Path) -> None:
+    """Renamed first, so that who still writes there by path finds nothing, and cannot add to what is being deleted."""
+    gone = job.with_name(GONE + job.name)
+    with suppress(FileNotFoundError):
+        job.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def fail(folder: Path, ticket: Ticket, reason: str) -> None:
+    """Say in a job's folder why a sample will not come; nothing where the job is gone."""
+    with suppress(FileNotFoundError):
+        write_text(folder / ticket.mark("failed"), reason)
+
+
+class SpoolReader:
+    """Reads samples of a job's folder as they come. number: of this reader among those who read every sample."""
+
+    def __init__(self, path: Path, number: int) -> None:
+        self.path, self.number = path, number
+        self.files = LocalFiles(path)
+        self.store = HiddenStateStore(self.files, {}, {})
+
+    def wait(self, ticket: Ticket) -> Location:
+        """Until the sample is there. Raises UserError where it failed, or where the job's owner is gone."""
+        index, failed, looked = self.path / ticket.index, self.path / ticket.mark("failed"), time.monotonic()
+        while not index.exists():
+            if failed.exists():
+                raise SharedUserError(failed.read_text(encoding="utf-8"))
+            if time.monotonic() - looked > OWNER_SECONDS:
+                looked = time.monotonic()
+                self._require_owner()
+            time.sleep(POLL_SECONDS)
+        found = ShardIndex.parse(index.read_bytes(), ticket.index, str(self.path))
+        entry = found.samples[0]
+        assert (entry.id, entry.tokens) == (ticket.sample_id, ticket.tokens), f"{index}: holds another sample"
+        return Location(found, entry)
+
+    def read(self, location: Location, aux: Tensor, teacher: Tensor) -> DocumentRows:
+        """Rows of a sample, as `RowRequest` has them; each row may be read."""
+        return self.store.read_at([location], [RowRequest(location.entry.id, aux, teacher)])[0]
+
+    def require_tokens(self, location: Location, ids: Tensor) -> None:
+        """Raises UserError unless the sample was made from these ids [T]."""
+        if not torch.equal(self.store.tokens_at([location])[0].ids, ids.long()):
+            raise UserError(
+                f"{self.path}: hidden states of sample {location.entry.id} belong to other tokens; a server that "
+                "serves from a cache does that: start it as launchers/capture.py --print-server says"
+            )
+
+    def done(self, ticket: Ticket) -> None:
+        """This reader has all it wants; the sample may go when all have."""
+        self.forget(ticket)
+        (self.path / ticket.mark(f"read-{self.number}")).touch()
+
+    def forget(self, ticket: Ticket) -> None:
+        """Let go of the sample's memory map: on tmpfs a deleted file takes memory while it is mapped."""
+        self.store.forget(ticket.shard)
+
+    def _require_owner(self) -> None:
+        try:
+            descriptor = os.open(self.path / LOCK, os.O_RDONLY)
+        except FileNotFoundError:
+            held = False
+        else:
+            held = _is_held(descriptor)
+            os.close(descriptor)
+        if not held:
+            raise SharedUserError(
+                f"{self.path}: the process that asks the target for hidden states has ended; see what it said, and "
+                "continue with --resume"
+            )
+
+
+def _is_held(descriptor: int) -> bool:
+    """Whether a live process holds the lock; True where the file system cannot say."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    return False

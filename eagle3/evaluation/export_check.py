@@ -1,0 +1,51 @@
+"""Asks SGLang's own draft class, in a process of its own, whether it takes an exported draft whole."""
+
+import os
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from eagle3.errors import UserError
+from eagle3.target.sglang.server import without_launcher
+from eagle3.target.sglang.version import require_supported
+
+CHECK_SECONDS = 600.0
+
+
+class NotChecked(UserError):
+    """Nothing is known of the draft: SGLang is not installed, or does not start here."""
+
+
+class NotInstalled(NotChecked):
+    """SGLang is not installed."""
+
+
+def check_export(folder: Path) -> str:
+    """What SGLang says of the export in `folder`, one line. Raises UserError where it would not serve that draft right,
+    NotChecked where it cannot be asked."""
+    try:
+        found = version("sglang")
+    except PackageNotFoundError:
+        raise NotInstalled(
+            f"{folder}: not checked: SGLang is not installed here; pip install 'eagle3-recipes[sglang]' "
+            "-c constraints/cuda.txt, or check where it is with launchers/export.py --check"
+        ) from None
+    try:
+        require_supported(found, "this environment")
+    except UserError as refusal:
+        raise NotChecked(f"{folder}: not checked: {refusal}") from refusal
+    command = [sys.executable, "-m", "eagle3.target.sglang.draft_check", str(folder)]
+    environment = without_launcher(os.environ)
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=CHECK_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise NotChecked(f"{folder}: not checked: SGLang did not load in {CHECK_SECONDS:.0f} s; try again") from None
+    if run.returncode == 0:
+        return run.stdout.splitlines()[-1]
+    errors = run.stderr.splitlines()
+    said = [line.removeprefix("error: ") for line in errors if line.startswith("error: ")]
+    if run.returncode == 2 and said:
+        raise UserError(said[-1])
+    last = next((line.strip() for line in reversed(errors) if line.strip()), "it said nothing")
+    raise NotChecked(f"{folder}: not checked: SGLang does not start here (exit code {run.returncode}: {last})")

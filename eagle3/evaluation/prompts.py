@@ -1,0 +1,98 @@
+"""Reads the prompts that a draft is judged on from a file of conversations, texts or questions."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import jinja2
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from eagle3.data.chat import TEMPLATE_ERRORS
+from eagle3.data.conversations import KINDS, Conversation, read_conversations
+from eagle3.errors import UserError
+
+
+def read_prompts(
+    path: Path, tokenizer: PreTrainedTokenizerBase, chat_template: str | None, longest: int
+) -> list[Tensor]:
+    """The prompts (int64 [P]) of a file, in its order; P is at most `longest`.
+
+    .jsonl, .json and .parquet hold rows as training data does: of `messages` and `conversations` everything before the
+    last answer is the prompt, with the chat template's generation prompt behind it; a `text` is continued as it stands.
+    Of a .txt file every line that is not blank is one user's question. chat_template: Jinja source, None for the
+    tokenizer's own. Raises UserError for what cannot be read or rendered, and for a prompt that is too long.
+    """
+    if not path.is_file():
+        raise UserError(f"--prompts {path}: no such file; name a {', '.join(KINDS)} or .txt file")
+    conversations = _questions(path) if path.suffix == ".txt" else read_conversations([str(path)])
+    prompts = [_prompt(conversation, tokenizer, chat_template) for conversation in conversations]
+    for conversation, prompt in zip(conversations, prompts, strict=True):
+        if not len(prompt):
+            raise UserError(f"{conversation.origin}: the prompt has no tokens; leave it out")
+        if len(prompt) > longest:
+            raise UserError(
+                f"{conversation.origin}: the prompt has {len(prompt)} tokens, at most {longest} leave room for the answer in "
+                "the target's context; shorten it, or lower evaluation.new_tokens"
+            )
+    return prompts
+
+
+def _questions(path: Path) -> list[Conversation]:
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read as UTF-8 text ({error}); convert the file") from error
+    questions = [
+        Conversation(f"{path}:{number}", ({"role": "user", "content": line.strip()},), None)
+        for number, line in enumerate(lines, start=1)
+        if line.strip()
+    ]
+    if not questions:
+        raise UserError(f"{path}: holds no lines; write one question a line")
+    return questions
+
+
+def _prompt(conversation: Conversation, tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> Tensor:
+    if conversation.messages is None:
+        ids = tokenizer(conversation.text, add_special_tokens=True, verbose=False)["input_ids"]
+    else:
+        if chat_template is None and not tokenizer.chat_template:
+            raise UserError(
+                f"{conversation.origin}: is a conversation but the tokenizer has no chat template; name one with "
+                "data.chat_template, or give rows with `text`"
+            )
+        text = _rendered(conversation, _asked(conversation), tokenizer, chat_template)
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return torch.tensor(ids, dtype=torch.long)
+
+
+def _asked(conversation: Conversation) -> list[dict]:
+    """The messages before the last answer."""
+    messages = list(conversation.messages)
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not any(message["role"] in ("user", "tool") for message in messages):
+        raise UserError(f"{conversation.origin}: asks nothing (no user turn before an answer); mend the row")
+    return messages
+
+
+def _rendered(
+    conversation: Conversation, messages: Sequence[dict], tokenizer: PreTrainedTokenizerBase, chat_template: str | None
+) -> str:
+    try:
+        return tokenizer.apply_chat_template(
+            list(messages),
+            tools=conversation.tools,
+            chat_template=tokenizer.get_chat_template(chat_template, conversation.tools),
+            add_generation_prompt=True,
+            tokenize=False,
+        )
+    except jinja2.TemplateSyntaxError as error:
+        raise UserError(
+            f"chat template line {error.lineno}: {error.message}; mend it, see data.chat_template"
+        ) from error
+    except TEMPLATE_ERRORS as error:
+        raise UserError(
+            f"{conversation.origin}: the chat template refuses it ({type(error).__name__}: {error}); mend the row"
+        ) from error

@@ -1,0 +1,240 @@
+"""Asks running SGLang servers for hidden states: shares out the work, and goes on without servers that died."""
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from eagle3.data.spool import Spool, Ticket
+from eagle3.errors import SharedUserError, UserError
+from eagle3.target.sglang.hook import HookSettings
+from eagle3.target.sglang.server import ask
+from eagle3.target.sglang.version import REQUIRED_SETTINGS, hook_settings, require_supported
+
+ANSWER_SECONDS = 3600.0
+# A server that answered writes the rows meanwhile; then they are somewhere else, or nowhere.
+ROWS_SECONDS = 60.0
+POLL_SECONDS = 0.005
+# How long a server that does not answer may take to come back.
+RETRY_SECONDS = (0.5, 1.0, 2.0, 4.0)
+
+
+def require_capture(url: str, settings: HookSettings, aux_layers: Sequence[int], command: str) -> None:
+    """Raises UserError unless the server at `url` captures what this job wants. command: one that starts such a server."""
+    try:
+        info = ask(url, "/server_info")
+    except OSError as error:
+        raise SharedUserError(
+            f"target.servers: {url} does not answer ({error}); start it, for example: {command}"
+        ) from error
+    require_supported(str(info.get("version")), url)
+    found: dict[str, Any] = {name: info.get(name) for name in REQUIRED_SETTINGS}
+    wanted: dict[str, Any] = dict(REQUIRED_SETTINGS)
+    hook = hook_settings(info)
+    if hook is None:
+        raise SharedUserError(f"target.servers: {url} was started without this project's hook; start it so: {command}")
+    found |= {"aux layers": list(info.get("return_aux_hidden_state_layer_ids") or []), **hook}
+    wanted |= {"aux layers": list(aux_layers), **_told(settings)}
+    for name in wanted:
+        if found.get(name) != wanted[name]:
+            raise SharedUserError(
+                f"target.servers: {url} was started with {name} {found.get(name)!r}, this recipe wants {wanted[name]!r}; "
+                f"start it so: {command}"
+            )
+
+
+def _told(settings: HookSettings) -> Mapping[str, Any]:
+    return settings._asdict()
+
+
+class Request(NamedTuple):
+    ticket: Ticket
+    ids: list[int]
+    there: "Future[None]"
+
+
+class Servers:
+    """Requests wait in one queue, from which each server takes up to `in_flight` at a time.
+
+    A server that does not answer gets some seconds to come back; then it is left out, and its requests go to the others.
+    report: told about that. With no server left all requests fail.
+    """
+
+    def __init__(
+        self, urls: Sequence[str], folder: Path, in_flight: int, report: Callable[[str], None] = print
+    ) -> None:
+        assert urls
+        self.folder, self.report = folder, report
+        self.waiting: deque[Request] = deque()
+        self.changed = threading.Condition()
+        self.live = set(urls)
+        self.closed = False
+        self.lost: str | None = None
+        for url in urls:
+            for _ in range(in_flight):
+                threading.Thread(target=self._serve, args=(url,), name=f"ask {url}", daemon=True).start()
+
+    def request(self, ticket: Ticket, ids: Tensor) -> "Future[None]":
+        """Ask for a sample; done when it lies in the spool. Its exception is a UserError."""
+        request = Request(ticket, ids.tolist(), Future())
+        with self.changed:
+            if self.lost:
+                request.there.set_exception(SharedUserError(self.lost))
+            else:
+                self.waiting.append(request)
+                self.changed.notify()
+        return request.there
+
+    def close(self) -> None:
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
+
+    def _serve(self, url: str) -> None:
+        while True:
+            with self.changed:
+                self.changed.wait_for(lambda: self.closed or self.waiting or url not in self.live)
+                if self.closed or url not in self.live:
+                    return
+                request = self.waiting.popleft()
+            try:
+                self._fetch(url, request)
+                request.there.set_result(None)
+            except UserError as error:
+                request.there.set_exception(error)
+            except OSError as error:
+                with self.changed:
+                    self.waiting.appendleft(request)
+                    self.changed.notify()
+                if not self._comes_back(url):
+                    self._leave_out(url, error)
+                    return
+
+    def _fetch(self, url: str, request: Request) -> None:
+        ticket = request.ticket
+        body = {
+            "rid": ticket.text,
+            "input_ids": request.ids,
+            "sampling_params": {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True},
+        }
+        answer = ask(url, "/generate", body, timeout=ANSWER_SECONDS)
+        index, failed = self.folder / ticket.index, self.folder / ticket.mark("failed")
+        answered = time.monotonic()
+        while not index.exists():
+            if failed.exists():
+                raise UserError(f"{url}: {failed.read_text(encoding='utf-8')}")
+            if self.closed:
+                return
+            if time.monotonic() - answered > ROWS_SECONDS:
+                raise UserError(
+                    f"{url}: answered, but left no rows in {self.folder}; target.spool must be the same folder for the "
+                    f"server and for this process (it computed {answer.get('meta_info', {}).get('prompt_tokens')} tokens)"
+                )
+            time.sleep(POLL_SECONDS)
+
+    def _comes_back(self, url: str) -> bool:
+        for seconds in RETRY_SECONDS:
+            time.sleep(seconds)
+            if self.closed or url not in self.live:
+                return False
+            try:
+                ask(url, "/model_info", timeout=5)
+                return True
+            except OSError:
+                continue
+        return False
+
+    def _leave_out(self, url: str, error: OSError) -> None:
+        with self.changed:
+            if url not in self.live or self.closed:
+                return
+            self.live.discard(url)
+            if self.live:
+                self.report(f"{url} does not answer ({error}): left out; {len(self.live)} servers go on")
+            else:
+                self.lost = (
+                    f"target.servers: no server is left ({url}: {error}); start one and continue: capture.py goes on where it "
+                    "stopped, train.py with --resume"
+                )
+                for request in self.waiting:
+                    request.there.set_exception(SharedUserError(self.lost))
+                self.waiting.clear()
+            self.changed.notify_all()
+
+
+class Producer:
+    """Asks for samples in the order given, as far as the spool has room; readers make room by being done.
+
+    most_bytes: of samples in the spool or on their way to it. readers: who read every sample; where there are none, the
+    caller says `release`.
+    """
+
+    def __init__(self, servers: Servers, spool: Spool, most_bytes: int, readers: int) -> None:
+        self.servers, self.spool, self.most_bytes, self.readers = servers, spool, most_bytes, readers
+        self.asked: queue.SimpleQueue[tuple[Request, int] | None] = queue.SimpleQueue()
+        self.held: dict[Ticket, int] = {}  # bytes of what is in the spool, or on its way
+        self.room = threading.Condition()
+        self.closed = False
+        threading.Thread(target=self._dispatch, name="dispatch", daemon=True).start()
+        if readers:
+            threading.Thread(target=self._reap, name="reap", daemon=True).start()
+
+    def ask(self, ticket: Ticket, ids: Tensor, size: int) -> "Future[None]":
+        """Done when the sample is there. size: its bytes in the spool. Raises UserError where it never fits."""
+        if size > self.most_bytes:
+            raise SharedUserError(
+                f"target.spool_gib: {self.most_bytes / 2**30:.3g}, but a sample of {ticket.tokens:,} tokens takes "
+                f"{size / 2**30:.3g} GiB; set it to that or more"
+            )
+        request = Request(ticket, [], Future())
+        self.asked.put((request._replace(ids=ids), size))
+        return request.there
+
+    def release(self, ticket: Ticket) -> None:
+        """Delete a sample and use its room."""
+        self.spool.remove(ticket, self.readers)
+        with self.room:
+            self.held.pop(ticket, None)
+            self.room.notify_all()
+
+    def close(self) -> None:
+        with self.room:
+            self.closed = True
+            self.room.notify_all()
+        self.asked.put(None)
+        self.servers.close()
+
+    def _dispatch(self) -> None:
+        while (item := self.asked.get()) is not None:
+            (ticket, ids, there), size = item
+            with self.room:
+                self.room.wait_for(lambda size=size: self.closed or sum(self.held.values()) + size <= self.most_bytes)
+                if self.closed:
+                    return
+                self.held[ticket] = size
+            self.servers.request(ticket, ids).add_done_callback(
+                lambda done, ticket=ticket, there=there: self._arrived(ticket, there, done)
+            )
+
+    def _arrived(self, ticket: Ticket, there: "Future[None]", done: "Future[None]") -> None:
+        error = done.exception()
+        if error is None:
+            there.set_result(None)
+        else:
+            self.spool.fail(ticket, str(error))
+            there.set_exception(error)
+
+    def _reap(self) -> None:
+        while not self.closed:
+            with self.room:
+                held = list(self.held)
+            for ticket in held:
+                if self.spool.readers(ticket, self.readers) == self.readers:
+                    self.release(ticket)
+            time.sleep(POLL_SECONDS)

@@ -1,0 +1,92 @@
+"""What the target says after each row, inside SGLang: from logits of which no rank has all columns."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from eagle3.errors import UserError
+from eagle3.target.interface import BLOCK_ROWS, LogitTransform, TeacherSummary
+from eagle3.target.sglang.version import Head, head_of, local_logits, plain_weight
+from eagle3.target.sharding import DraftColumns, summarize_sharded
+
+
+class TeacherWords(NamedTuple):
+    """Of one forward's N rows: kept [M, W], what the draft's teacher will be made from, for the M rows this rank writes;
+    argmax [N] int64 and logsumexp [N] over the full vocabulary."""
+
+    kept: Tensor
+    argmax: Tensor
+    logsumexp: Tensor
+
+
+class Teacher(Protocol):
+    group: ProcessGroup
+
+    def says(self, last: Tensor, rows: Sequence[Tensor]) -> TeacherWords:
+        """Collective over `group`. last [N, H]; rows: for each rank, int64, the rows that it writes."""
+        ...
+
+
+class HiddenTeacher:
+    """Keeps last hidden states; training applies the lm_head to them."""
+
+    def __init__(self, processor: nn.Module, head: Any) -> None:
+        self.head: Head = head_of(head)
+        self.group = self.head.group
+        self.weight = plain_weight(head)
+        if self.weight is None:
+            raise UserError(
+                "target.teacher: hidden, but this target's lm_head is no plain matrix (quantised, or with a bias), which "
+                "training could not apply; set target.teacher=logits"
+            )
+        scale, cap = processor.logit_scale, processor.final_logit_softcapping
+        self.transform = LogitTransform(1.0 if scale is None else scale, cap)
+
+    def says(self, last: Tensor, rows: Sequence[Tensor]) -> TeacherWords:
+        said = _summaries(last, self._logits, self.head)
+        return TeacherWords(last[rows[self.group.rank()].to(last.device)], *said)
+
+    def _logits(self, last: Tensor) -> Tensor:
+        if last.is_cuda and last.dtype == self.weight.dtype and last.dtype in (torch.bfloat16, torch.float16):
+            return self.transform.apply(torch.mm(last, self.weight.T, out_dtype=torch.float32))
+        return self.transform.apply(last.float() @ self.weight.float().T)
+
+
+class LogitsTeacher:
+    """Keeps the model's own logits of the draft vocabulary's tokens, in the order of draft ids."""
+
+    def __init__(self, processor: nn.Module, head: Any, draft_vocabulary: Path) -> None:
+        self.processor, self.module = processor, head
+        self.head = head_of(head)
+        self.group = self.head.group
+        d2t = load_file(draft_vocabulary)["d2t"]
+        draft_ids = (d2t + torch.arange(len(d2t))).to(self.head.device)
+        self.columns = DraftColumns.of(draft_ids, self.head.first_id, self.head.valid, self.group)
+
+    def says(self, last: Tensor, rows: Sequence[Tensor]) -> TeacherWords:
+        said = _summaries(last, self._logits, self.head)
+        kept = self.columns.redistribute(lambda chosen: self._logits(last[chosen]), rows, self._logits(last[:1]).dtype)
+        return TeacherWords(kept, *said)
+
+    def _logits(self, last: Tensor) -> Tensor:
+        return local_logits(self.processor, self.module, last)
+
+
+def _summaries(last: Tensor, logits: Callable[[Tensor], Tensor], head: Head) -> TeacherSummary:
+    """Logits of one block of rows at a time exist."""
+    blocks = last.split(BLOCK_ROWS)
+    said = [summarize_sharded(logits(block), head.first_id, head.valid, head.group) for block in blocks]
+    return TeacherSummary(*map(torch.cat, zip(*said, strict=True)))
+
+
+def make_teacher(processor: nn.Module, head: Any, draft_vocabulary: str | None) -> Teacher:
+    """processor, head: SGLang's logits processor and lm_head. draft_vocabulary: file with d2t where logits are kept, else
+    None. Raises UserError where the target cannot be taught so."""
+    if draft_vocabulary is None:
+        return HiddenTeacher(processor, head)
+    return LogitsTeacher(processor, head, Path(draft_vocabulary))

@@ -1,0 +1,106 @@
+"""From a recipe to the judge of an exported draft: its prompts, and the engine that decodes them."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from eagle3.data.vocabulary import DraftVocabulary
+from eagle3.draft.interchange import read_exported
+from eagle3.evaluation.judge import Judgement, choose_prompts, judge_export
+from eagle3.evaluation.prompts import read_prompts
+from eagle3.evaluation.serving import DraftTree, Logits, check_belongs, judge_by_sglang
+from eagle3.parallel.topology import Topology
+from eagle3.recipe import Recipe
+from eagle3.target.checkpoint import target_config
+from eagle3.target.sglang.server import EngineOptions
+from eagle3.target.sglang.version import CONTEXT_RESERVE
+from eagle3.target.transformers import TransformersTarget
+from eagle3.training.assemble import Materials, start_target
+from eagle3.training.serving import engine_options
+
+Say = Callable[[str], None]
+CPU_KV_TOKENS = 4096  # of a server on a CPU beyond what it needs; SGLang wants more than one request's
+
+
+def judge(
+    recipe: Recipe,
+    materials: Materials,
+    target: TransformersTarget | None,
+    exported: Path,
+    topology: Topology,
+    say: Say,
+    prompts_file: Path | None = None,
+) -> Judgement:
+    """Judge an exported draft by transformers as the recipe's evaluation section says, and say the result.
+
+    target: None to load it. prompts_file: see read_prompts; None for held-out conversations.
+    """
+    wanted = recipe.evaluation
+    prompts = _prompts_to_judge(recipe, materials, prompts_file, room=wanted.new_tokens + wanted.draft_tokens)
+    if target is None:
+        trained = read_exported(exported)
+        vocabulary = DraftVocabulary(d2t=trained.d2t, t2d=trained.t2d)
+        target = start_target(recipe, materials, topology.device, vocabulary)
+    say(f"decoding {len(prompts)} {'prompts' if prompts_file else 'held-out conversations'} speculatively")
+    judgement = judge_export(
+        exported,
+        target,
+        prompts,
+        topology.modules_alone,
+        draft_tokens=wanted.draft_tokens,
+        new_tokens=wanted.new_tokens,
+        seed=recipe.training.seed,
+        report=say,
+    )
+    for line in judgement.lines():
+        say(line)
+    return judgement
+
+
+def judge_served(
+    recipe: Recipe, materials: Materials, exported: Path, tree: DraftTree, say: Say, prompts_file: Path | None = None
+) -> Judgement:
+    """As `judge`, but by SGLang: its servers decode, one with the draft and then one without it."""
+    wanted, model = recipe.evaluation, recipe.model
+    config = target_config(materials.target, revision=model.revision, trust_remote_code=model.trust_remote_code)
+    check_belongs(read_exported(exported).config, exported, config.vocab_size, config.hidden_size)
+    room = wanted.new_tokens + max(tree.tokens, CONTEXT_RESERVE)
+    prompts = _prompts_to_judge(recipe, materials, prompts_file, room)
+    options = serving_options(recipe, materials, max(map(len, prompts)) + room)
+    say(f"decoding {len(prompts)} {'prompts' if prompts_file else 'held-out conversations'} by SGLang")
+    result = judge_by_sglang(
+        exported,
+        options,
+        prompts,
+        tree=tree,
+        new_tokens=wanted.new_tokens,
+        logits=Logits(getattr(torch, options.dtype), config.num_hidden_layers, config.vocab_size),
+        report=say,
+    )
+    judgement = Judgement(result, None, "sglang", version("sglang"), tree.topk, tree.tokens)
+    for line in judgement.lines():
+        say(line)
+    return judgement
+
+
+def serving_options(recipe: Recipe, materials: Materials, tokens: int) -> EngineOptions:
+    """How SGLang runs the recipe's target for the judge. tokens: of the longest conversation; on a machine without a GPU the
+    KV cache holds not much more than one, for there SGLang would take the memory of everything else."""
+    options = engine_options(recipe, materials)
+    if options.kv_tokens is None and not torch.cuda.is_available():
+        options = replace(options, kv_tokens=2 * tokens + CPU_KV_TOKENS)
+    return options
+
+
+def _prompts_to_judge(recipe: Recipe, materials: Materials, file: Path | None, room: int) -> list[Tensor]:
+    """room: tokens of the target's context that a prompt must leave."""
+    model = recipe.model
+    config = target_config(materials.target, revision=model.revision, trust_remote_code=model.trust_remote_code)
+    longest = config.max_position_embeddings - room
+    if file is None:
+        return choose_prompts(materials.held_out, recipe.evaluation.conversations, longest)
+    return read_prompts(file, materials.tokenizer, materials.chat_template, longest)

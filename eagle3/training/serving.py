@@ -1,0 +1,195 @@
+"""From a recipe to SGLang: what a server is started with, a target for capture, a source of rows for live training."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from eagle3.data.samples import Sample
+from eagle3.data.spool import Spool, SpoolReader, Ticket
+from eagle3.data.spooled import SpooledSource
+from eagle3.data.vocabulary import DraftVocabulary, save_vocabulary
+from eagle3.durable import publish
+from eagle3.errors import SharedUserError, UserError
+from eagle3.parallel.topology import Topology, agreed
+from eagle3.recipe import Recipe
+from eagle3.target.checkpoint import fingerprint, target_config
+from eagle3.target.interface import TargetHead, summarize_teacher
+from eagle3.target.sglang.client import Producer, Servers, require_capture
+from eagle3.target.sglang.hook import HookSettings
+from eagle3.target.sglang.server import EngineOptions, SGLangServer, as_typed, server_command
+from eagle3.target.sglang.target import SGLangTarget, spool_bytes
+from eagle3.target.sglang.version import capture_flags
+from eagle3.training.assemble import Materials, aux_layers
+
+Say = Callable[[str], None]
+SERVER_PORT = 30000  # SGLang's own default
+PROBE_TOKENS = 16
+
+
+def engine_options(recipe: Recipe, materials: Materials) -> EngineOptions:
+    """What a server of this recipe's target is started with, whatever it is for."""
+    model, target = recipe.model, recipe.target
+    dtype = model.target_dtype
+    if dtype == "auto":  # as transformers means it; SGLang's own "auto" halves a float32 target
+        config = target_config(materials.target, revision=model.revision, trust_remote_code=model.trust_remote_code)
+        dtype = str(config.dtype or torch.float32).removeprefix("torch.")
+    return EngineOptions(
+        model=materials.target,
+        revision=model.revision,
+        trust_remote_code=model.trust_remote_code,
+        dtype=dtype,
+        tensor=target.tensor,
+        memory_fraction=target.memory_fraction,
+        kv_tokens=target.kv_tokens,
+        attention=target.attention,
+        chunk_tokens=recipe.hidden_states.prefill_tokens,
+    )
+
+
+def hook_settings(recipe: Recipe, materials: Materials, vocabulary: DraftVocabulary) -> HookSettings:
+    """What the hook in a server is told; makes the spool's folder, with the draft vocabulary in it where logits are kept."""
+    model, spool = recipe.model, Path(recipe.target.spool).expanduser().absolute()
+    config = target_config(materials.target, revision=model.revision, trust_remote_code=model.trust_remote_code)
+    settings = HookSettings(
+        spool=str(spool),
+        dtype=recipe.hidden_states.dtype,
+        target=fingerprint(materials.target, revision=model.revision),
+        hidden_size=config.hidden_size,
+    )
+    if recipe.target.teacher == "hidden":
+        return settings
+    kept = spool / f"vocabulary-{vocabulary.digest}.safetensors"
+    try:
+        if not kept.exists():
+            spool.mkdir(parents=True, exist_ok=True)
+            partial = kept.with_suffix(".partial")
+            save_vocabulary(vocabulary, partial)
+            publish(partial, kept)
+    except OSError as error:
+        raise UserError(f"target.spool: {spool} cannot be written ({error}); name another folder") from error
+    return settings._replace(
+        draft_vocabulary=str(kept), vocabulary_digest=vocabulary.digest, vocabulary_size=vocabulary.size
+    )
+
+
+def server_line(recipe: Recipe, materials: Materials, vocabulary: DraftVocabulary) -> str:
+    """The command line of a server that captures for this recipe, as a person types it."""
+    flags = _capture_flags(recipe, materials, vocabulary)
+    return as_typed(server_command(_capture_options(recipe, materials), flags, SERVER_PORT))
+
+
+def _capture_options(recipe: Recipe, materials: Materials) -> EngineOptions:
+    options, longest = engine_options(recipe, materials), recipe.data.max_length
+    if options.kv_tokens is None and not torch.cuda.is_available():  # else SGLang takes that share of the host's memory
+        options = replace(options, kv_tokens=2 * longest + 2 * options.chunk_tokens)
+    return replace(options, longest=longest)
+
+
+def _capture_flags(recipe: Recipe, materials: Materials, vocabulary: DraftVocabulary) -> list[str]:
+    settings = hook_settings(recipe, materials, vocabulary)
+    return capture_flags(aux_layers(recipe, materials.target), settings._asdict())
+
+
+def _require_servers(recipe: Recipe, materials: Materials, vocabulary: DraftVocabulary) -> None:
+    line = server_line(recipe, materials, vocabulary)
+    for url in recipe.target.servers:
+        settings = hook_settings(recipe, materials, vocabulary)
+        require_capture(url.rstrip("/"), settings, aux_layers(recipe, materials.target), line)
+
+
+@contextmanager
+def capture_target(
+    recipe: Recipe, materials: Materials, vocabulary: DraftVocabulary, local_rank: int, say: Say
+) -> Iterator[SGLangTarget]:
+    """A target for one process of a capture: the recipe's servers, or an engine of its own, on the next free GPUs."""
+    settings, wanted = hook_settings(recipe, materials, vocabulary), recipe.target
+    layers = aux_layers(recipe, materials.target)
+    with ExitStack() as stack:
+        urls = [url.rstrip("/") for url in wanted.servers]
+        if urls:
+            _require_servers(recipe, materials, vocabulary)
+        else:
+            say("starting SGLang")
+            flags = _capture_flags(recipe, materials, vocabulary)
+            devices = _devices(local_rank, wanted.tensor)
+            engine = SGLangServer(_capture_options(recipe, materials), flags, devices)
+            urls = [stack.enter_context(engine).url]
+        spool = stack.enter_context(Spool(settings.spool, say))
+        servers = Servers(urls, spool.path, wanted.in_flight, say)
+        producer = Producer(servers, spool, round(wanted.spool_gib * 2**30), readers=0)
+        stack.callback(producer.close)
+        config = target_config(
+            materials.target, revision=recipe.model.revision, trust_remote_code=recipe.model.trust_remote_code
+        )
+        yield SGLangTarget(producer, settings.encoding, vocab_size=config.vocab_size, aux_layers=layers)
+
+
+def _devices(local_rank: int, tensor: int) -> str | None:
+    """GPUs of this process's engine; None on a machine without."""
+    if not torch.cuda.is_available():
+        return None
+    first, count = local_rank * tensor, torch.cuda.device_count()
+    if first + tensor > count:
+        raise UserError(
+            f"target.tensor: {tensor} GPUs for each of {local_rank + 1} or more engines, this machine has {count}; start "
+            f"{count // tensor} processes at most"
+        )
+    return ",".join(map(str, range(first, first + tensor)))
+
+
+@contextmanager
+def live_source(
+    recipe: Recipe, materials: Materials, vocabulary: DraftVocabulary, head: TargetHead, topology: Topology, say: Say
+) -> Iterator[SpooledSource]:
+    """Rows for this rank's stream from the recipe's servers; collective. The first rank of a stream asks for its samples."""
+    wanted = recipe.target
+    if not wanted.servers:
+        line = agreed((lambda: server_line(recipe, materials, vocabulary)) if topology.is_first else None)
+        raise SharedUserError(
+            "target.servers: live training with SGLang wants servers that run; name their URLs, and start each so: "
+            f"{line or 'as rank 0 says'}"
+        )
+    agreed((lambda: _require_servers(recipe, materials, vocabulary)) if topology.is_first else None)
+    settings = hook_settings(recipe, materials, vocabulary)
+    with ExitStack() as stack:
+        asks = topology.stream.rank() == 0
+        spool = agreed((lambda: stack.enter_context(Spool(settings.spool, say))) if asks else None)
+        named = [spool.job if asks else None]
+        dist.broadcast_object_list(named, group=topology.stream, group_src=0)
+        job, ask = named[0], None
+        if asks:
+            servers = Servers([url.rstrip("/") for url in wanted.servers], spool.path, wanted.in_flight, say)
+            most = round(wanted.spool_gib * 2**30 / topology.data.size())
+            producer = Producer(servers, spool, most, topology.stream.size())
+            stack.callback(producer.close)
+
+            def ask(ticket: Ticket, ids: torch.Tensor) -> None:
+                producer.ask(ticket, ids, spool_bytes(settings.encoding, len(ids)))
+
+        reader = SpoolReader(Path(settings.spool) / job, topology.stream.rank())
+        source = SpooledSource(reader, job, ask)
+        agreed(lambda: _probe(source, head, topology))
+        yield source
+
+
+def _probe(source: SpooledSource, head: TargetHead, topology: Topology) -> None:
+    """One short document through all of it: that every rank sees the spool, and that the head which training applies makes
+    the logits that the server made."""
+    vocabulary = len(head.embedding)
+    ids = torch.arange(PROBE_TOKENS) % vocabulary
+    sample = Sample(f"{topology.data.rank():032x}", ids, torch.zeros(len(ids), dtype=torch.bool))
+    every = torch.arange(len(ids))
+    rows = source.rows([sample], [every], [every])[0]
+    if head.head is None or rows.last.shape[1] != head.head.shape[1]:
+        return  # logits are kept
+    made = summarize_teacher(rows.last.to(head.head.device, head.head.dtype), head.head, transform=head.transform)
+    difference = (made.logsumexp.cpu() - rows.logsumexp).abs().max()
+    if difference > 0.02 * rows.logsumexp.abs().max() + 0.02:
+        raise UserError(
+            f"target.servers: their logits are not those of this target's lm_head (logsumexp differs by {difference:.3g}); "
+            "serve the checkpoint that model.target names, or set target.teacher=logits"
+        )

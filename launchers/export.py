@@ -1,0 +1,36 @@
+"""Ask SGLang's own draft class whether it takes an exported draft whole: every tensor read, every weight filled.
+
+Needs SGLang installed, but neither a GPU nor the target. Every training run does the same after its export.
+"""
+
+import argparse
+from pathlib import Path
+
+from eagle3.errors import UserError, run_command
+from eagle3.recipe import load_recipe
+
+ROOT = Path(__file__).parent.parent
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--recipe", type=Path, default=ROOT / "recipes" / "quickstart.yaml")
+    parser.add_argument("--draft", type=Path, help="folder of the exported draft (default: output.dir/export)")
+    parser.add_argument("--check", action="store_true", help="check the export")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="change single keys of the recipe")
+    options = parser.parse_intermixed_args()
+    draft = options.draft or load_recipe(options.recipe, options.overrides).output.dir / "export"
+    if not (draft / "config.json").is_file():
+        raise UserError(f"{draft}: no exported draft here; train first, or name one with --draft")
+    if not options.check:
+        raise UserError(f"{draft}: say what to do with it: --check")
+    # Imported only now: they take seconds, and a mistake should be told at once.
+    from eagle3.draft.interchange import read_exported
+    from eagle3.evaluation.export_check import check_export
+
+    read_exported(draft)
+    print(f"{draft}: {check_export(draft)}")
+
+
+if __name__ == "__main__":
+    run_command(main)
