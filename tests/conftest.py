@@ -1,7 +1,26 @@
 """What the tests share: the process groups of a job of one process, and one thread for tensors that are all tiny."""
 
+import os
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
 import pytest
 import torch
+
+SHIMS = str(Path(__file__).parent / "sglang_cpu" / "shims")
+
+
+def pytest_configure() -> None:
+    """Where SGLang is installed on a machine without GPUs: its torchvision breaks the import of transformers, in this
+    process and in those that tests start, unless a shim is there first."""
+    if find_spec("sglang") and torch.version.cuda is None:
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [SHIMS, os.environ.get("PYTHONPATH")]))
+        sys.path.insert(0, SHIMS)
+        if not hasattr(sys.modules.get("sitecustomize"), "DeclareVisionOperators"):  # python may have imported another
+            sys.modules.pop("sitecustomize", None)
+            import_module("sitecustomize")
 
 
 @pytest.fixture(scope="session")

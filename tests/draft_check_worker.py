@@ -1,0 +1,23 @@
+"""Checks the drafts in several folders by SGLang's own class, in one process: it takes long to import. Started by a test."""
+
+import json
+import sys
+from pathlib import Path
+
+from eagle3.errors import UserError
+from eagle3.target.sglang.draft_check import check_draft, start_runtime
+
+
+def main(folders: list[Path]) -> None:
+    start_runtime(folders[0])
+    said = {}
+    for folder in folders:
+        try:
+            said[folder.name] = [0, check_draft(folder)]
+        except UserError as mistake:
+            said[folder.name] = [2, str(mistake)]
+    print(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main([Path(name) for name in sys.argv[1:]])

@@ -1,0 +1,89 @@
+"""What tests of real SGLang share: its environment, servers of tiny targets that capture, and a target behind them."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from sglang_cpu.environment import sglang_environment
+
+from eagle3.data.spool import Spool
+from eagle3.target.interface import HiddenStates
+from eagle3.target.sglang.client import Producer, Servers
+from eagle3.target.sglang.hook import HookSettings
+from eagle3.target.sglang.server import EngineOptions, SGLangServer
+from eagle3.target.sglang.target import SGLangTarget
+from eagle3.target.sglang.version import capture_flags
+
+VOCABULARY = 256
+HIDDEN = 64
+AUX_LAYERS = (1, 2, 4)
+
+
+@contextmanager
+def cpu_environment(tensor: int = 1) -> Iterator[None]:
+    """What SGLang reads when a server of `tensor` ranks starts."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in sglang_environment(tensor).items():
+            patch.setenv(name, value)
+        yield
+
+
+def options(model: Path, **changes) -> EngineOptions:
+    """Small enough for a CPU, and chunks so short that a prompt of 200 tokens takes seven."""
+    small = {
+        "dtype": "float32",
+        "memory_fraction": 0.2,
+        "kv_tokens": 4096,
+        "attention": "intel_amx",
+        "chunk_tokens": 32,
+    }
+    return EngineOptions(str(model), **{**small, **changes})
+
+
+def hook_of(spool: Path, **changes) -> HookSettings:
+    return HookSettings(str(spool), "float32", "target", HIDDEN)._replace(**changes)
+
+
+@contextmanager
+def capturing_server(model: Path, settings: HookSettings, aux_layers=AUX_LAYERS, **changes) -> Iterator[SGLangServer]:
+    chosen = options(model, **changes)
+    with cpu_environment(chosen.tensor), SGLangServer(chosen, capture_flags(aux_layers, settings._asdict())) as server:
+        yield server
+
+
+@contextmanager
+def target_behind(
+    urls: list[str],
+    settings: HookSettings,
+    aux_layers=AUX_LAYERS,
+    most_bytes: int = 2**30,
+    vocab_size: int = VOCABULARY,
+) -> Iterator[SGLangTarget]:
+    with Spool(settings.spool) as spool:
+        producer = Producer(Servers(urls, spool.path, 4), spool, most_bytes, readers=0)
+        try:
+            yield SGLangTarget(producer, settings.encoding, vocab_size=vocab_size, aux_layers=aux_layers)
+        finally:
+            producer.close()
+
+
+def documents(*lengths: int, seed: int = 1) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, VOCABULARY, (length,), generator=generator) for length in lengths]
+
+
+def largest_errors(found: HiddenStates, wanted: HiddenStates) -> dict[str, float]:
+    """Of aux, last and logsumexp, relative to the largest value; of argmax the rows that differ."""
+    errors = {"argmax": float((found.argmax != wanted.argmax).sum())}
+    for name in ("aux", "last", "logsumexp"):
+        mine, other = getattr(found, name).double(), getattr(wanted, name).double()
+        errors[name] = float((mine - other).abs().max() / other.abs().max())
+    return errors
+
+
+def left_in(folder: Path) -> list[str]:
+    """Every file and folder of a spool."""
+    return sorted(os.path.relpath(os.path.join(root, name), folder) for root, d, f in os.walk(folder) for name in d + f)

@@ -1,0 +1,27 @@
+"""The environment in which SGLang runs on a CPU: for every process of a test that imports or starts it."""
+
+import os
+from pathlib import Path
+
+
+def sglang_environment(tensor_parallel: int = 1) -> dict[str, str]:
+    """This process's environment, with what SGLang's CPU engine of `tensor_parallel` ranks needs.
+
+    It must be given to a new process: SGLang reads it when it is imported.
+    """
+    shims = str(Path(__file__).parent / "shims")
+    inherited = os.environ.get("PYTHONPATH")
+    cores = sorted(os.sched_getaffinity(0))
+    environment = os.environ | {
+        "PYTHONPATH": shims if not inherited else shims + os.pathsep + inherited,
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        # compiling gpt-oss's activation takes longer than the tests
+        "TORCH_COMPILE_DISABLE": "1",
+    }
+    if tensor_parallel > 1:
+        # one core a rank; SGLang would otherwise count NUMA nodes and refuse more ranks than those
+        bound = [str(cores[rank % len(cores)]) for rank in range(tensor_parallel)]
+        environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(bound)
+    return environment

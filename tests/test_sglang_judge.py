@@ -1,0 +1,174 @@
+"""The two judges decode alike: SGLang's servers and transformers put out the same tokens and accept the same drafts."""
+
+import json
+from dataclasses import dataclass
+
+import pytest
+import torch
+from sglang_cpu.environment import sglang_environment
+from sglang_cpu.targets import VOCABULARY, make_target
+from test_speculative import export_trained
+from torch import Tensor
+
+from eagle3.errors import UserError
+from eagle3.evaluation.serving import (
+    DraftTree,
+    Logits,
+    TimedAnswer,
+    compare_by_server,
+    count_drafted,
+    decode_by_server,
+)
+from eagle3.evaluation.speculative import (
+    PlainOutput,
+    SpeculativeOutput,
+    SpeculativeResult,
+    decode_speculatively,
+    load_draft,
+    plain_greedy,
+    speculative_greedy,
+)
+from eagle3.target.sglang.server import EngineOptions, SGLangServer
+from eagle3.target.sglang.version import GreedyAnswer, cpu_attention_flags, decoding_flags, speculative_flags
+from eagle3.target.transformers import load_target
+
+pytestmark = pytest.mark.sglang
+
+STEPS, NEW_TOKENS, CONTEXT = 3, 40, 512
+LOGITS = Logits(torch.float32, layers=6, vocab_size=VOCABULARY)
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What both engines made of the same prompts; `plain` is the server without a draft, still running."""
+
+    prompts: list[Tensor]
+    own: list[SpeculativeOutput]
+    own_plain: list[PlainOutput]
+    own_result: SpeculativeResult
+    served: list[TimedAnswer]
+    served_plain: list[TimedAnswer]
+    plain: SGLangServer
+
+
+def name_end(folder, token: int) -> None:
+    """Make `token` an EOS beside the target's own, where both engines read it."""
+    path = folder / "generation_config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"eos_token_id": [2, token]}))
+
+
+@pytest.fixture(scope="module")
+def decoded(topology, tmp_path_factory):
+    torch.set_num_threads(1)
+    folder, cpu = tmp_path_factory.mktemp("judged"), torch.device("cpu")
+    make_target("llama", folder / "target")
+    generator = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(3, VOCABULARY, (5 + 3 * i,), generator=generator) for i in range(6)]
+    target = load_target(folder / "target", dtype="float32")
+    export_trained(folder / "draft", target, prompts, topology)
+    name_end(folder / "target", plain_greedy(target, prompts[2], new_tokens=NEW_TOKENS).tokens[-8])
+    target = load_target(folder / "target", dtype="float32")
+    draft, d2t, _ = load_draft(folder / "draft", target.weights(), topology.modules, torch.float32, cpu)
+    lengths = {"draft_tokens": STEPS, "new_tokens": NEW_TOKENS}
+
+    options = EngineOptions(str(folder / "target"), dtype="float32", memory_fraction=0.3, kv_tokens=4096)
+    flags = [*decoding_flags(), *cpu_attention_flags()]
+    chain = speculative_flags(str(folder / "draft"), *DraftTree.of(STEPS, 1, None))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in sglang_environment().items():
+            patch.setenv(name, value)
+        with SGLangServer(options, [*flags, *chain]) as server:
+            served = decode_by_server(server, prompts, NEW_TOKENS, print)
+        with SGLangServer(options, flags) as server:
+            yield Decoded(
+                prompts,
+                [speculative_greedy(target, draft, d2t, prompt, **lengths) for prompt in prompts],
+                [plain_greedy(target, prompt, new_tokens=NEW_TOKENS) for prompt in prompts],
+                decode_speculatively(target, draft, d2t, prompts, **lengths),
+                served,
+                decode_by_server(server, prompts, NEW_TOKENS, print),
+                server,
+            )
+
+
+def histogram(output: SpeculativeOutput) -> list[int]:
+    """Verifications that accepted 0, 1, ... drafts."""
+    accepted = [each.accepted for each in output.verifications]
+    return [accepted.count(count) for count in range(STEPS + 1)]
+
+
+def padded(counts: list[int]) -> list[int]:
+    return counts + [0] * (STEPS + 1 - len(counts))
+
+
+def test_both_engines_put_out_the_same_tokens(decoded):
+    tokens = [output.tokens for output in decoded.own]
+    assert [each.answer.tokens for each in decoded.served] == tokens
+    assert [each.answer.tokens for each in decoded.served_plain] == tokens
+    assert [each.tokens for each in decoded.own_plain] == tokens
+
+
+def test_both_engines_accept_the_same_drafts(decoded):
+    """Of every prompt; behind an EOS SGLang counts on, in the last verification alone."""
+    ended = 0
+    for output, (answer, _) in zip(decoded.own, decoded.served, strict=True):
+        if not answer.stopped:
+            assert padded(answer.histogram) == histogram(output)
+            continue
+        ended += 1
+        *before, last = output.verifications
+        rest = [a - b for a, b in zip(padded(answer.histogram), histogram(SpeculativeOutput([], before)), strict=True)]
+        assert sorted(rest) == [0] * STEPS + [1] and rest.index(1) >= last.accepted
+    assert 0 < ended < len(decoded.prompts), "both endings must occur for this to tell"
+    every = [sum(column) for column in zip(*map(histogram, decoded.own), strict=True)]
+    assert all(every), "the draft must be right and wrong at every place for this to tell"
+
+
+def test_the_figures_mean_the_same(decoded):
+    served, own = count_drafted(decoded.served, STEPS), decoded.own_result
+    for name in ("conversations", "draft_tokens", "new_tokens", "verifications", "yielded", "acceptance_length"):
+        assert getattr(served, name) == getattr(own, name), name
+    whole = [number for number, (answer, _) in enumerate(decoded.served) if not answer.stopped]
+    shares = count_drafted([decoded.served[number] for number in whole], STEPS).accepted
+    made = [each.accepted for number in whole for each in decoded.own[number].verifications]
+    assert shares == [sum(accepted > depth for accepted in made) for depth in range(STEPS)]
+
+
+def test_the_length_asked_for_biases_nothing(decoded):
+    """A last verification that reaches beyond it yields in full."""
+    served = [each for each in decoded.served if not each.answer.stopped]
+    counted = count_drafted(served, STEPS)
+    assert counted.yielded == counted.verifications + sum(counted.accepted)
+    assert counted.yielded >= sum(len(each.answer.tokens) - 1 for each in served)
+
+
+def test_equal_outputs_are_identical_and_a_shorter_one_is_a_mismatch(decoded):
+    prompt, tokens = decoded.prompts[0], decoded.served_plain[0].answer.tokens
+    assert compare_by_server(decoded.plain, prompt, tokens, tokens, LOGITS) == "identical"
+    assert compare_by_server(decoded.plain, prompt, tokens[:-1], tokens, LOGITS) == "mismatch"
+
+
+def test_another_token_is_a_tie_within_rounding_only(decoded):
+    """Rounding is taken to be twice, and half, as far as the second-best token lies from the best."""
+    prompt, plain = decoded.prompts[0], decoded.own_plain[0]
+    place = 5
+    other = [*plain.tokens[:place], int(plain.candidates[place, 1]), *plain.tokens[place + 1 :]]
+    gap = float(plain.logits[place, 0] - plain.logits[place, 1])
+    one_layer = float(plain.resolution[place]) / LOGITS.layers**0.5  # in fp32 it grows as their square root
+    for times, verdict in ((0.5, "mismatch"), (2.0, "tie")):
+        layers = round((times * gap / one_layer) ** 2)
+        logits = LOGITS._replace(layers=layers)
+        assert compare_by_server(decoded.plain, prompt, other, plain.tokens, logits) == verdict
+
+
+def test_an_answer_without_room_is_refused(decoded):
+    with pytest.raises(UserError, match="the server has no room for more|refused the request"):
+        decode_by_server(decoded.plain, decoded.prompts[:1], CONTEXT - 5, print)
+
+
+def test_nothing_verified_is_nothing_measured(decoded):
+    first = decoded.served[0]
+    ended = first._replace(answer=GreedyAnswer([2], stopped=True, histogram=[]))
+    with pytest.raises(UserError, match="with their first token"):
+        count_drafted([ended], STEPS)

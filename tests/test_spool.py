@@ -1,0 +1,262 @@
+"""A spool: what a hook in SGLang writes is what readers read; nothing is lost without a word, nothing stays behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from store_cases import sample
+
+from eagle3.data.samples import Sample
+from eagle3.data.spool import GONE, Spool, SpoolReader, Ticket
+from eagle3.data.spooled import SpooledSource
+from eagle3.data.store.shard import Encoding
+from eagle3.errors import UserError
+from eagle3.target.interface import HiddenStates
+from eagle3.target.sglang.client import Producer, Servers
+from eagle3.target.sglang.hook import HookSettings, SpoolWriter
+from eagle3.target.sglang.target import spool_bytes
+from eagle3.target.sglang.version import require_supported
+
+HIDDEN = 16
+
+
+def a_sample(number: int, tokens: int) -> tuple[Sample, HiddenStates]:
+    _, ids, mask, states = sample(number, tokens, HIDDEN)
+    return Sample(f"{number:032x}", ids, mask), states
+
+
+def ticket_of(job: str, one: Sample, time_asked: int = 0) -> Ticket:
+    return Ticket.of(job, one.id, len(one.ids), time_asked)
+
+
+def hook_writer(spool: Spool) -> SpoolWriter:
+    return SpoolWriter(HookSettings(str(spool.folder), "float32", "target", HIDDEN))
+
+
+def feed(writer: SpoolWriter, ticket: Ticket, one: Sample, states: HiddenStates, cuts: list[int]) -> None:
+    """As chunked prefill does: rows up to each cut, one forward after the other."""
+    for start, stop in zip([0, *cuts], [*cuts, len(one.ids)], strict=True):
+        part = HiddenStates(**{name: kind[start:stop] for name, kind in vars(states).items()})
+        writer.take(ticket, start, one.ids[start:stop], part)
+
+
+@pytest.mark.parametrize("cuts", [[], [1], [7, 8, 30]])
+def test_every_row_of_a_sample_comes_back_bit_for_bit_however_prefill_was_cut(tmp_path, cuts):
+    one, states = a_sample(3, 40)
+    with Spool(tmp_path) as spool:
+        ticket = ticket_of(spool.job, one)
+        feed(hook_writer(spool), ticket, one, states, cuts)
+        reader = SpoolReader(spool.path, 0)
+        location = reader.wait(ticket)
+        reader.require_tokens(location, one.ids)
+        every = torch.arange(40)
+        got = reader.read(location, every, every)
+        for name, kind in vars(states).items():
+            assert torch.equal(getattr(got, name), kind), name
+        some = torch.tensor([5, 0, 39])
+        assert torch.equal(reader.read(location, some[:0], some).last, states.last[some])
+
+
+def test_a_request_id_says_all_and_other_requests_are_none_of_ours(tmp_path):
+    one, _ = a_sample(1, 9)
+    ticket = ticket_of("abcd", one, 7)
+    assert Ticket.parse(ticket.text) == ticket
+    assert Ticket.parse("9f3c") is None and Ticket.parse("HEALTH_CHECK_1") is None
+    other = ticket_of("abcd", replace(one, ids=one.ids[:4]), 7)
+    assert other.shard != ticket.shard, "two lengths of one sample must not meet in one file"
+
+
+def test_rows_that_a_cache_swallowed_fail_the_sample_and_not_the_job(tmp_path):
+    one, states = a_sample(3, 40)
+    another, its_states = a_sample(4, 5)
+    with Spool(tmp_path) as spool:
+        writer, reader = hook_writer(spool), SpoolReader(spool.path, 0)
+        lost, whole = ticket_of(spool.job, one), ticket_of(spool.job, another)
+        tail = HiddenStates(**{name: kind[8:] for name, kind in vars(states).items()})
+        writer.take(lost, 8, one.ids[8:], tail)
+        feed(writer, whole, another, its_states, [])
+        with pytest.raises(UserError, match="row 8 of a sample came first.*--disable-radix-cache"):
+            reader.wait(lost)
+        reader.wait(whole)
+
+
+def test_a_gap_between_chunks_fails_the_sample(tmp_path):
+    one, states = a_sample(3, 40)
+    with Spool(tmp_path) as spool:
+        writer, ticket = hook_writer(spool), ticket_of(spool.job, one)
+        for start, stop in ((0, 8), (16, 40)):
+            part = HiddenStates(**{name: kind[start:stop] for name, kind in vars(states).items()})
+            writer.take(ticket, start, one.ids[start:stop], part)
+        with pytest.raises(UserError, match="rows 8 to 16 of a sample never came"):
+            SpoolReader(spool.path, 0).wait(ticket)
+
+
+def test_a_request_that_begins_again_replaces_what_it_had(tmp_path):
+    one, states = a_sample(3, 40)
+    with Spool(tmp_path) as spool:
+        writer, ticket = hook_writer(spool), ticket_of(spool.job, one)
+        writer.take(ticket, 0, one.ids[:8], HiddenStates(**{n: kind[:8] + 1 for n, kind in vars(states).items()}))
+        feed(writer, ticket, one, states, [20])
+        reader = SpoolReader(spool.path, 0)
+        every = torch.arange(40)
+        assert torch.equal(reader.read(reader.wait(ticket), every, every).aux, states.aux)
+
+
+def test_two_servers_with_the_same_request_do_not_disturb_each_other(tmp_path):
+    one, states = a_sample(3, 40)
+    with Spool(tmp_path) as spool:
+        ticket = ticket_of(spool.job, one)
+        slow, quick = hook_writer(spool), hook_writer(spool)
+        slow.take(ticket, 0, one.ids[:8], HiddenStates(**{n: kind[:8] for n, kind in vars(states).items()}))
+        feed(quick, ticket, one, states, [])
+        reader, every = SpoolReader(spool.path, 0), torch.arange(40)
+        location = reader.wait(ticket)
+        slow.take(ticket, 8, one.ids[8:], HiddenStates(**{n: kind[8:] for n, kind in vars(states).items()}))
+        time.sleep(0.3)
+        assert torch.equal(reader.read(reader.wait(ticket), every, every).last, states.last)
+        assert torch.equal(reader.read(location, every, every).aux, states.aux)
+
+
+def test_a_sample_that_is_not_finite_is_told_to_the_job(tmp_path):
+    one, states = a_sample(3, 12)
+    states.last[4, 2] = float("nan")
+    with Spool(tmp_path) as spool:
+        ticket = ticket_of(spool.job, one)
+        feed(hook_writer(spool), ticket, one, states, [6])
+        with pytest.raises(UserError, match="last hidden states are not finite"):
+            SpoolReader(spool.path, 0).wait(ticket)
+        assert not list(spool.path.glob("writing-*"))
+
+
+def test_hidden_states_of_other_tokens_are_refused(tmp_path):
+    one, states = a_sample(3, 12)
+    with Spool(tmp_path) as spool:
+        ticket = ticket_of(spool.job, one)
+        feed(hook_writer(spool), ticket, replace(one, ids=one.ids + 1), states, [])
+        reader = SpoolReader(spool.path, 0)
+        with pytest.raises(UserError, match="belong to other tokens"):
+            reader.require_tokens(reader.wait(ticket), one.ids)
+
+
+def test_a_server_whose_job_is_gone_writes_nothing(tmp_path):
+    one, states = a_sample(3, 40)
+    with Spool(tmp_path) as spool:
+        writer, ticket = hook_writer(spool), ticket_of(spool.job, one)
+        writer.take(ticket, 0, one.ids[:8], HiddenStates(**{n: kind[:8] for n, kind in vars(states).items()}))
+        SpoolReader(spool.path, 0)
+        time.sleep(0.2)
+    writer.take(ticket, 8, one.ids[8:], HiddenStates(**{n: kind[8:] for n, kind in vars(states).items()}))
+    time.sleep(0.3)
+    assert not list(tmp_path.iterdir())
+
+
+HOLDER = """
+import sys, time
+sys.path.insert(0, sys.argv[2])
+from eagle3.data.spool import Spool
+spool = Spool(sys.argv[1])
+(spool.path / "shard-00000000-00000.safetensors").write_bytes(b"rows")
+print(spool.job, flush=True)
+time.sleep(60)
+"""
+
+
+def test_what_a_killed_job_left_is_swept_by_the_next_and_a_live_job_is_left_alone(tmp_path):
+    root = str(Path(__file__).parent.parent)
+    holders = [
+        subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path, root], stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    try:
+        dead, live = (holder.stdout.readline().strip() for holder in holders)
+        reader = SpoolReader(tmp_path / dead, 1)
+        holders[0].send_signal(signal.SIGKILL)
+        holders[0].wait()
+        one, _ = a_sample(1, 4)
+        with pytest.raises(UserError, match="has ended.*--resume"):
+            reader.wait(ticket_of(dead, one))
+        (tmp_path / f"{GONE}half").mkdir()
+        said = []
+        with Spool(tmp_path, said.append) as spool:
+            assert sorted(os.listdir(tmp_path)) == sorted([live, spool.job])
+        assert said == [f"{tmp_path}: removed what 1 ended job had left"]
+    finally:
+        for holder in holders:
+            holder.kill()
+            holder.wait()
+            holder.stdout.close()
+
+
+def test_readers_of_a_stream_get_samples_in_their_own_order_and_the_last_one_frees_them(tmp_path):
+    """Two ranks, samples written in the reverse order; each reads rows of its own; then the folder is empty."""
+    made = [a_sample(number, 6 + number) for number in range(5)]
+    samples = [one for one, _ in made]
+    with Spool(tmp_path) as spool:
+        writer = hook_writer(spool)
+        sources = [SpooledSource(SpoolReader(spool.path, rank), spool.job, None) for rank in range(2)]
+        rows = [[torch.arange(len(one.ids))[rank::2] for one in samples] for rank in range(2)]
+        found: dict[int, list] = {}
+        threads = [
+            threading.Thread(target=lambda r=rank: found.update({r: sources[r].rows(samples, rows[r], rows[r])}))
+            for rank in range(2)
+        ]
+        for thread in threads:
+            thread.start()
+        for one, states in reversed(made):
+            feed(writer, ticket_of(spool.job, one), one, states, [])
+        for thread in threads:
+            thread.join(20)
+        for rank, wanted in enumerate(rows):
+            for (_, states), got, each in zip(made, found[rank], wanted, strict=True):
+                assert torch.equal(got.aux, states.aux[each]) and torch.equal(got.last, states.last[each])
+                assert torch.equal(got.argmax, states.argmax[each])
+        for one in samples:
+            ticket = ticket_of(spool.job, one)
+            assert spool.readers(ticket, 2) == 2
+            spool.remove(ticket, 2)
+        assert os.listdir(spool.path) == ["owner.lock"]
+
+
+def test_a_sample_that_never_fits_the_spool_is_refused_with_the_size_it_needs(tmp_path):
+    encoding = Encoding("none", "float32", HIDDEN)
+    one, _ = a_sample(1, 4000)
+    with Spool(tmp_path) as spool:
+        servers = Servers(["http://127.0.0.1:9"], spool.path, 1)
+        producer = Producer(servers, spool, most_bytes=2**20, readers=0)
+        with pytest.raises(UserError, match=r"target.spool_gib: 0.000977, but a sample of 4,000 tokens takes"):
+            producer.ask(ticket_of(spool.job, one), one.ids, spool_bytes(encoding, 4000))
+        producer.close()
+
+
+def test_with_no_server_left_every_request_fails_with_the_remedy(tmp_path):
+    one, _ = a_sample(1, 4)
+    said = []
+    with Spool(tmp_path) as spool:
+        servers = Servers(["http://127.0.0.1:9", "http://127.0.0.1:10"], spool.path, 2, said.append)
+        producer = Producer(servers, spool, most_bytes=2**30, readers=1)
+        asked = [producer.ask(ticket_of(spool.job, one, time), one.ids, 10_000) for time in range(3)]
+        for future in asked:
+            with pytest.raises(UserError, match="no server is left.*--resume"):
+                future.result(60)
+        with pytest.raises(UserError, match="no server is left"):
+            SpoolReader(spool.path, 0).wait(ticket_of(spool.job, one, 0))
+        producer.close()
+    assert len(said) == 1 and "left out; 1 servers go on" in said[0]
+
+
+@pytest.mark.parametrize("version", ["0.5.22", "0.6.0", "unknown"])
+def test_an_sglang_that_was_not_proven_is_refused_with_the_range(version):
+    with pytest.raises(UserError, match=r">=0.5.23.*install"):
+        require_supported(version, "http://host:30000")
+
+
+def test_the_proven_sglang_is_taken():
+    require_supported("0.5.23", "here")
+    require_supported("0.5.23.post1", "here")
