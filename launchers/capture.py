@@ -89,7 +89,9 @@ def main() -> int:
     wanted = wanted_samples((materials.train, materials.held_out))
     if options.verify or options.repair:
         whole = agreed(
-            (lambda: verify(recipe, materials, vocabulary, wanted, console, options.repair)) if topology.is_first else None
+            (lambda: verify(recipe, materials, vocabulary, wanted, console, options.repair))
+            if topology.is_first
+            else None
         )
         if options.verify:
             code = 1 if topology.is_first and not whole else 0

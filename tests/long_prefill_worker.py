@@ -120,6 +120,14 @@ def target_of(family: str, dtype: torch.dtype = torch.float32, **changes) -> Tra
     return TransformersTarget(model, aux_layers=(0, 1, 3), prefill_tokens=64)
 
 
+def target_of_logits() -> TransformersTarget:
+    """Its lm_head is one that only the model itself can apply."""
+    torch.manual_seed(5)
+    model = llama()
+    model.lm_head = torch.nn.Linear(model.config.hidden_size, VOCAB)
+    return TransformersTarget(model, aux_layers=(0, 1, 3), prefill_tokens=64, draft_ids=torch.arange(1, VOCAB, 2))
+
+
 def document_of(length: int) -> torch.Tensor:
     return torch.randint(VOCAB, (length,), generator=torch.Generator().manual_seed(length))
 
@@ -184,6 +192,8 @@ def run(folder: Path) -> None:
         for family in families(ulysses, ring):
             prefill = long_prefill(target_of(family), topology)
             found[family] = {length: differences(prefill, document_of(length)) for length in lengths}
+        prefill = long_prefill(target_of_logits(), topology)
+        found["logits"] = {length: differences(prefill, document_of(length)) for length in lengths}
         result_file(folder, ulysses, ring, dist.get_rank()).write_text(json.dumps(found))
     stop_distributed()
 

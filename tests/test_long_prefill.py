@@ -19,6 +19,7 @@ from long_prefill_worker import (
     long_prefill,
     result_file,
     target_of,
+    target_of_logits,
 )
 from tiny_run import ROOT, finish, launch
 from torch import nn
@@ -55,7 +56,7 @@ def test_every_layout_gives_the_hidden_states_of_one_process(computed, layout):
     ranks = layout[0] * layout[1]
     for rank in range(0, WORLD, ranks):
         found = json.loads(result_file(computed, *layout, rank).read_text())
-        for family in families(*layout):
+        for family in (*families(*layout), "logits"):
             assert set(found[family]) == {str(length) for length in LENGTHS}
             for length, errors in found[family].items():
                 assert_same(errors, f"{family}, {length} tokens")
@@ -83,6 +84,14 @@ def test_chunks_of_one_process_give_the_whole(family, topology):
     prefill = long_prefill(target_of(family), topology)
     for length in (1, CHUNK_TOKENS - 1, CHUNK_TOKENS, CHUNK_TOKENS + 1, 40):
         assert_same(differences(prefill, document_of(length)), f"{length} tokens")
+
+
+def test_a_teacher_of_logits_gives_those_of_the_whole_in_chunks(topology):
+    prefill = long_prefill(target_of_logits(), topology)
+    for length in (1, CHUNK_TOKENS + 1, 40):
+        assert_same(differences(prefill, document_of(length)), f"{length} tokens")
+    (states,) = prefill.chunks(document_of(5))
+    assert states.last.shape == (5, 48)
 
 
 def test_chunk_sizes_and_scaled_rope_change_nothing(topology):

@@ -75,6 +75,29 @@ def test_the_best_layout_of_packed_streams_fits_when_it_is_applied(plan, recipe)
     assert code == 0 and json.loads(out)["stream"]["tokens"] == best["tokens"]
 
 
+@pytest.mark.parametrize(
+    ("chosen", "logit_bytes"),
+    [
+        (["hidden_states.mode=stored"], 2),
+        (["hidden_states.mode=live", "target.backend=sglang"], 2),
+        (["hidden_states.mode=live"], 4),
+    ],
+    ids=["stored", "sglang", "live"],
+)
+def test_a_teacher_of_logits_is_planned_for(chosen, logit_bytes, plan, recipe, tmp_path):
+    chosen = [*chosen, f"hidden_states.path={tmp_path}", f"target.spool={tmp_path}", "training.dtype=float32"]
+    chosen += ["hidden_states.codec=none", "hidden_states.dtype=bfloat16"]
+    asked = ["--recipe", recipe, "--gpus", 1, "--context", 1000, "--supervised", 0.5, "--json", *chosen]
+    hidden, logits = (json.loads(plan(*asked, f"target.teacher={kind}")[1]) for kind in ("hidden", "logits"))
+    draft = hidden["draft"]
+    width, columns = draft["target_hidden_size"], draft["draft_vocab_size"]
+    assert "teacher head" in hidden["memory"] and "teacher head" not in logits["memory"]
+    more = logits["memory"]["hidden states"] - hidden["memory"]["hidden states"]
+    assert more == 500 * (columns * logit_bytes - width * 4)
+    written = [each["hidden_states_per_token"]["supervised"] for each in (hidden, logits)]
+    assert written[1] - written[0] == (columns - width) * 2
+
+
 def test_where_nothing_fits_it_says_so(plan, recipe):
     code, out, _ = plan("--recipe", recipe, "--gpus", 2, "--context", 100_000, "--gpu-memory", "0.001")
     assert code == 1 and "DOES NOT FIT" in out and "no layout of these GPUs fits" in out

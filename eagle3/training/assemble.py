@@ -13,12 +13,10 @@ import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from eagle3.data.loader import HiddenStateSource, LiveSource, StoredSource
 from eagle3.data.prepare import Prepared, prepare_samples
 from eagle3.data.samples import SampleSet
 from eagle3.data.standard_library import standard_library_text
 from eagle3.data.store.folder import Provenance
-from eagle3.data.store.reader import HiddenStateStore
 from eagle3.data.store.shard import Encoding
 from eagle3.data.vocabulary import DraftVocabulary, choose_vocabulary, coverage, load_vocabulary
 from eagle3.draft.config import DraftConfig, read_draft_config
@@ -29,7 +27,6 @@ from eagle3.parallel.topology import Topology, agreed
 from eagle3.recipe import Draft, Recipe
 from eagle3.target.checkpoint import fingerprint, load_tokenizer, target_config
 from eagle3.target.demo import ANSWERS, HELD_OUT_ANSWERS, demo_target
-from eagle3.target.head import load_target_head
 from eagle3.target.interface import TargetHead, check_aux_layers, default_aux_layers
 from eagle3.target.transformers import TransformersTarget, load_target
 
@@ -167,12 +164,13 @@ def store_encoding(recipe: Recipe, hidden_size: int, draft_vocab_size: int) -> E
 def capture_record(recipe: Recipe, materials: Materials, vocabulary: DraftVocabulary) -> Provenance:
     """What is good to know of a capture but changes no hidden state."""
     versions = {}
-    for package in ("eagle3-recipes", "torch", "transformers", "tokenizers", "blosc2"):
-        with suppress(PackageNotFoundError):  # blosc2 is optional
+    for package in ("eagle3-recipes", "torch", "transformers", "tokenizers", "blosc2", "sglang"):
+        with suppress(PackageNotFoundError):  # the last two are optional
             versions[package] = version(package)
     return {
         "target": materials.target,
         "revision": recipe.model.revision,
+        "backend": recipe.target.backend,
         "draft_vocabulary": vocabulary.digest,
         "captured": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         **versions,
@@ -197,56 +195,6 @@ def start_target(
         device=device,
         draft_ids=draft_ids,
     )
-
-
-@dataclass(frozen=True)
-class HiddenStateSupply:
-    """source of hidden states, the target's embedding and head, and the running target in live mode."""
-
-    source: HiddenStateSource
-    head: TargetHead
-    target: TransformersTarget | None
-
-
-def open_source(
-    recipe: Recipe, materials: Materials, vocabulary: DraftVocabulary, topology: Topology, say: Say
-) -> HiddenStateSupply:
-    """Start the target, or open the store and load only the target's embedding and head."""
-    hidden = recipe.hidden_states
-    if hidden.mode == "live":
-        for key in ("ulysses", "ring"):
-            if getattr(hidden, key) > 1:
-                raise SharedUserError(
-                    f"hidden_states.{key}: {getattr(hidden, key)}, but live hidden states are made by one rank a document; "
-                    "set it to 1, or capture a store with capture.py and train with hidden_states.mode=stored"
-                )
-        target = start_target(recipe, materials, topology.device, vocabulary)
-        keep_on = torch.device("cpu") if recipe.memory.inputs == "host" else topology.device
-        source = LiveSource(target, topology.stream, topology.device, keep_on)
-        return HiddenStateSupply(source, target.weights(), target)
-    model = recipe.model
-    store = agreed(lambda: _open_store(recipe, materials, vocabulary))
-    if store.record.get("draft_vocabulary") != vocabulary.digest:
-        say(f"{store.where}: was captured for another draft vocabulary, which changes none of its hidden states")
-    head = load_target_head(
-        materials.target,
-        revision=model.revision,
-        trust_remote_code=model.trust_remote_code,
-        dtype=model.target_dtype,
-        required=recipe.target.teacher == "hidden",
-    )
-    return HiddenStateSupply(StoredSource(store), head, None)
-
-
-def _open_store(recipe: Recipe, materials: Materials, vocabulary: DraftVocabulary) -> HiddenStateStore:
-    store = HiddenStateStore.open(recipe.hidden_states.path, store_provenance(recipe, materials, vocabulary))
-    missing = store.missing([*materials.train.sample_ids, *materials.held_out.sample_ids])
-    if missing:
-        raise UserError(
-            f"{store.where}: {len(missing)} samples of this recipe are not in the store (first: {missing[0]}); "
-            "run launchers/capture.py with this recipe, it adds them"
-        )
-    return store
 
 
 def pick_vocabulary(recipe: Recipe, materials: Materials, target_vocab_size: int, say: Say) -> DraftVocabulary:

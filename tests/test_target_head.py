@@ -1,0 +1,291 @@
+"""Embedding and lm_head read from a checkpoint's files against those of the model that transformers loads from it."""
+
+import json
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+import torch
+import transformers.dynamic_module_utils
+from safetensors.torch import load_file, save_file
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from eagle3.errors import UserError
+from eagle3.target.checkpoint import load_causal_lm
+from eagle3.target.head import load_target_head, model_head
+from eagle3.target.interface import LogitTransform, TargetHead
+from eagle3.target.transformers import load_target
+
+SHAPE = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+# Of each: what is special about it.
+FAMILIES = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {}),
+    "llama_tied": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": True}),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),
+    "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig, EXPERTS),
+    "gpt_oss": (GptOssForCausalLM, GptOssConfig, EXPERTS),
+    "gemma2": (Gemma2ForCausalLM, Gemma2Config, {"final_logit_softcapping": 3.0}),  # tied; it scales embeddings in code
+    "granite": (GraniteForCausalLM, GraniteConfig, {"logits_scaling": 6.0}),
+    "cohere": (CohereForCausalLM, CohereConfig, {"logit_scale": 0.25}),  # tied
+    "gpt_neox": (GPTNeoXForCausalLM, GPTNeoXConfig, {}),  # its checkpoints call lm_head embed_out
+}
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def save(family: str, folder: Path, dtype: torch.dtype = torch.float32, shards: str = "5GB") -> Path:
+    torch.manual_seed(4)
+    model, config, changes = FAMILIES[family]
+    model(config(**SHAPE | changes)).to(dtype).save_pretrained(folder, max_shard_size=shards)
+    return folder
+
+
+def of_whole_model(folder: Path, dtype: str | torch.dtype = "auto", required: bool = True) -> TargetHead:
+    return model_head(str(folder), load_causal_lm(str(folder), None, False, dtype), required)
+
+
+def assert_same(found: TargetHead, expected: TargetHead) -> None:
+    for one, other in ((found.embedding, expected.embedding), (found.head, expected.head)):
+        assert one.dtype == other.dtype and torch.equal(one, other)
+        assert one.untyped_storage().nbytes() == one.nbytes and not one.requires_grad
+    assert (found.head is found.embedding) == (expected.head.data_ptr() == expected.embedding.data_ptr())
+    assert found.transform == expected.transform
+
+
+def rewrite(folder: Path, change) -> None:
+    """Pass the tensors of a checkpoint of one file through `change`."""
+    weights = change(load_file(folder / "model.safetensors"))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_is_that_of_the_whole_model_bit_for_bit(family, dtype, tmp_path):
+    save(family, tmp_path, dtype)
+    for asked in ("auto", "bfloat16" if dtype == torch.float32 else torch.float32):
+        assert_same(load_target_head(tmp_path, dtype=asked), of_whole_model(tmp_path, asked))
+    assert load_target_head(tmp_path).embedding.dtype == dtype
+    changed = family in ("gemma2", "granite", "cohere")
+    assert (load_target_head(tmp_path).transform != LogitTransform()) == changed
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_files_with_neither_matrix_are_not_read(family, tmp_path):
+    save(family, tmp_path, shards="10KB")
+    expected = of_whole_model(tmp_path)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    matrices = ("embed_tokens.weight", "embed_in.weight", HEAD, "embed_out.weight")
+    needed = {file for tensor, file in index.items() if tensor.endswith(matrices)}
+    others = set(index.values()) - needed
+    assert len(others) > 2
+    for file in others:
+        (tmp_path / file).unlink()
+    assert_same(load_target_head(tmp_path), expected)
+    with pytest.raises(UserError, match="cannot be read"):
+        load_target(tmp_path)
+
+
+def test_of_the_hub_only_the_files_with_a_matrix_are_wanted_in_the_revision_asked_for(tmp_path, monkeypatch):
+    """From a cache that has no others, without a connection."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    cached, expected = tmp_path / "models--some--model", {}
+    (cached / "refs").mkdir(parents=True)
+    for family, revision in (("llama", "main"), ("llama_tied", "v2")):
+        commit = family.encode().hex().ljust(40, "0")
+        snapshot = save(family, cached / "snapshots" / commit, shards="10KB")
+        (cached / "refs" / revision).write_text(commit)
+        expected[revision] = of_whole_model(snapshot)
+        index = json.loads((snapshot / "model.safetensors.index.json").read_text())["weight_map"]
+        for file in set(index.values()) - {index[EMBEDDING], index.get(HEAD)}:
+            (snapshot / file).unlink()
+    assert_same(load_target_head("some/model", trust_remote_code=False), expected["main"])
+    assert_same(load_target_head("some/model", revision="v2"), expected["v2"])
+    with pytest.raises(UserError, match="config cannot be read .* check the id, the connection"):
+        load_target_head("some/model", revision="v3")
+
+
+def test_a_config_without_a_dtype_leaves_the_stored_one(tmp_path):
+    save("qwen3", tmp_path, torch.bfloat16)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["dtype"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert_same(load_target_head(tmp_path), of_whole_model(tmp_path))
+
+
+def test_tied_weights_that_are_both_stored_are_one_only_if_equal(tmp_path):
+    for name, factor in (("same", 1), ("different", 2)):
+        folder = save("llama_tied", tmp_path / name)
+        rewrite(folder, lambda weights, factor=factor: weights | {HEAD: weights[EMBEDDING] * factor})
+        found = load_target_head(folder)
+        assert_same(found, of_whole_model(folder))
+        assert (found.head is found.embedding) == (factor == 1)
+
+
+def test_a_tied_weight_may_be_stored_as_either(tmp_path):
+    save("llama_tied", tmp_path)
+    rewrite(tmp_path, lambda weights: {HEAD if name == EMBEDDING else name: each for name, each in weights.items()})
+    assert_same(load_target_head(tmp_path), of_whole_model(tmp_path))
+
+
+def wrapped(folder: Path, **more: torch.Tensor) -> Path:
+    """The tiny Llama as the text part of a Llava, with tensors more."""
+    save("llama", folder)
+    text = json.loads((folder / "config.json").read_text())
+    vision = {"model_type": "clip_vision_model", "num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
+    config = {"model_type": "llava", "text_config": text, "vision_config": vision, "dtype": "float32"}
+    (folder / "config.json").write_text(json.dumps(config))
+    rewrite(folder, lambda weights: {f"language_model.{name}": each for name, each in weights.items()} | more)
+    return folder
+
+
+def test_the_text_part_of_a_checkpoint_of_several_parts_is_found(tmp_path):
+    others = {
+        "audio.embed_tokens.weight": torch.zeros(8, 32),  # another shape
+        "audio.lm_head.weight": torch.zeros(128, 16),
+        "language_model.model.layers.3.embed_tokens.weight": torch.zeros(128, 32),  # for multi-token prediction
+    }
+    save("llama", tmp_path / "alone")
+    assert_same(load_target_head(wrapped(tmp_path / "wrapped", **others)), of_whole_model(tmp_path / "alone"))
+
+
+def test_two_tensors_that_could_be_the_matrix_are_refused(tmp_path):
+    folder = wrapped(tmp_path, **{"talker.model.embed_tokens.weight": torch.zeros(128, 32)})
+    with pytest.raises(
+        UserError, match="language_model.model.embed_tokens.* and talker.* could both be model.embed_tokens"
+    ):
+        load_target_head(folder)
+
+
+@pytest.mark.parametrize(("family", "tensor"), [("llama", HEAD), ("llama", EMBEDDING), ("llama_tied", EMBEDDING)])
+@pytest.mark.parametrize("required", [True, False])
+def test_a_checkpoint_that_lacks_a_matrix_is_refused(family, tensor, required, tmp_path):
+    save(family, tmp_path)
+    rewrite(tmp_path, lambda weights: {name: each for name, each in weights.items() if name != tensor})
+    with pytest.raises(UserError, match=f"its checkpoint lacks {tensor}; name the checkpoint of a whole"):
+        load_target_head(tmp_path, required=required)
+
+
+def quantisations() -> dict[str, dict[str, torch.Tensor]]:
+    """What is stored in place of a matrix."""
+    return {
+        "int8": {"weight": torch.ones(128, 32, dtype=torch.int8)},
+        "fp8": {"weight": torch.ones(128, 32).to(torch.float8_e4m3fn), "weight_scale_inv": torch.ones(1, 1)},
+        "scaled bf16": {"weight": torch.ones(128, 32, dtype=torch.bfloat16), "weight_scale": torch.ones(128, 1)},
+        "gptq": {"qweight": torch.ones(4, 128, dtype=torch.int32), "scales": torch.ones(1, 128)},
+        "4 bits": {"weight": torch.ones(2048, 1, dtype=torch.uint8), "weight.absmax": torch.ones(64)},
+    }
+
+
+@pytest.mark.parametrize("kind", quantisations())
+def test_a_quantised_head_is_refused_where_required_and_else_left_to_the_model(kind, tmp_path):
+    save("llama", tmp_path)
+    expected = of_whole_model(tmp_path)
+    stored = {f"lm_head.{name}": each for name, each in quantisations()[kind].items()}
+    rewrite(tmp_path, lambda weights: {name: each for name, each in weights.items() if name != HEAD} | stored)
+    with pytest.raises(UserError, match="its lm_head is quantised, not linear without bias, .* target.teacher=logits"):
+        load_target_head(tmp_path)
+    found = load_target_head(tmp_path, required=False)
+    assert found.head is None and torch.equal(found.embedding, expected.embedding) and found.vocab_size == 128
+
+
+@pytest.mark.parametrize("kind", quantisations())
+def test_a_quantised_embedding_is_refused(kind, tmp_path):
+    save("llama", tmp_path)
+    stored = {f"model.embed_tokens.{name}": each for name, each in quantisations()[kind].items()}
+    rewrite(tmp_path, lambda weights: {name: each for name, each in weights.items() if name != EMBEDDING} | stored)
+    for required in (True, False):
+        with pytest.raises(UserError, match="its embedding model.embed_tokens.weight is quantised"):
+            load_target_head(tmp_path, required=required)
+
+
+def test_a_head_with_a_bias_is_refused_where_required_and_else_left_to_the_model(tmp_path):
+    model = PhiForCausalLM(PhiConfig(**{name: each for name, each in SHAPE.items() if name != "head_dim"}))
+    model.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="its lm_head is a Linear with a bias, .* target.teacher=logits"):
+        load_target_head(tmp_path)
+    found = load_target_head(tmp_path, required=False)
+    assert found.head is None and torch.equal(found.embedding, model.model.embed_tokens.weight)
+
+
+def test_what_does_not_fit_the_config_or_is_cut_off_is_refused(tmp_path):
+    save("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 130}))
+    with pytest.raises(
+        UserError, match=r"embed_tokens.weight is \[128, 32\] in its checkpoint, \[130, 32\] by its config"
+    ):
+        load_target_head(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(UserError, match="embedding and lm_head cannot be read"):
+        load_target_head(tmp_path)
+    weights.unlink()
+    with pytest.raises(UserError, match="causal language model cannot be read"):
+        load_target_head(tmp_path)
+
+
+def save_own_code(folder: Path) -> PreTrainedModel:
+    """A model whose own code doubles the head that it loads."""
+    save("llama", folder)
+    (folder / "modeling_doubled.py").write_text(
+        "from transformers import LlamaForCausalLM\n\n\n"
+        "class Doubled(LlamaForCausalLM):\n"
+        "    @classmethod\n"
+        "    def from_pretrained(cls, *arguments, **keywords):\n"
+        "        loaded = super().from_pretrained(*arguments, **keywords)\n"
+        "        loaded[0].lm_head.weight.data.mul_(2)\n"
+        "        return loaded\n"
+    )
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "modeling_doubled.Doubled"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return LlamaForCausalLM.from_pretrained(folder)
+
+
+def test_a_model_that_brings_its_own_code_is_loaded_by_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    plain = save_own_code(tmp_path / "model")
+    for trust, factor in ((True, 2), (False, 1)):
+        found = load_target_head(tmp_path / "model", trust_remote_code=trust)
+        assert torch.equal(found.head, plain.lm_head.weight * factor)
+
+
+def test_a_checkpoint_in_pytorchs_own_format_is_loaded_whole(tmp_path):
+    save("qwen3", tmp_path)
+    expected = of_whole_model(tmp_path)
+    torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    assert_same(load_target_head(tmp_path), expected)
