@@ -22,7 +22,7 @@ from eagle3.target.interface import HiddenStates
 from eagle3.target.sglang.client import Producer, Servers
 from eagle3.target.sglang.hook import HookSettings, SpoolWriter
 from eagle3.target.sglang.target import spool_bytes
-from eagle3.target.sglang.version import require_supported
+from eagle3.target.sglang.version import require_captured, require_supported
 
 HIDDEN = 16
 
@@ -260,3 +260,9 @@ def test_an_sglang_that_was_not_proven_is_refused_with_the_range(version):
 def test_the_proven_sglang_is_taken():
     require_supported("0.5.23", "here")
     require_supported("0.5.23.post1", "here")
+
+
+def test_layers_that_sglang_does_not_capture_are_refused():
+    require_captured((1, 2, 3), 5)
+    with pytest.raises(UserError, match=r"model.aux_layers: \[1, 2, 4\] has the last of the target's 5 layers"):
+        require_captured((1, 2, 4), 5)

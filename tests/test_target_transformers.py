@@ -185,9 +185,10 @@ def test_ties_go_to_the_lowest_token_id():
 def test_default_aux_layers_follow_the_definition_and_stay_distinct_when_tiny():
     for layers in range(8, 130):
         assert default_aux_layers(layers) == (1, layers // 2 - 1, layers - 4)
-    for layers in range(3, 8):
+    for layers in range(4, 8):
         low, middle, high = default_aux_layers(layers)
-        assert 0 <= low < middle < high < layers
+        assert 0 <= low < middle < high < layers - 1, "engines do not capture the last layer"
+    assert default_aux_layers(3) == (0, 1, 2)
     with pytest.raises(UserError, match="2 layers"):
         default_aux_layers(2)
 

@@ -94,12 +94,15 @@ class TeacherSummary(NamedTuple):
 def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
     """The layers EAGLE3 reads: 1, n//2-1 and n-4, 0-based; moved as little as keeps them distinct below 8 layers.
 
-    The choice is that of the EAGLE3 reference implementation and of the engines that serve its drafts.
+    The choice is that of the EAGLE3 reference implementation and of the engines that serve its drafts. The last layer is left
+    out, for SGLang captures what a layer is given, and none is given the last one's output; three layers leave no choice.
     """
     if num_layers < 3:
         raise UserError(f"target: has {num_layers} layers, EAGLE3 reads three; choose a target with at least 3 layers")
-    low = min(1, num_layers - 3)
-    middle = min(max(num_layers // 2 - 1, low + 1), num_layers - 2)
+    if num_layers == 3:
+        return 0, 1, 2
+    low = min(1, num_layers - 4)
+    middle = min(max(num_layers // 2 - 1, low + 1), num_layers - 3)
     high = max(num_layers - 4, middle + 1)
     return low, middle, high
 

@@ -17,9 +17,9 @@ from eagle3.parallel.topology import Topology
 from eagle3.recipe import Recipe
 from eagle3.target.checkpoint import target_config
 from eagle3.target.sglang.server import EngineOptions
-from eagle3.target.sglang.version import CONTEXT_RESERVE
+from eagle3.target.sglang.version import CONTEXT_RESERVE, require_captured
 from eagle3.target.transformers import TransformersTarget
-from eagle3.training.assemble import Materials, start_target
+from eagle3.training.assemble import Materials, aux_layers, start_target
 from eagle3.training.serving import engine_options
 
 Say = Callable[[str], None]
@@ -67,7 +67,9 @@ def judge_served(
     """As `judge`, but by SGLang: its servers decode, one with the draft and then one without it."""
     wanted, model = recipe.evaluation, recipe.model
     config = target_config(materials.target, revision=model.revision, trust_remote_code=model.trust_remote_code)
-    check_belongs(read_exported(exported).config, exported, config.vocab_size, config.hidden_size)
+    draft = read_exported(exported).config
+    check_belongs(draft, exported, config.vocab_size, config.hidden_size)
+    require_captured(draft.aux_layers or aux_layers(recipe, materials.target), config.num_hidden_layers)
     room = wanted.new_tokens + max(tree.tokens, CONTEXT_RESERVE)
     prompts = _prompts_to_judge(recipe, materials, prompts_file, room)
     options = serving_options(recipe, materials, max(map(len, prompts)) + room)

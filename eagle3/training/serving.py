@@ -22,7 +22,7 @@ from eagle3.target.sglang.client import Producer, Servers, require_capture
 from eagle3.target.sglang.hook import HookSettings
 from eagle3.target.sglang.server import EngineOptions, SGLangServer, as_typed, server_command
 from eagle3.target.sglang.target import SGLangTarget, spool_bytes
-from eagle3.target.sglang.version import capture_flags
+from eagle3.target.sglang.version import capture_flags, require_captured
 from eagle3.training.assemble import Materials, aux_layers
 
 Say = Callable[[str], None]
@@ -90,8 +90,10 @@ def _capture_options(recipe: Recipe, materials: Materials) -> EngineOptions:
 
 
 def _capture_flags(recipe: Recipe, materials: Materials, vocabulary: DraftVocabulary) -> list[str]:
-    settings = hook_settings(recipe, materials, vocabulary)
-    return capture_flags(aux_layers(recipe, materials.target), settings._asdict())
+    model, layers = recipe.model, aux_layers(recipe, materials.target)
+    config = target_config(materials.target, revision=model.revision, trust_remote_code=model.trust_remote_code)
+    require_captured(layers, config.num_hidden_layers)
+    return capture_flags(layers, hook_settings(recipe, materials, vocabulary)._asdict())
 
 
 def _require_servers(recipe: Recipe, materials: Materials, vocabulary: DraftVocabulary) -> None:

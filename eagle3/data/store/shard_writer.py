@@ -149,7 +149,8 @@ class OpenSample:
         """The next n rows: ids [n] int, loss_mask [n] and taught [n] bool on the CPU, and their states, on any device.
         taught: rows whose last hidden state is kept; those that follow supervised rows, or all of a sample's."""
         self.shard.blobs["aux"].append(states.aux, self.id)
-        self.shard.blobs["last"].append(states.last[taught.to(states.last.device)], self.id)
+        last = states.last if taught.all() else states.last[taught.to(states.last.device)]
+        self.shard.blobs["last"].append(last, self.id)
         small = {"ids": ids, "loss_mask": loss_mask.bool(), "argmax": states.argmax, "logsumexp": states.logsumexp}
         for name, column in small.items():
             self.columns[name].append(column.cpu().numpy())
@@ -185,14 +186,17 @@ class Blob:
                 f"sample {sample_id}: its {self.name} hidden states are not finite in {str(self.dtype)[6:]}; set "
                 "model.target_dtype and hidden_states.dtype to bfloat16 or float32"
             )
-        rows = torch.cat([*self.waiting, rows.cpu()])
+        rows = rows.cpu()
+        if self.waiting:
+            rows = torch.cat([*self.waiting, rows])
         full = len(rows) - len(rows) % self.chunk_rows
         self._encode(rows[:full])
-        self.waiting = [rows[full:].clone()]
+        self.waiting = [rows[full:].clone()] if full < len(rows) else []
 
     def end_sample(self) -> None:
         """The next sample begins a chunk of its own."""
-        self._encode(torch.cat(self.waiting))
+        if self.waiting:
+            self._encode(torch.cat(self.waiting))
         self.waiting = []
 
     def _encode(self, rows: Tensor) -> None:

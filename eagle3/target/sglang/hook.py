@@ -28,9 +28,10 @@ from eagle3.target.interface import HiddenStates
 from eagle3.target.sglang.teacher import Teacher, make_teacher
 from eagle3.target.sglang.version import hook_call
 
-# Bytes on their way to the spool; with more, the forward waits.
-MOST_WAITING = 4 << 30
-ENCODING_THREADS = 2
+# Threads that write samples beside each other, and threads that encode for each. One writes about 0.5 GB/s.
+WRITERS, ENCODING_THREADS = 4, 2
+# Bytes on their way to the spool through one of them; with more, the forward waits.
+MOST_WAITING = 1 << 30
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +67,11 @@ class CaptureHook:
     def __init__(self, settings: HookSettings) -> None:
         self.settings = settings
         self.teacher: Teacher | None = None
-        self.writer = SpoolWriter(settings)
+        self.writers = [SpoolWriter(settings) for _ in range(WRITERS)]
+
+    def writer(self, ticket: Ticket, ranks: int = 1) -> "SpoolWriter":
+        """Who writes a sample on its rank; always the same."""
+        return self.writers[_number(ticket) // ranks % WRITERS]
 
     @torch.no_grad()
     def __call__(self, processor: nn.Module, arguments: tuple[Any, ...], _output: object) -> None:
@@ -79,7 +84,7 @@ class CaptureHook:
                 self.teacher = make_teacher(processor, call.head, self.settings.draft_vocabulary)
             except (UserError, OSError) as error:  # an exception would end the server, and say nothing to the job
                 for ticket in filter(None, asked):
-                    self.writer.give_up(ticket, str(error))
+                    self.writer(ticket).give_up(ticket, str(error))
                 return
         ranks, me = self.teacher.group.size(), self.teacher.group.rank()
         rows: list[list[Tensor]] = [[] for _ in range(ranks)]
@@ -87,7 +92,7 @@ class CaptureHook:
         start = 0
         for ticket, (_, tokens, before) in zip(asked, call.requests, strict=True):
             if ticket:
-                owner = int(ticket.sample_id[-8:], 16) % ranks  # who writes; every rank has the hidden states of all
+                owner = _number(ticket) % ranks  # who writes; every rank has the hidden states of all
                 rows[owner].append(torch.arange(start, start + tokens))
                 mine += [(ticket, before)] if owner == me else []
             start += tokens
@@ -102,7 +107,12 @@ class CaptureHook:
             kept = said.kept[done : done + len(at)]
             done += len(at)
             states = HiddenStates(aux[part], kept, said.argmax[part], said.logsumexp[part])
-            self.writer.take(ticket, before, call.ids[part], states)
+            self.writer(ticket, ranks).take(ticket, before, call.ids[part], states)
+
+
+def _number(ticket: Ticket) -> int:
+    """By which samples are dealt out, the same on every rank."""
+    return int(ticket.sample_id[-8:], 16)
 
 
 class Rows(NamedTuple):

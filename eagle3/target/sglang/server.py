@@ -164,8 +164,8 @@ class SGLangServer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.stop()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.stop(keep_log=kind is not None and self.process.poll() is not None)  # what it died of
 
 
 def ask(url: str, path: str, body: Mapping[str, Any] | None = None, timeout: float = 30.0) -> Any:

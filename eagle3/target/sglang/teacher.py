@@ -44,17 +44,19 @@ class HiddenTeacher:
                 "target.teacher: hidden, but this target's lm_head is no plain matrix (quantised, or with a bias), which "
                 "training could not apply; set target.teacher=logits"
             )
+        self.half_matmul = self.weight.is_cuda and self.weight.dtype in (torch.bfloat16, torch.float16)
+        self.columns = (self.weight if self.half_matmul else self.weight.float()).T
         scale, cap = processor.logit_scale, processor.final_logit_softcapping
-        self.transform = LogitTransform(1.0 if scale is None else scale, cap)
+        self.transform = LogitTransform(1.0 if scale is None else scale, cap or None)
 
     def says(self, last: Tensor, rows: Sequence[Tensor]) -> TeacherWords:
         said = _summaries(last, self._logits, self.head)
-        return TeacherWords(last[rows[self.group.rank()].to(last.device)], *said)
+        return TeacherWords(_chosen(last, rows[self.group.rank()]), *said)
 
     def _logits(self, last: Tensor) -> Tensor:
-        if last.is_cuda and last.dtype == self.weight.dtype and last.dtype in (torch.bfloat16, torch.float16):
-            return self.transform.apply(torch.mm(last, self.weight.T, out_dtype=torch.float32))
-        return self.transform.apply(last.float() @ self.weight.float().T)
+        if self.half_matmul:
+            return self.transform.apply(torch.mm(last.to(self.weight.dtype), self.columns, out_dtype=torch.float32))
+        return self.transform.apply(last.float() @ self.columns)
 
 
 class LogitsTeacher:
@@ -75,6 +77,15 @@ class LogitsTeacher:
 
     def _logits(self, last: Tensor) -> Tensor:
         return local_logits(self.processor, self.module, last)
+
+
+def _chosen(last: Tensor, rows: Tensor) -> Tensor:
+    """Rows of `last`, ascending; a view where they are consecutive, as they are with one rank: an index would have to reach the
+    GPU first, and the forward wait for it."""
+    if not len(rows):
+        return last[:0]
+    first, stop = int(rows[0]), int(rows[-1]) + 1
+    return last[first:stop] if stop - first == len(rows) else last[rows.to(last.device)]
 
 
 def _summaries(last: Tensor, logits: Callable[[Tensor], Tensor], head: Head) -> TeacherSummary:

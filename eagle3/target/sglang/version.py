@@ -52,6 +52,16 @@ def require_supported(version: str, where: str) -> None:
         )
 
 
+def require_captured(aux_layers: Sequence[int], num_layers: int) -> None:
+    """UserError where SGLang cannot capture these layers: it takes what a layer is given, and none is given the output of the
+    last one."""
+    if max(aux_layers) >= num_layers - 1:
+        raise SharedUserError(
+            f"model.aux_layers: {list(aux_layers)} has the last of the target's {num_layers} layers, whose output SGLang does "
+            f"not capture, neither here nor when it serves the draft; name layers below {num_layers - 1}"
+        )
+
+
 def capture_flags(aux_layers: Sequence[int], hook: Mapping[str, Any]) -> list[str]:
     """Flags with which a server captures: no draft, the aux layers, our hook with its settings, and nothing that loses rows.
 
