@@ -172,7 +172,9 @@ def fill(
             own = [one for sample_id, one in missing.items() if alone.has(sample_id)]
             if own:
                 local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-                with capture_target(recipe, materials, vocabulary, local_rank, console) as target:
+                with capture_target(
+                    recipe, materials, vocabulary, local_rank, topology.batch.size(), console
+                ) as target:
                     capture_arriving(target, own, writer, Progress(own, console).captured)
         else:
             short = [

@@ -20,7 +20,8 @@ from eagle3.data.store.shard import Encoding
 from eagle3.errors import UserError
 from eagle3.target.interface import HiddenStates
 from eagle3.target.sglang.client import Producer, Servers
-from eagle3.target.sglang.hook import HookSettings, SpoolWriter
+from eagle3.target.sglang.hook import HookSettings
+from eagle3.target.sglang.spool_writer import SpoolWriter
 from eagle3.target.sglang.target import spool_bytes
 from eagle3.target.sglang.version import require_captured, require_supported
 
@@ -37,7 +38,7 @@ def ticket_of(job: str, one: Sample, time_asked: int = 0) -> Ticket:
 
 
 def hook_writer(spool: Spool) -> SpoolWriter:
-    return SpoolWriter(HookSettings(str(spool.folder), "float32", "target", HIDDEN))
+    return SpoolWriter(spool.folder, HookSettings(str(spool.folder), "float32", "target", HIDDEN).encoding)
 
 
 def feed(writer: SpoolWriter, ticket: Ticket, one: Sample, states: HiddenStates, cuts: list[int]) -> None:
@@ -66,10 +67,12 @@ def test_every_row_of_a_sample_comes_back_bit_for_bit_however_prefill_was_cut(tm
 
 def test_a_request_id_says_all_and_other_requests_are_none_of_ours(tmp_path):
     one, _ = a_sample(1, 9)
-    ticket = ticket_of("abcd", one, 7)
+    job = "0123456789abcdef"
+    ticket = ticket_of(job, one, 7)
     assert Ticket.parse(ticket.text) == ticket
-    assert Ticket.parse("9f3c") is None and Ticket.parse("HEALTH_CHECK_1") is None
-    other = ticket_of("abcd", replace(one, ids=one.ids[:4]), 7)
+    for text in ("9f3c", "HEALTH_CHECK_1", ticket.text.replace(job, "../../../../../etc"), ticket.text + "x"):
+        assert Ticket.parse(text) is None, text
+    other = ticket_of(job, replace(one, ids=one.ids[:4]), 7)
     assert other.shard != ticket.shard, "two lengths of one sample must not meet in one file"
 
 
@@ -222,6 +225,29 @@ def test_readers_of_a_stream_get_samples_in_their_own_order_and_the_last_one_fre
             assert spool.readers(ticket, 2) == 2
             spool.remove(ticket, 2)
         assert os.listdir(spool.path) == ["owner.lock"]
+
+
+def test_a_folder_without_room_for_what_may_wait_is_refused(tmp_path):
+    with pytest.raises(UserError, match="GiB free, .* may wait there; lower target.spool_gib"):
+        Spool(tmp_path, most_bytes=2**60)
+    assert not list(tmp_path.iterdir())
+
+
+def test_training_and_held_out_samples_never_meet_in_one_file(tmp_path):
+    """The same sample in both, asked for in either order."""
+    one, states = a_sample(3, 12)
+    with Spool(tmp_path) as spool:
+        writer, asked = hook_writer(spool), []
+
+        def ask(ticket, ids) -> None:
+            asked.append(ticket.shard)
+            feed(writer, ticket, one, states, [])
+
+        train = SpooledSource(SpoolReader(spool.path, 0), spool.job, ask)
+        held_out, rows = train.beside(1), [torch.arange(3)]
+        for source in (held_out, train, train, held_out):
+            assert torch.equal(source.rows([one], rows, rows)[0].aux, states.aux[:3])
+        assert len(set(asked)) == 4
 
 
 def test_a_sample_that_never_fits_the_spool_is_refused_with_the_size_it_needs(tmp_path):

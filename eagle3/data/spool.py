@@ -11,6 +11,7 @@ Nothing else is shared by who makes hidden states and who reads them: no process
 
 import fcntl
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -34,6 +35,8 @@ POLL_SECONDS = 0.002
 # A reader that finds nothing looks whether the owner lives, as often.
 OWNER_SECONDS = 1.0
 HEADER = "eagle3"
+# Whoever may ask a server may choose an id; it names a file below the spool's folder, or nothing.
+REQUEST = re.compile(HEADER + r":([0-9a-f]{16}):(shard-[0-9a-f]{8}-\d{47,}\.safetensors):([0-9a-f]{32}):(\d+)")
 
 
 class Ticket(NamedTuple):
@@ -60,10 +63,8 @@ class Ticket(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Self | None:
         """None for the id of a request that is not this project's."""
-        words = text.split(":")
-        if len(words) != 5 or words[0] != HEADER:
-            return None
-        return cls(*words[1:4], int(words[4]))
+        found = REQUEST.fullmatch(text)
+        return found and cls(found[1], found[2], found[3], int(found[4]))
 
     @property
     def index(self) -> str:
@@ -76,16 +77,22 @@ class Ticket(NamedTuple):
 class Spool:
     """A job's own folder, made by its owner and removed by `close`, with whatever is in it.
 
-    Raises UserError where `folder` cannot be written.
+    Raises UserError where `folder` cannot be written, or has no room for the `most_bytes` that may wait there.
     """
 
-    def __init__(self, folder: str | Path, report: Callable[[str], None] = print) -> None:
+    def __init__(self, folder: str | Path, report: Callable[[str], None] = print, most_bytes: int = 0) -> None:
         self.folder = Path(folder)
         self.job = token_hex(8)
         self.path = self.folder / self.job
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             swept = sweep(self.folder)
+            free = shutil.disk_usage(self.folder).free
+            if free < most_bytes:
+                raise UserError(
+                    f"target.spool: {folder} has {free / 2**30:.3g} GiB free, {most_bytes / 2**30:.3g} may wait there; lower "
+                    "target.spool_gib, or name another folder (in a container: give /dev/shm more)"
+                )
             self.path.mkdir()
             self._lock = (self.path / LOCK).open("wb")
         except OSError as error:
@@ -160,15 +167,22 @@ class SpoolReader:
         """Until the sample is there. Raises UserError where it failed, or where the job's owner is gone."""
         index, failed, looked = self.path / ticket.index, self.path / ticket.mark("failed"), time.monotonic()
         while not index.exists():
-            if failed.exists():
+            with suppress(FileNotFoundError):  # as a rule; or the owner has just removed all
                 raise SharedUserError(failed.read_text(encoding="utf-8"))
             if time.monotonic() - looked > OWNER_SECONDS:
                 looked = time.monotonic()
+                os.listdir(self.path.parent)  # a network file system then looks again at what it took for absent
                 self._require_owner()
             time.sleep(POLL_SECONDS)
-        found = ShardIndex.parse(index.read_bytes(), ticket.index, str(self.path))
+        try:
+            found = ShardIndex.parse(index.read_bytes(), ticket.index, str(self.path))
+        except FileNotFoundError:
+            raise self._owner_gone() from None
         entry = found.samples[0]
-        assert (entry.id, entry.tokens) == (ticket.sample_id, ticket.tokens), f"{index}: holds another sample"
+        if (entry.id, entry.tokens) != (ticket.sample_id, ticket.tokens):
+            raise SharedUserError(
+                f"{index}: holds another sample ({entry.id}, {entry.tokens} tokens); start the job again"
+            )
         return Location(found, entry)
 
     def read(self, location: Location, aux: Tensor, teacher: Tensor) -> DocumentRows:
@@ -201,10 +215,13 @@ class SpoolReader:
             held = _is_held(descriptor)
             os.close(descriptor)
         if not held:
-            raise SharedUserError(
-                f"{self.path}: the process that asks the target for hidden states has ended; see what it said, and "
-                "continue with --resume"
-            )
+            raise self._owner_gone()
+
+    def _owner_gone(self) -> SharedUserError:
+        return SharedUserError(
+            f"{self.path}: the process that asks the target for hidden states has ended; see what it said, and continue with "
+            "--resume"
+        )
 
 
 def _is_held(descriptor: int) -> bool:

@@ -1,6 +1,5 @@
 """Hidden states for training from a running target beside it: each rank reads its rows of samples as they come."""
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -10,21 +9,30 @@ from eagle3.data.samples import Sample
 from eagle3.data.spool import SpoolReader, Ticket
 from eagle3.data.store.reader import DocumentRows
 
+# Times that a loader may ask for one sample, below 2**28, and the channel share eight hexadecimal digits.
+CHANNEL_SHIFT = 28
+
 
 class SpooledSource:
     """A `HiddenStateSource` in which no rank talks to another: they meet in the job's folder of a spool.
 
     All ranks of a stream call `rows` for the same samples, so that they come to the same tickets; the samples are read in
     the order of the call, whatever order they arrive in. ask: on the one rank that asks the target for them, else None; told
-    a ticket and its token ids, it returns at once.
+    a ticket and its token ids, it returns at once. channel: another one for each loader, so that what one thread asks for
+    names no file of another's, whichever of them comes first on a rank.
     """
 
     alone = True
 
-    def __init__(self, reader: SpoolReader, job: str, ask: Callable[[Ticket, Tensor], None] | None) -> None:
-        self.reader, self.job, self.ask = reader, job, ask
+    def __init__(
+        self, reader: SpoolReader, job: str, ask: Callable[[Ticket, Tensor], None] | None, channel: int = 0
+    ) -> None:
+        self.reader, self.job, self.ask, self.channel = reader, job, ask, channel
         self._asked: Counter[tuple[str, int]] = Counter()
-        self._lock = threading.Lock()
+
+    def beside(self, channel: int) -> "SpooledSource":
+        """The same for another loader."""
+        return SpooledSource(self.reader, self.job, self.ask, channel)
 
     def rows(self, samples: Sequence[Sample], aux: Sequence[Tensor], teacher: Sequence[Tensor]) -> list[DocumentRows]:
         tickets = [self._ticket(sample) for sample in samples]
@@ -40,10 +48,7 @@ class SpooledSource:
         return found
 
     def _ticket(self, sample: Sample) -> Ticket:
-        """Training reads ahead while held-out samples are measured, so two threads may be here. Which of them comes first
-        can differ between ranks only for one and the same sample, where it does not matter."""
         tokens = len(sample.ids)
-        with self._lock:
-            time_asked = self._asked[sample.id, tokens]
-            self._asked[sample.id, tokens] += 1
-        return Ticket.of(self.job, sample.id, tokens, time_asked)
+        time_asked = self._asked[sample.id, tokens]
+        self._asked[sample.id, tokens] += 1
+        return Ticket.of(self.job, sample.id, tokens, self.channel << CHANNEL_SHIFT | time_asked)

@@ -49,6 +49,7 @@ def train(recipe: Recipe, deepspeed_file: Path, topology: Topology, resume: bool
             train=materials.train,
             held_out=materials.held_out,
             source=supply.source,
+            held_out_source=supply.held_out,
             head=supply.head,
             draft=draft,
             vocabulary=vocabulary,

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from secrets import token_hex
 
 import torch
 import torch.distributed as dist
@@ -66,7 +67,7 @@ def hook_settings(recipe: Recipe, materials: Materials, vocabulary: DraftVocabul
     try:
         if not kept.exists():
             spool.mkdir(parents=True, exist_ok=True)
-            partial = kept.with_suffix(".partial")
+            partial = kept.with_name(f".{kept.name}.{token_hex(4)}")  # other processes make the same
             save_vocabulary(vocabulary, partial)
             publish(partial, kept)
     except OSError as error:
@@ -105,10 +106,11 @@ def _require_servers(recipe: Recipe, materials: Materials, vocabulary: DraftVoca
 
 @contextmanager
 def capture_target(
-    recipe: Recipe, materials: Materials, vocabulary: DraftVocabulary, local_rank: int, say: Say
+    recipe: Recipe, materials: Materials, vocabulary: DraftVocabulary, local_rank: int, processes: int, say: Say
 ) -> Iterator[SGLangTarget]:
-    """A target for one process of a capture: the recipe's servers, or an engine of its own, on the next free GPUs."""
-    settings, wanted = hook_settings(recipe, materials, vocabulary), recipe.target
+    """A target for one of a capture's `processes`: the recipe's servers, or an engine of its own, on the next free GPUs."""
+    settings, wanted, engine = hook_settings(recipe, materials, vocabulary), recipe.target, None
+    most = round(wanted.spool_gib * 2**30 / processes)
     layers = aux_layers(recipe, materials.target)
     with ExitStack() as stack:
         urls = [url.rstrip("/") for url in wanted.servers]
@@ -120,14 +122,22 @@ def capture_target(
             devices = _devices(local_rank, wanted.tensor)
             engine = SGLangServer(_capture_options(recipe, materials), flags, devices)
             urls = [stack.enter_context(engine).url]
-        spool = stack.enter_context(Spool(settings.spool, say))
+        spool = stack.enter_context(Spool(settings.spool, say, most))
         servers = Servers(urls, spool.path, wanted.in_flight, say)
-        producer = Producer(servers, spool, round(wanted.spool_gib * 2**30), readers=0)
+        producer = Producer(servers, spool, most, readers=0)
         stack.callback(producer.close)
         config = target_config(
             materials.target, revision=recipe.model.revision, trust_remote_code=recipe.model.trust_remote_code
         )
-        yield SGLangTarget(producer, settings.encoding, vocab_size=config.vocab_size, aux_layers=layers)
+        try:
+            yield SGLangTarget(producer, settings.encoding, vocab_size=config.vocab_size, aux_layers=layers)
+        except UserError as error:
+            if engine is None or not engine.ended():
+                raise
+            raise UserError(
+                f"sglang: the engine ended: {engine.last_words()} (its whole log is {engine.log}); lower target.memory_fraction "
+                "or hidden_states.prefill_tokens, and run capture.py again, which goes on here"
+            ) from error
 
 
 def _devices(local_rank: int, tensor: int) -> str | None:
@@ -159,13 +169,13 @@ def live_source(
     settings = hook_settings(recipe, materials, vocabulary)
     with ExitStack() as stack:
         asks = topology.stream.rank() == 0
-        spool = agreed((lambda: stack.enter_context(Spool(settings.spool, say))) if asks else None)
+        most = round(wanted.spool_gib * 2**30 / topology.data.size())
+        spool = agreed((lambda: stack.enter_context(Spool(settings.spool, say, most))) if asks else None)
         named = [spool.job if asks else None]
         dist.broadcast_object_list(named, group=topology.stream, group_src=0)
         job, ask = named[0], None
         if asks:
             servers = Servers([url.rstrip("/") for url in wanted.servers], spool.path, wanted.in_flight, say)
-            most = round(wanted.spool_gib * 2**30 / topology.data.size())
             producer = Producer(servers, spool, most, topology.stream.size())
             stack.callback(producer.close)
 

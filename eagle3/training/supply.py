@@ -21,9 +21,11 @@ from eagle3.training.serving import live_source
 
 @dataclass(frozen=True)
 class HiddenStateSupply:
-    """source of hidden states, the target's embedding and head, and the target where it runs in this process."""
+    """source of hidden states, held_out: the same for held-out samples, which are measured while training reads ahead; the
+    target's embedding and head, and the target where it runs in this process."""
 
     source: HiddenStateSource
+    held_out: HiddenStateSource
     head: TargetHead
     target: TransformersTarget | None
 
@@ -38,7 +40,8 @@ def hidden_state_supply(
         store = agreed(lambda: _open_store(recipe, materials, vocabulary))
         if store.record.get("draft_vocabulary") != vocabulary.digest:
             say(f"{store.where}: was captured for another draft vocabulary, which changes none of its hidden states")
-        yield HiddenStateSupply(StoredSource(store), _head(recipe, materials), None)
+        source = StoredSource(store)
+        yield HiddenStateSupply(source, source, _head(recipe, materials), None)
         return
     for key in ("ulysses", "ring"):
         if getattr(hidden, key) > 1:
@@ -49,12 +52,12 @@ def hidden_state_supply(
     if recipe.target.backend == "sglang":
         head = _head(recipe, materials)
         with live_source(recipe, materials, vocabulary, head, topology, say) as source:
-            yield HiddenStateSupply(source, head, None)
+            yield HiddenStateSupply(source, source.beside(1), head, None)
         return
     target = start_target(recipe, materials, topology.device, vocabulary)
     keep_on = torch.device("cpu") if recipe.memory.inputs == "host" else topology.device
     source = LiveSource(target, topology.stream, topology.device, keep_on)
-    yield HiddenStateSupply(source, target.weights(), target)
+    yield HiddenStateSupply(source, source, target.weights(), target)
 
 
 def _head(recipe: Recipe, materials: Materials) -> TargetHead:

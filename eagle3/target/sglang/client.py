@@ -1,11 +1,13 @@
 """Asks running SGLang servers for hidden states: shares out the work, and goes on without servers that died."""
 
+import os
 import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,10 +20,13 @@ from eagle3.target.sglang.server import ask
 from eagle3.target.sglang.version import REQUIRED_SETTINGS, hook_settings, require_supported
 
 ANSWER_SECONDS = 3600.0
-# A server that answered writes the rows meanwhile; then they are somewhere else, or nowhere.
-ROWS_SECONDS = 60.0
+# A server that answered writes the rows meanwhile. The first ones tell whether they come at all; later ones may have much
+# before them on their way.
+FIRST_ROWS_SECONDS, ROWS_SECONDS = 60.0, 1800.0
+LOOK_SECONDS = 0.5
 POLL_SECONDS = 0.005
 # How long a server that does not answer may take to come back.
+MOST_FAILURES = 10
 RETRY_SECONDS = (0.5, 1.0, 2.0, 4.0)
 
 
@@ -54,9 +59,12 @@ def _told(settings: HookSettings) -> Mapping[str, Any]:
 
 
 class Request(NamedTuple):
+    """failures: how often a server gave no answer to it."""
+
     ticket: Ticket
     ids: list[int]
     there: "Future[None]"
+    failures: int = 0
 
 
 class Servers:
@@ -74,7 +82,7 @@ class Servers:
         self.waiting: deque[Request] = deque()
         self.changed = threading.Condition()
         self.live = set(urls)
-        self.closed = False
+        self.closed = self.rows_came = False
         self.lost: str | None = None
         for url in urls:
             for _ in range(in_flight):
@@ -109,12 +117,31 @@ class Servers:
             except UserError as error:
                 request.there.set_exception(error)
             except OSError as error:
-                with self.changed:
-                    self.waiting.appendleft(request)
-                    self.changed.notify()
+                self._again(url, request, error)
                 if not self._comes_back(url):
                     self._leave_out(url, error)
                     return
+            except Exception as error:  # else whoever waits for it would wait for ever
+                request.there.set_exception(
+                    UserError(f"{url}: {error!r}; this is a mistake of this project, report it")
+                )
+                raise
+
+    def _again(self, url: str, request: Request, error: OSError) -> None:
+        request = request._replace(failures=request.failures + 1)
+        with self.changed:
+            if self.lost:
+                request.there.set_exception(SharedUserError(self.lost))
+            elif request.failures == MOST_FAILURES:
+                request.there.set_exception(
+                    UserError(
+                        f"{url}: gave no answer to a sample of {request.ticket.tokens:,} tokens, for the {MOST_FAILURES}th time "
+                        f"({error}); look at the server's log, and lower target.memory_fraction or the sample's length"
+                    )
+                )
+            else:
+                self.waiting.appendleft(request)
+                self.changed.notify()
 
     def _fetch(self, url: str, request: Request) -> None:
         ticket = request.ticket
@@ -123,20 +150,29 @@ class Servers:
             "input_ids": request.ids,
             "sampling_params": {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True},
         }
-        answer = ask(url, "/generate", body, timeout=ANSWER_SECONDS)
         index, failed = self.folder / ticket.index, self.folder / ticket.mark("failed")
-        answered = time.monotonic()
+        if index.exists():  # a server made it whose answer was lost
+            return
+        answer = ask(url, "/generate", body, timeout=ANSWER_SECONDS).get("meta_info", {})
+        if answer.get("finish_reason", {}).get("type") == "abort":
+            raise OSError(f"aborted: {answer['finish_reason'].get('message')}")
+        answered = looked = time.monotonic()
         while not index.exists():
-            if failed.exists():
+            with suppress(FileNotFoundError):
                 raise UserError(f"{url}: {failed.read_text(encoding='utf-8')}")
             if self.closed:
                 return
-            if time.monotonic() - answered > ROWS_SECONDS:
+            now = time.monotonic()
+            if now - answered > (ROWS_SECONDS if self.rows_came else FIRST_ROWS_SECONDS):
                 raise UserError(
                     f"{url}: answered, but left no rows in {self.folder}; target.spool must be the same folder for the "
-                    f"server and for this process (it computed {answer.get('meta_info', {}).get('prompt_tokens')} tokens)"
+                    f"server and for this process (it computed {answer.get('prompt_tokens')} tokens)"
                 )
+            if now - looked > LOOK_SECONDS:
+                looked = now
+                os.listdir(self.folder.parent)  # a network file system then looks again at what it took for absent
             time.sleep(POLL_SECONDS)
+        self.rows_came = True
 
     def _comes_back(self, url: str) -> bool:
         for seconds in RETRY_SECONDS:
@@ -168,6 +204,14 @@ class Servers:
             self.changed.notify_all()
 
 
+class Asked(NamedTuple):
+    """A sample that waits for room."""
+
+    ticket: Ticket
+    ids: Tensor
+    there: "Future[None]"
+
+
 class Producer:
     """Asks for samples in the order given, as far as the spool has room; readers make room by being done.
 
@@ -177,7 +221,7 @@ class Producer:
 
     def __init__(self, servers: Servers, spool: Spool, most_bytes: int, readers: int) -> None:
         self.servers, self.spool, self.most_bytes, self.readers = servers, spool, most_bytes, readers
-        self.asked: queue.SimpleQueue[tuple[Request, int] | None] = queue.SimpleQueue()
+        self.asked: queue.SimpleQueue[tuple[Asked, int] | None] = queue.SimpleQueue()
         self.held: dict[Ticket, int] = {}  # bytes of what is in the spool, or on its way
         self.room = threading.Condition()
         self.closed = False
@@ -192,9 +236,9 @@ class Producer:
                 f"target.spool_gib: {self.most_bytes / 2**30:.3g}, but a sample of {ticket.tokens:,} tokens takes "
                 f"{size / 2**30:.3g} GiB; set it to that or more"
             )
-        request = Request(ticket, [], Future())
-        self.asked.put((request._replace(ids=ids), size))
-        return request.there
+        asked = Asked(ticket, ids, Future())
+        self.asked.put((asked, size))
+        return asked.there
 
     def release(self, ticket: Ticket) -> None:
         """Delete a sample and use its room."""
@@ -211,23 +255,33 @@ class Producer:
         self.servers.close()
 
     def _dispatch(self) -> None:
-        while (item := self.asked.get()) is not None:
-            (ticket, ids, there), size = item
-            with self.room:
-                self.room.wait_for(lambda size=size: self.closed or sum(self.held.values()) + size <= self.most_bytes)
-                if self.closed:
-                    return
-                self.held[ticket] = size
-            self.servers.request(ticket, ids).add_done_callback(
-                lambda done, ticket=ticket, there=there: self._arrived(ticket, there, done)
-            )
+        try:
+            while (item := self.asked.get()) is not None:
+                (ticket, ids, there), size = item
+                with self.room:
+                    self.room.wait_for(
+                        lambda size=size: self.closed or sum(self.held.values()) + size <= self.most_bytes
+                    )
+                    if self.closed:
+                        return
+                    self.held[ticket] = size
+                self.servers.request(ticket, ids).add_done_callback(
+                    lambda done, ticket=ticket, there=there: self._arrived(ticket, there, done)
+                )
+        except BaseException:
+            self.spool.close()  # who waits for a sample then sees that nobody asks for it any more
+            raise
 
     def _arrived(self, ticket: Ticket, there: "Future[None]", done: "Future[None]") -> None:
         error = done.exception()
         if error is None:
             there.set_result(None)
-        else:
+            return
+        try:
             self.spool.fail(ticket, str(error))
+        except OSError:
+            self.spool.close()  # readers then see that its owner is gone
+        finally:
             there.set_exception(error)
 
     def _reap(self) -> None:
@@ -236,5 +290,6 @@ class Producer:
                 held = list(self.held)
             for ticket in held:
                 if self.spool.readers(ticket, self.readers) == self.readers:
-                    self.release(ticket)
+                    with suppress(OSError):  # then in the next round
+                        self.release(ticket)
             time.sleep(POLL_SECONDS)

@@ -1,6 +1,7 @@
 """An SGLang server in a process of its own: its command line, its start, its end."""
 
 import ctypes
+import http.client
 import json
 import os
 import random
@@ -27,8 +28,11 @@ from eagle3.target.sglang.version import require_supported
 
 START_SECONDS = 1800.0
 STOP_SECONDS = 30.0
+PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG, prctl(2)
 # SGLang refuses prompts that come nearer than six tokens to the context's end, though nothing is decoded there.
 SPARE_TOKENS = 16
+# What SGLang says, for some seconds, of a request that it lost the connection of and is asked again.
+DUPLICATE = "Duplicate request ID"
 PORT_TAKEN = "address already in use"
 LONGER_CONTEXT = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
 
@@ -97,7 +101,8 @@ def require_sglang() -> None:
 
 
 class SGLangServer:
-    """A running server, stopped when the `with` block ends or this process dies. url: where it answers.
+    """A running server, stopped when the `with` block ends or the thread that started it dies: a killed job must not leave one
+    on the GPU. url: where it answers.
 
     devices: values of CUDA_VISIBLE_DEVICES for it, None for those of this process. Raises UserError where it does not start.
     """
@@ -110,6 +115,7 @@ class SGLangServer:
         self.log = Path(name)
         environment = without_launcher(os.environ) | LONGER_CONTEXT
         environment |= {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
+        prctl = ctypes.CDLL(None).prctl  # looked up before the fork, where another thread may hold the loader's lock
         with os.fdopen(descriptor, "wb") as log:
             self.process = subprocess.Popen(
                 server_command(options, flags, port),
@@ -118,7 +124,7 @@ class SGLangServer:
                 stderr=subprocess.STDOUT,
                 env=environment,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=lambda: prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL),
             )
         try:
             self._await_start()
@@ -148,6 +154,12 @@ class SGLangServer:
         lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         named = [line for line in lines if "Error" in line and not line.startswith("File ")]
         return (named or lines or ["it said nothing"])[-1][:300]
+
+    def ended(self) -> bool:
+        """Whether it has ended by itself; one that is about to gets some seconds."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(10)
+        return self.process.poll() is not None
 
     def stop(self, keep_log: bool = False) -> None:
         """End the server and all its processes."""
@@ -181,11 +193,11 @@ def ask(url: str, path: str, body: Mapping[str, Any] | None = None, timeout: flo
             return json.load(answer)
     except urllib.error.HTTPError as error:
         said = error.read(2000).decode(errors="replace")
-        if error.code < 500:
+        if error.code < 500 and DUPLICATE not in said:
             raise UserError(f"{url}{path}: refused the request ({error.code}: {said})") from error
         raise OSError(f"{error.code}: {said}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise OSError(f"no JSON: {error}") from error
+    except (http.client.HTTPException, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise OSError(f"no whole answer: {error!r}") from error
     except ValueError as error:  # no URL
         raise UserError(f"{url}: is not a server's URL ({error}); write it as http://host:port") from error
 
@@ -194,12 +206,6 @@ def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
     """Without what torchrun and deepspeed tell the processes of their job: SGLang is none of them."""
     told = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "CROSS_", "TORCHELASTIC_")
     return {name: value for name, value in environment.items() if not name.startswith(told)}
-
-
-def _die_with_parent() -> None:
-    """Run in the child before it becomes SGLang: a killed trainer must not leave a server on the GPU."""
-    parent_death_signal = 1  # PR_SET_PDEATHSIG, prctl(2)
-    ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGKILL)
 
 
 def _free_port() -> int:

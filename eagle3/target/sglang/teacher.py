@@ -1,10 +1,11 @@
 """What the target says after each row, inside SGLang: from logits of which no rank has all columns."""
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -62,13 +63,11 @@ class HiddenTeacher:
 class LogitsTeacher:
     """Keeps the model's own logits of the draft vocabulary's tokens, in the order of draft ids."""
 
-    def __init__(self, processor: nn.Module, head: Any, draft_vocabulary: Path) -> None:
+    def __init__(self, processor: nn.Module, head: Any, draft_ids: Tensor) -> None:
         self.processor, self.module = processor, head
         self.head = head_of(head)
         self.group = self.head.group
-        d2t = load_file(draft_vocabulary)["d2t"]
-        draft_ids = (d2t + torch.arange(len(d2t))).to(self.head.device)
-        self.columns = DraftColumns.of(draft_ids, self.head.first_id, self.head.valid, self.group)
+        self.columns = DraftColumns.of(draft_ids.to(self.head.device), self.head.first_id, self.head.valid, self.group)
 
     def says(self, last: Tensor, rows: Sequence[Tensor]) -> TeacherWords:
         said = _summaries(last, self._logits, self.head)
@@ -96,8 +95,18 @@ def _summaries(last: Tensor, logits: Callable[[Tensor], Tensor], head: Head) -> 
 
 
 def make_teacher(processor: nn.Module, head: Any, draft_vocabulary: str | None) -> Teacher:
-    """processor, head: SGLang's logits processor and lm_head. draft_vocabulary: file with d2t where logits are kept, else
-    None. Raises UserError where the target cannot be taught so."""
+    """Collective over the head's group. processor, head: SGLang's logits processor and lm_head. draft_vocabulary: file with d2t
+    where logits are kept, else None. Raises UserError, on every rank or on none, where the target cannot be taught so."""
     if draft_vocabulary is None:
         return HiddenTeacher(processor, head)
-    return LogitsTeacher(processor, head, Path(draft_vocabulary))
+    told, draft_ids, reason = head_of(head), None, None
+    try:
+        d2t = load_file(draft_vocabulary)["d2t"]
+        draft_ids = d2t + torch.arange(len(d2t))
+    except (OSError, SafetensorError, KeyError) as error:
+        reason = f"{draft_vocabulary}: has no draft vocabulary that SGLang could read ({error}); run capture.py again"
+    failed = torch.tensor([reason is not None], dtype=torch.int32, device=told.device)
+    dist.all_reduce(failed, dist.ReduceOp.MAX, told.group)
+    if failed.item():
+        raise UserError(reason or f"{draft_vocabulary}: another rank of the server cannot read it; share that folder")
+    return LogitsTeacher(processor, head, draft_ids)

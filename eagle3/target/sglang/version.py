@@ -19,6 +19,11 @@ HOOK = "eagle3-capture"
 # Settings under which rows would be lost or be another rank's, and what they must be.
 REQUIRED_SETTINGS: dict[str, Any] = {
     "disable_radix_cache": True,
+    "cuda_graph_backend_prefill": "disabled",
+    "enable_mixed_chunk": False,
+    "enable_layernorm_sp": False,
+    "enable_attn_tp_input_scattered": False,
+    "enable_pdmux": False,
     "enable_dp_attention": False,
     "pp_size": 1,
     "dp_size": 1,
@@ -28,13 +33,13 @@ REQUIRED_SETTINGS: dict[str, Any] = {
 class HookCall(NamedTuple):
     """What a forward hook on SGLang's logits processor sees of a prefill of N tokens of several requests.
 
-    ids [N]; last [N, H] after the final norm; aux [N, 3H]; head: the lm_head module, sharded over its tensor-parallel
+    ids [N]; last [N, H] after the final norm; aux [N, 3H], None where the model's class hands it over by name; head: the lm_head module, sharded over its tensor-parallel
     group; requests: of each its id, how many tokens it has here and how many it had before.
     """
 
     ids: Tensor
     last: Tensor
-    aux: Sequence[Tensor] | Tensor
+    aux: Sequence[Tensor] | Tensor | None
     head: Any
     requests: list[tuple[str, int, int]]
 
@@ -83,10 +88,10 @@ def capture_flags(aux_layers: Sequence[int], hook: Mapping[str, Any]) -> list[st
 
 
 def hook_call(arguments: Sequence[Any]) -> HookCall | None:
-    """The arguments of the logits processor as a HookCall; None for what is no prefill with captured layers."""
+    """The arguments of the logits processor as a HookCall; None for what is no prefill of requests."""
     ids, last, head, batch, *rest = arguments
     aux = rest[0] if rest else None
-    if aux is None or getattr(batch, "rids", None) is None or not batch.forward_mode.is_extend():
+    if getattr(batch, "rids", None) is None or not batch.forward_mode.is_extend():
         return None
     requests = list(zip(batch.rids, batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu, strict=True))
     return HookCall(ids, last, aux, head, requests)
