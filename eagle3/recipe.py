@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -166,6 +167,14 @@ class Target(Section):
     )
     spool_gib: Positive = Field(8.0, description="GiB of rows that may wait there for one job")
     in_flight: Count = Field(32, description="samples that a server is asked for at a time")
+
+    @field_validator("servers")
+    @classmethod
+    def _roots(cls, servers: list[str]) -> list[str]:
+        for url in servers:
+            if not re.fullmatch(r"https?://[^/\s]+/?", url):
+                raise ValueError(f"{url!r} is not a server's root: write http://host:port")
+        return [url.rstrip("/") for url in servers]
 
 
 class Parallelism(Section):

@@ -165,3 +165,13 @@ def test_values_out_of_range_are_refused_with_their_key(tmp_path, section, key, 
     read(tmp_path)
     with pytest.raises(UserError, match=rf"recipe\.yaml: {section}\.{key}.*; "):
         load_recipe(tmp_path / "recipe.yaml", [f"{section}.{key}={value}"])
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:30000", "http://host:30000/v1", "host", ""])
+def test_a_server_that_is_no_url_of_a_root_is_refused_with_the_form(tmp_path, url):
+    with pytest.raises(UserError, match="target.servers.*write http://host:port"):
+        read(tmp_path, target={"servers": [url]})
+
+
+def test_a_servers_url_may_end_with_a_slash(tmp_path):
+    assert read(tmp_path, target={"servers": ["http://host:30000/"]}).target.servers == ["http://host:30000"]

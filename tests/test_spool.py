@@ -256,7 +256,9 @@ def test_a_sample_that_never_fits_the_spool_is_refused_with_the_size_it_needs(tm
     with Spool(tmp_path) as spool:
         servers = Servers(["http://127.0.0.1:9"], spool.path, 1)
         producer = Producer(servers, spool, most_bytes=2**20, readers=0)
-        with pytest.raises(UserError, match=r"target.spool_gib: 0.000977, but a sample of 4,000 tokens takes"):
+        with pytest.raises(
+            UserError, match=r"target.spool_gib: leaves this process 0.000977 GiB, but a sample of 4,000 tokens takes"
+        ):
             producer.ask(ticket_of(spool.job, one), one.ids, spool_bytes(encoding, 4000))
         producer.close()
 
@@ -275,6 +277,18 @@ def test_with_no_server_left_every_request_fails_with_the_remedy(tmp_path):
             SpoolReader(spool.path, 0).wait(ticket_of(spool.job, one, 0))
         producer.close()
     assert len(said) == 1 and "left out; 1 servers go on" in said[0]
+
+
+def test_a_mistake_in_the_thread_that_asks_ends_the_wait_of_who_asked(tmp_path):
+    """Ids that are no tensor: the request cannot even be written down."""
+    one, _ = a_sample(1, 4)
+    with Spool(tmp_path) as spool:
+        producer = Producer(Servers(["http://127.0.0.1:9"], spool.path, 1), spool, most_bytes=2**30, readers=1)
+        with pytest.raises(UserError, match="AttributeError.*this is a mistake"):
+            producer.ask(ticket_of(spool.job, one), [1, 2, 3, 4], 10_000).result(30)
+        with pytest.raises(UserError, match="this is a mistake"):
+            SpoolReader(spool.path, 0).wait(ticket_of(spool.job, one))
+        producer.close()
 
 
 @pytest.mark.parametrize("version", ["0.5.22", "0.6.0", "unknown"])

@@ -19,7 +19,7 @@ from eagle3.parallel.topology import Topology, agreed
 from eagle3.recipe import Recipe
 from eagle3.target.checkpoint import fingerprint, target_config
 from eagle3.target.interface import TargetHead, summarize_teacher
-from eagle3.target.sglang.client import Producer, Servers, require_capture
+from eagle3.target.sglang.client import Producer, Servers, require_capture, require_room
 from eagle3.target.sglang.hook import HookSettings
 from eagle3.target.sglang.server import EngineOptions, SGLangServer, as_typed, server_command
 from eagle3.target.sglang.target import SGLangTarget, spool_bytes
@@ -98,10 +98,14 @@ def _capture_flags(recipe: Recipe, materials: Materials, vocabulary: DraftVocabu
 
 
 def _require_servers(recipe: Recipe, materials: Materials, vocabulary: DraftVocabulary) -> None:
-    line = server_line(recipe, materials, vocabulary)
+    line, settings = server_line(recipe, materials, vocabulary), hook_settings(recipe, materials, vocabulary)
     for url in recipe.target.servers:
-        settings = hook_settings(recipe, materials, vocabulary)
-        require_capture(url.rstrip("/"), settings, aux_layers(recipe, materials.target), line)
+        require_capture(url, settings, aux_layers(recipe, materials.target), line, _longest(materials))
+
+
+def _longest(materials: Materials) -> int:
+    """Tokens of the longest sample."""
+    return max(int(samples.lengths.max()) for samples in (materials.train, materials.held_out) if len(samples))
 
 
 @contextmanager
@@ -112,8 +116,11 @@ def capture_target(
     settings, wanted, engine = hook_settings(recipe, materials, vocabulary), recipe.target, None
     most = round(wanted.spool_gib * 2**30 / processes)
     layers = aux_layers(recipe, materials.target)
+    longest = _longest(materials)
+    require_room(longest, spool_bytes(settings.encoding, longest), most)
     with ExitStack() as stack:
-        urls = [url.rstrip("/") for url in wanted.servers]
+        spool = stack.enter_context(Spool(settings.spool, say, most))
+        urls = list(wanted.servers)
         if urls:
             _require_servers(recipe, materials, vocabulary)
         else:
@@ -122,7 +129,6 @@ def capture_target(
             devices = _devices(local_rank, wanted.tensor)
             engine = SGLangServer(_capture_options(recipe, materials), flags, devices)
             urls = [stack.enter_context(engine).url]
-        spool = stack.enter_context(Spool(settings.spool, say, most))
         servers = Servers(urls, spool.path, wanted.in_flight, say)
         producer = Producer(servers, spool, most, readers=0)
         stack.callback(producer.close)
@@ -166,16 +172,17 @@ def live_source(
             f"{line or 'as rank 0 says'}"
         )
     agreed((lambda: _require_servers(recipe, materials, vocabulary)) if topology.is_first else None)
-    settings = hook_settings(recipe, materials, vocabulary)
+    settings, longest = hook_settings(recipe, materials, vocabulary), _longest(materials)
+    most = round(wanted.spool_gib * 2**30 / topology.data.size())
+    require_room(longest, spool_bytes(settings.encoding, longest), most)
     with ExitStack() as stack:
         asks = topology.stream.rank() == 0
-        most = round(wanted.spool_gib * 2**30 / topology.data.size())
         spool = agreed((lambda: stack.enter_context(Spool(settings.spool, say, most))) if asks else None)
         named = [spool.job if asks else None]
         dist.broadcast_object_list(named, group=topology.stream, group_src=0)
         job, ask = named[0], None
         if asks:
-            servers = Servers([url.rstrip("/") for url in wanted.servers], spool.path, wanted.in_flight, say)
+            servers = Servers(wanted.servers, spool.path, wanted.in_flight, say)
             producer = Producer(servers, spool, most, topology.stream.size())
             stack.callback(producer.close)
 

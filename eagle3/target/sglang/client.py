@@ -16,7 +16,7 @@ from torch import Tensor
 from eagle3.data.spool import Spool, Ticket
 from eagle3.errors import SharedUserError, UserError
 from eagle3.target.sglang.hook import HookSettings
-from eagle3.target.sglang.server import ask
+from eagle3.target.sglang.server import REFUSED_TOKENS, ask
 from eagle3.target.sglang.version import REQUIRED_SETTINGS, hook_settings, require_supported
 
 ANSWER_SECONDS = 3600.0
@@ -30,8 +30,11 @@ MOST_FAILURES = 10
 RETRY_SECONDS = (0.5, 1.0, 2.0, 4.0)
 
 
-def require_capture(url: str, settings: HookSettings, aux_layers: Sequence[int], command: str) -> None:
-    """Raises UserError unless the server at `url` captures what this job wants. command: one that starts such a server."""
+def require_capture(
+    url: str, settings: HookSettings, aux_layers: Sequence[int], command: str, longest: int | None = None
+) -> None:
+    """Raises UserError unless the server at `url` captures what this job wants. command: one that starts such a server;
+    longest: tokens of the longest sample."""
     try:
         info = ask(url, "/server_info")
     except OSError as error:
@@ -44,6 +47,19 @@ def require_capture(url: str, settings: HookSettings, aux_layers: Sequence[int],
     hook = hook_settings(info)
     if hook is None:
         raise SharedUserError(f"target.servers: {url} was started without this project's hook; start it so: {command}")
+    taught, wants = (
+        "hidden" if one is None else "logits" for one in (hook.get("draft_vocabulary"), settings.draft_vocabulary)
+    )
+    if taught != wants:
+        raise SharedUserError(
+            f"target.servers: {url} was started for target.teacher={taught}, this recipe wants {wants}; start it so: {command}"
+        )
+    context = info.get("context_length")
+    if longest and context and longest + REFUSED_TOKENS > context:
+        raise SharedUserError(
+            f"target.servers: {url} was started with --context-length {context}, too short for a sample of {longest:,} tokens; "
+            f"start it so: {command}; or lower data.max_length"
+        )
     found |= {"aux layers": list(info.get("return_aux_hidden_state_layer_ids") or []), **hook}
     wanted |= {"aux layers": list(aux_layers), **_told(settings)}
     for name in wanted:
@@ -204,6 +220,15 @@ class Servers:
             self.changed.notify_all()
 
 
+def require_room(tokens: int, size: int, most_bytes: int) -> None:
+    """UserError where a sample of so many tokens, `size` bytes in the spool, never fits a share of `most_bytes`."""
+    if size > most_bytes:
+        raise SharedUserError(
+            f"target.spool_gib: leaves this process {most_bytes / 2**30:.3g} GiB, but a sample of {tokens:,} tokens takes "
+            f"{size / 2**30:.3g}; set it {1.01 * size / most_bytes:.3g} times as large, or lower data.max_length"
+        )
+
+
 class Asked(NamedTuple):
     """A sample that waits for room."""
 
@@ -231,11 +256,7 @@ class Producer:
 
     def ask(self, ticket: Ticket, ids: Tensor, size: int) -> "Future[None]":
         """Done when the sample is there. size: its bytes in the spool. Raises UserError where it never fits."""
-        if size > self.most_bytes:
-            raise SharedUserError(
-                f"target.spool_gib: {self.most_bytes / 2**30:.3g}, but a sample of {ticket.tokens:,} tokens takes "
-                f"{size / 2**30:.3g} GiB; set it to that or more"
-            )
+        require_room(ticket.tokens, size, self.most_bytes)
         asked = Asked(ticket, ids, Future())
         self.asked.put((asked, size))
         return asked.there
@@ -255,28 +276,28 @@ class Producer:
         self.servers.close()
 
     def _dispatch(self) -> None:
-        try:
-            while (item := self.asked.get()) is not None:
-                (ticket, ids, there), size = item
-                with self.room:
-                    self.room.wait_for(
-                        lambda size=size: self.closed or sum(self.held.values()) + size <= self.most_bytes
-                    )
-                    if self.closed:
-                        return
-                    self.held[ticket] = size
-                self.servers.request(ticket, ids).add_done_callback(
-                    lambda done, ticket=ticket, there=there: self._arrived(ticket, there, done)
+        while (item := self.asked.get()) is not None:
+            asked, size = item
+            with self.room:
+                self.room.wait_for(lambda size=size: self.closed or sum(self.held.values()) + size <= self.most_bytes)
+                if self.closed:
+                    return
+                self.held[asked.ticket] = size
+            try:
+                self.servers.request(asked.ticket, asked.ids).add_done_callback(
+                    lambda done, asked=asked: self._arrived(asked.ticket, asked.there, done)
                 )
-        except BaseException:
-            self.spool.close()  # who waits for a sample then sees that nobody asks for it any more
-            raise
+            except Exception as error:  # else whoever waits for it would wait for ever
+                self._failed(asked.ticket, asked.there, UserError(f"target: {error!r}; this is a mistake, report it"))
 
     def _arrived(self, ticket: Ticket, there: "Future[None]", done: "Future[None]") -> None:
         error = done.exception()
         if error is None:
             there.set_result(None)
-            return
+        else:
+            self._failed(ticket, there, error)
+
+    def _failed(self, ticket: Ticket, there: "Future[None]", error: BaseException) -> None:
         try:
             self.spool.fail(ticket, str(error))
         except OSError:

@@ -1,5 +1,6 @@
 """What the target says after each row, inside SGLang: from logits of which no rank has all columns."""
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -14,6 +15,9 @@ from eagle3.errors import UserError
 from eagle3.target.interface import BLOCK_ROWS, LogitTransform, TeacherSummary
 from eagle3.target.sglang.version import Head, head_of, local_logits, plain_weight
 from eagle3.target.sharding import DraftColumns, summarize_sharded
+
+
+logger = logging.getLogger(__name__)
 
 
 class TeacherWords(NamedTuple):
@@ -68,10 +72,16 @@ class LogitsTeacher:
         self.head = head_of(head)
         self.group = self.head.group
         self.columns = DraftColumns.of(draft_ids.to(self.head.device), self.head.first_id, self.head.valid, self.group)
+        self.peak = 0  # bytes, largest so far
 
     def says(self, last: Tensor, rows: Sequence[Tensor]) -> TeacherWords:
         said = _summaries(last, self._logits, self.head)
-        kept = self.columns.redistribute(lambda chosen: self._logits(last[chosen]), rows, self._logits(last[:1]).dtype)
+        one = self._logits(last[:1])
+        kept = self.columns.redistribute(lambda chosen: self._logits(last[chosen]), rows, one.dtype)
+        peak = self.columns.peak_bytes([len(each) for each in rows], one.shape[1], one.element_size())
+        if peak > self.peak:
+            self.peak = peak
+            logger.warning("teacher logits: up to %.1f MiB on this rank, for %d rows", peak / 2**20, len(last))
         return TeacherWords(kept, *said)
 
     def _logits(self, last: Tensor) -> Tensor:
