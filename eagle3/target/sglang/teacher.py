@@ -16,7 +16,6 @@ from eagle3.target.interface import BLOCK_ROWS, LogitTransform, TeacherSummary
 from eagle3.target.sglang.version import Head, head_of, local_logits, plain_weight
 from eagle3.target.sharding import DraftColumns, summarize_sharded
 
-
 logger = logging.getLogger(__name__)
 
 
