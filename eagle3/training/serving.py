@@ -1,5 +1,6 @@
 """From a recipe to SGLang: what a server is started with, a target for capture, a source of rows for live training."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -150,13 +151,15 @@ def _devices(local_rank: int, tensor: int) -> str | None:
     """GPUs of this process's engine; None on a machine without."""
     if not torch.cuda.is_available():
         return None
-    first, count = local_rank * tensor, torch.cuda.device_count()
-    if first + tensor > count:
+    count = torch.cuda.device_count()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+    own = visible[local_rank * tensor : (local_rank + 1) * tensor]
+    if len(own) < tensor:
         raise UserError(
             f"target.tensor: {tensor} GPUs for each of {local_rank + 1} or more engines, this machine has {count}; start "
             f"{count // tensor} processes at most"
         )
-    return ",".join(map(str, range(first, first + tensor)))
+    return ",".join(own)
 
 
 @contextmanager
