@@ -83,6 +83,7 @@ def capture_flags(aux_layers: Sequence[int], hook: Mapping[str, Any]) -> list[st
         *("--return-aux-hidden-state-layer-ids", *map(str, aux_layers)),
         *("--forward-hooks", json.dumps([spec])),
         *("--disable-radix-cache", "--skip-tokenizer-init"),
+        "--sleep-on-idle",  # else its scheduler keeps a core busy while training takes what it has made
         *("--cuda-graph-backend-prefill", "disabled", "--cuda-graph-backend-decode", "disabled"),
     ]
 
