@@ -18,12 +18,12 @@ from eagle3.data.vocabulary import DraftVocabulary
 from eagle3.errors import SharedUserError, run_command
 from eagle3.parallel.topology import Topology, agreed, start_distributed, stop_distributed
 from eagle3.recipe import Recipe, load_recipe
-from eagle3.target.checkpoint import target_config
 from eagle3.target.long_prefill import LongPrefill
 from eagle3.target.transformers import TransformersTarget
 from eagle3.training.assemble import (
     Materials,
     capture_record,
+    config_of,
     gather_materials,
     pick_vocabulary,
     provenance,
@@ -49,10 +49,10 @@ def main() -> int:
     what.add_argument(
         "--verify", action="store_true", help="read the whole store, compare checksums, say what is wrong"
     )
+    what.add_argument("--repair", action="store_true", help="the same, then capture again what is wrong or missing")
     what.add_argument(
         "--print-server", action="store_true", help="print the command line of an SGLang server for target.servers"
     )
-    what.add_argument("--repair", action="store_true", help="the same, then capture again what is wrong or missing")
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="change single keys of the recipe")
     options = parser.parse_intermixed_args()
@@ -76,9 +76,7 @@ def main() -> int:
     topology = start_distributed(1, hidden.ulysses, hidden.ring, timeout=PATIENCE, section="hidden_states")
     console = Console(topology.is_first)
     materials = gather_materials(recipe, topology.device, console)
-    config = target_config(
-        materials.target, revision=recipe.model.revision, trust_remote_code=recipe.model.trust_remote_code
-    )
+    config = config_of(recipe, materials)
     vocabulary = pick_vocabulary(recipe, materials, config.vocab_size, console)
     if options.print_server:
         line = agreed(lambda: server_line(recipe, materials, vocabulary))

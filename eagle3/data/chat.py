@@ -92,10 +92,10 @@ def encode_conversation(
     if not any(message["role"] == "assistant" for message in messages):
         raise Unusable("no assistant turn")
     template = tokenizer.get_chat_template(chat_template, conversation.tools)
-    render = partial(_render, tokenizer, template, conversation.tools)
+    render = partial(rendered, tokenizer, template, conversation.tools)
     text = render(messages)
     if GENERATION.search(template):
-        marked = partial(_render, tokenizer, _with_marks(template, *_unused(text)), conversation.tools)
+        marked = partial(rendered, tokenizer, _with_marks(template, *_unused(text)), conversation.tools)
         spans = _marked_spans(text, marked(messages), *_unused(text))
     else:
         added = [token.content for token in tokenizer.added_tokens_decoder.values()]
@@ -111,13 +111,14 @@ def _tokenize(tokenizer: PreTrainedTokenizerBase, text: str, **options: bool) ->
     return tokenizer(text, verbose=False, **options)  # verbose: would warn of texts longer than the model's context
 
 
-def _render(
+def rendered(
     tokenizer: PreTrainedTokenizerBase,
     template: str,
     tools: list | None,
     messages: Sequence[dict],
     generation_prompt: bool = False,
 ) -> str:
+    """Messages as text. template: Jinja source. Raises UserError where that is none, Unusable where it refuses the messages."""
     try:
         return tokenizer.apply_chat_template(
             list(messages),

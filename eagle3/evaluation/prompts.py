@@ -1,14 +1,12 @@
 """Reads the prompts that a draft is judged on from a file of conversations, texts or questions."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
-import jinja2
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from eagle3.data.chat import TEMPLATE_ERRORS
+from eagle3.data.chat import Unusable, rendered
 from eagle3.data.conversations import KINDS, Conversation, read_conversations
 from eagle3.errors import UserError
 
@@ -62,7 +60,11 @@ def _prompt(conversation: Conversation, tokenizer: PreTrainedTokenizerBase, chat
                 f"{conversation.origin}: is a conversation but the tokenizer has no chat template; name one with "
                 "data.chat_template, or give rows with `text`"
             )
-        text = _rendered(conversation, _asked(conversation), tokenizer, chat_template)
+        template = tokenizer.get_chat_template(chat_template, conversation.tools)
+        try:
+            text = rendered(tokenizer, template, conversation.tools, _asked(conversation), generation_prompt=True)
+        except Unusable as reason:
+            raise UserError(f"{conversation.origin}: {reason}; mend the row") from reason
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return torch.tensor(ids, dtype=torch.long)
 
@@ -75,24 +77,3 @@ def _asked(conversation: Conversation) -> list[dict]:
     if not any(message["role"] in ("user", "tool") for message in messages):
         raise UserError(f"{conversation.origin}: asks nothing (no user turn before an answer); mend the row")
     return messages
-
-
-def _rendered(
-    conversation: Conversation, messages: Sequence[dict], tokenizer: PreTrainedTokenizerBase, chat_template: str | None
-) -> str:
-    try:
-        return tokenizer.apply_chat_template(
-            list(messages),
-            tools=conversation.tools,
-            chat_template=tokenizer.get_chat_template(chat_template, conversation.tools),
-            add_generation_prompt=True,
-            tokenize=False,
-        )
-    except jinja2.TemplateSyntaxError as error:
-        raise UserError(
-            f"chat template line {error.lineno}: {error.message}; mend it, see data.chat_template"
-        ) from error
-    except TEMPLATE_ERRORS as error:
-        raise UserError(
-            f"{conversation.origin}: the chat template refuses it ({type(error).__name__}: {error}); mend the row"
-        ) from error

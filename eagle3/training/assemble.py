@@ -121,6 +121,12 @@ def _read_template(path: Path | None) -> str | None:
         raise UserError(f"{path}: cannot be read ({error}); mend data.chat_template") from error
 
 
+def config_of(recipe: Recipe, materials: Materials) -> PretrainedConfig:
+    """Of the run's target."""
+    model = recipe.model
+    return target_config(materials.target, revision=model.revision, trust_remote_code=model.trust_remote_code)
+
+
 def aux_layers(recipe: Recipe, target: str) -> tuple[int, int, int]:
     config = target_config(target, revision=recipe.model.revision, trust_remote_code=recipe.model.trust_remote_code)
     return _aux_layers_of(recipe, config)
@@ -256,9 +262,7 @@ def build_draft(
 
 def draft_config(recipe: Recipe, materials: Materials, vocabulary: DraftVocabulary) -> DraftConfig:
     """The shape of this run's draft."""
-    model = recipe.model
-    target = target_config(materials.target, revision=model.revision, trust_remote_code=model.trust_remote_code)
-    return shape_draft(recipe, target, len(vocabulary.t2d), vocabulary.size)
+    return shape_draft(recipe, config_of(recipe, materials), len(vocabulary.t2d), vocabulary.size)
 
 
 def shape_draft(recipe: Recipe, target: PretrainedConfig, vocab_size: int, draft_vocab_size: int) -> DraftConfig:

@@ -15,11 +15,10 @@ from eagle3.evaluation.prompts import read_prompts
 from eagle3.evaluation.serving import DraftTree, Logits, check_belongs, judge_by_sglang
 from eagle3.parallel.topology import Topology
 from eagle3.recipe import Recipe
-from eagle3.target.checkpoint import target_config
 from eagle3.target.sglang.server import EngineOptions
 from eagle3.target.sglang.version import CONTEXT_RESERVE, require_captured
 from eagle3.target.transformers import TransformersTarget
-from eagle3.training.assemble import Materials, aux_layers, start_target
+from eagle3.training.assemble import Materials, aux_layers, config_of, start_target
 from eagle3.training.serving import engine_options
 
 Say = Callable[[str], None]
@@ -65,8 +64,7 @@ def judge_served(
     recipe: Recipe, materials: Materials, exported: Path, tree: DraftTree, say: Say, prompts_file: Path | None = None
 ) -> Judgement:
     """As `judge`, but by SGLang: its servers decode, one with the draft and then one without it."""
-    wanted, model = recipe.evaluation, recipe.model
-    config = target_config(materials.target, revision=model.revision, trust_remote_code=model.trust_remote_code)
+    wanted, config = recipe.evaluation, config_of(recipe, materials)
     draft = read_exported(exported).config
     check_belongs(draft, exported, config.vocab_size, config.hidden_size)
     require_captured(draft.aux_layers or aux_layers(recipe, materials.target), config.num_hidden_layers)
@@ -100,9 +98,7 @@ def serving_options(recipe: Recipe, materials: Materials, tokens: int) -> Engine
 
 def _prompts_to_judge(recipe: Recipe, materials: Materials, file: Path | None, room: int) -> list[Tensor]:
     """room: tokens of the target's context that a prompt must leave."""
-    model = recipe.model
-    config = target_config(materials.target, revision=model.revision, trust_remote_code=model.trust_remote_code)
-    longest = config.max_position_embeddings - room
+    longest = config_of(recipe, materials).max_position_embeddings - room
     if file is None:
         return choose_prompts(materials.held_out, recipe.evaluation.conversations, longest)
     return read_prompts(file, materials.tokenizer, materials.chat_template, longest)

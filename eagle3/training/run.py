@@ -10,8 +10,7 @@ from eagle3.evaluation.export_check import NotChecked, NotInstalled, check_expor
 from eagle3.evaluation.judge import choose_prompts
 from eagle3.parallel.topology import Topology, agreed
 from eagle3.recipe import Recipe
-from eagle3.target.checkpoint import target_config
-from eagle3.training.assemble import build_draft, draft_config, gather_materials, pick_vocabulary
+from eagle3.training.assemble import build_draft, config_of, draft_config, gather_materials, pick_vocabulary
 from eagle3.training.engine import deepspeed_config
 from eagle3.training.judging import judge
 from eagle3.training.run_folder import RunFolder
@@ -30,8 +29,7 @@ def train(recipe: Recipe, deepspeed_file: Path, topology: Topology, resume: bool
     agreed((lambda: folder.check(recipe, resume)) if topology.is_first else None)
     materials = gather_materials(recipe, topology.device, console)
     # What can be refused is refused now, not when a target has been loaded or hours have gone by.
-    wanted, model = recipe.evaluation, recipe.model
-    config = target_config(materials.target, revision=model.revision, trust_remote_code=model.trust_remote_code)
+    wanted, config = recipe.evaluation, config_of(recipe, materials)
     if wanted.conversations:
         longest = config.max_position_embeddings - wanted.new_tokens - wanted.draft_tokens
         choose_prompts(materials.held_out, wanted.conversations, longest)

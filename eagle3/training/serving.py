@@ -18,14 +18,14 @@ from eagle3.durable import publish
 from eagle3.errors import SharedUserError, UserError
 from eagle3.parallel.topology import Topology, agreed
 from eagle3.recipe import Recipe
-from eagle3.target.checkpoint import fingerprint, target_config
+from eagle3.target.checkpoint import fingerprint
 from eagle3.target.interface import TargetHead, summarize_teacher
 from eagle3.target.sglang.client import Producer, Servers, require_capture, require_room
 from eagle3.target.sglang.hook import HookSettings
 from eagle3.target.sglang.server import EngineOptions, SGLangServer, as_typed, server_command
 from eagle3.target.sglang.target import SGLangTarget, spool_bytes
 from eagle3.target.sglang.version import capture_flags, require_captured
-from eagle3.training.assemble import Materials, aux_layers
+from eagle3.training.assemble import Materials, aux_layers, config_of
 
 Say = Callable[[str], None]
 SERVER_PORT = 30000  # SGLang's own default
@@ -37,7 +37,7 @@ def engine_options(recipe: Recipe, materials: Materials) -> EngineOptions:
     model, target = recipe.model, recipe.target
     dtype = model.target_dtype
     if dtype == "auto":  # as transformers means it; SGLang's own "auto" halves a float32 target
-        config = target_config(materials.target, revision=model.revision, trust_remote_code=model.trust_remote_code)
+        config = config_of(recipe, materials)
         dtype = str(config.dtype or torch.float32).removeprefix("torch.")
     return EngineOptions(
         model=materials.target,
@@ -55,7 +55,7 @@ def engine_options(recipe: Recipe, materials: Materials) -> EngineOptions:
 def hook_settings(recipe: Recipe, materials: Materials, vocabulary: DraftVocabulary) -> HookSettings:
     """What the hook in a server is told; makes the spool's folder, with the draft vocabulary in it where logits are kept."""
     model, spool = recipe.model, Path(recipe.target.spool).expanduser().absolute()
-    config = target_config(materials.target, revision=model.revision, trust_remote_code=model.trust_remote_code)
+    config = config_of(recipe, materials)
     settings = HookSettings(
         spool=str(spool),
         dtype=recipe.hidden_states.dtype,
@@ -92,9 +92,8 @@ def _capture_options(recipe: Recipe, materials: Materials) -> EngineOptions:
 
 
 def _capture_flags(recipe: Recipe, materials: Materials, vocabulary: DraftVocabulary) -> list[str]:
-    model, layers = recipe.model, aux_layers(recipe, materials.target)
-    config = target_config(materials.target, revision=model.revision, trust_remote_code=model.trust_remote_code)
-    require_captured(layers, config.num_hidden_layers)
+    layers = aux_layers(recipe, materials.target)
+    require_captured(layers, config_of(recipe, materials).num_hidden_layers)
     return capture_flags(layers, hook_settings(recipe, materials, vocabulary)._asdict())
 
 
@@ -133,9 +132,7 @@ def capture_target(
         servers = Servers(urls, spool.path, wanted.in_flight, say)
         producer = Producer(servers, spool, most, readers=0)
         stack.callback(producer.close)
-        config = target_config(
-            materials.target, revision=recipe.model.revision, trust_remote_code=recipe.model.trust_remote_code
-        )
+        config = config_of(recipe, materials)
         try:
             yield SGLangTarget(producer, settings.encoding, vocab_size=config.vocab_size, aux_layers=layers)
         except UserError as error:

@@ -5,7 +5,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -16,8 +16,8 @@ from torch import Tensor
 from eagle3.data.spool import Spool, Ticket
 from eagle3.errors import SharedUserError, UserError
 from eagle3.target.sglang.hook import HookSettings
-from eagle3.target.sglang.server import REFUSED_TOKENS, ask
-from eagle3.target.sglang.version import REQUIRED_SETTINGS, hook_settings, require_supported
+from eagle3.target.sglang.server import ask
+from eagle3.target.sglang.version import CONTEXT_RESERVE, REQUIRED_SETTINGS, hook_settings, require_supported
 
 ANSWER_SECONDS = 3600.0
 # A server that answered writes the rows meanwhile. The first ones tell whether they come at all; later ones may have much
@@ -55,23 +55,19 @@ def require_capture(
             f"target.servers: {url} was started for target.teacher={taught}, this recipe wants {wants}; start it so: {command}"
         )
     context = info.get("context_length")
-    if longest and context and longest + REFUSED_TOKENS > context:
+    if longest and context and longest + CONTEXT_RESERVE > context:
         raise SharedUserError(
             f"target.servers: {url} was started with --context-length {context}, too short for a sample of {longest:,} tokens; "
             f"start it so: {command}; or lower data.max_length"
         )
     found |= {"aux layers": list(info.get("return_aux_hidden_state_layer_ids") or []), **hook}
-    wanted |= {"aux layers": list(aux_layers), **_told(settings)}
+    wanted |= {"aux layers": list(aux_layers), **settings._asdict()}
     for name in wanted:
         if found.get(name) != wanted[name]:
             raise SharedUserError(
                 f"target.servers: {url} was started with {name} {found.get(name)!r}, this recipe wants {wanted[name]!r}; "
                 f"start it so: {command}"
             )
-
-
-def _told(settings: HookSettings) -> Mapping[str, Any]:
-    return settings._asdict()
 
 
 class Request(NamedTuple):

@@ -29,8 +29,7 @@ from eagle3.target.sglang.version import require_supported
 START_SECONDS = 1800.0
 STOP_SECONDS = 30.0
 PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG, prctl(2)
-# SGLang refuses prompts that come nearer than this to the context's end, though nothing is decoded there.
-REFUSED_TOKENS, SPARE_TOKENS = 6, 16
+SPARE_TOKENS = 16  # more than version.CONTEXT_RESERVE, and the token that every request decodes
 # What SGLang says, for some seconds, of a request that it lost the connection of and is asked again.
 DUPLICATE = "Duplicate request ID"
 PORT_TAKEN = "address already in use"

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from eagle3.data.capture import token_bytes
 from eagle3.data.spool import SpoolReader, Ticket
 from eagle3.data.store.reader import Location
 from eagle3.data.store.shard import DATA_START, Encoding
@@ -20,13 +21,11 @@ from eagle3.target.sglang.client import Producer
 PART_ROWS = 8192
 # Documents that wait for room in the spool, beside those that servers work on.
 AHEAD = 256
-SMALL_BYTES = 13  # ids, argmax, logsumexp and loss mask of a row
 
 
 def spool_bytes(encoding: Encoding, tokens: int) -> int:
     """What a sample takes in the spool; its index and its tables, some bytes a chunk, are left out."""
-    item = encoding.number_format.itemsize
-    return DATA_START + tokens * (SMALL_BYTES + item * (encoding.width("aux") + encoding.width("last")))
+    return DATA_START + round(tokens * token_bytes(encoding))
 
 
 class Arrived(NamedTuple):

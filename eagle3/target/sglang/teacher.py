@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from eagle3.errors import UserError
-from eagle3.target.interface import BLOCK_ROWS, LogitTransform, TeacherSummary
-from eagle3.target.sglang.version import Head, head_of, local_logits, plain_weight
+from eagle3.target.interface import BLOCK_ROWS, TeacherSummary
+from eagle3.target.sglang.version import Head, head_of, local_logits, plain_weight, transform_of
 from eagle3.target.sharding import DraftColumns, summarize_sharded
 
 logger = logging.getLogger(__name__)
@@ -50,8 +50,7 @@ class HiddenTeacher:
             )
         self.half_matmul = self.weight.is_cuda and self.weight.dtype in (torch.bfloat16, torch.float16)
         self.columns = (self.weight if self.half_matmul else self.weight.float()).T
-        scale, cap = processor.logit_scale, processor.final_logit_softcapping
-        self.transform = LogitTransform(1.0 if scale is None else scale, cap or None)
+        self.transform = transform_of(processor)
 
     def says(self, last: Tensor, rows: Sequence[Tensor]) -> TeacherWords:
         said = _summaries(last, self._logits, self.head)

@@ -121,12 +121,16 @@ def plain_weight(head: nn.Module) -> Tensor | None:
     return weight if plain and weight is not None and weight.is_floating_point() else None
 
 
+def transform_of(processor: nn.Module) -> LogitTransform:
+    """What SGLang's logits processor does to logits."""
+    scale, cap = processor.logit_scale, processor.final_logit_softcapping
+    return LogitTransform(1.0 if scale is None else scale, cap or None)
+
+
 def local_logits(processor: nn.Module, head: nn.Module, last: Tensor) -> Tensor:
     """The model's own logits [n, V/tp] of this rank's columns after rows last [n, H], scaled and capped as it does; as
     LogitsProcessor._get_logits makes them, before it gathers them."""
-    logits = processor._compute_lm_head(last, head)
-    scale, cap = processor.logit_scale, processor.final_logit_softcapping
-    return LogitTransform(1.0 if scale is None else scale, cap or None).apply(logits)
+    return transform_of(processor).apply(processor._compute_lm_head(last, head))
 
 
 def hook_settings(info: Mapping[str, Any]) -> Mapping[str, Any] | None:
