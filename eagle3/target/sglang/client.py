@@ -22,7 +22,7 @@ from eagle3.target.sglang.version import CONTEXT_RESERVE, REQUIRED_SETTINGS, hoo
 ANSWER_SECONDS = 3600.0
 # A server that answered writes the rows meanwhile. The first ones tell whether they come at all; later ones may have much
 # before them on their way.
-FIRST_ROWS_SECONDS, ROWS_SECONDS = 60.0, 1800.0
+FIRST_ROWS_SECONDS, ROWS_SECONDS = 60.0, 600.0
 LOOK_SECONDS = 0.5
 POLL_SECONDS = 0.005
 # How long a server that does not answer may take to come back.
@@ -175,7 +175,9 @@ class Servers:
             if self.closed:
                 return
             now = time.monotonic()
-            if now - answered > (ROWS_SECONDS if self.rows_came else FIRST_ROWS_SECONDS):
+            if self.rows_came and now - answered > ROWS_SECONDS:
+                raise OSError(f"answered, but left no rows within {ROWS_SECONDS:.0f} s")
+            if not self.rows_came and now - answered > FIRST_ROWS_SECONDS:
                 raise UserError(
                     f"{url}: answered, but left no rows in {self.folder}; target.spool must be the same folder for the "
                     f"server and for this process (it computed {answer.get('prompt_tokens')} tokens)"
@@ -183,6 +185,7 @@ class Servers:
             if now - looked > LOOK_SECONDS:
                 looked = now
                 os.listdir(self.folder.parent)  # a network file system then looks again at what it took for absent
+                ask(url, "/model_info")  # OSError where the server died: rows that it had not written are lost
             time.sleep(POLL_SECONDS)
         self.rows_came = True
 
