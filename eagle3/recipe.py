@@ -240,6 +240,13 @@ class Training(Section):
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     gradient_clipping: Annotated[float, Field(ge=0)] = Field(0.5, description="largest gradient norm; 0 for none")
+    skip_above_norm: Positive = Field(
+        1e4, description="skip an optimiser step whose gradient norm is above this, or is not finite"
+    )
+    most_skipped: Count = Field(10, description="stop the run after so many skipped steps in a row")
+    hang_minutes: Positive | None = Field(
+        15.0, description="end a job that makes no progress for so long, naming the rank that others wait for"
+    )
     seed: int = 0
     checkpoint_every: Count = Field(200, description="optimiser steps between checkpoints")
     keep_checkpoints: Count = Field(2, description="how many of the last are kept, beside the best")

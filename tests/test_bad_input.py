@@ -13,7 +13,7 @@ from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
 from eagle3.recipe import dump_recipe, load_recipe
 from eagle3.training.assemble import gather_materials, store_provenance
-from eagle3.training.run import train
+from eagle3.training.run import Resume, train
 
 ZERO2 = ROOT / "ds_configs" / "zero2.json"
 
@@ -43,7 +43,7 @@ def complaint(recipe, topology, *overrides, deepspeed=ZERO2, resume=False):
     """What train says to the mistake; the run folders are as before."""
     before = runs(recipe)
     with pytest.raises(UserError) as caught:
-        train(load_recipe(recipe, list(overrides)), deepspeed, topology, resume)
+        train(load_recipe(recipe, list(overrides)), deepspeed, topology, Resume.YES if resume else Resume.NO)
     assert runs(recipe) == before
     return one_line(caught)
 

@@ -12,12 +12,12 @@ from processes import fork_ranks
 
 from eagle3.parallel.topology import start_distributed, stop_distributed
 from eagle3.recipe import load_recipe
-from eagle3.training.run import train
+from eagle3.training.run import Resume, train
 
 ZERO2 = Path(__file__).parent.parent / "ds_configs" / "zero2.json"
 
 
-def run(recipe_file: str, overrides: list[str], resume: bool) -> None:
+def run(recipe_file: str, overrides: list[str], resume: Resume) -> None:
     recipe = load_recipe(recipe_file, overrides)
     sizes = recipe.parallelism
     topology = start_distributed(sizes.tensor, sizes.ulysses, sizes.ring, timeout=datetime.timedelta(seconds=60))
@@ -29,4 +29,4 @@ if __name__ == "__main__":
     for wanted in sys.argv[2:]:
         processes, _, overrides = wanted.partition(":")
         count, _, resume = processes.partition("+")
-        fork_ranks(int(count), partial(run, sys.argv[1], overrides.split(","), resume == "resume"))
+        fork_ranks(int(count), partial(run, sys.argv[1], overrides.split(","), Resume.YES if resume else Resume.NO))

@@ -97,7 +97,7 @@ def start_distributed(
     if "RANK" not in os.environ:  # started as a plain program: what a launcher would have said
         alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
         os.environ.update({name: str(value) for name, value in alone.items()})
-    _check_sizes(section, tensor, ulysses, ring, int(os.environ["WORLD_SIZE"]))
+    check_sizes(section, tensor, ulysses, ring, int(os.environ["WORLD_SIZE"]))
     local = int(os.environ.get("LOCAL_RANK", "0"))
     beside = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1")
     if cuda and max(beside, local + 1) > torch.cuda.device_count():
@@ -111,9 +111,16 @@ def start_distributed(
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         torch.set_num_threads(max(1, cores // beside))
     if not dist.is_initialized():
-        deepspeed.init_distributed(
-            dist_backend="nccl" if cuda else "gloo", auto_mpi_discovery=False, verbose=False, timeout=timeout
-        )
+        try:
+            deepspeed.init_distributed(
+                dist_backend="nccl" if cuda else "gloo", auto_mpi_discovery=False, verbose=False, timeout=timeout
+            )
+        except dist.DistError as error:
+            address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            raise UserError(
+                f"launcher: this process cannot meet the others at {address} ({str(error).splitlines()[0]}); where another "
+                "job holds that port, pass --master_port to deepspeed; else look whether all nodes reach that address"
+            ) from error
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor,
@@ -147,7 +154,8 @@ def _collection(tensor: ProcessGroup, sequence: ProcessGroup) -> ProcessGroupCol
     return groups
 
 
-def _check_sizes(section: str, tensor: int, ulysses: int, ring: int, world: int) -> None:
+def check_sizes(section: str, tensor: int, ulysses: int, ring: int, world: int) -> None:
+    """Raises UserError unless a job of `world` processes can be cut so; the sizes are keys of the recipe's `section`."""
     needed = tensor * ulysses * ring
     if world % needed:
         counts = [count for count in (world // needed * needed, (world // needed + 1) * needed) if count]

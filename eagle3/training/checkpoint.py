@@ -4,7 +4,10 @@ import hashlib
 import json
 import random
 import shutil
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +17,8 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from eagle3.durable import flush, publish, write_text
-from eagle3.errors import SharedUserError
+from eagle3.errors import SharedUserError, UserError
+from eagle3.parallel.topology import agreed
 
 MANIFEST = "manifest.json"
 
@@ -29,43 +33,66 @@ class Resumed(NamedTuple):
 class Checkpoints:
     """The checkpoints of one run: the last `keep` and the best. Every method is called by every rank.
 
-    Loading raises UserError when a checkpoint was written by another number of processes or tensor-parallel ranks.
+    An engine started with `load_universal` reads checkpoints of any number of processes and tensor-parallel ranks, which
+    takes a conversion; another one those of its own numbers only (UserError).
     """
 
     def __init__(self, folder: Path, keep: int, warn: Callable[[str], None]) -> None:
         self.folder, self.keep, self.warn = folder, keep, warn
 
     def save(self, engine: DeepSpeedEngine, step: int, progress: dict[str, Any], best_step: int | None) -> None:
-        """Write the state after `step` optimiser steps (weights, optimiser, schedule, random generators, `progress`)."""
-        name = _name(step)
-        partial = self.folder / f"{name}.partial"
-        if dist.get_rank() == 0 and partial.exists():
-            shutil.rmtree(partial)
+        """Write the state after `step` optimiser steps (weights, optimiser, schedule, random generators, `progress`).
+
+        Raises UserError on every rank where it cannot be written; older checkpoints stay as they are.
+        """
+        partial, first = self.folder / f"{_name(step)}.partial", dist.get_rank() == 0
+        _remove(partial if first else None)
         dist.barrier()
-        engine.save_checkpoint(
-            str(self.folder),
-            tag=partial.name,
-            client_state={"step": step, "progress": progress, **_random_state()},
-            save_latest=False,
-            exclude_frozen_parameters=True,
-        )
-        dist.barrier()
-        if dist.get_rank() == 0:
+        state = {"step": step, "progress": progress, **_random_state()}
+        with _noting(engine) as failures:
+            try:
+                engine.save_checkpoint(
+                    str(self.folder),
+                    partial.name,
+                    client_state=state,
+                    save_latest=False,
+                    exclude_frozen_parameters=True,
+                )
+            except OSError as error:  # of the first rank's last act there, for which the others wait
+                failures.append(str(error))
+                dist.barrier()
+
+        def finish() -> None:
+            if failures:
+                raise UserError(failures[0])
+            if first:
+                self._publish(partial, self.folder / _name(step))
+                self._prune(best_step)
+
+        try:
+            agreed(finish)
+        except UserError as error:
+            _remove(partial if first else None)
+            raise SharedUserError(
+                f"{self.folder}: the checkpoint of step {step} cannot be written ({error}); the ones before it are whole: "
+                "free space (training.keep_checkpoints) and continue with --resume"
+            ) from error
+
+    def _publish(self, partial: Path, final: Path) -> None:
+        try:
             files = sorted(path for path in partial.rglob("*") if path.is_file())
             for path in files:
                 flush(path)
             manifest = {str(path.relative_to(partial)): _digest(path) for path in files}
             write_text(partial / MANIFEST, json.dumps(manifest, indent=1))
-            final = self.folder / name
-            if final.exists():  # the same step of a run that was resumed from before it
-                shutil.rmtree(final)
+            _remove(final)  # the same step of a run that was resumed from before it
             publish(partial, final)
-            self._prune(best_step)
-        dist.barrier()
+        except OSError as error:
+            raise UserError(str(error)) from error
 
     def load_newest(self, engine: DeepSpeedEngine) -> Resumed | None:
         """Load the newest whole checkpoint; broken ones are passed over with a warning. None where there is none."""
-        for path in reversed(self._all()):
+        for path in reversed(_finished(self.folder)):
             loaded = self._load(engine, path, "passed over for the checkpoint before it")
             if loaded:
                 return loaded
@@ -80,24 +107,92 @@ class Checkpoints:
         if problem is not None:
             self.warn(f"{path}: {problem}; {otherwise}")
             return None
-        written, here = _sizes(path), Sizes(dist.get_world_size(), engine.mpu.get_model_parallel_world_size())
+        if engine.load_universal_checkpoint():
+            with _converted(path) as universal:
+                return _read(engine, universal)
+        written = _sizes(path)
+        here = Sizes(dist.get_world_size(), engine.mpu.get_model_parallel_world_size())
         if written != here:
             raise SharedUserError(
                 f"{path}: written by {written.processes} processes (parallelism.tensor {written.tensor}), this job has "
                 f"{here.processes} (parallelism.tensor {here.tensor}); start as many as before, in the same way"
             )
-        loaded, state = engine.load_checkpoint(str(self.folder), tag=path.name, load_module_strict=False)
-        assert loaded is not None, f"{path} was checked and could not be loaded"
-        _set_random_state(state)
-        return Resumed(state["step"], state["progress"])
-
-    def _all(self) -> list[Path]:
-        return sorted(path for path in self.folder.glob("step-*") if path.suffix != ".partial")
+        return _read(engine, path)
 
     def _prune(self, best_step: int | None) -> None:
-        for path in self._all()[: -self.keep]:
+        for path in _finished(self.folder)[: -self.keep]:
             if path.name != (None if best_step is None else _name(best_step)):
                 shutil.rmtree(path)
+
+
+def written_otherwise(folder: Path, processes: int, tensor: int) -> bool:
+    """Whether some checkpoint in `folder` is of another number of processes or tensor-parallel ranks."""
+    return any(_sizes(path) != Sizes(processes, tensor) for path in _finished(folder))
+
+
+def _finished(folder: Path) -> list[Path]:
+    """The oldest first."""
+    return sorted(path for path in folder.glob("step-*") if path.suffix != ".partial")
+
+
+def _read(engine: DeepSpeedEngine, path: Path) -> Resumed:
+    loaded, state = engine.load_checkpoint(str(path.parent), tag=path.name, load_module_strict=False)
+    assert loaded is not None, f"{path} was checked and could not be loaded"
+    _set_random_state(state)
+    return Resumed(state["step"], state["progress"])
+
+
+@contextmanager
+def _converted(path: Path) -> Iterator[Path]:
+    """A checkpoint in DeepSpeed's universal format, there while the block runs. Raises UserError on every rank."""
+    folder = path.parent / "universal.partial"
+    universal, first = folder / path.name, dist.get_rank() == 0
+
+    def convert() -> None:
+        _remove(folder)
+        folder.mkdir()
+        names = ("--input_folder", str(path), "--output_folder", str(universal))
+        workers = ("--num_extract_workers", "1", "--num_merge_workers", "1")
+        command = (sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *names, *workers)
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+        if ended.returncode:
+            said = (ended.stderr.strip().splitlines() or ["it said nothing"])[-1]
+            raise UserError(
+                f"{path}: cannot be converted for this number of processes ({said}); look whether the disk is full, or "
+                "start as many processes as wrote it, with the same parallelism.tensor"
+            )
+
+    try:
+        agreed(convert if first else None)
+        yield universal
+        dist.barrier()  # all have read it
+    finally:
+        _remove(folder if first else None)
+
+
+@contextmanager
+def _noting(engine: DeepSpeedEngine) -> Iterator[list[str]]:
+    """Inside, what cannot be written is noted and not raised: no rank leaves the others in DeepSpeed's barriers."""
+    failures: list[str] = []
+    writer = engine.checkpoint_engine
+    write = writer.save
+
+    def noted(state_dict: dict[str, Any], path: str) -> None:
+        try:
+            write(state_dict, path)
+        except (OSError, RuntimeError) as error:  # the second is how torch's own writer says that a disk is full
+            failures.append(f"{path}: {error}")
+
+    writer.save = noted
+    try:
+        yield failures
+    finally:
+        del writer.save
+
+
+def _remove(folder: Path | None) -> None:
+    if folder and folder.exists():
+        shutil.rmtree(folder)
 
 
 def _name(step: int) -> str:

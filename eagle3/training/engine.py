@@ -3,12 +3,14 @@
 import inspect
 import json
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.checkpoint import constants
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
@@ -49,6 +51,7 @@ def deepspeed_config(path: Path, training: Training, data_ranks: int) -> dict[st
         "gradient_accumulation_steps": training.accumulation,
         "gradient_clipping": training.gradient_clipping,
         "bf16.enabled": training.dtype == "bfloat16",
+        "bf16.check_grad_overflow": True,
         "optimizer.params.lr": training.learning_rate,
         "optimizer.params.betas": list(training.betas),
         "optimizer.params.weight_decay": training.weight_decay,
@@ -70,6 +73,7 @@ def start_engine(
 ) -> DeepSpeedEngine:
     """Wrap the objective in DeepSpeed (ZeRO, AdamW) with this topology's groups. `schedule` makes the rate's schedule."""
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    objective.universal_checkpoint_info = universal_checkpoint_info(objective.draft, "draft.")
     engine, *_ = deepspeed.initialize(
         model=objective,
         model_parameters=[parameter for parameter in objective.parameters() if parameter.requires_grad],
@@ -85,6 +89,27 @@ def gradient_scale(data_ranks: int, accumulation: int) -> int:
     accumulation steps, while the loss's weights already hold the counts of the whole batch. (Sums over sequence ranks
     are sums.)"""
     return data_ranks * accumulation
+
+
+def universal_checkpoint_info(draft: Eagle3Draft, prefix: str) -> dict[str, Any]:
+    """How DeepSpeed's universal checkpoints join the parts that tensor-parallel ranks hold of the trained parameters, whose
+    names it sees behind `prefix`."""
+    halves, rows, whole = [], [], []
+    for name, parameter in _trained(draft):
+        pattern = f"^{re.escape(prefix + name)}$"
+        if not getattr(parameter, "tensor_model_parallel", False):
+            whole.append(pattern)
+        elif parameter.partition_stride == 2:  # [gate; up], each cut by itself
+            halves.append(pattern)
+        elif parameter.partition_dim == 1:
+            rows.append(pattern)
+    return {
+        constants.UNIVERSAL_CHECKPOINT_VERSION_KEY: constants.UNIVERSAL_CHECKPOINT_VERSION_VALUE,
+        # equal on all ranks, up to the rounding of a GPU's reductions; "replicated" would be refused for that
+        constants.PARAMETER_TO_AVERAGE_PATTERNS: whole,
+        constants.PARAMETER_WITH_ROW_PARALLELISM_PATTERNS: rows,
+        constants.PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0: halves,
+    }
 
 
 def full_gradients(draft: Eagle3Draft) -> dict[str, Tensor]:

@@ -1,32 +1,83 @@
 """One training run from its recipe: gather, train, export, judge."""
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from eagle3.attention.cuda import take_installed_flash
 from eagle3.data.vocabulary import save_vocabulary
+from eagle3.errors import UserError
 from eagle3.evaluation.export_check import NotChecked, NotInstalled, check_export
 from eagle3.evaluation.judge import choose_prompts
 from eagle3.parallel.topology import Topology, agreed
+from eagle3.parallel.watchdog import Watchdog
 from eagle3.recipe import Recipe
 from eagle3.training.assemble import build_draft, config_of, draft_config, gather_materials, pick_vocabulary
 from eagle3.training.engine import deepspeed_config
 from eagle3.training.judging import judge
 from eagle3.training.run_folder import RunFolder
+from eagle3.training.stopping import RunStopped, StopSignals
 from eagle3.training.supply import hidden_state_supply
 from eagle3.training.tracking import Console
 from eagle3.training.trainer import prepare_trainer
 
 
-def train(recipe: Recipe, deepspeed_file: Path, topology: Topology, resume: bool = False) -> bool:
+class Resume(Enum):
+    """Whether a run continues from its newest whole checkpoint. AUTO: where output.dir holds a run."""
+
+    NO = "no"
+    YES = "yes"
+    AUTO = "auto"
+
+
+def train(
+    recipe: Recipe,
+    deepspeed_file: Path,
+    topology: Topology,
+    resume: Resume = Resume.NO,
+    stop: StopSignals | None = None,
+) -> bool:
     """Run the whole recipe; every rank calls it. Returns False where speculative decoding was not lossless.
 
-    Everything lands in `recipe.output.dir` (see RunFolder). Raises UserError for what the user can mend.
+    Everything lands in `recipe.output.dir` (see RunFolder). Raises UserError for what the user can mend, RunStopped where
+    one of the signals that `stop` notes ends the run before its end; where a rank dies or hangs, the watchdog says so and
+    ends the process.
     """
-    console, folder = Console(topology.is_first), RunFolder(recipe.output.dir)
+    console = Console(topology.is_first)
+    watchdog = Watchdog(
+        address=os.environ["MASTER_ADDR"],
+        port=int(os.environ["MASTER_PORT"]),
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        hang_seconds=recipe.training.hang_minutes and 60 * recipe.training.hang_minutes,
+        report=lambda verdict: console.fail(f"{verdict}; see its own last words, and continue with --resume auto"),
+    )
+    with watchdog, _broken_collectives(watchdog, topology):
+        try:
+            return _train(recipe, deepspeed_file, topology, resume, console, watchdog, stop or StopSignals())
+        except RunStopped as stopped:
+            if not stopped.together:
+                raise
+            ended = stopped
+    raise ended  # after the watchdog saw this rank leave as it should
+
+
+def _train(
+    recipe: Recipe,
+    deepspeed_file: Path,
+    topology: Topology,
+    resume: Resume,
+    console: Console,
+    watchdog: Watchdog,
+    stop: StopSignals,
+) -> bool:
+    folder = RunFolder(recipe.output.dir)
     engine_config = deepspeed_config(deepspeed_file, recipe.training, topology.data.size())
-    agreed((lambda: folder.check(recipe, resume)) if topology.is_first else None)
+    continues = _continues(folder, recipe, resume, topology)
     materials = gather_materials(recipe, topology.device, console)
     # What can be refused is refused now, not when a target has been loaded or hours have gone by.
     wanted, config = recipe.evaluation, config_of(recipe, materials)
@@ -44,6 +95,8 @@ def train(recipe: Recipe, deepspeed_file: Path, topology: Topology, resume: bool
             topology,
             folder,
             console,
+            watchdog,
+            resume=continues,
             train=materials.train,
             held_out=materials.held_out,
             source=supply.source,
@@ -53,12 +106,13 @@ def train(recipe: Recipe, deepspeed_file: Path, topology: Topology, resume: bool
             vocabulary=vocabulary,
         )
         if topology.is_first:
-            folder.begin(recipe, resume, console)
+            folder.begin(recipe, continues, console)
             save_vocabulary(vocabulary, folder.vocabulary)
         dist.barrier()
         if topology.device.type == "cuda":
             console(f"attention: {take_installed_flash(topology.device)} kernels")
-        trainer.run(resume)
+        with watchdog.watching():
+            trainer.run(continues, stop)
         exported = trainer.export()
     console(f"exported draft: {exported}")
     if topology.is_first and recipe.output.check_export:
@@ -68,6 +122,35 @@ def train(recipe: Recipe, deepspeed_file: Path, topology: Topology, resume: bool
     judgement = judge(recipe, materials, supply.target, exported, topology, console)
     folder.write_evaluation(judgement.as_dict())
     return judgement.trained.lossless
+
+
+def _continues(folder: RunFolder, recipe: Recipe, resume: Resume, topology: Topology) -> bool:
+    """Whether the run continues one, the same on all ranks. Raises UserError where it cannot."""
+
+    def look() -> bool:
+        continues = resume is Resume.YES or (resume is Resume.AUTO and folder.recipe.exists())
+        folder.check(recipe, continues)
+        return continues
+
+    found = [agreed(look if topology.is_first else None)]
+    dist.broadcast_object_list(found)
+    return found[0]
+
+
+@contextmanager
+def _broken_collectives(watchdog: Watchdog, topology: Topology) -> Iterator[None]:
+    """What a rank meets because another one died waits for the watchdog's word; what it alone met becomes a line."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            f"{topology.device}: out of memory at {watchdog.place} ({str(error).partition('. ')[0]}); launchers/plan.py says "
+            "what fits: more sequence ranks, memory.recompute, memory.block_mib, a shorter data.max_length"
+        ) from error
+    except RuntimeError as error:
+        if isinstance(error, dist.DistError) or "gloo" in str(error):
+            watchdog.await_verdict()
+        raise
 
 
 def _check(exported: Path, console: Console) -> None:

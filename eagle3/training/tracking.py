@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import resource
 import sys
 import time
@@ -25,9 +26,14 @@ class Console:
         if self.speaks:
             print(f"warning: {line}", file=sys.stderr, flush=True)
 
+    def fail(self, line: str) -> None:
+        """On whichever rank has to say it."""
+        print(f"error: {line}", file=sys.stderr, flush=True)
+
 
 class Tracker:
-    """Writes records {step, kind, ...numbers}. kind: train or held_out. Use it on the first rank only."""
+    """Writes records {step, kind, ...numbers}. kind: train, held_out, or skipped, whose record names its samples too. A
+    number that is not finite is null. Use it on the first rank only."""
 
     def __init__(self, folder: Path, *, tensorboard: bool, wandb_project: str | None, console: Console) -> None:
         self.file = (folder / "metrics.jsonl").open("a", encoding="utf-8")
@@ -48,9 +54,10 @@ class Tracker:
         console(f"tracking in {', '.join(names)}")
 
     def write(self, step: int, kind: str, values: dict[str, Any]) -> None:
+        values = {name: _finite(value) for name, value in values.items()}
         self.file.write(json.dumps({"step": step, "kind": kind, **values}) + "\n")
         self.file.flush()
-        flat = {f"{kind}/{name}": number for name, number in _flat(values) if number is not None}
+        flat = {f"{kind}/{name}": number for name, number in _flat(values) if isinstance(number, int | float)}
         if self.board:
             for name, number in flat.items():
                 self.board.add_scalar(name, number, step)
@@ -87,6 +94,13 @@ class Profiler:
             rank = torch.distributed.get_rank()
             self.trace.export_chrome_trace(str(self.folder / f"trace-rank{rank}.json"))
             self.trace = None
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no nan and no infinity."""
+    if isinstance(value, list):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _flat(values: dict[str, Any]) -> list[tuple[str, float]]:

@@ -16,7 +16,7 @@ from eagle3.data.samples import SampleSet
 from eagle3.data.vocabulary import DraftVocabulary
 from eagle3.draft.interchange import export_draft, shard, whole_tensors
 from eagle3.draft.model import Eagle3Draft
-from eagle3.errors import UserError
+from eagle3.errors import SharedUserError
 from eagle3.objective.distill import StepSums
 from eagle3.objective.losses import BatchCounts, LossConfig, StepWeights, step_weights
 from eagle3.objective.metrics import Metrics, batch_metrics, sum_counts, sum_sums
@@ -24,21 +24,27 @@ from eagle3.objective.model import DraftObjective, MemoryPlan, MicroBatch, micro
 from eagle3.parallel.agreement import require_agreement
 from eagle3.parallel.dealing import SequenceSharding
 from eagle3.parallel.topology import Topology
+from eagle3.parallel.watchdog import Watchdog
 from eagle3.recipe import Recipe, Training
 from eagle3.target.interface import LogitTransform, TargetHead
-from eagle3.training.checkpoint import Checkpoints
+from eagle3.training.checkpoint import Checkpoints, written_otherwise
 from eagle3.training.engine import full_weights, gradient_scale, start_engine
 from eagle3.training.run_folder import RunFolder
 from eagle3.training.schedule import scheduler
+from eagle3.training.skipping import NormLimit, Taken, describe_skipped
+from eagle3.training.stopping import RunStopped, StopSignals
 from eagle3.training.tracking import Console, Profiler, Tracker, duration, memory_gib
 
 
 @dataclass
 class Progress:
-    """What a checkpoint keeps besides weights: the best held-out measurement so far."""
+    """What a checkpoint keeps besides weights: the best held-out measurement so far; how many steps were skipped, in all
+    and since the last that was not."""
 
     best_step: int | None = None
     best_acceptance: float = -1.0
+    skipped: int = 0
+    skipped_in_a_row: int = 0
 
     def see(self, step: int, metrics: Metrics) -> bool:
         """Note a held-out measurement; True where it is the best so far."""
@@ -56,6 +62,7 @@ class Trainer:
     topology: Topology
     folder: RunFolder
     engine: DeepSpeedEngine
+    norms: NormLimit
     draft: Eagle3Draft
     vocabulary: DraftVocabulary
     teacher_head: torch.Tensor | None
@@ -65,6 +72,7 @@ class Trainer:
     held_out_loader: StreamLoader
     checkpoints: Checkpoints
     console: Console
+    watchdog: Watchdog
     steps: int
     progress: Progress = field(default_factory=Progress)
 
@@ -79,17 +87,19 @@ class Trainer:
             training.loss, training.step_decay, training.normalization, training.kl_scale, training.kl_decay
         )
 
-    def run(self, resume: bool) -> None:
-        """Train to the last step, from the newest whole checkpoint when `resume`."""
+    def run(self, resume: bool, stop: StopSignals) -> None:
+        """Train to the last step, from the newest whole checkpoint when `resume`. Raises RunStopped, on every rank, after a
+        checkpoint, where `stop` asks for it."""
         start = self._resume() if resume else 0
         self._require_agreement(start)
         tracker = self._tracker()
         pace = Pace(start, self.steps)
         profile = self.training.profile
         profiler = Profiler(self.folder.profile, profile.start, profile.steps) if profile else Profiler.off()
+        stop.stepping = True
         for step in range(start, self.steps):
             profiler.before(step + 1)
-            metrics, rate, norm = self._train_step(step)
+            metrics, rate, taken = self._train_step(step)
             done = step + 1
             profiler.after(done)
             if tracker:
@@ -98,23 +108,35 @@ class Trainer:
                 memory = memory_gib(self.topology.device)
                 numbers = {
                     "learning_rate": rate,
-                    "gradient_norm": norm,
+                    "gradient_norm": taken.norm,
                     "tokens_per_second": speed,
                     "memory_gib": memory,
                 }
                 tracker.write(done, "train", metrics.as_dict() | numbers)
                 self.console(
                     f"step {done}/{self.steps}  loss {metrics.loss:.4f}  "
-                    f"acceptance {metrics.simulated_acceptance_length:.3f}  rate {rate:.2e}  norm {norm:.3f}  "
+                    f"acceptance {metrics.simulated_acceptance_length:.3f}  rate {rate:.2e}  norm {taken.norm:.3f}  "
                     f"{speed:,.0f} tokens/s  {memory:.1f} GiB  {duration(left)} left"
                 )
+            self._see_skipped(step, taken, tracker)
             last = done == self.steps
             best = (done % self.recipe.evaluation.every == 0 or last) and self._measure_held_out(done, tracker)
-            if best or last or done % self.training.checkpoint_every == 0:
+            self.watchdog.at(f"the end of step {done}")
+            asked = self._asked(stop)
+            if best or last or asked or done % self.training.checkpoint_every == 0:
                 self.checkpoints.save(self.engine, done, vars(self.progress), self.progress.best_step)
+            if asked:
+                raise RunStopped(asked, f"after step {done} of {self.steps}: checkpoint written", together=True)
             pace.resume()
+        stop.stepping = False
         if tracker:
             tracker.close()
+
+    def _asked(self, stop: StopSignals) -> int:
+        """The signal that some rank has received, 0 for none; the same on all."""
+        received = torch.tensor([stop.received], device=self.topology.device)
+        dist.all_reduce(received, dist.ReduceOp.MAX)
+        return int(received)
 
     def export(self) -> Path:
         """Write the best checkpoint's draft (the last one's where nothing was held out) for serving engines."""
@@ -175,10 +197,11 @@ class Trainer:
             console=self.console,
         )
 
-    def _train_step(self, step: int) -> tuple[Metrics, float, float]:
-        """One optimiser step: its metrics, learning rate and gradient norm before clipping."""
+    def _train_step(self, step: int) -> tuple[Metrics, float, Taken]:
+        """One optimiser step: its metrics, its learning rate, and how it went."""
         samples, accumulation = self.train_loader.samples, self.training.accumulation
         indices = self._indices(step)
+        self.watchdog.at(f"step {step + 1}, loading hidden states")
         streams = self.train_loader.load(indices, accumulation)
         if step + 1 < self.steps:
             self.train_loader.read_ahead(self._indices(step + 1), accumulation)
@@ -188,19 +211,41 @@ class Trainer:
         scale = gradient_scale(self.topology.data.size(), accumulation)
         rate = self.engine.get_lr()[0]
         total: StepSums | None = None
-        for stream in streams:  # on the device one at a time
+        for number, stream in enumerate(streams):  # on the device one at a time
+            self.watchdog.at(f"step {step + 1}, stream {number + 1} of {accumulation}")
             distilled = self.engine(self._to_device(stream), weights)
             self.engine.backward(distilled.surrogate * scale)
             self.engine.step()
             total = distilled.sums if total is None else total + distilled.sums
         metrics = batch_metrics(self.loss_config, sum_sums(total, self.topology.batch), counts)
-        if not math.isfinite(metrics.loss):
-            names = ", ".join(samples[index].id for index in indices[:4])
-            raise UserError(
-                f"training: the loss is {metrics.loss} at step {step + 1} (samples {names}, ...); "
-                "lower training.learning_rate and continue from the last checkpoint, or look at these samples"
+        taken = self.norms.taken()
+        if taken.skipped:
+            self.engine.lr_scheduler.step()  # the rate follows the steps, taken or not
+        elif not math.isfinite(metrics.loss):
+            raise SharedUserError(
+                f"training: the loss is {metrics.loss} at step {step + 1}, with finite gradients; look at samples "
+                f"{', '.join(samples[index].id for index in indices)}"
             )
-        return metrics, rate, float(self.engine.get_global_grad_norm() or 0.0)
+        return metrics, rate, taken
+
+    def _see_skipped(self, step: int, taken: Taken, tracker: Tracker | None) -> None:
+        """Raises UserError after too many skipped steps in a row."""
+        self.progress.skipped_in_a_row = self.progress.skipped_in_a_row + 1 if taken.skipped else 0
+        if not taken.skipped:
+            return
+        self.progress.skipped += 1
+        samples = [self.train_loader.samples[index].id for index in self._indices(step)]
+        if tracker:
+            counted = {"skipped": self.progress.skipped, "in_a_row": self.progress.skipped_in_a_row}
+            tracker.write(step + 1, "skipped", {"gradient_norm": taken.norm, **counted, "samples": samples})
+        warning = describe_skipped(step + 1, taken, self.training.skip_above_norm, samples)
+        self.console.warn(warning)
+        if self.progress.skipped_in_a_row >= self.training.most_skipped:
+            raise SharedUserError(
+                f"training.most_skipped: {self.training.most_skipped} steps in a row were skipped, at last {warning}; look at "
+                "these samples; where they are sound, raise training.skip_above_norm and continue with --resume, or begin "
+                "again with a lower training.learning_rate"
+            )
 
     def _measure_held_out(self, step: int, tracker: Tracker | None) -> bool:
         """Loss and acceptance on held-out samples; True where it is the best measurement so far."""
@@ -208,6 +253,7 @@ class Trainer:
         count = min(len(loader.samples), self.recipe.evaluation.held_out_samples)
         if not count:
             return False
+        self.watchdog.at(f"the held-out measurement of step {step}")
         size = self.training.global_batch_size
         sums, counts = None, None
         for start in range(0, count, size):
@@ -268,7 +314,9 @@ def prepare_trainer(
     topology: Topology,
     folder: RunFolder,
     console: Console,
+    watchdog: Watchdog,
     *,
+    resume: bool,
     train: SampleSet,
     held_out: SampleSet,
     source: HiddenStateSource,
@@ -277,12 +325,16 @@ def prepare_trainer(
     draft: Eagle3Draft,
     vocabulary: DraftVocabulary,
 ) -> Trainer:
-    """Put a run together: engine, loaders, checkpoints. The target's embedding and head are `head`."""
+    """Put a run together: engine, loaders, checkpoints. The target's embedding and head are `head`. resume: the run will
+    begin from a checkpoint, if there is one."""
     training, parallelism = recipe.training, recipe.parallelism
     steps = training.max_steps or math.ceil(training.epochs * len(train) / training.global_batch_size)
     rates = scheduler(steps, training.warmup_fraction, training.final_learning_rate_fraction)
     memory = MemoryPlan(recipe.memory.recompute, recipe.memory.block_mib * 2**20)
     objective = DraftObjective(draft, topology, parallelism.ring_mode, memory)
+    processes = dist.get_world_size(), topology.tensor.size()
+    if resume and written_otherwise(folder.checkpoints, *processes):
+        engine_config = engine_config | {"checkpoint": {"load_universal": True}}
     engine = start_engine(objective, topology, engine_config, rates)
     dtype, device = draft.lm_head.weight.dtype, topology.device
     teacher_head = None  # where the teacher gives logits
@@ -296,6 +348,7 @@ def prepare_trainer(
         topology=topology,
         folder=folder,
         engine=engine,
+        norms=NormLimit(engine, training.skip_above_norm),
         draft=draft,
         vocabulary=vocabulary,
         teacher_head=teacher_head,
@@ -305,6 +358,7 @@ def prepare_trainer(
         held_out_loader=StreamLoader(held_out, held_out_source, **place),
         checkpoints=Checkpoints(folder.checkpoints, training.keep_checkpoints, console.warn),
         console=console,
+        watchdog=watchdog,
         steps=steps,
     )
 

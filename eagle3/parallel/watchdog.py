@@ -1,0 +1,245 @@
+"""Names the rank that died or hangs, and ends the job: launchers and collectives alone leave it waiting for half an hour.
+
+Every rank has a thread that beats: every second it tells the job's store that it lives, where its main thread is, and for
+how long. The first rank listens to all, the others to the first. Who misses a beat for `silent_seconds`, or whose process is gone from
+this machine, has died; who stays at one place for `hang_seconds` hangs, or waits for somebody who does.
+"""
+
+import json
+import linecache
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from secrets import token_hex
+from types import FrameType
+from typing import NamedTuple, Self
+
+import psutil
+import torch.distributed as dist
+
+from eagle3.errors import SharedUserError
+
+BEAT_SECONDS = 1.0
+# A thread of a busy process may be kept waiting by others that hold the interpreter.
+SILENT_SECONDS = 30.0
+# From a verdict to the end of the processes; their own error messages may still come.
+GRACE_SECONDS = 3.0
+VERDICT = "verdict"
+PACKAGE = Path(__file__).parent.parent
+
+
+class Beat(NamedTuple):
+    """What a rank last said. place: what the trainer said it is about to do. seconds: at that place. collective: which one
+    it waits in, None where it waits in none. where: the function of this package that its main thread is in. watched:
+    whether it may hang (the end of a run is not watched). left: it is done."""
+
+    count: int
+    node: str
+    pid: int
+    place: str
+    seconds: float
+    collective: str | None
+    where: str
+    watched: bool
+    left: bool
+
+
+class Watchdog:
+    """Watches a job from every rank while entered. `at` says where a rank is.
+
+    report: told why the job ends, on one rank (where the first rank died, on the first two of each node); then the process
+    ends with exit code 1. hang_seconds: None for never. The job's store is reached at address, port (where a launcher has
+    put it).
+    """
+
+    def __init__(
+        self,
+        *,
+        address: str,
+        port: int,
+        hang_seconds: float | None,
+        report: Callable[[str], None],
+        local_rank: int = 0,
+        silent_seconds: float = SILENT_SECONDS,
+    ) -> None:
+        self.rank, self.world, self.local_rank = dist.get_rank(), dist.get_world_size(), local_rank
+        self.hang_seconds, self.silent_seconds, self.report = hang_seconds, silent_seconds, report
+        self.main, self.place, self.since = threading.get_ident(), "starting", time.monotonic()
+        self.watched = self.left = False
+        self.node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+        patience = timedelta(seconds=silent_seconds)
+        alone = self.world == 1
+        store = dist.HashStore() if alone else dist.TCPStore(address, port, is_master=False, timeout=patience)
+        token = [token_hex(8)]
+        dist.broadcast_object_list(token)
+        self.store = dist.PrefixStore(f"watchdog/{token[0]}", store)  # the store may have served a run before
+        self.count = 0
+        self._beat()
+        dist.barrier()  # every rank has beaten once
+        self.heard = {rank: (0, time.monotonic()) for rank in self._listens_to()}
+        self.ended = threading.Event()
+        self.thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        self.thread.start()
+
+    def at(self, place: str) -> None:
+        """The main thread goes on to `place`, such as `step 7, backward`."""
+        self.place, self.since = place, time.monotonic()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside, a rank that stays at one place for hang_seconds hangs."""
+        self.at("starting")
+        self.watched = True
+        try:
+            yield
+        finally:
+            self.watched = False
+
+    def await_verdict(self) -> None:
+        """Give the watchdog the time to say which rank broke a collective; it ends this process when it knows."""
+        time.sleep(self.silent_seconds + 3 * BEAT_SECONDS + GRACE_SECONDS)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """A rank that leaves because of a mistake of its own has died, for the others: they wait for it in vain."""
+        self.left = kind is None or issubclass(kind, SharedUserError)
+        self.ended.set()
+        self.thread.join()
+        with suppress(dist.DistError):  # where the first rank, and its store, have left before
+            self._beat()
+
+    def _listens_to(self) -> range:
+        return range(1, self.world) if self.rank == 0 else range(1)
+
+    def _run(self) -> None:
+        while not self.ended.wait(BEAT_SECONDS):
+            try:
+                self._beat()
+                verdict = self._verdict()
+            except dist.DistError:
+                verdict = "rank 0 has ended, and with it the job's store"
+            if verdict and not self.ended.is_set():
+                self._end(verdict)
+
+    def _beat(self) -> None:
+        self.count += 1
+        collective, where = _whereabouts(self.main)
+        beat = Beat(
+            count=self.count,
+            node=self.node,
+            pid=os.getpid(),
+            place=self.place,
+            seconds=time.monotonic() - self.since,
+            collective=collective,
+            where=where,
+            watched=self.watched,
+            left=self.left,
+        )
+        self.store.set(_key(self.rank), json.dumps(beat))
+
+    def _verdict(self) -> str | None:
+        if self.rank and self.store.check([VERDICT]):
+            return self.store.get(VERDICT).decode()
+        beats = {rank: self._heard_of(rank) for rank in self.heard}
+        verdict = self._died(beats) or (self._hangs(beats) if self.rank == 0 else None)
+        if verdict:
+            self.store.set(VERDICT, verdict)
+        return verdict
+
+    def _heard_of(self, rank: int) -> Beat:
+        return Beat(*json.loads(self.store.get(_key(rank))))
+
+    def _died(self, beats: dict[int, Beat]) -> str | None:
+        now = time.monotonic()
+        for rank, beat in beats.items():
+            if self.heard[rank][0] != beat.count:
+                self.heard[rank] = (beat.count, now)
+            silent = now - self.heard[rank][1]
+            if beat.left:
+                continue
+            who = f"rank {rank} (process {beat.pid} on {beat.node})"
+            if beat.node == self.node and not _lives(beat.pid):
+                return f"{who} has ended, at {beat.place}"
+            if silent > self.silent_seconds:
+                return f"{who} was not heard of for {silent:.0f} s, last at {beat.place}"
+        return None
+
+    def _hangs(self, beats: dict[int, Beat]) -> str | None:
+        beats = {self.rank: self._heard_of(self.rank), **beats}
+        longest = max((beat.seconds for beat in beats.values() if beat.watched), default=0.0)
+        if self.hang_seconds is None or longest < self.hang_seconds:
+            return None
+        absent = {rank: beat for rank, beat in beats.items() if beat.collective is None} or beats
+        waiting = {rank: beat for rank, beat in beats.items() if rank not in absent}
+        did = "; ".join(
+            f"rank {rank} (process {beat.pid} on {beat.node}) {'did not arrive' if waiting else 'hangs'}: {_doing(beat)}"
+            for rank, beat in list(absent.items())[:4]
+        )
+        waits = "".join(f"; rank {rank} waits in {_doing(beat)}" for rank, beat in list(waiting.items())[:1])
+        return f"no progress for {longest:.0f} s: {did}{waits}"
+
+    def _end(self, verdict: str) -> None:
+        if self.rank == 0 or (verdict.startswith("rank 0 ") and self.local_rank < 2):
+            self.report(verdict)
+        time.sleep(GRACE_SECONDS)
+        os._exit(1)
+
+
+def _key(rank: int) -> str:
+    return f"beat/{rank}"
+
+
+def _doing(beat: Beat) -> str:
+    return f"{beat.collective + ', ' if beat.collective else ''}{beat.where}, at {beat.place}"
+
+
+def _whereabouts(main: int) -> tuple[str | None, str]:
+    """The collective that a thread of this process waits in, if any, and the innermost function of this package there;
+    else where the main thread is. (Backward runs in threads of its own on a GPU.)"""
+    stacks = sys._current_frames()
+    stacks.pop(threading.get_ident() if threading.get_ident() != main else None, None)
+    for frame in stacks.values():
+        frames = list(_outward(frame))
+        if collective := _collective(frames):
+            return collective, _where(frames)
+    return None, _where(list(_outward(stacks.get(main))))
+
+
+def _outward(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame:
+        yield frame
+        frame = frame.f_back
+
+
+def _collective(frames: list[FrameType]) -> str | None:
+    """The outermost function of torch.distributed, or the wait for one that was begun before."""
+    names = [frame.f_code.co_name for frame in frames if frame.f_code.co_filename.endswith("distributed_c10d.py")]
+    if names:
+        return names[-1]
+    code, line = frames[0].f_code, frames[0].f_lineno
+    mine = Path(code.co_filename).is_relative_to(PACKAGE)
+    return "wait" if mine and ".wait()" in linecache.getline(code.co_filename, line) else None
+
+
+def _where(frames: list[FrameType]) -> str:
+    """The innermost function of this package, with file and line."""
+    for frame in frames:
+        path = Path(frame.f_code.co_filename)
+        if path.is_relative_to(PACKAGE):
+            return f"{frame.f_code.co_name} ({path.relative_to(PACKAGE.parent)}:{frame.f_lineno})"
+    return "outside of this package"
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,34 @@
+"""What a job of so many nodes and processes would be, said before it takes any: the recipe's layout, and where ranks lie."""
+
+import re
+from pathlib import Path
+
+from eagle3.errors import UserError
+from eagle3.parallel.topology import check_sizes
+from eagle3.recipe import Recipe
+from eagle3.training.engine import deepspeed_config
+
+
+def check_layout(recipe: Recipe, deepspeed_file: Path, job: str) -> str:
+    """The layout in a line. job: `NxP`, N nodes of P processes each. Raises UserError where the recipe does not fit it, or
+    would send what belongs inside a node between nodes."""
+    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", job)
+    if not found:
+        raise UserError(f"--check {job}: write nodes x processes a node, as in --check 2x8")
+    nodes, processes = map(int, found.groups())
+    sizes = recipe.parallelism
+    check_sizes("parallelism", sizes.tensor, sizes.ulysses, sizes.ring, nodes * processes)
+    inside = sizes.tensor * sizes.ulysses
+    if nodes > 1 and processes % inside:
+        raise UserError(
+            f"parallelism: tensor {sizes.tensor} x ulysses {sizes.ulysses} would cross nodes of {processes} processes; let "
+            f"their product divide {processes}, and use parallelism.ring between nodes"
+        )
+    data = nodes * processes // (inside * sizes.ring)
+    config = deepspeed_config(deepspeed_file, recipe.training, data)
+    crosses = "crosses nodes" if nodes > 1 and inside * sizes.ring > processes else "inside a node"
+    return (
+        f"{nodes} nodes of {processes} processes: tensor {sizes.tensor} x ulysses {sizes.ulysses} inside a node, ring "
+        f"{sizes.ring} {crosses}, data {data}; {recipe.training.global_batch_size} samples a step, "
+        f"{config['train_micro_batch_size_per_gpu']} in each of {data} x {recipe.training.accumulation} streams"
+    )
