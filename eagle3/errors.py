@@ -1,5 +1,6 @@
 """What a user did wrong, said in one line: where, what value, and how to mend it."""
 
+import errno
 import os
 import sys
 from collections.abc import Callable
@@ -19,16 +20,22 @@ class SharedUserError(UserError):
 def run_command(main: Callable[[], int | None]) -> None:
     """Run a launcher's `main`: a UserError becomes one line on stderr and exit code 2, never a traceback.
 
-    Of a job's processes the first one says it; another speaks only of what it alone may have met.
+    Of a job's processes the first one on each node says it; another speaks only of what it alone may have met.
     """
-    rank = int(os.environ.get("RANK", "0"))
+    rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
     try:
         sys.exit(main() or 0)
     except UserError as mistake:
         if rank == 0:
             print(f"error: {mistake}", file=sys.stderr, flush=True)
-        elif not isinstance(mistake, SharedUserError):
+        elif local_rank == 0 or not isinstance(mistake, SharedUserError):
             print(f"rank {rank}: {mistake}", file=sys.stderr, flush=True)
+        sys.exit(2)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        name = f"{error.filename}: " if error.filename else ""
+        print(f"error: {name}{error.strerror}; free space and continue with --resume", file=sys.stderr, flush=True)
         sys.exit(2)
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr, flush=True)

@@ -30,6 +30,7 @@ BEAT_SECONDS = 1.0
 SILENT_SECONDS = 30.0
 # From a verdict to the end of the processes; their own error messages may still come.
 GRACE_SECONDS = 3.0
+SEE_OFF_SECONDS = 5.0
 VERDICT = "verdict"
 PACKAGE = Path(__file__).parent.parent
 
@@ -115,6 +116,14 @@ class Watchdog:
         self.thread.join()
         with suppress(dist.DistError):  # where the first rank, and its store, have left before
             self._beat()
+            if self.left and self.rank == 0:
+                self._see_off()
+
+    def _see_off(self) -> None:
+        """The first rank goes last, if the others are quick: without its store they would be loud."""
+        until = time.monotonic() + SEE_OFF_SECONDS
+        while time.monotonic() < until and not all(self._heard_of(rank).left for rank in self.heard):
+            time.sleep(0.05)
 
     def _listens_to(self) -> range:
         return range(1, self.world) if self.rank == 0 else range(1)

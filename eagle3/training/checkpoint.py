@@ -72,10 +72,12 @@ class Checkpoints:
         try:
             agreed(finish)
         except UserError as error:
+            free = shutil.disk_usage(self.folder).free / 2**30
+            dist.barrier()
             _remove(partial if first else None)
             raise SharedUserError(
-                f"{self.folder}: the checkpoint of step {step} cannot be written ({error}); the ones before it are whole: "
-                "free space (training.keep_checkpoints) and continue with --resume"
+                f"{self.folder}: the checkpoint of step {step} cannot be written ({error}; {free:.3g} GiB are free); the ones "
+                "before it are whole: free space, or lower training.keep_checkpoints, and continue with --resume"
             ) from error
 
     def _publish(self, partial: Path, final: Path) -> None:

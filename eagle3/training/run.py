@@ -16,7 +16,9 @@ from eagle3.evaluation.export_check import NotChecked, NotInstalled, check_expor
 from eagle3.evaluation.judge import choose_prompts
 from eagle3.parallel.topology import Topology, agreed
 from eagle3.parallel.watchdog import Watchdog
-from eagle3.recipe import Recipe
+from eagle3.preflight.places import checkpoint_bytes
+from eagle3.preflight.start import require_room, require_sound_start
+from eagle3.recipe import Recipe, dump_recipe
 from eagle3.training.assemble import build_draft, config_of, draft_config, gather_materials, pick_vocabulary
 from eagle3.training.engine import deepspeed_config
 from eagle3.training.judging import judge
@@ -78,6 +80,8 @@ def _train(
     folder = RunFolder(recipe.output.dir)
     engine_config = deepspeed_config(deepspeed_file, recipe.training, topology.data.size())
     continues = _continues(folder, recipe, resume, topology)
+    packages = ("sglang",) if recipe.target.backend == "sglang" else ()
+    require_sound_start(dump_recipe(recipe), deepspeed_file.read_text(encoding="utf-8"), folder.path, packages)
     materials = gather_materials(recipe, topology.device, console)
     # What can be refused is refused now, not when a target has been loaded or hours have gone by.
     wanted, config = recipe.evaluation, config_of(recipe, materials)
@@ -86,7 +90,10 @@ def _train(
         choose_prompts(materials.held_out, wanted.conversations, longest)
     vocabulary = pick_vocabulary(recipe, materials, config.vocab_size, console)
     sizes = recipe.parallelism
-    draft_config(recipe, materials, vocabulary).check_parallel(sizes.tensor, sizes.ulysses)
+    shape = draft_config(recipe, materials, vocabulary)
+    shape.check_parallel(sizes.tensor, sizes.ulysses)
+    itemsize = getattr(torch, recipe.training.dtype).itemsize
+    require_room(folder.path, checkpoint_bytes(shape, sizes.tensor, itemsize))
     with hidden_state_supply(recipe, materials, vocabulary, topology, console) as supply:
         draft = build_draft(recipe, materials, vocabulary, supply.head, topology)
         trainer = prepare_trainer(

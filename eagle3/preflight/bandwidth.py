@@ -1,0 +1,122 @@
+"""How fast, and whether exactly, the job's ranks add up a tensor: inside each node, between nodes, and all together."""
+
+import datetime
+import statistics
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from eagle3.preflight.job import Finding, Job, troubled
+
+CUDA_BYTES, CPU_BYTES = 256 * 2**20, 8 * 2**20  # long enough that latency does not count
+WARM_UPS, REPETITIONS = 2, 5
+PATIENCE = datetime.timedelta(seconds=60)  # for one all-reduce, which takes milliseconds
+PATTERN = 1021  # a prime: what is shifted by any power of two shows
+
+# What follows is from data sheets, in GB/s of one direction, and has not been measured by this project. NCCL comes to
+# more than half of such numbers; an eighth of them is more than a detour gives (a slower link, host memory, TCP instead
+# of RDMA), and less than a busy moment leaves.
+FAR_BELOW = 1 / 8
+NVLINK = {"A100-SXM": 300.0, "H100 80GB HBM3": 450.0, "H200": 450.0, "B200": 900.0}
+WITHOUT_NVLINK = ("NVL", "PCIe")  # cards of the same name: pairs may have a bridge, a node has not
+PCIE = 32.0  # generation 4, 16 lanes: what a GPU of any server reaches its neighbours by at least
+ETHERNET = 8.0  # where no InfiniBand or RoCE port is up; an eighth is a 10 Gb/s line at 80%
+REMEDY = (
+    "run again with NCCL_DEBUG=INFO and read which transport it takes; NCCL_SOCKET_IFNAME names the network interface, "
+    "NCCL_IB_HCA the InfiniBand cards (ibstat), nvidia-smi topo -m the links inside a node"
+)
+
+
+class Reduced(NamedTuple):
+    """gigabytes: of bus bandwidth a second, 2 (n - 1) / n * bytes / seconds. exact: every sum was."""
+
+    gigabytes: float
+    exact: bool
+
+
+def check_all_reduce(job: Job, device: torch.device, timeout: datetime.timedelta) -> list[Finding]:
+    """Collective. timeout: of the groups that are formed for it; above PATIENCE, so that a rank tells what it met."""
+    if len(job.nodes) == 1:
+        return [Finding("all-reduce", "note", "one process, nothing to add up")]
+    circles: dict[str, list[list[int]]] = {}
+    if any(len(ranks) > 1 for ranks in job.ranks.values()):
+        circles["all-reduce inside a node"] = [ranks for ranks in job.ranks.values() if len(ranks) > 1]
+    if len(job.ranks) > 1:
+        circles["all-reduce between nodes"] = [job.leaders]
+        if len(job.nodes) > len(job.ranks):
+            circles["all-reduce of all"] = [[*range(len(job.nodes))]]
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    findings = []
+    for what, rings in circles.items():
+        groups = [dist.new_group(ranks, timeout=timeout) for ranks in rings]  # every rank must form all of them
+        mine = [group for ranks, group in zip(rings, groups, strict=True) if job.rank in ranks]
+        measured = job.ask((lambda group=mine[0]: measure(group, device)) if mine else None)
+        ports = 0.0 if "inside" in what else max(job.gather(port_speed()))
+        spec = None if name is None else link_speed(name) if "inside" in what else ports or ETHERNET
+        findings.append(judge_reduction(job, what, measured, spec))
+        if troubled(measured):
+            break  # the ranks no longer agree on what comes next
+    return findings
+
+
+def measure(group: ProcessGroup, device: torch.device) -> Reduced:
+    """Raises dist.DistError where the sum does not come."""
+    count, size = (CUDA_BYTES if device.type == "cuda" else CPU_BYTES) // 4, group.size()
+    # Whole numbers below 2^24, so that a sum in fp32 is exact in any order (for up to 5000 ranks).
+    pattern = (torch.arange(count, device=device) % PATTERN).float()
+    mine, wanted = pattern + group.rank(), pattern * size + size * (size - 1) // 2
+    total, seconds, exact = torch.empty_like(mine), [], True
+    for _ in range(WARM_UPS + REPETITIONS):
+        total.copy_(mine)
+        _finish(device)
+        began = time.perf_counter()
+        dist.all_reduce(total, group=group, async_op=True).wait(PATIENCE)
+        _finish(device)
+        seconds.append(time.perf_counter() - began)
+        exact = torch.equal(total, wanted) and exact
+    moved = 2 * (size - 1) / size * 4 * count
+    return Reduced(moved / statistics.median(seconds[WARM_UPS:]) / 1e9, exact)
+
+
+def judge_reduction(job: Job, name: str, measured: dict[int, Reduced], spec: float | None) -> Finding:
+    """spec: GB/s that the link should have; None where a speed says nothing, as on CPUs."""
+    if reasons := troubled(measured):
+        found = f"did not end on {job.named([*reasons])}: {next(iter(reasons.values()))}"
+        return Finding(name, "failed", found, REMEDY)
+    if wrong := [rank for rank, reduced in measured.items() if not reduced.exact]:
+        found = f"the sum is wrong on {job.named(wrong)}: a GPU or a link corrupts data"
+        return Finding(name, "failed", found, "take the node out of the job, and look at dmesg and nvidia-smi -q there")
+    rank = min(measured, key=lambda rank: measured[rank].gigabytes)
+    speed = measured[rank].gigabytes
+    found = f"{speed:.2f} GB/s of bus bandwidth (least: {job.named([rank])}), the sums are exact"
+    if spec is None:
+        return Finding(name, "note", found)
+    if speed >= spec * FAR_BELOW:
+        return Finding(name, "ok", found)
+    found = f"{speed:.2f} GB/s of bus bandwidth on {job.named([rank])}, far below the {spec:.0f} of a data sheet"
+    return Finding(name, "failed", found, REMEDY)
+
+
+def link_speed(gpu: str) -> float:
+    """GB/s from one such GPU to the others of its node, by data sheet."""
+    if any(mark in gpu.replace("NVLink", "") for mark in WITHOUT_NVLINK):
+        return PCIE
+    return next((speed for mark, speed in NVLINK.items() if mark in gpu), PCIE)
+
+
+def port_speed(root: Path = Path("/sys/class/infiniband")) -> float:
+    """GB/s of the fastest InfiniBand or RoCE port that is up here, as the kernel names it ("400 Gb/sec (4X NDR)")."""
+    speeds = [0.0]
+    for rate in root.glob("*/ports/*/rate"):
+        if "ACTIVE" in (rate.parent / "state").read_text(encoding="utf-8"):
+            speeds.append(float(rate.read_text(encoding="utf-8").split()[0]) / 8)
+    return max(speeds)
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,131 @@
+"""Is every node fit to take part: its GPUs, clock, open files and shared memory."""
+
+import resource
+import shutil
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from eagle3.preflight.job import Finding, Job, troubled
+
+MOST_SKEW = 2.0  # seconds
+CLOCK_ROUNDS = 8
+# A rank's sockets to every other one, its shards, its workers' pipes: hundreds in a job of one node, thousands in many.
+LEAST_OPEN_FILES = 4096
+SMALL_SHARED_MEMORY = 2**30  # containers begin with 64 MiB, less than NCCL and a loader's workers take
+
+
+class GpuSeen(NamedTuple):
+    """By one rank. count: GPUs that its process may use. unit: its own one's lasting id. free, total: its bytes."""
+
+    count: int
+    name: str
+    unit: str
+    free: int
+    total: int
+
+
+def check_gpus(job: Job, device: torch.device) -> Finding:
+    name = "gpus"
+    seen = job.ask((lambda: _look(device)) if device.type == "cuda" else None)
+    if not seen:
+        return Finding(name, "note", "none: this is a CPU job, for tests and demonstrations")
+    if len(seen) < len(job.nodes):
+        without = [rank for rank in range(len(job.nodes)) if rank not in seen]
+        return Finding(
+            name, "failed", f"no GPU for {job.named(without)}", "look at nvidia-smi and CUDA_VISIBLE_DEVICES there"
+        )
+    if reasons := troubled(seen):
+        rank, reason = next(iter(reasons.items()))
+        return Finding(name, "failed", f"{job.named([rank])}: {reason}", "look at nvidia-smi there")
+    kinds = defaultdict(list)
+    for rank, gpu in seen.items():
+        kinds[gpu.name].append(rank)
+    if len(kinds) > 1:
+        found = "; ".join(f"{kind} on {job.named(ranks)}" for kind, ranks in kinds.items())
+        return Finding(name, "failed", found, "use nodes with the same GPUs: the slowest one sets the pace of all")
+    for node, ranks in job.ranks.items():
+        unit, times = Counter(seen[rank].unit for rank in ranks).most_common(1)[0]
+        if times > 1:
+            found = f"{times} processes on one GPU of {node} ({unit}), which has {seen[ranks[0]].count}"
+            return Finding(name, "failed", found, "start at most one process a GPU")
+    free, rank = min((gpu.free, rank) for rank, gpu in seen.items())
+    gib = 2**30
+    found = (
+        f"{len(seen)} x {next(iter(kinds))} on {len(job.ranks)} node(s); least free memory {free / gib:.1f} of "
+        f"{seen[rank].total / gib:.1f} GiB ({job.named([rank])})"
+    )
+    return Finding(name, "ok", found)
+
+
+def _look(device: torch.device) -> GpuSeen:
+    properties, (free, total) = torch.cuda.get_device_properties(device), torch.cuda.mem_get_info(device)
+    return GpuSeen(torch.cuda.device_count(), properties.name, str(properties.uuid), free, total)
+
+
+def check_clocks(job: Job, clock: Callable[[], float] = time.time) -> Finding:
+    """Everybody reads the clock when a round of messages is over. A rank's round ends after all others' began, so two
+    readings lie at most one round's length apart: that is the uncertainty, and the shortest of some rounds counts."""
+    rounds = []
+    for _ in range(CLOCK_ROUNDS):
+        job.gather(None)  # they begin together
+        began = time.monotonic()
+        job.gather(None)
+        took, now = time.monotonic() - began, clock()
+        told = job.gather((took, now))
+        rounds.append((max(took for took, _ in told), [now for _, now in told]))
+    uncertainty, clocks = min(rounds)
+    early, late = (clocks.index(extreme(clocks)) for extreme in (min, max))
+    skew = clocks[late] - clocks[early]
+    found = f"at most {skew:.3f} s apart, +- {uncertainty:.3f} s"
+    if skew - uncertainty <= MOST_SKEW:
+        return Finding("clocks", "ok", found)
+    found = f"{job.named([late])} is {skew:.1f} s ahead of {job.named([early])}, +- {uncertainty:.3f} s"
+    remedy = "run chrony or ntpd on every node (chronyc tracking): files' times, logs and TLS go wrong otherwise"
+    return Finding("clocks", "failed", found, remedy)
+
+
+def open_files() -> int:
+    """Files that this process may have open. The soft limit is raised to what is needed where the hard limit allows
+    that, which only an administrator raises. (Shells often begin with 1024 of a million.)"""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = LEAST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, LEAST_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        soft = most
+    return LEAST_OPEN_FILES if soft == resource.RLIM_INFINITY else soft
+
+
+def judge_open_files(job: Job, limits: dict[int, int]) -> Finding:
+    """limits: of each rank."""
+    least = min(limits.values())
+    low = [rank for rank, limit in limits.items() if limit == least]
+    if least >= LEAST_OPEN_FILES:
+        return Finding("open files", "ok", f"{least} allowed")
+    return Finding(
+        "open files",
+        "failed",
+        f"{least} allowed on {job.named(low)}, {LEAST_OPEN_FILES} needed",
+        f"ulimit -n {LEAST_OPEN_FILES} before the start; where that is refused, LimitNOFILE= of the service, "
+        "/etc/security/limits.conf, or --ulimit nofile= of the container",
+    )
+
+
+def check_shared_memory(job: Job, folder: Path = Path("/dev/shm")) -> Finding:
+    rooms = job.ask_leaders(lambda: _free_and_total(folder))
+    if reasons := troubled(rooms):
+        return Finding("shared memory", "note", f"{job.where([*reasons])}: {next(iter(reasons.values()))}")
+    (free, total), rank = min((room, rank) for rank, room in rooms.items())
+    found = f"{folder}: {free / 2**30:.2f} of {total / 2**30:.2f} GiB free ({job.where([rank])} has least)"
+    if free < SMALL_SHARED_MEMORY:
+        found += "; NCCL and SGLang's spool use it: a container gets more by --shm-size=16g or --ipc=host"
+    return Finding("shared memory", "note", found)
+
+
+def _free_and_total(folder: Path) -> tuple[int, int]:
+    usage = shutil.disk_usage(folder)
+    return usage.free, usage.total

@@ -1,0 +1,251 @@
+"""Do the nodes see the same files, and have checkpoints room and a fast enough way to the disk."""
+
+import errno
+import hashlib
+import os
+import shutil
+import time
+from collections import defaultdict
+from contextlib import suppress
+from pathlib import Path
+from secrets import token_hex
+from typing import NamedTuple
+
+from eagle3.draft.config import DraftConfig
+from eagle3.durable import flush
+from eagle3.planner import Weights
+from eagle3.preflight.job import Finding, Job, Trouble, troubled
+
+PATIENCE = 10.0  # seconds in which a file of another node must appear; network file systems remember folders for some
+PROBE_BYTES = 128 * 2**20
+LEAST_WRITE_SPEED = 20e6  # bytes a second of a node: a checkpoint of an 8B target's draft, 6 GB, takes 5 minutes
+ABSENT = "absent"
+
+
+class Marker(NamedTuple):
+    """A file that proves a shared folder. name: also its content. above: how many folders above the one in question,
+    which may not be there yet."""
+
+    name: str
+    above: int
+
+    def path(self, folder: Path) -> Path:
+        """Where this node has it."""
+        folder = folder.expanduser().absolute()
+        for _ in range(self.above):
+            folder = folder.parent
+        return folder / self.name
+
+
+def check_shared(job: Job, key: str, folder: Path, patience: float = PATIENCE) -> Finding:
+    """Collective. A file that the first rank writes into `folder`, or where it will be made, must be seen by every node
+    with its content, and the node must be allowed to write there. key: the recipe's. folder: as each node understands
+    it (~, and what it is relative to, are a node's own)."""
+    marker = None
+    try:
+        marker = job.ask((lambda: leave_marker(folder)) if job.rank == 0 else None)[0]
+        if isinstance(marker, Trouble):
+            return unwritable(job, key, folder, [0], marker.reason)
+        seen = job.ask_leaders(lambda: await_marker(folder, marker, patience))
+    finally:
+        if job.rank == 0:
+            remove_marker(folder, marker)
+    return judge_shared(job, key, folder, seen)
+
+
+def judge_shared(job: Job, key: str, folder: Path, seen: dict[int, str]) -> Finding:
+    """seen: of the first rank of each node, what kept it from seeing the marker, or nothing."""
+    if reasons := troubled(seen):
+        return unwritable(job, key, folder, [*reasons], next(iter(reasons.values())))
+    lacking = [rank for rank, why in seen.items() if why]
+    if not lacking:
+        told = "is writable" if len(job.ranks) == 1 else f"is shared by {len(job.ranks)} nodes"
+        return Finding(key, "ok", f"the place of {folder} {told}")
+    found = f"{folder}: {seen[lacking[0]]} on {job.where(lacking)}"
+    return Finding(
+        key, "failed", found, f"set {key} to a folder of a file system that every node mounts, and may write"
+    )
+
+
+def unwritable(job: Job, key: str, folder: Path, leaders: list[int], reason: str) -> Finding:
+    found = f"{folder}: cannot be written on {job.where(leaders)} ({reason})"
+    return Finding(key, "failed", found, f"set {key} to a place that this user may write on every node")
+
+
+def check_cache(job: Job, key: str, folder: Path, patience: float = PATIENCE) -> Finding:
+    """Collective. Every node must be able to write there; that it is the same folder everywhere only saves work."""
+    tokens = job.ask_leaders(lambda: _leave_and_remove(folder))
+    if reasons := troubled(tokens):
+        return unwritable(job, key, folder, [*reasons], next(iter(reasons.values())))
+    if len(job.ranks) == 1:
+        return Finding(key, "ok", f"{folder} is writable")
+    shared = check_shared(job, key, folder, patience).state == "ok"
+    told = "shared: one node's preparation serves all" if shared else "not shared: each node prepares its own copy"
+    return Finding(key, "ok" if shared else "note", f"{folder} is writable, and {told}")
+
+
+def check_inputs(job: Job, inputs: dict[str, str]) -> Finding:
+    """Collective. What is only read must be there on every node, with the same names and sizes. inputs: recipe key ->
+    path; one that exists nowhere and does not look like a path is taken for a hub id or a word of the recipe's."""
+    listings = job.ask_leaders(lambda: {key: listing(Path(path).expanduser()) for key, path in inputs.items()})
+    remedy = "copy it to every node, or name a place that every node mounts"
+    if reasons := troubled(listings):
+        found = f"{job.where([*reasons])}: {next(iter(reasons.values()))}"
+        return Finding("inputs", "failed", found, "make them readable for this user on every node")
+    local = []
+    for key, path in inputs.items():
+        owners: dict[str, list[int]] = defaultdict(list)
+        for rank, listed in listings.items():
+            owners[listed[key]].append(rank)
+        if [*owners] == [ABSENT] and not looks_local(path):
+            continue
+        local.append(key)
+        if len(owners) > 1 or ABSENT in owners:
+            found = "; ".join(f"{what} on {job.where(ranks)}" for what, ranks in owners.items())
+            return Finding("inputs", "failed", f"{key} {path}: {found}", remedy)
+    told = f"{', '.join(local)}: the same on every node" if local else "none of them is a local file"
+    return Finding("inputs", "ok", told)
+
+
+def listing(path: Path) -> str:
+    """A file's size; a folder's number of files and their bytes, and a digest of their names and sizes."""
+    if path.is_file():
+        return f"{path.stat().st_size} bytes"
+    if not path.is_dir():
+        return ABSENT
+    files = sorted(
+        (os.path.relpath(os.path.join(folder, name), path), os.stat(os.path.join(folder, name)).st_size)
+        for folder, _, names in os.walk(path)
+        for name in names
+    )
+    digest = hashlib.sha256(repr(files).encode()).hexdigest()[:12]
+    return f"{len(files)} files, {sum(size for _, size in files)} bytes ({digest})"
+
+
+def looks_local(path: str) -> bool:
+    return path.startswith(("/", ".", "~")) or path.count("/") > 1
+
+
+def checkpoint_bytes(draft: DraftConfig, tensor: int, itemsize: int) -> int:
+    """Of one checkpoint: the trained weights as they are used, `itemsize` bytes each, and AdamW's fp32 masters and two
+    moments, from all tensor-parallel ranks. (The frozen embedding is not written.)"""
+    return Weights.of(draft, tensor).trained * tensor * (itemsize + 12)
+
+
+def free_bytes(folder: Path) -> int:
+    """Where `folder` is or will be. A quota of the file system's is not seen."""
+    return shutil.disk_usage(existing_parent(folder)).free
+
+
+def judge_space(folder: Path, free: int, needed: int, what: str) -> Finding:
+    found = (
+        f"{folder}: {free / 1e9:.2f} GB free, {what} take{'s' if what.startswith('a ') else ''} {needed / 1e9:.2f} GB"
+    )
+    if free >= needed:
+        return Finding("disk space", "ok", found)
+    remedy = "free some, set output.dir to a larger place, or lower training.keep_checkpoints"
+    return Finding("disk space", "failed", found, remedy)
+
+
+def check_space(job: Job, folder: Path, checkpoint: int | None, kept: int) -> Finding:
+    """Collective. checkpoint: bytes of one, None where they are not known. kept: checkpoints there at a time."""
+    free = job.ask_leaders(lambda: free_bytes(folder))
+    if reasons := troubled(free):
+        return Finding("disk space", "failed", f"{folder}: {next(iter(reasons.values()))}", "mend output.dir")
+    least = min(free.values())
+    if checkpoint is None:
+        return Finding(
+            "disk space", "note", f"{folder}: {least / 1e9:.2f} GB free; a checkpoint's size is not known yet"
+        )
+    return judge_space(folder, least, kept * checkpoint, f"{kept} checkpoints")
+
+
+def check_write_speed(job: Job, folder: Path, checkpoint: int | None) -> Finding:
+    """Collective. All nodes at once, as they write a checkpoint: a file written and flushed to the disk by each."""
+    speeds = job.ask_leaders(lambda: _write_speed(existing_parent(folder)))
+    if reasons := troubled(speeds):
+        return unwritable(job, "output.dir", folder, [*reasons], next(iter(reasons.values())))._replace(
+            name="write speed"
+        )
+    rank = min(speeds, key=lambda rank: speeds[rank])
+    slowest = speeds[rank]
+    found = f"{slowest / 1e6:.0f} MB/s from {job.where([rank])}"
+    if len(speeds) > 1:
+        found += f", the slowest of {len(speeds)}"
+    if checkpoint:
+        found += f": a checkpoint takes about {checkpoint / slowest / len(speeds):.1f} s"
+    if slowest >= LEAST_WRITE_SPEED:
+        return Finding("write speed", "ok", found)
+    remedy = "set output.dir to a faster file system, or checkpoint less often (training.checkpoint_every)"
+    return Finding("write speed", "failed", f"{found}; less than {LEAST_WRITE_SPEED / 1e6:.0f} MB/s", remedy)
+
+
+def existing_parent(folder: Path) -> Path:
+    """The folder itself or, where it is yet to be made, the nearest one above it. Raises OSError where a file is in the
+    way."""
+    folder = folder.expanduser().absolute()
+    nearest = next(path for path in (folder, *folder.parents) if path.exists())
+    if not nearest.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, "a file is in the way", str(nearest))
+    return nearest
+
+
+def leave_marker(folder: Path) -> Marker:
+    """Write a file that holds its own name into `folder`, or where that will be made."""
+    place = existing_parent(folder)
+    own = folder.expanduser().absolute()
+    marker = Marker(_probe_name(), [own, *own.parents].index(place))
+    path = marker.path(folder)
+    try:
+        path.write_text(marker.name, encoding="utf-8")
+        flush(path)
+    except OSError:
+        remove_marker(folder, marker)
+        raise
+    return marker
+
+
+def remove_marker(folder: Path, marker: Marker | Trouble | None) -> None:
+    if isinstance(marker, Marker):
+        with suppress(OSError):  # it was never written
+            marker.path(folder).unlink()
+
+
+def await_marker(folder: Path, marker: Marker, patience: float = PATIENCE) -> str:
+    """Why the marker that another node left is not here with its content, or nothing may be written beside it; nothing
+    where all is well. patience: seconds."""
+    path = marker.path(folder)
+    if not path.parent.is_dir():
+        return f"no folder {path.parent}"
+    until = time.monotonic() + patience
+    while True:
+        os.listdir(path.parent)  # asks a network file system anew
+        with suppress(FileNotFoundError):
+            if path.read_text(encoding="utf-8") == marker.name:
+                break
+        if time.monotonic() > until:
+            return f"{path.parent} is not the first node's folder of this name, whose new file is not seen"
+        time.sleep(0.1)
+    return "" if os.access(path.parent, os.W_OK | os.X_OK) else f"{path.parent} may not be written"
+
+
+def _probe_name() -> str:
+    return f".preflight-{token_hex(16)}"
+
+
+def _leave_and_remove(folder: Path) -> None:
+    remove_marker(folder, leave_marker(folder))
+
+
+def _write_speed(place: Path) -> float:
+    """Bytes a second. Of random bytes: some file systems compress."""
+    probe, block = place / _probe_name(), os.urandom(2**22)
+    try:
+        began = time.perf_counter()
+        with probe.open("wb") as file:
+            for _ in range(PROBE_BYTES // len(block)):
+                file.write(block)
+        flush(probe)
+        return PROBE_BYTES / (time.perf_counter() - began)
+    finally:
+        probe.unlink(missing_ok=True)

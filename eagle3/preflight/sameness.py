@@ -1,0 +1,113 @@
+"""Is everybody running the same thing: versions, code, recipe, DeepSpeed file; what differs is named, and where."""
+
+import hashlib
+import platform
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+import eagle3
+from eagle3.preflight.job import Finding, Job
+
+# What one rank has: a name (of a package, a file, a key) -> its value, as a person can read it.
+Traits = dict[str, str]
+PACKAGES = ("torch", "deepspeed", "megatron-core", "transformers", "safetensors")
+ABSENT = "absent"
+DIGITS = 12  # of a digest that is shown: 48 bits
+ENTRIES = {"code": "files", "recipe": "keys", "deepspeed file": "lines"}
+REMEDIES = {
+    "versions": "install one constraints/ file on every node",
+    "code": "start every node from the same checkout (git status), or copy it anew",
+    "recipe": "pass the same --recipe and overrides on every node",
+    "deepspeed file": "pass the same --deepspeed on every node",
+}
+
+
+def versions(packages: Sequence[str] = PACKAGES) -> Traits:
+    """Of Python, of these packages as installed here, and of NCCL on a machine with GPUs."""
+    found = {"python": platform.python_version()}
+    for package in packages:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = ABSENT
+    if torch.cuda.is_available():
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
+
+
+def running_code(program: Path) -> Traits:
+    """Digests of the package's modules, and of the scripts beside `program`, where it is a script: what Python imports
+    here, which an installed package may make another than what lies beside the recipe."""
+    package = Path(eagle3.__file__).parent
+    files = {f"{package.name}/{path.relative_to(package)}": path for path in package.rglob("*.py")}
+    if program.suffix == ".py":
+        beside = program.resolve().parent
+        files |= {f"{beside.name}/{path.name}": path for path in beside.glob("*.py")}
+    return {name: digest(path.read_bytes()) for name, path in sorted(files.items())}
+
+
+def own_traits(
+    recipe: str, deepspeed: str, packages: Sequence[str] = PACKAGES, program: Path | None = None
+) -> dict[str, Traits]:
+    """All that must agree. recipe: resolved, as YAML. deepspeed: the text of its file. program: the script that was
+    started, default this process's."""
+    return {
+        "versions": versions(packages),
+        "code": running_code(program or Path(sys.argv[0])),
+        "recipe": dict(_leaves(yaml.safe_load(recipe), "")),
+        "deepspeed file": {
+            f"line {number}": repr(line.strip()) for number, line in enumerate(deepspeed.splitlines(), 1)
+        },
+    }
+
+
+def compare(job: Job, name: str, mine: Traits) -> Finding:
+    """Collective. Digests are exchanged, and what they stand for only where they differ."""
+    digests = job.gather(traits_digest(mine))
+    if len(set(digests)) > 1:
+        return difference(job, name, job.gather(mine))
+    if name == "versions":
+        return Finding(name, "ok", ", ".join(f"{key} {value}" for key, value in mine.items()))
+    entries = f"{len(mine)} {ENTRIES[name]}"
+    return Finding(name, "ok", f"the same on all ranks ({entries}, sha256 {digests[0][:DIGITS]})")
+
+
+def difference(job: Job, name: str, everyones: Sequence[Traits]) -> Finding:
+    """Names the first key that differs, with its values and who has which."""
+    keys = dict.fromkeys(key for traits in everyones for key in traits)  # in the order of their file
+    differing = [key for key in keys if len({traits.get(key) for traits in everyones}) > 1]
+    assert differing, f"{name}: digests differ and traits do not"
+    ranks: dict[str, list[int]] = defaultdict(list)
+    for rank, traits in enumerate(everyones):
+        ranks[traits.get(differing[0], ABSENT)].append(rank)
+    held = "; ".join(f"{_shown(value)} on {job.named(owners)}" for value, owners in ranks.items())
+    more = f" (and {len(differing) - 1} more differ)" if len(differing) > 1 else ""
+    return Finding(name, "failed", f"{differing[0]}: {held}{more}", REMEDIES[name])
+
+
+def traits_digest(traits: Traits) -> str:
+    return hashlib.sha256(repr(sorted(traits.items())).encode()).hexdigest()
+
+
+def digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:DIGITS]
+
+
+def _shown(value: str) -> str:
+    """Long ones by their beginning and a digest, for they may differ at their end."""
+    return value if len(value) <= 60 else f"{value[:40]}... ({digest(value.encode())})"
+
+
+def _leaves(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from _leaves(inner, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, repr(value)

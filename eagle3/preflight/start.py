@@ -1,0 +1,84 @@
+"""What every job proves in its first second: that its processes run the same thing and can write their run folder."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from eagle3.errors import SharedUserError
+from eagle3.preflight.job import Finding, Job, Trouble, in_one_line, node_name
+from eagle3.preflight.machine import judge_open_files, open_files
+from eagle3.preflight.places import (
+    Marker,
+    await_marker,
+    free_bytes,
+    judge_shared,
+    judge_space,
+    leave_marker,
+    remove_marker,
+    unwritable,
+)
+from eagle3.preflight.sameness import PACKAGES, difference, own_traits, traits_digest
+
+
+class Arrival(NamedTuple):
+    """What a rank says of itself. digests: of its traits, by what they are of."""
+
+    node: str
+    open_files: int
+    digests: dict[str, str]
+
+
+def require_sound_start(recipe: str, deepspeed: str, output_dir: Path, packages: tuple[str, ...] = ()) -> None:
+    """Collective, after start_distributed, with two small exchanges of objects. Raises SharedUserError on every rank at
+    the first of these that fails: versions, code, recipe and DeepSpeed file are the same on all ranks; files enough may
+    be open (the soft limit is raised where it can be); every node sees, and may write, the place of the run folder.
+
+    recipe: resolved, as YAML (dump_recipe). deepspeed: the text of its file. packages: whose versions count beside
+    the usual ones. launchers/doctor.py makes more checks, and takes longer.
+    """
+    traits = own_traits(recipe, deepspeed, (*PACKAGES, *packages))
+    mine = Arrival(node_name(), open_files(), {name: traits_digest(trait) for name, trait in traits.items()})
+    left = _left(output_dir) if dist.get_rank() == 0 else None
+    try:
+        told = _gather((mine, left))
+        arrivals, marker = [arrival for arrival, _ in told], told[0][1]
+        job = Job(dist.get_rank(), tuple(arrival.node for arrival in arrivals), _gather)
+        for name, trait in traits.items():
+            if len({arrival.digests[name] for arrival in arrivals}) > 1:
+                _require(difference(job, name, _gather(trait)))
+        _require(judge_open_files(job, {rank: arrival.open_files for rank, arrival in enumerate(arrivals)}))
+        if isinstance(marker, Trouble):
+            _require(unwritable(job, "output.dir", output_dir, [0], marker.reason))
+        seen = job.ask_leaders(lambda: await_marker(output_dir, marker))
+        _require(judge_shared(job, "output.dir", output_dir, seen))
+    finally:
+        remove_marker(output_dir, left)
+
+
+def require_room(output_dir: Path, checkpoint: int) -> None:
+    """Raises SharedUserError where one checkpoint of so many bytes (places.checkpoint_bytes) has no room. All ranks
+    call it: it is one file system."""
+    try:
+        free = free_bytes(output_dir)
+    except OSError as error:
+        raise SharedUserError(f"{output_dir}: {in_one_line(error)}; mend output.dir") from error
+    _require(judge_space(output_dir, free, checkpoint, "a checkpoint"))
+
+
+def _left(output_dir: Path) -> Marker | Trouble:
+    try:
+        return leave_marker(output_dir)
+    except OSError as error:
+        return Trouble(in_one_line(error))
+
+
+def _require(finding: Finding) -> None:
+    if finding.state == "failed":
+        raise SharedUserError(f"{finding.name}: {finding.found}; {finding.remedy}")
+
+
+def _gather(value: Any) -> list[Any]:
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

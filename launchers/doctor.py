@@ -1,0 +1,127 @@
+"""Look a job over before it costs anything: the nodes' GPUs, links, clocks, disks and shared folders, and whether all
+run the same thing. Start it as train.py, on the same nodes with the same options. Exit code 1 where a check failed."""
+
+import argparse
+import datetime
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from eagle3.errors import UserError, run_command
+from eagle3.recipe import Recipe, dump_recipe, load_recipe
+
+if TYPE_CHECKING:
+    from eagle3.parallel.topology import Topology
+    from eagle3.preflight.job import Finding, Job
+
+ROOT = Path(__file__).parent.parent
+PATIENCE = datetime.timedelta(minutes=2)  # for processes that come late, or not at all
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--recipe", type=Path, default=ROOT / "recipes" / "quickstart.yaml", help="the YAML to train")
+    parser.add_argument("--deepspeed", type=Path, default=ROOT / "ds_configs" / "zero2.json", help="the DeepSpeed file")
+    parser.add_argument("--local_rank", type=int, default=0, help="set by the deepspeed launcher")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="change single keys of the recipe")
+    options = parser.parse_intermixed_args()
+    for file in (options.recipe, options.deepspeed):
+        if not file.is_file():  # each process says it: the file may be missing on some nodes
+            raise UserError(f"{file}: no such file on {socket.gethostname()}; copy it there, or mend the command line")
+    recipe, deepspeed = load_recipe(options.recipe, options.overrides), options.deepspeed.read_text(encoding="utf-8")
+    # Imported only now: they take seconds, and a mistake in the recipe should be told at once.
+    from eagle3.parallel.topology import start_distributed, stop_distributed
+    from eagle3.preflight.job import join, store_gather
+
+    topology = start_distributed(timeout=PATIENCE)
+    gather = store_gather(PATIENCE)
+    job, states = join(gather, gather.rank), []
+    if topology.is_first:
+        print(f"processes: {len(job.nodes)}, nodes: {len(job.ranks)} ({', '.join(job.ranks)})", flush=True)
+    for finding in findings(job, topology, recipe, deepspeed):
+        states.append(finding.state)
+        if topology.is_first:
+            shown = finding.state.upper() if finding.state == "failed" else finding.state
+            print(f"{shown:6s} {finding.name}: {finding.found}", flush=True)
+            if finding.remedy:
+                print(f"       remedy: {finding.remedy}", flush=True)
+    failed = states.count("failed")
+    if topology.is_first:
+        verdict = f"{failed} of {len(states)} checks failed" if failed else f"sound: {len(states)} checks, none failed"
+        print(f"{verdict}, {states.count('note')} to be judged by you", flush=True)
+    gather.leave()
+    if not failed:
+        stop_distributed()  # else links may be down by which it would say goodbye
+    return int(failed > 0)
+
+
+def findings(job: "Job", topology: "Topology", recipe: Recipe, deepspeed: str) -> Iterator["Finding"]:
+    """Collective: every rank takes all of them, in this order; what may leave a link broken comes last."""
+    from eagle3.preflight import bandwidth, machine, places, sameness
+
+    traits = sameness.own_traits(dump_recipe(recipe), deepspeed, packages_of(recipe, sameness.PACKAGES))
+    for name, trait in traits.items():
+        yield sameness.compare(job, name, trait)
+    # From here on the first rank's recipe counts, so that all ranks make the same checks.
+    recipe = job.ask((lambda own=recipe: own) if topology.is_first else None)[0]
+    yield machine.check_gpus(job, topology.device)
+    limits = job.ask(machine.open_files)
+    yield machine.judge_open_files(job, limits)
+    yield machine.check_shared_memory(job)
+    yield machine.check_clocks(job)
+    yield places.check_shared(job, "output.dir", recipe.output.dir)
+    if recipe.hidden_states.mode == "live" and recipe.target.backend == "sglang" and len(job.ranks) > 1:
+        yield places.check_shared(job, "target.spool", Path(recipe.target.spool))
+    yield places.check_cache(job, "data.cache_dir", recipe.data.cache_dir)
+    yield places.check_inputs(job, inputs_of(recipe))
+    checkpoint = job.ask((lambda: checkpoint_of(recipe)) if topology.is_first else None)[0]
+    kept = recipe.training.keep_checkpoints + 2  # the best one, and one that is being written
+    yield places.check_space(job, recipe.output.dir, checkpoint, kept)
+    yield places.check_write_speed(job, recipe.output.dir, checkpoint)
+    yield from bandwidth.check_all_reduce(job, topology.device, 2 * PATIENCE)
+
+
+def packages_of(recipe: Recipe, usual: tuple[str, ...]) -> tuple[str, ...]:
+    return (*usual, "sglang") if recipe.target.backend == "sglang" else usual
+
+
+def inputs_of(recipe: Recipe) -> dict[str, str]:
+    """What the recipe reads and may name as a local path, by key."""
+    draft, data = recipe.model.draft, recipe.data
+    named = {
+        "model.target": recipe.model.target,
+        "model.draft.config": draft.config,
+        "model.draft.init_from": draft.init_from,
+        "model.draft.vocabulary": draft.vocabulary,
+        "data.chat_template": data.chat_template,
+    }
+    for key, sources in (("data.train", data.train), ("data.held_out", data.held_out or [])):
+        named |= {f"{key}[{number}]": source for number, source in enumerate(sources)}
+    store = recipe.hidden_states
+    if store.mode == "stored" and "://" not in store.path:  # else it comes from the network
+        named["hidden_states.path"] = store.path
+    return {key: str(path) for key, path in named.items() if path is not None}
+
+
+def checkpoint_of(recipe: Recipe) -> int | None:
+    """Bytes of one of this recipe's checkpoints; None where the target's config is not there, or not yet."""
+    import torch
+
+    from eagle3.preflight.places import checkpoint_bytes
+    from eagle3.target.checkpoint import target_config
+    from eagle3.training.assemble import shape_draft
+
+    model = recipe.model
+    if model.target == "demo":
+        return None
+    try:
+        target = target_config(model.target, revision=model.revision, trust_remote_code=model.trust_remote_code)
+        draft = shape_draft(recipe, target, target.vocab_size, min(model.draft.vocab_size, target.vocab_size))
+    except UserError:
+        return None  # training says it in full
+    return checkpoint_bytes(draft, recipe.parallelism.tensor, getattr(torch, recipe.training.dtype).itemsize)
+
+
+if __name__ == "__main__":
+    run_command(main)
