@@ -11,10 +11,12 @@ def fork_ranks(world: int, work: Callable[[], None]) -> None:
     """Run `work` in `world` processes under the environment that a launcher sets. The first one that fails ends the
     others, and its traceback is raised here. Call it from a script of its own that has imported what `work` needs and has
     neither started threads nor formed process groups."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    start_processes(_be, (world, port, work), nprocs=world, start_method="fork")
+    start_processes(_be, (world, _free_port(), work), nprocs=world, start_method="fork")
+
+
+def begin_ranks(world: int, work: Callable[[], None]) -> list:
+    """The same, but whoever calls waits for the processes, which are left to themselves."""
+    return start_processes(_be, (world, _free_port(), work), nprocs=world, start_method="fork", join=False).processes
 
 
 def _be(rank: int, world: int, port: int, work: Callable[[], None]) -> None:
@@ -22,3 +24,9 @@ def _be(rank: int, world: int, port: int, work: Callable[[], None]) -> None:
     names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in names.items()})
     work()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

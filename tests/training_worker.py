@@ -1,9 +1,12 @@
-"""Whole runs of one recipe on several ranks, one after another, for tests/test_training.py.
+"""Whole runs of one recipe on several ranks, one after another, and what tests do to their folders in between.
 
-python tests/training_worker.py RECIPE PROCESSES[+resume]:OVERRIDE,OVERRIDE,... ...
+python tests/training_worker.py RECIPE (PROCESSES[+resume]:OVERRIDE,... | cut:RUN,STEP | copy:RUN,COPY) ...
+
+cut: as if the run had been killed right after its checkpoint of STEP.
 """
 
 import datetime
+import shutil
 import sys
 from functools import partial
 from pathlib import Path
@@ -25,8 +28,18 @@ def run(recipe_file: str, overrides: list[str], resume: Resume) -> None:
     stop_distributed()
 
 
+def cut(folder: str, step: str) -> None:
+    for checkpoint in Path(folder, "checkpoints").glob("step-*"):
+        if int(checkpoint.name.removeprefix("step-")) > int(step):
+            shutil.rmtree(checkpoint)
+    shutil.rmtree(Path(folder, "export"))
+
+
 if __name__ == "__main__":
     for wanted in sys.argv[2:]:
         processes, _, overrides = wanted.partition(":")
+        if processes in ("cut", "copy"):
+            {"cut": cut, "copy": shutil.copytree}[processes](*overrides.split(","))
+            continue
         count, _, resume = processes.partition("+")
         fork_ranks(int(count), partial(run, sys.argv[1], overrides.split(","), Resume.YES if resume else Resume.NO))

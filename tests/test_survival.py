@@ -1,0 +1,108 @@
+"""Runs that are killed, stopped by a signal or meet a full disk end soon, lose nothing, and go on to the same weights."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_run import finish, launch, make_target, metrics, write_recipe
+
+TRAINING = {"ttt_steps": 3, "global_batch_size": 4, "learning_rate": 2e-3, "max_steps": 8, "checkpoint_every": 2}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return make_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture
+def recipe(tmp_path, target):
+    return str(write_recipe(tmp_path, target, training=TRAINING, output={"check_export": False}))
+
+
+def work(case, recipe, *arguments, timeout=240):
+    return finish(launch(sys.executable, "tests/survival_worker.py", case, recipe, *arguments), timeout=timeout)
+
+
+def require_same_run(one, other):
+    """Bit for bit."""
+    mine, theirs = (load_file(folder / "export" / "model.safetensors") for folder in (one, other))
+    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+    computed = ("step", "loss", "gradient_norm", "learning_rate")
+    courses = [[[record[name] for name in computed] for record in metrics(folder)] for folder in (one, other)]
+    assert courses[0] == courses[1] and len(courses[0]) > 1
+
+
+def require_named(said):
+    """Every broken job names a rank that ended, or the first rank's store that went with it."""
+    broken = said.count("exit codes") - said.count("exit codes [0")
+    assert said.count("has ended") >= broken, said
+
+
+def test_any_rank_killed_at_five_moments_resumes_to_the_same_weights(tmp_path, recipe):
+    said = work("killed", recipe, "2", "5", "11", "parallelism.ulysses=2")
+    require_named(said)
+    require_same_run(tmp_path / "killed", tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_any_of_four_ranks_killed_at_twenty_moments_resumes_to_the_same_weights(tmp_path, recipe):
+    layout = ("parallelism.ulysses=2", "parallelism.ring=2")
+    said = work("killed", recipe, "4", "20", "42", *layout, timeout=1800)
+    require_named(said)
+    require_same_run(tmp_path / "killed", tmp_path / "whole")
+
+
+def test_a_signal_to_one_rank_stops_all_after_a_checkpoint(tmp_path, recipe):
+    said = work("stopped", recipe)
+    assert said.count("stopped by SIGTERM after step") == said.count("stopped by SIGUSR1 after step") == 2
+    assert said.count("resumed after step") == 2
+    finish(launch(sys.executable, "tests/training_worker.py", recipe, f"2:output.dir={tmp_path / 'whole'}"))
+    require_same_run(tmp_path / "stopped", tmp_path / "whole")
+
+
+def test_a_signalled_run_exits_cleanly_or_with_the_code_asked_for(tmp_path, recipe):
+    command = (sys.executable, "launchers/train.py", "--recipe", recipe, "training.max_steps=200", "--resume", "auto")
+    for number, words, code in ((signal.SIGTERM, (), 0), (signal.SIGUSR1, ("--stop-code", "75"), 75)):
+        process = launch(*command, *words)
+        said = ""
+        while "step 3/" not in said and "step 23/" not in said:
+            line = process.stdout.readline()
+            assert line, said
+            said += line
+        os.kill(process.pid, number)
+        said += finish(process, code)
+        assert f"stopped by {signal.Signals(number).name} after step" in said and "Traceback" not in said
+        if code == 75:
+            assert "resumed after step" in said
+    (early,) = [launch(*command, f"output.dir={tmp_path / 'early'}", "--stop-code", "75")]
+    early.stdout.readline()
+    os.kill(early.pid, signal.SIGTERM)
+    assert "nothing is lost" in finish(early, 75)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    mounted = tmp_path / "disk"
+    mounted.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(mounted)], capture_output=True, check=False
+    )
+    if made.returncode:
+        pytest.skip("a small disk takes the right to mount one")
+    yield mounted
+    subprocess.run(["umount", "-l", str(mounted)], check=True)
+
+
+def test_a_full_disk_keeps_the_older_checkpoint_and_with_room_the_run_goes_on(tmp_path, recipe, small_disk):
+    finish(launch(sys.executable, "tests/training_worker.py", recipe, f"2:output.dir={tmp_path / 'whole'}"))
+    checkpoint = max((tmp_path / "whole" / "checkpoints").glob("step-*"))
+    size = sum(path.stat().st_size for path in checkpoint.iterdir())
+    subprocess.run(["mount", "-o", f"remount,size={int(1.6 * size)}", str(small_disk)], check=True)
+    said = work("full", recipe, str(small_disk), str(10 * size))
+    assert "the checkpoint of step 4 cannot be written" in said and "GiB are free" in said and "Traceback" not in said
+    assert "kept ['step-00000002']" in said and "resumed after step 2" in said
+    require_same_run(small_disk / "run", tmp_path / "whole")
