@@ -75,8 +75,9 @@ def killed(recipe: str, world: str, moments: str, steps: str, *overrides: str) -
         step = (moment + 1) * (int(steps) - 1) // int(moments)
         rank, delay = dice.randrange(world), dice.uniform(0, pace)
 
-        def kill(processes, rank=rank, step=step, delay=delay) -> None:
-            while steps_done(folder / "killed") < step:
+        def kill(processes, rank=rank, step=step, delay=delay, before=changed(folder / "killed")) -> None:
+            # of this part of the run: while a job forms it is its launcher that ends it
+            while changed(folder / "killed") == before or steps_done(folder / "killed") < step:
                 time.sleep(0.002)
             time.sleep(delay)
             os.kill(processes[rank].pid, signal.SIGKILL)
@@ -113,6 +114,14 @@ def full(recipe: str, mounted: str, larger: str, *overrides: str) -> None:
     print(f"kept {kept}", flush=True)
     assert os.system(f"mount -o remount,size={larger} {mounted}") == 0
     assert run(2, recipe, wanted) == [0, 0]
+
+
+def changed(folder: Path) -> int:
+    """When the run last wrote its metrics, in nanoseconds."""
+    try:
+        return (folder / "metrics.jsonl").stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
 
 
 def steps_done(folder: Path) -> int:

@@ -78,11 +78,15 @@ def recipe(tmp_path):
 
 
 def test_skipped_steps_are_counted_and_named_and_the_schedule_goes_on(tmp_path, recipe, topology):
-    small = "training.learning_rate=1e-9"  # so that a step has about the same norm, whether those before were taken or not
+    small = (
+        "training.learning_rate=1e-9"  # so that a step has about the same norm, whether those before were taken or not
+    )
     train(load_recipe(recipe, [small, f"output.dir={tmp_path / 'whole'}"]), ZERO2, topology)
     whole = metrics(tmp_path / "whole")
     limit = sum(sorted(record["gradient_norm"] for record in whole)[-5:-3]) / 2
-    train(load_recipe(recipe, [small, f"training.skip_above_norm={limit}", "training.most_skipped=16"]), ZERO2, topology)
+    train(
+        load_recipe(recipe, [small, f"training.skip_above_norm={limit}", "training.most_skipped=16"]), ZERO2, topology
+    )
     course, skipped = metrics(tmp_path / "run"), metrics(tmp_path / "run", "skipped")
     assert [record["learning_rate"] for record in course] == [record["learning_rate"] for record in whole]
     assert [record["step"] for record in skipped] == [one["step"] for one in course if one["gradient_norm"] > limit]
