@@ -41,7 +41,7 @@ def test_the_first_ranks_death_is_told_by_another(said):
     assert late == "[]" and codes[1] == codes[2] == 1
 
 
-def test_a_rank_that_stands_still_is_named_after_its_silence(said):
+def test_a_node_that_falls_silent_is_named(said):
     verdicts, codes, late = said["stopped"]
     (verdict,) = verdicts
     assert re.fullmatch(

@@ -22,6 +22,8 @@ SILENT, HANGS = 5.0, 8.0
 
 
 def ranks(case: str) -> None:
+    if case == "stopped":
+        os.environ["SLURMD_NODENAME"] = f"n{os.environ['RANK']}"  # each on a node of its own
     start_distributed()
     with Watchdog(
         address=os.environ["MASTER_ADDR"],

@@ -173,6 +173,12 @@ def stop_distributed() -> None:
     dist.destroy_process_group()
 
 
+def node_name() -> str:
+    """The host's name, with Slurm's name of the node where that is another (several may share a host)."""
+    host, slurm = socket.gethostname(), os.environ.get("SLURMD_NODENAME", "")
+    return host if slurm in ("", host, host.split(".")[0]) else f"{slurm}@{host}"
+
+
 def agreed(work: Callable[[], Any] | None, group: ProcessGroup | None = None) -> Any:
     """Call `work` on the ranks that have some, while the others wait; returns its result, None where there was none.
 

@@ -1,14 +1,14 @@
 """Names the rank that died or hangs, and ends the job: launchers and collectives alone leave it waiting for half an hour.
 
-Every rank has a thread that beats: every second it tells the job's store that it lives, where its main thread is, and for
-how long. The first rank listens to all, the others to the first. Who misses a beat for `silent_seconds`, or whose process is gone from
-this machine, has died; who stays at one place for `hang_seconds` hangs, or waits for somebody who does.
+Every rank has a thread that beats: every second it tells the job's store where its main thread is, and for how long. The
+first rank listens to all, the others to the first, and the first of each node to its node, where it sees which processes
+live. Who is gone, or on another node and silent for `silent_seconds`, has died; who stays at one place for `hang_seconds`
+hangs, or waits for somebody who does.
 """
 
 import json
 import linecache
 import os
-import socket
 import sys
 import threading
 import time
@@ -24,9 +24,9 @@ import psutil
 import torch.distributed as dist
 
 from eagle3.errors import SharedUserError
+from eagle3.parallel.topology import node_name
 
 BEAT_SECONDS = 1.0
-# A thread of a busy process may be kept waiting by others that hold the interpreter.
 SILENT_SECONDS = 30.0
 # From a verdict to the end of the processes; their own error messages may still come.
 GRACE_SECONDS = 3.0
@@ -37,8 +37,9 @@ PACKAGE = Path(__file__).parent.parent
 
 class Beat(NamedTuple):
     """What a rank last said. place: what the trainer said it is about to do. seconds: at that place. collective: which one
-    it waits in, None where it waits in none. where: the function of this package that its main thread is in. watched:
-    whether it may hang (the end of a run is not watched). left: it is done."""
+    it waits in, None where it waits in none. where: the function of this package that it is in. watched: whether it
+    trains, so that it may neither hang nor be silent; what comes before and after, and quiet places, may keep the
+    interpreter, and so its thread, for long. left: it is done."""
 
     count: int
     node: str
@@ -48,7 +49,12 @@ class Beat(NamedTuple):
     collective: str | None
     where: str
     watched: bool
+    quiet: bool
     left: bool
+
+    @property
+    def who(self) -> str:
+        return f"(process {self.pid} on {self.node})"
 
 
 class Watchdog:
@@ -72,8 +78,8 @@ class Watchdog:
         self.rank, self.world, self.local_rank = dist.get_rank(), dist.get_world_size(), local_rank
         self.hang_seconds, self.silent_seconds, self.report = hang_seconds, silent_seconds, report
         self.main, self.place, self.since = threading.get_ident(), "starting", time.monotonic()
-        self.watched = self.left = False
-        self.node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+        self.watched = self.quiet = self.left = False
+        self.node = node_name()
         patience = timedelta(seconds=silent_seconds)
         alone = self.world == 1
         store = dist.HashStore() if alone else dist.TCPStore(address, port, is_master=False, timeout=patience)
@@ -83,14 +89,19 @@ class Watchdog:
         self.count = 0
         self._beat()
         dist.barrier()  # every rank has beaten once
-        self.heard = {rank: (0, time.monotonic()) for rank in self._listens_to()}
+        self.heard = {
+            rank: (0, time.monotonic()) for rank in self._listens_to()
+        }  # the count of its beats, and when it rose
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self.thread.start()
 
-    def at(self, place: str) -> None:
-        """The main thread goes on to `place`, such as `step 7, backward`."""
-        self.place, self.since = place, time.monotonic()
+    def at(self, place: str, quiet: bool = False) -> None:
+        """The main thread goes on to `place`, such as `step 7, stream 1 of 2`. quiet: where it may keep the interpreter."""
+        self.place, self.since, self.quiet = place, time.monotonic(), quiet
+        if quiet:
+            with suppress(dist.DistError):  # of which the thread will hear
+                self._beat()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -125,8 +136,11 @@ class Watchdog:
         while time.monotonic() < until and not all(self._heard_of(rank).left for rank in self.heard):
             time.sleep(0.05)
 
-    def _listens_to(self) -> range:
-        return range(1, self.world) if self.rank == 0 else range(1)
+    def _listens_to(self) -> list[int]:
+        if self.rank == 0:
+            return [*range(1, self.world)]
+        beside = range(1, self.world) if self.local_rank == 0 else ()
+        return [0, *(rank for rank in beside if rank != self.rank and self._heard_of(rank).node == self.node)]
 
     def _run(self) -> None:
         while not self.ended.wait(BEAT_SECONDS):
@@ -150,6 +164,7 @@ class Watchdog:
             collective=collective,
             where=where,
             watched=self.watched,
+            quiet=self.quiet,
             left=self.left,
         )
         self.store.set(_key(self.rank), json.dumps(beat))
@@ -174,26 +189,26 @@ class Watchdog:
             silent = now - self.heard[rank][1]
             if beat.left:
                 continue
-            who = f"rank {rank} (process {beat.pid} on {beat.node})"
-            if beat.node == self.node and not _lives(beat.pid):
-                return f"{who} has ended, at {beat.place}"
-            if silent > self.silent_seconds:
-                return f"{who} was not heard of for {silent:.0f} s, last at {beat.place}"
+            if beat.node == self.node:
+                if not _lives(beat.pid):
+                    return f"rank {rank} {beat.who} has ended, at {beat.place}"
+            elif beat.watched and not beat.quiet and silent > self.silent_seconds:
+                return f"rank {rank} {beat.who} was not heard of for {silent:.0f} s, last at {beat.place}"
         return None
 
     def _hangs(self, beats: dict[int, Beat]) -> str | None:
+        now = time.monotonic()
+        beats = {rank: beat._replace(seconds=beat.seconds + now - self.heard[rank][1]) for rank, beat in beats.items()}
         beats = {self.rank: self._heard_of(self.rank), **beats}
         longest = max((beat.seconds for beat in beats.values() if beat.watched), default=0.0)
         if self.hang_seconds is None or longest < self.hang_seconds:
             return None
         absent = {rank: beat for rank, beat in beats.items() if beat.collective is None} or beats
         waiting = {rank: beat for rank, beat in beats.items() if rank not in absent}
-        did = "; ".join(
-            f"rank {rank} (process {beat.pid} on {beat.node}) {'did not arrive' if waiting else 'hangs'}: {_doing(beat)}"
-            for rank, beat in list(absent.items())[:4]
-        )
+        did = "did not arrive" if waiting else "hangs"
+        culprits = "; ".join(f"rank {rank} {beat.who} {did}: {_doing(beat)}" for rank, beat in list(absent.items())[:4])
         waits = "".join(f"; rank {rank} waits in {_doing(beat)}" for rank, beat in list(waiting.items())[:1])
-        return f"no progress for {longest:.0f} s: {did}{waits}"
+        return f"no progress for {longest:.0f} s: {culprits}{waits}"
 
     def _end(self, verdict: str) -> None:
         if self.rank == 0 or (verdict.startswith("rank 0 ") and self.local_rank < 2):

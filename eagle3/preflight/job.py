@@ -3,9 +3,7 @@ as missing, whatever state the job's collectives are in."""
 
 import datetime
 import itertools
-import os
 import pickle
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -14,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from eagle3.errors import SharedUserError
+from eagle3.parallel.topology import node_name
 
 Gather = Callable[[Any], list[Any]]
 SHOWN = 4  # nodes or ranks named in one line
@@ -94,12 +93,6 @@ class Job:
 def troubled(answers: dict[int, Any]) -> dict[int, str]:
     """The reasons of ranks that could not answer."""
     return {rank: answer.reason for rank, answer in answers.items() if isinstance(answer, Trouble)}
-
-
-def node_name() -> str:
-    """The host's name, with Slurm's name of the node where that is another (several may share a host)."""
-    host, slurm = socket.gethostname(), os.environ.get("SLURMD_NODENAME", "")
-    return host if slurm in ("", host, host.split(".")[0]) else f"{slurm}@{host}"
 
 
 class StoreGather:

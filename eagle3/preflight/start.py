@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from eagle3.errors import SharedUserError
-from eagle3.preflight.job import Finding, Job, Trouble, in_one_line, node_name
+from eagle3.parallel.topology import node_name
+from eagle3.preflight.job import Finding, Job, Trouble, in_one_line
 from eagle3.preflight.machine import judge_open_files, open_files
 from eagle3.preflight.places import (
     Marker,

@@ -124,6 +124,7 @@ class Trainer:
             self.watchdog.at(f"the end of step {done}")
             asked = self._asked(stop)
             if best or last or asked or done % self.training.checkpoint_every == 0:
+                self.watchdog.at(f"the checkpoint of step {done}", quiet=True)
                 self.checkpoints.save(self.engine, done, vars(self.progress), self.progress.best_step)
             if asked:
                 raise RunStopped(asked, f"after step {done} of {self.steps}: checkpoint written", together=True)
@@ -159,6 +160,7 @@ class Trainer:
         return self.folder.export
 
     def _resume(self) -> int:
+        self.watchdog.at("loading a checkpoint", quiet=True)
         found = self.checkpoints.load_newest(self.engine)
         if found is None:
             self.console(f"no checkpoint in {self.folder.checkpoints}: beginning at step 0")
