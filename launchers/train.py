@@ -55,15 +55,19 @@ def run(recipe: Recipe, options: argparse.Namespace, stop: StopSignals) -> int:
     # Imported only now: they take seconds, and a mistake in the recipe should be told at once.
     from eagle3.parallel.topology import start_distributed, stop_distributed
     from eagle3.training.layout import check_layout
-    from eagle3.training.run import Resume, train
+    from eagle3.training.run import train
+    from eagle3.training.run_folder import Resume, RunFolder
 
+    resume = Resume(options.resume)
     if options.check:
-        print(check_layout(recipe, options.deepspeed, options.check))
+        layout = check_layout(recipe, options.deepspeed, options.check)
+        continues = RunFolder(recipe.output.dir).check(recipe, resume)
+        print(f"{layout}; {'continues' if continues else 'begins'} {recipe.output.dir}")
         return 0
     parallelism = recipe.parallelism
     topology = start_distributed(parallelism.tensor, parallelism.ulysses, parallelism.ring)
     try:
-        lossless = train(recipe, options.deepspeed, topology, Resume(options.resume), stop)
+        lossless = train(recipe, options.deepspeed, topology, resume, stop)
     except RunStopped as stopped:
         if stopped.together:
             stop_distributed()

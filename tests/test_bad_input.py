@@ -13,7 +13,8 @@ from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
 from eagle3.recipe import dump_recipe, load_recipe
 from eagle3.training.assemble import gather_materials, store_provenance
-from eagle3.training.run import Resume, train
+from eagle3.training.run import train
+from eagle3.training.run_folder import Resume
 
 ZERO2 = ROOT / "ds_configs" / "zero2.json"
 

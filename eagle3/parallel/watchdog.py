@@ -27,7 +27,9 @@ from eagle3.errors import SharedUserError
 from eagle3.parallel.topology import node_name
 
 BEAT_SECONDS = 1.0
-SILENT_SECONDS = 30.0
+SILENT_SECONDS = 25.0
+# How long a rank that lost its peer waits for the word of who that was; on a busy machine everything takes longer.
+VERDICT_SECONDS = SILENT_SECONDS + 20.0
 # From a verdict to the end of the processes; their own error messages may still come.
 GRACE_SECONDS = 3.0
 SEE_OFF_SECONDS = 5.0
@@ -115,7 +117,7 @@ class Watchdog:
 
     def await_verdict(self) -> None:
         """Give the watchdog the time to say which rank broke a collective; it ends this process when it knows."""
-        time.sleep(self.silent_seconds + 3 * BEAT_SECONDS + GRACE_SECONDS)
+        time.sleep(VERDICT_SECONDS)
 
     def __enter__(self) -> Self:
         return self

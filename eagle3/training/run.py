@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import Enum
 from pathlib import Path
 
 import torch
@@ -22,19 +21,11 @@ from eagle3.recipe import Recipe, dump_recipe
 from eagle3.training.assemble import build_draft, config_of, draft_config, gather_materials, pick_vocabulary
 from eagle3.training.engine import deepspeed_config
 from eagle3.training.judging import judge
-from eagle3.training.run_folder import RunFolder
+from eagle3.training.run_folder import Resume, RunFolder
 from eagle3.training.stopping import RunStopped, StopSignals
 from eagle3.training.supply import hidden_state_supply
 from eagle3.training.tracking import Console
 from eagle3.training.trainer import prepare_trainer
-
-
-class Resume(Enum):
-    """Whether a run continues from its newest whole checkpoint. AUTO: where output.dir holds a run."""
-
-    NO = "no"
-    YES = "yes"
-    AUTO = "auto"
 
 
 def train(
@@ -79,7 +70,9 @@ def _train(
 ) -> bool:
     folder = RunFolder(recipe.output.dir)
     engine_config = deepspeed_config(deepspeed_file, recipe.training, topology.data.size())
-    continues = _continues(folder, recipe, resume, topology)
+    found = [agreed((lambda: folder.check(recipe, resume)) if topology.is_first else None)]
+    dist.broadcast_object_list(found)
+    continues: bool = found[0]
     packages = ("sglang",) if recipe.target.backend == "sglang" else ()
     require_sound_start(dump_recipe(recipe), deepspeed_file.read_text(encoding="utf-8"), folder.path, packages)
     materials = gather_materials(recipe, topology.device, console)
@@ -129,19 +122,6 @@ def _train(
     judgement = judge(recipe, materials, supply.target, exported, topology, console)
     folder.write_evaluation(judgement.as_dict())
     return judgement.trained.lossless
-
-
-def _continues(folder: RunFolder, recipe: Recipe, resume: Resume, topology: Topology) -> bool:
-    """Whether the run continues one, the same on all ranks. Raises UserError where it cannot."""
-
-    def look() -> bool:
-        continues = resume is Resume.YES or (resume is Resume.AUTO and folder.recipe.exists())
-        folder.check(recipe, continues)
-        return continues
-
-    found = [agreed(look if topology.is_first else None)]
-    dist.broadcast_object_list(found)
-    return found[0]
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,14 @@ FREE_ON_RESUME += ("parallelism", "memory", "training.accumulation", "training.h
 FREE_ON_RESUME += ("target.servers", "target.spool", "target.spool_gib", "target.in_flight", "training.skip_above_norm")
 
 
+class Resume(Enum):
+    """Whether a run continues from its newest whole checkpoint. AUTO: where its folder holds a run."""
+
+    NO = "no"
+    YES = "yes"
+    AUTO = "auto"
+
+
 class RunFolder:
     """Paths of one run. Only the first rank calls what writes."""
 
@@ -31,21 +40,23 @@ class RunFolder:
         self.evaluation = path / "evaluation.json"
         self.profile = path / "profile"
 
-    def begin(self, recipe: Recipe, resume: bool, say: Callable[[str], None]) -> None:
-        """Make the run folder; unless `resume` an earlier run at the same place is moved aside, and `say` is told."""
-        if not resume and self.path.exists() and any(self.path.iterdir()):
+    def begin(self, recipe: Recipe, continues: bool, say: Callable[[str], None]) -> None:
+        """Make the run folder; unless the run `continues` one, an earlier run at the same place is moved aside, and `say` is told."""
+        if not continues and self.path.exists() and any(self.path.iterdir()):
             aside = move_aside(self.path)
             say(f"{self.path} held an earlier run: moved to {aside} (to continue a run instead, pass --resume)")
         self._make(recipe)
 
-    def check(self, recipe: Recipe, resume: bool) -> None:
-        """Change nothing. Raises UserError where the folder cannot be one, or resuming would compute something else."""
+    def check(self, recipe: Recipe, resume: Resume) -> bool:
+        """Whether a run of `recipe` here would continue one; changes nothing. Raises UserError where the folder cannot be
+        one, or continuing would compute something else."""
         for path in (self.path, *self.path.parents):
             if path.exists() and not path.is_dir():
                 raise UserError(f"{self.path}: a file is in the way of this folder; set output.dir to another place")
-        if resume and not self.recipe.exists():
+        if resume is Resume.YES and not self.recipe.exists():
             raise UserError(f"{self.path}: holds no run to resume; mend output.dir, or leave out --resume")
-        if resume:
+        continues = resume is not Resume.NO and self.recipe.exists()
+        if continues:
             now = yaml.safe_load(dump_recipe(recipe))
             try:
                 before = yaml.safe_load(self.recipe.read_text(encoding="utf-8"))
@@ -61,6 +72,7 @@ class RunFolder:
                         f"{self.recipe}: {key} was {old!r}, now it is {new!r}; resume with the value the run began "
                         "with, or start afresh without --resume"
                     )
+        return continues
 
     def _make(self, recipe: Recipe) -> None:
         try:

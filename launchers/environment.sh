@@ -1,0 +1,167 @@
+# What the shell launchers share: how mistakes are told, what the ranks' environment holds, how signals reach the ranks.
+# Sourced, not run; bash 4.4 or newer. Its functions leave what they find in the variables that their comments name.
+# shellcheck shell=bash disable=SC2034,SC2154
+
+# A mistake of the caller's, as the Python launchers tell it: one line and exit code 2.
+refuse() {
+  echo "error: $*" >&2
+  exit 2
+}
+
+# Fill the arrays `options` and `arguments` from "[OPTIONS --] RECIPE [ARGUMENTS]". Wherever they stand, --dry-run sets
+# `dry_run`, and --doctor has `program` be doctor.py in place of train.py.
+read_command_line() {
+  options=() arguments=() dry_run='' program=train.py
+  local word
+  for word in "$@"; do
+    if [[ $word == --dry-run ]]; then
+      dry_run=yes
+    elif [[ $word == --doctor ]]; then
+      program=doctor.py
+    elif [[ $word == -- && ${#options[@]} == 0 ]]; then
+      options=("${arguments[@]}") arguments=()
+    else
+      arguments+=("$word")
+    fi
+  done
+  [[ ${#arguments[@]} -gt 0 ]] || refuse "no recipe; name a YAML file, for example recipes/quickstart.yaml"
+  [[ ${arguments[0]} != -* ]] || refuse "${arguments[0]} where the recipe is expected; name the YAML file first"
+}
+
+# A command line as it can be typed.
+show() {
+  local line
+  printf -v line '%q ' "$@"
+  echo "${line% }"
+}
+
+require() {
+  command -v "$1" >/dev/null || refuse "$1 is not on PATH; activate the environment that README.md installs"
+}
+
+# Sets `processes` to PROCESSES where the caller has set that, else to the number of GPUs given, else refuses.
+choose_processes() {
+  processes=${PROCESSES:-$1}
+  [[ $processes =~ ^[0-9]+$ ]] || refuse "PROCESSES=$processes: not a number of processes of a node; give 1 or more"
+  ((processes > 0)) || refuse "no GPU ${2:-here}; set PROCESSES, the processes of a node, as in PROCESSES=2 bash ..."
+}
+
+# Environment of the ranks, each variable only where the caller has not set it. $1: processes of this node.
+set_environment() {
+  # The checkout whose launcher was called is the one that runs, whichever is installed.
+  export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
+  # Streams differ in length from step to step; segments that grow, in place of ever new blocks, keep that from
+  # fragmenting the GPU's memory (PyTorch's notes on CUDA semantics; PYTORCH_CUDA_ALLOC_CONF is the older name).
+  [[ -v PYTORCH_CUDA_ALLOC_CONF ]] || default PYTORCH_ALLOC_CONF expandable_segments:True
+  # Else every rank starts as many threads as the node has cores.
+  default OMP_NUM_THREADS "$((($(nproc) + $1 - 1) / $1))"
+  # Threads that wait do not keep a core from another rank's (README.md, "Two commands"); GPU nodes have cores enough.
+  command -v nvidia-smi >/dev/null || default OMP_WAIT_POLICY PASSIVE
+}
+
+default() { [[ -v $1 ]] || export "$1=$2"; }
+
+show_environment() {
+  local name
+  for name in PYTHONPATH PYTORCH{,_CUDA}_ALLOC_CONF OMP_{NUM_THREADS,WAIT_POLICY} CUDA_VISIBLE_DEVICES; do
+    if [[ -v $name ]]; then show "export" "$name=${!name}"; fi
+  done
+}
+
+# A port that nothing on this machine listens on, for two jobs may share it; below those that outgoing connections take.
+free_port() {
+  local port
+  while
+    port=$((20000 + RANDOM % 10000))
+    (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null
+  do :; done
+  echo "$port"
+}
+
+# Wait for the end of a process; sets `code`. A trap may set `stopping=yes` meanwhile: SIGUSR1 then goes to $2, for the
+# ranks to write a checkpoint and to end. $1: a process that this shell has started. $2: a process, or -group.
+await_end() {
+  while kill -0 "$1" 2>/dev/null; do
+    # Again and again, for a rank that has just been started does not hear yet.
+    if [[ $stopping ]]; then kill -USR1 -- "$2" 2>/dev/null || true; fi
+    sleep 5 >&/dev/null & # a trap that runs just before `wait` does not end it
+    wait -n "$1" "$!" || true
+  done
+  code=0
+  wait "$1" || code=$?
+}
+
+# Start a DeepSpeed launcher and wait until all its processes have ended; sets `code`. `stopping` as above.
+run_ranks() {
+  # DeepSpeed's launchers do not pass SIGUSR1 on but die of it, and leave the ranks running: they are started with it
+  # ignored. train.py takes it back. A process group of its own: the signal is for these processes and no others.
+  (trap '' USR1 && exec setsid "$@") &
+  group=$!
+  await_end "$group" "-$group"
+  # What is left now has lost its launcher. Of a launcher killed by a signal the other one says 0.
+  if kill -0 -- "-$group" 2>/dev/null; then
+    if [[ $stopping ]]; then # it died of the signal that its ranks are handling
+      while kill -0 -- "-$group" 2>/dev/null; do sleep 1; done
+    else
+      sleep 5 # for helpers that end by themselves when they find their rank gone
+      if kill -KILL -- "-$group" 2>/dev/null && ((code == 0)); then
+        echo "error: DeepSpeed's launcher has died and left its ranks, which were ended; look for a lack of memory" >&2
+        code=1
+      fi
+    fi
+  fi
+  return 0
+}
+
+# The rest is for the scripts that sbatch takes.
+
+# The value of an sbatch option: from the options before `--`, else from the script's #SBATCH lines. $1, $2: its forms.
+requested() {
+  local value i
+  value=$(sed -n "s/^#SBATCH $1=//p" "$0")
+  for ((i = 0; i < ${#options[@]}; i++)); do
+    case ${options[i]} in
+      "$1" | "$2") value=${options[i + 1]:-} ;;
+      "$1"=*) value=${options[i]#*=} ;;
+      "$2"[0-9]*) value=${options[i]#"$2"} ;;
+    esac
+  done
+  value=${value##*:} # of h100:8
+  [[ $value =~ ^[0-9]+$ ]] || refuse "sbatch $1=$value: processes are dealt over one number; give that"
+  echo "$value"
+}
+
+# Sets `container`, what srun adds where the ranks run in an image, and `once`, what a single command on the first node
+# wants in front. The container sees the repository and this folder under their own names.
+choose_container() {
+  container=() once=()
+  if [[ ${CONTAINER_IMAGE:-} ]]; then
+    local mounts=$root:$root,$PWD:$PWD${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}
+    container=(--container-image="$CONTAINER_IMAGE" --container-mounts="$mounts" --container-workdir="$PWD")
+    once=(srun --nodes=1 --ntasks=1 "${container[@]}")
+  else
+    require python
+  fi
+}
+
+# Print the value of the recipe's key $1.$2, defaults and overrides applied; a mistake is one line and exit code 2.
+recipe_value() {
+  local recipe
+  recipe=$("${once[@]}" python "$root/launchers/train.py" --recipe "${arguments[@]}" --print-recipe) || return
+  "${once[@]}" python -c 'import sys, yaml
+print(yaml.safe_load(sys.argv[1])[sys.argv[2]][sys.argv[3]])' "$recipe" "$1" "$2"
+}
+
+# Put this job back into the queue, under the same number and with the same logs. Slurm ends the script for it: nothing
+# comes after.
+requeue() {
+  if [[ $(basename "$0") != slurm_script ]]; then
+    echo "not a batch job: continue with the same command"
+  elif ((${SLURM_RESTART_COUNT:-0} >= ${MAX_REQUEUES:-100})); then
+    echo "queued again ${SLURM_RESTART_COUNT:-0} times, as MAX_REQUEUES allows: continue with the same command"
+  else
+    echo "back into the queue; the next part continues"
+    # The last task of an array has the array's own number, which would mean all of them.
+    scontrol requeue "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
+  fi
+}
