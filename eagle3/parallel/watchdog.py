@@ -91,9 +91,8 @@ class Watchdog:
         self.count = 0
         self._beat()
         dist.barrier()  # every rank has beaten once
-        self.heard = {
-            rank: (0, time.monotonic()) for rank in self._listens_to()
-        }  # the count of its beats, and when it rose
+        # Of each rank the count of its beats, and when that rose.
+        self.heard = {rank: (0, time.monotonic()) for rank in self._listens_to()}
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self.thread.start()

@@ -275,7 +275,7 @@ def a_killed_rank_ends_the_job_within_a_minute_with_the_cause(lab: Lab) -> None:
     job = lab.await_end(number, 60, "FAILED")
     claim(not job["ExitCode"].startswith(("0:", "75:")), job["ExitCode"])
     said = "".join(path.read_text() for path in folder.glob(f"slurm-{number}*"))
-    claim(f"rank 1 (process {victim.pid} on n2)" in said, "the rank is not named")
+    claim(f"rank 1 (process {victim.pid} on n2" in said, "the rank is not named")
     claim("error: exit code" in (folder / f"slurm-{number}.out").read_text(), "no error in the job's log")
 
 
