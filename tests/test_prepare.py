@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from eagle3.data import encode
 from eagle3.data.conversations import Conversation
 from eagle3.data.prepare import Prepared, prepare_samples, preview
-from eagle3.data.samples import DamagedSamples, SampleSet
+from eagle3.data.samples import DamagedSamples, SampleSet, replacing_folder
 from eagle3.errors import UserError
 
 TEMPLATE = (Path(__file__).parent / "chat_templates" / "zephyr.jinja").read_text()
@@ -221,3 +221,15 @@ def test_a_long_preparation_reports_rate_and_time_left(tmp_path, tokenizer, monk
     lines: list[str] = []
     prepared(tmp_path, tokenizer, *["one"] * 100, report=lines.append)
     assert len(lines) == 1 and lines[0].startswith("tokenising: 64 of 100 conversations, ") and "s left" in lines[0]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_folder_that_another_process_put_there_meanwhile_stays_if_it_is_whole(tmp_path, whole):
+    """It may be being read: nodes that share a cache make the same set at the same time."""
+    folder = tmp_path / "set"
+    with replacing_folder(folder, keep=lambda found: whole and (found / "theirs").exists()) as mine:
+        (mine / "mine").touch()
+        folder.mkdir()
+        (folder / "theirs").touch()
+    assert [path.name for path in folder.iterdir()] == ["theirs" if whole else "mine"]
+    assert [path.name for path in tmp_path.iterdir()] == ["set"]

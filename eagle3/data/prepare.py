@@ -96,7 +96,7 @@ def prepare_samples(
         dropped=dict(dropped),
         examples={problem.reason: origin for origin, problem in reversed(problems)},
     )
-    with replacing_folder(folder) as temporary:
+    with replacing_folder(folder, keep=_is_whole) as temporary:
         SampleSet.pack([(outcome.ids, outcome.loss_mask) for outcome in kept]).write_arrays(temporary)
         (temporary / "summary.json").write_text(json.dumps(asdict(summary), indent=1), encoding="utf-8")
     return Prepared(SampleSet.open(folder), summary)
@@ -132,6 +132,15 @@ def _content_key(
 def _contents(conversations: Sequence[Conversation]) -> Iterator[tuple]:
     # Key order counts: templates print tool calls and schemas in it.
     return ((row.messages, row.text, row.tools) for row in conversations)
+
+
+def _is_whole(folder: Path) -> bool:
+    """Nodes that share a cache make the same set at the same time."""
+    try:
+        _open(folder)
+    except DamagedSamples:
+        return False
+    return True
 
 
 def _open(folder: Path) -> Prepared:

@@ -4,7 +4,7 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -176,8 +176,9 @@ class SampleSet:
 
 
 @contextmanager
-def replacing_folder(folder: Path) -> Iterator[Path]:
-    """A temporary neighbour to write into, which then takes the place of `folder`.
+def replacing_folder(folder: Path, keep: Callable[[Path], bool] = lambda _: False) -> Iterator[Path]:
+    """A temporary neighbour to write into, which then takes the place of `folder`, unless that is one to `keep`: another
+    process may have been quicker, and be reading it.
 
     A reader sees the old folder, for a moment none, or the whole new one; after an exception, the old.
     """
@@ -194,6 +195,8 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
             except OSError:  # an older one is there, or one that another process put there meanwhile
                 if not folder.exists():
                     raise
+                if keep(folder):
+                    break
             with suppress(FileNotFoundError):  # the other process was quicker
                 os.rename(folder, Path(tempfile.mkdtemp(dir=temporary)))
     finally:

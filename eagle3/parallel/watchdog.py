@@ -80,7 +80,7 @@ class Watchdog:
         self.rank, self.world, self.local_rank = dist.get_rank(), dist.get_world_size(), local_rank
         self.hang_seconds, self.silent_seconds, self.report = hang_seconds, silent_seconds, report
         self.main, self.place, self.since = threading.get_ident(), "starting", time.monotonic()
-        self.watched = self.quiet = self.left = False
+        self.watched = self.quiet = self.left = self.broken = False
         self.node = node_name()
         patience = timedelta(seconds=silent_seconds)
         alone = self.world == 1
@@ -116,6 +116,7 @@ class Watchdog:
 
     def await_verdict(self) -> None:
         """Give the watchdog the time to say which rank broke a collective; it ends this process when it knows."""
+        self.broken = True
         time.sleep(VERDICT_SECONDS)
 
     def __enter__(self) -> Self:
@@ -193,7 +194,7 @@ class Watchdog:
             if beat.node == self.node:
                 if not _lives(beat.pid):
                     return f"rank {rank} {beat.who} has ended, at {beat.place}"
-            elif beat.watched and not beat.quiet and silent > self.silent_seconds:
+            elif beat.watched and (self.broken or not beat.quiet) and silent > self.silent_seconds:
                 return f"rank {rank} {beat.who} was not heard of for {silent:.0f} s, last at {beat.place}"
         return None
 
