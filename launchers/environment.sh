@@ -43,6 +43,7 @@ require() {
 choose_processes() {
   processes=${PROCESSES:-$1}
   [[ $processes =~ ^[0-9]+$ ]] || refuse "PROCESSES=$processes: not a number of processes of a node; give 1 or more"
+  [[ ! ${PROCESSES:-} ]] || ((processes > 0)) || refuse "PROCESSES=$PROCESSES: give 1 or more"
   ((processes > 0)) || refuse "no GPU ${2:-here}; set PROCESSES, the processes of a node, as in PROCESSES=2 bash ..."
 }
 

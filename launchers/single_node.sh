@@ -47,8 +47,12 @@ if [[ $dry_run ]]; then
 fi
 
 stopping='' group=''
-trap 'stopping=yes' USR1
+stop() {
+  [[ $stopping ]] || echo "stopping: SIGUSR1 asks the ranks to finish their step, write a checkpoint and end" || true
+  stopping=yes
+}
+trap stop USR1
 # SIGHUP, too: a terminal that closes should not leave the ranks behind.
-trap 'if [[ $stopping && $group ]]; then kill -KILL -- "-$group"; fi; stopping=yes' TERM INT HUP
+trap 'if [[ $stopping && $group ]]; then kill -KILL -- "-$group"; fi; stop' TERM INT HUP
 # One line: bash reads this file as it goes, and it may have been edited by the time the run ends.
 run_ranks "${command[@]}" && exit "$code"

@@ -155,18 +155,37 @@ def test_a_damaged_newest_is_passed_over_with_a_warning(engine, checkpoints, war
     assert checkpoints.load_newest(engine) == (1, {"of": "one"})
     assert same(weights(engine), before)
     assert len(warnings) == 1
-    assert warnings[0].startswith(f"{at(checkpoints, 2)}: ") and f"{problem}; passed over" in warnings[0]
+    assert warnings[0].startswith(f"{at(checkpoints, 2)}: ") and f"{problem}; renamed damaged-step" in warnings[0]
+    checkpoints.keep = 1
+    checkpoints.save(engine, 2, {}, None)
+    assert names(checkpoints) == steps(2)
+    checkpoints.save(engine, 3, {}, None)
+    assert names(checkpoints) == steps(3) and checkpoints.load_newest(engine).step == 3
 
 
-def test_nothing_is_loaded_where_every_checkpoint_is_damaged_or_there_is_none(engine, checkpoints, warnings):
+def test_damaged_ones_do_not_push_out_what_a_resumed_run_writes(engine, checkpoints, warnings):
+    checkpoints.keep = 3
+    for step in (1, 8, 9):
+        checkpoints.save(engine, step, {}, None)
+    checkpoints.keep = 2
+    for step in (8, 9):
+        (at(checkpoints, step) / "manifest.json").unlink()
+    assert checkpoints.load_newest(engine).step == 1 and len(warnings) == 2
+    checkpoints.save(engine, 2, {}, None)
+    assert names(checkpoints) == steps(1, 2)
+
+
+def test_nothing_is_loaded_where_there_is_none_and_nothing_begun_where_every_one_is_damaged(
+    engine, checkpoints, warnings
+):
     assert checkpoints.load_newest(engine) is None and not warnings
     for step in (1, 2):
         checkpoints.save(engine, step, {}, None)
         (at(checkpoints, step) / "manifest.json").unlink()
     before = weights(engine)
-    assert checkpoints.load_newest(engine) is None
-    assert [warning.partition(": ")[0] for warning in warnings] == [str(at(checkpoints, 2)), str(at(checkpoints, 1))]
-    assert same(weights(engine), before)
+    with pytest.raises(UserError, match="no checkpoint is whole .*step-00000002: .*step-00000001: .*without --resume"):
+        checkpoints.load_newest(engine)
+    assert same(weights(engine), before) and names(checkpoints) == steps(1, 2)
 
 
 def test_the_best_is_passed_over_with_a_warning_where_it_is_gone_or_damaged(engine, checkpoints, warnings):

@@ -132,7 +132,7 @@ def test_killed_runs_resume_to_the_same_weights_bit_for_bit(tmp_path, target):
     weights = max(newest.rglob("*.pt"), key=lambda path: path.stat().st_size)
     weights.write_bytes(weights.read_bytes()[:-1])
     said = finish(launch(*command, "--resume"))
-    assert f"{newest}: {weights.name} is damaged; passed over" in said
+    assert f"{newest}: {weights.name} is damaged; renamed damaged-step" in said
 
     expected, found = (load_file(folder / "export" / "model.safetensors") for folder in (tmp_path / "undisturbed", run))
     assert expected.keys() == found.keys()

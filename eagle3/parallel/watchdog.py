@@ -34,6 +34,7 @@ VERDICT_SECONDS = SILENT_SECONDS + 20.0
 GRACE_SECONDS = 3.0
 SEE_OFF_SECONDS = 5.0
 VERDICT = "verdict"
+FIRST_ENDED = "rank 0 has ended, and with it the job's store"
 PACKAGE = Path(__file__).parent.parent
 
 
@@ -119,6 +120,15 @@ class Watchdog:
         self.broken = True
         time.sleep(VERDICT_SECONDS)
 
+    def end_if_broken(self) -> None:
+        """End this process, the cause named, if another rank has died: a launcher then tells the others to stop."""
+        try:
+            verdict = self._verdict()
+        except dist.DistError:
+            verdict = FIRST_ENDED
+        if verdict:
+            self._end(verdict)
+
     def __enter__(self) -> Self:
         return self
 
@@ -150,7 +160,7 @@ class Watchdog:
                 self._beat()
                 verdict = self._verdict()
             except dist.DistError:
-                verdict = "rank 0 has ended, and with it the job's store"
+                verdict = FIRST_ENDED
             if verdict and not self.ended.is_set():
                 self._end(verdict)
 

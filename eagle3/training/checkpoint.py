@@ -93,22 +93,43 @@ class Checkpoints:
             raise UserError(str(error)) from error
 
     def load_newest(self, engine: DeepSpeedEngine) -> Resumed | None:
-        """Load the newest whole checkpoint; broken ones are passed over with a warning. None where there is none."""
-        for path in reversed(_finished(self.folder)):
-            loaded = self._load(engine, path, "passed over for the checkpoint before it")
-            if loaded:
-                return loaded
+        """Load the newest whole checkpoint; None where there is none at all. Damaged ones after it are renamed, with a
+        warning, so that they do not count among those that are kept. Raises UserError where all are damaged."""
+        found = _finished(self.folder)
+        damaged = {}
+        for path in reversed(found):
+            problem = _problem(path)
+            if problem is None:
+                self._set_aside(damaged)
+                return self._load(engine, path)
+            damaged[path] = problem
+        if damaged:
+            listed = "; ".join(f"{path.name}: {problem}" for path, problem in damaged.items())
+            raise SharedUserError(
+                f"{self.folder}: no checkpoint is whole ({listed}); put a whole one back, or start afresh without --resume"
+            )
         return None
 
-    def load_whole(self, engine: DeepSpeedEngine, step: int) -> Resumed | None:
-        """Load the checkpoint of one step; None, with a warning, where it is broken."""
-        return self._load(engine, self.folder / _name(step), "the last weights serve instead")
+    def _set_aside(self, damaged: dict[Path, str]) -> None:
+        dist.barrier()  # all have looked
+        for path, problem in damaged.items():
+            aside = path.with_name(f"damaged-{path.name}")
+            self.warn(f"{path}: {problem}; renamed {aside.name}, the checkpoint before it serves")
+            if dist.get_rank() == 0:
+                _remove(aside)
+                path.rename(aside)
+        dist.barrier()
 
-    def _load(self, engine: DeepSpeedEngine, path: Path, otherwise: str) -> Resumed | None:
+    def load_whole(self, engine: DeepSpeedEngine, step: int) -> Resumed | None:
+        """Load the checkpoint of one step; None, with a warning, where it is damaged."""
+        path = self.folder / _name(step)
         problem = _problem(path)
         if problem is not None:
-            self.warn(f"{path}: {problem}; {otherwise}")
+            self.warn(f"{path}: {problem}; the last weights serve instead")
             return None
+        return self._load(engine, path)
+
+    def _load(self, engine: DeepSpeedEngine, path: Path) -> Resumed:
         if engine.load_universal_checkpoint():
             with _converted(path) as universal:
                 return _read(engine, universal)

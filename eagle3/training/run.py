@@ -54,6 +54,7 @@ def train(
             return _train(recipe, deepspeed_file, topology, resume, console, watchdog, stop or StopSignals())
         except RunStopped as stopped:
             if not stopped.together:
+                watchdog.end_if_broken()
                 raise
             ended = stopped
     raise ended  # after the watchdog saw this rank leave as it should
