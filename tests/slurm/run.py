@@ -29,6 +29,8 @@ LAB = ROOT / "tests" / "slurm" / "lab.sh"
 # What the lab's nodes have not, and what every run here does without.
 NODES = ("--gpus-per-node=0",)
 RING = ("parallelism.ring=2",)
+# Seconds in which a job has to come as far as its first steps: half a minute on an idle machine.
+STARTS = 300
 LONG = ("training.max_steps=20000", "training.checkpoint_every=5", "evaluation.every=20000")
 
 
@@ -117,7 +119,7 @@ class Lab:
 def two_nodes_follow_one_process(lab: Lab) -> None:
     folder, recipe = lab.case("equal")
     number = lab.submit(folder, "--", recipe, *RING)
-    lab.await_end(number, 180)
+    lab.await_end(number, STARTS)
     done = lab.run("bash", ROOT / "launchers/single_node.sh", recipe, f"output.dir={folder / 'one'}", folder=folder)
     claim(done.returncode == 0, done.stdout)
     two, one = metrics(folder / "run"), metrics(folder / "one")
@@ -151,7 +153,7 @@ def a_job_that_never_makes_a_step_is_not_queued_for_ever(lab: Lab) -> None:
     folder, recipe = lab.case("fruitless")
     number = lab.submit(folder, "--", recipe, *RING, *LONG)
     for part in (1, 2):
-        lab.await_said(folder / f"slurm-{number}.out", f"part {part}: ", 120)
+        lab.await_said(folder / f"slurm-{number}.out", f"part {part}: ", STARTS)
         lab.slurm("scancel", "--batch", "--signal=USR1", number)
     lab.await_end(number, 60, "FAILED")
     job, said = lab.job(number), (folder / f"slurm-{number}.out").read_text()
@@ -163,12 +165,12 @@ def scancel_leaves_a_checkpoint_that_resumes(lab: Lab) -> None:
     folder, recipe = lab.case("scancel")
     rare = (*RING, *LONG, "training.checkpoint_every=10000")
     number = lab.submit(folder, "--", recipe, *rare)
-    lab.await_said(folder / f"slurm-{number}-node0.log", "step 10/", 120)
+    lab.await_said(folder / f"slurm-{number}-node0.log", "step 10/", STARTS)
     lab.slurm("scancel", number)
     lab.await_end(number, 60, "CANCELLED")
     steps = len(metrics(folder / "run"))
     number = lab.submit(folder, "--", recipe, *rare)
-    lab.await_said(folder / f"slurm-{number}-node0.log", f"resumed after step {steps}", 120)
+    lab.await_said(folder / f"slurm-{number}-node0.log", f"resumed after step {steps}", STARTS)
     lab.await_said(folder / f"slurm-{number}-node0.log", f"step {steps + 2}/", 60)
     lab.end(number)
 
@@ -176,11 +178,11 @@ def scancel_leaves_a_checkpoint_that_resumes(lab: Lab) -> None:
 def a_run_goes_on_with_another_number_of_nodes(lab: Lab) -> None:
     folder, recipe = lab.case("nodes")
     number = lab.submit(folder, "--", recipe, *RING, *LONG)
-    lab.await_said(folder / f"slurm-{number}-node0.log", "step 10/", 120)
+    lab.await_said(folder / f"slurm-{number}-node0.log", "step 10/", STARTS)
     lab.end(number)
     steps = len(metrics(folder / "run"))
     number = lab.submit(folder, "--nodes=1", "--", recipe, *LONG)
-    lab.await_said(folder / f"slurm-{number}-node0.log", f"resumed after step {steps}", 120)
+    lab.await_said(folder / f"slurm-{number}-node0.log", f"resumed after step {steps}", STARTS)
     lab.await_said(folder / f"slurm-{number}-node0.log", f"step {steps + 2}/", 60)
     lab.end(number)
 
@@ -188,7 +190,7 @@ def a_run_goes_on_with_another_number_of_nodes(lab: Lab) -> None:
 def the_doctor_looks_at_both_nodes(lab: Lab) -> None:
     folder, recipe = lab.case("doctor")
     number = lab.submit(folder, "--doctor", "--", recipe)
-    lab.await_end(number, 120)
+    lab.await_end(number, STARTS)
     said = (folder / f"slurm-{number}-node0.log").read_text()
     claim("nodes: 2 (n1" in said and "sound: " in said, said)
     claim(not (folder / "run").exists(), "a run was begun")
@@ -198,7 +200,7 @@ def a_dead_node_loses_no_checkpoint_and_the_job_comes_back(lab: Lab) -> None:
     folder, recipe = lab.case("node")
     number = lab.submit(folder, "--", recipe, *RING, *LONG)
     log = folder / f"slurm-{number}-node0.log"
-    lab.await_said(log, "step 12/", 120)
+    lab.await_said(log, "step 12/", STARTS)
     daemon = psutil.Process(int((lab.state / "slurmd-n2.pid").read_text()))
     steps = [process for process in psutil.process_iter() if f"[{number}." in " ".join(process.cmdline())]
     of_n2 = [step for step in steps if any(b.environ().get("SLURMD_NODENAME") == "n2" for b in step.children())]
@@ -268,7 +270,7 @@ def samples(store: Path) -> dict[str, list[torch.Tensor]]:
 def a_killed_rank_ends_the_job_within_a_minute_with_the_cause(lab: Lab) -> None:
     folder, recipe = lab.case("rank")
     number = lab.submit(folder, "--", recipe, *RING, *LONG)
-    lab.await_said(folder / f"slurm-{number}-node0.log", "step 12/", 120)
+    lab.await_said(folder / f"slurm-{number}-node0.log", "step 12/", STARTS)
     ranks = [process for process in psutil.process_iter() if "--local_rank=0" in process.cmdline()]
     (victim,) = (rank for rank in ranks if rank.environ().get("RANK") == "1" and str(recipe) in rank.cmdline())
     victim.send_signal(signal.SIGKILL)
