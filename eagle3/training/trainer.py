@@ -255,10 +255,10 @@ class Trainer:
         count = min(len(loader.samples), self.recipe.evaluation.held_out_samples)
         if not count:
             return False
-        self.watchdog.at(f"the held-out measurement of step {step}")
         size = self.training.global_batch_size
         sums, counts = None, None
         for start in range(0, count, size):
+            self.watchdog.at(f"the held-out measurement of step {step}, from sample {start}")
             indices = list(range(start, min(start + size, count)))
             streams = loader.load(indices, accumulation=1)
             sums = _added(sums, self._sums(streams))
