@@ -209,6 +209,8 @@ def a_dead_node_loses_no_checkpoint_and_the_job_comes_back(lab: Lab) -> None:
         process.kill()
     try:
         lab.await_said(folder / f"slurm-{number}.out", "does not answer", 240)
+        # Until then Slurm wants to end this job there, and would end its next part.
+        until(lambda: "down" in lab.slurm("sinfo", "-h", "-n", "n2", "-o", "%T"), 240, "n2 is down")
     finally:
         subprocess.run(["bash", LAB, "node", lab.state, "n2"], check=True)
     lab.await_said(log, "resumed after step", 300)
