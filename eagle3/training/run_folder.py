@@ -41,7 +41,8 @@ class RunFolder:
         self.profile = path / "profile"
 
     def begin(self, recipe: Recipe, continues: bool, say: Callable[[str], None]) -> None:
-        """Make the run folder; unless the run `continues` one, an earlier run at the same place is moved aside, and `say` is told."""
+        """Make the run folder; unless the run `continues` one, an earlier run at the same place is moved aside, and `say` is
+        told."""
         if not continues and self.path.exists() and any(self.path.iterdir()):
             aside = move_aside(self.path)
             say(f"{self.path} held an earlier run: moved to {aside} (to continue a run instead, pass --resume)")
