@@ -27,8 +27,9 @@ def check_layout(recipe: Recipe, deepspeed_file: Path, job: str) -> str:
     data = nodes * processes // (inside * sizes.ring)
     config = deepspeed_config(deepspeed_file, recipe.training, data)
     crosses = "crosses nodes" if nodes > 1 and inside * sizes.ring > processes else "inside a node"
+    job = f"{nodes} node{'s' * (nodes > 1)} of {processes} process{'es' * (processes > 1)}"
     return (
-        f"{nodes} node{'s' if nodes > 1 else ''} of {processes} process{'es' if processes > 1 else ''}: tensor {sizes.tensor} x ulysses {sizes.ulysses} inside a node, ring "
-        f"{sizes.ring} {crosses}, data {data}; {recipe.training.global_batch_size} samples a step, "
-        f"{config['train_micro_batch_size_per_gpu']} in each of {data} x {recipe.training.accumulation} streams"
+        f"{job}: tensor {sizes.tensor} x ulysses {sizes.ulysses} inside a node, ring {sizes.ring} {crosses}, data {data}; "
+        f"{recipe.training.global_batch_size} samples a step, {config['train_micro_batch_size_per_gpu']} in each of {data} x "
+        f"{recipe.training.accumulation} streams"
     )
