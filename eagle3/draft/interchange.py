@@ -67,7 +67,7 @@ def shard(whole: Tensor, parameter: Tensor, group: ProcessGroup) -> Tensor:
     A partition stride of 2 says that the halves, [gate; up], are cut each by itself. Zeros fill up the embedding's last
     parts where the group's size does not divide the vocabulary. May be a view of `whole`, or `whole` itself.
     """
-    if group.size() == 1 or not _is_cut(parameter):
+    if group.size() == 1 or not is_cut(parameter):
         return whole
     dim = parameter.partition_dim
     runs = whole.unflatten(dim, (parameter.partition_stride, -1))
@@ -95,7 +95,7 @@ def whole_tensors(named: dict[str, Tensor], draft: Eagle3Draft, group: ProcessGr
     for name, tensor in named.items():
         parameter = parameters[name]
         assert tensor.shape == parameter.shape, f"{name}: {tensor.shape} is not a rank's part, {parameter.shape}"
-        if not _is_cut(parameter):
+        if not is_cut(parameter):
             whole[name] = tensor
             continue
         parts = tensor.new_empty(group.size(), *tensor.shape)
@@ -136,14 +136,14 @@ def load_weights(draft: Eagle3Draft, exported: ExportedDraft, group: ProcessGrou
                 parameter.copy_(shard(whole, parameter, group))
 
 
-def _is_cut(parameter: Tensor) -> bool:
+def is_cut(parameter: Tensor) -> bool:
     """Megatron-core marks what it cuts; torch's own modules (fc, norms) bear no mark and are whole on every rank."""
     return getattr(parameter, "tensor_model_parallel", False)
 
 
 def _whole_shape(parameter: Tensor, draft: Eagle3Draft, group: ProcessGroup) -> list[int]:
     shape = list(parameter.shape)
-    if _is_cut(parameter):
+    if is_cut(parameter):
         shape[parameter.partition_dim] *= group.size()
     if parameter is draft.embedding.weight:
         shape[0] = draft.draft_config.vocab_size

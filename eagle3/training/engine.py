@@ -17,6 +17,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from pydantic import ValidationError
 from torch import Tensor
 
+from eagle3.draft.interchange import is_cut
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import SharedUserError
 from eagle3.objective.model import DraftObjective
@@ -97,7 +98,7 @@ def universal_checkpoint_info(draft: Eagle3Draft, prefix: str) -> dict[str, Any]
     halves, rows, whole = [], [], []
     for name, parameter in _trained(draft):
         pattern = f"^{re.escape(prefix + name)}$"
-        if not getattr(parameter, "tensor_model_parallel", False):
+        if not is_cut(parameter):
             whole.append(pattern)
         elif parameter.partition_stride == 2:  # [gate; up], each cut by itself
             halves.append(pattern)

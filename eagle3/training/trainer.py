@@ -336,7 +336,8 @@ def prepare_trainer(
     objective = DraftObjective(draft, topology, parallelism.ring_mode, memory)
     processes = dist.get_world_size(), topology.tensor.size()
     if resume and written_otherwise(folder.checkpoints, *processes):
-        engine_config = engine_config | {"checkpoint": {"load_universal": True}}
+        universal = {**engine_config.get("checkpoint", {}), "load_universal": True}
+        engine_config = engine_config | {"checkpoint": universal}
     engine = start_engine(objective, topology, engine_config, rates)
     dtype, device = draft.lm_head.weight.dtype, topology.device
     teacher_head = None  # where the teacher gives logits
