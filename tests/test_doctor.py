@@ -64,7 +64,7 @@ def said(started):
     return dict(zip(acts[1::2], acts[2::2], strict=True))
 
 
-def test_a_sound_job_passes_and_leaves_nothing_behind(started, folder):
+def test_a_sound_job_passes_and_no_job_leaves_anything_behind(started, said, folder):
     output = finish(started[0])
     lines = re.findall(r"^(ok|note|FAILED) +([^:]+): (.*)$", output, re.MULTILINE)
     found = {name: (state, text) for state, name, text in lines}
@@ -74,6 +74,7 @@ def test_a_sound_job_passes_and_leaves_nothing_behind(started, folder):
     assert "sums are exact" in found["all-reduce inside a node"][1]
     assert "model.target, data.train[0]: the same on every node" in found["inputs"][1]
     assert f"sound: {len(found)} checks, none failed" in output
+    # the flawed job, which `said` has waited for, writes its probes below the same folder
     assert not (folder / "run").exists() and not list(folder.glob("**/.preflight*"))
 
 
