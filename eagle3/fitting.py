@@ -30,14 +30,27 @@ class Stream:
         return rank_bytes(planned, self.share(planned)).total()
 
 
-# The search for the longest context ends here.
+# The search for the longest context goes in steps, and ends here.
+STEP = 1024
 MOST_TOKENS = 2**27
 
 
 def longest_context(planned: Planned, supervised: float, usable: float) -> int | None:
-    """Tokens of the longest single document that a rank holds in `usable` bytes, in steps of 1024; None where that is
+    """Tokens of the longest single document that a rank holds in `usable` bytes, in whole STEPs; None where that is
     beyond MOST_TOKENS."""
     return _longest(lambda tokens: Stream(tokens, 1, supervised).needs(planned) <= usable)
+
+
+def longest_of_any_layout(planned: Planned, gpus: int, supervised: float, usable: float) -> int | None:
+    """The same, of all layouts and memory settings that so many GPUs may have."""
+    most = 0
+    for each in layouts(planned, gpus):
+        if Stream(most + STEP, 1, supervised).needs(each) <= usable:
+            longest = longest_context(each, supervised, usable)
+            if longest is None:
+                return None
+            most = longest
+    return most
 
 
 class Fitted(NamedTuple):
@@ -91,14 +104,14 @@ def _cost(fitted: Fitted) -> tuple[float, float]:
 
 def _longest(fits: Callable[[int], bool]) -> int | None:
     low, high = 0, 1
-    while fits(high * 1024):
+    while fits(high * STEP):
         low, high = high, 2 * high
-        if high * 1024 > MOST_TOKENS:
+        if high * STEP > MOST_TOKENS:
             return None
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle * 1024) else (low, middle)
-    return low * 1024
+        low, high = (middle, high) if fits(middle * STEP) else (low, middle)
+    return low * STEP
 
 
 def _divisors(number: int) -> list[int]:

@@ -81,6 +81,19 @@ def test_rotation_equals_that_of_transformers_up_to_a_million_positions(rope, sp
     assert torch.allclose(rotation(x), expected, rtol=0, atol=4 * last_bit * float(x.abs().max()))
 
 
+@pytest.mark.parametrize("changes", [{"mscale": 0.7, "mscale_all_dim": 1.3}, {"attention_factor": 0.8}, {}])
+def test_yarn_scales_attention_as_transformers_reads_the_target_config(changes):
+    """Whatever its words; an export says it in others, so that engines take it too."""
+    target = LlamaRotaryEmbedding(LlamaConfig(max_position_embeddings=2048, rope_parameters=YARN | changes))
+    config = _config(YARN | changes)
+    assert RotaryEmbedding(config).scaling == pytest.approx(target.attention_scaling, rel=1e-12)
+    again = DraftConfig.from_json(json.loads(json.dumps(config.to_json("float32"))), "config.json")
+    assert again.rope_parameters == config.rope_parameters
+    # engines: their default, 0.1 ln(factor) + 1, times attn_factor
+    engine = (0.1 * math.log(32) + 1) * config.rope_parameters.get("attn_factor", 1)
+    assert engine == pytest.approx(target.attention_scaling, rel=1e-12)
+
+
 @every_rope
 def test_bfloat16_rotation_rounds_what_fp32_computed(rope):
     config, positions = _config(rope), _positions()

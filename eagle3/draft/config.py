@@ -1,7 +1,8 @@
-"""The draft's shape: from a target's config, from an exported config.json, and back to one."""
+"""The draft's shape: its sizes and rope, from an exported config.json, and back to one."""
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ ROPE_TYPES = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor",),
+    "yarn": ("factor", "original_max_position_embeddings"),
 }
 _SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
@@ -23,7 +24,8 @@ class DraftConfig:
     """Sizes of one EAGLE3 draft.
 
     `rope_parameters` is transformers' dictionary (rope_type, rope_theta and the type's own keys); `aux_layers` are the
-    0-based target layers whose outputs the draft reads; `attention_sinks` adds a learnable logit to each query head. Raises UserError where the sizes contradict each other.
+    0-based target layers whose outputs the draft reads; `attention_sinks` adds a learnable logit to each query head. Raises
+    UserError where the sizes contradict each other.
     """
 
     hidden_size: int
@@ -49,6 +51,11 @@ class DraftConfig:
                 f"draft config: num_attention_heads {self.num_attention_heads} is not a multiple of "
                 f"num_key_value_heads {self.num_key_value_heads}; change one of them under model.draft"
             )
+        if self.hidden_size % self.num_attention_heads:
+            raise UserError(
+                f"draft config: num_attention_heads {self.num_attention_heads} does not divide hidden_size {self.hidden_size}, "
+                "which no serving engine loads; change it under model.draft"
+            )
         if self.draft_vocab_size > self.vocab_size:
             raise UserError(
                 f"draft config: draft vocabulary {self.draft_vocab_size} exceeds the target's {self.vocab_size}; "
@@ -56,12 +63,20 @@ class DraftConfig:
             )
         rope = {"rope_type": "default", "rope_theta": 10000.0, **self.rope_parameters}
         object.__setattr__(self, "rope_parameters", rope)
+        nested = [name for name, value in rope.items() if isinstance(value, dict)]
+        if nested:
+            raise UserError(
+                f"draft config: rope_parameters differ by layer type ({', '.join(nested)}); give the draft's one layer one of "
+                "them"
+            )
         kind = rope["rope_type"]
         if kind not in ROPE_TYPES:
             raise UserError(f"draft config: rope_type {kind!r} is not supported; use one of {', '.join(ROPE_TYPES)}")
         absent = [key for key in ROPE_TYPES[kind] if rope.get(key) is None]
         if absent:
             raise UserError(f"draft config: rope_type {kind!r} needs {absent[0]}; add it to rope_parameters")
+        if kind == "yarn":
+            object.__setattr__(self, "rope_parameters", _with_attention_factor(rope))
         if rope.get("partial_rotary_factor") not in (None, 1, 1.0):
             raise UserError(
                 "draft config: partial_rotary_factor is not 1; serving engines rotate the whole head of an EAGLE3 "
@@ -89,30 +104,14 @@ class DraftConfig:
                 f"use {' or '.join(map(str, near))}, and parallelism.ring for the rest"
             )
 
-    @classmethod
-    def from_target(cls, target: Any, *, draft_vocab_size: int, aux_layers: tuple[int, ...], **changes: Any):
-        """Derive the draft from a target's (text) config; `changes` that are None leave the target's value."""
-        heads = target.num_attention_heads
-        values = {
-            "hidden_size": target.hidden_size,
-            "target_hidden_size": target.hidden_size,
-            "intermediate_size": target.intermediate_size,
-            "num_attention_heads": heads,
-            "num_key_value_heads": getattr(target, "num_key_value_heads", None) or heads,
-            "head_dim": getattr(target, "head_dim", None) or target.hidden_size // heads,
-            "vocab_size": target.vocab_size,
-            "draft_vocab_size": draft_vocab_size,
-            "max_position_embeddings": target.max_position_embeddings,
-            "rms_norm_eps": getattr(target, "rms_norm_eps", 1e-6),
-            "aux_layers": aux_layers,
-            "token_ids": {
-                name: getattr(target, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")
-            },
-        }
-        values.update({name: value for name, value in changes.items() if value is not None})
-        if "rope_parameters" not in values:
-            values["rope_parameters"] = _rope_parameters(target.to_dict())
-        return cls(**values)
+    def check_context(self, longest: int) -> None:
+        """Raises UserError where a sample has more tokens than the draft, and so every engine that serves it, has positions."""
+        if longest > self.max_position_embeddings:
+            raise SharedUserError(
+                f"data.max_length: a sample has {longest} tokens, but the draft reaches {self.max_position_embeddings} "
+                "(max_position_embeddings); lower data.max_length, or set model.draft.max_position_embeddings, and where the "
+                "target itself ends there extend it and give the draft its rope with model.draft.rope_parameters"
+            )
 
     @classmethod
     def from_json(cls, values: dict[str, Any], origin: str) -> "DraftConfig":
@@ -145,7 +144,7 @@ class DraftConfig:
             draft_vocab_size=values.get("draft_vocab_size") or values["vocab_size"],
             max_position_embeddings=values.get("max_position_embeddings", 2048),
             rms_norm_eps=values.get("rms_norm_eps", 1e-6),
-            rope_parameters=_rope_parameters(values),
+            rope_parameters=rope_parameters(values),
             aux_layers=tuple(layers) if layers else None,
             fc_norm=bool(values.get("fc_norm") or values.get("use_aux_norm")),
             norm_output=bool(values.get("norm_output")),
@@ -207,16 +206,28 @@ def read_draft_config(path: Path) -> DraftConfig:
     return DraftConfig.from_json(values, str(path))
 
 
-def _rope_parameters(values: dict[str, Any]) -> dict[str, Any]:
+def rope_parameters(values: dict[str, Any]) -> dict[str, Any]:
     """One dictionary from either spelling: `rope_parameters`, or `rope_theta` beside `rope_scaling` (which may say `type`)."""
     rope = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
-    nested = [name for name, value in rope.items() if isinstance(value, dict)]
-    if nested:
-        raise UserError(
-            f"target config: rope_parameters differ by layer type ({', '.join(nested)}); say which the draft uses with "
-            "model.draft.rope_parameters"
-        )
     kind = rope.pop("type", None)
     rope.setdefault("rope_type", kind or "default")
     rope.setdefault("rope_theta", float(values.get("rope_theta") or 10000.0))
+    if rope["rope_type"] == "yarn" and values.get("max_position_embeddings"):  # as transformers and SGLang take it
+        rope.setdefault("original_max_position_embeddings", values["max_position_embeddings"])
     return rope
+
+
+def _with_attention_factor(rope: dict[str, Any]) -> dict[str, Any]:
+    """YaRN's factor on attention in the words that every reader takes. transformers reads attention_factor, or mscale and
+    mscale_all_dim; engines multiply their own default, 0.1 ln(factor) + 1, by attn_factor, and know the rest or do not."""
+    rope = dict(rope)
+    one, all_dim, multiplier = (rope.pop(name, None) for name in ("mscale", "mscale_all_dim", "attn_factor"))
+    stretch = 0.1 * math.log(max(rope["factor"], 1))
+    if rope.get("attention_factor") is None:
+        if one and all_dim:
+            rope["attention_factor"] = (one * stretch + 1) / (all_dim * stretch + 1)
+        elif multiplier is not None:
+            rope["attention_factor"] = multiplier * (stretch + 1)
+        else:
+            return rope
+    return rope | {"attn_factor": rope["attention_factor"] / (stretch + 1)}

@@ -31,13 +31,13 @@ class RotaryEmbedding:
     """
 
     def __init__(self, config: DraftConfig) -> None:
-        rope = config.rope_parameters
+        rope = {name: value for name, value in config.rope_parameters.items() if name != "attn_factor"}  # engines' word
         reference = LlamaConfig(
             hidden_size=config.hidden_size,
             num_attention_heads=config.num_attention_heads,
             head_dim=config.head_dim,
             max_position_embeddings=config.max_position_embeddings,
-            rope_parameters=dict(rope),
+            rope_parameters=rope,
         )
         embedding = LlamaRotaryEmbedding(reference)
         self.scaling = float(embedding.attention_scaling)

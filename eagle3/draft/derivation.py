@@ -1,0 +1,128 @@
+"""The draft's shape from its target's config, of whatever family; each rule names the config keys that it reads."""
+
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from eagle3.draft.config import ROPE_TYPES, DraftConfig, rope_parameters
+from eagle3.errors import UserError
+
+# Heads of a draft whose target has none that a draft could have: the width of a head, and of its keys the number, that
+# serving kernels are made for.
+HEAD_DIM = 128
+KEY_VALUE_HEADS = 8
+HEADS = {"num_attention_heads", "num_key_value_heads", "head_dim"}
+
+
+def derive_draft(
+    target: PretrainedConfig, *, draft_vocab_size: int, aux_layers: tuple[int, ...], **changes: Any
+) -> DraftConfig:
+    """A draft for a target with this (text) config. changes: fields of DraftConfig; None leaves what is derived.
+
+    Sizes, eps, context and rope are the target's, for the draft reads its hidden states at its positions. Where the target
+    is no dense model with ordinary heads: see `_heads`, `_intermediate_size` and `derived_rope`. Raises UserError where the
+    config lacks what the draft needs, naming the key of the recipe that gives it.
+    """
+    chosen = {name: value for name, value in changes.items() if value is not None}
+    target = _full_attention_layer(target)
+    values = {
+        "target_hidden_size": _of(target, "hidden_size"),
+        "vocab_size": _of(target, "vocab_size"),
+        "rms_norm_eps": getattr(target, "rms_norm_eps", 1e-6),
+        "draft_vocab_size": draft_vocab_size,
+        "aux_layers": aux_layers,
+        "token_ids": {name: getattr(target, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
+        **({} if chosen.keys() >= HEADS else _heads(target)),
+        **chosen,
+    }
+    values.setdefault("hidden_size", values["target_hidden_size"])
+    for name, derived in (
+        ("intermediate_size", _intermediate_size),
+        ("rope_parameters", derived_rope),
+        ("max_position_embeddings", lambda config: _of(config, "max_position_embeddings")),
+    ):
+        if name not in values:
+            values[name] = derived(target)
+    return DraftConfig(**values)
+
+
+def _full_attention_layer(target: PretrainedConfig) -> PretrainedConfig:
+    """Where a config gives its layers unlike sizes (Gemma 4), that of the last layer with full attention."""
+    if not getattr(target, "per_layer_attributes", None):
+        return target
+    kinds = getattr(target, "layer_types", None) or []
+    full = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
+    return target.per_layer_config[full[-1] if full else -1]
+
+
+def derived_rope(target: PretrainedConfig) -> dict[str, Any]:
+    """The target's rope, with what lets it reach long contexts (llama3's and YaRN's factors).
+
+    Where it differs by the type of a layer, that of full attention, for the draft attends to everything. A partial rotation
+    becomes a whole one, as serving engines rotate drafts: the same base over more pairs.
+    """
+    values = target.to_dict()
+    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    if any(isinstance(value, dict) for value in rope.values()):
+        if not isinstance(rope.get("full_attention"), dict):
+            raise UserError(
+                f"target config: rope_parameters are given for {', '.join(rope)}, none of them full_attention; say which the "
+                "draft uses with model.draft.rope_parameters"
+            )
+        values = {"rope_parameters": rope["full_attention"]}
+    found = rope_parameters(values)
+    found.pop("partial_rotary_factor", None)
+    if found["rope_type"] not in ROPE_TYPES:
+        raise UserError(
+            f"target config: rope_type {found['rope_type']!r} is none that a draft can have ({', '.join(ROPE_TYPES)}); give "
+            "the draft one with model.draft.rope_parameters"
+        )
+    return found
+
+
+def _heads(target: PretrainedConfig) -> dict[str, int]:
+    """num_attention_heads, num_key_value_heads, head_dim. A target with latent attention (kv_lora_rank) has heads of three
+    widths and a key for each, which no Llama layer has, and one whose heads do not divide its hidden size (GLM-4.5) has what
+    no Llama config takes: their drafts get hidden_size / 128 heads."""
+    hidden = _of(target, "hidden_size")
+    latent = bool(getattr(target, "kv_lora_rank", None))
+    if latent or hidden % _of(target, "num_attention_heads"):
+        heads = max(hidden // HEAD_DIM, 1)
+        keys = KEY_VALUE_HEADS if heads % KEY_VALUE_HEADS == 0 else heads
+        return {"num_attention_heads": heads, "num_key_value_heads": keys, "head_dim": min(HEAD_DIM, hidden)}
+    heads = target.num_attention_heads
+    own_keys, own_width = getattr(target, "num_key_value_heads", None), getattr(target, "head_dim", None)
+    return {
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads if own_keys is None else _of(target, "num_key_value_heads"),
+        "head_dim": hidden // heads if own_width is None else _of(target, "head_dim"),
+    }
+
+
+def _intermediate_size(target: PretrainedConfig) -> int:
+    """As wide as the widest that a token passes through in the target: a dense layer (Llama 4's has a key of its own,
+    intermediate_size_mlp), or all its experts of a layer together. An expert has moe_intermediate_size; without that key
+    intermediate_size is an expert's."""
+    dense = getattr(target, "intermediate_size_mlp", None)
+    experts = getattr(target, "num_local_experts", None) or getattr(target, "num_experts", None)
+    chosen = getattr(target, "num_experts_per_tok", None) or 1
+    if getattr(target, "moe_intermediate_size", None):
+        return max(chosen * _of(target, "moe_intermediate_size"), getattr(target, "intermediate_size", None) or 0)
+    return dense or _of(target, "intermediate_size") * (chosen if experts else 1)
+
+
+def _of(target: PretrainedConfig, name: str) -> int:
+    value = getattr(target, name, None)
+    if isinstance(value, bool) or not isinstance(value, int):
+        remedy = {
+            "hidden_size": "choose a decoder-only target",
+            "vocab_size": "choose a decoder-only target",
+            "moe_intermediate_size": "give model.draft.intermediate_size",
+            **dict.fromkeys(
+                sorted(HEADS), f"choose a target with attention, or give model.draft.{', '.join(sorted(HEADS))}"
+            ),
+        }.get(name, f"give model.draft.{name}")
+        raise UserError(
+            f"target config ({type(target).__name__}): {name} is {value!r}, so no draft can be derived; {remedy}"
+        )
+    return value
