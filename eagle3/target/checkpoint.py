@@ -6,16 +6,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+import transformers
 from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.logging import disable_progress_bar
 
 from eagle3.errors import UserError
@@ -29,9 +36,58 @@ def target_config(
 
 
 def whole_config(name: str, revision: str | None, trust_remote_code: bool) -> PretrainedConfig:
-    """Of all its parts; UserError if unreadable."""
+    """Of all its parts. Where its model_type is unknown but its architecture is a model of transformers under another's type
+    (Kimi-K2 is a DeepSeek-V3), that model's config. Raises UserError for one that cannot be read, or that needs code which
+    is neither here nor allowed, naming what is missing."""
+    with readable(name, "config"), sound_config(name):
+        values = config_values(name, revision)
+        if trust_remote_code or values.get("model_type") in (None, *CONFIG_MAPPING):
+            return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+        architectures = values.get("architectures") or []
+        types = [kind for kind, model in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if model in architectures]
+        if not types:
+            raise UserError(_unknown(name, values))
+        config = CONFIG_MAPPING[types[0]].from_dict(
+            {key: value for key, value in values.items() if key not in ("model_type", "auto_map")}
+        )
+        config.name_or_path = name
+        return config
+
+
+def config_values(name: str, revision: str | None) -> dict:
+    """What config.json says, without the defaults of any class."""
     with readable(name, "config"):
-        return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+        values, _ = PretrainedConfig.get_config_dict(name, revision=revision)
+    if not isinstance(values, dict):
+        raise UserError(f"target {name!r}: its config.json holds no object; name the folder of a complete checkpoint")
+    return values
+
+
+@contextlib.contextmanager
+def sound_config(name: str, file: str = "config.json") -> Iterator[None]:
+    """Turn what transformers raises for values that it does not expect in `file`, of a config or the model of one, into one
+    line."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, StrictDataclassError) as error:
+        reason = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
+        raise UserError(
+            f"target {name!r}: its {file} has a value that transformers {transformers.__version__} does not take "
+            f"({type(error).__name__}: {reason}); mend it, or name another checkpoint in model.target"
+        ) from error
+
+
+def _unknown(name: str, values: dict) -> str:
+    own = (
+        " or set model.trust_remote_code=true to run the code that comes with this checkpoint, if you trust it,"
+        if values.get("auto_map")
+        else ""
+    )
+    return (
+        f"target {name!r}: transformers {transformers.__version__} has no model class for architecture "
+        f"{', '.join(values.get('architectures') or ['(none named)'])} (model_type {values['model_type']!r}); install a "
+        f"transformers that has it,{own} or choose another target (docs/new-model.md says what a target must have)"
+    )
 
 
 def load_tokenizer(
@@ -39,8 +95,12 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """The target's tokenizer; UserError if there is none."""
     name = str(name_or_path)
-    with readable(name, "tokenizer"):
-        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+    with readable(name, "tokenizer"), sound_config(name, "tokenizer_config.json"):
+        # With the config, for without it transformers reads one itself, and fails on a model_type that it does not know.
+        config = whole_config(name, revision, trust_remote_code)
+        return AutoTokenizer.from_pretrained(
+            name, config=config, revision=revision, trust_remote_code=trust_remote_code
+        )
 
 
 def fingerprint(name_or_path: str | Path, *, revision: str | None = None) -> str:
@@ -78,13 +138,24 @@ def load_causal_lm(
     name: str, revision: str | None, trust_remote_code: bool, dtype: str | torch.dtype
 ) -> PreTrainedModel:
     """The whole model, on the CPU. Raises UserError for what cannot be read, and where weights are missing."""
-    config = target_config(name, revision=revision, trust_remote_code=trust_remote_code)
+    config = whole_config(name, revision, trust_remote_code)
     # Of what transformers attends with, sdpa drops this cap without a word.
-    capped = getattr(config, "attn_logit_softcapping", None) is not None
+    capped = getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None
     disable_progress_bar()  # it garbles a log, and loading says nothing worth a bar
-    with readable(name, "causal language model"):
-        model, loading = AutoModelForCausalLM.from_pretrained(
+    remedy = None
+    if getattr(config, "quantization_config", None):
+        remedy = (
+            "set target.backend=sglang, which runs it as it is, or name a copy that is not quantised in model.target"
+        )
+    with readable(name, "causal language model", remedy):
+        # Some models of several parts are no causal language models by transformers' tables, though they decode text.
+        several = (
+            type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+        )
+        loader = AutoModelForImageTextToText if several else AutoModelForCausalLM
+        model, loading = loader.from_pretrained(
             name,
+            config=config,
             revision=revision,
             trust_remote_code=trust_remote_code,
             dtype=dtype,
@@ -102,8 +173,9 @@ def load_causal_lm(
 
 
 @contextlib.contextmanager
-def readable(name: str, what: str) -> Iterator[None]:
-    """Turn what transformers and the hub raise for a checkpoint they cannot read into one line with a remedy."""
+def readable(name: str, what: str, remedy: str | None = None) -> Iterator[None]:
+    """Turn what transformers and the hub raise for a checkpoint they cannot read into one line with a remedy: this one, or a
+    complete checkpoint."""
     looks_like_path = name.startswith(("/", ".", "~")) or name.count("/") > 1
     if looks_like_path and not Path(name).is_dir():
         raise UserError(f"target {name!r}: no such folder; name a checkpoint's folder or a hub id in model.target")
@@ -113,7 +185,7 @@ def readable(name: str, what: str) -> Iterator[None]:
         raise
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        remedy = (
+        remedy = remedy or (
             "name the folder of a complete checkpoint in model.target"
             if Path(name).is_dir()
             else "check the id, the connection and your access to it, or name a downloaded folder in model.target"

@@ -153,6 +153,8 @@ class _Place(NamedTuple):
 
 
 def _read_head(stored: _Stored, config: PretrainedConfig, dtype: str | torch.dtype, required: bool) -> TargetHead:
+    # A model of several parts may tie in its own name what its text part would not.
+    ties = getattr(config, "tie_word_embeddings", False)
     # What transformers does not take for a language model as a whole has one for its text part.
     config = config if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else config.get_text_config(decoder=True)
     with torch.device("meta"):
@@ -166,7 +168,7 @@ def _read_head(stored: _Stored, config: PretrainedConfig, dtype: str | torch.dty
         if required:
             raise _unusable(stored.name, outputs, quantised=head is not None)
         head = None
-    tied = head is not None and outputs.weight is inputs.weight
+    tied = head is not None and (ties or outputs.weight is inputs.weight)
     if tied and None in (embedding.tensor, head.tensor):
         embedding = head = embedding if head.tensor is None else head
     matrix = _read(stored, embedding, dtype)

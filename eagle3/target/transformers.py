@@ -54,7 +54,7 @@ class TransformersTarget:
     ) -> None:
         self.name = name = model.config.name_or_path or type(model).__name__
         self.model = model.eval().requires_grad_(False)
-        self.decoder = model.get_decoder()
+        self.decoder = _decoder_of(model)
         self.layers = getattr(self.decoder, "layers", None)
         if self.decoder is model or not isinstance(self.layers, nn.ModuleList):
             raise UserError(
@@ -196,6 +196,14 @@ class TransformersTarget:
                 f"target {name!r}: {type(self.model).__name__} changes its logits after the lm_head in a way that is not "
                 f"known here; {remedy}"
             )
+
+
+def _decoder_of(model: PreTrainedModel) -> nn.Module:
+    """What transformers takes for the decoder; where that has no layers of its own (Llama 4's names a part that another class
+    has), the model within it that has."""
+    found = model.get_decoder()
+    within = [part for part in found.children() if isinstance(part, PreTrainedModel) and hasattr(part, "layers")]
+    return found if hasattr(found, "layers") or len(within) != 1 else within[0]
 
 
 def length_buckets(lengths: Sequence[int], budget: int) -> list[list[int]]:

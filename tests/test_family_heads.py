@@ -1,0 +1,232 @@
+"""Embedding and lm_head straight from checkpoints as the families publish them: in shards, nested, quantised, with copies."""
+
+import json
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from family_targets import LAYERS, make_family_target, published_config, with_class
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from eagle3.errors import UserError
+from eagle3.target import head as head_module
+from eagle3.target.checkpoint import load_causal_lm
+from eagle3.target.head import load_target_head
+
+INDEX = "model.safetensors.index.json"
+Weights = dict[str, Tensor]
+
+
+def published(recipes: list[str], found: Callable[[dict], bool]) -> list[str]:
+    """The families whose config.json has something."""
+    return [recipe for recipe in recipes if found(published_config(recipe))]
+
+
+def quantised_by(method: str) -> list[str]:
+    return published(
+        with_class(), lambda config: (config.get("quantization_config") or {}).get("quant_method") == method
+    )
+
+
+FP8, MXFP4 = quantised_by("fp8"), quantised_by("mxfp4")
+SEVERAL_PARTS = published(with_class(), lambda config: "text_config" in config)
+PREDICTING = published(with_class(), lambda config: bool(config.get("num_nextn_predict_layers")))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Callable[[str], Path]:
+    """The family's tiny checkpoint, made once; not to be written to."""
+    made: dict[str, Path] = {}
+
+    def of(recipe: str) -> Path:
+        if recipe not in made:
+            made[recipe] = make_family_target(recipe, tmp_path_factory.mktemp(recipe) / "target")
+        return made[recipe]
+
+    return of
+
+
+def stored(folder: Path) -> Weights:
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def written(source: Path, folder: Path, weights: Weights, shards: int = 4, **config: object) -> Path:
+    """A checkpoint with these weights and the config of `source`, dealt to `shards` files; one file has no index."""
+    folder.mkdir()
+    whole = json.loads((source / "config.json").read_text("utf-8")) | config
+    (folder / "config.json").write_text(json.dumps(whole), encoding="utf-8")
+    names = sorted(weights)
+    files = {name: f"model-{place % shards + 1:05}-of-{shards:05}.safetensors" for place, name in enumerate(names)}
+    if shards == 1:
+        files = dict.fromkeys(names, "model.safetensors")
+    else:
+        (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}), encoding="utf-8")
+    for file in set(files.values()):
+        part = {name: weights[name].contiguous() for name in names if files[name] == file}
+        save_file(part, folder / file, metadata={"format": "pt"})
+    return folder
+
+
+def matrix_names(weights: Weights) -> tuple[str, str | None]:
+    """Of the embedding and of the lm_head, which a tied model does not have."""
+    (embedding,) = [name for name in weights if name.endswith("embed_tokens.weight") and ".layers." not in name]
+    heads = [name for name in weights if name.endswith("lm_head.weight")]
+    return embedding, heads[0] if heads else None
+
+
+def assert_stored(folder: Path, weights: Weights) -> None:
+    """What load_target_head gives is what is stored, bit for bit."""
+    embedding, head = matrix_names(weights)
+    found = load_target_head(folder)
+    assert found.embedding.dtype == weights[embedding].dtype and torch.equal(found.embedding, weights[embedding])
+    if head is None:
+        assert found.head is found.embedding
+    else:
+        assert found.head.dtype == weights[head].dtype and torch.equal(found.head, weights[head])
+
+
+@pytest.mark.parametrize("recipe", with_class())
+def test_of_many_files_only_those_of_the_two_matrices_are_opened(recipe, checkpoint, tmp_path):
+    """The others hold no tensors at all."""
+    weights = stored(checkpoint(recipe))
+    folder = written(checkpoint(recipe), tmp_path / "sharded", weights, shards=12)
+    index = json.loads((folder / INDEX).read_text())["weight_map"]
+    needed = {index[name] for name in matrix_names(weights) if name}
+    spoilt = set(index.values()) - needed
+    assert len(spoilt) >= 10
+    for file in spoilt:
+        (folder / file).write_bytes(b"no tensors")
+    assert_stored(folder, weights)
+
+
+@pytest.mark.parametrize("recipe", with_class())
+def test_of_one_file_only_the_two_matrices_are_read(recipe, checkpoint, tmp_path, monkeypatch):
+    weights, read = stored(checkpoint(recipe)), []
+
+    class Noting:
+        """safe_open, which notes what is read."""
+
+        def __init__(self, *arguments) -> None:
+            self.file = safe_open(*arguments)
+
+        def __enter__(self) -> "Noting":
+            self.file.__enter__()
+            return self
+
+        def __exit__(self, *raised) -> None:
+            self.file.__exit__(*raised)
+
+        def __getattr__(self, name: str):
+            return getattr(self.file, name)
+
+        def get_tensor(self, name: str) -> Tensor:
+            read.append(name)
+            return self.file.get_tensor(name)
+
+    monkeypatch.setattr(head_module, "safe_open", Noting)
+    assert_stored(written(checkpoint(recipe), tmp_path / "single", weights, shards=1), weights)
+    assert sorted(read) == sorted(name for name in matrix_names(weights) if name)
+
+
+@pytest.mark.parametrize("recipe", PREDICTING)
+def test_copies_in_layers_for_multi_token_prediction_are_left_alone(recipe, checkpoint, tmp_path):
+    weights = stored(checkpoint(recipe))
+    embedding, head = matrix_names(weights)
+    layer = f"model.layers.{LAYERS}."
+    copies = {
+        f"{layer}embed_tokens.weight": weights[embedding] + 1,
+        f"{layer}shared_head.head.weight": weights[head] + 1,
+        f"{layer}shared_head.norm.weight": torch.ones(64),
+        f"{layer}enorm.weight": torch.ones(64),
+        f"{layer}hnorm.weight": torch.ones(64),
+        f"{layer}eh_proj.weight": torch.ones(64, 128),
+    }
+    for shards in (1, 3):
+        assert_stored(written(checkpoint(recipe), tmp_path / str(shards), weights | copies, shards), weights)
+
+
+def in_fp8(weights: Weights) -> Weights:
+    """Linear weights in blocks of 128 x 128 with a scale each, as DeepSeek-V3 is published; the rest in bf16."""
+    found: Weights = {}
+    for name, tensor in weights.items():
+        found[name] = tensor.to(torch.bfloat16)
+        if tensor.dim() == 2 and not name.endswith(("embed_tokens.weight", "lm_head.weight", "gate.weight")):
+            rows, columns = tensor.shape
+            scales = torch.full((-(-rows // 128), -(-columns // 128)), tensor.abs().max() / 448)
+            found[name] = (tensor / scales[0, 0]).to(torch.float8_e4m3fn)
+            found[f"{name}_scale_inv"] = scales
+    return found
+
+
+def in_mxfp4(weights: Weights) -> Weights:
+    """Experts in blocks of 32 numbers of 4 bits with a shared exponent, as gpt-oss is published; the rest in bf16."""
+    found: Weights = {}
+    for name, tensor in weights.items():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            experts, width, out = tensor.shape  # published the other way round, as out by width
+            shape = (experts, out, width // 32)
+            found[f"{name}_blocks"] = torch.randint(256, (*shape, 16), dtype=torch.uint8)
+            found[f"{name}_scales"] = torch.full(shape, 124, dtype=torch.uint8)
+        else:
+            found[name] = tensor.to(torch.bfloat16)
+    return found
+
+
+def quantised(recipe: str, source: Path, folder: Path, shards: int = 4) -> tuple[Path, Weights]:
+    """As the family is published; and the weights that are stored there."""
+    torch.manual_seed(7)
+    weights = (in_fp8 if recipe in FP8 else in_mxfp4)(stored(source))
+    config = {"quantization_config": published_config(recipe)["quantization_config"], "torch_dtype": "bfloat16"}
+    return written(source, folder, weights, shards, **config), weights
+
+
+@pytest.mark.parametrize("recipe", [*FP8, *MXFP4])
+def test_of_a_checkpoint_with_quantised_layers_both_matrices_are_as_stored(recipe, checkpoint, tmp_path):
+    for shards in (1, 4):
+        folder, weights = quantised(recipe, checkpoint(recipe), tmp_path / str(shards), shards)
+        assert any(tensor.itemsize == 1 for tensor in weights.values())
+        assert_stored(folder, weights)
+        assert load_target_head(folder).head.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("recipe", [*FP8[:1], *MXFP4[:1]])
+def test_a_quantised_checkpoint_runs_dequantised_or_is_refused_with_a_remedy(recipe, checkpoint, tmp_path):
+    """transformers needs accelerate for it, which this project does not."""
+    folder, _ = quantised(recipe, checkpoint(recipe), tmp_path / "quantised")
+    if find_spec("accelerate") is None:
+        with pytest.raises(UserError, match=r"cannot be read \(.*accelerate.*\); set target.backend=sglang"):
+            load_causal_lm(str(folder), None, False, "auto")
+    else:
+        model = load_causal_lm(str(folder), None, False, "bfloat16")
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+        assert model(input_ids=torch.arange(8)[None]).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("recipe", [*SEVERAL_PARTS, *FP8[:1]])
+def test_a_head_in_fp8_is_refused_with_the_remedy_and_the_embedding_still_read(recipe, checkpoint, tmp_path):
+    weights = stored(checkpoint(recipe))
+    embedding, head = matrix_names(weights)
+    head = head or "language_model.lm_head.weight"  # of a tied one: a copy of its own
+    scaled = {head: weights[embedding].to(torch.float8_e4m3fn), f"{head}_scale_inv": torch.ones(4, 1)}
+    folder = written(checkpoint(recipe), tmp_path / "scaled", weights | scaled)
+    with pytest.raises(UserError, match="its lm_head is quantised, .*; set target.teacher=logits"):
+        load_target_head(folder)
+    found = load_target_head(folder, required=False)
+    assert found.head is None and torch.equal(found.embedding, weights[embedding])
+
+
+def test_a_model_of_several_parts_may_tie_in_its_own_name(checkpoint, tmp_path):
+    """Mistral-Small's config ties unless it says otherwise, its text part's does not; without an lm_head it is tied."""
+    weights = stored(checkpoint("mistral-small"))
+    embedding, head = matrix_names(weights)
+    del weights[head]
+    folder = written(checkpoint("mistral-small"), tmp_path / "tied", weights)
+    assert "tie_word_embeddings" not in (folder / "config.json").read_text()
+    assert_stored(folder, weights)
+    refused = written(checkpoint("mistral-small"), tmp_path / "untied", weights, tie_word_embeddings=False)
+    with pytest.raises(UserError, match="its checkpoint lacks lm_head.weight"):
+        load_target_head(refused)
