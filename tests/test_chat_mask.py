@@ -1,5 +1,7 @@
 """The loss mask against spans written by hand, for every kind of chat template and for conversations built to mislead."""
 
+import inspect
+import json
 from pathlib import Path
 
 import numpy as np
@@ -7,9 +9,12 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from eagle3.data.chat import Encoded, Unusable, encode_conversation
+from eagle3.data.chat import Encoded, encode_conversation
 from eagle3.data.conversations import Conversation
+from eagle3.data.template import Choices, Unusable
 from eagle3.errors import UserError
+from eagle3.evaluation.prompts import read_prompts
+from eagle3.recipe import TEMPLATE_ARGUMENTS, Data
 
 TEMPLATES = Path(__file__).parent / "chat_templates"
 SPECIAL = [
@@ -224,6 +229,39 @@ def test_tool_calls_are_supervised_and_tool_results_are_not(tokenizer, name, exp
     assert supervised(encoded, tokenizer) == expected
 
 
+WITH_CALLS = """{%- for m in messages -%}{{ '<|im_start|>' + m.role + '\n' }}{%- if m.tool_calls -%}
+{%- for call in m.tool_calls -%}{{ '<tool_call>' + ARGUMENTS + '</tool_call>' }}{%- endfor -%}
+{%- else -%}{{ m.content }}{%- endif -%}{{ '<|im_end|>\n' }}{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"""
+
+
+@pytest.mark.parametrize(
+    "jinja",
+    [
+        WITH_CALLS.replace("ARGUMENTS", "call.function.arguments | tojson"),
+        WITH_CALLS.replace("ARGUMENTS", "call.function.arguments"),  # text: an object cannot be joined to text
+        WITH_CALLS.replace("ARGUMENTS", "call.function.arguments | string"),  # an object would be Python's, no JSON
+        WITH_CALLS.replace("if m.tool_calls", "if m.tool_calls and m.content is none").replace(
+            "ARGUMENTS", "call.function.arguments"
+        ),
+    ],
+)
+def test_a_template_gets_calls_in_the_form_that_it_shows(tokenizer, jinja):
+    turns = chat(("u", "1?"), CALL, ("t", "one"), ("a", "one"))
+    encoded = encode_conversation(tokenizer, turns, jinja)
+    assert supervised(encoded, tokenizer) == ['<tool_call>{"a": 1}</tool_call><|im_end|>', "one<|im_end|>"]
+
+
+def test_a_call_that_the_template_leaves_out_is_refused(tokenizer):
+    first_only = WITH_CALLS.replace("in m.tool_calls", "in m.tool_calls[:1]").replace(
+        "ARGUMENTS", "call.function.arguments | tojson"
+    )
+    twice = {**CALL, "tool_calls": CALL["tool_calls"] * 2}
+    assert supervised(encode_conversation(tokenizer, chat(("u", "1?"), CALL), first_only), tokenizer)
+    with pytest.raises(Unusable, match="leaves out a tool call"):
+        encode_conversation(tokenizer, chat(("u", "1?"), twice), first_only)
+
+
 def test_generation_blocks_inside_a_macro_are_found_where_transformers_misplaces_them(tokenizer):
     encoding = tokenizer.apply_chat_template(
         list(chat(*QUESTIONS).messages),
@@ -326,3 +364,187 @@ def test_a_slow_tokenizer_is_refused():
 
     with pytest.raises(UserError, match="tokenizer Letters: a slow one"):
         encode_conversation(Letters(), chat(*QUESTIONS), template("chatml"))
+
+
+def test_only_the_last_turn_is_supervised_by_choice(tokenizer):
+    last = Choices(supervise="last_turn")
+    for name, expected in [
+        ("chatml", "Rome.<|im_end|>"),
+        ("llama2", " Rome. </s>"),
+        ("marked", "Rome.</s>\n"),
+        ("channels", "<|channel|>final<|message|>Rome.<|return|>"),
+    ]:
+        encoded = encode_conversation(tokenizer, chat(*QUESTIONS), template(name), last)
+        assert supervised(encoded, tokenizer) == [expected]
+    # A question may follow it; a call and the answer to its result are two turns.
+    asked_on = chat(("u", "1?"), CALL, ("t", "one"), ("a", "one"), ("u", "Thanks"))
+    assert supervised(encode_conversation(tokenizer, asked_on, template("chatml"), last), tokenizer) == [
+        "one<|im_end|>"
+    ]
+    twice = "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+    twice += "{% generation %}!{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    with pytest.raises(Unusable, match="not one .* block for each assistant turn"):
+        encode_conversation(tokenizer, chat(*QUESTIONS), twice, last)
+
+
+def test_reasoning_is_read_under_the_templates_own_name_and_dropped_by_choice(tokenizer):
+    thought = chat(("u", "x"), {"role": "assistant", "content": "Rome.", "reasoning_content": "Italy"})
+    inline = chat(("u", "x"), ("a", "<think>\nItaly\n</think>\n\nRome."))
+    shown, empty = "<think>\nItaly\n</think>\n\nRome.<|im_end|>", "<think>\n\n</think>\n\nRome.<|im_end|>"
+    for name in ("reasoning_content", "reasoning", "thinking"):
+        for access in (f"message.{name}", f"message['{name}']"):
+            jinja = template("thinking").replace("message.reasoning_content", access)
+            assert supervised(encode_conversation(tokenizer, thought, jinja), tokenizer) == [shown]
+            dropped = encode_conversation(tokenizer, thought, jinja, Choices(reasoning="drop"))
+            assert supervised(dropped, tokenizer) == [empty]
+    assert supervised(encode_conversation(tokenizer, inline, template("chatml")), tokenizer) == [
+        "<think>\nItaly\n</think>\n\nRome.<|im_end|>"
+    ]
+    dropped = encode_conversation(tokenizer, inline, template("chatml"), Choices(reasoning="drop"))
+    assert supervised(dropped, tokenizer) == ["Rome.<|im_end|>"]
+    # A question that speaks of the tag is left alone.
+    asked = chat(("u", "What is </think>?"), ("a", "A tag."))
+    text = encode_conversation(tokenizer, asked, template("chatml"), Choices(reasoning="drop")).text
+    assert "What is </think>?" in text
+
+
+SWITCHED = """{%- for m in messages -%}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}
+{%- if enable_thinking is defined and not enable_thinking -%}{{ '<think>\\n\\n</think>\\n\\n' }}{%- endif -%}{%- endif -%}"""
+
+
+def test_template_variables_reach_the_generation_prompt(tokenizer):
+    turns = chat(("u", "x"), ("a", "<think>\n\n</think>\n\nRome."))
+    plain = encode_conversation(tokenizer, turns, SWITCHED)
+    assert supervised(plain, tokenizer) == ["<think>\n\n</think>\n\nRome.<|im_end|>"]
+    # With thinking switched off the prompt holds the empty block, so that the target does not generate it.
+    off = Choices(template_variables={"enable_thinking": False})
+    assert supervised(encode_conversation(tokenizer, turns, SWITCHED, off), tokenizer) == ["Rome.<|im_end|>"]
+    greeting = "{{ greeting }}" + SWITCHED
+    hello = encode_conversation(tokenizer, turns, greeting, Choices(template_variables={"greeting": "Hello"}))
+    assert hello.text.startswith("Hello<|im_start|>")
+    with pytest.raises(UserError, match="data.template_variables: 'enable_thinkin' occurs nowhere"):
+        encode_conversation(tokenizer, turns, SWITCHED, Choices(template_variables={"enable_thinkin": False}))
+
+
+def test_the_recipe_refuses_template_variables_that_transformers_takes_itself(tokenizer):
+    parameters = inspect.signature(tokenizer.apply_chat_template).parameters
+    named = {name for name, one in parameters.items() if one.kind is not one.VAR_KEYWORD}
+    tokens = {"bos_token", "eos_token", "pad_token", "unk_token"}  # which a template reads of the tokenizer
+    assert named | tokens | {"messages", "strftime_now"} == set(TEMPLATE_ARGUMENTS)
+    with pytest.raises(ValueError, match="tools is no variable of yours"):
+        Data(train=["a.jsonl"], template_variables={"tools": []})
+
+
+def as_rendered(tokenizer: PreTrainedTokenizerFast, text: str, jinja: str, **choices: object) -> Encoded:
+    return encode_conversation(tokenizer, Conversation("a:1", None, text), jinja, Choices(text="rendered", **choices))
+
+
+RENDERED_TALKS = {
+    "one turn": (("u", "Hi"), ("a", "Yes")),
+    "two turns": QUESTIONS,
+    "system": (("s", "Be kind."), *QUESTIONS),
+    "tools": (("u", "1?"), CALL, ("t", "one"), ("a", "one"), ("u", "Thanks"), ("a", "Bye")),
+    "thoughts": (("u", "x"), {"role": "assistant", "content": "Rome.", "reasoning_content": "Italy"}),
+    "white space": (("u", "Hi"), ("a", "  \n yes \n"), ("u", " "), ("a", "\n\n")),
+    "empty": (("u", ""), ("a", "")),
+    "question last": (("u", "Hi"), ("a", "one"), ("u", "one")),
+}
+# Templates and talks for which a rendered text cannot give the mask of the messages, and why.
+NOT_FROM_TEXT = {
+    ("llama2", None): "generation prompt holds no added token",
+    ("open_turns", None): "ends turns with no added token",
+    # A closer of its own for the last turn: earlier ones, and channels before the answer, look unclosed.
+    ("channels", "two turns"): "without its",
+    ("channels", "system"): "without its",
+    ("channels", "tools"): "without its",
+    ("channels", "thoughts"): "without its",
+    ("channels", "white space"): "without its",
+    ("channels", "question last"): "without its",
+    # The answer to a tool's result has no header there, so it is no turn.
+    ("opened_thinking", "tools"): "",
+    ("gemma", "system"): "refuses",
+    ("gemma", "tools"): "refuses",
+    ("llama2", "tools"): "refuses",
+    ("marked", "tools"): "leaves out a tool call",
+    ("open_turns", "tools"): "leaves out a tool call",
+    ("phi3", "tools"): "leaves out a tool call",
+    ("zephyr", "tools"): "leaves out a tool call",
+    # Its {% generation %} blocks take in the line's end.
+    ("marked", None): "",
+}
+
+
+@pytest.mark.parametrize("talk", RENDERED_TALKS)
+@pytest.mark.parametrize("name", sorted(path.stem for path in TEMPLATES.glob("*.jinja")))
+def test_a_rendered_text_has_the_mask_of_its_messages(tokenizer, name, talk):
+    reason = NOT_FROM_TEXT.get((name, talk), NOT_FROM_TEXT.get((name, None)))
+    try:
+        expected = encode_conversation(tokenizer, chat(*RENDERED_TALKS[talk]), template(name))
+    except Unusable as refusal:
+        assert reason and reason in refusal.reason
+        return
+    if reason:
+        with pytest.raises(Unusable, match=reason):
+            as_rendered(tokenizer, expected.text, template(name))
+        return
+    got = as_rendered(tokenizer, expected.text, template(name))
+    assert got.ids.tolist() == expected.ids.tolist()
+    if reason is None:
+        assert got.loss_mask.tolist() == expected.loss_mask.tolist()
+    else:  # less, but nothing that the target does not generate
+        assert 0 < got.loss_mask.sum() < expected.loss_mask.sum() and not (got.loss_mask & ~expected.loss_mask).any()
+
+
+def test_a_tools_result_in_a_rendered_text_is_never_supervised(tokenizer):
+    """In the manner of DeepSeek-V3: neither a call nor its result ends with the closer, and the answer has no header."""
+    jinja = """{%- for m in messages -%}{%- if m.role == 'user' -%}{{ '<|User|>' + m.content }}{%- elif m.role == 'tool' -%}
+{{- '<|tool_output|>' + m.content + '<|tool_output_end|>' -}}{%- elif m.tool_calls -%}
+{{- '<|Assistant|><|tool_call|>' + (m.tool_calls[0].function | tojson) -}}{%- else -%}
+{{- ('' if loop.previtem.role == 'tool' else '<|Assistant|>') + m.content + '<|end_of_sentence|>' -}}{%- endif -%}{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|Assistant|>' }}{%- endif -%}"""
+    messages = list(chat(("u", "1?"), CALL, ("t", "one"), ("a", "It is.")).messages)
+    text = tokenizer.apply_chat_template(messages, chat_template=jinja, tokenize=False)
+    assert text.endswith("}<|tool_output|>one<|tool_output_end|>It is.<|end_of_sentence|>")
+    with pytest.raises(Unusable, match="without its"):
+        as_rendered(tokenizer, text, jinja)
+    asked = as_rendered(tokenizer, "<|User|>1?<|Assistant|>It is.<|end_of_sentence|>", jinja)
+    assert supervised(asked, tokenizer) == ["It is.<|end_of_sentence|>"]
+
+
+def test_special_tokens_in_a_rendered_text_are_special_tokens_and_an_unclosed_turn_is_refused(tokenizer):
+    chatml = template("chatml")
+    asked, header = "<|im_start|>user\nHi<|im_end|>\n", "<|im_start|>assistant\n"
+    encoded = as_rendered(tokenizer, f"{asked}{header}Yes<|im_end|>\n{header}No<|im_end|>\n", chatml)
+    assert supervised(encoded, tokenizer) == ["Yes<|im_end|>", "No<|im_end|>"]
+    assert np.isin(encoded.ids, tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])).sum() == 6
+    last = as_rendered(tokenizer, f"{asked}{header}Yes<|im_end|>\n{header}No<|im_end|>", chatml, supervise="last_turn")
+    assert supervised(last, tokenizer) == ["No<|im_end|>"]
+    for text in (f"{asked}{header}Yes", f"{asked}{header}Yes\n{asked}{header}No<|im_end|>\n"):
+        with pytest.raises(Unusable, match="an assistant turn without its <|im_end|>".replace("|", r"\|")):
+            as_rendered(tokenizer, text, chatml)
+    for text in (asked, "Paris.", f"{header}Welcome<|im_end|>\n{asked}"):  # the last one answers nothing
+        with pytest.raises(Unusable, match="no assistant turn in the rendered text"):
+            as_rendered(tokenizer, text, chatml)
+    with pytest.raises(UserError, match="data.chat_template"):
+        as_rendered(tokenizer, asked, None)
+
+
+def test_prompts_of_a_file_are_what_samples_hold_before_the_answer(tokenizer, tmp_path):
+    thought = {"role": "assistant", "content": "Rome.", "reasoning_content": "Italy"}
+    turns = chat(("u", "1?"), CALL, ("t", "one"), ("u", "And of Italy?"), thought)
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"messages": turns.messages}) + "\n")
+    named = template("thinking").replace("message.reasoning_content", "message.thinking")
+    for jinja, choices in (
+        (
+            SWITCHED.replace("m.content", "(m.content or m.tool_calls[0].function.arguments)"),
+            {"enable_thinking": False},
+        ),
+        (named, {}),
+    ):
+        chosen = Choices(template_variables=choices)
+        answer = chat(*turns.messages[:-1], ("a", "<think>\n\n</think>\n\nRome.")) if choices else turns
+        encoded = encode_conversation(tokenizer, answer, jinja, chosen)
+        last = np.flatnonzero(np.diff(encoded.loss_mask.astype(int)) == 1)[-1] + 1
+        [prompt] = read_prompts(tmp_path / "prompts.jsonl", tokenizer, jinja, 1000, chosen)
+        assert prompt.tolist() == encoded.ids[:last].tolist()

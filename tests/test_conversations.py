@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from eagle3.data.conversations import Conversation, read_conversations
+from eagle3.data.conversations import Conversation, iterate_conversations, read_conversations
 from eagle3.errors import UserError
 
 OPENAI = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]}
@@ -68,7 +68,58 @@ def test_text_parts_are_joined_and_further_keys_kept(tmp_path):
         {"role": "user", "content": "ab"},
         {"role": "assistant", "content": "", "reasoning_content": "why", "tool_calls": [parsed]},
     )
-    assert conversation.tools == [{"name": "add"}]
+    assert conversation.tools == [{"type": "function", "function": {"name": "add"}}]
+
+
+def messages_of(path: Path, *messages: dict) -> list[dict]:
+    return list(only(path, {"messages": list(messages)}).messages)
+
+
+def test_thoughts_have_one_name_whatever_the_data_call_them(tmp_path):
+    expected = {"role": "assistant", "content": "Rome.", "reasoning_content": "Italy"}
+    for names in (["reasoning_content"], ["reasoning"], ["thinking"], ["reasoning", "reasoning_content"]):
+        message = {"role": "assistant", "content": "Rome.", **dict.fromkeys(names, "Italy")}
+        assert messages_of(tmp_path / "a.jsonl", message) == [expected]
+    without = {"role": "assistant", "content": "Rome.", "reasoning": None, "reasoning_content": ""}
+    assert messages_of(tmp_path / "a.jsonl", without) == [{"role": "assistant", "content": "Rome."}]
+    assert messages_of(tmp_path / "a.jsonl", {"role": "assistant", "thinking": "Italy"}) == [
+        {**expected, "content": ""}
+    ]
+
+
+def test_calls_and_schemas_have_openais_form_whatever_form_they_came_in(tmp_path):
+    expected = {"type": "function", "id": "c1", "function": {"name": "add", "arguments": {"b": 1, "a": [2]}}}
+    text = '{"b": 1, "a": [2]}'
+    for call in (
+        {"type": "function", "id": "c1", "function": {"name": "add", "arguments": text}},
+        {"type": "function", "id": "c1", "function": {"name": "add", "arguments": {"b": 1, "a": [2]}}},
+        {"id": "c1", "name": "add", "arguments": text},
+    ):
+        for calls in ([call], json.dumps([call])):
+            [message] = messages_of(tmp_path / "a.jsonl", {"role": "assistant", "tool_calls": calls})
+            assert message == {"role": "assistant", "content": "", "tool_calls": [expected]}
+    [message] = messages_of(
+        tmp_path / "a.jsonl", {"role": "assistant", "tool_calls": [{"name": "now", "arguments": ""}]}
+    )
+    assert message["tool_calls"] == [{"type": "function", "function": {"name": "now", "arguments": {}}}]
+    [message] = messages_of(tmp_path / "a.jsonl", {"role": "assistant", "content": "Yes", "tool_calls": []})
+    assert message == {"role": "assistant", "content": "Yes"}
+    schema = {"name": "add", "parameters": {"type": "object"}}
+    whole = {"type": "function", "function": schema}
+    for tools in ([schema], [whole], [{"type": "function", **schema}], [json.dumps(whole)], json.dumps([schema])):
+        assert only(tmp_path / "a.jsonl", {**OPENAI, "tools": tools}).tools == [whole]
+    for other in ({"type": "web_search"}, {"type": "web_search_2", "name": "search"}):  # no function: as it is
+        assert only(tmp_path / "a.jsonl", {**OPENAI, "tools": [other, schema]}).tools == [other, whole]
+    for tools in ([], "", None):
+        assert only(tmp_path / "a.jsonl", {**OPENAI, "tools": tools}).tools is None
+
+
+def test_conversations_can_be_read_one_by_one(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", OPENAI, "no row")
+    reading = iterate_conversations([path])
+    assert next(reading).messages == EXPECTED  # before the second row is looked at
+    with pytest.raises(UserError, match="a.jsonl:2: the row is 'no row'"):
+        next(reading)
 
 
 def test_messages_of_differing_keys_keep_their_own_in_parquet(tmp_path):
@@ -111,10 +162,27 @@ def test_the_standard_library_is_a_source():
         ({"messages": [{"role": "user"}]}, r"messages\[0\] has no content"),
         ({"messages": [{"role": "user", "content": 5}]}, "content is 5, not a string"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content part .* is not text"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{"arguments": "{"}]}]}, "arguments '{' are not valid JSON"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}]},
+            "arguments '{' are not valid JSON",
+        ),
         ({"messages": [], "tools": "{"}, "tools '{' are not valid JSON"),
         ({"messages": [], "tools": 5}, "tools is 5, not a list"),
         ({"text": 5}, "text is 5, not a string"),
+        (
+            {"messages": [{"role": "assistant", "thinking": {"a": 1}}]},
+            r"messages\[0\]: thinking is {'a': 1}, not a string",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "x", "thinking": "a", "reasoning": "b"}]},
+            r"messages\[0\]: reasoning and thinking differ; keep one",
+        ),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "c1"}]}]}, "{'id': 'c1'} names no function"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}]},
+            r"a.jsonl:1: messages\[0\]: tool_calls: .* names no function",
+        ),
+        ({"messages": [{"role": "assistant", "tool_calls": {"a": 1}}]}, "tool_calls is {'a': 1}, not a list"),
     ],
 )
 def test_a_row_of_another_form_is_named_with_its_value(tmp_path, row, message):

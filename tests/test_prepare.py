@@ -1,5 +1,6 @@
 """From data files to samples: the account of what was left out, the cache, processes, and the held-out split."""
 
+import datetime
 import json
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from eagle3.data import encode
 from eagle3.data.conversations import Conversation
 from eagle3.data.prepare import Prepared, prepare_samples, preview
 from eagle3.data.samples import DamagedSamples, SampleSet, replacing_folder
+from eagle3.data.template import Choices
 from eagle3.errors import UserError
 
 TEMPLATE = (Path(__file__).parent / "chat_templates" / "zephyr.jinja").read_text()
@@ -118,6 +120,11 @@ def test_equal_work_is_taken_from_the_cache_and_other_work_is_not(tmp_path, toke
     assert not prepared(tmp_path, tokenizer, "one", "two", chat_template=TEMPLATE + " ").summary.cached
     other = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|user|>")
     assert not prepared(tmp_path, other, "one", "two").summary.cached
+    variables = {"template_variables": {"eos_token": "</s>"}}
+    for choices in ({"supervise": "last_turn"}, {"reasoning": "drop"}, {"text": "rendered"}, variables):
+        assert not prepared(tmp_path, tokenizer, "one", "two", choices=Choices(**choices)).summary.cached
+        assert prepared(tmp_path, tokenizer, "one", "two", choices=Choices(**choices)).summary.cached
+    assert prepared(tmp_path, tokenizer, "one", "two", choices=Choices()).summary.cached
 
 
 @pytest.mark.parametrize("name", ["ids.npy", "loss_mask.npy", "offsets.npy", "digests.npy", "summary.json"])
@@ -136,6 +143,41 @@ def test_a_damaged_cache_is_built_anew_with_a_line(tmp_path, tokenizer, name, da
     assert len(lines) == 1 and "damaged" in lines[0]
     assert prepared(tmp_path, tokenizer, "one", "two").summary.cached
     assert [path.name for path in file.parent.parent.iterdir()] == [file.parent.name]  # nothing temporary is left
+
+
+def test_choices_reach_the_samples(tmp_path, tokenizer):
+    row = {"messages": [{"role": role, "content": role} for role in ("user", "assistant") * 2]}
+    text = {"text": "<|user|>\nHi</s>\n<|assistant|>\none</s>\n<|assistant|>\ntwo</s>\n"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(text) + "\n")
+    options = {**OPTIONS, "cache_dir": tmp_path / "cache"}
+    for supervise, expected in (
+        ("all_turns", ["assistant</s>" * 2, "one</s>two</s>"]),
+        ("last_turn", ["assistant</s>", "two</s>"]),
+    ):
+        choices = Choices(supervise=supervise, text="rendered")
+        samples, _ = prepare_samples([str(tmp_path / "rows.jsonl")], tokenizer, choices=choices, **options)
+        assert [tokenizer.decode(sample.ids[sample.loss_mask].tolist()) for sample in samples] == expected
+
+
+def test_a_template_that_asks_for_the_date_is_told_the_recipes(tmp_path, tokenizer):
+    """gpt-oss, Llama and Mistral print it; samples of today and of tomorrow would not be the same."""
+    dated = "{{ strftime_now('%d %b %Y') }}" + OPTIONS["chat_template"]
+    for options, said in (({}, "01 Jan 2026"), ({"choices": Choices(today=datetime.date(2024, 2, 29))}, "29 Feb 2024")):
+        samples, summary = prepared(tmp_path, tokenizer, "one", chat_template=dated, **options)
+        assert tokenizer.decode(samples[0].ids.tolist()).startswith(said) and not summary.cached
+
+
+def test_thoughts_that_a_template_does_not_show_are_told_of(tmp_path, tokenizer):
+    row = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "a", "reasoning": "b"}]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    for reasoning, expected in (
+        ("keep", ["the chat template shows no reasoning, so that of 1 conversations"]),
+        ("drop", []),
+    ):
+        lines: list[str] = []
+        options = {**OPTIONS, "cache_dir": tmp_path / "cache", "report": lines.append}
+        prepare_samples([str(tmp_path / "rows.jsonl")], tokenizer, choices=Choices(reasoning=reasoning), **options)
+        assert [line[: len(want)] for line, want in zip(lines, expected, strict=True)] == expected
 
 
 def test_processes_give_what_one_process_gives_in_order(tokenizer):

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from eagle3.attention.ttt import TTTAttention
-from eagle3.draft.config import DraftConfig
+from eagle3.draft.derivation import derive_draft
 from eagle3.draft.interchange import export_draft, read_exported
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
@@ -129,9 +129,7 @@ def export_trained(folder: Path, target: TransformersTarget, prompts: list[Tenso
     frequent = torch.cat(texts).bincount(minlength=256).argsort(descending=True)[:DRAFT_VOCABULARY].sort().values
     draft_id = torch.full((256,), -1)
     draft_id[frequent] = torch.arange(DRAFT_VOCABULARY)
-    config = DraftConfig.from_target(
-        target.model.config, draft_vocab_size=DRAFT_VOCABULARY, aux_layers=target.aux_layers
-    )
+    config = derive_draft(target.model.config, draft_vocab_size=DRAFT_VOCABULARY, aux_layers=target.aux_layers)
     draft = untrained_draft(config, target.weights(), topology.modules, seed=0, dtype=torch.float32, device=CPU)
     trained = [weight.requires_grad_() for name, weight in draft.named_parameters() if name != "embedding.weight"]
     stream = Stream.pack(texts, [torch.ones(len(text), dtype=torch.bool) for text in texts])
@@ -260,7 +258,7 @@ def test_output_is_the_targets_own_greedy_text(make, draft_tokens, topology):
                 tokens.append(int(target.model(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
             expected.append(tokens[len(prompt) :])
     used = torch.tensor(expected).unique()[:4]
-    config = DraftConfig.from_target(target.model.config, draft_vocab_size=len(used), aux_layers=target.aux_layers)
+    config = derive_draft(target.model.config, draft_vocab_size=len(used), aux_layers=target.aux_layers)
     draft = untrained_draft(config, target.weights(), topology.modules, seed=0, dtype=torch.float32, device=CPU)
     d2t = used - torch.arange(len(used))
     for prompt, tokens in zip(prompts, expected, strict=True):

@@ -7,31 +7,30 @@ refused (`Unusable`).
 """
 
 import re
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, pairwise
 from typing import NamedTuple
 
-import jinja2
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from eagle3.data.conversations import Conversation
+from eagle3.data.conversations import REASONING_KEYS, Conversation
+from eagle3.data.rendered_text import AddedToken, turn_spans, turns_of
+from eagle3.data.template import (
+    Choices,
+    Render,
+    Unusable,
+    as_template_reads,
+    check_variables,
+    chosen_template,
+    rendered,
+    require_calls,
+)
 from eagle3.errors import UserError
 
 GENERATION = re.compile(r"\{%([-+]?)\s*(generation|endgeneration)\s*([-+]?)%\}")
 PRIVATE_USE = range(0xE000, 0xF900)
-# A template is a program from outside; these are what Jinja and the filters it calls raise.
-TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
-
-
-class Unusable(ValueError):
-    """A conversation for which no mask is surely right; `reason` says why, without anything of the sample's own."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
 
 
 class Encoded(NamedTuple):
@@ -61,48 +60,70 @@ class Region:
     closing: str | None
 
 
-Render = Callable[..., str]  # (messages, generation_prompt=False) -> text
-
-
 def encode_conversation(
-    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, chat_template: str | None
+    tokenizer: PreTrainedTokenizerBase,
+    conversation: Conversation,
+    chat_template: str | None,
+    choices: Choices | None = None,
 ) -> Encoded:
     """Token ids and loss mask of one conversation. `chat_template` (Jinja source) replaces the tokenizer's own.
 
     Supervised in `messages`: every assistant turn that answers something, from the end of the generation prompt to the
     end-of-turn token. (An assistant message that opens a conversation answers nothing, so no prompt ever makes the target
     generate it.) A template that marks its turns with `{% generation %}` is taken at its word. In plain `text` all
-    tokens are supervised. Raises Unusable where the mask would not be surely right, UserError where no conversation can
-    be encoded with this tokenizer and template.
+    tokens are supervised, in rendered `text` its turns as the template's special tokens tell them. choices: default Choices().
+    Raises Unusable where the mask would not be surely right, UserError where no conversation can be encoded with this tokenizer
+    and template.
     """
+    choices = choices or Choices()
     if not tokenizer.is_fast:
         raise UserError(
             f"tokenizer {type(tokenizer).__name__}: a slow one, which does not tell where its tokens lie in the text;"
             f" use a model folder with a tokenizer.json"
         )
-    if conversation.messages is None:
+    if conversation.messages is None and choices.text == "plain":
         ids = _tokenize(tokenizer, conversation.text, add_special_tokens=True)["input_ids"]
         return Encoded(np.asarray(ids, np.int32), np.ones(len(ids), bool), conversation.text)
-    if chat_template is None and not tokenizer.chat_template:
-        raise UserError(
-            f"{conversation.origin}: the row has messages but the tokenizer has no chat template; name one with"
-            f" data.chat_template"
-        )
-    messages = list(conversation.messages)
-    if not any(message["role"] == "assistant" for message in messages):
+    template = chosen_template(tokenizer, chat_template, conversation.tools, conversation.origin)
+    check_variables(template, choices.template_variables)
+    render = partial(rendered, tokenizer, template, conversation.tools, variables=choices.variables())
+    added = sorted((token.content for token in tokenizer.added_tokens_decoder.values()), key=len, reverse=True)
+    if conversation.messages is None:
+        return _encode_rendered(tokenizer, conversation.text, render, added, choices)
+    messages = as_template_reads(conversation.messages, template, choices.reasoning, render)
+    assistants = [message for message in messages if message["role"] == "assistant"]
+    if not assistants:
         raise Unusable("no assistant turn")
-    template = tokenizer.get_chat_template(chat_template, conversation.tools)
-    render = partial(rendered, tokenizer, template, conversation.tools)
     text = render(messages)
     if GENERATION.search(template):
-        marked = partial(rendered, tokenizer, _with_marks(template, *_unused(text)), conversation.tools)
+        with_marks = _with_marks(template, *_unused(text))
+        marked = partial(rendered, tokenizer, with_marks, conversation.tools, variables=choices.variables())
         spans = _marked_spans(text, marked(messages), *_unused(text))
+        if choices.supervise == "last_turn" and len(spans) != len(assistants):
+            raise Unusable("the chat template has not one {% generation %} block for each assistant turn")
     else:
-        added = [token.content for token in tokenizer.added_tokens_decoder.values()]
-        spans = _assistant_spans(messages, text, render, sorted(added, key=len, reverse=True))
-    encoding = _tokenize(tokenizer, text, add_special_tokens=False, return_offsets_mapping=True)
-    offsets = np.asarray(encoding["offset_mapping"], np.int64).reshape(-1, 2)
-    return Encoded(np.asarray(encoding["input_ids"], np.int32), _token_mask(text, offsets, spans), text)
+        spans = _assistant_spans(messages, text, render, added)
+    require_calls(messages, text, render)
+    if choices.supervise == "last_turn":
+        spans = spans[-1:]
+    ids, offsets = _with_offsets(tokenizer, text)
+    return Encoded(ids, _token_mask(text, offsets, spans), text)
+
+
+def _encode_rendered(
+    tokenizer: PreTrainedTokenizerBase, text: str, render: Render, added: list[str], choices: Choices
+) -> Encoded:
+    """A text that the template has already rendered."""
+    ids, offsets = _with_offsets(tokenizer, text)
+    contents = {number: token.content for number, token in tokenizer.added_tokens_decoder.items()}
+    tokens = []
+    for number, (start, stop) in zip(ids.tolist(), offsets.tolist(), strict=True):
+        if number in contents:  # a token may have taken white space on its left in
+            tokens.append(AddedToken(contents[number], max(text.find(contents[number], start, stop), start), stop))
+    spans = [Span(*span) for span in turn_spans(text, tokens, turns_of(render, added), tokenizer.bos_token or "")]
+    if choices.supervise == "last_turn":
+        spans = spans[-1:]
+    return Encoded(ids, _token_mask(text, offsets, spans), text)
 
 
 def _tokenize(tokenizer: PreTrainedTokenizerBase, text: str, **options: bool) -> dict:
@@ -111,28 +132,11 @@ def _tokenize(tokenizer: PreTrainedTokenizerBase, text: str, **options: bool) ->
     return tokenizer(text, verbose=False, **options)  # verbose: would warn of texts longer than the model's context
 
 
-def rendered(
-    tokenizer: PreTrainedTokenizerBase,
-    template: str,
-    tools: list | None,
-    messages: Sequence[dict],
-    generation_prompt: bool = False,
-) -> str:
-    """Messages as text. template: Jinja source. Raises UserError where that is none, Unusable where it refuses the messages."""
-    try:
-        return tokenizer.apply_chat_template(
-            list(messages),
-            tools=tools,
-            chat_template=template,
-            add_generation_prompt=generation_prompt,
-            tokenize=False,
-        )
-    except jinja2.TemplateSyntaxError as error:
-        raise UserError(
-            f"chat template line {error.lineno}: {error.message}; mend it, see data.chat_template"
-        ) from error
-    except TEMPLATE_ERRORS as error:
-        raise Unusable(f"the chat template refuses it ({type(error).__name__}: {error})") from error
+def _with_offsets(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[np.ndarray, np.ndarray]:
+    """int32 [T] ids and int64 [T, 2] characters of each; a template has written its own special tokens."""
+    encoding = _tokenize(tokenizer, text, add_special_tokens=False, return_offsets_mapping=True)
+    offsets = np.asarray(encoding["offset_mapping"], np.int64).reshape(-1, 2)
+    return np.asarray(encoding["input_ids"], np.int32), offsets
 
 
 def _unused(text: str) -> tuple[str, str]:
@@ -265,15 +269,19 @@ def _region(chat: _Chat, index: int) -> Region:
 def _prefix_region(chat: _Chat, index: int) -> Region:
     """The turn of an assistant whose message cannot be replaced, because a tool message that follows needs its call.
 
-    It lies between the rendering of what comes before it, with the generation prompt, and that rendering with it.
+    It lies between the rendering of what comes before it, with the generation prompt, and that rendering with it, whole or,
+    where the template drops thoughts (and words that it takes for such) of earlier turns, without them.
     """
     before = chat.render(chat.messages[:index], generation_prompt=True)
-    through = chat.render(chat.messages[: index + 1]).rstrip()
-    closed = any(through.endswith(token) for token in chat.added)
     prompted = before != chat.render(chat.messages[:index])
-    if not (closed and prompted and chat.text.startswith(through) and through.startswith(before)):
-        raise Unusable("the chat template does not show where an assistant's tool call begins and ends")
-    return Region(len(before), len(through), direct=True, closing=None)
+    message = chat.messages[index]
+    thoughtless = {key: value for key, value in message.items() if key not in REASONING_KEYS}
+    for version in (message, thoughtless, {**thoughtless, "content": ""}) if prompted else ():
+        through = chat.render([*chat.messages[:index], version]).rstrip()
+        closed = any(through.endswith(token) for token in chat.added)
+        if closed and chat.text.startswith(through) and through.startswith(before):
+            return Region(len(before), len(through), direct=True, closing=None)
+    raise Unusable("the chat template does not show where an assistant's tool call begins and ends")
 
 
 def _closer(chat: _Chat, turns: list[int]) -> str | None:
@@ -298,10 +306,11 @@ def _turn_start(chat: _Chat, index: int, previous: int, region: Region) -> int:
     opening = chat.around_marks(prompt, index - 1)[1]
     opened = chat.text.startswith(opening, previous)
     start = previous + len(opening)
-    if opened and (start >= region.start or prompt != chat.render(before)):
+    # Where nothing but white space lies between, the target generates that too, even if the generation prompt is empty (Llama 2).
+    if opened and (not chat.text[start : region.start].strip() or prompt != chat.render(before)):
         return start
-    # Either the template has no generation prompt (Llama 2), or the turn shows less than the whole of it (a
-    # generation prompt that opens a think block): the turn begins with its content, if that is what begins there.
+    # Either the template has no generation prompt, or the turn shows less than the whole of it (a generation prompt that
+    # opens a think block): the turn begins with its content, if that is what begins there.
     if region.direct and (opened or opening.startswith(chat.text[previous : region.start])):
         return region.start
     raise Unusable("the chat template does not show where an assistant's turn begins")

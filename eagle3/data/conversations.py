@@ -1,16 +1,22 @@
-"""Reads conversations from files, folders and dataset ids into one form, and says exactly which row is wrong."""
+"""Reads conversations from files, folders, presets and dataset ids into one form, and says exactly which row is wrong."""
 
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+from eagle3.data.download import downloaded_rows, is_dataset, is_slice, source_of_id, without_nulls
+from eagle3.data.presets import preset_source
 from eagle3.errors import UserError
 
 KINDS = (".json", ".jsonl", ".parquet")
 FORMS = "`messages` (role, content), `conversations` (from, value) or `text`"
+QUIET_SECONDS = 2.0  # before and between progress lines
+# Where people's data keep an assistant's thoughts: Qwen3 and SGLang, vLLM, gpt-oss. The first is ours.
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 # ShareGPT's names and their relatives; the OpenAI names map to themselves.
 ROLES = {
     **{name: "user" for name in ("user", "human")},
@@ -25,7 +31,8 @@ class Conversation:
     """One row of the data: either chat `messages` (OpenAI form) or plain `text`, never both.
 
     origin: where it came from, such as `data.jsonl:17`, for error lines.
-    tools: the tool schemas that the chat template shows, if the row has any.
+    messages: an assistant's thoughts are in `reasoning_content`, calls in `tool_calls` with their arguments as objects.
+    tools: the tool schemas that the chat template shows, in OpenAI's form, if the row has any.
     """
 
     origin: str
@@ -34,45 +41,84 @@ class Conversation:
     tools: list | None = None
 
 
-def read_conversations(sources: list[str], limit: int | None = None) -> list[Conversation]:
+def read_conversations(
+    sources: list[str],
+    limit: int | None = None,
+    *,
+    downloads: Path | None = None,
+    report: Callable[[str], None] = lambda line: None,
+) -> list[Conversation]:
     """The conversations of all sources, in order; with `limit` the first so many.
 
-    A source is a .json, .jsonl or .parquet file, a folder of those, the word `standard_library`, or a dataset id (its
-    "train" split). A row has `messages` (OpenAI), `conversations` (ShareGPT) or `text`. Raises UserError for a source
-    that cannot be read or has no rows and for a row of another form.
+    A source is a .json, .jsonl or .parquet file, a folder of those, `standard_library`, `preset:NAME` (see
+    eagle3.data.presets) or a dataset id; the last two may end in `@revision`, and an id names another split than "train"
+    as `owner/name:split`. A row has `messages` (OpenAI), `conversations` (ShareGPT) or `text`. downloads: folder where the
+    rows of datasets are kept, so that they travel once; None to keep none. report: gets progress lines. Raises UserError
+    for a source that cannot be read or has no rows and for a row of another form.
     """
-    conversations: list[Conversation] = []
+    return list(iterate_conversations(sources, limit, downloads=downloads, report=report))
+
+
+def iterate_conversations(
+    sources: list[str],
+    limit: int | None = None,
+    *,
+    downloads: Path | None = None,
+    report: Callable[[str], None] = lambda line: None,
+) -> Iterator[Conversation]:
+    """`read_conversations` one by one, so that no more than one need be held."""
+    done = 0
+    start = said = time.monotonic()
     for source in sources:
-        wanted = None if limit is None else limit - len(conversations)
+        wanted = None if limit is None else limit - done
         if wanted == 0:
             break
-        found = [_conversation(origin, row) for origin, row in islice(_rows(source), wanted)]
-        if not found:
+        before = done
+        for origin, row in _rows(source, wanted, downloads, report):
+            yield _conversation(origin, row)
+            done += 1
+            now = time.monotonic()
+            if done == 1:  # what came before is a connection's beginning
+                start = said = now
+            elif now - said >= QUIET_SECONDS:
+                said = now
+                at_most = "" if limit is None else f" of at most {limit:,}"
+                report(f"reading {source}: {done:,}{at_most} conversations, {(done - 1) / (now - start):,.0f}/s")
+        if done == before:
             raise UserError(f"{source}: holds no rows; give data with at least one conversation")
-        conversations += found
-    return conversations
 
 
-def _rows(source: str) -> Iterator[tuple[str, Any]]:
-    """(origin, row as it stands) for every row of one source."""
+def _rows(
+    source: str, wanted: int | None, downloads: Path | None, report: Callable[[str], None]
+) -> Iterator[tuple[str, Any]]:
+    """(origin, row as it stands) for the first `wanted` rows of one source, or all."""
     path = Path(source).expanduser()
+    if source.startswith("preset:"):
+        return downloaded_rows(preset_source(source), wanted, downloads, report)
     if source == "standard_library":
-        from eagle3.data.standard_library import standard_library_conversations
-
-        for number, row in enumerate(standard_library_conversations(), 1):
-            yield f"{source} row {number}", row
-    elif path.is_dir():
+        return islice(_library_rows(), wanted)
+    if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in KINDS)
         if not files:
             raise UserError(f"{source}: this folder holds no {', '.join(KINDS)} file; name the folder that does")
-        for file in files:
-            yield from _file_rows(file)
-    elif path.is_file():
-        yield from _file_rows(path)
-    elif source.startswith(("/", ".", "~")) or source.count("/") > 1 or path.suffix in (*KINDS, ".csv", ".txt", ".gz"):
+        return islice(chain.from_iterable(map(_file_rows, files)), wanted)
+    if path.is_file():
+        return islice(_file_rows(path), wanted)
+    if is_slice(source):
+        raise UserError(
+            f"{source}: slices of a split are not taken; leave [...] out, and bound the rows with data.max_samples "
+            "(regenerate.py: --limit)"
+        )
+    if not is_dataset(source) or path.suffix in (*KINDS, ".csv", ".txt", ".gz"):
         raise UserError(f"{source}: no such file or folder; mend the path in data.train or data.held_out")
-    else:
-        yield from _dataset_rows(source)
+    return downloaded_rows(source_of_id(source), wanted, downloads, report)
+
+
+def _library_rows() -> Iterator[tuple[str, Any]]:
+    from eagle3.data.standard_library import standard_library_conversations
+
+    for number, row in enumerate(standard_library_conversations(), 1):
+        yield f"standard_library row {number}", row
 
 
 def _file_rows(path: Path) -> Iterator[tuple[str, Any]]:
@@ -123,32 +169,9 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
         with pyarrow.parquet.ParquetFile(path) as file:
             rows = (row for batch in file.iter_batches(batch_size=1024) for row in batch.to_pylist())
             for number, row in enumerate(rows, 1):
-                yield f"{path} row {number}", _without_nulls(row)
+                yield f"{path} row {number}", without_nulls(row)
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{path}: not a readable parquet file ({error}); mend or convert it") from error
-
-
-def _dataset_rows(source: str) -> Iterator[tuple[str, Any]]:
-    from datasets import load_dataset
-
-    try:
-        rows = load_dataset(source, split="train")
-    except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(
-            f"{source}: no file or folder here, and as a dataset id it cannot be loaded ({error}); mend the name, or"
-            f" download the dataset and name its files"
-        ) from error
-    for number, row in enumerate(rows, 1):
-        yield f"{source} row {number}", _without_nulls(row)
-
-
-def _without_nulls(value: Any) -> Any:
-    """Arrow gives every row every key of the column and fills in nulls; a template would see them as present."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [_without_nulls(item) for item in value]
-    return value
 
 
 def _conversation(origin: str, row: Any) -> Conversation:
@@ -178,8 +201,13 @@ def _message(where: str, message: Any) -> dict:
     role = ROLES.get(name.lower()) if isinstance(name, str) else None
     if role is None:
         raise UserError(f"{where}: unknown role {_short(name)}; use one of {', '.join(ROLES)}")
-    further = {key: value for key, value in message.items() if key not in (role_key, content_key) and value is not None}
-    if calls := further.get("tool_calls"):
+    taken = (role_key, content_key, *REASONING_KEYS, "tool_calls")
+    further = {key: value for key, value in message.items() if key not in taken and value is not None}
+    if reasoning := _reasoning(where, message):
+        further["reasoning_content"] = reasoning
+    if calls := _parsed(f"{where}: tool_calls", message.get("tool_calls")):
+        if not isinstance(calls, list):
+            raise UserError(f"{where}: tool_calls is {_short(calls)}, not a list of calls; mend the row")
         further["tool_calls"] = [_tool_call(f"{where}: tool_calls", call) for call in calls]
     content = message.get(content_key)
     if content is None and not (role == "assistant" and further):
@@ -198,29 +226,60 @@ def _content(where: str, content: Any) -> str:
     return "".join(part["text"] for part in content)
 
 
+def _reasoning(where: str, message: dict) -> str | None:
+    """What a message keeps of its thoughts under any of the names that people's data have for it."""
+    found = {key: message[key] for key in REASONING_KEYS if message.get(key)}
+    for key, value in found.items():
+        if not isinstance(value, str):
+            raise UserError(f"{where}: {key} is {_short(value)}, not a string; mend the row")
+    if len(set(found.values())) > 1:
+        raise UserError(f"{where}: {' and '.join(found)} differ; keep one of them")
+    return next(iter(found.values()), None)
+
+
+def _parsed(where: str, value: Any) -> Any:
+    """Parquet files often hold what has no fixed columns as JSON strings."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value.strip() else None
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where} {_short(value)} are not valid JSON; mend the row") from error
+
+
 def _tool_call(where: str, call: Any) -> dict:
     """OpenAI writes a call's arguments as a JSON string; chat templates, and so serving engines, want the object."""
     if not isinstance(call, dict):
         raise UserError(f"{where}: {_short(call)} is not an object; mend the row")
     if isinstance(call.get("function"), dict):
-        return {**call, "function": _tool_call(where, call["function"])}
-    if not isinstance(call.get("arguments"), str):
-        return call
-    try:
-        return {**call, "arguments": json.loads(call["arguments"])}
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where}: arguments {_short(call['arguments'])} are not valid JSON; mend the row") from error
+        outer, inner = call, call["function"]
+    else:
+        outer = {"type": "function", **{key: call[key] for key in ("id",) if key in call}}
+        inner = {key: value for key, value in call.items() if key not in ("id", "type")}
+    if not (isinstance(inner.get("name"), str) and inner["name"]):
+        raise UserError(f"{where}: {_short(call)} names no function; mend the row")
+    return {**outer, "function": _with_arguments(where, inner)}
+
+
+def _with_arguments(where: str, function: dict) -> dict:
+    if not isinstance(function.get("arguments"), str):
+        return function
+    return {**function, "arguments": _parsed(f"{where}: arguments", function["arguments"]) or {}}
 
 
 def _tools(origin: str, tools: Any) -> list | None:
-    if isinstance(tools, str):  # many parquet files hold the schemas as one JSON string
-        try:
-            tools = json.loads(tools) if tools.strip() else None
-        except json.JSONDecodeError as error:
-            raise UserError(f"{origin}: tools {_short(tools)} are not valid JSON; mend the row") from error
+    """Tool schemas as a serving engine hands them to the template: `{"type": "function", "function": {...}}`."""
+    tools = _parsed(f"{origin}: tools", tools)
+    tools = [_parsed(f"{origin}: tools", tool) for tool in tools] if isinstance(tools, list) else tools
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise UserError(f"{origin}: tools is {_short(tools)}, not a list of tool schemas; mend the row")
-    return tools or None
+    return [_tool(tool) for tool in tools or []] or None
+
+
+def _tool(tool: dict) -> dict:
+    if "function" in tool or tool.get("type", "function") != "function" or not isinstance(tool.get("name"), str):
+        return tool  # in that form, or no function (`{"type": "web_search"}`)
+    return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
 
 
 def _short(value: Any) -> str:

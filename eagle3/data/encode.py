@@ -9,8 +9,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from eagle3.data.chat import Unusable, encode_conversation
+from eagle3.data.chat import encode_conversation
 from eagle3.data.conversations import Conversation
+from eagle3.data.template import Choices, Unusable
 from eagle3.errors import UserError
 
 # A process takes some two seconds to start; one core encodes about a million characters a second, with all renderings.
@@ -35,16 +36,18 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class Encoding:
-    """How to encode. max_length: tokens; truncate: cut a longer sample instead of calling it a problem."""
+    """How to encode. max_length: tokens; truncate: cut a longer sample instead of calling it a problem. choices: what of a
+    conversation is rendered and supervised."""
 
     tokenizer: PreTrainedTokenizerBase
     chat_template: str | None
     max_length: int
     truncate: bool
+    choices: Choices = Choices()
 
     def outcome(self, conversation: Conversation) -> Outcome:
         try:
-            ids, loss_mask, _ = encode_conversation(self.tokenizer, conversation, self.chat_template)
+            ids, loss_mask, _ = encode_conversation(self.tokenizer, conversation, self.chat_template, self.choices)
         except Unusable as refusal:
             return _refused("unusable", refusal.reason)
         length = len(ids)

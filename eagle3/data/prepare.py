@@ -14,9 +14,10 @@ from transformers import PreTrainedTokenizerBase
 from eagle3.data.conversations import Conversation, read_conversations
 from eagle3.data.encode import Encoding, Outcome, Problem, encode_all
 from eagle3.data.samples import DamagedSamples, Sample, SampleSet, replacing_folder
+from eagle3.data.template import Choices, reasoning_key
 from eagle3.errors import UserError
 
-FORMAT = 1  # of the cached folders, and of what the mask means; a change makes every cached set be built anew
+FORMAT = 2  # of the cached folders, and of what the mask means; a change makes every cached set be built anew
 QUIET_SECONDS = 2.0  # before and between progress lines
 GREEN, PLAIN = "\033[32m", "\033[0m"
 
@@ -61,22 +62,26 @@ def prepare_samples(
     workers: int | None,
     cache_dir: Path,
     report: Callable[[str], None],
+    choices: Choices | None = None,
 ) -> Prepared:
     """Read, encode and mask the sources' conversations, or take them from `cache_dir`, where equal work was done before.
 
     chat_template: Jinja source, or None for the tokenizer's own. max_length: tokens. max_samples: only the first so many
-    conversations. report: gets progress lines. Raises UserError for what cannot be read, for a problem under "stop", and
-    when no sample is left.
+    conversations. report: gets progress lines. choices: what is rendered and supervised, default Choices(). Raises UserError
+    for what cannot be read, for a problem under "stop", and when no sample is left.
     """
-    conversations = read_conversations(sources, max_samples)
-    key = _content_key(conversations, tokenizer, chat_template, [max_length, too_long, unusable])
-    folder = Path(cache_dir).expanduser() / "tokenized" / key
+    choices = choices or Choices()
+    cache = Path(cache_dir).expanduser()
+    conversations = read_conversations(sources, max_samples, downloads=cache / "downloads", report=report)
+    key = _content_key(conversations, tokenizer, chat_template, [max_length, too_long, unusable, asdict(choices)])
+    folder = cache / "tokenized" / key
     if folder.exists():
         try:
             return _open(folder)
         except DamagedSamples as damage:
             report(f"the tokenised data is damaged ({damage}); it is built anew")
-    encoding = Encoding(tokenizer, chat_template, max_length, truncate=too_long == "truncate")
+    _tell_unshown_reasoning(conversations, tokenizer, chat_template, choices, report)
+    encoding = Encoding(tokenizer, chat_template, max_length, truncate=too_long == "truncate", choices=choices)
     outcomes = list(_with_progress(encode_all(encoding, conversations, workers), len(conversations), report))
     problems = [(row.origin, got.problem) for row, got in zip(conversations, outcomes, strict=True) if got.problem]
     _stop_at_problem(problems, {"too_long": too_long, "unusable": unusable})
@@ -118,7 +123,7 @@ def _content_key(
     conversations: Sequence[Conversation],
     tokenizer: PreTrainedTokenizerBase,
     chat_template: str | None,
-    options: list[int | str],
+    options: list,
 ) -> str:
     digest = hashlib.sha256()
     # The special tokens are template variables beside the vocabulary; JSON keeps the parts apart.
@@ -132,6 +137,22 @@ def _content_key(
 def _contents(conversations: Sequence[Conversation]) -> Iterator[tuple]:
     # Key order counts: templates print tool calls and schemas in it.
     return ((row.messages, row.text, row.tools) for row in conversations)
+
+
+def _tell_unshown_reasoning(
+    conversations: Sequence[Conversation],
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template: str | None,
+    choices: Choices,
+    report: Callable[[str], None],
+) -> None:
+    """Thoughts that the template cannot show are lost, which a user who keeps them should know."""
+    thinking = sum(any("reasoning_content" in message for message in row.messages or ()) for row in conversations)
+    template = chat_template or tokenizer.chat_template
+    if thinking and choices.reasoning == "keep" and isinstance(template, str) and reasoning_key(template) is None:
+        report(
+            f"the chat template shows no reasoning, so that of {thinking:,} conversations is left out of the samples"
+        )
 
 
 def _is_whole(folder: Path) -> bool:

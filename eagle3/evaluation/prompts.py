@@ -1,30 +1,36 @@
 """Reads the prompts that a draft is judged on from a file of conversations, texts or questions."""
 
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from eagle3.data.chat import Unusable, rendered
 from eagle3.data.conversations import KINDS, Conversation, read_conversations
+from eagle3.data.template import Choices, Unusable, as_template_reads, check_variables, chosen_template, rendered
 from eagle3.errors import UserError
 
 
 def read_prompts(
-    path: Path, tokenizer: PreTrainedTokenizerBase, chat_template: str | None, longest: int
+    path: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template: str | None,
+    longest: int,
+    choices: Choices | None = None,
 ) -> list[Tensor]:
     """The prompts (int64 [P]) of a file, in its order; P is at most `longest`.
 
     .jsonl, .json and .parquet hold rows as training data does: of `messages` and `conversations` everything before the
     last answer is the prompt, with the chat template's generation prompt behind it; a `text` is continued as it stands.
     Of a .txt file every line that is not blank is one user's question. chat_template: Jinja source, None for the
-    tokenizer's own. Raises UserError for what cannot be read or rendered, and for a prompt that is too long.
+    tokenizer's own. choices: as for training, so that the draft is judged on what it learnt; default Choices(). Raises
+    UserError for what cannot be read or rendered, and for a prompt that is too long.
     """
     if not path.is_file():
         raise UserError(f"--prompts {path}: no such file; name a {', '.join(KINDS)} or .txt file")
     conversations = _questions(path) if path.suffix == ".txt" else read_conversations([str(path)])
-    prompts = [_prompt(conversation, tokenizer, chat_template) for conversation in conversations]
+    prompts = [_prompt(row, tokenizer, chat_template, choices or Choices()) for row in conversations]
     for conversation, prompt in zip(conversations, prompts, strict=True):
         if not len(prompt):
             raise UserError(f"{conversation.origin}: the prompt has no tokens; leave it out")
@@ -51,18 +57,20 @@ def _questions(path: Path) -> list[Conversation]:
     return questions
 
 
-def _prompt(conversation: Conversation, tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> Tensor:
+def _prompt(
+    conversation: Conversation, tokenizer: PreTrainedTokenizerBase, chat_template: str | None, choices: Choices
+) -> Tensor:
     if conversation.messages is None:
-        ids = tokenizer(conversation.text, add_special_tokens=True, verbose=False)["input_ids"]
+        plain = choices.text == "plain"  # a rendered text has its own special tokens
+        ids = tokenizer(conversation.text, add_special_tokens=plain, verbose=False)["input_ids"]
     else:
-        if chat_template is None and not tokenizer.chat_template:
-            raise UserError(
-                f"{conversation.origin}: is a conversation but the tokenizer has no chat template; name one with "
-                "data.chat_template, or give rows with `text`"
-            )
-        template = tokenizer.get_chat_template(chat_template, conversation.tools)
+        tools = conversation.tools
+        template = chosen_template(tokenizer, chat_template, tools, conversation.origin)
+        check_variables(template, choices.template_variables)
+        render = partial(rendered, tokenizer, template, tools, variables=choices.variables())
+        asked = as_template_reads(_asked(conversation), template, choices.reasoning, render)
         try:
-            text = rendered(tokenizer, template, conversation.tools, _asked(conversation), generation_prompt=True)
+            text = render(asked, generation_prompt=True)
         except Unusable as reason:
             raise UserError(f"{conversation.origin}: {reason}; mend the row") from reason
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

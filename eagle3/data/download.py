@@ -1,0 +1,173 @@
+"""Reads rows of datasets as a stream, no more of them than wanted, and keeps them, so that they travel once."""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from secrets import token_hex
+from typing import Any
+
+from eagle3.durable import publish
+from eagle3.errors import UserError
+
+# owner/name, or a name of the hub's early days; then perhaps a split and a revision.
+DATASET = re.compile(r"(?P<id>[\w-][\w.-]*(/[\w-][\w.-]*)?)(:(?P<split>\w+))?(@(?P<revision>[\w./-]+))?")
+HOLDS_ROW = ("messages", "conversations", "text")  # one of which a row has
+READ = (*HOLDS_ROW, "system", "tools")  # of a row
+
+
+@dataclass(frozen=True)
+class DatasetSource:
+    """Rows of one split of a dataset.
+
+    source: as the user named it. dataset: hub id, folder, or the library's own reader ("json", "parquet"). config, split,
+    files, revision: as of `datasets.load_dataset`; files () for those that the dataset itself names. convert: a row in one of
+    the forms that conversations have, None for a row to leave out. columns: what convert takes, in words; rows that were
+    copied by another rule are not read.
+    """
+
+    source: str
+    dataset: str
+    convert: Callable[[dict], dict | None]
+    columns: str
+    split: str = "train"
+    config: str | None = None
+    files: tuple[str, ...] = ()
+    revision: str | None = None
+
+    def copy(self, folder: Path, wanted: int | None) -> Path:
+        """Where these rows are kept."""
+        parts = [self.source, self.dataset, self.config, self.split, self.files, self.revision, self.columns, wanted]
+        key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+        return folder / f"{re.sub(r'[^a-zA-Z0-9]+', '-', self.source)}-{key}.jsonl"
+
+
+def is_dataset(source: str) -> bool:
+    """Whether the source has the form of a dataset id."""
+    return DATASET.fullmatch(source) is not None
+
+
+def is_slice(source: str) -> bool:
+    """Whether it is a dataset id with a slice, as `datasets` writes it: `owner/name:train[:10]`."""
+    before, bracket, slice_ = source.partition("[")
+    return bool(bracket) and ":" in source and "]" in slice_ and is_dataset(before)
+
+
+def source_of_id(source: str) -> DatasetSource:
+    """Of `owner/name`, `owner/name:split`, `owner/name@revision` or `owner/name:split@revision`."""
+    parts = DATASET.fullmatch(source)
+    assert parts, source
+    return DatasetSource(
+        source,
+        parts["id"],
+        split=parts["split"] or "train",
+        revision=parts["revision"],
+        convert=read_columns,
+        columns=", ".join(READ),
+    )
+
+
+def read_columns(row: dict) -> dict:
+    """The columns that conversations read: others may hold what JSON does not have. Of a row without a conversation the
+    names alone, for the error that tells them."""
+    if not any(column in row for column in HOLDS_ROW):
+        return dict.fromkeys(row)
+    return {column: row[column] for column in READ if column in row}
+
+
+def downloaded_rows(
+    source: DatasetSource, wanted: int | None, folder: Path | None, report: Callable[[str], None]
+) -> Iterator[tuple[str, Any]]:
+    """(origin, row) of the first `wanted` rows that the source's `convert` lets through, or of all.
+
+    They are taken from the copy in `folder` that an earlier call made of so many, or of all, else streamed, and copied once
+    all have come. So a set is what it was when first read, on every process and in every run; report: told of the copy.
+    folder None: no copy. Raises UserError for what cannot be loaded, or copied.
+    """
+    if folder is None:
+        yield from _counted(source, wanted, report)
+        return
+    copy = source.copy(folder, wanted)
+    whole = source.copy(folder, None)
+    if not copy.is_file() and not whole.is_file():
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        partial = copy.with_name(f".{copy.name}.{token_hex(4)}")
+        try:
+            with partial.open("w", encoding="utf-8") as lines:
+                for origin, row in _counted(source, wanted, report):
+                    lines.write(_line(origin, row))
+                    yield origin, row
+            publish(partial, copy)
+        finally:
+            partial.unlink(missing_ok=True)
+        return
+    kept = copy if copy.is_file() else whole
+    report(f"{source.source}: read from {kept}; delete it to download the rows anew")
+    with kept.open(encoding="utf-8") as lines:
+        for line in islice(lines, wanted):
+            origin, row = json.loads(line)
+            yield origin, row
+
+
+def _line(origin: str, row: dict) -> str:
+    try:
+        return json.dumps([origin, row]) + "\n"
+    except TypeError:
+        for column, value in row.items():
+            try:
+                json.dumps(value)
+            except TypeError as error:
+                raise UserError(f"{origin}: column {column}: {error}; make it text, or take it out") from error
+        raise
+
+
+def _counted(source: DatasetSource, wanted: int | None, report: Callable[[str], None]) -> Iterator[tuple[str, Any]]:
+    """Numbered from 1 as they stand in the dataset; those left out are counted."""
+    kept = left_out = 0
+    for number, row in enumerate(_streamed(source), 1):
+        converted = source.convert(without_nulls(row))
+        if converted is None:
+            left_out += 1
+            continue
+        kept += 1
+        yield f"{source.source} row {number}", converted
+        if kept == wanted:
+            break
+    if left_out:
+        report(f"{source.source}: {left_out:,} rows without a question or an answer are left out")
+
+
+def _streamed(source: DatasetSource) -> Iterator[dict]:
+    # Here, because they take a second to import and most data are files.
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetsError
+    from huggingface_hub.errors import HTTPError  # of whichever HTTP library this version has
+
+    try:
+        yield from load_dataset(
+            source.dataset,
+            source.config,
+            split=source.split,
+            data_files={source.split: list(source.files)} if source.files else None,
+            revision=source.revision,
+            streaming=True,
+        )
+    # The library has tried again by itself, for minutes, where trying again can help. ValueError: unknown names and splits.
+    except (OSError, ValueError, RuntimeError, DatasetsError, HTTPError) as error:
+        absent = "" if source.source.startswith("preset:") else "no file or folder here, and as a dataset id it "
+        raise UserError(
+            f"{source.source}: {absent}cannot be read ({type(error).__name__}: {error}); mend the name or the network, or "
+            f"download the files of huggingface.co/datasets/{source.dataset} by hand and name those"
+        ) from error
+
+
+def without_nulls(value: Any) -> Any:
+    """Arrow gives every row every key of the column and fills in nulls; a template would see them as present."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    return value

@@ -1,0 +1,24 @@
+"""Reads conversations in a process of its own, whose hub is the one that HF_ENDPOINT names: a request a line, an answer a line."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from eagle3.data import conversations
+from eagle3.data.conversations import read_conversations
+from eagle3.errors import UserError
+
+time.sleep = lambda seconds: None  # the libraries wait for minutes, all in all, before they give up
+conversations.QUIET_SECONDS = 0.0
+
+for line in sys.stdin:
+    request = json.loads(line)
+    told: list[str] = []
+    downloads = request.get("downloads") and Path(request["downloads"])
+    try:
+        rows = read_conversations([request["source"]], request.get("limit"), downloads=downloads, report=told.append)
+        answer = {"rows": [[row.origin, row.messages, row.text] for row in rows]}
+    except UserError as mistake:
+        answer = {"error": str(mistake)}
+    print(json.dumps(answer | {"told": told}), flush=True)
