@@ -1,0 +1,252 @@
+"""OpenAI-compatible endpoints (SGLang, vLLM): which model they serve, one answer, and what it means when none comes."""
+
+import asyncio
+import ipaddress
+import json
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import httpx2
+
+from eagle3.errors import UserError
+
+CONNECT_SECONDS = 10.0
+PROBE_SECONDS = 10.0
+REASON_CHARACTERS = 300
+
+
+class Refused(Exception):
+    """The server will not answer this request, whoever asks; the message is its reason."""
+
+
+class NoAnswer(Exception):
+    """No answer this time: connection, time-out, overload, an error of the server's own."""
+
+
+class Unfit(Exception):
+    """The endpoint would answer no request of ours: wrong key, no such route, a redirect."""
+
+
+class Answer(NamedTuple):
+    """One answer as the target gave it. tool_calls: in OpenAI form, arguments as a JSON string. tokens: that it took."""
+
+    content: str
+    reasoning: str | None
+    tool_calls: list[dict]
+    finish_reason: str
+    tokens: int
+
+
+class Served(NamedTuple):
+    """The model that the endpoints serve; the ones to ask, and why each other one is left out."""
+
+    model: str
+    urls: list[str]
+    left_out: dict[str, str]
+
+
+def endpoint_urls(given: Sequence[str]) -> list[str]:
+    """Each as `http://host:port/v1`, whether or not `/v1` was written. Raises UserError for what is no such address."""
+    urls = []
+    for number, text in enumerate(given, 1):
+        if "@" in text:  # what stands before it may be a password, which no message shows
+            raise UserError(
+                f"--endpoint: address {number} holds an @, and so a user or password; write http://host:port and use "
+                "--api-key-file"
+            )
+        try:
+            url = httpx2.URL(text.strip().rstrip("/"))
+            port_is_right = url.port is None or 0 < url.port < 65536
+        except (httpx2.InvalidURL, ValueError) as error:
+            raise UserError(f"--endpoint: {text!r} is no URL ({error}); write http://host:port") from error
+        if url.scheme not in ("http", "https") or not url.host or not port_is_right or url.query or url.fragment:
+            raise UserError(f"--endpoint: {text!r} is not an address of the form http://host:port; write it so")
+        if url.path.endswith("/chat/completions"):
+            raise UserError(f"--endpoint: {text!r} names the route; leave /chat/completions out")
+        base = str(url).rstrip("/")
+        urls.append(base if url.path.endswith("/v1") else f"{base}/v1")
+    for place, url in enumerate(urls):
+        if url in urls[:place]:
+            raise UserError(f"--endpoint: {url} is named twice; name it once and raise --concurrency")
+    return urls
+
+
+def exposed(url: str) -> bool:
+    """Whether others may read what is sent there: neither https nor this machine."""
+    parsed = httpx2.URL(url)
+    try:
+        here = ipaddress.ip_address(parsed.host).is_loopback
+    except ValueError:
+        here = parsed.host == "localhost"
+    return parsed.scheme != "https" and not here
+
+
+def find_model(urls: Sequence[str], wanted: str | None, key: str | None) -> Served:
+    """Ask each endpoint what it serves. `wanted`: the model's name, None for the only one served.
+
+    Raises UserError where none answers, where they serve another model or several, or unlike ones.
+    """
+    found: dict[str, str] = {}
+    left_out: dict[str, str] = {}
+    for url in urls:
+        try:
+            names = _model_names(url, key)
+        except (NoAnswer, Unfit) as error:
+            left_out[url] = str(error)
+            continue
+        if wanted is None and len(names) != 1:
+            raise UserError(f"--model: {url} serves {', '.join(names) or 'no model'}; name one")
+        if wanted is not None and wanted not in names:
+            raise UserError(f"--model: {url} does not serve {wanted!r} but {', '.join(names) or 'no model'}; name that")
+        found[url] = wanted or names[0]
+    if not found:
+        said = "; ".join(f"{url}: {reason}" for url, reason in left_out.items())
+        raise UserError(f"--endpoint: no endpoint can be used ({said}); start a server, or mend the address or the key")
+    if len(set(found.values())) > 1:
+        said = ", ".join(f"{url} {name}" for url, name in found.items())
+        raise UserError(f"--endpoint: the endpoints serve unlike models ({said}); name endpoints of one target")
+    return Served(next(iter(found.values())), list(found), left_out)
+
+
+def _model_names(url: str, key: str | None) -> list[str]:
+    try:
+        response = httpx2.get(f"{url}/models", headers=_headers(key), timeout=PROBE_SECONDS)
+        _require_answer(response, key)
+        return [model["id"] for model in response.json()["data"]]
+    except (httpx2.TransportError, httpx2.DecodingError) as error:
+        raise NoAnswer(_words(error)) from error
+    except Refused as error:
+        raise Unfit(str(error)) from error
+    except (ValueError, TypeError, LookupError) as error:
+        raise Unfit("/v1/models is not answered as OpenAI does") from error
+
+
+class Endpoint:
+    """One endpoint that serves `model`, asked for up to `concurrency` answers at a time. dead: why it is left out, or None.
+
+    timeout: seconds for one answer. patience: seconds to wait before each further look whether a silent endpoint is back.
+    """
+
+    def __init__(
+        self, url: str, key: str | None, model: str, *, concurrency: int, timeout: float, patience: Sequence[float]
+    ) -> None:
+        self.url, self.key, self.model, self.patience = url, key, model, patience
+        self.dead: str | None = None
+        self.failures = 0  # requests given up since the last answer
+        self._seen = time.monotonic()
+        self._looking = asyncio.Lock()
+        self._client = httpx2.AsyncClient(
+            headers=_headers(key),
+            timeout=httpx2.Timeout(timeout, connect=CONNECT_SECONDS),
+            limits=httpx2.Limits(max_connections=concurrency + 1, max_keepalive_connections=concurrency),
+        )
+
+    async def chat(self, body: dict[str, Any]) -> Answer:
+        """Ask for one answer. Raises Refused, NoAnswer, Unfit."""
+        content = json.dumps(body, ensure_ascii=False).encode()
+        try:
+            response = await self._client.post(
+                f"{self.url}/chat/completions", content=content, headers={"Content-Type": "application/json"}
+            )
+            _require_answer(response, self.key)
+            answer = _answer(response.json())
+        except (httpx2.TransportError, httpx2.DecodingError) as error:
+            raise NoAnswer(_words(error)) from error
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            raise NoAnswer(f"the answer is not of the OpenAI form ({error!r})") from error
+        self._seen = time.monotonic()
+        return answer
+
+    async def comes_back(self, failed: float) -> bool:
+        """Whether it answers again, after a request failed at that monotonic time; one caller looks for all. Raises Unfit
+        where it came back as another."""
+        async with self._looking:
+            if self.dead is not None or self._seen > failed:
+                return self.dead is None
+            for seconds in (0.0, *self.patience):
+                await asyncio.sleep(seconds)
+                try:
+                    names = await asyncio.to_thread(_model_names, self.url, self.key)
+                except NoAnswer:
+                    continue
+                if self.model not in names:
+                    raise Unfit(f"it now serves {', '.join(names) or 'no model'}")
+                self._seen = time.monotonic()
+                return True
+            return False
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+
+def _headers(key: str | None) -> dict[str, str]:
+    return {} if key is None else {"Authorization": f"Bearer {key}"}
+
+
+def _require_answer(response: httpx2.Response, key: str | None) -> None:
+    status = response.status_code
+    if status == 200:
+        return
+    said = f"{status}: {_reason(response, key)}"
+    if status in (408, 425, 429) or status >= 500:
+        raise NoAnswer(said)
+    if status in (401, 403):
+        raise Unfit(f"{said}; give its key with --api-key-file or OPENAI_API_KEY")
+    if status < 400 or status in (404, 405):
+        raise Unfit(said)
+    raise Refused(said)
+
+
+def _reason(response: httpx2.Response, key: str | None) -> str:
+    """What the server says, in one line; some repeat the key."""
+    if response.is_redirect:
+        return f"it redirects to {response.headers['location']}"
+    try:
+        said = response.json()
+        for name in ("error", "message", "detail"):  # vLLM nests the message, SGLang does not, FastAPI says detail
+            if isinstance(said, dict):
+                said = said.get(name, said)
+    except ValueError:
+        said = response.text
+    line = " ".join((said if isinstance(said, str) else json.dumps(said)).split()) or response.reason_phrase
+    return (line if key is None else line.replace(key, "[key]"))[:REASON_CHARACTERS]
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".rstrip(": ")
+
+
+def _answer(said: dict) -> Answer:
+    """Raises TypeError, ValueError, LookupError or AttributeError for what is not of the OpenAI form."""
+    (choice,) = said["choices"]
+    message = choice["message"]
+    calls = [
+        {
+            "id": call["id"],
+            "type": "function",
+            "function": {"name": _text(call["function"]["name"]), "arguments": _arguments(call["function"])},
+        }
+        for call in message.get("tool_calls") or ()
+    ]
+    return Answer(
+        content=_text(message.get("content")),
+        reasoning=_text(message.get("reasoning_content")) or _text(message.get("reasoning")) or None,
+        tool_calls=calls,
+        finish_reason=str(choice["finish_reason"]),
+        tokens=int((said.get("usage") or {}).get("completion_tokens") or 0),
+    )
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str | None):
+        raise TypeError(f"a {type(value).__name__} instead of a text")
+    return value or ""
+
+
+def _arguments(function: dict) -> str:
+    """As a JSON string, as OpenAI has it; some servers give the object, or nothing for a function without parameters."""
+    given = function.get("arguments")
+    if isinstance(given, str):
+        return given
+    return "{}" if given is None else json.dumps(given, ensure_ascii=False)

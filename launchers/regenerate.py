@@ -1,0 +1,174 @@
+"""Ask a running target (an OpenAI-compatible endpoint: SGLang, vLLM) for its own answers to the prompts of a data set."""
+
+import argparse
+import json
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from eagle3.data.conversations import Conversation, iterate_conversations
+from eagle3.data.regeneration.answers import AnswerFile
+from eagle3.data.regeneration.endpoint import endpoint_urls, exposed, find_model
+from eagle3.data.regeneration.regenerate import Progress, regenerate
+from eagle3.data.regeneration.turns import Generation
+from eagle3.errors import UserError, run_command
+from eagle3.training.tracking import Console, duration
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", nargs="+", required=True, metavar="SOURCE", help="as data.train: files, folders, ids")
+    parser.add_argument(
+        "--endpoint", nargs="+", required=True, metavar="URL", help="http://host:port, of one target each"
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FILE.jsonl", help="appended to; a rerun fills it up"
+    )
+    parser.add_argument(
+        "--turns",
+        choices=("all", "last"),
+        default="all",
+        help="all: every answer anew, after the new ones; last: only the last, after the original ones "
+        "(then train with data.supervise=last_turn)",
+    )
+    parser.add_argument("--reasoning", choices=("keep", "drop"), default="keep", help="what the server parsed as such")
+    parser.add_argument("--truncated", choices=("drop", "keep"), default="drop", help="answers cut at --max-tokens")
+    parser.add_argument("--max-tokens", type=int, default=4096, metavar="N", help="of one answer (default 4096)")
+    parser.add_argument("--temperature", type=float, metavar="T", help="default: the server's, from the checkpoint")
+    parser.add_argument("--top-p", type=float, metavar="P", help="default: the server's, from the checkpoint")
+    parser.add_argument("--seed", type=int, metavar="N", help="sent with every request")
+    parser.add_argument(
+        "--template-variables", default="{}", metavar="JSON", help="""such as '{"enable_thinking": false}'"""
+    )
+    parser.add_argument("--model", metavar="NAME", help="default: the one that the endpoint serves")
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first N conversations")
+    parser.add_argument("--concurrency", type=int, default=64, metavar="N", help="requests at a time, of each endpoint")
+    parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="for one answer (default 600)")
+    parser.add_argument(
+        "--api-key-file", type=Path, metavar="FILE", help="default: OPENAI_API_KEY, to https or this machine"
+    )
+    parser.add_argument(
+        "--cache-dir", type=Path, default=Path("~/.cache/eagle3"), help="where downloaded rows are kept"
+    )
+    options = parser.parse_args()
+    require_numbers(options)
+    urls = endpoint_urls(options.endpoint)
+    key = api_key(options.api_key_file, urls)
+    variables = template_variables(options.template_variables)
+    require_apart(options.out, options.data)
+    console = Console(speaks=True)
+    served = find_model(urls, options.model, key)
+    for url, reason in served.left_out.items():
+        console.warn(f"{url} is left out: {reason}")
+    generation = Generation(
+        model=served.model,
+        turns=options.turns,
+        reasoning=options.reasoning,
+        truncated=options.truncated,
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        seed=options.seed,
+        template_variables=variables,
+    )
+    with AnswerFile(options.out, asdict(generation)) as file:
+        downloads = options.cache_dir.expanduser() / "downloads"
+
+        def conversations(report: Callable[[str], None]) -> Iterator[Conversation]:
+            return iterate_conversations(options.data, options.limit, downloads=downloads, report=report)
+
+        # All are read before the first is asked for: a row that is wrong shows now, and how long it will take.
+        total = sum(1 for _ in conversations(console))
+        console(f"{total:,} conversations; {served.model} at {', '.join(served.urls)}")
+        summary = regenerate(
+            conversations(lambda line: None),
+            total,
+            file,
+            served.urls,
+            generation,
+            key=key,
+            concurrency=options.concurrency,
+            timeout=options.timeout,
+            report=console.warn,
+            progress=lambda progress: console(progress_line(progress)),
+        )
+        written = file.summarise({"data": options.data, "settings": asdict(generation), **asdict(summary)})
+    console(str(summary))
+    if not summary.rows:
+        raise UserError(
+            f"{options.out}: has no row, for no conversation gave one; the reasons are above and in {written}"
+        )
+    console(
+        f"{options.out}: train on it with data.train=[{options.out}]{supervise(options.turns)}; counts in {written}"
+    )
+    return 1 if summary.failed else 0
+
+
+def require_numbers(options: argparse.Namespace) -> None:
+    for name, lowest in (("max_tokens", 1), ("limit", 1), ("concurrency", 1), ("timeout", 1e-3), ("temperature", 0)):
+        value = getattr(options, name)
+        if value is not None and (value < lowest or not math.isfinite(value)):
+            raise UserError(f"--{name.replace('_', '-')}: {value} is no value for it; give {lowest:g} or more")
+    if options.top_p is not None and not 0 < options.top_p <= 1:
+        raise UserError(f"--top-p: {options.top_p} is no share; give more than 0 and at most 1")
+
+
+def api_key(path: Path | None, urls: list[str]) -> str | None:
+    """The key, which no message may show. That of the environment may be meant for elsewhere, so it goes to no machine to
+    which it would travel unencrypted."""
+    where = "OPENAI_API_KEY" if path is None else f"--api-key-file: {path}"
+    if path is None:
+        text = os.environ.get("OPENAI_API_KEY", "")
+    else:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(
+                f"{where}: cannot be read ({type(error).__name__}); name a file that holds the key"
+            ) from error
+        if not text.strip():
+            raise UserError(f"{where}: is empty; write the key into it")
+    key = text.strip()
+    if not (key.isascii() and key.isprintable() and " " not in key):
+        raise UserError(f"{where}: does not hold one word of ASCII letters; write the key alone into it")
+    for url in filter(exposed, urls if path is None and key else ()):
+        raise UserError(
+            f"{where}: would go unencrypted to {url}; unset it, or give that server's key with --api-key-file"
+        )
+    return key or None
+
+
+def template_variables(text: str) -> dict[str, Any]:
+    try:
+        variables = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"--template-variables: {text!r} is no JSON ({error.msg}); write a JSON object") from error
+    if not isinstance(variables, dict):
+        raise UserError(f"--template-variables: {text!r} is no JSON object; write names and values")
+    return variables
+
+
+def require_apart(out: Path, sources: list[str]) -> None:
+    """The output must not be read as prompts."""
+    here = out.expanduser().resolve()
+    for source in sources:
+        if Path(source).expanduser().resolve() in (here, here.parent):
+            raise UserError(f"--out: {out} is among the data that is read ({source}); name a file elsewhere")
+
+
+def progress_line(progress: Progress) -> str:
+    rate = progress.new / progress.seconds
+    left = duration((progress.total - progress.done) / rate) if rate else "unknown time"
+    tokens = progress.tokens / progress.seconds
+    return f"{progress.done:,} of {progress.total:,} conversations, {rate:.1f}/s, {tokens:,.0f} tokens/s, {left} left"
+
+
+def supervise(turns: str) -> str:
+    return " data.supervise=last_turn" if turns == "last" else ""
+
+
+if __name__ == "__main__":
+    run_command(main)
