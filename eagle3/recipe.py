@@ -1,5 +1,6 @@
 """The recipe: one YAML file, and the single source of every default, check and help text."""
 
+import datetime
 import difflib
 import os
 import re
@@ -9,12 +10,20 @@ from typing import Annotated, Any, Literal, get_args
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from eagle3.data.presets import preset_source
 from eagle3.errors import SharedUserError
 
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0)]
 Precision = Literal["float32", "bfloat16"]
+# What transformers' apply_chat_template takes by name, and the template's own loop over messages.
+TEMPLATE_ARGUMENTS = (
+    *("messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize"),
+    *("continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+    *("return_assistant_tokens_mask", "tokenizer_kwargs", "strftime_now"),
+    *("bos_token", "eos_token", "pad_token", "unk_token"),
+)
 
 
 class Section(BaseModel):
@@ -33,6 +42,33 @@ class Section(BaseModel):
             ):
                 raise ValueError(f"{name} is {value}: a number or text was expected, not true or false")
         return values
+
+
+# What can be verified of a recipe without the weights of its target, and the weights themselves.
+Claim = Literal["config", "chat_template", "training", "serving", "capture", "weights"]
+
+
+class About(Section):
+    """What is known of a recipe for one model. Nothing is computed from it; README's table is made of it."""
+
+    architecture: str = Field(description="the target's class in transformers")
+    context: Count = Field(description="tokens, the target's max_position_embeddings")
+    rope: str = Field(description="of the draft, in words")
+    tested: str = Field(description="versions of the packages that the claims were tested with")
+    verified: list[Claim] = Field(
+        [],
+        description="config: equals a public copy; chat_template: masks by hand under a public copy; training: a tiny model of "
+        "the class is captured, trained and exported; serving: SGLang has EAGLE3 for the class; capture: SGLang's hidden "
+        "states equal transformers'; weights: the target itself was used",
+    )
+    unverified: dict[Claim, str] = Field({}, description="the rest, each with the reason")
+
+    @model_validator(mode="after")
+    def _every_claim_once(self) -> "About":
+        for claim in get_args(Claim):
+            if self.verified.count(claim) + (claim in self.unverified) != 1:
+                raise ValueError(f"{claim} must stand once, in verified or, with the reason, in unverified")
+        return self
 
 
 class Demo(Section):
@@ -69,7 +105,11 @@ class Draft(Section):
         None, description="rope_type (default, linear, llama3, yarn), rope_theta and that type's own keys"
     )
     rms_norm_eps: Positive | None = None
-    vocab_size: Count = Field(32000, description="tokens of the draft vocabulary: the most frequent supervised ones")
+    vocab_size: Count | None = Field(
+        None,
+        description="tokens of the draft vocabulary: the most frequent supervised ones; default: 32,000, or all of a smaller "
+        "target vocabulary",
+    )
     vocabulary: Path | None = Field(None, description="safetensors file with d2t and t2d to reuse")
     lm_head: Literal["target", "random"] = Field(
         "target", description="where the lm_head begins: the target's rows of the draft vocabulary, or random numbers"
@@ -98,18 +138,49 @@ class Model(Section):
 
 class Data(Section):
     train: Annotated[list[str], Field(min_length=1)] = Field(
-        description="JSON, JSONL or parquet files, dataset ids, `standard_library`, or `demo_answers` (with target: demo)"
+        ["preset:ultrachat"],
+        description="JSON, JSONL or parquet files, presets (`preset:ultrachat`, see docs/data.md), dataset ids, "
+        "`standard_library`, or `demo_answers` (with target: demo)",
     )
     held_out: list[str] | None = Field(None, description="like train; default: held_out_fraction of train")
     held_out_fraction: Fraction = 0.02
     chat_template: Path | None = Field(None, description="Jinja file to use instead of the tokenizer's template")
+    template_variables: dict[str, Any] = Field(
+        {}, description="passed to the chat template, such as {enable_thinking: false}"
+    )
+    supervise: Literal["all_turns", "last_turn"] = Field("all_turns", description="which assistant turns to learn from")
+    reasoning: Literal["keep", "drop"] = Field("keep", description="an assistant's thoughts, where rows have them")
+    today: datetime.date = Field(
+        datetime.date(2026, 1, 1),
+        description="what a chat template that asks for the date is told, so that samples are the same tomorrow",
+    )
+    text: Literal["plain", "rendered"] = Field(
+        "plain", description="what rows of `text` are: plain, or renderings of the chat template whose turns are masked"
+    )
     max_length: Annotated[int, Field(ge=2)] = Field(4096, description="tokens a sample may have")
     too_long: Literal["stop", "drop", "truncate"] = Field("stop", description="what to do with a longer sample")
     unusable: Literal["stop", "drop"] = Field("stop", description="what to do with a sample that cannot be masked")
-    max_samples: Count | None = Field(None, description="use only this many training samples")
+    max_samples: Count | None = Field(None, description="use only this many training samples, and download no more")
+    max_held_out: Count | None = Field(None, description="the same for data.held_out")
     workers: Count | None = Field(None, description="processes that tokenise; default: one a core")
     cache_dir: Path = Field(Path("~/.cache/eagle3"), description="tokenised data and the demo target, by content hash")
     seed: int = Field(0, description="of the order of samples and the held-out split")
+
+    @field_validator("train", "held_out")
+    @classmethod
+    def _known_presets(cls, sources: list[str] | None) -> list[str] | None:
+        for source in sources or []:
+            if source.startswith("preset:"):
+                preset_source(source)
+        return sources
+
+    @field_validator("template_variables")
+    @classmethod
+    def _not_the_programs_own(cls, variables: dict[str, Any]) -> dict[str, Any]:
+        for name in variables:
+            if name in TEMPLATE_ARGUMENTS:
+                raise ValueError(f"{name} is no variable of yours: the rows and this program fill it; leave it out")
+        return variables
 
 
 class HiddenStates(Section):
@@ -269,7 +340,7 @@ class Tracking(Section):
 
 
 class Output(Section):
-    dir: Path = Field(description="the run folder")
+    dir: Path = Field(description="the run folder; default: runs/ and the last part of model.target")
     export_dtype: Precision = "bfloat16"
     export_embedding: bool = Field(False, description="write the target's embedding into the exported draft too")
     check_export: bool = Field(True, description="load the exported draft in SGLang's own class, where it is installed")
@@ -277,7 +348,7 @@ class Output(Section):
 
 class Recipe(Section):
     model: Model
-    data: Data
+    data: Data = Data()
     hidden_states: HiddenStates = HiddenStates()
     target: Target = Target()
     parallelism: Parallelism = Parallelism()
@@ -286,6 +357,16 @@ class Recipe(Section):
     evaluation: Evaluation = Evaluation()
     tracking: Tracking = Tracking()
     output: Output
+    about: About | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _runs_folder(cls, values: Any) -> Any:
+        model, output = (values.get(name) for name in ("model", "output")) if isinstance(values, dict) else (None, None)
+        target = model.get("target") if isinstance(model, dict) else None
+        if isinstance(target, str) and isinstance(output, dict | None) and "dir" not in (output or {}):
+            values = {**values, "output": {**(output or {}), "dir": f"runs/{Path(target).name.lower()}"}}
+        return values
 
 
 def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
@@ -304,12 +385,17 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
     if not isinstance(values, dict):
         raise SharedUserError(f"{path}: holds {type(values).__name__}, not sections; begin with `model:`")
     for override in overrides or []:
-        _apply_override(values, override)
+        apply_override(values, override)
+    return checked_recipe(values, path)
+
+
+def checked_recipe(values: dict, origin: Path | str) -> Recipe:
+    """The values as a recipe. Raises UserError, naming `origin`, for what is none."""
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
         found = error.errors()  # an unknown key first: it may be what is missing, misspelt
-        raise SharedUserError(_explain(path, min(found, key=lambda one: one["type"] != "extra_forbidden"))) from error
+        raise SharedUserError(_explain(origin, min(found, key=lambda one: one["type"] != "extra_forbidden"))) from error
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -317,7 +403,8 @@ def dump_recipe(recipe: Recipe) -> str:
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
 
 
-def _apply_override(values: dict, override: str) -> None:
+def apply_override(values: dict, override: str) -> None:
+    """Put `section.key=value` into a recipe's values. Raises UserError for what is no such thing."""
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise SharedUserError(f"command line: {override!r} is not an override; write section.key=value")
@@ -343,13 +430,14 @@ def _keys(section: type[BaseModel], prefix: str = "") -> list[str]:
     return keys
 
 
-def _explain(path: Path, error: dict) -> str:
+def _explain(path: Path | str, error: dict) -> str:
     key = ".".join(str(part) for part in error["loc"])
     value = error["input"]
     if error["type"] == "extra_forbidden":
         near = difflib.get_close_matches(key, _keys(Recipe), n=1, cutoff=0.0)
         return f"{path}: {key}: unknown key (value {value!r}); did you mean {near[0]}?"
     if error["type"] == "missing":
-        return f"{path}: {key}: missing; add it, see recipes/quickstart.yaml"
+        example = "qwen3-8b" if key.startswith("about") else "quickstart"
+        return f"{path}: {key}: missing; add it, see recipes/{example}.yaml"
     shown = "" if isinstance(value, dict) else f" (value {value!r})"
     return f"{path}: {key}{shown}: {error['msg'].removeprefix('Value error, ')}; mend the recipe or the override"

@@ -24,6 +24,7 @@ from eagle3.training.assemble import (
     Materials,
     capture_record,
     config_of,
+    draft_config,
     gather_materials,
     pick_vocabulary,
     provenance,
@@ -78,6 +79,9 @@ def main() -> int:
     materials = gather_materials(recipe, topology.device, console)
     config = config_of(recipe, materials)
     vocabulary = pick_vocabulary(recipe, materials, config.vocab_size, console)
+    draft_config(recipe, materials, vocabulary).check_context(
+        int(materials.train.lengths.max())
+    )  # as training will ask
     if options.print_server:
         line = agreed(lambda: server_line(recipe, materials, vocabulary))
         if topology.is_first:

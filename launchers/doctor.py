@@ -109,15 +109,13 @@ def checkpoint_of(recipe: Recipe) -> int | None:
     import torch
 
     from eagle3.preflight.places import checkpoint_bytes
-    from eagle3.target.checkpoint import target_config
-    from eagle3.training.assemble import shape_draft
+    from eagle3.training.assemble import drafted_tokens, shape_draft
+    from eagle3.training.plans import config_to_plan
 
-    model = recipe.model
-    if model.target == "demo":
-        return None
     try:
-        target = target_config(model.target, revision=model.revision, trust_remote_code=model.trust_remote_code)
-        draft = shape_draft(recipe, target, target.vocab_size, min(model.draft.vocab_size, target.vocab_size))
+        target = config_to_plan(recipe)
+        drafted = drafted_tokens(recipe.model.draft, target.vocab_size)
+        draft = shape_draft(recipe, target, target.vocab_size, drafted)
     except UserError:
         return None  # training says it in full
     return checkpoint_bytes(draft, recipe.parallelism.tensor, getattr(torch, recipe.training.dtype).itemsize)

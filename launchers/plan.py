@@ -8,20 +8,14 @@ import dataclasses
 import json
 from pathlib import Path
 
-import torch
-from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-from transformers import LlamaConfig, PretrainedConfig
-
 from eagle3.costs import Machine, sent_bytes, step_flops, step_seconds
 from eagle3.data.capture import token_bytes
 from eagle3.errors import SharedUserError, run_command
 from eagle3.fitting import MOST_TOKENS, RESERVED, Stream, best_layout, longest_context, variants
-from eagle3.objective.model import MemoryPlan
 from eagle3.planner import Planned, Sizes, host_bytes, rank_bytes
 from eagle3.recipe import Recipe, load_recipe
-from eagle3.target.checkpoint import target_config
-from eagle3.training.assemble import shape_draft, store_encoding
-from eagle3.training.engine import deepspeed_config
+from eagle3.training.assemble import store_encoding
+from eagle3.training.plans import config_to_plan, planned_step, recipe_stream
 
 ROOT = Path(__file__).parent.parent
 
@@ -41,7 +35,8 @@ def main() -> int:
     options = parser.parse_intermixed_args()
     check(options)
     recipe = load_recipe(options.recipe, options.overrides)
-    wanted = planned_step(recipe, options.gpus, options.deepspeed, packed=options.context is None)
+    target = config_to_plan(recipe)
+    wanted = planned_step(recipe, target, options.gpus, options.deepspeed, packed=options.context is None)
     report = plan(recipe, wanted, options.gpu_memory * 1e9, options.context, options.supervised)
     print(json.dumps(report, indent=1) if options.json else written(report))
     return 0 if report["fits"] else 1
@@ -102,72 +97,6 @@ def plan(recipe: Recipe, wanted: Planned, memory: float, context: int | None, su
 
 SHAPE = ("hidden_size", "target_hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 SHAPE += ("head_dim", "vocab_size", "draft_vocab_size")
-
-
-def planned_step(recipe: Recipe, gpus: int, deepspeed_file: Path, packed: bool) -> Planned:
-    """packed: plan the streams that the recipe's batch makes, so that the batch has to be one that can be dealt."""
-    parallel, memory = recipe.parallelism, recipe.memory
-    target = demo_config(recipe) if recipe.model.target == "demo" else read_target(recipe)
-    draft = shape_draft(recipe, target, target.vocab_size, min(recipe.model.draft.vocab_size, target.vocab_size))
-    draft.check_parallel(parallel.tensor, parallel.ulysses)
-    together = parallel.tensor * parallel.ulysses * parallel.ring
-    if gpus % together:
-        raise SharedUserError(
-            f"--gpus {gpus}: parallelism tensor {parallel.tensor} x ulysses {parallel.ulysses} x ring {parallel.ring} "
-            f"takes {together} or a multiple of it; change one of them"
-        )
-    data = gpus // together
-    training = recipe.training
-    if not packed:
-        training = training.model_copy(update={"global_batch_size": data * training.accumulation})
-    zero = deepspeed_config(deepspeed_file, training, data)["zero_optimization"]
-    bucket = DeepSpeedZeroConfig(**zero).reduce_bucket_size * (2 if zero.get("overlap_comm") else 1)
-    logit_bytes = None
-    if recipe.target.teacher == "logits":
-        # as they are written down; a target in these processes hands over its own number format, 4 bytes at most
-        written_down = recipe.hidden_states.mode == "stored" or recipe.target.backend == "sglang"
-        logit_bytes = getattr(torch, recipe.hidden_states.dtype).itemsize if written_down else 4
-    return Planned(
-        draft,
-        recipe.training.ttt_steps,
-        getattr(torch, recipe.training.dtype),
-        Sizes(parallel.tensor, parallel.ulysses, parallel.ring, data),
-        parallel.ring_mode,
-        MemoryPlan(memory.recompute, memory.block_mib * 2**20),
-        memory.inputs,
-        bucket=bucket,
-        zero_stage=zero["stage"],
-        logit_bytes=logit_bytes,
-    )
-
-
-def read_target(recipe: Recipe) -> PretrainedConfig:
-    model = recipe.model
-    return target_config(model.target, revision=model.revision, trust_remote_code=model.trust_remote_code)
-
-
-def demo_config(recipe: Recipe) -> PretrainedConfig:
-    """Of the target that the quickstart will train."""
-    demo = recipe.model.demo
-    return LlamaConfig(
-        vocab_size=demo.vocab_size,
-        hidden_size=demo.hidden_size,
-        intermediate_size=demo.intermediate_size,
-        num_hidden_layers=demo.layers,
-        num_attention_heads=demo.heads,
-        num_key_value_heads=demo.key_value_heads,
-        max_position_embeddings=demo.context,
-    )
-
-
-def recipe_stream(recipe: Recipe, data_ranks: int, supervised: float) -> Stream | None:
-    """The longest stream that the recipe can pack: all samples at data.max_length. None where the batch cannot be dealt
-    to so many data ranks."""
-    training = recipe.training
-    documents, left = divmod(training.global_batch_size, data_ranks * training.accumulation)
-    if left:
-        return None
-    return Stream(documents * recipe.data.max_length, documents, supervised)
 
 
 def described(planned: Planned) -> dict:

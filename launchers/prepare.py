@@ -11,7 +11,7 @@ from eagle3.data.vocabulary import choose_vocabulary
 from eagle3.errors import run_command
 from eagle3.recipe import load_recipe
 from eagle3.target.checkpoint import target_config
-from eagle3.training.assemble import gather_materials
+from eagle3.training.assemble import drafted_tokens, gather_materials
 from eagle3.training.tracking import Console
 
 ROOT = Path(__file__).parent.parent
@@ -29,7 +29,8 @@ def main() -> None:
     console(f"{len(materials.train)} training samples, {len(materials.held_out)} held out")
     model = recipe.model
     config = target_config(materials.target, revision=model.revision, trust_remote_code=model.trust_remote_code)
-    vocabulary, share = choose_vocabulary(materials.train, config.vocab_size, model.draft.vocab_size)
+    drafted = drafted_tokens(model.draft, config.vocab_size)
+    vocabulary, share = choose_vocabulary(materials.train, config.vocab_size, drafted)
     console(f"a draft vocabulary of {vocabulary.size} covers {share:.2%} of the supervised tokens")
     for index in range(min(options.preview, len(materials.train))):
         sample = materials.train[index]

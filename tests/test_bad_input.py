@@ -105,7 +105,6 @@ def test_a_mistake_in_a_key_or_value_names_it(recipe, override, said):
         (b"\xff\xfe\x00model", "not valid YAML"),
         (b"- model\n- data\n", "holds list, not sections; begin with `model:`"),
         (b"", "model: missing; add it, see recipes/quickstart.yaml"),
-        (b"model: {target: x}\ndata: {train: [x]}\n", "output: missing; add it"),
         (b"model:\ndata: {train: [x]}\noutput: {dir: x}\n", "model"),
         (b"model: {target: x}\ndata: {train: [x]}\noutptu: {dir: x}\n", "did you mean output?"),
         (b"model: {target: x}\ndata: {train: [x]}\noutput: {dir: x}\n1: 2\n", "1"),
@@ -298,6 +297,12 @@ def test_a_draft_that_cannot_be_built_is_refused(recipe, topology, override, sai
 
 
 # DeepSpeed ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_sample_longer_than_the_draft_reaches_is_refused(recipe, topology):
+    short = ["model.draft.max_position_embeddings=16"]
+    with pytest.raises(UserError, match=r"data.max_length: a sample has \d+ tokens.*reaches 16.*rope_parameters"):
+        train(load_recipe(recipe, short), ZERO2, topology)
 
 
 def test_a_global_batch_that_cannot_be_dealt_out_offers_two_that_can(recipe, topology):

@@ -9,7 +9,7 @@ import pytest
 from tiny_run import ROOT, make_target, write_recipe
 from transformers import AutoConfig, AutoTokenizer
 
-from eagle3.draft.config import DraftConfig
+from eagle3.draft.derivation import derive_draft
 from eagle3.errors import UserError
 from eagle3.evaluation.export_check import NotInstalled, check_export
 from eagle3.evaluation.judge import Judgement
@@ -136,7 +136,7 @@ def test_what_people_read_names_engine_and_speed():
 
 
 def test_a_draft_of_another_target_is_refused(tmp_path, target):
-    config = DraftConfig.from_target(AutoConfig.from_pretrained(target), draft_vocab_size=64, aux_layers=(1, 2, 3))
+    config = derive_draft(AutoConfig.from_pretrained(target), draft_vocab_size=64, aux_layers=(1, 2, 3))
     check_belongs(config, tmp_path, config.vocab_size, 32)
     with pytest.raises(UserError, match=f"vocabulary {config.vocab_size} and hidden size 32, this one has .* and 64"):
         check_belongs(config, tmp_path, config.vocab_size, 64)

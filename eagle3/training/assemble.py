@@ -18,8 +18,10 @@ from eagle3.data.samples import SampleSet
 from eagle3.data.standard_library import standard_library_text
 from eagle3.data.store.folder import Provenance
 from eagle3.data.store.shard import Encoding
+from eagle3.data.template import Choices
 from eagle3.data.vocabulary import DraftVocabulary, choose_vocabulary, coverage, load_vocabulary
 from eagle3.draft.config import DraftConfig, read_draft_config
+from eagle3.draft.derivation import derive_draft
 from eagle3.draft.interchange import load_weights, read_exported, shard
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import SharedUserError, UserError
@@ -31,6 +33,7 @@ from eagle3.target.interface import TargetHead, check_aux_layers, default_aux_la
 from eagle3.target.transformers import TransformersTarget, load_target
 
 Say = Callable[[str], None]
+DRAFTED_TOKENS = 32_000  # as EAGLE3's own drafts have
 
 
 @dataclass(frozen=True)
@@ -65,12 +68,9 @@ def _gather(recipe: Recipe, device: torch.device, say: Say) -> Materials:
         raise UserError(f"recipe: data names demo_answers, but model.target is {target!r}; name conversations of yours")
     tokenizer = load_tokenizer(target, revision=model.revision, trust_remote_code=model.trust_remote_code)
     template = _read_template(data.chat_template)
-    most = target_config(target, revision=model.revision, trust_remote_code=model.trust_remote_code).vocab_size
-    if model.draft.vocab_size > most and model.draft.vocabulary is None and model.draft.init_from is None:
-        raise UserError(
-            f"model.draft.vocab_size: {model.draft.vocab_size} draft tokens of a target vocabulary of {most}; set it "
-            f"between 1 and {most}"
-        )
+    if model.draft.vocabulary is None and model.draft.init_from is None:
+        config = target_config(target, revision=model.revision, trust_remote_code=model.trust_remote_code)
+        drafted_tokens(model.draft, config.vocab_size)  # a size that cannot be is said before data are read
 
     def prepare(sources: list[str], most: int | None) -> Prepared:
         return prepare_samples(
@@ -84,17 +84,24 @@ def _gather(recipe: Recipe, device: torch.device, say: Say) -> Materials:
             workers=data.workers,
             cache_dir=data.cache_dir,
             report=say,
+            choices=choices_of(recipe),
         )
 
     prepared = prepare(data.train, data.max_samples)
     say(f"training data: {prepared.summary}")
     if data.held_out:
-        kept = prepare(data.held_out, None)
+        kept = prepare(data.held_out, data.max_held_out)
         say(f"held-out data: {kept.summary}")
         train, held_out = prepared.samples, kept.samples
     else:
         train, held_out = prepared.samples.split_held_out(data.held_out_fraction, data.seed)
     return Materials(target, tokenizer, template, train, held_out)
+
+
+def choices_of(recipe: Recipe) -> Choices:
+    """What of the recipe's conversations is rendered and supervised."""
+    data = recipe.data
+    return Choices(data.supervise, data.reasoning, data.text, data.template_variables, data.today)
 
 
 def _demo(recipe: Recipe, device: torch.device, say: Say) -> Path:
@@ -217,7 +224,7 @@ def pick_vocabulary(recipe: Recipe, materials: Materials, target_vocab_size: int
             )
         chosen, origin = DraftVocabulary(d2t=exported.d2t, t2d=exported.t2d), str(draft.init_from)
     else:
-        chosen, _ = choose_vocabulary(materials.train, target_vocab_size, draft.vocab_size)
+        chosen, _ = choose_vocabulary(materials.train, target_vocab_size, drafted_tokens(draft, target_vocab_size))
         origin = "most frequent"
     share = coverage(materials.train, chosen)
     say(f"draft vocabulary: {chosen.size} of {target_vocab_size} tokens ({origin}), {share:.2%} of supervised tokens")
@@ -260,6 +267,18 @@ def build_draft(
     return draft
 
 
+def drafted_tokens(draft: Draft, target_vocab_size: int) -> int:
+    """The size of a draft vocabulary that is chosen. Raises UserError for one larger than the target's."""
+    if draft.vocab_size is None:
+        return min(DRAFTED_TOKENS, target_vocab_size)
+    if draft.vocab_size > target_vocab_size:
+        raise SharedUserError(
+            f"model.draft.vocab_size: {draft.vocab_size} draft tokens of a target vocabulary of {target_vocab_size}; set it "
+            f"between 1 and {target_vocab_size}"
+        )
+    return draft.vocab_size
+
+
 def draft_config(recipe: Recipe, materials: Materials, vocabulary: DraftVocabulary) -> DraftConfig:
     """The shape of this run's draft."""
     return shape_draft(recipe, config_of(recipe, materials), len(vocabulary.t2d), vocabulary.size)
@@ -276,7 +295,7 @@ def shape_draft(recipe: Recipe, target: PretrainedConfig, vocab_size: int, draft
     if wanted.config is not None:
         given = read_draft_config(wanted.config)
         changes = {name: getattr(given, name) if value is None else value for name, value in changes.items()}
-    return DraftConfig.from_target(
+    return derive_draft(
         target,
         draft_vocab_size=draft_vocab_size,
         aux_layers=_aux_layers_of(recipe, target),

@@ -18,7 +18,7 @@ from eagle3.recipe import Recipe
 from eagle3.target.sglang.server import EngineOptions
 from eagle3.target.sglang.version import CONTEXT_RESERVE, require_captured
 from eagle3.target.transformers import TransformersTarget
-from eagle3.training.assemble import Materials, aux_layers, config_of, start_target
+from eagle3.training.assemble import Materials, aux_layers, choices_of, config_of, start_target
 from eagle3.training.serving import engine_options
 
 Say = Callable[[str], None]
@@ -101,4 +101,4 @@ def _prompts_to_judge(recipe: Recipe, materials: Materials, file: Path | None, r
     longest = config_of(recipe, materials).max_position_embeddings - room
     if file is None:
         return choose_prompts(materials.held_out, recipe.evaluation.conversations, longest)
-    return read_prompts(file, materials.tokenizer, materials.chat_template, longest)
+    return read_prompts(file, materials.tokenizer, materials.chat_template, longest, choices_of(recipe))

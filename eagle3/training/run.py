@@ -86,6 +86,7 @@ def _train(
     sizes = recipe.parallelism
     shape = draft_config(recipe, materials, vocabulary)
     shape.check_parallel(sizes.tensor, sizes.ulysses)
+    shape.check_context(int(materials.train.lengths.max()))
     itemsize = getattr(torch, recipe.training.dtype).itemsize
     require_room(folder.path, checkpoint_bytes(shape, sizes.tensor, itemsize))
     with hidden_state_supply(recipe, materials, vocabulary, topology, console) as supply:

@@ -13,7 +13,8 @@ from eagle3.errors import UserError
 from eagle3.recipe import Recipe, dump_recipe
 
 # What may differ when a run is resumed: it changes what is reported or kept, or who computes what, not what is computed.
-FREE_ON_RESUME = ("tracking", "output", "evaluation.conversations", "evaluation.draft_tokens", "evaluation.new_tokens")
+FREE_ON_RESUME = ("about", "tracking", "output")
+FREE_ON_RESUME += ("evaluation.conversations", "evaluation.draft_tokens", "evaluation.new_tokens")
 FREE_ON_RESUME += ("training.profile", "training.keep_checkpoints", "data.workers", "data.cache_dir")
 FREE_ON_RESUME += ("parallelism", "memory", "training.accumulation", "training.hang_minutes", "training.most_skipped")
 FREE_ON_RESUME += ("target.servers", "target.spool", "target.spool_gib", "target.in_flight", "training.skip_above_norm")

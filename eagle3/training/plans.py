@@ -1,0 +1,79 @@
+"""What the planner plans, from a recipe: its draft, layout, memory choices and streams."""
+
+from pathlib import Path
+
+import torch
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from transformers import LlamaConfig, PretrainedConfig
+
+from eagle3.errors import SharedUserError
+from eagle3.fitting import Stream
+from eagle3.objective.model import MemoryPlan
+from eagle3.planner import Planned, Sizes
+from eagle3.recipe import Recipe
+from eagle3.target.checkpoint import target_config
+from eagle3.training.assemble import drafted_tokens, shape_draft
+from eagle3.training.engine import deepspeed_config
+
+
+def planned_step(recipe: Recipe, target: PretrainedConfig, gpus: int, deepspeed_file: Path, packed: bool) -> Planned:
+    """One micro-batch on `gpus`. target: the config of its language part. packed: plan the streams that the recipe's batch
+    makes, so that the batch has to be one that can be dealt. Raises UserError for a layout that cannot be."""
+    parallel, memory = recipe.parallelism, recipe.memory
+    draft = shape_draft(recipe, target, target.vocab_size, drafted_tokens(recipe.model.draft, target.vocab_size))
+    draft.check_parallel(parallel.tensor, parallel.ulysses)
+    together = parallel.tensor * parallel.ulysses * parallel.ring
+    if gpus % together:
+        raise SharedUserError(
+            f"--gpus {gpus}: parallelism tensor {parallel.tensor} x ulysses {parallel.ulysses} x ring {parallel.ring} "
+            f"takes {together} or a multiple of it; change one of them"
+        )
+    data = gpus // together
+    training = recipe.training
+    if not packed:
+        training = training.model_copy(update={"global_batch_size": data * training.accumulation})
+    zero = deepspeed_config(deepspeed_file, training, data)["zero_optimization"]
+    bucket = DeepSpeedZeroConfig(**zero).reduce_bucket_size * (2 if zero.get("overlap_comm") else 1)
+    logit_bytes = None
+    if recipe.target.teacher == "logits":
+        # as they are written down; a target in these processes hands over its own number format, 4 bytes at most
+        written_down = recipe.hidden_states.mode == "stored" or recipe.target.backend == "sglang"
+        logit_bytes = getattr(torch, recipe.hidden_states.dtype).itemsize if written_down else 4
+    return Planned(
+        draft,
+        recipe.training.ttt_steps,
+        getattr(torch, recipe.training.dtype),
+        Sizes(parallel.tensor, parallel.ulysses, parallel.ring, data),
+        parallel.ring_mode,
+        MemoryPlan(memory.recompute, memory.block_mib * 2**20),
+        memory.inputs,
+        bucket=bucket,
+        zero_stage=zero["stage"],
+        logit_bytes=logit_bytes,
+    )
+
+
+def config_to_plan(recipe: Recipe) -> PretrainedConfig:
+    """Of the recipe's target, its language part; for `demo`, of the target that the quickstart will train."""
+    model, demo = recipe.model, recipe.model.demo
+    if model.target != "demo":
+        return target_config(model.target, revision=model.revision, trust_remote_code=model.trust_remote_code)
+    return LlamaConfig(
+        vocab_size=demo.vocab_size,
+        hidden_size=demo.hidden_size,
+        intermediate_size=demo.intermediate_size,
+        num_hidden_layers=demo.layers,
+        num_attention_heads=demo.heads,
+        num_key_value_heads=demo.key_value_heads,
+        max_position_embeddings=demo.context,
+    )
+
+
+def recipe_stream(recipe: Recipe, data_ranks: int, supervised: float) -> Stream | None:
+    """The longest stream that the recipe can pack: all samples at data.max_length. None where the batch cannot be dealt
+    to so many data ranks."""
+    training = recipe.training
+    documents, left = divmod(training.global_batch_size, data_ranks * training.accumulation)
+    if left:
+        return None
+    return Stream(documents * recipe.data.max_length, documents, supervised)

@@ -1,0 +1,105 @@
+"""Write a recipe for a target from its config alone: draft, layouts, disk. No weight is read, no GPU is needed."""
+
+import argparse
+from pathlib import Path
+
+from eagle3.errors import UserError, run_command
+from eagle3.recipe import Recipe, load_recipe
+
+ROOT = Path(__file__).parent.parent
+TABLE = ("<!-- recipes: begin -->", "<!-- recipes: end -->")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--target", help="hub id, or a folder with a config.json")
+    parser.add_argument("--id", help="hub id to write as model.target in place of the folder that is read")
+    parser.add_argument("--revision", help="of the hub id")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with its config")
+    parser.add_argument("--out", type=Path, help="the YAML to write (default: recipes/ and the target's name)")
+    parser.add_argument("--deepspeed", type=Path, default=ROOT / "ds_configs" / "zero2.json", help="the DeepSpeed file")
+    parser.add_argument("--refresh", type=Path, metavar="RECIPE", help="write a recipe's closing comment again")
+    parser.add_argument("--table", type=Path, metavar="README", help="write the table of all recipes again")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="keys to write into a new recipe")
+    options = parser.parse_intermixed_args()
+    if sum(map(bool, (options.out or (options.target and not options.refresh), options.refresh, options.table))) != 1:
+        raise UserError(
+            "new_recipe.py: name --target for a new recipe, --refresh with a recipe, or --table with a README"
+        )
+    if options.table:
+        write_table(options.table)
+    elif options.refresh:
+        refresh(options)
+    else:
+        write_new(options)
+
+
+def write_new(options: argparse.Namespace) -> None:
+    # Imported only now: they take seconds, and a mistake on the command line should be told at once.
+    from eagle3.target.facts import read_facts
+    from eagle3.training.recipe_text import new_recipe_text
+
+    if not options.target:
+        raise UserError("--out: names the recipe to write; name its target with --target")
+    target = options.id or options.target
+    out = options.out or ROOT / "recipes" / f"{Path(target).name.lower()}.yaml"
+    if out.exists():
+        raise UserError(f"{out}: is there already; name another file with --out, or --refresh it")
+    if not out.parent.is_dir():
+        raise UserError(f"{out}: no such folder as {out.parent}; make it, or name another file with --out")
+    facts = read_facts(options.target, options.revision, options.trust_remote_code)
+    model = {"revision": options.revision} if options.revision else {}
+    model |= {"trust_remote_code": True} if options.trust_remote_code else {}
+    text = new_recipe_text(target, facts, options.deepspeed, model, options.overrides)
+    out.write_text(text, encoding="utf-8")
+    load_recipe(out)  # what was written is what a user would write
+    print(f"{out}: {facts.architecture}, {facts.parameters / 1e9:,.1f}B parameters")
+    if facts.assumed:
+        said = ", ".join(f"{name} {value:,}" for name, value in facts.assumed.items())
+        print(f"config.json does not give {said}: these are the defaults of transformers' class; check them")
+    if facts.quantised_head:
+        print(
+            "its lm_head is quantised: the recipe takes the target's own logits for a teacher (target.teacher: logits)"
+        )
+    if not facts.served:
+        print(
+            "SGLang, as this project knows it, serves no EAGLE3 draft for this architecture: capture runs by transformers"
+        )
+    print(f"next: python launchers/prepare.py --recipe {out} --preview 2")
+
+
+def refresh(options: argparse.Namespace) -> None:
+    from eagle3.target.facts import read_facts
+    from eagle3.training.recipe_text import refreshed
+
+    recipe = load_recipe(options.refresh)
+    model = recipe.model
+    source = options.target or model.target
+    facts = read_facts(source, options.revision or model.revision, options.trust_remote_code or model.trust_remote_code)
+    text = options.refresh.read_text(encoding="utf-8")
+    text = refreshed(text, recipe, facts, options.deepspeed, str(options.refresh))
+    options.refresh.write_text(text, encoding="utf-8")
+    print(f"{options.refresh}: written again")
+
+
+def write_table(readme: Path) -> None:
+    from eagle3.training.recipe_text import recipes_table
+
+    if not readme.is_file():
+        raise UserError(f"{readme}: no such file; name the README")
+    text = readme.read_text(encoding="utf-8")
+    begin, end = (text.find(mark) for mark in TABLE)
+    if begin < 0 or end < begin:
+        raise UserError(f"{readme}: has no lines {TABLE[0]} and {TABLE[1]} to write between; add them")
+    table = recipes_table(all_recipes())
+    readme.write_text(f"{text[: begin + len(TABLE[0])]}\n{table}\n{text[end:]}", encoding="utf-8")
+    print(f"{readme}: table written again")
+
+
+def all_recipes() -> dict[str, Recipe]:
+    """By file name."""
+    return {path.name: load_recipe(path) for path in sorted((ROOT / "recipes").glob("*.yaml"))}
+
+
+if __name__ == "__main__":
+    run_command(main)
