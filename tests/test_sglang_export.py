@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from sglang_cpu.environment import sglang_environment
+from test_rope import ROPES
 from tiny_run import ROOT, make_target, write_recipe
 from torch import Tensor
 
@@ -107,6 +108,13 @@ def said(topology, tmp_path_factory) -> dict[str, tuple[int, str]]:
         export(work / "eagle31", topology, fc_norm=True, norm_output=True),
         *(spoilt(whole, name, change) for name, (change, _) in SPOILT.items()),
     ]
+    folders += [export(work / f"rope {name}", topology, rope_parameters=rope) for name, rope in ROPES.items()]
+    unknown = shutil.copytree(work / "rope yarn with attention_factor", work / "rope of one reader")
+    values = json.loads((unknown / "config.json").read_text())
+    for rope in (values["rope_parameters"], values["rope_scaling"]):
+        del rope["attn_factor"]  # SGLang knows no attention_factor
+    (unknown / "config.json").write_text(json.dumps(values))
+    folders.append(unknown)
     other = shutil.copytree(whole, work / "other_class")
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"]}))
@@ -130,6 +138,18 @@ def test_what_eagle31_adds_is_taken_too(said):
 def test_a_spoilt_tensor_is_named(said, name):
     code, line = said[name]
     assert code == 2 and SPOILT[name][1] in line and "; export the draft again" in line
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_sglang_rotates_as_training_does(said, name):
+    assert said[f"rope {name}"][0] == 0, said[f"rope {name}"][1]
+
+
+def test_a_rope_that_sglang_reads_otherwise_is_refused(said):
+    code, line = said["rope of one reader"]
+    assert (
+        code == 2 and "SGLang rotates by other angles than training" in line and "model.draft.rope_parameters" in line
+    )
 
 
 def test_a_config_of_another_class_is_refused(said):

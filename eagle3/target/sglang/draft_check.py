@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig
 
+from eagle3.draft.config import DraftConfig, read_draft_config
+from eagle3.draft.rope import RotaryEmbedding
 from eagle3.errors import UserError, run_command
 from eagle3.target.sglang.version import DRAFT_CLASS, require_supported
 
@@ -43,6 +45,7 @@ def check_draft(folder: Path) -> str:
     if unfilled:
         raise UserError(f"{folder}: nothing, or a part only, was loaded into SGLang's {unfilled[0]}; {REMEDY}")
     _check_vocabulary(folder, model, tensors)
+    _check_rotation(folder, model)
     extensions = [name for name in ("fc_norm", "norm_output") if getattr(model.config, name, False)]
     newer = f" (EAGLE3.1: {', '.join(extensions)})" if extensions else ""
     embedding = "of the export" if EMBEDDING in tensors else "of the target"
@@ -119,6 +122,30 @@ def _check_vocabulary(folder: Path, model: nn.Module, tensors: dict[str, torch.T
         )
     if not torch.equal(t2d.nonzero().flatten(), d2t + torch.arange(len(d2t))):
         raise UserError(f"{folder}: t2d does not mark the tokens that d2t names; {REMEDY}")
+
+
+def _check_rotation(folder: Path, model: nn.Module) -> None:
+    """A scaling of rope that only training or only SGLang knows turns long contexts to noise without a word."""
+    config = read_draft_config(folder / "config.json")
+    apart = rotation_apart(config, model.model.layers[0].self_attn.rotary_emb.cos_sin_cache)
+    if apart is not None:
+        raise UserError(
+            f"{folder}: SGLang rotates by other angles than training did, from position {apart} on, with rope_parameters "
+            f"{config.rope_parameters}; train with a rope of model.draft.rope_parameters that SGLang knows"
+        )
+
+
+def rotation_apart(config: DraftConfig, table: torch.Tensor) -> int | None:
+    """The first position (of some 2,048) at which SGLang's table [positions, cos then sin] and the rotation that training uses
+    are more than 4 units of fp32 rounding of an angle apart; None where there is none."""
+    positions = torch.arange(0, len(table), max(len(table) // 2048, 1))
+    trained = RotaryEmbedding(config).at(positions, torch.float32)
+    expected = torch.cat((trained.cos, trained.sin), -1)[:, 0]
+    if expected.shape[1] != table.shape[1]:
+        return 0
+    allowed = 4 * torch.finfo(torch.float32).eps * (1 + positions[:, None]) * expected.abs().max()
+    apart = ((table[positions].float() - expected).abs() > allowed).any(1)
+    return int(positions[apart][0]) if apart.any() else None
 
 
 if __name__ == "__main__":

@@ -15,6 +15,18 @@ from eagle3.target.interface import LogitTransform
 
 # Proven by tests/test_sglang_*.py; a later release may rename what this file names.
 SUPPORTED = SpecifierSet(">=0.5.23,<0.5.24")
+# Of targets that people serve: the architectures whose class takes an EAGLE3 draft (has set_eagle3_layers_to_capture).
+EAGLE3_TARGETS = frozenset(
+    ("ApertusForCausalLM", "BailingMoeForCausalLM", "BailingMoeV2ForCausalLM", "DeepseekV2ForCausalLM")
+    + ("DeepseekV32ForCausalLM", "DeepseekV3ForCausalLM", "ExaoneMoEForCausalLM", "Gemma3ForCausalLM")
+    + ("Gemma3ForConditionalGeneration", "Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "Glm4MoeForCausalLM")
+    + ("Glm4MoeLiteForCausalLM", "GlmMoeDsaForCausalLM", "GptOssForCausalLM", "InternLM3ForCausalLM")
+    + ("KimiK25ForConditionalGeneration", "Llama4ForCausalLM", "Llama4ForConditionalGeneration", "LlamaForCausalLM")
+    + ("LongcatFlashForCausalLM", "MiniMaxM2ForCausalLM", "Ministral3ForCausalLM", "MistralForCausalLM")
+    + ("MistralLarge3ForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM", "Qwen2MoeForCausalLM")
+    + ("Qwen2_5_VLForConditionalGeneration", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM")
+    + ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration")
+)
 HOOK = "eagle3-capture"
 # Settings under which rows would be lost or be another rank's, and what they must be.
 REQUIRED_SETTINGS: dict[str, Any] = {

@@ -100,10 +100,12 @@ def extend_attention_cpu(
 ) -> None:
     """Several queries a request: the new keys and values stand in the cache already; fill `output`.
 
-    With `tree_mask` (bool, the requests' [queries, queries] masks one after the other) a query sees all keys before the
+    A cache of latent attention (MLA) holds neither: requests without a prefix bring their keys and values expanded, one for each
+    head, and attend to those. With `tree_mask` (bool, the requests' [queries, queries] masks one after the other) a query sees all keys before the
     new ones, and of the new ones those of its mask.
     """
     assert k_scale == v_scale == 1 and not is_cross_attention
+    expanded = key is not None and key.shape[1:] != k_cache.shape[1:]
     masks_read = 0
     for request, length, count, start in zip(
         req_pool_indices.tolist(),
@@ -120,7 +122,9 @@ def extend_attention_cpu(
             visible[:, length - count :] = tree_mask[masks_read : masks_read + count * count].view(count, count)
             masks_read += count * count
         here = slice(start, start + count)
-        output[here] = attend(query[here], k_cache[slots], v_cache[slots], visible, scale, logit_cap, sinks)
+        assert not expanded or length == count, "expanded keys behind a latent prefix"
+        keys, values = (key[here], value[here]) if expanded else (k_cache[slots], v_cache[slots])
+        output[here] = attend(query[here], keys, values, visible, scale, logit_cap, sinks)
 
 
 def build_draft_decode_metadata_cpu(

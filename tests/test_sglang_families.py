@@ -1,0 +1,91 @@
+"""What SGLang makes of the families: its draft class of the drafts that their recipes export, and which targets take drafts."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from family_run import run_recipe
+from family_targets import FAMILIES, VOCABULARY, architecture, make_family_target, recipes, with_class
+from sglang_case import capturing_server, hook_of, largest_errors, target_behind
+from sglang_cpu.environment import sglang_environment
+from test_sglang_capture import ALLOWED
+from tiny_run import ROOT
+
+from eagle3.recipe import load_recipe
+from eagle3.target.checkpoint import target_config
+from eagle3.target.sglang.version import EAGLE3_TARGETS
+from eagle3.target.transformers import load_target
+from eagle3.training.assemble import shape_draft
+
+pytestmark = pytest.mark.sglang
+
+# Prints of each architecture in SGLang's registry whether its class can hand over hidden states of layers.
+CAPTURING = """
+import json
+from sglang.srt.models.registry import ModelRegistry
+print(json.dumps({name: hasattr(model, "set_eagle3_layers_to_capture") for name, model in ModelRegistry.models.items()}))
+"""
+# Beside the four families of test_sglang_capture.
+COMPARED = ("qwen2.5-7b", "phi-4", "glm-4.5-air", "deepseek-v2-lite", "kimi-k2")
+
+
+def in_sglang(*command: str) -> list | dict:
+    """What a process that imports SGLang prints in its last line."""
+    run = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=sglang_environment(), capture_output=True, text=True, timeout=300
+    )
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def said(topology, tmp_path_factory) -> dict[str, tuple[int, str]]:
+    """By recipe, exit code and line of the check of its export."""
+    work, exports = tmp_path_factory.mktemp("runs"), tmp_path_factory.mktemp("exports")
+    for recipe in with_class():
+        (work / recipe).mkdir()
+        run_recipe(recipe, make_family_target(recipe, work / recipe / "target"), work / recipe, topology)
+        (work / recipe / "run" / "export").rename(exports / recipe)
+    return in_sglang("tests/draft_check_worker.py", *(str(exports / recipe) for recipe in with_class()))
+
+
+@pytest.mark.parametrize("recipe", with_class())
+def test_the_draft_of_every_recipe_is_taken_whole(said, recipe):
+    code, line = said[recipe]
+    assert code == 0, line
+    assert "takes all 15 tensors" in line
+
+
+def test_the_targets_that_take_a_draft_are_those_that_sglang_has():
+    ours, registry = {architecture(recipe) for recipe in recipes()}, in_sglang("-c", CAPTURING)
+    assert ours <= registry.keys()  # a class that cannot be imported here would be missing
+    assert {name for name in ours if registry[name]} == ours & EAGLE3_TARGETS
+
+
+@pytest.mark.parametrize("recipe", COMPARED)
+def test_captured_hidden_states_are_those_of_transformers(recipe, tmp_path):
+    model, settings = make_family_target(recipe, tmp_path / "target"), hook_of(tmp_path / "spool")
+    generator = torch.Generator().manual_seed(1)
+    asked = [torch.randint(3, VOCABULARY, (length,), generator=generator) for length in (17, 5, 200, 31)]
+    own = load_target(model)
+    wanted, layers = own.prefill(asked), own.aux_layers
+    with (
+        capturing_server(model, settings, layers) as server,
+        target_behind([server.url], settings, layers, vocab_size=own.vocab_size) as target,
+    ):
+        for mine, other in zip(target.prefill(asked), wanted, strict=True):
+            errors = largest_errors(mine, other)
+            assert errors.pop("argmax") == 0 and max(errors.values()) < ALLOWED, errors
+
+
+def test_sglang_rotates_every_draft_as_training_does_at_the_size_of_the_model(tmp_path):
+    """The tables of all positions that it makes, without a model of that size."""
+    for recipe in with_class():
+        read, target = load_recipe(ROOT / "recipes" / f"{recipe}.yaml"), target_config(FAMILIES / recipe)
+        draft = shape_draft(read, target, target.vocab_size, read.model.draft.vocab_size)
+        (tmp_path / recipe).mkdir()
+        (tmp_path / recipe / "config.json").write_text(json.dumps(draft.to_json("bfloat16")))
+    apart = in_sglang("tests/rotation_worker.py", *(str(tmp_path / recipe) for recipe in with_class()))
+    assert apart == dict.fromkeys(with_class(), None)
