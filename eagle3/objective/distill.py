@@ -33,10 +33,12 @@ class StepSums(NamedTuple):
 
 
 class Distilled(NamedTuple):
-    """surrogate: scalar whose gradient is this stream's share of the loss's. sums: what losses and metrics need."""
+    """surrogate: scalar whose gradient is this stream's share of the loss's. sums: what losses and metrics need.
+    correct [K, M] bool: the positions that `sums.correct` counts."""
 
     surrogate: Tensor
     sums: StepSums
+    correct: Tensor
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ def distill(
     surrogate, cross_entropy, overlap, correct = _Distill.apply(
         settings, head, teacher, query_of, supervised, *outputs, *norm_weights
     )
-    return Distilled(surrogate, StepSums(cross_entropy, overlap, correct))
+    return Distilled(surrogate, StepSums(cross_entropy, overlap, correct.sum(1).double()), correct)
 
 
 class _Settings(NamedTuple):
@@ -179,7 +181,7 @@ class _Distill(torch.autograd.Function):
         outputs = outputs_and_norm[: len(weights)]
         exact = torch.promote_types(head.dtype, torch.float32)
         best = query_of.new_empty(query_of.shape)  # draft id of the largest logit
-        sums = torch.zeros(3, len(weights), dtype=torch.float64, device=head.device)
+        sums = torch.zeros(2, len(weights), dtype=torch.float64, device=head.device)
         gradients = _Gradients(outputs, head, norm) if any(ctx.needs_input_grad) else None
         counted = supervised & (teacher.best >= 0)
         for start in range(0, len(teacher.best), rows):
@@ -204,8 +206,8 @@ class _Distill(torch.autograd.Function):
             dist.all_reduce(best, dist.ReduceOp.MIN, group)
             for partial in (sums, *([] if gradients is None else [*gradients.outputs, *gradients.norm])):
                 dist.all_reduce(partial, group=group)
-        sums[2] = (supervised & (best == teacher.best)).sum(1)
-        cross_entropy, overlap, correct = sums
+        correct = supervised & (best == teacher.best)
+        cross_entropy, overlap = sums
         surrogate = sum(a * x + b * y for (a, b), x, y in zip(weights, cross_entropy, overlap, strict=True))
         if gradients is not None:
             norm_gradients = [g.to(w.dtype) for g, w in zip(gradients.norm, gradients.norm_weights, strict=True)]
