@@ -5,6 +5,8 @@ import os
 import sys
 from collections.abc import Callable
 
+from eagle3.console import tell_error
+
 
 class UserError(ValueError):
     """A mistake the user can mend. The message is one line: `where: what, with the value; remedy`."""
@@ -27,7 +29,7 @@ def run_command(main: Callable[[], int | None]) -> None:
         sys.exit(main() or 0)
     except UserError as mistake:
         if rank == 0:
-            print(f"error: {mistake}", file=sys.stderr, flush=True)
+            tell_error(str(mistake))
         elif local_rank == 0 or not isinstance(mistake, SharedUserError):
             print(f"rank {rank}: {mistake}", file=sys.stderr, flush=True)
         sys.exit(2)
@@ -35,8 +37,8 @@ def run_command(main: Callable[[], int | None]) -> None:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         name = f"{error.filename}: " if error.filename else ""
-        print(f"error: {name}{error.strerror}; free space and continue with --resume", file=sys.stderr, flush=True)
+        tell_error(f"{name}{error.strerror}; free space and continue with --resume")
         sys.exit(2)
     except KeyboardInterrupt:
-        print("error: interrupted", file=sys.stderr, flush=True)
+        tell_error("interrupted")
         sys.exit(130)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from eagle3.console import GREEN, RED, YELLOW, Console, silence_libraries, tell, waiting
 from eagle3.errors import UserError, run_command
 from eagle3.recipe import Recipe, dump_recipe, load_recipe
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from eagle3.preflight.job import Finding, Job
 
 ROOT = Path(__file__).parent.parent
+COLOURS = {"ok": GREEN, "note": YELLOW, "failed": RED}
 PATIENCE = datetime.timedelta(minutes=2)  # for processes that come late, or not at all
 
 
@@ -23,6 +25,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--recipe", type=Path, default=ROOT / "recipes" / "quickstart.yaml", help="the YAML to train")
     parser.add_argument("--deepspeed", type=Path, default=ROOT / "ds_configs" / "zero2.json", help="the DeepSpeed file")
+    parser.add_argument(
+        "--quiet", action="store_true", help="print only what failed or is to be judged, and the verdict"
+    )
     parser.add_argument("--local_rank", type=int, default=0, help="set by the deepspeed launcher")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="change single keys of the recipe")
     options = parser.parse_intermixed_args()
@@ -30,6 +35,8 @@ def main() -> int:
         if not file.is_file():  # each process says it: the file may be missing on some nodes
             raise UserError(f"{file}: no such file on {socket.gethostname()}; copy it there, or mend the command line")
     recipe, deepspeed = load_recipe(options.recipe, options.overrides), options.deepspeed.read_text(encoding="utf-8")
+    if options.quiet:
+        silence_libraries()
     # Imported only now: they take seconds, and a mistake in the recipe should be told at once.
     from eagle3.parallel.topology import start_distributed, stop_distributed
     from eagle3.preflight.job import join, store_gather
@@ -37,23 +44,33 @@ def main() -> int:
     topology = start_distributed(timeout=PATIENCE)
     gather = store_gather(PATIENCE)
     job, states = join(gather, gather.rank), []
-    if topology.is_first:
-        print(f"processes: {len(job.nodes)}, nodes: {len(job.ranks)} ({', '.join(job.ranks)})", flush=True)
-    for finding in findings(job, topology, recipe, deepspeed):
+    console, speaks = Console(topology.is_first, quiet=options.quiet), topology.is_first
+    if speaks and not options.quiet:
+        tell(f"processes: {len(job.nodes)}, nodes: {len(job.ranks)} ({', '.join(job.ranks)})")
+    found = findings(job, topology, recipe, deepspeed)
+    while True:
+        with waiting(console, f"check {len(states) + 1}"):
+            finding = next(found, None)
+        if finding is None:
+            break
         states.append(finding.state)
-        if topology.is_first:
-            shown = finding.state.upper() if finding.state == "failed" else finding.state
-            print(f"{shown:6s} {finding.name}: {finding.found}", flush=True)
-            if finding.remedy:
-                print(f"       remedy: {finding.remedy}", flush=True)
+        if speaks and not (options.quiet and finding.state == "ok"):
+            show(finding)
     failed = states.count("failed")
-    if topology.is_first:
+    if speaks:
         verdict = f"{failed} of {len(states)} checks failed" if failed else f"sound: {len(states)} checks, none failed"
-        print(f"{verdict}, {states.count('note')} to be judged by you", flush=True)
+        tell(f"{verdict}, {states.count('note')} to be judged by you")
     gather.leave()
     if not failed:
         stop_distributed()  # else links may be down by which it would say goodbye
     return int(failed > 0)
+
+
+def show(finding: "Finding") -> None:
+    shown = finding.state.upper() if finding.state == "failed" else finding.state
+    tell(f"{finding.name}: {finding.found}", lead=f"{shown:6s} ", colour=COLOURS[finding.state])
+    if finding.remedy:
+        tell(f"remedy: {finding.remedy}", lead=" " * 7)
 
 
 def findings(job: "Job", topology: "Topology", recipe: Recipe, deepspeed: str) -> Iterator["Finding"]:

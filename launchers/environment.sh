@@ -9,13 +9,15 @@ refuse() {
 }
 
 # Fill the arrays `options` and `arguments` from "[OPTIONS --] RECIPE [ARGUMENTS]". Wherever they stand, --dry-run sets
-# `dry_run`, and --doctor has `program` be doctor.py in place of train.py.
+# `dry_run`, --doctor has `program` be doctor.py in place of train.py, and --quiet is for DeepSpeed's launcher, too (`quiet`).
 read_command_line() {
-  options=() arguments=() dry_run='' program=train.py
+  options=() arguments=() dry_run='' program=train.py quiet=()
   local word
   for word in "$@"; do
     if [[ $word == --dry-run ]]; then
       dry_run=yes
+    elif [[ $word == --quiet ]]; then
+      quiet=(--quiet) arguments+=(--quiet)
     elif [[ $word == --doctor ]]; then
       program=doctor.py
     elif [[ $word == -- && ${#options[@]} == 0 ]]; then

@@ -6,6 +6,7 @@ Needs SGLang installed, but neither a GPU nor the target. Every training run doe
 import argparse
 from pathlib import Path
 
+from eagle3.console import Console, tell, waiting
 from eagle3.errors import UserError, run_command
 from eagle3.recipe import load_recipe
 
@@ -17,6 +18,7 @@ def main() -> None:
     parser.add_argument("--recipe", type=Path, default=ROOT / "recipes" / "quickstart.yaml")
     parser.add_argument("--draft", type=Path, help="folder of the exported draft (default: output.dir/export)")
     parser.add_argument("--check", action="store_true", help="check the export")
+    parser.add_argument("--quiet", action="store_true", help="print only the result")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="change single keys of the recipe")
     options = parser.parse_intermixed_args()
     draft = options.draft or load_recipe(options.recipe, options.overrides).output.dir / "export"
@@ -29,7 +31,9 @@ def main() -> None:
     from eagle3.evaluation.export_check import check_export
 
     read_exported(draft)
-    print(f"{draft}: {check_export(draft)}")
+    with waiting(Console(speaks=True, quiet=options.quiet), "asking SGLang"):
+        said = check_export(draft)
+    tell(f"{draft}: {said}")
 
 
 if __name__ == "__main__":

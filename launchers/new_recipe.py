@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from eagle3.console import Console, tell, waiting
 from eagle3.errors import UserError, run_command
 from eagle3.recipe import Recipe, load_recipe
 
@@ -20,6 +21,7 @@ def main() -> None:
     parser.add_argument("--deepspeed", type=Path, default=ROOT / "ds_configs" / "zero2.json", help="the DeepSpeed file")
     parser.add_argument("--refresh", type=Path, metavar="RECIPE", help="write a recipe's closing comment again")
     parser.add_argument("--table", type=Path, metavar="README", help="write the table of all recipes again")
+    parser.add_argument("--quiet", action="store_true", help="print only the file written, and what to check in it")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="keys to write into a new recipe")
     options = parser.parse_intermixed_args()
     if sum(map(bool, (options.out or (options.target and not options.refresh), options.refresh, options.table))) != 1:
@@ -47,25 +49,27 @@ def write_new(options: argparse.Namespace) -> None:
         raise UserError(f"{out}: is there already; name another file with --out, or --refresh it")
     if not out.parent.is_dir():
         raise UserError(f"{out}: no such folder as {out.parent}; make it, or name another file with --out")
-    facts = read_facts(options.target, options.revision, options.trust_remote_code)
+    with waiting(Console(speaks=True, quiet=options.quiet), f"reading {options.target}"):
+        facts = read_facts(options.target, options.revision, options.trust_remote_code)
     model = {"revision": options.revision} if options.revision else {}
     model |= {"trust_remote_code": True} if options.trust_remote_code else {}
     text = new_recipe_text(target, facts, options.deepspeed, model, options.overrides)
     out.write_text(text, encoding="utf-8")
     load_recipe(out)  # what was written is what a user would write
-    print(f"{out}: {facts.architecture}, {facts.parameters / 1e9:,.1f}B parameters")
+    tell(f"{out}: {facts.architecture}, {facts.parameters / 1e9:,.1f}B parameters")
     if facts.assumed:
         said = ", ".join(f"{name} {value:,}" for name, value in facts.assumed.items())
-        print(f"config.json does not give {said}: these are the defaults of transformers' class; check them")
+        tell(f"config.json does not give {said}: these are the defaults of transformers' class; check them")
     if facts.quantised_head:
-        print(
+        tell(
             "its lm_head is quantised: the recipe takes the target's own logits for a teacher (target.teacher: logits)"
         )
     if not facts.served:
-        print(
+        tell(
             "SGLang, as this project knows it, serves no EAGLE3 draft for this architecture: capture runs by transformers"
         )
-    print(f"next: python launchers/prepare.py --recipe {out} --preview 2")
+    if not options.quiet:
+        tell(f"next: python launchers/prepare.py --recipe {out} --preview 2")
 
 
 def refresh(options: argparse.Namespace) -> None:
@@ -79,7 +83,7 @@ def refresh(options: argparse.Namespace) -> None:
     text = options.refresh.read_text(encoding="utf-8")
     text = refreshed(text, recipe, facts, options.deepspeed, str(options.refresh))
     options.refresh.write_text(text, encoding="utf-8")
-    print(f"{options.refresh}: written again")
+    tell(f"{options.refresh}: written again")
 
 
 def write_table(readme: Path) -> None:
@@ -93,7 +97,7 @@ def write_table(readme: Path) -> None:
         raise UserError(f"{readme}: has no lines {TABLE[0]} and {TABLE[1]} to write between; add them")
     table = recipes_table(all_recipes())
     readme.write_text(f"{text[: begin + len(TABLE[0])]}\n{table}\n{text[end:]}", encoding="utf-8")
-    print(f"{readme}: table written again")
+    tell(f"{readme}: table written again")
 
 
 def all_recipes() -> dict[str, Recipe]:

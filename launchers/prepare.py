@@ -4,15 +4,9 @@ import argparse
 import sys
 from pathlib import Path
 
-import torch
-
-from eagle3.data.prepare import preview
-from eagle3.data.vocabulary import choose_vocabulary
+from eagle3.console import Console, shows_colours, silence_libraries, tell
 from eagle3.errors import run_command
 from eagle3.recipe import load_recipe
-from eagle3.target.checkpoint import target_config
-from eagle3.training.assemble import drafted_tokens, gather_materials
-from eagle3.training.tracking import Console
 
 ROOT = Path(__file__).parent.parent
 
@@ -21,21 +15,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--recipe", type=Path, default=ROOT / "recipes" / "quickstart.yaml")
     parser.add_argument("--preview", type=int, default=0, metavar="N", help="print N samples, supervised tokens marked")
+    parser.add_argument(
+        "--quiet", action="store_true", help="print only the counts, the vocabulary's coverage, previews and warnings"
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="change single keys of the recipe")
     options = parser.parse_intermixed_args()
     recipe = load_recipe(options.recipe, options.overrides)
-    console = Console(speaks=True)
+    if options.quiet:
+        silence_libraries()
+    # Imported only now: they take seconds, and a mistake in the recipe should be told at once.
+    import torch
+
+    from eagle3.data.prepare import preview
+    from eagle3.data.vocabulary import choose_vocabulary
+    from eagle3.target.checkpoint import target_config
+    from eagle3.training.assemble import drafted_tokens, gather_materials
+
+    console = Console(speaks=True, quiet=options.quiet)
     materials = gather_materials(recipe, torch.device("cuda" if torch.cuda.is_available() else "cpu"), console)
-    console(f"{len(materials.train)} training samples, {len(materials.held_out)} held out")
+    console.result(f"{len(materials.train):,} training samples, {len(materials.held_out):,} held out")
     model = recipe.model
     config = target_config(materials.target, revision=model.revision, trust_remote_code=model.trust_remote_code)
     drafted = drafted_tokens(model.draft, config.vocab_size)
-    vocabulary, share = choose_vocabulary(materials.train, config.vocab_size, drafted)
-    console(f"a draft vocabulary of {vocabulary.size} covers {share:.2%} of the supervised tokens")
+    vocabulary, share = choose_vocabulary(materials.train, config.vocab_size, drafted, console)
+    console.result(f"a draft vocabulary of {vocabulary.size} covers {share:.2%} of the supervised tokens")
     for index in range(min(options.preview, len(materials.train))):
         sample = materials.train[index]
-        print(f"--- sample {sample.id}: {len(sample.ids)} tokens, {int(sample.loss_mask.sum())} supervised")
-        print(preview(sample, materials.tokenizer, color=sys.stdout.isatty()))
+        tell(f"--- sample {sample.id}: {len(sample.ids)} tokens, {int(sample.loss_mask.sum())} supervised")
+        print(preview(sample, materials.tokenizer, color=shows_colours(sys.stdout)))
 
 
 if __name__ == "__main__":

@@ -4,18 +4,18 @@ import argparse
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from eagle3.console import Console, Say, silence_libraries, waiting
 from eagle3.data.conversations import Conversation, iterate_conversations
 from eagle3.data.regeneration.answers import AnswerFile
 from eagle3.data.regeneration.endpoint import endpoint_urls, exposed, find_model
-from eagle3.data.regeneration.regenerate import Progress, regenerate
+from eagle3.data.regeneration.regenerate import regenerate
 from eagle3.data.regeneration.turns import Generation
 from eagle3.errors import UserError, run_command
-from eagle3.training.tracking import Console, duration
 
 
 def main() -> int:
@@ -53,13 +53,16 @@ def main() -> int:
     parser.add_argument(
         "--cache-dir", type=Path, default=Path("~/.cache/eagle3"), help="where downloaded rows are kept"
     )
+    parser.add_argument("--quiet", action="store_true", help="print only the final counts, the file and warnings")
     options = parser.parse_args()
+    if options.quiet:
+        silence_libraries()
     require_numbers(options)
     urls = endpoint_urls(options.endpoint)
     key = api_key(options.api_key_file, urls)
     variables = template_variables(options.template_variables)
     require_apart(options.out, options.data)
-    console = Console(speaks=True)
+    console = Console(speaks=True, quiet=options.quiet)
     served = find_model(urls, options.model, key)
     for url, reason in served.left_out.items():
         console.warn(f"{url} is left out: {reason}")
@@ -74,10 +77,12 @@ def main() -> int:
         seed=options.seed,
         template_variables=variables,
     )
-    with AnswerFile(options.out, asdict(generation)) as file:
+    with waiting(console, f"reading {options.out}"):
+        answers = AnswerFile(options.out, asdict(generation))
+    with answers as file:
         downloads = options.cache_dir.expanduser() / "downloads"
 
-        def conversations(report: Callable[[str], None]) -> Iterator[Conversation]:
+        def conversations(report: Say) -> Iterator[Conversation]:
             return iterate_conversations(options.data, options.limit, downloads=downloads, report=report)
 
         # All are read before the first is asked for: a row that is wrong shows now, and how long it will take.
@@ -93,15 +98,15 @@ def main() -> int:
             concurrency=options.concurrency,
             timeout=options.timeout,
             report=console.warn,
-            progress=lambda progress: console(progress_line(progress)),
+            progress=console,
         )
         written = file.summarise({"data": options.data, "settings": asdict(generation), **asdict(summary)})
-    console(str(summary))
+    console.result(str(summary))
     if not summary.rows:
         raise UserError(
             f"{options.out}: has no row, for no conversation gave one; the reasons are above and in {written}"
         )
-    console(
+    console.result(
         f"{options.out}: train on it with data.train=[{options.out}]{supervise(options.turns)}; counts in {written}"
     )
     return 1 if summary.failed else 0
@@ -157,13 +162,6 @@ def require_apart(out: Path, sources: list[str]) -> None:
     for source in sources:
         if Path(source).expanduser().resolve() in (here, here.parent):
             raise UserError(f"--out: {out} is among the data that is read ({source}); name a file elsewhere")
-
-
-def progress_line(progress: Progress) -> str:
-    rate = progress.new / progress.seconds
-    left = duration((progress.total - progress.done) / rate) if rate else "unknown time"
-    tokens = progress.tokens / progress.seconds
-    return f"{progress.done:,} of {progress.total:,} conversations, {rate:.1f}/s, {tokens:,.0f} tokens/s, {left} left"
 
 
 def supervise(turns: str) -> str:

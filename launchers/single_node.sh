@@ -4,6 +4,7 @@
 #   PROCESSES=N   start N processes: fewer than there are GPUs, or on a machine without (default there: 1)
 #   --dry-run     check everything and print what would be started
 #   --doctor      run doctor.py in place of train.py
+#   --quiet       print only what came out, and warnings: train.py's option, and the DeepSpeed launcher's own
 #
 # Everything else goes to train.py. SIGUSR1, SIGTERM and SIGINT (Ctrl-C) have the run finish its step, write a checkpoint
 # and end; a second one, SIGUSR1 apart, ends it at once. The exit code is train.py's; 2: a mistake in the recipe or the
@@ -38,7 +39,7 @@ if [[ ${CUDA_VISIBLE_DEVICES:-} ]]; then # which the launcher reads only where i
   devices=()
 fi
 # No hostfile: what lies in DeepSpeed's default, /job/hostfile, would make this a job of other machines.
-launcher=(deepspeed --hostfile /dev/null "${devices[@]}" --master_port "$(free_port)")
+launcher=(deepspeed "${quiet[@]}" --hostfile /dev/null "${devices[@]}" --master_port "$(free_port)")
 command=("${launcher[@]}" "$root/launchers/$program" --recipe "${arguments[@]}")
 if [[ $dry_run ]]; then
   show_environment

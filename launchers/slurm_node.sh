@@ -29,7 +29,9 @@ fi
 hostfile=$(mktemp)
 trap 'rm -f "$hostfile"' EXIT
 for ((node = 0; node < nodes; node++)); do echo "node$node slots=$processes"; done >"$hostfile"
-command=(deepspeed --no_ssh --hostfile "$hostfile" --node_rank "${SLURM_NODEID:-0}" --master_addr "$address"
+quiet=()
+if [[ " $* " == *" --quiet "* ]]; then quiet=(--quiet); fi # DeepSpeed's launcher, too
+command=(deepspeed "${quiet[@]}" --no_ssh --hostfile "$hostfile" --node_rank "${SLURM_NODEID:-0}" --master_addr "$address"
   --master_port "$port" "$@")
 if [[ $dry_run ]]; then
   show_environment

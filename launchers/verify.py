@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from eagle3.console import Console, tell, waiting
 from eagle3.errors import SharedUserError, run_command
 from eagle3.objective.model import MemoryPlan
 from eagle3.parallel.dealing import SequenceSharding
@@ -29,6 +30,7 @@ def main() -> int:
     parser.add_argument("--query-selection", choices=["supervised", "all"], default="supervised")
     parser.add_argument("--recompute", choices=["none", "attention_kept", "full"], default="full")
     parser.add_argument("--block-mib", type=int, default=1024, help="MiB of a block of the loss and a chunk of tokens")
+    parser.add_argument("--quiet", action="store_true", help="print only what is beyond its tolerance, and the verdict")
     parser.add_argument("--local_rank", type=int, default=0, help="set by the deepspeed launcher")
     options = parser.parse_args()
     for name, what in (("tp", "ranks"), ("ulysses", "ranks"), ("ring", "ranks"), ("block_mib", "MiB")):
@@ -49,24 +51,28 @@ def main() -> int:
     dtype = getattr(torch, options.dtype)
     sharding = SequenceSharding(options.ulysses, options.ring, options.layout, options.query_selection)
     memory = MemoryPlan(options.recompute, options.block_mib * 2**20)
-    actual = run_case(case, topology, steps, dtype, DEEPSPEED_FILE, sharding, options.ring_mode, memory)
+    with waiting(Console(topology.is_first, quiet=options.quiet), "computing loss and gradients"):
+        actual = run_case(case, topology, steps, dtype, DEEPSPEED_FILE, sharding, options.ring_mode, memory)
     errors = relative_errors(actual, expected)
     if topology.is_first:
         folder = options.out or options.case
         folder.mkdir(parents=True, exist_ok=True)
         save_file(actual, folder / "actual.safetensors")
-        report(options.case, errors, dtype)
+        report(options.case, errors, dtype, options.quiet)
     stop_distributed()
     return int(any(error > tolerance(name, dtype) for name, error in errors.items()))
 
 
-def report(case: Path, errors: dict[str, float], dtype: torch.dtype) -> None:
+def report(case: Path, errors: dict[str, float], dtype: torch.dtype, quiet: bool) -> None:
     beyond = [name for name, error in errors.items() if error > tolerance(name, dtype)]
     for name, error in errors.items():
-        print(f"  {name:48s} {error:.1e}  allowed {tolerance(name, dtype):.0e}{'  BEYOND' if name in beyond else ''}")
+        if name in beyond or not quiet:
+            tell(
+                f"  {name:48s} {error:.1e}  allowed {tolerance(name, dtype):.0e}{'  BEYOND' if name in beyond else ''}"
+            )
     worst = max(errors, key=lambda name: errors[name] / tolerance(name, dtype))
     verdict = "failed" if beyond else "passed"
-    print(f"{case}: {verdict}, worst relative error {errors[worst]:.1e} ({worst}), {str(dtype).removeprefix('torch.')}")
+    tell(f"{case}: {verdict}, worst relative error {errors[worst]:.1e} ({worst}), {str(dtype).removeprefix('torch.')}")
 
 
 if __name__ == "__main__":

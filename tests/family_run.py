@@ -1,18 +1,18 @@
 """A family's recipe, run on the family's tiny target: captured by the launcher's own code, trained for two steps, exported."""
 
-import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
 
 from family_targets import conversations
 from tiny_run import ROOT
 
+from eagle3.console import Console
 from eagle3.data.capture import wanted_samples
 from eagle3.data.store.writer import Part
 from eagle3.parallel.topology import Topology
 from eagle3.recipe import Recipe, load_recipe
 from eagle3.training.assemble import config_of, gather_materials, pick_vocabulary
+from eagle3.training.capturing import fill
 from eagle3.training.run import train
 
 DRAFT_VOCABULARY = 200
@@ -31,9 +31,8 @@ def run_recipe(name: str, target: Path, folder: Path, topology: Topology) -> Rec
     config = config_of(recipe, materials)
     vocabulary = pick_vocabulary(recipe, materials, config.vocab_size, lambda line: None)
     wanted = wanted_samples((materials.train, materials.held_out))
-    launcher = capture_launcher()
-    console = launcher.Console(topology.is_first)
-    launcher.fill(recipe, materials, vocabulary, config.hidden_size, wanted, Part(0, 1), topology, console)
+    console = Console(topology.is_first)
+    fill(recipe, materials, vocabulary, config.hidden_size, wanted, Part(0, 1), topology, console)
     train(recipe, ROOT / "ds_configs" / "zero2.json", topology)
     return recipe
 
@@ -92,11 +91,3 @@ def overrides(target: Path, folder: Path) -> list[str]:
         "output.check_export": False,
     }
     return [f"{key}={json.dumps(value, default=str)}" for key, value in values.items()]
-
-
-def capture_launcher() -> ModuleType:
-    """launchers/capture.py as a module."""
-    spec = importlib.util.spec_from_file_location("capture_launcher", ROOT / "launchers" / "capture.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module

@@ -5,12 +5,12 @@ import sys
 import time
 from pathlib import Path
 
-from eagle3.data import conversations
+from eagle3 import console
 from eagle3.data.conversations import read_conversations
 from eagle3.errors import UserError
 
 time.sleep = lambda seconds: None  # the libraries wait for minutes, all in all, before they give up
-conversations.QUIET_SECONDS = 0.0
+console.QUIET_SECONDS = console.FIRST_GAP = console.LAST_GAP = 0.0
 
 for line in sys.stdin:
     request = json.loads(line)

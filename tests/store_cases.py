@@ -78,4 +78,4 @@ def assert_holds(path, numbers, encoding: Encoding = PLAIN) -> None:
 
 
 def check(path, numbers, encoding: Encoding = PLAIN) -> Findings:
-    return check_store(str(path), wanted(encoding), list(map(sample_id, numbers)), lambda done, shards: None)
+    return check_store(str(path), wanted(encoding), list(map(sample_id, numbers)), lambda line: None)

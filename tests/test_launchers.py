@@ -90,7 +90,9 @@ def test_a_preview_counts_what_was_dropped(here, recipe, tmp_path):
 def test_a_second_capture_captures_nothing(recipe, topology):
     command = (sys.executable, "launchers/capture.py", "--recipe", str(recipe))
     store = recipe.parent / "store"
-    assert "40 samples, 0 already stored" in finish(launch(*command))
+    said = finish(launch(*command))
+    assert "40 samples, 0 already stored" in said
+    assert "\033" not in said and "\r" not in said  # in a log neither colours nor bars
     written = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in store.iterdir()}
     assert len([name for name in written if name.endswith(".safetensors")]) > 1
     assert "40 samples, 40 already stored" in finish(launch(*command))

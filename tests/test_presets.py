@@ -137,7 +137,7 @@ def test_every_preset_gives_the_conversations_of_its_dataset(hub, ask):
         assert [row[1] for row in answer.get("rows", [answer])] == conversations, source
         assert answer["rows"][0][0] == f"{source} row 1"
     told = ask("preset:perfectblend")["told"]
-    assert told[-1] == "preset:perfectblend: 1 rows without a question or an answer are left out"
+    assert "preset:perfectblend: 1 rows without a question or an answer are left out" in told
     # The number is that of the row in the dataset, also behind one that is left out.
     assert ask("preset:perfectblend")["rows"][1][0] == "preset:perfectblend row 3"
 
@@ -231,10 +231,15 @@ def test_a_network_that_fails_is_tried_again_and_then_named_in_one_line(hub, ask
 
 def test_reading_tells_how_far_it_is(hub, ask):
     (hub.folder("ann/slow") / "train.jsonl").write_text('{"text": "x"}\n' * 3)
-    assert [line.split(", ")[0] for line in ask("ann/slow", limit=5)["told"]] == [
-        f"reading ann/slow: {number} of at most 5 conversations" for number in (2, 3)
+    told = [line for line in ask("ann/slow")["told"] if line.startswith("reading ann/slow")]
+    assert [line.split(", ")[0] for line in told] == [
+        f"reading ann/slow: {number} conversations" for number in (1, 2, 3, 3)
     ]
-    assert ask("ann/slow")["told"][-1].startswith("reading ann/slow: 3 conversations, ")
+    assert told[-1].endswith(" in all")
+    told = [line for line in ask("ann/slow", limit=2)["told"] if line.startswith("reading ann/slow")]
+    assert [line.split(", ")[0] for line in told] == [
+        f"reading ann/slow: {number}/2 conversations" for number in (1, 2)
+    ]
 
 
 @pytest.mark.parametrize(

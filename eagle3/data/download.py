@@ -5,11 +5,12 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
+from eagle3.console import waiting
 from eagle3.durable import publish
 from eagle3.errors import UserError
 
@@ -127,7 +128,7 @@ def _line(origin: str, row: dict) -> str:
 def _counted(source: DatasetSource, wanted: int | None, report: Callable[[str], None]) -> Iterator[tuple[str, Any]]:
     """Numbered from 1 as they stand in the dataset; those left out are counted."""
     kept = left_out = 0
-    for number, row in enumerate(_streamed(source), 1):
+    for number, row in enumerate(_streamed(source, report), 1):
         converted = source.convert(without_nulls(row))
         if converted is None:
             left_out += 1
@@ -140,21 +141,27 @@ def _counted(source: DatasetSource, wanted: int | None, report: Callable[[str], 
         report(f"{source.source}: {left_out:,} rows without a question or an answer are left out")
 
 
-def _streamed(source: DatasetSource) -> Iterator[dict]:
+def _streamed(source: DatasetSource, report: Callable[[str], None]) -> Iterator[dict]:
     # Here, because they take a second to import and most data are files.
-    from datasets import load_dataset
+    from datasets import disable_progress_bars, load_dataset
     from datasets.exceptions import DatasetsError
     from huggingface_hub.errors import HTTPError  # of whichever HTTP library this version has
 
+    disable_progress_bars()  # they garble a log; the rows are counted where they are read
     try:
-        yield from load_dataset(
-            source.dataset,
-            source.config,
-            split=source.split,
-            data_files={source.split: list(source.files)} if source.files else None,
-            revision=source.revision,
-            streaming=True,
-        )
+        with waiting(report, f"{source.source}: opening it"):
+            rows = iter(
+                load_dataset(
+                    source.dataset,
+                    source.config,
+                    split=source.split,
+                    data_files={source.split: list(source.files)} if source.files else None,
+                    revision=source.revision,
+                    streaming=True,
+                )
+            )
+            first = list(islice(rows, 1))
+        yield from chain(first, rows)
     # The library has tried again by itself, for minutes, where trying again can help. ValueError: unknown names and splits.
     except (OSError, ValueError, RuntimeError, DatasetsError, HTTPError) as error:
         absent = "" if source.source.startswith("preset:") else "no file or folder here, and as a dataset id it "

@@ -1,6 +1,7 @@
 """The draft vocabulary: which target tokens the draft can propose, chosen by how often the target generates them."""
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from eagle3.console import Progress
 from eagle3.data.samples import SampleSet
 from eagle3.errors import UserError
 
@@ -43,10 +45,12 @@ class DraftVocabulary:
         return hashlib.sha256(f"{len(self.t2d)} {self.target_ids.tolist()}".encode()).hexdigest()[:32]
 
 
-def choose_vocabulary(samples: SampleSet, target_vocab_size: int, size: int) -> tuple[DraftVocabulary, float]:
+def choose_vocabulary(
+    samples: SampleSet, target_vocab_size: int, size: int, report: Callable[[str], None] = lambda line: None
+) -> tuple[DraftVocabulary, float]:
     """The `size` most frequent supervised tokens, ties and what is missing by lowest id, and their coverage.
 
-    Coverage is the share of supervised tokens that the vocabulary holds. Raises UserError if `size` is more than the
+    Coverage is the share of supervised tokens that the vocabulary holds. report: gets progress lines. Raises UserError if `size` is more than the
     target has, or a token id of the samples is beyond its vocabulary.
     """
     if not 1 <= size <= target_vocab_size:
@@ -54,7 +58,7 @@ def choose_vocabulary(samples: SampleSet, target_vocab_size: int, size: int) -> 
             f"model.draft.vocab_size: {size} draft tokens of a target vocabulary of {target_vocab_size}; set it between"
             f" 1 and {target_vocab_size}"
         )
-    counts = _supervised_counts(samples, target_vocab_size)
+    counts = _supervised_counts(samples, target_vocab_size, report)
     chosen = np.sort(np.argsort(-counts, kind="stable")[:size])
     t2d = torch.zeros(target_vocab_size, dtype=torch.bool)
     t2d[torch.from_numpy(chosen)] = True
@@ -62,9 +66,12 @@ def choose_vocabulary(samples: SampleSet, target_vocab_size: int, size: int) -> 
     return vocabulary, _share(counts, chosen)
 
 
-def coverage(samples: SampleSet, vocabulary: DraftVocabulary) -> float:
-    """The share of the samples' supervised tokens that the draft vocabulary holds; 1.0 if there are none."""
-    return _share(_supervised_counts(samples, len(vocabulary.t2d)), vocabulary.target_ids.numpy())
+def coverage(
+    samples: SampleSet, vocabulary: DraftVocabulary, report: Callable[[str], None] = lambda line: None
+) -> float:
+    """The share of the samples' supervised tokens that the draft vocabulary holds; 1.0 if there are none. report: gets
+    progress lines."""
+    return _share(_supervised_counts(samples, len(vocabulary.t2d), report), vocabulary.target_ids.numpy())
 
 
 def save_vocabulary(vocabulary: DraftVocabulary, path: Path) -> None:
@@ -96,9 +103,10 @@ def load_vocabulary(path: Path, target_vocab_size: int) -> DraftVocabulary:
     return vocabulary
 
 
-def _supervised_counts(samples: SampleSet, target_vocab_size: int) -> np.ndarray:
+def _supervised_counts(samples: SampleSet, target_vocab_size: int, report: Callable[[str], None]) -> np.ndarray:
     """int64 [target vocabulary]: how often each token is supervised."""
     counts = np.zeros(target_vocab_size, np.int64)
+    progress = Progress(report, "counting supervised tokens", int(samples.lengths.sum()), "tokens")
     for ids, loss_mask in samples.token_chunks():
         found = np.bincount(ids[loss_mask], minlength=target_vocab_size)
         if len(found) > target_vocab_size:
@@ -107,6 +115,7 @@ def _supervised_counts(samples: SampleSet, target_vocab_size: int) -> np.ndarray
                 f" is not the target's"
             )
         counts += found
+        progress.advance(len(ids))
     return counts
 
 

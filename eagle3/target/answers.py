@@ -1,13 +1,13 @@
 """A target's own answers to questions: the text that its draft will have to predict when it serves."""
 
-import time
 from collections.abc import Callable
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from eagle3.console import Progress
+
 BATCH = 256  # conversations decoded together
-REPORT_SECONDS = 5.0
 
 
 @torch.no_grad()
@@ -27,7 +27,8 @@ def greedy_answers(
     ]
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
     answers: dict[int, str] = {}
-    began = reported = time.monotonic()
+    report(f"answering {len(order):,} questions")
+    progress = Progress(report, "answering", len(order), "questions")
     for start in range(0, len(order), BATCH):
         members = order[start : start + BATCH]
         batch = tokenizer(
@@ -41,11 +42,7 @@ def greedy_answers(
         made = model.generate(**batch, max_new_tokens=new_tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id)
         texts = tokenizer.batch_decode(made[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
         answers.update(zip(members, texts, strict=True))
-        now = time.monotonic()
-        if now - reported > REPORT_SECONDS:
-            reported, done = now, start + len(members)
-            left = (len(order) - done) * (now - began) / done
-            report(f"answers: {done:,} of {len(order):,} questions, {left:.0f} s left")
+        progress.advance(len(members))
     return [
         [question, {"role": "assistant", "content": answers[index]}]
         for index, question in enumerate(questions)

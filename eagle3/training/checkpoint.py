@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from eagle3.console import waiting
 from eagle3.durable import flush, publish, write_text
 from eagle3.errors import SharedUserError, UserError
 from eagle3.parallel.topology import agreed
@@ -34,17 +35,27 @@ class Checkpoints:
     """The checkpoints of one run: the last `keep` and the best. Every method is called by every rank.
 
     An engine started with `load_universal` reads checkpoints of any number of processes and tensor-parallel ranks, which
-    takes a conversion; another one those of its own numbers only (UserError).
+    takes a conversion; another one those of its own numbers only (UserError). say: told where something takes long.
     """
 
-    def __init__(self, folder: Path, keep: int, warn: Callable[[str], None]) -> None:
-        self.folder, self.keep, self.warn = folder, keep, warn
+    def __init__(
+        self,
+        folder: Path,
+        keep: int,
+        warn: Callable[[str], None],
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.folder, self.keep, self.warn, self.say = folder, keep, warn, say
 
     def save(self, engine: DeepSpeedEngine, step: int, progress: dict[str, Any], best_step: int | None) -> None:
         """Write the state after `step` optimiser steps (weights, optimiser, schedule, random generators, `progress`).
 
         Raises UserError on every rank where it cannot be written; older checkpoints stay as they are.
         """
+        with waiting(self.say, f"writing the checkpoint of step {step}"):
+            self._save(engine, step, progress, best_step)
+
+    def _save(self, engine: DeepSpeedEngine, step: int, progress: dict[str, Any], best_step: int | None) -> None:
         partial, first = self.folder / f"{_name(step)}.partial", dist.get_rank() == 0
         _remove(partial if first else None)
         dist.barrier()
@@ -98,7 +109,7 @@ class Checkpoints:
         found = _finished(self.folder)
         damaged = {}
         for path in reversed(found):
-            problem = _problem(path)
+            problem = self._problem(path)
             if problem is None:
                 self._set_aside(damaged)
                 return self._load(engine, path)
@@ -123,15 +134,19 @@ class Checkpoints:
     def load_whole(self, engine: DeepSpeedEngine, step: int) -> Resumed | None:
         """Load the checkpoint of one step; None, with a warning, where it is damaged."""
         path = self.folder / _name(step)
-        problem = _problem(path)
+        problem = self._problem(path)
         if problem is not None:
             self.warn(f"{path}: {problem}; the last weights serve instead")
             return None
         return self._load(engine, path)
 
+    def _problem(self, path: Path) -> str | None:
+        with waiting(self.say, f"checking {path}"):
+            return _problem(path)
+
     def _load(self, engine: DeepSpeedEngine, path: Path) -> Resumed:
         if engine.load_universal_checkpoint():
-            with _converted(path) as universal:
+            with waiting(self.say, f"loading {path}, of another number of processes"), _converted(path) as universal:
                 return _read(engine, universal)
         written = _sizes(path)
         here = Sizes(dist.get_world_size(), engine.mpu.get_model_parallel_world_size())
@@ -140,7 +155,8 @@ class Checkpoints:
                 f"{path}: written by {written.processes} processes (parallelism.tensor {written.tensor}), this job has "
                 f"{here.processes} (parallelism.tensor {here.tensor}); start as many as before, in the same way"
             )
-        return _read(engine, path)
+        with waiting(self.say, f"loading {path}"):
+            return _read(engine, path)
 
     def _prune(self, best_step: int | None) -> None:
         for path in _finished(self.folder)[: -self.keep]:

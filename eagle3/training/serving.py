@@ -124,10 +124,9 @@ def capture_target(
         if urls:
             _require_servers(recipe, materials, vocabulary)
         else:
-            say("starting SGLang")
             flags = _capture_flags(recipe, materials, vocabulary)
             devices = _devices(local_rank, wanted.tensor)
-            engine = SGLangServer(_capture_options(recipe, materials), flags, devices)
+            engine = SGLangServer(_capture_options(recipe, materials), flags, devices, say)
             urls = [stack.enter_context(engine).url]
         servers = Servers(urls, spool.path, wanted.in_flight, say)
         producer = Producer(servers, spool, most, readers=0)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from eagle3.console import waiting
 from eagle3.data.loader import HiddenStateSource, LiveSource, StoredSource
 from eagle3.data.store.reader import HiddenStateStore
 from eagle3.data.vocabulary import DraftVocabulary
@@ -37,7 +38,8 @@ def hidden_state_supply(
     """Collective. Starts the target, asks for servers, or opens the store, and reads the target's embedding and head."""
     hidden = recipe.hidden_states
     if hidden.mode == "stored":
-        store = agreed(lambda: _open_store(recipe, materials, vocabulary))
+        with waiting(say, f"opening {hidden.path}"):
+            store = agreed(lambda: _open_store(recipe, materials, vocabulary))
         if store.record.get("draft_vocabulary") != vocabulary.digest:
             say(f"{store.where}: was captured for another draft vocabulary, which changes none of its hidden states")
         source = StoredSource(store)
@@ -54,7 +56,8 @@ def hidden_state_supply(
         with live_source(recipe, materials, vocabulary, head, topology, say) as source:
             yield HiddenStateSupply(source, source.beside(1), head, None)
         return
-    target = start_target(recipe, materials, topology.device, vocabulary)
+    with waiting(say, f"loading {materials.target}"):
+        target = start_target(recipe, materials, topology.device, vocabulary)
     keep_on = torch.device("cpu") if recipe.memory.inputs == "host" else topology.device
     source = LiveSource(target, topology.stream, topology.device, keep_on)
     yield HiddenStateSupply(source, source, target.weights(), target)

@@ -5,30 +5,12 @@ import json
 import math
 import resource
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
-
-class Console:
-    """Prints on the first rank only; long waits say so with `every` so that nothing is silent for more than seconds."""
-
-    def __init__(self, speaks: bool) -> None:
-        self.speaks, self.began = speaks, time.monotonic()
-
-    def __call__(self, line: str) -> None:
-        if self.speaks:
-            print(f"[{duration(time.monotonic() - self.began):>7s}] {line}", flush=True)
-
-    def warn(self, line: str) -> None:
-        if self.speaks:
-            print(f"warning: {line}", file=sys.stderr, flush=True)
-
-    def fail(self, line: str) -> None:
-        """On whichever rank has to say it."""
-        print(f"error: {line}", file=sys.stderr, flush=True)
+from eagle3.console import Console
 
 
 class Tracker:
@@ -119,9 +101,3 @@ def memory_gib(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / 2**30
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (2**30 if sys.platform == "darwin" else 2**20)
-
-
-def duration(seconds: float) -> str:
-    minutes, seconds = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s"

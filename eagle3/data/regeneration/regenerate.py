@@ -5,8 +5,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
+from eagle3.console import Progress
 from eagle3.data.conversations import Conversation
 from eagle3.data.regeneration.answers import AnswerFile
 from eagle3.data.regeneration.endpoint import Endpoint, NoAnswer, Refused, Unfit
@@ -17,7 +17,7 @@ PATIENCE = (1.0, 2.0, 4.0, 8.0)  # seconds before each look for an endpoint that
 MOST_TRIES = 4  # of one conversation, before it is given up for this run
 MOST_FAILED = 16  # conversations given up by one endpoint without an answer between them, before it is left out
 MOST_REFUSED = 32  # before this run's first answer: then it is the settings or the server
-REPORT_SECONDS = 5.0
+LOOK_SECONDS = 0.5  # between looks whether it is time for a progress line
 
 
 @dataclass
@@ -72,17 +72,6 @@ class Summary:
         return "; ".join(parts)
 
 
-class Progress(NamedTuple):
-    """done: conversations of `total` of which it is known what became; new: those that this run asked for; tokens:
-    generated for them; seconds: since it began."""
-
-    done: int
-    new: int
-    total: int
-    tokens: int
-    seconds: float
-
-
 class Queue:
     """Plans that nobody has taken yet, and works that were put back: those first, for part of them may be done."""
 
@@ -120,10 +109,10 @@ class Regeneration:
         file: AnswerFile,
         generation: Generation,
         report: Callable[[str], None],
-        progress: Callable[[Progress], None],
+        progress: Callable[[str], None],
     ) -> None:
         self.conversations, self.file, self.generation = conversations, file, generation
-        self.report, self.progress = report, progress
+        self.report, self.progress = report, Progress(progress, "regenerating", total, "conversations")
         self.summary = Summary(read=total)
         self.began = time.monotonic()
         self.passed = self.new = 0  # conversations that need no request, and that this run has done
@@ -254,9 +243,9 @@ class Regeneration:
 
     async def tell(self) -> None:
         while True:
-            await asyncio.sleep(REPORT_SECONDS)
-            done, seconds = self.passed + self.new, time.monotonic() - self.began
-            self.progress(Progress(done, self.new, self.summary.read, self.summary.tokens, seconds))
+            await asyncio.sleep(LOOK_SECONDS)
+            tokens = self.summary.tokens / (time.monotonic() - self.began)
+            self.progress.at(self.passed + self.new, free=self.passed, extra=f"{tokens:,.0f} tokens/s")
 
 
 def regenerate(
@@ -270,14 +259,14 @@ def regenerate(
     concurrency: int,
     timeout: float,
     report: Callable[[str], None],
-    progress: Callable[[Progress], None],
+    progress: Callable[[str], None],
     patience: Sequence[float] = PATIENCE,
 ) -> Summary:
     """Ask the endpoints at `urls` for every conversation that `file` lacks, up to `concurrency` at a time of each. No more
     conversations are held than are asked for.
 
     total: how many conversations there are, for the time left. timeout: seconds for one answer. report: told which endpoint
-    is left out. Raises UserError where none is left and where nothing but refusals comes; what has come by then is in the
+    is left out. progress: gets a line now and then. Raises UserError where none is left and where nothing but refusals comes; what has come by then is in the
     file. Fewer refusals than that, and no answer: they are counted and not recorded, so that the next run asks again.
     """
     run = Regeneration(conversations, total, file, generation, report, progress)

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from eagle3.console import Progress
 from eagle3.data.store.files import DamagedStore, StoreFiles, open_files
 from eagle3.data.store.folder import Provenance, read_manifest, require_provenance, shard_flaw
 from eagle3.data.store.reader import HiddenStateStore, Location, RowRequest
@@ -42,12 +43,10 @@ class Findings:
     tokens: int = 0
 
 
-def check_store(
-    path: str, provenance: Provenance, wanted: Iterable[str], progress: Callable[[int, int], None]
-) -> Findings:
+def check_store(path: str, provenance: Provenance, wanted: Iterable[str], report: Callable[[str], None]) -> Findings:
     """Read every sample of the store and compare it with its checksums.
 
-    wanted: ids that should be there. progress: told the shards done and their number. Raises UserError where there is no
+    wanted: ids that should be there. report: gets progress lines. Raises UserError where there is no
     store, one of another provenance, or one that this machine cannot read, which is no damage.
     """
     files = open_files(path)
@@ -56,7 +55,8 @@ def check_store(
     reader, findings, seen = HiddenStateStore(files, {}, manifest.record), Findings(), set()
     indexes = sorted(filter(is_index, files.sizes()))
     sizes = files.sizes()  # looked at after the indexes, before which their shards were there
-    for done, name in enumerate(indexes):
+    progress = Progress(report, "checking the store", len(indexes), "shards")
+    for name in indexes:
         for found in _examine(reader, files, name, sizes):
             if isinstance(found, Entry) and found.id in seen:
                 found = Problem("duplicate", name, found.id, "an earlier shard has it too")
@@ -66,7 +66,7 @@ def check_store(
             seen.add(found.id)
             findings.samples += 1
             findings.tokens += found.tokens
-        progress(done + 1, len(indexes))
+        progress.advance()
     reported = seen | {problem.sample_id for problem in findings.problems}
     missing = (sample_id for sample_id in wanted if sample_id not in reported)
     findings.problems += [Problem("missing", None, sample_id, "no shard has it whole") for sample_id in missing]

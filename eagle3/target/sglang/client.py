@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from eagle3.console import WARNING
 from eagle3.data.spool import Spool, Ticket
 from eagle3.errors import SharedUserError, UserError
 from eagle3.target.sglang.hook import HookSettings
@@ -207,7 +208,7 @@ class Servers:
                 return
             self.live.discard(url)
             if self.live:
-                self.report(f"{url} does not answer ({error}): left out; {len(self.live)} servers go on")
+                self.report(f"{WARNING}{url} does not answer ({error}): left out; {len(self.live)} servers go on")
             else:
                 self.lost = (
                     f"target.servers: no server is left ({url}: {error}); start one and continue: capture.py goes on where it "

@@ -14,7 +14,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -23,6 +23,7 @@ from typing import Any, Self
 
 import torch
 
+from eagle3.console import waiting
 from eagle3.errors import SharedUserError, UserError
 from eagle3.target.sglang.version import require_supported
 
@@ -103,10 +104,17 @@ class SGLangServer:
     """A running server, stopped when the `with` block ends or the thread that started it dies: a killed job must not leave one
     on the GPU. url: where it answers.
 
-    devices: values of CUDA_VISIBLE_DEVICES for it, None for those of this process. Raises UserError where it does not start.
+    devices: values of CUDA_VISIBLE_DEVICES for it, None for those of this process. report: told how long its start takes.
+    Raises UserError where it does not start.
     """
 
-    def __init__(self, options: EngineOptions, flags: Sequence[str] = (), devices: str | None = None) -> None:
+    def __init__(
+        self,
+        options: EngineOptions,
+        flags: Sequence[str] = (),
+        devices: str | None = None,
+        report: Callable[[str], None] = lambda line: None,
+    ) -> None:
         require_sglang()
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
@@ -126,7 +134,8 @@ class SGLangServer:
                 preexec_fn=lambda: prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL),
             )
         try:
-            self._await_start()
+            with waiting(report, "waiting for SGLang"):
+                self._await_start()
         except BaseException:
             self.stop(keep_log=True)
             raise

@@ -1,0 +1,203 @@
+"""What a person reads at a terminal or in a log: lines that fit, progress with rate and time left, colours where they show."""
+
+import logging
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+Say = Callable[[str], None]
+WARNING = "warning: "
+RED, GREEN, YELLOW, PLAIN = "\033[31m", "\033[32m", "\033[33m", "\033[0m"
+QUIET_SECONDS = 2.0  # a step that ends sooner says nothing of its progress
+# Between two lines of a step: 5 s at first, more as it lasts, so that 10 minutes take 60 lines and a day takes 3,000.
+FIRST_GAP, LAST_GAP, GAPS = 5.0, 30.0, 20
+BETWEEN_FIELDS = re.compile(r"((?<=[,;]) |  +)")
+
+
+class Console:
+    """Prints on the first rank only. Information and progress by a call, what the command was started for by `result`.
+
+    quiet: no information; results stay, without the time in front, and so do warnings and errors. A line that begins with
+    `warning: ` is a warning: so the functions that are given no more than something to call can warn, too.
+    """
+
+    def __init__(self, speaks: bool, quiet: bool = False) -> None:
+        self.speaks, self.quiet, self.began = speaks, quiet, time.monotonic()
+
+    def __call__(self, line: str) -> None:
+        if line.startswith(WARNING):
+            self.warn(line.removeprefix(WARNING))
+        elif self.speaks and not self.quiet:
+            self._timed(line)
+
+    def result(self, line: str) -> None:
+        if self.speaks and self.quiet:
+            tell(line)
+        elif self.speaks:
+            self._timed(line)
+
+    def warn(self, line: str) -> None:
+        if self.speaks:
+            tell(line, lead=WARNING, colour=YELLOW, stream=sys.stderr)
+
+    def fail(self, line: str) -> None:
+        """On whichever rank has to say it."""
+        tell_error(line)
+
+    def _timed(self, line: str) -> None:
+        tell(line, lead=f"[{duration(time.monotonic() - self.began):>7s}] ")
+
+
+class Progress:
+    """Says how far a step is: nothing in its first seconds, then now and then, and its end if anything was said before.
+
+    total: None where it is not known. unit: a plural, of what is counted.
+    """
+
+    def __init__(
+        self, say: Say, what: str, total: int | None, unit: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.say, self.what, self.total, self.unit, self.clock = say, what, total, unit, clock
+        self.done = self.free = 0
+        self.began = clock()
+        self.next, self.spoke = self.began + QUIET_SECONDS, False
+
+    def advance(self, count: int = 1, extra: str = "") -> None:
+        """So many more are done. extra: more numbers, for the line."""
+        self.at(self.done + count, free=self.free, extra=extra)
+
+    def at(self, done: int, *, free: int = 0, extra: str = "") -> None:
+        """So many are done by now. free: of these, such as took no time (an earlier run did them), and so have no rate."""
+        self.done, self.free, now = done, free, self.clock()
+        if done == self.total:
+            self.end(extra)
+        elif now >= self.next:
+            self.spoke, self.next = True, now + _gap(now - self.began)
+            self.say(", ".join(filter(None, [self._counted(), extra, *self._pace(now - self.began)])))
+
+    def end(self, extra: str = "") -> None:
+        """Nothing more comes; to be called where no total was known."""
+        if self.spoke:
+            self.spoke, seconds = False, self.clock() - self.began
+            took = f"{duration(seconds)} in all"
+            self.say(", ".join(filter(None, [self._counted(), extra, *self._pace(seconds)[:1], took])))
+
+    def _counted(self) -> str:
+        total = "" if self.total is None else f"/{self.total:,}"
+        return f"{self.what}: {self.done:,}{total} {self.unit}"
+
+    def _pace(self, seconds: float) -> list[str]:
+        rate = (self.done - self.free) / seconds if seconds else 0.0
+        if not rate:
+            return []
+        said = [f"{rate:,.0f} {self.unit}/s" if rate >= 10 else f"{rate:.2g} {self.unit}/s"]
+        if self.total is not None:
+            said.append(f"{duration((self.total - self.done) / rate)} left")
+        return said
+
+
+@contextmanager
+def waiting(say: Say, what: str) -> Iterator[None]:
+    """Around a step whose length nobody knows: where it takes more than two seconds, `what` is said, now and then how long
+    it has taken, and that it is over."""
+    began, over, spoke = time.monotonic(), threading.Event(), threading.Event()
+
+    def speak() -> None:
+        seconds = QUIET_SECONDS
+        while not over.wait(seconds):
+            taken = time.monotonic() - began
+            say(f"{what}: {duration(taken)} so far" if spoke.is_set() else what)
+            spoke.set()
+            seconds = _gap(taken)
+
+    speaker = threading.Thread(target=speak, name=f"waiting: {what}", daemon=True)
+    speaker.start()
+    try:
+        yield
+    finally:
+        over.set()
+        speaker.join()
+    if spoke.is_set():
+        say(f"{what}: took {duration(time.monotonic() - began)}")
+
+
+def tell(line: str, *, lead: str = "", colour: str | None = None, stream: TextIO | None = None) -> None:
+    """Print `lead`, in this colour, and the line: wrapped on a terminal, as it is elsewhere. stream: default stdout."""
+    stream = stream or sys.stdout
+    text = fitted(lead + line, columns_of(stream), indent=len(lead))
+    if colour and lead:
+        text = painted(lead.rstrip(), colour, stream) + text.removeprefix(lead.rstrip())
+    stream.write(text + "\n")  # in one piece, for several threads speak
+    stream.flush()
+
+
+def tell_error(line: str) -> None:
+    """On stderr; in one line on a terminal, too, for what it names is there to be copied."""
+    print(f"{painted('error:', RED, sys.stderr)} {line}", file=sys.stderr, flush=True)
+
+
+def fitted(text: str, columns: int | None, indent: int = 0) -> str:
+    """Lines of at most `columns`, None for any number. They are broken between fields, which two spaces, a comma or a
+    semicolon part, and a field that is longer between words; what follows a break is indented. A word that is longer stays
+    whole, to be copied."""
+    return "\n".join(_wrapped(line, columns, indent) for line in text.split("\n"))
+
+
+def _wrapped(line: str, columns: int | None, indent: int) -> str:
+    if columns is None or len(line) <= columns:
+        return line
+    lead = line[: indent or len(line) - len(line.lstrip())]
+    hang = " " * min(indent or len(lead) + 2, columns // 4)
+    first, *others = BETWEEN_FIELDS.split(line.removeprefix(lead))
+    lines, begun = [lead], False
+    for gap, field in [("", first), *zip(others[::2], others[1::2], strict=True)]:
+        words = [field] if len(hang + field) <= columns else field.split(" ")
+        for space, word in zip([gap] + [" "] * len(words), words, strict=False):
+            if not begun or len(lines[-1] + space + word) <= columns:
+                lines[-1] += space + word
+            else:
+                lines.append(hang + word)
+            begun = True
+    return "\n".join(lines)
+
+
+def columns_of(stream: TextIO) -> int | None:
+    """The width of the terminal; None where there is none, or where it does not say."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or None
+    except (OSError, ValueError):
+        return None
+
+
+def painted(text: str, colour: str, stream: TextIO | None = None) -> str:
+    """The text in this colour where the stream (default: stdout) shows colours."""
+    return f"{colour}{text}{PLAIN}" if shows_colours(stream or sys.stdout) else text
+
+
+def shows_colours(stream: TextIO) -> bool:
+    """Whether it is a terminal that has them, of a user who has not refused them (no-color.org)."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def silence_libraries() -> None:
+    """Under --quiet, before they are imported: of what other libraries log only errors, and no bars of their downloads."""
+    logging.disable(logging.WARNING)
+    from huggingface_hub.utils import disable_progress_bars  # here, for most commands run without it
+
+    disable_progress_bars()
+
+
+def duration(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s"
+
+
+def _gap(seconds: float) -> float:
+    """To the next line of a step that has taken so many."""
+    return min(LAST_GAP, max(FIRST_GAP, seconds / GAPS))

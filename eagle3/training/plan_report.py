@@ -1,0 +1,127 @@
+"""What `launchers/plan.py` says of a recipe: memory, layouts, time and disk, as numbers and in words."""
+
+import dataclasses
+
+from eagle3.costs import Machine, sent_bytes, step_flops, step_seconds
+from eagle3.data.capture import token_bytes
+from eagle3.fitting import MOST_TOKENS, RESERVED, Stream, best_layout, longest_context, variants
+from eagle3.planner import Planned, Sizes, host_bytes, rank_bytes
+from eagle3.recipe import Recipe
+from eagle3.training.assemble import store_encoding
+from eagle3.training.plans import recipe_stream
+
+FITS, DOES_NOT_FIT = "fits", "DOES NOT FIT"
+
+
+def plan(recipe: Recipe, wanted: Planned, memory: float, context: int | None, supervised: float) -> dict:
+    """Everything that is said, as numbers (bytes, tokens, seconds)."""
+    usable = memory * (1 - RESERVED)
+
+    def stream_of(sizes: Sizes) -> Stream | None:
+        return recipe_stream(recipe, sizes.data, supervised) if context is None else Stream(context, 1, supervised)
+
+    stream = stream_of(wanted.sizes)
+    share = stream.share(wanted)
+    held, flops = rank_bytes(wanted, share), step_flops(wanted, share)
+    best = best_layout(wanted, wanted.sizes.ranks, stream_of, usable)
+    encoding = store_encoding(recipe, wanted.draft.target_hidden_size, wanted.draft.draft_vocab_size)
+    return {
+        "draft": {name: getattr(wanted.draft, name) for name in SHAPE},
+        "layout": described(wanted),
+        "stream": dataclasses.asdict(stream),
+        "memory": dict(held) | {"all": held.total(), "usable": usable},
+        "host_memory": host_bytes(wanted, share),
+        "fits": held.total() <= usable,
+        "largest_context": {
+            f"{each.memory.recompute}, inputs on the {each.residence}": longest_context(each, supervised, usable)
+            for each in variants(wanted)
+        },
+        "best_layout": None
+        if best is None
+        else described(best.planned) | {"memory": best.stream.needs(best.planned), "tokens": best.stream.tokens},
+        "step": {
+            "model_flops": flops.model,
+            "executed_flops": flops.executed,
+            "sent": sent_bytes(wanted, share).total(),
+            "seconds": step_seconds(wanted, share),
+            "assumed": dataclasses.asdict(Machine()),
+        },
+        "codec": recipe.hidden_states.codec,
+        "hidden_states_per_token": {
+            name: round(token_bytes(encoding, taught)) for name, taught in (("supervised", 1.0), ("prompt", 0.0))
+        },
+    }
+
+
+SHAPE = ("hidden_size", "target_hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+SHAPE += ("head_dim", "vocab_size", "draft_vocab_size")
+
+
+def described(planned: Planned) -> dict:
+    """In the recipe's words."""
+    sizes = planned.sizes._asdict()
+    memory = {"recompute": planned.memory.recompute, "inputs": planned.residence}
+    return sizes | {"ring_mode": planned.ring_mode} | memory | {"block_mib": planned.memory.block_bytes // 2**20}
+
+
+def written(report: dict) -> str:
+    gb, stream, step, layout = 1e9, report["stream"], report["step"], report["layout"]
+    memory, best, draft = report["memory"], report["best_layout"], report["draft"]
+    streamed = report["host_memory"] > 0
+    of = f"{stream['documents']} documents, " if stream["documents"] > 1 else ""
+    lines = [
+        f"draft: hidden {draft['hidden_size']}, MLP {draft['intermediate_size']}, {draft['num_attention_heads']} heads "
+        f"({draft['num_key_value_heads']} of keys) of {draft['head_dim']}, draft vocabulary {draft['draft_vocab_size']}",
+        f"stream: {stream['tokens']:,} tokens ({of}{stream['supervised']:.0%} supervised)",
+        f"layout: {in_words(layout)}",
+        "memory of a rank, GB:",
+        *(f"  {name:20s} {size / gb:9.2f}" for name, size in memory.items() if name not in ("all", "usable") and size),
+        f"  {'all':20s} {memory['all'] / gb:9.2f}  of {memory['usable'] / gb:.1f} usable "
+        f"({RESERVED:.0%} kept for CUDA, NCCL and the allocator)",
+        *([f"  on the host, pinned    {report['host_memory'] / gb:9.2f}  up to twice that: powers of two"] * streamed),
+        FITS if report["fits"] else DOES_NOT_FIT,
+        "largest context of this layout, tokens of one document:",
+        *(
+            f"  recompute {name:38s} " + (f"more than {MOST_TOKENS:,}" if tokens is None else f"{tokens:12,}")
+            for name, tokens in report["largest_context"].items()
+        ),
+    ]
+    if best is None:
+        lines.append(
+            "no layout of these GPUs fits; take more GPUs, a shorter context (data.max_length), smaller blocks "
+            "(memory.block_mib), or fewer samples in a stream (training.accumulation)"
+        )
+    else:
+        lines.append(
+            f"least GPU time a token: {in_words(best)}; {best['memory'] / gb:.1f} GB a rank, streams of "
+            f"{best['tokens']:,} tokens"
+        )
+        lines.append("  " + overrides(best))
+    on_disk, assumed = report["hidden_states_per_token"], step["assumed"]
+    per_token = on_disk["prompt"] + stream["supervised"] * (on_disk["supervised"] - on_disk["prompt"])
+    lines += [
+        f"a rank's step: {step['model_flops'] / 1e12:,.1f} model TFLOPs, {step['executed_flops'] / 1e12:,.1f} with what "
+        f"is recomputed; {step['sent'] / gb:,.2f} GB sent (ZeRO's reduction of gradients, once an optimiser step, apart)",
+        f"  about {step['seconds']:,.2f} s, assuming {assumed['utilisation']:.0%} of {assumed['flops'] / 1e12:,.0f} "
+        f"TFLOP/s, {assumed['near'] / gb:,.0f} GB/s in a node and {assumed['far'] / gb:,.0f} GB/s out of it, nothing "
+        "overlapped, data there (an assumption, not a measurement)",
+        f"hidden states on disk (hidden_states.codec {report['codec']}): {on_disk['supervised']:,} bytes a supervised token, "
+        f"{on_disk['prompt']:,} a prompt token; {per_token * 1e9 / 1e12:,.1f} TB a billion tokens as supervised as this "
+        f"stream's, {per_token * stream['tokens'] / gb:,.2f} GB this stream",
+        "live hidden states: the target's weights and prefill come on top, and with accumulation and memory.inputs=device "
+        "the other streams' rows",
+    ]
+    return "\n".join(lines)
+
+
+def in_words(layout: dict) -> str:
+    sizes = " x ".join(f"{name} {layout[name]}" for name in ("tensor", "ulysses", "ring", "data"))
+    mode = f" ({layout['ring_mode']})" if layout["ring"] > 1 else ""
+    return f"{sizes}{mode}, recompute {layout['recompute']}, inputs on the {layout['inputs']}"
+
+
+def overrides(layout: dict) -> str:
+    """What to add to the command line."""
+    keys = {f"parallelism.{name}": layout[name] for name in ("tensor", "ulysses", "ring", "ring_mode")}
+    keys |= {f"memory.{name}": layout[name] for name in ("recompute", "inputs", "block_mib")}
+    return " ".join(f"{key}={value}" for key, value in keys.items())

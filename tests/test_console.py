@@ -1,0 +1,283 @@
+"""What is read at a terminal (a real pseudo-terminal here), in a log file and under --quiet."""
+
+import fcntl
+import os
+import re
+import runpy
+import struct
+import sys
+import termios
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple, TextIO
+
+import pytest
+from tiny_run import ROOT, finish, launch, make_target, write_recipe
+
+from eagle3.console import GREEN, RED, YELLOW, Console, Progress, fitted, painted, tell_error, waiting
+
+STEP = (
+    "step 1/420  loss 21.0495  acceptance 0.009  rate 1.36e-04  norm 41.685  1,478 tokens/s  0.7 GiB  4m20s left  "
+    "0.51 0.42 0.33"
+)
+PROSE = "recipe: data names demo_answers, but model.target is 'other'; name conversations of yours, or leave them out"
+COLUMNS = 60
+
+
+class Clock:
+    """Seconds that pass when they are told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Terminal(NamedTuple):
+    file: TextIO
+    text: Callable[[], str]
+
+
+@contextmanager
+def terminal(columns: int = COLUMNS) -> Iterator[Terminal]:
+    """A file that is a terminal of so many columns; its text, once nothing more comes."""
+    master, slave = os.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    pieces: list[bytes] = []
+
+    def read() -> None:
+        try:
+            while piece := os.read(master, 4096):
+                pieces.append(piece)
+        except OSError:  # the other end was closed
+            return
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    file = os.fdopen(slave, "w", encoding="utf-8")
+
+    def text() -> str:
+        file.close()
+        reader.join()
+        return b"".join(pieces).decode().replace("\r\n", "\n")
+
+    try:
+        yield Terminal(file, text)
+    finally:
+        text()
+        os.close(master)
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+
+
+def too_wide(text: str, columns: int = COLUMNS) -> list[str]:
+    """Lines wider than the terminal, but for a single word, which stays whole, behind the time."""
+    lines = re.sub(r"\033\[\d+m", "", text).split("\n")
+    return [line for line in lines if len(line) > columns and len(re.sub(r"^\[ *\w+\]", "", line).split()) > 1]
+
+
+# Progress -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_of_less_than_two_seconds_says_nothing():
+    clock, lines = Clock(), []
+    progress = Progress(lines.append, "reading", 100, "rows", clock)
+    for _ in range(100):
+        clock.now += 0.0199
+        progress.advance()
+    assert lines == []
+
+
+def test_a_long_step_says_how_far_it_is_at_which_rate_what_is_left_and_its_end():
+    clock, lines = Clock(), []
+    progress = Progress(lines.append, "reading", 1000, "rows", clock)
+    for second in range(1, 11):
+        clock.now += 1.0
+        progress.advance(100, extra=f"{second} errors")
+    assert lines == [
+        "reading: 200/1,000 rows, 2 errors, 100 rows/s, 0m08s left",
+        "reading: 700/1,000 rows, 7 errors, 100 rows/s, 0m03s left",
+        "reading: 1,000/1,000 rows, 10 errors, 100 rows/s, 0m10s in all",
+    ]
+
+
+def test_of_a_step_of_unknown_length_no_time_is_promised():
+    clock, lines = Clock(), []
+    progress = Progress(lines.append, "streaming", None, "rows", clock)
+    for _ in range(4):
+        clock.now += 1.5
+        progress.advance()
+    progress.end()
+    assert lines == ["streaming: 2 rows, 0.67 rows/s", "streaming: 4 rows, 0.67 rows/s, 0m06s in all"]
+
+
+def test_what_took_no_time_says_nothing_about_the_time_that_is_left():
+    clock, lines = Clock(), []
+    progress = Progress(lines.append, "asking", 1100, "rows", clock)
+    clock.now += 10
+    progress.at(1000, free=1000)
+    clock.now += 10
+    progress.at(1020, free=1000)
+    assert lines == [
+        "asking: 1,000/1,100 rows",
+        "asking: 1,020/1,100 rows, 1 rows/s, 1m20s left",
+    ]
+
+
+def test_a_day_takes_some_thousands_of_lines_and_is_never_silent_for_more_than_half_a_minute():
+    clock, said = Clock(), []
+    progress = Progress(lambda line: said.append(clock.now), "capturing", 10**9, "tokens", clock)
+    for _ in range(24 * 60 * 60):
+        clock.now += 1.0
+        progress.advance()
+    gaps = [after - before for before, after in zip(said, said[1:], strict=False)]
+    assert said[0] == 102.0 and min(gaps) == 5.0 and max(gaps) <= 31.0 and 2500 < len(said) < 3000
+
+
+def test_a_wait_is_told_of_when_it_lasts_and_when_it_is_over(monkeypatch):
+    monkeypatch.setattr("eagle3.console.QUIET_SECONDS", 0.05)
+    monkeypatch.setattr("eagle3.console.FIRST_GAP", 0.05)
+    lines = []
+    with waiting(lines.append, "loading"):
+        limit = time.monotonic() + 30
+        while len(lines) < 2 and time.monotonic() < limit:
+            time.sleep(0.01)
+    assert lines[0] == "loading" and lines[1] == "loading: 0m00s so far" and lines[-1] == "loading: took 0m00s"
+    lines.clear()
+    with pytest.raises(ValueError), waiting(lines.append, "loading"):
+        time.sleep(0.2)
+        raise ValueError  # which will be told; that it took long is no news
+    assert lines and not lines[-1].startswith("loading: took")
+
+
+def test_a_short_wait_says_nothing():
+    lines = []
+    with waiting(lines.append, "loading"):
+        pass
+    assert lines == []
+
+
+# Lines --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("columns", [20, 40, 60, 80, 200])
+@pytest.mark.parametrize(
+    "line", [STEP, PROSE, "/a/path/" + "x" * 90 + " and more", "  name   1.2  allowed 3e-5", "", "x"]
+)
+def test_every_line_fits_and_none_of_its_words_is_lost(line, columns):
+    text = fitted(f"[  0m06s] {line}", columns, indent=10)
+    assert too_wide(text, columns) == []
+    assert text.split() == f"[  0m06s] {line}".split()
+    first, *others = text.split("\n")
+    assert all(other.startswith(" " * min(10, columns // 4)) for other in others)
+    assert first.startswith("[  0m06s]")
+
+
+def test_a_line_is_broken_between_its_fields():
+    assert fitted(f"[  0m06s] {STEP}", 60, indent=10).split("\n") == [
+        "[  0m06s] step 1/420  loss 21.0495  acceptance 0.009",
+        "          rate 1.36e-04  norm 41.685  1,478 tokens/s",
+        "          0.7 GiB  4m20s left  0.51 0.42 0.33",
+    ]
+
+
+def speak(quiet: bool = False) -> None:
+    console = Console(speaks=True, quiet=quiet)
+    console(STEP)
+    console.warn(PROSE)
+    console("warning: from a function that can only say")
+    console.result("acceptance length 2.42")
+    tell_error(PROSE)
+
+
+def test_a_narrow_terminal_gets_short_lines_and_colours(monkeypatch):
+    with terminal() as screen:
+        monkeypatch.setattr(sys, "stdout", screen.file)
+        monkeypatch.setattr(sys, "stderr", screen.file)
+        speak()
+        text = screen.text()
+    assert too_wide(text) == [f"error: {PROSE}"]  # an error is one line everywhere
+    assert f"{YELLOW}warning:\033[0m recipe: data names" in text and f"{RED}error:\033[0m {PROSE}\n" in text
+    assert "warning:\033[0m from a function" in text and "          rate 1.36e-04" in text
+
+
+@pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
+def test_who_wants_no_colours_gets_none(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    with terminal() as screen:
+        monkeypatch.setattr(sys, "stdout", screen.file)
+        monkeypatch.setattr(sys, "stderr", screen.file)
+        speak()
+        assert painted("ok", GREEN) == "ok"
+        text = screen.text()
+    assert "\033" not in text and "          rate 1.36e-04" in text
+
+
+def test_a_log_gets_whole_lines_and_no_escape_codes(capsys):
+    speak()
+    said = capsys.readouterr()
+    assert re.fullmatch(rf"\[ +0m00s\] {re.escape(STEP)}\n\[ +0m00s\] acceptance length 2.42\n", said.out)
+    assert said.err == f"warning: {PROSE}\nwarning: from a function that can only say\nerror: {PROSE}\n"
+
+
+def test_quiet_leaves_results_warnings_and_errors(capsys):
+    speak(quiet=True)
+    said = capsys.readouterr()
+    assert said.out == "acceptance length 2.42\n" and said.err.count("\n") == 3
+
+
+def test_only_the_first_rank_speaks_but_every_rank_fails_aloud(capsys):
+    console = Console(speaks=False)
+    console("hello")
+    console.result("42")
+    console.warn("careful")
+    console.fail("gone")
+    said = capsys.readouterr()
+    assert said.out == "" and said.err == "error: gone\n"
+
+
+# Launchers ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("work")
+    return write_recipe(folder, make_target(folder / "target"))
+
+
+def run_here(monkeypatch, stdout: TextIO, name: str, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    monkeypatch.setattr(sys, "stdout", stdout)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "launchers" / name), run_name="__main__")
+    assert ended.value.code == 0
+
+
+def test_what_launchers_print_fits_a_narrow_terminal(monkeypatch, recipe):
+    for name, more, green in (
+        ("plan.py", ["--gpus", "1"], "fits"),
+        ("prepare.py", ["--preview", "1"], "<|im_end|>"),
+    ):
+        with terminal() as screen:
+            run_here(monkeypatch, screen.file, name, "--recipe", str(recipe), *more)
+            text = screen.text()
+        previewed = text.find("--- sample")  # the text of a sample is shown as it is
+        assert too_wide(text[: previewed if previewed >= 0 else None]) == []
+        assert re.search(rf"\033\[32m[^\033]*{re.escape(green)}\033\[0m", text)
+
+
+def test_a_quiet_launcher_prints_the_result_alone(recipe, tmp_path):
+    command = (sys.executable, "launchers/prepare.py", "--recipe", str(recipe), f"data.cache_dir={tmp_path}", "--quiet")
+    said = finish(launch(*command))
+    assert re.fullmatch(
+        r"28 training samples, 12 held out\n"
+        r"a draft vocabulary of 200 covers [\d.]+% of the supervised tokens\n",
+        said,
+    )
