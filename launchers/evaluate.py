@@ -1,21 +1,72 @@
 """Judge an exported draft by real speculative decoding: acceptance length, speed, and whether the output stays the same.
 
 By transformers (the default, needs nothing else) or by a real SGLang server, on a recipe's held-out conversations or on
-prompts of a file. Exit code 1 where the output differs from plain greedy decoding.
+prompts of a file; with --by-context, how acceptance goes with the length of what stands before the answer. Exit code 1 where
+the output differs from plain greedy decoding.
 """
 
 import argparse
 import json
+import math
+import re
 from pathlib import Path
+from typing import Any
 
+from eagle3.console import Console, silence_libraries, tell
 from eagle3.durable import move_aside, write_text
 from eagle3.errors import UserError, run_command
 from eagle3.recipe import Recipe, load_recipe
 
 ROOT = Path(__file__).parent.parent
+PER_CONTEXT = 8
 
 
 def main() -> int:
+    options = parse()
+    recipe = load_recipe(options.recipe, options.overrides)
+    draft = options.draft or recipe.output.dir / "export"
+    check(options, recipe, draft)
+    if options.quiet:
+        silence_libraries()
+    # Imported only now: they take seconds, and a mistake in the recipe should be told at once.
+    from eagle3.evaluation.acceptance import Sampling
+    from eagle3.parallel.topology import start_distributed, stop_distributed
+    from eagle3.training.assemble import gather_materials
+    from eagle3.training.judging import judge, judge_contexts, judge_served
+
+    topology = start_distributed()
+    console = Console(topology.is_first, options.quiet)
+    materials = gather_materials(recipe, topology.device, console)
+    sampling = Sampling(options.temperature, seed_of(options, recipe))
+    out = options.out or draft.parent / ("by_context.json" if options.by_context else "evaluation.json")
+    if options.by_context:
+        by_context = judge_contexts(
+            recipe,
+            materials,
+            draft,
+            topology,
+            console,
+            contexts=contexts_of(options),
+            per_context=options.per_context or PER_CONTEXT,
+            prompts_file=options.prompts,
+            sampling=sampling,
+        )
+        if topology.is_first:
+            for line in by_context.lines():
+                tell(line)
+        lossless, result = by_context.lossless, {**by_context.as_dict(), "draft": str(draft)}
+    else:
+        if options.engine == "sglang":
+            judgement = judge_served(recipe, materials, draft, tree_of(options, recipe), console, options.prompts)
+        else:
+            judgement = judge(recipe, materials, None, draft, topology, console, options.prompts, sampling)
+        lossless, result = judgement.trained.lossless, judgement.as_dict()
+    write_result(out, result, console)
+    stop_distributed()
+    return 1 if lossless is False else 0
+
+
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--recipe", type=Path, default=ROOT / "recipes" / "quickstart.yaml")
     parser.add_argument("--draft", type=Path, help="folder of the exported draft (default: output.dir/export)")
@@ -27,45 +78,51 @@ def main() -> int:
         type=Path,
         help="JSON, JSONL or parquet file of conversations, or .txt with a question a line (default: held-out conversations)",
     )
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, help="of sampling, by lossless rejection; 0 (default) is greedy"
+    )
+    parser.add_argument("--seed", type=int, help="of sampling and of the intervals (default: training.seed)")
+    parser.add_argument(
+        "--by-context",
+        action="store_true",
+        help="acceptance for each context length: the draft goes on after prompts of up to so many tokens",
+    )
+    parser.add_argument(
+        "--contexts",
+        metavar="N,N,...",
+        help="these lengths in tokens, ascending (default: 512 and its doubles, as far as texts and target go)",
+    )
+    parser.add_argument("--per-context", type=int, help=f"prompts of each length (default: {PER_CONTEXT})")
     parser.add_argument("--topk", type=int, default=1, help="branches of the draft tree; 1 (default) is a chain")
     parser.add_argument(
         "--tree-tokens", type=int, help="tokens of one verification, SGLang's speculative-num-draft-tokens"
     )
     parser.add_argument(
-        "--out", type=Path, help="file for the result as JSON (default: evaluation.json beside --draft)"
+        "--out",
+        type=Path,
+        help="file for the result as JSON (default: evaluation.json or by_context.json beside --draft)",
+    )
+    parser.add_argument(
+        "--quiet", action="store_true", help="say the result alone: its figures, and where it was written"
     )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="change single keys of the recipe")
-    options = parser.parse_intermixed_args()
-    recipe = load_recipe(options.recipe, options.overrides)
-    draft = options.draft or recipe.output.dir / "export"
-    check(options, recipe, draft)
-    # Imported only now: they take seconds, and a mistake in the recipe should be told at once.
-    from eagle3.parallel.topology import start_distributed, stop_distributed
-    from eagle3.training.assemble import gather_materials
-    from eagle3.training.judging import judge, judge_served
-    from eagle3.training.tracking import Console
+    return parser.parse_intermixed_args()
 
-    topology = start_distributed()
-    console = Console(topology.is_first)
-    materials = gather_materials(recipe, topology.device, console)
-    if options.engine == "sglang":
-        judgement = judge_served(recipe, materials, draft, tree_of(options, recipe), console, options.prompts)
-    else:
-        judgement = judge(recipe, materials, None, draft, topology, console, options.prompts)
-    out = options.out or draft.parent / "evaluation.json"
+
+def write_result(out: Path, result: dict[str, Any], console: Console) -> None:
     if out.exists():
         console(f"{out} held an earlier result: moved to {move_aside(out)}")
-    write_text(out, json.dumps(judgement.as_dict(), indent=2) + "\n")
-    console(f"written to {out}")
-    stop_distributed()
-    return 0 if judgement.trained.lossless else 1
+    write_text(out, json.dumps(result, indent=2) + "\n")
+    console.result(f"written to {out}")
 
 
 def check(options: argparse.Namespace, recipe: Recipe, draft: Path) -> None:
     """Raises UserError for what can be refused before anything is loaded."""
     if options.engine not in ("transformers", "sglang"):
         raise UserError(f"--engine {options.engine}: there is none of that name; use transformers or sglang")
-    if options.prompts is None and not recipe.evaluation.conversations:
+    check_sampling(options, recipe)
+    check_contexts(options)
+    if options.prompts is None and not options.by_context and not recipe.evaluation.conversations:
         raise UserError("recipe: evaluation.conversations is 0, so there is nothing to judge; set it to 16, say")
     if options.prompts is not None and not options.prompts.is_file():
         raise UserError(f"--prompts {options.prompts}: no such file; name a .jsonl, .json, .parquet or .txt file")
@@ -81,6 +138,46 @@ def check(options: argparse.Namespace, recipe: Recipe, draft: Path) -> None:
 
         require_sglang()
         tree_of(options, recipe)
+
+
+def check_sampling(options: argparse.Namespace, recipe: Recipe) -> None:
+    if not (math.isfinite(options.temperature) and options.temperature >= 0):
+        raise UserError(
+            f"--temperature {options.temperature}: use 0 for greedy decoding, or a number above it, 0.7 say"
+        )
+    seed = seed_of(options, recipe)
+    if not 0 <= seed < 2**63:
+        raise UserError(f"--seed {seed}: use a number from 0 to 2^63 - 1")
+    if options.engine == "sglang" and (options.temperature or options.by_context):
+        name = "--by-context" if options.by_context else f"--temperature {options.temperature:g}"
+        raise UserError(f"{name}: SGLang is judged greedily and on whole prompts only; use --engine transformers")
+
+
+def seed_of(options: argparse.Namespace, recipe: Recipe) -> int:
+    return recipe.training.seed if options.seed is None else options.seed
+
+
+def check_contexts(options: argparse.Namespace) -> None:
+    if not options.by_context:
+        for name, value in (("--contexts", options.contexts), ("--per-context", options.per_context)):
+            if value is not None:
+                raise UserError(f"{name} {value}: is for --by-context; give that too, or leave this out")
+    if options.per_context is not None and options.per_context < 1:
+        raise UserError(
+            f"--per-context {options.per_context}: a length has 1 prompt or more; leave it out for {PER_CONTEXT}"
+        )
+    contexts_of(options)
+
+
+def contexts_of(options: argparse.Namespace) -> list[int] | None:
+    """The lengths asked for, None for the default ones. Raises UserError for what is no ascending list of lengths."""
+    if options.contexts is None:
+        return None
+    fields = options.contexts.split(",")
+    contexts = [int(field) for field in fields if re.fullmatch(r" *\d{1,9} *", field)]
+    if len(contexts) != len(fields) or contexts[0] < 1 or contexts != sorted(set(contexts)):
+        raise UserError(f"--contexts {options.contexts}: name lengths in tokens, ascending, as in 512,1024,2048")
+    return contexts
 
 
 def tree_of(options: argparse.Namespace, recipe: Recipe):

@@ -7,10 +7,12 @@ import pytest
 import torch
 from sglang_cpu.environment import sglang_environment
 from sglang_cpu.targets import VOCABULARY, make_target
-from test_speculative import export_trained
+from test_speculative import decode_speculatively, export_trained, speculative_greedy
 from torch import Tensor
 
 from eagle3.errors import UserError
+from eagle3.evaluation.decoding import PlainOutput, SpeculativeOutput, plain_greedy
+from eagle3.evaluation.drafter import load_draft
 from eagle3.evaluation.serving import (
     DraftTree,
     Logits,
@@ -19,15 +21,7 @@ from eagle3.evaluation.serving import (
     count_drafted,
     decode_by_server,
 )
-from eagle3.evaluation.speculative import (
-    PlainOutput,
-    SpeculativeOutput,
-    SpeculativeResult,
-    decode_speculatively,
-    load_draft,
-    plain_greedy,
-    speculative_greedy,
-)
+from eagle3.evaluation.speculative import SpeculativeResult
 from eagle3.target.sglang.server import EngineOptions, SGLangServer
 from eagle3.target.sglang.version import GreedyAnswer, cpu_attention_flags, decoding_flags, speculative_flags
 from eagle3.target.transformers import load_target

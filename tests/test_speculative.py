@@ -25,17 +25,10 @@ from eagle3.draft.derivation import derive_draft
 from eagle3.draft.interchange import export_draft, read_exported
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
-from eagle3.evaluation.speculative import (
-    LoadedDraft,
-    TargetSession,
-    compare,
-    decode_speculatively,
-    load_draft,
-    plain_greedy,
-    speculative_greedy,
-    tie_resolution,
-    untrained_draft,
-)
+from eagle3.evaluation.acceptance import Greedy
+from eagle3.evaluation.decoding import SpeculativeOutput, TargetSession, plain_greedy, speculative, tie_resolution
+from eagle3.evaluation.drafter import ChainDrafter, LoadedDraft, load_draft, untrained_draft
+from eagle3.evaluation.speculative import SpeculativeResult, chain_drafter, compare, decode_conversations
 from eagle3.objective.unroll import unroll, unroll_inputs
 from eagle3.parallel.sequence import Stream, plan_sequence
 from eagle3.parallel.topology import Topology
@@ -93,6 +86,21 @@ def as_target(model, dtype: torch.dtype = torch.float32) -> TransformersTarget:
 def random_prompts(count: int, seed: int = 5) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(256, (5 + 3 * i,), generator=generator) for i in range(count)]
+
+
+def speculative_greedy(
+    target: TransformersTarget, draft: Eagle3Draft, d2t: Tensor, prompt: Tensor, *, draft_tokens: int, new_tokens: int
+) -> SpeculativeOutput:
+    drafter = ChainDrafter(draft, d2t, len(prompt) + new_tokens)
+    return speculative(target, drafter, prompt, Greedy(), draft_tokens=draft_tokens, new_tokens=new_tokens)
+
+
+def decode_speculatively(
+    target: TransformersTarget, draft: Eagle3Draft, d2t: Tensor, prompts: list[Tensor], *, draft_tokens: int, **options
+) -> SpeculativeResult:
+    drafter = chain_drafter(target, draft, d2t)
+    decoded = decode_conversations(target, drafter, prompts, draft_tokens=draft_tokens, **options)
+    return SpeculativeResult.over(decoded, draft_tokens)
 
 
 @dataclass(frozen=True)

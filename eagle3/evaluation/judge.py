@@ -1,4 +1,4 @@
-"""Judge an exported draft on prompts by transformers, with an untrained draft beside it, and say any engine's result."""
+"""Judge an exported draft by transformers: on prompts, with an untrained draft beside it, or by context."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,15 +9,16 @@ from typing import Any, Literal, NamedTuple
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from eagle3.data.samples import SampleSet
 from eagle3.errors import UserError
-from eagle3.evaluation.speculative import (
-    SpeculativeResult,
-    decode_speculatively,
-    load_draft,
-    untrained_draft,
-)
+from eagle3.evaluation.acceptance import GREEDY, Sampling
+from eagle3.evaluation.by_context import ContextAcceptance, ContextJudgement
+from eagle3.evaluation.contexts import ContextPrompts
+from eagle3.evaluation.drafter import LoadedDraft, load_draft, untrained_draft
+from eagle3.evaluation.examples import example_texts
+from eagle3.evaluation.speculative import SpeculativeResult, chain_drafter, decode_conversations
 from eagle3.target.transformers import TransformersTarget
 
 Engine = Literal["transformers", "sglang"]
@@ -27,7 +28,8 @@ UNTRAINED_CONVERSATIONS = 8  # enough to see that it accepts nothing; it needs a
 @dataclass(frozen=True)
 class Judgement:
     """trained: the exported draft. untrained: a fresh draft of the same shape, on the first few conversations; None where
-    the engine is not asked for one. engine, version: who decoded. topk, tree_tokens: as in DraftTree."""
+    the engine is not asked for one. engine, version: who decoded. topk, tree_tokens: as in DraftTree. examples: see
+    `example_texts`; none where the engine does not tell which drafts it accepted."""
 
     trained: SpeculativeResult
     untrained: SpeculativeResult | None
@@ -35,6 +37,8 @@ class Judgement:
     version: str
     topk: int
     tree_tokens: int
+    sampling: Sampling = GREEDY
+    examples: Sequence[dict[str, Any]] = ()
 
     def as_dict(self) -> dict[str, Any]:
         made = {
@@ -42,31 +46,46 @@ class Judgement:
             "engine_version": self.version,
             "topk": self.topk,
             "tree_tokens": self.tree_tokens,
+            "temperature": self.sampling.temperature,
+            "seed": self.sampling.seed,
         }
         untrained = self.untrained and self.untrained.as_dict()
-        return self.trained.as_dict() | made | {"speed": self.speed._asdict(), "untrained": untrained}
+        others = {"speed": self.speed._asdict(), "untrained": untrained, "examples": list(self.examples)}
+        return self.trained.as_dict() | made | others
 
     @property
     def speed(self) -> "Speed":
-        tokens = self.trained.new_tokens
-        return Speed(tokens / self.trained.seconds_speculative, tokens / self.trained.seconds_plain)
+        trained = self.trained
+        plain_tokens = trained.new_tokens if trained.plain_tokens is None else trained.plain_tokens
+        return Speed(trained.new_tokens / trained.seconds_speculative, plain_tokens / trained.seconds_plain)
 
     def lines(self) -> list[str]:
         """What people read."""
         trained, speed = self.trained, self.speed
         positions = " ".join(f"{share:.2f}" for share in trained.position_acceptance)
-        ties = f", {trained.ties} differ where the target's best logits tie within rounding" if trained.ties else ""
         untrained = self.untrained
         return [
             f"acceptance length {trained.acceptance_length:.2f}",
             *([f"untrained draft: acceptance length {untrained.acceptance_length:.2f}"] if untrained else []),
             f"accepted by draft position 1..{trained.draft_tokens}: {positions}",
-            f"output equal to plain greedy decoding in {trained.identical} of {trained.conversations} conversations"
-            f"{ties}{'' if trained.lossless else f', {trained.mismatches} DIFFER'}",
+            self._comparison(),
             f"{trained.new_tokens} tokens in {trained.verifications} verifications",
             f"{speed.speculative:.1f} tokens/s, {speed.plain:.1f} without the draft: {speed.gain:.2f} times as fast (by "
             f"{self.engine} {self.version}, one conversation at a time)",
         ]
+
+    def _comparison(self) -> str:
+        trained = self.trained
+        if not trained.compared:
+            return (
+                f"sampled at temperature {self.sampling.temperature:g}, seed {self.sampling.seed}: not compared with plain "
+                "sampling, which is equal in distribution only"
+            )
+        ties = f", {trained.ties} differ where the target's best logits tie within rounding" if trained.ties else ""
+        return (
+            f"output equal to plain greedy decoding in {trained.identical} of {trained.conversations} conversations"
+            f"{ties}{'' if trained.lossless else f', {trained.mismatches} DIFFER'}"
+        )
 
 
 class Speed(NamedTuple):
@@ -85,25 +104,79 @@ def judge_export(
     target: TransformersTarget,
     prompts: Sequence[Tensor],
     groups: ProcessGroupCollection,
+    tokenizer: PreTrainedTokenizerBase,
     *,
     draft_tokens: int,
     new_tokens: int,
     seed: int,
+    sampling: Sampling,
     report: Callable[[str], None],
 ) -> Judgement:
-    """Decode prompts (int64 [P]) by transformers with the draft in folder `exported`, loaded afresh.
+    """Decode prompts (int64 [P]) by transformers with the draft in folder `exported`, loaded afresh. tokenizer: for the
+    examples' texts. seed: of the untrained draft.
 
     Raises UserError when the draft does not belong to the target, or a prompt does not fit the target's context.
     """
-    weights = target.weights()
+    loaded, weights = _load(exported, target, groups), target.weights()
+    options = {"draft_tokens": draft_tokens, "new_tokens": new_tokens, "sampling": sampling, "report": report}
+    decoded = decode_conversations(target, chain_drafter(target, loaded.draft, loaded.d2t), prompts, **options)
+    trained = SpeculativeResult.over(decoded, draft_tokens)
     dtype, device = weights.embedding.dtype, weights.embedding.device
-    loaded = load_draft(exported, weights, groups, dtype, device)
-    options = {"draft_tokens": draft_tokens, "new_tokens": new_tokens, "report": report}
-    trained = decode_speculatively(target, loaded.draft, loaded.d2t, prompts, **options)
     fresh = untrained_draft(loaded.draft.draft_config, weights, groups, seed=seed, dtype=dtype, device=device)
     report("the same with an untrained draft, on the first few conversations")
-    untrained = decode_speculatively(target, fresh, loaded.d2t, prompts[:UNTRAINED_CONVERSATIONS], **options)
-    return Judgement(trained, untrained, "transformers", version("transformers"), topk=1, tree_tokens=draft_tokens + 1)
+    few = prompts[:UNTRAINED_CONVERSATIONS]
+    untrained = decode_conversations(target, chain_drafter(target, fresh, loaded.d2t), few, **options)
+    return Judgement(
+        trained,
+        SpeculativeResult.over(untrained, draft_tokens),
+        "transformers",
+        version("transformers"),
+        topk=1,
+        tree_tokens=draft_tokens + 1,
+        sampling=sampling,
+        examples=example_texts(decoded, prompts, tokenizer),
+    )
+
+
+def judge_by_context(
+    exported: Path,
+    target: TransformersTarget,
+    buckets: Sequence[ContextPrompts],
+    groups: ProcessGroupCollection,
+    *,
+    draft_tokens: int,
+    new_tokens: int,
+    sampling: Sampling,
+    report: Callable[[str], None],
+) -> ContextJudgement:
+    """Decode the prompts of each bucket by transformers with the draft in folder `exported`, loaded afresh. A bucket that has
+    none, or whose conversations all end at once, is left out, and `report` is told.
+
+    Raises UserError as `judge_export` does, and where nothing is left.
+    """
+    loaded = _load(exported, target, groups)
+    drafter = chain_drafter(target, loaded.draft, loaded.d2t)
+    options = {"draft_tokens": draft_tokens, "new_tokens": new_tokens, "sampling": sampling, "report": report}
+    contexts, left_out = [], []
+    for context, prompts in buckets:
+        what = f"context {context:,}"
+        if prompts:
+            report(f"{what}: {len(prompts)} conversations")
+        decoded = decode_conversations(target, drafter, prompts, what=what, timed=False, **options) if prompts else []
+        if any(each.verifications for each in decoded):
+            contexts.append(ContextAcceptance.over(context, decoded, draft_tokens, sampling.seed))
+            continue
+        why = "the target ends all with their first token" if decoded else "no answer goes on after so many tokens"
+        report(f"{what}: left out, {why}")
+        left_out.append(context)
+    if not contexts:
+        raise UserError(
+            "--by-context: the target ends every conversation with its first token, so nothing can be measured; use other "
+            "conversations"
+        )
+    return ContextJudgement(
+        contexts, left_out, "transformers", version("transformers"), sampling, draft_tokens, new_tokens
+    )
 
 
 def choose_prompts(samples: SampleSet, count: int, longest: int) -> list[Tensor]:
@@ -120,3 +193,8 @@ def choose_prompts(samples: SampleSet, count: int, longest: int) -> list[Tensor]
         )
     chosen = torch.linspace(0, len(fitting) - 1, min(count, len(fitting))).round().long()
     return [fitting[index] for index in chosen.tolist()]
+
+
+def _load(exported: Path, target: TransformersTarget, groups: ProcessGroupCollection) -> LoadedDraft:
+    embedding = target.weights().embedding
+    return load_draft(exported, target.weights(), groups, embedding.dtype, embedding.device)

@@ -26,9 +26,11 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from eagle3.console import WARNING, Progress
 from eagle3.draft.config import DraftConfig
 from eagle3.errors import UserError
-from eagle3.evaluation.speculative import REPORT_SECONDS, SpeculativeResult, tie_resolution
+from eagle3.evaluation.decoding import tie_resolution
+from eagle3.evaluation.speculative import SpeculativeResult
 from eagle3.target.sglang.server import EngineOptions, SGLangServer, ask
 from eagle3.target.sglang.version import (
     GreedyAnswer,
@@ -105,11 +107,11 @@ def judge_by_sglang(
     attention = [] if torch.cuda.is_available() or options.attention else cpu_attention_flags()
     flags = [*decoding_flags(), *attention]
     report("starting SGLang with the draft")
-    with SGLangServer(options, [*flags, *speculative_flags(str(exported), *tree)]) as server:
+    with SGLangServer(options, [*flags, *speculative_flags(str(exported), *tree)], report=report) as server:
         drafted = decode_by_server(server, prompts, new_tokens, report)
     result = count_drafted(drafted, tree.steps)
     report(f"acceptance length {result.acceptance_length:.2f}; starting SGLang without the draft")
-    with SGLangServer(options, flags) as server:
+    with SGLangServer(options, flags, report=report) as server:
         plain = decode_by_server(server, prompts, new_tokens, report)
         verdicts = [
             compare_by_server(server, prompt, one.answer.tokens, other.answer.tokens, logits)
@@ -117,7 +119,7 @@ def judge_by_sglang(
         ]
     for number, verdict in enumerate(verdicts, start=1):
         if verdict == "mismatch":
-            report(f"SGLang: conversation {number} differs from plain decoding")
+            report(f"{WARNING}SGLang: conversation {number} differs from plain decoding")
     return replace(
         result,
         identical=verdicts.count("identical"),
@@ -132,7 +134,7 @@ def decode_by_server(
 ) -> list[TimedAnswer]:
     """Greedy answers of up to new_tokens, one after another, and the seconds that each took, prefill included."""
     _generate(server, greedy_request(prompts[0].tolist(), min(new_tokens, WARM_UP_TOKENS)))
-    answers, reported = [], time.perf_counter()
+    answers, progress = [], Progress(report, "decoding by SGLang", len(prompts), "conversations")
     for number, prompt in enumerate(prompts, start=1):
         start = time.perf_counter()
         answer = greedy_answer(_generate(server, greedy_request(prompt.tolist(), new_tokens)))
@@ -143,9 +145,7 @@ def decode_by_server(
                 f"sglang: prompt {number} of {len(prompt)} tokens got {len(answer.tokens)} new tokens, not {new_tokens}: the "
                 "server has no room for more; raise target.kv_tokens or target.memory_fraction, or use shorter prompts"
             )
-        if now - reported > REPORT_SECONDS and number < len(prompts):
-            reported, left = now, sum(each.seconds for each in answers) / number * (len(prompts) - number)
-            report(f"SGLang: {number}/{len(prompts)} conversations, {left:.0f} s left")
+        progress.at(number)
     return answers
 
 

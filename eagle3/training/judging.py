@@ -1,6 +1,6 @@
 """From a recipe to the judge of an exported draft: its prompts, and the engine that decodes them."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -8,9 +8,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from eagle3.console import Console, waiting
 from eagle3.data.vocabulary import DraftVocabulary
 from eagle3.draft.interchange import read_exported
-from eagle3.evaluation.judge import Judgement, choose_prompts, judge_export
+from eagle3.errors import UserError
+from eagle3.evaluation.acceptance import GREEDY, Sampling
+from eagle3.evaluation.by_context import ContextJudgement
+from eagle3.evaluation.contexts import prompt_contexts, sample_contexts
+from eagle3.evaluation.judge import Judgement, choose_prompts, judge_by_context, judge_export
 from eagle3.evaluation.prompts import read_prompts
 from eagle3.evaluation.serving import DraftTree, Logits, check_belongs, judge_by_sglang
 from eagle3.parallel.topology import Topology
@@ -21,7 +26,6 @@ from eagle3.target.transformers import TransformersTarget
 from eagle3.training.assemble import Materials, aux_layers, choices_of, config_of, start_target
 from eagle3.training.serving import engine_options
 
-Say = Callable[[str], None]
 CPU_KV_TOKENS = 4096  # of a server on a CPU beyond what it needs; SGLang wants more than one request's
 
 
@@ -31,8 +35,9 @@ def judge(
     target: TransformersTarget | None,
     exported: Path,
     topology: Topology,
-    say: Say,
+    console: Console,
     prompts_file: Path | None = None,
+    sampling: Sampling = GREEDY,
 ) -> Judgement:
     """Judge an exported draft by transformers as the recipe's evaluation section says, and say the result.
 
@@ -40,28 +45,66 @@ def judge(
     """
     wanted = recipe.evaluation
     prompts = _prompts_to_judge(recipe, materials, prompts_file, room=wanted.new_tokens + wanted.draft_tokens)
-    if target is None:
-        trained = read_exported(exported)
-        vocabulary = DraftVocabulary(d2t=trained.d2t, t2d=trained.t2d)
-        target = start_target(recipe, materials, topology.device, vocabulary)
-    say(f"decoding {len(prompts)} {'prompts' if prompts_file else 'held-out conversations'} speculatively")
+    target = target or _target_of(recipe, materials, exported, topology, console)
+    console(f"decoding {len(prompts)} {'prompts' if prompts_file else 'held-out conversations'} speculatively")
     judgement = judge_export(
         exported,
         target,
         prompts,
         topology.modules_alone,
+        materials.tokenizer,
         draft_tokens=wanted.draft_tokens,
         new_tokens=wanted.new_tokens,
         seed=recipe.training.seed,
-        report=say,
+        sampling=sampling,
+        report=console,
     )
     for line in judgement.lines():
-        say(line)
+        console.result(line)
     return judgement
 
 
+def judge_contexts(
+    recipe: Recipe,
+    materials: Materials,
+    exported: Path,
+    topology: Topology,
+    console: Console,
+    *,
+    contexts: Sequence[int] | None,
+    per_context: int,
+    prompts_file: Path | None = None,
+    sampling: Sampling = GREEDY,
+) -> ContextJudgement:
+    """As `judge`, by context: see sample_contexts, for prompts_file prompt_contexts. The result is left to be said."""
+    wanted, most = recipe.evaluation, config_of(recipe, materials).max_position_embeddings
+    if contexts is not None and contexts[-1] > most:
+        raise UserError(f"--contexts: {contexts[-1]} is beyond the target's context of {most}; name smaller ones")
+    longest = most - wanted.new_tokens - wanted.draft_tokens
+    if prompts_file is None:
+        buckets = sample_contexts(materials.held_out, contexts, per_context, longest)
+    else:
+        prompts = read_prompts(prompts_file, materials.tokenizer, materials.chat_template, longest, choices_of(recipe))
+        buckets = prompt_contexts(prompts, contexts, per_context, longest)
+    return judge_by_context(
+        exported,
+        _target_of(recipe, materials, exported, topology, console),
+        buckets,
+        topology.modules_alone,
+        draft_tokens=wanted.draft_tokens,
+        new_tokens=wanted.new_tokens,
+        sampling=sampling,
+        report=console,
+    )
+
+
 def judge_served(
-    recipe: Recipe, materials: Materials, exported: Path, tree: DraftTree, say: Say, prompts_file: Path | None = None
+    recipe: Recipe,
+    materials: Materials,
+    exported: Path,
+    tree: DraftTree,
+    console: Console,
+    prompts_file: Path | None = None,
 ) -> Judgement:
     """As `judge`, but by SGLang: its servers decode, one with the draft and then one without it."""
     wanted, config = recipe.evaluation, config_of(recipe, materials)
@@ -71,7 +114,7 @@ def judge_served(
     room = wanted.new_tokens + max(tree.tokens, CONTEXT_RESERVE)
     prompts = _prompts_to_judge(recipe, materials, prompts_file, room)
     options = serving_options(recipe, materials, max(map(len, prompts)) + room)
-    say(f"decoding {len(prompts)} {'prompts' if prompts_file else 'held-out conversations'} by SGLang")
+    console(f"decoding {len(prompts)} {'prompts' if prompts_file else 'held-out conversations'} by SGLang")
     result = judge_by_sglang(
         exported,
         options,
@@ -79,11 +122,11 @@ def judge_served(
         tree=tree,
         new_tokens=wanted.new_tokens,
         logits=Logits(getattr(torch, options.dtype), config.num_hidden_layers, config.vocab_size),
-        report=say,
+        report=console,
     )
     judgement = Judgement(result, None, "sglang", version("sglang"), tree.topk, tree.tokens)
     for line in judgement.lines():
-        say(line)
+        console.result(line)
     return judgement
 
 
@@ -94,6 +137,16 @@ def serving_options(recipe: Recipe, materials: Materials, tokens: int) -> Engine
     if options.kv_tokens is None and not torch.cuda.is_available():
         options = replace(options, kv_tokens=2 * tokens + CPU_KV_TOKENS)
     return options
+
+
+def _target_of(
+    recipe: Recipe, materials: Materials, exported: Path, topology: Topology, console: Console
+) -> TransformersTarget:
+    """Loaded for the judge alone."""
+    draft = read_exported(exported)
+    vocabulary = DraftVocabulary(d2t=draft.d2t, t2d=draft.t2d)
+    with waiting(console, f"loading {materials.target}"):
+        return start_target(recipe, materials, topology.device, vocabulary)
 
 
 def _prompts_to_judge(recipe: Recipe, materials: Materials, file: Path | None, room: int) -> list[Tensor]:

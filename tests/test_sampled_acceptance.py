@@ -1,0 +1,181 @@
+"""Acceptance where it is known beforehand: of a draft that is the target, of one that is always wrong, of one that guesses."""
+
+import pytest
+import torch
+from test_speculative import as_target, random_prompts, tiny_llama
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from eagle3.draft.derivation import derive_draft
+from eagle3.draft.model import Eagle3Draft
+from eagle3.evaluation.acceptance import AcceptanceRule, Proposal, Sampling
+from eagle3.evaluation.decoding import TargetSession
+from eagle3.evaluation.drafter import NewDrafter, untrained_draft
+from eagle3.evaluation.speculative import SpeculativeResult, chain_drafter, decode_conversations
+from eagle3.target.transformers import TransformersTarget
+
+TOKENS, WIDTH, DRAFT_TOKENS, NEW_TOKENS = 12, 16, 3, 30
+CONSTANT = TOKENS  # the entry of a hidden state that is the same for all tokens
+IMPOSSIBLE = TOKENS - 1
+RULES = [Sampling(), Sampling(1.0, seed=1), Sampling(0.7, seed=2)]
+
+
+def last_token_target() -> TransformersTarget:
+    """Its next token depends on the last one alone: no layer adds anything to the embedding, one entry for each token and a
+    constant one. What follows is random, but IMPOSSIBLE never does."""
+    config = LlamaConfig(
+        vocab_size=TOKENS,
+        hidden_size=WIDTH,
+        intermediate_size=WIDTH,
+        num_hidden_layers=3,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        max_position_embeddings=128,
+        rms_norm_eps=1e-12,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = LlamaForCausalLM(config)
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.data.zero_()
+        layer.mlp.down_proj.weight.data.zero_()
+    model.model.embed_tokens.weight.data = torch.eye(TOKENS, WIDTH)
+    model.model.embed_tokens.weight.data[:, CONSTANT] = 1
+    head = torch.zeros(TOKENS, WIDTH)
+    head[:, :TOKENS] = 0.5 * torch.randn(TOKENS, TOKENS, generator=torch.Generator().manual_seed(3))
+    head[IMPOSSIBLE, CONSTANT] = -1e4
+    model.lm_head.weight.data = head
+    return as_target(model, torch.float64)
+
+
+def draft_for(target: TransformersTarget, vocabulary: int, topology) -> Eagle3Draft:
+    config = derive_draft(target.model.config, draft_vocab_size=vocabulary, aux_layers=target.aux_layers)
+    return untrained_draft(
+        config, target.weights(), topology.modules, seed=0, dtype=torch.float64, device=torch.device("cpu")
+    )
+
+
+def equal_draft(target: TransformersTarget, topology) -> Eagle3Draft:
+    """An EAGLE3 draft, set by hand, that says what `last_token_target` says, at every step of its chain.
+
+    Its hidden state is sqrt(8) at the entry of the last token, 0 elsewhere. Queries and keys are one constant vector, so
+    that rotation alone makes each row see itself: another row's score is lower by 50 or more. The value is the embedding's
+    part of the input less the hidden part, which takes the previous step's token out of the residual stream.
+    """
+    draft, root = draft_for(target, TOKENS, topology), 8**0.5  # an embedding's entries after its norm: 1 / sqrt(2 / 16)
+    attention = draft.layer.self_attention
+    for weight in (draft.fc.weight, draft.layer.mlp.linear_fc2.weight, attention.linear_v.weight):
+        weight.zero_()
+    for linear in (attention.linear_q, attention.linear_k):
+        linear.weight.zero_()
+        linear.weight[:, CONSTANT] = 5
+    tokens = torch.arange(TOKENS)
+    attention.linear_v.weight[tokens, tokens] = 1
+    attention.linear_v.weight[tokens, WIDTH + tokens] = -root / 4  # a single entry is sqrt(16) after its norm
+    attention.linear_proj.weight.copy_(torch.eye(WIDTH))
+    head = target.weights().head
+    draft.lm_head.weight.zero_()
+    draft.lm_head.weight[:, :TOKENS] = (head[:, :TOKENS] + head[:, CONSTANT, None]) * root / 4
+    return draft
+
+
+class TargetDrafter:
+    """Drafts with the target itself. Every text begins with token `first`, which no drafter is told."""
+
+    def __init__(self, target: TransformersTarget, first: int, shift: int = 0) -> None:
+        self.session, self.first, self.shift = TargetSession(target, can_forget=True), first, shift
+        self.read, self.vocab_size = 0, target.vocab_size
+
+    def extend(self, aux: Tensor, next_tokens: Tensor) -> None:
+        tokens = next_tokens if self.read else torch.cat((torch.tensor([self.first]), next_tokens))
+        self.logits = self.session.forward(tokens, rows=1)
+        self.read += len(tokens)
+
+    def propose(self, count: int, rule: AcceptanceRule) -> Proposal:
+        logits, drawn = self.logits, []
+        for _ in range(count):
+            drawn.append(rule.draw(logits))
+            logits = self.session.forward(drawn[-1].tokens, rows=1)
+        self.session.forget(count)
+        tokens = (torch.cat([each.tokens for each in drawn]) + self.shift) % self.vocab_size
+        sampled = drawn[0].probabilities is not None
+        return Proposal(tokens, torch.cat([each.probabilities for each in drawn]) if sampled else None)
+
+
+def decode(target: TransformersTarget, drafter: NewDrafter, prompts: list[Tensor], sampling: Sampling):
+    lengths = {"draft_tokens": DRAFT_TOKENS, "new_tokens": NEW_TOKENS}
+    decoded = decode_conversations(target, drafter, prompts, sampling=sampling, **lengths)
+    return decoded, SpeculativeResult.over(decoded, DRAFT_TOKENS)
+
+
+def short_prompts() -> list[Tensor]:
+    return [prompt % IMPOSSIBLE for prompt in random_prompts(3)]
+
+
+def check_all_accepted(result: SpeculativeResult, sampling: Sampling) -> None:
+    assert result.acceptance_length == DRAFT_TOKENS + 1
+    assert result.position_acceptance == [1.0] * DRAFT_TOKENS
+    assert result.verifications == 3 * 8, "ceil(29 / 4), after the prefill's token, of each conversation"
+    assert result.lossless is (True if sampling.greedy else None)
+
+
+@pytest.mark.parametrize("sampling", RULES)
+def test_the_target_as_its_own_draft_has_every_token_accepted(sampling):
+    target = as_target(tiny_llama(), torch.float64)
+    prompts = [torch.cat((torch.tensor([7]), prompt)) for prompt in random_prompts(3)]
+    _, result = decode(target, lambda _: TargetDrafter(target, first=7), prompts, sampling)
+    check_all_accepted(result, sampling)
+
+
+@pytest.mark.parametrize("sampling", RULES)
+def test_a_real_draft_that_equals_its_target_has_every_token_accepted(topology, sampling):
+    target = last_token_target()
+    drafter = chain_drafter(target, equal_draft(target, topology), torch.zeros(TOKENS, dtype=torch.long))
+    decoded, result = decode(target, drafter, short_prompts(), sampling)
+    check_all_accepted(result, sampling)
+    assert sampling.greedy or len({token for each in decoded for token in each.output.tokens}) > 8, "it must be random"
+
+
+@pytest.mark.parametrize("sampling", RULES)
+def test_a_draft_that_is_always_wrong_accepts_nothing(topology, sampling):
+    """All it can say is what the target never says."""
+    target = last_token_target()
+    drafter = chain_drafter(target, draft_for(target, 1, topology), torch.tensor([IMPOSSIBLE]))
+    decoded, result = decode(target, drafter, short_prompts(), sampling)
+    assert result.acceptance_length == 1.0 and result.position_acceptance == [0.0] * DRAFT_TOKENS
+    assert result.verifications == 3 * (NEW_TOKENS - 1)
+    assert all(IMPOSSIBLE not in each.output.tokens for each in decoded)
+    assert result.mismatches == 0 and result.compared is sampling.greedy
+
+
+def test_greedy_drafts_one_beside_the_targets_choice_are_all_rejected():
+    target = as_target(tiny_llama(), torch.float64)
+    prompts = [torch.cat((torch.tensor([7]), prompt)) for prompt in random_prompts(3)]
+    _, result = decode(target, lambda _: TargetDrafter(target, first=7, shift=1), prompts, Sampling())
+    assert result.acceptance_length == 1.0 and result.lossless
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_a_draft_that_guesses_is_accepted_as_often_as_the_theory_says(topology, temperature):
+    """Of a uniform q the first draft is kept with probability sum_x min(p(x), q(x)) (Leviathan et al. 2023, theorem 3.5),
+    which the last token tells here; so are the later ones."""
+    target = last_token_target()
+    draft = draft_for(target, TOKENS, topology)
+    draft.lm_head.weight.zero_()
+    drafter = chain_drafter(target, draft, torch.zeros(TOKENS, dtype=torch.long))
+    sampling = Sampling(temperature, seed=4)
+    decoded, _ = decode(target, drafter, short_prompts() * 10, sampling)
+    head = target.weights().head
+    logits = (head[:, :TOKENS] + head[:, CONSTANT, None]).T * 8**0.5
+    chance = (logits / temperature).softmax(-1).clamp(max=1 / TOKENS).sum(-1)  # [TOKENS], after each
+    expected, found = [], []
+    for each in decoded:
+        last = each.output.tokens[0]
+        for verified in each.verifications:
+            before = [last, *verified.drafts][: verified.accepted + 1][:DRAFT_TOKENS]
+            expected += [float(chance[token]) for token in before]
+            found += [place < verified.accepted for place in range(len(before))]
+            last = verified.tokens[-1]
+    spread = sum(share * (1 - share) for share in expected) ** 0.5
+    assert abs(sum(found) - sum(expected)) < 4 * spread
+    assert 5 * spread < min(sum(found), len(found) - sum(found)), "neither nothing nor everything"
