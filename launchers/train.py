@@ -4,6 +4,7 @@ import argparse
 import os
 from pathlib import Path
 
+from eagle3.console import Console, silence_libraries, tell
 from eagle3.errors import UserError, run_command
 from eagle3.recipe import Recipe, dump_recipe, load_recipe
 from eagle3.training.stopping import RunStopped, StopSignals
@@ -30,6 +31,12 @@ def main() -> int:
         "--check", metavar="NxP", help="check recipe, DeepSpeed file and layout for N nodes of P processes, and stop"
     )
     parser.add_argument("--print-recipe", action="store_true", help="show the recipe with every default and stop")
+    parser.add_argument(
+        "--quiet",
+        action="store_true",
+        help="print only what came out (the exported draft, its judgement) and warnings; `deepspeed --quiet` silences "
+        "the launcher itself",
+    )
     parser.add_argument("--local_rank", type=int, default=0, help="set by the deepspeed launcher")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="change single keys of the recipe")
     options = parser.parse_intermixed_args()
@@ -47,13 +54,16 @@ def main() -> int:
             return run(recipe, options, stop)
         except RunStopped as stopped:
             if os.environ.get("RANK", "0") == "0":
-                print(stopped, flush=True)
+                tell(str(stopped))
             return options.stop_code or (0 if stopped.together else 128 + stopped.number)
 
 
 def run(recipe: Recipe, options: argparse.Namespace, stop: StopSignals) -> int:
+    if options.quiet:
+        silence_libraries()
     # Imported only now: they take seconds, and a mistake in the recipe should be told at once.
     from eagle3.parallel.topology import start_distributed, stop_distributed
+    from eagle3.reporting.finish import write_up
     from eagle3.training.layout import check_layout
     from eagle3.training.run import train
     from eagle3.training.run_folder import Resume, RunFolder
@@ -62,17 +72,22 @@ def run(recipe: Recipe, options: argparse.Namespace, stop: StopSignals) -> int:
     if options.check:
         layout = check_layout(recipe, options.deepspeed, options.check)
         continues = RunFolder(recipe.output.dir).check(recipe, resume)
-        print(f"{layout}; {'continues' if continues else 'begins'} {recipe.output.dir}")
+        if not options.quiet:
+            tell(f"{layout}; {'continues' if continues else 'begins'} {recipe.output.dir}")
         return 0
     parallelism = recipe.parallelism
     topology = start_distributed(parallelism.tensor, parallelism.ulysses, parallelism.ring)
+    console = Console(topology.is_first, options.quiet)
     try:
-        lossless = train(recipe, options.deepspeed, topology, resume, stop)
+        lossless = train(recipe, options.deepspeed, topology, resume, stop, console)
     except RunStopped as stopped:
         if stopped.together:
             stop_distributed()
         raise
-    stop_distributed()
+    first = topology.is_first
+    stop_distributed()  # the others need not wait for what is drawn
+    if first:
+        write_up(recipe.output.dir, console)
     return 0 if lossless else 1
 
 

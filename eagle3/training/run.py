@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from eagle3.attention.cuda import take_installed_flash
+from eagle3.console import Console, waiting
 from eagle3.data.vocabulary import save_vocabulary
 from eagle3.errors import UserError
 from eagle3.evaluation.export_check import NotChecked, NotInstalled, check_export
@@ -19,12 +20,13 @@ from eagle3.preflight.places import checkpoint_bytes
 from eagle3.preflight.start import require_room, require_sound_start
 from eagle3.recipe import Recipe, dump_recipe
 from eagle3.training.assemble import build_draft, config_of, draft_config, gather_materials, pick_vocabulary
+from eagle3.training.description import describe_run
 from eagle3.training.engine import deepspeed_config
 from eagle3.training.judging import judge
 from eagle3.training.run_folder import Resume, RunFolder
 from eagle3.training.stopping import RunStopped, StopSignals
 from eagle3.training.supply import hidden_state_supply
-from eagle3.training.tracking import Console
+from eagle3.training.tracking import memory_gib
 from eagle3.training.trainer import prepare_trainer
 
 
@@ -34,6 +36,7 @@ def train(
     topology: Topology,
     resume: Resume = Resume.NO,
     stop: StopSignals | None = None,
+    console: Console | None = None,
 ) -> bool:
     """Run the whole recipe; every rank calls it. Returns False where speculative decoding was not lossless.
 
@@ -41,7 +44,7 @@ def train(
     one of the signals that `stop` notes ends the run before its end; where a rank dies or hangs, the watchdog says so and
     ends the process.
     """
-    console = Console(topology.is_first)
+    console = console or Console(topology.is_first)
     watchdog = Watchdog(
         address=os.environ["MASTER_ADDR"],
         port=int(os.environ["MASTER_PORT"]),
@@ -90,6 +93,7 @@ def _train(
     itemsize = getattr(torch, recipe.training.dtype).itemsize
     require_room(folder.path, checkpoint_bytes(shape, sizes.tensor, itemsize))
     with hidden_state_supply(recipe, materials, vocabulary, topology, console) as supply:
+        memory_before = memory_gib(topology.device)
         draft = build_draft(recipe, materials, vocabulary, supply.head, topology)
         trainer = prepare_trainer(
             recipe,
@@ -110,13 +114,26 @@ def _train(
         if topology.is_first:
             folder.begin(recipe, continues, console)
             save_vocabulary(vocabulary, folder.vocabulary)
+            described = describe_run(
+                recipe,
+                materials,
+                config,
+                shape,
+                vocabulary,
+                deepspeed_file,
+                device=topology.device,
+                steps=trainer.steps,
+                continues=continues,
+                memory_before=memory_before,
+            )
+            folder.write_run(described)
         dist.barrier()
         if topology.device.type == "cuda":
             console(f"attention: {take_installed_flash(topology.device)} kernels")
         with watchdog.watching():
             trainer.run(continues, stop)
         exported = trainer.export()
-    console(f"exported draft: {exported}")
+    console.result(f"exported draft: {exported}")
     if topology.is_first and recipe.output.check_export:
         _check(exported, console)
     if not recipe.evaluation.conversations or not topology.is_first:
@@ -145,7 +162,9 @@ def _broken_collectives(watchdog: Watchdog, topology: Topology) -> Iterator[None
 def _check(exported: Path, console: Console) -> None:
     """Raises UserError where SGLang would not serve the export right; the files stay."""
     try:
-        console(f"export check: {check_export(exported)}")
+        with waiting(console, "asking SGLang whether it takes the export"):
+            said = check_export(exported)
+        console(f"export check: {said}")
     except NotInstalled:
         console("export check: not made, for SGLang is not installed here (launchers/export.py --check makes it)")
     except NotChecked as reason:

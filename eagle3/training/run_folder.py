@@ -1,4 +1,4 @@
-"""The run folder: resolved recipe, metrics, checkpoints, export, evaluation; nothing of an earlier run is lost."""
+"""The run folder: resolved recipe, metrics, checkpoints, export, evaluation, report; nothing of an earlier run is lost."""
 
 import json
 from collections.abc import Callable
@@ -39,6 +39,11 @@ class RunFolder:
         self.vocabulary = path / "draft_vocabulary.safetensors"
         self.export = path / "export"
         self.evaluation = path / "evaluation.json"
+        self.by_context = path / "by_context.json"
+        self.run = path / "run.json"
+        self.report = path / "report.html"
+        self.charts = path / "report"
+        self.card = self.export / "README.md"
         self.profile = path / "profile"
 
     def begin(self, recipe: Recipe, continues: bool, say: Callable[[str], None]) -> None:
@@ -96,6 +101,10 @@ class RunFolder:
             if record["step"] <= step:
                 kept.append(line)
         write_text(self.metrics, "".join(f"{line}\n" for line in kept))
+
+    def write_run(self, described: dict[str, Any]) -> None:
+        """What the run is made of (see eagle3.training.description); the start of a resumed run replaces that of the first."""
+        write_text(self.run, json.dumps(described, indent=2) + "\n")
 
     def write_evaluation(self, result: dict[str, Any]) -> None:
         write_text(self.evaluation, json.dumps(result, indent=2) + "\n")

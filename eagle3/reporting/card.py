@@ -1,0 +1,271 @@
+"""The model card: README.md beside the exported draft, with the metadata that hubs expect, filled from the run."""
+
+import hashlib
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from huggingface_hub import ModelCardData
+
+from eagle3.durable import write_text
+from eagle3.errors import UserError
+from eagle3.reporting.curves import simulated_positions, tokens_label
+from eagle3.reporting.record import RunRecord, read_run
+from eagle3.target.sglang.version import speculative_flags
+
+TEMPLATE = Path(__file__).with_name("card.md")
+TAGS = ["eagle3", "speculative-decoding", "draft-model", "sglang", "vllm"]
+LONG = 4096  # tokens of context; a draft that was judged on less says nothing of long ones
+SEAL = re.compile(r"\n<!-- written from the run's files; sha256 of the lines above: (\w{64}) -->\n\Z")
+
+
+class Edited(UserError):
+    """The card is no longer as it was written; nobody's words are replaced."""
+
+
+def write_card(path: Path) -> Path | None:
+    """The card of the run in folder `path`, which is returned; None where no draft was exported yet. Raises UserError where
+    there is no run, Edited where somebody has changed the card."""
+    run = read_run(path)
+    if run.draft is None:
+        return None
+    card = run.folder.card
+    if card.exists() and not _untouched(card.read_text(encoding="utf-8")):
+        raise Edited(f"{card}: was changed by hand, so it is kept; move it away to have it written anew")
+    write_text(card, sealed(card_text(run)))
+    return card
+
+
+def sealed(text: str) -> str:
+    """With a last line by which a later change is seen."""
+    return f"{text}\n<!-- written from the run's files; sha256 of the lines above: {_digest(text)} -->\n"
+
+
+def _untouched(text: str) -> bool:
+    seal = SEAL.search(text)
+    return seal is not None and seal[1] == _digest(text[: seal.start()])
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def card_text(run: RunRecord) -> str:
+    """Markdown with YAML front matter. No path of the machine is told: of a folder only its last part."""
+    target, hub_id = target_name(run), _hub_id(run)
+    data = ModelCardData(
+        base_model=hub_id,
+        datasets=((run.started or {}).get("data") or {}).get("datasets") or None,
+        library_name="sglang",
+        license="other",
+        pipeline_tag="text-generation",
+        tags=TAGS,
+    )
+    template = jinja2.Template(
+        TEMPLATE.read_text(encoding="utf-8"), undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return template.render(
+        card_data=data.to_yaml(),
+        target=target,
+        hub_id=hub_id,
+        facts=_facts(run),
+        training=_training(run),
+        judged=_judged(run),
+        held_out=_held_out(run),
+        contexts=_contexts(run),
+        limits=_limits(run),
+        **_serving(run, hub_id or "TARGET"),
+    )
+
+
+def target_name(run: RunRecord) -> str:
+    """The hub id, or the last part of a folder's path."""
+    target = str(run.key("model.target") or "an unknown target")
+    if target == "demo":
+        return "the quickstart's own target"
+    return _hub_id(run) or Path(target).name
+
+
+def _hub_id(run: RunRecord) -> str | None:
+    return ((run.started or {}).get("target") or {}).get("hub_id")
+
+
+def _facts(run: RunRecord) -> list[tuple[str, str]]:
+    draft, started = run.draft, run.started or {}
+    rope, layers = draft.get("rope_parameters") or {}, (draft.get("eagle_config") or {})
+    facts = [("target", target_name(run))]
+    if "target" in started:
+        of = started["target"]
+        facts.append(("the target's class", f"{of['architecture']}, {of['layers']} layers of {of['hidden_size']}"))
+    if layers.get("eagle_aux_hidden_state_layer_ids"):
+        facts.append(("layers read (0-based)", ", ".join(map(str, layers["eagle_aux_hidden_state_layer_ids"]))))
+    if "draft" in started:
+        facts.append(("trained weights", f"{started['draft']['parameters']:,}"))
+    facts.append(
+        ("draft vocabulary", f"{draft['draft_vocab_size']:,} of {draft['vocab_size']:,} tokens{_coverage(run)}")
+    )
+    facts.append(("context", f"{draft['max_position_embeddings']:,} tokens"))
+    kind = rope.get("rope_type", "default")
+    facts.append(("rope", kind + (f" x{rope['factor']:g}" if rope.get("factor") else "")))
+    facts.append(("number format", str(draft.get("dtype") or draft.get("torch_dtype"))))
+    return facts
+
+
+def _coverage(run: RunRecord) -> str:
+    share = ((run.started or {}).get("vocabulary") or {}).get("coverage")
+    return "" if share is None else f", {share:.2%} of the supervised ones in training"
+
+
+def _training(run: RunRecord) -> list[tuple[str, str]]:
+    started, pace = run.started or {}, run.pace
+    data = started.get("data") or {}
+    sources = [_source(source) for source in run.key("data.train") or []]
+    rows = [("data", ", ".join(sources) or "unknown")]
+    if data:
+        train = data["train"]
+        rows.append(
+            (
+                "samples",
+                f"{train['samples']:,} of {train['tokens']:,} tokens, {train['supervised']:,} supervised; the longest has "
+                f"{train['longest']:,}",
+            )
+        )
+    rows.append(("steps", f"{len(run.train):,}, of {run.key('training.global_batch_size')} samples each"))
+    rows.append(("seen", f"{pace.tokens:,} tokens, {pace.supervised:,} supervised"))
+    rows.append(("TTT steps", str(run.key("training.ttt_steps"))))
+    rows.append(
+        ("loss", f"{run.key('training.loss')}, each step's weight {run.key('training.step_decay')} of the last")
+    )
+    rows.append(("learning rate", f"{run.key('training.learning_rate')}"))
+    rows.append(
+        (
+            "longest sample allowed",
+            f"{run.key('data.max_length'):,} tokens" if run.key("data.max_length") else "unknown",
+        )
+    )
+    if "layout" in started:
+        rows.append(("layout", " x ".join(f"{name} {size}" for name, size in started["layout"].items())))
+    if "versions" in started:
+        shown = ("eagle3-recipes", "torch", "deepspeed", "megatron-core", "transformers")
+        rows.append(
+            (
+                "made with",
+                ", ".join(f"{name} {started['versions'][name]}" for name in shown if name in started["versions"]),
+            )
+        )
+    return rows
+
+
+def _source(source: str) -> str:
+    """Datasets by id, files and folders by their last part."""
+    return source if source.startswith(("preset:", "demo_answers", "standard_library")) else Path(source).name
+
+
+def _judged(run: RunRecord) -> dict[str, Any] | None:
+    found = run.evaluation
+    if not found or found.get("acceptance_length") is None:
+        return None
+    shares, untrained = found.get("position_acceptance") or [], found.get("untrained")
+    how = f"at temperature {found['temperature']:g}" if found.get("temperature") else "greedy"
+    return {
+        "length": f"{found['acceptance_length']:.2f}",
+        "conditions": (
+            f"Measured by {found.get('engine')} {found.get('engine_version')}, {_drafted(found)}, {how}, one conversation at a "
+            f"time, on {found['conversations']} conversations: {found['new_tokens']:,} tokens in {found['verifications']:,} "
+            "verifications."
+        ),
+        "positions": [str(place) for place in range(1, len(shares) + 1)],
+        "shares": [f"{share:.2f}" for share in shares],
+        "lossless": _lossless(found),
+        "untrained": f"An untrained draft of the same shape: {untrained['acceptance_length']:.2f}."
+        if untrained
+        else "",
+    }
+
+
+def _lossless(found: dict[str, Any]) -> str:
+    """How the output compared with the target's alone; sampled outputs are not compared."""
+    if found.get("temperature") or found.get("compared") is False:
+        return "The outputs were sampled, so they were not compared with plain decoding."
+    if found.get("mismatches"):
+        return (
+            f"Output DIFFERED from plain decoding in {found['mismatches']} conversations, more than rounding explains."
+        )
+    ties = found.get("ties")
+    tied = f", but for {ties} where the target's best logits tie within rounding" if ties else ""
+    return f"Output equal to plain decoding in all conversations{tied}."
+
+
+def _drafted(found: dict[str, Any]) -> str:
+    if (found.get("topk") or 1) > 1:
+        return f"trees of {found.get('tree_tokens')} tokens, {found['topk']} branches a node"
+    return f"{found['draft_tokens']} drafted tokens"
+
+
+def _held_out(run: RunRecord) -> str | None:
+    best, shares = run.exported, simulated_positions(run)
+    if best is None:
+        return None
+    positions = " ".join(f"{share:.2f}" for share in shares)
+    return (
+        f"{best['simulated_acceptance_length']:.2f} drafted tokens accepted (simulated, greedy, the target's own not counted; by "
+        f"position {positions}) at step {best['step']:,}, whose weights these are"
+    )
+
+
+def _contexts(run: RunRecord) -> dict[str, Any] | None:
+    found = run.by_context
+    if not found or not found.get("contexts"):
+        return None
+    rows = []
+    for row in sorted(found["contexts"], key=lambda row: row["context"]):
+        length, interval = row.get("acceptance_length"), row.get("interval")
+        rows.append(
+            (
+                tokens_label(row["context"]),
+                "–" if length is None else f"{length:.2f}",
+                f"{interval[0]:.2f} to {interval[1]:.2f}" if interval and None not in interval else "–",
+                f"{row['verifications']:,}",
+            )
+        )
+    told = f"{found.get('engine')} {found.get('engine_version')}, {found.get('draft_tokens')} drafted tokens"
+    return {"rows": rows, "conditions": f"{told}, temperature {found.get('temperature')}"}
+
+
+def _serving(run: RunRecord, target: str) -> dict[str, str]:
+    steps, context = run.key("evaluation.draft_tokens") or 4, run.draft["max_position_embeddings"]
+    flags = speculative_flags("DRAFT", steps, 1, steps + 1)
+    speculative = json.dumps({"method": "eagle3", "model": "DRAFT", "num_speculative_tokens": steps})
+    return {
+        "sglang": _folded(
+            ["python", "-m", "sglang.launch_server", "--model-path", target, *flags, "--context-length", str(context)]
+        ),
+        "vllm": _folded(
+            ["vllm", "serve", target, "--speculative-config", speculative, "--max-model-len", str(context)]
+        ),
+        "context_line": f"The draft has positions for {context:,} tokens: do not serve it with a longer context.",
+    }
+
+
+def _folded(words: list[str]) -> str:
+    """A command line for a shell, an option a line."""
+    lines = shlex.join(words).replace(" --", " \\\n  --")
+    return lines
+
+
+def _limits(run: RunRecord) -> list[str]:
+    longest = (((run.started or {}).get("data") or {}).get("train") or {}).get("longest")
+    limits = []
+    if longest:
+        limits.append(f"No training sample was longer than {longest:,} tokens; beyond that nothing is known of it.")
+    contexts = [row["context"] for row in (run.by_context or {}).get("contexts") or []]
+    if max(contexts, default=0) < LONG:
+        limits.append("Acceptance at long contexts was not measured.")
+    if run.key("model.target") == "demo":
+        limits.append("A demonstration: its target is a few million weights trained for minutes, and of no use.")
+    limits.append("Speed depends on engine, hardware and load; nothing is promised by an acceptance length.")
+    limits.append("The output is the target's own, with its knowledge and faults: a draft changes its speed alone.")
+    return limits

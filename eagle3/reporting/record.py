@@ -1,0 +1,147 @@
+"""What a run folder holds, read once for report and card; a run may lack any of its files, and any number may be null."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import yaml
+
+from eagle3.errors import UserError
+from eagle3.training.run_folder import RunFolder
+
+Record = dict[str, Any]
+
+
+class Pace(NamedTuple):
+    """Of all training steps together. seconds: spent in steps, without measurements, checkpoints and judging."""
+
+    tokens: int
+    supervised: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """recipe: resolved, as text and as values. train, held_out, skipped: records of metrics.jsonl. started: run.json.
+    draft: the export's config.json. None, or nothing, for what the folder lacks; absent says what and why."""
+
+    folder: RunFolder
+    recipe_text: str | None
+    recipe: Record
+    train: tuple[Record, ...]
+    held_out: tuple[Record, ...]
+    skipped: tuple[Record, ...]
+    started: Record | None
+    evaluation: Record | None
+    by_context: Record | None
+    draft: Record | None
+    absent: tuple[str, ...]
+
+    def key(self, name: str) -> Any:
+        """The recipe's value of `section.key`; None where there is none."""
+        value: Any = self.recipe
+        for part in name.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        return value
+
+    @property
+    def exported(self) -> Record | None:
+        """The held-out record of the draft that was exported: the first of the best."""
+        known = [record for record in self.held_out if record.get("simulated_acceptance_length") is not None]
+        return max(known, key=lambda record: record["simulated_acceptance_length"], default=None)
+
+    @property
+    def pace(self) -> Pace:
+        tokens, speeds = column(self.train, "tokens"), column(self.train, "tokens_per_second")
+        with np.errstate(divide="ignore"):
+            seconds = np.where(speeds > 0, tokens / speeds, np.nan)
+        supervised = column(self.train, "supervised")
+        return Pace(int(np.nansum(tokens)), int(np.nansum(supervised)), float(np.nansum(seconds)))
+
+
+def read_run(path: Path) -> RunRecord:
+    """Raises UserError where `path` holds no run, or one of its files is damaged."""
+    folder = RunFolder(path)
+    if not folder.recipe.is_file() and not folder.metrics.is_file():
+        raise UserError(f"{path}: holds no run (neither recipe.yaml nor metrics.jsonl); name a run's output.dir")
+    text = folder.recipe.read_text(encoding="utf-8") if folder.recipe.is_file() else None
+    records = _read_metrics(folder.metrics)
+    by_kind = {kind: tuple(record for record in records if record["kind"] == kind) for kind in KINDS}
+    optional = {
+        "started": (folder.run, "written at the start of a run; this one began before that was so"),
+        "evaluation": (folder.evaluation, "launchers/evaluate.py writes it; the run has not ended, or judged nothing"),
+        "by_context": (folder.by_context, "launchers/evaluate.py --by-context writes it"),
+        "draft": (folder.export / "config.json", "the run has not ended"),
+    }
+    found = {name: read_json(file) for name, (file, _) in optional.items()}
+    lacking = {
+        folder.recipe: (text is None, "the resolved recipe"),
+        folder.metrics: (not records, "no step was recorded yet"),
+        **{file: (found[name] is None, why) for name, (file, why) in optional.items()},
+    }
+    absent = tuple(f"{file.relative_to(path)}: {why}" for file, (lacks, why) in lacking.items() if lacks)
+    return RunRecord(folder, text, _read_recipe(folder.recipe, text), **by_kind, **found, absent=absent)
+
+
+KINDS = ("train", "held_out", "skipped")
+
+
+def column(records: Sequence[Record], name: str) -> np.ndarray:
+    """float64 [records]: a number of each; nan where it is null or missing."""
+    return np.array([_number(record.get(name)) for record in records], np.float64)
+
+
+def columns(records: Sequence[Record], name: str) -> np.ndarray:
+    """float64 [records, most numbers]: a list of each; nan where it has none."""
+    lists = [record.get(name) or [] for record in records]
+    found = np.full((len(lists), max(map(len, lists), default=0)), np.nan)
+    for row, values in zip(found, lists, strict=True):
+        row[: len(values)] = [_number(value) for value in values]
+    return found
+
+
+def _number(value: Any) -> float:
+    return float("nan") if value is None else float(value)
+
+
+def _read_metrics(path: Path) -> list[Record]:
+    """All whole lines; the last may have been cut off by a kill."""
+    if not path.is_file():
+        return []
+    records, lines = [], path.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+            if not isinstance(record, dict) or not {"step", "kind"} <= record.keys():
+                raise ValueError("a record has step and kind")
+        except ValueError as error:
+            if number == len(lines):
+                break
+            raise UserError(f"{path}:{number}: damaged ({error}); remove that line") from error
+        records.append(record)
+    return records
+
+
+def read_json(path: Path) -> Record | None:
+    if not path.is_file():
+        return None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError(f"holds a {type(found).__name__}, not an object")
+    except ValueError as error:
+        raise UserError(f"{path}: damaged ({error}); remove it, and the report is made without it") from error
+    return found
+
+
+def _read_recipe(path: Path, text: str | None) -> Record:
+    if text is None:
+        return {}
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"{path}: not valid YAML ({error}); put the run's recipe there") from error
+    return values if isinstance(values, dict) else {}

@@ -1,0 +1,60 @@
+"""Make the report of a run again: report.html with its charts, and the model card beside the exported draft.
+
+Every training run makes them at its end. With --compare: acceptance by context of several runs, as one chart and table.
+"""
+
+import argparse
+from pathlib import Path
+
+from eagle3.console import tell, waiting
+from eagle3.errors import UserError, run_command
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN_DIR", help="folder of a run (its output.dir)")
+    parser.add_argument("--compare", action="store_true", help="compare the runs' by_context.json instead")
+    parser.add_argument("--out", type=Path, help="with --compare: folder for chart and table")
+    parser.add_argument("--names", help="with --compare: a name a run, such as short,long (default: the folders')")
+    options = parser.parse_args()
+    check(options)
+    from eagle3.reporting.report import require_matplotlib, write_report
+
+    require_matplotlib()
+    if options.compare:
+        from eagle3.reporting.compare import read_compared, write_comparison
+
+        compared = read_compared(options.runs, options.names.split(",") if options.names else None)
+        print(write_comparison(compared, options.out))  # as it is, to be copied
+        tell(f"written to {options.out}")
+        return
+    folder = options.runs[0]
+    with waiting(tell, "drawing the report"):
+        report = write_report(folder)
+    tell(f"report: {report}")
+    tell(write_model_card(folder))
+
+
+def write_model_card(folder: Path) -> str:
+    """What came of it, in a line."""
+    from eagle3.reporting.card import Edited, write_card
+
+    try:
+        card = write_card(folder)
+    except Edited as kept:
+        return str(kept)
+    return f"model card: {card}" if card else "model card: not written, for no draft was exported yet"
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raises UserError for options that contradict each other."""
+    if options.compare and options.out is None:
+        raise UserError("--compare: says not where to; add --out FOLDER")
+    if not options.compare and (options.out or options.names):
+        raise UserError("--out, --names: belong to --compare; the report of one run is written into its folder")
+    if not options.compare and len(options.runs) > 1:
+        raise UserError(f"{options.runs[1]}: a report is made of one run; name one, or add --compare")
+
+
+if __name__ == "__main__":
+    run_command(main)

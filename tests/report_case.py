@@ -1,0 +1,208 @@
+"""A run folder written by hand, with everything that a report can show, and the charts' numbers known."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from eagle3.training.run_folder import RunFolder
+
+STEPS, TTT_STEPS = 400, 4
+HOSTILE = "<script>alert(1)</script>"
+CONTEXTS = (512, 1024, 2048, 4096, 8192)
+RECIPE = {
+    "model": {"target": "acme/tiny-8B", "draft": {"vocab_size": 1000, "rope_parameters": None}},
+    "data": {"train": ["preset:ultrachat", "/home/ann/secret/own.jsonl"], "max_length": 8192, "too_long": "truncate"},
+    "training": {
+        "ttt_steps": TTT_STEPS,
+        "step_decay": 0.8,
+        "loss": "kl",
+        "global_batch_size": 8,
+        "max_steps": STEPS,
+        "learning_rate": 1e-4,
+    },
+    "evaluation": {"draft_tokens": TTT_STEPS},
+}
+
+
+def write_run(path: Path, steps: int = STEPS) -> RunFolder:
+    """A run in which nothing looks wrong."""
+    folder = RunFolder(path)
+    folder.export.mkdir(parents=True)
+    folder.recipe.write_text(yaml.safe_dump(RECIPE), encoding="utf-8")
+    records = [record for step in range(1, steps + 1) for record in _records(step, steps)]
+    folder.metrics.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    for file, content in (
+        (folder.run, started(steps)),
+        (folder.evaluation, evaluation()),
+        (folder.by_context, by_context([2.9, 2.8, 2.8, 2.7, 2.7])),
+        (folder.export / "config.json", DRAFT),
+    ):
+        write_json(file, content)
+    return folder
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content), encoding="utf-8")
+
+
+def change(path: Path, **values: Any) -> None:
+    """Other values for top-level keys of a JSON file."""
+    write_json(path, json.loads(path.read_text(encoding="utf-8")) | values)
+
+
+def _records(step: int, steps: int) -> list[dict[str, Any]]:
+    """Of one step: losses fall, accuracies rise to 0.8, 0.7, 0.6, 0.5, with noise of a fixed seed."""
+    noise = np.random.default_rng(step)
+    learnt = 1 - np.exp(-4 * step / steps)
+    accuracy = np.array([0.8, 0.7, 0.6, 0.5]) * learnt
+    losses = 7 - np.array([5.0, 4.4, 4.0, 3.6]) * learnt
+    metrics = {
+        "step": step,
+        "loss": float(losses.sum()),
+        "step_losses": losses.tolist(),
+        "accuracy": accuracy.tolist(),
+        "acceptance_rate": (accuracy * 0.95).tolist(),
+        "simulated_acceptance_length": float(accuracy.cumprod().sum()),
+        "counted": 700,
+        "supervised": 800,
+        "tokens": 2000,
+    }
+    noisy = {
+        name: (np.array(metrics[name]) * (1 + 0.05 * noise.standard_normal(TTT_STEPS))).tolist()
+        for name in ("step_losses", "acceptance_rate")
+    }
+    speed = {"tokens_per_second": 4000 * (1 + 0.1 * noise.standard_normal()), "memory_gib": min(2.4, 1.9 + step / 40)}
+    records = [{"kind": "train", **metrics, **noisy, **speed}]
+    if step % 100 == 0 or step == steps:
+        by_context = {"contexts": [*CONTEXTS], "acceptance_by_context": [1.8, 1.75, 1.7, 1.7, None]}
+        records.append({"kind": "held_out", **metrics, **by_context})
+    return records
+
+
+def started(steps: int = STEPS) -> dict[str, Any]:
+    """As run.json."""
+    lengths = {"edges": [2.0**power for power in range(6, 14)], "counts": [100, 900, 2500, 3000, 2000, 1000, 500]}
+    held_out = {"edges": [2.0**power for power in range(6, 14)], "counts": [2, 20, 40, 60, 50, 20, 8]}
+    return {
+        "started": "2026-02-03T04:05:06+00:00",
+        "continues": False,
+        "steps": steps,
+        "layout": {"tensor": 1, "ulysses": 2, "ring": 2, "data": 2},
+        "machine": {
+            "system": "Linux",
+            "processor": "a processor",
+            "cores": 16,
+            "memory_gib": 128.0,
+            "gpu": None,
+            "processes": 8,
+        },
+        "versions": {"python": "3.11.7", "torch": "2.13.0", "transformers": "5.19.0"},
+        "target": {
+            "hub_id": "acme/tiny-8B",
+            "architecture": "LlamaForCausalLM",
+            "layers": 32,
+            "hidden_size": 4096,
+            "context": 131072,
+        },
+        "draft": {"parameters": 123456789, "hidden_size": 4096, "context": 8192},
+        "vocabulary": {"size": 1000, "target_size": 4000, "coverage": 0.987},
+        "data": {
+            "datasets": ["HuggingFaceH4/ultrachat_200k"],
+            "train": {
+                "samples": 10000,
+                "tokens": 9_000_000,
+                "supervised": 4_000_000,
+                "longest": 8192,
+                "lengths": lengths,
+                "prepared": {"rows": 10100, "kept": 10000, "truncated": 60, "dropped": {f"no answer {HOSTILE}": 100}},
+            },
+            "held_out": {
+                "samples": 200,
+                "tokens": 180_000,
+                "supervised": 80_000,
+                "longest": 8100,
+                "lengths": held_out,
+                "prepared": None,
+            },
+        },
+        "memory": {
+            "before_gib": 1.2,
+            "estimate_gib": 1.4,
+            "parts_gib": {"weights": 0.3, "queries": 0.6, "buffers": 0.5},
+            "stream": {"tokens": 16000, "documents": 4, "supervised": 0.44},
+            "measured": "resident in the process",
+        },
+    }
+
+
+def evaluation() -> dict[str, Any]:
+    """As evaluation.json, near what the held-out accuracies simulate."""
+    positions = [0.78, 0.53, 0.31, 0.15]
+    judged = {
+        "conversations": 24,
+        "draft_tokens": 4,
+        "new_tokens": 2770,
+        "verifications": 1000,
+        "acceptance_length": 2.77,
+        "position_acceptance": positions,
+        "identical": 23,
+        "ties": 1,
+        "mismatches": 0,
+        "compared": True,
+        "lossless": True,
+        "engine": "transformers",
+        "engine_version": "5.19.0",
+        "topk": 1,
+        "tree_tokens": 5,
+        "temperature": 0.0,
+        "seed": 0,
+        "untrained": {"acceptance_length": 1.0},
+    }
+    verifications = [
+        {"accepted": [" red", " square", " on"], "rejected": ["\n"], "own": " grey"},
+        {"accepted": [], "rejected": [HOSTILE, " of", " it", " all"], "own": " paper"},
+        {"accepted": [".", " A", " line", "\n"], "rejected": [], "own": None},
+    ]
+    example = {"prompt": f"What is {HOSTILE}? " + "word " * 300, "first": "A", "verifications": verifications}
+    return judged | {"examples": [example, example]}
+
+
+def by_context(lengths: list[float], half: float = 0.1) -> dict[str, Any]:
+    """As by_context.json, each length with an interval of `half` on both sides."""
+    return {
+        "engine": "transformers",
+        "engine_version": "5.19.0",
+        "temperature": 0.0,
+        "seed": 0,
+        "draft_tokens": 4,
+        "new_tokens": 64,
+        "draft": "runs/mine/export",
+        "contexts": [
+            {
+                "context": context,
+                "conversations": 8,
+                "verifications": 300,
+                "acceptance_length": length,
+                "interval": [length - half, length + half],
+                "position_acceptance": [0.7, 0.5],
+                "position_intervals": None,
+                "mismatches": 0,
+                "ties": 0,
+            }
+            for context, length in zip(CONTEXTS, lengths, strict=True)
+        ],
+    }
+
+
+DRAFT = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "vocab_size": 4000,
+    "draft_vocab_size": 1000,
+    "max_position_embeddings": 8192,
+    "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0},
+    "dtype": "bfloat16",
+    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 15, 28], "use_aux_hidden_state": True},
+}

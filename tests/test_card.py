@@ -1,0 +1,121 @@
+"""The model card beside the exported draft: metadata that hubs read, the run's numbers, and nothing of the user's machine."""
+
+import json
+import shlex
+
+import pytest
+import yaml
+from huggingface_hub import ModelCard
+from report_case import RECIPE, change, evaluation, started, write_json, write_run
+
+from eagle3.reporting.card import Edited, write_card
+from eagle3.reporting.record import read_run
+
+
+@pytest.fixture
+def run(tmp_path):
+    return write_run(tmp_path / "mine", steps=8)
+
+
+def card(run):
+    write_card(run.path)
+    return run.card.read_text(encoding="utf-8")
+
+
+def command(text, start):
+    """The words of the command that begins so, as a shell takes them."""
+    return shlex.split(text[text.index(start) :].partition("```")[0].replace("\\\n", ""))
+
+
+def test_the_metadata_is_what_a_hub_reads(run):
+    data = ModelCard(card(run)).data
+    assert data.base_model == "acme/tiny-8B"
+    assert {"eagle3", "speculative-decoding"} <= set(data.tags)
+    assert data.datasets == ["HuggingFaceH4/ultrachat_200k"]
+    assert (data.library_name, data.pipeline_tag, data.license) == ("sglang", "text-generation", "other")
+    assert "licence is not chosen yet" in run.card.read_text(encoding="utf-8").splitlines()[1]
+
+
+def test_the_serving_commands_name_target_draft_and_context(run):
+    text = card(run)
+    sglang = command(text, "python -m sglang.launch_server")
+    options = dict(zip(sglang[3::2], sglang[4::2], strict=True))
+    assert options == {
+        "--model-path": "acme/tiny-8B",
+        "--speculative-algorithm": "EAGLE3",
+        "--speculative-draft-model-path": "DRAFT",
+        "--speculative-num-steps": "4",
+        "--speculative-eagle-topk": "1",
+        "--speculative-num-draft-tokens": "5",
+        "--context-length": "8192",
+    }
+    vllm = command(text, "vllm serve")
+    assert vllm[2] == "acme/tiny-8B" and vllm[-2:] == ["--max-model-len", "8192"]
+    assert json.loads(vllm[4]) == {"method": "eagle3", "model": "DRAFT", "num_speculative_tokens": 4}
+
+
+def test_the_card_has_the_runs_results_and_their_conditions(run):
+    text = card(run)
+    for part in (
+        "Acceptance length 2.77",
+        "| 0.78 | 0.53 | 0.31 | 0.15 |",
+        "transformers 5.19.0, 4 drafted tokens, greedy",
+        "24 conversations",
+        "but for 1 where the target's best logits tie",
+        "| 8k | 2.70 | 2.60 to 2.80 | 300 |",
+        "98.70% of the supervised ones",
+        "yarn x4",
+        "8, of 8 samples each",
+        "tensor 1 x ulysses 2 x ring 2 x data 2",
+    ):
+        assert part in text, part
+
+
+def test_sampled_and_differing_outputs_are_not_called_equal(run):
+    write_json(run.evaluation, evaluation() | {"temperature": 0.8})
+    assert "at temperature 0.8" in card(run) and "not compared" in card(run)
+    write_json(run.evaluation, evaluation() | {"mismatches": 3})
+    assert "DIFFERED from plain decoding in 3 conversations" in card(run)
+
+
+def test_no_path_of_the_machine_is_told(run):
+    recipe = RECIPE | {"model": {"target": "/home/ann/secret/my-model"}}
+    run.recipe.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    change(run.run, target=started()["target"] | {"hub_id": None})
+    text = card(run)
+    assert "/home" not in text and "ann" not in text.split() and "secret" not in text and str(run.path) not in text
+    assert "my-model" in text and "own.jsonl" in text
+    assert ModelCard(text).data.base_model is None
+    assert command(text, "vllm serve")[2] == "TARGET" and "`TARGET`" in text
+
+
+def test_a_card_is_made_of_what_the_folder_has(run):
+    for path in (run.run, run.evaluation, run.by_context, run.metrics):
+        path.unlink()
+    text = card(run)
+    assert "was not measured" in text and "--context-length 8192" in text and "None" not in text
+    assert ModelCard(text).data.license == "other"
+
+
+def test_without_an_export_there_is_no_card(run):
+    (run.export / "config.json").unlink()
+    assert write_card(run.path) is None and not run.card.exists()
+
+
+def test_a_card_is_written_anew_until_somebody_edits_it(run):
+    before = card(run)
+    change(run.evaluation, acceptance_length=3.21)
+    after = card(run)
+    assert "3.21" in after and "3.21" not in before
+    edited = after.replace("license: other", "license: mit")
+    run.card.write_text(edited, encoding="utf-8")
+    with pytest.raises(Edited, match="changed by hand"):
+        write_card(run.path)
+    assert run.card.read_text(encoding="utf-8") == edited
+
+
+def test_a_short_judgement_is_not_sold_as_a_long_one(run):
+    assert "Acceptance at long contexts was not measured" not in card(run)
+    run.by_context.unlink()
+    assert "Acceptance at long contexts was not measured" in card(run)
+    assert read_run(run.path).by_context is None

@@ -1,0 +1,417 @@
+"""The report of a run: what it says, that it says so without what is absent, and that it can be read on a phone."""
+
+import base64
+import dataclasses
+import html
+import json
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+import yaml
+from report_case import HOSTILE, STEPS, by_context, change, started, write_json, write_run
+from tiny_run import ROOT, conversations, make_target, metrics, write_recipe
+
+from eagle3.console import Console
+from eagle3.draft.interchange import read_exported
+from eagle3.errors import UserError
+from eagle3.evaluation.acceptance import GREEDY
+from eagle3.evaluation.by_context import ContextAcceptance, ContextJudgement
+from eagle3.recipe import load_recipe
+from eagle3.reporting.advice import advise
+from eagle3.reporting.compare import read_compared, table, write_comparison
+from eagle3.reporting.curves import estimated_curve, measured_curve, simulated_positions
+from eagle3.reporting.drawing import MOST_POINTS, thinned
+from eagle3.reporting.finish import write_up
+from eagle3.reporting.record import read_run
+from eagle3.reporting.report import write_report
+from eagle3.training.run import train
+from eagle3.training.run_folder import Resume, RunFolder
+
+ZERO2 = ROOT / "ds_configs" / "zero2.json"
+CHARTS = {"loss", "acceptance", "positions", "contexts", "throughput", "memory", "lengths"}
+VOID = {"meta", "img", "br"}
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+class Page(HTMLParser):
+    """Every element with its attributes, and the text outside of style; fails where tags do not close in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open, self.elements, self.said = [], [], ""
+        self.feed(text)
+        self.close()
+        assert not self.open, self.open
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag, (tag, self.getpos())
+
+    def handle_data(self, text):
+        if "style" not in self.open:
+            self.said += text
+
+    def all(self, tag):
+        return [attributes for name, attributes in self.elements if name == tag]
+
+
+@pytest.fixture
+def run(tmp_path):
+    return write_run(tmp_path / "mine")
+
+
+@pytest.fixture
+def report(monkeypatch, capsys):
+    """launchers/report.py in this process: exit code, stdout, stderr."""
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["report.py", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(ROOT / "launchers" / "report.py"), run_name="__main__")
+        said = capsys.readouterr()
+        return ended.value.code, said.out, said.err
+
+    return call
+
+
+def said(folder):
+    write_report(folder.path)
+    return Page(folder.report.read_text(encoding="utf-8"))
+
+
+def test_the_page_has_the_runs_numbers_and_every_chart_as_a_file_too(run):
+    page = said(run)
+    for number in ("2.77", "1.80", "800k", "320k supervised", "98.70%", "untrained 1.00", "10,100", "TTT", "8,192"):
+        assert number in page.said or any(number in image["alt"] for image in page.all("img")), number
+    assert {path.stem for path in run.charts.glob("*.png")} == CHARTS
+    sources = [image["src"].removeprefix("data:image/png;base64,") for image in page.all("img")]
+    files = {path.read_bytes() for path in run.charts.iterdir()}
+    assert {base64.b64decode(source) for source in sources} == files
+
+
+def test_the_page_is_well_formed_and_loads_nothing(run):
+    page, text = said(run), run.report.read_text(encoding="utf-8")
+    assert len(text) < 2_000_000
+    assert not page.all("script") and not page.all("link") and "url(" not in text and "@import" not in text
+    for _, attributes in page.elements:
+        assert not attributes.get("href")
+        assert attributes.get("src", "data:image/png;base64,").startswith("data:image/png;base64,")
+        assert not any(name.startswith("on") for name in attributes)
+    assert all(len(image["alt"]) > 20 for image in page.all("img"))
+    assert len(page.all("h1")) == 1 and len(page.all("main")) == 1 and page.all("html") == [{"lang": "en"}]
+
+
+def test_text_from_data_is_escaped_wherever_it_stands(run):
+    run.recipe.write_text(yaml.safe_dump({"model": {"target": HOSTILE}}), encoding="utf-8")
+    change(run.run, versions={"torch": HOSTILE})
+    page = said(run)
+    assert HOSTILE not in run.report.read_text(encoding="utf-8")
+    # in an example's tokens and its prompt (twice each), a reason, the recipe, the header, a version
+    assert page.said.count(HOSTILE) >= 2 + 2 + 1 + 1 + 1 + 1
+
+
+def test_accepted_rejected_and_own_tokens_are_told_apart(run):
+    text = html.unescape(said(run) and run.report.read_text(encoding="utf-8"))
+    answer = "<b>A</b><ins> red</ins><ins> square</ins><ins> on</ins><del>↵</del><b> grey</b>"
+    assert text.count(answer) == 2  # both examples
+
+
+@pytest.mark.parametrize(
+    "name", ["recipe", "metrics", "run", "evaluation", "by_context", "export/config.json", "all but recipe"]
+)
+def test_what_a_run_folder_lacks_is_named_and_the_rest_is_shown(run, name):
+    if name == "all but recipe":
+        for path in (run.metrics, run.run, run.evaluation, run.by_context, run.export / "config.json"):
+            path.unlink()
+        assert set(re.findall(r"(\S+\.jsonl?): ", said(run).said)) >= {"metrics.jsonl", "run.json", "evaluation.json"}
+        return
+    path = run.path / name if "/" in name else getattr(run, name)
+    path.unlink()
+    page = said(run)
+    assert f"{path.relative_to(run.path)}: " in page.said
+    assert len(page.all("img")) >= 3
+
+
+def test_numbers_that_are_not_finite_leave_gaps(run):
+    records = [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
+    for record in records[:50]:
+        record |= {"loss": None, "step_losses": [None] * 4, "tokens_per_second": None, "memory_gib": None}
+    records[-1] |= {"simulated_acceptance_length": None, "accuracy": [None] * 4}  # a held-out one
+    records.append({"step": 9, "kind": "skipped", "gradient_norm": None, "samples": ["ab"]})
+    lines = [json.dumps(record) for record in records]
+    run.metrics.write_text("\n".join([*lines, '{"step": 10, "ki']), encoding="utf-8")  # and a line cut off by a kill
+    change(run.by_context, contexts=[by_context([2, 2, 2, 2, 2])["contexts"][0] | {"interval": None}])
+    page = said(run)
+    assert len(page.all("img")) == len(CHARTS) and "nan" not in page.said
+    assert read_run(run.path).exported["step"] == 300
+    # 350 steps of 2,000 tokens at 4,000 a second or so
+    assert read_run(run.path).pace.seconds == pytest.approx(175, rel=0.05)
+
+
+def test_a_damaged_file_is_named_with_its_line(run):
+    lines = run.metrics.read_text(encoding="utf-8").splitlines()
+    run.metrics.write_text("\n".join([lines[0], "{", *lines[1:]]), encoding="utf-8")
+    with pytest.raises(UserError, match=r"metrics\.jsonl:2: damaged"):
+        read_run(run.path)
+    run.metrics.unlink()
+    run.evaluation.write_text("[]", encoding="utf-8")
+    with pytest.raises(UserError, match=r"evaluation\.json: damaged"):
+        read_run(run.path)
+
+
+def test_a_folder_that_is_no_run_is_refused_in_one_line(report, tmp_path):
+    code, _, error = report(tmp_path)
+    assert code == 2 and error.count("\n") == 1 and "holds no run" in error and str(tmp_path) in error
+
+
+def test_the_options_of_one_run_and_of_a_comparison_are_not_mixed(report, run):
+    for arguments in ([run.path, run.path], [run.path, "--out", run.path], [run.path, "--compare"]):
+        code, _, error = report(*arguments)
+        assert code == 2 and error.count("\n") == 1, arguments
+
+
+def test_without_matplotlib_the_launcher_says_how_to_install_it(report, run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as where it is not installed
+    code, _, error = report(run.path)
+    assert code == 2 and 'pip install -e ".[report]"' in error and error.count("\n") == 1
+
+
+def test_simulated_acceptance_is_that_of_the_exported_draft(run):
+    record = read_run(run.path)
+    assert record.exported["step"] == STEPS
+    assert simulated_positions(record) == pytest.approx(np.cumprod(record.exported["accuracy"]))
+    curve = estimated_curve(record)
+    assert curve.lengths[:4] == pytest.approx([2.8, 2.75, 2.7, 2.7]) and np.isnan(curve.lengths[4])
+
+
+def test_long_curves_are_drawn_by_the_means_of_equal_runs():
+    steps = np.arange(1, 2 * MOST_POINTS + 1, dtype=float)
+    values = np.stack((steps, np.where(steps % 2 == 0, np.nan, 7.0)), axis=1)
+    few, means = thinned(steps, values)
+    assert len(few) == MOST_POINTS
+    assert (few == np.arange(1.5, 2 * MOST_POINTS, 2)).all()
+    assert (means[:, 0] == few).all() and (means[:, 1] == 7).all()
+
+
+def test_nothing_looks_wrong_in_a_good_run(run):
+    assert advise(read_run(run.path)) == []
+
+
+def _with_started(run, **train):
+    described = started()
+    described["data"]["train"] |= train
+    write_json(run.run, described)
+
+
+def _with_records(run, change_record, *more):
+    records = [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
+    for record in records:
+        change_record(record)
+    run.metrics.write_text("".join(json.dumps(record) + "\n" for record in [*records, *more]), encoding="utf-8")
+
+
+def _rising(record):
+    if record["kind"] == "held_out" and record["step"] == STEPS:
+        record["loss"] += 2
+
+
+TROUBLES = {
+    "supervised share": (lambda run: _with_started(run, tokens=100_000_000), "4.0%", "data.supervise"),
+    "supervised tokens": (lambda run: _with_started(run, tokens=9000, supervised=4000), "4,000", "data.train"),
+    "coverage": (
+        lambda run: change(run.run, vocabulary={"size": 100, "target_size": 4000, "coverage": 0.949}),
+        "94.9%",
+        "model.draft.vocab_size",
+    ),
+    "left out": (
+        lambda run: _with_started(run, prepared={"rows": 1000, "truncated": 20, "dropped": {"empty": 31}}),
+        "31 were dropped",
+        "data.too_long",
+    ),
+    "held-out loss": (lambda run: _with_records(run, _rising), "at step 300", "training.epochs"),
+    "skipped": (
+        lambda run: _with_records(run, lambda _: None, {"step": 9, "kind": "skipped"}),
+        "1 of 400",
+        "training.skip_above_norm",
+    ),
+    "simulated": (lambda run: change(run.evaluation, position_acceptance=[0.6, 0.3]), "60%", "data.train"),
+    "untrained": (
+        lambda run: change(run.evaluation, untrained={"acceptance_length": 2.7}),
+        "2.70",
+        "training.max_steps",
+    ),
+    "lossless": (lambda run: change(run.evaluation, mismatches=2), "2 of 24", "model.target_dtype"),
+    "context": (
+        lambda run: write_json(run.by_context, by_context([2.9, 2.8, 2.5, 2.4, 1.9])),
+        "1.90 at 8k",
+        "model.draft.rope_parameters",
+    ),
+}
+
+
+@pytest.mark.parametrize("trouble", TROUBLES)
+def test_what_looks_wrong_is_told_with_its_number_and_the_key_to_change(run, trouble):
+    damage, number, key = TROUBLES[trouble]
+    damage(run)
+    (found,) = advise(read_run(run.path))
+    assert number in found.finding and key in found.keys
+    page = said(run)
+    assert found.finding in page.said and f"{key}: " in page.said
+
+
+def test_a_fall_that_chance_explains_is_no_advice(run):
+    write_json(run.by_context, by_context([2.9, 2.8, 2.5, 2.4, 2.2], half=0.4))
+    assert advise(read_run(run.path)) == []
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed here")
+@pytest.mark.parametrize("width", [390, 1440])
+def test_the_page_does_not_scroll_sideways(run, tmp_path, width):
+    change(run.run, versions={"a-package": "x" * 300})
+    recipe = run.recipe.read_text(encoding="utf-8")
+    run.recipe.write_text(recipe + f"about: {'y' * 400}\n", encoding="utf-8")
+    write_report(run.path)
+    page = run.report.read_text(encoding="utf-8").replace("<details", "<details open")
+    frame = f'<iframe id="f" style="border:0;width:{width}px;height:900px" srcdoc="{html.escape(page)}"></iframe>'
+    script = """<script>onload = () => {
+      const root = document.getElementById("f").contentDocument.scrollingElement;
+      document.title = root.clientWidth + " " + root.scrollWidth; };</script>"""
+    outer = tmp_path / "frame.html"
+    outer.write_text(f'<!doctype html><meta charset="utf-8"><title></title>{frame}{script}', encoding="utf-8")
+    options = [
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        f"--user-data-dir={tmp_path / 'c'}",
+    ]
+    command = [BROWSER, *options, "--window-size=1600,1000", "--dump-dom", outer.as_uri()]
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    visible, whole = map(int, re.search(r"<title>(\d+) (\d+)</title>", dom).groups())
+    assert whole <= visible == width
+
+
+def test_the_case_by_hand_is_as_evaluation_by_context_writes_it():
+    written = ContextJudgement([], [], "transformers", "5.19.0", GREEDY, 4, 64).as_dict().keys()
+    case = by_context([2, 2, 2, 2, 2])
+    assert case.keys() <= {*written, "draft"}
+    assert case["contexts"][0].keys() <= {field.name for field in dataclasses.fields(ContextAcceptance)}
+
+
+def test_runs_are_compared_in_one_table_and_one_chart(report, tmp_path):
+    short, long = (write_run(tmp_path / name, steps=3) for name in ("a", "b"))
+    write_json(short.by_context, by_context([3.0, 2.5, 2.0, 1.5, 1.0]))
+    write_json(long.by_context, by_context([2.9, 2.9, 2.9, 2.9, 2.9], half=0.05) | {"seed": 1})
+    out = tmp_path / "out"
+    code, printed, _ = report("--compare", short.path, long.path, "--out", out, "--names", "short,long")
+    assert code == 0
+    written = (out / "acceptance-by-context.md").read_text(encoding="utf-8")
+    assert written in printed
+    rows = written.splitlines()
+    assert rows[0] == "| context | short | long |"
+    assert rows[3] == "| 1k | 2.50 [2.40, 2.60] (300) | 2.90 [2.85, 2.95] (300) |"
+    assert (out / "acceptance-by-context.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_runs_measured_in_different_ways_are_compared_with_a_warning(tmp_path):
+    one, other = (write_run(tmp_path / name, steps=3) for name in ("one", "other"))
+    change(other.by_context, temperature=0.8)
+    contexts = json.loads(other.by_context.read_text(encoding="utf-8"))["contexts"]
+    change(other.by_context, contexts=[contexts[4] | {"interval": None}, contexts[0]])
+    compared = read_compared([one.path, other.path], None)
+    written = table(compared)
+    assert "temperature DIFFERS: 0.0 (one), 0.8 (other)" in written
+    assert "| 1k | 2.80 [2.70, 2.90] (300) | – |" in written and "| 2.70 (300) |" in written
+    assert measured_curve(compared[1].found).contexts.tolist() == [512, 8192]
+    write_comparison(compared, tmp_path / "out")
+
+
+def test_a_run_without_the_measurement_and_names_that_do_not_fit_are_refused(tmp_path):
+    run = write_run(tmp_path / "run", steps=3)
+    with pytest.raises(UserError, match="--names a,b"):
+        read_compared([run.path], ["a", "b"])
+    run.by_context.unlink()
+    with pytest.raises(UserError, match="--by-context"):
+        read_compared([run.path], None)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, topology):
+    """A real run of four steps with one conversation too long, and its recipe."""
+    folder = tmp_path_factory.mktemp("trained")
+    recipe = write_recipe(
+        folder,
+        make_target(folder / "target"),
+        data={"max_length": 100, "too_long": "drop"},
+        training={"max_steps": 4},
+        evaluation={"conversations": 1, "every": 2},
+    )
+    rows = conversations(40)
+    rows[3]["messages"][1]["content"] *= 9
+    data = folder / "conversations.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    assert train(load_recipe(recipe), ZERO2, topology)
+    write_up(load_recipe(recipe).output.dir, Console(speaks=False))
+    return load_recipe(recipe)
+
+
+def test_a_run_writes_down_what_it_is_made_of(trained):
+    folder = RunFolder(trained.output.dir)
+    found = json.loads(folder.run.read_text(encoding="utf-8"))
+    train_set, held_out = found["data"]["train"], found["data"]["held_out"]
+    prepared = train_set["prepared"]
+    assert (prepared["rows"], prepared["kept"], prepared["truncated"]) == (40, 39, 0)
+    assert list(prepared["dropped"].values()) == [1]
+    assert train_set["samples"] + held_out["samples"] == 39
+    for part in (train_set, held_out):
+        assert sum(part["lengths"]["counts"]) == part["samples"]
+        assert 0 < part["supervised"] < part["tokens"] <= part["samples"] * part["longest"]
+    tensors = read_exported(folder.export)  # which the card beside it does not disturb
+    assert found["draft"]["parameters"] == sum(tensor.numel() for tensor in tensors.weights.values())
+    assert found["memory"]["estimate_gib"] > 0 and found["steps"] == 4 and not found["continues"]
+    assert "/" not in json.dumps(found["target"]) and found["target"]["hub_id"] is None
+
+
+def test_a_run_ends_with_its_report_and_its_card(trained):
+    folder = RunFolder(trained.output.dir)
+    page = Page(folder.report.read_text(encoding="utf-8"))
+    assert len(page.all("img")) == len(CHARTS)
+    judged = json.loads(folder.evaluation.read_text(encoding="utf-8"))
+    assert f"{judged['acceptance_length']:.2f}" in page.said and "Acceptance length" in page.said
+    assert judged["position_acceptance"] and f"{judged['acceptance_length']:.2f}" in folder.card.read_text(
+        encoding="utf-8"
+    )
+
+
+def test_a_resumed_run_describes_its_later_start(trained, topology):
+    folder = RunFolder(trained.output.dir)
+    before = json.loads(folder.run.read_text(encoding="utf-8"))
+    assert train(trained, ZERO2, topology, Resume.YES)
+    after = json.loads(folder.run.read_text(encoding="utf-8"))
+    assert after["continues"] and after["started"] >= before["started"]
+    assert after["data"] == before["data"] and len(metrics(folder.path)) == 4
+
+
+def test_a_report_that_cannot_be_made_is_told_and_raises_nothing(trained, capsys, monkeypatch):
+    folder = RunFolder(trained.output.dir)
+    folder.report.unlink()
+    folder.report.mkdir()
+    write_up(folder.path, Console(speaks=True))
+    (warning,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: no report")]
+    assert f"launchers/report.py {folder.path}" in warning
+    folder.report.rmdir()
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    write_up(folder.path, Console(speaks=True))
+    (told,) = [line for line in capsys.readouterr().out.splitlines() if "no report" in line]
+    assert 'pip install -e ".[report]"' in told and f"launchers/report.py {folder.path}" in told
+    assert not folder.report.exists() and folder.card.exists()
