@@ -11,13 +11,15 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from eagle3.console import Console, Progress, duration, waiting
 from eagle3.data.loader import HiddenStateSource, LoadedStream, StreamLoader, batch_indices
 from eagle3.data.samples import SampleSet
 from eagle3.data.vocabulary import DraftVocabulary
 from eagle3.draft.interchange import export_draft, shard, whole_tensors
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import SharedUserError
-from eagle3.objective.distill import StepSums
+from eagle3.objective.contexts import contexts_up_to, count_by_context, sum_context_counts
+from eagle3.objective.distill import Distilled, StepSums
 from eagle3.objective.losses import BatchCounts, LossConfig, StepWeights, step_weights
 from eagle3.objective.metrics import Metrics, batch_metrics, sum_counts, sum_sums
 from eagle3.objective.model import DraftObjective, MemoryPlan, MicroBatch, micro_batch
@@ -33,11 +35,11 @@ from eagle3.training.run_folder import RunFolder
 from eagle3.training.schedule import scheduler
 from eagle3.training.skipping import NormLimit, Taken, describe_skipped
 from eagle3.training.stopping import RunStopped, StopSignals
-from eagle3.training.tracking import Console, Profiler, Tracker, duration, memory_gib
+from eagle3.training.tracking import Profiler, Tracker, memory_gib
 
 
 @dataclass
-class Progress:
+class Course:
     """What a checkpoint keeps besides weights: the best held-out measurement so far; how many steps were skipped, in all
     and since the last that was not."""
 
@@ -74,7 +76,7 @@ class Trainer:
     console: Console
     watchdog: Watchdog
     steps: int
-    progress: Progress = field(default_factory=Progress)
+    course: Course = field(default_factory=Course)
 
     @property
     def training(self) -> Training:
@@ -125,7 +127,7 @@ class Trainer:
             asked = self._asked(stop)
             if best or last or asked or done % self.training.checkpoint_every == 0:
                 self.watchdog.at(f"the checkpoint of step {done}", quiet=True)
-                self.checkpoints.save(self.engine, done, vars(self.progress), self.progress.best_step)
+                self.checkpoints.save(self.engine, done, vars(self.course), self.course.best_step)
             if asked:
                 raise RunStopped(asked, f"after step {done} of {self.steps}: checkpoint written", together=True)
             pace.resume()
@@ -141,22 +143,23 @@ class Trainer:
 
     def export(self) -> Path:
         """Write the best checkpoint's draft (the last one's where nothing was held out) for serving engines."""
-        best = self.progress.best_step
+        best = self.course.best_step
         if best is not None and best != self.steps and self.checkpoints.load_whole(self.engine, best):
             self.console(f"exporting the best checkpoint, of step {best}")
-        weights = full_weights(self.draft) | {"embedding.weight": self.draft.embedding.weight}
-        weights = whole_tensors(weights, self.draft, self.topology.tensor)
-        if self.topology.is_first:
-            export_draft(
-                self.folder.export,
-                self.draft,
-                weights,
-                d2t=self.vocabulary.d2t,
-                t2d=self.vocabulary.t2d,
-                dtype=getattr(torch, self.recipe.output.export_dtype),
-                with_embedding=self.recipe.output.export_embedding,
-            )
-        dist.barrier()
+        with waiting(self.console, "exporting the draft"):
+            weights = full_weights(self.draft) | {"embedding.weight": self.draft.embedding.weight}
+            weights = whole_tensors(weights, self.draft, self.topology.tensor)
+            if self.topology.is_first:
+                export_draft(
+                    self.folder.export,
+                    self.draft,
+                    weights,
+                    d2t=self.vocabulary.d2t,
+                    t2d=self.vocabulary.t2d,
+                    dtype=getattr(torch, self.recipe.output.export_dtype),
+                    with_embedding=self.recipe.output.export_embedding,
+                )
+            dist.barrier()
         return self.folder.export
 
     def _resume(self) -> int:
@@ -165,7 +168,7 @@ class Trainer:
         if found is None:
             self.console(f"no checkpoint in {self.folder.checkpoints}: beginning at step 0")
         else:
-            self.progress = Progress(**found.progress)
+            self.course = Course(**found.progress)
             self.console(f"resumed after step {found.step}")
         start = found.step if found else 0
         if self.topology.is_first:
@@ -232,17 +235,17 @@ class Trainer:
 
     def _see_skipped(self, step: int, taken: Taken, tracker: Tracker | None) -> None:
         """Raises UserError after too many skipped steps in a row."""
-        self.progress.skipped_in_a_row = self.progress.skipped_in_a_row + 1 if taken.skipped else 0
+        self.course.skipped_in_a_row = self.course.skipped_in_a_row + 1 if taken.skipped else 0
         if not taken.skipped:
             return
-        self.progress.skipped += 1
+        self.course.skipped += 1
         samples = [self.train_loader.samples[index].id for index in self._indices(step)]
         if tracker:
-            counted = {"skipped": self.progress.skipped, "in_a_row": self.progress.skipped_in_a_row}
+            counted = {"skipped": self.course.skipped, "in_a_row": self.course.skipped_in_a_row}
             tracker.write(step + 1, "skipped", {"gradient_norm": taken.norm, **counted, "samples": samples})
         warning = describe_skipped(step + 1, taken, self.training.skip_above_norm, samples)
         self.console.warn(warning)
-        if self.progress.skipped_in_a_row >= self.training.most_skipped:
+        if self.course.skipped_in_a_row >= self.training.most_skipped:
             raise SharedUserError(
                 f"training.most_skipped: {self.training.most_skipped} steps in a row were skipped, at last {warning}; look at "
                 "these samples; where they are sound, raise training.skip_above_norm and continue with --resume, or begin "
@@ -256,31 +259,44 @@ class Trainer:
         if not count:
             return False
         size = self.training.global_batch_size
-        sums, counts = None, None
+        contexts = contexts_up_to(int(loader.samples.lengths[:count].max()))
+        sums, counts, by_context = None, None, None
+        progress = Progress(self.console, "measuring on held-out samples", count, "samples")
         for start in range(0, count, size):
             self.watchdog.at(f"the held-out measurement of step {step}, from sample {start}")
             indices = list(range(start, min(start + size, count)))
             streams = loader.load(indices, accumulation=1)
-            sums = _added(sums, self._sums(streams))
+            for stream in streams:
+                distilled = self._without_gradients(stream)
+                sums = _added(sums, distilled.sums)
+                found = count_by_context(stream.stream, stream.plan, distilled.correct, contexts)
+                by_context = _added(by_context, found)
             counts = _added(counts, self._counts(streams))
-        metrics = batch_metrics(self.loss_config, sums, counts)
-        best = self.progress.see(step, metrics)
+            progress.advance(len(indices))
+        metrics = batch_metrics(self.loss_config, sum_sums(sums, self.topology.batch), counts)
+        by_context = sum_context_counts(by_context, self.topology.batch, self.topology.device)
+        best = self.course.see(step, metrics)
         if tracker:
-            tracker.write(step, "held_out", metrics.as_dict())
+            numbers = {"contexts": contexts, "acceptance_by_context": by_context.acceptance()}
+            tracker.write(step, "held_out", metrics.as_dict() | numbers)
             self.console(
                 f"held out: loss {metrics.loss:.4f}  acceptance {metrics.simulated_acceptance_length:.3f}"
                 f"{'  (best so far)' if best else ''}"
             )
         return best
 
-    @torch.no_grad()
     def _sums(self, streams: Sequence[LoadedStream]) -> StepSums:
         """Global sums of a batch, without gradients."""
-        nothing = torch.zeros(self.training.ttt_steps, dtype=torch.float64)
         total = None
         for stream in streams:
-            total = _added(total, self.engine.module(self._to_device(stream), StepWeights(nothing, nothing)).sums)
+            total = _added(total, self._without_gradients(stream).sums)
         return sum_sums(total, self.topology.batch)
+
+    @torch.no_grad()
+    def _without_gradients(self, stream: LoadedStream) -> Distilled:
+        """This rank's part of a stream."""
+        nothing = torch.zeros(self.training.ttt_steps, dtype=torch.float64)
+        return self.engine.module(self._to_device(stream), StepWeights(nothing, nothing))
 
     def _counts(self, streams: Sequence[LoadedStream]) -> BatchCounts:
         kept = (self.draft_id[stream.argmax.cpu()] >= 0 for stream in streams)
@@ -359,7 +375,7 @@ def prepare_trainer(
         draft_id=vocabulary.draft_ids,
         train_loader=StreamLoader(train, source, **place),
         held_out_loader=StreamLoader(held_out, held_out_source, **place),
-        checkpoints=Checkpoints(folder.checkpoints, training.keep_checkpoints, console.warn),
+        checkpoints=Checkpoints(folder.checkpoints, training.keep_checkpoints, console.warn, console),
         console=console,
         watchdog=watchdog,
         steps=steps,
