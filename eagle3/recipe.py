@@ -74,13 +74,20 @@ class About(Section):
 class Demo(Section):
     """The small target that the quickstart trains on this machine's standard library (model.target: demo)."""
 
+    text: Literal["conversations", "files"] = Field(
+        "conversations",
+        description="what it is trained on: conversations about the library's code, or its whole source files",
+    )
     vocab_size: Count = Field(1024, description="tokens of its byte-level BPE")
     hidden_size: Count = 192
     intermediate_size: Count = 512
     layers: Annotated[int, Field(ge=4)] = 4
     heads: Count = 6
     key_value_heads: Count = 6
-    context: Count = Field(512, description="tokens of its longest text")
+    context: Count = Field(512, description="tokens of its longest text; longer files are cut into such pieces")
+    rope_parameters: dict[str, Any] | None = Field(None, description="as transformers has them; default: plain rope")
+    short_context: Count | None = Field(None, description="tokens of the texts of its first short_steps")
+    short_steps: Annotated[int, Field(ge=0)] = Field(0, description="steps on short texts before those on whole ones")
     batch_tokens: Count = Field(2048, description="tokens of one optimiser step, padding included")
     steps: Count = 600
     learning_rate: Positive = Field(0.02, description="of Muon, for the weight matrices")
@@ -140,7 +147,7 @@ class Data(Section):
     train: Annotated[list[str], Field(min_length=1)] = Field(
         ["preset:ultrachat"],
         description="JSON, JSONL or parquet files, presets (`preset:ultrachat`, see docs/data.md), dataset ids, "
-        "`standard_library`, or `demo_answers` (with target: demo)",
+        "`standard_library`, `standard_library:files`, or `demo_answers` (with target: demo)",
     )
     held_out: list[str] | None = Field(None, description="like train; default: held_out_fraction of train")
     held_out_fraction: Fraction = 0.02
@@ -158,7 +165,9 @@ class Data(Section):
         "plain", description="what rows of `text` are: plain, or renderings of the chat template whose turns are masked"
     )
     max_length: Annotated[int, Field(ge=2)] = Field(4096, description="tokens a sample may have")
-    too_long: Literal["stop", "drop", "truncate"] = Field("stop", description="what to do with a longer sample")
+    too_long: Literal["stop", "drop", "truncate", "split"] = Field(
+        "stop", description="what to do with a longer sample; split: cut plain text into pieces of max_length"
+    )
     unusable: Literal["stop", "drop"] = Field("stop", description="what to do with a sample that cannot be masked")
     max_samples: Count | None = Field(None, description="use only this many training samples, and download no more")
     max_held_out: Count | None = Field(None, description="the same for data.held_out")

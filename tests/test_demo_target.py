@@ -5,11 +5,12 @@ import math
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from eagle3.data.standard_library import standard_library_conversations, standard_library_text
 from eagle3.errors import UserError
-from eagle3.target.demo import ANSWERS, HELD_OUT_ANSWERS, _batches, _rate, byte_level_tokenizer, demo_target
+from eagle3.target.demo import ANSWERS, HELD_OUT_ANSWERS, byte_level_tokenizer, demo_target
+from eagle3.target.demo_training import batches, rate, train_language_model
 from eagle3.target.muon import Muon
 
 TINY = {
@@ -75,9 +76,11 @@ def test_the_same_arguments_give_the_same_weights_and_leave_the_callers_random_s
     assert all(torch.equal(left[name], right[name]) for name in left)
 
 
-def test_a_run_stopped_half_way_leaves_no_folder(tmp_path):
+def test_a_run_stopped_half_way_leaves_no_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr("eagle3.console.QUIET_SECONDS", 0.0)
+
     def stop(line):
-        if "step" in line and "held-out" not in line and "steps of" not in line:
+        if " steps, loss " in line:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -141,11 +144,11 @@ def test_the_chat_template_marks_turns_and_ends_them_with_eos(tmp_path):
 def test_every_document_comes_once_an_epoch_in_batches_of_bounded_size():
     lengths = [3, 9, 1, 4, 4, 12, 7, 2, 5, 8]
     documents = [torch.full((length,), number) for number, length in enumerate(lengths)]
-    batches, epochs = _batches(documents, 12, seed=3), []
+    endless, epochs = batches(documents, 12, seed=3), []
     for _ in range(2):
         order = []
         while len(order) < len(documents):
-            batch = next(batches)
+            batch = next(endless)
             assert batch.ids.numel() <= 12
             for ids, labels in zip(*batch, strict=True):
                 number = int(ids[0])
@@ -156,6 +159,40 @@ def test_every_document_comes_once_an_epoch_in_batches_of_bounded_size():
         epochs.append(order)
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(10))
     assert epochs[0] != epochs[1]
+
+
+def test_files_are_learnt_whole_in_pieces_of_the_context_and_the_first_steps_see_short_ones(tmp_path):
+    texts = [{"text": f"def goose_{number}():\n    return {number * 7}\n" * 9} for number in range(30)]
+    lines, changes = [], {"context": 48, "short_context": 8, "short_steps": 3, "steps": 5}
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 12, "rope_theta": 10000.0}
+    options = {**TINY, **changes, "rope_parameters": rope}
+    made = demo_target(texts, texts[:3], cache_dir=tmp_path, report=lines.append, **options)
+    config = AutoModelForCausalLM.from_pretrained(made.folder).config
+    assert (config.max_position_embeddings, config.rope_parameters["rope_type"]) == (48, "yarn")
+    assert not (made.folder / ANSWERS).exists()
+    tokenizer = AutoTokenizer.from_pretrained(made.folder)
+    tokens = sum(len(tokenizer(row["text"])["input_ids"]) for row in texts)
+    assert f"{tokens:,} tokens of text" in lines[0]  # none is cut off
+    assert demo_target(texts, texts[:3], cache_dir=tmp_path, **{**options, "short_steps": 2}).folder != made.folder
+
+
+def test_the_first_steps_take_the_short_documents(tmp_path):
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=16,
+            hidden_size=8,
+            intermediate_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+        )
+    )
+    seen = []
+    model.register_forward_pre_hook(lambda _, __, given: seen.append(given["input_ids"].shape[1]), with_kwargs=True)
+    rates = {"learning_rate": 0.01, "adam_learning_rate": 0.01, "seed": 0, "report": lambda line: None}
+    short, whole = [torch.arange(4)] * 6, [torch.arange(12)] * 2
+    train_language_model(model, whole, short=short, short_steps=3, batch_tokens=12, steps=5, **rates)
+    assert seen == [4, 4, 4, 12, 12]
 
 
 @pytest.mark.parametrize("shape", [(24, 24), (48, 16), (16, 48)])
@@ -174,11 +211,11 @@ def test_muon_is_torch_s_but_for_the_rounding_of_bfloat16(shape):
 
 
 def test_the_rate_rises_to_one_and_falls_towards_zero():
-    rates = [_rate(step, 100) for step in range(100)]
+    rates = [rate(step, 100) for step in range(100)]
     top = rates.index(1.0)
     assert rates[: top + 1] == sorted(rates[: top + 1]) and rates[top:] == sorted(rates[top:], reverse=True)
     assert 0 < rates[-1] < 0.02 and max(rates) == 1.0
-    assert all(_rate(step, 2) > 0 for step in range(2))
+    assert all(rate(step, 2) > 0 for step in range(2))
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,24 @@ def test_what_is_dropped_or_cut_is_counted_by_reason_with_its_first_example(tmp_
     assert (len(samples), summary.truncated, samples.lengths[1]) == (3, 1, 100)
 
 
+def test_texts_are_split_into_pieces_that_together_are_the_text(tmp_path, tokenizer):
+    texts = ["ab" * 60, "abc", "xy" * 50 + "z"]  # a byte is a token: 120, 3 and 101 tokens
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    options = {**OPTIONS, "cache_dir": tmp_path / "cache", "max_length": 50, "too_long": "split"}
+    samples, summary = prepare_samples([str(tmp_path / "text.jsonl")], tokenizer, **options)
+    assert samples.lengths.tolist() == [50, 50, 20, 3, 50, 50]  # the last token of the third teaches nothing alone
+    assert tokenizer.decode(torch.cat([samples[place].ids for place in range(3)]).tolist()) == texts[0]
+    assert all(sample.loss_mask.all() for sample in samples)
+    assert str(summary).startswith("6 samples from 3 texts, 223 tokens, 223 supervised")
+
+
+def test_conversations_are_never_split(tmp_path, tokenizer):
+    with pytest.raises(
+        UserError, match=r"data.jsonl:1: longer than 100 tokens, and .* would lack its question .*truncate"
+    ):
+        prepared(tmp_path, tokenizer, "x" * 100, "one", too_long="split")
+
+
 def test_a_sample_that_teaches_nothing_is_unusable(tmp_path, tokenizer):
     for length in range(2, 10):  # the prompt has 8 tokens, and a supervised one needs a successor
         with pytest.raises(UserError, match="all supervised tokens are cut off"):
@@ -171,7 +189,7 @@ def test_thoughts_that_a_template_does_not_show_are_told_of(tmp_path, tokenizer)
     row = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "a", "reasoning": "b"}]}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     for reasoning, expected in (
-        ("keep", ["the chat template shows no reasoning, so that of 1 conversations"]),
+        ("keep", ["warning: the chat template shows no reasoning, so that of 1 conversations"]),
         ("drop", []),
     ):
         lines: list[str] = []
@@ -186,7 +204,7 @@ def test_processes_give_what_one_process_gives_in_order(tokenizer):
         Conversation("x", ({"role": "user", "content": a}, {"role": "assistant", "content": a}), None) for a in answers
     ]
     rows[70] = Conversation("x", ({"role": "user", "content": "?"},), None)
-    encoding = encode.Encoding(tokenizer, TEMPLATE, 100, truncate=False)
+    encoding = encode.Encoding(tokenizer, TEMPLATE, 100, "refuse")
     alone = [outcome for chunk in encode.encode_all(encoding, rows, workers=2) for outcome in chunk]
     chunks = [rows[start : start + 64] for start in range(0, 150, 64)]
     together = [outcome for chunk in encode._encode_in_processes(encoding, chunks, 2) for outcome in chunk]
@@ -194,7 +212,7 @@ def test_processes_give_what_one_process_gives_in_order(tokenizer):
     for a, b in zip(alone, together, strict=True):
         assert a.problem == b.problem and np.array_equal(a.ids, b.ids) and np.array_equal(a.loss_mask, b.loss_mask)
     assert together[70].problem.reason == "no assistant turn"
-    broken = encode.Encoding(tokenizer, "{% for %}", 100, truncate=False)
+    broken = encode.Encoding(tokenizer, "{% for %}", 100, "refuse")
     with pytest.raises(UserError, match="chat template line 1"):
         list(encode._encode_in_processes(broken, chunks, 2))
 
@@ -259,10 +277,12 @@ def test_preview_shows_what_is_supervised(tmp_path, tokenizer):
 
 
 def test_a_long_preparation_reports_rate_and_time_left(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr("eagle3.data.prepare.QUIET_SECONDS", 0.0)
+    monkeypatch.setattr("eagle3.console.QUIET_SECONDS", 0.0)
     lines: list[str] = []
     prepared(tmp_path, tokenizer, *["one"] * 100, report=lines.append)
-    assert len(lines) == 1 and lines[0].startswith("tokenising: 64 of 100 conversations, ") and "s left" in lines[0]
+    first, last = (line for line in lines if line.startswith("tokenising: "))
+    assert first.startswith("tokenising: 64/100 conversations, ") and first.endswith("s left")
+    assert last.startswith("tokenising: 100/100 conversations, ") and last.endswith(" in all")
 
 
 @pytest.mark.parametrize("whole", [True, False])

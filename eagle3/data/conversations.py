@@ -1,20 +1,19 @@
 """Reads conversations from files, folders, presets and dataset ids into one form, and says exactly which row is wrong."""
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+from eagle3.console import Progress
 from eagle3.data.download import downloaded_rows, is_dataset, is_slice, source_of_id, without_nulls
 from eagle3.data.presets import preset_source
 from eagle3.errors import UserError
 
 KINDS = (".json", ".jsonl", ".parquet")
 FORMS = "`messages` (role, content), `conversations` (from, value) or `text`"
-QUIET_SECONDS = 2.0  # before and between progress lines
 # Where people's data keep an assistant's thoughts: Qwen3 and SGLang, vLLM, gpt-oss. The first is ours.
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 # ShareGPT's names and their relatives; the OpenAI names map to themselves.
@@ -50,8 +49,8 @@ def read_conversations(
 ) -> list[Conversation]:
     """The conversations of all sources, in order; with `limit` the first so many.
 
-    A source is a .json, .jsonl or .parquet file, a folder of those, `standard_library`, `preset:NAME` (see
-    eagle3.data.presets) or a dataset id; the last two may end in `@revision`, and an id names another split than "train"
+    A source is a .json, .jsonl or .parquet file, a folder of those, `standard_library` (conversations), `standard_library:files`,
+    `standard_library:held_out_files` (texts), `preset:NAME` (see eagle3.data.presets) or a dataset id; the last two may end in `@revision`, and an id names another split than "train"
     as `owner/name:split`. A row has `messages` (OpenAI), `conversations` (ShareGPT) or `text`. downloads: folder where the
     rows of datasets are kept, so that they travel once; None to keep none. report: gets progress lines. Raises UserError
     for a source that cannot be read or has no rows and for a row of another form.
@@ -68,24 +67,18 @@ def iterate_conversations(
 ) -> Iterator[Conversation]:
     """`read_conversations` one by one, so that no more than one need be held."""
     done = 0
-    start = said = time.monotonic()
     for source in sources:
         wanted = None if limit is None else limit - done
         if wanted == 0:
             break
-        before = done
+        progress, before = Progress(report, f"reading {source}", wanted, "conversations"), done
         for origin, row in _rows(source, wanted, downloads, report):
             yield _conversation(origin, row)
             done += 1
-            now = time.monotonic()
-            if done == 1:  # what came before is a connection's beginning
-                start = said = now
-            elif now - said >= QUIET_SECONDS:
-                said = now
-                at_most = "" if limit is None else f" of at most {limit:,}"
-                report(f"reading {source}: {done:,}{at_most} conversations, {(done - 1) / (now - start):,.0f}/s")
+            progress.advance()
         if done == before:
             raise UserError(f"{source}: holds no rows; give data with at least one conversation")
+        progress.end()
 
 
 def _rows(
@@ -95,8 +88,8 @@ def _rows(
     path = Path(source).expanduser()
     if source.startswith("preset:"):
         return downloaded_rows(preset_source(source), wanted, downloads, report)
-    if source == "standard_library":
-        return islice(_library_rows(), wanted)
+    if source.partition(":")[0] == "standard_library":
+        return islice(_library_rows(source), wanted)
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in KINDS)
         if not files:
@@ -114,11 +107,13 @@ def _rows(
     return downloaded_rows(source_of_id(source), wanted, downloads, report)
 
 
-def _library_rows() -> Iterator[tuple[str, Any]]:
-    from eagle3.data.standard_library import standard_library_conversations
+def _library_rows(source: str) -> Iterator[tuple[str, Any]]:
+    from eagle3.data.standard_library import SOURCES
 
-    for number, row in enumerate(standard_library_conversations(), 1):
-        yield f"standard_library row {number}", row
+    if source not in SOURCES:
+        raise UserError(f"{source}: no such part of the standard library; name one of {', '.join(SOURCES)}")
+    for number, row in enumerate(SOURCES[source](), 1):
+        yield f"{source} row {number}", row
 
 
 def _file_rows(path: Path) -> Iterator[tuple[str, Any]]:

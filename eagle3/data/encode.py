@@ -26,7 +26,8 @@ class Problem(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What became of one conversation: ids int32 [T] and loss_mask bool [T], or a problem."""
+    """What became of one conversation: ids int32 [T] and loss_mask bool [T], still whole where it is to be split, or a
+    problem."""
 
     ids: np.ndarray | None
     loss_mask: np.ndarray | None
@@ -36,13 +37,13 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class Encoding:
-    """How to encode. max_length: tokens; truncate: cut a longer sample instead of calling it a problem. choices: what of a
-    conversation is rendered and supervised."""
+    """How to encode. max_length: tokens. too_long: cut a longer sample ("truncate"), leave a text whole for `split` to cut, or
+    call it a problem ("refuse"). choices: what of a conversation is rendered and supervised."""
 
     tokenizer: PreTrainedTokenizerBase
     chat_template: str | None
     max_length: int
-    truncate: bool
+    too_long: Literal["refuse", "truncate", "split"]
     choices: Choices = Choices()
 
     def outcome(self, conversation: Conversation) -> Outcome:
@@ -52,7 +53,12 @@ class Encoding:
             return _refused("unusable", refusal.reason)
         length = len(ids)
         too_long = length > self.max_length
-        if too_long and not self.truncate:
+        if too_long and self.too_long == "split":
+            if conversation.messages is not None or self.choices.text == "rendered":
+                reason = f"longer than {self.max_length} tokens, and of conversations a piece would lack its question"
+                return _refused("too_long", reason, f"{length} tokens")
+            return Outcome(ids, loss_mask, False, None)
+        if too_long and self.too_long == "refuse":
             return _refused("too_long", f"longer than {self.max_length} tokens", f"{length} tokens")
         ids, loss_mask = ids[: self.max_length], loss_mask[: self.max_length]
         if length < 2:
@@ -62,6 +68,14 @@ class Encoding:
             cut = "all supervised tokens are cut off" if too_long else "no supervised token that another follows"
             return _refused("unusable", cut)
         return Outcome(ids, loss_mask, too_long, None)
+
+
+def split(outcome: Outcome, longest: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(ids, loss_mask) of at most `longest` tokens each, one after another. A last token alone, which teaches nothing, is left
+    out."""
+    starts = range(0, len(outcome.ids), longest)
+    pieces = [(outcome.ids[start : start + longest], outcome.loss_mask[start : start + longest]) for start in starts]
+    return [piece for piece in pieces if len(piece[0]) > 1]
 
 
 def _refused(kind: Literal["unusable", "too_long"], reason: str, detail: str = "") -> Outcome:

@@ -2,29 +2,28 @@
 
 import hashlib
 import json
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from eagle3.console import GREEN, PLAIN, WARNING, Progress, waiting
 from eagle3.data.conversations import Conversation, read_conversations
-from eagle3.data.encode import Encoding, Outcome, Problem, encode_all
+from eagle3.data.encode import Encoding, Outcome, Problem, encode_all, split
 from eagle3.data.samples import DamagedSamples, Sample, SampleSet, replacing_folder
 from eagle3.data.template import Choices, reasoning_key
 from eagle3.errors import UserError
 
 FORMAT = 2  # of the cached folders, and of what the mask means; a change makes every cached set be built anew
-QUIET_SECONDS = 2.0  # before and between progress lines
-GREEN, PLAIN = "\033[32m", "\033[0m"
 
 
 @dataclass(frozen=True)
 class Summary:
-    """rows: conversations read; kept, truncated: samples; tokens, supervised: of the kept ones; dropped: reason -> count;
+    """rows: conversations read; kept, truncated: samples, more than rows where texts are split; tokens, supervised: of the kept ones; dropped: reason -> count;
     examples: reason -> origin of the first one dropped for it; cached: taken from the cache."""
 
     rows: int
@@ -37,7 +36,8 @@ class Summary:
     cached: bool = False
 
     def __str__(self) -> str:
-        parts = [f"{self.kept:,} of {self.rows:,} samples, {self.tokens:,} tokens, {self.supervised:,} supervised"]
+        were = f"samples from {self.rows:,} texts" if self.kept > self.rows else f"of {self.rows:,} samples"
+        parts = [f"{self.kept:,} {were}, {self.tokens:,} tokens, {self.supervised:,} supervised"]
         parts += [
             f"{count:,} dropped: {reason} (first {self.examples[reason]})" for reason, count in self.dropped.items()
         ]
@@ -56,7 +56,7 @@ def prepare_samples(
     *,
     chat_template: str | None,
     max_length: int,
-    too_long: Literal["stop", "drop", "truncate"],
+    too_long: Literal["stop", "drop", "truncate", "split"],
     unusable: Literal["stop", "drop"],
     max_samples: int | None,
     workers: int | None,
@@ -67,22 +67,26 @@ def prepare_samples(
     """Read, encode and mask the sources' conversations, or take them from `cache_dir`, where equal work was done before.
 
     chat_template: Jinja source, or None for the tokenizer's own. max_length: tokens. max_samples: only the first so many
-    conversations. report: gets progress lines. choices: what is rendered and supervised, default Choices(). Raises UserError
+    conversations. report: gets progress lines and warnings. choices: what is rendered and supervised, default Choices(). Raises UserError
     for what cannot be read, for a problem under "stop", and when no sample is left.
     """
     choices = choices or Choices()
     cache = Path(cache_dir).expanduser()
     conversations = read_conversations(sources, max_samples, downloads=cache / "downloads", report=report)
-    key = _content_key(conversations, tokenizer, chat_template, [max_length, too_long, unusable, asdict(choices)])
+    options = [max_length, too_long, unusable, asdict(choices)]
+    looking = Progress(report, "looking in the cache", len(conversations), "conversations")
+    key = _content_key(conversations, tokenizer, chat_template, options, looking)
     folder = cache / "tokenized" / key
     if folder.exists():
         try:
             return _open(folder)
         except DamagedSamples as damage:
-            report(f"the tokenised data is damaged ({damage}); it is built anew")
+            report(f"{WARNING}the tokenised data is damaged ({damage}); it is built anew")
     _tell_unshown_reasoning(conversations, tokenizer, chat_template, choices, report)
-    encoding = Encoding(tokenizer, chat_template, max_length, truncate=too_long == "truncate", choices=choices)
-    outcomes = list(_with_progress(encode_all(encoding, conversations, workers), len(conversations), report))
+    handling = too_long if too_long in ("truncate", "split") else "refuse"
+    encoding = Encoding(tokenizer, chat_template, max_length, handling, choices)
+    progress = Progress(report, "tokenising", len(conversations), "conversations")
+    outcomes = list(_counted(encode_all(encoding, conversations, workers), progress))
     problems = [(row.origin, got.problem) for row, got in zip(conversations, outcomes, strict=True) if got.problem]
     _stop_at_problem(problems, {"too_long": too_long, "unusable": unusable})
     kept = [outcome for outcome in outcomes if outcome.problem is None]
@@ -92,17 +96,18 @@ def prepare_samples(
         raise UserError(
             f"{', '.join(sources)}: no usable sample among {len(outcomes)} ({count}: {reason}); give other data"
         )
+    samples = [piece for outcome in kept for piece in split(outcome, max_length)]
     summary = Summary(
         rows=len(outcomes),
-        kept=len(kept),
+        kept=len(samples),
         truncated=sum(outcome.truncated for outcome in kept),
-        tokens=sum(len(outcome.ids) for outcome in kept),
-        supervised=sum(int(outcome.loss_mask.sum()) for outcome in kept),
+        tokens=sum(len(ids) for ids, _ in samples),
+        supervised=sum(int(loss_mask.sum()) for _, loss_mask in samples),
         dropped=dict(dropped),
         examples={problem.reason: origin for origin, problem in reversed(problems)},
     )
-    with replacing_folder(folder, keep=_is_whole) as temporary:
-        SampleSet.pack([(outcome.ids, outcome.loss_mask) for outcome in kept]).write_arrays(temporary)
+    with waiting(report, "writing the tokenised data"), replacing_folder(folder, keep=_is_whole) as temporary:
+        SampleSet.pack(samples).write_arrays(temporary)
         (temporary / "summary.json").write_text(json.dumps(asdict(summary), indent=1), encoding="utf-8")
     return Prepared(SampleSet.open(folder), summary)
 
@@ -124,19 +129,23 @@ def _content_key(
     tokenizer: PreTrainedTokenizerBase,
     chat_template: str | None,
     options: list,
+    progress: Progress,
 ) -> str:
     digest = hashlib.sha256()
     # The special tokens are template variables beside the vocabulary; JSON keeps the parts apart.
     backend = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else type(tokenizer).__name__
     template = chat_template or tokenizer.chat_template
-    for part in ([FORMAT, options, template, tokenizer.special_tokens_map, backend], *_contents(conversations)):
+    rules = [FORMAT, options, template, tokenizer.special_tokens_map, backend]
+    for part in chain([rules], _contents(conversations, progress)):
         digest.update(json.dumps(part, default=str).encode() + b"\n")
     return digest.hexdigest()[:32]
 
 
-def _contents(conversations: Sequence[Conversation]) -> Iterator[tuple]:
+def _contents(conversations: Sequence[Conversation], progress: Progress) -> Iterator[tuple]:
     # Key order counts: templates print tool calls and schemas in it.
-    return ((row.messages, row.text, row.tools) for row in conversations)
+    for row in conversations:
+        yield row.messages, row.text, row.tools
+        progress.advance()
 
 
 def _tell_unshown_reasoning(
@@ -151,7 +160,7 @@ def _tell_unshown_reasoning(
     template = chat_template or tokenizer.chat_template
     if thinking and choices.reasoning == "keep" and isinstance(template, str) and reasoning_key(template) is None:
         report(
-            f"the chat template shows no reasoning, so that of {thinking:,} conversations is left out of the samples"
+            f"{WARNING}the chat template shows no reasoning, so that of {thinking:,} conversations is left out of the samples"
         )
 
 
@@ -175,24 +184,15 @@ def _open(folder: Path) -> Prepared:
     return Prepared(samples, replace(summary, cached=True))
 
 
-def _with_progress(chunks: Iterator[list[Outcome]], total: int, report: Callable[[str], None]) -> Iterator[Outcome]:
-    start = said = time.monotonic()
-    done = 0
+def _counted(chunks: Iterator[list[Outcome]], progress: Progress) -> Iterator[Outcome]:
     for chunk in chunks:
         yield from chunk
-        done += len(chunk)
-        now = time.monotonic()
-        if now - said >= QUIET_SECONDS and done < total:
-            said = now
-            rate = done / (now - start)
-            report(
-                f"tokenising: {done:,} of {total:,} conversations, {rate:,.0f}/s, {(total - done) / rate:.0f} s left"
-            )
+        progress.advance(len(chunk))
 
 
 def _stop_at_problem(problems: list[tuple[str, Problem]], policies: dict[str, str]) -> None:
     """Raise for the first problem whose policy is "stop", and count its like."""
-    stopping = [(origin, problem) for origin, problem in problems if policies[problem.kind] == "stop"]
+    stopping = [(origin, problem) for origin, problem in problems if policies[problem.kind] in ("stop", "split")]
     if not stopping:
         return
     origin, problem = stopping[0]

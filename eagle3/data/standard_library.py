@@ -1,11 +1,11 @@
-"""The quickstart's text: this interpreter's standard library, turned into conversations about its code."""
+"""Text that every machine has: this interpreter's standard library, as conversations about its code and as whole files."""
 
 import ast
 import io
 import sysconfig
 import textwrap
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +15,9 @@ SKIPPED_FOLDERS = {
     *("test", "tests", "idlelib", "turtledemo", "lib2to3", "encodings", "pydoc_data"),
 }
 LINES = range(3, 61)
-HELD_OUT_ONE_IN = 20  # top-level modules
+HELD_OUT_ONE_IN = 20  # top-level modules, of the conversations
+HELD_OUT_FILES_ONE_IN = 8  # of the files, so that some of the held-out ones are long
+SHORTEST_FILE = 2000  # characters
 MOST_CHARACTERS = 1500  # of a conversation: about 512 tokens of a vocabulary of a few thousand
 
 SHOW = (
@@ -38,7 +40,8 @@ class Definition(NamedTuple):
 
 
 class LibraryText(NamedTuple):
-    """Conversations `{"messages": [{"role", "content"}, ...]}` for training, and those about modules held out of it."""
+    """Rows for training, and those about modules held out of it: conversations `{"messages": [{"role", "content"}, ...]}`, or
+    files `{"text"}`."""
 
     train: list[dict]
     held_out: list[dict]
@@ -49,9 +52,26 @@ def standard_library_text() -> LibraryText:
     method of a held-out class is in the training text."""
     text = LibraryText([], [])
     for module, conversation in _conversations():
-        held_out = zlib.crc32(module.split(".")[0].encode()) % HELD_OUT_ONE_IN == 0
-        (text.held_out if held_out else text.train).append(conversation)
+        (text.held_out if _is_held_out(module, HELD_OUT_ONE_IN) else text.train).append(conversation)
     return text
+
+
+def standard_library_files() -> LibraryText:
+    """The library's modules as whole source files of at least SHORTEST_FILE characters, in the order of their names; about
+    one top-level module in HELD_OUT_FILES_ONE_IN is held out as a whole. It depends on the Python version alone."""
+    text = LibraryText([], [])
+    for path, module in _modules():
+        try:
+            source = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        if len(source) >= SHORTEST_FILE:
+            (text.held_out if _is_held_out(module, HELD_OUT_FILES_ONE_IN) else text.train).append({"text": source})
+    return text
+
+
+def _is_held_out(module: str, one_in: int) -> bool:
+    return zlib.crc32(module.split(".")[0].encode()) % one_in == 0
 
 
 def standard_library_conversations() -> list[dict]:
@@ -66,13 +86,8 @@ def standard_library_conversations() -> list[dict]:
 
 def _conversations() -> Iterator[tuple[str, dict]]:
     """(module, conversation) of every definition that is worth one."""
-    root = Path(sysconfig.get_paths()["stdlib"])
     names, codes = set(), set()
-    for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).parts):
-        parts = path.relative_to(root).with_suffix("").parts
-        if SKIPPED_FOLDERS.intersection(parts[:-1]) or not all(part.isidentifier() for part in parts):
-            continue
-        module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    for path, module in _modules():
         for definition in _definitions(path, module):
             if definition.name in names or definition.code in codes:
                 continue
@@ -83,6 +98,15 @@ def _conversations() -> Iterator[tuple[str, dict]]:
                 roles = ("user", "assistant") * (len(turns) // 2)
                 messages = [{"role": role, "content": turn} for role, turn in zip(roles, turns, strict=True)]
                 yield module, {"messages": messages}
+
+
+def _modules() -> Iterator[tuple[Path, str]]:
+    """The library's files, each with its module's name, in the order of their names."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).parts):
+        parts = path.relative_to(root).with_suffix("").parts
+        if not SKIPPED_FOLDERS.intersection(parts[:-1]) and all(part.isidentifier() for part in parts):
+            yield path, ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def _definitions(path: Path, module: str) -> Iterator[Definition]:
@@ -125,3 +149,11 @@ def _turns(definition: Definition) -> list[str]:
         return [show, answer]
     forms = ([show, answer], [explain, docstring], [explain, docstring, then_show, answer])
     return (*forms, [show, answer, then_explain, docstring])[choice // 12 % 4]
+
+
+# What a recipe's data may name.
+SOURCES: dict[str, Callable[[], list[dict]]] = {
+    "standard_library": standard_library_conversations,
+    "standard_library:files": lambda: standard_library_files().train,
+    "standard_library:held_out_files": lambda: standard_library_files().held_out,
+}

@@ -2,11 +2,10 @@
 
 import hashlib
 import json
-import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,13 +13,13 @@ import tokenizers
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from torch.nn.functional import cross_entropy
-from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils.logging import disable_progress_bar
 
+from eagle3.console import waiting
 from eagle3.errors import UserError
 from eagle3.target.answers import greedy_answers
-from eagle3.target.muon import Muon
+from eagle3.target.demo_training import measure_language_model, train_language_model
 
 FORMAT = 2  # raise it when this file begins to make another model from the same arguments
 # The chat template spells these out, so that it can be read alone.
@@ -34,20 +33,6 @@ CHAT_TEMPLATE = """\
 {{ '<|im_start|>assistant\\n' }}
 {%- endif -%}
 """
-WINDOW = 1024  # documents sorted by length together, so that batches carry little padding
-IGNORED = -100  # the label that transformers' loss leaves out
-WARMUP_FRACTION = 0.05
-REPORT_SECONDS = 5.0
-
-
-class Batch(NamedTuple):
-    """Documents padded on the right, int64 [documents, longest]; labels are the ids, IGNORED where padded.
-
-    No attention mask is needed: under causal attention no token sees the padding behind it.
-    """
-
-    ids: torch.Tensor
-    labels: torch.Tensor
 
 
 class DemoTarget(NamedTuple):
@@ -61,7 +46,7 @@ class DemoTarget(NamedTuple):
 
 
 def demo_target(
-    conversations: list[dict],
+    rows: list[dict],
     held_out: list[dict],
     *,
     cache_dir: Path,
@@ -72,6 +57,9 @@ def demo_target(
     heads: int,
     key_value_heads: int,
     context: int,
+    rope_parameters: dict | None = None,
+    short_context: int | None = None,
+    short_steps: int = 0,
     batch_tokens: int,
     steps: int,
     learning_rate: float,
@@ -82,14 +70,16 @@ def demo_target(
     device: torch.device | str = "cpu",
     report: Callable[[str], None] = print,
 ) -> DemoTarget:
-    """The folder of a small chat model trained on `conversations`: made once, then found again under `cache_dir`.
+    """The folder of a small model trained on `rows`, conversations (`messages`) or files (`text`): made once, then found again
+    under `cache_dir`.
 
-    The folder holds what `from_pretrained` needs, `training.json`, and the target's own greedy answers of at most
-    `answer_tokens` tokens to up to `answers` opening questions of each set (answers.jsonl, held_out_answers.jsonl): a
-    draft has to predict what its target says, so it learns from that. Its name is a hash of the conversations, the
-    parameters and the libraries' versions, and it appears in one rename, so a killed run leaves nothing half-made.
-    A batch is at most `batch_tokens` tokens with its padding; a conversation's tokens past `context` are cut off.
-    `report` gets a line every few seconds. Weights are the same for the same arguments, device and number of threads.
+    The folder holds what `from_pretrained` needs, `training.json`, and, where rows are conversations, the target's own
+    greedy answers of at most `answer_tokens` tokens to up to `answers` opening questions of each set (answers.jsonl,
+    held_out_answers.jsonl): a draft has to predict what its target says, so it learns from that. Its name is a hash of the
+    rows, the parameters and the libraries' versions, and it appears in one rename, so a killed run leaves nothing half-made.
+    A batch is at most `batch_tokens` tokens with its padding. A conversation's tokens past `context` are cut off, a file is cut
+    into pieces; the first `short_steps` see those of `short_context` tokens.
+    `report` gets a line now and then. Weights are the same for the same arguments, device and number of threads.
     Raises UserError for shapes that do not fit together and for too little text.
     """
     if hidden_size % (2 * heads) or heads % key_value_heads:
@@ -99,6 +89,11 @@ def demo_target(
         )
     if batch_tokens < context:
         raise UserError(f"model.demo.batch_tokens: {batch_tokens} is less than one conversation of {context}; raise it")
+    if short_steps and (short_context is None or short_steps >= steps):
+        raise UserError(
+            f"model.demo: short_steps {short_steps}, short_context {short_context}, steps {steps} do not fit; give short_context, "
+            "and more steps than short_steps"
+        )
     shape = {
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
@@ -107,8 +102,10 @@ def demo_target(
         "num_attention_heads": heads,
         "num_key_value_heads": key_value_heads,
         "max_position_embeddings": context,
+        "rope_parameters": rope_parameters,
     }
     training = {
+        "short_steps": short_steps,
         "batch_tokens": batch_tokens,
         "steps": steps,
         "learning_rate": learning_rate,
@@ -117,14 +114,14 @@ def demo_target(
     }
     answering = {"answers": answers, "answer_tokens": answer_tokens}
     versions = [tokenizers.__version__, torch.__version__, transformers.__version__]
-    identity = json.dumps([FORMAT, versions, shape, training, answering, conversations, held_out], sort_keys=True)
+    identity = json.dumps([FORMAT, versions, shape, short_context, training, answering, rows, held_out], sort_keys=True)
     folder = Path(cache_dir).expanduser() / f"demo-target-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
     cached = (folder / "training.json").is_file()
     if not cached:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as unfinished:
             finished = Path(unfinished) / folder.name
-            _make(finished, conversations, held_out, shape, training, answering, torch.device(device), report)
+            _make(finished, rows, held_out, shape, short_context, training, answering, torch.device(device), report)
             try:
                 os.replace(finished, folder)
             except OSError:  # another process was faster; its model is as good
@@ -136,18 +133,24 @@ def demo_target(
 
 def _make(
     folder: Path,
-    conversations: list[dict],
+    rows: list[dict],
     held_out: list[dict],
     shape: dict,
+    short_context: int | None,
     training: dict,
     answering: dict,
     device: torch.device,
     report: Callable[[str], None],
 ) -> None:
     began = time.monotonic()
-    tokenizer = byte_level_tokenizer(conversations, shape["vocab_size"], shape["max_position_embeddings"])
-    documents = _documents(tokenizer, conversations, shape["max_position_embeddings"], "data.train")
-    held_out_documents = _documents(tokenizer, held_out, shape["max_position_embeddings"], "data.held_out")
+    disable_progress_bar()  # of what saves the model: it garbles a log
+    context = shape["max_position_embeddings"]
+    with waiting(report, "demo target: making a tokenizer"):
+        tokenizer = byte_level_tokenizer(rows, shape["vocab_size"], context)
+    with waiting(report, "demo target: tokenising its text"):
+        documents = _documents(tokenizer, rows, context, "data.train")
+        short = _documents(tokenizer, rows, short_context, "data.train") if short_context else []
+        held_out_documents = _documents(tokenizer, held_out, context, "data.held_out")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(training["seed"])
         ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
@@ -156,15 +159,17 @@ def _make(
         f"demo target: {model.num_parameters() / 1e6:.1f}M parameters, {sum(map(len, documents)):,} tokens of text, "
         f"{training['steps']} steps of up to {training['batch_tokens']} tokens"
     )
-    loss = _train(model, documents, **training, report=report)
-    held_out_loss, accuracy = _measure(model, held_out_documents, training["batch_tokens"])
+    loss = train_language_model(model, documents, short=short, **training, report=report)
+    held_out_loss, accuracy = measure_language_model(model, held_out_documents, training["batch_tokens"], report)
     seconds = time.monotonic() - began
     report(
         f"demo target: held-out loss {held_out_loss:.3f} nats a token, {accuracy:.0%} of tokens right, {seconds:.0f} s"
     )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    for talks, name in ((conversations, ANSWERS), (held_out, HELD_OUT_ANSWERS)):
+    for talks, name in ((rows, ANSWERS), (held_out, HELD_OUT_ANSWERS)):
+        if "text" in talks[0]:
+            continue  # nobody asks anything
         questions = [talk["messages"][0] for talk in _spread(talks, answering["answers"])]
         answered = greedy_answers(model, tokenizer, questions, answering["answer_tokens"], report)
         lines = [json.dumps({"messages": messages}) + "\n" for messages in answered]
@@ -185,8 +190,8 @@ def _spread(conversations: list[dict], count: int) -> list[dict]:
     return [conversations[place * len(conversations) // count] for place in range(count)]
 
 
-def byte_level_tokenizer(conversations: list[dict], vocab_size: int, context: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of `vocab_size` tokens learnt from the messages, with a ChatML template; any text round-trips.
+def byte_level_tokenizer(rows: list[dict], vocab_size: int, context: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of `vocab_size` tokens learnt from the rows, with a ChatML template; any text round-trips.
 
     Raises UserError where `vocab_size` has no room for 256 bytes and three special tokens, or the text is too little.
     """
@@ -200,7 +205,7 @@ def byte_level_tokenizer(conversations: list[dict], vocab_size: int, context: in
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
-    bpe.train_from_iterator((turn["content"] for talk in conversations for turn in talk["messages"]), trainer)
+    bpe.train_from_iterator((text for row in rows for text in _texts(row)), trainer)
     if bpe.get_vocab_size() < vocab_size:
         raise UserError(
             f"model.demo.vocab_size: {vocab_size}, but this text yields {bpe.get_vocab_size()} tokens; lower it"
@@ -216,95 +221,18 @@ def byte_level_tokenizer(conversations: list[dict], vocab_size: int, context: in
     )
 
 
-def _documents(
-    tokenizer: PreTrainedTokenizerFast, conversations: list[dict], context: int, key: str
-) -> list[torch.Tensor]:
-    """The rendered conversations, int64 [at most context tokens] each, as they will be met: from position 0."""
-    if not conversations:
-        raise UserError(f"{key}: no conversations for the demo target; give it at least one")
-    texts = [tokenizer.apply_chat_template(talk["messages"], tokenize=False) for talk in conversations]
-    return [torch.tensor(ids[:context]) for ids in tokenizer(texts, verbose=False)["input_ids"]]
+def _texts(row: dict) -> list[str]:
+    return [row["text"]] if "text" in row else [turn["content"] for turn in row["messages"]]
 
 
-def _train(
-    model: LlamaForCausalLM,
-    documents: list[torch.Tensor],
-    *,
-    batch_tokens: int,
-    steps: int,
-    learning_rate: float,
-    adam_learning_rate: float,
-    seed: int,
-    report: Callable[[str], None],
-) -> float:
-    """Train in place; returns the mean loss of the last tenth of the steps, in nats a token."""
-    matrices = [weight for name, weight in model.named_parameters() if weight.ndim == 2 and ".layers." in name]
-    others = [weight for name, weight in model.named_parameters() if weight.ndim != 2 or ".layers." not in name]
-    optimizers = [
-        Muon(matrices, lr=learning_rate),
-        torch.optim.AdamW(others, lr=adam_learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
-    ]
-    schedules = [torch.optim.lr_scheduler.LambdaLR(each, lambda step: _rate(step, steps)) for each in optimizers]
-    batches = _batches(documents, batch_tokens, seed)
-    losses, tokens, began = [], 0, time.monotonic()
-    reported = began
-    for step in range(1, steps + 1):
-        batch = next(batches)
-        loss = model(input_ids=batch.ids.to(model.device), labels=batch.labels.to(model.device), use_cache=False).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer, schedule in zip(optimizers, schedules, strict=True):
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad(set_to_none=True)
-        losses.append(loss.detach())
-        tokens += int((batch.labels != IGNORED).sum())
-        now = time.monotonic()
-        if now - reported > REPORT_SECONDS or step == steps:
-            recent = torch.stack(losses[-20:]).mean().item()
-            report(
-                f"demo target: step {step}/{steps}, loss {recent:.3f}, {tokens / (now - began):,.0f} tokens/s, "
-                f"{(steps - step) * (now - began) / step:.0f} s left"
-            )
-            reported = now
-    return torch.stack(losses[-math.ceil(steps / 10) :]).mean().item()
-
-
-def _rate(step: int, steps: int) -> float:
-    """Linear warm-up, then linear decay to nearly 0: the multiple of the learning rate at `step`, counted from 0."""
-    warmup = max(1, round(steps * WARMUP_FRACTION))
-    return min((step + 1) / warmup, (steps - step) / max(1, steps - warmup))
-
-
-def _batches(documents: list[torch.Tensor], batch_tokens: int, seed: int) -> Iterator[Batch]:
-    """Endless batches: every document once an epoch, in a new order each time, beside others of about its length."""
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        order = torch.randperm(len(documents), generator=generator).tolist()
-        for first in range(0, len(order), WINDOW):
-            window = list(_padded([documents[index] for index in order[first : first + WINDOW]], batch_tokens))
-            yield from (window[index] for index in torch.randperm(len(window), generator=generator).tolist())
-
-
-def _padded(documents: list[torch.Tensor], batch_tokens: int) -> Iterator[Batch]:
-    """All `documents`, from short to long, in batches of at most `batch_tokens` tokens with their padding."""
-    waiting = sorted(documents, key=len)
-    while waiting:
-        count = 1
-        while count < len(waiting) and (count + 1) * len(waiting[count]) <= batch_tokens:
-            count += 1
-        rows, waiting = waiting[:count], waiting[count:]
-        yield Batch(*(pad_sequence(rows, batch_first=True, padding_value=value) for value in (0, IGNORED)))
-
-
-@torch.no_grad()
-def _measure(model: LlamaForCausalLM, documents: list[torch.Tensor], batch_tokens: int) -> tuple[float, float]:
-    """Mean loss in nats and share of tokens whose argmax is right, over all predicted tokens of `documents`."""
-    loss, right, count = 0.0, 0, 0
-    for batch in _padded(documents, batch_tokens):
-        labels = batch.labels[:, 1:].to(model.device)
-        logits = model(input_ids=batch.ids.to(model.device), use_cache=False).logits[:, :-1]
-        loss += cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum").item()
-        right += int((logits.argmax(-1) == labels).sum())
-        count += int((labels != IGNORED).sum())
-    return loss / count, right / count
+def _documents(tokenizer: PreTrainedTokenizerFast, rows: list[dict], longest: int, key: str) -> list[torch.Tensor]:
+    """int64 [at most `longest` tokens] each, as they will be met: from position 0. Of a rendered conversation the first tokens,
+    of a file all, in pieces."""
+    if not rows:
+        raise UserError(f"{key}: no text for the demo target; give it at least one row")
+    texts = [row.get("text") or tokenizer.apply_chat_template(row["messages"], tokenize=False) for row in rows]
+    documents = []
+    for row, ids in zip(rows, tokenizer(texts, verbose=False)["input_ids"], strict=True):
+        starts = range(0, len(ids), longest) if "text" in row else (0,)
+        documents += [torch.tensor(ids[start : start + longest]) for start in starts]
+    return [document for document in documents if len(document) > 1]

@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from eagle3.data.prepare import Prepared, prepare_samples
+from eagle3.console import waiting
+from eagle3.data.prepare import Prepared, Summary, prepare_samples
 from eagle3.data.samples import SampleSet
-from eagle3.data.standard_library import standard_library_text
+from eagle3.data.standard_library import standard_library_files, standard_library_text
 from eagle3.data.store.folder import Provenance
 from eagle3.data.store.shard import Encoding
 from eagle3.data.template import Choices
@@ -39,13 +40,15 @@ DRAFTED_TOKENS = 32_000  # as EAGLE3's own drafts have
 @dataclass(frozen=True)
 class Materials:
     """What a run is made from. target: folder or hub id. chat_template: Jinja source, None for the tokenizer's own.
-    held_out may be empty; then nothing is measured on the way."""
+    held_out may be empty; then nothing is measured on the way. Summaries: of what was read; None for a held-out part of train."""
 
     target: str
     tokenizer: PreTrainedTokenizerBase
     chat_template: str | None
     train: SampleSet
     held_out: SampleSet
+    train_summary: Summary
+    held_out_summary: Summary | None
 
 
 def gather_materials(recipe: Recipe, device: torch.device, say: Say) -> Materials:
@@ -62,11 +65,14 @@ def _gather(recipe: Recipe, device: torch.device, say: Say) -> Materials:
     target = model.target
     if target == "demo":
         folder = _demo(recipe, device, say)
-        words = {"demo_answers": str(folder / ANSWERS), "demo_answers:held_out": str(folder / HELD_OUT_ANSWERS)}
+        if model.demo.text == "conversations":  # the files ask nothing that could be answered
+            words = {"demo_answers": str(folder / ANSWERS), "demo_answers:held_out": str(folder / HELD_OUT_ANSWERS)}
         target = str(folder)
-    elif any(source.startswith("demo_answers") for source in [*data.train, *(data.held_out or [])]):
-        raise UserError(f"recipe: data names demo_answers, but model.target is {target!r}; name conversations of yours")
-    tokenizer = load_tokenizer(target, revision=model.revision, trust_remote_code=model.trust_remote_code)
+    if not words and any(source.startswith("demo_answers") for source in [*data.train, *(data.held_out or [])]):
+        asked = f"model.target is {model.target!r}" if model.target != "demo" else "model.demo.text is 'files'"
+        raise UserError(f"recipe: data names demo_answers, but {asked}; name other data")
+    with waiting(say, f"reading the tokenizer of {target}"):
+        tokenizer = load_tokenizer(target, revision=model.revision, trust_remote_code=model.trust_remote_code)
     template = _read_template(data.chat_template)
     if model.draft.vocabulary is None and model.draft.init_from is None:
         config = target_config(target, revision=model.revision, trust_remote_code=model.trust_remote_code)
@@ -87,15 +93,15 @@ def _gather(recipe: Recipe, device: torch.device, say: Say) -> Materials:
             choices=choices_of(recipe),
         )
 
-    prepared = prepare(data.train, data.max_samples)
-    say(f"training data: {prepared.summary}")
+    train, summary = prepare(data.train, data.max_samples)
+    say(f"training data: {summary}")
     if data.held_out:
-        kept = prepare(data.held_out, data.max_held_out)
-        say(f"held-out data: {kept.summary}")
-        train, held_out = prepared.samples, kept.samples
+        held_out, held_out_summary = prepare(data.held_out, data.max_held_out)
+        say(f"held-out data: {held_out_summary}")
     else:
-        train, held_out = prepared.samples.split_held_out(data.held_out_fraction, data.seed)
-    return Materials(target, tokenizer, template, train, held_out)
+        train, held_out = train.split_held_out(data.held_out_fraction, data.seed)
+        held_out_summary = None
+    return Materials(target, tokenizer, template, train, held_out, summary, held_out_summary)
 
 
 def choices_of(recipe: Recipe) -> Choices:
@@ -105,14 +111,16 @@ def choices_of(recipe: Recipe) -> Choices:
 
 
 def _demo(recipe: Recipe, device: torch.device, say: Say) -> Path:
-    text = standard_library_text()
+    demo = recipe.model.demo
+    with waiting(say, "reading the standard library"):
+        text = standard_library_files() if demo.text == "files" else standard_library_text()
     found = demo_target(
         text.train,
         text.held_out,
         cache_dir=recipe.data.cache_dir,
         device=device,
         report=say,
-        **recipe.model.demo.model_dump(),
+        **demo.model_dump(exclude={"text"}),
     )
     origin = "found in the cache" if found.cached else f"made in {found.seconds:.0f} s"
     say(f"demo target: loss {found.loss:.3f}, held-out loss {found.held_out_loss:.3f} nats a token ({origin})")
@@ -224,9 +232,9 @@ def pick_vocabulary(recipe: Recipe, materials: Materials, target_vocab_size: int
             )
         chosen, origin = DraftVocabulary(d2t=exported.d2t, t2d=exported.t2d), str(draft.init_from)
     else:
-        chosen, _ = choose_vocabulary(materials.train, target_vocab_size, drafted_tokens(draft, target_vocab_size))
+        chosen, _ = choose_vocabulary(materials.train, target_vocab_size, drafted_tokens(draft, target_vocab_size), say)
         origin = "most frequent"
-    share = coverage(materials.train, chosen)
+    share = coverage(materials.train, chosen, say)
     say(f"draft vocabulary: {chosen.size} of {target_vocab_size} tokens ({origin}), {share:.2%} of supervised tokens")
     return chosen
 
