@@ -176,6 +176,14 @@ def test_files_are_learnt_whole_in_pieces_of_the_context_and_the_first_steps_see
     assert demo_target(texts, texts[:3], cache_dir=tmp_path, **{**options, "short_steps": 2}).folder != made.folder
 
 
+@pytest.mark.parametrize(
+    "rope", [{"rope_type": "foo"}, {"rope_type": "yarn"}, {"rope_type": "linear", "factor": "two"}]
+)
+def test_a_rope_that_transformers_does_not_take_is_refused_in_one_line(tmp_path, rope):
+    with pytest.raises(UserError, match=rf"^model.demo.rope_parameters: .*{rope['rope_type']}.* leave it out$"):
+        _demo(tmp_path, rope_parameters=rope)
+
+
 def test_the_first_steps_take_the_short_documents(tmp_path):
     model = LlamaForCausalLM(
         LlamaConfig(

@@ -154,7 +154,13 @@ def _make(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(training["seed"])
         ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-        model = LlamaForCausalLM(LlamaConfig(**shape, **ends, tie_word_embeddings=False)).to(device)
+        try:
+            model = LlamaForCausalLM(LlamaConfig(**shape, **ends, tie_word_embeddings=False)).to(device)
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(
+                f"model.demo.rope_parameters: {shape['rope_parameters']}: transformers takes no such rope ({error!r}); mend it, or "
+                "leave it out"
+            ) from error
     report(
         f"demo target: {model.num_parameters() / 1e6:.1f}M parameters, {sum(map(len, documents)):,} tokens of text, "
         f"{training['steps']} steps of up to {training['batch_tokens']} tokens"
