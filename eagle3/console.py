@@ -138,7 +138,8 @@ def tell(line: str, *, lead: str = "", colour: str | None = None, stream: TextIO
 
 def tell_error(line: str) -> None:
     """On stderr; in one line on a terminal, too, for what it names is there to be copied."""
-    print(f"{painted('error:', RED, sys.stderr)} {line}", file=sys.stderr, flush=True)
+    sys.stderr.write(f"{painted('error:', RED, sys.stderr)} {line}\n")  # in one piece: the other ranks may speak, too
+    sys.stderr.flush()
 
 
 def fitted(text: str, columns: int | None, indent: int = 0) -> str:

@@ -31,7 +31,8 @@ def run_command(main: Callable[[], int | None]) -> None:
         if rank == 0:
             tell_error(str(mistake))
         elif local_rank == 0 or not isinstance(mistake, SharedUserError):
-            print(f"rank {rank}: {mistake}", file=sys.stderr, flush=True)
+            sys.stderr.write(f"rank {rank}: {mistake}\n")  # in one piece: the other ranks may speak, too
+            sys.stderr.flush()
         sys.exit(2)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):

@@ -147,7 +147,7 @@ class Data(Section):
     train: Annotated[list[str], Field(min_length=1)] = Field(
         ["preset:ultrachat"],
         description="JSON, JSONL or parquet files, presets (`preset:ultrachat`, see docs/data.md), dataset ids, "
-        "`standard_library`, `standard_library:files`, or `demo_answers` (with target: demo)",
+        "`standard_library` (with :files or :held_out_files for texts), or `demo_answers` (with target: demo)",
     )
     held_out: list[str] | None = Field(None, description="like train; default: held_out_fraction of train")
     held_out_fraction: Fraction = 0.02
@@ -169,7 +169,7 @@ class Data(Section):
         "stop", description="what to do with a longer sample; split: cut plain text into pieces of max_length"
     )
     unusable: Literal["stop", "drop"] = Field("stop", description="what to do with a sample that cannot be masked")
-    max_samples: Count | None = Field(None, description="use only this many training samples, and download no more")
+    max_samples: Count | None = Field(None, description="use only this many rows for training, and download no more")
     max_held_out: Count | None = Field(None, description="the same for data.held_out")
     workers: Count | None = Field(None, description="processes that tokenise; default: one a core")
     cache_dir: Path = Field(Path("~/.cache/eagle3"), description="tokenised data and the demo target, by content hash")
@@ -182,6 +182,15 @@ class Data(Section):
             if source.startswith("preset:"):
                 preset_source(source)
         return sources
+
+    @model_validator(mode="after")
+    def _pieces_of_a_text_stay_together(self) -> "Data":
+        if self.too_long == "split" and not self.held_out and self.held_out_fraction:
+            raise ValueError(
+                "too_long is 'split' but held_out names nothing: pieces of one text would be trained on and held out; name "
+                "held_out, or set held_out_fraction to 0"
+            )
+        return self
 
     @field_validator("template_variables")
     @classmethod

@@ -17,7 +17,7 @@ read_command_line() {
     if [[ $word == --dry-run ]]; then
       dry_run=yes
     elif [[ $word == --quiet ]]; then
-      quiet=(--quiet) arguments+=(--quiet)
+      quiet=(--quiet)
     elif [[ $word == --doctor ]]; then
       program=doctor.py
     elif [[ $word == -- && ${#options[@]} == 0 ]]; then
@@ -28,6 +28,7 @@ read_command_line() {
   done
   [[ ${#arguments[@]} -gt 0 ]] || refuse "no recipe; name a YAML file, for example recipes/quickstart.yaml"
   [[ ${arguments[0]} != -* ]] || refuse "${arguments[0]} where the recipe is expected; name the YAML file first"
+  arguments+=("${quiet[@]}")
 }
 
 # A command line as it can be typed.

@@ -84,10 +84,9 @@ def run(recipe: Recipe, options: argparse.Namespace, stop: StopSignals) -> int:
         if stopped.together:
             stop_distributed()
         raise
-    first = topology.is_first
-    stop_distributed()  # the others need not wait for what is drawn
-    if first:
+    if topology.is_first:  # the others wait: a Slurm job ends soon after the first of its ranks
         write_up(recipe.output.dir, console)
+    stop_distributed()
     return 0 if lossless else 1
 
 

@@ -1,6 +1,8 @@
 """Several ranks of one job for a test: forked after the imports, so that many processes start as fast as one."""
 
+import contextlib
 import os
+import random
 import socket
 from collections.abc import Callable
 
@@ -27,6 +29,9 @@ def _be(rank: int, world: int, port: int, work: Callable[[], None]) -> None:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Below the ports that a system gives to whoever asks for any: of those, a connection of another job could take it before
+    this job does."""
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", random.SystemRandom().randrange(10_000, 29_000)))
+            return probe.getsockname()[1]

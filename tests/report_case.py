@@ -77,7 +77,11 @@ def _records(step: int, steps: int) -> list[dict[str, Any]]:
     speed = {"tokens_per_second": 4000 * (1 + 0.1 * noise.standard_normal()), "memory_gib": min(2.4, 1.9 + step / 40)}
     records = [{"kind": "train", **metrics, **noisy, **speed}]
     if step % 100 == 0 or step == steps:
-        by_context = {"contexts": [*CONTEXTS], "acceptance_by_context": [1.8, 1.75, 1.7, 1.7, None]}
+        by_context = {
+            "contexts": [*CONTEXTS],
+            "acceptance_by_context": [1.8, 1.75, 1.7, 1.7, None],
+            "supervised_by_context": [9000, 9000, 9000, 9000, 0],
+        }
         records.append({"kind": "held_out", **metrics, **by_context})
     return records
 

@@ -172,7 +172,7 @@ def test_files_are_learnt_whole_in_pieces_of_the_context_and_the_first_steps_see
     assert not (made.folder / ANSWERS).exists()
     tokenizer = AutoTokenizer.from_pretrained(made.folder)
     tokens = sum(len(tokenizer(row["text"])["input_ids"]) for row in texts)
-    assert f"{tokens:,} tokens of text" in lines[0]  # none is cut off
+    assert any(f"{tokens:,} tokens of text" in line for line in lines)  # none is cut off
     assert demo_target(texts, texts[:3], cache_dir=tmp_path, **{**options, "short_steps": 2}).folder != made.folder
 
 

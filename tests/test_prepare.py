@@ -158,7 +158,7 @@ def test_a_damaged_cache_is_built_anew_with_a_line(tmp_path, tokenizer, name, da
     lines: list[str] = []
     samples, summary = prepared(tmp_path, tokenizer, "one", "two", report=lines.append)
     assert [sample.id for sample in samples] == expected and not summary.cached
-    assert len(lines) == 1 and "damaged" in lines[0]
+    assert len([line for line in lines if "damaged" in line]) == 1
     assert prepared(tmp_path, tokenizer, "one", "two").summary.cached
     assert [path.name for path in file.parent.parent.iterdir()] == [file.parent.name]  # nothing temporary is left
 
@@ -195,7 +195,8 @@ def test_thoughts_that_a_template_does_not_show_are_told_of(tmp_path, tokenizer)
         lines: list[str] = []
         options = {**OPTIONS, "cache_dir": tmp_path / "cache", "report": lines.append}
         prepare_samples([str(tmp_path / "rows.jsonl")], tokenizer, choices=Choices(reasoning=reasoning), **options)
-        assert [line[: len(want)] for line, want in zip(lines, expected, strict=True)] == expected
+        warnings = [line for line in lines if line.startswith("warning: ")]  # a busy machine tells of its steps, too
+        assert [line[: len(want)] for line, want in zip(warnings, expected, strict=True)] == expected
 
 
 def test_processes_give_what_one_process_gives_in_order(tokenizer):

@@ -14,7 +14,7 @@ from sharded_worker import GOLDEN, case_file, course_file, golden_file, in_bfloa
 from tiny_run import ROOT, finish, launch
 from torch import Tensor
 from training_path import train_case
-from zero2_course import COURSES, reference
+from zero2_course import COURSES, LEARNING_RATE, reference
 from zero2_course import STEPS as STEPS_OF_COURSE
 
 from eagle3.training.golden import read_tensors, relative_errors, tolerance
@@ -130,7 +130,14 @@ def test_twenty_zero2_steps_follow_one_process(computed, course):
     assert found.keys() == wanted.keys() and len(wanted["losses"]) == STEPS_OF_COURSE
     assert float(wanted["losses"].max() - wanted["losses"].min()) > 0.1 and float(wanted["norms"].min()) > 0
     for name, tensor in wanted.items():
-        assert (found[name] - tensor).abs().max() <= 1e-5 * tensor.abs().max(), name
+        difference = found[name] - tensor
+        if name in ("losses", "norms"):
+            assert difference.abs().max() <= 1e-5 * tensor.abs().max(), name
+            continue
+        # AdamW divides each gradient by its own size: an element whose gradient is hardly more than rounding moves as far as any
+        # other, where rounding sends it. So a weight is compared as a whole, and no element is further off than one step.
+        assert difference.double().norm() <= 1e-5 * tensor.double().norm(), name
+        assert difference.abs().max() <= LEARNING_RATE, name
 
 
 def test_the_cases_hold_every_layout_and_every_pair_of_values():

@@ -363,7 +363,7 @@ def test_a_wrong_verification_is_a_mismatch(pair, dtype, monkeypatch):
     heard = []
     result = decode_speculatively(target, draft, d2t, pair.prompts, draft_tokens=3, new_tokens=20, report=heard.append)
     assert result.mismatches >= 3 and not result.lossless
-    assert "conversation 1 differs from plain decoding" in heard[0]
+    assert any("conversation 1 differs from plain decoding" in line for line in heard)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -98,6 +98,9 @@ def test_sequence_and_tensor_parallel_runs_follow_one_process(tmp_path, target, 
     expected = load_file(tmp_path / "run" / "export" / "model.safetensors")
     for name in runs:
         assert_same_course(metrics(tmp_path / "run"), metrics(tmp_path / name), 1e-5)
+        for record in metrics(tmp_path / name, "held_out"):  # all of these samples lie in the shortest context
+            assert record["acceptance_by_context"] == [pytest.approx(record["simulated_acceptance_length"], rel=1e-12)]
+            assert record["supervised_by_context"] == [record["supervised"]] and record["contexts"] == [512]
         exported = load_file(tmp_path / name / "export" / "model.safetensors")
         assert exported.keys() == expected.keys()
         assert all(torch.allclose(exported[key], expected[key], rtol=1e-4, atol=1e-4) for key in expected)

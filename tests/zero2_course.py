@@ -16,6 +16,7 @@ from eagle3.training.engine import deepspeed_config, full_weights, gradient_scal
 
 ZERO2 = Path(__file__).parent.parent / "ds_configs" / "zero2.json"
 STEPS, TTT_STEPS, STREAMS = 20, 2, 4
+LEARNING_RATE = 2e-3
 COURSES = [
     Sharded(2, 1, 1, 1),
     Sharded(1, 2, 1, 2),
@@ -36,7 +37,9 @@ def run_course(course: Sharded, topology: Topology) -> dict[str, torch.Tensor]:
     shape = {"hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 2, "attention_sinks": course.sinks}
     draft = load_draft(random_case([[1]], seed=3, **shape), topology, torch.float32)
     accumulation = STREAMS // course.data
-    training = Training(global_batch_size=STREAMS, accumulation=accumulation, learning_rate=2e-3, gradient_clipping=0.5)
+    training = Training(
+        global_batch_size=STREAMS, accumulation=accumulation, learning_rate=LEARNING_RATE, gradient_clipping=0.5
+    )
     objective = DraftObjective(draft, topology, course.ring_mode, course.memory)
     engine = start_engine(objective, topology, deepspeed_config(ZERO2, training, course.data))
     losses, norms = [], []

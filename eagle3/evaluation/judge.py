@@ -126,9 +126,10 @@ def judge_export(
     report("the same with an untrained draft, on the first few conversations")
     few = prompts[:UNTRAINED_CONVERSATIONS]
     untrained = decode_conversations(target, chain_drafter(target, fresh, loaded.d2t), few, **options)
+    told = any(each.verifications for each in untrained)  # else the target ends these few with their first tokens
     return Judgement(
         trained,
-        SpeculativeResult.over(untrained, draft_tokens),
+        SpeculativeResult.over(untrained, draft_tokens) if told else None,
         "transformers",
         version("transformers"),
         topk=1,
@@ -162,17 +163,21 @@ def judge_by_context(
         what = f"context {context:,}"
         if prompts:
             report(f"{what}: {len(prompts)} conversations")
-        decoded = decode_conversations(target, drafter, prompts, what=what, timed=False, **options) if prompts else []
+        why, decoded = "no answer goes on after so many tokens", []
+        try:
+            if prompts:
+                why = "the target ends all with their first token"
+                decoded = decode_conversations(target, drafter, prompts, what=what, timed=False, **options)
+        except torch.OutOfMemoryError as error:  # what was measured before is kept
+            why = f"out of memory ({str(error).partition('. ')[0]})"
         if any(each.verifications for each in decoded):
             contexts.append(ContextAcceptance.over(context, decoded, draft_tokens, sampling.seed))
             continue
-        why = "the target ends all with their first token" if decoded else "no answer goes on after so many tokens"
         report(f"{what}: left out, {why}")
         left_out.append(context)
     if not contexts:
         raise UserError(
-            "--by-context: the target ends every conversation with its first token, so nothing can be measured; use other "
-            "conversations"
+            "--by-context: nothing could be measured, see above; use other conversations, or shorter --contexts"
         )
     return ContextJudgement(
         contexts, left_out, "transformers", version("transformers"), sampling, draft_tokens, new_tokens

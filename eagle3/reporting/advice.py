@@ -132,6 +132,8 @@ def _overfitted(run: RunRecord) -> Advice | None:
 
 def _far_from_simulated(run: RunRecord) -> Advice | None:
     real, simulated = (run.evaluation or {}).get("position_acceptance") or [], simulated_positions(run)
+    if (run.evaluation or {}).get("temperature") or (run.evaluation or {}).get("topk", 1) > 1:
+        return None  # the simulation is of greedy chains
     verifications = (run.evaluation or {}).get("verifications") or 0
     pairs = list(zip(simulated, real, strict=False))
     for place, (expected, found) in enumerate(pairs, 1):

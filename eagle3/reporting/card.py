@@ -10,10 +10,11 @@ from typing import Any
 import jinja2
 from huggingface_hub import ModelCardData
 
+from eagle3.data.download import is_dataset
 from eagle3.durable import write_text
 from eagle3.errors import UserError
 from eagle3.reporting.curves import simulated_positions, tokens_label
-from eagle3.reporting.record import RunRecord, read_run
+from eagle3.reporting.record import RunRecord, hub_id_of, read_run, target_name
 from eagle3.target.sglang.version import speculative_flags
 
 TEMPLATE = Path(__file__).with_name("card.md")
@@ -55,7 +56,7 @@ def _digest(text: str) -> str:
 
 def card_text(run: RunRecord) -> str:
     """Markdown with YAML front matter. No path of the machine is told: of a folder only its last part."""
-    target, hub_id = target_name(run), _hub_id(run)
+    target, hub_id = target_name(run), hub_id_of(run)
     data = ModelCardData(
         base_model=hub_id,
         datasets=((run.started or {}).get("data") or {}).get("datasets") or None,
@@ -79,18 +80,6 @@ def card_text(run: RunRecord) -> str:
         limits=_limits(run),
         **_serving(run, hub_id or "TARGET"),
     )
-
-
-def target_name(run: RunRecord) -> str:
-    """The hub id, or the last part of a folder's path."""
-    target = str(run.key("model.target") or "an unknown target")
-    if target == "demo":
-        return "the quickstart's own target"
-    return _hub_id(run) or Path(target).name
-
-
-def _hub_id(run: RunRecord) -> str | None:
-    return ((run.started or {}).get("target") or {}).get("hub_id")
 
 
 def _facts(run: RunRecord) -> list[tuple[str, str]]:
@@ -161,7 +150,8 @@ def _training(run: RunRecord) -> list[tuple[str, str]]:
 
 def _source(source: str) -> str:
     """Datasets by id, files and folders by their last part."""
-    return source if source.startswith(("preset:", "demo_answers", "standard_library")) else Path(source).name
+    known = source.startswith(("preset:", "demo_answers", "standard_library"))
+    return source if known or (is_dataset(source) and not Path(source).expanduser().exists()) else Path(source).name
 
 
 def _judged(run: RunRecord) -> dict[str, Any] | None:

@@ -6,6 +6,8 @@ import numpy as np
 
 from eagle3.reporting.record import Record, RunRecord, column, columns
 
+FEW = 1000  # positions; the acceptance length of fewer is uncertain by more than 0.05 or so
+
 
 class Curve(NamedTuple):
     """Acceptance length by context. contexts: tokens, ascending. lengths: [n], nan where not measured. interval: [n, 2]
@@ -26,10 +28,13 @@ def measured_curve(by_context: Record) -> Curve:
 
 
 def estimated_curve(run: RunRecord) -> Curve | None:
-    """From the held-out record of the exported draft: drafted tokens that would be accepted, and the target's own."""
+    """From the held-out record of the exported draft: drafted tokens that would be accepted, and the target's own. Nan where
+    fewer than FEW positions tell."""
     if run.exported is None or not run.exported.get("contexts"):
         return None
-    contexts, accepted = (columns([run.exported], name)[0] for name in ("contexts", "acceptance_by_context"))
+    names = ("contexts", "acceptance_by_context", "supervised_by_context")
+    contexts, accepted, supervised = (columns([run.exported], name)[0] for name in names)
+    accepted = np.where(supervised >= FEW, accepted, np.nan)
     return Curve(contexts, 1 + accepted, np.full((len(contexts), 2), np.nan))
 
 

@@ -12,7 +12,7 @@ from eagle3.console import duration
 from eagle3.reporting.advice import Advice, advise
 from eagle3.reporting.charts import Absent
 from eagle3.reporting.drawing import DPI, HEIGHT, WIDTH, Chart
-from eagle3.reporting.record import Record, RunRecord
+from eagle3.reporting.record import Record, RunRecord, target_name
 
 SECTIONS = {  # title -> names of its charts, or the titles of those that could not be drawn
     "Training": ("loss", "acceptance", "Loss by TTT step", "Acceptance rate by TTT step"),
@@ -56,7 +56,7 @@ def page(run: RunRecord, drawn: Sequence[Chart | Absent]) -> str:
 
 
 def _subtitle(run: RunRecord) -> str:
-    parts = [f"An EAGLE3 draft for {run.key('model.target') or 'an unknown target'}"]
+    parts = [f"An EAGLE3 draft for {target_name(run)}"]
     if run.started:
         began = "resumed" if run.started.get("continues") else "begun"
         parts.append(f"{began} {run.started['started'].replace('T', ' ').replace('+00:00', ' UTC')}")
@@ -68,7 +68,7 @@ def _tiles(run: RunRecord) -> list[Tile]:
     untrained = (judged.get("untrained") or {}).get("acceptance_length")
     steps, all_steps = len(run.train), (run.started or {}).get("steps")
     note = (
-        f"{judged['conversations']} conversations, by {judged.get('engine')} {judged.get('engine_version')}"
+        f"{judged['conversations']} conversations{_rule(judged)}, by {judged.get('engine')} {judged.get('engine_version')}"
         if judged
         else ""
     )
@@ -87,6 +87,11 @@ def _tiles(run: RunRecord) -> list[Tile]:
         Tile("Tokens", short(pace.tokens), f"{short(pace.supervised)} supervised"),
         Tile("Time in steps", duration(pace.seconds), "without measurements, checkpoints and judging"),
     ]
+
+
+def _rule(judged: Record) -> str:
+    sampled = f", temperature {judged['temperature']:g}" if judged.get("temperature") else ""
+    return sampled + (f", a tree of {judged['topk']} branches" if judged.get("topk", 1) > 1 else "")
 
 
 def _shown(run: RunRecord, advice: Advice) -> dict[str, Any]:

@@ -145,3 +145,15 @@ def _read_recipe(path: Path, text: str | None) -> Record:
     except yaml.YAMLError as error:
         raise UserError(f"{path}: not valid YAML ({error}); put the run's recipe there") from error
     return values if isinstance(values, dict) else {}
+
+
+def target_name(run: RunRecord) -> str:
+    """The hub id, or the last part of a folder's path."""
+    target = str(run.key("model.target") or "an unknown target")
+    if target == "demo":
+        return "the quickstart's own target"
+    return hub_id_of(run) or Path(target).name
+
+
+def hub_id_of(run: RunRecord) -> str | None:
+    return ((run.started or {}).get("target") or {}).get("hub_id")

@@ -114,19 +114,22 @@ def _train(
         if topology.is_first:
             folder.begin(recipe, continues, console)
             save_vocabulary(vocabulary, folder.vocabulary)
-            described = describe_run(
-                recipe,
-                materials,
-                config,
-                shape,
-                vocabulary,
-                deepspeed_file,
-                device=topology.device,
-                steps=trainer.steps,
-                continues=continues,
-                memory_before=memory_before,
-            )
-            folder.write_run(described)
+            try:
+                described = describe_run(
+                    recipe,
+                    materials,
+                    config,
+                    shape,
+                    vocabulary,
+                    deepspeed_file,
+                    device=topology.device,
+                    steps=trainer.steps,
+                    continues=continues,
+                    memory_before=memory_before,
+                )
+                folder.write_run(described)
+            except Exception as error:  # of use to the report alone: no reason for a run not to start
+                console.warn(f"{folder.run}: not written, so the report will lack it ({error!r})")
         dist.barrier()
         if topology.device.type == "cuda":
             console(f"attention: {take_installed_flash(topology.device)} kernels")

@@ -86,9 +86,14 @@ def _finite(value: Any) -> Any:
 
 
 def _flat(values: dict[str, Any]) -> list[tuple[str, float]]:
+    """A list as its elements by place, those by context by their context, which itself is no number to follow."""
     found = []
     for name, value in values.items():
-        if isinstance(value, list):
+        if name == "contexts":
+            continue
+        if name.endswith("_by_context"):
+            found += [(f"{name}/{context}", number) for context, number in zip(values["contexts"], value, strict=True)]
+        elif isinstance(value, list):
             found += [(f"{name}/{place}", number) for place, number in enumerate(value)]
         else:
             found.append((name, value))

@@ -277,7 +277,11 @@ class Trainer:
         by_context = sum_context_counts(by_context, self.topology.batch, self.topology.device)
         best = self.course.see(step, metrics)
         if tracker:
-            numbers = {"contexts": contexts, "acceptance_by_context": by_context.acceptance()}
+            numbers = {
+                "contexts": contexts,
+                "acceptance_by_context": by_context.acceptance(),
+                "supervised_by_context": by_context.supervised[:, 0].tolist(),
+            }
             tracker.write(step, "held_out", metrics.as_dict() | numbers)
             self.console(
                 f"held out: loss {metrics.loss:.4f}  acceptance {metrics.simulated_acceptance_length:.3f}"
