@@ -26,8 +26,8 @@ class ContextCounts(NamedTuple):
     def acceptance(self) -> list[float | None]:
         """Of each context: the drafted tokens that greedy verification would accept, as in Metrics; None where nothing of
         that context is supervised."""
-        accuracy = self.correct / self.supervised.clamp(min=1)
-        lengths = accuracy.double().cumprod(1).sum(1).tolist()
+        accuracy = self.correct.double() / self.supervised.clamp(min=1)  # of integers alone it would be fp32
+        lengths = accuracy.cumprod(1).sum(1).tolist()
         return [length if seen else None for length, seen in zip(lengths, self.supervised[:, 0].tolist(), strict=True)]
 
 
