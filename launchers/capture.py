@@ -50,7 +50,7 @@ def main() -> int:
     console = Console(topology.is_first, quiet=options.quiet)
     materials = gather_materials(recipe, topology.device, console)
     config = config_of(recipe, materials)
-    vocabulary = pick_vocabulary(recipe, materials, config.vocab_size, console)
+    vocabulary, _ = pick_vocabulary(recipe, materials, config.vocab_size, console)
     # As training will ask.
     draft_config(recipe, materials, vocabulary).check_context(int(materials.train.lengths.max()))
     if options.print_server:

@@ -29,7 +29,7 @@ def run_recipe(name: str, target: Path, folder: Path, topology: Topology) -> Rec
     materials = gather_materials(recipe, topology.device, lambda line: None)
     assert len(materials.train) + len(materials.held_out) == len(conversations())
     config = config_of(recipe, materials)
-    vocabulary = pick_vocabulary(recipe, materials, config.vocab_size, lambda line: None)
+    vocabulary, _ = pick_vocabulary(recipe, materials, config.vocab_size, lambda line: None)
     wanted = wanted_samples((materials.train, materials.held_out))
     console = Console(topology.is_first)
     fill(recipe, materials, vocabulary, config.hidden_size, wanted, Part(0, 1), topology, console)

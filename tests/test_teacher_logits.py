@@ -169,7 +169,7 @@ def capture_logits(recipe: Recipe, topology: Topology) -> None:
 
 
 def vocabulary_of(recipe: Recipe, materials):
-    return pick_vocabulary(recipe, materials, target_config(materials.target).vocab_size, lambda line: None)
+    return pick_vocabulary(recipe, materials, target_config(materials.target).vocab_size, lambda line: None)[0]
 
 
 def assert_same_course(one: Path, other: Path, tolerance: float) -> None:

@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tokenizers
 import torch
@@ -94,16 +94,16 @@ def demo_target(
             f"model.demo: short_steps {short_steps}, short_context {short_context}, steps {steps} do not fit; give short_context, "
             "and more steps than short_steps"
         )
-    shape = {
-        "vocab_size": vocab_size,
-        "hidden_size": hidden_size,
-        "intermediate_size": intermediate_size,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": key_value_heads,
-        "max_position_embeddings": context,
-        "rope_parameters": rope_parameters,
-    }
+    shape = demo_shape(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        layers=layers,
+        heads=heads,
+        key_value_heads=key_value_heads,
+        context=context,
+        rope_parameters=rope_parameters,
+    )
     training = {
         "short_steps": short_steps,
         "batch_tokens": batch_tokens,
@@ -129,6 +129,30 @@ def demo_target(
                     raise
     record = json.loads((folder / "training.json").read_text(encoding="utf-8"))
     return DemoTarget(folder, record["loss"], record["held_out_loss"], record["seconds"], cached)
+
+
+def demo_shape(
+    *,
+    vocab_size: int,
+    hidden_size: int,
+    intermediate_size: int,
+    layers: int,
+    heads: int,
+    key_value_heads: int,
+    context: int,
+    rope_parameters: dict | None,
+) -> dict[str, Any]:
+    """What LlamaConfig is told of a demo target's shape."""
+    return {
+        "vocab_size": vocab_size,
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_value_heads,
+        "max_position_embeddings": context,
+        "rope_parameters": rope_parameters,
+    }
 
 
 def _make(

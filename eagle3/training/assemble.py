@@ -218,9 +218,12 @@ def start_target(
     )
 
 
-def pick_vocabulary(recipe: Recipe, materials: Materials, target_vocab_size: int, say: Say) -> DraftVocabulary:
-    """The draft vocabulary: the one given, that of the warm start, or the most frequent supervised tokens."""
-    draft = recipe.model.draft
+def pick_vocabulary(
+    recipe: Recipe, materials: Materials, target_vocab_size: int, say: Say
+) -> tuple[DraftVocabulary, float]:
+    """The draft vocabulary, and the share of the supervised training tokens that it holds: the one given, that of the warm
+    start, or the most frequent supervised tokens."""
+    draft, share = recipe.model.draft, None
     if draft.vocabulary is not None:
         chosen, origin = load_vocabulary(draft.vocabulary, target_vocab_size), str(draft.vocabulary)
     elif draft.init_from is not None:
@@ -232,11 +235,13 @@ def pick_vocabulary(recipe: Recipe, materials: Materials, target_vocab_size: int
             )
         chosen, origin = DraftVocabulary(d2t=exported.d2t, t2d=exported.t2d), str(draft.init_from)
     else:
-        chosen, _ = choose_vocabulary(materials.train, target_vocab_size, drafted_tokens(draft, target_vocab_size), say)
+        size = drafted_tokens(draft, target_vocab_size)
+        chosen, share = choose_vocabulary(materials.train, target_vocab_size, size, say)
         origin = "most frequent"
-    share = coverage(materials.train, chosen, say)
+    if share is None:
+        share = coverage(materials.train, chosen, say)
     say(f"draft vocabulary: {chosen.size} of {target_vocab_size} tokens ({origin}), {share:.2%} of supervised tokens")
-    return chosen
+    return chosen, share
 
 
 def build_draft(

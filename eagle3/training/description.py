@@ -18,7 +18,7 @@ from eagle3.data.download import is_dataset, source_of_id
 from eagle3.data.prepare import Summary
 from eagle3.data.presets import preset_source
 from eagle3.data.samples import SampleSet
-from eagle3.data.vocabulary import DraftVocabulary, coverage
+from eagle3.data.vocabulary import DraftVocabulary
 from eagle3.draft.config import DraftConfig
 from eagle3.errors import UserError
 from eagle3.fitting import Stream
@@ -42,12 +42,14 @@ def describe_run(
     vocabulary: DraftVocabulary,
     deepspeed_file: Path,
     *,
+    coverage: float,
     device: torch.device,
     steps: int,
     continues: bool,
     memory_before: float,
 ) -> dict[str, Any]:
-    """What run.json holds, as JSON takes it. target: config of its language part. steps: of the optimiser, in the whole run.
+    """What run.json holds, as JSON takes it. target: config of its language part. coverage: of the supervised training
+    tokens, by the draft vocabulary. steps: of the optimiser, in the whole run.
     memory_before: GiB, the peak before the draft was made."""
     sizes = recipe.parallelism
     processes = dist.get_world_size()
@@ -77,7 +79,7 @@ def describe_run(
         "vocabulary": {
             "size": vocabulary.size,
             "target_size": len(vocabulary.t2d),
-            "coverage": coverage(materials.train, vocabulary),
+            "coverage": coverage,
         },
         "data": {
             "datasets": hub_datasets(recipe.data.train),

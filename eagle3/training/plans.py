@@ -12,6 +12,7 @@ from eagle3.objective.model import MemoryPlan
 from eagle3.planner import Planned, Sizes
 from eagle3.recipe import Recipe
 from eagle3.target.checkpoint import target_config
+from eagle3.target.demo import demo_shape
 from eagle3.training.assemble import drafted_tokens, shape_draft
 from eagle3.training.engine import deepspeed_config
 
@@ -58,15 +59,17 @@ def config_to_plan(recipe: Recipe) -> PretrainedConfig:
     model, demo = recipe.model, recipe.model.demo
     if model.target != "demo":
         return target_config(model.target, revision=model.revision, trust_remote_code=model.trust_remote_code)
-    return LlamaConfig(
+    shape = demo_shape(
         vocab_size=demo.vocab_size,
         hidden_size=demo.hidden_size,
         intermediate_size=demo.intermediate_size,
-        num_hidden_layers=demo.layers,
-        num_attention_heads=demo.heads,
-        num_key_value_heads=demo.key_value_heads,
-        max_position_embeddings=demo.context,
+        layers=demo.layers,
+        heads=demo.heads,
+        key_value_heads=demo.key_value_heads,
+        context=demo.context,
+        rope_parameters=demo.rope_parameters,
     )
+    return LlamaConfig(**shape)
 
 
 def recipe_stream(recipe: Recipe, data_ranks: int, supervised: float) -> Stream | None:

@@ -85,7 +85,7 @@ def _train(
     if wanted.conversations:
         longest = config.max_position_embeddings - wanted.new_tokens - wanted.draft_tokens
         choose_prompts(materials.held_out, wanted.conversations, longest)
-    vocabulary = pick_vocabulary(recipe, materials, config.vocab_size, console)
+    vocabulary, coverage = pick_vocabulary(recipe, materials, config.vocab_size, console)
     sizes = recipe.parallelism
     shape = draft_config(recipe, materials, vocabulary)
     shape.check_parallel(sizes.tensor, sizes.ulysses)
@@ -122,6 +122,7 @@ def _train(
                     shape,
                     vocabulary,
                     deepspeed_file,
+                    coverage=coverage,
                     device=topology.device,
                     steps=trainer.steps,
                     continues=continues,
