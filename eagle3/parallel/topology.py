@@ -3,7 +3,8 @@
 import datetime
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,8 +109,7 @@ def start_distributed(
     if cuda:
         torch.cuda.set_device(device)
     else:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(max(1, cores // beside))
+        torch.set_num_threads(max(1, usable_cores() // beside))
     if not dist.is_initialized():
         try:
             deepspeed.init_distributed(
@@ -171,6 +171,22 @@ def stop_distributed() -> None:
     dist.barrier()
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
+
+
+def usable_cores() -> int:
+    """Of this machine, by this process."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextmanager
+def every_core() -> Iterator[None]:
+    """Around work that the node's other processes wait for: torch computes it with all cores, not with this process's share."""
+    share = torch.get_num_threads()
+    torch.set_num_threads(max(share, usable_cores()))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(share)
 
 
 def node_name() -> str:

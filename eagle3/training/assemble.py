@@ -26,7 +26,7 @@ from eagle3.draft.derivation import derive_draft
 from eagle3.draft.interchange import load_weights, read_exported, shard
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import SharedUserError, UserError
-from eagle3.parallel.topology import Topology, agreed
+from eagle3.parallel.topology import Topology, agreed, every_core
 from eagle3.recipe import Draft, Recipe
 from eagle3.target.checkpoint import fingerprint, load_tokenizer, target_config
 from eagle3.target.demo import ANSWERS, HELD_OUT_ANSWERS, demo_target
@@ -114,14 +114,15 @@ def _demo(recipe: Recipe, device: torch.device, say: Say) -> Path:
     demo = recipe.model.demo
     with waiting(say, "reading the standard library"):
         text = standard_library_files() if demo.text == "files" else standard_library_text()
-    found = demo_target(
-        text.train,
-        text.held_out,
-        cache_dir=recipe.data.cache_dir,
-        device=device,
-        report=say,
-        **demo.model_dump(exclude={"text"}),
-    )
+    with every_core():
+        found = demo_target(
+            text.train,
+            text.held_out,
+            cache_dir=recipe.data.cache_dir,
+            device=device,
+            report=say,
+            **demo.model_dump(exclude={"text"}),
+        )
     origin = "found in the cache" if found.cached else f"made in {found.seconds:.0f} s"
     say(f"demo target: loss {found.loss:.3f}, held-out loss {found.held_out_loss:.3f} nats a token ({origin})")
     return found.folder

@@ -2,7 +2,6 @@
 
 import dataclasses
 import datetime
-import os
 import platform
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from eagle3.data.vocabulary import DraftVocabulary
 from eagle3.draft.config import DraftConfig
 from eagle3.errors import UserError
 from eagle3.fitting import Stream
+from eagle3.parallel.topology import usable_cores
 from eagle3.planner import Weights, rank_bytes
 from eagle3.preflight.sameness import ABSENT, PACKAGES, versions
 from eagle3.recipe import Recipe
@@ -177,7 +177,7 @@ def describe_machine(device: torch.device, processes: int) -> dict[str, Any]:
     return {
         "system": platform.platform(),
         "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": usable_cores(),
         "memory_gib": psutil.virtual_memory().total / GIB,
         "gpu": gpu,
         "processes": processes,
