@@ -16,6 +16,7 @@ RED, GREEN, YELLOW, PLAIN = "\033[31m", "\033[32m", "\033[33m", "\033[0m"
 QUIET_SECONDS = 2.0  # a step that ends sooner says nothing of its progress
 # Between two lines of a step: 5 s at first, more as it lasts, so that 10 minutes take 60 lines and a day takes 3,000.
 FIRST_GAP, LAST_GAP, GAPS = 5.0, 30.0, 20
+USERINFO = re.compile(r"(?<=://)[^\s/@'\"]+@")  # of a URL: a name and password, or a token
 BETWEEN_FIELDS = re.compile(r"((?<=[,;]) |  +)")
 
 
@@ -126,10 +127,15 @@ def waiting(say: Say, what: str) -> Iterator[None]:
         say(f"{what}: took {duration(time.monotonic() - began)}")
 
 
+def without_passwords(text: str) -> str:
+    """With *** for what URLs in it tell of their user."""
+    return USERINFO.sub("***@", text)
+
+
 def tell(line: str, *, lead: str = "", colour: str | None = None, stream: TextIO | None = None) -> None:
     """Print `lead`, in this colour, and the line: wrapped on a terminal, as it is elsewhere. stream: default stdout."""
     stream = stream or sys.stdout
-    text = fitted(lead + line, columns_of(stream), indent=len(lead))
+    text = fitted(lead + without_passwords(line), columns_of(stream), indent=len(lead))
     if colour and lead:
         text = painted(lead.rstrip(), colour, stream) + text.removeprefix(lead.rstrip())
     stream.write(text + "\n")  # in one piece, for several threads speak
@@ -138,7 +144,9 @@ def tell(line: str, *, lead: str = "", colour: str | None = None, stream: TextIO
 
 def tell_error(line: str) -> None:
     """On stderr; in one line on a terminal, too, for what it names is there to be copied."""
-    sys.stderr.write(f"{painted('error:', RED, sys.stderr)} {line}\n")  # in one piece: the other ranks may speak, too
+    sys.stderr.write(
+        f"{painted('error:', RED, sys.stderr)} {without_passwords(line)}\n"
+    )  # in one piece: the other ranks may speak, too
     sys.stderr.flush()
 
 

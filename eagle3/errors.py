@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Callable
 
-from eagle3.console import tell_error
+from eagle3.console import tell_error, without_passwords
 
 
 class UserError(ValueError):
@@ -31,7 +31,9 @@ def run_command(main: Callable[[], int | None]) -> None:
         if rank == 0:
             tell_error(str(mistake))
         elif local_rank == 0 or not isinstance(mistake, SharedUserError):
-            sys.stderr.write(f"rank {rank}: {mistake}\n")  # in one piece: the other ranks may speak, too
+            sys.stderr.write(
+                without_passwords(f"rank {rank}: {mistake}\n")
+            )  # in one piece: the other ranks may speak, too
             sys.stderr.flush()
         sys.exit(2)
     except OSError as error:

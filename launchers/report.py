@@ -6,7 +6,7 @@ Every training run makes them at its end. With --compare: acceptance by context 
 import argparse
 from pathlib import Path
 
-from eagle3.console import tell, waiting
+from eagle3.console import Console, waiting
 from eagle3.errors import UserError, run_command
 
 
@@ -16,8 +16,10 @@ def main() -> None:
     parser.add_argument("--compare", action="store_true", help="compare the runs' by_context.json instead")
     parser.add_argument("--out", type=Path, help="with --compare: folder for chart and table")
     parser.add_argument("--names", help="with --compare: a name a run, such as short,long (default: the folders')")
+    parser.add_argument("--quiet", action="store_true", help="say only what was written, and warnings")
     options = parser.parse_args()
     check(options)
+    console = Console(True, options.quiet)
     from eagle3.reporting.report import require_matplotlib, write_report
 
     require_matplotlib()
@@ -26,13 +28,13 @@ def main() -> None:
 
         compared = read_compared(options.runs, options.names.split(",") if options.names else None)
         print(write_comparison(compared, options.out))  # as it is, to be copied
-        tell(f"written to {options.out}")
+        console.result(f"written to {options.out}")
         return
     folder = options.runs[0]
-    with waiting(tell, "drawing the report"):
+    with waiting(console, "drawing the report"):
         report = write_report(folder)
-    tell(f"report: {report}")
-    tell(write_model_card(folder))
+    console.result(f"report: {report}")
+    console.result(write_model_card(folder))
 
 
 def write_model_card(folder: Path) -> str:

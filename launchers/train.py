@@ -79,13 +79,11 @@ def run(recipe: Recipe, options: argparse.Namespace, stop: StopSignals) -> int:
     topology = start_distributed(parallelism.tensor, parallelism.ulysses, parallelism.ring)
     console = Console(topology.is_first, options.quiet)
     try:
-        lossless = train(recipe, options.deepspeed, topology, resume, stop, console)
+        lossless = train(recipe, options.deepspeed, topology, resume, stop, console, finish=write_up)
     except RunStopped as stopped:
         if stopped.together:
             stop_distributed()
         raise
-    if topology.is_first:  # the others wait: a Slurm job ends soon after the first of its ranks
-        write_up(recipe.output.dir, console)
     stop_distributed()
     return 0 if lossless else 1
 

@@ -17,6 +17,7 @@ import pytest
 from tiny_run import ROOT, finish, launch, make_target, write_recipe
 
 from eagle3.console import GREEN, RED, YELLOW, Console, Progress, fitted, painted, tell_error, waiting
+from eagle3.errors import UserError, run_command
 
 STEP = (
     "step 1/420  loss 21.0495  acceptance 0.009  rate 1.36e-04  norm 41.685  1,478 tokens/s  0.7 GiB  4m20s left  "
@@ -244,6 +245,22 @@ def test_only_the_first_rank_speaks_but_every_rank_fails_aloud(capsys):
     console.fail("gone")
     said = capsys.readouterr()
     assert said.out == "" and said.err == "error: gone\n"
+
+
+def test_what_a_url_tells_of_its_user_is_never_printed(capsys):
+    console = Console(speaks=True)
+    console("reading http://ann:secret@host/a@b, then s3://token-secret@bucket/x and http://host/ann@home")
+    console.warn("http://ann:secret@host:8000")
+    console.fail('target.servers: ["https://ann:sec%40ret@host"]')
+    with pytest.raises(SystemExit):
+        run_command(refuse)
+    said = capsys.readouterr()
+    assert "reading http://***@host/a@b, then s3://***@bucket/x and http://host/ann@home" in said.out
+    assert "sec" not in said.out + said.err and said.err.count("***@host") == 3
+
+
+def refuse():
+    raise UserError("http://ann:secret@host: does not answer; start it")
 
 
 # Launchers ----------------------------------------------------------------------------------------------------------------

@@ -103,6 +103,9 @@ def test_texts_are_split_into_pieces_that_together_are_the_text(tmp_path, tokeni
     assert tokenizer.decode(torch.cat([samples[place].ids for place in range(3)]).tolist()) == texts[0]
     assert all(sample.loss_mask.all() for sample in samples)
     assert str(summary).startswith("6 samples from 3 texts, 223 tokens, 223 supervised")
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": "ab" * 50}) + 2 * '\n{"text": ""}')
+    _, summary = prepare_samples([str(tmp_path / "text.jsonl")], tokenizer, **options | {"unusable": "drop"})
+    assert str(summary).startswith("2 samples from 3 texts, 100 tokens, 100 supervised; 2 dropped")
 
 
 def test_conversations_are_never_split(tmp_path, tokenizer):

@@ -158,6 +158,24 @@ def test_numbers_that_are_not_finite_leave_gaps(run):
     assert read_run(run.path).pace.seconds == pytest.approx(175, rel=0.05)
 
 
+def test_the_draft_is_described_by_the_step_that_was_exported_not_by_the_best(run):
+    with run.metrics.open("a", encoding="utf-8") as file:
+        for step in (400, 200):  # of two exports, the later one lies there
+            file.write(json.dumps({"step": step, "kind": "exported"}) + "\n")
+    assert read_run(run.path).exported["step"] == 200
+    assert "at step 200" in said(run).said
+
+
+def test_passwords_in_the_recipe_stay_out_of_the_page(run):
+    recipe = yaml.safe_load(run.recipe.read_text(encoding="utf-8"))
+    recipe["target"] = {"servers": ["http://ann:secret@host:30000"]}
+    recipe["data"]["train"].append("https://ghp_secret@host/own.jsonl")
+    run.recipe.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    page = said(run)
+    assert "secret@" not in run.report.read_text(encoding="utf-8")
+    assert "http://***@host:30000" in page.said and "https://***@host/own.jsonl" in page.said
+
+
 def test_a_damaged_file_is_named_with_its_line(run):
     lines = run.metrics.read_text(encoding="utf-8").splitlines()
     run.metrics.write_text("\n".join([lines[0], "{", *lines[1:]]), encoding="utf-8")
@@ -360,8 +378,7 @@ def trained(tmp_path_factory, topology):
     rows[3]["messages"][1]["content"] *= 9
     data = folder / "conversations.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    assert train(load_recipe(recipe), ZERO2, topology)
-    write_up(load_recipe(recipe).output.dir, Console(speaks=False))
+    assert train(load_recipe(recipe), ZERO2, topology, console=Console(speaks=False), finish=write_up)
     return load_recipe(recipe)
 
 
@@ -391,6 +408,20 @@ def test_a_run_ends_with_its_report_and_its_card(trained):
     assert judged["position_acceptance"] and f"{judged['acceptance_length']:.2f}" in folder.card.read_text(
         encoding="utf-8"
     )
+
+
+def test_a_judge_that_refuses_costs_no_report(trained, topology, monkeypatch):
+    folder = RunFolder(trained.output.dir)
+    folder.report.unlink()
+
+    def refuse(*_):
+        raise UserError("the judge: refuses")
+
+    monkeypatch.setattr("eagle3.training.run.judge", refuse)
+    with pytest.raises(UserError, match="the judge: refuses"):
+        train(trained, ZERO2, topology, Resume.YES, console=Console(speaks=False), finish=write_up)
+    assert folder.report.exists() and folder.card.exists()
+    assert read_run(folder.path).exports[-1] in (2, 4)
 
 
 def test_a_resumed_run_describes_its_later_start(trained, topology):

@@ -23,8 +23,9 @@ FORMAT = 2  # of the cached folders, and of what the mask means; a change makes 
 
 @dataclass(frozen=True)
 class Summary:
-    """rows: conversations read; kept, truncated: samples, more than rows where texts are split; tokens, supervised: of the kept ones; dropped: reason -> count;
-    examples: reason -> origin of the first one dropped for it; cached: taken from the cache."""
+    """rows: conversations read; kept, truncated: samples, more than rows where texts are split; tokens, supervised: of the
+    kept ones; dropped: reason -> count; examples: reason -> origin of the first one dropped for it; cached: taken from the
+    cache."""
 
     rows: int
     kept: int
@@ -36,7 +37,8 @@ class Summary:
     cached: bool = False
 
     def __str__(self) -> str:
-        were = f"samples from {self.rows:,} texts" if self.kept > self.rows else f"of {self.rows:,} samples"
+        were_split = self.kept > self.rows - sum(self.dropped.values())
+        were = f"samples from {self.rows:,} texts" if were_split else f"of {self.rows:,} samples"
         parts = [f"{self.kept:,} {were}, {self.tokens:,} tokens, {self.supervised:,} supervised"]
         parts += [
             f"{count:,} dropped: {reason} (first {self.examples[reason]})" for reason, count in self.dropped.items()
@@ -67,8 +69,8 @@ def prepare_samples(
     """Read, encode and mask the sources' conversations, or take them from `cache_dir`, where equal work was done before.
 
     chat_template: Jinja source, or None for the tokenizer's own. max_length: tokens. max_samples: only the first so many
-    conversations. report: gets progress lines and warnings. choices: what is rendered and supervised, default Choices(). Raises UserError
-    for what cannot be read, for a problem under "stop", and when no sample is left.
+    conversations. report: gets progress lines and warnings. choices: what is rendered and supervised, default Choices().
+    Raises UserError for what cannot be read, for a problem under "stop", and when no sample is left.
     """
     choices = choices or Choices()
     cache = Path(cache_dir).expanduser()

@@ -14,7 +14,7 @@ from eagle3.data.download import is_dataset
 from eagle3.durable import write_text
 from eagle3.errors import UserError
 from eagle3.reporting.curves import simulated_positions, tokens_label
-from eagle3.reporting.record import RunRecord, hub_id_of, read_run, target_name
+from eagle3.reporting.record import RunRecord, counted, hub_id_of, read_run, target_name
 from eagle3.target.sglang.version import speculative_flags
 
 TEMPLATE = Path(__file__).with_name("card.md")
@@ -118,11 +118,13 @@ def _training(run: RunRecord) -> list[tuple[str, str]]:
         rows.append(
             (
                 "samples",
-                f"{train['samples']:,} of {train['tokens']:,} tokens, {train['supervised']:,} supervised; the longest has "
+                f"{train['samples']:,} with {train['tokens']:,} tokens, {train['supervised']:,} supervised; the longest has "
                 f"{train['longest']:,}",
             )
         )
-    rows.append(("steps", f"{len(run.train):,}, of {run.key('training.global_batch_size')} samples each"))
+    rows.append(
+        ("steps", f"{len(run.train):,}, of {counted(run.key('training.global_batch_size') or 0, 'sample')} each")
+    )
     rows.append(("seen", f"{pace.tokens:,} tokens, {pace.supervised:,} supervised"))
     rows.append(("TTT steps", str(run.key("training.ttt_steps"))))
     rows.append(
@@ -164,7 +166,7 @@ def _judged(run: RunRecord) -> dict[str, Any] | None:
         "length": f"{found['acceptance_length']:.2f}",
         "conditions": (
             f"Measured by {found.get('engine')} {found.get('engine_version')}, {_drafted(found)}, {how}, one conversation at a "
-            f"time, on {found['conversations']} conversations: {found['new_tokens']:,} tokens in {found['verifications']:,} "
+            f"time, on {counted(found['conversations'], 'conversation')}: {found['new_tokens']:,} tokens in {found['verifications']:,} "
             "verifications."
         ),
         "positions": [str(place) for place in range(1, len(shares) + 1)],
@@ -181,9 +183,7 @@ def _lossless(found: dict[str, Any]) -> str:
     if found.get("temperature") or found.get("compared") is False:
         return "The outputs were sampled, so they were not compared with plain decoding."
     if found.get("mismatches"):
-        return (
-            f"Output DIFFERED from plain decoding in {found['mismatches']} conversations, more than rounding explains."
-        )
+        return f"Output DIFFERED from plain decoding in {counted(found['mismatches'], 'conversation')}, more than rounding explains."
     ties = found.get("ties")
     tied = f", but for {ties} where the target's best logits tie within rounding" if ties else ""
     return f"Output equal to plain decoding in all conversations{tied}."

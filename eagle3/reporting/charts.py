@@ -138,7 +138,7 @@ def _contexts(run: RunRecord) -> Chart | Absent:
         draw_curve(axes, measured, label, color=VERMILLION, marker="s")
         told.append(f"real decoding {told_curve(measured)}")
     if estimated:
-        draw_curve(axes, estimated, "estimated from hidden states", color=BLUE, marker="o", linestyle="--")
+        draw_curve(axes, estimated, "estimated from hidden states, greedy", color=BLUE, marker="o", linestyle="--")
         told.append(f"estimated {told_curve(estimated)}")
     context_axis(axes, np.union1d(*(curve.contexts if curve else [] for curve in (measured, estimated))))
     axes.set_ylim(min(1.0, axes.get_ylim()[0]), 1.05 * axes.get_ylim()[1])

@@ -12,7 +12,7 @@ from eagle3.console import duration
 from eagle3.reporting.advice import Advice, advise
 from eagle3.reporting.charts import Absent
 from eagle3.reporting.drawing import DPI, HEIGHT, WIDTH, Chart
-from eagle3.reporting.record import Record, RunRecord, target_name
+from eagle3.reporting.record import Record, RunRecord, counted, target_name
 
 SECTIONS = {  # title -> names of its charts, or the titles of those that could not be drawn
     "Training": ("loss", "acceptance", "Loss by TTT step", "Acceptance rate by TTT step"),
@@ -68,7 +68,7 @@ def _tiles(run: RunRecord) -> list[Tile]:
     untrained = (judged.get("untrained") or {}).get("acceptance_length")
     steps, all_steps = len(run.train), (run.started or {}).get("steps")
     note = (
-        f"{judged['conversations']} conversations{_rule(judged)}, by {judged.get('engine')} {judged.get('engine_version')}"
+        f"{counted(judged['conversations'], 'conversation')}{_rule(judged)}, by {judged.get('engine')} {judged.get('engine_version')}"
         if judged
         else ""
     )
@@ -179,9 +179,10 @@ def _memory_notes(run: RunRecord) -> list[str]:
     if memory.get("estimate_gib") is None:
         return [f"The planner made no estimate: {memory['why']}"] if memory.get("why") else []
     stream = memory["stream"]
+    documents = counted(stream["documents"], "document")
     return [
         f"Measured is what is {memory['measured']}, at its peak so far. The estimate is for the largest stream that the "
-        f"samples can make: {stream['tokens']:,} tokens of {stream['documents']:,} documents, {stream['supervised']:.0%} "
+        f"samples can make: {stream['tokens']:,} tokens of {documents}, {stream['supervised']:.0%} "
         "supervised. It covers the draft, its optimiser, DeepSpeed's buffers and the step; not Python, libraries, the target "
         "where it runs in the same process, or the data, most of which were there before the draft was made. Buffers count whole, "
         "though memory that was never written to is not resident."

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import yaml
 
+from eagle3.console import without_passwords
 from eagle3.errors import UserError
 from eagle3.training.run_folder import RunFolder
 
@@ -25,8 +26,9 @@ class Pace(NamedTuple):
 
 @dataclass(frozen=True)
 class RunRecord:
-    """recipe: resolved, as text and as values. train, held_out, skipped: records of metrics.jsonl. started: run.json.
-    draft: the export's config.json. None, or nothing, for what the folder lacks; absent says what and why."""
+    """recipe: resolved, as text and as values, without passwords. train, held_out, skipped: records of metrics.jsonl;
+    exports: the steps whose weights were exported, the last one's lie there. started: run.json. draft: the export's
+    config.json. None, or nothing, for what the folder lacks; absent says what and why."""
 
     folder: RunFolder
     recipe_text: str | None
@@ -34,6 +36,7 @@ class RunRecord:
     train: tuple[Record, ...]
     held_out: tuple[Record, ...]
     skipped: tuple[Record, ...]
+    exports: tuple[int, ...]
     started: Record | None
     evaluation: Record | None
     by_context: Record | None
@@ -49,8 +52,10 @@ class RunRecord:
 
     @property
     def exported(self) -> Record | None:
-        """The held-out record of the draft that was exported: the first of the best."""
+        """The held-out record of the draft that was exported; of a run that exported none, the first of the best."""
         known = [record for record in self.held_out if record.get("simulated_acceptance_length") is not None]
+        if self.exports:
+            known = [record for record in known if record["step"] == self.exports[-1]]
         return max(known, key=lambda record: record["simulated_acceptance_length"], default=None)
 
     @property
@@ -67,9 +72,10 @@ def read_run(path: Path) -> RunRecord:
     folder = RunFolder(path)
     if not folder.recipe.is_file() and not folder.metrics.is_file():
         raise UserError(f"{path}: holds no run (neither recipe.yaml nor metrics.jsonl); name a run's output.dir")
-    text = folder.recipe.read_text(encoding="utf-8") if folder.recipe.is_file() else None
+    text = without_passwords(folder.recipe.read_text(encoding="utf-8")) if folder.recipe.is_file() else None
     records = _read_metrics(folder.metrics)
     by_kind = {kind: tuple(record for record in records if record["kind"] == kind) for kind in KINDS}
+    exports = tuple(record["step"] for record in records if record["kind"] == "exported")
     optional = {
         "started": (folder.run, "written at the start of a run; this one began before that was so"),
         "evaluation": (folder.evaluation, "launchers/evaluate.py writes it; the run has not ended, or judged nothing"),
@@ -83,7 +89,8 @@ def read_run(path: Path) -> RunRecord:
         **{file: (found[name] is None, why) for name, (file, why) in optional.items()},
     }
     absent = tuple(f"{file.relative_to(path)}: {why}" for file, (lacks, why) in lacking.items() if lacks)
-    return RunRecord(folder, text, _read_recipe(folder.recipe, text), **by_kind, **found, absent=absent)
+    recipe = _read_recipe(folder.recipe, text)
+    return RunRecord(folder, text, recipe, **by_kind, exports=exports, **found, absent=absent)
 
 
 KINDS = ("train", "held_out", "skipped")
@@ -147,11 +154,16 @@ def _read_recipe(path: Path, text: str | None) -> Record:
     return values if isinstance(values, dict) else {}
 
 
+def counted(count: int, thing: str) -> str:
+    """1 sample, 2 samples."""
+    return f"{count:,} {thing}{'' if count == 1 else 's'}"
+
+
 def target_name(run: RunRecord) -> str:
     """The hub id, or the last part of a folder's path."""
     target = str(run.key("model.target") or "an unknown target")
     if target == "demo":
-        return "the quickstart's own target"
+        return "a demonstration target"
     return hub_id_of(run) or Path(target).name
 
 

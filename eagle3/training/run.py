@@ -1,7 +1,7 @@
 """One training run from its recipe: gather, train, export, judge."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,7 +19,8 @@ from eagle3.parallel.watchdog import Watchdog
 from eagle3.preflight.places import checkpoint_bytes
 from eagle3.preflight.start import require_room, require_sound_start
 from eagle3.recipe import Recipe, dump_recipe
-from eagle3.training.assemble import build_draft, config_of, draft_config, gather_materials, pick_vocabulary
+from eagle3.target.transformers import TransformersTarget
+from eagle3.training.assemble import Materials, build_draft, config_of, draft_config, gather_materials, pick_vocabulary
 from eagle3.training.description import describe_run
 from eagle3.training.engine import deepspeed_config
 from eagle3.training.judging import judge
@@ -29,6 +30,8 @@ from eagle3.training.supply import hidden_state_supply
 from eagle3.training.tracking import memory_gib
 from eagle3.training.trainer import prepare_trainer
 
+Finish = Callable[[Path, Console], None]
+
 
 def train(
     recipe: Recipe,
@@ -37,9 +40,11 @@ def train(
     resume: Resume = Resume.NO,
     stop: StopSignals | None = None,
     console: Console | None = None,
+    finish: Finish = lambda folder, console: None,
 ) -> bool:
     """Run the whole recipe; every rank calls it. Returns False where speculative decoding was not lossless.
 
+    finish: called with the run's folder, on the first rank, when the draft is exported, and judged or refused by its judge.
     Everything lands in `recipe.output.dir` (see RunFolder). Raises UserError for what the user can mend, RunStopped where
     one of the signals that `stop` notes ends the run before its end; where a rank dies or hangs, the watchdog says so and
     ends the process.
@@ -54,7 +59,7 @@ def train(
     )
     with watchdog, _broken_collectives(watchdog, topology):
         try:
-            return _train(recipe, deepspeed_file, topology, resume, console, watchdog, stop or StopSignals())
+            return _train(recipe, deepspeed_file, topology, resume, console, watchdog, stop or StopSignals(), finish)
         except RunStopped as stopped:
             if not stopped.together:
                 watchdog.end_if_broken()
@@ -71,6 +76,7 @@ def _train(
     console: Console,
     watchdog: Watchdog,
     stop: StopSignals,
+    finish: Finish,
 ) -> bool:
     folder = RunFolder(recipe.output.dir)
     engine_config = deepspeed_config(deepspeed_file, recipe.training, topology.data.size())
@@ -138,11 +144,34 @@ def _train(
             trainer.run(continues, stop)
         exported = trainer.export()
     console.result(f"exported draft: {exported}")
-    if topology.is_first and recipe.output.check_export:
-        _check(exported, console)
-    if not recipe.evaluation.conversations or not topology.is_first:
+
+    def judged() -> bool:
+        try:
+            lossless = _judge(recipe, materials, supply.target, folder, topology, console)
+        except UserError:
+            finish(folder.path, console)
+            raise
+        finish(folder.path, console)
+        return lossless
+
+    # The others wait, for a Slurm job ends soon after the first of its ranks, and are told what the first one refuses.
+    return agreed(judged if topology.is_first else None) is not False
+
+
+def _judge(
+    recipe: Recipe,
+    materials: Materials,
+    target: TransformersTarget | None,
+    folder: RunFolder,
+    topology: Topology,
+    console: Console,
+) -> bool:
+    """Whether speculative decoding with the export was lossless, as far as the recipe wants to know."""
+    if recipe.output.check_export:
+        _check(folder.export, console)
+    if not recipe.evaluation.conversations:
         return True
-    judgement = judge(recipe, materials, supply.target, exported, topology, console)
+    judgement = judge(recipe, materials, target, folder.export, topology, console)
     folder.write_evaluation(judgement.as_dict())
     return judgement.trained.lossless
 

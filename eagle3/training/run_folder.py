@@ -102,6 +102,11 @@ class RunFolder:
                 kept.append(line)
         write_text(self.metrics, "".join(f"{line}\n" for line in kept))
 
+    def note_export(self, step: int) -> None:
+        """After the metrics: the exported weights are those of `step`."""
+        with self.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, "kind": "exported"}) + "\n")
+
     def write_run(self, described: dict[str, Any]) -> None:
         """What the run is made of (see eagle3.training.description); the start of a resumed run replaces that of the first."""
         write_text(self.run, json.dumps(described, indent=2) + "\n")

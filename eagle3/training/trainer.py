@@ -143,8 +143,9 @@ class Trainer:
 
     def export(self) -> Path:
         """Write the best checkpoint's draft (the last one's where nothing was held out) for serving engines."""
-        best = self.course.best_step
-        if best is not None and best != self.steps and self.checkpoints.load_whole(self.engine, best):
+        step, best = self.steps, self.course.best_step
+        if best is not None and best != step and self.checkpoints.load_whole(self.engine, best):
+            step = best
             self.console(f"exporting the best checkpoint, of step {best}")
         with waiting(self.console, "exporting the draft"):
             weights = full_weights(self.draft) | {"embedding.weight": self.draft.embedding.weight}
@@ -159,6 +160,7 @@ class Trainer:
                     dtype=getattr(torch, self.recipe.output.export_dtype),
                     with_embedding=self.recipe.output.export_embedding,
                 )
+                self.folder.note_export(step)
             dist.barrier()
         return self.folder.export
 
