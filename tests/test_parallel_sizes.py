@@ -10,7 +10,7 @@ from eagle3.draft.config import DraftConfig
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
 from eagle3.parallel.dealing import SequenceSharding
-from eagle3.parallel.topology import start_distributed
+from eagle3.parallel.topology import every_core, start_distributed, usable_cores
 from eagle3.training.golden import read_case, run_case
 
 SHAPE = {
@@ -116,6 +116,18 @@ def test_an_embedding_that_does_not_divide_is_padded_not_refused(topology):
     config = random_case([[1]], vocab_size=41).config
     assert Eagle3Draft(config, topology.modules, torch.float32).embedding.weight.shape[0] == 41
     config.check_parallel(2, 1)
+
+
+def test_work_that_other_processes_wait_for_gets_every_core_and_gives_them_back(topology):
+    share = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with pytest.raises(KeyError), every_core():
+            assert torch.get_num_threads() == usable_cores()
+            raise KeyError
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(share)
 
 
 def test_a_draft_with_sinks_is_not_exported():
