@@ -8,6 +8,7 @@ the output differs from plain greedy decoding.
 import argparse
 import json
 import math
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,9 @@ def main() -> int:
     options = parse()
     recipe = load_recipe(options.recipe, options.overrides)
     draft = options.draft or recipe.output.dir / "export"
+    out = options.out or draft.parent / ("by_context.json" if options.by_context else "evaluation.json")
     check(options, recipe, draft)
+    check_out(out)
     if options.quiet:
         silence_libraries()
     # Imported only now: they take seconds, and a mistake in the recipe should be told at once.
@@ -36,9 +39,8 @@ def main() -> int:
 
     topology = start_distributed()
     console = Console(topology.is_first, options.quiet)
-    materials = gather_materials(recipe, topology.device, console)
+    materials = gather_materials(recipe, topology.device, console, make_target=False)
     sampling = Sampling(options.temperature, seed_of(options, recipe))
-    out = options.out or draft.parent / ("by_context.json" if options.by_context else "evaluation.json")
     if options.by_context:
         by_context = judge_contexts(
             recipe,
@@ -54,7 +56,11 @@ def main() -> int:
         if topology.is_first:
             for line in by_context.lines():
                 tell(line)
-        lossless, result = by_context.lossless, {**by_context.as_dict(), "draft": str(draft)}
+        texts = "held-out samples" if options.prompts is None else options.prompts.name
+        target = Path(recipe.model.target)  # of a folder its name alone, for comparisons are published
+        name = target.name if target.expanduser().is_dir() else recipe.model.target
+        result = {**by_context.as_dict(), "draft": str(draft), "target": name, "texts": texts}
+        lossless = by_context.lossless
     else:
         if options.engine == "sglang":
             judgement = judge_served(recipe, materials, draft, tree_of(options, recipe), console, options.prompts)
@@ -111,9 +117,26 @@ def parse() -> argparse.Namespace:
 
 def write_result(out: Path, result: dict[str, Any], console: Console) -> None:
     if out.exists():
-        console(f"{out} held an earlier result: moved to {move_aside(out)}")
+        console.result(f"{out} held an earlier result: moved to {move_aside(out)}")
     write_text(out, json.dumps(result, indent=2) + "\n")
     console.result(f"written to {out}")
+
+
+def check_out(out: Path) -> None:
+    """Raises UserError, before anything is decoded, where the result could not be written or would displace something else."""
+    if out.exists() and not out.is_file():
+        raise UserError(f"--out {out}: is there, and is no file; name a file for the result")
+    if not out.parent.is_dir():
+        raise UserError(f"--out {out}: there is no folder {out.parent}; make it, or name another file")
+    if not os.access(out.parent, os.W_OK):
+        raise UserError(f"--out {out}: {out.parent} cannot be written; name a file elsewhere")
+    if out.exists() and out.stat().st_size:
+        try:
+            earlier = json.loads(out.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            earlier = None
+        if not isinstance(earlier, dict) or "draft_tokens" not in earlier:
+            raise UserError(f"--out {out}: holds something else than an evaluation; name another file")
 
 
 def check(options: argparse.Namespace, recipe: Recipe, draft: Path) -> None:
@@ -123,9 +146,14 @@ def check(options: argparse.Namespace, recipe: Recipe, draft: Path) -> None:
     check_sampling(options, recipe)
     check_contexts(options)
     if options.prompts is None and not options.by_context and not recipe.evaluation.conversations:
-        raise UserError("recipe: evaluation.conversations is 0, so there is nothing to judge; set it to 16, say")
-    if options.prompts is not None and not options.prompts.is_file():
-        raise UserError(f"--prompts {options.prompts}: no such file; name a .jsonl, .json, .parquet or .txt file")
+        raise UserError(
+            "recipe: evaluation.conversations is 0, so there is nothing to judge; set it to 16, say, name --prompts, or judge "
+            "--by-context"
+        )
+    kinds = (".jsonl", ".json", ".parquet", ".txt")
+    if options.prompts is not None and not (options.prompts.is_file() and options.prompts.suffix in kinds):
+        what = "is no file of such a kind" if options.prompts.exists() else "no such file"
+        raise UserError(f"--prompts {options.prompts}: {what}; name a .jsonl, .json, .parquet or .txt file")
     if not (draft / "config.json").is_file():
         raise UserError(f"{draft}: no exported draft here; train first, or name one with --draft")
     if options.engine == "transformers" and (options.topk, options.tree_tokens) != (1, None):

@@ -19,7 +19,15 @@ def main() -> None:
     parser.add_argument("--quiet", action="store_true", help="say only what was written, and warnings")
     options = parser.parse_args()
     check(options)
-    console = Console(True, options.quiet)
+    try:
+        write(options, Console(True, options.quiet))
+    except OSError as error:
+        raise UserError(
+            f"{error.filename or options.runs[0]}: cannot be written ({error.strerror}); move what is in the way, or copy the run"
+        ) from error
+
+
+def write(options: argparse.Namespace, console: Console) -> None:
     from eagle3.reporting.report import require_matplotlib, write_report
 
     require_matplotlib()

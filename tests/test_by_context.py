@@ -188,8 +188,9 @@ def test_by_context_writes_and_prints_every_bucket(run):
     result = json.loads((folder / "by_context.json").read_text())
     assert (result["engine"], result["temperature"], result["seed"]) == ("transformers", 0, 0)
     assert (result["draft_tokens"], result["new_tokens"], result["draft"]) == (4, 12, str(folder / "export"))
+    assert (result["target"], result["texts"]) == ("target", "held-out samples")
     assert ([each["context"] for each in result["contexts"]], result["left_out"]) == ([32, 64], [16, 128])
-    assert "context 128: left out, no answer goes on after so many tokens" in said
+    assert "context 128: left out, no text is of that length" in said
     rows = {line.split()[0]: line.split() for line in said.splitlines() if line.startswith("     ")}
     for each in result["contexts"]:
         assert each["conversations"] == 3 and each["mismatches"] == 0 and each["compared"]

@@ -62,10 +62,12 @@ def test_the_card_has_the_runs_results_and_their_conditions(run):
         "transformers 5.19.0, 4 drafted tokens, greedy",
         "24 conversations",
         "but for 1 where the target's best logits tie",
-        "| 8k | 2.70 | 2.60 to 2.80 | 300 |",
+        "| 8k | 2.70 | 2.60 to 2.80 | 8 | 300 |",
         "98.70% of the supervised ones",
         "yarn x4",
-        "8, of 8 samples each",
+        "| steps | 8 |",
+        "| samples a step | 8 |",
+        "By context (transformers 5.19.0, 4 drafted tokens, greedy)",
         "tensor 1 x ulysses 2 x ring 2 x data 2",
     ):
         assert part in text, part
@@ -94,6 +96,12 @@ def test_a_card_is_made_of_what_the_folder_has(run):
         path.unlink()
     text = card(run)
     assert "was not measured" in text and "--context-length 8192" in text and "None" not in text
+    assert "| steps |" not in text
+    run.recipe.unlink()
+    write_run(run.path / "other")
+    run.metrics.write_bytes((run.path / "other" / "metrics.jsonl").read_bytes())
+    text = card(run)
+    assert "None" not in text and "unknown, " not in text and "| TTT steps |" not in text
     assert ModelCard(text).data.license == "other"
 
 
@@ -112,6 +120,18 @@ def test_a_card_is_written_anew_until_somebody_edits_it(run):
     with pytest.raises(Edited, match="changed by hand"):
         write_card(run.path)
     assert run.card.read_text(encoding="utf-8") == edited
+
+
+def test_a_draft_judged_by_context_alone_is_not_called_unjudged(run):
+    run.evaluation.unlink()
+    assert "Real speculative decoding was measured by context only" in card(run)
+
+
+def test_what_is_known_beyond_the_training_lengths_is_said(run):
+    assert "longer than 8,192 tokens; beyond that nothing is known of it" in card(run)
+    data = started()["data"]
+    change(run.run, data=data | {"train": data["train"] | {"longest": 512}})
+    assert "longer than 512 tokens; beyond that only the table by context tells how it does" in card(run)
 
 
 def test_a_short_judgement_is_not_sold_as_a_long_one(run):

@@ -57,6 +57,14 @@ def test_a_second_call_returns_the_same_folder_without_training(tmp_path):
     assert second == first._replace(cached=True)
 
 
+def test_who_wants_the_target_of_an_earlier_run_gets_no_new_one(tmp_path):
+    with pytest.raises(UserError, match=r"model\.target: demo: .* is not there, .* set data\.cache_dir"):
+        _demo(tmp_path, make=False)
+    assert not list(tmp_path.iterdir())
+    made = _demo(tmp_path)
+    assert _demo(tmp_path, make=False).folder == made.folder
+
+
 def test_another_seed_text_or_size_gives_another_folder(tmp_path):
     folders = {_demo(tmp_path).folder, _demo(tmp_path, seed=1).folder, _demo(tmp_path, layers=5).folder}
     folders.add(demo_target(TALKS[1:], HELD_OUT, cache_dir=tmp_path, report=lambda line: None, **TINY).folder)

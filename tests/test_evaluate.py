@@ -148,6 +148,7 @@ def test_a_draft_of_another_target_is_refused(tmp_path, target):
         (["--engine", "vllm"], "--engine vllm: there is none of that name"),
         (["--topk", "2"], "use --engine sglang"),
         (["--tree-tokens", "5"], "use --engine sglang"),
+        (["--prompts", __file__], "is no file of such a kind; name a .jsonl"),
         (["--prompts", "/nowhere.jsonl"], "--prompts /nowhere.jsonl: no such file"),
         (["--draft", "/nowhere"], "/nowhere: no exported draft here"),
         (["evaluation.conversations=0"], "evaluation.conversations is 0"),
@@ -158,6 +159,21 @@ def test_evaluate_refuses_at_once(tmp_path, target, monkeypatch, capsys, argumen
     (tmp_path / "run" / "export").mkdir(parents=True)
     (tmp_path / "run" / "export" / "config.json").write_text("{}")
     assert said in refused(monkeypatch, capsys, "evaluate.py", "--recipe", recipe, *arguments)
+
+
+def test_a_result_displaces_nothing_but_an_earlier_result(tmp_path, target, monkeypatch, capsys):
+    recipe = write_recipe(tmp_path, target, evaluation={"conversations": 2})
+    (tmp_path / "run" / "export").mkdir(parents=True)
+    (tmp_path / "run" / "export" / "config.json").write_text("{}")
+    for out, said in (
+        (tmp_path, "is there, and is no file"),
+        ("/dev/null", "is there, and is no file"),
+        (recipe, "holds something else than an evaluation"),
+        (tmp_path / "run" / "export" / "config.json", "holds something else than an evaluation"),
+        (tmp_path / "none" / "x.json", f"there is no folder {tmp_path / 'none'}"),
+        (recipe / "x.json", f"there is no folder {recipe}"),
+    ):
+        assert said in refused(monkeypatch, capsys, "evaluate.py", "--recipe", recipe, "--out", out)
 
 
 def test_export_refuses_at_once(tmp_path, monkeypatch, capsys):

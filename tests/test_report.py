@@ -187,6 +187,39 @@ def test_a_damaged_file_is_named_with_its_line(run):
         read_run(run.path)
 
 
+@pytest.mark.parametrize(
+    ("file", "values", "said"),
+    [
+        ("evaluation.json", {"acceptance_length": "x"}, "acceptance_length: Input should be a valid number"),
+        ("evaluation.json", {"acceptance_length": float("nan")}, "acceptance_length: Input should be a finite number"),
+        ("evaluation.json", {"position_acceptance": [0.5, 1.5]}, "position_acceptance.1: "),
+        ("by_context.json", {"contexts": 3}, "contexts: Input should be a valid "),
+        ("by_context.json", {"contexts": [{"context": 512}]}, "contexts.0.conversations: Field required"),
+        ("export/config.json", {"draft_vocab_size": None}, "draft_vocab_size: Input should be a valid integer"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_file_key_and_value(report, run, file, values, said):
+    change(run.path / file, **values)
+    code, _, error = report(run.path)
+    assert code == 2 and error.count("\n") == 1 and f"{file}: damaged ({said}" in error and "move it away" in error
+
+
+def test_what_is_in_the_way_of_the_report_is_said_in_a_line(report, run):
+    run.charts.write_text("mine", encoding="utf-8")
+    code, _, error = report(run.path)
+    assert code == 2 and error.count("\n") == 1 and f"{run.charts}: cannot be written" in error
+    run.charts.unlink()
+    run.report.mkdir()
+    code, _, error = report(run.path)
+    assert code == 2 and error.count("\n") == 1 and "cannot be written" in error
+
+
+def test_the_page_has_acceptance_by_context_in_numbers(run):
+    page = said(run)
+    for told in ("By context, greedy", "2.60 to 2.80", "draft 2", "8k"):
+        assert told in page.said, told
+
+
 def test_a_folder_that_is_no_run_is_refused_in_one_line(report, tmp_path):
     code, _, error = report(tmp_path)
     assert code == 2 and error.count("\n") == 1 and "holds no run" in error and str(tmp_path) in error
@@ -336,9 +369,25 @@ def test_runs_are_compared_in_one_table_and_one_chart(report, tmp_path):
     written = (out / "acceptance-by-context.md").read_text(encoding="utf-8")
     assert written in printed
     rows = written.splitlines()
-    assert rows[0] == "| context | short | long |"
+    assert rows[0] == "| context | short | long |" and "8 a context" in rows[-1]
     assert rows[3] == "| 1k | 2.50 [2.40, 2.60] (300) | 2.90 [2.85, 2.95] (300) |"
     assert (out / "acceptance-by-context.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("names", ["one", "one,one", ",two", "one,two,three"])
+def test_names_that_do_not_tell_runs_apart_are_refused(report, tmp_path, names):
+    runs = [write_run(tmp_path / name, steps=3).path for name in ("a", "b")]
+    code, _, error = report("--compare", *runs, "--out", tmp_path / "out", "--names", names)
+    assert code == 2 and error.count("\n") == 1 and "2 runs need 2 different names; write --names name1,name2" in error
+
+
+def test_a_damaged_measurement_is_not_compared(report, run, tmp_path):
+    change(run.by_context, contexts=[])
+    code, _, error = report("--compare", run.path, "--out", tmp_path / "out")
+    assert code == 2 and "measured no context" in error
+    change(run.by_context, contexts="x")
+    code, _, error = report("--compare", run.path, "--out", tmp_path / "out")
+    assert code == 2 and "by_context.json: damaged (contexts: " in error and "evaluate.py --by-context" in error
 
 
 def test_runs_measured_in_different_ways_are_compared_with_a_warning(tmp_path):
@@ -349,6 +398,11 @@ def test_runs_measured_in_different_ways_are_compared_with_a_warning(tmp_path):
     compared = read_compared([one.path, other.path], None)
     written = table(compared)
     assert "temperature DIFFERS: 0.0 (one), 0.8 (other)" in written
+    assert "target " not in written  # neither file knows it
+    change(one.by_context, target="acme/tiny-8B", seed=3)
+    written = table(read_compared([one.path, other.path], None))
+    assert "target DIFFERS: acme/tiny-8B (one), None (other); " in written
+    assert "seed DIFFERS: 3 (one), 0 (other); " in written
     assert "| 1k | 2.80 [2.70, 2.90] (300) | – |" in written and "| 2.70 (300) |" in written
     assert measured_curve(compared[1].found).contexts.tolist() == [512, 8192]
     write_comparison(compared, tmp_path / "out")
@@ -402,7 +456,7 @@ def test_a_run_writes_down_what_it_is_made_of(trained):
 def test_a_run_ends_with_its_report_and_its_card(trained):
     folder = RunFolder(trained.output.dir)
     page = Page(folder.report.read_text(encoding="utf-8"))
-    assert len(page.all("img")) == len(CHARTS)
+    assert len(page.all("img")) == len(CHARTS - {"contexts"})  # its few positions say nothing by context
     judged = json.loads(folder.evaluation.read_text(encoding="utf-8"))
     assert f"{judged['acceptance_length']:.2f}" in page.said and "Acceptance length" in page.said
     assert judged["position_acceptance"] and f"{judged['acceptance_length']:.2f}" in folder.card.read_text(

@@ -52,8 +52,8 @@ def prompt_contexts(
     cuts = np.array([_cuts(np.array([len(prompt)]), buckets, longest) for prompt in prompts], dtype=np.int64)
     if not cuts.any():
         raise UserError(
-            f"--by-context: none of {len(prompts)} prompts has the length of a bucket (the longest has "
-            f"{max(map(len, prompts))} tokens); use longer prompts, or lower --contexts"
+            f"--by-context: none of {len(prompts)} prompts belongs to a context, which takes those of more than half its length (the "
+            f"longest has {max(map(len, prompts))} tokens); use longer prompts, or lower --contexts"
         )
     chosen = _chosen(cuts, per_context)
     found = [

@@ -162,8 +162,8 @@ def judge_by_context(
     for context, prompts in buckets:
         what = f"context {context:,}"
         if prompts:
-            report(f"{what}: {len(prompts)} conversations")
-        why, decoded = "no answer goes on after so many tokens", []
+            report(f"{what}: {len(prompts)} prompt{'' if len(prompts) == 1 else 's'}")
+        why, decoded = "no text is of that length", []
         try:
             if prompts:
                 why = "the target ends all with their first token"

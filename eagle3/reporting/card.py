@@ -13,7 +13,7 @@ from huggingface_hub import ModelCardData
 from eagle3.data.download import is_dataset
 from eagle3.durable import write_text
 from eagle3.errors import UserError
-from eagle3.reporting.curves import simulated_positions, tokens_label
+from eagle3.reporting.curves import rule, simulated_positions, tokens_label
 from eagle3.reporting.record import RunRecord, counted, hub_id_of, read_run, target_name
 from eagle3.target.sglang.version import speculative_flags
 
@@ -112,7 +112,7 @@ def _training(run: RunRecord) -> list[tuple[str, str]]:
     started, pace = run.started or {}, run.pace
     data = started.get("data") or {}
     sources = [_source(source) for source in run.key("data.train") or []]
-    rows = [("data", ", ".join(sources) or "unknown")]
+    rows = [("data", ", ".join(sources))] if sources else []
     if data:
         train = data["train"]
         rows.append(
@@ -122,21 +122,19 @@ def _training(run: RunRecord) -> list[tuple[str, str]]:
                 f"{train['longest']:,}",
             )
         )
-    rows.append(
-        ("steps", f"{len(run.train):,}, of {counted(run.key('training.global_batch_size') or 0, 'sample')} each")
-    )
-    rows.append(("seen", f"{pace.tokens:,} tokens, {pace.supervised:,} supervised"))
-    rows.append(("TTT steps", str(run.key("training.ttt_steps"))))
-    rows.append(
-        ("loss", f"{run.key('training.loss')}, each step's weight {run.key('training.step_decay')} of the last")
-    )
-    rows.append(("learning rate", f"{run.key('training.learning_rate')}"))
-    rows.append(
-        (
-            "longest sample allowed",
-            f"{run.key('data.max_length'):,} tokens" if run.key("data.max_length") else "unknown",
-        )
-    )
+    if run.train:
+        rows.append(("steps", f"{len(run.train):,}"))
+        rows.append(("seen", f"{pace.tokens:,} tokens, {pace.supervised:,} supervised"))
+    for name, key, told in (
+        ("samples a step", "training.global_batch_size", "{:,}"),
+        ("TTT steps", "training.ttt_steps", "{}"),
+        ("loss", "training.loss", "{}"),
+        ("weight of a TTT step", "training.step_decay", "{} of the one before"),
+        ("learning rate", "training.learning_rate", "{}"),
+        ("longest sample allowed", "data.max_length", "{:,} tokens"),
+    ):
+        if run.key(key) is not None:
+            rows.append((name, told.format(run.key(key))))
     if "layout" in started:
         rows.append(("layout", " x ".join(f"{name} {size}" for name, size in started["layout"].items())))
     if "versions" in started:
@@ -161,11 +159,10 @@ def _judged(run: RunRecord) -> dict[str, Any] | None:
     if not found or found.get("acceptance_length") is None:
         return None
     shares, untrained = found.get("position_acceptance") or [], found.get("untrained")
-    how = f"at temperature {found['temperature']:g}" if found.get("temperature") else "greedy"
     return {
         "length": f"{found['acceptance_length']:.2f}",
         "conditions": (
-            f"Measured by {found.get('engine')} {found.get('engine_version')}, {_drafted(found)}, {how}, one conversation at a "
+            f"Measured by {found.get('engine')} {found.get('engine_version')}, {_drafted(found)}, {rule(found)}, one conversation at a "
             f"time, on {counted(found['conversations'], 'conversation')}: {found['new_tokens']:,} tokens in {found['verifications']:,} "
             "verifications."
         ),
@@ -218,11 +215,12 @@ def _contexts(run: RunRecord) -> dict[str, Any] | None:
                 tokens_label(row["context"]),
                 "–" if length is None else f"{length:.2f}",
                 f"{interval[0]:.2f} to {interval[1]:.2f}" if interval and None not in interval else "–",
+                f"{row['conversations']:,}",
                 f"{row['verifications']:,}",
             )
         )
     told = f"{found.get('engine')} {found.get('engine_version')}, {found.get('draft_tokens')} drafted tokens"
-    return {"rows": rows, "conditions": f"{told}, temperature {found.get('temperature')}"}
+    return {"rows": rows, "conditions": f"{told}, {rule(found)}"}
 
 
 def _serving(run: RunRecord, target: str) -> dict[str, str]:
@@ -248,11 +246,12 @@ def _folded(words: list[str]) -> str:
 
 def _limits(run: RunRecord) -> list[str]:
     longest = (((run.started or {}).get("data") or {}).get("train") or {}).get("longest")
+    contexts = max((row["context"] for row in (run.by_context or {}).get("contexts") or []), default=0)
     limits = []
     if longest:
-        limits.append(f"No training sample was longer than {longest:,} tokens; beyond that nothing is known of it.")
-    contexts = [row["context"] for row in (run.by_context or {}).get("contexts") or []]
-    if max(contexts, default=0) < LONG:
+        known = "only the table by context tells how it does" if contexts > longest else "nothing is known of it"
+        limits.append(f"No training sample was longer than {longest:,} tokens; beyond that {known}.")
+    if contexts < LONG:
         limits.append("Acceptance at long contexts was not measured.")
     if run.key("model.target") == "demo":
         limits.append("A demonstration: its target is a few million weights trained for minutes, and of no use.")

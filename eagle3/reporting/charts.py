@@ -14,6 +14,7 @@ from eagle3.reporting.curves import (
     estimated_curve,
     mean,
     measured_curve,
+    rule,
     simulated_positions,
     told_curve,
 )
@@ -102,8 +103,12 @@ def _positions(run: RunRecord) -> Chart | Absent:
     drawing = Drawing("positions", title, "draft position", "share of the verifications")
     axes, told = drawing.axes, []
     for label, shares, look in (
-        ("simulated from held-out hidden states", simulated, {"color": BLUE, "marker": "o"}),
-        ("real speculative decoding", judged, {"color": VERMILLION, "marker": "s", "linestyle": "--"}),
+        ("simulated from held-out hidden states, greedy", simulated, {"color": BLUE, "marker": "o"}),
+        (
+            f"real speculative decoding, {rule(run.evaluation or {})}",
+            judged,
+            {"color": VERMILLION, "marker": "s", "linestyle": "--"},
+        ),
     ):
         if shares:
             axes.plot(range(1, len(shares) + 1), shares, label=label, **look)
@@ -133,9 +138,7 @@ def _contexts(run: RunRecord) -> Chart | Absent:
     drawing = Drawing("contexts", title, "context (tokens)", "tokens a verification")
     axes, told = drawing.axes, []
     if measured:
-        temperature = run.by_context.get("temperature")
-        label = "real decoding" + ("" if temperature is None else f" at temperature {temperature:g}") + ", 95% band"
-        draw_curve(axes, measured, label, color=VERMILLION, marker="s")
+        draw_curve(axes, measured, f"real decoding, {rule(run.by_context)}, 95% band", color=VERMILLION, marker="s")
         told.append(f"real decoding {told_curve(measured)}")
     if estimated:
         draw_curve(axes, estimated, "estimated from hidden states, greedy", color=BLUE, marker="o", linestyle="--")

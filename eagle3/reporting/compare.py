@@ -9,12 +9,22 @@ import numpy as np
 from eagle3.durable import write_text
 from eagle3.errors import UserError
 from eagle3.reporting.curves import Curve, measured_curve, tokens_label, told_curve
-from eagle3.reporting.record import Record, read_json
+from eagle3.reporting.record import ByContext, Record, read_json
 from eagle3.training.run_folder import RunFolder
 
 WIDE = 6.4  # inches: for a document, not a phone
 CHART, TABLE = "acceptance-by-context.png", "acceptance-by-context.md"
-CONDITIONS = ("engine", "engine_version", "temperature", "draft_tokens", "new_tokens")
+CONDITIONS = (
+    "target",
+    "texts",
+    "engine",
+    "engine_version",
+    "temperature",
+    "seed",
+    "draft_tokens",
+    "new_tokens",
+    "prompts",
+)
 
 
 class Compared(NamedTuple):
@@ -31,15 +41,17 @@ class Compared(NamedTuple):
 def read_compared(folders: Sequence[Path], names: Sequence[str] | None) -> list[Compared]:
     """names: one a run, default the folders' own. Raises UserError where a run has no by_context.json, or names are not one a
     run and all different."""
-    names = [folder.resolve().name for folder in folders] if names is None else list(names)
-    if len(names) != len(folders) or len(set(names)) != len(names):
+    chosen = [folder.resolve().name for folder in folders] if names is None else [name.strip() for name in names]
+    names = [name.replace("|", "/") for name in chosen]  # in Markdown it would end the cell
+    if len(names) != len(folders) or len(set(names)) != len(names) or not all(names):
+        wanted = ",".join(f"name{place}" for place in range(1, len(folders) + 1))
         raise UserError(
-            f"--names {','.join(names)}: {len(folders)} runs need {len(folders)} different names; write --names short,long"
+            f"--names {','.join(chosen)}: {len(folders)} runs need {len(folders)} different names; write --names {wanted}, with names of yours"
         )
     compared = []
     for name, folder in zip(names, folders, strict=True):
         path = RunFolder(folder).by_context
-        found = read_json(path)
+        found = read_json(path, ByContext, "make it again with launchers/evaluate.py --by-context")
         if found is None:
             raise UserError(f"{path}: no such file; make it with launchers/evaluate.py --by-context")
         if not found.get("contexts"):
@@ -80,7 +92,9 @@ def _conditions(compared: Sequence[Compared]) -> str:
     """How it was measured, and a warning where runs were measured differently."""
     told = []
     for name in CONDITIONS:
-        values = [each.found.get(name) for each in compared]
+        values = [prompts_told(each.found) if name == "prompts" else each.found.get(name) for each in compared]
+        if values[0] is None and len(set(values)) == 1:  # files of an earlier version
+            continue
         if len(set(values)) == 1:
             told.append(f"{name} {values[0]}")
         else:
@@ -88,6 +102,12 @@ def _conditions(compared: Sequence[Compared]) -> str:
                 f"{name} DIFFERS: " + ", ".join(f"{v} ({c.name})" for c, v in zip(compared, values, strict=True))
             )
     return "; ".join(told) + "."
+
+
+def prompts_told(found: Record) -> str:
+    """How many prompts a context has."""
+    counts = sorted({row["conversations"] for row in found["contexts"]})
+    return f"{counts[0]} a context" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} a context"
 
 
 def draw_compared(compared: Sequence[Compared]) -> bytes:

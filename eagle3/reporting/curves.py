@@ -29,12 +29,14 @@ def measured_curve(by_context: Record) -> Curve:
 
 def estimated_curve(run: RunRecord) -> Curve | None:
     """From the held-out record of the exported draft: drafted tokens that would be accepted, and the target's own. Nan where
-    fewer than FEW positions tell."""
+    fewer than FEW positions tell; None where no context has more."""
     if run.exported is None or not run.exported.get("contexts"):
         return None
     names = ("contexts", "acceptance_by_context", "supervised_by_context")
     contexts, accepted, supervised = (columns([run.exported], name)[0] for name in names)
     accepted = np.where(supervised >= FEW, accepted, np.nan)
+    if np.isnan(accepted).all():
+        return None
     return Curve(contexts, 1 + accepted, np.full((len(contexts), 2), np.nan))
 
 
@@ -42,6 +44,11 @@ def simulated_positions(run: RunRecord) -> list[float]:
     """The share of verifications that would accept drafts 0..i, by the held-out accuracies of the exported draft."""
     accuracy = columns([run.exported], "accuracy") if run.exported else np.zeros((1, 0))
     return np.cumprod(accuracy[0]).tolist()
+
+
+def rule(judged: Record) -> str:
+    """How tokens were chosen, of an evaluation.json or by_context.json."""
+    return f"at temperature {judged['temperature']:g}" if judged.get("temperature") else "greedy"
 
 
 def told_curve(curve: Curve) -> str:

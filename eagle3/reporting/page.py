@@ -11,6 +11,7 @@ import numpy as np
 from eagle3.console import duration
 from eagle3.reporting.advice import Advice, advise
 from eagle3.reporting.charts import Absent
+from eagle3.reporting.curves import rule, tokens_label
 from eagle3.reporting.drawing import DPI, HEIGHT, WIDTH, Chart
 from eagle3.reporting.record import Record, RunRecord, counted, target_name
 
@@ -75,11 +76,15 @@ def _tiles(run: RunRecord) -> list[Tile]:
     if untrained is not None:
         note += f"; untrained {untrained:.2f}"
     return [
-        Tile("Acceptance length", number(judged.get("acceptance_length")), note or "not judged yet"),
+        Tile(
+            "Acceptance length",
+            number(judged.get("acceptance_length")),
+            note or ("by context, below" if run.by_context else "not judged yet"),
+        ),
         Tile(
             "Held-out acceptance",
             number(best.get("simulated_acceptance_length")),
-            f"simulated, own token not counted; loss {number(best.get('loss'))} at step {best['step']}"
+            f"simulated, own token not counted; loss, summed over TTT steps, {number(best.get('loss'))} at step {best['step']}"
             if best
             else "not measured",
         ),
@@ -121,9 +126,37 @@ def _section(run: RunRecord, title: str, drawn: Sequence[Chart | Absent]) -> dic
             if isinstance(chart, Chart) and chart.name in mine
         ],
         "missing": [chart for chart in drawn if isinstance(chart, Absent) and chart.title in mine],
-        "table": {"Data": _data_table, "Speed and memory": _memory_table}.get(title, lambda _: None)(run),
+        "table": {
+            "Data": _data_table,
+            "Speed and memory": _memory_table,
+            "Acceptance": _contexts_table,
+        }.get(title, lambda _: None)(run),
         "notes": {"Data": _data_notes, "Speed and memory": _memory_notes}.get(title, lambda _: [])(run),
     }
+
+
+def _contexts_table(run: RunRecord) -> Table | None:
+    """Of by_context.json: what the chart shows, in numbers, and acceptance by draft position."""
+    if not run.by_context or not run.by_context["contexts"]:
+        return None
+    rows, positions = [], 0
+    for row in sorted(run.by_context["contexts"], key=lambda row: row["context"]):
+        low, high = row.get("interval") or (None, None)
+        shares = row.get("position_acceptance") or []
+        positions = max(positions, len(shares))
+        rows.append(
+            [
+                tokens_label(row["context"]),
+                f"{row['conversations']:,}",
+                f"{row['verifications']:,}",
+                number(row.get("acceptance_length")),
+                "–" if low is None or high is None else f"{low:.2f} to {high:.2f}",
+                *(number(share) for share in shares),
+            ]
+        )
+    head = ("context", "prompts", "verified", "length", "95% interval", *(f"draft {n + 1}" for n in range(positions)))
+    rows = [[*row, *["–"] * (len(head) - len(row))] for row in rows]
+    return Table(f"By context, {rule(run.by_context)}", head, rows)
 
 
 def _data_table(run: RunRecord) -> Table | None:
@@ -139,7 +172,7 @@ def _data_table(run: RunRecord) -> Table | None:
     ]
     read = [data[part].get("prepared") for part in PARTS]
     for name, take in (
-        ("conversations read", lambda each: each["rows"]),
+        ("texts read", lambda each: each["rows"]),
         ("dropped", lambda each: sum(each["dropped"].values())),
         ("truncated", lambda each: each["truncated"]),
     ):

@@ -4,16 +4,58 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import yaml
+from pydantic import BaseModel, Field, ValidationError
 
 from eagle3.console import without_passwords
 from eagle3.errors import UserError
 from eagle3.training.run_folder import RunFolder
 
 Record = dict[str, Any]
+
+# What a person, or another program, may have written into a file that is read here: a number may be null, but no nonsense.
+Count = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Length = Annotated[float, Field(ge=1, allow_inf_nan=False)]  # of acceptance, in tokens
+Edge = Annotated[float, Field(ge=0, allow_inf_nan=False)]  # of its interval
+
+
+class Judged(BaseModel):
+    """Of evaluation.json and of each context in by_context.json."""
+
+    conversations: Count
+    verifications: Count
+    acceptance_length: Length | None = None
+    position_acceptance: list[Share | None] | None = None
+    mismatches: Count | None = None
+    ties: Count | None = None
+
+
+class Evaluation(Judged):
+    new_tokens: Count
+    draft_tokens: Count
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    topk: Count | None = None
+    examples: list[dict[str, Any]] | None = None
+
+
+class OfContext(Judged):
+    context: Annotated[int, Field(ge=1)]
+    interval: tuple[Edge | None, Edge | None] | None = None
+
+
+class ByContext(BaseModel):
+    contexts: list[OfContext]
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+
+
+class DraftFile(BaseModel):
+    vocab_size: Count
+    draft_vocab_size: Count
+    max_position_embeddings: Count
 
 
 class Pace(NamedTuple):
@@ -78,11 +120,12 @@ def read_run(path: Path) -> RunRecord:
     exports = tuple(record["step"] for record in records if record["kind"] == "exported")
     optional = {
         "started": (folder.run, "written at the start of a run; this one began before that was so"),
-        "evaluation": (folder.evaluation, "launchers/evaluate.py writes it; the run has not ended, or judged nothing"),
+        "evaluation": (folder.evaluation, "launchers/evaluate.py writes it; the run judged nothing, or has not ended"),
         "by_context": (folder.by_context, "launchers/evaluate.py --by-context writes it"),
         "draft": (folder.export / "config.json", "the run has not ended"),
     }
-    found = {name: read_json(file) for name, (file, _) in optional.items()}
+    kinds = {"evaluation": Evaluation, "by_context": ByContext, "draft": DraftFile}
+    found = {name: read_json(file, kinds.get(name)) for name, (file, _) in optional.items()}
     lacking = {
         folder.recipe: (text is None, "the resolved recipe"),
         folder.metrics: (not records, "no step was recorded yet"),
@@ -132,15 +175,28 @@ def _read_metrics(path: Path) -> list[Record]:
     return records
 
 
-def read_json(path: Path) -> Record | None:
+def read_json(
+    path: Path,
+    kind: type[BaseModel] | None = None,
+    remedy: str = "move it away, and report and card are made without it",
+) -> Record | None:
+    """The object in a file, None where there is no file. Raises UserError for what is no JSON, or not of this kind."""
     if not path.is_file():
         return None
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        found = json.loads(text)
         if not isinstance(found, dict):
             raise ValueError(f"holds a {type(found).__name__}, not an object")
+        if kind is not None:
+            kind.model_validate_json(text, strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place, value = ".".join(map(str, first["loc"])), first["input"]
+        what = first["msg"] if first["type"] == "missing" else f"{first['msg']}, not {value!r:.60}"
+        raise UserError(f"{path}: damaged ({place}: {what}); {remedy}") from error
     except ValueError as error:
-        raise UserError(f"{path}: damaged ({error}); remove it, and the report is made without it") from error
+        raise UserError(f"{path}: damaged ({error}); {remedy}") from error
     return found
 
 

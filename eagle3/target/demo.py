@@ -69,6 +69,7 @@ def demo_target(
     answer_tokens: int,
     device: torch.device | str = "cpu",
     report: Callable[[str], None] = print,
+    make: bool = True,
 ) -> DemoTarget:
     """The folder of a small model trained on `rows`, conversations (`messages`) or files (`text`): made once, then found again
     under `cache_dir`.
@@ -80,7 +81,7 @@ def demo_target(
     A batch is at most `batch_tokens` tokens with its padding. A conversation's tokens past `context` are cut off, a file is cut
     into pieces; the first `short_steps` see those of `short_context` tokens.
     `report` gets a line now and then. Weights are the same for the same arguments, device and number of threads.
-    Raises UserError for shapes that do not fit together and for too little text.
+    Raises UserError for shapes that do not fit together, for too little text, and where it is not there and not to be made.
     """
     if hidden_size % (2 * heads) or heads % key_value_heads:
         raise UserError(
@@ -117,6 +118,12 @@ def demo_target(
     identity = json.dumps([FORMAT, versions, shape, short_context, training, answering, rows, held_out], sort_keys=True)
     folder = Path(cache_dir).expanduser() / f"demo-target-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
     cached = (folder / "training.json").is_file()
+    if not cached and not make:
+        raise UserError(
+            f"model.target: demo: {folder} is not there, and one made anew would not be the target that the draft learnt from; set "
+            "data.cache_dir or model.demo as in training, and use the same Python and packages, or name the target's folder as "
+            "model.target"
+        )
     if not cached:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as unfinished:

@@ -51,20 +51,23 @@ class Materials:
     held_out_summary: Summary | None
 
 
-def gather_materials(recipe: Recipe, device: torch.device, say: Say) -> Materials:
+def gather_materials(recipe: Recipe, device: torch.device, say: Say, *, make_target: bool = True) -> Materials:
     """Make or find the target, its tokenizer and the tokenised samples. With several processes the first one on a node
-    does the work and the others find it cached."""
+    does the work and the others find it cached.
+
+    make_target: False where only the demo target that a draft learnt from will do. Raises UserError.
+    """
     works = not dist.is_initialized() or os.environ.get("LOCAL_RANK", "0") == "0"
-    materials = agreed((lambda: _gather(recipe, device, say)) if works else None)
-    return materials or _gather(recipe, device, say)
+    materials = agreed((lambda: _gather(recipe, device, say, make_target)) if works else None)
+    return materials or _gather(recipe, device, say, make_target)
 
 
-def _gather(recipe: Recipe, device: torch.device, say: Say) -> Materials:
+def _gather(recipe: Recipe, device: torch.device, say: Say, make_target: bool) -> Materials:
     model, data = recipe.model, recipe.data
     words: dict[str, str] = {}  # what data.train and data.held_out may name beside files and datasets
     target = model.target
     if target == "demo":
-        folder = _demo(recipe, device, say)
+        folder = _demo(recipe, device, say, make_target)
         if model.demo.text == "conversations":  # the files ask nothing that could be answered
             words = {"demo_answers": str(folder / ANSWERS), "demo_answers:held_out": str(folder / HELD_OUT_ANSWERS)}
         target = str(folder)
@@ -110,7 +113,7 @@ def choices_of(recipe: Recipe) -> Choices:
     return Choices(data.supervise, data.reasoning, data.text, data.template_variables, data.today)
 
 
-def _demo(recipe: Recipe, device: torch.device, say: Say) -> Path:
+def _demo(recipe: Recipe, device: torch.device, say: Say, make: bool) -> Path:
     demo = recipe.model.demo
     with waiting(say, "reading the standard library"):
         text = standard_library_files() if demo.text == "files" else standard_library_text()
@@ -121,6 +124,7 @@ def _demo(recipe: Recipe, device: torch.device, say: Say) -> Path:
             cache_dir=recipe.data.cache_dir,
             device=device,
             report=say,
+            make=make,
             **demo.model_dump(exclude={"text"}),
         )
     origin = "found in the cache" if found.cached else f"made in {found.seconds:.0f} s"

@@ -81,6 +81,11 @@ def judge_contexts(
     if contexts is not None and contexts[-1] > most:
         raise UserError(f"--contexts: {contexts[-1]} is beyond the target's context of {most}; name smaller ones")
     longest = most - wanted.new_tokens - wanted.draft_tokens
+    if longest < 1:
+        raise UserError(
+            f"recipe: evaluation.new_tokens {wanted.new_tokens} and draft_tokens {wanted.draft_tokens} leave no room for a prompt in "
+            f"the target's context of {most}; lower them"
+        )
     if prompts_file is None:
         buckets = sample_contexts(materials.held_out, contexts, per_context, longest)
     else:
