@@ -147,14 +147,14 @@ def _contexts_table(run: RunRecord) -> Table | None:
         rows.append(
             [
                 tokens_label(row["context"]),
-                f"{row['conversations']:,}",
-                f"{row['verifications']:,}",
                 number(row.get("acceptance_length")),
                 "–" if low is None or high is None else f"{low:.2f} to {high:.2f}",
+                f"{row['conversations']:,}",
+                f"{row['verifications']:,}",
                 *(number(share) for share in shares),
             ]
         )
-    head = ("context", "prompts", "verified", "length", "95% interval", *(f"draft {n + 1}" for n in range(positions)))
+    head = ("context", "length", "95% interval", "prompts", "verified", *(f"draft {n + 1}" for n in range(positions)))
     rows = [[*row, *["–"] * (len(head) - len(row))] for row in rows]
     return Table(f"By context, {rule(run.by_context)}", head, rows)
 
