@@ -144,9 +144,8 @@ def tell(line: str, *, lead: str = "", colour: str | None = None, stream: TextIO
 
 def tell_error(line: str) -> None:
     """On stderr; in one line on a terminal, too, for what it names is there to be copied."""
-    sys.stderr.write(
-        f"{painted('error:', RED, sys.stderr)} {without_passwords(line)}\n"
-    )  # in one piece: the other ranks may speak, too
+    text = f"{painted('error:', RED, sys.stderr)} {without_passwords(line)}\n"
+    sys.stderr.write(text)  # in one piece: the other ranks may speak, too
     sys.stderr.flush()
 
 

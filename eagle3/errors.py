@@ -31,9 +31,8 @@ def run_command(main: Callable[[], int | None]) -> None:
         if rank == 0:
             tell_error(str(mistake))
         elif local_rank == 0 or not isinstance(mistake, SharedUserError):
-            sys.stderr.write(
-                without_passwords(f"rank {rank}: {mistake}\n")
-            )  # in one piece: the other ranks may speak, too
+            text = without_passwords(f"rank {rank}: {mistake}\n")
+            sys.stderr.write(text)  # in one piece: the other ranks may speak, too
             sys.stderr.flush()
         sys.exit(2)
     except OSError as error:
