@@ -9,7 +9,8 @@ import numpy as np
 from eagle3.durable import write_text
 from eagle3.errors import UserError
 from eagle3.reporting.curves import Curve, measured_curve, tokens_label, told_curve
-from eagle3.reporting.record import ByContext, Record, read_json
+from eagle3.reporting.record import Record, read_json
+from eagle3.reporting.schemas import ByContext
 from eagle3.training.run_folder import RunFolder
 
 WIDE = 6.4  # inches: for a document, not a phone

@@ -84,7 +84,7 @@ def _tiles(run: RunRecord) -> list[Tile]:
         Tile(
             "Held-out acceptance",
             number(best.get("simulated_acceptance_length")),
-            f"simulated, own token not counted; loss, summed over TTT steps, {number(best.get('loss'))} at step {best['step']}"
+            f"simulated, own token not counted; loss, TTT steps weighted by training.step_decay, {number(best.get('loss'))} at step {best['step']}"
             if best
             else "not measured",
         ),

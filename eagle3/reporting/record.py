@@ -4,58 +4,21 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from eagle3.console import without_passwords
 from eagle3.errors import UserError
+from eagle3.reporting.schemas import ByContext, DraftFile, Evaluation, Metrics, Started, first_problem
 from eagle3.training.run_folder import RunFolder
 
 Record = dict[str, Any]
 
-# What a person, or another program, may have written into a file that is read here: a number may be null, but no nonsense.
-Count = Annotated[int, Field(ge=0)]
-Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-Length = Annotated[float, Field(ge=1, allow_inf_nan=False)]  # of acceptance, in tokens
-Edge = Annotated[float, Field(ge=0, allow_inf_nan=False)]  # of its interval
-
-
-class Judged(BaseModel):
-    """Of evaluation.json and of each context in by_context.json."""
-
-    conversations: Count
-    verifications: Count
-    acceptance_length: Length | None = None
-    position_acceptance: list[Share | None] | None = None
-    mismatches: Count | None = None
-    ties: Count | None = None
-
-
-class Evaluation(Judged):
-    new_tokens: Count
-    draft_tokens: Count
-    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    topk: Count | None = None
-    examples: list[dict[str, Any]] | None = None
-
-
-class OfContext(Judged):
-    context: Annotated[int, Field(ge=1)]
-    interval: tuple[Edge | None, Edge | None] | None = None
-
-
-class ByContext(BaseModel):
-    contexts: list[OfContext]
-    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-
-
-class DraftFile(BaseModel):
-    vocab_size: Count
-    draft_vocab_size: Count
-    max_position_embeddings: Count
+KINDS = ("train", "held_out", "skipped")
+MOVE_AWAY = "move it away, and report and card are made without it"
 
 
 class Pace(NamedTuple):
@@ -114,7 +77,8 @@ def read_run(path: Path) -> RunRecord:
     folder = RunFolder(path)
     if not folder.recipe.is_file() and not folder.metrics.is_file():
         raise UserError(f"{path}: holds no run (neither recipe.yaml nor metrics.jsonl); name a run's output.dir")
-    text = without_passwords(folder.recipe.read_text(encoding="utf-8")) if folder.recipe.is_file() else None
+    text = _read_text(folder.recipe, "put the run's recipe there")
+    text = text and without_passwords(text)
     records = _read_metrics(folder.metrics)
     by_kind = {kind: tuple(record for record in records if record["kind"] == kind) for kind in KINDS}
     exports = tuple(record["step"] for record in records if record["kind"] == "exported")
@@ -124,8 +88,8 @@ def read_run(path: Path) -> RunRecord:
         "by_context": (folder.by_context, "launchers/evaluate.py --by-context writes it"),
         "draft": (folder.export / "config.json", "the run has not ended"),
     }
-    kinds = {"evaluation": Evaluation, "by_context": ByContext, "draft": DraftFile}
-    found = {name: read_json(file, kinds.get(name)) for name, (file, _) in optional.items()}
+    kinds = {"started": Started, "evaluation": Evaluation, "by_context": ByContext, "draft": DraftFile}
+    found = {name: read_json(file, kinds[name]) for name, (file, _) in optional.items()}
     lacking = {
         folder.recipe: (text is None, "the resolved recipe"),
         folder.metrics: (not records, "no step was recorded yet"),
@@ -134,9 +98,6 @@ def read_run(path: Path) -> RunRecord:
     absent = tuple(f"{file.relative_to(path)}: {why}" for file, (lacks, why) in lacking.items() if lacks)
     recipe = _read_recipe(folder.recipe, text)
     return RunRecord(folder, text, recipe, **by_kind, exports=exports, **found, absent=absent)
-
-
-KINDS = ("train", "held_out", "skipped")
 
 
 def column(records: Sequence[Record], name: str) -> np.ndarray:
@@ -159,42 +120,40 @@ def _number(value: Any) -> float:
 
 def _read_metrics(path: Path) -> list[Record]:
     """All whole lines; the last may have been cut off by a kill."""
-    if not path.is_file():
-        return []
-    records, lines = [], path.read_text(encoding="utf-8").splitlines()
+    records, lines = [], (_read_text(path, MOVE_AWAY) or "").splitlines()
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
-            if not isinstance(record, dict) or not {"step", "kind"} <= record.keys():
-                raise ValueError("a record has step and kind")
+            Metrics.model_validate_json(line, strict=True)
         except ValueError as error:
-            if number == len(lines):
+            if number == len(lines) and isinstance(error, json.JSONDecodeError):
                 break
-            raise UserError(f"{path}:{number}: damaged ({error}); remove that line") from error
+            why = first_problem(error) if isinstance(error, ValidationError) else error
+            raise UserError(f"{path}:{number}: damaged ({why}); remove that line") from error
         records.append(record)
     return records
 
 
-def read_json(
-    path: Path,
-    kind: type[BaseModel] | None = None,
-    remedy: str = "move it away, and report and card are made without it",
-) -> Record | None:
-    """The object in a file, None where there is no file. Raises UserError for what is no JSON, or not of this kind."""
-    if not path.is_file():
+def _read_text(path: Path, remedy: str) -> str | None:
+    """None where there is no file. Raises UserError for what is no text, or cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8") if path.is_file() else None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: damaged (not UTF-8: {error.reason} at byte {error.start}); {remedy}") from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); {remedy}") from error
+
+
+def read_json(path: Path, kind: type[BaseModel], remedy: str = MOVE_AWAY) -> Record | None:
+    """The object in a file, None where there is no file. Raises UserError for what is not of this kind."""
+    text = _read_text(path, remedy)
+    if text is None:
         return None
     try:
-        text = path.read_text(encoding="utf-8")
         found = json.loads(text)
-        if not isinstance(found, dict):
-            raise ValueError(f"holds a {type(found).__name__}, not an object")
-        if kind is not None:
-            kind.model_validate_json(text, strict=True)
+        kind.model_validate_json(text, strict=True)
     except ValidationError as error:
-        first = error.errors()[0]
-        place, value = ".".join(map(str, first["loc"])), first["input"]
-        what = first["msg"] if first["type"] == "missing" else f"{first['msg']}, not {value!r:.60}"
-        raise UserError(f"{path}: damaged ({place}: {what}); {remedy}") from error
+        raise UserError(f"{path}: damaged ({first_problem(error)}); {remedy}") from error
     except ValueError as error:
         raise UserError(f"{path}: damaged ({error}); {remedy}") from error
     return found

@@ -1,0 +1,200 @@
+"""What a run's files hold, as far as page, card and comparison read it. A person, or another program, may have written them."""
+
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, Field, ValidationError, model_validator
+
+Count = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Length = Annotated[float, Field(ge=1, allow_inf_nan=False)]  # of acceptance, in tokens
+Numbers = list[float | None]
+
+
+class Judged(BaseModel):
+    conversations: Count
+    verifications: Count
+    acceptance_length: Length | None = None
+    position_acceptance: list[Share] | None = None
+    mismatches: Count | None = None
+    ties: Count | None = None
+
+
+class Untrained(BaseModel):
+    acceptance_length: Length
+
+
+class Verified(BaseModel):
+    accepted: list[str]
+    rejected: list[str]
+    own: str | None
+
+
+class Example(BaseModel):
+    prompt: str
+    first: str | None = None
+    verifications: list[Verified]
+
+
+class Evaluation(Judged):
+    """evaluation.json."""
+
+    new_tokens: Count
+    draft_tokens: Count
+    temperature: Amount | None = None
+    topk: Count = 1
+    untrained: Untrained | None = None
+    examples: list[Example] | None = None
+
+
+class OfContext(Judged):
+    context: Annotated[int, Field(ge=1)]
+    interval: tuple[Amount | None, Amount | None] | None = None
+
+
+class ByContext(BaseModel):
+    """by_context.json."""
+
+    contexts: list[OfContext]
+    temperature: Amount | None = None
+
+
+class RopeParameters(BaseModel):
+    rope_type: str = "default"
+    factor: Amount | None = None
+
+
+class DraftFile(BaseModel):
+    """config.json of an export."""
+
+    vocab_size: Count
+    draft_vocab_size: Count
+    max_position_embeddings: Count
+    rope_parameters: RopeParameters | None = None
+    eagle_config: dict[str, Any] | None = None
+
+
+class Target(BaseModel):
+    hub_id: str | None
+    architecture: str
+    layers: Count
+    hidden_size: Count
+    context: Count
+
+
+class Draft(BaseModel):
+    parameters: Count
+    context: Count
+
+
+class Machine(BaseModel):
+    system: str
+    processor: str
+    cores: Count
+    memory_gib: Amount
+    gpu: str | None
+    processes: Count
+
+
+class Vocabulary(BaseModel):
+    size: Count
+    target_size: Count
+    coverage: Share
+
+
+class Histogram(BaseModel):
+    edges: list[Amount]
+    counts: list[Count]
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if not self.counts or len(self.edges) != len(self.counts) + 1 or self.edges != sorted(self.edges):
+            raise ValueError("Edges should ascend and be one more than counts")
+        return self
+
+
+class Prepared(BaseModel):
+    rows: Count
+    truncated: Count
+    dropped: dict[str, Count]
+
+
+class Part(BaseModel):
+    samples: Count
+    tokens: Count
+    supervised: Count
+    longest: Count
+    lengths: Histogram | None = None
+    prepared: Prepared | None = None
+
+
+class Data(BaseModel):
+    datasets: list[str]
+    train: Part
+    held_out: Part
+
+
+class LargestStream(BaseModel):
+    tokens: Count
+    documents: Count
+    supervised: Share
+
+
+class Memory(BaseModel):
+    """Null, and a reason why, where the planner made no estimate."""
+
+    before_gib: Amount
+    estimate_gib: Amount | None
+    why: str | None = None
+    parts_gib: dict[str, Amount] | None = None
+    stream: LargestStream | None = None
+    measured: str | None = None
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if self.estimate_gib is not None and None in (self.parts_gib, self.stream, self.measured):
+            raise ValueError("An estimate should have parts_gib, stream and measured")
+        return self
+
+
+class Started(BaseModel):
+    """run.json."""
+
+    started: str
+    continues: bool
+    steps: Count
+    layout: dict[str, Count]
+    machine: Machine
+    versions: dict[str, str]
+    target: Target
+    draft: Draft
+    vocabulary: Vocabulary
+    data: Data
+    memory: Memory
+
+
+class Metrics(BaseModel):
+    """A line of metrics.jsonl; a number may be null."""
+
+    step: Count
+    kind: str
+    loss: float | None = None
+    step_losses: Numbers | None = None
+    accuracy: Numbers | None = None
+    acceptance_rate: Numbers | None = None
+    simulated_acceptance_length: float | None = None
+    tokens: float | None = None
+    supervised: float | None = None
+    tokens_per_second: float | None = None
+    memory_gib: float | None = None
+    contexts: Numbers | None = None
+    acceptance_by_context: Numbers | None = None
+    supervised_by_context: Numbers | None = None
+
+
+def first_problem(error: ValidationError) -> str:
+    """`key: what should be, not what is`."""
+    first = error.errors()[0]
+    place, value = ".".join(map(str, first["loc"])), first["input"]
+    what = first["msg"] if first["type"] == "missing" else f"{first['msg']}, not {value!r:.60}"
+    return f"{place}: {what}" if place else what
