@@ -35,7 +35,7 @@ def main() -> int:
     from eagle3.evaluation.acceptance import Sampling
     from eagle3.parallel.topology import start_distributed, stop_distributed
     from eagle3.training.assemble import gather_materials
-    from eagle3.training.judging import judge, judge_contexts, judge_served
+    from eagle3.training.judging import judge, judge_contexts, judge_served, what_is_measured
 
     topology = start_distributed()
     console = Console(topology.is_first, options.quiet)
@@ -56,10 +56,7 @@ def main() -> int:
         if topology.is_first:
             for line in by_context.lines():
                 tell(line)
-        texts = "held-out samples" if options.prompts is None else options.prompts.name
-        target = Path(recipe.model.target)  # of a folder its name alone, for comparisons are published
-        name = target.name if target.expanduser().is_dir() else recipe.model.target
-        result = {**by_context.as_dict(), "draft": str(draft), "target": name, "texts": texts}
+        result = by_context.as_dict() | {"draft": str(draft)} | what_is_measured(recipe, materials, options.prompts)
         lossless = by_context.lossless
     else:
         if options.engine == "sglang":

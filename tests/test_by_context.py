@@ -1,13 +1,15 @@
 """Acceptance by context: which prompts a bucket takes, intervals that hold what they promise, and the launcher from end to end."""
 
 import json
+import re
+import runpy
 import sys
 
 import numpy as np
 import pytest
 import torch
 from test_evaluate import refused
-from tiny_run import finish, launch, make_target, write_recipe
+from tiny_run import ROOT, finish, launch, make_target, write_recipe
 
 from eagle3.console import Console
 from eagle3.data.samples import SampleSet
@@ -21,6 +23,7 @@ from eagle3.evaluation.decoding import SpeculativeOutput
 from eagle3.evaluation.drafter import untrained_draft
 from eagle3.evaluation.speculative import DecodedConversation
 from eagle3.recipe import load_recipe
+from eagle3.target.checkpoint import fingerprint
 from eagle3.target.transformers import load_target
 from eagle3.training.assemble import gather_materials
 from eagle3.training.judging import judge_contexts
@@ -188,7 +191,10 @@ def test_by_context_writes_and_prints_every_bucket(run):
     result = json.loads((folder / "by_context.json").read_text())
     assert (result["engine"], result["temperature"], result["seed"]) == ("transformers", 0, 0)
     assert (result["draft_tokens"], result["new_tokens"], result["draft"]) == (4, 12, str(folder / "export"))
-    assert (result["target"], result["texts"]) == ("target", "held-out samples")
+    target = fingerprint(run.parent / "target")[:8]
+    assert result["target"] == f"target ({target})" and re.fullmatch(
+        r"\d+ held-out samples of [\d,]+ tokens", result["texts"]
+    )
     assert ([each["context"] for each in result["contexts"]], result["left_out"]) == ([32, 64], [16, 128])
     assert "context 128: left out, no text is of that length" in said
     rows = {line.split()[0]: line.split() for line in said.splitlines() if line.startswith("     ")}
@@ -197,6 +203,8 @@ def test_by_context_writes_and_prints_every_bucket(run):
         assert each["interval"][0] <= each["acceptance_length"] <= each["interval"][1]
         assert len(each["position_acceptance"]) == len(each["position_intervals"]) == 4
         assert rows[str(each["context"])] == [str(each["context"]), *(f"{x:.2f}" for x in each["position_acceptance"])]
+    # a second judge would not call this something else than an evaluation
+    runpy.run_path(str(ROOT / "launchers" / "evaluate.py"))["check_out"](folder / "by_context.json")
 
 
 def test_a_quiet_judge_says_the_result_alone_and_leaves_examples(run):

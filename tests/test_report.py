@@ -13,6 +13,7 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from report_case import HOSTILE, STEPS, by_context, change, started, write_json, write_run
 from tiny_run import ROOT, conversations, make_target, metrics, write_recipe
@@ -181,7 +182,18 @@ def test_a_damaged_file_is_named_with_its_line(run):
     run.metrics.write_text("\n".join([lines[0], "{", *lines[1:]]), encoding="utf-8")
     with pytest.raises(UserError, match=r"metrics\.jsonl:2: damaged"):
         read_run(run.path)
+    run.metrics.write_text("\n".join([lines[0].replace('"loss": ', '"loss": "x", "was": '), *lines]), encoding="utf-8")
+    with pytest.raises(UserError, match=r"metrics\.jsonl:1: damaged \(loss: Input should be a valid number, not 'x'\)"):
+        read_run(run.path)
+    run.metrics.write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match=r"metrics\.jsonl: damaged \(not UTF-8: .* at byte 0\); move it away"):
+        read_run(run.path)
     run.metrics.unlink()
+    recipe = run.recipe.read_bytes()
+    run.recipe.write_bytes(b"\xff")
+    with pytest.raises(UserError, match=r"recipe\.yaml: damaged \(not UTF-8: .*\); put the run's recipe there"):
+        read_run(run.path)
+    run.recipe.write_bytes(recipe)
     run.evaluation.write_text("[]", encoding="utf-8")
     with pytest.raises(UserError, match=r"evaluation\.json: damaged"):
         read_run(run.path)
@@ -193,6 +205,13 @@ def test_a_damaged_file_is_named_with_its_line(run):
         ("evaluation.json", {"acceptance_length": "x"}, "acceptance_length: Input should be a valid number"),
         ("evaluation.json", {"acceptance_length": float("nan")}, "acceptance_length: Input should be a finite number"),
         ("evaluation.json", {"position_acceptance": [0.5, 1.5]}, "position_acceptance.1: "),
+        ("evaluation.json", {"position_acceptance": [0.5, None]}, "position_acceptance.1: Input should be a valid "),
+        ("evaluation.json", {"topk": None}, "topk: Input should be a valid integer, not None"),
+        ("evaluation.json", {"untrained": 3}, "untrained: Input should be "),
+        ("evaluation.json", {"untrained": {"acceptance_length": None}}, "untrained.acceptance_length: "),
+        ("evaluation.json", {"examples": [{}]}, "examples.0.prompt: Field required"),
+        ("run.json", {"data": {}}, "data.datasets: Field required"),
+        ("run.json", {"memory": {"before_gib": 1, "estimate_gib": 1}}, "memory: Value error, An estimate should have "),
         ("by_context.json", {"contexts": 3}, "contexts: Input should be a valid "),
         ("by_context.json", {"contexts": [{"context": 512}]}, "contexts.0.conversations: Field required"),
         ("export/config.json", {"draft_vocab_size": None}, "draft_vocab_size: Input should be a valid integer"),
@@ -464,18 +483,30 @@ def test_a_run_ends_with_its_report_and_its_card(trained):
     )
 
 
-def test_a_judge_that_refuses_costs_no_report(trained, topology, monkeypatch):
+@pytest.mark.parametrize(
+    ("raised", "told"),
+    [
+        (UserError("the judge: refuses"), "the judge: refuses"),
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried"),
+            r"out of memory on cpu \(CUDA.*\); .* launchers/evaluate\.py",
+        ),
+    ],
+)
+def test_a_judge_that_refuses_costs_no_report(trained, topology, monkeypatch, raised, told):
     folder = RunFolder(trained.output.dir)
     folder.report.unlink()
+    folder.card.unlink()
+    exports = read_run(folder.path).exports
 
-    def refuse(*_):
-        raise UserError("the judge: refuses")
+    def refuse(*_, **__):
+        raise raised
 
-    monkeypatch.setattr("eagle3.training.run.judge", refuse)
-    with pytest.raises(UserError, match="the judge: refuses"):
+    monkeypatch.setattr("eagle3.training.judging.judge_export", refuse)
+    with pytest.raises(UserError, match=told):
         train(trained, ZERO2, topology, Resume.YES, console=Console(speaks=False), finish=write_up)
     assert folder.report.exists() and folder.card.exists()
-    assert read_run(folder.path).exports[-1] in (2, 4)
+    assert read_run(folder.path).exports == (*exports, exports[-1])
 
 
 def test_a_resumed_run_describes_its_later_start(trained, topology):

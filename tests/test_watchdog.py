@@ -6,7 +6,8 @@ import sys
 import pytest
 from tiny_run import finish, launch
 
-CASES = ("sound", "killed", "first killed", "stopped", "hangs", "own mistake", "shared mistake")
+FIRST_WORKS = ("first works", "first works and dies")
+CASES = ("sound", "killed", "first killed", "stopped", "hangs", "own mistake", "shared mistake", *FIRST_WORKS)
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +36,14 @@ def test_a_rank_that_died_is_named_with_the_step_it_was_at(said, case, culprit):
     assert late == "[]" and codes[0] == codes[2] == 1
 
 
-def test_the_first_ranks_death_is_told_by_another(said):
-    verdicts, codes, late = said["first killed"]
+def test_the_others_wait_for_the_first_longer_than_a_collective_would(said):
+    verdicts, codes, _ = said["first works"]
+    assert not verdicts and codes == [0, 0, 0]
+
+
+@pytest.mark.parametrize("case", ["first killed", "first works and dies"])
+def test_the_first_ranks_death_is_told_by_another(said, case):
+    verdicts, codes, late = said[case]
     assert verdicts and all(verdict.startswith("rank 0 ") and "has ended" in verdict for verdict in verdicts)
     assert late == "[]" and codes[1] == codes[2] == 1
 

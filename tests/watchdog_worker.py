@@ -3,6 +3,7 @@
 python tests/watchdog_worker.py CASE...
 """
 
+import datetime
 import os
 import signal
 import sys
@@ -19,12 +20,14 @@ from eagle3.parallel.watchdog import Watchdog
 
 RANKS = 3
 SILENT, HANGS = 5.0, 8.0
+PATIENCE = 4.0  # of collectives, where the first rank works for longer
 
 
 def ranks(case: str) -> None:
     if case == "stopped":
         os.environ["SLURMD_NODENAME"] = f"n{os.environ['RANK']}"  # each on a node of its own
-    start_distributed()
+    patience = {"timeout": datetime.timedelta(seconds=PATIENCE)} if case.startswith("first works") else {}
+    start_distributed(**patience)
     with Watchdog(
         address=os.environ["MASTER_ADDR"],
         port=int(os.environ["MASTER_PORT"]),
@@ -37,18 +40,31 @@ def ranks(case: str) -> None:
         if case == "shared mistake":
             time.sleep(0.7 * rank)
             raise SharedUserError("all ranks make it")
-        with watchdog.watching():
-            try:
+        try:  # as training does
+            with watchdog.watching():
                 for step in range(10 if case == "sound" else 1):  # a sound job takes longer than HANGS in all
                     watchdog.at(f"step {step}, stream 1 of 2")
                     time.sleep(1.0 if case == "sound" else 2.5)  # some beats
                     if rank == (0 if case == "first killed" else 1):
                         misbehave(case)
                     add_up()
-            except RuntimeError:
-                watchdog.await_verdict()
-                raise
+            if case.startswith("first works"):
+                work_alone(case, watchdog)
+                add_up()
+        except RuntimeError:
+            watchdog.await_verdict()
+            raise
     stop_distributed()
+
+
+def work_alone(case: str, watchdog: Watchdog) -> None:
+    if dist.get_rank():
+        watchdog.await_first()
+        return
+    time.sleep(2.5 * PATIENCE)
+    if case == "first works and dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    watchdog.first_is_done()
 
 
 def misbehave(case: str) -> None:

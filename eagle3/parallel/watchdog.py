@@ -33,7 +33,7 @@ VERDICT_SECONDS = SILENT_SECONDS + 20.0
 # From a verdict to the end of the processes; their own error messages may still come.
 GRACE_SECONDS = 3.0
 SEE_OFF_SECONDS = 5.0
-VERDICT = "verdict"
+VERDICT, FIRST_DONE = "verdict", "first is done"
 FIRST_ENDED = "rank 0 has ended, and with it the job's store"
 PACKAGE = Path(__file__).parent.parent
 
@@ -114,6 +114,16 @@ class Watchdog:
             yield
         finally:
             self.watched = False
+
+    def first_is_done(self) -> None:
+        """The first rank calls this; the others go on from `await_first`."""
+        self.store.set(FIRST_DONE, "")
+
+    def await_first(self) -> None:
+        """Wait as long as the first rank takes for what it alone does, where a collective would lose patience. Of its death
+        this watchdog says a line, as elsewhere."""
+        while not self.store.check([FIRST_DONE]):
+            time.sleep(BEAT_SECONDS)
 
     def await_verdict(self) -> None:
         """Give the watchdog the time to say which rank broke a collective; it ends this process when it knows."""

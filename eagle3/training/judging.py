@@ -20,6 +20,7 @@ from eagle3.evaluation.prompts import read_prompts
 from eagle3.evaluation.serving import DraftTree, Logits, check_belongs, judge_by_sglang
 from eagle3.parallel.topology import Topology
 from eagle3.recipe import Recipe
+from eagle3.target.checkpoint import fingerprint
 from eagle3.target.sglang.server import EngineOptions
 from eagle3.target.sglang.version import CONTEXT_RESERVE, require_captured
 from eagle3.target.transformers import TransformersTarget
@@ -41,24 +42,31 @@ def judge(
 ) -> Judgement:
     """Judge an exported draft by transformers as the recipe's evaluation section says, and say the result.
 
-    target: None to load it. prompts_file: see read_prompts; None for held-out conversations.
+    target: None to load it. prompts_file: see read_prompts; None for held-out conversations. Raises UserError for what the
+    user can mend, memory that does not suffice among it.
     """
     wanted = recipe.evaluation
     prompts = _prompts_to_judge(recipe, materials, prompts_file, room=wanted.new_tokens + wanted.draft_tokens)
-    target = target or _target_of(recipe, materials, exported, topology, console)
-    console(f"decoding {len(prompts)} {'prompts' if prompts_file else 'held-out conversations'} speculatively")
-    judgement = judge_export(
-        exported,
-        target,
-        prompts,
-        topology.modules_alone,
-        materials.tokenizer,
-        draft_tokens=wanted.draft_tokens,
-        new_tokens=wanted.new_tokens,
-        seed=recipe.training.seed,
-        sampling=sampling,
-        report=console,
-    )
+    try:
+        target = target or _target_of(recipe, materials, exported, topology, console)
+        console(f"decoding {len(prompts)} {'prompts' if prompts_file else 'held-out conversations'} speculatively")
+        judgement = judge_export(
+            exported,
+            target,
+            prompts,
+            topology.modules_alone,
+            materials.tokenizer,
+            draft_tokens=wanted.draft_tokens,
+            new_tokens=wanted.new_tokens,
+            seed=recipe.training.seed,
+            sampling=sampling,
+            report=console,
+        )
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            f"evaluation: out of memory on {topology.device} ({str(error).partition('. ')[0]}); the draft in {exported} is whole: "
+            "judge it with launchers/evaluate.py, which has the device to itself, and there by shorter --prompts"
+        ) from error
     for line in judgement.lines():
         console.result(line)
     return judgement
@@ -101,6 +109,17 @@ def judge_contexts(
         sampling=sampling,
         report=console,
     )
+
+
+def what_is_measured(recipe: Recipe, materials: Materials, prompts_file: Path | None) -> dict[str, str]:
+    """Target and texts of a judgement, so that comparisons see where they differ. Of paths the last part alone."""
+    model, samples = recipe.model, materials.held_out
+    name = Path(model.target).name if Path(model.target).expanduser().is_dir() else model.target
+    own = f"{len(samples):,} held-out samples of {int(samples.lengths.sum()):,} tokens"
+    return {
+        "target": f"{name} ({fingerprint(materials.target, revision=model.revision)[:8]})",
+        "texts": own if prompts_file is None else prompts_file.name,
+    }
 
 
 def judge_served(

@@ -147,14 +147,14 @@ def _train(
 
     def judged() -> bool:
         try:
-            lossless = _judge(recipe, materials, supply.target, folder, topology, console)
-        except UserError:
+            return _judge(recipe, materials, supply.target, folder, topology, console)
+        finally:
             finish(folder.path, console)
-            raise
-        finish(folder.path, console)
-        return lossless
+            watchdog.first_is_done()
 
     # The others wait, for a Slurm job ends soon after the first of its ranks, and are told what the first one refuses.
+    if not topology.is_first:
+        watchdog.await_first()
     return agreed(judged if topology.is_first else None) is not False
 
 
