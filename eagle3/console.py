@@ -16,7 +16,7 @@ RED, GREEN, YELLOW, PLAIN = "\033[31m", "\033[32m", "\033[33m", "\033[0m"
 QUIET_SECONDS = 2.0  # a step that ends sooner says nothing of its progress
 # Between two lines of a step: 5 s at first, more as it lasts, so that 10 minutes take 60 lines and a day takes 3,000.
 FIRST_GAP, LAST_GAP, GAPS = 5.0, 30.0, 20
-USERINFO = re.compile(r"(?<=://)[^\s/@'\"]+@")  # of a URL: a name and password, or a token
+USERINFO = re.compile(r"(?<=://)[^\s/?#'\"]+@")  # of a URL: a name and password, or a token
 BETWEEN_FIELDS = re.compile(r"((?<=[,;]) |  +)")
 
 

@@ -250,7 +250,7 @@ def test_only_the_first_rank_speaks_but_every_rank_fails_aloud(capsys):
 def test_what_a_url_tells_of_its_user_is_never_printed(capsys):
     console = Console(speaks=True)
     console("reading http://ann:secret@host/a@b, then s3://token-secret@bucket/x and http://host/ann@home")
-    console.warn("http://ann:secret@host:8000")
+    console.warn("http://ann:sec@ret@host:8000")  # an @ that should have been %40
     console.fail('target.servers: ["https://ann:sec%40ret@host"]')
     with pytest.raises(SystemExit):
         run_command(refuse)
