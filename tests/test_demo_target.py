@@ -5,13 +5,16 @@ import math
 
 import pytest
 import torch
+from tiny_run import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from eagle3.data.standard_library import standard_library_conversations, standard_library_text
 from eagle3.errors import UserError
+from eagle3.recipe import load_recipe
 from eagle3.target.demo import ANSWERS, HELD_OUT_ANSWERS, byte_level_tokenizer, demo_target
 from eagle3.target.demo_training import batches, rate, train_language_model
 from eagle3.target.muon import Muon
+from eagle3.training.assemble import gather_materials
 
 TINY = {
     "vocab_size": 300,
@@ -63,6 +66,19 @@ def test_who_wants_the_target_of_an_earlier_run_gets_no_new_one(tmp_path):
     assert not list(tmp_path.iterdir())
     made = _demo(tmp_path)
     assert _demo(tmp_path, make=False).folder == made.folder
+
+
+def test_a_demo_target_named_by_its_folder_still_offers_its_answers(tmp_path):
+    folder = _demo(tmp_path).folder
+    recipe = load_recipe(
+        ROOT / "recipes" / "quickstart.yaml",
+        [f"model.target={folder}", f"data.cache_dir={tmp_path / 'cache'}", "model.draft.vocab_size=null"],
+    )
+    materials = gather_materials(recipe, torch.device("cpu"), lambda line: None, make_target=False)
+    assert (len(materials.train), len(materials.held_out)) == (3, 3)
+    (folder / ANSWERS).unlink()
+    with pytest.raises(UserError, match=r"data names demo_answers, but model\.target is "):
+        gather_materials(recipe, torch.device("cpu"), lambda line: None)
 
 
 def test_another_seed_text_or_size_gives_another_folder(tmp_path):

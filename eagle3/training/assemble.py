@@ -67,10 +67,12 @@ def _gather(recipe: Recipe, device: torch.device, say: Say, make_target: bool) -
     words: dict[str, str] = {}  # what data.train and data.held_out may name beside files and datasets
     target = model.target
     if target == "demo":
-        folder = _demo(recipe, device, say, make_target)
-        if model.demo.text == "conversations":  # the files ask nothing that could be answered
-            words = {"demo_answers": str(folder / ANSWERS), "demo_answers:held_out": str(folder / HELD_OUT_ANSWERS)}
-        target = str(folder)
+        target = str(_demo(recipe, device, say, make_target))
+    if (Path(target) / ANSWERS).is_file():  # a demo target by that name or by its folder
+        words = {
+            "demo_answers": str(Path(target, ANSWERS)),
+            "demo_answers:held_out": str(Path(target, HELD_OUT_ANSWERS)),
+        }
     if not words and any(source.startswith("demo_answers") for source in [*data.train, *(data.held_out or [])]):
         asked = f"model.target is {model.target!r}" if model.target != "demo" else "model.demo.text is 'files'"
         raise UserError(f"recipe: data names demo_answers, but {asked}; name other data")
