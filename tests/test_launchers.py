@@ -109,9 +109,10 @@ def test_an_export_is_judged_by_itself_as_after_training(recipe, topology):
     run = recipe.parent / "run"
     assert load_file(run / "export" / "model.safetensors")["d2t"].shape == (200,)
     after_training = json.loads((run / "evaluation.json").read_text(encoding="utf-8"))
-    (run / "evaluation.json").unlink()
     said = finish(launch(sys.executable, "launchers/evaluate.py", "--recipe", str(recipe)))
     judged = json.loads((run / "evaluation.json").read_text(encoding="utf-8"))
+    assert json.loads((run / "evaluation.1.json").read_text(encoding="utf-8")) == after_training
+    assert "evaluation.json held an earlier result: moved to " in said
     assert judged["conversations"] == 2 and judged["lossless"]
     assert f"acceptance length {judged['acceptance_length']:.2f}" in said
     exact = ("conversations", "identical", "ties", "acceptance_length", "position_acceptance", "lossless")
