@@ -200,6 +200,11 @@ def silence_libraries() -> None:
     disable_progress_bars()
 
 
+def counted(count: int, thing: str) -> str:
+    """1 sample, 2 samples."""
+    return f"{count:,} {thing}{'' if count == 1 else 's'}"
+
+
 def duration(seconds: float) -> str:
     minutes, seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)

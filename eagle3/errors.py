@@ -19,6 +19,11 @@ class SharedUserError(UserError):
     """A mistake that every process of a job raises, so that one of them is enough to say it."""
 
 
+def first_sentence(error: Exception) -> str:
+    """Of what PyTorch says at length where memory does not suffice."""
+    return str(error).partition(". ")[0]
+
+
 def run_command(main: Callable[[], int | None]) -> None:
     """Run a launcher's `main`: a UserError becomes one line on stderr and exit code 2, never a traceback.
 

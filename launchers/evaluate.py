@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3.console import Console, silence_libraries, tell
+from eagle3.data.conversations import KINDS
 from eagle3.durable import move_aside, write_text
 from eagle3.errors import UserError, run_command
 from eagle3.recipe import Recipe, load_recipe
@@ -147,8 +148,7 @@ def check(options: argparse.Namespace, recipe: Recipe, draft: Path) -> None:
             "recipe: evaluation.conversations is 0, so there is nothing to judge; set it to 16, say, name --prompts, or judge "
             "--by-context"
         )
-    kinds = (".jsonl", ".json", ".parquet", ".txt")
-    if options.prompts is not None and not (options.prompts.is_file() and options.prompts.suffix in kinds):
+    if options.prompts is not None and not (options.prompts.is_file() and options.prompts.suffix in (*KINDS, ".txt")):
         what = "is no file of such a kind" if options.prompts.exists() else "no such file"
         raise UserError(f"--prompts {options.prompts}: {what}; name a .jsonl, .json, .parquet or .txt file")
     if not (draft / "config.json").is_file():

@@ -11,8 +11,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from eagle3.console import counted
 from eagle3.data.samples import SampleSet
-from eagle3.errors import UserError
+from eagle3.errors import UserError, first_sentence
 from eagle3.evaluation.acceptance import GREEDY, Sampling
 from eagle3.evaluation.by_context import ContextAcceptance, ContextJudgement
 from eagle3.evaluation.contexts import ContextPrompts
@@ -162,14 +163,14 @@ def judge_by_context(
     for context, prompts in buckets:
         what = f"context {context:,}"
         if prompts:
-            report(f"{what}: {len(prompts)} prompt{'' if len(prompts) == 1 else 's'}")
+            report(f"{what}: {counted(len(prompts), 'prompt')}")
         why, decoded = "no text is of that length", []
         try:
             if prompts:
                 why = "the target ends all with their first token"
                 decoded = decode_conversations(target, drafter, prompts, what=what, timed=False, **options)
         except torch.OutOfMemoryError as error:  # what was measured before is kept
-            why = f"out of memory ({str(error).partition('. ')[0]})"
+            why = f"out of memory ({first_sentence(error)})"
         if any(each.verifications for each in decoded):
             contexts.append(ContextAcceptance.over(context, decoded, draft_tokens, sampling.seed))
             continue

@@ -10,11 +10,12 @@ from typing import Any
 import jinja2
 from huggingface_hub import ModelCardData
 
+from eagle3.console import counted
 from eagle3.data.download import is_dataset
 from eagle3.durable import write_text
 from eagle3.errors import UserError
-from eagle3.reporting.curves import rule, simulated_positions, tokens_label
-from eagle3.reporting.record import RunRecord, counted, hub_id_of, read_run, target_name
+from eagle3.reporting.curves import context_rows, rule, simulated_positions
+from eagle3.reporting.record import RunRecord, hub_id_of, read_run, target_name
 from eagle3.target.sglang.version import speculative_flags
 
 TEMPLATE = Path(__file__).with_name("card.md")
@@ -207,20 +208,8 @@ def _contexts(run: RunRecord) -> dict[str, Any] | None:
     found = run.by_context
     if not found or not found.get("contexts"):
         return None
-    rows = []
-    for row in sorted(found["contexts"], key=lambda row: row["context"]):
-        length, interval = row.get("acceptance_length"), row.get("interval")
-        rows.append(
-            (
-                tokens_label(row["context"]),
-                "–" if length is None else f"{length:.2f}",
-                f"{interval[0]:.2f} to {interval[1]:.2f}" if interval and None not in interval else "–",
-                f"{row['conversations']:,}",
-                f"{row['verifications']:,}",
-            )
-        )
     told = f"{found.get('engine')} {found.get('engine_version')}, {found.get('draft_tokens')} drafted tokens"
-    return {"rows": rows, "conditions": f"{told}, {rule(found)}"}
+    return {"rows": [row for row, _ in context_rows(found)], "conditions": f"{told}, {rule(found)}"}
 
 
 def _serving(run: RunRecord, target: str) -> dict[str, str]:

@@ -93,8 +93,8 @@ def _conditions(compared: Sequence[Compared]) -> str:
     """How it was measured, and a warning where runs were measured differently."""
     told = []
     for name in CONDITIONS:
-        values = [prompts_told(each.found) if name == "prompts" else each.found.get(name) for each in compared]
-        if values[0] is None and len(set(values)) == 1:  # files of an earlier version
+        values = [_prompts(each.found) if name == "prompts" else each.found.get(name) for each in compared]
+        if set(values) == {None}:  # files of an earlier version
             continue
         if len(set(values)) == 1:
             told.append(f"{name} {values[0]}")
@@ -105,7 +105,7 @@ def _conditions(compared: Sequence[Compared]) -> str:
     return "; ".join(told) + "."
 
 
-def prompts_told(found: Record) -> str:
+def _prompts(found: Record) -> str:
     """How many prompts a context has."""
     counts = sorted({row["conversations"] for row in found["contexts"]})
     return f"{counts[0]} a context" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} a context"

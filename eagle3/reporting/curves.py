@@ -51,6 +51,36 @@ def rule(judged: Record) -> str:
     return f"at temperature {judged['temperature']:g}" if judged.get("temperature") else "greedy"
 
 
+class ContextRow(NamedTuple):
+    """What is told of one context of a by_context.json, as text."""
+
+    context: str
+    length: str
+    interval: str
+    prompts: str
+    verifications: str
+
+
+def context_rows(by_context: Record) -> list[tuple[ContextRow, list[float]]]:
+    """Of a by_context.json, contexts ascending; and the share of the verifications that accepted drafts 0..i."""
+    rows = []
+    for row in sorted(by_context["contexts"], key=lambda row: row["context"]):
+        low, high = row.get("interval") or (None, None)
+        told = ContextRow(
+            tokens_label(row["context"]),
+            number(row.get("acceptance_length")),
+            "–" if low is None or high is None else f"{low:.2f} to {high:.2f}",
+            f"{row['conversations']:,}",
+            f"{row['verifications']:,}",
+        )
+        rows.append((told, row.get("position_acceptance") or []))
+    return rows
+
+
+def number(value: float | None) -> str:
+    return "–" if value is None or not np.isfinite(value) else f"{value:.2f}"
+
+
 def told_curve(curve: Curve) -> str:
     pairs = zip(curve.contexts, curve.lengths, strict=True)
     return ", ".join(f"{length:.2f} at {tokens_label(context)}" for context, length in pairs if np.isfinite(length))

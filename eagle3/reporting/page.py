@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jinja2
-import numpy as np
 
-from eagle3.console import duration
+from eagle3.console import counted, duration
 from eagle3.reporting.advice import Advice, advise
 from eagle3.reporting.charts import Absent
-from eagle3.reporting.curves import rule, tokens_label
+from eagle3.reporting.curves import context_rows, number, rule
 from eagle3.reporting.drawing import DPI, HEIGHT, WIDTH, Chart
-from eagle3.reporting.record import Record, RunRecord, counted, target_name
+from eagle3.reporting.record import Record, RunRecord, target_name
 
 SECTIONS = {  # title -> names of its charts, or the titles of those that could not be drawn
     "Training": ("loss", "acceptance", "Loss by TTT step", "Acceptance rate by TTT step"),
@@ -139,23 +138,10 @@ def _contexts_table(run: RunRecord) -> Table | None:
     """Of by_context.json: what the chart shows, in numbers, and acceptance by draft position."""
     if not run.by_context or not run.by_context["contexts"]:
         return None
-    rows, positions = [], 0
-    for row in sorted(run.by_context["contexts"], key=lambda row: row["context"]):
-        low, high = row.get("interval") or (None, None)
-        shares = row.get("position_acceptance") or []
-        positions = max(positions, len(shares))
-        rows.append(
-            [
-                tokens_label(row["context"]),
-                number(row.get("acceptance_length")),
-                "–" if low is None or high is None else f"{low:.2f} to {high:.2f}",
-                f"{row['conversations']:,}",
-                f"{row['verifications']:,}",
-                *(number(share) for share in shares),
-            ]
-        )
+    found = context_rows(run.by_context)
+    positions = max(len(shares) for _, shares in found)
     head = ("context", "length", "95% interval", "prompts", "verified", *(f"draft {n + 1}" for n in range(positions)))
-    rows = [[*row, *["–"] * (len(head) - len(row))] for row in rows]
+    rows = [[*row, *map(number, shares), *["–"] * (positions - len(shares))] for row, shares in found]
     return Table(f"By context, {rule(run.by_context)}", head, rows)
 
 
@@ -256,10 +242,6 @@ def _facts(run: RunRecord) -> list[tuple[str, str]]:
         ("machine", f"{processor}, {machine['system']}"),
         *run.started["versions"].items(),
     ]
-
-
-def number(value: float | None) -> str:
-    return "–" if value is None or not np.isfinite(value) else f"{value:.2f}"
 
 
 def short(count: int) -> str:

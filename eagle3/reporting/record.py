@@ -123,14 +123,11 @@ def _read_metrics(path: Path) -> list[Record]:
     records, lines = [], (_read_text(path, MOVE_AWAY) or "").splitlines()
     for number, line in enumerate(lines, 1):
         try:
-            record = json.loads(line)
-            Metrics.model_validate_json(line, strict=True)
+            records.append(_parsed(line, Metrics))
         except ValueError as error:
             if number == len(lines) and isinstance(error, json.JSONDecodeError):
                 break
-            why = first_problem(error) if isinstance(error, ValidationError) else error
-            raise UserError(f"{path}:{number}: damaged ({why}); remove that line") from error
-        records.append(record)
+            raise UserError(f"{path}:{number}: damaged ({error}); remove that line") from error
     return records
 
 
@@ -150,12 +147,18 @@ def read_json(path: Path, kind: type[BaseModel], remedy: str = MOVE_AWAY) -> Rec
     if text is None:
         return None
     try:
-        found = json.loads(text)
-        kind.model_validate_json(text, strict=True)
-    except ValidationError as error:
-        raise UserError(f"{path}: damaged ({first_problem(error)}); {remedy}") from error
+        return _parsed(text, kind)
     except ValueError as error:
         raise UserError(f"{path}: damaged ({error}); {remedy}") from error
+
+
+def _parsed(text: str, kind: type[BaseModel]) -> Record:
+    """Raises JSONDecodeError for what is no JSON, another ValueError for what is not of this kind."""
+    found = json.loads(text)
+    try:
+        kind.model_validate(found, strict=True)
+    except ValidationError as error:
+        raise ValueError(first_problem(error)) from error
     return found
 
 
@@ -167,11 +170,6 @@ def _read_recipe(path: Path, text: str | None) -> Record:
     except yaml.YAMLError as error:
         raise UserError(f"{path}: not valid YAML ({error}); put the run's recipe there") from error
     return values if isinstance(values, dict) else {}
-
-
-def counted(count: int, thing: str) -> str:
-    """1 sample, 2 samples."""
-    return f"{count:,} {thing}{'' if count == 1 else 's'}"
 
 
 def target_name(run: RunRecord) -> str:

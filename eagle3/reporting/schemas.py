@@ -49,7 +49,7 @@ class Evaluation(Judged):
 
 class OfContext(Judged):
     context: Annotated[int, Field(ge=1)]
-    interval: tuple[Amount | None, Amount | None] | None = None
+    interval: Annotated[list[Amount | None], Field(min_length=2, max_length=2)] | None = None
 
 
 class ByContext(BaseModel):

@@ -68,11 +68,9 @@ def _gather(recipe: Recipe, device: torch.device, say: Say, make_target: bool) -
     target = model.target
     if target == "demo":
         target = str(_demo(recipe, device, say, make_target))
-    if (Path(target) / ANSWERS).is_file():  # a demo target by that name or by its folder
-        words = {
-            "demo_answers": str(Path(target, ANSWERS)),
-            "demo_answers:held_out": str(Path(target, HELD_OUT_ANSWERS)),
-        }
+    answers, held_out_answers = Path(target, ANSWERS), Path(target, HELD_OUT_ANSWERS)
+    if answers.is_file():  # a demo target by that name or by its folder
+        words = {"demo_answers": str(answers), "demo_answers:held_out": str(held_out_answers)}
     if not words and any(source.startswith("demo_answers") for source in [*data.train, *(data.held_out or [])]):
         asked = f"model.target is {model.target!r}" if model.target != "demo" else "model.demo.text is 'files'"
         raise UserError(f"recipe: data names demo_answers, but {asked}; name other data")

@@ -11,7 +11,7 @@ from torch import Tensor
 from eagle3.console import Console, waiting
 from eagle3.data.vocabulary import DraftVocabulary
 from eagle3.draft.interchange import read_exported
-from eagle3.errors import UserError
+from eagle3.errors import UserError, first_sentence
 from eagle3.evaluation.acceptance import GREEDY, Sampling
 from eagle3.evaluation.by_context import ContextJudgement
 from eagle3.evaluation.contexts import prompt_contexts, sample_contexts
@@ -64,7 +64,7 @@ def judge(
         )
     except torch.OutOfMemoryError as error:
         raise UserError(
-            f"evaluation: out of memory on {topology.device} ({str(error).partition('. ')[0]}); the draft in {exported} is whole: "
+            f"evaluation: out of memory on {topology.device} ({first_sentence(error)}); the draft in {exported} is whole: "
             "judge it with launchers/evaluate.py, which has the device to itself, and there by shorter --prompts"
         ) from error
     for line in judgement.lines():

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from eagle3.attention.cuda import take_installed_flash
 from eagle3.console import Console, waiting
 from eagle3.data.vocabulary import save_vocabulary
-from eagle3.errors import UserError
+from eagle3.errors import UserError, first_sentence
 from eagle3.evaluation.export_check import NotChecked, NotInstalled, check_export
 from eagle3.evaluation.judge import choose_prompts
 from eagle3.parallel.topology import Topology, agreed
@@ -183,7 +183,7 @@ def _broken_collectives(watchdog: Watchdog, topology: Topology) -> Iterator[None
         yield
     except torch.OutOfMemoryError as error:
         raise UserError(
-            f"{topology.device}: out of memory at {watchdog.place} ({str(error).partition('. ')[0]}); launchers/plan.py says "
+            f"{topology.device}: out of memory at {watchdog.place} ({first_sentence(error)}); launchers/plan.py says "
             "what fits: more sequence ranks, memory.recompute, memory.block_mib, a shorter data.max_length"
         ) from error
     except RuntimeError as error:
