@@ -1,6 +1,7 @@
 """What the tests share: the process groups of a job of one process, and one thread for tensors that are all tiny."""
 
 import os
+import runpy
 import sys
 from importlib import import_module
 from importlib.util import find_spec
@@ -9,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-SHIMS = str(Path(__file__).parent / "sglang_cpu" / "shims")
+TESTS = Path(__file__).parent
+SHIMS, LAUNCHERS = str(TESTS / "sglang_cpu" / "shims"), TESTS.parent / "launchers"
 
 
 def pytest_configure() -> None:
@@ -38,3 +40,17 @@ def one_thread(request):
     if "topology" in request.fixturenames:
         request.getfixturevalue("topology")  # which sets the number of threads
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def report(monkeypatch, capsys):
+    """launchers/report.py in this process: exit code, stdout, stderr."""
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["report.py", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(LAUNCHERS / "report.py"), run_name="__main__")
+        said = capsys.readouterr()
+        return ended.value.code, said.out, said.err
+
+    return call
