@@ -27,6 +27,11 @@ def main() -> int:
         "--print-server", action="store_true", help="print the command line of an SGLang server for target.servers"
     )
     parser.add_argument(
+        "--bind",
+        action="store_true",
+        help="with --verify: where nothing is wrong, mark shards of older versions as this store's",
+    )
+    parser.add_argument(
         "--quiet", action="store_true", help="print only what became of the store, what is wrong with it, and warnings"
     )
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
@@ -62,7 +67,7 @@ def main() -> int:
     wanted = wanted_samples((materials.train, materials.held_out))
     if options.verify or options.repair:
         whole = agreed(
-            (lambda: verify(recipe, materials, vocabulary, wanted, console, options.repair))
+            (lambda: verify(recipe, materials, vocabulary, wanted, console, options.repair, options.bind))
             if topology.is_first
             else None
         )
@@ -79,10 +84,12 @@ def check(options: argparse.Namespace, recipe: Recipe) -> None:
     """Raises UserError for what can be refused before anything is loaded."""
     if options.part and options.verify:
         raise SharedUserError(f"--part: {options.part}, but --verify checks the whole store; leave it out")
+    if options.bind and not options.verify:
+        raise SharedUserError("--bind: marks shards only once the whole store is verified; add --verify")
     hidden, path = recipe.hidden_states, recipe.hidden_states.path
     if path is None and not options.print_server:
         raise SharedUserError(f"{options.recipe}: hidden_states.path is not set; name the folder of the store")
-    if is_url(path or "") and not options.verify:
+    if is_url(path or "") and (options.bind or not options.verify):
         raise SharedUserError(
             f"hidden_states.path: {path}: a store is written to a folder; name one, and copy it to the URL when it is whole"
         )

@@ -1,27 +1,36 @@
 """Samples that a number determines, so that any process can say what a store should hold, and the checks of that."""
 
+import multiprocessing
+import os
+import signal
+import sys
+from functools import cache
 from pathlib import Path
 
 import torch
 
+from eagle3.data.samples import sample_digest
 from eagle3.data.store.check import Findings, check_store
 from eagle3.data.store.reader import DocumentRows, HiddenStateStore, RowRequest
 from eagle3.data.store.shard import Encoding, taught_rows
 from eagle3.data.store.writer import StoreWriter
 from eagle3.target.interface import HiddenStates
 
+FORK = multiprocessing.get_context("fork")
+# What reaches for the disk, by the names that the interpreter gives its functions.
+SYSTEM_CALLS = {"open", "write", "flush", "fsync", "replace", "rename", "link", "unlink", "mkdir", "truncate", "close"}
 HIDDEN = 16
 PROVENANCE = {"target": "a1b2", "aux_layers": [1, 3, 6], "tokenizer": "c3d4"}
 PLAIN = Encoding("none", "float32", HIDDEN)
 
 
-def sample_id(number: int) -> str:
-    """Like a digest: its first digits decide on the part."""
-    return f"{(number * 2654435761) % 2**32:08x}{number:08x}"
+@cache
+def sample_id(number: int, tokens: int | None = None) -> str:
+    return sample(number, tokens)[0]
 
 
 def sample(number: int, tokens: int | None = None, hidden: int = HIDDEN):
-    """id, ids, loss mask, hidden states."""
+    """id, ids, loss mask, hidden states. The id is what data preparation makes it, the digest of ids and loss mask."""
     generator = torch.Generator().manual_seed(number)
     tokens = tokens or int(torch.randint(1, 40, (), generator=generator))
     ids = torch.randint(150_000, (tokens,), generator=generator)
@@ -32,7 +41,7 @@ def sample(number: int, tokens: int | None = None, hidden: int = HIDDEN):
         argmax=torch.randint(150_000, (tokens,), generator=generator),
         logsumexp=torch.randn(tokens, generator=generator) * 20,
     )
-    return sample_id(number), ids, loss_mask, states
+    return sample_digest(ids.numpy(), loss_mask.numpy()).hex(), ids, loss_mask, states
 
 
 def wanted(encoding: Encoding, **changes) -> dict:
@@ -40,10 +49,12 @@ def wanted(encoding: Encoding, **changes) -> dict:
     return {**PROVENANCE, "codec": encoding.codec, "dtype": encoding.dtype, **changes}
 
 
-def write(path: Path, numbers, encoding: Encoding = PLAIN, shard_tokens: int = 100, **options) -> list[str]:
+def write(
+    path: Path, numbers, encoding: Encoding = PLAIN, shard_tokens: int = 100, provenance=PROVENANCE, **options
+) -> list[str]:
     """Write samples and return what the writer reported."""
     lines = []
-    with StoreWriter(path, PROVENANCE, encoding, shard_tokens=shard_tokens, report=lines.append, **options) as writer:
+    with StoreWriter(path, provenance, encoding, shard_tokens=shard_tokens, report=lines.append, **options) as writer:
         for number in numbers:
             writer.add(*sample(number))
     return lines
@@ -53,10 +64,10 @@ def open_store(path, encoding: Encoding = PLAIN) -> HiddenStateStore:
     return HiddenStateStore.open(str(path), wanted(encoding))
 
 
-def read_whole(store: HiddenStateStore, number: int) -> DocumentRows:
-    loss_mask = store.tokens(sample_id(number)).loss_mask
+def read_whole(store: HiddenStateStore, number: int, tokens: int | None = None) -> DocumentRows:
+    loss_mask = store.tokens(sample_id(number, tokens)).loss_mask
     teacher = taught_rows(loss_mask).nonzero().flatten()
-    return store.read([RowRequest(sample_id(number), torch.arange(len(loss_mask)), teacher)])[0]
+    return store.read([RowRequest(sample_id(number, tokens), torch.arange(len(loss_mask)), teacher)])[0]
 
 
 def assert_holds(path, numbers, encoding: Encoding = PLAIN) -> None:
@@ -75,6 +86,30 @@ def assert_holds(path, numbers, encoding: Encoding = PLAIN) -> None:
         assert torch.equal(tokens.ids, ids) and torch.equal(tokens.loss_mask, loss_mask)
     findings = check(path, numbers, encoding)
     assert findings.problems == [] and findings.samples == len(list(numbers))
+
+
+def run(work, *arguments) -> int:
+    """In a process of its own; its exit code."""
+    process = FORK.Process(target=work, args=arguments)
+    process.start()
+    process.join(60)
+    return process.exitcode
+
+
+def killed_at_call(number: int, work, *arguments) -> None:
+    """Work, and die by SIGKILL before the `number`-th call that reaches for the disk."""
+    seen = 0
+
+    def watch(_frame, event, function) -> None:
+        nonlocal seen
+        if event == "c_call" and function.__name__ in SYSTEM_CALLS:
+            seen += 1
+            if seen == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.setprofile(watch)
+    work(*arguments)
+    sys.setprofile(None)
 
 
 def check(path, numbers, encoding: Encoding = PLAIN) -> Findings:

@@ -2,7 +2,6 @@
 
 import errno
 import json
-import multiprocessing
 import os
 import resource
 import shutil
@@ -15,13 +14,16 @@ from pathlib import Path
 import pytest
 import torch
 from store_cases import (
+    FORK,
     HIDDEN,
     PLAIN,
     PROVENANCE,
     assert_holds,
     check,
+    killed_at_call,
     open_store,
     read_whole,
+    run,
     sample,
     sample_id,
     write,
@@ -33,26 +35,6 @@ from eagle3.data.store.shard import Encoding
 from eagle3.data.store.writer import Part, StoreWriter
 from eagle3.errors import UserError
 
-FORK = multiprocessing.get_context("fork")
-# What reaches for the disk, by the names that the interpreter gives its functions.
-SYSTEM_CALLS = {"open", "write", "flush", "fsync", "replace", "rename", "link", "unlink", "mkdir", "truncate", "close"}
-
-
-def killed_at_call(number: int, path: Path) -> None:
-    """Write 8 samples as a real writer does; die by SIGKILL before the `number`-th call that reaches for the disk."""
-    seen = 0
-
-    def watch(_frame, event, function) -> None:
-        nonlocal seen
-        if event == "c_call" and function.__name__ in SYSTEM_CALLS:
-            seen += 1
-            if seen == number:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.setprofile(watch)
-    write(path, range(8), shard_tokens=60)
-    sys.setprofile(None)
-
 
 def killed_at_byte(number: int, path: Path) -> None:
     """The same; the kernel kills it in the middle of the write that would make a file longer than `number` bytes."""
@@ -62,20 +44,13 @@ def killed_at_byte(number: int, path: Path) -> None:
     write(path, range(8))
 
 
-def run(work, *arguments) -> int:
-    process = FORK.Process(target=work, args=arguments)
-    process.start()
-    process.join(60)
-    return process.exitcode
-
-
 def test_a_writer_killed_at_any_call_leaves_a_store_that_continues(tmp_path):
     """A shard that was published stays, one that was not leaves nothing behind."""
     number, stored_before = 0, 0
     while True:
         number += 1
         path = tmp_path / f"call-{number}"
-        code = run(killed_at_call, number, path)
+        code = run(killed_at_call, number, write, path, range(8), PLAIN, 60)
         if code == 0:
             break
         assert code == -signal.SIGKILL
@@ -302,7 +277,7 @@ def test_a_shard_cut_while_the_store_is_open_is_named(tmp_path):
 def test_numbers_that_are_not_finite_in_a_store_are_reported(tmp_path, monkeypatch):
     """As an older or another writer may have left them: written through a writer that does not look."""
     monkeypatch.setattr(torch.Tensor, "isfinite", lambda tensor: torch.ones((), dtype=torch.bool))
-    name, ids, mask, states = sample(3, tokens=20)
+    name, ids, mask, states = sample(3)
     states.last[1:] = float("nan")
     with StoreWriter(tmp_path, PROVENANCE, PLAIN) as writer:
         writer.add(name, ids, mask, states)

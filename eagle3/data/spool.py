@@ -161,7 +161,7 @@ class SpoolReader:
     def __init__(self, path: Path, number: int) -> None:
         self.path, self.number = path, number
         self.files = LocalFiles(path)
-        self.store = HiddenStateStore(self.files, {}, {})
+        self.store = HiddenStateStore(self.files, {}, {}, provenance_digest=None)  # the folder is one job's
 
     def wait(self, ticket: Ticket) -> Location:
         """Until the sample is there. Raises UserError where it failed, or where the job's owner is gone."""

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from eagle3.console import Console, Progress, Say, waiting
+from eagle3.console import Console, Progress, Say, counted, waiting
 from eagle3.data.capture import Wanted, capture, capture_arriving, capture_long, require_disk
-from eagle3.data.store.check import check_store, remove_flawed
+from eagle3.data.store.check import bind_shards, check_store, remove_flawed
+from eagle3.data.store.folder import MANIFEST, unbound_notice
 from eagle3.data.store.writer import Part, StoreWriter
 from eagle3.data.vocabulary import DraftVocabulary
+from eagle3.errors import UserError
 from eagle3.parallel.topology import Topology
 from eagle3.recipe import Recipe
 from eagle3.target.long_prefill import LongPrefill
@@ -35,8 +37,10 @@ def verify(
     wanted: dict[str, Wanted],
     console: Console,
     repair: bool,
+    bind: bool,
 ) -> bool:
-    """Say what is wrong with the store; where asked, take it out. True where nothing is."""
+    """Say what is wrong with the store; where asked, take it out, or, where nothing is wrong, bind the shards of older
+    versions to it. True where nothing is."""
     path = recipe.hidden_states.path
     findings = check_store(path, store_provenance(recipe, materials, vocabulary), wanted, console)
     for problem in findings.problems[:MOST_LINES]:
@@ -48,9 +52,22 @@ def verify(
         f"{path}: {findings.samples:,} samples whole, {findings.tokens:,} tokens; "
         + (", ".join(f"{count:,} {kind}" for kind, count in kinds.items()) or "nothing wrong")
     )
-    if repair:
-        remove_flawed(Path(path), findings.problems)
-    return not findings.problems
+    whole = not findings.problems
+    if kinds["foreign"] and kinds["foreign"] == len(findings.indexes):
+        console.result(f"{path}: all shards are foreign; if {MANIFEST} was replaced, restore it: --repair deletes them")
+    try:
+        if repair:
+            remove_flawed(Path(path), findings.problems)
+        elif bind and whole:
+            bound = bind_shards(Path(path), findings)
+            console.result(f"{path}: {counted(bound, 'shard')} newly bound to {MANIFEST}")
+        elif notice := unbound_notice(path, findings.indexes):
+            console.result(notice)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error}); make it writable and run the same again") from error
+    if bind and not whole:
+        console.result(f"{path}: nothing was bound; run capture.py --repair first")
+    return whole
 
 
 def fill(

@@ -39,7 +39,7 @@ def hidden_state_supply(
     hidden = recipe.hidden_states
     if hidden.mode == "stored":
         with waiting(say, f"opening {hidden.path}"):
-            store = agreed(lambda: _open_store(recipe, materials, vocabulary))
+            store = agreed(lambda: _open_store(recipe, materials, vocabulary, say))
         if store.record.get("draft_vocabulary") != vocabulary.digest:
             say(f"{store.where}: was captured for another draft vocabulary, which changes none of its hidden states")
         source = StoredSource(store)
@@ -74,8 +74,9 @@ def _head(recipe: Recipe, materials: Materials) -> TargetHead:
     )
 
 
-def _open_store(recipe: Recipe, materials: Materials, vocabulary: DraftVocabulary) -> HiddenStateStore:
-    store = HiddenStateStore.open(recipe.hidden_states.path, store_provenance(recipe, materials, vocabulary))
+def _open_store(recipe: Recipe, materials: Materials, vocabulary: DraftVocabulary, say: Say) -> HiddenStateStore:
+    wanted = store_provenance(recipe, materials, vocabulary)
+    store = HiddenStateStore.open(recipe.hidden_states.path, wanted, report=say)
     missing = store.missing([*materials.train.sample_ids, *materials.held_out.sample_ids])
     if missing:
         raise UserError(

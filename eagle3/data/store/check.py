@@ -8,17 +8,18 @@ from typing import Literal, NamedTuple
 import torch
 
 from eagle3.console import Progress
-from eagle3.data.store.files import DamagedStore, StoreFiles, open_files
-from eagle3.data.store.folder import Provenance, read_manifest, require_provenance, shard_flaw
-from eagle3.data.store.reader import HiddenStateStore, Location, RowRequest
-from eagle3.data.store.shard import Entry, ShardIndex, is_index, shard_of, taught_rows
+from eagle3.data.samples import sample_digest
+from eagle3.data.store.files import DamagedStore, ForeignShards, open_files
+from eagle3.data.store.folder import Provenance, find_indexes, foreign_flaw, read_own_manifest, shard_flaw
+from eagle3.data.store.reader import HiddenStateStore, Location, RowRequest, StoredTokens
+from eagle3.data.store.shard import Entry, ShardIndex, shard_of, taught_rows
 from eagle3.durable import flush
 
 # Samples read together: a remote file system answers many requests in the time of one.
 SAMPLES_AT_ONCE = 32
 # Of each of them: a sample may be longer than memory.
 ROWS_AT_ONCE = 65536
-Kind = Literal["damaged", "not finite", "duplicate", "missing"]
+Kind = Literal["damaged", "foreign", "mislabelled", "not finite", "duplicate", "missing"]
 
 
 class Problem(NamedTuple):
@@ -36,9 +37,11 @@ class Problem(NamedTuple):
 
 @dataclass
 class Findings:
-    """samples, tokens: what is whole and counts."""
+    """samples, tokens: what is whole and counts. indexes: those that can be read."""
 
+    provenance_digest: str
     problems: list[Problem] = field(default_factory=list)
+    indexes: list[ShardIndex] = field(default_factory=list)
     samples: int = 0
     tokens: int = 0
 
@@ -50,16 +53,18 @@ def check_store(path: str, provenance: Provenance, wanted: Iterable[str], report
     store, one of another provenance, or one that this machine cannot read, which is no damage.
     """
     files = open_files(path)
-    manifest = read_manifest(files)
-    require_provenance(files.where, manifest.provenance, provenance)
-    reader, findings, seen = HiddenStateStore(files, {}, manifest.record), Findings(), set()
-    indexes = sorted(filter(is_index, files.sizes()))
+    manifest = read_own_manifest(files, provenance)
+    reader = HiddenStateStore(files, {}, manifest.record, manifest.digest)
+    findings, seen = Findings(manifest.digest), set()
+    indexes, broken = find_indexes(files)
+    findings.indexes = indexes
+    findings.problems = [Problem("damaged", name, None, error.flaw) for name, error in broken.items()]
     sizes = files.sizes()  # looked at after the indexes, before which their shards were there
     progress = Progress(report, "checking the store", len(indexes), "shards")
-    for name in indexes:
-        for found in _examine(reader, files, name, sizes):
+    for index in indexes:
+        for found in _examine(reader, index, sizes):
             if isinstance(found, Entry) and found.id in seen:
-                found = Problem("duplicate", name, found.id, "an earlier shard has it too")
+                found = Problem("duplicate", index.name, found.id, "an earlier shard has it too")
             if isinstance(found, Problem):
                 findings.problems.append(found)
                 continue
@@ -73,44 +78,41 @@ def check_store(path: str, provenance: Provenance, wanted: Iterable[str], report
     return findings
 
 
-def _examine(
-    reader: HiddenStateStore, files: StoreFiles, name: str, sizes: Mapping[str, int | None]
-) -> Iterator[Entry | Problem]:
-    """The samples of one index that are whole, and what is wrong with the others."""
+def _examine(reader: HiddenStateStore, index: ShardIndex, sizes: Mapping[str, int | None]) -> Iterator[Entry | Problem]:
+    """The samples of one shard that are whole, and what is wrong with the others."""
     try:
-        index = ShardIndex.parse(files.read([name])[0], name, files.where)
+        _require_shard(reader, index, sizes)
     except DamagedStore as error:
-        yield Problem("damaged", name, None, error.flaw)
-        return
-    flaw = shard_flaw(index, sizes)
-    if flaw:
-        yield Problem("damaged", name, None, f"{index.shard}: {flaw}")
-        return
-    try:
-        reader.read_headers([index.shard])
-    except DamagedStore as error:
-        yield Problem("damaged", name, None, f"{index.shard}: {error.flaw}")
+        yield Problem(error.kind, index.name, None, f"{index.shard}: {error.flaw}")
         return
     reader.prepare(index.encoding)
     for start in range(0, len(index.samples), SAMPLES_AT_ONCE):
         members = [Location(index, entry) for entry in index.samples[start : start + SAMPLES_AT_ONCE]]
         try:
-            flaws = _infinite(reader, members)
+            yield from _look_through(reader, members)
         except DamagedStore:  # which of them?
             for member in members:
                 try:
-                    yield _judged(name, member.entry, *_infinite(reader, [member]))
+                    yield from _look_through(reader, [member])
                 except DamagedStore as error:
-                    yield Problem("damaged", name, member.entry.id, f"{index.shard}: {error.flaw}")
-        else:
-            for member, infinite in zip(members, flaws, strict=True):
-                yield _judged(name, member.entry, infinite)
+                    yield Problem(error.kind, index.name, member.entry.id, f"{index.shard}: {error.flaw}")
 
 
-def _infinite(reader: HiddenStateStore, locations: list[Location]) -> list[str | None]:
-    """What is not finite in each of these samples, of which every byte is read, some rows at a time."""
-    teachers = [taught_rows(tokens.loss_mask).nonzero().flatten() for tokens in reader.tokens_at(locations)]
-    found: list[str | None] = [None] * len(locations)
+def _require_shard(reader: HiddenStateStore, index: ShardIndex, sizes: Mapping[str, int | None]) -> None:
+    """Raises DamagedStore where none of a shard's samples can be read, ForeignShards where none may be."""
+    where = f"{reader.where}/{index.shard}"
+    if flaw := foreign_flaw(index.provenance_digest, reader.provenance_digest):
+        raise ForeignShards(where, flaw)
+    if flaw := shard_flaw(index, sizes):
+        raise DamagedStore(where, flaw)
+    reader.read_headers([index.shard])
+
+
+def _look_through(reader: HiddenStateStore, locations: list[Location]) -> list[Entry | Problem]:
+    """What there is to say of these samples, of which every byte is read, some rows at a time. Raises DamagedStore."""
+    tokens = reader.tokens_at(locations)
+    teachers = [taught_rows(each.loss_mask).nonzero().flatten() for each in tokens]
+    infinite: list[str | None] = [None] * len(locations)
     for start in range(0, max(location.entry.tokens for location in locations), ROWS_AT_ONCE):
         stop = start + ROWS_AT_ONCE
         requests = [
@@ -123,12 +125,19 @@ def _infinite(reader: HiddenStateStore, locations: list[Location]) -> list[str |
         ]
         for place, rows in enumerate(reader.read_at(locations, requests)):
             kinds = (kind for kind in ("aux", "last", "logsumexp") if not getattr(rows, kind).isfinite().all())
-            found[place] = found[place] or next(kinds, None)
-    return found
+            infinite[place] = infinite[place] or next(kinds, None)
+    return [_judged(*each) for each in zip(locations, tokens, infinite, strict=True)]
 
 
-def _judged(index: str, entry: Entry, infinite: str | None) -> Entry | Problem:
-    return Problem("not finite", index, entry.id, f"its {infinite}") if infinite else entry
+def _judged(location: Location, tokens: StoredTokens, infinite: str | None) -> Entry | Problem:
+    """infinite: what is not finite in it."""
+    index, entry = location
+    if infinite:
+        return Problem("not finite", index.name, entry.id, f"its {infinite}")
+    digest = sample_digest(tokens.ids.numpy(), tokens.loss_mask.numpy()).hex()
+    if digest != entry.id:
+        return Problem("mislabelled", index.name, entry.id, f"its tokens and loss mask are those of sample {digest}")
+    return entry
 
 
 def remove_flawed(folder: Path, problems: Iterable[Problem]) -> None:
@@ -150,3 +159,12 @@ def remove_flawed(folder: Path, problems: Iterable[Problem]) -> None:
         (folder / name).unlink()
         flush(folder)
         (folder / shard_of(name)).unlink(missing_ok=True)
+
+
+def bind_shards(folder: Path, findings: Findings) -> int:
+    """Write the digest of the store's provenance into the indexes that lack it; how many did. Each index holds the checksums
+    of its shard, which therefore stays as it is. A kill leaves each index as it was or as it shall be."""
+    unbound = [index for index in findings.indexes if index.provenance_digest is None]
+    for index in unbound:
+        replace(index, provenance_digest=findings.provenance_digest).write(folder)
+    return len(unbound)

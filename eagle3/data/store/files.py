@@ -22,9 +22,19 @@ TOO_SHORT = "is shorter than its index says"
 class DamagedStore(UserError):
     """Bytes that a store has lost, or that are not what was written. where: file or sample; flaw: what is wrong."""
 
+    kind = "damaged"
+    remedy = "run capture.py --repair, which captures anew what is lost"
+
     def __init__(self, where: str, flaw: str) -> None:
-        super().__init__(f"{where}: {flaw}; run capture.py --repair, which captures anew what is lost")
+        super().__init__(f"{where}: {flaw}; {self.remedy}")
         self.flaw = flaw
+
+
+class ForeignShards(DamagedStore):
+    """Shards that were captured under another provenance than the store.json beside them describes."""
+
+    kind = "foreign"
+    remedy = "restore what was replaced, or run capture.py --repair, which deletes them and captures their samples anew"
 
 
 class Range(NamedTuple):

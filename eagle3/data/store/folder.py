@@ -1,11 +1,12 @@
 """A store's folder: `store.json`, which says what the hidden states were captured from, and the indexes of its shards."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from eagle3.data.store.files import DamagedStore, StoreFiles, first_words
-from eagle3.data.store.shard import ShardIndex, is_index
+from eagle3.console import counted
+from eagle3.data.store.files import DamagedStore, ForeignShards, Range, StoreFiles, first_words
+from eagle3.data.store.shard import DATA_START, Header, ShardIndex, is_index, json_digest, parse_header
 from eagle3.errors import UserError
 
 FORMAT = 2
@@ -20,6 +21,12 @@ class Manifest(NamedTuple):
 
     provenance: Provenance
     record: Provenance
+
+    @property
+    def digest(self) -> str:
+        """Of the provenance: what indexes and shards carry to say whose they are. As in `require_provenance`, a field that is
+        None might as well be absent."""
+        return json_digest({field: value for field, value in self.provenance.items() if value is not None})
 
     def dump(self) -> str:
         return json.dumps({"format": FORMAT, **self._asdict()}, indent=2) + "\n"
@@ -52,22 +59,55 @@ def read_manifest(files: StoreFiles) -> Manifest:
     return manifest
 
 
-def require_provenance(where: str, found: Provenance, wanted: Provenance) -> None:
-    """Raises UserError naming the first field that differs, with both values."""
-    wanted = json.loads(json.dumps(dict(wanted)))  # as it would come back from the file: tuples are lists there
+def read_own_manifest(files: StoreFiles, provenance: Provenance) -> Manifest:
+    """The manifest of a store of this provenance. Raises UserError naming the first field that differs, with both values,
+    and saying so where it is `store.json` that was changed."""
+    manifest = read_manifest(files)
+    found = manifest.provenance
+    wanted = json.loads(json.dumps(dict(provenance)))  # as it would come back from the file: tuples are lists there
     for field in sorted({*found, *wanted}):
-        if found.get(field) != wanted.get(field):
-            key = f"set hidden_states.{field} to that, or " if field in ("codec", "dtype") else ""
+        if found.get(field) == wanted.get(field):
+            continue
+        values = f"{field}={found.get(field)!r}, this run has {wanted.get(field)!r}"
+        shards = find_indexes(files).readable
+        if {index.provenance_digest for index in shards} == {Manifest(wanted, {}).digest}:
             raise UserError(
-                f"{where}: the store was captured with {field}={found.get(field)!r}, this run has "
-                f"{wanted.get(field)!r}; {key}name another folder in hidden_states.path and capture again"
+                f"{files.where}/{MANIFEST}: says {values}, and so had all shards beside it when they were captured; restore "
+                f"the {MANIFEST} that belongs to them"
             )
+        key = f"set hidden_states.{field} to that, or " if field in ("codec", "dtype") else ""
+        raise UserError(
+            f"{files.where}: the store was captured with {values}; {key}name another folder in hidden_states.path and "
+            "capture again"
+        )
+    return manifest
 
 
-def read_indexes(files: StoreFiles) -> list[ShardIndex]:
-    """The indexes of all shards, each of which is there and as long as its index says; else DamagedStore."""
-    names = sorted(filter(is_index, files.sizes()))
-    indexes = [ShardIndex.parse(text, name, files.where) for name, text in zip(names, files.read(names), strict=True)]
+class FoundIndexes(NamedTuple):
+    """broken: by name, what is said of those that cannot be parsed."""
+
+    readable: list[ShardIndex]
+    broken: dict[str, DamagedStore]
+
+
+def find_indexes(files: StoreFiles) -> FoundIndexes:
+    """All indexes of a folder, by name."""
+    names, found = sorted(filter(is_index, files.sizes())), FoundIndexes([], {})
+    for name, text in zip(names, files.read(names), strict=True):
+        try:
+            found.readable.append(ShardIndex.parse(text, name, files.where))
+        except DamagedStore as error:
+            found.broken[name] = error
+    return found
+
+
+def read_indexes(files: StoreFiles, manifest: Manifest) -> list[ShardIndex]:
+    """The indexes of all shards, each of which is this store's, there, and as long as its index says; else ForeignShards or
+    DamagedStore. What the shards say themselves is another matter (`read_headers`)."""
+    indexes, broken = find_indexes(files)
+    for error in broken.values():
+        raise error
+    _require_digest(files.where, indexes, manifest.digest)
     sizes = files.sizes()  # looked at after the indexes, before which their shards were there
     for index in indexes:
         flaw = shard_flaw(index, sizes)
@@ -76,9 +116,57 @@ def read_indexes(files: StoreFiles) -> list[ShardIndex]:
     return indexes
 
 
+def _require_digest(where: str, indexes: list[ShardIndex], digest: str) -> None:
+    """Raises ForeignShards, which says whether it is the shards or `store.json` that must have been replaced."""
+    foreign = [index for index in indexes if foreign_flaw(index.provenance_digest, digest)]
+    if not foreign:
+        return
+    other = foreign[0].provenance_digest
+    if {index.provenance_digest for index in indexes} == {other}:
+        raise ForeignShards(
+            f"{where}/{MANIFEST}",
+            f"describes another provenance (digest {digest}) than its {counted(len(foreign), 'shard')} (digest {other})",
+        )
+    count = f"{len(foreign):,} of {len(indexes):,} shards are foreign"
+    raise ForeignShards(f"{where}/{foreign[0].shard}", f"{foreign_flaw(other, digest)}; {count}")
+
+
 def shard_flaw(index: ShardIndex, sizes: Mapping[str, int | None]) -> str | None:
     """What a look at the folder says against a shard."""
     if index.shard not in sizes:
         return "is missing"
     size = sizes[index.shard]
     return None if size in (None, index.bytes) else f"has {size} bytes, its index says {index.bytes}"
+
+
+def foreign_flaw(found: str | None, provenance_digest: str | None) -> str | None:
+    """What the digest that an index or a shard carries says against it. None on either side says nothing."""
+    if None in (found, provenance_digest) or found == provenance_digest:
+        return None
+    return (
+        f"was captured under another provenance (digest {found}) than {MANIFEST} describes (digest {provenance_digest})"
+    )
+
+
+def read_headers(files: StoreFiles, shards: Sequence[str], provenance_digest: str | None) -> list[Header]:
+    """What these shards say themselves. Raises DamagedStore; ForeignShards where one carries another digest."""
+    texts = files.fetch([Range(shard, 0, DATA_START) for shard in shards])
+    headers = []
+    for shard, text in zip(shards, texts, strict=True):
+        headers.append(parse_header(text, f"{files.where}/{shard}"))
+        flaw = foreign_flaw(headers[-1].provenance_digest, provenance_digest)
+        if flaw:
+            raise ForeignShards(f"{files.where}/{shard}", flaw)
+    return headers
+
+
+def unbound_notice(where: str, indexes: Iterable[ShardIndex]) -> str | None:
+    """What could not be checked of a store, where an older version captured some of it."""
+    digests = [index.provenance_digest for index in indexes]
+    if None not in digests:
+        return None
+    return (
+        f"{where}: {digests.count(None):,} of {len(digests):,} shards do not say under which provenance they were "
+        "captured (an older version wrote them), so a shard of another store would not be noticed; run capture.py --verify "
+        "--bind, which checks them and adds it"
+    )

@@ -1,6 +1,6 @@
 """Reads a store: the chunks that hold the rows asked for leave the disk, nothing else does, and every byte is checked."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from typing import NamedTuple, Self
@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eagle3.console import WARNING
 from eagle3.data.store.chunks import ChunkReads, ChunkTable, Run, plan_reads
 from eagle3.data.store.codecs import Codec
 from eagle3.data.store.files import DamagedStore, Range, StoreFiles, open_files
-from eagle3.data.store.folder import Provenance, read_indexes, read_manifest, require_provenance
+from eagle3.data.store.folder import Provenance, read_headers, read_indexes, read_own_manifest, unbound_notice
 from eagle3.data.store.shard import (
-    DATA_START,
     HIDDEN,
     NUMPY_TYPES,
     Encoding,
@@ -22,7 +22,6 @@ from eagle3.data.store.shard import (
     ShardIndex,
     kept_rows,
     sample_digest,
-    tensor_starts,
 )
 from eagle3.errors import UserError
 
@@ -65,33 +64,44 @@ class Location(NamedTuple):
 class HiddenStateStore:
     """An opened store. Threads may share it, and it uses several itself.
 
-    Of samples that two shards have, the first shard's counts. Raises UserError for what is missing or damaged.
+    provenance_digest: what its shards may carry, None where there is nothing to compare (a spool). Of samples that two
+    shards have, the first shard's counts. Raises UserError for what is missing, damaged or another store's.
     """
 
     def __init__(
-        self, files: StoreFiles, locations: dict[str, Location], record: Provenance, threads: int = THREADS
+        self,
+        files: StoreFiles,
+        locations: dict[str, Location],
+        record: Provenance,
+        provenance_digest: str | None,
+        threads: int = THREADS,
     ) -> None:
         self.files, self.locations, self.record = files, locations, record
-        self.where = files.where
+        self.where, self.provenance_digest = files.where, provenance_digest
         self._starts: dict[str, dict[str, int]] = {}
         self._codecs: dict[tuple[Encoding, str], Codec] = {}
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="store")
 
     @classmethod
-    def open(cls, path: str, provenance: Provenance, threads: int = THREADS) -> Self:
-        """path: a folder or an fsspec URL. provenance: what this run needs, codec and dtype included.
+    def open(
+        cls, path: str, provenance: Provenance, threads: int = THREADS, report: Callable[[str], None] = print
+    ) -> Self:
+        """path: a folder or an fsspec URL. provenance: what this run needs, codec and dtype included. report: receives a
+        line about what could not be checked.
 
-        Raises UserError naming the field where they differ, and the file where a shard is missing or has lost bytes.
+        Raises UserError naming the field where they differ, and the file where a shard is missing, has lost bytes or is
+        another store's.
         """
         files = open_files(path)
-        manifest = read_manifest(files)
-        require_provenance(files.where, manifest.provenance, provenance)
+        manifest = read_own_manifest(files, provenance)
         locations: dict[str, Location] = {}
-        indexes = read_indexes(files)
+        indexes = read_indexes(files, manifest)
+        if notice := unbound_notice(files.where, indexes):
+            report(WARNING + notice)
         for index in indexes:
             for entry in index.samples:
                 locations.setdefault(entry.id, Location(index, entry))
-        store = cls(files, locations, manifest.record, threads)
+        store = cls(files, locations, manifest.record, manifest.digest, threads)
         for encoding in {index.encoding for index in indexes}:
             store.prepare(encoding)
         return store
@@ -197,10 +207,10 @@ class HiddenStateStore:
         return facts
 
     def read_headers(self, shards: Iterable[str]) -> None:
-        """Know where each tensor of these shards begins; UserError naming one whose header is broken."""
+        """Know where each tensor of these shards begins; UserError naming one whose header is broken or another store's."""
         new = sorted(set(shards) - self._starts.keys())
-        for shard, text in zip(new, self.files.fetch([Range(shard, 0, DATA_START) for shard in new]), strict=True):
-            self._starts[shard] = tensor_starts(text, f"{self.where}/{shard}")
+        headers = read_headers(self.files, new, self.provenance_digest)
+        self._starts.update((shard, header.starts) for shard, header in zip(new, headers, strict=True))
 
     def _fact_ranges(self, location: Location) -> list[Range]:
         index, entry = location

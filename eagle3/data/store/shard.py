@@ -8,7 +8,8 @@
 
 Of a store of logits, the teacher's logits of the draft vocabulary lie in `last` in place of its last hidden states.
 A chunk belongs to one sample. `aux` has every row of a sample; `last` has those that teach: the successors of supervised
-rows; or every row, where a sample's entry has as many. `ids` to `loss_mask` have every row. The index is written after its shard: what is indexed is there, whole.
+rows; or every row, where a sample's entry has as many. `ids` to `loss_mask` have every row. The index is written after its
+shard: what is indexed is there, whole. Both carry the digest of the provenance of the store they were written for.
 """
 
 import fcntl
@@ -88,11 +89,13 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """name: of the index's file; bytes: the size of its shard's. After a repair not all that it holds is in `samples`."""
+    """name: of the index's file; bytes: the size of its shard's. After a repair not all that it holds is in `samples`.
+    provenance_digest: of the store it was written for; None in an index of an older version, and in a spool."""
 
     name: str
     bytes: int
     encoding: Encoding
+    provenance_digest: str | None
     samples: tuple[Entry, ...]
 
     @property
@@ -103,8 +106,10 @@ class ShardIndex:
     def write(self, folder: Path) -> None:
         encoding = {field: value for field, value in asdict(self.encoding).items() if value is not None}
         body = {"bytes": self.bytes, "encoding": encoding}
+        if self.provenance_digest is not None:
+            body["provenance_digest"] = self.provenance_digest
         body["samples"] = [entry._asdict() for entry in self.samples]
-        write_text(folder / self.name, json.dumps({**body, "digest": _body_digest(body)}) + "\n")
+        write_text(folder / self.name, json.dumps({**body, "digest": json_digest(body)}) + "\n")
 
     @staticmethod
     def parse(text: bytes, name: str, where: str) -> "ShardIndex":
@@ -112,10 +117,10 @@ class ShardIndex:
         try:
             body = json.loads(text)
             digest = body.pop("digest")
-            if digest != _body_digest(body):
+            if digest != json_digest(body):
                 raise ValueError("its digest does not fit")
             samples = tuple(Entry(**entry) for entry in body["samples"])
-            return ShardIndex(name, body["bytes"], Encoding(**body["encoding"]), samples)
+            return ShardIndex(name, body["bytes"], Encoding(**body["encoding"]), body.get("provenance_digest"), samples)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DamagedStore(f"{where}/{name}", f"broken index ({first_words(error)})") from error
 
@@ -132,7 +137,8 @@ def is_index(name: str) -> bool:
     return SHARD_NAME.fullmatch(name) is not None and name.endswith(".json")
 
 
-def _body_digest(body: dict) -> str:
+def json_digest(body: dict) -> str:
+    """32 hex digits; neither formatting nor the order of keys changes them."""
     return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())
 
 
@@ -190,12 +196,21 @@ def remove_abandoned(folder: Path, shard: str) -> None:
             path.unlink(missing_ok=True)
 
 
-def tensor_starts(header: memoryview, where: str) -> dict[str, int]:
-    """Where each tensor begins in a shard. header: its first DATA_START bytes. Raises DamagedStore."""
+class Header(NamedTuple):
+    """starts: where each tensor begins in the shard. provenance_digest: as in `ShardIndex`."""
+
+    starts: dict[str, int]
+    provenance_digest: str | None
+
+
+def parse_header(text: memoryview, where: str) -> Header:
+    """text: the first DATA_START bytes of a shard. Raises DamagedStore."""
     try:
-        if int.from_bytes(header[:8], "little") != DATA_START - 8:
+        if int.from_bytes(text[:8], "little") != DATA_START - 8:
             raise ValueError("not written by this project")
-        described = json.loads(bytes(header[8:]))
-        return {name: DATA_START + described[name]["data_offsets"][0] for name in (*HIDDEN, *TABLES, *NUMPY_TYPES)}
-    except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+        described = json.loads(bytes(text[8:]))
+        names = (*HIDDEN, *TABLES, *NUMPY_TYPES)
+        starts = {name: DATA_START + described[name]["data_offsets"][0] for name in names}
+        return Header(starts, described["__metadata__"].get("provenance_digest"))
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise DamagedStore(where, f"broken header ({first_words(error)})") from error

@@ -43,12 +43,16 @@ class ShardWriter:
     """Writes one shard front to back, under a temporary name that `publish` replaces. In memory are the rows that are
     being encoded, and 13 bytes a token.
 
-    The temporary file is locked while its writer lives, and so is the shard until its index is there, so that others can
-    tell what a dead writer left behind (`remove_abandoned`).
+    provenance_digest: of the store that it is for, None in a spool. The temporary file is locked while its writer lives,
+    and so is the shard until its index is there, so that others can tell what a dead writer left behind
+    (`remove_abandoned`).
     """
 
-    def __init__(self, folder: Path, shard: str, encoding: Encoding, threads: Executor) -> None:
+    def __init__(
+        self, folder: Path, shard: str, encoding: Encoding, threads: Executor, provenance_digest: str | None
+    ) -> None:
         self.folder, self.shard, self.encoding = folder, shard, encoding
+        self.provenance_digest = provenance_digest
         self.partial = folder / f"{shard}.partial"
         self.file = self.partial.open("xb+")
         while not (hold(self.file) and self.partial.exists()):  # one who clears up took it for abandoned, this moment
@@ -102,7 +106,8 @@ class ShardWriter:
         self.aside.seek(0)
         shutil.copyfileobj(self.aside, self.file, 1 << 20)
         number_format = SAFETENSORS_NAMES[self.encoding.dtype]
-        header, start = {"__metadata__": {"codec": self.encoding.codec, "dtype": self.encoding.dtype}}, 0
+        said = {"codec": self.encoding.codec, "dtype": self.encoding.dtype, "provenance_digest": self.provenance_digest}
+        header, start = {"__metadata__": {key: value for key, value in said.items() if value is not None}}, 0
         for name, blob in self.blobs.items():
             flat = self.encoding.codec_of(name) != "none"
             shape = [blob.bytes] if flat else [blob.rows, self.encoding.width(name)]
@@ -124,7 +129,8 @@ class ShardWriter:
         self.file.write((DATA_START - 8).to_bytes(8, "little") + text.ljust(DATA_START - 8))
         self.file.flush()
         publish(self.partial, self.folder / self.shard)
-        ShardIndex(index_name(self.shard), size, self.encoding, tuple(self._entries())).write(self.folder)
+        samples = tuple(self._entries())
+        ShardIndex(index_name(self.shard), size, self.encoding, self.provenance_digest, samples).write(self.folder)
         self.file.close()
         self.aside.close()
 

@@ -9,8 +9,17 @@ from typing import NamedTuple, Self
 
 from torch import Tensor
 
+from eagle3.console import WARNING
 from eagle3.data.store.files import LocalFiles, is_url
-from eagle3.data.store.folder import MANIFEST, Manifest, Provenance, read_indexes, read_manifest, require_provenance
+from eagle3.data.store.folder import (
+    MANIFEST,
+    Manifest,
+    Provenance,
+    read_headers,
+    read_indexes,
+    read_own_manifest,
+    unbound_notice,
+)
 from eagle3.data.store.shard import (
     SHARD_NAME,
     Encoding,
@@ -52,10 +61,10 @@ class StoreWriter:
     provenance: what the hidden states depend on (target, aux layers, tokenizer, ...), codec and dtype excluded.
     record: what else is good to know, kept from the first writer. part: two writers of one part cannot live at a time;
     writers of different parts know nothing of each other. shard_tokens: a shard is closed when it has as many; a longer
-    sample gets a shard of its own. report: receives a line about what has to be captured again.
+    sample gets a shard of its own. report: receives a line about what has to be captured again or could not be checked.
 
     Leaving the `with` block normally publishes the last shard; an exception discards it. Raises UserError when another
-    writer has the part, the existing store differs in provenance, or a shard is broken.
+    writer has the part, the existing store differs in provenance, or a shard is broken or another store's.
     """
 
     def __init__(
@@ -92,28 +101,28 @@ class StoreWriter:
             )
         files = LocalFiles(self.folder)
         try:
-            self._begin(files, Manifest(wanted, record or {}))
-            self.known = self._recover(files, report)
+            manifest = self._begin(files, Manifest(wanted, record or {}))
+            self.known = self._recover(files, manifest, report)
         except UserError:
             self._lock.close()
             raise
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="encode")
-        self._token, self._number = token_hex(4), 0
+        self._token, self._number, self._provenance_digest = token_hex(4), 0, manifest.digest
         self._shard: ShardWriter | None = None
 
-    def _begin(self, files: LocalFiles, manifest: Manifest) -> None:
-        """Say what the store is captured from, or find it said. Raises UserError where that differs."""
+    def _begin(self, files: LocalFiles, manifest: Manifest) -> Manifest:
+        """Say what the store is captured from, or find it said; what is said then. Raises UserError where that differs."""
         described = self.folder / MANIFEST
         if any(map(SHARD_NAME.fullmatch, files.sizes())):
-            require_provenance(files.where, read_manifest(files).provenance, manifest.provenance)
-            return
+            return read_own_manifest(files, manifest.provenance)
         create_text(described, manifest.dump())
         try:
-            require_provenance(files.where, read_manifest(files).provenance, manifest.provenance)
+            return read_own_manifest(files, manifest.provenance)
         except UserError:
             if self._others_live():
                 raise
             write_text(described, manifest.dump())  # left by one who was refused, or gave up, before the first shard
+            return manifest
 
     def _others_live(self) -> bool:
         for path in self.folder.glob(LOCK.format("*", "*")):
@@ -122,8 +131,9 @@ class StoreWriter:
                     return True
         return False
 
-    def _recover(self, files: LocalFiles, report: Callable[[str], None]) -> set[str]:
-        """Remove what dead writers left behind, forget samples whose shard is gone, return the ids that are stored."""
+    def _recover(self, files: LocalFiles, manifest: Manifest, report: Callable[[str], None]) -> set[str]:
+        """Remove what dead writers left behind, forget samples whose shard is gone, return the ids that are stored. Shards of
+        another store are refused."""
         sizes = files.sizes()
         for shard in unfinished(sizes):
             remove_abandoned(self.folder, shard)
@@ -133,7 +143,12 @@ class StoreWriter:
                 lost = ShardIndex.parse(files.read([name])[0], name, files.where).samples
                 (self.folder / name).unlink(missing_ok=True)
                 report(f"{shard}: gone; its {len(lost)} samples will be captured again")
-        return {entry.id for index in read_indexes(files) for entry in index.samples}
+        indexes = read_indexes(files, manifest)
+        for index in indexes:  # one by one: a folder's files are mapped, and mappings are limited
+            read_headers(files, [index.shard], manifest.digest)
+        if notice := unbound_notice(files.where, indexes):
+            report(WARNING + notice)
+        return {entry.id for index in indexes for entry in index.samples}
 
     def add(
         self, sample_id: str, ids: Tensor, loss_mask: Tensor, states: HiddenStates | Iterable[HiddenStates]
@@ -151,7 +166,7 @@ class StoreWriter:
         try:
             if self._shard is None:
                 shard = f"shard-{self._token}-{self._number:05d}.safetensors"
-                self._shard = ShardWriter(self.folder, shard, self.encoding, self._threads)
+                self._shard = ShardWriter(self.folder, shard, self.encoding, self._threads, self._provenance_digest)
             self._shard.add(sample_id, ids, loss_mask, [states] if isinstance(states, HiddenStates) else states)
         except OSError as error:
             raise self._unwritten(error) from error

@@ -124,7 +124,7 @@ class OpenShard:
         self.folder = job / f"writing-{token_hex(6)}"
         self.folder.mkdir()
         try:
-            self.shard = ShardWriter(self.folder, ticket.shard, encoding, encoders)
+            self.shard = ShardWriter(self.folder, ticket.shard, encoding, encoders, provenance_digest=None)
         except OSError:
             shutil.rmtree(self.folder, ignore_errors=True)
             raise

@@ -1,0 +1,308 @@
+"""Which shards are a store's own: those of another store are refused however they come, those of older versions can be
+marked."""
+
+import json
+import re
+import shutil
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from store_cases import (
+    PLAIN,
+    PROVENANCE,
+    assert_holds,
+    check,
+    killed_at_call,
+    open_store,
+    read_whole,
+    run,
+    sample,
+    sample_id,
+    wanted,
+    write,
+)
+
+from eagle3.data.store.check import bind_shards, check_store, remove_flawed
+from eagle3.data.store.reader import HiddenStateStore
+from eagle3.data.store.shard import DATA_START, ShardIndex
+from eagle3.data.store.writer import Part, StoreWriter
+from eagle3.errors import UserError
+
+Attempt = Callable[[Path, Path], None]
+NUMBERS = range(12)
+DIFFERENCES = {
+    "target": "ffff",
+    "aux_layers": [1, 3, 7],
+    "tokenizer": "e5f6",
+    "teacher_vocabulary": "0123",  # as of a store of logits of another draft vocabulary
+}
+
+
+def write_foreign(folder: Path, **changes) -> None:
+    """The same samples in shards of the same sizes, but other hidden states; half of them from each of two jobs."""
+    for part in (Part(0, 2), Part(1, 2)):
+        with StoreWriter(folder, {**PROVENANCE, **changes}, PLAIN, shard_tokens=100, part=part) as writer:
+            for number in NUMBERS:
+                name, ids, mask, states = sample(number)
+                if part.has(name):
+                    writer.add(name, ids, mask, replace(states, aux=states.aux + 1, last=-states.last))
+
+
+def write_own(folder: Path) -> None:
+    for part in (Part(0, 2), Part(1, 2)):
+        mine = [number for number in NUMBERS if part.has(sample_id(number))]
+        write(folder, mine, part=part)
+
+
+@pytest.fixture(scope="module")
+def templates(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("templates")
+    write_own(folder / "ours")
+    for field, value in DIFFERENCES.items():
+        write_foreign(folder / field, **{field: value})
+    return folder
+
+
+def shards(folder: Path) -> list[Path]:
+    """Those of either store in the same order: by their samples."""
+    indexes = [ShardIndex.parse(path.read_bytes(), path.name, "") for path in folder.glob("shard-*.json")]
+    return [folder / index.shard for index in sorted(indexes, key=lambda index: index.samples[0].id)]
+
+
+def copy(shard: Path, to: Path) -> None:
+    """With its index."""
+    for suffix in (".safetensors", ".json"):
+        shutil.copyfile(shard.with_suffix(suffix), to.with_suffix(suffix))
+
+
+def add_one(ours: Path, theirs: Path) -> None:
+    copy(shards(theirs)[1], ours / shards(theirs)[1].name)
+
+
+def add_all(ours: Path, theirs: Path) -> None:
+    for shard in shards(theirs):
+        copy(shard, ours / shard.name)
+
+
+def add_one_renamed(ours: Path, theirs: Path) -> None:
+    """The name decides on which of two shards with a sample counts."""
+    copy(shards(theirs)[0], ours / "shard-00000000-00000.safetensors")
+
+
+def replace_one(ours: Path, theirs: Path) -> None:
+    copy(shards(theirs)[1], shards(ours)[1])
+
+
+def replace_all(ours: Path, theirs: Path) -> None:
+    for own, foreign in zip(shards(ours), shards(theirs), strict=True):
+        copy(foreign, own)
+
+
+def exchange_one(ours: Path, theirs: Path) -> None:
+    """Ours is gone, theirs there under its own name."""
+    gone = shards(ours)[1]
+    for suffix in (".safetensors", ".json"):
+        gone.with_suffix(suffix).unlink()
+    add_one(ours, theirs)
+
+
+def replace_index(ours: Path, theirs: Path) -> None:
+    shutil.copyfile(shards(theirs)[1].with_suffix(".json"), shards(ours)[1].with_suffix(".json"))
+
+
+def replace_shard(ours: Path, theirs: Path) -> None:
+    shutil.copyfile(shards(theirs)[1], shards(ours)[1])
+
+
+def add_one_that_was_repaired(ours: Path, theirs: Path) -> None:
+    index = shards(theirs)[1].with_suffix(".json")
+    found = ShardIndex.parse(index.read_bytes(), index.name, "")
+    copy(index, ours / index.name)
+    replace(found, samples=found.samples[:1]).write(ours)
+
+
+def exchange_one_that_an_older_version_repaired(ours: Path, theirs: Path) -> None:
+    """Its index says nothing any more, the shard does."""
+    exchange_one(ours, theirs)
+    unbind(ours / shards(theirs)[1].with_suffix(".json").name)
+
+
+def unbind(path: Path) -> None:
+    """Make of an index or a shard what an older version would have written."""
+    if path.suffix == ".json":
+        replace(ShardIndex.parse(path.read_bytes(), path.name, ""), provenance_digest=None).write(path.parent)
+        return
+    content = path.read_bytes()
+    header = json.loads(content[8:DATA_START])
+    del header["__metadata__"]["provenance_digest"]
+    text = json.dumps(header).encode().ljust(DATA_START - 8)
+    path.write_bytes(content[:8] + text + content[DATA_START:])
+
+
+def unbind_all(folder: Path) -> None:
+    for path in folder.glob("shard-*"):
+        unbind(path)
+
+
+REFUSED = [
+    add_one,
+    add_all,
+    add_one_renamed,
+    replace_one,
+    replace_all,
+    exchange_one,
+    replace_index,
+    replace_shard,
+    add_one_that_was_repaired,
+    exchange_one_that_an_older_version_repaired,
+]
+
+
+def read_all(path) -> None:
+    """As training does. Raises AssertionError where a row is not what was captured for this store."""
+    store = open_store(path)
+    for number in NUMBERS:
+        assert torch.equal(read_whole(store, number).aux, sample(number)[3].aux)
+
+
+@pytest.fixture
+def ours(tmp_path, templates) -> Path:
+    return Path(shutil.copytree(templates / "ours", tmp_path / "ours"))
+
+
+def assert_repaired(folder: Path, kinds: set[str]) -> None:
+    """After these kinds of problems have been found."""
+    findings = check(folder, NUMBERS)
+    assert {problem.kind for problem in findings.problems} == kinds
+    remove_flawed(folder, findings.problems)
+    write(folder, NUMBERS)
+    assert_holds(folder, NUMBERS)
+
+
+@pytest.mark.parametrize("field", DIFFERENCES)
+@pytest.mark.parametrize("attempt", REFUSED, ids=lambda attempt: attempt.__name__)
+def test_shards_of_another_store_are_refused_named_and_replaced_by_a_repair(ours, templates, attempt: Attempt, field):
+    attempt(ours, templates / field)
+    for use in (read_all, partial(write, numbers=NUMBERS)):
+        with pytest.raises(UserError, match="another provenance .*run capture.py --repair, which deletes"):
+            use(ours)
+    with pytest.raises(UserError, match="another provenance .*run capture.py --repair, which deletes"):
+        read_all(f"file://{ours}")
+    missing = attempt not in (add_one, add_all, add_one_renamed, add_one_that_was_repaired)
+    assert_repaired(ours, {"foreign", "missing"} if missing else {"foreign"})
+
+
+@pytest.mark.parametrize("field", DIFFERENCES)
+def test_a_shard_that_says_nothing_is_not_taken_for_the_one_that_was_indexed(ours, templates, field):
+    """One of an older version, under the name of ours and of its size: the index has the checksums of ours."""
+    replace_shard(ours, templates / field)
+    unbind(shards(ours)[1])
+    with pytest.raises(UserError, match="tokens or checksums are not what was written"):
+        read_all(ours)
+    assert_repaired(ours, {"damaged"})
+
+
+@pytest.mark.parametrize("field", DIFFERENCES)
+def test_half_a_copy_of_a_foreign_shard_adds_no_sample(ours, templates, field):
+    """A shard without its index is no part of a store; an index without its shard is refused, or goes."""
+    index = shards(templates / field)[1].with_suffix(".json")
+    shutil.copyfile(index.with_suffix(".safetensors"), ours / index.with_suffix(".safetensors").name)
+    assert_holds(ours, NUMBERS)
+    write(ours, [])
+    shutil.copyfile(index, ours / index.name)
+    with pytest.raises(UserError, match="another provenance"):
+        read_all(ours)
+    (line,) = write(ours, NUMBERS)
+    assert f"{index.stem}.safetensors: gone" in line
+    assert_holds(ours, NUMBERS)
+
+
+@pytest.mark.parametrize("field", DIFFERENCES)
+def test_a_description_that_was_replaced_is_refused_and_named(ours, templates, field):
+    """Whether the recipe is the one that it describes or the one of the shards. It alone is off, and nothing is removed."""
+    before = sorted(path.name for path in ours.glob("shard-*"))
+    shutil.copyfile(templates / field / "store.json", ours / "store.json")
+    changed = wanted(PLAIN, **{field: DIFFERENCES[field]})
+    with pytest.raises(UserError, match="store.json: describes another provenance .* than its 3 shards"):
+        HiddenStateStore.open(str(ours), changed)
+    findings = check_store(str(ours), changed, [], lambda line: None)
+    assert [problem.kind for problem in findings.problems] == 3 * ["foreign"]
+    for use in (open_store, partial(write, numbers=NUMBERS), partial(check, numbers=NUMBERS)):
+        with pytest.raises(UserError, match=f"store.json: says {field}=.*restore the store.json that belongs to them"):
+            use(ours)
+    assert sorted(path.name for path in ours.glob("shard-*")) == before
+    shutil.copyfile(templates / "ours" / "store.json", ours / "store.json")
+    assert_holds(ours, NUMBERS)
+
+
+def test_a_store_stays_itself_when_it_is_moved_renamed_or_its_description_laid_out_anew(ours, tmp_path):
+    moved = ours.rename(tmp_path / "moved")
+    for number, shard in enumerate(shards(moved)):
+        for suffix in (".safetensors", ".json"):
+            shard.with_suffix(suffix).rename(moved / f"shard-0000000{number}-00000{suffix}")
+    described = moved / "store.json"
+    manifest = json.loads(described.read_text())
+    provenance = {"unknown then": None, **dict(reversed(manifest["provenance"].items()))}
+    described.write_text(json.dumps({**manifest, "provenance": provenance, "record": {"draft_vocabulary": "other"}}))
+    assert_holds(moved, NUMBERS)
+    write(moved, [*NUMBERS, 12])
+    assert_holds(moved, [*NUMBERS, 12])
+    digests = {json.loads(path.read_text())["provenance_digest"] for path in moved.glob("shard-*.json")}
+    assert len(digests) == 1
+
+
+def test_a_store_of_an_older_version_is_used_with_one_line_and_bound_once_it_is_verified(ours, templates, capsys):
+    unbind_all(ours)
+    said = "warning: .* {} of {} shards do not say .* capture.py --verify --bind, which checks them and adds it"
+    open_store(ours)
+    assert re.fullmatch(said.format(3, 3), capsys.readouterr().out.strip())
+    (line,) = write(ours, [*NUMBERS, 12])
+    assert re.fullmatch(said.format(3, 3), line)
+    (line,) = write(ours, [*NUMBERS, 12])
+    assert re.fullmatch(said.format(3, 4), line)
+    findings = check(ours, [*NUMBERS, 12])
+    assert not findings.problems
+    before = {path: path.read_bytes() for path in ours.glob("*.safetensors")}
+    capsys.readouterr()
+    assert bind_shards(ours, findings) == 3
+    assert write(ours, []) == [] and bind_shards(ours, check(ours, [])) == 0
+    assert_holds(ours, [*NUMBERS, 12])
+    assert capsys.readouterr().out == ""
+    assert {path: path.read_bytes() for path in ours.glob("*.safetensors")} == before
+    replace_shard(ours, templates / "target")
+    unbind(shards(ours)[1])
+    with pytest.raises(UserError, match="tokens or checksums are not what was written"):
+        read_all(ours)
+
+
+def test_a_binding_killed_at_any_call_leaves_a_store_that_is_read_and_bound_by_the_next(tmp_path):
+    older, numbers, bound = tmp_path / "older", range(4), []
+    write(older, numbers, shard_tokens=60)
+    assert len(shards(older)) == 2
+    unbind_all(older)
+    findings, code = check(older, numbers), None
+    while code != 0:
+        path = Path(shutil.copytree(older, tmp_path / f"call-{len(bound)}"))
+        code = run(killed_at_call, len(bound) + 1, bind_shards, path, findings)
+        assert code in (0, -signal.SIGKILL)
+        after = check(path, numbers)
+        assert after.problems == []
+        bound.append(sum(index.provenance_digest is not None for index in after.indexes))
+        assert bind_shards(path, after) == 2 - bound[-1] and write(path, []) == []
+    assert bound == sorted(bound) and set(bound) == {0, 1, 2}
+
+
+def test_an_index_that_lists_one_sample_s_tokens_under_another_s_name_is_found(ours):
+    index = shards(ours)[1].with_suffix(".json")
+    found = ShardIndex.parse(index.read_bytes(), index.name, "")
+    first, second, *others = found.samples
+    replace(found, samples=(first._replace(id=second.id), second._replace(id=first.id), *others)).write(ours)
+    problems = check(ours, NUMBERS).problems
+    assert {problem.sample_id for problem in problems if problem.kind == "mislabelled"} == {first.id, second.id}
+    assert f"those of sample {first.id}" in problems[0].detail
+    assert_repaired(ours, {"mislabelled"})
