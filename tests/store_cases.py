@@ -1,9 +1,11 @@
 """Samples that a number determines, so that any process can say what a store should hold, and the checks of that."""
 
+import json
 import multiprocessing
 import os
 import signal
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import torch
 from eagle3.data.samples import sample_digest
 from eagle3.data.store.check import Findings, check_store
 from eagle3.data.store.reader import DocumentRows, HiddenStateStore, RowRequest
-from eagle3.data.store.shard import Encoding, taught_rows
+from eagle3.data.store.shard import DATA_START, Encoding, ShardIndex, taught_rows
 from eagle3.data.store.writer import StoreWriter
 from eagle3.target.interface import HiddenStates
 
@@ -86,6 +88,23 @@ def assert_holds(path, numbers, encoding: Encoding = PLAIN) -> None:
         assert torch.equal(tokens.ids, ids) and torch.equal(tokens.loss_mask, loss_mask)
     findings = check(path, numbers, encoding)
     assert findings.problems == [] and findings.samples == len(list(numbers))
+
+
+def unbind(path: Path) -> None:
+    """Make of an index or a shard what an older version would have written."""
+    if path.suffix == ".json":
+        replace(ShardIndex.parse(path.read_bytes(), path.name, ""), provenance_digest=None).write(path.parent)
+        return
+    content = path.read_bytes()
+    header = json.loads(content[8:DATA_START])
+    del header["__metadata__"]["provenance_digest"]
+    text = json.dumps(header).encode().ljust(DATA_START - 8)
+    path.write_bytes(content[:8] + text + content[DATA_START:])
+
+
+def unbind_all(folder: Path) -> None:
+    for path in folder.glob("shard-*"):
+        unbind(path)
 
 
 def run(work, *arguments) -> int:

@@ -1,17 +1,20 @@
 """Capturing for real: killed, split over jobs and ranks, checked and repaired; and what it takes on the disk."""
 
+import json
 import os
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from store_cases import HIDDEN, PROVENANCE, sample
+from store_cases import HIDDEN, PROVENANCE, sample, unbind_all
 from tiny_run import finish, launch, make_target, write_recipe
 
+from eagle3.console import Console
 from eagle3.data.capture import Wanted, disk_need, require_disk, wanted_samples
 from eagle3.data.samples import SampleSet
 from eagle3.data.store.check import check_store
@@ -20,7 +23,8 @@ from eagle3.data.store.shard import Encoding, taught_rows
 from eagle3.data.store.writer import StoreWriter
 from eagle3.errors import UserError
 from eagle3.recipe import load_recipe
-from eagle3.training.assemble import gather_materials, store_provenance
+from eagle3.training.assemble import gather_materials, pick_vocabulary, provenance, store_provenance
+from eagle3.training.capturing import verify
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +80,37 @@ def test_a_capture_split_killed_damaged_and_repaired_ends_complete_without_dupli
     assert checked(recipe, store, topology).problems == []
 
 
+def test_a_verify_says_what_is_not_bound_and_binds_it_where_asked_and_nothing_is_wrong(
+    tmp_path, recipe, topology, capsys
+):
+    loaded = load_recipe(recipe, [f"hidden_states.path={tmp_path}"])
+    materials = gather_materials(loaded, topology.device, lambda line: None)
+    vocabulary, _ = pick_vocabulary(loaded, materials, 300, lambda line: None)
+    wanted = wanted_samples((materials.train, materials.held_out))
+    encoding = Encoding(loaded.hidden_states.codec, loaded.hidden_states.dtype, HIDDEN)
+    with StoreWriter(tmp_path, provenance(loaded, materials), encoding, shard_tokens=500) as writer:
+        for name, one in wanted.items():
+            writer.add(name, one.load().ids, one.load().loss_mask, sample(1, tokens=one.tokens)[3])
+    verified = partial(verify, loaded, materials, vocabulary, wanted, Console(True))
+    assert verified(repair=False, bind=False) and "not say" not in capsys.readouterr().out
+    shards = sorted(tmp_path.glob("*.safetensors"))
+    unbind_all(tmp_path)
+    for _ in range(2):
+        assert verified(repair=False, bind=False)
+        assert f"{len(shards)} of {len(shards)} shards do not say" in capsys.readouterr().out
+    lost = shards[0].rename(tmp_path / "lost")
+    assert not verified(repair=False, bind=True) and "nothing was bound" in capsys.readouterr().out
+    lost.rename(shards[0])
+    assert verified(repair=False, bind=True)
+    assert f"{len(shards)} shards newly bound to store.json" in capsys.readouterr().out
+    assert verified(repair=False, bind=True) and ": 0 shards newly bound" in capsys.readouterr().out
+    described = json.loads((tmp_path / "store.json").read_text())
+    described["provenance"]["target"] = "another"
+    (tmp_path / "store.json").write_text(json.dumps(described))
+    with pytest.raises(UserError, match="store.json: says target='another'.*restore the store.json"):
+        verified(repair=True, bind=False)
+
+
 def test_ranks_that_prefill_long_samples_together_capture_what_one_process_does(tmp_path, recipe, topology):
     """Samples of up to 150 tokens in chunks of 16, on two ranks as a ring; the short ones on either rank alone."""
     one, two = tmp_path / "one", tmp_path / "two"
@@ -87,9 +122,9 @@ def test_ranks_that_prefill_long_samples_together_capture_what_one_process_does(
     assert checked(recipe, two, topology, "hidden_states.codec=lossless").problems == []
     loaded = load_recipe(recipe)
     materials = gather_materials(loaded, topology.device, lambda line: None)
-    provenance = store_provenance(loaded, materials)
+    needed = store_provenance(loaded, materials)
     stores = [
-        HiddenStateStore.open(str(path), {**provenance, "codec": codec})
+        HiddenStateStore.open(str(path), {**needed, "codec": codec})
         for path, codec in ((one, "none"), (two, "lossless"))
     ]
     lengths = [len(stores[0].tokens(sample_id).ids) for sample_id in stores[0]]

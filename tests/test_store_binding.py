@@ -23,13 +23,15 @@ from store_cases import (
     run,
     sample,
     sample_id,
+    unbind,
+    unbind_all,
     wanted,
     write,
 )
 
 from eagle3.data.store.check import bind_shards, check_store, remove_flawed
 from eagle3.data.store.reader import HiddenStateStore
-from eagle3.data.store.shard import DATA_START, ShardIndex
+from eagle3.data.store.shard import ShardIndex
 from eagle3.data.store.writer import Part, StoreWriter
 from eagle3.errors import UserError
 
@@ -130,23 +132,6 @@ def exchange_one_that_an_older_version_repaired(ours: Path, theirs: Path) -> Non
     """Its index says nothing any more, the shard does."""
     exchange_one(ours, theirs)
     unbind(ours / shards(theirs)[1].with_suffix(".json").name)
-
-
-def unbind(path: Path) -> None:
-    """Make of an index or a shard what an older version would have written."""
-    if path.suffix == ".json":
-        replace(ShardIndex.parse(path.read_bytes(), path.name, ""), provenance_digest=None).write(path.parent)
-        return
-    content = path.read_bytes()
-    header = json.loads(content[8:DATA_START])
-    del header["__metadata__"]["provenance_digest"]
-    text = json.dumps(header).encode().ljust(DATA_START - 8)
-    path.write_bytes(content[:8] + text + content[DATA_START:])
-
-
-def unbind_all(folder: Path) -> None:
-    for path in folder.glob("shard-*"):
-        unbind(path)
 
 
 REFUSED = [
