@@ -97,7 +97,7 @@ def unbind(path: Path) -> None:
         return
     content = path.read_bytes()
     header = json.loads(content[8:DATA_START])
-    del header["__metadata__"]["provenance_digest"]
+    header["__metadata__"].pop("provenance_digest", None)
     text = json.dumps(header).encode().ljust(DATA_START - 8)
     path.write_bytes(content[:8] + text + content[DATA_START:])
 

@@ -101,6 +101,12 @@ def test_a_verify_says_what_is_not_bound_and_binds_it_where_asked_and_nothing_is
     lost = shards[0].rename(tmp_path / "lost")
     assert not verified(repair=False, bind=True) and "nothing was bound" in capsys.readouterr().out
     lost.rename(shards[0])
+    obstacle = tmp_path / f"{shards[-1].stem}.json.partial"
+    obstacle.mkdir()
+    with pytest.raises(UserError, match="cannot be written .*; free space or change its rights"):
+        verified(repair=False, bind=True)
+    obstacle.rmdir()
+    unbind_all(tmp_path)
     assert verified(repair=False, bind=True)
     assert f"{len(shards)} shards newly bound to store.json" in capsys.readouterr().out
     assert verified(repair=False, bind=True) and ": 0 shards newly bound" in capsys.readouterr().out

@@ -64,7 +64,9 @@ def verify(
         elif notice := unbound_notice(path, findings.indexes):
             console.result(notice)
     except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error}); make it writable and run the same again") from error
+        raise UserError(
+            f"{path}: cannot be written ({error}); free space or change its rights, and run the same again"
+        ) from error
     if bind and not whole:
         console.result(f"{path}: nothing was bound; run capture.py --repair first")
     return whole

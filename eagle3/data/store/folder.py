@@ -24,7 +24,7 @@ class Manifest(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """Of the provenance: what indexes and shards carry to say whose they are. As in `require_provenance`, a field that is
+        """Of the provenance: what indexes and shards carry to say whose they are. As in `read_own_manifest`, a field that is
         None might as well be absent."""
         return json_digest({field: value for field, value in self.provenance.items() if value is not None})
 
