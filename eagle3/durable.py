@@ -1,16 +1,65 @@
-"""Files that survive a kill: whole under their name, or not there."""
+"""Files that survive a kill or a full disk: whole under their name, or not there. Locks that a kill releases."""
 
+import fcntl
 import os
-from contextlib import suppress
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from enum import Enum
 from pathlib import Path
 from secrets import token_hex
+from typing import BinaryIO
+
+from safetensors import SafetensorError
+
+from eagle3.errors import UserError
+
+
+class Lock(Enum):
+    """What became of an attempt to lock a file. UNKNOWN: its file system has no locks."""
+
+    HELD = "held"
+    TAKEN = "taken"
+    UNKNOWN = "unknown"
+
+
+def lock(file: BinaryIO) -> Lock:
+    """Lock a file (flock) for as long as it is open and this process lives, without waiting for another's lock."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return Lock.TAKEN
+    except OSError:
+        return Lock.UNKNOWN
+    return Lock.HELD
+
+
+@contextmanager
+def writing(path: Path, remedy: str) -> Iterator[None]:
+    """Around what writes `path`: raises UserError, with the free space and the `remedy`, where the disk does not take it."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        place = next(place for place in (path, *path.absolute().parents) if place.exists())
+        free = shutil.disk_usage(place).free / 2**30
+        raise UserError(f"{path}: cannot be written ({reason}; {free:.3g} GiB are free); {remedy}") from error
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace `path` by `text`; a kill leaves the old file or the new one."""
+    """Replace `path` by `text`; a kill or a full disk leaves the old file or the new one."""
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """As `write_text`."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    publish(partial, path)
+    try:
+        partial.write_bytes(content)
+        publish(partial, path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def create_text(path: Path, text: str) -> None:

@@ -23,7 +23,8 @@ def main() -> None:
         write(options, Console(True, options.quiet))
     except OSError as error:
         raise UserError(
-            f"{error.filename or options.runs[0]}: cannot be written ({error.strerror}); move what is in the way, or copy the run"
+            f"{error.filename or options.runs[0]}: cannot be written ({error.strerror}); free space, move what is in the way, or "
+            "copy the run"
         ) from error
 
 

@@ -71,7 +71,12 @@ def run(recipe: Recipe, options: argparse.Namespace, stop: StopSignals) -> int:
     resume = Resume(options.resume)
     if options.check:
         layout = check_layout(recipe, options.deepspeed, options.check)
-        continues = RunFolder(recipe.output.dir).check(recipe, resume)
+        folder = RunFolder(recipe.output.dir)
+        continues = folder.check(recipe, resume)
+        if holder := folder.holder():  # no mistake: the job that is checked may begin after that one's end
+            Console(True).warn(
+                f"{folder.path}: another run writes this folder ({holder}); until its end a second is refused"
+            )
         if not options.quiet:
             tell(f"{layout}; {'continues' if continues else 'begins'} {recipe.output.dir}")
         return 0

@@ -20,6 +20,7 @@ from eagle3.training.engine import deepspeed_config, full_weights, start_engine
 from eagle3.training.run_folder import RunFolder
 from eagle3.training.schedule import scheduler, warmup_cosine
 
+RUN = "0123456789abcdef" * 2
 SHAPE = {
     "hidden_size": 16,
     "target_hidden_size": 16,
@@ -66,7 +67,7 @@ def warnings():
 
 @pytest.fixture
 def checkpoints(tmp_path, warnings):
-    return Checkpoints(tmp_path, keep=2, warn=warnings.append)
+    return Checkpoints(tmp_path, keep=2, run=RUN, warn=warnings.append)
 
 
 def at(checkpoints, step):
@@ -132,6 +133,55 @@ def flip_a_bit(path):
     path.write_bytes(content)
 
 
+def double(path):
+    shutil.copy(path, path.with_name(path.name.replace("rank_0", "rank_1", 1)))
+
+
+def says(content):
+    """Replaces a manifest by what `content` makes of its run and files; a text replaces it as it is."""
+
+    def damage(path):
+        manifest = json.loads(path.read_text())
+        path.write_text(content if isinstance(content, str) else json.dumps(content(**manifest)))
+
+    damage.__name__ = "says"
+    return damage
+
+
+def without(files, kind):
+    return {name: digest for name, digest in files.items() if not name.endswith(f"_{kind}_states.pt")}
+
+
+# Each is valid JSON, or nearly, and says less than a manifest does.
+MANIFESTS = [
+    "[]",
+    "null",
+    "{}",
+    "4",
+    '"files"',
+    "[" * 200_000,
+    '{"files":' * 100_000,
+    "9" * 5000,
+    '{"files": []}',
+    '{"files": {}}',
+    '{"run": null, "files": null}',
+    lambda run, files: {"run": run, "files": {}},
+    lambda run, files: {"run": 7, "files": files},
+    lambda run, files: {"run": run.upper(), "files": files},
+    lambda run, files: {"run": [run], "files": files},
+    lambda run, files: {"files": files},
+    lambda run, files: {"run": run, "files": [*files]},
+    lambda run, files: {"run": run, "files": {name: [digest] for name, digest in files.items()}},
+    lambda run, files: {"run": run, "files": dict.fromkeys(files, "")},
+    lambda run, files: {"run": run, "files": without(files, "model")},
+    lambda run, files: {"run": run, "files": without(files, "optim")},
+    lambda run, files: without(files, "optim"),
+    lambda run, files: {"run": run, "files": files | {"../step-00000001/manifest.json": 64 * "0"}},
+    lambda run, files: {"run": run, "files": files | {"/etc/hostname": 64 * "0"}},
+    lambda run, files: {"run": run, "files": {name.replace("rank_0_", "rank_1_"): files[name] for name in files}},
+]
+
+
 @pytest.mark.parametrize(
     ("victim", "damage", "problem"),
     [
@@ -143,6 +193,8 @@ def flip_a_bit(path):
         ("*_model_states.pt", remove, "_model_states.pt is missing"),
         ("*_optim_states.pt", cut_off, "_optim_states.pt is damaged"),
         ("*_model_states.pt", flip_a_bit, "_model_states.pt is damaged"),
+        ("*_optim_states.pt", double, "_optim_states.pt is not in manifest.json"),
+        *(("manifest.json", says(content), "manifest.json is missing or damaged") for content in MANIFESTS),
     ],
 )
 def test_a_damaged_newest_is_passed_over_with_a_warning(engine, checkpoints, warnings, victim, damage, problem):
@@ -202,12 +254,64 @@ def test_the_best_is_passed_over_with_a_warning_where_it_is_gone_or_damaged(engi
 def test_a_checkpoint_of_more_processes_is_refused_before_anything_is_loaded(engine, checkpoints):
     checkpoints.save(engine, 1, {}, None)
     (first,) = at(checkpoints, 1).glob("*_optim_states.pt")
-    shutil.copy(first, first.with_name(first.name.replace("rank_0", "rank_1", 1)))
+    second = first.with_name(first.name.replace("rank_0", "rank_1", 1))
+    shutil.copy(first, second)
+    manifest = json.loads((at(checkpoints, 1) / "manifest.json").read_text())
+    manifest["files"][second.name] = manifest["files"][first.name]
+    (at(checkpoints, 1) / "manifest.json").write_text(json.dumps(manifest))
     advance(engine)
     before = weights(engine)
     with pytest.raises(UserError, match=f"{at(checkpoints, 1)}: written by 2 processes .*, this job has 1 .*; start"):
         checkpoints.load_newest(engine)
     assert same(weights(engine), before)
+
+
+def test_names_that_no_file_can_have_are_damage(engine, checkpoints, warnings):
+    checkpoints.save(engine, 1, {}, None)
+    path = at(checkpoints, 1) / "manifest.json"
+    whole = json.loads(path.read_text())
+    for name in ("a\0b", "\ud800", "x" * 5000, "zero_pp_rank_" + "9" * 5000 + "_mp_rank_00_optim_states.pt", ""):
+        path.write_text(json.dumps(whole | {"files": whole["files"] | {name: 64 * "0"}}))
+        with pytest.raises(UserError, match="no checkpoint is whole"):
+            checkpoints.load_newest(engine)
+    path.write_text(json.dumps(whole))
+    (path.parent / ".nfs0000000000000001").write_text("left by a file system")
+    assert checkpoints.load_newest(engine).step == 1 and not warnings
+
+
+def test_another_runs_checkpoint_is_never_loaded(engine, checkpoints, warnings):
+    """Neither as the newest, nor as the best at the export, and the line names both runs."""
+    own, other = checkpoints.run, RUN[::-1]
+    checkpoints.save(engine, 1, {"of": "own"}, None)
+    before = weights(engine)
+    advance(engine)
+    checkpoints.run = other
+    checkpoints.save(engine, 2, {"of": "other"}, None)
+    checkpoints.run = own
+    assert checkpoints.load_whole(engine, 2) is None
+    assert checkpoints.load_newest(engine) == (1, {"of": "own"}) and same(weights(engine), before)
+    said = f"{at(checkpoints, 2)}: written by run {other}, this is run {own}; "
+    assert [warning.removeprefix(said) for warning in warnings] == [
+        "the last weights serve instead",
+        "renamed foreign-step-00000002, the checkpoint before it serves",
+    ]
+    shutil.rmtree(at(checkpoints, 1))
+    (checkpoints.folder / "foreign-step-00000002").rename(at(checkpoints, 2))
+    with pytest.raises(UserError, match=f"of this run .*written by run {other}, this is run {own}"):
+        checkpoints.load_newest(engine)
+    assert same(weights(engine), before) and names(checkpoints) == steps(2)
+
+
+def test_a_checkpoint_from_before_runs_had_identities_is_loaded_with_one_line(engine, checkpoints, warnings):
+    checkpoints.save(engine, 1, {}, None)
+    path = at(checkpoints, 1) / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text())["files"]))
+    assert checkpoints.load_newest(engine).step == 1
+    (warning,) = warnings
+    assert warning.startswith(f"{at(checkpoints, 1)}: from before checkpoints named their run") and RUN in warning
+    checkpoints.save(engine, 2, {}, None)
+    assert json.loads((at(checkpoints, 2) / "manifest.json").read_text())["run"] == RUN
+    assert checkpoints.load_newest(engine).step == 2 and len(warnings) == 1
 
 
 def test_an_unfinished_checkpoint_is_ignored_and_then_overwritten(engine, checkpoints, warnings):

@@ -1,6 +1,7 @@
 """Between the names that serving engines load and the draft's Megatron parameters, both ways, exactly."""
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,8 +14,10 @@ from torch.distributed import ProcessGroup
 
 from eagle3.draft.config import DraftConfig, read_draft_config
 from eagle3.draft.model import Eagle3Draft
+from eagle3.durable import flush, publish
 from eagle3.errors import UserError
 
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
 EMBEDDING = "embed_tokens.weight"
 # exported name <- parameter of Eagle3Draft; gate_proj and up_proj are the halves of linear_fc1 and are dealt with apart
 _NAMES = {
@@ -160,7 +163,8 @@ def export_draft(
     dtype: torch.dtype,
     with_embedding: bool,
 ) -> None:
-    """Write config.json and model.safetensors as SGLang and vLLM load them.
+    """Write config.json and model.safetensors as SGLang and vLLM load them: both, or an OSError or SafetensorError and what
+    was in the folder before, whose other files stay.
 
     weights: by parameter name of Eagle3Draft, whole (see whole_tensors), usually the optimiser's fp32 masters. Raises
     UserError on a draft that no serving engine loads.
@@ -170,18 +174,29 @@ def export_draft(
     if not with_embedding:
         tensors.pop(EMBEDDING, None)
     tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in tensors.items()}
-    folder.mkdir(parents=True, exist_ok=True)
     tensors["d2t"], tensors["t2d"] = d2t.cpu().contiguous(), t2d.cpu().contiguous()
-    config_path, partial = folder / "config.json", folder / "model.safetensors.partial"
-    save_file(tensors, partial, metadata={"format": "pt"})
-    config_path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    partial.chmod(config_path.stat().st_mode)  # save_file lets only its owner read, config.json is as the umask says
-    partial.replace(folder / "model.safetensors")
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
+        # save_file lets only its owner read, config.json is as the umask says
+        (partial / WEIGHTS).chmod((partial / CONFIG).stat().st_mode)
+        for name in (WEIGHTS, CONFIG):
+            flush(partial / name)
+        folder.mkdir(exist_ok=True)
+        # Renaming takes no space. A kill in between leaves no config.json: no draft, not one of two halves.
+        (folder / CONFIG).unlink(missing_ok=True)
+        publish(partial / WEIGHTS, folder / WEIGHTS)
+        publish(partial / CONFIG, folder / CONFIG)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
-def read_exported(folder: Path, weights_name: str = "model.safetensors") -> ExportedDraft:
+def read_exported(folder: Path, weights_name: str = WEIGHTS) -> ExportedDraft:
     """Read an exported draft. Raises UserError where a file is missing, damaged, or no EAGLE3 draft."""
-    config, path = read_draft_config(folder / "config.json"), folder / weights_name
+    config, path = read_draft_config(folder / CONFIG), folder / weights_name
     if not path.is_file():
         raise UserError(f"{path}: no such file; name a folder that export wrote")
     try:

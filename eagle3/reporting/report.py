@@ -3,7 +3,7 @@
 import importlib.util
 from pathlib import Path
 
-from eagle3.durable import write_text
+from eagle3.durable import write_bytes, write_text
 from eagle3.errors import UserError
 from eagle3.reporting.record import read_run
 
@@ -33,6 +33,6 @@ def write_report(path: Path) -> Path:
     run.folder.charts.mkdir(exist_ok=True)
     for chart in drawn:
         if isinstance(chart, Chart):
-            (run.folder.charts / f"{chart.name}.png").write_bytes(chart.png)
+            write_bytes(run.folder.charts / f"{chart.name}.png", chart.png)
     write_text(run.folder.report, written)
     return run.folder.report

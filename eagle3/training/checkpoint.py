@@ -1,11 +1,10 @@
 """Checkpoints that are whole or not there: DeepSpeed's files, published by one rename, checked before they are read."""
 
-import hashlib
-import json
 import random
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,11 +16,13 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from eagle3.console import waiting
-from eagle3.durable import flush, publish, write_text
+from eagle3.durable import flush, publish
 from eagle3.errors import SharedUserError, UserError
 from eagle3.parallel.topology import agreed
+from eagle3.training.manifest import DAMAGED, MANIFEST, Manifest, Problem, digest
 
-MANIFEST = "manifest.json"
+# How long the first rank waits to see what other nodes have written; network file systems remember listings.
+SEEN_SECONDS = 30.0
 
 
 class Resumed(NamedTuple):
@@ -34,6 +35,9 @@ class Resumed(NamedTuple):
 class Checkpoints:
     """The checkpoints of one run: the last `keep` and the best. Every method is called by every rank.
 
+    run: its identity. A checkpoint that names another is never loaded; one from before checkpoints named their run is, with
+    a warning.
+
     An engine started with `load_universal` reads checkpoints of any number of processes and tensor-parallel ranks, which
     takes a conversion; another one those of its own numbers only (UserError). say: told where something takes long.
     """
@@ -42,10 +46,11 @@ class Checkpoints:
         self,
         folder: Path,
         keep: int,
+        run: str,
         warn: Callable[[str], None],
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self.folder, self.keep, self.warn, self.say = folder, keep, warn, say
+        self.folder, self.keep, self.run, self.warn, self.say = folder, keep, run, warn, say
 
     def save(self, engine: DeepSpeedEngine, step: int, progress: dict[str, Any], best_step: int | None) -> None:
         """Write the state after `step` optimiser steps (weights, optimiser, schedule, random generators, `progress`).
@@ -73,15 +78,18 @@ class Checkpoints:
                 failures.append(str(error))
                 dist.barrier()
 
-        def finish() -> None:
+        def require_written() -> None:
             if failures:
                 raise UserError(failures[0])
-            if first:
-                self._publish(partial, self.folder / _name(step))
-                self._prune(best_step)
+
+        def finish() -> None:
+            _await_files(partial, Sizes.of(engine))
+            self._publish(partial, self.folder / _name(step))
+            self._prune(best_step)
 
         try:
-            agreed(finish)
+            agreed(require_written)  # by every rank, before any of it is taken for whole
+            agreed(finish if first else None)
         except UserError as error:
             free = shutil.disk_usage(self.folder).free / 2**30
             dist.barrier()
@@ -96,60 +104,71 @@ class Checkpoints:
             files = sorted(path for path in partial.rglob("*") if path.is_file())
             for path in files:
                 flush(path)
-            manifest = {str(path.relative_to(partial)): _digest(path) for path in files}
-            write_text(partial / MANIFEST, json.dumps(manifest, indent=1))
+            digests = {path.relative_to(partial).as_posix(): digest(path) for path in files}
+            Manifest(self.run, digests).write(partial)
             _remove(final)  # the same step of a run that was resumed from before it
             publish(partial, final)
         except OSError as error:
             raise UserError(str(error)) from error
 
     def load_newest(self, engine: DeepSpeedEngine) -> Resumed | None:
-        """Load the newest whole checkpoint; None where there is none at all. Damaged ones after it are renamed, with a
-        warning, so that they do not count among those that are kept. Raises UserError where all are damaged."""
+        """Load the newest whole checkpoint of this run; None where there is none at all. Damaged and foreign ones after it
+        are renamed, with a warning, so that they do not count among those that are kept. Raises UserError where all are
+        such."""
         found = _finished(self.folder)
-        damaged = {}
+        refused: dict[Path, Problem] = {}
         for path in reversed(found):
             problem = self._problem(path)
             if problem is None:
-                self._set_aside(damaged)
+                self._set_aside(refused)
                 return self._load(engine, path)
-            damaged[path] = problem
-        if damaged:
-            listed = "; ".join(f"{path.name}: {problem}" for path, problem in damaged.items())
+            refused[path] = problem
+        if refused:
+            listed = "; ".join(f"{path.name}: {problem.text}" for path, problem in refused.items())
             raise SharedUserError(
-                f"{self.folder}: no checkpoint is whole ({listed}); put a whole one back, or start afresh without --resume"
+                f"{self.folder}: no checkpoint is whole and of this run ({listed}); put one back, or start afresh without "
+                "--resume"
             )
         return None
 
-    def _set_aside(self, damaged: dict[Path, str]) -> None:
+    def _set_aside(self, refused: dict[Path, Problem]) -> None:
         dist.barrier()  # all have looked
-        for path, problem in damaged.items():
-            aside = path.with_name(f"damaged-{path.name}")
-            self.warn(f"{path}: {problem}; renamed {aside.name}, the checkpoint before it serves")
+        for path, problem in refused.items():
+            aside = path.with_name(f"{problem.kind}-{path.name}")
+            self.warn(f"{path}: {problem.text}; renamed {aside.name}, the checkpoint before it serves")
             if dist.get_rank() == 0:
                 _remove(aside)
                 path.rename(aside)
         dist.barrier()
 
     def load_whole(self, engine: DeepSpeedEngine, step: int) -> Resumed | None:
-        """Load the checkpoint of one step; None, with a warning, where it is damaged."""
+        """Load the checkpoint of one step; None, with a warning, where it is damaged or another run's."""
         path = self.folder / _name(step)
         problem = self._problem(path)
         if problem is not None:
-            self.warn(f"{path}: {problem}; the last weights serve instead")
+            self.warn(f"{path}: {problem.text}; the last weights serve instead")
             return None
         return self._load(engine, path)
 
-    def _problem(self, path: Path) -> str | None:
+    def _problem(self, path: Path) -> Problem | None:
+        """Why the checkpoint is not to be loaded, or None."""
         with waiting(self.say, f"checking {path}"):
-            return _problem(path)
+            manifest = Manifest.read(path)
+            missing = Problem(DAMAGED, f"{MANIFEST} is missing or damaged")
+            problem = manifest.problem(path, self.run) if manifest else missing
+        if problem is None and manifest.run is None:
+            self.warn(
+                f"{path}: from before checkpoints named their run, so nothing could check that it is this one's "
+                f"({self.run}); it is loaded"
+            )
+        return problem
 
     def _load(self, engine: DeepSpeedEngine, path: Path) -> Resumed:
         if engine.load_universal_checkpoint():
             with waiting(self.say, f"loading {path}, of another number of processes"), _converted(path) as universal:
                 return _read(engine, universal)
         written = _sizes(path)
-        here = Sizes(dist.get_world_size(), engine.mpu.get_model_parallel_world_size())
+        here = Sizes.of(engine)
         if written != here:
             raise SharedUserError(
                 f"{path}: written by {written.processes} processes (parallelism.tensor {written.tensor}), this job has "
@@ -238,18 +257,16 @@ def _name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def _problem(path: Path) -> str | None:
-    """Why the checkpoint is not whole, or None."""
-    try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return f"{MANIFEST} is missing or damaged"
-    for name, digest in manifest.items():
-        if not (path / name).is_file():
-            return f"{name} is missing"
-        if _digest(path / name) != digest:
-            return f"{name} is damaged"
-    return None
+def _await_files(partial: Path, sizes: "Sizes") -> None:
+    """Every file must be in the manifest, and those of other nodes may appear only after a while. Raises UserError."""
+    until = time.monotonic() + SEEN_SECONDS
+    while (seen := _sizes(partial)) != sizes:
+        if time.monotonic() > until:
+            raise UserError(
+                f"{partial}: the first rank sees files of {seen.processes} of {sizes.processes} processes; all nodes must "
+                "share this folder"
+            )
+        time.sleep(0.1)
 
 
 class Sizes(NamedTuple):
@@ -258,14 +275,14 @@ class Sizes(NamedTuple):
     processes: int
     tensor: int
 
+    @classmethod
+    def of(cls, engine: DeepSpeedEngine) -> "Sizes":
+        """Of this job."""
+        return cls(dist.get_world_size(), engine.mpu.get_model_parallel_world_size())
+
 
 def _sizes(path: Path) -> Sizes:
     return Sizes(len(list(path.glob("*_optim_states.pt"))), len(list(path.glob("mp_rank_*_model_states.pt"))))
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _random_state() -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import torch
@@ -11,10 +11,11 @@ import torch.distributed as dist
 from eagle3.attention.cuda import take_installed_flash
 from eagle3.console import Console, waiting
 from eagle3.data.vocabulary import save_vocabulary
+from eagle3.durable import writing
 from eagle3.errors import UserError, first_sentence
 from eagle3.evaluation.export_check import NotChecked, NotInstalled, check_export
 from eagle3.evaluation.judge import choose_prompts
-from eagle3.parallel.topology import Topology, agreed
+from eagle3.parallel.topology import Topology, agreed, node_name
 from eagle3.parallel.watchdog import Watchdog
 from eagle3.preflight.places import checkpoint_bytes
 from eagle3.preflight.start import require_room, require_sound_start
@@ -45,7 +46,7 @@ def train(
     """Run the whole recipe; every rank calls it. Returns False where speculative decoding was not lossless.
 
     finish: called with the run's folder, on the first rank, when the draft is exported, and judged or refused by its judge.
-    Everything lands in `recipe.output.dir` (see RunFolder). Raises UserError for what the user can mend, RunStopped where
+    Everything lands in `recipe.output.dir` (see RunFolder), which no other run enters meanwhile. Raises UserError for what the user can mend, RunStopped where
     one of the signals that `stop` notes ends the run before its end; where a rank dies or hangs, the watchdog says so and
     ends the process.
     """
@@ -57,9 +58,10 @@ def train(
         hang_seconds=recipe.training.hang_minutes and 60 * recipe.training.hang_minutes,
         report=lambda verdict: console.fail(f"{verdict}; see its own last words, and continue with --resume auto"),
     )
-    with watchdog, _broken_collectives(watchdog, topology):
+    folder, stop = RunFolder(recipe.output.dir), stop or StopSignals()
+    with closing(folder), watchdog, _broken_collectives(watchdog, topology):
         try:
-            return _train(recipe, deepspeed_file, topology, resume, console, watchdog, stop or StopSignals(), finish)
+            return _train(recipe, folder, deepspeed_file, topology, resume, console, watchdog, stop, finish)
         except RunStopped as stopped:
             if not stopped.together:
                 watchdog.end_if_broken()
@@ -70,6 +72,7 @@ def train(
 
 def _train(
     recipe: Recipe,
+    folder: RunFolder,
     deepspeed_file: Path,
     topology: Topology,
     resume: Resume,
@@ -78,11 +81,10 @@ def _train(
     stop: StopSignals,
     finish: Finish,
 ) -> bool:
-    folder = RunFolder(recipe.output.dir)
     engine_config = deepspeed_config(deepspeed_file, recipe.training, topology.data.size())
-    found = [agreed((lambda: folder.check(recipe, resume)) if topology.is_first else None)]
+    found = [agreed((lambda: _enter(folder, recipe, resume, console)) if topology.is_first else None)]
     dist.broadcast_object_list(found)
-    continues: bool = found[0]
+    continues, identity = found[0]
     packages = ("sglang",) if recipe.target.backend == "sglang" else ()
     require_sound_start(dump_recipe(recipe), deepspeed_file.read_text(encoding="utf-8"), folder.path, packages)
     materials = gather_materials(recipe, topology.device, console)
@@ -109,6 +111,7 @@ def _train(
             console,
             watchdog,
             resume=continues,
+            identity=identity,
             train=materials.train,
             held_out=materials.held_out,
             source=supply.source,
@@ -117,9 +120,11 @@ def _train(
             draft=draft,
             vocabulary=vocabulary,
         )
-        if topology.is_first:
-            folder.begin(recipe, continues, console)
-            save_vocabulary(vocabulary, folder.vocabulary)
+
+        def begin() -> None:
+            folder.begin(recipe, continues, identity, console)
+            with writing(folder.vocabulary, "free space, or set output.dir to another place"):
+                save_vocabulary(vocabulary, folder.vocabulary)
             try:
                 described = describe_run(
                     recipe,
@@ -137,7 +142,8 @@ def _train(
                 folder.write_run(described)
             except Exception as error:  # of use to the report alone: no reason for a run not to start
                 console.warn(f"{folder.run}: not written, so the report will lack it ({error!r})")
-        dist.barrier()
+
+        agreed(begin if topology.is_first else None)
         if topology.device.type == "cuda":
             console(f"attention: {take_installed_flash(topology.device)} kernels")
         with watchdog.watching():
@@ -156,6 +162,14 @@ def _train(
     if not topology.is_first:
         watchdog.await_first()
     return agreed(judged if topology.is_first else None) is not False
+
+
+def _enter(folder: RunFolder, recipe: Recipe, resume: Resume, console: Console) -> tuple[bool, str]:
+    """Claim the folder; whether the run continues the one that is in there, and its identity."""
+    folder.check(recipe, resume)  # before anything is written
+    folder.hold(node_name(), console.warn)
+    continues = folder.check(recipe, resume)  # another run may have ended meanwhile
+    return continues, folder.identify(continues)
 
 
 def _judge(

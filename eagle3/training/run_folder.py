@@ -1,16 +1,19 @@
 """The run folder: resolved recipe, metrics, checkpoints, export, evaluation, report; nothing of an earlier run is lost."""
 
 import json
+import re
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 import yaml
 
-from eagle3.durable import move_aside, write_text
+from eagle3.durable import move_aside, write_text, writing
 from eagle3.errors import UserError
 from eagle3.recipe import Recipe, dump_recipe
+from eagle3.training.claim import CLAIM, Claim, holder_of
 
 # What may differ when a run is resumed: it changes what is reported or kept, or who computes what, not what is computed.
 FREE_ON_RESUME = ("about", "tracking", "output")
@@ -33,6 +36,8 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.claim: Claim | None = None
+        self.identity = path / "run_id.txt"
         self.recipe = path / "recipe.yaml"
         self.metrics = path / "metrics.jsonl"
         self.checkpoints = path / "checkpoints"
@@ -46,13 +51,52 @@ class RunFolder:
         self.card = self.export / "README.md"
         self.profile = path / "profile"
 
-    def begin(self, recipe: Recipe, continues: bool, say: Callable[[str], None]) -> None:
-        """Make the run folder; unless the run `continues` one, an earlier run at the same place is moved aside, and `say` is
-        told."""
-        if not continues and self.path.exists() and any(self.path.iterdir()):
-            aside = move_aside(self.path)
-            say(f"{self.path} held an earlier run: moved to {aside} (to continue a run instead, pass --resume)")
-        self._make(recipe)
+    def hold(self, node: str, warn: Callable[[str], None]) -> None:
+        """Keep other runs out of the folder, until `close`. Raises UserError where one is in it. node: see Claim."""
+        self.claim = Claim(self.path, node)
+        if not self.claim.locked:
+            warn(
+                f"{self.path}: this file system has no locks, so a second run in this folder is not kept out (only noticed at "
+                "the next checkpoint of this one); start one at a time"
+            )
+
+    def close(self) -> None:
+        """Let other runs in."""
+        if self.claim:
+            self.claim.release()
+
+    def require_held(self) -> None:
+        """Raises UserError where another run has taken the folder nevertheless, or somebody has moved it."""
+        self.claim.require()
+
+    def holder(self) -> str | None:
+        """The run that is in the folder, in words; None where there is none, or the file system cannot say."""
+        return holder_of(self.path)
+
+    def identify(self, continues: bool) -> str:
+        """The identity of the run that is about to begin or continue, which its checkpoints bear: that in the folder; a new
+        one for a new run, and for one that began before runs had any. Raises UserError where the file is damaged."""
+        if not continues or not self.identity.exists():
+            return token_hex(16)
+        known = self.identity.read_bytes().strip().decode("ascii", "replace")
+        if not re.fullmatch("[0-9a-f]{32}", known):
+            raise UserError(
+                f'{self.identity}: damaged; put the run\'s identity there, which manifest.json of its checkpoints names as "run"'
+            )
+        return known
+
+    def begin(self, recipe: Recipe, continues: bool, identity: str, say: Callable[[str], None]) -> None:
+        """Make the held folder that of this run. Unless the run `continues` one, what is there is moved aside, and `say`
+        says so. Raises UserError where nothing can be written."""
+        with writing(self.path, "free space, or set output.dir to another place"):
+            if not continues and any(path.name != CLAIM for path in self.path.iterdir()):
+                aside = move_aside(self.path)
+                self.claim.moved(aside)
+                say(f"{self.path} held an earlier run: moved to {aside} (to continue a run instead, pass --resume)")
+                self.claim = Claim(self.path, self.claim.node)
+            self.checkpoints.mkdir(exist_ok=True)
+            write_text(self.identity, f"{identity}\n")
+            write_text(self.recipe, dump_recipe(recipe))  # last: where it is, --resume continues
 
     def check(self, recipe: Recipe, resume: Resume) -> bool:
         """Whether a run of `recipe` here would continue one; changes nothing. Raises UserError where the folder cannot be
@@ -81,13 +125,6 @@ class RunFolder:
                     )
         return continues
 
-    def _make(self, recipe: Recipe) -> None:
-        try:
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"{self.path}: cannot be written ({error.strerror}); set output.dir") from error
-        write_text(self.recipe, dump_recipe(recipe))
-
     def keep_metrics_until(self, step: int) -> None:
         """Drop the records of steps after `step`, which a resumed run makes again."""
         if not self.metrics.exists():
@@ -100,7 +137,8 @@ class RunFolder:
                 break  # a line cut off by a kill; nothing comes after it
             if record["step"] <= step:
                 kept.append(line)
-        write_text(self.metrics, "".join(f"{line}\n" for line in kept))
+        with writing(self.metrics, "free space and continue with --resume"):
+            write_text(self.metrics, "".join(f"{line}\n" for line in kept))
 
     def note_export(self, step: int) -> None:
         """After the metrics: the exported weights are those of `step`."""
@@ -112,7 +150,8 @@ class RunFolder:
         write_text(self.run, json.dumps(described, indent=2) + "\n")
 
     def write_evaluation(self, result: dict[str, Any]) -> None:
-        write_text(self.evaluation, json.dumps(result, indent=2) + "\n")
+        with writing(self.evaluation, "free space, and judge the draft again with launchers/evaluate.py"):
+            write_text(self.evaluation, json.dumps(result, indent=2) + "\n")
 
 
 def _differences(before: Any, now: Any, key: str = "") -> list[tuple[str, Any, Any]]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from eagle3.console import Console
+from eagle3.durable import writing
 
 
 class Tracker:
@@ -18,7 +19,7 @@ class Tracker:
     number that is not finite is null. Use it on the first rank only."""
 
     def __init__(self, folder: Path, *, tensorboard: bool, wandb_project: str | None, console: Console) -> None:
-        self.file = (folder / "metrics.jsonl").open("a", encoding="utf-8")
+        self.folder, self.file = folder, (folder / "metrics.jsonl").open("a", encoding="utf-8")
         self.board = self.wandb = None
         names = ["metrics.jsonl"]
         if tensorboard and importlib.util.find_spec("tensorboard"):
@@ -36,13 +37,15 @@ class Tracker:
         console(f"tracking in {', '.join(names)}")
 
     def write(self, step: int, kind: str, values: dict[str, Any]) -> None:
+        """Raises UserError where the disk is full."""
         values = {name: _finite(value) for name, value in values.items()}
-        self.file.write(json.dumps({"step": step, "kind": kind, **values}) + "\n")
-        self.file.flush()
         flat = {f"{kind}/{name}": number for name, number in _flat(values) if isinstance(number, int | float)}
-        if self.board:
-            for name, number in flat.items():
-                self.board.add_scalar(name, number, step)
+        with writing(self.folder, "free space and continue with --resume"):
+            self.file.write(json.dumps({"step": step, "kind": kind, **values}) + "\n")
+            self.file.flush()
+            if self.board:
+                for name, number in flat.items():
+                    self.board.add_scalar(name, number, step)
         if self.wandb:
             self.wandb.log(flat, step=step)
 

@@ -17,6 +17,7 @@ from eagle3.data.samples import SampleSet
 from eagle3.data.vocabulary import DraftVocabulary
 from eagle3.draft.interchange import export_draft, shard, whole_tensors
 from eagle3.draft.model import Eagle3Draft
+from eagle3.durable import writing
 from eagle3.errors import SharedUserError
 from eagle3.objective.contexts import contexts_up_to, count_by_context, sum_context_counts
 from eagle3.objective.distill import Distilled, StepSums
@@ -25,7 +26,7 @@ from eagle3.objective.metrics import Metrics, batch_metrics, sum_counts, sum_sum
 from eagle3.objective.model import DraftObjective, MemoryPlan, MicroBatch, micro_batch
 from eagle3.parallel.agreement import require_agreement
 from eagle3.parallel.dealing import SequenceSharding
-from eagle3.parallel.topology import Topology
+from eagle3.parallel.topology import Topology, agreed
 from eagle3.parallel.watchdog import Watchdog
 from eagle3.recipe import Recipe, Training
 from eagle3.target.interface import LogitTransform, TargetHead
@@ -127,6 +128,7 @@ class Trainer:
             asked = self._asked(stop)
             if best or last or asked or done % self.training.checkpoint_every == 0:
                 self.watchdog.at(f"the checkpoint of step {done}", quiet=True)
+                self._require_folder()
                 self.checkpoints.save(self.engine, done, vars(self.course), self.course.best_step)
             if asked:
                 raise RunStopped(asked, f"after step {done} of {self.steps}: checkpoint written", together=True)
@@ -150,19 +152,27 @@ class Trainer:
         with waiting(self.console, "exporting the draft"):
             weights = full_weights(self.draft) | {"embedding.weight": self.draft.embedding.weight}
             weights = whole_tensors(weights, self.draft, self.topology.tensor)
-            if self.topology.is_first:
-                export_draft(
-                    self.folder.export,
-                    self.draft,
-                    weights,
-                    d2t=self.vocabulary.d2t,
-                    t2d=self.vocabulary.t2d,
-                    dtype=getattr(torch, self.recipe.output.export_dtype),
-                    with_embedding=self.recipe.output.export_embedding,
-                )
-                self.folder.note_export(step)
-            dist.barrier()
+
+            def write() -> None:
+                with writing(self.folder.export, "free space and continue with --resume, which exports the draft"):
+                    export_draft(
+                        self.folder.export,
+                        self.draft,
+                        weights,
+                        d2t=self.vocabulary.d2t,
+                        t2d=self.vocabulary.t2d,
+                        dtype=getattr(torch, self.recipe.output.export_dtype),
+                        with_embedding=self.recipe.output.export_embedding,
+                    )
+                    self.folder.note_export(step)
+
+            self._require_folder()
+            agreed(write if self.topology.is_first else None)
         return self.folder.export
+
+    def _require_folder(self) -> None:
+        """Raises UserError on every rank where the folder is another run's now: nothing is written there."""
+        agreed(self.folder.require_held if self.topology.is_first else None)
 
     def _resume(self) -> int:
         self.watchdog.at("loading a checkpoint", quiet=True)
@@ -341,6 +351,7 @@ def prepare_trainer(
     watchdog: Watchdog,
     *,
     resume: bool,
+    identity: str,
     train: SampleSet,
     held_out: SampleSet,
     source: HiddenStateSource,
@@ -350,7 +361,7 @@ def prepare_trainer(
     vocabulary: DraftVocabulary,
 ) -> Trainer:
     """Put a run together: engine, loaders, checkpoints. The target's embedding and head are `head`. resume: the run will
-    begin from a checkpoint, if there is one."""
+    begin from a checkpoint, if there is one. identity: the run's, see RunFolder."""
     training, parallelism = recipe.training, recipe.parallelism
     steps = training.max_steps or math.ceil(training.epochs * len(train) / training.global_batch_size)
     rates = scheduler(steps, training.warmup_fraction, training.final_learning_rate_fraction)
@@ -381,7 +392,7 @@ def prepare_trainer(
         draft_id=vocabulary.draft_ids,
         train_loader=StreamLoader(train, source, **place),
         held_out_loader=StreamLoader(held_out, held_out_source, **place),
-        checkpoints=Checkpoints(folder.checkpoints, training.keep_checkpoints, console.warn, console),
+        checkpoints=Checkpoints(folder.checkpoints, training.keep_checkpoints, identity, console.warn, console),
         console=console,
         watchdog=watchdog,
         steps=steps,

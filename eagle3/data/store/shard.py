@@ -12,7 +12,6 @@ rows; or every row, where a sample's entry has as many. `ids` to `loss_mask` hav
 shard: what is indexed is there, whole. Both carry the digest of the provenance of the store they were written for.
 """
 
-import fcntl
 import json
 import re
 from collections.abc import Iterable
@@ -27,7 +26,7 @@ from torch import Tensor
 
 from eagle3.data.store.codecs import CHUNK_BYTES, Codec, CodecName, StoreDtype, chunk_rows, make_codec
 from eagle3.data.store.files import DamagedStore, first_words
-from eagle3.durable import write_text
+from eagle3.durable import Lock, lock, write_text
 
 # What a writer draws, a number, and what it is. Other files in the folder are nobody's business here.
 SHARD_NAME = re.compile(r"(shard-[0-9a-f]{8}-\d{5,})(\.safetensors|\.json)(\.partial)?")
@@ -163,13 +162,7 @@ def sample_digest(parts: Iterable[np.ndarray]) -> str:
 def hold(file: BinaryIO) -> bool:
     """Lock a file for as long as it is open and this process lives; False where another holds it. On a file system
     without locks it is True, and nobody will take the file for abandoned."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-    return True
+    return lock(file) is not Lock.TAKEN
 
 
 def unfinished(names: Iterable[str]) -> set[str]:
@@ -185,7 +178,8 @@ def remove_abandoned(folder: Path, shard: str) -> None:
     for path in files:
         try:
             with path.open("rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if lock(file) is not Lock.HELD:
+                    return
         except FileNotFoundError:
             continue
         except OSError:

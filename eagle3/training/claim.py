@@ -1,0 +1,118 @@
+"""A run's claim on its folder, from the run's start to its end, so that no two runs write one folder.
+
+The claim is a lock (flock) on a file inside the folder. Inside, and not beside it, so that every spelling of the path
+(relative, through a symbolic link, by another mount) meets the same lock, and a folder that is a mount point needs no
+writable parent. But a folder can be moved aside, and the file removed, after somebody has opened the file and before they
+lock it. So whoever gets the lock looks again: only where the path still leads to the file that was locked is the folder
+claimed. Its holder alone moves the folder or removes the file, so from then on this stays true.
+
+A fresh run in the place of an earlier one claims the earlier folder, moves it aside, and claims the new one like any other
+run. A third run that starts between the two may get the new folder first; this one is then refused. Nothing is lost.
+
+The kernel releases the lock when the holder dies. The file stays until the next run; its text names the holder in messages.
+Where a file system has no locks, or locks that other nodes do not see (docs/running-on-slurm.md), the text is a second line
+of defence: before each checkpoint and export a run looks whether the file still says what it wrote.
+"""
+
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+from secrets import token_hex
+
+from eagle3.durable import Lock, lock, writing
+from eagle3.errors import UserError
+
+CLAIM = "run.lock"
+PATIENCE = 0.5  # seconds: `holder_of` has the lock for an instant, for which no run should be refused
+
+
+class Claim:
+    """This process's claim on `folder`, which is made if it is not there. node: this machine's name, for messages.
+
+    locked: False where the file system has no locks. Raises UserError where another process holds the folder, or it cannot
+    be written.
+    """
+
+    def __init__(self, folder: Path, node: str) -> None:
+        self.folder, self.path, self.node = folder, folder / CLAIM, node
+        since = time.strftime("%Y-%m-%d %H:%M:%S %z")
+        self.text = f"process {os.getpid()} on {node}, since {since}\n{token_hex(16)}\n".encode()
+        self.made = [place for place in (folder, *folder.absolute().parents) if not place.exists()]
+        until = time.monotonic() + PATIENCE
+        with writing(folder, "free space, or set output.dir to another place"):
+            while not self._take():
+                if time.monotonic() > until:
+                    raise UserError(
+                        f"{folder}: another run writes this folder ({_said_in(self.path)}); stop it or wait for its end, or "
+                        f"set output.dir to another place (where that process is dead for certain, remove {CLAIM})"
+                    )
+                time.sleep(0.02)
+            try:
+                self.file.truncate(0)
+                self.file.write(self.text)
+            except OSError:
+                self.path.unlink(missing_ok=True)
+                self.release()
+                raise
+
+    def _take(self) -> bool:
+        """Whether the folder is claimed now; the file is open exactly then."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):  # the folder, or the file, was moved or removed at this moment
+            self.file = self.path.open("ab+", buffering=0)
+            state = lock(self.file)
+            self.locked = state is Lock.HELD
+            with suppress(FileNotFoundError):
+                if state is not Lock.TAKEN and os.path.samestat(os.fstat(self.file.fileno()), self.path.stat()):
+                    return True
+            self.file.close()
+        return False
+
+    def require(self) -> None:
+        """Raises UserError where the folder is no longer this process's."""
+        try:
+            found = self.path.read_bytes()
+        except FileNotFoundError:
+            found = None
+        except OSError:
+            return  # the disk's trouble, which whoever writes next will meet
+        if found != self.text:
+            what = (
+                "the folder was moved, or its run.lock removed" if found is None else f"taken by {_said_in(self.path)}"
+            )
+            raise UserError(
+                f"{self.folder}: no longer this run's ({what}), so nothing more is written; its checkpoints are where the "
+                "folder is now: continue there with --resume, or start again with another output.dir"
+            )
+
+    def moved(self, aside: Path) -> None:
+        """The claimed folder is now called `aside`: let go of it."""
+        (aside / CLAIM).unlink(missing_ok=True)
+        self.file.close()
+
+    def release(self) -> None:
+        """Let go of the folder, and remove it where nothing was written."""
+        with suppress(OSError):
+            if self.path.read_bytes() == self.text:
+                self.path.unlink()
+        self.file.close()
+        with suppress(OSError):  # not empty
+            for place in self.made:
+                place.rmdir()
+
+
+def holder_of(folder: Path) -> str | None:
+    """Who holds the folder, in words; None where nobody does, or the file system cannot say. Changes nothing."""
+    path = folder / CLAIM
+    with suppress(OSError), path.open("rb+") as file:
+        return _said_in(path) if lock(file) is Lock.TAKEN else None
+    return None
+
+
+def _said_in(path: Path) -> str:
+    """The first line of a claim, which anybody may have written."""
+    with suppress(OSError), path.open("rb") as file:
+        line = file.read(200).decode("utf-8", "replace").partition("\n")[0]
+        return "".join(filter(str.isprintable, line)) or "a process that is starting"
+    return "a process that is starting"

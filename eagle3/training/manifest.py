@@ -1,0 +1,95 @@
+"""What a checkpoint consists of, and which run wrote it: a list beside its files, checked before any of them is loaded."""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+from eagle3.durable import write_text
+
+MANIFEST = "manifest.json"
+DAMAGED, FOREIGN = "damaged", "foreign"
+# DeepSpeed's names. Numbers: tensor-parallel rank; data-parallel and tensor-parallel rank.
+MODEL_STATES = re.compile(r"mp_rank_(\d{2,6})_model_states\.pt")
+OPTIMIZER_STATES = re.compile(r"(?:bf16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{2,6})_optim_states\.pt")
+RUN, SHA256 = re.compile("[0-9a-f]{32}"), re.compile("[0-9a-f]{64}")
+
+
+class Problem(NamedTuple):
+    """Why a checkpoint is not to be loaded. kind: DAMAGED or FOREIGN. text: what is wrong."""
+
+    kind: str
+    text: str
+
+
+class Manifest(NamedTuple):
+    """run: the identity of the run that wrote the checkpoint; None from before that was noted. files: SHA-256 by name."""
+
+    run: str | None
+    files: dict[str, str]
+
+    def write(self, checkpoint: Path) -> None:
+        write_text(checkpoint / MANIFEST, json.dumps(self._asdict(), indent=1))
+
+    @classmethod
+    def read(cls, checkpoint: Path) -> "Manifest | None":
+        """None where it is missing or damaged, or lists less than a checkpoint has."""
+        try:
+            content = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            return None
+        if not isinstance(content, dict):
+            return None
+        if "files" not in content:
+            content = {"run": None, "files": content}
+        elif not (isinstance(content.get("run"), str) and RUN.fullmatch(content["run"])):
+            return None
+        files = content["files"]
+        if not isinstance(files, dict) or not all(map(_is_entry, files.items())) or not _complete(files):
+            return None
+        return cls(content["run"], files)
+
+    def problem(self, checkpoint: Path, run: str) -> Problem | None:
+        """Why `run` should not load the checkpoint, or None."""
+        if self.run not in (None, run):
+            return Problem(FOREIGN, f"written by run {self.run}, this is run {run}")
+        try:
+            damage = self._damage(checkpoint)
+        except (OSError, ValueError) as error:  # of names that are none, too
+            damage = f"cannot be read ({error})"
+        return Problem(DAMAGED, damage) if damage else None
+
+    def _damage(self, checkpoint: Path) -> str | None:
+        for name, expected in self.files.items():
+            if not (checkpoint / name).is_file():
+                return f"{name} is missing"
+            if digest(checkpoint / name) != expected:
+                return f"{name} is damaged"
+        # File systems and desktops leave hidden files (.nfs..., .DS_Store), which DeepSpeed does not look at.
+        present = {path for path in checkpoint.rglob("*") if path.is_file() and not path.name.startswith(".")}
+        unknown = {path.relative_to(checkpoint).as_posix() for path in present} - {*self.files, MANIFEST}
+        return f"{min(unknown)} is not in {MANIFEST}" if unknown else None
+
+
+def digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _is_entry(entry: tuple[str, Any]) -> bool:
+    """Whether it is the path of a file below the checkpoint, and a SHA-256."""
+    name, expected = entry
+    inside = not name.startswith("/") and ".." not in PurePosixPath(name).parts
+    return inside and isinstance(expected, str) and SHA256.fullmatch(expected) is not None
+
+
+def _complete(names: Iterable[str]) -> bool:
+    """Whether these are the files of some number of processes: model states of every tensor-parallel rank, and optimizer
+    states of every one of them and every data-parallel rank."""
+    tensor = {int(found[1]) for found in map(MODEL_STATES.fullmatch, names) if found}
+    ranks = {(int(found[1]), int(found[2])) for found in map(OPTIMIZER_STATES.fullmatch, names) if found}
+    data = {rank for rank, _ in ranks}
+    counted = data == {*range(len(data))} and tensor == {*range(len(tensor))}
+    return bool(ranks) and counted and {rank for _, rank in ranks} == tensor and len(ranks) == len(data) * len(tensor)
