@@ -83,11 +83,13 @@ def publish(partial: Path, path: Path) -> None:
     flush(path.parent)
 
 
-def move_aside(path: Path) -> Path:
-    """Rename what an earlier run left to the first free name: run -> run.1, result.json -> result.1.json."""
-    stem, suffix = (path.name, "") if path.is_dir() else (path.stem, path.suffix)
+def move_aside(path: Path, name: Path | None = None) -> Path:
+    """Rename what an earlier run left to the first free name: run -> run.1, result.json -> result.1.json. name: after which
+    it is called, where that is not its own."""
+    name = name or path
+    stem, suffix = (name.name, "") if path.is_dir() else (name.stem, name.suffix)
     number = 1
-    while (aside := path.with_name(f"{stem}.{number}{suffix}")).exists():
+    while (aside := name.with_name(f"{stem}.{number}{suffix}")).exists():
         number += 1
     path.rename(aside)
     return aside

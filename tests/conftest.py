@@ -2,6 +2,7 @@
 
 import os
 import runpy
+import subprocess
 import sys
 from importlib import import_module
 from importlib.util import find_spec
@@ -54,3 +55,17 @@ def report(monkeypatch, capsys):
         return ended.value.code, said.out, said.err
 
     return call
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A folder that is a file system of its own, of 1 MiB; `mount -o remount,size=` changes that."""
+    mounted = tmp_path / "disk"
+    mounted.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(mounted)], capture_output=True, check=False
+    )
+    if made.returncode:
+        pytest.skip("a small disk takes the right to mount one")
+    yield mounted
+    subprocess.run(["umount", "-l", str(mounted)], check=True)

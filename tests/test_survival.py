@@ -84,19 +84,6 @@ def test_a_signalled_run_exits_cleanly_or_with_the_code_asked_for(tmp_path, reci
     assert "nothing is lost" in finish(early, 75)
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    mounted = tmp_path / "disk"
-    mounted.mkdir()
-    made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(mounted)], capture_output=True, check=False
-    )
-    if made.returncode:
-        pytest.skip("a small disk takes the right to mount one")
-    yield mounted
-    subprocess.run(["umount", "-l", str(mounted)], check=True)
-
-
 def test_a_full_disk_keeps_the_older_checkpoint_and_with_room_the_run_goes_on(tmp_path, recipe, small_disk):
     finish(launch(sys.executable, "tests/training_worker.py", recipe, f"2:output.dir={tmp_path / 'whole'}"))
     checkpoint = max((tmp_path / "whole" / "checkpoints").glob("step-*"))

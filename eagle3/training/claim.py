@@ -2,12 +2,12 @@
 
 The claim is a lock (flock) on a file inside the folder. Inside, and not beside it, so that every spelling of the path
 (relative, through a symbolic link, by another mount) meets the same lock, and a folder that is a mount point needs no
-writable parent. But a folder can be moved aside, and the file removed, after somebody has opened the file and before they
-lock it. So whoever gets the lock looks again: only where the path still leads to the file that was locked is the folder
-claimed. Its holder alone moves the folder or removes the file, so from then on this stays true.
+writable parent. The folder itself never moves: a fresh run moves what an earlier one left in it, and keeps its lock
+meanwhile (RunFolder.begin). Were the folder renamed, a third run could come between and make its own.
 
-A fresh run in the place of an earlier one claims the earlier folder, moves it aside, and claims the new one like any other
-run. A third run that starts between the two may get the new folder first; this one is then refused. Nothing is lost.
+At its end a run removes the file, and the folder too where it wrote nothing. Somebody may have opened the file just before,
+and then get the lock of a file that is no longer there. So whoever gets a lock looks again: only where the path leads to the
+file that was locked is the folder claimed. Nobody but the holder removes the file, so from then on this stays true.
 
 The kernel releases the lock when the holder dies. The file stays until the next run; its text names the holder in messages.
 Where a file system has no locks, or locks that other nodes do not see (docs/running-on-slurm.md), the text is a second line
@@ -35,7 +35,7 @@ class Claim:
     """
 
     def __init__(self, folder: Path, node: str) -> None:
-        self.folder, self.path, self.node = folder, folder / CLAIM, node
+        self.folder, self.path = folder, folder / CLAIM
         since = time.strftime("%Y-%m-%d %H:%M:%S %z")
         self.text = f"process {os.getpid()} on {node}, since {since}\n{token_hex(16)}\n".encode()
         self.made = [place for place in (folder, *folder.absolute().parents) if not place.exists()]
@@ -82,14 +82,9 @@ class Claim:
                 "the folder was moved, or its run.lock removed" if found is None else f"taken by {_said_in(self.path)}"
             )
             raise UserError(
-                f"{self.folder}: no longer this run's ({what}), so nothing more is written; its checkpoints are where the "
-                "folder is now: continue there with --resume, or start again with another output.dir"
+                f"{self.folder}: no longer this run's ({what}), so it ends and writes nothing more there; set output.dir to where "
+                "its checkpoints are now and continue with --resume"
             )
-
-    def moved(self, aside: Path) -> None:
-        """The claimed folder is now called `aside`: let go of it."""
-        (aside / CLAIM).unlink(missing_ok=True)
-        self.file.close()
 
     def release(self) -> None:
         """Let go of the folder, and remove it where nothing was written."""

@@ -89,14 +89,25 @@ class RunFolder:
         """Make the held folder that of this run. Unless the run `continues` one, what is there is moved aside, and `say`
         says so. Raises UserError where nothing can be written."""
         with writing(self.path, "free space, or set output.dir to another place"):
-            if not continues and any(path.name != CLAIM for path in self.path.iterdir()):
-                aside = move_aside(self.path)
-                self.claim.moved(aside)
+            if not continues and (aside := self._empty()):
                 say(f"{self.path} held an earlier run: moved to {aside} (to continue a run instead, pass --resume)")
-                self.claim = Claim(self.path, self.claim.node)
             self.checkpoints.mkdir(exist_ok=True)
             write_text(self.identity, f"{identity}\n")
             write_text(self.recipe, dump_recipe(recipe))  # last: where it is, --resume continues
+
+    def _empty(self) -> Path | None:
+        """Move what is in the folder, the claim excepted, to a new folder beside it, which is returned if there was anything.
+        What a kill interrupts the next fresh run finishes; meanwhile --resume finds no run, for the recipe moves first."""
+        place = self.path.resolve()
+        staging = place.with_name(f"{place.name}.aside")
+        left = sorted(
+            (path for path in place.iterdir() if path.name != CLAIM), key=lambda path: path.name != self.recipe.name
+        )
+        if left:
+            staging.mkdir(exist_ok=True)
+        for path in left:
+            path.rename(staging / path.name)
+        return move_aside(staging, place) if staging.exists() else None
 
     def check(self, recipe: Recipe, resume: Resume) -> bool:
         """Whether a run of `recipe` here would continue one; changes nothing. Raises UserError where the folder cannot be
