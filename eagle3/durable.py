@@ -76,6 +76,20 @@ def create_text(path: Path, text: str) -> None:
     flush(path.parent)
 
 
+def replace_text(path: Path, text: str) -> Path | None:
+    """As `write_text`, but a file that is there is moved aside, once `text` is on disk; returns where to."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        flush(partial)
+        aside = move_aside(path) if path.exists() else None
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+    publish(partial, path)
+    return aside
+
+
 def publish(partial: Path, path: Path) -> None:
     """Give a finished file or folder its name once its bytes are on disk; the name is on disk before this returns."""
     flush(partial)

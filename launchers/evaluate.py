@@ -15,7 +15,7 @@ from typing import Any
 
 from eagle3.console import Console, silence_libraries, tell
 from eagle3.data.conversations import KINDS
-from eagle3.durable import move_aside, write_text
+from eagle3.durable import replace_text, writing
 from eagle3.errors import UserError, run_command
 from eagle3.recipe import Recipe, load_recipe
 
@@ -30,6 +30,7 @@ def main() -> int:
     out = options.out or draft.parent / ("by_context.json" if options.by_context else "evaluation.json")
     check(options, recipe, draft)
     check_out(out)
+    judged = stamp(draft)
     if options.quiet:
         silence_libraries()
     # Imported only now: they take seconds, and a mistake in the recipe should be told at once.
@@ -65,6 +66,11 @@ def main() -> int:
         else:
             judgement = judge(recipe, materials, None, draft, topology, console, options.prompts, sampling)
         lossless, result = judgement.trained.lossless, judgement.as_dict()
+    # A run may have ended meanwhile: beside its new export the result would be taken for that one's.
+    if stamp(draft) != judged:
+        raise UserError(
+            f"{draft}: exported anew while it was judged, so the result is of a draft that is gone; judge again"
+        )
     write_result(out, result, console)
     stop_distributed()
     return 1 if lossless is False else 0
@@ -114,10 +120,17 @@ def parse() -> argparse.Namespace:
 
 
 def write_result(out: Path, result: dict[str, Any], console: Console) -> None:
-    if out.exists():
-        console.result(f"{out} held an earlier result: moved to {move_aside(out)}")
-    write_text(out, json.dumps(result, indent=2) + "\n")
+    with writing(out, "free space and judge again, or name another file with --out"):
+        aside = replace_text(out, json.dumps(result, indent=2) + "\n")
+    if aside:
+        console.result(f"{out} held an earlier result: moved to {aside}")
     console.result(f"written to {out}")
+
+
+def stamp(draft: Path) -> list[tuple[int, ...] | None]:
+    """By which a draft that was exported anew is told from the one before."""
+    found = [file.stat() if (file := draft / name).exists() else None for name in ("config.json", "model.safetensors")]
+    return [stat and (stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in found]
 
 
 def check_out(out: Path) -> None:

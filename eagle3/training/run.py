@@ -46,9 +46,9 @@ def train(
     """Run the whole recipe; every rank calls it. Returns False where speculative decoding was not lossless.
 
     finish: called with the run's folder, on the first rank, when the draft is exported, and judged or refused by its judge.
-    Everything lands in `recipe.output.dir` (see RunFolder), which no other run enters meanwhile. Raises UserError for what the user can mend, RunStopped where
-    one of the signals that `stop` notes ends the run before its end; where a rank dies or hangs, the watchdog says so and
-    ends the process.
+    Everything lands in `recipe.output.dir` (see RunFolder), which no other run enters meanwhile. Raises UserError for what
+    the user can fix, RunStopped where one of the signals that `stop` notes ends the run before its end; where a rank dies
+    or hangs, the watchdog says so and ends the process.
     """
     console = console or Console(topology.is_first)
     watchdog = Watchdog(
@@ -186,6 +186,7 @@ def _judge(
     if not recipe.evaluation.conversations:
         return True
     judgement = judge(recipe, materials, target, folder.export, topology, console)
+    folder.require_held()
     folder.write_evaluation(judgement.as_dict())
     return judgement.trained.lossless
 

@@ -78,10 +78,10 @@ class RunFolder:
         one for a new run, and for one that began before runs had any. Raises UserError where the file is damaged."""
         if not continues or not self.identity.exists():
             return token_hex(16)
-        known = self.identity.read_bytes().strip().decode("ascii", "replace")
+        known = self.identity.read_bytes().decode("ascii", "replace").strip() if self.identity.is_file() else ""
         if not re.fullmatch("[0-9a-f]{32}", known):
             raise UserError(
-                f'{self.identity}: damaged; put the run\'s identity there, which manifest.json of its checkpoints names as "run"'
+                f"{self.identity}: damaged; put the identity there that manifest.json of this run's checkpoints names as run"
             )
         return known
 
@@ -143,11 +143,10 @@ class RunFolder:
         kept = []
         for line in self.metrics.read_text(encoding="utf-8").splitlines():
             try:
-                record = json.loads(line)
-            except json.JSONDecodeError:
+                if json.loads(line)["step"] <= step:
+                    kept.append(line)
+            except (ValueError, TypeError, KeyError, RecursionError):
                 break  # a line cut off by a kill; nothing comes after it
-            if record["step"] <= step:
-                kept.append(line)
         with writing(self.metrics, "free space and continue with --resume"):
             write_text(self.metrics, "".join(f"{line}\n" for line in kept))
 

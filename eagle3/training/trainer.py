@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -183,9 +184,7 @@ class Trainer:
             self.course = Course(**found.progress)
             self.console(f"resumed after step {found.step}")
         start = found.step if found else 0
-        if self.topology.is_first:
-            self.folder.keep_metrics_until(start)
-        dist.barrier()
+        agreed(partial(self.folder.keep_metrics_until, start) if self.topology.is_first else None)
         return start
 
     def _require_agreement(self, step: int) -> None:
