@@ -19,7 +19,9 @@ from eagle3.console import waiting
 from eagle3.durable import flush, publish
 from eagle3.errors import SharedUserError, UserError
 from eagle3.parallel.topology import agreed
+from eagle3.training import safe_loading
 from eagle3.training.manifest import DAMAGED, MANIFEST, Manifest, Problem, digest
+from eagle3.training.safe_loading import plain_loads, require_plain
 
 # How long the first rank waits to see what other nodes have written; network file systems remember listings.
 SEEN_SECONDS = 30.0
@@ -164,6 +166,7 @@ class Checkpoints:
         return problem
 
     def _load(self, engine: DeepSpeedEngine, path: Path) -> Resumed:
+        agreed((lambda: require_plain(path)) if dist.get_rank() == 0 else None)
         if engine.load_universal_checkpoint():
             with waiting(self.say, f"loading {path}, of another number of processes"), _converted(path) as universal:
                 return _read(engine, universal)
@@ -194,7 +197,8 @@ def _finished(folder: Path) -> list[Path]:
 
 
 def _read(engine: DeepSpeedEngine, path: Path) -> Resumed:
-    loaded, state = engine.load_checkpoint(str(path.parent), tag=path.name, load_module_strict=False)
+    with plain_loads():
+        loaded, state = engine.load_checkpoint(str(path.parent), tag=path.name, load_module_strict=False)
     assert loaded is not None, f"{path} was checked and could not be loaded"
     _set_random_state(state)
     return Resumed(state["step"], state["progress"])
@@ -210,8 +214,8 @@ def _converted(path: Path) -> Iterator[Path]:
         _remove(folder)
         folder.mkdir()
         names = ("--input_folder", str(path), "--output_folder", str(universal))
-        workers = ("--num_extract_workers", "1", "--num_merge_workers", "1")
-        command = (sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *names, *workers)
+        workers = ("--num_extract_workers", "1", "--num_merge_workers", "1")  # no more processes
+        command = (sys.executable, "-m", safe_loading.__name__, *names, *workers)
         ended = subprocess.run(command, capture_output=True, text=True, check=False)
         if ended.returncode:
             said = (ended.stderr.strip().splitlines() or ["it said nothing"])[-1]
@@ -287,11 +291,12 @@ def _sizes(path: Path) -> Sizes:
 
 def _random_state() -> dict[str, Any]:
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    name, numbers, *rest = np.random.get_state()
     return {
         "torch_rng": torch.get_rng_state(),
         "cuda_rng": cuda,
         "python_rng": random.getstate(),
-        "numpy_rng": np.random.get_state(),
+        "numpy_rng": (name, numbers.tolist(), *rest),  # an array could not be read back as plain data
     }
 
 
@@ -300,4 +305,5 @@ def _set_random_state(state: dict[str, Any]) -> None:
     if state["cuda_rng"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda_rng"].cpu())
     random.setstate(state["python_rng"])
-    np.random.set_state(state["numpy_rng"])
+    name, numbers, *rest = state["numpy_rng"]
+    np.random.set_state((name, np.array(numbers, np.uint32), *rest))
