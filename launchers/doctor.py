@@ -81,7 +81,7 @@ def findings(job: "Job", topology: "Topology", recipe: Recipe, deepspeed: str) -
     for name, trait in traits.items():
         yield sameness.compare(job, name, trait)
     # From here on the first rank's recipe counts, so that all ranks make the same checks.
-    recipe = job.ask((lambda own=recipe: own) if topology.is_first else None)[0]
+    recipe = job.ask((lambda: recipe.model_dump(mode="json")) if topology.is_first else None, Recipe.model_validate)[0]
     yield machine.check_gpus(job, topology.device)
     limits = job.ask(machine.open_files)
     yield machine.judge_open_files(job, limits)

@@ -1,5 +1,7 @@
 """The preflight: a sound job passes, and every flaw is found, named with its node, and comes with its remedy."""
 
+import os
+import pickle
 import re
 import resource
 import subprocess
@@ -127,6 +129,25 @@ def test_a_rank_that_does_not_come_is_named():
 
     said, *_ = as_ranks(work, nodes=("a", "a", "b"), timeout=0.5)
     assert "rank 2 did not answer within" in said
+
+
+class Payload:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.folder),)
+
+
+@pytest.mark.parametrize(("rank", "key"), [(0, "round 0 of 1"), (1, "round 0")])
+def test_what_somebody_puts_into_the_jobs_store_runs_nothing(tmp_path, rank, key):
+    store = dist.HashStore()
+    store.set(key, pickle.dumps(Payload(tmp_path / "it-ran"), protocol=0))
+    with pytest.raises(SharedUserError, match="job: its store holds what none of its processes wrote"):
+        StoreGather(store, rank, 2)("here")
+    assert not list(tmp_path.iterdir())
 
 
 def test_nodes_and_parts_of_nodes_are_named():

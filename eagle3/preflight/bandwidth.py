@@ -54,7 +54,7 @@ def check_all_reduce(job: Job, device: torch.device, timeout: datetime.timedelta
     for what, rings in circles.items():
         groups = [dist.new_group(ranks, timeout=timeout) for ranks in rings]  # every rank must form all of them
         mine = [group for ranks, group in zip(rings, groups, strict=True) if job.rank in ranks]
-        measured = job.ask((lambda group=mine[0]: measure(group, device)) if mine else None)
+        measured = job.ask((lambda group=mine[0]: measure(group, device)) if mine else None, Reduced._make)
         ports = 0.0 if "inside" in what else max(job.gather(port_speed()))
         spec = None if name is None else link_speed(name) if "inside" in what else ports or ETHERNET
         findings.append(judge_reduction(job, what, measured, spec))

@@ -3,7 +3,7 @@ as missing, whatever state the job's collectives are in."""
 
 import datetime
 import itertools
-import pickle
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -36,7 +36,7 @@ class Trouble(NamedTuple):
 @dataclass(frozen=True)
 class Job:
     """rank: this process's. nodes: the node of every rank. gather: a collective that gives each rank the values of all,
-    in their order."""
+    in their order, as JSON keeps them: a tuple may come back as a list."""
 
     rank: int
     nodes: tuple[str, ...]
@@ -59,16 +59,21 @@ class Job:
             ranks.setdefault(node, []).append(rank)
         return ranks
 
-    def ask(self, work: Callable[[], Any] | None) -> dict[int, Any]:
+    def ask(self, work: Callable[[], Any] | None, kind: Callable[[Any], Any] = lambda value: value) -> dict[int, Any]:
         """Collective: what `work` returned on each rank that has some. A Trouble stands for an answer that the system,
-        the GPU or a collective refused, so that no rank waits for one that failed."""
+        the GPU or a collective refused, so that no rank waits for one that failed. kind: makes the answer of what JSON
+        keeps of it; by default it stays that."""
         answer = None
         if work is not None:
             try:
-                answer = (work(),)
+                answer = {"answer": work()}
             except (OSError, torch.OutOfMemoryError, torch.AcceleratorError, dist.DistError) as error:
-                answer = (Trouble(in_one_line(error)),)
-        return {rank: told[0] for rank, told in enumerate(self.gather(answer)) if told is not None}
+                answer = {"trouble": in_one_line(error)}
+        return {
+            rank: Trouble(each["trouble"]) if "trouble" in each else kind(each["answer"])
+            for rank, each in enumerate(self.gather(answer))
+            if each is not None
+        }
 
     def ask_leaders(self, work: Callable[[], Any]) -> dict[int, Any]:
         """Collective: `work` on the first rank of each node."""
@@ -97,20 +102,24 @@ def troubled(answers: dict[int, Any]) -> dict[int, str]:
 
 class StoreGather:
     """A gather through the job's key-value store, which takes a TCP connection of each rank to the first one: it works
-    where NCCL or Gloo do not, and tells who is missing. Values are pickled; they come from the job's own processes."""
+    where NCCL or Gloo do not, and tells who is missing. Values are JSON: whoever reaches that connection may write there, and a pickle runs code."""
 
     def __init__(self, store: dist.Store, rank: int, world: int) -> None:
         self.store, self.rank, self.world, self.rounds = store, rank, world, itertools.count()
 
     def __call__(self, value: Any) -> list[Any]:
-        """Raises SharedUserError where a rank does not come within the store's timeout."""
+        """Raises SharedUserError where a rank does not come within the store's timeout, or what came is no JSON."""
         name = f"round {next(self.rounds)}"
-        self.store.set(f"{name} of {self.rank}", pickle.dumps(value))
+        self.store.set(f"{name} of {self.rank}", json.dumps(value))
         try:
             if self.rank == 0:
-                told = self.store.multi_get([f"{name} of {rank}" for rank in range(self.world)])
-                self.store.set(name, pickle.dumps(told))
-            return [pickle.loads(each) for each in pickle.loads(self.store.get(name))]
+                values = self.store.multi_get([f"{name} of {rank}" for rank in range(self.world)])
+                self.store.set(name, json.dumps([json.loads(each) for each in values]))
+            return json.loads(self.store.get(name))
+        except ValueError as error:
+            raise SharedUserError(
+                "job: its store holds what none of its processes wrote; start it again where no one else reaches its network"
+            ) from error
         except dist.DistError as error:
             silent = "another process"
             if self.rank == 0:

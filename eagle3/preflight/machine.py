@@ -31,7 +31,7 @@ class GpuSeen(NamedTuple):
 
 def check_gpus(job: Job, device: torch.device) -> Finding:
     name = "gpus"
-    seen = job.ask((lambda: _look(device)) if device.type == "cuda" else None)
+    seen = job.ask((lambda: _look(device)) if device.type == "cuda" else None, GpuSeen._make)
     if not seen:
         return Finding(name, "note", "none: this is a CPU job, for tests and demonstrations")
     if len(seen) < len(job.nodes):

@@ -43,7 +43,7 @@ def check_shared(job: Job, key: str, folder: Path, patience: float = PATIENCE) -
     it (~, and what it is relative to, are a node's own)."""
     marker = None
     try:
-        marker = job.ask((lambda: leave_marker(folder)) if job.rank == 0 else None)[0]
+        marker = job.ask((lambda: leave_marker(folder)) if job.rank == 0 else None, Marker._make)[0]
         if isinstance(marker, Trouble):
             return unwritable(job, key, folder, [0], marker.reason)
         seen = job.ask_leaders(lambda: await_marker(folder, marker, patience))
