@@ -252,7 +252,8 @@ class Target(Section):
     kv_tokens: Count | None = Field(None, description="tokens of its KV cache; default: what memory_fraction leaves")
     attention: str | None = Field(None, description="SGLang's attention backend; default: its own choice")
     spool: str = Field(
-        "/dev/shm/eagle3-spool", description="folder where SGLang leaves rows for these processes; shared"
+        default_factory=lambda: f"/dev/shm/eagle3-spool-{os.getuid()}",  # nobody else can take the name by accident
+        description="folder where SGLang leaves rows for these processes; shared by them, and of one user alone",
     )
     spool_gib: Positive = Field(8.0, description="GiB of rows that may wait there for one job")
     in_flight: Count = Field(32, description="samples that a server is asked for at a time")

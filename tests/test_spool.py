@@ -14,7 +14,7 @@ import torch
 from store_cases import sample
 
 from eagle3.data.samples import Sample
-from eagle3.data.spool import GONE, Spool, SpoolReader, Ticket
+from eagle3.data.spool import GONE, HELD, LOCK, Spool, SpoolReader, Ticket, sweep
 from eagle3.data.spooled import SpooledSource
 from eagle3.data.store.shard import Encoding
 from eagle3.errors import UserError
@@ -185,7 +185,7 @@ def test_what_a_killed_job_left_is_swept_by_the_next_and_a_live_job_is_left_alon
         one, _ = a_sample(1, 4)
         with pytest.raises(UserError, match="has ended.*--resume"):
             reader.wait(ticket_of(dead, one))
-        (tmp_path / f"{GONE}half").mkdir()
+        (tmp_path / f"{GONE}0123456789abcdef").mkdir()
         said = []
         with Spool(tmp_path, said.append) as spool:
             assert sorted(os.listdir(tmp_path)) == sorted([live, spool.job])
@@ -195,6 +195,83 @@ def test_what_a_killed_job_left_is_swept_by_the_next_and_a_live_job_is_left_alon
             holder.kill()
             holder.wait()
             holder.stdout.close()
+
+
+def test_a_sweep_takes_only_what_is_recognisably_a_dead_job_of_this_user(tmp_path):
+    spool, elsewhere, dead = tmp_path / "spool", tmp_path / "elsewhere", "0123456789abcdef"
+    for folder in (elsewhere, spool / dead, spool / "precious", spool / ("a" * 16), spool / ("b" * 16), spool / ".gone-x"):
+        folder.mkdir(parents=True)
+        (folder / "kept").write_bytes(b"kept")
+    for folder in (elsewhere, spool / dead, spool / "precious"):
+        (folder / LOCK).write_bytes(HELD)
+    (spool / ("a" * 16) / LOCK).write_bytes(b"of another program")
+    (spool / ("b" * 16) / LOCK).symlink_to(elsewhere / LOCK)
+    (spool / ("c" * 16)).symlink_to(elsewhere)
+    (spool / f"{GONE}{'d' * 16}").symlink_to(elsewhere)
+    (spool / dead / "link").symlink_to(elsewhere)
+    before = set(os.listdir(spool))
+    assert sweep(spool) == 1
+    assert set(os.listdir(spool)) == before - {dead}
+    assert sorted(os.listdir(elsewhere)) == ["kept", LOCK]
+
+
+def test_a_sweep_leaves_another_users_job_alone(tmp_path):
+    if os.geteuid():
+        pytest.skip("only root makes folders of others")
+    folder = tmp_path / "0123456789abcdef"
+    folder.mkdir()
+    (folder / LOCK).write_bytes(HELD)
+    os.chown(folder, 12345, -1)
+    assert sweep(tmp_path) == 0 and folder.is_dir()
+
+
+def test_a_spool_and_its_jobs_are_for_their_owner_alone(tmp_path):
+    before = os.umask(0)
+    try:
+        with Spool(tmp_path / "above" / "spool") as spool:
+            assert [folder.stat().st_mode & 0o777 for folder in (spool.folder, spool.path)] == [0o700, 0o700]
+    finally:
+        os.umask(before)
+
+
+def foreign(folder):
+    folder.mkdir()
+    os.chown(folder, 12345, -1)
+
+
+def writable_by_all(folder):
+    folder.mkdir()
+    folder.chmod(0o777)
+
+
+def link(folder):
+    folder.with_name("real").mkdir()
+    folder.symlink_to(folder.with_name("real"))
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (foreign, "belongs to user 12345, not to"),
+        (writable_by_all, r"may be written by others \(mode 777\)"),
+        (link, "is a symbolic link"),
+    ],
+)
+def test_a_folder_that_others_may_write_is_refused_by_jobs_and_servers(tmp_path, make, problem):
+    if make is foreign and os.geteuid():
+        pytest.skip("only root makes folders of others")
+    folder, (one, states) = tmp_path / "spool", a_sample(3, 4)
+    make(folder)
+    with pytest.raises(UserError, match=f"target.spool: {folder} {problem}.*; name a folder that is not there yet"):
+        Spool(folder)
+    assert not list(folder.iterdir())
+    job = folder / "0123456789abcdef"
+    job.mkdir()
+    writer = SpoolWriter(folder, Encoding("none", "float32", HIDDEN))
+    feed(writer, ticket_of(job.name, one), one, states, [])
+    writer.give_up(ticket_of(job.name, one), "a reason")
+    time.sleep(0.2)
+    assert not list(job.iterdir())
 
 
 def test_readers_of_a_stream_get_samples_in_their_own_order_and_the_last_one_frees_them(tmp_path):

@@ -6,13 +6,15 @@
     SPOOL/JOB/SHARD.failed          why there will be no such sample
     SPOOL/JOB/SHARD.read-N          reader N has what it wants of it
 
-Nothing else is shared by who makes hidden states and who reads them: no process group, no socket.
+Nothing else is shared by who makes hidden states and who reads them: no process group, no socket. Both are of one user, to
+whom alone the folder belongs: /dev/shm, where it lies as a rule, is everybody's.
 """
 
 import fcntl
 import os
 import re
 import shutil
+import stat
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -30,7 +32,9 @@ from eagle3.durable import write_text
 from eagle3.errors import SharedUserError, UserError
 
 LOCK = "owner.lock"
+HELD = b"held\n"
 GONE = ".gone-"
+JOB = re.compile(f"({re.escape(GONE)})?[0-9a-f]{{16}}")
 POLL_SECONDS = 0.002
 # A reader that finds nothing looks whether the owner lives, as often.
 OWNER_SECONDS = 1.0
@@ -77,15 +81,16 @@ class Ticket(NamedTuple):
 class Spool:
     """A job's own folder, made by its owner and removed by `close`, with whatever is in it.
 
-    Raises UserError where `folder` cannot be written, or has no room for the `most_bytes` that may wait there.
+    Raises UserError where `folder` cannot be written, is not this user's alone, or has no room for the `most_bytes` that may
+    wait there.
     """
 
     def __init__(self, folder: str | Path, report: Callable[[str], None] = print, most_bytes: int = 0) -> None:
         self.folder = Path(folder)
         self.job = token_hex(8)
         self.path = self.folder / self.job
+        own_folder(self.folder)
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
             swept = sweep(self.folder)
             free = shutil.disk_usage(self.folder).free
             if free < most_bytes:
@@ -93,12 +98,12 @@ class Spool:
                     f"target.spool: {folder} has {free / 2**30:.3g} GiB free, {most_bytes / 2**30:.3g} may wait there; lower "
                     "target.spool_gib, or name another folder (in a container: give /dev/shm more)"
                 )
-            self.path.mkdir()
+            self.path.mkdir(mode=0o700)
             self._lock = (self.path / LOCK).open("wb")
         except OSError as error:
-            raise UserError(f"target.spool: {folder} cannot be written ({error}); name another folder") from error
+            raise _unwritable(self.folder, error) from error
         hold(self._lock)
-        self._lock.write(b"held\n")  # from now on a free lock means a dead owner
+        self._lock.write(HELD)  # from now on a free lock means a dead owner
         self._lock.flush()
         if swept:
             report(f"{folder}: removed what {swept} ended job{'s' if swept > 1 else ''} had left")
@@ -128,17 +133,68 @@ class Spool:
         self.close()
 
 
+def own_folder(folder: Path) -> None:
+    """Make a spool for this user alone, or look that it is one. Raises UserError where it cannot be, or is another's."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        problem = _not_ours(folder)
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    if problem:
+        raise UserError(
+            f"target.spool: {folder} {problem}, so others could read or change what is trained on; name a folder that is "
+            "not there yet, on the same file system"
+        )
+
+
+def is_own_folder(folder: Path) -> bool:
+    try:
+        return not _not_ours(folder)
+    except OSError:
+        return False
+
+
+def _not_ours(folder: Path) -> str:
+    """Why others may write into the folder; nothing where they may not."""
+    found = folder.lstat()
+    if stat.S_ISLNK(found.st_mode):
+        return "is a symbolic link"
+    if found.st_uid != os.geteuid():
+        return f"belongs to user {found.st_uid}, not to {os.geteuid()}"
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"may be written by others (mode {stat.S_IMODE(found.st_mode):o})"
+    return ""
+
+
+def _unwritable(folder: Path, error: OSError) -> UserError:
+    return UserError(f"target.spool: {folder} cannot be written ({error}); name another folder")
+
+
 def sweep(folder: Path) -> int:
-    """Remove the folders of jobs whose owner is dead; how many there were."""
-    for half_removed in folder.glob(f"{GONE}*"):
-        shutil.rmtree(half_removed, ignore_errors=True)
+    """Remove the folders of this user's jobs whose owner is dead; how many there were. Nothing else in `folder` is touched,
+    and no link followed."""
     swept = 0
-    for lock in folder.glob(f"*/{LOCK}"):
-        with suppress(FileNotFoundError), lock.open("rb") as file:
-            if file.read(1) and not _is_held(file.fileno()):
-                _remove(lock.parent)
+    with os.scandir(folder) as entries:
+        jobs = [Path(entry) for entry in entries if JOB.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)]
+    for job in jobs:
+        with suppress(OSError):  # another job sweeps, too; or it is not ours to look into
+            if job.lstat().st_uid != os.geteuid():
+                continue
+            if job.name.startswith(GONE):
+                shutil.rmtree(job, ignore_errors=True)
+            elif _abandoned(job):
+                _remove(job)
                 swept += 1
     return swept
+
+
+def _abandoned(job: Path) -> bool:
+    """Whether a job's owner has locked this folder once and is dead."""
+    descriptor = os.open(job / LOCK, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        return os.read(descriptor, len(HELD) + 1) == HELD and not _is_held(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _remove(job: Path) -> None:

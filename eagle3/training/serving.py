@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from eagle3.data.samples import Sample
-from eagle3.data.spool import Spool, SpoolReader, Ticket
+from eagle3.data.spool import Spool, SpoolReader, Ticket, own_folder
 from eagle3.data.spooled import SpooledSource
 from eagle3.data.vocabulary import DraftVocabulary, save_vocabulary
 from eagle3.durable import publish
@@ -65,9 +65,9 @@ def hook_settings(recipe: Recipe, materials: Materials, vocabulary: DraftVocabul
     if recipe.target.teacher == "hidden":
         return settings
     kept = spool / f"vocabulary-{vocabulary.digest}.safetensors"
+    own_folder(spool)
     try:
         if not kept.exists():
-            spool.mkdir(parents=True, exist_ok=True)
             partial = kept.with_name(f".{kept.name}.{token_hex(4)}")  # other processes make the same
             save_vocabulary(vocabulary, partial)
             publish(partial, kept)

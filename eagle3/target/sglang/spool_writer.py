@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from eagle3.data.spool import Ticket, fail
+from eagle3.data.spool import Ticket, fail, is_own_folder
 from eagle3.data.store.shard import Encoding, index_name
 from eagle3.data.store.shard_writer import OpenSample, ShardWriter
 from eagle3.target.interface import HiddenStates
@@ -84,7 +84,7 @@ class SpoolWriter:
             self.open.pop(ticket).discard()
         for ended in [other for other in self.open if not (self.folder / other.job).is_dir()]:
             self.open.pop(ended).discard()
-        if not job.is_dir():  # ended, or on a machine that does not share this folder
+        if not self._there(job):  # ended, or on a machine that does not share this folder
             return
         shard = self.open.get(ticket)
         if shard is None:
@@ -104,13 +104,18 @@ class SpoolWriter:
             shard.publish()
             del self.open[ticket]
 
+    def _there(self, job: Path) -> bool:
+        """Whether a job waits there; what others put into a folder of theirs could lead anywhere."""
+        return is_own_folder(self.folder) and job.is_dir()
+
     def give_up(self, ticket: Ticket, reason: str) -> None:
         """Tell the job why it will not get a sample."""
         logger.error("%s: %s", ticket.text, reason)
         try:
             if ticket in self.open:
                 self.open.pop(ticket).discard()
-            fail(self.folder / ticket.job, ticket, reason)
+            if self._there(job := self.folder / ticket.job):
+                fail(job, ticket, reason)
         except Exception as error:  # as above
             logger.error("%s: cannot be told to the job: %r", ticket.text, error)
 
