@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TextIO
+from typing import Any, TextIO
 
 Say = Callable[[str], None]
 WARNING = "warning: "
@@ -17,6 +17,10 @@ QUIET_SECONDS = 2.0  # a step that ends sooner says nothing of its progress
 # Between two lines of a step: 5 s at first, more as it lasts, so that 10 minutes take 60 lines and a day takes 3,000.
 FIRST_GAP, LAST_GAP, GAPS = 5.0, 30.0, 20
 USERINFO = re.compile(r"(?<=://)[^\s/?#'\"]+@")  # of a URL: a name and password, or a token
+WORD = re.compile(r"\S+")
+QUERY, LINK_QUERY = re.compile("[?#]"), re.compile(r"\?[^?#&=]+=")
+PARAMETER = re.compile(r"(?P<lead>[?#&;](?:[\w.\-\[\]]+=(?==*[^=&#;]))?)[^&#;]+")
+CLOSING = ".,:;!?)]}>'\"`"  # ends a sentence or a quotation, as a rule, and no query
 BETWEEN_FIELDS = re.compile(r"((?<=[,;]) |  +)")
 
 
@@ -128,8 +132,29 @@ def waiting(say: Say, what: str) -> Iterator[None]:
 
 
 def without_passwords(text: str) -> str:
-    """With *** for what URLs in it tell of their user."""
-    return USERINFO.sub("***@", text)
+    """With *** for what URLs in it tell of their user, and for each value of their queries and fragments: tokens and
+    signatures have many names. A path with a query counts, too: so libraries quote what they could not fetch."""
+    return WORD.sub(_without_values, USERINFO.sub("***@", text))
+
+
+def _without_values(found: re.Match[str]) -> str:
+    word = found[0]
+    host, slash = word.find("://"), word.find("/")
+    begin = QUERY.search(word, host + 3) if host >= 0 else LINK_QUERY.search(word, slash) if slash >= 0 else None
+    if begin is None:
+        return word
+    query = word[begin.start() :].rstrip(CLOSING)
+    closing = word[begin.start() + len(query) :]
+    return word[: begin.start()] + PARAMETER.sub(lambda part: f"{part['lead']}***", query) + closing
+
+
+def all_without_passwords(value: Any) -> Any:
+    """The same for every text in what JSON or YAML hold."""
+    if isinstance(value, dict):
+        return {name: all_without_passwords(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [all_without_passwords(each) for each in value]
+    return without_passwords(value) if isinstance(value, str) else value
 
 
 def tell(line: str, *, lead: str = "", colour: str | None = None, stream: TextIO | None = None) -> None:

@@ -46,16 +46,20 @@ def writing(path: Path, remedy: str) -> Iterator[None]:
         raise UserError(f"{path}: cannot be written ({reason}; {free:.3g} GiB are free); {remedy}") from error
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replace `path` by `text`; a kill or a full disk leaves the old file or the new one."""
-    write_bytes(path, text.encode("utf-8"))
+def write_text(path: Path, text: str, private: bool = False) -> None:
+    """Replace `path` by `text`; a kill or a full disk leaves the old file or the new one. private: only its owner may read
+    it."""
+    write_bytes(path, text.encode("utf-8"), private)
 
 
-def write_bytes(path: Path, content: bytes) -> None:
+def write_bytes(path: Path, content: bytes, private: bool = False) -> None:
     """As `write_text`."""
     partial = path.with_name(path.name + ".partial")
     try:
-        partial.write_bytes(content)
+        with partial.open("wb") as file:
+            if private:
+                os.fchmod(file.fileno(), 0o600)  # before there is anything to read
+            file.write(content)
         publish(partial, path)
     except OSError:
         partial.unlink(missing_ok=True)

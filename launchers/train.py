@@ -30,7 +30,11 @@ def main() -> int:
     parser.add_argument(
         "--check", metavar="NxP", help="check recipe, DeepSpeed file and layout for N nodes of P processes, and stop"
     )
-    parser.add_argument("--print-recipe", action="store_true", help="show the recipe with every default and stop")
+    parser.add_argument(
+        "--print-recipe",
+        action="store_true",
+        help="show the recipe with every default, passwords in URLs included, and stop",
+    )
     parser.add_argument(
         "--quiet",
         action="store_true",

@@ -16,7 +16,18 @@ from typing import NamedTuple, TextIO
 import pytest
 from tiny_run import ROOT, finish, launch, make_target, write_recipe
 
-from eagle3.console import GREEN, RED, YELLOW, Console, Progress, fitted, painted, tell_error, waiting
+from eagle3.console import (
+    GREEN,
+    RED,
+    YELLOW,
+    Console,
+    Progress,
+    fitted,
+    painted,
+    tell_error,
+    waiting,
+    without_passwords,
+)
 from eagle3.errors import UserError, run_command
 
 STEP = (
@@ -257,6 +268,33 @@ def test_what_a_url_tells_of_its_user_is_never_printed(capsys):
     said = capsys.readouterr()
     assert "reading http://***@host/a@b, then s3://***@bucket/x and http://host/ann@home" in said.out
     assert "sec" not in said.out + said.err and said.err.count("***@host") == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("see https://h/x?token=abc&a=b for it", "see https://h/x?token=***&a=*** for it"),
+        ("(https://h/x?X-Amz-Signature=a%2Bb==&flag),", "(https://h/x?X-Amz-Signature=***&***),"),
+        ("https://ann:abc@h?sv=1;sig=a/b?c=d", "https://***@h?sv=***;sig=***"),
+        ("https://h/cb#access_token=abc&state=1.", "https://h/cb#access_token=***&state=***."),
+        ("https://h/x?YWJj== and https://h/y#YWJj", "https://h/x?*** and https://h/y#***"),
+        ("'https://h/x?token=it''s'", "'https://h/x?token=***'"),
+        ('{"url":"https://h/x?token=abc"}', '{"url":"https://h/x?token=***"}'),
+        ("retries exceeded with url: /x?sig=abc (Caused by", "retries exceeded with url: /x?sig=*** (Caused by"),
+        ("https://h/x?, what/why? a=b; #1 is c/d#2", "https://h/x?, what/why? a=b; #1 is c/d#2"),
+    ],
+)
+def test_the_values_of_a_urls_query_and_fragment_are_never_printed(capsys, text, shown):
+    assert without_passwords(text) == shown
+    Console(speaks=True).fail(text)
+    assert capsys.readouterr().err == f"error: {shown}\n"
+
+
+def test_masking_takes_no_longer_than_the_text_is_long():
+    began = time.monotonic()
+    for text in ("://" * 50_000, "/a" * 50_000 + "?", "https://h?" + "a=b&" * 20_000, "?" * 100_000, "a" * 100_000):
+        without_passwords(text)
+    assert time.monotonic() - began < 5  # seconds; it takes a tenth of one
 
 
 def refuse():

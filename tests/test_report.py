@@ -22,8 +22,9 @@ from eagle3.draft.interchange import read_exported
 from eagle3.errors import UserError
 from eagle3.evaluation.acceptance import GREEDY
 from eagle3.evaluation.by_context import ContextAcceptance, ContextJudgement
-from eagle3.recipe import load_recipe
+from eagle3.recipe import Recipe, load_recipe
 from eagle3.reporting.advice import advise
+from eagle3.reporting.card import write_card
 from eagle3.reporting.curves import estimated_curve, simulated_positions
 from eagle3.reporting.drawing import MOST_POINTS, thinned
 from eagle3.reporting.finish import write_up
@@ -153,12 +154,31 @@ def test_the_draft_is_described_by_the_step_that_was_exported_not_by_the_best(ru
 
 def test_passwords_in_the_recipe_stay_out_of_the_page(run):
     recipe = yaml.safe_load(run.recipe.read_text(encoding="utf-8"))
-    recipe["target"] = {"servers": ["http://ann:secret@host:30000"]}
-    recipe["data"]["train"].append("https://ghp_secret@host/own.jsonl")
+    recipe["target"] = {"servers": ["http://ann:hunter2@host:30000"]}
+    recipe["data"]["train"].append("https://ghp_hunter2@host/own.jsonl")
+    recipe["hidden_states"] = {
+        "path": "https://host/states?version=3&token=hunter2" + "\u00e9hunter2" * 20
+    }  # YAML breaks it
     run.recipe.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    write_card(run.path)
     page = said(run)
-    assert "secret@" not in run.report.read_text(encoding="utf-8")
+    assert all("hunter2" not in path.read_text(encoding="utf-8") for path in (run.report, run.card))
     assert "http://***@host:30000" in page.said and "https://***@host/own.jsonl" in page.said
+    assert "https://host/states?version=***&token=***" in page.said
+
+
+def test_only_their_owner_reads_the_passwords_of_a_recipe_and_run_json_has_none(tmp_path):
+    url = "https://host/states?token=secret"
+    for path, private in ((None, False), (url, True)):
+        recipe = Recipe.model_validate(
+            {"model": {"target": "demo"}, "hidden_states": {"path": path}, "output": {"dir": tmp_path / str(private)}}
+        )
+        folder = RunFolder(recipe.output.dir)
+        folder.begin(recipe, False, print)
+        folder.write_run({"why": f"{path}: not there", "processes": [1, None]})
+        assert (folder.recipe.stat().st_mode & 0o077 == 0) == private
+        assert folder.check(recipe, Resume.YES), "what is kept is what the recipe says"
+    assert folder.run.read_text(encoding="utf-8").count("token=***: not there") == 1
 
 
 def test_a_damaged_file_is_named_with_its_line(run):

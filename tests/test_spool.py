@@ -199,7 +199,14 @@ def test_what_a_killed_job_left_is_swept_by_the_next_and_a_live_job_is_left_alon
 
 def test_a_sweep_takes_only_what_is_recognisably_a_dead_job_of_this_user(tmp_path):
     spool, elsewhere, dead = tmp_path / "spool", tmp_path / "elsewhere", "0123456789abcdef"
-    for folder in (elsewhere, spool / dead, spool / "precious", spool / ("a" * 16), spool / ("b" * 16), spool / ".gone-x"):
+    for folder in (
+        elsewhere,
+        spool / dead,
+        spool / "precious",
+        spool / ("a" * 16),
+        spool / ("b" * 16),
+        spool / ".gone-x",
+    ):
         folder.mkdir(parents=True)
         (folder / "kept").write_bytes(b"kept")
     for folder in (elsewhere, spool / dead, spool / "precious"):

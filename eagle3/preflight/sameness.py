@@ -13,6 +13,7 @@ import torch
 import yaml
 
 import eagle3
+from eagle3.console import without_passwords
 from eagle3.preflight.job import Finding, Job
 
 # What one rank has: a name (of a package, a file, a key) -> its value, as a person can read it.
@@ -101,7 +102,9 @@ def digest(content: bytes) -> str:
 
 
 def _shown(value: str) -> str:
-    """Long ones by their beginning and a digest, for they may differ at their end."""
+    """Long ones by their beginning and a digest, for they may differ at their end. What is cut off from a URL no longer shows
+    that a password stood before it."""
+    value = without_passwords(value)
     return value if len(value) <= 60 else f"{value[:40]}... ({digest(value.encode())})"
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from eagle3.console import without_passwords
+from eagle3.console import all_without_passwords
 from eagle3.errors import UserError
 from eagle3.reporting.schemas import ByContext, DraftFile, Evaluation, Metrics, Started, first_problem
 from eagle3.training.run_folder import RunFolder
@@ -77,8 +77,7 @@ def read_run(path: Path) -> RunRecord:
     folder = RunFolder(path)
     if not folder.recipe.is_file() and not folder.metrics.is_file():
         raise UserError(f"{path}: holds no run (neither recipe.yaml nor metrics.jsonl); name a run's output.dir")
-    text = _read_text(folder.recipe, "put the run's recipe there")
-    text = text and without_passwords(text)
+    text, recipe = _read_recipe(folder.recipe)
     records = _read_metrics(folder.metrics)
     by_kind = {kind: tuple(record for record in records if record["kind"] == kind) for kind in KINDS}
     exports = tuple(record["step"] for record in records if record["kind"] == "exported")
@@ -96,7 +95,6 @@ def read_run(path: Path) -> RunRecord:
         **{file: (found[name] is None, why) for name, (file, why) in optional.items()},
     }
     absent = tuple(f"{file.relative_to(path)}: {why}" for file, (lacks, why) in lacking.items() if lacks)
-    recipe = _read_recipe(folder.recipe, text)
     return RunRecord(folder, text, recipe, **by_kind, exports=exports, **found, absent=absent)
 
 
@@ -162,14 +160,16 @@ def _parsed(text: str, kind: type[BaseModel]) -> Record:
     return found
 
 
-def _read_recipe(path: Path, text: str | None) -> Record:
+def _read_recipe(path: Path) -> tuple[str | None, Record]:
+    """As text and as values, both without passwords: value by value, for YAML may break and escape a long text."""
+    text = _read_text(path, "put the run's recipe there")
     if text is None:
-        return {}
+        return None, {}
     try:
-        values = yaml.safe_load(text)
+        values = all_without_passwords(yaml.safe_load(text))
     except yaml.YAMLError as error:
         raise UserError(f"{path}: not valid YAML ({error}); put the run's recipe there") from error
-    return values if isinstance(values, dict) else {}
+    return yaml.safe_dump(values, sort_keys=False), values if isinstance(values, dict) else {}
 
 
 def target_name(run: RunRecord) -> str:

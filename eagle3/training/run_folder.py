@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from eagle3.console import all_without_passwords, without_passwords
 from eagle3.durable import move_aside, write_text, writing
 from eagle3.errors import UserError
 from eagle3.recipe import Recipe, dump_recipe
@@ -93,7 +94,9 @@ class RunFolder:
                 say(f"{self.path} held an earlier run: moved to {aside} (to continue a run instead, pass --resume)")
             self.checkpoints.mkdir(exist_ok=True)
             write_text(self.identity, f"{identity}\n")
-            write_text(self.recipe, dump_recipe(recipe))  # last: where it is, --resume continues
+            resolved = dump_recipe(recipe)  # as it is: a resumed run compares it with its own
+            private = resolved != without_passwords(resolved)
+            write_text(self.recipe, resolved, private)  # last: where it is, --resume continues
 
     def _empty(self) -> Path | None:
         """Move what is in the folder, the claim excepted, to a new folder beside it, which is returned if there was anything.
@@ -157,7 +160,7 @@ class RunFolder:
 
     def write_run(self, described: dict[str, Any]) -> None:
         """What the run is made of (see eagle3.training.description); the start of a resumed run replaces that of the first."""
-        write_text(self.run, json.dumps(described, indent=2) + "\n")
+        write_text(self.run, json.dumps(all_without_passwords(described), indent=2) + "\n")
 
     def write_evaluation(self, result: dict[str, Any]) -> None:
         with writing(self.evaluation, "free space, and judge the draft again with launchers/evaluate.py"):
