@@ -9,6 +9,7 @@ from huggingface_hub import ModelCard
 from report_case import RECIPE, change, evaluation, started, write_json, write_run
 
 from eagle3.reporting.card import Edited, write_card
+from eagle3.reporting.markdown import one_line
 from eagle3.reporting.record import read_run
 
 
@@ -24,7 +25,9 @@ def card(run):
 
 def command(text, start):
     """The words of the command that begins so, as a shell takes them."""
-    return shlex.split(text[text.index(start) :].partition("```")[0].replace("\\\n", ""))
+    begin = text.index(start)
+    fence = text[:begin].splitlines()[-1]
+    return shlex.split(text[begin:].partition(f"\n{fence}\n")[0].replace("\\\n", ""))
 
 
 def test_the_metadata_is_what_a_hub_reads(run):
@@ -89,6 +92,54 @@ def test_no_path_of_the_machine_is_told(run):
     assert "my-model" in text and "own.jsonl" in text
     assert ModelCard(text).data.base_model is None
     assert command(text, "vllm serve")[2] == "TARGET" and "`TARGET`" in text
+
+
+HOSTILE_NAMES = [
+    "x](javascript:alert(1))",
+    "<script>alert(1)</script>",
+    "a|b|c",
+    "a\n# Heading\n\n* item",
+    "a\r\n---\r\nlicense: mit\r\n---\r\n",
+    'a"\nlicense: x',
+    "`code` ```\n````",
+    "![i](https://host/i.png) &lt; *b* __c__ ~~d~~ $e$",
+    "a' --trust-remote-code; rm -rf $(pwd) --b",
+    "&#60;b&#62; \\<b\\>",
+    "a\u202eb\u2028# c\x1b[31m",
+]
+
+
+def structure(text):
+    """Of the Markdown: its blocks, and what stands inside of lines beside text."""
+    blocks = pytest.importorskip("markdown_it").MarkdownIt("commonmark").enable(["table", "strikethrough"]).parse(text)
+    inline = [child for block in blocks for child in block.children or [] if not child.type.startswith("text")]
+    return [block.type for block in blocks], [(each.type, each.attrs) for each in inline]
+
+
+@pytest.mark.parametrize("name", HOSTILE_NAMES)
+@pytest.mark.parametrize("known", ["by the hub", "as a folder"])
+def test_no_name_that_others_chose_is_more_than_text_in_a_card(run, name, known):
+    def of(name):
+        recipe = RECIPE | {"model": {"target": f"/home/ann/{name.replace('/', '')}"}}
+        recipe["data"] = RECIPE["data"] | {"train": [f"/data/{name.replace('/', '')}"]}
+        run.recipe.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+        change(
+            run.run,
+            target=started()["target"] | {"hub_id": name if known == "by the hub" else None, "architecture": name},
+            data=started()["data"] | {"datasets": [name]},
+            versions={"torch": name},
+        )
+        change(run.evaluation, engine=name, engine_version=name)
+        return card(run)
+
+    harmless, text = of("a name"), of(name)
+    data = ModelCard(text).data
+    assert (data.license, data.datasets) == ("other", [one_line(name)])
+    assert data.base_model == (one_line(name) if known == "by the hub" else None)
+    assert structure(text.partition("\n---\n")[2]) == structure(harmless.partition("\n---\n")[2])
+    served = command(text, "vllm serve")[2]
+    assert served == (one_line(name) if known == "by the hub" else "TARGET")
+    assert all(each.isprintable() or each == "\n" for each in text)
 
 
 def test_a_card_is_made_of_what_the_folder_has(run):

@@ -25,6 +25,14 @@ def test_runs_are_compared_in_one_table_and_one_chart(report, tmp_path):
     assert (out / "acceptance-by-context.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_runs_name_is_text_in_table_and_chart(report, tmp_path):
+    run, out = write_run(tmp_path / "a", steps=3), tmp_path / "out"
+    change(run.by_context, target="x](javascript:y)|<b>")
+    assert report("--compare", run.path, "--out", out, "--names", "a|[b](c) $\\frac$")[0] == 0
+    rows = (out / "acceptance-by-context.md").read_text(encoding="utf-8").splitlines()
+    assert rows[0] == r"| context | a\|\[b\](c) \$\\frac\$ |" and r"target x\](javascript:y)\|\<b\>; " in rows[-1]
+
+
 @pytest.mark.parametrize("names", ["one", "one,one", ",two", "one,two,three"])
 def test_names_that_do_not_tell_runs_apart_are_refused(report, tmp_path, names):
     runs = [write_run(tmp_path / name, steps=3).path for name in ("a", "b")]

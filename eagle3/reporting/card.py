@@ -3,7 +3,6 @@
 import hashlib
 import json
 import re
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from eagle3.data.download import is_dataset
 from eagle3.durable import write_text
 from eagle3.errors import UserError
 from eagle3.reporting.curves import context_rows, rule, simulated_positions
+from eagle3.reporting.markdown import Markdown, escaped, fenced_command, one_line
 from eagle3.reporting.record import RunRecord, hub_id_of, read_run, target_name
 from eagle3.target.sglang.version import speculative_flags
 
@@ -56,21 +56,27 @@ def _digest(text: str) -> str:
 
 
 def card_text(run: RunRecord) -> str:
-    """Markdown with YAML front matter. No path of the machine is told: of a folder only its last part."""
+    """Markdown with YAML front matter, in which every value is escaped. No path of the machine is told: of a folder only its
+    last part."""
     target, hub_id = target_name(run), hub_id_of(run)
+    datasets = ((run.started or {}).get("data") or {}).get("datasets") or []
     data = ModelCardData(
-        base_model=hub_id,
-        datasets=((run.started or {}).get("data") or {}).get("datasets") or None,
+        base_model=hub_id and one_line(hub_id),
+        datasets=[one_line(name) for name in datasets] or None,
         library_name="sglang",
         license="other",
         pipeline_tag="text-generation",
         tags=TAGS,
     )
     template = jinja2.Template(
-        TEMPLATE.read_text(encoding="utf-8"), undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        TEMPLATE.read_text(encoding="utf-8"),
+        undefined=jinja2.StrictUndefined,
+        finalize=escaped,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     return template.render(
-        card_data=data.to_yaml(),
+        card_data=Markdown(data.to_yaml()),
         target=target,
         hub_id=hub_id,
         facts=_facts(run),
@@ -217,20 +223,14 @@ def _serving(run: RunRecord, target: str) -> dict[str, str]:
     flags = speculative_flags("DRAFT", steps, 1, steps + 1)
     speculative = json.dumps({"method": "eagle3", "model": "DRAFT", "num_speculative_tokens": steps})
     return {
-        "sglang": _folded(
+        "sglang": fenced_command(
             ["python", "-m", "sglang.launch_server", "--model-path", target, *flags, "--context-length", str(context)]
         ),
-        "vllm": _folded(
+        "vllm": fenced_command(
             ["vllm", "serve", target, "--speculative-config", speculative, "--max-model-len", str(context)]
         ),
         "context_line": f"The draft has positions for {context:,} tokens: do not serve it with a longer context.",
     }
-
-
-def _folded(words: list[str]) -> str:
-    """A command line for a shell, an option a line."""
-    lines = shlex.join(words).replace(" --", " \\\n  --")
-    return lines
 
 
 def _limits(run: RunRecord) -> list[str]:

@@ -9,6 +9,7 @@ import numpy as np
 from eagle3.durable import write_text
 from eagle3.errors import UserError
 from eagle3.reporting.curves import Curve, measured_curve, tokens_label, told_curve
+from eagle3.reporting.markdown import escaped
 from eagle3.reporting.record import Record, read_json
 from eagle3.reporting.schemas import ByContext
 from eagle3.training.run_folder import RunFolder
@@ -42,12 +43,11 @@ class Compared(NamedTuple):
 def read_compared(folders: Sequence[Path], names: Sequence[str] | None) -> list[Compared]:
     """names: one a run, default the folders' own. Raises UserError where a run has no by_context.json, or names are not one a
     run and all different."""
-    chosen = [folder.resolve().name for folder in folders] if names is None else [name.strip() for name in names]
-    names = [name.replace("|", "/") for name in chosen]  # in Markdown it would end the cell
+    names = [folder.resolve().name for folder in folders] if names is None else [name.strip() for name in names]
     if len(names) != len(folders) or len(set(names)) != len(names) or not all(names):
         wanted = ",".join(f"name{place}" for place in range(1, len(folders) + 1))
         raise UserError(
-            f"--names {','.join(chosen)}: {len(folders)} runs need {len(folders)} different names; write --names {wanted}, with names of yours"
+            f"--names {','.join(names)}: {len(folders)} runs need {len(folders)} different names; write --names {wanted}, with names of yours"
         )
     compared = []
     for name, folder in zip(names, folders, strict=True):
@@ -67,7 +67,7 @@ def table(compared: Sequence[Compared]) -> str:
     rows = {each.name: {row["context"]: row for row in each.found["contexts"]} for each in compared}
     contexts = sorted({context for of_run in rows.values() for context in of_run})
     lines = [
-        "| context | " + " | ".join(each.name for each in compared) + " |",
+        "| context | " + " | ".join(escaped(each.name) for each in compared) + " |",
         "|---:|" + "---|" * len(compared),
         *(
             f"| {tokens_label(context)} | "
@@ -102,7 +102,7 @@ def _conditions(compared: Sequence[Compared]) -> str:
             told.append(
                 f"{name} DIFFERS: " + ", ".join(f"{v} ({c.name})" for c, v in zip(compared, values, strict=True))
             )
-    return "; ".join(told) + "."
+    return escaped("; ".join(told)) + "."
 
 
 def _prompts(found: Record) -> str:

@@ -34,6 +34,7 @@ STYLE = {
     "ytick.color": INK,
     "legend.frameon": False,
     "legend.fontsize": 9,
+    "text.parse_math": False,  # a $ in a run's name is a $
     "figure.facecolor": "white",
 }
 MOST_POINTS = 500  # of a curve; more than a chart has dots to show
