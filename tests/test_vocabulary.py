@@ -1,5 +1,6 @@
 """The draft vocabulary against counting by hand, and every file that does not fit."""
 
+import os
 from collections import Counter
 
 import numpy as np
@@ -54,6 +55,17 @@ def test_a_saved_vocabulary_loads_as_it_was(tmp_path):
     save_vocabulary(vocabulary, tmp_path / "v.safetensors")
     loaded = load_vocabulary(tmp_path / "v.safetensors", 12)
     assert torch.equal(loaded.d2t, vocabulary.d2t) and torch.equal(loaded.t2d, vocabulary.t2d)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077], ids=oct)
+def test_a_saved_vocabulary_is_as_readable_as_the_umask_says(tmp_path, umask):
+    vocabulary, _ = choose_vocabulary(samples_of(([7, 3, 7], [1, 1, 1])), 12, 4)
+    before = os.umask(umask)
+    try:
+        save_vocabulary(vocabulary, tmp_path / "v.safetensors")
+    finally:
+        os.umask(before)
+    assert {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {"v.safetensors": 0o666 & ~umask}
 
 
 @pytest.mark.parametrize(

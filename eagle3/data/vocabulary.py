@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
 from eagle3.console import Progress
 from eagle3.data.samples import SampleSet
+from eagle3.durable import publish
 from eagle3.errors import UserError
 
 
@@ -76,7 +77,11 @@ def coverage(
 
 def save_vocabulary(vocabulary: DraftVocabulary, path: Path) -> None:
     """Write d2t and t2d as safetensors, under the names they have in an exported draft."""
-    save_file({"d2t": vocabulary.d2t, "t2d": vocabulary.t2d}, path)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_bytes(
+        save({"d2t": vocabulary.d2t, "t2d": vocabulary.t2d})
+    )  # save_file would let its owner alone read it
+    publish(partial, path)
 
 
 def load_vocabulary(path: Path, target_vocab_size: int) -> DraftVocabulary:
