@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from test_checkpoint import SHAPE, advance, same, weights
+from test_checkpoint import RUN, SHAPE, advance, same, weights
 from tiny_run import ROOT
 
 from eagle3.draft.config import DraftConfig
@@ -60,7 +60,7 @@ def other_layout(topology):
 @pytest.fixture
 def saved(engine, tmp_path):
     """A checkpoint, in the folder where it was saved."""
-    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2, warn=pytest.fail)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2, run=RUN, warn=pytest.fail)
     checkpoints.folder.mkdir()
     advance(engine, 2)
     checkpoints.save(engine, 2, {"best_step": 1}, None)
@@ -74,9 +74,9 @@ def rewrite(checkpoint, pattern, change):
     change(state)
     torch.save(state, file)
     manifest = checkpoint / "manifest.json"
-    digests = json.loads(manifest.read_text(encoding="utf-8"))
-    digests[file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
-    manifest.write_text(json.dumps(digests), encoding="utf-8")
+    content = json.loads(manifest.read_text(encoding="utf-8"))
+    content["files"][file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
+    manifest.write_text(json.dumps(content), encoding="utf-8")
     return file
 
 
@@ -96,7 +96,7 @@ def test_resuming_from_a_planted_checkpoint_runs_nothing_and_ends_in_one_line(re
     before = weights(engine)
     file, mark = plant(saved, pattern)
     with pytest.raises(UserError, match=r"more than plain data \(.*exec.*\).*could run code; resume from") as refused:
-        Checkpoints(saved.parent, keep=2, warn=pytest.fail).load_newest(engine)
+        Checkpoints(saved.parent, keep=2, run=RUN, warn=pytest.fail).load_newest(engine)
     assert str(refused.value).startswith(f"{file}: ") and not mark.exists()
     assert same(before, weights(engine))
 
@@ -129,7 +129,7 @@ def test_the_process_that_converts_guards_itself(topology, saved):
 def test_a_converted_checkpoint_continues_as_the_one_that_was_saved(engine, other_layout, saved):
     expected = weights(engine)
     advance(other_layout)
-    found = Checkpoints(saved.parent, keep=2, warn=pytest.fail).load_newest(other_layout)
+    found = Checkpoints(saved.parent, keep=2, run=RUN, warn=pytest.fail).load_newest(other_layout)
     assert found == (2, {"best_step": 1}) and same(weights(other_layout), expected)
 
 
@@ -139,7 +139,7 @@ def test_a_checkpoint_that_keeps_numpys_random_state_as_an_array_still_loads(eng
     rewrite(saved, FILES[0], lambda content: content.update(numpy_rng=state))
     expected = np.random.random(1000).tolist()
     random.random()
-    assert Checkpoints(saved.parent, keep=2, warn=pytest.fail).load_newest(engine).step == 2
+    assert Checkpoints(saved.parent, keep=2, run=RUN, warn=pytest.fail).load_newest(engine).step == 2
     assert np.random.random(1000).tolist() == expected
 
 
