@@ -68,7 +68,7 @@ def saved(engine, tmp_path):
 
 
 def rewrite(checkpoint, pattern, change):
-    """Put other content into a file of a checkpoint, with its digest in the manifest, as whoever plants a file would."""
+    """Put other content into a checkpoint's file and its digest into the manifest, as whoever plants a file would."""
     (file,) = checkpoint.glob(pattern)
     state = torch.load(file, weights_only=False)
     change(state)

@@ -6,8 +6,8 @@
     SPOOL/JOB/SHARD.failed          why there will be no such sample
     SPOOL/JOB/SHARD.read-N          reader N has what it wants of it
 
-Nothing else is shared by who makes hidden states and who reads them: no process group, no socket. Both are of one user, to
-whom alone the folder belongs: /dev/shm, where it lies as a rule, is everybody's.
+Nothing else is shared by who makes hidden states and who reads them: no process group, no socket. Both run as one user,
+to whom alone the folder belongs: /dev/shm, where it lies as a rule, is everybody's.
 """
 
 import fcntl
@@ -81,8 +81,8 @@ class Ticket(NamedTuple):
 class Spool:
     """A job's own folder, made by its owner and removed by `close`, with whatever is in it.
 
-    Raises UserError where `folder` cannot be written, is not this user's alone, or has no room for the `most_bytes` that may
-    wait there.
+    Raises UserError where `folder` cannot be written, is not this user's alone, or has no room for the `most_bytes` that
+    may wait there.
     """
 
     def __init__(self, folder: str | Path, report: Callable[[str], None] = print, most_bytes: int = 0) -> None:
@@ -134,7 +134,8 @@ class Spool:
 
 
 def own_folder(folder: Path) -> None:
-    """Make a spool for this user alone, or look that it is one. Raises UserError where it cannot be, or is another's."""
+    """Make a spool for this user alone, or check that it is one. Raises UserError where it cannot be made, or others may
+    write there."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         problem = _not_ours(folder)
@@ -142,8 +143,8 @@ def own_folder(folder: Path) -> None:
         raise _unwritable(folder, error) from error
     if problem:
         raise UserError(
-            f"target.spool: {folder} {problem}, so others could read or change what is trained on; name a folder that is "
-            "not there yet, on the same file system"
+            f"target.spool: {folder} {problem}, so others could read or change what is trained on; name a folder that "
+            "is not there yet, on the same file system"
         )
 
 
@@ -171,8 +172,8 @@ def _unwritable(folder: Path, error: OSError) -> UserError:
 
 
 def sweep(folder: Path) -> int:
-    """Remove the folders of this user's jobs whose owner is dead; how many there were. Nothing else in `folder` is touched,
-    and no link followed."""
+    """Remove the folders of this user's jobs whose owner is dead; how many there were. Nothing else in `folder` is
+    touched, and no link followed."""
     swept = 0
     with os.scandir(folder) as entries:
         jobs = [Path(entry) for entry in entries if JOB.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)]

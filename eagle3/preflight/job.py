@@ -102,7 +102,8 @@ def troubled(answers: dict[int, Any]) -> dict[int, str]:
 
 class StoreGather:
     """A gather through the job's key-value store, which takes a TCP connection of each rank to the first one: it works
-    where NCCL or Gloo do not, and tells who is missing. Values are JSON: whoever reaches that connection may write there, and a pickle runs code."""
+    where NCCL or Gloo do not, and tells who is missing. Values are JSON: whoever reaches that connection may write
+    there, and a pickle runs code."""
 
     def __init__(self, store: dist.Store, rank: int, world: int) -> None:
         self.store, self.rank, self.world, self.rounds = store, rank, world, itertools.count()
@@ -116,9 +117,9 @@ class StoreGather:
                 values = self.store.multi_get([f"{name} of {rank}" for rank in range(self.world)])
                 self.store.set(name, json.dumps([json.loads(each) for each in values]))
             return json.loads(self.store.get(name))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise SharedUserError(
-                "job: its store holds what none of its processes wrote; start it again where no one else reaches its network"
+                "job: its store holds what none of its processes wrote; start it where nobody else reaches its network"
             ) from error
         except dist.DistError as error:
             silent = "another process"

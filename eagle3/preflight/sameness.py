@@ -102,8 +102,8 @@ def digest(content: bytes) -> str:
 
 
 def _shown(value: str) -> str:
-    """Long ones by their beginning and a digest, for they may differ at their end. What is cut off from a URL no longer shows
-    that a password stood before it."""
+    """Long ones by their beginning and a digest, for they may differ at their end. Passwords go first:
+    a URL that is cut off no longer shows that one stood there."""
     value = without_passwords(value)
     return value if len(value) <= 60 else f"{value[:40]}... ({digest(value.encode())})"
 

@@ -56,8 +56,8 @@ def _digest(text: str) -> str:
 
 
 def card_text(run: RunRecord) -> str:
-    """Markdown with YAML front matter, in which every value is escaped. No path of the machine is told: of a folder only its
-    last part."""
+    """Markdown with YAML front matter, in which every value is escaped. No path of the machine is told: of a folder only
+    its last part."""
     target, hub_id = target_name(run), hub_id_of(run)
     datasets = ((run.started or {}).get("data") or {}).get("datasets") or []
     data = ModelCardData(

@@ -1,4 +1,4 @@
-"""Names that others chose (targets, data sets, folders) as text in Markdown: no links, no HTML, no new lines or cells."""
+"""Names that others chose (targets, data sets, folders) as text in Markdown: no links, no HTML, no lines or cells."""
 
 import re
 from collections.abc import Sequence

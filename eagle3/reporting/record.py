@@ -169,7 +169,7 @@ def _read_recipe(path: Path) -> tuple[str | None, Record]:
         values = all_without_passwords(yaml.safe_load(text))
     except yaml.YAMLError as error:
         raise UserError(f"{path}: not valid YAML ({error}); put the run's recipe there") from error
-    return yaml.safe_dump(values, sort_keys=False), values if isinstance(values, dict) else {}
+    return (yaml.safe_dump(values, sort_keys=False), values) if isinstance(values, dict) else ("", {})
 
 
 def target_name(run: RunRecord) -> str:

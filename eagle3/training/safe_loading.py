@@ -1,11 +1,11 @@
 """Reads checkpoints without running code from them, whoever wrote them.
 
-DeepSpeed keeps checkpoints as pickles and reads them, its conversion included, by `torch.load(..., weights_only=False)`,
-with which a file runs whatever it names. The manifest's digests do not help: who plants a file writes its digest, too. So
-every load is made to be of plain data: TORCH_FORCE_WEIGHTS_ONLY_LOAD, which torch reads at each load and which overrides
-what its caller passed, and a list of the few classes that DeepSpeed's files need. Nothing else is on that list while a
-checkpoint is read, though Megatron-core adds some for the whole process, among them numpy's arrays: an array of objects over
-bytes of a file's choice is a pointer of the file's choice.
+DeepSpeed keeps checkpoints as pickles and reads them, its conversion included, by `torch.load(...,
+weights_only=False)`, with which a file runs whatever it names. The manifest's digests do not help: who plants a file
+writes its digest, too. So every load is restricted to plain data: by TORCH_FORCE_WEIGHTS_ONLY_LOAD, which torch reads at
+each load and which overrides what its caller passed, and by a list of the few classes that DeepSpeed's files need.
+Nothing else is on that list while a checkpoint is read. Megatron-core adds some classes for the whole process, among them
+numpy's array, and an array of objects over bytes of a file's choice is a pointer of the file's choice.
 
     python -m eagle3.training.safe_loading --input_folder ... --output_folder ...
 
@@ -86,17 +86,17 @@ def plain_loads() -> Iterator[None]:
 
 
 def require_plain(folder: Path) -> None:
-    """Raises UserError where a checkpoint's file holds more than plain data. Reads what the files say of their tensors, not
-    the tensors. One rank asks before all of them load: each reads a part, and one that refused it would leave the rest in
-    DeepSpeed's collectives."""
+    """Raises UserError where a checkpoint's file holds more than plain data. Reads what the files say of their tensors,
+    not the tensors. One rank asks before all of them load: each reads a part, and one that refused it would leave the
+    others in DeepSpeed's collectives."""
     with plain_loads():
         for file in sorted(folder.rglob("*.pt")):
             try:
                 torch.load(file, map_location="cpu", mmap=True)
             except Exception as error:  # the file chooses which
                 raise UserError(
-                    f"{file}: is not loaded, for it holds more than plain data ({_unreadable(file, error)}) and could run "
-                    "code; resume from a checkpoint that training wrote, or start afresh without --resume"
+                    f"{file}: is not loaded, for it holds more than plain data ({_unreadable(file, error)}) and could "
+                    "run code; resume from a checkpoint that training wrote, or start afresh without --resume"
                 ) from error
 
 
@@ -120,8 +120,8 @@ def require_obedience() -> None:
     with suppress(pickle.UnpicklingError):
         torch.load(harmless, weights_only=False)
         raise UserError(
-            f"torch {torch.__version__}: does not obey {FORCE}, so that a checkpoint could run code; install the version "
-            "that constraints/ names"
+            f"torch {torch.__version__}: does not obey {FORCE}, so that a checkpoint could run code; install the "
+            "version that constraints/ names"
         )
 
 

@@ -181,7 +181,8 @@ class Servers:
             if not self.rows_came and now - answered > FIRST_ROWS_SECONDS:
                 raise UserError(
                     f"{url}: answered, but left no rows in {self.folder}; target.spool must be the same folder for the "
-                    f"server and for this process, and both must be run by one user (it computed {answer.get('prompt_tokens')} tokens)"
+                    "server and for this process, and both must be run by one user (it computed "
+                    f"{answer.get('prompt_tokens')} tokens)"
                 )
             if now - looked > LOOK_SECONDS:
                 looked = now
