@@ -22,6 +22,8 @@ from store_cases import (
     write,
 )
 
+from eagle3.data.loader import StoredSource
+from eagle3.data.samples import Sample
 from eagle3.data.store.codecs import Fp8, chunk_rows
 from eagle3.data.store.reader import HiddenStateStore, RowRequest
 from eagle3.data.store.shard import Encoding, taught_rows
@@ -162,6 +164,38 @@ def test_rows_of_the_neighbouring_sample_and_rows_that_teach_nobody_are_out_of_r
     rows = [torch.tensor(each, dtype=torch.int64) for each in (aux, teacher)]
     with pytest.raises(AssertionError, match="outside a sample of 50 rows|where they teach"):
         open_store(tmp_path).read([RowRequest(sample_id(7, tokens=50), *rows)])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda ids, mask: (ids + (torch.arange(50) == 7), mask), r"token 7 is \d+ here and \d+ in the data"),
+        (
+            lambda ids, mask: (ids, mask ^ (torch.arange(50) == 9)),
+            r"loss mask 9 is (True|False) here and (True|False) in",
+        ),
+        (lambda ids, mask: (torch.cat((ids, ids[:1])), mask), "has fewer tokens"),
+    ],
+)
+def test_hidden_states_of_other_tokens_are_refused(tmp_path, change, said):
+    with StoreWriter(tmp_path, PROVENANCE, PLAIN) as writer:
+        for number in (6, 7, 8):
+            writer.add(*sample(number, tokens=50))
+    source = StoredSource(open_store(tmp_path))
+    nothing = torch.tensor([], dtype=torch.int64)
+    samples = [Sample(one, ids, mask) for one, ids, mask, _ in (sample(number, tokens=50) for number in (6, 7, 8))]
+    beginning = dataclasses.replace(samples[2], ids=samples[2].ids[:1], loss_mask=samples[2].loss_mask[:1])
+    assert len(source.rows([*samples, beginning], 4 * [torch.arange(1)], 4 * [nothing])) == 4
+    ids, mask = change(samples[1].ids, samples[1].loss_mask)
+    shard = r"shard-\w+-\d+"
+    with pytest.raises(
+        UserError,
+        match=rf"{shard}.safetensors: sample {samples[1].id}: .* other tokens \({said}.*\); delete {shard}.safetensors and "
+        rf"{shard}.json, and run capture.py",
+    ):
+        source.rows(
+            [samples[0], dataclasses.replace(samples[1], ids=ids, loss_mask=mask)], 2 * [torch.arange(1)], 2 * [nothing]
+        )
 
 
 class CountingFileSystem(LocalFileSystem):

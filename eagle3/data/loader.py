@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from eagle3.data.exchange import request_rows
 from eagle3.data.samples import Sample, SampleSet, sample_digest
-from eagle3.data.store.reader import DocumentRows, HiddenStateStore, RowRequest
+from eagle3.data.store.reader import DocumentRows, HiddenStateStore, RowRequest, StoredTokens
 from eagle3.parallel.dealing import SequenceSharding
 from eagle3.parallel.sequence import SequencePlan, Stream, plan_sequence
 from eagle3.parallel.topology import agreed
@@ -76,8 +76,8 @@ class StoredSource:
         self.store = store
 
     def rows(self, samples: Sequence[Sample], aux: Sequence[Tensor], teacher: Sequence[Tensor]) -> list[DocumentRows]:
-        wanted = [RowRequest(sample.id, a, b) for sample, a, b in zip(samples, aux, teacher, strict=True)]
-        return self.store.read(wanted)
+        asked = zip(samples, aux, teacher, strict=True)
+        return self.store.read([RowRequest(one.id, a, b, StoredTokens(one.ids, one.loss_mask)) for one, a, b in asked])
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ class StreamLoader:
         members = [[self.samples[indices[place]] for place in stream] for stream in mine]
         # One token to no purpose for a stream that gets no sample: its ranks must enter every collective all the same.
         spare = self.samples[indices[0]]
-        spare = replace(spare, ids=spare.ids[:1], loss_mask=torch.zeros(1, dtype=torch.bool))
+        spare = replace(spare, ids=spare.ids[:1], loss_mask=spare.loss_mask[:1])  # a last row is never supervised
         return [stream or [spare] for stream in members]
 
 

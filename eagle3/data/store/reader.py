@@ -29,13 +29,22 @@ from eagle3.errors import UserError
 THREADS = 4
 
 
+class StoredTokens(NamedTuple):
+    """ids [T] int64 and loss_mask [T] bool of one sample."""
+
+    ids: Tensor
+    loss_mask: Tensor
+
+
 class RowRequest(NamedTuple):
     """Rows 0..T-1 of a sample, int64, any order, maybe none: of `aux`, and of what the teacher needs (`last`, argmax,
-    logsumexp), which must follow supervised rows."""
+    logsumexp), which must follow supervised rows. tokens: what the sample, or its beginning, must have been captured from;
+    None for anything."""
 
     sample_id: str
     aux: Tensor
     teacher: Tensor
+    tokens: StoredTokens | None = None
 
 
 class DocumentRows(NamedTuple):
@@ -47,13 +56,6 @@ class DocumentRows(NamedTuple):
     last: Tensor
     argmax: Tensor
     logsumexp: Tensor
-
-
-class StoredTokens(NamedTuple):
-    """ids [T] int64 and loss_mask [T] bool of one sample."""
-
-    ids: Tensor
-    loss_mask: Tensor
 
 
 class Location(NamedTuple):
@@ -144,6 +146,8 @@ class HiddenStateStore:
         known = self._facts(locations)
         wanted: list[ChunkReads] = []
         for location, request, facts in zip(locations, requests, known, strict=True):
+            if request.tokens is not None:
+                self._require_tokens(location, facts, request.tokens)
             taught = kept_rows(location.entry, torch.from_numpy(facts.loss_mask.copy()))
             assert bool(taught[request.teacher].all()), "last hidden states are stored where they teach"
             rows = {"aux": request.aux, "last": (taught.cumsum(0) - 1)[request.teacher]}
@@ -211,6 +215,22 @@ class HiddenStateStore:
         new = sorted(set(shards) - self._starts.keys())
         headers = read_headers(self.files, new, self.provenance_digest)
         self._starts.update((shard, header.starts) for shard, header in zip(new, headers, strict=True))
+
+    def _require_tokens(self, location: Location, facts: "SampleFacts", tokens: StoredTokens) -> None:
+        """Raises UserError unless the sample begins with these."""
+        for what, found, expected in zip(("token", "loss mask"), (facts.ids, facts.loss_mask), tokens, strict=True):
+            found, expected = found[: len(expected)], expected.numpy()
+            if np.array_equal(found, expected):
+                continue
+            differing = "has fewer tokens"
+            if len(found) == len(expected):
+                row = int(np.flatnonzero(found != expected)[0])
+                differing = f"{what} {row} is {found[row]} here and {expected[row]} in the data"
+            shard = location.index.shard
+            raise UserError(
+                f"{self.where}/{shard}: sample {location.entry.id}: its hidden states were captured from other tokens "
+                f"({differing}); delete {shard} and {location.index.name}, and run capture.py, which captures anew what they held"
+            )
 
     def _fact_ranges(self, location: Location) -> list[Range]:
         index, entry = location
