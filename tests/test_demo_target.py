@@ -60,6 +60,14 @@ def test_a_second_call_returns_the_same_folder_without_training(tmp_path):
     assert second == first._replace(cached=True)
 
 
+def test_a_cache_that_cannot_be_written_is_said_before_anything_is_trained(tmp_path):
+    (tmp_path / "cache").touch()
+    with pytest.raises(
+        UserError, match=r"^data.cache_dir: .*/cache cannot be written \(.*\); free space there, or set data."
+    ):
+        _demo(tmp_path / "cache", lambda line: pytest.fail(line))
+
+
 def test_who_wants_the_target_of_an_earlier_run_gets_no_new_one(tmp_path):
     with pytest.raises(UserError, match=r"model\.target: demo: .* is not there, .* set data\.cache_dir"):
         _demo(tmp_path, make=False)

@@ -7,54 +7,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from prepare_cases import OPTIONS, TEMPLATE, byte_tokenizer, packed, prepared
 from transformers import PreTrainedTokenizerFast
 
 from eagle3.data import encode
 from eagle3.data.conversations import Conversation
-from eagle3.data.prepare import Prepared, prepare_samples, preview
-from eagle3.data.samples import DamagedSamples, SampleSet, replacing_folder
+from eagle3.data.prepare import prepare_samples, preview
+from eagle3.data.samples import SampleSet
 from eagle3.data.template import Choices
 from eagle3.errors import UserError
 
-TEMPLATE = (Path(__file__).parent / "chat_templates" / "zephyr.jinja").read_text()
-OPTIONS = {
-    "chat_template": TEMPLATE,
-    "max_length": 100,
-    "too_long": "stop",
-    "unusable": "stop",
-    "max_samples": None,
-    "workers": 1,
-    "report": print,
-}
-
 
 @pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["</s>", "<|user|>", "<|assistant|>"])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
-
-
-def data(path: Path, *answers: str | None) -> list[str]:
-    """A file of one-question conversations; None for one without an answer."""
-    rows = []
-    for answer in answers:
-        question = {"role": "user", "content": "Hi"}
-        rows.append(
-            {"messages": [question] if answer is None else [question, {"role": "assistant", "content": answer}]}
-        )
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return [str(path)]
-
-
-def prepared(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, *answers: str | None, **options: object) -> Prepared:
-    sources = data(tmp_path / "data.jsonl", *answers)
-    return prepare_samples(sources, tokenizer, cache_dir=tmp_path / "cache", **{**OPTIONS, **options})
+def tokenizer():
+    return byte_tokenizer()
 
 
 def test_samples_are_the_rendered_conversations_in_order(tmp_path, tokenizer):
@@ -148,24 +114,6 @@ def test_equal_work_is_taken_from_the_cache_and_other_work_is_not(tmp_path, toke
     assert prepared(tmp_path, tokenizer, "one", "two", choices=Choices()).summary.cached
 
 
-@pytest.mark.parametrize("name", ["ids.npy", "loss_mask.npy", "offsets.npy", "digests.npy", "summary.json"])
-@pytest.mark.parametrize("damage", ["missing", "short", "empty"])
-def test_a_damaged_cache_is_built_anew_with_a_line(tmp_path, tokenizer, name, damage):
-    expected = [sample.id for sample in prepared(tmp_path, tokenizer, "one", "two").samples]
-    [file] = (tmp_path / "cache" / "tokenized").glob(f"*/{name}")
-    whole = file.read_bytes()
-    if damage == "missing":
-        file.unlink()
-    else:
-        file.write_bytes(whole[:-3] if damage == "short" else b"")
-    lines: list[str] = []
-    samples, summary = prepared(tmp_path, tokenizer, "one", "two", report=lines.append)
-    assert [sample.id for sample in samples] == expected and not summary.cached
-    assert len([line for line in lines if "damaged" in line]) == 1
-    assert prepared(tmp_path, tokenizer, "one", "two").summary.cached
-    assert [path.name for path in file.parent.parent.iterdir()] == [file.parent.name]  # nothing temporary is left
-
-
 def test_choices_reach_the_samples(tmp_path, tokenizer):
     row = {"messages": [{"role": role, "content": role} for role in ("user", "assistant") * 2]}
     text = {"text": "<|user|>\nHi</s>\n<|assistant|>\none</s>\n<|assistant|>\ntwo</s>\n"}
@@ -221,31 +169,6 @@ def test_processes_give_what_one_process_gives_in_order(tokenizer):
         list(encode._encode_in_processes(broken, chunks, 2))
 
 
-def packed(count: int) -> SampleSet:
-    rng = np.random.default_rng(0)
-    return SampleSet.pack(
-        [(rng.integers(0, 50, n).astype(np.int32), rng.random(n) < 0.5) for n in rng.integers(2, 9, count)]
-    )
-
-
-def test_a_saved_set_opens_as_it_was_and_a_damaged_one_is_refused(tmp_path):
-    samples = packed(20).subset([3, 4, 5, 19, 0, 0])
-    for _ in range(2):  # the second time it replaces the first
-        samples.save(tmp_path / "set")
-    opened = SampleSet.open(tmp_path / "set")
-    for index in range(6):
-        assert opened[index].id == samples[index].id
-        assert torch.equal(opened[index].ids, samples[index].ids)
-        assert torch.equal(opened[index].loss_mask, samples[index].loss_mask)
-    ids = np.concatenate([chunk for chunk, _ in samples.token_chunks()])
-    assert ids.tolist() == torch.cat([samples[index].ids for index in range(6)]).tolist()
-    packed(3).subset([]).save(tmp_path / "none")
-    assert len(SampleSet.open(tmp_path / "none")) == 0
-    np.save(tmp_path / "set" / "ids.npy", np.zeros(3, np.int32))
-    with pytest.raises(DamagedSamples):
-        SampleSet.open(tmp_path / "set")
-
-
 def test_a_sample_is_named_by_its_contents():
     ids, mask = np.arange(4, dtype=np.int32), np.array([0, 1, 1, 0], bool)
     names = [SampleSet.pack([pair])[0].id for pair in ((ids, mask), (ids, mask), (ids, ~mask), (ids + 1, mask))]
@@ -287,15 +210,3 @@ def test_a_long_preparation_reports_rate_and_time_left(tmp_path, tokenizer, monk
     first, last = (line for line in lines if line.startswith("tokenising: "))
     assert first.startswith("tokenising: 64/100 conversations, ") and first.endswith("s left")
     assert last.startswith("tokenising: 100/100 conversations, ") and last.endswith(" in all")
-
-
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_folder_that_another_process_put_there_meanwhile_stays_if_it_is_whole(tmp_path, whole):
-    """It may be being read: nodes that share a cache make the same set at the same time."""
-    folder = tmp_path / "set"
-    with replacing_folder(folder, keep=lambda found: whole and (found / "theirs").exists()) as mine:
-        (mine / "mine").touch()
-        folder.mkdir()
-        (folder / "theirs").touch()
-    assert [path.name for path in folder.iterdir()] == ["theirs" if whole else "mine"]
-    assert [path.name for path in tmp_path.iterdir()] == ["set"]

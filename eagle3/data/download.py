@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from secrets import token_hex
 from typing import Any
 
 from eagle3.console import waiting
+from eagle3.data.cache import beside
 from eagle3.durable import publish
 from eagle3.errors import UserError
 
@@ -94,16 +94,13 @@ def downloaded_rows(
     copy = source.copy(folder, wanted)
     whole = source.copy(folder, None)
     if not copy.is_file() and not whole.is_file():
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        partial = copy.with_name(f".{copy.name}.{token_hex(4)}")
-        try:
+        with beside(copy) as temporary:
+            partial = temporary / copy.name
             with partial.open("w", encoding="utf-8") as lines:
                 for origin, row in _counted(source, wanted, report):
                     lines.write(_line(origin, row))
                     yield origin, row
             publish(partial, copy)
-        finally:
-            partial.unlink(missing_ok=True)
         return
     kept = copy if copy.is_file() else whole
     report(f"{source.source}: read from {kept}; delete it to download the rows anew")

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from eagle3.data.exchange import request_rows
-from eagle3.data.samples import Sample, SampleSet, sample_digest
+from eagle3.data.samples import Sample, SampleSet
 from eagle3.data.store.reader import DocumentRows, HiddenStateStore, RowRequest, StoredTokens
 from eagle3.parallel.dealing import SequenceSharding
 from eagle3.parallel.sequence import SequencePlan, Stream, plan_sequence
@@ -169,24 +169,15 @@ class StreamLoader:
         return loaded
 
     def order_identity(self, indices: Sequence[int]) -> bytes:
-        """What must be the same on every rank of the job: ids and lengths of all samples, and a global batch."""
+        """What must be the same on every rank of the job: ids and lengths of all samples, and a global batch. Ids stand for
+        contents: a sample that does not fit its own is never read."""
         ids = self.samples.digests[self.samples.indices]
         return ids.tobytes() + self.samples.lengths.tobytes() + np.asarray(indices, np.int64).tobytes()
-
-    def streams_identity(self, indices: Sequence[int], accumulation: int) -> bytes:
-        """What must be the same on every rank of a stream: ids and loss masks of the streams it loads, and their
-        samples' ids, which damage to a file may leave as they were."""
-        identity = bytearray()
-        for stream in self._members(indices, accumulation):
-            for sample in stream:
-                identity += bytes.fromhex(sample.id) + sample_digest(sample.ids.numpy(), sample.loss_mask.numpy())
-            identity += b"end of stream"
-        return bytes(identity)
 
     def _members(self, indices: Sequence[int], accumulation: int) -> list[list[Sample]]:
         """The samples of each stream of this data-parallel rank."""
         streams = self.data.size() * accumulation
-        dealt = deal_streams([int(self.samples.lengths[index]) for index in indices], streams)
+        dealt = deal_streams(self.samples.lengths[indices].tolist(), streams)
         mine = dealt[self.data.rank() * accumulation : (self.data.rank() + 1) * accumulation]
         members = [[self.samples[indices[place]] for place in stream] for stream in mine]
         # One token to no purpose for a stream that gets no sample: its ranks must enter every collective all the same.

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -12,12 +13,14 @@ from typing import Literal, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from eagle3.console import GREEN, PLAIN, WARNING, Progress, waiting
+from eagle3.data.cache import replacing_folder
 from eagle3.data.conversations import Conversation, read_conversations
 from eagle3.data.encode import Encoding, Outcome, Problem, encode_all, split
-from eagle3.data.samples import DamagedSamples, Sample, SampleSet, replacing_folder
+from eagle3.data.samples import DamagedSamples, Sample, SampleSet
 from eagle3.data.template import Choices, reasoning_key
 from eagle3.errors import UserError
 
+SUMMARY = "summary.json"
 FORMAT = 2  # of the cached folders, and of what the mask means; a change makes every cached set be built anew
 
 
@@ -66,11 +69,12 @@ def prepare_samples(
     report: Callable[[str], None],
     choices: Choices | None = None,
 ) -> Prepared:
-    """Read, encode and mask the sources' conversations, or take them from `cache_dir`, where equal work was done before.
+    """Read, encode and mask the sources' conversations, or take them from `cache_dir`, where equal work was done before:
+    every sample there is compared with its digest, and the set is built anew where one does not fit.
 
     chat_template: Jinja source, or None for the tokenizer's own. max_length: tokens. max_samples: only the first so many
     conversations. report: gets progress lines and warnings. choices: what is rendered and supervised, default Choices().
-    Raises UserError for what cannot be read, for a problem under "stop", and when no sample is left.
+    Raises UserError for what cannot be read or written, for a problem under "stop", and when no sample is left.
     """
     choices = choices or Choices()
     cache = Path(cache_dir).expanduser()
@@ -79,11 +83,11 @@ def prepare_samples(
     looking = Progress(report, "looking in the cache", len(conversations), "conversations")
     key = _content_key(conversations, tokenizer, chat_template, options, looking)
     folder = cache / "tokenized" / key
-    if folder.exists():
+    if os.path.exists(folder):
         try:
-            return _open(folder)
+            return _open(folder, report)
         except DamagedSamples as damage:
-            report(f"{WARNING}the tokenised data is damaged ({damage}); it is built anew")
+            report(f"{WARNING}the tokenised data is damaged ({damage.where}: {damage.flaw}); it is built anew")
     _tell_unshown_reasoning(conversations, tokenizer, chat_template, choices, report)
     handling = too_long if too_long in ("truncate", "split") else "refuse"
     encoding = Encoding(tokenizer, chat_template, max_length, handling, choices)
@@ -109,9 +113,10 @@ def prepare_samples(
         examples={problem.reason: origin for origin, problem in reversed(problems)},
     )
     with waiting(report, "writing the tokenised data"), replacing_folder(folder, keep=_is_whole) as temporary:
-        SampleSet.pack(samples).write_arrays(temporary)
-        (temporary / "summary.json").write_text(json.dumps(asdict(summary), indent=1), encoding="utf-8")
-    return Prepared(SampleSet.open(folder), summary)
+        packed = SampleSet.pack(samples)
+        packed.write(temporary)
+        (temporary / SUMMARY).write_text(_dump_summary(summary, packed.checksum), encoding="utf-8")
+    return Prepared(_open(folder, report).samples, summary)
 
 
 def preview(sample: Sample, tokenizer: PreTrainedTokenizerBase, color: bool) -> str:
@@ -169,21 +174,53 @@ def _tell_unshown_reasoning(
 def _is_whole(folder: Path) -> bool:
     """Nodes that share a cache make the same set at the same time."""
     try:
-        _open(folder)
+        _open(folder, lambda line: None)
     except DamagedSamples:
         return False
     return True
 
 
-def _open(folder: Path) -> Prepared:
+def _open(folder: Path, report: Callable[[str], None]) -> Prepared:
+    """What lies in `folder`, after a look at all of it. Raises DamagedSamples."""
     try:
-        summary = Summary(**json.loads((folder / "summary.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise DamagedSamples(f"{folder / 'summary.json'}: {error}") from error
+        summary, checksum = _load_summary((folder / SUMMARY).read_text(encoding="utf-8"))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedSamples(folder / SUMMARY, f"{error!s:.200}") from error
     samples = SampleSet.open(folder)
     if (len(samples), len(samples.ids)) != (summary.kept, summary.tokens):
-        raise DamagedSamples(f"{folder}: {len(samples)} samples where its summary has {summary.kept}")
+        raise DamagedSamples(folder, f"{len(samples)} samples where its summary has {summary.kept}")
+    if checksum not in (None, samples.checksum):
+        raise DamagedSamples(folder, "its offsets or digests do not fit the checksum in its summary")
+    progress = Progress(report, "checking the tokenised data", summary.tokens, "tokens")
+    for ids, _ in samples.token_chunks():
+        progress.advance(len(ids))
+    if checksum is None:
+        report(
+            f"{folder}: from before summaries had checksums: each sample fits its digest, but whether the counts of "
+            "conversations are right cannot be checked; delete it to have it built anew"
+        )
     return Prepared(samples, replace(summary, cached=True))
+
+
+def _dump_summary(summary: Summary, checksum: str) -> str:
+    """checksum: of the samples."""
+    body = {**asdict(summary), "samples": checksum}
+    return json.dumps({**body, "digest": _body_digest(body)}, indent=1)
+
+
+def _load_summary(text: str) -> tuple[Summary, str | None]:
+    """With the samples' checksum; None where it was written before there was one. Raises what parsing raises."""
+    body = json.loads(text)
+    checksum = None
+    if "digest" in body:
+        if body.pop("digest") != _body_digest(body):
+            raise ValueError("its digest does not fit")
+        checksum = body.pop("samples")
+    return Summary(**body), checksum
+
+
+def _body_digest(body: dict) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _counted(chunks: Iterator[list[Outcome]], progress: Progress) -> Iterator[Outcome]:

@@ -1,26 +1,31 @@
-"""Samples ready for training (token ids and loss mask), packed in memory-mapped files so that any number fits."""
+"""Samples ready for training (token ids and loss mask), packed in files so that any number fits, and checked when read."""
 
 import hashlib
 import os
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.lib import format as npy
 
 from eagle3.errors import UserError
 
-ARRAYS = ("ids", "loss_mask", "offsets", "digests")
 DIGEST_BYTES = 16
 
 
-class DamagedSamples(ValueError):
-    """A folder of samples that is incomplete or whose files do not fit together."""
+class DamagedSamples(UserError):
+    """Samples that are incomplete or not what was written. where: file or folder; flaw: what is wrong."""
+
+    def __init__(self, where: Path | str, flaw: str) -> None:
+        super().__init__(
+            f"{where}: {flaw}; start again (train.py: with --resume), and the tokenised data is checked and built anew"
+        )
+        self.where, self.flaw = where, flaw
 
 
 @dataclass(frozen=True)
@@ -39,22 +44,60 @@ class Split(NamedTuple):
 
 def sample_digest(ids: np.ndarray, loss_mask: np.ndarray) -> bytes:
     """The first 16 bytes of the sha256 over ids (int32, little endian) and mask (a byte each)."""
-    return hashlib.sha256(ids.astype("<i4").tobytes() + loss_mask.astype(np.uint8).tobytes()).digest()[:DIGEST_BYTES]
+    digest = hashlib.sha256(np.ascontiguousarray(ids, "<i4"))
+    digest.update(np.ascontiguousarray(loss_mask, bool))
+    return digest.digest()[:DIGEST_BYTES]
+
+
+class TokenFile:
+    """One number for each token, in a .npy file of which slices are read. Not by a memory map: where a file loses bytes or
+    a disk fails, touching a mapped page kills the process. Threads may share it. Raises DamagedSamples."""
+
+    def __init__(self, path: Path, dtype: np.typing.DTypeLike) -> None:
+        self.path, self.dtype = path, np.dtype(dtype)
+        self.descriptor = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self.descriptor)
+        with open(self.descriptor, "rb", closefd=False) as file:
+            npy.read_magic(file)
+            (self.length,), _, found = npy.read_array_header_1_0(file)
+            self.start = file.tell()
+        size = self.start + self.length * self.dtype.itemsize
+        if found != self.dtype or os.fstat(self.descriptor).st_size != size:
+            raise DamagedSamples(path, f"is not {self.length} numbers of type {self.dtype}")
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, tokens: slice) -> np.ndarray:
+        found = np.empty(tokens.stop - tokens.start, self.dtype)
+        rest, place = found.view(np.uint8), self.start + tokens.start * self.dtype.itemsize
+        while len(rest):
+            try:
+                count = os.preadv(self.descriptor, [rest], place)
+            except OSError as error:
+                raise DamagedSamples(self.path, f"cannot be read ({error.strerror})") from error
+            if not count:
+                raise DamagedSamples(self.path, "has lost its end")
+            rest, place = rest[count:], place + count
+        return found
 
 
 @dataclass(frozen=True)
 class SampleSet:
-    """Samples packed one after another.
+    """Samples packed one after another. Whatever reads their tokens compares each sample with its digest, and raises
+    DamagedSamples where it does not fit.
 
     ids: int32 [tokens]; loss_mask: bool [tokens]; offsets: int64 [stored + 1], where each stored sample begins and the
-    last one ends; digests: uint8 [stored, 16]; indices: int64 [samples], which stored samples this set has, in order.
+    last one ends; digests: uint8 [stored, 16]; indices: int64 [samples], which stored samples this set has, in order;
+    origin: the folder, for messages.
     """
 
-    ids: np.ndarray
-    loss_mask: np.ndarray
+    ids: np.ndarray | TokenFile
+    loss_mask: np.ndarray | TokenFile
     offsets: np.ndarray
     digests: np.ndarray
     indices: np.ndarray
+    origin: str = "samples in memory"
 
     @staticmethod
     def pack(encoded: Sequence[tuple[np.ndarray, np.ndarray]]) -> "SampleSet":
@@ -70,50 +113,52 @@ class SampleSet:
 
     @staticmethod
     def open(folder: Path) -> "SampleSet":
-        """The set saved in `folder`, memory-mapped. Raises DamagedSamples."""
+        """The set written in `folder`: where samples lie and their digests are read now, for `checksum` to be compared;
+        tokens when asked for. Raises DamagedSamples."""
         try:
-            ids, loss_mask, offsets, digests = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in ARRAYS)
-        except (OSError, ValueError, EOFError) as error:
-            raise DamagedSamples(f"{folder}: {error}") from error
+            ids, loss_mask = TokenFile(folder / "ids.npy", "<i4"), TokenFile(folder / "loss_mask.npy", bool)
+            offsets, digests = (np.load(folder / name, allow_pickle=False) for name in ("offsets.npy", "digests.npy"))
+        except DamagedSamples:
+            raise
+        except Exception as error:  # of a damaged header, which NumPy evaluates as Python, it may be anything
+            raise DamagedSamples(folder, f"{error!s:.200}") from error
         fits = (
-            ids.dtype == np.int32
-            and loss_mask.dtype == bool
-            and len(ids) == len(loss_mask) == offsets[-1]
+            (offsets.dtype, offsets.ndim, digests.dtype) == (np.int64, 1, np.uint8)
             and digests.shape == (len(offsets) - 1, DIGEST_BYTES)
+            and offsets[0] == 0
+            and bool((np.diff(offsets) >= 0).all())
+            and offsets[-1] == len(ids) == len(loss_mask)
         )
         if not fits:
-            raise DamagedSamples(f"{folder}: its arrays do not fit together")
-        return SampleSet(ids, loss_mask, offsets, digests, np.arange(len(digests)))
+            raise DamagedSamples(folder, "its arrays do not fit together")
+        return SampleSet(ids, loss_mask, offsets, digests, np.arange(len(digests)), str(folder))
 
-    def save(self, folder: Path) -> None:
-        """Write the set as .npy files; `folder` is there complete or not at all, and replaces one of that name."""
-        with replacing_folder(folder) as temporary:
-            self.write_arrays(temporary)
-
-    def write_arrays(self, folder: Path) -> None:
-        """Write the .npy files into an existing folder."""
+    def write(self, folder: Path) -> None:
+        """Write the files into an existing folder. Raises OSError."""
         lengths = self.lengths
-        np.save(folder / "offsets.npy", np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
-        np.save(folder / "digests.npy", self.digests[self.indices])
-        for name, dtype in (("ids", np.int32), ("loss_mask", bool)):
-            if not lengths.sum():  # an empty file cannot be mapped
-                np.save(folder / f"{name}.npy", np.zeros(0, dtype))
-                continue
-            array = np.lib.format.open_memmap(folder / f"{name}.npy", "w+", dtype, (int(lengths.sum()),))
-            position = 0
-            for chunk in self._runs():
-                array[position : position + chunk.stop - chunk.start] = getattr(self, name)[chunk]
-                position += chunk.stop - chunk.start
-            array.flush()
+        tokens = (int(lengths.sum()),)
+        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        digests = self.digests[self.indices]
+        _write_array(folder / "offsets.npy", "<i8", offsets.shape, [offsets])
+        _write_array(folder / "digests.npy", "|u1", digests.shape, [digests])
+        _write_array(folder / "ids.npy", "<i4", tokens, (ids for ids, _ in self.token_chunks()))
+        _write_array(folder / "loss_mask.npy", "|b1", tokens, (loss_mask for _, loss_mask in self.token_chunks()))
+
+    @property
+    def checksum(self) -> str:
+        """Of the samples' lengths and digests, 32 hexadecimal digits. With the tokens, which the digests vouch for, that
+        is all that a set is."""
+        contents = self.lengths.astype("<i8").tobytes() + self.digests[self.indices].tobytes()
+        return hashlib.sha256(contents).hexdigest()[:32]
 
     def __len__(self) -> int:
         return len(self.indices)
 
     def __getitem__(self, index: int) -> Sample:
-        stored = self.indices[index]
-        tokens = slice(self.offsets[stored], self.offsets[stored + 1])
-        ids = torch.from_numpy(self.ids[tokens].astype(np.int64))
-        return Sample(self.digests[stored].tobytes().hex(), ids, torch.from_numpy(np.array(self.loss_mask[tokens])))
+        stored = int(self.indices[index])
+        ids, loss_mask = self._read(range(stored, stored + 1))
+        digest = self.digests[stored].tobytes()
+        return Sample(digest.hex(), torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(loss_mask.copy()))
 
     @property
     def lengths(self) -> np.ndarray:
@@ -123,12 +168,11 @@ class SampleSet:
     @property
     def taught(self) -> np.ndarray:
         """int64 [samples]: rows of each that follow a supervised row, which is where a teacher speaks."""
-        if not len(self):
-            return np.zeros(0, np.int64)
-        starts, ends = self.offsets[self.indices], self.offsets[self.indices + 1]
-        return np.array(
-            [np.count_nonzero(self.loss_mask[a : b - 1]) for a, b in zip(starts, ends, strict=True)], np.int64
-        )
+        counts: list[int] = []
+        for run in self._runs():
+            _, loss_mask = self._read(run)
+            counts += [np.count_nonzero(loss_mask[a : b - 1]) for a, b in pairwise(self._edges(run))]
+        return np.array(counts, np.int64)
 
     @property
     def sample_ids(self) -> list[str]:
@@ -137,8 +181,7 @@ class SampleSet:
 
     def subset(self, indices: Sequence[int] | np.ndarray) -> "SampleSet":
         """The samples at these positions of this set, in the order given; nothing is copied."""
-        chosen = self.indices[np.asarray(indices, np.int64)]
-        return SampleSet(self.ids, self.loss_mask, self.offsets, self.digests, chosen)
+        return replace(self, indices=self.indices[np.asarray(indices, np.int64)])
 
     def split_held_out(self, fraction: float, seed: int) -> Split:
         """Hold out about `fraction` of the samples, whatever their order: a hash of sample and seed decides on each.
@@ -162,42 +205,42 @@ class SampleSet:
         return Split(self.subset(np.flatnonzero(~held_out)), self.subset(np.flatnonzero(held_out)))
 
     def token_chunks(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """(ids, loss_mask) of all tokens in order, some millions at a time; chunks cut through samples."""
-        for chunk in self._runs():
-            yield self.ids[chunk], self.loss_mask[chunk]
+        """(ids, loss_mask) of all tokens in order, some millions at a time, or of one sample that is longer."""
+        for run in self._runs():
+            yield self._read(run)
 
-    def _runs(self, most: int = 1 << 22) -> Iterator[slice]:
-        """Slices of the packed arrays, consecutive samples in one, at most `most` tokens each."""
-        edges = np.flatnonzero(np.diff(self.indices) != 1) + 1
-        for run in np.split(self.indices, edges):
-            start, stop = (self.offsets[run[0]], self.offsets[run[-1] + 1]) if len(run) else (0, 0)
-            for begin in range(int(start), int(stop), most):
-                yield slice(begin, min(begin + most, int(stop)))
+    def _runs(self, most: int = 1 << 22) -> Iterator[range]:
+        """All samples in order, those that are stored one after another together, up to `most` tokens."""
+        run = range(0)
+        for stored in self.indices.tolist():
+            if stored != run.stop or self.offsets[stored + 1] - self.offsets[run.start] > most:
+                if run:
+                    yield run
+                run = range(stored, stored)
+            run = range(run.start, stored + 1)
+        if run:
+            yield run
+
+    def _edges(self, run: range) -> list[int]:
+        """Where stored samples begin, and the last one ends, among their tokens."""
+        edges = self.offsets[run.start : run.stop + 1]
+        return (edges - edges[0]).tolist()
+
+    def _read(self, run: range) -> tuple[np.ndarray, np.ndarray]:
+        """ids and loss_mask of some stored samples, which are what they were when they were digested."""
+        tokens = slice(int(self.offsets[run.start]), int(self.offsets[run.stop]))
+        ids, loss_mask = self.ids[tokens], self.loss_mask[tokens]
+        for stored, (a, b) in zip(run, pairwise(self._edges(run)), strict=True):
+            if sample_digest(ids[a:b], loss_mask[a:b]) != self.digests[stored].tobytes():
+                raise DamagedSamples(self.origin, f"sample {stored + 1} of {len(self.digests)} does not fit its digest")
+        return ids, loss_mask
 
 
-@contextmanager
-def replacing_folder(folder: Path, keep: Callable[[Path], bool] = lambda _: False) -> Iterator[Path]:
-    """A temporary neighbour to write into, which then takes the place of `folder`, unless that is one to `keep`: another
-    process may have been quicker, and be reading it.
-
-    A reader sees the old folder, for a moment none, or the whole new one; after an exception, the old.
-    """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
-        written = temporary / "new"
-        written.mkdir()
-        yield written
-        while True:
-            try:
-                os.rename(written, folder)
-                break
-            except OSError:  # an older one is there, or one that another process put there meanwhile
-                if not folder.exists():
-                    raise
-                if keep(folder):
-                    break
-            with suppress(FileNotFoundError):  # the other process was quicker
-                os.rename(folder, Path(tempfile.mkdtemp(dir=temporary)))
-    finally:
-        shutil.rmtree(temporary)
+def _write_array(path: Path, dtype: str, shape: tuple[int, ...], parts: Iterable[np.ndarray]) -> None:
+    """By ordinary writes, of which a full disk is an OSError; that of a memory map kills the process."""
+    with path.open("wb") as file:
+        npy.write_array_header_1_0(file, {"descr": dtype, "fortran_order": False, "shape": shape})
+        for part in parts:
+            file.write(np.ascontiguousarray(part, dtype))
+        file.flush()
+        os.fsync(file.fileno())  # some file systems tell only now

@@ -2,8 +2,6 @@
 
 import hashlib
 import json
-import os
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
 from eagle3.console import waiting
+from eagle3.data.cache import replacing_folder
 from eagle3.errors import UserError
 from eagle3.target.answers import greedy_answers
 from eagle3.target.demo_training import measure_language_model, train_language_model
@@ -125,15 +124,9 @@ def demo_target(
             "model.target"
         )
     if not cached:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as unfinished:
-            finished = Path(unfinished) / folder.name
-            _make(finished, rows, held_out, shape, short_context, training, answering, torch.device(device), report)
-            try:
-                os.replace(finished, folder)
-            except OSError:  # another process was faster; its model is as good
-                if not (folder / "training.json").is_file():
-                    raise
+        # Where another process was faster its model is as good.
+        with replacing_folder(folder, keep=lambda found: (found / "training.json").is_file()) as unfinished:
+            _make(unfinished, rows, held_out, shape, short_context, training, answering, torch.device(device), report)
     record = json.loads((folder / "training.json").read_text(encoding="utf-8"))
     return DemoTarget(folder, record["loss"], record["held_out_loss"], record["seconds"], cached)
 
@@ -202,8 +195,11 @@ def _make(
     report(
         f"demo target: held-out loss {held_out_loss:.3f} nats a token, {accuracy:.0%} of tokens right, {seconds:.0f} s"
     )
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    try:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    except Exception as error:  # of a full disk their writers, which are in Rust, raise errors of their own
+        raise OSError(str(error)) from error
     for talks, name in ((rows, ANSWERS), (held_out, HELD_OUT_ANSWERS)):
         if "text" in talks[0]:
             continue  # nobody asks anything

@@ -189,13 +189,9 @@ class Trainer:
 
     def _require_agreement(self, step: int) -> None:
         """Raises on every rank where ranks are about to train on different samples at `step`."""
-        loader, indices = self.train_loader, self._indices(step)
+        identity = self.train_loader.order_identity(self._indices(step))
         remedy = "clear data.cache_dir on that node and start again"
-        for what, identity, group in (
-            ("order of the samples", loader.order_identity(indices), dist.group.WORLD),
-            ("samples of a stream", loader.streams_identity(indices, self.training.accumulation), self.topology.stream),
-        ):
-            require_agreement(what, identity, group, self.topology.device, remedy)
+        require_agreement("order of the samples", identity, self.topology.device, remedy)
 
     def _indices(self, step: int) -> list[int]:
         return batch_indices(

@@ -1,0 +1,323 @@
+"""What the tokenised cache goes through: damage, full and read-only disks, killed and simultaneous writers."""
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from prepare_cases import OPTIONS, byte_tokenizer, packed, prepared
+
+from eagle3.data.cache import LOCK, replacing_folder
+from eagle3.data.download import downloaded_rows, source_of_id
+from eagle3.data.prepare import prepare_samples
+from eagle3.data.samples import DamagedSamples, SampleSet
+from eagle3.errors import UserError
+
+FORK = multiprocessing.get_context("fork")
+FILES = ["ids.npy", "loss_mask.npy", "offsets.npy", "digests.npy", "summary.json"]
+ANSWERS = ("one", "two three", "four")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return byte_tokenizer()
+
+
+@pytest.fixture
+def mounted(tmp_path):
+    """mounted(options): a small disk there, or the same one with other options."""
+    place, made = tmp_path / "disk", []
+    place.mkdir()
+
+    def mount(options: str) -> Path:
+        remount = f"remount,{options}" if made else options
+        if subprocess.run(["mount", "-t", "tmpfs", "-o", remount, "none", place], capture_output=True).returncode:
+            pytest.skip("a small disk takes the right to mount one")
+        made.append(place)
+        return place
+
+    yield mount
+    if made:
+        subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def contents(samples: SampleSet) -> list[tuple]:
+    return [(sample.id, sample.ids.tolist(), sample.loss_mask.tolist()) for sample in samples]
+
+
+def cached(tmp_path: Path, name: str = "") -> Path:
+    """The one cached set, or a file of it."""
+    [folder] = (tmp_path / "cache" / "tokenized").iterdir()
+    return folder / name
+
+
+def flip(path: Path, place: int, bit: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1 << bit
+    with path.open("r+b") as file:  # the same file, for whoever has it open
+        file.write(content)
+
+
+def run(work: Callable[..., None], *arguments: object) -> int:
+    """In a process of its own, which may be killed; its exit code."""
+    process = FORK.Process(target=work, args=arguments)
+    process.start()
+    process.join(60)
+    return process.exitcode
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", ["missing", "short", "empty"])
+def test_a_damaged_cache_is_built_anew_with_a_line(tmp_path, tokenizer, name, damage):
+    expected = [sample.id for sample in prepared(tmp_path, tokenizer, "one", "two").samples]
+    file = cached(tmp_path, name)
+    whole = file.read_bytes()
+    if damage == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(whole[:-3] if damage == "short" else b"")
+    lines: list[str] = []
+    samples, summary = prepared(tmp_path, tokenizer, "one", "two", report=lines.append)
+    assert [sample.id for sample in samples] == expected and not summary.cached
+    assert len([line for line in lines if "damaged" in line]) == 1
+    assert prepared(tmp_path, tokenizer, "one", "two").summary.cached
+    assert [path.name for path in file.parent.parent.iterdir()] == [file.parent.name]  # nothing temporary is left
+
+
+def test_a_written_set_opens_as_it_was_and_a_damaged_one_is_refused(tmp_path):
+    samples = packed(20).subset([3, 4, 5, 19, 0, 0])
+    for folder, some in (
+        ("set", samples),
+        ("set", samples),
+        ("none", samples.subset([])),
+    ):  # the second replaces the first
+        with replacing_folder(tmp_path / folder) as unfinished:
+            some.write(unfinished)
+    opened = SampleSet.open(tmp_path / "set")
+    assert opened.checksum == samples.checksum and opened.taught.tolist() == samples.taught.tolist()
+    for index in range(6):
+        assert opened[index].id == samples[index].id
+        assert torch.equal(opened[index].ids, samples[index].ids)
+        assert torch.equal(opened[index].loss_mask, samples[index].loss_mask)
+    ids = np.concatenate([chunk for chunk, _ in samples.token_chunks()])
+    assert ids.tolist() == torch.cat([samples[index].ids for index in range(6)]).tolist()
+    none = SampleSet.open(tmp_path / "none")
+    assert len(none) == len(none.taught) == len(list(none.token_chunks())) == 0
+    np.save(tmp_path / "set" / "ids.npy", np.zeros(3, np.int32))
+    with pytest.raises(DamagedSamples):
+        SampleSet.open(tmp_path / "set")
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_folder_that_another_process_put_there_meanwhile_stays_if_it_is_whole(tmp_path, whole):
+    """It may be being read: nodes that share a cache make the same set at the same time."""
+    folder = tmp_path / "set"
+    with replacing_folder(folder, keep=lambda found: whole and (found / "theirs").exists()) as mine:
+        (mine / "mine").touch()
+        folder.mkdir()
+        (folder / "theirs").touch()
+    assert [path.name for path in folder.iterdir()] == ["theirs" if whole else "mine"]
+    assert [path.name for path in tmp_path.iterdir()] == ["set"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_flipped_bit_anywhere_in_the_cache_is_found_and_the_samples_are_built_anew(tmp_path, tokenizer, name):
+    expected = contents(prepared(tmp_path, tokenizer, *ANSWERS).samples)
+    whole = cached(tmp_path, name).read_bytes()
+    start = 128 if name.endswith(".npy") else 0  # before it is NumPy's header
+    rng = np.random.default_rng(FILES.index(name))
+    places = [*rng.integers(start, len(whole), 6), *rng.integers(0, start + 1, 4)]
+    found = []
+    for place, bit in zip(places, rng.integers(0, 8, len(places)), strict=True):
+        flip(cached(tmp_path, name), place, bit)
+        lines: list[str] = []
+        samples, summary = prepared(tmp_path, tokenizer, *ANSWERS, report=lines.append)
+        assert contents(samples) == expected
+        found.append(not summary.cached)
+        assert sum("damaged" in line and line.endswith("it is built anew") for line in lines) == found[-1]
+        if summary.cached:  # nothing that a reader needs
+            cached(tmp_path, name).write_bytes(whole)
+    assert all(found[:6])
+
+
+def test_damage_after_the_opening_is_refused_by_whoever_reads_it(tmp_path, tokenizer):
+    samples = prepared(tmp_path, tokenizer, *ANSWERS).samples
+    expected, lengths, ids = contents(samples), samples.lengths.tolist(), samples.sample_ids
+    for name in ("offsets.npy", "digests.npy"):  # which an open set has read
+        cached(tmp_path, name).write_bytes(b"")
+    flip(cached(tmp_path, "loss_mask.npy"), 128 + lengths[0] + 3, 0)
+    assert contents(samples.subset([0, 2])) == [expected[0], expected[2]]
+    assert (samples.lengths.tolist(), samples.sample_ids) == (lengths, ids)
+    refusal = (
+        r"tokenized/\w+: sample 2 of 3 does not fit its digest; start again \(train.py: with --resume\), and the tok"
+    )
+    for read in (lambda: samples[1], lambda: samples.taught, lambda: list(samples.token_chunks())):
+        with pytest.raises(UserError, match=refusal):
+            read()
+    with cached(tmp_path, "ids.npy").open("r+b") as file:
+        file.truncate(200)
+    with pytest.raises(UserError, match="ids.npy: has lost its end; start again"):
+        samples[2]
+    built, summary = prepared(tmp_path, tokenizer, *ANSWERS)
+    assert contents(built) == expected and not summary.cached
+
+
+def test_a_cache_without_checksums_is_read_with_a_line_and_what_can_be_checked_is(tmp_path, tokenizer):
+    expected = contents(prepared(tmp_path, tokenizer, *ANSWERS).samples)
+    path = cached(tmp_path, "summary.json")
+    summary = {name: value for name, value in json.loads(path.read_text()).items() if name not in ("samples", "digest")}
+    path.write_text(json.dumps(summary, indent=1))
+    lines: list[str] = []
+    samples, summary = prepared(tmp_path, tokenizer, *ANSWERS, report=lines.append)
+    assert contents(samples) == expected and summary.cached
+    assert len([line for line in lines if "cannot be checked; delete it" in line]) == 1
+    for name in FILES[:4]:
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"cached": False}))
+        flip(cached(tmp_path, name), 140, 4)
+        samples, summary = prepared(tmp_path, tokenizer, *ANSWERS)
+        assert contents(samples) == expected and not summary.cached
+
+
+def test_a_set_that_is_open_stays_readable_while_another_takes_its_place(tmp_path, tokenizer):
+    reader = prepared(tmp_path, tokenizer, *ANSWERS).samples
+    expected = contents(reader)
+    cached(tmp_path, "summary.json").write_text("")
+    assert not prepared(tmp_path, tokenizer, *ANSWERS).summary.cached
+    assert contents(reader) == expected
+
+
+def test_processes_that_find_the_same_damage_at_the_same_time_all_get_the_right_samples(tmp_path, tokenizer):
+    expected = contents(prepared(tmp_path, tokenizer, *ANSWERS).samples)
+    flip(cached(tmp_path, "ids.npy"), 140, 0)
+
+    def again() -> None:
+        assert contents(prepared(tmp_path, tokenizer, *ANSWERS).samples) == expected
+
+    ranks = [FORK.Process(target=again) for _ in range(4)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(60)
+    assert [rank.exitcode for rank in ranks] == 4 * [0]
+    assert prepared(tmp_path, tokenizer, *ANSWERS).summary.cached
+
+
+def test_a_whole_folder_that_comes_between_the_look_and_the_rename_is_put_back(tmp_path):
+    folder = tmp_path / "set"
+    folder.mkdir()
+    (folder / "damaged").touch()
+
+    def keep(found: Path) -> bool:
+        if (folder / "damaged").exists():  # another process replaces it just after this look at it
+            (folder / "damaged").rename(folder / "theirs")
+            return False
+        return (found / "theirs").exists()
+
+    with replacing_folder(folder, keep) as mine:
+        (mine / "mine").touch()
+    assert [path.name for path in folder.iterdir()] == ["theirs"]
+
+
+@pytest.mark.parametrize("kilobytes", [4, 8, 12, 60, 96, 112])
+def test_a_full_disk_is_one_line_that_leaves_nothing_and_with_room_the_set_is_made(
+    tmp_path, tokenizer, mounted, kilobytes
+):
+    """Real ones, that are full before or after each of the files."""
+    answers = [f"{number:03d} " * 250 for number in range(20)]  # 80 KB of ids, 20 of masks
+    disk = mounted(f"size={kilobytes}k")
+    (tmp_path / "cache").symlink_to(disk)
+
+    def fill() -> None:
+        with pytest.raises(UserError) as caught:
+            prepared(tmp_path, tokenizer, *answers, max_length=2000)
+        message = str(caught.value)
+        assert (
+            message.startswith(f"data.cache_dir: {tmp_path}/cache")
+            and "(No space left on device, 0 MiB free now)" in message
+        )
+        assert "set data.cache_dir" in message and not [path for path in disk.rglob("*") if path.is_file()]
+
+    def succeed() -> None:
+        assert len(prepared(tmp_path, tokenizer, *answers, max_length=2000).samples) == 20
+
+    assert run(fill) == 0
+    mounted("size=10m")
+    assert run(succeed) == 0
+
+
+def test_a_cache_that_cannot_be_written_is_one_line(tmp_path, tokenizer):
+    (tmp_path / "cache").write_text("a file is in the way")
+    said = rf"^data.cache_dir: {tmp_path}/cache/\w+ cannot be written \(.+, [\d,]+ MiB free now\); free space there, or set data.c"
+    with pytest.raises(UserError, match=said):
+        prepared(tmp_path, tokenizer, *ANSWERS)
+    with pytest.raises(UserError, match=said):
+        list(downloaded_rows(source_of_id("owner/name"), None, tmp_path / "cache" / "downloads", print))
+
+
+def test_a_read_only_cache_serves_what_it_holds_and_for_the_rest_is_one_line(tmp_path, tokenizer, mounted):
+    (tmp_path / "cache").symlink_to(mounted("size=1m"))
+    prepared(tmp_path, tokenizer, *ANSWERS)
+    mounted("ro")
+    said = r"^data.cache_dir: .*/tokenized cannot be written \(Read-only file system, .*; free space there, or set data.cache"
+    assert prepared(tmp_path, tokenizer, *ANSWERS).summary.cached
+    with pytest.raises(UserError, match=said):
+        prepared(tmp_path, tokenizer, "other")
+    with pytest.raises(UserError, match=said.replace("tokenized", "cache/downloads")):
+        list(downloaded_rows(source_of_id("owner/name"), None, tmp_path / "cache" / "downloads", print))
+
+
+def test_another_users_cache_is_one_line(tmp_path, tokenizer):
+    if os.geteuid():
+        pytest.skip("only root can become another user")
+    prepared(tmp_path, tokenizer, *ANSWERS)
+    tmp_path.chmod(0o755)
+    (tmp_path / "cache").chmod(0o700)
+
+    def ask() -> None:
+        os.chdir(tmp_path)  # the folders above it are root's alone
+        os.setuid(65534)
+        with pytest.raises(UserError, match=r"^data.cache_dir: cache/tokenized cannot be written \(Permission denied"):
+            prepare_samples(["data.jsonl"], tokenizer, cache_dir=Path("cache"), **OPTIONS)
+
+    assert run(ask) == 0
+
+
+def die_in(folder: Path) -> None:
+    with replacing_folder(folder) as unfinished:
+        (unfinished / "ids.npy").write_bytes(b"half")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_what_killed_writers_left_is_removed_and_what_is_being_written_is_not(tmp_path):
+    names = [f"{number:032x}" for number in range(3)]
+    assert run(die_in, tmp_path / names[0]) == -signal.SIGKILL
+    assert len(list(tmp_path.iterdir())) == 1
+    with replacing_folder(tmp_path / names[1]) as alive, replacing_folder(tmp_path / names[2]):
+        assert alive.exists() and len(list(tmp_path.glob(f".{names[0]}.*"))) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == names[1:]
+
+
+def test_where_no_lock_tells_who_is_dead_a_day_without_a_change_does(tmp_path):
+    """Of earlier versions, and where locks do not reach another host."""
+    key = f"{1:032x}"
+    unlocked, elsewhere, download = tmp_path / f".{key}.abcdefgh", tmp_path / f".{key}.0_cdefgh", tmp_path
+    download /= ".owner-name-0123456789abcdef.jsonl.01234567"
+    theirs = tmp_path / ".config.abcdefgh"
+    for folder in (unlocked, elsewhere, theirs):
+        (folder / "new").mkdir(parents=True)
+    (elsewhere / LOCK).write_text("another host")
+    download.write_text("half")
+    everything = [unlocked, elsewhere, download, theirs]
+    for hours, remaining in ((23, everything), (25, [theirs])):
+        for path in [below for left in everything for below in (left, *left.rglob("*"))]:
+            os.utime(path, 2 * (time.time() - 3600 * hours,))
+        with replacing_folder(tmp_path / key):
+            pass
+        assert {path for path in everything if path.exists()} == set(remaining)
