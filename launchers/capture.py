@@ -1,17 +1,22 @@
 """Write the hidden-state store of a recipe: run the target once over its samples, for train.py in stored mode."""
 
 import argparse
-import datetime
+import os
+import signal
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from eagle3.console import Console, silence_libraries
+from eagle3.console import Console, silence_libraries, tell
 from eagle3.data.store.files import is_url
 from eagle3.errors import SharedUserError, run_command
 from eagle3.recipe import Recipe, load_recipe
+from eagle3.training.stopping import RunStopped, StopSignals
+
+if TYPE_CHECKING:
+    from eagle3.parallel.topology import Topology
+    from eagle3.parallel.watchdog import Watchdog
 
 ROOT = Path(__file__).parent.parent
-# Processes end their shares hours apart and then wait for one another.
-PATIENCE = datetime.timedelta(days=7)
 
 
 def main() -> int:
@@ -42,17 +47,46 @@ def main() -> int:
     part = parse_part(options.part or "0/1")
     if options.quiet:
         silence_libraries()
+    with StopSignals():
+        try:
+            return run(recipe, options, part)
+        except RunStopped as stopped:
+            if os.environ.get("RANK", "0") == "0":
+                tell(f"stopped by {signal.Signals(stopped.number).name}; run capture.py again, which continues")
+            return 128 + stopped.number
+
+
+def run(recipe: Recipe, options: argparse.Namespace, part: tuple[int, int]) -> int:
     # Imported only now: they take seconds, and a mistake in the recipe should be told at once.
+    from eagle3.parallel.topology import FORMING, start_distributed, stop_distributed
+    from eagle3.training.capturing import watched_capture
+
+    hidden = recipe.hidden_states
+    topology = start_distributed(1, hidden.ulysses, hidden.ring, timeout=FORMING, section="hidden_states")
+    console = Console(topology.is_first, quiet=options.quiet)
+    with watched_capture(recipe, topology, console) as watchdog:
+        code = work(recipe, options, part, topology, console, watchdog)
+    stop_distributed()
+    return code
+
+
+def work(
+    recipe: Recipe,
+    options: argparse.Namespace,
+    part: tuple[int, int],
+    topology: "Topology",
+    console: Console,
+    watchdog: "Watchdog",
+) -> int:
+    """What the options ask for; the exit code of this rank."""
     from eagle3.data.capture import wanted_samples
     from eagle3.data.store.writer import Part
-    from eagle3.parallel.topology import agreed, start_distributed, stop_distributed
+    from eagle3.parallel.topology import agreed
     from eagle3.training.assemble import config_of, draft_config, gather_materials, pick_vocabulary
     from eagle3.training.capturing import fill, verify
     from eagle3.training.serving import server_line
 
-    hidden = recipe.hidden_states
-    topology = start_distributed(1, hidden.ulysses, hidden.ring, timeout=PATIENCE, section="hidden_states")
-    console = Console(topology.is_first, quiet=options.quiet)
+    watchdog.at("gathering the data")
     materials = gather_materials(recipe, topology.device, console)
     config = config_of(recipe, materials)
     vocabulary, _ = pick_vocabulary(recipe, materials, config.vocab_size, console)
@@ -62,21 +96,18 @@ def main() -> int:
         line = agreed(lambda: server_line(recipe, materials, vocabulary))
         if topology.is_first:
             print(line, flush=True)
-        stop_distributed()
         return 0
     wanted = wanted_samples((materials.train, materials.held_out))
     if options.verify or options.repair:
+        watchdog.at("checking the store")
         whole = agreed(
             (lambda: verify(recipe, materials, vocabulary, wanted, console, options.repair, options.bind))
             if topology.is_first
             else None
         )
         if options.verify:
-            code = 1 if topology.is_first and not whole else 0
-            stop_distributed()
-            return code
-    fill(recipe, materials, vocabulary, config.hidden_size, wanted, Part(*part), topology, console)
-    stop_distributed()
+            return 1 if topology.is_first and not whole else 0
+    fill(recipe, materials, vocabulary, config.hidden_size, wanted, Part(*part), topology, console, watchdog)
     return 0
 
 

@@ -66,7 +66,7 @@ def run(recipe: Recipe, options: argparse.Namespace, stop: StopSignals) -> int:
     if options.quiet:
         silence_libraries()
     # Imported only now: they take seconds, and a mistake in the recipe should be told at once.
-    from eagle3.parallel.topology import start_distributed, stop_distributed
+    from eagle3.parallel.topology import FORMING, start_distributed, stop_distributed
     from eagle3.reporting.finish import write_up
     from eagle3.training.layout import check_layout
     from eagle3.training.run import train
@@ -85,7 +85,7 @@ def run(recipe: Recipe, options: argparse.Namespace, stop: StopSignals) -> int:
             tell(f"{layout}; {'continues' if continues else 'begins'} {recipe.output.dir}")
         return 0
     parallelism = recipe.parallelism
-    topology = start_distributed(parallelism.tensor, parallelism.ulysses, parallelism.ring)
+    topology = start_distributed(parallelism.tensor, parallelism.ulysses, parallelism.ring, timeout=FORMING)
     console = Console(topology.is_first, options.quiet)
     try:
         lossless = train(recipe, options.deepspeed, topology, resume, stop, console, finish=write_up)

@@ -12,7 +12,7 @@ from eagle3.data.store.writer import Part
 from eagle3.parallel.topology import Topology
 from eagle3.recipe import Recipe, load_recipe
 from eagle3.training.assemble import config_of, gather_materials, pick_vocabulary
-from eagle3.training.capturing import fill
+from eagle3.training.capturing import fill, watched_capture
 from eagle3.training.run import train
 
 DRAFT_VOCABULARY = 200
@@ -32,7 +32,8 @@ def run_recipe(name: str, target: Path, folder: Path, topology: Topology) -> Rec
     vocabulary, _ = pick_vocabulary(recipe, materials, config.vocab_size, lambda line: None)
     wanted = wanted_samples((materials.train, materials.held_out))
     console = Console(topology.is_first)
-    fill(recipe, materials, vocabulary, config.hidden_size, wanted, Part(0, 1), topology, console)
+    with watched_capture(recipe, topology, console) as watchdog:
+        fill(recipe, materials, vocabulary, config.hidden_size, wanted, Part(0, 1), topology, console, watchdog)
     train(recipe, ROOT / "ds_configs" / "zero2.json", topology)
     return recipe
 

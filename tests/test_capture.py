@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import signal
 import sys
 import time
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,7 @@ from store_cases import HIDDEN, PROVENANCE, sample, unbind_all
 from tiny_run import finish, launch, make_target, write_recipe
 
 from eagle3.console import Console
-from eagle3.data.capture import Wanted, disk_need, require_disk, wanted_samples
+from eagle3.data.capture import ROUND_BATCHES, Wanted, disk_need, prefill_batches, require_disk, wanted_samples
 from eagle3.data.samples import SampleSet
 from eagle3.data.store.check import check_store
 from eagle3.data.store.reader import HiddenStateStore, RowRequest
@@ -115,6 +117,53 @@ def test_a_verify_says_what_is_not_bound_and_binds_it_where_asked_and_nothing_is
     (tmp_path / "store.json").write_text(json.dumps(described))
     with pytest.raises(UserError, match="store.json: says target='another'.*restore the store.json"):
         verified(repair=True, bind=False)
+
+
+def test_what_is_stored_is_the_same_bit_for_bit_whoever_captures_it_and_whatever_was_killed(tmp_path, recipe):
+    """Batches of 400 tokens, several samples each: last bits show in which batch a sample was prefilled."""
+    said = finish(launch(sys.executable, "tests/capture_worker.py", "same", str(recipe), str(tmp_path)))
+    found = json.loads(said.splitlines()[-1])
+    assert 0 < found["stored when killed"] < 40
+    undisturbed = found["stores"].pop("undisturbed")
+    assert len(undisturbed) == 40 and set(found["stores"]) == {"three ranks", "two parts", "killed"}
+    for name, content in found["stores"].items():
+        differ = [sample_id for sample_id in undisturbed if content.get(sample_id) != undisturbed[sample_id]]
+        assert not differ and len(content) == 40, (name, len(differ))
+
+
+def test_a_rank_that_is_killed_is_named_with_its_place_and_ends_the_others(tmp_path, recipe):
+    """As under srun, where nobody else would end them; a capture's ranks wait for one another for days."""
+    said = finish(launch(sys.executable, "tests/capture_worker.py", "killed", str(recipe), str(tmp_path)))
+    codes = dict(re.findall(r"^(.+): ended with (\[.*\])$", said, re.MULTILINE))
+    assert sorted(codes.values()) == ["[-9, 1]", "[-9, 1]", "[1, -9]", "[1, -9]"], said
+    for rank, place, advice in (
+        (1, "loading the target", "run capture.py again, which continues"),
+        (1, r"capturing sample \d+ of \d+", "run capture.py again, which continues"),
+        (0, r"capturing sample \d+ of \d+", "run capture.py again, which continues"),
+        (0, "step 2, .+", "continue with --resume auto"),
+    ):
+        named = (
+            rf"^error: rank {rank} \(process \d+ on .+\) has ended, at {place}; see its own last words, and {advice}$"
+        )
+        assert len(re.findall(named, said, re.MULTILINE)) == 1, (rank, place, said)
+
+
+@pytest.mark.parametrize("prefill_tokens", [24, 60, 1000])
+def test_batches_hold_each_short_sample_once_and_more_data_change_the_last_ones_alone(prefill_tokens):
+    generator = np.random.default_rng(5)
+    encoded = [
+        (generator.integers(0, 99, length, np.int32), np.ones(length, bool))
+        for length in generator.integers(8, 60, 400)
+    ]
+    train, more, held_out = (SampleSet.pack(part) for part in (encoded[:200], encoded[:300], encoded[300:]))
+    wanted, grown = wanted_samples((train, held_out)), wanted_samples((more, held_out))
+    batches, after = (prefill_batches(samples, prefill_tokens) for samples in (wanted, grown))
+    assert sorted(chain(*batches)) == sorted(name for name, one in wanted.items() if one.tokens <= prefill_tokens)
+    for batch in batches:
+        assert len(batch) * max(wanted[sample_id].tokens for sample_id in batch) <= prefill_tokens
+    gone = [batch for batch in batches if batch not in after]
+    tokens = sum(wanted[sample_id].tokens for sample_id in chain(*gone))
+    assert tokens <= ROUND_BATCHES * prefill_tokens and not set(chain(*gone)) & set(held_out.sample_ids)
 
 
 def test_ranks_that_prefill_long_samples_together_capture_what_one_process_does(tmp_path, recipe, topology):

@@ -390,7 +390,9 @@ def test_parts_share_the_samples_out_and_so_do_parts_of_parts(counts):
     parts = [Part()]
     for count in counts:
         parts = [part.split(index, count) for part in parts for index in range(count)]
-    owners = [[part for part in parts if part.has(sample_id(number))] for number in range(600)]
-    assert all(len(found) == 1 for found in owners)
-    shares = [sum(found == [part] for found in owners) for part in parts]
-    assert min(shares) > 0.5 * 600 / len(parts)
+    everything = {sample_id(number) for number in range(601)}
+    shares = [part.of(everything) for part in parts]
+    assert set().union(*shares) == everything and sum(map(len, shares)) == len(everything)
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    batches = [[one, "another"] for one in everything]
+    assert [[first for first, _ in part.of(batches)] for part in parts] == shares

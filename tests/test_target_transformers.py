@@ -32,10 +32,11 @@ from transformers import (
 )
 
 from eagle3.errors import UserError
+from eagle3.target.batches import length_buckets
 from eagle3.target.checkpoint import fingerprint, load_tokenizer, target_config
 from eagle3.target.head import load_target_head
 from eagle3.target.interface import BLOCK_ROWS, LogitTransform, default_aux_layers, summarize_teacher
-from eagle3.target.transformers import TransformersTarget, length_buckets, load_target
+from eagle3.target.transformers import TransformersTarget, load_target
 
 SHAPE = {
     "vocab_size": 256,
@@ -139,6 +140,7 @@ def test_batches_hold_every_document_once_within_the_budget():
     for batch in batches:
         assert len(batch) == 1 or len(batch) * max(lengths[i] for i in batch) <= 24
     assert len(batches) == 5  # 50 | 20 | 16 | 8 7 3 | 3 1 1
+    assert all(length_buckets([lengths[i] for i in batch], 24) == [list(range(len(batch)))] for batch in batches)
 
 
 def test_results_hold_no_padding_and_can_be_saved_for_backward():

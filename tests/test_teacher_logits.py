@@ -36,6 +36,7 @@ from eagle3.training.assemble import (
     store_encoding,
     store_provenance,
 )
+from eagle3.training.capturing import ShareCourse
 from eagle3.training.run import train
 
 ZERO2 = ROOT / "ds_configs" / "zero2.json"
@@ -156,7 +157,7 @@ def capture_logits(recipe: Recipe, topology: Topology) -> None:
     encoding = store_encoding(recipe, running.hidden_size, vocabulary.size)
     samples = list(wanted_samples((materials.train, materials.held_out)).values())
     with StoreWriter(recipe.hidden_states.path, provenance(recipe, materials, vocabulary), encoding) as writer:
-        capture(running, samples, recipe.hidden_states.prefill_tokens, writer, lambda tokens: None)
+        capture(running, [samples], writer, ShareCourse(len(samples), sum(one.tokens for one in samples), print, print))
     written = sum(path.stat().st_size for path in Path(recipe.hidden_states.path).glob("*.safetensors"))
     assert disk_need(samples, encoding) == pytest.approx(written, rel=0.1)
     findings = check_store(
@@ -216,7 +217,7 @@ def test_no_codec_rounds_logits_to_8_bits(tmp_path, target, topology, codec):
     encoding = store_encoding(recipe, running.hidden_size, vocabulary.size)
     samples = list(wanted_samples((materials.held_out,)).values())
     with StoreWriter(tmp_path / "store", provenance(recipe, materials, vocabulary), encoding) as writer:
-        capture(running, samples, 4096, writer, lambda tokens: None)
+        capture(running, [samples], writer, ShareCourse(len(samples), sum(one.tokens for one in samples), print, print))
     store = HiddenStateStore.open(str(tmp_path / "store"), store_provenance(recipe, materials, vocabulary))
     for one in samples:
         sample = one.load()

@@ -6,8 +6,13 @@ import sys
 import pytest
 from tiny_run import finish, launch
 
-FIRST_WORKS = ("first works", "first works and dies")
-CASES = ("sound", "killed", "first killed", "stopped", "hangs", "own mistake", "shared mistake", *FIRST_WORKS)
+FORMING = ("never comes", "dies while the job forms", "dies before the watchdog")
+CASES = (
+    *("sound", "works for long", "first works", "shared mistake", "own mistake", "hangs"),
+    *("killed", "killed elsewhere", "stopped", "asleep"),
+    *("first killed", "first killed elsewhere", "first stopped", "first works and dies"),
+    *FORMING,
+)
 
 
 @pytest.fixture(scope="module")
@@ -28,33 +33,52 @@ def test_a_sound_job_ends_well_however_long_it_takes(said):
     assert not verdicts and codes == [0, 0, 0]
 
 
-@pytest.mark.parametrize(("case", "culprit"), [("killed", 1), ("own mistake", 1)])
-def test_a_rank_that_died_is_named_with_the_step_it_was_at(said, case, culprit):
+@pytest.mark.parametrize("case", ["killed", "killed elsewhere", "own mistake"])
+def test_a_rank_that_died_is_named_with_the_step_it_was_at(said, case):
     verdicts, codes, late = said[case]
     (verdict,) = verdicts
-    assert re.fullmatch(rf"rank {culprit} \(process \d+ on .+\) has ended, at step 0, stream 1 of 2", verdict)
+    node = "n1@.+" if case == "killed elsewhere" else ".+"
+    assert re.fullmatch(rf"rank 1 \(process \d+ on {node}\) has ended, at step 0, stream 1 of 2", verdict)
     assert late == "[]" and codes[0] == codes[2] == 1
 
 
-def test_the_others_wait_for_the_first_longer_than_a_collective_would(said):
-    verdicts, codes, _ = said["first works"]
+@pytest.mark.parametrize("case", ["first works", "works for long"])
+def test_the_others_wait_for_a_rank_longer_than_a_collective_would(said, case):
+    verdicts, codes, _ = said[case]
     assert not verdicts and codes == [0, 0, 0]
 
 
-@pytest.mark.parametrize("case", ["first killed", "first works and dies"])
-def test_the_first_ranks_death_is_told_by_another(said, case):
+@pytest.mark.parametrize("case", FORMING)
+def test_a_rank_that_dies_before_there_is_a_watchdog_leaves_nobody_waiting(said, case):
+    mistakes, codes, late = said[case]
+    assert mistakes and all(mistake.startswith("launcher: this process cannot meet") for mistake in mistakes)
+    assert late == "[]" and codes[0] == codes[2] == 1
+
+
+@pytest.mark.parametrize(
+    ("case", "reports"), [("first killed", 1), ("first killed elsewhere", 2), ("first works and dies", 1)]
+)
+def test_the_first_ranks_death_is_reported_by_others_with_the_step_that_it_was_at(said, case, reports):
     verdicts, codes, late = said[case]
-    assert verdicts and all(verdict.startswith("rank 0 ") and "has ended" in verdict for verdict in verdicts)
+    node = "n0@.+" if case == "first killed elsewhere" else ".+"
+    named = rf"rank 0 \(process \d+ on {node}\) has ended, at step 0, stream 1 of 2"
+    assert len(verdicts) == reports and all(re.fullmatch(named, verdict) for verdict in verdicts)
     assert late == "[]" and codes[1] == codes[2] == 1
 
 
-def test_a_node_that_falls_silent_is_named(said):
-    verdicts, codes, late = said["stopped"]
+@pytest.mark.parametrize(
+    ("case", "place", "still"),
+    [
+        ("stopped", "step 0, stream 1 of 2", 1),
+        ("asleep", "starting", 1),
+        ("first stopped", "step 0, stream 1 of 2", 0),
+    ],
+)
+def test_a_rank_that_falls_silent_is_named(said, case, place, still):
+    verdicts, codes, late = said[case]
     (verdict,) = verdicts
-    assert re.fullmatch(
-        r"rank 1 \(process \d+ on .+\) was not heard of for \d+ s, last at step 0, stream 1 of 2", verdict
-    )
-    assert late == "[1]" and codes[0] == codes[2] == 1
+    assert re.fullmatch(rf"rank {still} \(process \d+ on .+\) was not heard of for \d+ s, last at {place}", verdict)
+    assert late == f"[{still}]" and codes[1 - still] == codes[2] == 1
 
 
 def test_a_rank_that_hangs_is_named_with_its_place_and_the_collective_that_others_wait_in(said):

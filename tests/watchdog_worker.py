@@ -1,4 +1,4 @@
-"""Ranks that die, hang or leave in the ways of tests/test_watchdog.py, each watched by a real watchdog.
+"""Ranks that die, hang or leave in the ways of tests/test_watchdog.py, each watched by a real watchdog once there is one.
 
 python tests/watchdog_worker.py CASE...
 """
@@ -15,67 +15,110 @@ import torch.distributed as dist
 from processes import begin_ranks
 
 from eagle3.errors import SharedUserError, UserError
-from eagle3.parallel.topology import start_distributed, stop_distributed
+from eagle3.parallel.topology import Topology, patient, start_distributed, stop_distributed
 from eagle3.parallel.watchdog import Watchdog
 
 RANKS = 3
-SILENT, HANGS = 5.0, 8.0
-PATIENCE = 4.0  # of collectives, where the first rank works for longer
+SILENT, ASLEEP, HANGS = 5.0, 7.0, 8.0
+PATIENCE = datetime.timedelta(seconds=4)  # of a job that forms, and of collectives where a rank works for longer
+# The node of each rank, where it is not the same.
+NODES = {"killed elsewhere": "011", "first killed elsewhere": "011", "stopped": "012", "asleep": "012"}
+# They end before there is a watchdog.
+FORMING = ("never comes", "dies while the job forms", "dies before the watchdog")
+WORKING = ("first works", "first works and dies", "works for long")
+FIRST = ("first killed", "first killed elsewhere", "first stopped")
 
 
 def ranks(case: str) -> None:
-    if case == "stopped":
-        os.environ["SLURMD_NODENAME"] = f"n{os.environ['RANK']}"  # each on a node of its own
-    patience = {"timeout": datetime.timedelta(seconds=PATIENCE)} if case.startswith("first works") else {}
-    start_distributed(**patience)
-    with Watchdog(
-        address=os.environ["MASTER_ADDR"],
-        port=int(os.environ["MASTER_PORT"]),
-        hang_seconds=HANGS,
-        silent_seconds=SILENT,
-        local_rank=int(os.environ["LOCAL_RANK"]),
-        report=lambda verdict: print(f"{case}: {verdict}", flush=True),
-    ) as watchdog:
-        rank = dist.get_rank()
-        if case == "shared mistake":
-            time.sleep(0.7 * rank)
-            raise SharedUserError("all ranks make it")
-        try:  # as training does
-            with watchdog.watching():
-                for step in range(10 if case == "sound" else 1):  # a sound job takes longer than HANGS in all
-                    watchdog.at(f"step {step}, stream 1 of 2")
-                    time.sleep(1.0 if case == "sound" else 2.5)  # some beats
-                    if rank == (0 if case == "first killed" else 1):
-                        misbehave(case)
-                    add_up()
-            if case.startswith("first works"):
-                work_alone(case, watchdog)
-                add_up()
-        except RuntimeError:
-            watchdog.await_verdict()
-            raise
+    rank = int(os.environ["RANK"])
+    if case in NODES:
+        nodes = NODES[case]
+        os.environ["SLURMD_NODENAME"] = f"n{nodes[rank]}"
+        os.environ["LOCAL_RANK"] = str(nodes[:rank].count(nodes[rank]))
+    try:
+        topology = begin(case, rank)
+        with Watchdog(
+            address=os.environ["MASTER_ADDR"],
+            port=int(os.environ["MASTER_PORT"]),
+            hang_seconds=HANGS,
+            silent_seconds=SILENT,
+            asleep_seconds=ASLEEP,
+            local_rank=int(os.environ["LOCAL_RANK"]),
+            report=lambda verdict: print(f"{case}: {verdict}", flush=True),
+        ) as watchdog:
+            work(case, rank, topology, watchdog)
+    except UserError as error:
+        if case in FORMING:
+            print(f"{case}: {error}", flush=True)
+        raise
     stop_distributed()
+
+
+def begin(case: str, rank: int) -> Topology:
+    if rank == 1 and case == "never comes":
+        die()
+    if rank == 1 and case == "dies while the job forms":
+        dist.init_process_group("gloo", timeout=PATIENCE)
+        die()
+    short = case in FORMING + WORKING
+    topology = start_distributed(timeout=PATIENCE, forming=PATIENCE) if short else start_distributed()
+    if rank == 1 and case == "dies before the watchdog":
+        die()
+    return topology
+
+
+def work(case: str, rank: int, topology: Topology, watchdog: Watchdog) -> None:
+    if case == "shared mistake":
+        time.sleep(0.7 * rank)
+        raise SharedUserError("all ranks make it")
+    if case == "asleep":
+        time.sleep(2.5)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(30.0)
+    try:  # as training does
+        with watchdog.watching():
+            for step in range(10 if case == "sound" else 1):  # a sound job takes longer than HANGS in all
+                watchdog.at(f"step {step}, stream 1 of 2")
+                time.sleep(1.0 if case == "sound" else 2.5)  # some beats
+                if rank == (0 if case in FIRST else 1):
+                    misbehave(case)
+                add_up()
+        if case.startswith("first works"):
+            work_alone(case, watchdog)
+            add_up()
+        if case == "works for long":
+            with patient(topology, 10 * PATIENCE):
+                time.sleep(2.5 * PATIENCE.total_seconds() * (rank == 1))
+                add_up()
+    except RuntimeError:
+        watchdog.await_verdict()
+        raise
 
 
 def work_alone(case: str, watchdog: Watchdog) -> None:
     if dist.get_rank():
         watchdog.await_first()
         return
-    time.sleep(2.5 * PATIENCE)
+    time.sleep(2.5 * PATIENCE.total_seconds())
     if case == "first works and dies":
-        os.kill(os.getpid(), signal.SIGKILL)
+        die()
     watchdog.first_is_done()
 
 
 def misbehave(case: str) -> None:
-    if case in ("killed", "first killed"):
-        os.kill(os.getpid(), signal.SIGKILL)
-    if case == "stopped":
+    if "killed" in case:
+        die()
+    if "stopped" in case:
         os.kill(os.getpid(), signal.SIGSTOP)
     if case == "own mistake":
         raise UserError("this rank alone makes it")
     if case == "hangs":
         load_for_ever()
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def load_for_ever() -> None:
@@ -90,7 +133,8 @@ def add_up() -> None:
 if __name__ == "__main__":
     began = time.monotonic()
     jobs = {case: begin_ranks(RANKS, partial(ranks, case)) for case in sys.argv[1:]}
-    waited_for = [process for case in jobs for rank, process in enumerate(jobs[case]) if (case, rank) != ("stopped", 1)]
+    stopped = {"stopped": 1, "asleep": 1, "first stopped": 0}
+    waited_for = [process for case in jobs for rank, process in enumerate(jobs[case]) if stopped.get(case) != rank]
     for process in waited_for:
         process.join(max(0.0, began + 60 - time.monotonic()))
     for case, processes in jobs.items():

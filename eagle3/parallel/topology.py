@@ -14,9 +14,13 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, distributed_c10d
 
 from eagle3.errors import SharedUserError, UserError
+
+# How long a job's processes wait for one another until a watchdog sees those that die: a start may differ by minutes where
+# nodes read their packages from one busy disk.
+FORMING = datetime.timedelta(minutes=10)
 
 
 @dataclass(frozen=True)
@@ -85,12 +89,13 @@ def start_distributed(
     ring: int = 1,
     timeout: datetime.timedelta = datetime.timedelta(minutes=30),
     section: str = "parallelism",
+    forming: datetime.timedelta = FORMING,
 ) -> Topology:
     """Join the job that `deepspeed` or `torchrun` started, or be a job of one process, and form the groups.
 
     tensor, ulysses, ring: sizes of those groups; what is left of the job is data-parallel. A second call forms the
-    groups anew in the same job. `timeout` is a collective's. Raises UserError where the sizes do not fit the job, which
-    names them as keys of the recipe's `section`.
+    groups anew in the same job. `timeout` is a collective's, `forming` how long this waits for the other processes. Raises
+    UserError where they do not come or end meanwhile, and where the sizes, keys of the recipe's `section`, do not fit the job.
     """
     cuda = torch.cuda.is_available()
     if not cuda:  # else DeepSpeed compiles a shared-memory collective, for which a machine may lack the compiler
@@ -110,32 +115,27 @@ def start_distributed(
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(max(1, usable_cores() // beside))
-    if not dist.is_initialized():
-        try:
+    forming = min(forming, timeout)
+    with meeting():
+        if not dist.is_initialized():
             deepspeed.init_distributed(
-                dist_backend="nccl" if cuda else "gloo", auto_mpi_discovery=False, verbose=False, timeout=timeout
+                dist_backend="nccl" if cuda else "gloo", auto_mpi_discovery=False, verbose=False, timeout=forming
             )
-        except dist.DistError as error:
-            address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-            raise UserError(
-                f"launcher: this process cannot meet the others at {address} ({str(error).splitlines()[0]}); where another "
-                "job holds that port, pass --master_port to deepspeed; else look whether all nodes reach that address"
-            ) from error
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tensor,
-        context_parallel_size=ulysses * ring,
-        hierarchical_context_parallel_sizes=[ulysses, ring] if ulysses > 1 and ring > 1 else None,
-        distributed_timeout_minutes=max(1, round(timeout.total_seconds() / 60)),
-        create_gloo_process_groups=False,
-    )
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tensor,
+            context_parallel_size=ulysses * ring,
+            hierarchical_context_parallel_sizes=[ulysses, ring] if ulysses > 1 and ring > 1 else None,
+            distributed_timeout_minutes=forming.total_seconds() / 60,
+            create_gloo_process_groups=False,
+        )
     sequence = parallel_state.get_context_parallel_group()
-    alone = dist.new_group([dist.get_rank()], timeout=timeout, use_local_synchronization=True)
+    alone = dist.new_group([dist.get_rank()], timeout=forming, use_local_synchronization=True)
     if ulysses > 1 and ring > 1:
         inner, outer = parallel_state.get_hierarchical_context_parallel_groups()
     else:
         inner, outer = (sequence if size > 1 else alone for size in (ulysses, ring))
-    return Topology(
+    topology = Topology(
         tensor=parallel_state.get_tensor_model_parallel_group(),
         ulysses=inner,
         ring=outer,
@@ -146,6 +146,46 @@ def start_distributed(
         alone=alone,
         device=device,
     )
+    _set_timeout(topology, timeout)
+    return topology
+
+
+@contextmanager
+def meeting() -> Iterator[None]:
+    """Around the first exchanges of a job, which a process may never come to: what the others then meet becomes a line."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_broken(error):
+            raise
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise UserError(
+            f"launcher: this process cannot meet the others at {address} ({str(error).splitlines()[0]}); look whether another "
+            "process ended before and what it said, and whether all nodes reach that address; where another job holds that "
+            "port, pass --master_port to deepspeed"
+        ) from error
+
+
+def is_broken(error: RuntimeError) -> bool:
+    """Whether it comes of a process that has ended, or never came. (Gloo has no class for that.)"""
+    return isinstance(error, dist.DistError) or "gloo" in str(error).lower()
+
+
+@contextmanager
+def patient(topology: Topology, timeout: datetime.timedelta) -> Iterator[None]:
+    """Inside, collectives wait for so long: while a watchdog sees who dies, a rank may do work of its own for hours."""
+    _set_timeout(topology, timeout)
+    try:
+        yield
+    finally:
+        _set_timeout(topology, FORMING)
+
+
+def _set_timeout(topology: Topology, timeout: datetime.timedelta) -> None:
+    """Of collectives, and of NCCL's first ones, which meet through the job's store. Nothing public in torch does this."""
+    for group in {dist.group.WORLD, *(part for part in vars(topology).values() if isinstance(part, ProcessGroup))}:
+        distributed_c10d._set_pg_timeout(timeout, group)
+    distributed_c10d._get_default_store().set_timeout(timeout)
 
 
 def _collection(tensor: ProcessGroup, sequence: ProcessGroup) -> ProcessGroupCollection:

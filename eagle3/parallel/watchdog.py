@@ -1,7 +1,7 @@
 """Names the rank that died or hangs, and ends the job: launchers and collectives alone leave it waiting for half an hour.
 
 Every rank has a thread that beats: every second it tells the job's store where its main thread is, and for how long. The
-first rank listens to all, the others to the first, and the first of each node to its node, where it sees which processes
+first rank listens to all, the others to the first, and the first two of each node to its node, where they see which processes
 live. Who is gone, or on another node and silent for `silent_seconds`, has died; who stays at one place for `hang_seconds`
 hangs, or waits for somebody who does.
 """
@@ -24,17 +24,18 @@ import psutil
 import torch.distributed as dist
 
 from eagle3.errors import SharedUserError
-from eagle3.parallel.topology import node_name
+from eagle3.parallel.topology import meeting, node_name
 
 BEAT_SECONDS = 1.0
 SILENT_SECONDS = 25.0
+# Of a rank that is not watched, or at a quiet place: longer than anything there keeps the interpreter.
+ASLEEP_SECONDS = 900.0
 # How long a rank that lost its peer waits for the word of who that was; on a busy machine everything takes longer.
 VERDICT_SECONDS = SILENT_SECONDS + 20.0
 # From a verdict to the end of the processes; their own error messages may still come.
 GRACE_SECONDS = 3.0
 SEE_OFF_SECONDS = 5.0
 VERDICT, FIRST_DONE = "verdict", "first is done"
-FIRST_ENDED = "rank 0 has ended, and with it the job's store"
 PACKAGE = Path(__file__).parent.parent
 
 
@@ -60,6 +61,20 @@ class Beat(NamedTuple):
         return f"(process {self.pid} on {self.node})"
 
 
+class Heard(NamedTuple):
+    """A rank's last beat, and when it came."""
+
+    beat: Beat
+    at: float
+
+
+class Verdict(NamedTuple):
+    """Why the job ends. first_gone: the first rank, which else says it, cannot."""
+
+    text: str
+    first_gone: bool = False
+
+
 class Watchdog:
     """Watches a job from every rank while entered. `at` says where a rank is.
 
@@ -77,26 +92,30 @@ class Watchdog:
         report: Callable[[str], None],
         local_rank: int = 0,
         silent_seconds: float = SILENT_SECONDS,
+        asleep_seconds: float = ASLEEP_SECONDS,
     ) -> None:
         self.rank, self.world, self.local_rank = dist.get_rank(), dist.get_world_size(), local_rank
-        self.hang_seconds, self.silent_seconds, self.report = hang_seconds, silent_seconds, report
+        self.hang_seconds, self.report = hang_seconds, report
+        self.silent_seconds, self.asleep_seconds = silent_seconds, asleep_seconds
         self.main, self.place, self.since = threading.get_ident(), "starting", time.monotonic()
         self.watched = self.quiet = self.left = self.broken = False
         self.node = node_name()
         patience = timedelta(seconds=silent_seconds)
         alone = self.world == 1
-        store = dist.HashStore() if alone else dist.TCPStore(address, port, is_master=False, timeout=patience)
-        token = [token_hex(8)]
-        dist.broadcast_object_list(token)
-        self.store = dist.PrefixStore(f"watchdog/{token[0]}", store)  # the store may have served a run before
-        self.count = 0
-        self._beat()
-        dist.barrier()  # every rank has beaten once
-        # Of each rank the count of its beats, and when that rose.
-        self.heard = {rank: (0, time.monotonic()) for rank in self._listens_to()}
+        self.count = self.exchanges = 0
+        with meeting():
+            store = dist.HashStore() if alone else dist.TCPStore(address, port, is_master=False, timeout=patience)
+            token = [token_hex(8)]
+            dist.broadcast_object_list(token)
+            self.store = dist.PrefixStore(f"watchdog/{token[0]}", store)  # the store may have served a run before
+            self._beat()
+            dist.barrier()  # every rank has beaten once
+            self.heard = {rank: Heard(self._heard_of(rank), time.monotonic()) for rank in self._listens_to()}
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        self.watcher = threading.Thread(target=self._watch_store, name="watchdog's watchdog", daemon=True)
         self.thread.start()
+        self.watcher.start()
 
     def at(self, place: str, quiet: bool = False) -> None:
         """The main thread goes on to `place`, such as `step 7, stream 1 of 2`. quiet: where it may keep the interpreter."""
@@ -132,10 +151,7 @@ class Watchdog:
 
     def end_if_broken(self) -> None:
         """End this process, the cause named, if another rank has died: a launcher then tells the others to stop."""
-        try:
-            verdict = self._verdict()
-        except dist.DistError:
-            verdict = FIRST_ENDED
+        verdict = self._exchange()
         if verdict:
             self._end(verdict)
 
@@ -147,6 +163,7 @@ class Watchdog:
         self.left = kind is None or issubclass(kind, SharedUserError)
         self.ended.set()
         self.thread.join()
+        self.watcher.join()
         with suppress(dist.DistError):  # where the first rank, and its store, have left before
             self._beat()
             if self.left and self.rank == 0:
@@ -161,18 +178,48 @@ class Watchdog:
     def _listens_to(self) -> list[int]:
         if self.rank == 0:
             return [*range(1, self.world)]
-        beside = range(1, self.world) if self.local_rank == 0 else ()
+        beside = range(1, self.world) if self.local_rank < 2 else ()
         return [0, *(rank for rank in beside if rank != self.rank and self._heard_of(rank).node == self.node)]
 
     def _run(self) -> None:
         while not self.ended.wait(BEAT_SECONDS):
-            try:
-                self._beat()
-                verdict = self._verdict()
-            except dist.DistError:
-                verdict = FIRST_ENDED
+            verdict = self._exchange()
+            self.exchanges += 1
             if verdict and not self.ended.is_set():
                 self._end(verdict)
+
+    def _watch_store(self) -> None:
+        """An exchange waits for ever where the store's machine is lost or its process stopped. Counted are seconds in which the
+        interpreter was free, so that an exchange had its turn."""
+        if self.rank == 0:
+            return  # it has the store in its own process
+        seconds, seen = 0.0, 0
+        while True:
+            self.thread.join(BEAT_SECONDS)
+            if not self.thread.is_alive():
+                return
+            seconds = seconds + BEAT_SECONDS if self.exchanges == seen else 0.0
+            seen = self.exchanges
+            if seconds > self.silent_seconds:
+                self._end(self._first_gone(f"was not heard of for {seconds:.0f} s, last"))
+
+    def _exchange(self) -> Verdict | None:
+        try:
+            self._beat()
+            return self._verdict()
+        except dist.DistError:
+            return self._without_store()
+
+    def _without_store(self) -> Verdict:
+        """The first rank kept it, unless a launcher did."""
+        time.sleep(BEAT_SECONDS)  # it closes some moments before its process has ended
+        if self.rank == 0 or (self.heard[0].beat.node == self.node and _lives(self.heard[0].beat.pid)):
+            return Verdict("the launcher that keeps the job's store has ended", first_gone=True)
+        return self._first_gone("has ended,")
+
+    def _first_gone(self, what: str) -> Verdict:
+        beat = self.heard[0].beat
+        return Verdict(f"rank 0 {beat.who} {what} at {beat.place}", first_gone=True)
 
     def _beat(self) -> None:
         self.count += 1
@@ -191,50 +238,53 @@ class Watchdog:
         )
         self.store.set(_key(self.rank), json.dumps(beat))
 
-    def _verdict(self) -> str | None:
-        if self.rank and self.store.check([VERDICT]):
-            return self.store.get(VERDICT).decode()
-        beats = {rank: self._heard_of(rank) for rank in self.heard}
-        verdict = self._died(beats) or (self._hangs(beats) if self.rank == 0 else None)
+    def _verdict(self) -> Verdict | None:
+        if self.store.check([VERDICT]):
+            return Verdict(*json.loads(self.store.get(VERDICT)))
+        now = time.monotonic()
+        for rank, heard in self.heard.items():
+            beat = self._heard_of(rank)
+            self.heard[rank] = Heard(beat, heard.at if beat.count == heard.beat.count else now)
+        verdict = self._died(now) or (self._hangs(now) if self.rank == 0 else None)
         if verdict:
-            self.store.set(VERDICT, verdict)
+            self.store.set(VERDICT, json.dumps(verdict))
         return verdict
 
     def _heard_of(self, rank: int) -> Beat:
         return Beat(*json.loads(self.store.get(_key(rank))))
 
-    def _died(self, beats: dict[int, Beat]) -> str | None:
-        now = time.monotonic()
-        for rank, beat in beats.items():
-            if self.heard[rank][0] != beat.count:
-                self.heard[rank] = (beat.count, now)
-            silent = now - self.heard[rank][1]
+    def _died(self, now: float) -> Verdict | None:
+        for rank, (beat, at) in self.heard.items():
             if beat.left:
                 continue
+            loud = beat.watched and (self.broken or not beat.quiet)
             if beat.node == self.node:
                 if not _lives(beat.pid):
-                    return f"rank {rank} {beat.who} has ended, at {beat.place}"
-            elif beat.watched and (self.broken or not beat.quiet) and silent > self.silent_seconds:
-                return f"rank {rank} {beat.who} was not heard of for {silent:.0f} s, last at {beat.place}"
+                    return Verdict(f"rank {rank} {beat.who} has ended, at {beat.place}", rank == 0)
+            elif now - at > (self.silent_seconds if loud else self.asleep_seconds):
+                return Verdict(
+                    f"rank {rank} {beat.who} was not heard of for {now - at:.0f} s, last at {beat.place}", rank == 0
+                )
         return None
 
-    def _hangs(self, beats: dict[int, Beat]) -> str | None:
-        now = time.monotonic()
-        beats = {rank: beat._replace(seconds=beat.seconds + now - self.heard[rank][1]) for rank, beat in beats.items()}
+    def _hangs(self, now: float) -> Verdict | None:
+        beats = {rank: beat._replace(seconds=beat.seconds + now - at) for rank, (beat, at) in self.heard.items()}
         beats = {self.rank: self._heard_of(self.rank), **beats}
         longest = max((beat.seconds for beat in beats.values() if beat.watched), default=0.0)
         if self.hang_seconds is None or longest < self.hang_seconds:
             return None
-        absent = {rank: beat for rank, beat in beats.items() if beat.collective is None} or beats
-        waiting = {rank: beat for rank, beat in beats.items() if rank not in absent}
+        busy = {rank: beat for rank, beat in beats.items() if beat.collective is None}
+        # Who works alone, as in a capture, goes on from place to place whatever becomes of the others.
+        absent = {rank: beat for rank, beat in busy.items() if beat.seconds > longest / 2} or busy or beats
+        waiting = {rank: beat for rank, beat in beats.items() if beat.collective and rank not in absent}
         did = "did not arrive" if waiting else "hangs"
         culprits = "; ".join(f"rank {rank} {beat.who} {did}: {_doing(beat)}" for rank, beat in list(absent.items())[:4])
         waits = "".join(f"; rank {rank} waits in {_doing(beat)}" for rank, beat in list(waiting.items())[:1])
-        return f"no progress for {longest:.0f} s: {culprits}{waits}"
+        return Verdict(f"no progress for {longest:.0f} s: {culprits}{waits}")
 
-    def _end(self, verdict: str) -> None:
-        if self.rank == 0 or (verdict.startswith("rank 0 ") and self.local_rank < 2):
-            self.report(verdict)
+    def _end(self, verdict: Verdict) -> None:
+        if self.rank == 0 or (verdict.first_gone and self.local_rank < 2):
+            self.report(verdict.text)
         time.sleep(GRACE_SECONDS)
         os._exit(1)
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from eagle3.errors import UserError
+from eagle3.target.batches import length_buckets
 from eagle3.target.checkpoint import load_causal_lm
 from eagle3.target.head import model_head
 from eagle3.target.interface import (
@@ -76,7 +77,10 @@ class TransformersTarget:
         return self.head
 
     def prefill(self, documents: Sequence[Tensor]) -> list[HiddenStates]:
-        """See `Target.prefill`. The tensors lie on the model's device, each in storage of its own."""
+        """See `Target.prefill`. The tensors lie on the model's device, each in storage of its own.
+
+        The batch that a document is computed in (`length_buckets` of all documents here) decides the last bits of its states.
+        """
         self.check_tokens(documents)
         results: dict[int, HiddenStates] = {}
         for batch in length_buckets([len(document) for document in documents], self.prefill_tokens):
@@ -204,18 +208,6 @@ def _decoder_of(model: PreTrainedModel) -> nn.Module:
     found = model.get_decoder()
     within = [part for part in found.children() if isinstance(part, PreTrainedModel) and hasattr(part, "layers")]
     return found if hasattr(found, "layers") or len(within) != 1 else within[0]
-
-
-def length_buckets(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Batches of indices, longest documents first, such that documents x longest <= budget tokens; a longer document
-    gets a batch of its own."""
-    batches: list[list[int]] = []
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= budget:
-            batches[-1].append(i)
-        else:
-            batches.append([i])
-    return batches
 
 
 def load_target(

@@ -1,19 +1,24 @@
 """From a recipe to a filled hidden-state store: each process captures its share of what is missing; what is damaged goes."""
 
+import datetime
 import os
 from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from itertools import chain
 from pathlib import Path
 
 import torch.distributed as dist
 
 from eagle3.console import Console, Progress, Say, counted, waiting
-from eagle3.data.capture import Wanted, capture, capture_arriving, capture_long, require_disk
+from eagle3.data.capture import Wanted, capture, capture_arriving, capture_long, prefill_batches, require_disk
 from eagle3.data.store.check import bind_shards, check_store, remove_flawed
 from eagle3.data.store.folder import MANIFEST, unbound_notice
 from eagle3.data.store.writer import Part, StoreWriter
 from eagle3.data.vocabulary import DraftVocabulary
 from eagle3.errors import UserError
 from eagle3.parallel.topology import Topology
+from eagle3.parallel.watchdog import Watchdog
 from eagle3.recipe import Recipe
 from eagle3.target.long_prefill import LongPrefill
 from eagle3.target.transformers import TransformersTarget
@@ -26,7 +31,10 @@ from eagle3.training.assemble import (
     store_provenance,
 )
 from eagle3.training.serving import capture_target
+from eagle3.training.watched import watched
 
+# Processes end their shares hours apart and then wait for one another; the watchdog sees who will not come.
+PATIENCE = datetime.timedelta(days=7)
 MOST_LINES = 20
 
 
@@ -72,6 +80,39 @@ def verify(
     return whole
 
 
+def watched_capture(recipe: Recipe, topology: Topology, console: Console) -> AbstractContextManager[Watchdog]:
+    """Collective; around what a capture does."""
+    return watched(
+        topology,
+        console,
+        # SGLang's client has time limits of its own, which allow for servers that work for others, too.
+        hang_minutes=None if recipe.target.backend == "sglang" else recipe.training.hang_minutes,
+        patience=PATIENCE,
+        advice="run capture.py again, which continues",
+        less_memory="lower hidden_states.prefill_tokens",
+    )
+
+
+class ShareCourse:
+    """How far this process's share is: lines for a person, and the place where the watchdog finds the process.
+
+    samples: that go through the target. tokens: that are written. at: receives the place.
+    """
+
+    def __init__(self, samples: int, tokens: int, say: Say, at: Callable[[str], None]) -> None:
+        self.progress = Progress(say, "capturing this share", tokens, "tokens")
+        self.samples, self.at, self.begun, self.place = samples, at, 0, ""
+
+    def begin(self, samples: int) -> None:
+        self.place = f"capturing sample {self.begun + 1} of {self.samples}"
+        self.begun += samples
+        self.at(self.place)
+
+    def advance(self, tokens: int) -> None:
+        self.progress.advance(tokens)
+        self.at(self.place)  # anew: a long sample that goes on does not hang
+
+
 def fill(
     recipe: Recipe,
     materials: Materials,
@@ -81,12 +122,14 @@ def fill(
     part: Part,
     topology: Topology,
     console: Console,
+    watchdog: Watchdog,
 ) -> None:
-    """Capture what the store lacks of this job's part."""
+    """Capture what the store lacks of this job's part; over when every rank has its share."""
     hidden, sequence = recipe.hidden_states, topology.sequence
     together = part.split(topology.data.rank(), topology.data.size())
     alone = together.split(sequence.rank(), sequence.size())
     encoding = store_encoding(recipe, hidden_size, vocabulary.size)
+    watchdog.at("opening the store")
     with waiting(console, f"opening {hidden.path}"):
         opened = StoreWriter(
             hidden.path,
@@ -101,39 +144,45 @@ def fill(
         missing = {sample_id: one for sample_id, one in wanted.items() if sample_id not in writer.known}
         need = require_disk(Path(hidden.path), list(missing.values()), encoding)
         console(f"{hidden.path}: {len(wanted)} samples, {len(wanted) - len(missing)} already stored; {need}")
+
+        def course(samples: list[str]) -> ShareCourse:
+            tokens = sum(missing[sample_id].tokens for sample_id in samples if sample_id in missing)
+            return ShareCourse(len(samples), tokens, console, watchdog.at)
+
+        # Shares are dealt from all there is, stored or not: so ranks agree that look at the store at different times.
         if recipe.target.backend == "sglang":
-            own = [one for sample_id, one in missing.items() if alone.has(sample_id)]
+            own = [sample_id for sample_id in alone.of(wanted) if sample_id in missing]
             if own:
                 local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-                with capture_target(
-                    recipe, materials, vocabulary, local_rank, topology.batch.size(), console
-                ) as target:
-                    capture_arriving(target, own, writer, _progress(own, console).advance)
+                watchdog.at("starting SGLang")
+                with (
+                    capture_target(recipe, materials, vocabulary, local_rank, topology.batch.size(), console) as target,
+                    watchdog.watching(),
+                ):
+                    capture_arriving(target, [wanted[sample_id] for sample_id in own], writer, course(own))
         else:
-            short = [
-                one
-                for sample_id, one in missing.items()
-                if alone.has(sample_id) and one.tokens <= hidden.prefill_tokens
-            ]
+            batches = alone.of(prefill_batches(wanted, hidden.prefill_tokens))
+            batches = [batch for batch in batches if not missing.keys().isdisjoint(batch)]
+            long = together.of(sample_id for sample_id, one in wanted.items() if one.tokens > hidden.prefill_tokens)
             # What one rank found stored another may have looked for a moment earlier.
-            long = [
-                sample_id
-                for sample_id, one in missing.items()
-                if together.has(sample_id) and one.tokens > hidden.prefill_tokens
-            ]
-            chosen = [long]
+            chosen = [[sample_id for sample_id in long if sample_id in missing]]
             dist.broadcast_object_list(chosen, group=sequence, group_src=0)
+            (long,) = chosen
+            watchdog.at("loading the target")
             with waiting(console, f"loading {materials.target}"):
                 target = start_target(recipe, materials, topology.device, vocabulary)
-            _fill_here(
-                recipe,
-                target,
-                short,
-                [wanted[sample_id] for sample_id in chosen[0]],
-                writer,
-                topology,
-                console,
-            )
+            with watchdog.watching():
+                _fill_here(
+                    recipe,
+                    target,
+                    [[wanted[sample_id] for sample_id in batch] for batch in batches],
+                    [wanted[sample_id] for sample_id in long],
+                    writer,
+                    topology,
+                    course([*chain(*batches), *(long if sequence.rank() == 0 else ())]),
+                )
+    watchdog.at("the end of its share")
+    dist.barrier()
     shares = topology.batch.size() * part.count
     console.result(f"{hidden.path}: {'complete' if shares == 1 else f'this share of {shares} is complete'}")
 
@@ -141,22 +190,16 @@ def fill(
 def _fill_here(
     recipe: Recipe,
     target: TransformersTarget,
-    short: list[Wanted],
+    batches: list[list[Wanted]],
     long: list[Wanted],
     writer: StoreWriter,
     topology: Topology,
-    console: Console,
+    course: ShareCourse,
 ) -> None:
-    """With the target in these processes: short samples by this rank alone, long ones by the ranks of a sequence group
-    together."""
-    sequence, prefill_tokens = topology.sequence, recipe.hidden_states.prefill_tokens
-    progress = _progress(short + (long if sequence.rank() == 0 else []), console)
-    capture(target, short, prefill_tokens, writer, progress.advance)
+    """With the target in these processes: batches of short samples by this rank alone, long samples by the ranks of a
+    sequence group together."""
+    capture(target, batches, writer, course)
     if long:
-        long_target = LongPrefill(target, topology.ulysses, topology.ring, sequence, prefill_tokens)
-        capture_long(long_target, long, writer, progress.advance)
-
-
-def _progress(samples: list[Wanted], say: Say) -> Progress:
-    """Of this process's share."""
-    return Progress(say, "capturing this share", sum(one.tokens for one in samples), "tokens")
+        tokens = recipe.hidden_states.prefill_tokens
+        long_target = LongPrefill(target, topology.ulysses, topology.ring, topology.sequence, tokens)
+        capture_long(long_target, long, writer, course)

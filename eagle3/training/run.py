@@ -1,8 +1,8 @@
 """One training run from its recipe: gather, train, export, judge."""
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+import datetime
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -12,7 +12,6 @@ from eagle3.attention.cuda import take_installed_flash
 from eagle3.console import Console, waiting
 from eagle3.data.vocabulary import save_vocabulary
 from eagle3.durable import writing
-from eagle3.errors import UserError, first_sentence
 from eagle3.evaluation.export_check import NotChecked, NotInstalled, check_export
 from eagle3.evaluation.judge import choose_prompts
 from eagle3.parallel.topology import Topology, agreed, node_name
@@ -30,8 +29,10 @@ from eagle3.training.stopping import RunStopped, StopSignals
 from eagle3.training.supply import hidden_state_supply
 from eagle3.training.tracking import memory_gib
 from eagle3.training.trainer import prepare_trainer
+from eagle3.training.watched import watched
 
 Finish = Callable[[Path, Console], None]
+PATIENCE = datetime.timedelta(minutes=30)  # of collectives, as torch's own
 
 
 def train(
@@ -51,20 +52,23 @@ def train(
     or hangs, the watchdog says so and ends the process.
     """
     console = console or Console(topology.is_first)
-    watchdog = Watchdog(
-        address=os.environ["MASTER_ADDR"],
-        port=int(os.environ["MASTER_PORT"]),
-        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
-        hang_seconds=recipe.training.hang_minutes and 60 * recipe.training.hang_minutes,
-        report=lambda verdict: console.fail(f"{verdict}; see its own last words, and continue with --resume auto"),
-    )
     folder, stop = RunFolder(recipe.output.dir), stop or StopSignals()
-    with closing(folder), watchdog, _broken_collectives(watchdog, topology):
+    with (
+        closing(folder),
+        watched(
+            topology,
+            console,
+            hang_minutes=recipe.training.hang_minutes,
+            patience=PATIENCE,
+            advice="continue with --resume auto",
+            less_memory="launchers/plan.py says what fits: more sequence ranks, memory.recompute, memory.block_mib, a "
+            "shorter data.max_length",
+        ) as watchdog,
+    ):
         try:
             return _train(recipe, folder, deepspeed_file, topology, resume, console, watchdog, stop, finish)
         except RunStopped as stopped:
             if not stopped.together:
-                watchdog.end_if_broken()
                 raise
             ended = stopped
     raise ended  # after the watchdog saw this rank leave as it should
@@ -189,22 +193,6 @@ def _judge(
     folder.require_held()
     folder.write_evaluation(judgement.as_dict())
     return judgement.trained.lossless
-
-
-@contextmanager
-def _broken_collectives(watchdog: Watchdog, topology: Topology) -> Iterator[None]:
-    """What a rank meets because another one died waits for the watchdog's word; what it alone met becomes a line."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise UserError(
-            f"{topology.device}: out of memory at {watchdog.place} ({first_sentence(error)}); launchers/plan.py says "
-            "what fits: more sequence ranks, memory.recompute, memory.block_mib, a shorter data.max_length"
-        ) from error
-    except RuntimeError as error:
-        if isinstance(error, dist.DistError) or "gloo" in str(error):
-            watchdog.await_verdict()
-        raise
 
 
 def _check(exported: Path, console: Console) -> None:

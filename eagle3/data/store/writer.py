@@ -37,13 +37,15 @@ from eagle3.target.interface import HiddenStates
 
 
 class Part(NamedTuple):
-    """Share `index` of `count` of the samples: those whose id, a hash, says so. Nobody needs to be asked."""
+    """Share `index` of `count`. Nobody needs to be asked."""
 
     index: int = 0
     count: int = 1
 
-    def has(self, sample_id: str) -> bool:
-        return int(sample_id[:8], 16) % self.count == self.index
+    def of(self, everything: Iterable[str] | Iterable[list[str]]) -> list:
+        """This share of samples, by their ids, or of batches of them. Taking turns makes shares of equal size; in the order of
+        the ids, which are hashes, they get as many long ones each, too."""
+        return sorted(everything)[self.index :: self.count]
 
     def split(self, index: int, count: int) -> "Part":
         """Share `index` of `count` of this share."""

@@ -1,0 +1,60 @@
+"""Around the work of a job: a watchdog that sees who dies or hangs, and collectives that may wait long because of it."""
+
+import datetime
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from eagle3.console import Console
+from eagle3.errors import UserError, first_sentence
+from eagle3.parallel.topology import Topology, is_broken, patient
+from eagle3.parallel.watchdog import Watchdog
+from eagle3.training.stopping import RunStopped
+
+
+@contextmanager
+def watched(
+    topology: Topology,
+    console: Console,
+    *,
+    hang_minutes: float | None,
+    patience: datetime.timedelta,
+    advice: str,
+    less_memory: str,
+) -> Iterator[Watchdog]:
+    """Collective. Inside, a rank that dies or hangs ends the job, with a line that names it; what a rank meets because another
+    one died waits for that line.
+
+    patience: of collectives. advice: ends that line. less_memory: ends the UserError of a device whose memory does not suffice.
+    """
+    watchdog = Watchdog(
+        address=os.environ["MASTER_ADDR"],
+        port=int(os.environ["MASTER_PORT"]),
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        hang_seconds=hang_minutes and 60 * hang_minutes,
+        report=lambda verdict: console.fail(f"{verdict}; see its own last words, and {advice}"),
+    )
+    with watchdog, patient(topology, patience):
+        try:
+            with _broken_collectives(watchdog, topology, less_memory):
+                yield watchdog
+        except RunStopped as stopped:
+            if not stopped.together:  # maybe by a launcher, because of the death of another rank
+                watchdog.end_if_broken()
+            raise
+
+
+@contextmanager
+def _broken_collectives(watchdog: Watchdog, topology: Topology, less_memory: str) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            f"{topology.device}: out of memory at {watchdog.place} ({first_sentence(error)}); {less_memory}"
+        ) from error
+    except RuntimeError as error:
+        if is_broken(error):
+            watchdog.await_verdict()
+        raise
