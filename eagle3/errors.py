@@ -2,8 +2,10 @@
 
 import errno
 import os
+import reprlib
 import sys
 from collections.abc import Callable
+from typing import Any
 
 from eagle3.console import tell_error, without_passwords
 
@@ -17,6 +19,14 @@ class UserError(ValueError):
 
 class SharedUserError(UserError):
     """A mistake that every process of a job raises, so that one of them is enough to say it."""
+
+
+def shown(value: Any, most: int = 60) -> str:
+    """A value as error lines show it: its repr, of at most so many characters, however large or nested it is."""
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = short.maxlong = most
+    text = short.repr(value)
+    return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def first_sentence(error: Exception) -> str:

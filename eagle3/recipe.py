@@ -11,12 +11,15 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from eagle3.data.presets import preset_source
-from eagle3.errors import SharedUserError
+from eagle3.errors import SharedUserError, shown
+from eagle3.parsing import DEEPEST, parse_yaml
 
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0)]
 Precision = Literal["float32", "bfloat16"]
+LARGEST = 1 << 18  # bytes of a recipe's file; YAML's reader takes some ten seconds for as many
+LONGEST_KEY = 100  # characters of a key in an error line
 # What transformers' apply_chat_template takes by name, and the template's own loop over messages.
 TEMPLATE_ARGUMENTS = (
     *("messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize"),
@@ -397,10 +400,14 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
         raise SharedUserError(
             f"{path}: no such recipe; name a YAML file with --recipe, for example recipes/quickstart.yaml"
         )
+    if path.stat().st_size > LARGEST:
+        raise SharedUserError(
+            f"{path}: has more than {LARGEST:,} bytes, which no recipe has; name a YAML file with --recipe"
+        )
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        values = parse_yaml(path.read_text(encoding="utf-8")) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise SharedUserError(f"{path}: not valid YAML ({error}); mend the file") from error
+        raise SharedUserError(f"{path}: not valid YAML ({error}); fix the file") from error
     if not isinstance(values, dict):
         raise SharedUserError(f"{path}: holds {type(values).__name__}, not sections; begin with `model:`")
     for override in overrides or []:
@@ -426,16 +433,22 @@ def apply_override(values: dict, override: str) -> None:
     """Put `section.key=value` into a recipe's values. Raises UserError for what is no such thing."""
     key, equals, text = override.partition("=")
     if not equals or not key:
-        raise SharedUserError(f"command line: {override!r} is not an override; write section.key=value")
+        raise SharedUserError(f"command line: {shown(override)} is not an override; write section.key=value")
     *sections, name = key.split(".")
+    if len(sections) > DEEPEST:
+        raise SharedUserError(f"command line: {shown(override)} has {len(sections)} sections; write section.key=value")
     for section in sections:
         values = values.setdefault(section, {})
         if not isinstance(values, dict):
-            raise SharedUserError(f"command line: {override!r}: {section} is not a section; write section.key=value")
+            raise SharedUserError(
+                f"command line: {shown(override)}: {section:.60} is not a section; write section.key=value"
+            )
     try:
-        values[name] = yaml.safe_load(text)
+        values[name] = parse_yaml(text)
     except yaml.YAMLError as error:
-        raise SharedUserError(f"command line: {override!r}: the value is not valid YAML; quote it") from error
+        raise SharedUserError(
+            f"command line: {shown(override)}: the value is not valid YAML ({error}); fix or quote it"
+        ) from error
 
 
 def _keys(section: type[BaseModel], prefix: str = "") -> list[str]:
@@ -450,13 +463,14 @@ def _keys(section: type[BaseModel], prefix: str = "") -> list[str]:
 
 
 def _explain(path: Path | str, error: dict) -> str:
-    key = ".".join(str(part) for part in error["loc"])
-    value = error["input"]
+    key = ".".join(str(part) for part in error["loc"])[:LONGEST_KEY]
+    value = shown(error["input"])
     if error["type"] == "extra_forbidden":
         near = difflib.get_close_matches(key, _keys(Recipe), n=1, cutoff=0.0)
-        return f"{path}: {key}: unknown key (value {value!r}); did you mean {near[0]}?"
+        return f"{path}: {key}: unknown key (value {value}); did you mean {near[0]}?"
     if error["type"] == "missing":
         example = "qwen3-8b" if key.startswith("about") else "quickstart"
         return f"{path}: {key}: missing; add it, see recipes/{example}.yaml"
-    shown = "" if isinstance(value, dict) else f" (value {value!r})"
-    return f"{path}: {key}{shown}: {error['msg'].removeprefix('Value error, ')}; mend the recipe or the override"
+    given = "" if isinstance(error["input"], dict) else f" (value {value})"
+    problem = error["msg"].removeprefix("Value error, ")
+    return f"{path}: {key}{given}: {problem:.300}; fix the recipe or the override"

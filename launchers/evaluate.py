@@ -17,6 +17,7 @@ from eagle3.console import Console, silence_libraries, tell
 from eagle3.data.conversations import KINDS
 from eagle3.durable import replace_text, writing
 from eagle3.errors import UserError, run_command
+from eagle3.parsing import parse_json
 from eagle3.recipe import Recipe, load_recipe
 
 ROOT = Path(__file__).parent.parent
@@ -143,7 +144,7 @@ def check_out(out: Path) -> None:
         raise UserError(f"--out {out}: {out.parent} cannot be written; name a file elsewhere")
     if out.exists() and out.stat().st_size:
         try:
-            earlier = json.loads(out.read_text(encoding="utf-8"))
+            earlier = parse_json(out.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             earlier = None
         if not isinstance(earlier, dict) or "draft_tokens" not in earlier:

@@ -15,7 +15,8 @@ from eagle3.data.regeneration.answers import AnswerFile
 from eagle3.data.regeneration.endpoint import endpoint_urls, exposed, find_model
 from eagle3.data.regeneration.regenerate import regenerate
 from eagle3.data.regeneration.turns import Generation
-from eagle3.errors import UserError, run_command
+from eagle3.errors import UserError, run_command, shown
+from eagle3.parsing import parse_json
 
 
 def main() -> int:
@@ -148,11 +149,11 @@ def api_key(path: Path | None, urls: list[str]) -> str | None:
 
 def template_variables(text: str) -> dict[str, Any]:
     try:
-        variables = json.loads(text)
+        variables = parse_json(text)
     except json.JSONDecodeError as error:
-        raise UserError(f"--template-variables: {text!r} is no JSON ({error.msg}); write a JSON object") from error
+        raise UserError(f"--template-variables: {shown(text)} is no JSON ({error.msg}); write a JSON object") from error
     if not isinstance(variables, dict):
-        raise UserError(f"--template-variables: {text!r} is no JSON object; write names and values")
+        raise UserError(f"--template-variables: {shown(text)} is no JSON object; write names and values")
     return variables
 
 

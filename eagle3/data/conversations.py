@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from eagle3.console import Progress
-from eagle3.data.download import downloaded_rows, is_dataset, is_slice, source_of_id, without_nulls
+from eagle3.data.download import downloaded_rows, is_dataset, is_slice, plain_row, source_of_id
 from eagle3.data.presets import preset_source
-from eagle3.errors import UserError
+from eagle3.errors import UserError, shown
+from eagle3.parsing import parse_json
 
 KINDS = (".json", ".jsonl", ".parquet")
 FORMS = "`messages` (role, content), `conversations` (from, value) or `text`"
@@ -117,27 +118,26 @@ def _library_rows(source: str) -> Iterator[tuple[str, Any]]:
 
 
 def _file_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    if path.suffix == ".parquet":
-        yield from _parquet_rows(path)
-    elif path.suffix == ".jsonl":
-        yield from _line_rows(path)
-    elif path.suffix == ".json":
-        yield from _json_rows(path)
-    else:
+    readers = {".json": _json_rows, ".jsonl": _line_rows, ".parquet": _parquet_rows}
+    if path.suffix not in readers:
         raise UserError(f"{path}: files of kind {path.suffix!r} are not read; convert it to one of {', '.join(KINDS)}")
+    try:
+        yield from readers[path.suffix](path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror or error}); check its rights and its disk") from error
 
 
 def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
     """A list of rows, one row, or (despite the name) one row a line."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8-sig"))
+        content = parse_json(path.read_text(encoding="utf-8-sig"))
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text ({error}); convert the file") from error
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":  # what follows the first value is the next line's
             yield from _line_rows(path)
             return
-        raise UserError(f"{path}:{error.lineno}: not valid JSON ({error.msg}); mend the file") from error
+        raise UserError(f"{path}:{error.lineno}: not valid JSON ({error.msg}); fix the file") from error
     for number, row in enumerate(content if isinstance(content, list) else [content], 1):
         yield f"{path} row {number}", row
 
@@ -148,9 +148,9 @@ def _line_rows(path: Path) -> Iterator[tuple[str, Any]]:
         try:
             for number, line in enumerate(lines, 1):
                 if line.strip():
-                    yield f"{path}:{number}", json.loads(line)
+                    yield f"{path}:{number}", parse_json(line)
         except json.JSONDecodeError as error:
-            raise UserError(f"{path}:{number}: not valid JSON ({error.msg}, {_short(line)}); mend the line") from error
+            raise UserError(f"{path}:{number}: not valid JSON ({error.msg}, {shown(line)}); fix the line") from error
         except UnicodeDecodeError as error:
             raise UserError(f"{path}: not UTF-8 text after line {number} ({error}); convert the file") from error
 
@@ -164,45 +164,49 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
         with pyarrow.parquet.ParquetFile(path) as file:
             rows = (row for batch in file.iter_batches(batch_size=1024) for row in batch.to_pylist())
             for number, row in enumerate(rows, 1):
-                yield f"{path} row {number}", without_nulls(row)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path}: not a readable parquet file ({error}); mend or convert it") from error
+                yield f"{path} row {number}", plain_row(f"{path} row {number}", row)
+    except UserError:
+        raise
+    except (pyarrow.ArrowException, OSError, ValueError, ArithmeticError) as error:
+        raise UserError(f"{path}: not a readable parquet file ({error!s:.200}); fix or convert it") from error
 
 
 def _conversation(origin: str, row: Any) -> Conversation:
     if not isinstance(row, dict):
-        raise UserError(f"{origin}: the row is {_short(row)}, not an object with {FORMS}; mend the row")
+        raise UserError(f"{origin}: the row is {shown(row)}, not an object with {FORMS}; mend the row")
     for key in ("messages", "conversations"):
         if row.get(key) is not None:
             if not isinstance(row[key], list):
-                raise UserError(f"{origin}: {key} is {_short(row[key])}, not a list of messages; mend the row")
+                raise UserError(f"{origin}: {key} is {shown(row[key])}, not a list of messages; mend the row")
             messages = [_message(f"{origin}: {key}[{index}]", message) for index, message in enumerate(row[key])]
             if key == "conversations" and row.get("system"):
                 messages.insert(0, {"role": "system", "content": _content(f"{origin}: system", row["system"])})
             return Conversation(origin, tuple(messages), None, _tools(origin, row.get("tools")))
     if row.get("text") is not None:
         if not isinstance(row["text"], str):
-            raise UserError(f"{origin}: text is {_short(row['text'])}, not a string; mend the row")
+            raise UserError(f"{origin}: text is {shown(row['text'])}, not a string; mend the row")
         return Conversation(origin, None, row["text"])
-    raise UserError(f"{origin}: the row has the keys {sorted(row)} and none of {FORMS}; rename or convert the column")
+    raise UserError(
+        f"{origin}: the row has the keys {shown(sorted(row), 200)} and none of {FORMS}; rename or convert the column"
+    )
 
 
 def _message(where: str, message: Any) -> dict:
     """The OpenAI form of one message, its further keys (reasoning_content, tool_calls, ...) kept."""
     if not isinstance(message, dict):
-        raise UserError(f"{where} is {_short(message)}, not an object with role and content; mend the row")
+        raise UserError(f"{where} is {shown(message)}, not an object with role and content; mend the row")
     role_key, content_key = ("from", "value") if "from" in message and "role" not in message else ("role", "content")
     name = message.get(role_key)
     role = ROLES.get(name.lower()) if isinstance(name, str) else None
     if role is None:
-        raise UserError(f"{where}: unknown role {_short(name)}; use one of {', '.join(ROLES)}")
+        raise UserError(f"{where}: unknown role {shown(name)}; use one of {', '.join(ROLES)}")
     taken = (role_key, content_key, *REASONING_KEYS, "tool_calls")
     further = {key: value for key, value in message.items() if key not in taken and value is not None}
     if reasoning := _reasoning(where, message):
         further["reasoning_content"] = reasoning
     if calls := _parsed(f"{where}: tool_calls", message.get("tool_calls")):
         if not isinstance(calls, list):
-            raise UserError(f"{where}: tool_calls is {_short(calls)}, not a list of calls; mend the row")
+            raise UserError(f"{where}: tool_calls is {shown(calls)}, not a list of calls; mend the row")
         further["tool_calls"] = [_tool_call(f"{where}: tool_calls", call) for call in calls]
     content = message.get(content_key)
     if content is None and not (role == "assistant" and further):
@@ -214,10 +218,10 @@ def _content(where: str, content: Any) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise UserError(f"{where}: content is {_short(content)}, not a string or a list of text parts; mend the row")
+        raise UserError(f"{where}: content is {shown(content)}, not a string or a list of text parts; mend the row")
     for part in content:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise UserError(f"{where}: content part {_short(part)} is not text; take rows with other parts out")
+            raise UserError(f"{where}: content part {shown(part)} is not text; take rows with other parts out")
     return "".join(part["text"] for part in content)
 
 
@@ -226,7 +230,7 @@ def _reasoning(where: str, message: dict) -> str | None:
     found = {key: message[key] for key in REASONING_KEYS if message.get(key)}
     for key, value in found.items():
         if not isinstance(value, str):
-            raise UserError(f"{where}: {key} is {_short(value)}, not a string; mend the row")
+            raise UserError(f"{where}: {key} is {shown(value)}, not a string; mend the row")
     if len(set(found.values())) > 1:
         raise UserError(f"{where}: {' and '.join(found)} differ; keep one of them")
     return next(iter(found.values()), None)
@@ -237,22 +241,22 @@ def _parsed(where: str, value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value) if value.strip() else None
+        return parse_json(value) if value.strip() else None
     except json.JSONDecodeError as error:
-        raise UserError(f"{where} {_short(value)} are not valid JSON; mend the row") from error
+        raise UserError(f"{where} {shown(value)} are not valid JSON ({error.msg}); fix the row") from error
 
 
 def _tool_call(where: str, call: Any) -> dict:
     """OpenAI writes a call's arguments as a JSON string; chat templates, and so serving engines, want the object."""
     if not isinstance(call, dict):
-        raise UserError(f"{where}: {_short(call)} is not an object; mend the row")
+        raise UserError(f"{where}: {shown(call)} is not an object; mend the row")
     if isinstance(call.get("function"), dict):
         outer, inner = call, call["function"]
     else:
         outer = {"type": "function", **{key: call[key] for key in ("id",) if key in call}}
         inner = {key: value for key, value in call.items() if key not in ("id", "type")}
     if not (isinstance(inner.get("name"), str) and inner["name"]):
-        raise UserError(f"{where}: {_short(call)} names no function; mend the row")
+        raise UserError(f"{where}: {shown(call)} names no function; mend the row")
     return {**outer, "function": _with_arguments(where, inner)}
 
 
@@ -267,7 +271,7 @@ def _tools(origin: str, tools: Any) -> list | None:
     tools = _parsed(f"{origin}: tools", tools)
     tools = [_parsed(f"{origin}: tools", tool) for tool in tools] if isinstance(tools, list) else tools
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise UserError(f"{origin}: tools is {_short(tools)}, not a list of tool schemas; mend the row")
+        raise UserError(f"{origin}: tools is {shown(tools)}, not a list of tool schemas; mend the row")
     return [_tool(tool) for tool in tools or []] or None
 
 
@@ -275,8 +279,3 @@ def _tool(tool: dict) -> dict:
     if "function" in tool or tool.get("type", "function") != "function" or not isinstance(tool.get("name"), str):
         return tool  # in that form, or no function (`{"type": "web_search"}`)
     return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
-
-
-def _short(value: Any) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 60 else shown[:57] + "..."

@@ -12,7 +12,8 @@ from typing import Any
 from eagle3.console import waiting
 from eagle3.data.cache import beside
 from eagle3.durable import publish
-from eagle3.errors import UserError
+from eagle3.errors import UserError, shown
+from eagle3.parsing import DEEPEST, is_too_deep, parse_json
 
 # owner/name, or a name of the hub's early days; then perhaps a split and a revision.
 DATASET = re.compile(r"(?P<id>[\w-][\w.-]*(/[\w-][\w.-]*)?)(:(?P<split>\w+))?(@(?P<revision>[\w./-]+))?")
@@ -105,8 +106,13 @@ def downloaded_rows(
     kept = copy if copy.is_file() else whole
     report(f"{source.source}: read from {kept}; delete it to download the rows anew")
     with kept.open(encoding="utf-8") as lines:
-        for line in islice(lines, wanted):
-            origin, row = json.loads(line)
+        for number, line in enumerate(islice(lines, wanted), 1):
+            try:
+                origin, row = parse_json(line)
+            except (ValueError, TypeError) as error:
+                raise UserError(
+                    f"{kept}:{number}: damaged ({shown(line)}); delete it to download the rows anew"
+                ) from error
             yield origin, row
 
 
@@ -126,7 +132,7 @@ def _counted(source: DatasetSource, wanted: int | None, report: Callable[[str], 
     """Numbered from 1 as they stand in the dataset; those left out are counted."""
     kept = left_out = 0
     for number, row in enumerate(_streamed(source, report), 1):
-        converted = source.convert(without_nulls(row))
+        converted = source.convert(plain_row(f"{source.source} row {number}", row))
         if converted is None:
             left_out += 1
             continue
@@ -168,10 +174,17 @@ def _streamed(source: DatasetSource, report: Callable[[str], None]) -> Iterator[
         ) from error
 
 
-def without_nulls(value: Any) -> Any:
-    """Arrow gives every row every key of the column and fills in nulls; a template would see them as present."""
+def plain_row(origin: str, row: dict) -> dict:
+    """A row of Arrow's without the nulls: it gives every row every key of the column, and a template would see them as
+    present. Raises UserError for one that is nested too deep."""
+    if is_too_deep(row):
+        raise UserError(f"{origin}: nested deeper than {DEEPEST} levels; take such rows out")
+    return _without_nulls(row)
+
+
+def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
-        return [without_nulls(item) for item in value]
+        return [_without_nulls(item) for item in value]
     return value

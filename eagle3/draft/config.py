@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eagle3.errors import SharedUserError, UserError
+from eagle3.errors import SharedUserError, UserError, shown
+from eagle3.parsing import parse_json
 
 # rope types, and the keys that each cannot do without
 ROPE_TYPES = {
@@ -122,10 +123,10 @@ class DraftConfig:
             raise UserError(f"{origin}: {missing[0]} is missing; this is not the config.json of an EAGLE3 draft")
         wrong = [name for name in needed if not isinstance(values[name], int) or isinstance(values[name], bool)]
         if wrong:
-            raise UserError(f"{origin}: {wrong[0]} is {values[wrong[0]]!r}, not a whole number; mend the file")
+            raise UserError(f"{origin}: {wrong[0]} is {shown(values[wrong[0]])}, not a whole number; mend the file")
         heads, eagle = values["num_attention_heads"], values.get("eagle_config") or {}
         if not isinstance(eagle, dict):
-            raise UserError(f"{origin}: eagle_config is {eagle!r}, not a dictionary; mend the file")
+            raise UserError(f"{origin}: eagle_config is {shown(eagle)}, not a dictionary; mend the file")
         if values.get("attention_bias") or values.get("partial_rotary_factor", 1.0) != 1.0:
             raise UserError(
                 f"{origin}: attention_bias and partial_rotary_factor are not supported; use a draft without"
@@ -196,7 +197,7 @@ class DraftConfig:
 def read_draft_config(path: Path) -> DraftConfig:
     """Read `path`, a draft's config.json. Raises UserError when it is missing or not JSON."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file; name the config.json of a draft") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

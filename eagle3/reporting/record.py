@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from eagle3.console import all_without_passwords
 from eagle3.errors import UserError
+from eagle3.parsing import parse_json, parse_yaml
 from eagle3.reporting.schemas import ByContext, DraftFile, Evaluation, Metrics, Started, first_problem
 from eagle3.training.run_folder import RunFolder
 
@@ -152,7 +153,7 @@ def read_json(path: Path, kind: type[BaseModel], remedy: str = MOVE_AWAY) -> Rec
 
 def _parsed(text: str, kind: type[BaseModel]) -> Record:
     """Raises JSONDecodeError for what is no JSON, another ValueError for what is not of this kind."""
-    found = json.loads(text)
+    found = parse_json(text)
     try:
         kind.model_validate(found, strict=True)
     except ValidationError as error:
@@ -166,7 +167,7 @@ def _read_recipe(path: Path) -> tuple[str | None, Record]:
     if text is None:
         return None, {}
     try:
-        values = all_without_passwords(yaml.safe_load(text))
+        values = all_without_passwords(parse_yaml(text))
     except yaml.YAMLError as error:
         raise UserError(f"{path}: not valid YAML ({error}); put the run's recipe there") from error
     return (yaml.safe_dump(values, sort_keys=False), values) if isinstance(values, dict) else ("", {})

@@ -22,6 +22,7 @@ from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import SharedUserError
 from eagle3.objective.model import DraftObjective
 from eagle3.parallel.topology import DeepSpeedGroups, Topology
+from eagle3.parsing import parse_json
 from eagle3.recipe import Training
 
 
@@ -31,7 +32,7 @@ def deepspeed_config(path: Path, training: Training, data_ranks: int) -> dict[st
     Raises UserError where the file and the recipe disagree, or the file asks for what this project does not do.
     """
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise SharedUserError(f"{path}: {error.strerror}; pass --deepspeed ds_configs/zero2.json") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

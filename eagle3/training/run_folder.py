@@ -13,6 +13,7 @@ import yaml
 from eagle3.console import all_without_passwords, without_passwords
 from eagle3.durable import move_aside, write_text, writing
 from eagle3.errors import UserError
+from eagle3.parsing import parse_json, parse_yaml
 from eagle3.recipe import Recipe, dump_recipe
 from eagle3.training.claim import CLAIM, Claim, holder_of
 
@@ -124,7 +125,7 @@ class RunFolder:
         if continues:
             now = yaml.safe_load(dump_recipe(recipe))
             try:
-                before = yaml.safe_load(self.recipe.read_text(encoding="utf-8"))
+                before = parse_yaml(self.recipe.read_text(encoding="utf-8"))
             except (yaml.YAMLError, UnicodeDecodeError):
                 before = None
             if not isinstance(before, dict):
@@ -144,12 +145,14 @@ class RunFolder:
         if not self.metrics.exists():
             return
         kept = []
-        for line in self.metrics.read_text(encoding="utf-8").splitlines():
+        for number, line in enumerate(self.metrics.read_text(encoding="utf-8").splitlines(), 1):
             try:
-                if json.loads(line)["step"] <= step:
+                if parse_json(line)["step"] <= step:
                     kept.append(line)
-            except (ValueError, TypeError, KeyError, RecursionError):
+            except json.JSONDecodeError:
                 break  # a line cut off by a kill; nothing comes after it
+            except (TypeError, LookupError) as error:
+                raise UserError(f"{self.metrics}:{number}: damaged (no record of a step); remove that line") from error
         with writing(self.metrics, "free space and continue with --resume"):
             write_text(self.metrics, "".join(f"{line}\n" for line in kept))
 

@@ -10,6 +10,7 @@ from typing import Any, BinaryIO, Self
 from eagle3.data.store.shard import hold
 from eagle3.durable import write_text
 from eagle3.errors import UserError
+from eagle3.parsing import parse_json
 
 SYNC_SECONDS = 5.0
 
@@ -60,7 +61,7 @@ class AnswerFile:
         """UserError unless the file was made with these settings."""
         path = self.record / "settings.json"
         try:
-            before = dict(json.loads(path.read_text(encoding="utf-8")))
+            before = dict(parse_json(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError) as error:
             raise UserError(f"{path}: cannot be read ({error}); restore it, or name another --out") from error
         for name in sorted({*before, *settings}):
@@ -127,7 +128,7 @@ def _rows(file: BinaryIO, path: Path, read: Callable[[dict], tuple[str, Any]]) -
             break
         end += len(line)
         try:
-            yield read(json.loads(line))
+            yield read(parse_json(line))
         except (ValueError, TypeError, LookupError) as error:
             raise UserError(
                 f"{path}:{number}: is no row of regenerate.py; mend the line or name another --out"

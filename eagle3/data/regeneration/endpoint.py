@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import httpx2
 
 from eagle3.errors import UserError
+from eagle3.parsing import parse_json
 
 CONNECT_SECONDS = 10.0
 PROBE_SECONDS = 10.0
@@ -113,7 +114,7 @@ def _model_names(url: str, key: str | None) -> list[str]:
     try:
         response = httpx2.get(f"{url}/models", headers=_headers(key), timeout=PROBE_SECONDS)
         _require_answer(response, key)
-        return [model["id"] for model in response.json()["data"]]
+        return [model["id"] for model in parse_json(response.content)["data"]]
     except (httpx2.TransportError, httpx2.DecodingError) as error:
         raise NoAnswer(_words(error)) from error
     except Refused as error:
@@ -150,11 +151,11 @@ class Endpoint:
                 f"{self.url}/chat/completions", content=content, headers={"Content-Type": "application/json"}
             )
             _require_answer(response, self.key)
-            answer = _answer(response.json())
+            answer = _answer(parse_json(response.content))
         except (httpx2.TransportError, httpx2.DecodingError) as error:
             raise NoAnswer(_words(error)) from error
-        except (ValueError, TypeError, LookupError, AttributeError) as error:
-            raise NoAnswer(f"the answer is not of the OpenAI form ({error!r})") from error
+        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+            raise NoAnswer(f"the answer is not of the OpenAI form ({type(error).__name__}: {error!s:.200})") from error
         self._seen = time.monotonic()
         return answer
 
@@ -203,7 +204,7 @@ def _reason(response: httpx2.Response, key: str | None) -> str:
     if response.is_redirect:
         return f"it redirects to {response.headers['location']}"
     try:
-        said = response.json()
+        said = parse_json(response.content)
         for name in ("error", "message", "detail"):  # vLLM nests the message, SGLang does not, FastAPI says detail
             if isinstance(said, dict):
                 said = said.get(name, said)

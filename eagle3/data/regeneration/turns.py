@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from eagle3.data.conversations import Conversation
 from eagle3.data.regeneration.endpoint import Answer, Endpoint, NoAnswer
+from eagle3.parsing import parse_json
 
 SENT = ("role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id")  # of a message
 
@@ -199,6 +200,6 @@ def _call(call: dict) -> tuple:
 
 def _arguments(call: dict) -> Any:
     try:
-        return json.loads(call["function"]["arguments"])
+        return parse_json(call["function"]["arguments"])
     except ValueError:
         return call["function"]["arguments"]

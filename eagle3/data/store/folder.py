@@ -8,6 +8,7 @@ from eagle3.console import counted
 from eagle3.data.store.files import DamagedStore, ForeignShards, Range, StoreFiles, first_words
 from eagle3.data.store.shard import DATA_START, Header, ShardIndex, is_index, json_digest, parse_header
 from eagle3.errors import UserError
+from eagle3.parsing import parse_json
 
 FORMAT = 2
 MANIFEST = "store.json"
@@ -43,10 +44,10 @@ def read_manifest(files: StoreFiles) -> Manifest:
             )
         raise UserError(f"{files.where}: no hidden-state store here; run capture.py or mend hidden_states.path")
     try:
-        body = json.loads(files.read([MANIFEST])[0])
+        body = parse_json(files.read([MANIFEST])[0])
         version = body["format"]
         manifest = Manifest(dict(body["provenance"]), dict(body["record"])) if version == FORMAT else None
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{files.where}/{MANIFEST}: not a store's description ({first_words(error)}); restore it, or name another folder "
             "in hidden_states.path"

@@ -27,6 +27,7 @@ from torch import Tensor
 from eagle3.data.store.codecs import CHUNK_BYTES, Codec, CodecName, StoreDtype, chunk_rows, make_codec
 from eagle3.data.store.files import DamagedStore, first_words
 from eagle3.durable import Lock, lock, write_text
+from eagle3.parsing import parse_json
 
 # What a writer draws, a number, and what it is. Other files in the folder are nobody's business here.
 SHARD_NAME = re.compile(r"(shard-[0-9a-f]{8}-\d{5,})(\.safetensors|\.json)(\.partial)?")
@@ -114,13 +115,13 @@ class ShardIndex:
     def parse(text: bytes, name: str, where: str) -> "ShardIndex":
         """where: the store. Raises DamagedStore."""
         try:
-            body = json.loads(text)
+            body = parse_json(text)
             digest = body.pop("digest")
             if digest != json_digest(body):
                 raise ValueError("its digest does not fit")
             samples = tuple(Entry(**entry) for entry in body["samples"])
             return ShardIndex(name, body["bytes"], Encoding(**body["encoding"]), body.get("provenance_digest"), samples)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DamagedStore(f"{where}/{name}", f"broken index ({first_words(error)})") from error
 
 
@@ -202,9 +203,9 @@ def parse_header(text: memoryview, where: str) -> Header:
     try:
         if int.from_bytes(text[:8], "little") != DATA_START - 8:
             raise ValueError("not written by this project")
-        described = json.loads(bytes(text[8:]))
+        described = parse_json(bytes(text[8:]))
         names = (*HIDDEN, *TABLES, *NUMPY_TYPES)
         starts = {name: DATA_START + described[name]["data_offsets"][0] for name in names}
         return Header(starts, described["__metadata__"].get("provenance_digest"))
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise DamagedStore(where, f"broken header ({first_words(error)})") from error

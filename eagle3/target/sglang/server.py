@@ -25,6 +25,7 @@ import torch
 
 from eagle3.console import waiting
 from eagle3.errors import SharedUserError, UserError
+from eagle3.parsing import parse_json
 from eagle3.target.sglang.version import require_supported
 
 START_SECONDS = 1800.0
@@ -198,7 +199,7 @@ def ask(url: str, path: str, body: Mapping[str, Any] | None = None, timeout: flo
     request = urllib.request.Request(url + path, data, {"Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=timeout) as answer:
-            return json.load(answer)
+            return parse_json(answer.read())
     except urllib.error.HTTPError as error:
         said = error.read(2000).decode(errors="replace")
         if error.code < 500 and DUPLICATE not in said:

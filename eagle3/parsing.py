@@ -1,0 +1,111 @@
+"""JSON and YAML that people write and tools download: parsed, or refused with the place and the reason, whatever stands
+there."""
+
+import json
+import re
+import sys
+from typing import Any
+
+import yaml
+
+# Levels of lists and objects. Tool schemas have some twenty; near a thousand Python's parsers, encoders and templates crash.
+DEEPEST = 100
+MOST_DIGITS = 18  # of a whole number in YAML: what computes with it expects 64 bits
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")  # what no file's name, and no UTF-8, can hold
+_BRACKET_OR_NUMBER = re.compile(r'"(?:[^"\\]++|\\.)*+"|[\[{\]}]|(?<![.\d])\d{1000,}+(?![.eE])', re.DOTALL)
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value. Raises json.JSONDecodeError, also for what is nested too deep and for a whole number of too many digits, and
+    UnicodeDecodeError for bytes that are no text."""
+    if isinstance(text, bytes):
+        text = text.decode(json.detect_encoding(text), "surrogatepass")
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        raise
+    except (RecursionError, ValueError) as error:
+        raise _too_much(text) from error
+    if text.count("[") + text.count("{") > DEEPEST and is_too_deep(value):
+        raise _too_much(text)
+    return value
+
+
+def is_too_deep(value: Any) -> bool:
+    """Whether a parsed value has more than DEEPEST levels."""
+    level = [value]
+    for _ in range(DEEPEST):
+        level = [item for outer in level for item in _containers_in(outer)]
+    return any(isinstance(item, dict | list) for item in level)
+
+
+def _containers_in(value: Any) -> list[Any]:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [item for item in items if isinstance(item, dict | list)]
+
+
+def _too_much(text: str) -> json.JSONDecodeError:
+    """The first place of such JSON that is too deep, or has a number that is too long."""
+    depth, digits = 0, sys.get_int_max_str_digits()
+    for found in _BRACKET_OR_NUMBER.finditer(text):
+        depth += (found[0] in "[{") - (found[0] in "]}")
+        if depth > DEEPEST:
+            return json.JSONDecodeError(f"nested deeper than {DEEPEST} levels", text, found.start())
+        if found[0][0].isdigit() and len(found[0]) > digits:
+            return json.JSONDecodeError(f"a whole number of {len(found[0]):,} digits", text, found.start())
+    raise AssertionError("neither too deep nor with too long a number")
+
+
+def parse_yaml(text: str) -> Any:
+    """The value, of mappings, lists and scalars; None for an empty text. Raises yaml.YAMLError with line and reason, also for
+    what would crash YAML's reader or grow without bound, and for a key that stands twice, of which it would silently keep
+    one."""
+    try:
+        return yaml.load(text, _PlainLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise yaml.YAMLError(f"{place}{error.problem or error.context:.200}") from error
+    except ValueError as error:  # no such date, say
+        raise yaml.YAMLError(str(error)) from error
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """Without aliases, which a recipe can do without and a bomb cannot; without tags, deep nesting and long numbers."""
+
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
+        event = self.peek_event()
+        if isinstance(event, yaml.AliasEvent):
+            raise _refused(event, "aliases (*name) are not taken; write the value out")
+        if event.tag is not None:
+            raise _refused(event, f"tags ({event.tag!r:.60}) are not taken; leave it out")
+        if self.depth == DEEPEST:
+            raise _refused(event, f"nested deeper than {DEEPEST} levels")
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def compose_scalar_node(self, anchor: str | None) -> yaml.ScalarNode:
+        node = super().compose_scalar_node(anchor)
+        if node.tag.endswith(":int") and len(node.value) > MOST_DIGITS:
+            raise _refused(node, f"a whole number of {len(node.value):,} digits; at most {MOST_DIGITS} are taken")
+        if _NO_TEXT.search(node.value):
+            raise _refused(node, "a zero byte, or half of a surrogate pair, which is no text")
+        return node
+
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise _refused(key, f"the key {key.value!r:.60} stands twice")
+                seen.add(key.value)
+        return node
+
+
+def _refused(where: yaml.Node | yaml.Event, problem: str) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=where.start_mark)
