@@ -16,6 +16,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from eagle3.data.conversations import REASONING_KEYS, Conversation
+from eagle3.data.limits import Limits
 from eagle3.data.rendered_text import AddedToken, turn_spans, turns_of
 from eagle3.data.template import (
     Choices,
@@ -86,7 +87,8 @@ def encode_conversation(
         return Encoded(np.asarray(ids, np.int32), np.ones(len(ids), bool), conversation.text)
     template = chosen_template(tokenizer, chat_template, conversation.tools, conversation.origin)
     check_variables(template, choices.template_variables)
-    render = partial(rendered, tokenizer, template, conversation.tools, variables=choices.variables())
+    limits = Limits(conversation.origin, len(conversation.messages or ()), conversation.characters)
+    render = partial(rendered, tokenizer, template, conversation.tools, limits, variables=choices.variables())
     added = sorted((token.content for token in tokenizer.added_tokens_decoder.values()), key=len, reverse=True)
     if conversation.messages is None:
         return _encode_rendered(tokenizer, conversation.text, render, added, choices)
@@ -97,7 +99,7 @@ def encode_conversation(
     text = render(messages)
     if GENERATION.search(template):
         with_marks = _with_marks(template, *_unused(text))
-        marked = partial(rendered, tokenizer, with_marks, conversation.tools, variables=choices.variables())
+        marked = partial(rendered, tokenizer, with_marks, conversation.tools, limits, variables=choices.variables())
         spans = _marked_spans(text, marked(messages), *_unused(text))
         if choices.supervise == "last_turn" and len(spans) != len(assistants):
             raise Unusable("the chat template has not one {% generation %} block for each assistant turn")

@@ -40,6 +40,17 @@ class Conversation:
     text: str | None
     tools: list | None = None
 
+    @property
+    def characters(self) -> int:
+        """Of all that a template may print."""
+        return _characters([self.text, self.messages, self.tools])
+
+
+def _characters(value: Any) -> int:
+    if isinstance(value, dict):
+        return sum(map(len, value)) + _characters(list(value.values()))
+    return sum(map(_characters, value)) if isinstance(value, list | tuple) else len(str(value))
+
 
 def read_conversations(
     sources: list[str],

@@ -1,9 +1,11 @@
 """Encodes many conversations in order, in this process or in several, with the problems of each told apart."""
 
 import multiprocessing
+import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -89,7 +91,7 @@ def encode_all(
 
     Few conversations are encoded in this process, where starting others would take longer.
     """
-    characters = sum(map(_characters, conversations))
+    characters = sum(row.characters for row in conversations)
     chunks = [conversations[start : start + CHUNK] for start in range(0, len(conversations), CHUNK)]
     useful = min(len(chunks), 1 + characters // CHARACTERS_WORTH_A_PROCESS)
     processes = min(useful, workers or multiprocessing.cpu_count())
@@ -98,10 +100,6 @@ def encode_all(
     else:
         for chunk in chunks:
             yield [encoding.outcome(conversation) for conversation in chunk]
-
-
-def _characters(conversation: Conversation) -> int:
-    return len(conversation.text or "") + sum(len(message["content"]) for message in conversation.messages or ())
 
 
 def _encode_in_processes(
@@ -123,10 +121,7 @@ def _encode_in_processes(
             try:
                 outcomes = pipes[number % processes].recv()
             except EOFError as error:
-                raise UserError(
-                    f"data.workers={processes}: a tokenising process ended without a word, perhaps for want of memory;"
-                    f" set fewer data.workers"
-                ) from error
+                raise _died(started[number % processes], chunks[number], processes) from error
             if isinstance(outcomes, Exception):
                 raise outcomes
             yield outcomes
@@ -134,6 +129,19 @@ def _encode_in_processes(
         for process in started:
             process.terminate()
             process.join()
+
+
+def _died(process: BaseProcess, rows: Sequence[Conversation], processes: int) -> UserError:
+    process.join()
+    if process.exitcode == -signal.SIGVTALRM:
+        return UserError(
+            f"{rows[0].origin} to {rows[-1].origin}: the chat template did not end within the limits of a row, and could not be "
+            "interrupted; fix the template (data.chat_template, else the tokenizer's) or take the row out"
+        )
+    return UserError(
+        f"data.workers={processes}: a tokenising process ended without a word, perhaps for want of memory; set fewer "
+        "data.workers"
+    )
 
 
 def _work(encoding: Encoding, chunks: list[Sequence[Conversation]], sender: Connection) -> None:

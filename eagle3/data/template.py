@@ -11,10 +11,9 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from eagle3.data.conversations import REASONING_KEYS
-from eagle3.errors import UserError
+from eagle3.data.limits import Limits
+from eagle3.errors import UserError, shown
 
-# A template is a program from outside; these are what Jinja and the filters it calls raise.
-TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 THOUGHTS_END = "</think>"
 PROBED, RESULT = "probed_value", "probed_result"
 
@@ -54,27 +53,34 @@ def rendered(
     tokenizer: PreTrainedTokenizerBase,
     template: str,
     tools: list | None,
+    limits: Limits,
     messages: Sequence[dict],
     generation_prompt: bool = False,
     variables: Mapping[str, Any] | None = None,
 ) -> str:
-    """Messages as text. template: Jinja source; variables: further ones that it may read. Raises UserError where the template
-    is none, Unusable where it refuses the messages."""
-    try:
-        return tokenizer.apply_chat_template(
-            list(messages),
-            tools=tools,
-            chat_template=template,
-            add_generation_prompt=generation_prompt,
-            tokenize=False,
-            **(variables or {}),
-        )
-    except jinja2.TemplateSyntaxError as error:
-        raise UserError(
-            f"chat template line {error.lineno}: {error.message}; mend it, see data.chat_template"
-        ) from error
-    except TEMPLATE_ERRORS as error:
-        raise Unusable(f"the chat template refuses it ({type(error).__name__}: {error})") from error
+    """Messages as text. template: Jinja source; limits: of the row; variables: further ones that it may read. Raises UserError
+    where the template is none, or exceeds the limits, and Unusable where it refuses the messages."""
+
+    def render() -> str:
+        try:
+            return tokenizer.apply_chat_template(
+                list(messages),
+                tools=tools,
+                chat_template=template,
+                add_generation_prompt=generation_prompt,
+                tokenize=False,
+                **(variables or {}),
+            )
+        except MemoryError:  # the limits say what that means
+            raise
+        except jinja2.TemplateSyntaxError as error:
+            raise UserError(
+                f"chat template line {error.lineno}: {error.message:.200}; fix it, see data.chat_template"
+            ) from error
+        except Exception as error:  # a template is a program from outside, which may raise any
+            raise Unusable(f"the chat template refuses it ({type(error).__name__}: {error!s:.200})") from error
+
+    return limits.keep(render)
 
 
 def chosen_template(
@@ -85,7 +91,15 @@ def chosen_template(
         raise UserError(
             f"{origin}: the row has messages but the tokenizer has no chat template; name one with data.chat_template"
         )
-    return tokenizer.get_chat_template(chat_template, tools)
+    try:
+        template = tokenizer.get_chat_template(chat_template, tools)
+    except ValueError as error:  # of several the tokenizer has, none is the default
+        raise UserError(f"{origin}: {error!s:.200}; name a template with data.chat_template") from error
+    if not isinstance(template, str):
+        raise UserError(
+            f"{origin}: the tokenizer's chat template is {shown(template)}, not a text; name one with data.chat_template"
+        )
+    return template
 
 
 def check_variables(template: str, variables: Mapping[str, Any]) -> None:

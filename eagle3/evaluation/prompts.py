@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from eagle3.data.conversations import KINDS, Conversation, read_conversations
+from eagle3.data.limits import Limits
 from eagle3.data.template import Choices, Unusable, as_template_reads, check_variables, chosen_template, rendered
 from eagle3.errors import UserError
 
@@ -67,7 +68,8 @@ def _prompt(
         tools = conversation.tools
         template = chosen_template(tokenizer, chat_template, tools, conversation.origin)
         check_variables(template, choices.template_variables)
-        render = partial(rendered, tokenizer, template, tools, variables=choices.variables())
+        limits = Limits(conversation.origin, len(conversation.messages), conversation.characters)
+        render = partial(rendered, tokenizer, template, tools, limits, variables=choices.variables())
         asked = as_template_reads(_asked(conversation), template, choices.reasoning, render)
         try:
             text = render(asked, generation_prompt=True)
