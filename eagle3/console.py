@@ -82,8 +82,25 @@ class Progress:
         if done == self.total:
             self.end(extra)
         elif now >= self.next:
-            self.spoke, self.next = True, now + _gap(now - self.began)
-            self.say(", ".join(filter(None, [self._counted(), extra, *self._pace(now - self.began)])))
+            self._tell(now, extra)
+
+    @contextmanager
+    def also_between(self) -> Iterator[None]:
+        """In the block the state is said, too, where a single thing takes long and no call comes."""
+        over = threading.Event()
+
+        def speak() -> None:
+            while not over.wait(max(self.next - self.clock(), FIRST_GAP)):
+                if (now := self.clock()) >= self.next and self.done != self.total:
+                    self._tell(now, f"{duration(now - self.began)} so far")
+
+        speaker = threading.Thread(target=speak, name=f"progress: {self.what}", daemon=True)
+        speaker.start()
+        try:
+            yield
+        finally:
+            over.set()
+            speaker.join()
 
     def end(self, extra: str = "") -> None:
         """Nothing more comes; to be called where no total was known."""
@@ -91,6 +108,10 @@ class Progress:
             self.spoke, seconds = False, self.clock() - self.began
             took = f"{duration(seconds)} in all"
             self.say(", ".join(filter(None, [self._counted(), extra, *self._pace(seconds)[:1], took])))
+
+    def _tell(self, now: float, extra: str) -> None:
+        self.spoke, self.next = True, now + _gap(now - self.began)
+        self.say(", ".join(filter(None, [self._counted(), extra, *self._pace(now - self.began)])))
 
     def _counted(self) -> str:
         total = "" if self.total is None else f"/{self.total:,}"

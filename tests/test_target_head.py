@@ -7,6 +7,7 @@ import huggingface_hub.constants
 import pytest
 import torch
 import transformers.dynamic_module_utils
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import (
     CohereConfig,
@@ -283,9 +284,101 @@ def test_a_model_that_brings_its_own_code_is_loaded_by_it(tmp_path, monkeypatch)
         assert torch.equal(found.head, plain.lm_head.weight * factor)
 
 
-def test_a_checkpoint_in_pytorchs_own_format_is_loaded_whole(tmp_path):
+class Planted:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "consolidated.00.pth"])
+def test_a_pickled_checkpoint_is_refused_in_one_line_and_not_opened(tmp_path, name):
     save("qwen3", tmp_path)
-    expected = of_whole_model(tmp_path)
-    torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    torch.save({**load_file(tmp_path / "model.safetensors"), "x": Planted(tmp_path / "ran")}, tmp_path / name)
     (tmp_path / "model.safetensors").unlink()
-    assert_same(load_target_head(tmp_path), expected)
+    for load in (load_target_head, lambda folder: load_causal_lm(str(folder), None, False, "float32")):
+        with pytest.raises(UserError, match=f"its weights are pickled \\('{name}'\\).*convert them to safetensors"):
+            load(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+HEADER = b'{"model.embed_tokens.weight":{"dtype":"F32","shape":[4,4],"data_offsets":[0,64]}%s}'
+
+
+@pytest.mark.parametrize(
+    ("index", "said"),
+    [
+        ({"weight_map": {"lm_head.weight": "../../x.safetensors"}}, "'lm_head.weight' in '../../x.safetensors'"),
+        ({"weight_map": {"lm_head.weight": "/etc/x.safetensors"}}, "'/etc/x.safetensors', which is no"),
+        ({"weight_map": {"lm_head.weight": "part/../../x.safetensors"}}, "in the checkpoint's folder"),
+        ({"weight_map": {"lm_head.weight": "pytorch_model.bin"}}, "'pytorch_model.bin', which is no safetensors"),
+        ({"weight_map": ["x"]}, "has no weight_map"),
+        ({"weight_map": {"lm_head.weight": 1}}, "has no weight_map"),
+        ([], "has no weight_map"),
+        (None, "has no weight_map"),
+        (b"[" * 200_000, "nested deeper than 100 levels"),
+        (b'{"weight_map": ' + b"1" * 5000 + b"}", "5,000 digits"),
+        (b"\xff", "not valid JSON"),
+    ],
+)
+def test_an_index_that_is_damaged_or_leaves_its_folder_is_refused(tmp_path, index, said):
+    folder = tmp_path / "a" / "b"
+    folder.mkdir(parents=True)
+    save("qwen3", folder)
+    (folder / "model.safetensors").rename(tmp_path / "x.safetensors")  # which it would find
+    path = folder / "model.safetensors.index.json"
+    path.write_bytes(index if isinstance(index, bytes) else json.dumps(index).encode())
+    for load in (load_target_head, lambda folder: load_causal_lm(str(folder), None, False, "float32")):
+        with pytest.raises(UserError) as caught:
+            load(folder)
+        assert str(caught.value).startswith(f"target '{folder}': its model.safetensors.index.json ")
+        assert said in str(caught.value) and len(str(caught.value)) < 500
+
+
+def test_links_of_a_folder_may_lead_anywhere_as_in_the_hubs_cache(tmp_path):
+    save("qwen3", tmp_path / "model")
+    expected = of_whole_model(tmp_path / "model")
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "model" / "model.safetensors").rename(tmp_path / "blobs" / "0123")
+    (tmp_path / "model" / "one.safetensors").symlink_to("../blobs/0123")
+    with safe_open(tmp_path / "blobs" / "0123", "pt") as file:
+        index = {"metadata": {}, "weight_map": dict.fromkeys(file.keys(), "one.safetensors")}
+    (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert_same(load_target_head(tmp_path / "model"), expected)
+    load_causal_lm(str(tmp_path / "model"), None, False, "float32")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\0" * 7,
+        (2**63).to_bytes(8, "little") + b"{}",
+        (2**64 - 1).to_bytes(8, "little") + b"{}",
+        (2**40).to_bytes(8, "little") + b"{}",
+        b"\2" + b"\0" * 7 + b"[]",
+        b"\x80\x1a\6" + b"\0" * 5 + b"[" * 400_000,
+        *(
+            len(header).to_bytes(8, "little") + header + b"\0" * 64
+            for header in (
+                HEADER % b',"lm_head.weight":{"dtype":"F32","shape":[4,4],"data_offsets":[32,96]}',
+                HEADER % b',"lm_head.weight":{"dtype":"F32","shape":[4,4],"data_offsets":[64,0]}',
+                HEADER.replace(b"[4,4]", b"[4,9223372036854775807]") % b"",
+                HEADER.replace(b"F32", b"F33") % b"",
+                HEADER.replace(b"64", b"6" * 5000) % b"",
+                HEADER.replace(b'"F32"', b"null") % b"",
+                HEADER % b',"x":3',
+            )
+        ),
+    ],
+)
+def test_a_damaged_safetensors_file_is_refused_in_one_line(tmp_path, content):
+    save("qwen3", tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(content)
+    for load in (load_target_head, lambda folder: load_causal_lm(str(folder), None, False, "float32")):
+        with pytest.raises(UserError) as caught:
+            load(tmp_path)
+        assert str(caught.value).startswith(f"target '{tmp_path}': its ") and len(str(caught.value)) < 500

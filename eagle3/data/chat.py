@@ -9,11 +9,11 @@ refused (`Unusable`).
 import re
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 from typing import NamedTuple
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
+from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from eagle3.data.conversations import REASONING_KEYS, Conversation
 from eagle3.data.limits import Limits
@@ -128,17 +128,20 @@ def _encode_rendered(
     return Encoded(ids, _token_mask(text, offsets, spans), text)
 
 
-def _tokenize(tokenizer: PreTrainedTokenizerBase, text: str, **options: bool) -> dict:
+def _tokenize(tokenizer: PreTrainedTokenizerBase, text: str, **options: bool) -> BatchEncoding:
     if re.search("[\ud800-\udfff]", text):
         raise Unusable("half of a surrogate pair in the text, which is no character")
-    return tokenizer(text, verbose=False, **options)  # verbose: would warn of texts longer than the model's context
+    # verbose would warn of texts longer than the model's context; lists of a long text's ones and zeros take gigabytes
+    return tokenizer(text, verbose=False, return_attention_mask=False, return_token_type_ids=False, **options)
 
 
 def _with_offsets(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[np.ndarray, np.ndarray]:
     """int32 [T] ids and int64 [T, 2] characters of each; a template has written its own special tokens."""
-    encoding = _tokenize(tokenizer, text, add_special_tokens=False, return_offsets_mapping=True)
-    offsets = np.asarray(encoding["offset_mapping"], np.int64).reshape(-1, 2)
-    return np.asarray(encoding["input_ids"], np.int32), offsets
+    tokenized = _tokenize(tokenizer, text, add_special_tokens=False)
+    [encoding] = tokenized.encodings  # which knows the offsets without a list of tuples
+    places = chain.from_iterable(map(encoding.token_to_chars, range(len(encoding))))
+    offsets = np.fromiter(places, np.int64, 2 * len(encoding)).reshape(-1, 2)
+    return np.asarray(tokenized["input_ids"], np.int32), offsets
 
 
 def _unused(text: str) -> tuple[str, str]:

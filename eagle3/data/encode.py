@@ -19,10 +19,13 @@ from eagle3.errors import UserError
 # A process takes some two seconds to start; one core encodes about a million characters a second, with all renderings.
 CHARACTERS_WORTH_A_PROCESS = 4_000_000
 CHUNK = 64
+# Characters of one row: up to 250 bytes of memory each while it is tokenised. Of what is longer than 16 characters for each of
+# the tokens that a sample may have, no sample would come.
+LONGEST_ROW, LONGEST_TOKEN = 1 << 24, 16
 
 
 class Problem(NamedTuple):
-    kind: Literal["unusable", "too_long"]
+    kind: Literal["unusable", "too_long", "too_large"]
     reason: str  # without anything of the sample's own, so that problems can be counted by reason
     detail: str  # of this sample
 
@@ -49,6 +52,9 @@ class Encoding:
     choices: Choices = Choices()
 
     def outcome(self, conversation: Conversation) -> Outcome:
+        longest = max(LONGEST_ROW, LONGEST_TOKEN * self.max_length)
+        if (characters := conversation.characters) > longest:
+            return _refused("too_large", f"more than {longest:,} characters in one row", f"{characters:,} characters")
         try:
             ids, loss_mask, _ = encode_conversation(self.tokenizer, conversation, self.chat_template, self.choices)
         except Unusable as refusal:
@@ -80,7 +86,7 @@ def split(outcome: Outcome, longest: int) -> list[tuple[np.ndarray, np.ndarray]]
     return [piece for piece in pieces if len(piece[0]) > 1]
 
 
-def _refused(kind: Literal["unusable", "too_long"], reason: str, detail: str = "") -> Outcome:
+def _refused(kind: Literal["unusable", "too_long", "too_large"], reason: str, detail: str = "") -> Outcome:
     return Outcome(None, None, False, Problem(kind, reason, detail))
 
 

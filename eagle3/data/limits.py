@@ -11,7 +11,7 @@ from eagle3.errors import UserError
 
 # A conversation is rendered once or twice for each of its messages: 1,000 messages of 4 MB together took 24 s under
 # Llama 3's template, 2 messages of as much 0.1 s.
-SECONDS, SECONDS_A_MESSAGE = 60.0, 0.1
+SECONDS, SECONDS_A_MESSAGE = 30.0, 0.1
 MEMORY, MEMORY_A_CHARACTER = 1 << 30, 64  # bytes; Python has up to 4 a character, and filters make copies
 CHARACTERS, CHARACTERS_A_CHARACTER = (
     1 << 20,

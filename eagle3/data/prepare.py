@@ -92,9 +92,10 @@ def prepare_samples(
     handling = too_long if too_long in ("truncate", "split") else "refuse"
     encoding = Encoding(tokenizer, chat_template, max_length, handling, choices)
     progress = Progress(report, "tokenising", len(conversations), "conversations")
-    outcomes = list(_counted(encode_all(encoding, conversations, workers), progress))
+    with progress.also_between():
+        outcomes = list(_counted(encode_all(encoding, conversations, workers), progress))
     problems = [(row.origin, got.problem) for row, got in zip(conversations, outcomes, strict=True) if got.problem]
-    _stop_at_problem(problems, {"too_long": too_long, "unusable": unusable})
+    _stop_at_problem(problems, {"too_large": too_long, "too_long": too_long, "unusable": unusable})
     kept = [outcome for outcome in outcomes if outcome.problem is None]
     dropped = Counter(problem.reason for _, problem in problems)
     if not kept:
@@ -230,8 +231,8 @@ def _counted(chunks: Iterator[list[Outcome]], progress: Progress) -> Iterator[Ou
 
 
 def _stop_at_problem(problems: list[tuple[str, Problem]], policies: dict[str, str]) -> None:
-    """Raise for the first problem whose policy is "stop", and count its like."""
-    stopping = [(origin, problem) for origin, problem in problems if policies[problem.kind] in ("stop", "split")]
+    """Raise for the first problem whose policy is not "drop", and count its like."""
+    stopping = [(origin, problem) for origin, problem in problems if policies[problem.kind] != "drop"]
     if not stopping:
         return
     origin, problem = stopping[0]
@@ -240,6 +241,7 @@ def _stop_at_problem(problems: list[tuple[str, Problem]], policies: dict[str, st
     remedy = {
         "unusable": "mend the data, or leave such samples out with data.unusable=drop",
         "too_long": "raise data.max_length, or set data.too_long=drop or data.too_long=truncate",
+        "too_large": "cut it into several rows, or leave such rows out with data.too_long=drop",
     }[problem.kind]
     like = "no other sample has such a problem" if count == 1 else f"{count} samples have such a problem"
     raise UserError(f"{origin}: {problem.reason}{detail}; {like}; {remedy}")

@@ -3,13 +3,13 @@
 import contextlib
 import hashlib
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import torch
 import transformers
 from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
+from huggingface_hub.errors import EntryNotFoundError, StrictDataclassError
+from safetensors import SafetensorError, safe_open
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -23,9 +23,14 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.logging import disable_progress_bar
 
-from eagle3.errors import UserError
+from eagle3.errors import UserError, shown
+from eagle3.parsing import DEEPEST, is_too_deep, parse_json
+
+PICKLED = ("*.bin", "*.bin.index.json", "*.pth", "*.pt", "*.ckpt", "*.pkl")  # PyTorch's own formats
+MOST_LAYERS = 1000
 
 
 def target_config(
@@ -60,7 +65,62 @@ def config_values(name: str, revision: str | None) -> dict:
         values, _ = PretrainedConfig.get_config_dict(name, revision=revision)
     if not isinstance(values, dict):
         raise UserError(f"target {name!r}: its config.json holds no object; name the folder of a complete checkpoint")
+    if is_too_deep(values):
+        raise UserError(
+            f"target {name!r}: its config.json is nested deeper than {DEEPEST} levels; name another checkpoint"
+        )
+    for part in (values, *(value for value in values.values() if isinstance(value, dict))):
+        layers = part.get("num_hidden_layers")
+        if isinstance(layers, int) and layers > MOST_LAYERS:  # transformers would build every one of them
+            raise UserError(
+                f"target {name!r}: its config.json has {shown(layers)} layers, more than {MOST_LAYERS:,}; name another "
+                "checkpoint in model.target"
+            )
     return values
+
+
+def weight_files(name: str, revision: str | None) -> dict[str, str] | None:
+    """By tensor, the name of its file in safetensors, of which transformers would load it; None for a checkpoint on the hub
+    without any, or out of reach, which loading will say.
+
+    Raises UserError for weights that are pickled alone, and so could run code when they are read, and for an index that is
+    damaged or names files elsewhere.
+    """
+    for file in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
+        with contextlib.suppress(EntryNotFoundError):
+            path = fetched(name, file, revision)
+            if not path.exists():
+                continue
+            if file == SAFE_WEIGHTS_INDEX_NAME:
+                return _indexed(name, path)
+            with safe_open(path, "pt") as opened:
+                return dict.fromkeys(opened.keys(), file)
+    pickled = [file.name for pattern in PICKLED for file in sorted(Path(name).glob(pattern))]
+    if pickled:
+        raise UserError(
+            f"target {name!r}: its weights are pickled ({shown(pickled[0])}), and reading such a file can run code that it "
+            "holds; convert them to safetensors, or name a checkpoint in safetensors in model.target"
+        )
+    return None
+
+
+def _indexed(name: str, path: Path) -> dict[str, str]:
+    """The index's files by tensor. Links in a folder may lead anywhere, for the hub's cache is made of them; names may not."""
+    damaged = f"target {name!r}: its {path.name} "
+    try:
+        index = parse_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{damaged}is not valid JSON ({error}); copy or download it again") from error
+    files = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+        raise UserError(f"{damaged}has no weight_map of tensors and files; copy or download it again")
+    for tensor, file in files.items():
+        if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts or not file.endswith(".safetensors"):
+            raise UserError(
+                f"{damaged}has {shown(tensor)} in {shown(file)}, which is no safetensors file in the checkpoint's folder; do "
+                "not use this checkpoint, or fix the index"
+            )
+    return files
 
 
 @contextlib.contextmanager
@@ -148,6 +208,7 @@ def load_causal_lm(
             "set target.backend=sglang, which runs it as it is, or name a copy that is not quantised in model.target"
         )
     with readable(name, "causal language model", remedy):
+        weight_files(name, revision)
         # Some models of several parts are no causal language models by transformers' tables, though they decode text.
         several = (
             type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
@@ -159,6 +220,7 @@ def load_causal_lm(
             revision=revision,
             trust_remote_code=trust_remote_code,
             dtype=dtype,
+            use_safetensors=True,
             output_loading_info=True,
             **({"attn_implementation": "eager"} if capped else {}),
         )
@@ -183,8 +245,10 @@ def readable(name: str, what: str, remedy: str | None = None) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    except Exception as error:  # whatever such a file makes them raise: tokenizers raises plain Exceptions
+        reason = f"{(str(error).strip() or type(error).__name__).splitlines()[0]:.300}"
+        if not isinstance(error, OSError | ValueError | ImportError | RuntimeError | SafetensorError):
+            reason = f"{type(error).__name__}: {reason}"
         remedy = remedy or (
             "name the folder of a complete checkpoint in model.target"
             if Path(name).is_dir()

@@ -1,23 +1,20 @@
 """A target's embedding and lm_head, of a model that is loaded or straight from the files of its checkpoint."""
 
 import contextlib
-import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from huggingface_hub.errors import EntryNotFoundError
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.logging import disable_progress_bar
 
 from eagle3.errors import UserError
-from eagle3.target.checkpoint import fetched, load_causal_lm, readable, whole_config
+from eagle3.target.checkpoint import fetched, load_causal_lm, readable, weight_files, whole_config
 from eagle3.target.interface import LogitTransform, TargetHead
 
 # Where configs say what is done to logits, with other models' names for the same.
@@ -40,10 +37,10 @@ def load_target_head(
 ) -> TargetHead:
     """Embedding and lm_head on the CPU, for training beside a target that runs elsewhere, or ran before.
 
-    Of a checkpoint in safetensors nothing else is read, and from the hub only the files with these two are fetched, under
-    the names that transformers gives them in its model (without the weights of one: it is built on the meta device). Two
-    kinds of checkpoint are loaded whole, and then dropped: PyTorch's .bin, which cannot be read in part, and a model whose
-    own Python code trust_remote_code runs, which alone knows what it reads.
+    Of a checkpoint nothing else is read, and from the hub only the files with these two are fetched, under
+    the names that transformers gives them in its model (without the weights of one: it is built on the meta device). A
+    model whose own Python code trust_remote_code runs is loaded whole, and then dropped, for that code alone knows what it
+    reads. Pickled weights (PyTorch's .bin) are refused.
 
     dtype: a torch dtype, its name, or "auto" (the config's; as stored where it names none). required: that the lm_head is
     a plain matrix; a store of logits does without. Raises UserError for what cannot be read, for weights that are missing
@@ -54,7 +51,7 @@ def load_target_head(
     own_code = trust_remote_code and AutoModelForCausalLM.__name__ in (getattr(config, "auto_map", None) or {})
     disable_progress_bar()  # of a download, which garbles a log
     with readable(name, "embedding and lm_head"):
-        files = None if own_code else _tensor_files(name, revision)
+        files = None if own_code else weight_files(name, revision)
         if files is not None:
             return _read_head(_Stored(name, revision, files), config, dtype, required)
     return model_head(name, load_causal_lm(name, revision, trust_remote_code, dtype), required)
@@ -126,20 +123,6 @@ class _Stored(NamedTuple):
     def read(self, tensor: str) -> Tensor:
         with self.opened(tensor) as file:
             return file.get_tensor(tensor)
-
-
-def _tensor_files(name: str, revision: str | None) -> dict[str, str] | None:
-    """By tensor, the name of its file, of which transformers would load it; None for a checkpoint without safetensors."""
-    for file in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
-        with contextlib.suppress(EntryNotFoundError):  # or the hub is out of reach, which loading whole will say
-            path = fetched(name, file, revision)
-            if not path.exists():
-                continue
-            if file == SAFE_WEIGHTS_INDEX_NAME:
-                return json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-            with safe_open(path, "pt") as opened:
-                return dict.fromkeys(opened.keys(), file)
-    return None
 
 
 class _Place(NamedTuple):
