@@ -15,6 +15,10 @@ TESTS = Path(__file__).parent
 SHIMS, LAUNCHERS = str(TESTS / "sglang_cpu" / "shims"), TESTS.parent / "launchers"
 
 
+def pytest_addoption(parser) -> None:
+    parser.addoption("--vllm", metavar="PATH", help="vLLM's wheel, or the folder it is unpacked in, for test_vllm.py")
+
+
 def pytest_configure() -> None:
     """Where SGLang is installed on a machine without GPUs: its torchvision breaks the import of transformers, in this
     process and in those that tests start, unless a shim is there first."""

@@ -208,5 +208,6 @@ DRAFT = {
     "max_position_embeddings": 8192,
     "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0},
     "dtype": "bfloat16",
+    "eagle_aux_hidden_state_layer_ids": [2, 16, 29],
     "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 15, 28], "use_aux_hidden_state": True},
 }

@@ -57,6 +57,15 @@ def test_the_serving_commands_name_target_draft_and_context(run):
     assert json.loads(vllm[4]) == {"method": "eagle3", "model": "DRAFT", "num_speculative_tokens": 4}
 
 
+def test_the_card_says_what_was_checked_of_vllm_and_what_an_older_export_lacks(run):
+    assert "was not run in vLLM" in card(run) and "one more key" not in card(run)
+    config = run.export / "config.json"
+    older = json.loads(config.read_text(encoding="utf-8"))
+    assert older.pop("eagle_aux_hidden_state_layer_ids") == [2, 16, 29]
+    write_json(config, older)
+    assert '`"eagle_aux_hidden_state_layer_ids": [2, 16, 29]`' in card(run)
+
+
 def test_the_card_has_the_runs_results_and_their_conditions(run):
     text = card(run)
     for part in (

@@ -139,7 +139,9 @@ def assert_shaped_as(exported: dict[str, Any], family: Family, recipe: Recipe) -
     own = text_part(tiny_config(family.recipe, family_tokenizer(family.recipe)))
     assert exported["hidden_size"] == exported["target_hidden_size"] == own["hidden_size"] == SIZES["hidden_size"]
     assert (exported["vocab_size"], exported["draft_vocab_size"]) == (PADDED_VOCABULARY, DRAFT_VOCABULARY)
-    assert exported["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == list(default_aux_layers(LAYERS))
+    layers = default_aux_layers(LAYERS)
+    assert exported["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == list(layers)
+    assert exported["eagle_aux_hidden_state_layer_ids"] == [layer + 1 for layer in layers]  # vLLM counts from 1
     if "kv_lora_rank" not in own:  # else no head of the target's is like one of a draft
         for name in ("num_attention_heads", "num_key_value_heads", "head_dim"):
             assert exported[name] == own.get(name, 16)

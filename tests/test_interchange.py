@@ -174,6 +174,7 @@ def test_config_json_says_what_serving_engines_read(tmp_path, topology):
     assert values["architectures"] == ["LlamaForCausalLMEagle3"] and values["num_hidden_layers"] == 1
     assert {name: values[name] for name in SIZES} == SIZES
     assert values["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 4, 8]
+    assert values["eagle_aux_hidden_state_layer_ids"] == [2, 5, 9]  # vLLM's count, see test_vllm.py
     assert values["eagle_config"]["use_aux_hidden_state"] is True
     assert values["rope_parameters"] == YARN
     assert values["rope_theta"] == 1e6
@@ -245,6 +246,40 @@ def test_a_config_without_the_optional_keys_takes_the_usual_values():
     config = DraftConfig.from_json(values, "config.json")
     assert (config.target_hidden_size, config.num_key_value_heads, config.head_dim) == (16, 4, 4)
     assert (config.draft_vocab_size, config.aux_layers, config.fc_norm, config.norm_output) == (30, None, False, False)
+
+
+def _with_layers(nested, top):
+    """A config.json that names auxiliary layers for SGLang and for vLLM; None leaves a key out."""
+    values = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "vocab_size": 30}
+    name = "eagle_aux_hidden_state_layer_ids"
+    values |= {} if nested is None else {"eagle_config": {name: nested}}
+    return values | ({} if top is None else {name: top})
+
+
+@pytest.mark.parametrize(
+    ("nested", "top"), [([1, 4, 8], [2, 5, 9]), ([1, 4, 8], None), (None, [2, 5, 9]), ([], [2, 5, 9])], ids=str
+)
+def test_auxiliary_layers_are_read_from_either_key(nested, top):
+    """Exports had the first key alone for long."""
+    assert DraftConfig.from_json(_with_layers(nested, top), "config.json").aux_layers == (1, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("nested", "top", "parts"),
+    [
+        ([1, 4, 8], [1, 4, 8], ["[1, 4, 8] (counted from 0", "[1, 4, 8] (counted from 1", "take out"]),
+        ([1, 4, 8], [2, 5, 10], ["[1, 4, 8]", "[2, 5, 10]"]),
+        (None, [0, 4, 8], ["[0, 4, 8]", "counted from 1"]),
+        ([-1, 4, 8], None, ["eagle_config.eagle_aux", "[-1, 4, 8]", "counted from 0"]),
+        (7, None, ["7"]),
+        (["1", 4, 8], None, ["['1', 4, 8]"]),
+        (None, [True, 4, 8], ["[True, 4, 8]"]),
+    ],
+    ids=str,
+)
+def test_auxiliary_layers_that_engines_would_read_differently_are_refused_with_both_values(nested, top, parts):
+    message = _refusal(DraftConfig.from_json, _with_layers(nested, top), "some/config.json")
+    assert message.startswith("some/config.json: ") and all(part in message for part in parts), message
 
 
 EVERY_NAME = sorted({*NAMES, *FC_NORM} - {"d2t", "t2d"})

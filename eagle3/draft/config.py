@@ -17,6 +17,8 @@ ROPE_TYPES = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
+# under eagle_config counted from 0, as SGLang reads it; at the top level from 1, as vLLM does: see _aux_layers
+_AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 _SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
 
@@ -131,7 +133,6 @@ class DraftConfig:
             raise UserError(
                 f"{origin}: attention_bias and partial_rotary_factor are not supported; use a draft without"
             )
-        layers = eagle.get("eagle_aux_hidden_state_layer_ids")
         if values.get("num_hidden_layers", 1) != 1 or values.get("hidden_act", "silu") != "silu":
             raise UserError(f"{origin}: only drafts of one layer with hidden_act silu are supported; use such a config")
         return cls(
@@ -146,7 +147,7 @@ class DraftConfig:
             max_position_embeddings=values.get("max_position_embeddings", 2048),
             rms_norm_eps=values.get("rms_norm_eps", 1e-6),
             rope_parameters=rope_parameters(values),
-            aux_layers=tuple(layers) if layers else None,
+            aux_layers=_aux_layers(values, eagle, origin),
             fc_norm=bool(values.get("fc_norm") or values.get("use_aux_norm")),
             norm_output=bool(values.get("norm_output")),
             token_ids={name: values.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
@@ -181,8 +182,9 @@ class DraftConfig:
             "dtype": dtype,
             "fc_norm": self.fc_norm,
             "norm_output": self.norm_output,
+            _AUX_LAYERS: [layer + 1 for layer in self.aux_layers] if self.aux_layers else None,
             "eagle_config": {
-                "eagle_aux_hidden_state_layer_ids": list(self.aux_layers) if self.aux_layers else None,
+                _AUX_LAYERS: list(self.aux_layers) if self.aux_layers else None,
                 "use_aux_hidden_state": True,
             },
         }
@@ -205,6 +207,30 @@ def read_draft_config(path: Path) -> DraftConfig:
     if not isinstance(values, dict):
         raise UserError(f"{path}: holds {type(values).__name__}, not the fields of a config; export the draft again")
     return DraftConfig.from_json(values, str(path))
+
+
+def _aux_layers(values: dict[str, Any], eagle: dict[str, Any], origin: str) -> tuple[int, ...] | None:
+    """0-based, of a config.json and its eagle_config; None where neither says.
+
+    SGLang takes eagle_config's ids, 0-based. vLLM takes those at the top level and captures what enters the layer of that
+    number, the output of the one before; without them it takes its model's default. Older exports have the first alone,
+    drafts of other trainers may have the second alone.
+    """
+    nested, top = _layer_ids(eagle, f"{origin}: eagle_config.", 0), _layer_ids(values, f"{origin}: ", 1)
+    if nested and top and [layer + 1 for layer in nested] != top:
+        raise UserError(
+            f"{origin}: eagle_config.{_AUX_LAYERS} {nested} (counted from 0, for SGLang) and {_AUX_LAYERS} {top} (counted from 1, "
+            "for vLLM) are not the same layers; take out the one that is not what the draft was trained on"
+        )
+    layers = nested or [layer - 1 for layer in top]
+    return tuple(layers) or None
+
+
+def _layer_ids(values: dict[str, Any], place: str, first: int) -> list[int]:
+    layers = values.get(_AUX_LAYERS) or []
+    if not isinstance(layers, list) or any(type(layer) is not int or layer < first for layer in layers):
+        raise UserError(f"{place}{_AUX_LAYERS} is {layers!r}, not a list of layers counted from {first}; fix the file")
+    return layers
 
 
 def rope_parameters(values: dict[str, Any]) -> dict[str, Any]:

@@ -229,8 +229,23 @@ def _serving(run: RunRecord, target: str) -> dict[str, str]:
         "vllm": fenced_command(
             ["vllm", "serve", target, "--speculative-config", speculative, "--max-model-len", str(context)]
         ),
+        "vllm_line": _of_vllm(run.draft),
         "context_line": f"The draft has positions for {context:,} tokens: do not serve it with a longer context.",
     }
+
+
+def _of_vllm(draft: dict[str, Any]) -> Markdown:
+    """What is known of vLLM with this draft; exports once lacked the key that it reads."""
+    key, eagle = "eagle_aux_hidden_state_layer_ids", draft.get("eagle_config") or {}
+    if eagle.get(key) and not draft.get(key):
+        values = json.dumps({key: [layer + 1 for layer in eagle[key]]})[1:-1]
+        return Markdown(
+            f"It needs one more key in `config.json`, without which it hands the draft layers of its own choice: `{values}`."
+        )
+    return Markdown(
+        "The draft was not run in vLLM. One thing was checked, with the functions of vLLM 0.33.0: from such a `config.json` it "
+        "hands the draft the layers that it was trained on."
+    )
 
 
 def _limits(run: RunRecord) -> list[str]:

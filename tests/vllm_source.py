@@ -1,0 +1,44 @@
+"""vLLM's own functions without its installation: read from its files and run by themselves."""
+
+import __future__
+
+import ast
+import importlib.util
+import re
+import zipfile
+from pathlib import Path
+from typing import Any
+
+
+class VLLMSource:
+    """root: vLLM's wheel, or the folder that holds its `vllm` and `vllm-*.dist-info`."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = zipfile.Path(root) if root.suffix == ".whl" else root
+        (information,) = (each for each in self.root.iterdir() if re.fullmatch(r"vllm-.*\.dist-info", each.name))
+        self.version = information.name.removeprefix("vllm-").removesuffix(".dist-info")
+
+    def definition(self, file: str, name: str, **names: Any) -> Any:
+        """The function or class of that name (`Class.method` for a method) in `file`, as it stands there but for its decorators
+        and annotations. It sees `names` and nothing else: what else it calls is a NameError."""
+        source = (self.root / "vllm" / file).read_text(encoding="utf-8")
+        body = ast.parse(source).body
+        for part in name.split("."):
+            (found,) = (node for node in body if getattr(node, "name", None) == part)
+            body = found.body
+        found.decorator_list.clear()
+        code = compile(
+            ast.Module([found], []),
+            f"vllm/{file}",
+            "exec",
+            flags=__future__.annotations.compiler_flag,
+            dont_inherit=True,
+        )
+        exec(code, names)
+        return names[found.name]
+
+
+def installed() -> Path | None:
+    """Where vLLM is installed, if it is; it is not imported."""
+    found = importlib.util.find_spec("vllm")
+    return Path(found.origin).parent.parent if found and found.origin else None
