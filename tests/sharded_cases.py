@@ -27,6 +27,12 @@ AXES = {
     "recompute": ("full", "none", "attention_kept"),
 }
 STEPS, HEADS, MOST_PROCESSES = 5, 8, 8
+LARGEST = (
+    2,
+    2,
+    2,
+    2,
+)  # beyond MOST_PROCESSES: the smallest layout in which every group is neither a rank nor the whole job
 
 
 @dataclass(frozen=True)
@@ -115,9 +121,11 @@ class Sharded:
 
 
 def base_cases() -> list[Sharded]:
-    """Every layout of 2, 4 or 8 processes once, at the first value of the other axes."""
+    """Every layout of 2, 4 or 8 processes once, and one of 16, at the first value of the other axes."""
     sizes = itertools.product(*(AXES[name] for name in ("tensor", "ulysses", "ring", "data")))
-    return [case for case in (Sharded(*each) for each in sizes) if 1 < case.world <= MOST_PROCESSES]
+    return [
+        case for case in (Sharded(*each) for each in sizes) if 1 < case.world <= MOST_PROCESSES or case.sizes == LARGEST
+    ]
 
 
 def covering_cases(seed: int = 0, tries: int = 60) -> list[Sharded]:

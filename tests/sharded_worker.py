@@ -13,10 +13,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from counted_bytes import count_bytes
 from distributed_attention import differences
 from processes import fork_ranks
 from safetensors.torch import save_file
-from sharded_cases import STEPS, Sharded, base_cases, covering_cases
+from sharded_cases import MOST_PROCESSES, STEPS, Sharded, base_cases, covering_cases
 from training_path import Trained, train_case
 from zero2_course import COURSES, ZERO2, reference, run_course
 
@@ -53,6 +54,8 @@ def run(cases: list[Sharded], courses: list[Sharded], folder: Path) -> None:
     if ulysses > 1 and (cases + courses)[0].world == ulysses:
         beside = {heads: differences(topology, heads) for heads in (ulysses, 8)}
         Path(folder / f"distributed_attention-u{ulysses}-rank{dist.get_rank()}.json").write_text(json.dumps(beside))
+    for case in filter(on_counted_bytes, cases):
+        Path(folder / bytes_file(dist.get_rank())).write_text(json.dumps(count_bytes(case, topology)))
     for case, name in itertools.product(filter(on_golden, cases), GOLDEN):
         golden = read_case(Path(__file__).parent / "golden" / name)
         found = run_case(golden, topology, 7, torch.float32, ZERO2, case.sharding, case.ring_mode, case.memory)
@@ -75,8 +78,16 @@ def in_bfloat16(case: Sharded) -> bool:
 
 
 def on_golden(case: Sharded) -> bool:
-    """Each layout once, where the golden cases' 4 query and 2 key/value heads can be dealt."""
-    return case in base_cases() and 4 % (case.tensor * case.ulysses) == 0
+    """Each layout of up to 8 processes once, where the golden cases' 4 query and 2 key/value heads can be dealt."""
+    return case in base_cases() and case.world <= MOST_PROCESSES and 4 % (case.tensor * case.ulysses) == 0
+
+
+def on_counted_bytes(case: Sharded) -> bool:
+    return case in base_cases() and case.sizes == (1, 2, 2, 1)
+
+
+def bytes_file(rank: int) -> str:
+    return f"bytes-rank{rank}.json"
 
 
 def golden_file(case: Sharded, name: str) -> str:

@@ -55,13 +55,17 @@ class Family:
             return self.target.model(input_ids=self.ids[None], output_hidden_states=True, use_cache=False)
 
 
-@pytest.fixture(scope="module", params=with_class())
+every_family = pytest.mark.parametrize("family", with_class(), indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
 def family(request, tmp_path_factory) -> Family:
     folder = make_family_target(request.param, tmp_path_factory.mktemp(request.param) / "target")
     ids = torch.randint(PADDED_VOCABULARY - 32, (50,), generator=torch.Generator().manual_seed(3))
     return Family(request.param, folder, load_target(folder, dtype="float32"), ids)
 
 
+@every_family
 def test_auxiliary_states_are_the_familys_own(family):
     (found,) = family.target.prefill([family.ids])
     expected = family.own_outputs().hidden_states
@@ -72,6 +76,7 @@ def test_auxiliary_states_are_the_familys_own(family):
     assert torch.allclose(found.last, expected[-1][0], rtol=1e-5, atol=1e-5)
 
 
+@every_family
 def test_teacher_logits_from_the_stored_head_are_the_familys_own(family):
     (states,) = family.target.prefill([family.ids])
     expected = family.own_outputs().logits[0]
@@ -83,6 +88,7 @@ def test_teacher_logits_from_the_stored_head_are_the_familys_own(family):
     assert len(set(states.argmax.tolist())) > 5  # a model that says little would agree with anything
 
 
+@every_family
 def test_the_familys_own_logits_can_be_the_teacher(family):
     """As for heads that training cannot load: those of a draft vocabulary, and nothing else is kept of them."""
     ids = torch.tensor([3, 7, 100, 250, 447])
@@ -93,6 +99,7 @@ def test_the_familys_own_logits_can_be_the_teacher(family):
     assert torch.equal(states.argmax, expected.argmax(-1))
 
 
+@every_family
 def test_a_document_in_chunks_has_the_familys_own_hidden_states_or_is_refused(family, topology):
     def in_chunks() -> list[HiddenStates]:
         return list(
@@ -110,6 +117,7 @@ def test_a_document_in_chunks_has_the_familys_own_hidden_states_or_is_refused(fa
     assert torch.allclose(torch.cat([chunk.last for chunk in found]), expected[-1][0], rtol=1e-4, atol=1e-4)
 
 
+@every_family
 def test_the_tiny_target_reads_its_document(family):
     """What its first token is shows in the last row, beyond any window, and every layer adds something: a target of which
     nothing depends on anything would agree with anything."""
@@ -123,6 +131,7 @@ def test_the_tiny_target_reads_its_document(family):
     assert (one.last - other.last)[-1].norm() > 1e-5 * one.last[-1].norm()
 
 
+@every_family
 def test_the_recipe_captures_trains_and_exports(family, topology, tmp_path):
     recipe = run_recipe(family.recipe, family.folder, tmp_path, topology)
     steps = metrics(tmp_path / "run")

@@ -27,7 +27,6 @@ from eagle3.fitting import RESERVED, Stream
 from eagle3.recipe import About, Claim, Recipe, load_recipe
 from eagle3.target.checkpoint import target_config
 from eagle3.target.facts import TargetFacts, read_facts
-from eagle3.target.sglang.version import EAGLE3_TARGETS
 from eagle3.training.assemble import drafted_tokens
 from eagle3.training.plans import planned_step
 from eagle3.training.recipe_text import (
@@ -104,28 +103,6 @@ def test_a_recipe_says_of_its_target_what_the_published_config_says(name, facts)
 def test_what_a_recipe_says_of_layouts_and_disk_is_what_the_planner_says_now(name, facts):
     text = RECIPES[name].read_text(encoding="utf-8")
     assert refreshed(text, recipe_of(name), facts[name], ZERO2, name) == text
-
-
-@every_recipe
-def test_a_recipe_claims_what_was_verified_and_no_more(name):
-    about, origin = recipe_of(name).about, origin_of(name)
-    captured = {
-        "LlamaForCausalLM",
-        "Qwen3ForCausalLM",
-        "Qwen3MoeForCausalLM",
-        "GptOssForCausalLM",
-    }  # in one test module,
-    captured |= {"Qwen2ForCausalLM", "Phi3ForCausalLM", "Glm4MoeForCausalLM"}  # and in another
-    captured |= {"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"}
-    expected = {
-        "config": origin["config"]["source"] is not None and not origin["config"]["unverified"],
-        "chat_template": origin["chat_template"]["source"] is not None and (FAMILIES / name / "masks.yaml").is_file(),
-        "training": True,  # test_families trains every one
-        "serving": about.architecture in EAGLE3_TARGETS,  # test_sglang_families compares that with SGLang
-        "capture": about.architecture in captured,
-        "weights": False,
-    }
-    assert {claim: claim in about.verified for claim in get_args(Claim)} == expected
 
 
 @every_recipe

@@ -1,16 +1,18 @@
 """Ulysses x ring x tensor x data parallelism gives the loss and gradients of one process, in every layout."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from counted_bytes import WAYS
 from definition import Loss, define
 from safetensors import safe_open
 from safetensors.torch import load_file
-from sharded_cases import AXES, MOST_PROCESSES, STEPS, base_cases, covering_cases, pairs_of, possible_pairs
-from sharded_worker import GOLDEN, case_file, course_file, golden_file, in_bfloat16, on_golden
+from sharded_cases import AXES, LARGEST, MOST_PROCESSES, STEPS, base_cases, covering_cases, pairs_of, possible_pairs
+from sharded_worker import GOLDEN, bytes_file, case_file, course_file, golden_file, in_bfloat16, on_golden
 from tiny_run import ROOT, finish, launch
 from torch import Tensor
 from training_path import train_case
@@ -26,7 +28,8 @@ CASES = base_cases() + covering_cases()
 def computed(tmp_path_factory):
     """The folder with what every case computed, all of them in one launch."""
     folder = tmp_path_factory.mktemp("sharded")
-    finish(launch(sys.executable, str(ROOT / "tests" / "sharded_worker.py"), str(folder)), timeout=600)
+    path = f"PYTHONPATH={ROOT / 'benchmarks'}:{os.environ.get('PYTHONPATH', '')}"  # for sent_bytes
+    finish(launch("env", path, sys.executable, "tests/sharded_worker.py", str(folder)), timeout=600)
     return folder
 
 
@@ -89,6 +92,21 @@ def test_ulysses_equals_deepspeeds_distributed_attention(computed, degree):
             assert differences.keys() == {"out", "q", "k", "v"} and max(differences.values()) < 1e-12
 
 
+@pytest.mark.parametrize(("mode", "recompute"), WAYS, ids=" ".join)
+@pytest.mark.parametrize("rank", range(4))
+def test_keys_and_values_cross_the_ring_once_in_gather_and_in_every_step_in_p2p(computed, rank, mode, recompute):
+    """Counted at the collectives of Ulysses 2 x ring 2 in bfloat16. A ring of two: `gather` sends K_0, V_0 forward once and their
+    gradient, in fp32, home once, whatever is recomputed. `p2p` sends K_0, V_0 in each of the K steps forward and again backward,
+    in which the gradient makes two hops, and a third time where whole steps are recomputed."""
+    found = json.loads((computed / bytes_file(rank)).read_text())[f"{mode} {recompute}"]
+    counted, keys, gradient = found["counted"], 2 * found["shared"], 4 * found["shared"]
+    sent = counted["ring K0,V0 forward"], counted["ring K0,V0 backward"]
+    again = STEPS * keys if recompute == "full" else 0
+    assert keys > 0
+    assert sent == ((keys, gradient) if mode == "gather" else (STEPS * keys, STEPS * (keys + 2 * gradient) + again))
+    assert counted == found["expected"]  # what the planner says of each kind, to the byte
+
+
 def read(path: Path) -> tuple[dict, dict[str, Tensor]]:
     """The numbers and the gradients of one case."""
     with safe_open(path, "pt") as file:
@@ -149,6 +167,6 @@ def test_the_cases_hold_every_layout_and_every_pair_of_values():
         for ring in AXES["ring"]
         for data in AXES["data"]
         if 1 < tensor * ulysses * ring * data <= MOST_PROCESSES
-    }
+    } | {LARGEST}
     assert possible_pairs() == set().union(*map(pairs_of, covering_cases()))
     assert len(possible_pairs()) > 200

@@ -1,0 +1,55 @@
+"""What a rank sends in one step, counted at the collectives, beside the planner's formula and the size of its K_0, V_0."""
+
+import dataclasses
+import itertools
+from typing import Any, get_args
+
+import torch
+from sent_bytes import SentBytes
+from sharded_cases import STEPS, Sharded
+from training_path import batch_counts, batch_weights, load_draft, stream_batch
+
+from eagle3.attention.ring import RingMode
+from eagle3.costs import Traffic, sent_bytes
+from eagle3.objective.model import DraftObjective, MemoryPlan
+from eagle3.objective.recompute import Recompute
+from eagle3.parallel.sequence import Stream, plan_sequence
+from eagle3.parallel.topology import Topology
+from eagle3.planner import Planned, Share, Sizes
+
+# In bfloat16 a gradient in fp32 has twice the bytes of what it is the gradient of.
+DTYPE = torch.bfloat16
+WAYS = list(itertools.product(get_args(RingMode), get_args(Recompute)))
+
+
+def count_bytes(base: Sharded, topology: Topology) -> dict[str, Any]:
+    """By ring mode and what is recomputed: `counted` and `expected` bytes by kind and phase, and `shared`, the numbers in this
+    rank's keys and values of step 0."""
+    return {
+        " ".join(way): _count(dataclasses.replace(base, ring_mode=way[0], recompute=way[1]), topology) for way in WAYS
+    }
+
+
+def _count(sharded: Sharded, topology: Topology) -> dict[str, Any]:
+    case, memory = sharded.case(), MemoryPlan(sharded.recompute)
+    draft = load_draft(case, topology, DTYPE)
+    objective = DraftObjective(draft, topology, sharded.ring_mode, memory)
+    batch = stream_batch(case, case.documents, STEPS, DTYPE, topology, sharded.sharding)
+    weights = batch_weights(objective, [batch], batch_counts([batch], topology), sharded.config, topology)
+    with SentBytes(case.config.head_dim) as counter:
+        distilled = objective(batch, weights)
+        counter.phase = "backward"
+        distilled.surrogate.backward()
+    stream = Stream.pack([each.ids for each in case.documents], [each.loss_mask for each in case.documents])
+    share = Share.of(plan_sequence(stream, STEPS, sharded.sharding, topology.sequence.rank()), stream)
+    sizes = Sizes(sharded.tensor, sharded.ulysses, sharded.ring)
+    planned = Planned(case.config, STEPS, DTYPE, sizes, sharded.ring_mode, memory, device="cpu")
+    return {
+        "counted": _named(counter.sent),
+        "expected": _named(sent_bytes(planned, share)),
+        "shared": 2 * share.keys * case.config.num_key_value_heads * case.config.head_dim,
+    }
+
+
+def _named(traffic: Traffic) -> dict[str, float]:
+    return {f"{kind} {phase}": number for (kind, phase), number in traffic.items() if number}
