@@ -12,11 +12,12 @@ import torch
 
 from eagle3.console import Console
 from eagle3.durable import writing
+from eagle3.errors import UserError
 
 
 class Tracker:
     """Writes records {step, kind, ...numbers}. kind: train, held_out, or skipped, whose record names its samples too. A
-    number that is not finite is null. Use it on the first rank only."""
+    number that is not finite is null. Use it on the first rank only. Raises UserError where Weights & Biases does not begin."""
 
     def __init__(self, folder: Path, *, tensorboard: bool, wandb_project: str | None, console: Console) -> None:
         self.folder, self.file = folder, (folder / "metrics.jsonl").open("a", encoding="utf-8")
@@ -30,7 +31,16 @@ class Tracker:
         if wandb_project and importlib.util.find_spec("wandb"):
             import wandb
 
-            self.wandb = wandb.init(project=wandb_project, dir=str(folder), resume="allow")
+            try:
+                self.wandb = wandb.init(project=wandb_project, dir=str(folder), resume="allow")
+            except (
+                wandb.Error,
+                ValueError,
+            ) as error:  # no key, no network; a variable with a value that it does not know
+                raise UserError(
+                    f"tracking.wandb_project: {wandb_project!r}: Weights & Biases does not begin ({' '.join(str(error).split())}); "
+                    "run `wandb login`, set WANDB_MODE=offline, or leave the key out"
+                ) from error
             names.append("Weights & Biases")
         elif wandb_project:
             console.warn("tracking.wandb_project is set but wandb is not installed; pip install wandb")

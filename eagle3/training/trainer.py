@@ -96,7 +96,7 @@ class Trainer:
         checkpoint, where `stop` asks for it."""
         start = self._resume() if resume else 0
         self._require_agreement(start)
-        tracker = self._tracker()
+        tracker = agreed(self._tracker if self.topology.is_first else None)
         pace = Pace(start, self.steps)
         profile = self.training.profile
         profiler = Profiler(self.folder.profile, profile.start, profile.steps) if profile else Profiler.off()
@@ -198,9 +198,7 @@ class Trainer:
             step, len(self.train_loader.samples), self.training.global_batch_size, self.recipe.data.seed
         )
 
-    def _tracker(self) -> Tracker | None:
-        if not self.topology.is_first:
-            return None
+    def _tracker(self) -> Tracker:
         tracking = self.recipe.tracking
         return Tracker(
             self.folder.path,

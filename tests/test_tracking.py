@@ -1,0 +1,96 @@
+"""What a run's numbers are written to: TensorBoard's events and Weights & Biases' file hold those of metrics.jsonl."""
+
+import json
+import math
+import struct
+
+import pytest
+import wandb
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from wandb.proto.wandb_internal_pb2 import Record
+
+from eagle3.console import Console
+from eagle3.errors import UserError
+from eagle3.training.tracking import Tracker
+
+# (step, kind, values) as training writes them, and by name the numbers of each step
+WRITTEN = [
+    (1, "train", {"loss": 2.5, "step_losses": [1.5, math.nan], "tokens": 7, "learning_rate": 1e-4}),
+    (1, "skipped", {"gradient_norm": math.inf, "samples": ["a", "b"]}),
+    (2, "train", {"loss": 2.25, "step_losses": [1.25, 1.0], "tokens": 9, "learning_rate": 5e-5}),
+    (2, "held_out", {"loss": 3.5, "contexts": [512, 1024], "acceptance_by_context": [0.5, None]}),
+]
+EXPECTED = {
+    "train/loss": {1: 2.5, 2: 2.25},
+    "train/step_losses/0": {1: 1.5, 2: 1.25},
+    "train/step_losses/1": {2: 1.0},
+    "train/tokens": {1: 7, 2: 9},
+    "train/learning_rate": {1: 1e-4, 2: 5e-5},
+    "held_out/loss": {2: 3.5},
+    "held_out/acceptance_by_context/512": {2: 0.5},
+}
+
+
+def write_all(folder, **where) -> None:
+    tracker = Tracker(folder, **({"tensorboard": False, "wandb_project": None, "console": Console(False)} | where))
+    for step, kind, values in WRITTEN:
+        tracker.write(step, kind, values)
+    tracker.close()
+
+
+def test_metrics_jsonl_has_every_record_and_null_for_what_is_no_number(tmp_path):
+    write_all(tmp_path)
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(record["step"], record["kind"]) for record in records] == [(step, kind) for step, kind, _ in WRITTEN]
+    assert records[0]["step_losses"] == [1.5, None]
+    assert records[1] == {"step": 1, "kind": "skipped", "gradient_norm": None, "samples": ["a", "b"]}
+
+
+def test_tensorboard_reads_every_number_at_its_step(tmp_path):
+    write_all(tmp_path, tensorboard=True)
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    found = {name: {event.step: event.value for event in events.Scalars(name)} for name in events.Tags()["scalars"]}
+    assert found == {name: pytest.approx(values, rel=1e-6) for name, values in EXPECTED.items()}  # events are in fp32
+
+
+def test_weights_and_biases_has_every_number_at_its_step(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_CONSOLE", "off")
+    write_all(tmp_path, wandb_project="drafts")
+    wandb.teardown()  # its service writes the file's last block when it ends
+    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    records = wandb_records(file.read_bytes())
+    assert [record.run.project for record in records if record.HasField("run")] == ["drafts"]
+    found = {}
+    for record in records:
+        if record.HasField("history"):
+            values = {
+                item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item
+            }
+            for name, value in values.items():
+                if not name.startswith("_"):
+                    found.setdefault(name, {})[values["_step"]] = value
+    assert found == EXPECTED
+
+
+def wandb_records(data: bytes) -> list[Record]:
+    """Of a file that fits into its format's first block of 32 KiB: seven bytes of the file's own, then to each record seven bytes
+    (checksum, length, 1 for a whole one)."""
+    assert data[:4] == b":W&B" and len(data) < 32768
+    records, place = [], 7
+    while place < len(data):
+        length, kind = struct.unpack_from("<HB", data, place + 4)
+        assert kind == 1
+        records.append(Record.FromString(data[place + 7 : place + 7 + length]))
+        place += 7 + length
+    return records
+
+
+def test_weights_and_biases_without_a_key_is_said_in_one_line(tmp_path, monkeypatch):
+    for name in ("WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    wandb.teardown()  # it reads the environment once
+    with pytest.raises(UserError, match="tracking.wandb_project: 'drafts'.*; run `wandb login`") as mistake:
+        write_all(tmp_path, wandb_project="drafts")
+    assert "\n" not in str(mistake.value)
