@@ -41,9 +41,9 @@ def cases(ground: Ground, dice: random.Random) -> Iterator[Case]:
     yield Case("a target's name full of HTML and Markdown", lambda: _card(ground))
     yield Case("modes of the exported files", lambda: _modes(ground))
     for number in range(4):
-        rank, delay = number % 2, dice.uniform(0.2, 3.0)
+        rank, delay = number % 2, dice.uniform(0.0, 1.5)
         yield Case(
-            f"capture.py: rank {rank} killed {delay:.1f} s after its start",
+            f"capture.py: rank {rank} killed {delay:.1f} s after its first line",
             lambda rank=rank, delay=delay: _killed_capture(ground, rank, delay),
         )
     for rank in (0, 1):
@@ -120,8 +120,8 @@ def _long_row(ground: Ground, policy: str) -> Verdict:
     data |= {"too_long": policy, "max_length": 256, "workers": 1}
     ended = ground.launchers.run("launchers/prepare.py", "--recipe", str(ground.recipe(folder, data=data)), limit=600)
     verdict = judge(ended)
-    if verdict.outcome in ("right", "refused") and ended.peak_mib > MOST_MIB:
-        verdict = Verdict("broken promise", verdict.detail)
+    if ended.peak_mib > MOST_MIB:
+        verdict = Verdict("broken promise", f"more than {MOST_MIB:,} MiB; {verdict.outcome}, {verdict.detail}")
     return verdict._replace(detail=f"{ended.peak_mib:,.0f} MiB at most, {ended.seconds:.0f} s: {verdict.detail}")
 
 
@@ -213,12 +213,19 @@ def _card(ground: Ground) -> Verdict:
     shutil.copytree(ground.target(), folder / name)
     ended = ground.train(ground.recipe(folder, model=_named(str(folder / name))))
     verdict = judge(ended)
-    published = [folder / "run" / "export" / "README.md", folder / "run" / "report.html"]
-    if ended.well:
-        for path in published:
-            if re.search(r"(?<!`)<img src=x", path.read_text(encoding="utf-8")):
-                return Verdict("broken promise", f"{path.name} has the name as it is")
+    for path in (folder / "run" / "export" / "README.md", folder / "run" / "report.html"):
+        if ended.well and "<img src=x" in _outside_code(path):
+            return Verdict("broken promise", f"{path.name} has the name as it is")
     return verdict
+
+
+def _outside_code(path: Path) -> str:
+    """Of Markdown: the text without front matter, fenced blocks and code spans, where HTML is inert. Of HTML: all."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".md":
+        for inert in (r"\A---\n.*?\n---\n", r"^(```+).*?^\1", r"(`+)(?!`).+?(?<!`)\1(?!`)"):
+            text = re.sub(inert, "", text, flags=re.DOTALL | re.MULTILINE)
+    return text
 
 
 def _named(target: str) -> dict:
@@ -238,11 +245,18 @@ def _modes(ground: Ground) -> Verdict:
 
 def _killed_capture(ground: Ground, rank: int, delay: float) -> Verdict:
     folder = ground.empty("hostile_places")
-    recipe = ground.recipe(folder, rows=400)
+    recipe = ground.recipe(folder, rows=400, hidden_states=_slow(folder))
     job = ground.launchers.start_job(2, "launchers/capture.py", "--recipe", str(recipe))
-    while ground.launchers.alive(job) and time.monotonic() - job[0].began < delay:
+    ground.launchers.wait_until(lambda: job[0].out.exists() and b"[ " in job[0].out.read_bytes(), job)
+    spoke = time.monotonic()
+    while ground.launchers.alive(job) and time.monotonic() - spoke < delay:
         time.sleep(0.002)
     return _after_kill(ground, job, rank, lambda said: None)
+
+
+def _slow(folder: Path) -> dict:
+    """Batches of a sample or two."""
+    return {"dtype": "float32", "path": str(folder / "store"), "shard_tokens": 200, "prefill_tokens": 64}
 
 
 def _killed_training(ground: Ground, rank: int, step: int) -> Verdict:
