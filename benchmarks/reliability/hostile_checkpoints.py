@@ -107,7 +107,7 @@ def _manifest(ground: Ground, name: str, steps: list[str]) -> Verdict:
 
     def loss() -> str | None:
         now = os.listdir(folder / "run" / "checkpoints")
-        gone = [name for name in before if not any(other.startswith(name) for other in now)]
+        gone = [name for name in before if not any(name in other for other in now)]  # or renamed
         return f"{gone[0]} is gone" if gone else None
 
     return judge(ended, lambda: run_difference(folder / "run", _whole(ground) / "run"), loss, good="continued")

@@ -16,8 +16,14 @@ from tries import Case, Verdict, judge
 DEPTH = 200_000
 NESTED, CLOSED = "[" * DEPTH, "[" * DEPTH + "]" * DEPTH
 DIGITS = "9" * 5000
-ENDLESS = "{% for a in range(90000) %}{% for b in range(90000) %}{% for c in range(90000) %}{% endfor %}{% endfor %}{% endfor %}"
+TEMPLATES = {
+    "endless": "{% for a in range(90000) %}{% for b in range(90000) %}{% for c in range(90000) %}x{% endfor %}{% endfor %}"
+    "{% endfor %}",
+    "doubling": "{% set all = namespace(text='x') %}{% for a in range(90000) %}{% set all.text = all.text ~ all.text %}"
+    "{% endfor %}",
+}
 LIMIT = 180
+TEMPLATE_LIMIT = 400  # a row of data may take a minute of processor time, which is longer on a busy machine
 ROW = json.dumps(conversations(1)[0])
 # File name and content of what data.train names.
 DATA = {
@@ -93,8 +99,8 @@ def cases(ground: Ground, dice: random.Random) -> Iterator[Case]:
     for file in RUN_FILES:
         for what, value in (("nested", CLOSED), ("a number of 5,000 digits", DIGITS)):
             yield _case(f"report: {file}, {what}", lambda file=file, value=value: _report(ground, file, value))
-    for use in ("prepare", "train"):
-        yield _case(f"endless chat template, {use}", lambda use=use: _endless(ground, use))
+    for name, template in TEMPLATES.items():
+        yield _case(f"{name} chat template", lambda template=template: _template(ground, template))
 
 
 def _case(name: str, run: Callable[[], Ended]) -> Case:
@@ -105,8 +111,8 @@ def _verdict(ended: Ended) -> Verdict:
     return judge(ended, lambda: "taken as if it were right")
 
 
-def _prepare(ground: Ground, recipe: Path, *words: str) -> Ended:
-    return ground.launchers.run("launchers/prepare.py", "--recipe", str(recipe), *words, limit=LIMIT)
+def _prepare(ground: Ground, recipe: Path, *words: str, limit: float = LIMIT) -> Ended:
+    return ground.launchers.run("launchers/prepare.py", "--recipe", str(recipe), *words, limit=limit)
 
 
 def _data(ground: Ground, file: str, content: str) -> Ended:
@@ -177,8 +183,8 @@ def _report(ground: Ground, file: str, value: str) -> Ended:
     return ground.launchers.run("launchers/report.py", str(folder / "run"), limit=LIMIT)
 
 
-def _endless(ground: Ground, use: str) -> Ended:
+def _template(ground: Ground, text: str) -> Ended:
     folder = ground.empty("hostile_text")
-    (folder / "endless.jinja").write_text(ENDLESS, encoding="utf-8")
-    recipe, word = ground.recipe(folder), f"data.chat_template={folder / 'endless.jinja'}"
-    return _prepare(ground, recipe, word) if use == "prepare" else ground.train(recipe, word, limit=LIMIT)
+    (folder / "hostile.jinja").write_text(text, encoding="utf-8")
+    word = f"data.chat_template={folder / 'hostile.jinja'}"
+    return _prepare(ground, ground.recipe(folder), word, limit=TEMPLATE_LIMIT)

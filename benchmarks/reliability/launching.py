@@ -80,12 +80,13 @@ class Launchers:
     """Of the checkout `root`. cpu_seconds: of everything that has ended so far. fresh: see above."""
 
     def __init__(self, root: Path, logs: Path) -> None:
-        self.root, self.logs, self.fresh, self.cpu_seconds, self.count = root, logs, False, 0.0, 0
+        self.root, self.logs, self.fresh, self.cpu_seconds = root, logs, False, 0.0
         logs.mkdir(parents=True, exist_ok=True)
+        self.count = max((int(path.stem) for path in logs.glob("*.out")), default=0)
 
-    def run(self, script: str, *arguments: str, limit: float = 120, cwd: Path | None = None) -> Ended:
+    def run(self, script: str, *arguments: str, limit: float = 120) -> Ended:
         """script: relative to the checkout, or absolute. limit: seconds."""
-        return self.finish([self.start(script, *arguments, cwd=cwd)], limit)
+        return self.finish([self.start(script, *arguments)], limit)
 
     def run_job(self, world: int, script: str, *arguments: str, limit: float = 120) -> Ended:
         return self.finish(self.start_job(world, script, *arguments), limit)
@@ -102,37 +103,38 @@ class Launchers:
             for rank in range(world)
         ]
 
-    def start(
-        self, script: str, *arguments: str, variables: Mapping[str, object] | None = None, cwd: Path | None = None
-    ) -> Process:
-        self.count += 1
-        out, err = (self.logs / f"{self.count:05d}.{kind}" for kind in ("out", "err"))
+    def start(self, script: str, *arguments: str, variables: Mapping[str, object] | None = None) -> Process:
         environment = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
         environment |= {**ENVIRONMENT, "PYTHONPATH": str(self.root)}
         environment |= {name: str(value) for name, value in (variables or {}).items()}
         command = [str(self.root / script), *map(str, arguments)]
-        pid = os.fork()
-        if not pid:
-            with _child(out, err):
-                os.chdir(cwd or self.root)
-                if self.fresh:
-                    os.execve(sys.executable, [sys.executable, *command], environment)
-                os.environ.clear()
-                os.environ.update(environment)
-                _be(command)
-        return Process(pid, out, err, time.monotonic())
+
+        def be() -> None:
+            os.chdir(self.root)
+            if self.fresh:
+                os.execve(sys.executable, [sys.executable, *command], environment)
+            os.environ.clear()
+            os.environ.update(environment)
+            sys.argv, sys.path[0] = command, str(Path(command[0]).parent)
+            sys.path.insert(1, environment["PYTHONPATH"])
+            runpy.run_path(command[0], run_name="__main__")
+
+        return self._fork(be)
 
     def call(self, function: Callable[..., None], *arguments: object) -> None:
         """In a child: what starts threads, or patches modules, must not do so in the process that forks."""
+        ended = self.finish([self._fork(lambda: function(*arguments))], 300)
+        if not ended.well:
+            raise RuntimeError(f"{function.__name__}: {ended.codes}\n{ended.said}")
+
+    def _fork(self, be: Callable[[], None]) -> Process:
         self.count += 1
         out, err = (self.logs / f"{self.count:05d}.{kind}" for kind in ("out", "err"))
         pid = os.fork()
         if not pid:
             with _child(out, err):
-                function(*arguments)
-        ended = self.finish([Process(pid, out, err, time.monotonic())], 300)
-        if not ended.well:
-            raise RuntimeError(f"{function.__name__}: {ended.codes}\n{ended.said}")
+                be()
+        return Process(pid, out, err, time.monotonic())
 
     def finish(self, processes: Sequence[Process], limit: float) -> Ended:
         """Wait for all, at most `limit` seconds from their start; then kill whatever is left of them."""
@@ -197,12 +199,6 @@ def preload() -> None:
         finally:
             sys.stdout.flush(), sys.stderr.flush()
             os.dup2(quiet[0], 1), os.dup2(quiet[1], 2)
-
-
-def _be(command: list[str]) -> None:
-    sys.argv, sys.path[0] = command, str(Path(command[0]).parent)
-    sys.path.insert(1, os.environ["PYTHONPATH"])
-    runpy.run_path(command[0], run_name="__main__")
 
 
 class _child:
