@@ -71,9 +71,9 @@ class Process:
     peak: int = 0
 
     def kill(self) -> None:
-        """This process alone; what it started lives on, as after a kill from outside."""
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
+        """This process alone; what it started lives on, as after a kill from outside. Before `finish`, after which its number
+        may be another's."""
+        os.kill(self.pid, signal.SIGKILL)
 
 
 class Launchers:
@@ -147,12 +147,13 @@ class Launchers:
                     process.peak = max(process.peak, _resident(process.pid))
         for process in processes:
             late = process.ended is None
-            with suppress(ProcessLookupError):
+            process.kill()  # one that was not waited for keeps its number, dead or alive
+            with suppress(ProcessLookupError):  # it never came to have a group
                 os.killpg(process.pid, signal.SIGKILL)
-            while process.ended is None:
-                self.alive([process])
-                time.sleep(PAUSE)
-            process.code = None if late else process.code
+            _, status, used = os.wait4(process.pid, 0)
+            process.ended = process.ended or time.monotonic()
+            process.code = None if late else os.waitstatus_to_exitcode(status)
+            self.cpu_seconds += used.ru_utime + used.ru_stime
         return Ended(
             tuple(process.code for process in processes),
             "".join(process.out.read_text("utf-8", "replace") for process in processes),
@@ -162,13 +163,10 @@ class Launchers:
         )
 
     def alive(self, processes: Sequence[Process]) -> bool:
-        """Whether one of them is; notes the end of the others."""
+        """Whether one of them is; notes when the others ended."""
         for process in processes:
-            if process.ended is None:
-                pid, status, used = os.wait4(process.pid, os.WNOHANG)
-                if pid:
-                    process.ended, process.code = time.monotonic(), os.waitstatus_to_exitcode(status)
-                    self.cpu_seconds += used.ru_utime + used.ru_stime
+            if process.ended is None and os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                process.ended = time.monotonic()
         return any(process.ended is None for process in processes)
 
     def wait_until(self, condition: Callable[[], bool], processes: Sequence[Process], limit: float = 120) -> bool:

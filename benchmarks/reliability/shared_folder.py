@@ -1,7 +1,13 @@
-"""A second run on the output.dir of one that is training: the first must end as if alone, the second be turned away."""
+"""A second run on the output.dir of one that is training: the first must end as if alone, the second be turned away.
+
+So that they meet on any machine, the first is stopped (SIGSTOP) while the second starts, and goes on when that has ended; those
+of "the same instant" run freely.
+"""
 
 import json
+import os
 import random
+import signal
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +18,7 @@ from tries import Case, Verdict, crashed, last_words
 
 STEPS = 60
 LONG = f"training.max_steps={STEPS}"
-LIMIT = 240
+LIMIT = 180
 # How the first is started, how the second, and when: after so many steps of the first.
 WAYS = {
     "fresh, fresh": ((), (), 3),
@@ -66,9 +72,13 @@ def meet(ground: Ground, name: str) -> Verdict:
     first = ground.launchers.start_job(world, *common, *first_words)
     if after:
         _wait_for_step(ground, first, run, after)
+        for process in first:
+            os.kill(process.pid, signal.SIGSTOP)
     second = ground.launchers.start_job(second_world, *common, *second_words, f"output.dir={spelling}")
-    ended = [ground.launchers.finish(job, LIMIT) for job in (second, first)]
-    second_ended, first_ended = ended
+    second_ended = ground.launchers.finish(second, LIMIT)
+    for process in first:
+        os.kill(process.pid, signal.SIGCONT)
+    first_ended = ground.launchers.finish(first, 2 * LIMIT)
     if not after and second_ended.well and not first_ended.well:  # which of the two came first is chance
         first_ended, second_ended = second_ended, first_ended
     for who, one in (("first", first_ended), ("second", second_ended)):
