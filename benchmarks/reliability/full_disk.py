@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ground import Ground, require, run_difference, store_difference
-from launching import Ended
+from launching import LIMIT, Ended
 from tries import Case, NotHere, Verdict, crashed, judge, last_words, warned
 
 KINDS = ("cache", "store", "checkpoint", "export")
@@ -127,7 +127,7 @@ def _cut_at_export(ground: Ground, command: list[str], disk: Path, room: int) ->
         assert not (disk / "run" / "export" / "model.safetensors").exists(), "looked too late"
         resize(disk, used(disk) + room)
         os.kill(process.pid, signal.SIGCONT)
-    return ground.launchers.finish([process], 120)
+    return ground.launchers.finish([process], LIMIT)
 
 
 def _difference(kind: str, folder: Path, disk: Path, whole: Path) -> str | None:

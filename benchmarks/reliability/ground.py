@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import yaml
-from launching import Ended, Launchers
+from launching import LIMIT, Ended, Launchers
 
 # Of a line of metrics.jsonl: what depends on the clock or the machine.
 NOT_COMPUTED = ("tokens_per_second", "memory_gib", "seconds", "time")
@@ -97,12 +97,12 @@ class Ground:
         path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
         return path
 
-    def train(self, recipe: Path, *words: str, world: int = 1, limit: float = 120) -> Ended:
+    def train(self, recipe: Path, *words: str, world: int = 1, limit: float = LIMIT) -> Ended:
         if world == 1:
             return self.launchers.run("launchers/train.py", "--recipe", str(recipe), *words, limit=limit)
         return self.launchers.run_job(world, "launchers/train.py", "--recipe", str(recipe), *words, limit=limit)
 
-    def capture(self, recipe: Path, *words: str, world: int = 1, limit: float = 120) -> Ended:
+    def capture(self, recipe: Path, *words: str, world: int = 1, limit: float = LIMIT) -> Ended:
         if world == 1:
             return self.launchers.run("launchers/capture.py", "--recipe", str(recipe), *words, limit=limit)
         return self.launchers.run_job(world, "launchers/capture.py", "--recipe", str(recipe), *words, limit=limit)

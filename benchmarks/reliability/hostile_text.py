@@ -22,7 +22,7 @@ TEMPLATES = {
     "doubling": "{% set all = namespace(text='x') %}{% for a in range(90000) %}{% set all.text = all.text ~ all.text %}"
     "{% endfor %}",
 }
-LIMIT = 180
+LIMIT = 300
 TEMPLATE_LIMIT = 400  # a row of data may take a minute of processor time, which is longer on a busy machine
 ROW = json.dumps(conversations(1)[0])
 # File name and content of what data.train names.

@@ -13,7 +13,7 @@ from tries import Case, Verdict, crashed, last_words
 TRAINING, CAPTURES, WORLD = 20, 8, 2
 VICTIMS = ("rank 0", "rank 1", "both ranks")
 # Of a job that lost a rank: the watchdog ends it within a minute, and a busy machine takes longer.
-LIMIT = 120
+LIMIT = 300
 
 
 def cases(ground: Ground, dice: random.Random) -> Iterator[Case]:

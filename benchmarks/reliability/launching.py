@@ -26,6 +26,8 @@ from typing import NamedTuple
 import psutil
 
 PAUSE = 0.005
+# Seconds of a try, where it states no other: twenty times what it takes on a quiet machine.
+LIMIT = 300
 DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 # Beyond what this process has mapped: what eats all memory must not end the machine.
 MOST_MORE = 10 << 30
@@ -84,11 +86,11 @@ class Launchers:
         logs.mkdir(parents=True, exist_ok=True)
         self.count = max((int(path.stem) for path in logs.glob("*.out")), default=0)
 
-    def run(self, script: str, *arguments: str, limit: float = 120) -> Ended:
+    def run(self, script: str, *arguments: str, limit: float = LIMIT) -> Ended:
         """script: relative to the checkout, or absolute. limit: seconds."""
         return self.finish([self.start(script, *arguments)], limit)
 
-    def run_job(self, world: int, script: str, *arguments: str, limit: float = 120) -> Ended:
+    def run_job(self, world: int, script: str, *arguments: str, limit: float = LIMIT) -> Ended:
         return self.finish(self.start_job(world, script, *arguments), limit)
 
     def start_job(self, world: int, script: str, *arguments: str) -> list[Process]:
@@ -169,7 +171,7 @@ class Launchers:
                 process.ended = time.monotonic()
         return any(process.ended is None for process in processes)
 
-    def wait_until(self, condition: Callable[[], bool], processes: Sequence[Process], limit: float = 120) -> bool:
+    def wait_until(self, condition: Callable[[], bool], processes: Sequence[Process], limit: float = LIMIT) -> bool:
         """False where the processes ended, or the time did, before the condition held."""
         began = time.monotonic()
         while not condition():

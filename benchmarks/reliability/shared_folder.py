@@ -18,7 +18,7 @@ from tries import Case, Verdict, crashed, last_words
 
 STEPS = 60
 LONG = f"training.max_steps={STEPS}"
-LIMIT = 180
+LIMIT = 300
 # How the first is started, how the second, and when: after so many steps of the first.
 WAYS = {
     "fresh, fresh": ((), (), 3),
