@@ -27,12 +27,8 @@ AXES = {
     "recompute": ("full", "none", "attention_kept"),
 }
 STEPS, HEADS, MOST_PROCESSES = 5, 8, 8
-LARGEST = (
-    2,
-    2,
-    2,
-    2,
-)  # beyond MOST_PROCESSES: the smallest layout in which every group is neither a rank nor the whole job
+# tensor, Ulysses, ring, data: beyond MOST_PROCESSES, the smallest layout that has every kind of group
+LARGEST = (2, 2, 2, 2)
 
 
 @dataclass(frozen=True)

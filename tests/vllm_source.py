@@ -4,19 +4,16 @@ import __future__
 
 import ast
 import importlib.util
-import re
 import zipfile
 from pathlib import Path
 from typing import Any
 
 
 class VLLMSource:
-    """root: vLLM's wheel, or the folder that holds its `vllm` and `vllm-*.dist-info`."""
+    """root: vLLM's wheel, or the folder that holds its `vllm`."""
 
     def __init__(self, root: Path) -> None:
         self.root = zipfile.Path(root) if root.suffix == ".whl" else root
-        (information,) = (each for each in self.root.iterdir() if re.fullmatch(r"vllm-.*\.dist-info", each.name))
-        self.version = information.name.removeprefix("vllm-").removesuffix(".dist-info")
 
     def definition(self, file: str, name: str, **names: Any) -> Any:
         """The function or class of that name (`Class.method` for a method) in `file`, as it stands there but for its decorators

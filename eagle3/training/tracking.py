@@ -33,10 +33,7 @@ class Tracker:
 
             try:
                 self.wandb = wandb.init(project=wandb_project, dir=str(folder), resume="allow")
-            except (
-                wandb.Error,
-                ValueError,
-            ) as error:  # no key, no network; a variable with a value that it does not know
+            except (wandb.Error, ValueError) as error:  # ValueError: of what its environment variables say
                 raise UserError(
                     f"tracking.wandb_project: {wandb_project!r}: Weights & Biases does not begin ({' '.join(str(error).split())}); "
                     "run `wandb login`, set WANDB_MODE=offline, or leave the key out"
