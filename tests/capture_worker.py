@@ -2,7 +2,7 @@
 that ends the others. Some are killed on the way. For tests/test_capture.py.
 
 python tests/capture_worker.py same RECIPE FOLDER      what stores hold, by the way in which they were captured
-python tests/capture_worker.py killed RECIPE FOLDER    what is said, and how ranks end, where one of three is killed
+python tests/capture_worker.py killed RECIPE FOLDER    how ranks end, and what they say, where one of two is killed or slow
 """
 
 import hashlib
@@ -33,10 +33,10 @@ ROOT = Path(__file__).parent.parent
 WRITES = {"rename", "replace", "link", "fsync", "write", "open"}
 
 
-def launcher(script: str, arguments: list[str], *dying) -> None:
-    """One rank. dying: what makes it kill itself on the way, and what that takes."""
-    if dying:
-        dying[0](*dying[1:])
+def launcher(script: str, arguments: list[str], *manner) -> None:
+    """One rank. manner: what makes it kill itself on the way, or be slow, and the arguments of that."""
+    if manner:
+        manner[0](*manner[1:])
     sys.argv = [script, *arguments]
     runpy.run_path(str(ROOT / "launchers" / script), run_name="__main__")
 
@@ -71,10 +71,21 @@ def dies_at_place(rank: int, place: str) -> None:
         sys.setprofile(watch)
 
 
-def begin_capture(recipe: str, store: Path, *arguments: str, ranks: int = 1, dying: tuple = ()) -> list:
+def takes_longer(rank: int) -> None:
+    """`rank` does, for each of its batches of short samples."""
+
+    def watch(frame, event, _argument) -> None:
+        if event == "return" and frame.f_code.co_name == "begin" and frame.f_back.f_code.co_name == "capture":
+            time.sleep(1.5)
+
+    if int(os.environ["RANK"]) == rank:
+        sys.setprofile(watch)
+
+
+def begin_capture(recipe: str, store: Path, *arguments: str, ranks: int = 1, manner: tuple = ()) -> list:
     keys = [f"hidden_states.path={store}", "hidden_states.shard_tokens=120", "hidden_states.prefill_tokens=400"]
     return begin_ranks(
-        ranks, partial(launcher, "capture.py", ["--recipe", recipe, "--quiet", *keys, *arguments], *dying)
+        ranks, partial(launcher, "capture.py", ["--recipe", recipe, "--quiet", *keys, *arguments], *manner)
     )
 
 
@@ -111,7 +122,7 @@ def same(recipe: str, folder: Path) -> None:
     ]
     store = folder / "killed"
     for number in (40, 90, 140):
-        assert exit_codes(begin_capture(recipe, store, dying=(dies_at_write, number))) == [-signal.SIGKILL]
+        assert exit_codes(begin_capture(recipe, store, manner=(dies_at_write, number))) == [-signal.SIGKILL]
     stored = len(content(store))
     jobs.append(begin_capture(recipe, store, ranks=2))
     assert not any(code for job in jobs for code in exit_codes(job))
@@ -131,6 +142,8 @@ def killed(recipe: str, folder: Path) -> None:
         keys = [f"hidden_states.path={folder / name}", f"output.dir={folder / name}"]
         arguments = ["--recipe", recipe, "--quiet", *keys]
         jobs[name] = begin_ranks(2, partial(launcher, script, arguments, dies_at_place, rank, place))
+    short = ("hidden_states.prefill_tokens=44", "hidden_states.ring=2", "training.hang_minutes=0.1")
+    jobs["unequal"] = begin_capture(recipe, folder / "unequal", *short, ranks=2, manner=(takes_longer, 1))
     for name, processes in jobs.items():
         print(f"{name}: ended with {exit_codes(processes)}", flush=True)
 

@@ -131,10 +131,12 @@ def test_what_is_stored_is_the_same_bit_for_bit_whoever_captures_it_and_whatever
         assert not differ and len(content) == 40, (name, len(differ))
 
 
-def test_a_rank_that_is_killed_is_named_with_its_place_and_ends_the_others(tmp_path, recipe):
-    """As under srun, where nobody else would end them; a capture's ranks wait for one another for days."""
+def test_a_rank_that_is_killed_is_named_and_ends_the_others_and_one_that_is_slow_does_not(tmp_path, recipe):
+    """As under srun, where nobody else would end them; a capture's ranks wait for one another for days. The slow one is late for
+    longer than hang_minutes."""
     said = finish(launch(sys.executable, "tests/capture_worker.py", "killed", str(recipe), str(tmp_path)))
     codes = dict(re.findall(r"^(.+): ended with (\[.*\])$", said, re.MULTILINE))
+    assert codes.pop("unequal") == "[0, 0]", said
     assert sorted(codes.values()) == ["[-9, 1]", "[-9, 1]", "[1, -9]", "[1, -9]"], said
     for rank, place, advice in (
         (1, "loading the target", "run capture.py again, which continues"),

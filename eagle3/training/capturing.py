@@ -17,7 +17,7 @@ from eagle3.data.store.folder import MANIFEST, unbound_notice
 from eagle3.data.store.writer import Part, StoreWriter
 from eagle3.data.vocabulary import DraftVocabulary
 from eagle3.errors import UserError
-from eagle3.parallel.topology import Topology
+from eagle3.parallel.topology import Topology, agreed
 from eagle3.parallel.watchdog import Watchdog
 from eagle3.recipe import Recipe
 from eagle3.target.long_prefill import LongPrefill
@@ -131,18 +131,20 @@ def fill(
     encoding = store_encoding(recipe, hidden_size, vocabulary.size)
     watchdog.at("opening the store")
     with waiting(console, f"opening {hidden.path}"):
-        opened = StoreWriter(
-            hidden.path,
-            provenance(recipe, materials, vocabulary),
-            encoding,
-            record=capture_record(recipe, materials, vocabulary),
-            part=alone,
-            shard_tokens=hidden.shard_tokens,
-            report=console,
+        opened = agreed(
+            lambda: StoreWriter(
+                hidden.path,
+                provenance(recipe, materials, vocabulary),
+                encoding,
+                record=capture_record(recipe, materials, vocabulary),
+                part=alone,
+                shard_tokens=hidden.shard_tokens,
+                report=console,
+            )
         )
     with opened as writer:
         missing = {sample_id: one for sample_id, one in wanted.items() if sample_id not in writer.known}
-        need = require_disk(Path(hidden.path), list(missing.values()), encoding)
+        need = agreed(lambda: require_disk(Path(hidden.path), list(missing.values()), encoding))
         console(f"{hidden.path}: {len(wanted)} samples, {len(wanted) - len(missing)} already stored; {need}")
 
         def course(samples: list[str]) -> ShareCourse:
@@ -171,16 +173,16 @@ def fill(
             watchdog.at("loading the target")
             with waiting(console, f"loading {materials.target}"):
                 target = start_target(recipe, materials, topology.device, vocabulary)
-            with watchdog.watching():
-                _fill_here(
-                    recipe,
-                    target,
-                    [[wanted[sample_id] for sample_id in batch] for batch in batches],
-                    [wanted[sample_id] for sample_id in long],
-                    writer,
-                    topology,
-                    course([*chain(*batches), *(long if sequence.rank() == 0 else ())]),
-                )
+            _fill_here(
+                target,
+                [[wanted[sample_id] for sample_id in batch] for batch in batches],
+                [wanted[sample_id] for sample_id in long],
+                hidden.prefill_tokens,
+                writer,
+                topology,
+                course([*chain(*batches), *(long if sequence.rank() == 0 else ())]),
+                watchdog,
+            )
     watchdog.at("the end of its share")
     dist.barrier()
     shares = topology.batch.size() * part.count
@@ -188,18 +190,23 @@ def fill(
 
 
 def _fill_here(
-    recipe: Recipe,
     target: TransformersTarget,
     batches: list[list[Wanted]],
     long: list[Wanted],
+    prefill_tokens: int,
     writer: StoreWriter,
     topology: Topology,
     course: ShareCourse,
+    watchdog: Watchdog,
 ) -> None:
     """With the target in these processes: batches of short samples by this rank alone, long samples by the ranks of a
     sequence group together."""
-    capture(target, batches, writer, course)
-    if long:
-        tokens = recipe.hidden_states.prefill_tokens
-        long_target = LongPrefill(target, topology.ulysses, topology.ring, topology.sequence, tokens)
+    with watchdog.watching():
+        capture(target, batches, writer, course)
+    if not long:
+        return
+    watchdog.at("the end of its short samples")
+    dist.barrier(topology.sequence)  # for hours, maybe: nobody hangs who waits here
+    with watchdog.watching():
+        long_target = LongPrefill(target, topology.ulysses, topology.ring, topology.sequence, prefill_tokens)
         capture_long(long_target, long, writer, course)
