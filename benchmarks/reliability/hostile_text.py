@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ground import Ground, conversations, require
-from launching import Ended
+from launching import LIMIT, Ended
 from tries import Case, Verdict, judge
 
 DEPTH = 200_000
@@ -22,7 +22,6 @@ TEMPLATES = {
     "doubling": "{% set all = namespace(text='x') %}{% for a in range(90000) %}{% set all.text = all.text ~ all.text %}"
     "{% endfor %}",
 }
-LIMIT = 300
 TEMPLATE_LIMIT = 400  # a row of data may take a minute of processor time, which is longer on a busy machine
 ROW = json.dumps(conversations(1)[0])
 # File name and content of what data.train names.
@@ -136,7 +135,7 @@ def _value(ground: Ground, section: str, key: str, text: str) -> Ended:
     keys = {"data": _keys(folder) | {"train": [str(folder / "conversations.jsonl")]}, "training": {}}[section]
     recipe = ground.recipe(folder, **{section: keys | {key: "HERE"}})
     recipe.write_text(recipe.read_text(encoding="utf-8").replace("HERE", text), encoding="utf-8")
-    return ground.train(recipe, limit=LIMIT)
+    return ground.train(recipe)
 
 
 def _override(ground: Ground, override: str) -> Ended:
@@ -155,7 +154,7 @@ def _copied_target(ground: Ground) -> tuple[Path, Path]:
 def _target(ground: Ground, file: str, value: str) -> Ended:
     recipe, target = _copied_target(ground)
     (target / file).write_text(value, encoding="utf-8")
-    return ground.train(recipe, limit=LIMIT)
+    return ground.train(recipe)
 
 
 def _vocab_size(ground: Ground) -> Ended:
@@ -163,7 +162,7 @@ def _vocab_size(ground: Ground) -> Ended:
     config = json.loads((target / "config.json").read_text(encoding="utf-8"))
     text = json.dumps(config | {"vocab_size": "HERE"}).replace('"HERE"', DIGITS)
     (target / "config.json").write_text(text, encoding="utf-8")
-    return ground.train(recipe, limit=LIMIT)
+    return ground.train(recipe)
 
 
 def finished_run(ground: Ground) -> Path:
@@ -180,7 +179,7 @@ def _report(ground: Ground, file: str, value: str) -> Ended:
     shutil.copytree(finished_run(ground), folder / "run")
     with (folder / "run" / file).open("a" if file.endswith("l") else "w", encoding="utf-8") as text:
         text.write(value + "\n")
-    return ground.launchers.run("launchers/report.py", str(folder / "run"), limit=LIMIT)
+    return ground.launchers.run("launchers/report.py", str(folder / "run"))
 
 
 def _template(ground: Ground, text: str) -> Ended:

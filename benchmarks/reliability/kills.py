@@ -7,13 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ground import Ground, require, run_difference, store_difference
-from launching import Ended
+from launching import LIMIT, Ended
 from tries import Case, Verdict, crashed, last_words
 
 TRAINING, CAPTURES, WORLD = 20, 8, 2
 VICTIMS = ("rank 0", "rank 1", "both ranks")
-# Of a job that lost a rank: the watchdog ends it within a minute, and a busy machine takes longer.
-LIMIT = 300
 
 
 def cases(ground: Ground, dice: random.Random) -> Iterator[Case]:
@@ -40,8 +38,8 @@ def _recipe(ground: Ground, folder: Path) -> Path:
 def _undisturbed(ground: Ground) -> Path:
     def make(folder: Path) -> None:
         recipe = _recipe(ground, folder)
-        require(ground.train(recipe, world=WORLD, limit=LIMIT))
-        require(ground.capture(recipe, world=WORLD, limit=LIMIT))
+        require(ground.train(recipe, world=WORLD))
+        require(ground.capture(recipe, world=WORLD))
 
     return ground.once(ground.undisturbed / "kills", make)
 
@@ -63,7 +61,7 @@ def kill(ground: Ground, kind: str, moment: float, victim: str) -> Verdict:
     crash = crashed(ended, killed=True)
     if crash:
         return crash._replace(detail=f"after the kill: {crash.detail}")
-    resumed = ground.launchers.run_job(WORLD, *command, *again, limit=LIMIT)
+    resumed = ground.launchers.run_job(WORLD, *command, *again)
     return _verdict(kind, folder, whole, ended, resumed, struck)
 
 
@@ -72,7 +70,7 @@ def _pace(ground: Ground, kind: str) -> float:
     key = f"{kind}, fresh {ground.launchers.fresh}"
     if key not in ground.paces:
         recipe = _recipe(ground, ground.empty("kills pace"))
-        ended = require(ground.launchers.run_job(WORLD, f"launchers/{kind}.py", "--recipe", str(recipe), limit=LIMIT))
+        ended = require(ground.launchers.run_job(WORLD, f"launchers/{kind}.py", "--recipe", str(recipe)))
         ground.paces[key] = ended.seconds
     return ground.paces[key]
 

@@ -13,12 +13,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from ground import Ground, require, run_difference
-from launching import Process
+from launching import LIMIT, Process
 from tries import Case, Verdict, crashed, last_words
 
 STEPS = 60
 LONG = f"training.max_steps={STEPS}"
-LIMIT = 300
 # How the first is started, how the second, and when: after so many steps of the first.
 WAYS = {
     "fresh, fresh": ((), (), 3),
@@ -40,7 +39,7 @@ def cases(ground: Ground, dice: random.Random) -> Iterator[Case]:
 
 def _alone(ground: Ground, world: int) -> Path:
     def make(folder: Path) -> None:
-        require(ground.train(_recipe(ground, folder), world=world, limit=LIMIT))
+        require(ground.train(_recipe(ground, folder), world=world))
 
     return ground.once(ground.undisturbed / f"shared_folder of {world}", make)
 
@@ -96,7 +95,7 @@ def meet(ground: Ground, name: str) -> Verdict:
 
 
 def _wait_for_step(ground: Ground, job: list[Process], run: Path, step: int) -> None:
-    ground.launchers.wait_until(lambda: steps_done(run) >= step, job, LIMIT)
+    ground.launchers.wait_until(lambda: steps_done(run) >= step, job)
 
 
 def steps_done(run: Path) -> int:
