@@ -247,7 +247,7 @@ def _killed_capture(ground: Ground, rank: int, delay: float) -> Verdict:
     folder = ground.empty("hostile_places")
     recipe = ground.recipe(folder, rows=400, hidden_states=_slow(folder))
     job = ground.launchers.start_job(2, "launchers/capture.py", "--recipe", str(recipe))
-    ground.launchers.wait_until(lambda: job[0].out.exists() and b"[ " in job[0].out.read_bytes(), job)
+    ground.launchers.wait_until(lambda: b"[ " in job[0].out.read_bytes(), job)
     spoke = time.monotonic()
     while ground.launchers.alive(job) and time.monotonic() - spoke < delay:
         time.sleep(0.002)

@@ -54,7 +54,10 @@ def kill(ground: Ground, kind: str, moment: float, victim: str) -> Verdict:
     job = ground.launchers.start_job(WORLD, *command, *again)
     while ground.launchers.alive(job) and time.monotonic() - job[0].began < moment * seconds:
         time.sleep(0.002)
-    for process in job if victim == "both ranks" else [job[int(victim[-1])]]:
+    # Ranks that have not met yet cannot miss one another: there it is their launcher that ends them, as torchrun and
+    # deepspeed do at once.
+    met = b"[ " in job[0].out.read_bytes()
+    for process in job if victim == "both ranks" or not met else [job[int(victim[-1])]]:
         process.kill()
     ended = ground.launchers.finish(job, LIMIT)
     struck = -signal.SIGKILL in ended.codes

@@ -132,6 +132,7 @@ class Launchers:
     def _fork(self, be: Callable[[], None]) -> Process:
         self.count += 1
         out, err = (self.logs / f"{self.count:05d}.{kind}" for kind in ("out", "err"))
+        out.touch(mode=0o600), err.touch(mode=0o600)
         pid = os.fork()
         if not pid:
             with _child(out, err):
@@ -214,7 +215,7 @@ class _child:
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
         ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
         for descriptor, path in zip((1, 2), self.files, strict=True):
-            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), descriptor)
+            os.dup2(os.open(path, os.O_WRONLY | os.O_TRUNC), descriptor)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
