@@ -174,10 +174,12 @@ def test_only_their_owner_reads_the_passwords_of_a_recipe_and_run_json_has_none(
             {"model": {"target": "demo"}, "hidden_states": {"path": path}, "output": {"dir": tmp_path / str(private)}}
         )
         folder = RunFolder(recipe.output.dir)
-        folder.begin(recipe, False, print)
+        folder.hold("node", print)
+        folder.begin(recipe, False, folder.identify(False), print)
         folder.write_run({"why": f"{path}: not there", "processes": [1, None]})
         assert (folder.recipe.stat().st_mode & 0o077 == 0) == private
         assert folder.check(recipe, Resume.YES), "what is kept is what the recipe says"
+        folder.close()
     assert folder.run.read_text(encoding="utf-8").count("token=***: not there") == 1
 
 
