@@ -9,12 +9,18 @@ from typing import Any
 
 from eagle3.console import tell_error, without_passwords
 
+LONGEST_LINE = 1200  # characters of an error
+
 
 class UserError(ValueError):
-    """A mistake the user can mend. The message is one line: `where: what, with the value; remedy`."""
+    """A mistake the user can fix. The message is one line: `where: what, with the value; remedy`. What stands in it may come
+    from a hostile file: a long one loses its middle, and what would steer a terminal, or is no text, is escaped."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(" ".join(message.split()))
+        line = " ".join(message.split())
+        if len(line) > LONGEST_LINE:
+            line = f"{line[: LONGEST_LINE * 2 // 3]} ... {line[-LONGEST_LINE // 3 :]}"
+        super().__init__("".join(char if char.isprintable() else ascii(char)[1:-1] for char in line))
 
 
 class SharedUserError(UserError):

@@ -12,7 +12,7 @@ import yaml
 DEEPEST = 100
 MOST_DIGITS = 18  # of a whole number in YAML: what computes with it expects 64 bits
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")  # what no file's name, and no UTF-8, can hold
-_BRACKET_OR_NUMBER = re.compile(r'"(?:[^"\\]++|\\.)*+"|[\[{\]}]|(?<![.\d])\d{1000,}+(?![.eE])', re.DOTALL)
+_BRACKET_OR_NUMBER = re.compile(r'"(?:[^"\\]++|\\.)*+"|[\[{\]}]|(?<![.\d])\d{1000,}+(?!\.\d|[eE][-+]?\d)', re.DOTALL)
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -53,7 +53,7 @@ def _too_much(text: str) -> json.JSONDecodeError:
             return json.JSONDecodeError(f"nested deeper than {DEEPEST} levels", text, found.start())
         if found[0][0].isdigit() and len(found[0]) > digits:
             return json.JSONDecodeError(f"a whole number of {len(found[0]):,} digits", text, found.start())
-    raise AssertionError("neither too deep nor with too long a number")
+    return json.JSONDecodeError("cannot be parsed", text, 0)
 
 
 def parse_yaml(text: str) -> Any:

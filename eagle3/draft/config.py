@@ -19,6 +19,10 @@ ROPE_TYPES = {
 }
 # under eagle_config counted from 0, as SGLang reads it; at the top level from 1, as vLLM does: see _aux_layers
 _AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
+_ROPE_NUMBERS = (
+    *("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "attn_factor", "partial_rotary_factor"),
+)
 _SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
 
@@ -49,6 +53,16 @@ class DraftConfig:
     token_ids: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for name in (*_SHAPE, "target_hidden_size", "vocab_size", "draft_vocab_size", "max_position_embeddings"):
+            size = getattr(self, name)
+            if not (_is_number(size) and isinstance(size, int) and size > 0):
+                raise UserError(
+                    f"draft config: {name} is {shown(size)}, not a number of 1 or more; give one under model.draft"
+                )
+        if not (_is_number(self.rms_norm_eps) and self.rms_norm_eps > 0):
+            raise UserError(
+                f"draft config: rms_norm_eps is {shown(self.rms_norm_eps)}, not a positive number; give one under model.draft"
+            )
         if self.num_attention_heads % self.num_key_value_heads:
             raise UserError(
                 f"draft config: num_attention_heads {self.num_attention_heads} is not a multiple of "
@@ -72,9 +86,18 @@ class DraftConfig:
                 f"draft config: rope_parameters differ by layer type ({', '.join(nested)}); give the draft's one layer one of "
                 "them"
             )
+        for name in _ROPE_NUMBERS:
+            value = rope.get(name)
+            zero_is_right = name.startswith("mscale")
+            if value is not None and not (_is_number(value) and (value > 0 or value == 0 and zero_is_right)):
+                raise UserError(
+                    f"draft config: {name} of its rope is {shown(value)}, not a positive number; fix rope_parameters"
+                )
         kind = rope["rope_type"]
-        if kind not in ROPE_TYPES:
-            raise UserError(f"draft config: rope_type {kind!r} is not supported; use one of {', '.join(ROPE_TYPES)}")
+        if not isinstance(kind, str) or kind not in ROPE_TYPES:
+            raise UserError(
+                f"draft config: rope_type {shown(kind)} is not supported; use one of {', '.join(ROPE_TYPES)}"
+            )
         absent = [key for key in ROPE_TYPES[kind] if rope.get(key) is None]
         if absent:
             raise UserError(f"draft config: rope_type {kind!r} needs {absent[0]}; add it to rope_parameters")
@@ -123,12 +146,14 @@ class DraftConfig:
         missing = [name for name in needed if name not in values]
         if missing:
             raise UserError(f"{origin}: {missing[0]} is missing; this is not the config.json of an EAGLE3 draft")
-        wrong = [name for name in needed if not isinstance(values[name], int) or isinstance(values[name], bool)]
+        wrong = [name for name in needed if not isinstance(values[name], int) or values[name] < 1]
         if wrong:
-            raise UserError(f"{origin}: {wrong[0]} is {shown(values[wrong[0]])}, not a whole number; mend the file")
+            raise UserError(
+                f"{origin}: {wrong[0]} is {shown(values[wrong[0]])}, not a number of 1 or more; fix the file"
+            )
         heads, eagle = values["num_attention_heads"], values.get("eagle_config") or {}
         if not isinstance(eagle, dict):
-            raise UserError(f"{origin}: eagle_config is {shown(eagle)}, not a dictionary; mend the file")
+            raise UserError(f"{origin}: eagle_config is {shown(eagle)}, not a dictionary; fix the file")
         if values.get("attention_bias") or values.get("partial_rotary_factor", 1.0) != 1.0:
             raise UserError(
                 f"{origin}: attention_bias and partial_rotary_factor are not supported; use a draft without"
@@ -235,13 +260,21 @@ def _layer_ids(values: dict[str, Any], place: str, first: int) -> list[int]:
 
 def rope_parameters(values: dict[str, Any]) -> dict[str, Any]:
     """One dictionary from either spelling: `rope_parameters`, or `rope_theta` beside `rope_scaling` (which may say `type`)."""
-    rope = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
+    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise UserError(f"config.json: the rope parameters are {shown(rope)}, not a dictionary; fix the file")
+    rope, theta = dict(rope), values.get("rope_theta") or 10000.0
     kind = rope.pop("type", None)
     rope.setdefault("rope_type", kind or "default")
-    rope.setdefault("rope_theta", float(values.get("rope_theta") or 10000.0))
+    rope.setdefault("rope_theta", float(theta) if _is_number(theta) else theta)
     if rope["rope_type"] == "yarn" and values.get("max_position_embeddings"):  # as transformers and SGLang take it
         rope.setdefault("original_max_position_embeddings", values["max_position_embeddings"])
     return rope
+
+
+def _is_number(value: Any) -> bool:
+    """Of a size that floats have; not a truth value."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 def _with_attention_factor(rope: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from eagle3.console import all_without_passwords
 from eagle3.errors import UserError
 from eagle3.parsing import parse_json, parse_yaml
-from eagle3.reporting.schemas import ByContext, DraftFile, Evaluation, Metrics, Started, first_problem
+from eagle3.reporting.schemas import ByContext, DraftFile, Evaluation, Metrics, RecipeFile, Started, first_problem
 from eagle3.training.run_folder import RunFolder
 
 Record = dict[str, Any]
@@ -154,6 +154,8 @@ def read_json(path: Path, kind: type[BaseModel], remedy: str = MOVE_AWAY) -> Rec
 def _parsed(text: str, kind: type[BaseModel]) -> Record:
     """Raises JSONDecodeError for what is no JSON, another ValueError for what is not of this kind."""
     found = parse_json(text)
+    if "\\ud" in text.lower():
+        json.dumps(found, ensure_ascii=False).encode()  # half of a surrogate pair, which no page can hold
     try:
         kind.model_validate(found, strict=True)
     except ValidationError as error:
@@ -167,10 +169,13 @@ def _read_recipe(path: Path) -> tuple[str | None, Record]:
     if text is None:
         return None, {}
     try:
-        values = all_without_passwords(parse_yaml(text))
+        values = all_without_passwords(parse_yaml(text) or {})
+        RecipeFile.model_validate(values, strict=True)
     except yaml.YAMLError as error:
         raise UserError(f"{path}: not valid YAML ({error}); put the run's recipe there") from error
-    return (yaml.safe_dump(values, sort_keys=False), values) if isinstance(values, dict) else ("", {})
+    except ValidationError as error:
+        raise UserError(f"{path}: damaged ({first_problem(error)}); put the run's recipe there") from error
+    return (yaml.safe_dump(values, sort_keys=False) if values else ""), values
 
 
 def target_name(run: RunRecord) -> str:

@@ -173,6 +173,32 @@ class Started(BaseModel):
     memory: Memory
 
 
+class RecipeModel(BaseModel):
+    target: str | None = None
+
+
+class RecipeData(BaseModel):
+    train: list[str] | None = None
+    max_length: Count | None = None
+
+
+class RecipeTraining(BaseModel):
+    global_batch_size: Count | None = None
+
+
+class RecipeEvaluation(BaseModel):
+    draft_tokens: Count | None = None
+
+
+class RecipeFile(BaseModel):
+    """recipe.yaml, as far as more is done with a value than to show it."""
+
+    model: RecipeModel | None = None
+    data: RecipeData | None = None
+    training: RecipeTraining | None = None
+    evaluation: RecipeEvaluation | None = None
+
+
 class Metrics(BaseModel):
     """A line of metrics.jsonl; a number may be null."""
 

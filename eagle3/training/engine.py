@@ -151,8 +151,9 @@ def _refuse_unsupported(path: Path, config: dict[str, Any]) -> None:
     try:
         DeepSpeedZeroConfig(**config.get("zero_optimization", {}))
     except ValidationError as error:
-        (key, *_), what = error.errors()[0]["loc"], error.errors()[0]["msg"]
-        raise SharedUserError(f"{path}: zero_optimization.{key}: {what}; see DeepSpeed's documentation") from error
+        first = error.errors()[0]
+        key = ".".join(map(str, ("zero_optimization", *first["loc"][:1])))
+        raise SharedUserError(f"{path}: {key}: {first['msg']:.300}; see DeepSpeed's documentation") from error
     known = {*inspect.signature(torch.optim.AdamW).parameters, "torch_adam", "adam_w_mode"}
     unknown = config["optimizer"]["params"].keys() - known
     if unknown:
