@@ -22,7 +22,6 @@ from store_cases import (
     read_whole,
     run,
     sample,
-    sample_id,
     unbind,
     unbind_all,
     wanted,
@@ -37,6 +36,7 @@ from eagle3.errors import UserError
 
 Attempt = Callable[[Path, Path], None]
 NUMBERS = range(12)
+SHARES = {Part(0, 2): NUMBERS[:8], Part(1, 2): NUMBERS[8:]}  # two shards of the first job, one of the second
 DIFFERENCES = {
     "target": "ffff",
     "aux_layers": [1, 3, 7],
@@ -47,18 +47,16 @@ DIFFERENCES = {
 
 def write_foreign(folder: Path, **changes) -> None:
     """The same samples in shards of the same sizes, but other hidden states; half of them from each of two jobs."""
-    for part in (Part(0, 2), Part(1, 2)):
+    for part, share in SHARES.items():
         with StoreWriter(folder, {**PROVENANCE, **changes}, PLAIN, shard_tokens=100, part=part) as writer:
-            for number in NUMBERS:
+            for number in share:
                 name, ids, mask, states = sample(number)
-                if part.has(name):
-                    writer.add(name, ids, mask, replace(states, aux=states.aux + 1, last=-states.last))
+                writer.add(name, ids, mask, replace(states, aux=states.aux + 1, last=-states.last))
 
 
 def write_own(folder: Path) -> None:
-    for part in (Part(0, 2), Part(1, 2)):
-        mine = [number for number in NUMBERS if part.has(sample_id(number))]
-        write(folder, mine, part=part)
+    for part, share in SHARES.items():
+        write(folder, share, part=part)
 
 
 @pytest.fixture(scope="module")
