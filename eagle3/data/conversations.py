@@ -49,7 +49,9 @@ class Conversation:
 def _characters(value: Any) -> int:
     if isinstance(value, dict):
         return sum(map(len, value)) + _characters(list(value.values()))
-    return sum(map(_characters, value)) if isinstance(value, list | tuple) else len(str(value))
+    if isinstance(value, list | tuple):
+        return sum(map(_characters, value))
+    return 0 if value is None else len(str(value))
 
 
 def read_conversations(

@@ -44,13 +44,15 @@ class Limits:
         that no tokenizer could take it."""
         began = time.process_time()
         try:
+            if self.left <= 0:
+                raise _TimeUp
             text = _bounded(render, self.left, self.memory)
         except _TimeUp:
-            raise self.exceeded(f"runs for more than {self.seconds:,.0f} s of processor time") from None
+            raise self.exceeded(f"runs for more than {self.seconds:,.1f} s of processor time") from None
         except MemoryError:
             raise self.exceeded(f"takes more than {self.memory / 2**30:,.1f} GiB of memory") from None
         finally:
-            self.left = max(self.left - (time.process_time() - began), 0.1)
+            self.left -= time.process_time() - began
         if len(text) > self.characters:
             raise self.exceeded(f"prints {len(text):,} characters, more than {self.characters:,}")
         return text

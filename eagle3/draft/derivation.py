@@ -72,7 +72,7 @@ def derived_rope(target: PretrainedConfig) -> dict[str, Any]:
         values = {"rope_parameters": rope["full_attention"]}
     found = rope_parameters(values)
     found.pop("partial_rotary_factor", None)
-    if found["rope_type"] not in ROPE_TYPES:
+    if not isinstance(found["rope_type"], str) or found["rope_type"] not in ROPE_TYPES:
         raise UserError(
             f"target config: rope_type {found['rope_type']!r} is none that a draft can have ({', '.join(ROPE_TYPES)}); give "
             "the draft one with model.draft.rope_parameters"

@@ -69,6 +69,11 @@ def config_values(name: str, revision: str | None) -> dict:
         raise UserError(
             f"target {name!r}: its config.json is nested deeper than {DEEPEST} levels; name another checkpoint"
         )
+    for key, kind in (("architectures", list), ("auto_map", dict), ("model_type", str)):
+        if values.get(key) is not None and not isinstance(values[key], kind):
+            raise UserError(
+                f"target {name!r}: its config.json has {key} {shown(values[key])}, no {kind.__name__}; name another checkpoint"
+            )
     for part in (values, *(value for value in values.values() if isinstance(value, dict))):
         layers = part.get("num_hidden_layers")
         if isinstance(layers, int) and layers > MOST_LAYERS:  # transformers would build every one of them
@@ -158,9 +163,12 @@ def load_tokenizer(
     with readable(name, "tokenizer"), sound_config(name, "tokenizer_config.json"):
         # With the config, for without it transformers reads one itself, and fails on a model_type that it does not know.
         config = whole_config(name, revision, trust_remote_code)
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             name, config=config, revision=revision, trust_remote_code=trust_remote_code
         )
+        if not isinstance(tokenizer.model_max_length, int | float):  # with which transformers compares every length
+            raise TypeError(f"model_max_length is {shown(tokenizer.model_max_length)}, not a number")
+        return tokenizer
 
 
 def fingerprint(name_or_path: str | Path, *, revision: str | None = None) -> str:

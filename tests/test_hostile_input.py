@@ -1,0 +1,335 @@
+"""What a stranger wrote into a file ends in one line: no traceback, no hang, no memory without bound."""
+
+import json
+import multiprocessing
+import resource
+import signal
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from report_case import write_run
+from tiny_run import TEMPLATE, make_target, write_recipe
+from transformers import AutoTokenizer
+
+from eagle3.data import encode, limits
+from eagle3.data.chat import encode_conversation
+from eagle3.data.conversations import Conversation, read_conversations
+from eagle3.data.prepare import prepare_samples
+from eagle3.data.regeneration.answers import AnswerFile
+from eagle3.data.store.files import open_files
+from eagle3.data.store.folder import read_manifest
+from eagle3.data.store.shard import ShardIndex
+from eagle3.data.template import Unusable
+from eagle3.draft.config import read_draft_config
+from eagle3.errors import UserError
+from eagle3.parsing import DEEPEST, parse_json
+from eagle3.recipe import load_recipe
+from eagle3.reporting.record import read_run
+from eagle3.target.checkpoint import target_config
+from eagle3.training.engine import deepspeed_config
+from eagle3.training.run_folder import RunFolder
+
+
+def line_of(call, *arguments):
+    """The one line with which the call refuses."""
+    with pytest.raises(UserError) as caught:
+        call(*arguments)
+    line = str(caught.value)
+    assert line and line.isprintable() and len(line) <= 1250, line[:2000]
+    return line
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return make_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(target):
+    return AutoTokenizer.from_pretrained(target)
+
+
+# JSON -----------------------------------------------------------------------------------------------------------------
+
+BOMBS = {
+    "deep": "[" * 200_000,
+    "deep objects": '{"a":' * 200_000,
+    "nine hundred levels": "[" * 900 + "]" * 900,
+    "digits": "1" * 5000,
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS.values(), ids=BOMBS)
+@pytest.mark.parametrize("before", ["", '{"text": "[[[[\\"1111", "a": 2.5e3,\n "b": '])
+def test_json_that_would_crash_python_is_refused_with_its_place(bomb, before):
+    text = before + bomb + ("}" if before else "")
+    with pytest.raises(
+        json.JSONDecodeError, match="nested deeper than 100 levels|a whole number of 5,000 digits"
+    ) as caught:
+        parse_json(text)
+    assert caught.value.lineno == before.count("\n") + 1
+    with pytest.raises(json.JSONDecodeError):
+        parse_json(text.encode())
+
+
+def test_json_within_the_limits_is_parsed_as_ever():
+    deep = "[" * DEEPEST + "1" * 4000 + "]" * DEEPEST
+    for text in (deep, '{"' + "[" * 1000 + '": ' + "1." + "1" * 5000 + "}", "[[]," * 99 + "0" + "]" * 99):
+        assert parse_json(text) == json.loads(text)
+
+
+def rows(path, text):
+    path.write_text(f'{{"text": "fine"}}\n{text}\n', encoding="utf-8")
+    return read_conversations([str(path)])
+
+
+def row(key, value):
+    call = {"function": {"name": "f", "arguments": "{}"}}
+    values = {"messages": [{"role": "assistant", "content": "", "tool_calls": [call]}], "tools": "[]"}
+    if key == "arguments":
+        call["function"]["arguments"] = value
+    elif key == "tool_calls":
+        values["messages"][0]["tool_calls"] = value
+    else:
+        values["tools"] = value
+    return values
+
+
+def parquet(path, text):
+    pq.write_table(pa.Table.from_pylist([row("tools", "[]"), row("tools", text)]), path)
+    return read_conversations([str(path)])
+
+
+def of_a_run(name):
+    def read(path, text):
+        run = write_run(path.parent / "run")
+        file = run.path / name
+        file.write_text(text + "\n{}" if name.endswith("l") else text, encoding="utf-8")
+        return read_run(run.path)
+
+    return read
+
+
+def written(read):
+    def write_and_read(path, text):
+        path.write_text(text, encoding="utf-8")
+        return read(path)
+
+    return write_and_read
+
+
+def answers(path, text):
+    record = path.with_name(path.name + ".record")
+    record.mkdir()
+    (record / "settings.json").write_text(text, encoding="utf-8")
+    path.write_text('{"id": "a"}\n', encoding="utf-8")
+    AnswerFile(path, {})
+
+
+def manifest(path, text):
+    path.write_text(text, encoding="utf-8")
+    return read_manifest(open_files(str(path.parent)))
+
+
+READERS = {
+    "a row": ("a.jsonl", rows),
+    "rows": ("a.json", written(lambda path: read_conversations([str(path)]))),
+    **{
+        f"{key} in a row": ("a.jsonl", lambda path, text, key=key: rows(path, json.dumps(row(key, text))))
+        for key in ("tool_calls", "arguments", "tools")
+    },
+    "tools in parquet": ("a.parquet", parquet),
+    "a target's config": ("config.json", written(lambda path: target_config(path.parent))),
+    "a draft's config": ("config.json", written(read_draft_config)),
+    "DeepSpeed's file": ("zero2.json", written(lambda path: deepspeed_config(path, None, 1))),
+    **{
+        name: ("x", of_a_run(name))
+        for name in ("run.json", "metrics.jsonl", "evaluation.json", "by_context.json", "export/config.json")
+    },
+    "regenerated rows": ("a.jsonl", answers),
+    "a store": ("store.json", manifest),
+    "a shard's index": ("x.json", lambda path, text: ShardIndex.parse(text.encode(), path.name, str(path.parent))),
+}
+
+
+@pytest.mark.parametrize("bomb", ["deep", "nine hundred levels", "digits"])
+@pytest.mark.parametrize("reader", READERS)
+def test_every_reader_of_json_names_the_file_of_a_bomb(tmp_path, reader, bomb):
+    name, read = READERS[reader]
+    line = line_of(read, tmp_path / name, BOMBS[bomb])
+    assert line.removeprefix("target '").startswith(str(tmp_path)), line
+    assert any(word in line for word in ("nested", "recursion", "digits", "holds no object")), line
+    assert any(word in line for word in ("; ", "repair")), line
+
+
+def test_a_line_of_the_metrics_that_is_no_record_is_named_on_resuming(tmp_path):
+    run = RunFolder(tmp_path)
+    run.metrics.write_text('{"step": 1}\n[]\n{"step": 3}\n', encoding="utf-8")
+    assert line_of(run.keep_metrics_until, 2).startswith(f"{run.metrics}:2: damaged")
+
+
+def test_an_error_line_shows_no_more_than_a_screen_and_nothing_that_steers_a_terminal():
+    line = str(UserError("a: \x1b[2J\ud800\n" + "x" * 10**6 + "; fix it"))
+    assert line.startswith("a: \\x1b[2J\\ud800 xxx") and line.endswith("xxx; fix it") and len(line) < 1300
+
+
+# Recipes --------------------------------------------------------------------------------------------------------------
+
+LAUGHS = "a: &a [x, x]\n" + "".join(
+    f"{b}: &{b} [*{a}, *{a}, *{a}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (LAUGHS, "line 2, column 8: aliases (*name) are not taken; write the value out"),
+        ("model: &a [*a]", "aliases"),
+        ("a: &a {x: 1}\nmodel: {<<: *a}", "aliases"),
+        ("model: " + "[" * 5000, "nested deeper than 100 levels"),
+        ("model: " + "{a: " * 5000, "nested deeper than 100 levels"),
+        ("model: {target: a}\nmodel: {target: b}", "line 2, column 1: the key 'model' stands twice"),
+        ("model: {target: a, target: b}", "the key 'target' stands twice"),
+        ("model: {target: a}\ntraining: {seed: " + "1" * 5000 + "}", "a whole number of 5,000 digits"),
+        ("model: {target: a}\ndata: {today: 2026-13-45}", "month must be in 1..12"),
+        ("model: {target: !!python/object/apply:os.system [ls]}", "tags ('tag:yaml.org,2002:python/object/apply:os"),
+        ("model: {target: !!int x}", "tags"),
+        ("model: {target: !!binary aGk=}", "tags"),
+        ('model: {target: "\\ud800"}', "half of a surrogate pair"),
+        ("#" + "x" * 300_000, "has more than 262,144 bytes"),
+    ],
+)
+def test_a_hostile_recipe_is_refused_with_line_and_reason(tmp_path, text, said):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text, encoding="utf-8")
+    line = line_of(load_recipe, path)
+    assert line.startswith(f"{path}: ") and said in line, line
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "data.train=" + "[" * 5000,
+        "data.train=&a [*a]",
+        "data.train=[a, {b: 1, b: 2}]",
+        "training.seed=" + "9" * 5000,
+        "data.today=2026-99-01",
+        ".".join("a" * 2000) + "=1",
+        "x" * 10**6,
+    ],
+    ids=lambda override: override[:20],
+)
+def test_a_hostile_override_is_refused_with_its_beginning(tmp_path, target, override):
+    line = line_of(load_recipe, write_recipe(tmp_path, target), [override])
+    assert line.startswith("command line: '") and override[:10] in line
+
+
+# Chat templates -------------------------------------------------------------------------------------------------------
+
+ROW = Conversation("rows.jsonl:3", ({"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}), None)
+LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}"
+DOUBLED = "{% set ns = namespace(x=[1], y=[1]) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% set ns.y = [ns.y, ns.y] %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (LOOP, "of processor time"),
+        ("{% macro m(n) %}{{ m(n - 1) ~ m(n - 1) if n }}{% endmacro %}{{ m(60) }}", "of processor time"),
+        (DOUBLED + "{{ ns.x }}", "of"),
+        ("{{ 'a' * 10**10 }}", "takes more than 1.0 GiB of memory"),
+        ("{{ '%9999999999s' % 'x' }}", "takes more than 1.0 GiB of memory"),
+        ("{{ 'x'|center(10**11) }}", "takes more than 1.0 GiB of memory"),
+        ("{{ 'a' * 2**21 }}", "prints 2,097,152 characters, more than "),
+    ],
+)
+def test_an_endless_or_greedy_template_is_stopped_at_the_limit_of_the_row(tokenizer, monkeypatch, template, said):
+    monkeypatch.setattr(limits, "SECONDS", 0.5)
+    before = (
+        resource.getrlimit(resource.RLIMIT_AS),
+        signal.getsignal(signal.SIGPROF),
+        signal.getsignal(signal.SIGVTALRM),
+    )
+    line = line_of(encode_conversation, tokenizer, ROW, template)
+    assert line.startswith("rows.jsonl:3: the chat template ") and said in line and "data.chat_template" in line, line
+    assert signal.getitimer(signal.ITIMER_PROF) == signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
+    after = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGPROF), signal.getsignal(signal.SIGVTALRM)
+    assert after == before
+    assert len(encode_conversation(tokenizer, ROW, TEMPLATE).ids)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+        "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
+        "{% for a in [1] %}" * 60 + "{% endfor %}" * 60,
+        "{% set ns = namespace(x=[1]) %}{% for i in range(9999) %}{% set ns.x = [ns.x] %}{% endfor %}{{ ns.x|tojson }}",
+        "{% for i in range(10**12) %}{% endfor %}",
+        "{{ cycler() }}",
+    ],
+)
+def test_whatever_a_template_raises_makes_the_row_unusable(tokenizer, template):
+    with pytest.raises(Unusable, match="the chat template refuses it"):
+        encode_conversation(tokenizer, ROW, template)
+
+
+def _render_what_cannot_be_interrupted(tokenizer):
+    limits.SECONDS, limits.GRACE = 0.2, 0.5
+    encode_conversation(tokenizer, ROW, DOUBLED + "{{ ns.x == ns.y }}")
+
+
+def test_a_process_that_cannot_be_interrupted_is_ended_and_its_rows_are_named(tokenizer):
+    """Comparing two such lists takes 2**60 steps of C code that looks for no signal."""
+    process = multiprocessing.get_context("fork").Process(target=_render_what_cannot_be_interrupted, args=(tokenizer,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGVTALRM
+    line = str(encode._died(process, [ROW, ROW], 2))
+    assert line.startswith("rows.jsonl:3 to rows.jsonl:3: the chat template did not end")
+
+
+def test_a_template_has_its_seconds_for_all_renderings_of_a_row_together(tokenizer, monkeypatch):
+    monkeypatch.setattr(limits, "SECONDS", 0.1)
+    monkeypatch.setattr(limits, "SECONDS_A_MESSAGE", 0.0)
+    messages = tuple({"role": ("user", "assistant")[number % 2], "content": f"{number}"} for number in range(200))
+    slow = "{% for a in range(9999) %}{% endfor %}" + TEMPLATE
+    began = time.process_time()
+    line = line_of(encode_conversation, tokenizer, Conversation("a:1", messages, None), slow)
+    assert line.startswith("a:1: the chat template runs for more than 0.1 s of processor time"), line
+    assert time.process_time() - began < 10
+
+
+# Rows that are too large ----------------------------------------------------------------------------------------------
+
+
+def prepared(folder: Path, tokenizer, policy: str):
+    data = folder / "rows.jsonl"
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("one two three", "four " * 400)))
+    return prepare_samples(
+        [str(data)],
+        tokenizer,
+        chat_template=None,
+        max_length=50,
+        too_long=policy,
+        unusable="stop",
+        max_samples=None,
+        workers=1,
+        cache_dir=folder / "cache",
+        report=print,
+    )
+
+
+def test_a_row_too_large_for_memory_is_refused_before_it_is_tokenised_or_dropped(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(encode, "LONGEST_ROW", 1000)
+    for policy in ("stop", "truncate", "split"):
+        line = line_of(prepared, tmp_path, tokenizer, policy)
+        assert line.startswith(f"{tmp_path / 'rows.jsonl'}:2: more than 1,000 characters in one row (2,000 characters)")
+        assert "cut it into several rows" in line
+    summary = prepared(tmp_path, tokenizer, "drop").summary
+    assert summary.kept == 1 and summary.dropped == {"more than 1,000 characters in one row": 1}
+    monkeypatch.setattr(encode, "LONGEST_TOKEN", 40)  # of 50 tokens
+    assert prepared(tmp_path / "..", tokenizer, "truncate").summary.kept == 2
