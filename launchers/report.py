@@ -1,20 +1,22 @@
 """Make the report of a run again: report.html with its charts, and the model card beside the exported draft.
 
-Every training run makes them at its end. With --compare: acceptance by context of several runs, as one chart and table.
+Every training run makes them at its end. With --compare: several runs in one page, with charts of loss, accepted drafts and
+acceptance by context, and tables.
 """
 
 import argparse
 from pathlib import Path
 
+from eagle3.command_line import Parser
 from eagle3.console import Console, waiting
 from eagle3.errors import UserError, run_command
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(__doc__)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN_DIR", help="folder of a run (its output.dir)")
-    parser.add_argument("--compare", action="store_true", help="compare the runs' by_context.json instead")
-    parser.add_argument("--out", type=Path, help="with --compare: folder for chart and table")
+    parser.add_argument("--compare", action="store_true", help="lay the runs beside one another instead")
+    parser.add_argument("--out", type=Path, help="with --compare: folder for page, charts and tables")
     parser.add_argument("--names", help="with --compare: a name a run, such as short,long (default: the folders')")
     parser.add_argument("--quiet", action="store_true", help="say only what was written, and warnings")
     options = parser.parse_args()
@@ -33,11 +35,11 @@ def write(options: argparse.Namespace, console: Console) -> None:
 
     require_matplotlib()
     if options.compare:
-        from eagle3.reporting.compare import read_compared, write_comparison
+        from eagle3.reporting.compare import PAGE, read_compared, write_comparison
 
         compared = read_compared(options.runs, options.names.split(",") if options.names else None)
         print(write_comparison(compared, options.out))  # as it is, to be copied
-        console.result(f"written to {options.out}")
+        console.result(f"comparison: {options.out / PAGE}")
         return
     folder = options.runs[0]
     with waiting(console, "drawing the report"):

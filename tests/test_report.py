@@ -2,6 +2,7 @@
 
 import base64
 import dataclasses
+import hashlib
 import html
 import json
 import re
@@ -25,22 +26,25 @@ from eagle3.evaluation.by_context import ContextAcceptance, ContextJudgement
 from eagle3.recipe import Recipe, load_recipe
 from eagle3.reporting.advice import advise
 from eagle3.reporting.card import write_card
+from eagle3.reporting.charts import charts
 from eagle3.reporting.curves import estimated_curve, simulated_positions
-from eagle3.reporting.drawing import MOST_POINTS, thinned
 from eagle3.reporting.finish import write_up
+from eagle3.reporting.page import page as page_of
+from eagle3.reporting.plot import MOST_POINTS, thinned
 from eagle3.reporting.record import read_run
 from eagle3.reporting.report import write_report
 from eagle3.training.run import train
 from eagle3.training.run_folder import Resume, RunFolder
 
 ZERO2 = ROOT / "ds_configs" / "zero2.json"
-CHARTS = {"loss", "acceptance", "positions", "contexts", "throughput", "memory", "lengths"}
+CHARTS = {"total_loss", "accepted", "loss", "acceptance", "learning_rate", "gradient_norm"}
+CHARTS |= {"positions", "contexts", "throughput", "memory", "lengths"}
 VOID = {"meta", "img", "br"}
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 class Page(HTMLParser):
-    """Every element with its attributes, and the text outside of style; fails where tags do not close in order."""
+    """Every element with its attributes, and the text outside of style and script; fails where tags do not close in order."""
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)
@@ -58,7 +62,7 @@ class Page(HTMLParser):
         assert self.open.pop() == tag, (tag, self.getpos())
 
     def handle_data(self, text):
-        if "style" not in self.open:
+        if not {"style", "script"} & {*self.open}:
             self.said += text
 
     def all(self, tag):
@@ -71,29 +75,89 @@ def run(tmp_path):
 
 
 def said(folder):
-    write_report(folder.path)
+    """The page, without the charts' files, which take longer."""
+    run = read_run(folder.path)
+    folder.report.write_text(page_of(run, list(charts(run))), encoding="utf-8")
     return Page(folder.report.read_text(encoding="utf-8"))
 
 
 def test_the_page_has_the_runs_numbers_and_every_chart_as_a_file_too(run):
     page = said(run)
+    text = run.report.read_text(encoding="utf-8")
+    assert write_report(run.path) == run.report and run.report.read_text(encoding="utf-8") == text
     for number in ("2.77", "1.80", "800k", "320k supervised", "98.70%", "untrained 1.00", "10,100", "TTT", "8,192"):
-        assert number in page.said or any(number in image["alt"] for image in page.all("img")), number
-    assert {path.stem for path in run.charts.glob("*.png")} == CHARTS
-    sources = [image["src"].removeprefix("data:image/png;base64,") for image in page.all("img")]
-    files = {path.read_bytes() for path in run.charts.iterdir()}
-    assert {base64.b64decode(source) for source in sources} == files
+        assert number in page.said or any(number in chart["aria-label"] for chart in page.all("svg")), number
+    assert {path.stem for path in run.charts.glob("*.png")} == CHARTS and len(page.all("svg")) == len(CHARTS)
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in run.charts.glob("*.png"))
+
+
+def test_a_curve_goes_through_the_runs_numbers_and_the_legend_has_its_last(run):
+    """Each point's place in the drawing, by the places of the axes' named ticks, is its value in metrics.jsonl."""
+    said(run)
+    text = run.report.read_text(encoding="utf-8")
+    figure = re.search(r"<h3>Gradient norm</h3>.*?</figure>", text, re.DOTALL)[0]
+    norms = [record["gradient_norm"] for record in metrics(run.path)]
+    ticks = re.findall(r'<text x="[\d.]+" y="([\d.]+)" text-anchor="end">([\d.]+)</text>', figure)
+    places, values = np.array([[float(y) - 4, np.log(float(name))] for y, name in ticks]).T  # a logarithmic axis
+    slope, origin = np.polyfit(places, values, 1)
+    drawn = [float(y) for y in re.search(r'data-y="([^"]*)"', figure)[1].split(" ")]
+    assert np.exp(slope * np.array(drawn) + origin) == pytest.approx(norms, rel=0.02)
+    told = re.search(r'data-values="([^"]*)"', figure)[1].split(";")
+    assert [float(value) for value in told] == pytest.approx(norms, rel=1e-3)
+    assert f"optimiser step <b>{STEPS}</b>" in figure and f"<b>{told[-1]}</b>" in figure
+
+
+def test_every_chart_of_training_says_what_its_number_is(run):
+    page = said(run)
+    for told in (
+        "each weighted 0.8 times the one before, summed",
+        "Each TTT step's own loss, without a weight",
+        "accepted drafts in the step lines. An acceptance length counts the target's own token, too: it is 1 more.",
+        "How probably sampling at temperature 1 accepts the draft of each TTT step",
+    ):
+        assert told in page.said, told
+
+
+def test_the_key_numbers_are_there_to_be_pasted(run):
+    write_report(run.path)
+    text = run.summary.read_text(encoding="utf-8")
+    assert text in said(run).said
+    cells = [re.split(r" ?\| ?", line)[1:-1] for line in text.splitlines()]
+    assert cells[0] == ["mine", ""] and cells[1] == ["---", "---"] and {len(row) for row in cells} == {2}
+    rows = dict(cells[2:])
+    assert rows["target"].startswith("acme/tiny-8B ") and rows["draft"].startswith("123M parameters")
+    assert rows["steps"] == "400 of 400" and rows["tokens seen"] == "800k, 320k supervised"
+    assert rows["acceptance length"].startswith("2.77 ") and "1.00" in rows["acceptance length"]
+    assert rows["decoding speed"].startswith("104.7 tokens/s, 157.9 without the draft: 0.66 times as fast")
+    assert (
+        "own.jsonl" in rows["data"] and "/home" not in text and rows["peak memory, first rank"].startswith("2.40 GiB")
+    )
+
+
+def test_a_run_with_hardly_any_numbers_has_its_summary_too(run):
+    change(run.run, versions={"torch": f"a | b {HOSTILE}"})
+    for path in (run.metrics, run.evaluation, run.by_context):
+        path.unlink()
+    page = said(run)
+    assert r"| versions | torch a \| b \<script\>alert(1)\</script\> |" in page.said
+    assert "acceptance length |" not in page.said and len(page.all("svg")) == 1  # of the sample lengths
 
 
 def test_the_page_is_well_formed_and_loads_nothing(run):
     page, text = said(run), run.report.read_text(encoding="utf-8")
     assert len(text) < 2_000_000
-    assert not page.all("script") and not page.all("link") and "url(" not in text and "@import" not in text
+    assert not page.all("link") and "url(" not in text and "@import" not in text
     for _, attributes in page.elements:
-        assert not attributes.get("href")
-        assert attributes.get("src", "data:image/png;base64,").startswith("data:image/png;base64,")
-        assert not any(name.startswith("on") for name in attributes)
-    assert all(len(image["alt"]) > 20 for image in page.all("img"))
+        assert not {"src", "href", "xlink:href"} & {*attributes} and not any(
+            name.startswith("on") for name in attributes
+        )
+    assert all(len(chart["aria-label"]) > 20 for chart in page.all("svg"))
+    # No script runs but the page's own, which its policy knows by its digest, and nothing may be loaded.
+    (script,) = re.findall(r"<script>(.*)</script>", text, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    (policy,) = [meta["content"] for meta in page.all("meta") if "http-equiv" in meta]
+    assert policy == f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    assert not any(word in script for word in ("fetch", "XMLHttp", "import", "innerHTML", "eval"))
     assert len(page.all("h1")) == 1 and len(page.all("main")) == 1 and page.all("html") == [{"lang": "en"}]
 
 
@@ -125,7 +189,7 @@ def test_what_a_run_folder_lacks_is_named_and_the_rest_is_shown(run, name):
     path.unlink()
     page = said(run)
     assert f"{path.relative_to(run.path)}: " in page.said
-    assert len(page.all("img")) >= 3
+    assert len(page.all("svg")) >= 3
 
 
 def test_numbers_that_are_not_finite_leave_gaps(run):
@@ -138,10 +202,21 @@ def test_numbers_that_are_not_finite_leave_gaps(run):
     run.metrics.write_text("\n".join([*lines, '{"step": 10, "ki']), encoding="utf-8")  # and a line cut off by a kill
     change(run.by_context, contexts=[by_context([2, 2, 2, 2, 2])["contexts"][0] | {"interval": None}])
     page = said(run)
-    assert len(page.all("img")) == len(CHARTS) and "nan" not in page.said
+    assert len(page.all("svg")) == len(CHARTS) and "nan" not in page.said
     assert read_run(run.path).exported["step"] == 300
     # 350 steps of 2,000 tokens at 4,000 a second or so
     assert read_run(run.path).pace.seconds == pytest.approx(175, rel=0.05)
+
+
+@pytest.mark.parametrize("loss", [1e308, -1e308, 0.0, 1e-300])
+def test_numbers_of_a_run_gone_wrong_are_drawn_too(run, loss):
+    records = [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
+    records[7] |= {"loss": loss, "gradient_norm": abs(loss)}
+    run.metrics.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    page = said(run)
+    assert len(page.all("svg")) == len(CHARTS)
+    drawn = " ".join(shape["d"] for shape in page.all("path"))
+    assert "nan" not in drawn and "inf" not in drawn and re.search(r"[-\d]\d{4}", drawn) is None
 
 
 def test_the_draft_is_described_by_the_step_that_was_exported_not_by_the_best(run):
@@ -175,7 +250,7 @@ def test_only_their_owner_reads_the_passwords_of_a_recipe_and_run_json_has_none(
         )
         folder = RunFolder(recipe.output.dir)
         folder.hold("node", print)
-        folder.begin(recipe, False, folder.identify(False), print)
+        folder.begin(recipe, False, folder.identify(False), {}, print)
         folder.write_run({"why": f"{path}: not there", "processes": [1, None]})
         assert (folder.recipe.stat().st_mode & 0o077 == 0) == private
         assert folder.check(recipe, Resume.YES), "what is kept is what the recipe says"
@@ -187,6 +262,9 @@ def test_a_damaged_file_is_named_with_its_line(run):
     lines = run.metrics.read_text(encoding="utf-8").splitlines()
     run.metrics.write_text("\n".join([lines[0], "{", *lines[1:]]), encoding="utf-8")
     with pytest.raises(UserError, match=r"metrics\.jsonl:2: damaged"):
+        read_run(run.path)
+    run.metrics.write_text("\n".join([*lines, "[[", ""]), encoding="utf-8")  # no kill cut that line off
+    with pytest.raises(UserError, match=rf"metrics\.jsonl:{len(lines) + 1}: damaged"):
         read_run(run.path)
     run.metrics.write_text("\n".join([lines[0].replace('"loss": ', '"loss": "x", "was": '), *lines]), encoding="utf-8")
     with pytest.raises(UserError, match=r"metrics\.jsonl:1: damaged \(loss: Input should be a valid number, not 'x'\)"):
@@ -345,25 +423,27 @@ def test_what_looks_wrong_is_told_with_its_number_and_the_key_to_change(run, tro
     assert found.finding in page.said and f"{key}: " in page.said
 
 
+def test_malformed_rows_and_empty_answers_stand_in_the_section_on_data(run):
+    assert "empty answers–" in said(run).said.replace("\n", ""), "a run from before did not count them"
+    left_out = {"malformed row (unknown role)": 310}
+    _with_started(run, prepared={"rows": 1000, "truncated": 0, "dropped": left_out, "empty_answers": 4711})
+    page = said(run)
+    assert "4,711" in page.said and "Dropped (training): 310 for malformed row (unknown role)." in page.said
+    assert "data.malformed" in page.said
+
+
 def test_a_fall_that_chance_explains_is_no_advice(run):
     write_json(run.by_context, by_context([2.9, 2.8, 2.5, 2.4, 2.2], half=0.4))
     assert advise(read_run(run.path)) == []
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed here")
-@pytest.mark.parametrize("width", [390, 1440])
-def test_the_page_does_not_scroll_sideways(run, tmp_path, width):
-    change(run.run, versions={"a-package": "x" * 300})
-    recipe = run.recipe.read_text(encoding="utf-8")
-    run.recipe.write_text(recipe + f"about: {'y' * 400}\n", encoding="utf-8")
-    write_report(run.path)
-    page = run.report.read_text(encoding="utf-8").replace("<details", "<details open")
+def in_browser(tmp_path, page, width, script):
+    """What `script` makes of the page in a frame of this width, in which it is `page`: its value as text."""
     frame = f'<iframe id="f" style="border:0;width:{width}px;height:900px" srcdoc="{html.escape(page)}"></iframe>'
-    script = """<script>onload = () => {
-      const root = document.getElementById("f").contentDocument.scrollingElement;
-      document.title = root.clientWidth + " " + root.scrollWidth; };</script>"""
+    asked = f"""<script>onload = () => {{ const page = document.getElementById("f").contentDocument;
+      {script} }};</script>"""
     outer = tmp_path / "frame.html"
-    outer.write_text(f'<!doctype html><meta charset="utf-8"><title></title>{frame}{script}', encoding="utf-8")
+    outer.write_text(f'<!doctype html><meta charset="utf-8"><title></title>{frame}{asked}', encoding="utf-8")
     options = [
         "--headless=new",
         "--no-sandbox",
@@ -373,8 +453,49 @@ def test_the_page_does_not_scroll_sideways(run, tmp_path, width):
     ]
     command = [BROWSER, *options, "--window-size=1600,1000", "--dump-dom", outer.as_uri()]
     dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-    visible, whole = map(int, re.search(r"<title>(\d+) (\d+)</title>", dom).groups())
+    return html.unescape(re.search(r"<title>(.*)</title>", dom)[1])
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed here")
+@pytest.mark.parametrize("width", [390, 1440])
+def test_the_page_does_not_scroll_sideways(run, tmp_path, width):
+    change(run.run, versions={"a-package": "x" * 300})
+    recipe = run.recipe.read_text(encoding="utf-8")
+    run.recipe.write_text(recipe + f"about: {'y' * 400}\n", encoding="utf-8")
+    said(run)
+    page = run.report.read_text(encoding="utf-8").replace("<details", "<details open")
+    script = 'const root = page.scrollingElement; document.title = root.clientWidth + " " + root.scrollWidth;'
+    visible, whole = map(int, in_browser(tmp_path, page, width, script).split())
     assert whole <= visible == width
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed here")
+def test_a_chart_tells_step_and_values_under_the_pointer_and_by_keys_and_no_other_script_runs(run, tmp_path):
+    said(run)
+    page = run.report.read_text(encoding="utf-8")
+    page = page.replace("</main>", "</main><script>document.body.textContent = 'gone'</script>")  # as if injected
+    script = """
+      const figure = [...page.querySelectorAll("figure")].find((each) => each.textContent.includes("Loss by TTT step"));
+      const svg = figure.querySelector("svg"), frame = page.defaultView, told = [];
+      const tell = () => told.push([...figure.querySelectorAll(".key")].map((row) => row.textContent.replace(/\\s+/g, " ").trim()));
+      svg.scrollIntoView();
+      const box = svg.getBoundingClientRect(), first = figure.querySelector("[data-x]").dataset.x.split(" ")[98];
+      svg.dispatchEvent(new frame.PointerEvent("pointermove", { clientX: box.left + (first / 440) * box.width, clientY: box.top + 50 }));
+      tell();
+      svg.dispatchEvent(new frame.KeyboardEvent("keydown", { key: "ArrowRight" }));
+      tell();
+      svg.dispatchEvent(new frame.PointerEvent("pointerleave"));
+      tell();
+      document.title = JSON.stringify(told);"""
+    pointed, stepped, left = json.loads(in_browser(tmp_path, page, 390, script))
+    for (training, held_out), step, measured in ((pointed, 99, 100), (stepped, 100, 100), (left, STEPS, STEPS)):
+        for row, name, kind, at in (
+            (training, "training", "train", step),
+            (held_out, "held out", "held_out", measured),
+        ):
+            (losses,) = [each["step_losses"] for each in metrics(run.path, kind) if each["step"] == at]
+            values = " ".join(f"step {place} {loss:#.4g}" for place, loss in enumerate(losses, 1))
+            assert row == f"{name}, optimiser step {at} {values}"
 
 
 def test_the_case_by_hand_is_as_evaluation_by_context_writes_it():
@@ -409,7 +530,7 @@ def test_a_run_writes_down_what_it_is_made_of(trained):
     train_set, held_out = found["data"]["train"], found["data"]["held_out"]
     prepared = train_set["prepared"]
     assert (prepared["rows"], prepared["kept"], prepared["truncated"]) == (40, 39, 0)
-    assert list(prepared["dropped"].values()) == [1]
+    assert list(prepared["dropped"].values()) == [1] and prepared["empty_answers"] == 0
     assert train_set["samples"] + held_out["samples"] == 39
     for part in (train_set, held_out):
         assert sum(part["lengths"]["counts"]) == part["samples"]
@@ -423,7 +544,7 @@ def test_a_run_writes_down_what_it_is_made_of(trained):
 def test_a_run_ends_with_its_report_and_its_card(trained):
     folder = RunFolder(trained.output.dir)
     page = Page(folder.report.read_text(encoding="utf-8"))
-    assert len(page.all("img")) == len(CHARTS - {"contexts"})  # its few positions say nothing by context
+    assert len(page.all("svg")) == len(CHARTS - {"contexts"})  # its few positions say nothing by context
     judged = json.loads(folder.evaluation.read_text(encoding="utf-8"))
     assert f"{judged['acceptance_length']:.2f}" in page.said and "Acceptance length" in page.said
     assert judged["position_acceptance"] and f"{judged['acceptance_length']:.2f}" in folder.card.read_text(

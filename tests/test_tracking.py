@@ -2,7 +2,10 @@
 
 import json
 import math
+import os
 import struct
+import subprocess
+import sys
 
 import pytest
 import wandb
@@ -30,9 +33,13 @@ EXPECTED = {
     "held_out/acceptance_by_context/512": {2: 0.5},
 }
 
+RUN = "0123456789abcdef" * 2
+CONFIG = {"training": {"epochs": 2}, "hidden_states": {"path": "https://ann:hunter2@host/states?token=hunter2"}}
+
 
 def write_all(folder, **where) -> None:
-    tracker = Tracker(folder, **({"tensorboard": False, "wandb_project": None, "console": Console(False)} | where))
+    plain = {"tensorboard": False, "wandb_project": None, "console": Console(False), "run_id": RUN, "config": CONFIG}
+    tracker = Tracker(folder, **(plain | where))
     for step, kind, values in WRITTEN:
         tracker.write(step, kind, values)
     tracker.close()
@@ -60,7 +67,11 @@ def test_weights_and_biases_has_every_number_at_its_step(tmp_path, monkeypatch):
     wandb.teardown()  # its service writes the file's last block when it ends
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     records = wandb_records(file.read_bytes())
-    assert [record.run.project for record in records if record.HasField("run")] == ["drafts"]
+    (started,) = [record.run for record in records if record.HasField("run")]
+    assert (started.project, started.run_id, started.display_name) == ("drafts", RUN, tmp_path.name)
+    config = {item.key: json.loads(item.value_json) for item in started.config.update}
+    masked = {"path": "https://***@host/states?token=***"}
+    assert {name: config[name] for name in CONFIG} == CONFIG | {"hidden_states": masked}
     found = {}
     for record in records:
         if record.HasField("history"):
@@ -71,6 +82,25 @@ def test_weights_and_biases_has_every_number_at_its_step(tmp_path, monkeypatch):
                 if not name.startswith("_"):
                     found.setdefault(name, {})[values["_step"]] = value
     assert found == EXPECTED
+
+
+def test_a_resumed_run_goes_on_in_weights_and_biases_and_its_command_line_stays_here(tmp_path):
+    """In processes of their own, for the command line is the process's."""
+    program = (
+        "import sys; from pathlib import Path; from test_tracking import write_all; "
+        f"write_all(Path({str(tmp_path)!r}), wandb_project='drafts', config={{'parallelism': {{'ring': int(sys.argv[1])}}}})"
+    )
+    environment = os.environ | {
+        "WANDB_MODE": "offline",
+        "WANDB_CONSOLE": "off",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    for ring in (1, 2):  # another layout
+        command = [sys.executable, "-c", program, str(ring), "https://host/states?token=hunter2"]
+        subprocess.run(command, env=environment, capture_output=True, check=True)
+    files = list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    assert {file.stem for file in files} == {f"run-{RUN}"} and len(files) == 2
+    assert all(b"hunter2" not in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
 
 
 def wandb_records(data: bytes) -> list[Record]:

@@ -104,11 +104,11 @@ def _left_out(run: RunRecord) -> Advice | None:
     dropped, truncated = sum(read["dropped"].values()), read["truncated"]
     if dropped + truncated <= MOST_LEFT_OUT * read["rows"]:
         return None
-    finding = f"Of {read['rows']:,} conversations {dropped:,} were dropped and {truncated:,} truncated."
+    finding = f"Of {read['rows']:,} rows {dropped:,} were dropped and {truncated:,} truncated."
     change = (
         "Long ones are those that a draft for long contexts needs: raise the length, or mend what could not be used."
     )
-    return Advice(finding, change, ("data.max_length", "data.too_long", "data.unusable"))
+    return Advice(finding, change, ("data.max_length", "data.too_long", "data.unusable", "data.malformed"))
 
 
 def _overfitted(run: RunRecord) -> Advice | None:

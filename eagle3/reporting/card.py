@@ -10,12 +10,11 @@ import jinja2
 from huggingface_hub import ModelCardData
 
 from eagle3.console import counted
-from eagle3.data.download import is_dataset
 from eagle3.durable import write_text
 from eagle3.errors import UserError
 from eagle3.reporting.curves import context_rows, rule, simulated_positions
 from eagle3.reporting.markdown import Markdown, escaped, fenced_command, one_line
-from eagle3.reporting.record import RunRecord, hub_id_of, read_run, target_name
+from eagle3.reporting.record import RunRecord, hub_id_of, read_run, source_name, target_name, yielded
 from eagle3.target.sglang.version import speculative_flags
 
 TEMPLATE = Path(__file__).with_name("card.md")
@@ -118,7 +117,7 @@ def _coverage(run: RunRecord) -> str:
 def _training(run: RunRecord) -> list[tuple[str, str]]:
     started, pace = run.started or {}, run.pace
     data = started.get("data") or {}
-    sources = [_source(source) for source in run.key("data.train") or []]
+    sources = [source_name(source) for source in run.key("data.train") or []]
     rows = [("data", ", ".join(sources))] if sources else []
     if data:
         train = data["train"]
@@ -155,12 +154,6 @@ def _training(run: RunRecord) -> list[tuple[str, str]]:
     return rows
 
 
-def _source(source: str) -> str:
-    """Datasets by id, files and folders by their last part."""
-    known = source.startswith(("preset:", "demo_answers", "standard_library"))
-    return source if known or (is_dataset(source) and not Path(source).expanduser().exists()) else Path(source).name
-
-
 def _judged(run: RunRecord) -> dict[str, Any] | None:
     found = run.evaluation
     if not found or found.get("acceptance_length") is None:
@@ -170,7 +163,7 @@ def _judged(run: RunRecord) -> dict[str, Any] | None:
         "length": f"{found['acceptance_length']:.2f}",
         "conditions": (
             f"Measured by {found.get('engine')} {found.get('engine_version')}, {_drafted(found)}, {rule(found)}, one conversation at a "
-            f"time, on {counted(found['conversations'], 'conversation')}: {found['new_tokens']:,} tokens in {found['verifications']:,} "
+            f"time, on {counted(found['conversations'], 'conversation')}: {yielded(found):,} tokens from {found['verifications']:,} "
             "verifications."
         ),
         "positions": [str(place) for place in range(1, len(shares) + 1)],

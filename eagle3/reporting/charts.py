@@ -1,222 +1,288 @@
 """The charts of one run, each from what its folder holds; where that lacks what a chart needs, the chart says so."""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
-from matplotlib.ticker import EngFormatter, MaxNLocator, PercentFormatter
 
-from eagle3.reporting.curves import (
-    Curve,
-    estimated_curve,
-    mean,
-    measured_curve,
-    rule,
-    simulated_positions,
-    told_curve,
-)
-from eagle3.reporting.drawing import (
+from eagle3.reporting.curves import Curve, estimated_curve, mean, measured_curve, rule, simulated_positions, told_curve
+from eagle3.reporting.plot import (
     BLUE,
     GREEN,
-    GREY,
     ORANGE,
     VERMILLION,
-    Chart,
-    Drawing,
+    Axis,
+    Colour,
+    Plot,
+    Series,
     context_axis,
+    count_axis,
+    number_axis,
     shades,
-    style,
+    share_axis,
+    short_number,
+    step_axis,
     thinned,
 )
+from eagle3.reporting.plot import rule as level
 from eagle3.reporting.record import Record, RunRecord, column, columns
 
-MARKER = {"markersize": 6.5, "markeredgecolor": "white", "markeredgewidth": 1}
+TRAINING, HELD_OUT = "training", "held out"
 
 
 class Absent(NamedTuple):
     """A chart that could not be drawn, and what for it is missing."""
 
+    name: str
     title: str
     why: str
 
 
-def draw(run: RunRecord) -> Iterator[Chart | Absent]:
+def charts(run: RunRecord) -> Iterator[Plot | Absent]:
     """All charts of a run, in the order of the page."""
-    charts: tuple[Callable[[RunRecord], Chart | Absent], ...]
-    charts = (_loss, _acceptance, _positions, _contexts, _throughput, _memory, _lengths)
-    with style():
-        for chart in charts:
-            yield chart(run)
+    makers: tuple[Callable[[RunRecord], Plot | Absent], ...]
+    makers = (_loss, _step_losses, _accepted, _acceptance, _rate, _norm)
+    makers += (_positions, _contexts, _throughput, _memory, _lengths)
+    for maker in makers:
+        yield maker(run)
 
 
-def _loss(run: RunRecord) -> Chart | Absent:
-    unit = " (nats a token)" if run.key("training.loss") == "kl" else ""
-    return _by_ttt_step(run, "loss", "step_losses", "Loss by TTT step", f"loss{unit}")
+def _loss(run: RunRecord) -> Plot | Absent:
+    return _course(run, "total_loss", "loss", "Loss", loss_label(run), about_loss(run))
 
 
-def _acceptance(run: RunRecord) -> Chart | Absent:
-    title = "Acceptance rate by TTT step"
-    return _by_ttt_step(run, "acceptance", "acceptance_rate", title, "probability of acceptance")
+def loss_label(run: RunRecord) -> str:
+    return "nats a token, weighted sum" if run.key("training.loss") == "kl" else "weighted sum of the TTT steps"
 
 
-def _by_ttt_step(run: RunRecord, name: str, key: str, title: str, ylabel: str) -> Chart | Absent:
-    """Training as thin lines, held out as markers, a colour a TTT step."""
+def about_loss(run: RunRecord) -> str:
+    """What `loss` is, wherever it is written."""
+    steps, decay = run.key("training.ttt_steps"), run.key("training.step_decay")
+    steps = "the TTT steps" if steps is None else f"the {steps} TTT steps"
+    weights = "" if decay is None else f", each weighted {decay:g} times the one before"
+    return f"What training minimises, loss in the step lines: the losses of {steps}{weights}, summed."
+
+
+def _accepted(run: RunRecord) -> Plot | Absent:
+    key, label = "simulated_acceptance_length", "drafts a verification"
+    return _course(run, "accepted", key, "Accepted drafts, simulated", label, ABOUT_ACCEPTED)
+
+
+ABOUT_ACCEPTED = (
+    "Drafts that a greedy verification would accept, from hidden states; accepted drafts in the step lines. An acceptance length "
+    "counts the target's own token, too: it is 1 more."
+)
+
+
+def _course(run: RunRecord, name: str, key: str, title: str, label: str, about: str) -> Plot | Absent:
+    """One number over the steps, in training and held out."""
+    values, held_out = column(run.train, key), column(run.held_out, key)
+    if not np.isfinite(values).any():
+        return Absent(name, title, "metrics.jsonl has no such numbers yet")
+    all_steps, measured = column(run.train, "step"), column(run.held_out, "step")
+    series = [Series(TRAINING, *thinned(all_steps, values), BLUE)]
+    alt = f"{title}: {_from_to(values)} over {len(values)} optimiser steps"
+    if np.isfinite(held_out).any():
+        series.append(Series(HELD_OUT, measured, held_out, VERMILLION, "dots"))
+        alt += f"; held out it ends at {_told(held_out[-1])}"
+    axis = number_axis(label, [each.y for each in series])
+    return Plot(name, title, about, f"{alt}.", step_axis(all_steps), axis, series)
+
+
+def _from_to(values: np.ndarray) -> str:
+    tenth = max(1, len(values) // 10)
+    return f"from {_told(mean(values[:tenth]))} to {_told(mean(values[-tenth:]))}"
+
+
+def _told(value: float) -> str:
+    return f"{value:.3g}" if np.isfinite(value) else "unknown"
+
+
+def _step_losses(run: RunRecord) -> Plot | Absent:
+    unit = "nats a token" if run.key("training.loss") == "kl" else "loss"
+    about = "Each TTT step's own loss, without a weight."
+    return _by_ttt_step(run, "loss", "step_losses", "Loss by TTT step", unit, about)
+
+
+def _acceptance(run: RunRecord) -> Plot | Absent:
+    about = (
+        "How probably sampling at temperature 1 accepts the draft of each TTT step, those before it taken as accepted. Early in "
+        "training it is far above accepted drafts: flat distributions overlap though their best tokens differ."
+    )
+    return _by_ttt_step(run, "acceptance", "acceptance_rate", "Acceptance rate by TTT step", "probability", about)
+
+
+def _by_ttt_step(run: RunRecord, name: str, key: str, title: str, label: str, about: str) -> Plot | Absent:
+    """Training as lines, held out as dots, a colour a TTT step."""
     curves = columns(run.train, key)
     if not np.isfinite(curves).any():
-        return Absent(title, "metrics.jsonl has no such numbers yet")
-    drawing = Drawing(name, title, "optimiser step", ylabel)
-    axes, colours = drawing.axes, shades(curves.shape[1])
-    steps, smooth = thinned(column(run.train, "step"), curves)
+        return Absent(name, title, "metrics.jsonl has no such numbers yet")
+    all_steps, colours = column(run.train, "step"), shades(curves.shape[1])
+    steps, smooth = thinned(all_steps, curves)
     measured, held_out = column(run.held_out, "step"), columns(run.held_out, key)
-    for place, colour in enumerate(colours):
-        axes.plot(steps, smooth[:, place], color=colour, linewidth=0.8, alpha=0.6)
-        axes.plot([], [], color=colour, linewidth=2.5, label=f"step {place + 1}")
-        if place < held_out.shape[1]:
-            axes.plot(measured, held_out[:, place], "o", color=colour, zorder=3, **MARKER)
-    axes.plot([], [], "o", color=GREY, label="held out", **MARKER)
-    entries = len(colours) + 1
-    drawing.legend(columns=math.ceil(entries / math.ceil(entries / 5)))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
-    return drawing.chart(_told_course(title, curves, held_out))
+    series = [
+        Series(f"step {place}", steps, values, colour, group=TRAINING)
+        for place, (values, colour) in enumerate(zip(smooth.T, colours, strict=True), 1)
+    ]
+    series += [
+        Series(f"step {place}", measured, values, colour, "dots", group=HELD_OUT)
+        for place, (values, colour) in enumerate(zip(held_out.T, colours, strict=False), 1)
+    ]
+    axis = number_axis(label, [each.y for each in series])
+    return Plot(name, title, about, _told_course(title, curves, held_out), step_axis(all_steps), axis, series)
 
 
 def _told_course(title: str, curves: np.ndarray, held_out: np.ndarray) -> str:
-    tenth = max(1, len(curves) // 10)
-    first, last = mean(curves[:tenth]), mean(curves[-tenth:])
-    alt = (
-        f"{title} over {len(curves)} optimiser steps: TTT step 1 goes from {first[0]:.3g} to {last[0]:.3g}, "
-        f"TTT step {len(first)} from {first[-1]:.3g} to {last[-1]:.3g}"
-    )
+    alt = f"{title} over {len(curves)} optimiser steps: TTT step 1 goes {_from_to(curves[:, 0])}, "
+    alt += f"TTT step {curves.shape[1]} {_from_to(curves[:, -1])}"
     if len(held_out):
-        alt += f"; held out they end at {held_out[-1][0]:.3g} and {held_out[-1][-1]:.3g}"
+        alt += f"; held out they end at {_told(held_out[-1][0])} and {_told(held_out[-1][-1])}"
     return alt + "."
 
 
-def _positions(run: RunRecord) -> Chart | Absent:
-    title = "Accepted by draft position"
+def _rate(run: RunRecord) -> Plot | Absent:
+    about = "Of each step, as its optimiser used it."
+    return _of_steps(run, "learning_rate", "learning_rate", "Learning rate", "learning rate", about, GREEN, zero=True)
+
+
+def _norm(run: RunRecord) -> Plot | Absent:
+    clip, skip = run.key("training.gradient_clipping"), run.key("training.skip_above_norm")
+    about = "Of the whole gradient"
+    about += f", before it is clipped at training.gradient_clipping {clip:g}" if clip else ""
+    about += f"; a step above training.skip_above_norm {skip:g} is skipped." if skip else "."
+    return _of_steps(run, "gradient_norm", "gradient_norm", "Gradient norm", "norm", about, ORANGE, logarithmic=True)
+
+
+def _of_steps(
+    run: RunRecord,
+    name: str,
+    key: str,
+    title: str,
+    label: str,
+    about: str,
+    colour: Colour,
+    **scale: bool,
+) -> Plot | Absent:
+    """One number of each step."""
+    values, all_steps = column(run.train, key), column(run.train, "step")
+    if not np.isfinite(values).any():
+        return Absent(name, title, "metrics.jsonl has no such numbers yet")
+    series = [Series(title.lower(), *thinned(all_steps, values), colour)]
+    axis = number_axis(label, [series[0].y], **scale)
+    alt = f"{title}: {_from_to(values)}, at most {short_number(float(np.nanmax(values)))}."
+    return Plot(name, title, about, alt, step_axis(all_steps), axis, series)
+
+
+def _positions(run: RunRecord) -> Plot | Absent:
+    name, title = "positions", "Accepted by draft position"
     simulated, judged = simulated_positions(run), (run.evaluation or {}).get("position_acceptance") or []
     if not simulated and not judged:
-        return Absent(title, "neither held-out measurements nor evaluation.json are there")
-    drawing = Drawing("positions", title, "draft position", "share of the verifications")
-    axes, told = drawing.axes, []
-    for label, shares, look in (
-        ("simulated from held-out hidden states, greedy", simulated, {"color": BLUE, "marker": "o"}),
-        (
-            f"real speculative decoding, {rule(run.evaluation or {})}",
-            judged,
-            {"color": VERMILLION, "marker": "s", "linestyle": "--"},
-        ),
-    ):
-        if shares:
-            axes.plot(range(1, len(shares) + 1), shares, label=label, **look)
-            told.append(f"{label} {', '.join(f'{share:.2f}' for share in shares)}")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    _share_axis(axes)
-    drawing.legend(columns=1)
-    return drawing.chart(f"{title}, from the first: {'; '.join(told)}.")
+        return Absent(name, title, "neither held-out measurements nor evaluation.json are there")
+    series = [
+        Series(label, np.arange(1, len(shares) + 1), np.array(shares), colour, look, dotted=True)
+        for label, shares, colour, look in (
+            ("simulated from held-out hidden states, greedy", simulated, BLUE, "line"),
+            (f"real speculative decoding, {rule(run.evaluation or {})}", judged, VERMILLION, "dashed"),
+        )
+        if shares
+    ]
+    told = "; ".join(f"{each.label} {', '.join(f'{share:.2f}' for share in each.y)}" for each in series)
+    places = np.arange(1, max(len(each.y) for each in series) + 1)
+    axis = Axis("draft position", 0.8, places[-1] + 0.2, [(float(n), str(n)) for n in places], lambda n: f"{n:.0f}")
+    about = "Share of the verifications that accepted a draft and all before it. Their sum is the accepted drafts a verification."
+    return Plot(name, title, about, f"{title}, from the first: {told}.", axis, share_axis("of verifications"), series)
 
 
-def _share_axis(axes: Axes) -> None:
-    axes.set_ylim(0, 1)
-    axes.yaxis.set_major_formatter(PercentFormatter(xmax=1))
+def curve_series(label: str, curve: Curve, colour: Colour, look: str = "line") -> Series:
+    """Acceptance length by context, with its interval where one is known."""
+    band = curve.interval if np.isfinite(curve.interval).any() else None
+    return Series(label, curve.contexts, curve.lengths, colour, look, dotted=True, band=band)
 
 
-def draw_curve(axes: Axes, curve: Curve, label: str, **look) -> None:
-    axes.plot(curve.contexts, curve.lengths, label=label, markersize=5, **look)
-    axes.fill_between(curve.contexts, *curve.interval.T, color=look["color"], alpha=0.18, linewidth=0)
-
-
-def _contexts(run: RunRecord) -> Chart | Absent:
+def contexts_plot(name: str, series: Sequence[Series], told: str) -> Plot:
     title = "Acceptance length by context"
-    measured = measured_curve(run.by_context) if run.by_context else None
-    estimated = estimated_curve(run)
-    if measured is None and estimated is None:
-        return Absent(title, "launchers/evaluate.py --by-context measures it")
-    drawing = Drawing("contexts", title, "context (tokens)", "tokens a verification")
-    axes, told = drawing.axes, []
+    values = [each.y for each in series] + [each.band for each in series if each.band is not None]
+    axis = number_axis("tokens a verification", [*values, np.ones(1)])._replace(tell=lambda length: f"{length:.2f}")
+    contexts = context_axis("context in tokens", np.unique(np.concatenate([each.x for each in series])))
+    about = "Tokens that one pass of the target yields, accepted drafts and its own, after contexts of up to so many tokens."
+    about += " Bands: 95% intervals." if any(each.band is not None for each in series) else ""
+    return Plot(name, title, about, f"{title}: {told}.", contexts, axis, series)
+
+
+def _contexts(run: RunRecord) -> Plot | Absent:
+    measured = measured_curve(run.by_context) if run.by_context and run.by_context["contexts"] else None
+    estimated, series, told = estimated_curve(run), [], []
     if measured:
-        draw_curve(axes, measured, f"real decoding, {rule(run.by_context)}, 95% band", color=VERMILLION, marker="s")
+        series.append(curve_series(f"real decoding, {rule(run.by_context)}", measured, VERMILLION))
         told.append(f"real decoding {told_curve(measured)}")
     if estimated:
-        draw_curve(axes, estimated, "estimated from hidden states, greedy", color=BLUE, marker="o", linestyle="--")
+        series.append(curve_series("estimated from hidden states, greedy", estimated, BLUE, "dashed"))
         told.append(f"estimated {told_curve(estimated)}")
-    context_axis(axes, np.union1d(*(curve.contexts if curve else [] for curve in (measured, estimated))))
-    axes.set_ylim(min(1.0, axes.get_ylim()[0]), 1.05 * axes.get_ylim()[1])
-    drawing.legend(columns=1)
-    return drawing.chart(f"{title}: {'; '.join(told)}.")
+    if not series:
+        return Absent("contexts", "Acceptance length by context", "launchers/evaluate.py --by-context measures it")
+    return contexts_plot("contexts", series, "; ".join(told))
 
 
-def _throughput(run: RunRecord) -> Chart | Absent:
-    title = "Throughput of training"
-    speeds = column(run.train, "tokens_per_second")
-    if not np.isfinite(speeds).any():
-        return Absent(title, "metrics.jsonl has no such numbers yet")
-    drawing = Drawing("throughput", title, "optimiser step", "tokens a second, with prompts")
-    steps, smooth = thinned(column(run.train, "step"), speeds)
-    median = float(np.nanmedian(speeds))
-    drawing.axes.plot(steps, smooth, color=GREEN, linewidth=1, label="each step")
-    drawing.axes.axhline(median, color=GREY, linestyle=":", label=f"median {median:,.0f}")
-    drawing.axes.set_ylim(bottom=0)
-    drawing.axes.yaxis.set_major_formatter(EngFormatter(sep=""))
-    drawing.axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
-    drawing.legend(columns=2)
-    return drawing.chart(f"{title}: a median of {median:,.0f} tokens a second.")
+def _throughput(run: RunRecord) -> Plot | Absent:
+    label, about = "tokens a second", "Of training, tokens of prompts included."
+    plot = _of_steps(run, "throughput", "tokens_per_second", "Throughput of training", label, about, GREEN, zero=True)
+    if isinstance(plot, Absent):
+        return plot
+    median = float(np.nanmedian(column(run.train, "tokens_per_second")))
+    series = [plot.series[0]._replace(label="each step"), level("median", plot.x, median)]
+    return plot._replace(series=series, alt=f"{plot.title}: a median of {median:,.0f} tokens a second.")
 
 
-def _memory(run: RunRecord) -> Chart | Absent:
-    title = "Peak memory of the first rank"
-    used = column(run.train, "memory_gib")
+def _memory(run: RunRecord) -> Plot | Absent:
+    name, title = "memory", "Peak memory of the first rank"
+    used, all_steps = column(run.train, "memory_gib"), column(run.train, "step")
     if not np.isfinite(used).any():
-        return Absent(title, "metrics.jsonl has no such numbers yet")
-    drawing, memory = Drawing("memory", title, "optimiser step", "GiB"), (run.started or {}).get("memory") or {}
-    axes, peak = drawing.axes, float(np.nanmax(used))
+        return Absent(name, title, "metrics.jsonl has no such numbers yet")
+    memory, peak = (run.started or {}).get("memory") or {}, float(np.nanmax(used))
     before, estimate = memory.get("before_gib"), memory.get("estimate_gib")
-    alt = f"{title}: {peak:.2f} GiB"
-    axes.plot(*thinned(column(run.train, "step"), used), color=BLUE, label=f"measured, at most {peak:.2f}")
+    steps, alt = step_axis(all_steps), f"{title}: {peak:.2f} GiB"
+    series = [Series("measured", *thinned(all_steps, used), BLUE)]
     if before is not None:
-        axes.axhline(before, color=GREY, linestyle=":", label=f"before the draft was made: {before:.2f}")
+        series.append(level("before the draft was made", steps, before))
         alt += f", of which {before:.2f} were there before the draft was made"
         if estimate is not None:
-            bound = before + estimate
-            axes.axhline(bound, color=ORANGE, linestyle="--", label=f"that and the planner's estimate: {bound:.2f}")
+            series.append(level("that and the planner's estimate", steps, before + estimate, ORANGE))
             alt += f"; the planner's estimate for the draft is {estimate:.2f}"
-    axes.set_ylim(bottom=0)
-    axes.margins(y=0.1)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
-    drawing.legend(columns=1)
-    return drawing.chart(alt + ".")
+    axis = number_axis("GiB", [each.y for each in series], zero=True)._replace(tell=lambda size: f"{size:.2f}")
+    return Plot(name, title, f"The most so far, {memory.get('measured') or 'in GiB'}.", f"{alt}.", steps, axis, series)
 
 
-def _lengths(run: RunRecord) -> Chart | Absent:
-    title = "Sample lengths"
+def _lengths(run: RunRecord) -> Plot | Absent:
+    name, title = "lengths", "Sample lengths"
     data = (run.started or {}).get("data") or {}
-    found = {name: data[name]["lengths"] for name in ("train", "held_out") if (data.get(name) or {}).get("lengths")}
-    if not found:
-        return Absent(title, "run.json is not there; the start of a run writes it")
-    drawing = Drawing("lengths", title, "tokens of a sample", "share of the samples")
-    axes = drawing.axes
-    for name, colour in (("train", BLUE), ("held_out", ORANGE)):
-        if name in found:
-            edges, counts = found[name]["edges"], np.array(found[name]["counts"], float)
-            look = {"fill": True, "alpha": 0.35} if name == "train" else {"linewidth": 1.6}
-            axes.stairs(counts / counts.sum(), edges, color=colour, **look)
-    edges = np.concatenate([each["edges"] for each in found.values()])
-    if _logarithmic(found.values()):
+    known = [part for part in ("train", "held_out") if (data.get(part) or {}).get("lengths")]
+    if not known:
+        return Absent(name, title, "run.json is not there; the start of a run writes it")
+    histograms = [data[part]["lengths"] for part in known]
+    ends = [edge for each in histograms for edge in (each["edges"][0], each["edges"][-1])]
+    logarithmic = 0 < 2 * min(ends) <= max(ends) and any(_grows(each) for each in histograms)
+    looks = {"train": (TRAINING, BLUE), "held_out": (HELD_OUT, ORANGE)}
+    series = []
+    for part, histogram in zip(known, histograms, strict=True):
+        label, colour = looks[part]
+        edges, counts = np.array(histogram["edges"]), np.array(histogram["counts"], float)
+        middles = np.sqrt(edges[1:] * edges[:-1]) if logarithmic else (edges[1:] + edges[:-1]) / 2
+        series.append(Series(label, middles, counts / max(1, counts.sum()), colour, "stairs", edges=edges))
+    edges = np.concatenate([each.edges for each in series])
+    label, most = "tokens of a sample", 1.05 * max(each.y.max() for each in series)
+    if logarithmic:
         powers = 2.0 ** np.arange(np.ceil(np.log2(edges.min())), np.floor(np.log2(edges.max())) + 1)
-        context_axis(axes, powers)
-    axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
-    handles = {"train": Line2D([], [], color=BLUE, linewidth=6, alpha=0.35, label="training")}
-    handles["held_out"] = Line2D([], [], color=ORANGE, linewidth=1.6, label="held out")
-    drawing.legend(columns=2, handles=[handles[name] for name in found])
-    longest = max(data[name].get("longest") or 0 for name in found)
-    return drawing.chart(f"Histogram of {title.lower()}: the longest has {longest:,} tokens.")
+        axis = context_axis(label, powers)._replace(low=float(edges.min()), high=float(edges.max()))
+    else:
+        axis = count_axis(label, edges)
+    axis = axis._replace(tell=lambda tokens: f"{tokens:,.0f}")
+    longest = max(data[part].get("longest") or 0 for part in known)
+    alt = f"Histogram of {title.lower()}: the longest has {longest:,} tokens."
+    about = "After truncation; by the middle of each bin."
+    return Plot(name, title, about, alt, axis, share_axis("of samples", most or 1.0), series)
 
 
-def _logarithmic(histograms: Sequence[Record]) -> bool:
-    """Whether the bins grow."""
-    return any(
-        each["edges"][-1] - each["edges"][-2] > 1.5 * (each["edges"][1] - each["edges"][0]) for each in histograms
-    )
+def _grows(histogram: Record) -> bool:
+    """Whether the bins do."""
+    edges = histogram["edges"]
+    return edges[-1] - edges[-2] > 1.5 * (edges[1] - edges[0])

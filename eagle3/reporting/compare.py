@@ -1,21 +1,24 @@
-"""Several runs beside one another: acceptance length by context, as one chart and one table."""
+"""Several runs beside one another: their courses and their acceptance by context in charts, their key numbers in tables."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from eagle3.durable import write_text
+from eagle3.durable import write_bytes, write_text
 from eagle3.errors import UserError
-from eagle3.reporting.curves import Curve, measured_curve, tokens_label, told_curve
+from eagle3.reporting.charts import ABOUT_ACCEPTED, about_loss, contexts_plot, curve_series, loss_label
+from eagle3.reporting.curves import measured_curve, tokens_label, told_curve
+from eagle3.reporting.drawing import png
 from eagle3.reporting.markdown import escaped
-from eagle3.reporting.record import Record, read_json
-from eagle3.reporting.schemas import ByContext
-from eagle3.training.run_folder import RunFolder
+from eagle3.reporting.page import comparison
+from eagle3.reporting.plot import COLOURS, Colour, Plot, Series, count_axis, number_axis, step_axis, thinned
+from eagle3.reporting.record import Record, RunRecord, column, read_run
+from eagle3.reporting.summary import summary_rows
 
 WIDE = 6.4  # inches: for a document, not a phone
-CHART, TABLE = "acceptance-by-context.png", "acceptance-by-context.md"
+PAGE, RUNS, CONTEXTS = "comparison.html", "runs.md", "acceptance-by-context"
 CONDITIONS = (
     "target",
     "texts",
@@ -27,45 +30,79 @@ CONDITIONS = (
     "new_tokens",
     "prompts",
 )
+# Of the recipe: where they differ, a loss or an acceptance is another quantity, or one of other texts.
+DECISIVE = (
+    "model.target",
+    "model.draft.vocab_size",
+    "data.train",
+    "data.held_out",
+    "data.held_out_fraction",
+    "data.max_length",
+    "data.supervise",
+    "training.loss",
+    "training.ttt_steps",
+    "training.step_decay",
+    "training.normalization",
+    "training.seed",
+)
 
 
 class Compared(NamedTuple):
-    """A run's by_context.json under the name it has in chart and table."""
+    """A run under the name it has in charts and tables."""
 
     name: str
-    found: Record
+    run: RunRecord
 
     @property
-    def curve(self) -> Curve:
-        return measured_curve(self.found)
+    def found(self) -> Record | None:
+        """Its by_context.json, where it measured something."""
+        found = self.run.by_context
+        return found if found and found["contexts"] else None
 
 
 def read_compared(folders: Sequence[Path], names: Sequence[str] | None) -> list[Compared]:
-    """names: one a run, default the folders' own. Raises UserError where a run has no by_context.json, or names are not one a
-    run and all different."""
+    """names: one a run, default the folders' own. Raises UserError where a folder holds no run, or names are not one a run and
+    all different."""
     names = [folder.resolve().name for folder in folders] if names is None else [name.strip() for name in names]
     if len(names) != len(folders) or len(set(names)) != len(names) or not all(names):
         wanted = ",".join(f"name{place}" for place in range(1, len(folders) + 1))
         raise UserError(
             f"--names {','.join(names)}: {len(folders)} runs need {len(folders)} different names; write --names {wanted}, with names of yours"
         )
-    compared = []
-    for name, folder in zip(names, folders, strict=True):
-        path = RunFolder(folder).by_context
-        found = read_json(path, ByContext, "make it again with launchers/evaluate.py --by-context")
-        if found is None:
-            raise UserError(f"{path}: no such file; make it with launchers/evaluate.py --by-context")
-        if not found.get("contexts"):
-            raise UserError(f"{path}: measured no context; make it again with launchers/evaluate.py --by-context")
-        compared.append(Compared(name, found))
-    return compared
+    return [Compared(name, read_run(folder)) for name, folder in zip(names, folders, strict=True)]
 
 
-def table(compared: Sequence[Compared]) -> str:
-    """Markdown: a row a context, a column a run, with 95% intervals and the number of verifications; and a line of what was
-    not the same for all."""
+def runs_table(compared: Sequence[Compared]) -> str:
+    """Markdown: the key numbers, a column a run; and a line of what else was not the same for all."""
+    rows = [summary_rows(each.run) for each in compared]
+    names = list(dict.fromkeys(name for of_run in rows for name in of_run))
+    lines = [
+        "| | " + " | ".join(escaped(each.name) for each in compared) + " |",
+        "|---|" + "---|" * len(compared),
+        *(f"| {name} | " + " | ".join(escaped(of_run.get(name, "–")) for of_run in rows) + " |" for name in names),
+    ]
+    if told := differing(compared, {key: [each.run.key(key) for each in compared] for key in DECISIVE}):
+        lines += ["", "Not the same for all, so compare with care: " + escaped("; ".join(told)) + "."]
+    return "\n".join(lines) + "\n"
+
+
+def differing(compared: Sequence[Compared], values: dict[str, Sequence[Any]]) -> list[str]:
+    """Of each key whose values are not all the same, whose value is which."""
+    return [
+        f"{key} DIFFERS: " + ", ".join(f"{value} ({each.name})" for value, each in zip(of_runs, compared, strict=True))
+        for key, of_runs in values.items()
+        if any(value != of_runs[0] for value in of_runs)
+    ]
+
+
+def contexts_table(compared: Sequence[Compared]) -> str:
+    """Markdown, of runs that were measured: a row a context, a column a run, with 95% intervals and the number of verifications;
+    and a line of how, with a warning where runs were measured differently."""
     rows = {each.name: {row["context"]: row for row in each.found["contexts"]} for each in compared}
     contexts = sorted({context for of_run in rows.values() for context in of_run})
+    values = {name: [_condition(each.found, name) for each in compared] for name in CONDITIONS}
+    known = {name: found for name, found in values.items() if set(found) != {None}}  # None: files of an earlier version
+    same = [f"{name} {found[0]}" for name, found in known.items() if len(set(found)) == 1]
     lines = [
         "| context | " + " | ".join(escaped(each.name) for each in compared) + " |",
         "|---:|" + "---|" * len(compared),
@@ -76,7 +113,9 @@ def table(compared: Sequence[Compared]) -> str:
             for context in contexts
         ),
         "",
-        "Acceptance length, in tokens a verification [95% interval] (verifications). " + _conditions(compared),
+        "Acceptance length, in tokens a verification [95% interval] (verifications). "
+        + escaped("; ".join([*differing(compared, known), *same]))
+        + ".",
     ]
     return "\n".join(lines) + "\n"
 
@@ -89,54 +128,101 @@ def _cell(row: Record | None) -> str:
     return f"{row['acceptance_length']:.2f}{interval} ({row['verifications']:,})"
 
 
-def _conditions(compared: Sequence[Compared]) -> str:
-    """How it was measured, and a warning where runs were measured differently."""
-    told = []
-    for name in CONDITIONS:
-        values = [_prompts(each.found) if name == "prompts" else each.found.get(name) for each in compared]
-        if set(values) == {None}:  # files of an earlier version
-            continue
-        if len(set(values)) == 1:
-            told.append(f"{name} {values[0]}")
-        else:
-            told.append(
-                f"{name} DIFFERS: " + ", ".join(f"{v} ({c.name})" for c, v in zip(compared, values, strict=True))
-            )
-    return escaped("; ".join(told)) + "."
-
-
-def _prompts(found: Record) -> str:
-    """How many prompts a context has."""
+def _condition(found: Record, name: str) -> Any:
+    if name != "prompts":
+        return found.get(name)
     counts = sorted({row["conversations"] for row in found["contexts"]})
     return f"{counts[0]} a context" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} a context"
 
 
-def draw_compared(compared: Sequence[Compared]) -> bytes:
-    """PNG: a line a run, with its 95% band."""
-    from eagle3.reporting.charts import draw_curve
-    from eagle3.reporting.drawing import SERIES, Drawing, context_axis, style
+class Along(NamedTuple):
+    """What courses are drawn over. place: of steps of a run."""
 
-    with style():
-        title = "Acceptance length by context"
-        drawing = Drawing("acceptance-by-context", title, "context (tokens)", "tokens a verification", WIDE)
-        axes, curves = drawing.axes, [each.curve for each in compared]
-        for place, (each, curve) in enumerate(zip(compared, curves, strict=True)):
-            look = {"color": SERIES[place % len(SERIES)], "marker": "osD^vP"[place % 6]}
-            draw_curve(axes, curve, each.name, **look)
-        context_axis(axes, np.unique(np.concatenate([curve.contexts for curve in curves])))
-        axes.set_ylim(min(1.0, axes.get_ylim()[0]), 1.05 * axes.get_ylim()[1])
-        told = "; ".join(f"{each.name} {told_curve(curve)}" for each, curve in zip(compared, curves, strict=True))
-        drawing.legend(columns=min(3, len(compared)))
-        return drawing.chart(f"{title}: {told}.").png
+    name: str
+    label: str
+    place: Callable[[RunRecord, np.ndarray], np.ndarray]
+
+
+ALONG = (
+    Along("step", "optimiser step", lambda _, steps: steps),
+    Along("tokens", "supervised tokens", RunRecord.supervised_until),
+)
+
+
+def compared_plots(compared: Sequence[Compared]) -> list[Plot]:
+    """Loss and accepted drafts over steps and over supervised tokens, and acceptance by context, as far as runs have them."""
+    colours = [COLOURS[place % len(COLOURS)] for place in range(len(compared))]
+    abouts = list(dict.fromkeys(about_loss(each.run) for each in compared))
+    about = abouts[0] if len(abouts) == 1 else "What training minimises, which is NOT the same for all: see the table."
+    label = loss_label(compared[0].run)
+    plots = []
+    for name, key, title, unit, told in (
+        ("loss", "loss", "Loss", label, about),
+        (
+            "accepted",
+            "simulated_acceptance_length",
+            "Accepted drafts, simulated",
+            "drafts a verification",
+            ABOUT_ACCEPTED,
+        ),
+    ):
+        plots += [_course(compared, colours, along, name, key, title, unit, told) for along in ALONG]
+    measured = [(each, colour) for each, colour in zip(compared, colours, strict=True) if each.found]
+    if measured:
+        curves = [(each.name, measured_curve(each.found), colour) for each, colour in measured]
+        told = "; ".join(f"{name} {told_curve(curve)}" for name, curve, _ in curves)
+        plots.append(contexts_plot(CONTEXTS, [curve_series(*each) for each in curves], told))
+    return [plot for plot in plots if plot]
+
+
+def _course(
+    compared: Sequence[Compared],
+    colours: Sequence[Colour],
+    along: Along,
+    name: str,
+    key: str,
+    title: str,
+    unit: str,
+    about: str,
+) -> Plot | None:
+    """Lines of training, pale, and dots of what was held out; None where no run has any."""
+    training, held_out, told = [], [], []
+    for each, colour in zip(compared, colours, strict=True):
+        steps, values = thinned(column(each.run.train, "step"), column(each.run.train, key))
+        measured, found = column(each.run.held_out, "step"), column(each.run.held_out, key)
+        if np.isfinite(values).any():
+            training.append(Series(each.name, along.place(each.run, steps), values, colour, "pale", group="training"))
+        if np.isfinite(found).any():
+            place = along.place(each.run, measured)
+            held_out.append(Series(each.name, place, found, colour, dotted=True, group="held out"))
+            told.append(f"{each.name} ends at {found[np.isfinite(found)][-1]:.3g}")
+    if not (series := training + held_out):
+        return None
+    places = np.concatenate([each.x for each in series])
+    axis = step_axis(places) if along.name == "step" else count_axis(along.label, places)
+    alt = f"{title} of the runs over {along.label}s; held out " + ", ".join(told or ["nothing was measured"]) + "."
+    about += " Pale: training; with dots: held out."
+    whole = f"{title}, by {along.label}"
+    return Plot(f"{name}-by-{along.name}", whole, about, alt, axis, number_axis(unit, [s.y for s in series]), series)
 
 
 def write_comparison(compared: Sequence[Compared], out: Path) -> str:
-    """Chart and table into folder `out`; returns the table."""
+    """Charts, tables, and a page with them into folder `out`; returns the tables."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out {out}: cannot be made ({error.strerror}); name another folder") from error
-    written = table(compared)
-    (out / CHART).write_bytes(draw_compared(compared))
-    write_text(out / TABLE, written)
+    plots, measured = compared_plots(compared), [each for each in compared if each.found]
+    runs, contexts = runs_table(compared), contexts_table(measured) if measured else ""
+    for plot in plots:
+        write_bytes(out / f"{plot.name}.png", png(plot, WIDE))
+    write_text(out / RUNS, runs)
+    if measured:
+        write_text(out / f"{CONTEXTS}.md", contexts)
+    tables = [runs, contexts] if measured else [runs]
+    if unmeasured := [each.name for each in compared if not each.found]:
+        names = ", ".join(map(escaped, unmeasured))
+        tables.append(f"No acceptance by context of {names}: launchers/evaluate.py --by-context measures it.\n")
+    written = "\n".join(tables)
+    write_text(out / PAGE, comparison([each.name for each in compared], plots, written))
     return written

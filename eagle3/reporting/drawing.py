@@ -1,28 +1,24 @@
-"""How charts look: size, colours that colour-blind people tell apart, legends beside the data, and PNG bytes."""
+"""A chart as a PNG file, by matplotlib: for a document, a chat, or a slide."""
 
 import io
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import NamedTuple
+import itertools
+import math
 
 import matplotlib
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
-from eagle3.reporting.curves import mean, tokens_label
+from eagle3.reporting.plot import GREY, Axis, Plot, Series
 
 # Narrow, so that its letters keep their size on a phone: 340 CSS pixels there are 340 points.
 WIDTH, HEIGHT, DPI = 4.7, 3.5, 180  # inches, dots an inch
-# Okabe and Ito's palette.
-BLUE, ORANGE, GREEN, VERMILLION, PURPLE, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"
-SERIES = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY)
-GREY, INK = "#6b7280", "#1f2933"
+INK = "#1f2933"
 STYLE = {
     "font.size": 10,
     "axes.titlesize": 11,
     "axes.titleweight": "bold",
-    "axes.edgecolor": GREY,
+    "axes.edgecolor": GREY.light,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
@@ -37,64 +33,70 @@ STYLE = {
     "text.parse_math": False,  # a $ in a run's name is a $
     "figure.facecolor": "white",
 }
-MOST_POINTS = 500  # of a curve; more than a chart has dots to show
+LINES = {"line": "-", "dashed": "--", "rule": ":"}
+MARKERS = "osD^vP"  # of series whose points show
 
 
-class Chart(NamedTuple):
-    """name: of its file. alt: what it shows, in a sentence with its numbers, for those who do not see it."""
-
-    name: str
-    title: str
-    alt: str
-    png: bytes
-
-
-class Drawing:
-    """A figure being drawn on `axes`."""
-
-    def __init__(self, name: str, title: str, xlabel: str, ylabel: str, width: float = WIDTH) -> None:
-        self.name, self.title = name, title
-        self.figure = Figure(figsize=(width, HEIGHT), dpi=DPI, layout="constrained")
-        self.axes: Axes = self.figure.add_subplot()
-        self.axes.set_title(title, loc="left")
-        self.axes.set_xlabel(xlabel)
-        self.axes.set_ylabel(ylabel)
-
-    def legend(self, columns: int, **options) -> None:
-        """Below the axes, so that it hides no data."""
-        self.figure.legend(loc="outside lower center", ncols=columns, handlelength=1.5, columnspacing=1.1, **options)
-
-    def chart(self, alt: str) -> Chart:
-        """Finished."""
-        written = io.BytesIO()
-        self.figure.savefig(written, format="png", metadata={"Software": None})
-        return Chart(self.name, self.title, alt, written.getvalue())
-
-
-@contextmanager
-def style() -> Iterator[None]:
+def png(plot: Plot, width: float = WIDTH) -> bytes:
     with matplotlib.rc_context(STYLE):
-        yield
+        figure = Figure(figsize=(width, HEIGHT), dpi=DPI, layout="constrained")
+        axes = figure.add_subplot()
+        axes.set_title(plot.title, loc="left")
+        for axis, name in ((plot.x, "x"), (plot.y, "y")):
+            _set_axis(axes, axis, name)
+        axes.minorticks_off()
+        groups = [list(members) for _, members in itertools.groupby(plot.series, key=lambda series: series.group)]
+        entries = [
+            Line2D([], [], label=_label(plot, series), **_look(series, place)) for place, series in enumerate(groups[0])
+        ]
+        for others in groups[1:]:  # in the colours of the first
+            entries.append(Line2D([], [], label=others[0].group, **_look(others[0]) | {"color": GREY.light}))
+        for members in groups:
+            for place, series in enumerate(members):
+                _draw(axes, series, place)
+        columns = math.ceil(len(entries) / math.ceil(len(entries) / 5))
+        if max(len(entry.get_label()) for entry in entries) > 20:
+            columns = 1 if width == WIDTH else 3
+        # below the axes, so that it hides no data
+        figure.legend(handles=entries, loc="outside lower center", ncols=columns, handlelength=1.5, columnspacing=1.1)
+        written = io.BytesIO()
+        figure.savefig(written, format="png", metadata={"Software": None})
+    return written.getvalue()
 
 
-def shades(count: int) -> list[str]:
-    """Colours of an ordered series, dark to light."""
-    colours = matplotlib.colormaps["viridis"](np.linspace(0, 0.88, max(1, count)))
-    return [matplotlib.colors.to_hex(colour) for colour in colours]
+def _set_axis(axes: Axes, axis: Axis, name: str) -> None:
+    axes.set(**{f"{name}label": axis.label})
+    if axis.base:
+        axes.set(**{f"{name}scale": "log"})
+    axes.set(**{f"{name}lim": (axis.low, axis.high)})
+    axes.set(**{f"{name}ticks": [value for value, _ in axis.ticks], f"{name}ticklabels": [n for _, n in axis.ticks]})
 
 
-def thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """A long curve by the means of equal runs of points. steps: [n]; values: [n] or [n, k], nan where there is none."""
-    if len(steps) <= MOST_POINTS:
-        return steps, values
-    edges = np.linspace(0, len(steps), MOST_POINTS + 1).astype(int)
-    runs = [slice(a, b) for a, b in zip(edges[:-1], edges[1:], strict=True)]
-    return np.array([steps[run].mean() for run in runs]), np.array([mean(values[run]) for run in runs])
+def _label(plot: Plot, series: Series) -> str:
+    return f"{series.label} {plot.y.tell(float(series.y[0]))}" if series.look == "rule" else series.label
 
 
-def context_axis(axes: Axes, contexts: np.ndarray) -> None:
-    """A logarithmic axis with each context's own tick."""
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(contexts, [tokens_label(context) for context in contexts])
-    axes.minorticks_off()
-    axes.tick_params(axis="x", labelrotation=45 if len(contexts) > 9 else 0)
+def _look(series: Series, place: int = 0) -> dict:
+    look = {"color": series.colour.light, "linestyle": LINES.get(series.look, "-"), "linewidth": 1.6}
+    if series.look == "stairs":
+        return look | {"linewidth": 4}
+    if series.look == "dots":
+        look |= {"linestyle": "", "marker": "o", "markersize": 6, "markeredgecolor": "white"}
+    elif series.dotted:
+        look |= {"marker": MARKERS[place % len(MARKERS)], "markersize": 5}
+    if series.look == "pale":
+        look["alpha"] = 0.45
+    return look
+
+
+def _draw(axes: Axes, series: Series, place: int) -> None:
+    if series.look == "stairs":
+        axes.stairs(series.y, series.edges, color=series.colour.light, fill=True, alpha=0.25)
+        axes.stairs(series.y, series.edges, color=series.colour.light, linewidth=1.4)
+        return
+    if series.band is not None:
+        axes.fill_between(series.x, *series.band.T, color=series.colour.light, alpha=0.18, linewidth=0)
+    dense = series.look in ("line", "pale") and not series.dotted
+    look = _look(series, place) | ({"linewidth": 1} if dense else {})
+    dots = series.look == "dots" or series.dotted
+    axes.plot(series.x, series.y, zorder=3 if dots else 2, clip_on=not dots, **look)

@@ -1,24 +1,28 @@
 """The page of a run: what its folder holds as one HTML file that needs nothing else, to be read on a phone too."""
 
 import base64
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jinja2
+from markupsafe import Markup
 
 from eagle3.console import counted, duration
 from eagle3.reporting.advice import Advice, advise
 from eagle3.reporting.charts import Absent
 from eagle3.reporting.curves import context_rows, number, rule
-from eagle3.reporting.drawing import DPI, HEIGHT, WIDTH, Chart
+from eagle3.reporting.plot import Plot
 from eagle3.reporting.record import Record, RunRecord, target_name
+from eagle3.reporting.summary import short, summary
+from eagle3.reporting.vector import HEIGHT, WIDTH, vector
 
-SECTIONS = {  # title -> names of its charts, or the titles of those that could not be drawn
-    "Training": ("loss", "acceptance", "Loss by TTT step", "Acceptance rate by TTT step"),
-    "Acceptance": ("positions", "contexts", "Accepted by draft position", "Acceptance length by context"),
-    "Speed and memory": ("throughput", "memory", "Throughput of training", "Peak memory of the first rank"),
-    "Data": ("lengths", "Sample lengths"),
+SECTIONS = {  # title -> names of its charts
+    "Training": ("total_loss", "accepted", "loss", "acceptance", "learning_rate", "gradient_norm"),
+    "Acceptance": ("positions", "contexts"),
+    "Speed and memory": ("throughput", "memory"),
+    "Data": ("lengths",),
 }
 MOST_EXAMPLES = 8
 MOST_PROMPT, OPENING, MOST_VALUE = 2000, 90, 60  # characters
@@ -36,23 +40,43 @@ class Table(NamedTuple):
     rows: Sequence[Sequence[str]]
 
 
-def page(run: RunRecord, drawn: Sequence[Chart | Absent]) -> str:
-    """HTML; every text that came from data is escaped."""
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+def rendered(template: str, **values: Any) -> str:
+    """HTML; every text that came from data is escaped. The page's own script is the only one that may run in it."""
+    folder = Path(__file__).parent
     environment = jinja2.Environment(
-        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=jinja2.FileSystemLoader(folder),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    return environment.get_template("page.html").render(
+    script = (folder / "page.js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return environment.get_template(template).render(
+        script=Markup(script), script_digest=digest, width=WIDTH, height=HEIGHT, **values
+    )
+
+
+def page(run: RunRecord, plots: Sequence[Plot | Absent]) -> str:
+    return rendered(
+        "page.html",
         title=run.folder.path.resolve().name,
         subtitle=_subtitle(run),
         tiles=_tiles(run),
         advice=[_shown(run, advice) for advice in advise(run)],
         absent=run.absent,
-        sections=[_section(run, title, drawn) for title in SECTIONS],
+        sections=[_section(run, title, plots) for title in SECTIONS],
+        summary=summary(run),
         examples=[_example(one) for one in ((run.evaluation or {}).get("examples") or [])[:MOST_EXAMPLES]],
         recipe=run.recipe_text,
         facts=_facts(run),
     )
+
+
+def comparison(names: Sequence[str], plots: Sequence[Plot], tables: str) -> str:
+    """The page of several runs. tables: Markdown."""
+    charts = [vector(plot) for plot in plots]
+    return rendered("comparison.html", title=", ".join(names), charts=charts, tables=tables)
 
 
 def _subtitle(run: RunRecord) -> str:
@@ -78,19 +102,29 @@ def _tiles(run: RunRecord) -> list[Tile]:
         Tile(
             "Acceptance length",
             number(judged.get("acceptance_length")),
-            note or ("by context, below" if run.by_context else "not judged yet"),
+            f"tokens a verification, the target's own counted; {note}"
+            if note
+            else ("by context, below" if run.by_context else "not judged yet"),
         ),
         Tile(
-            "Held-out acceptance",
+            "Accepted drafts, held out",
             number(best.get("simulated_acceptance_length")),
-            f"simulated, own token not counted; loss, TTT steps weighted by training.step_decay, {number(best.get('loss'))} at step {best['step']}"
+            f"a verification, simulated, the target's own token not counted; loss {number(best.get('loss'))}, at step {best['step']}"
             if best
             else "not measured",
         ),
+        *_speed(judged),
         Tile("Steps", f"{steps:,}", f"of {all_steps:,}" if all_steps else ""),
         Tile("Tokens", short(pace.tokens), f"{short(pace.supervised)} supervised"),
         Tile("Time in steps", duration(pace.seconds), "without measurements, checkpoints and judging"),
     ]
+
+
+def _speed(judged: Record) -> list[Tile]:
+    if not (found := judged.get("speed")):
+        return []
+    note = f"{found['speculative']:,.1f} tokens a second with the draft, {found['plain']:,.1f} without, one conversation at a time"
+    return [Tile("Speed by the draft", f"{found['speculative'] / found['plain']:.2f}x", note)]
 
 
 def _rule(judged: Record) -> str:
@@ -110,21 +144,12 @@ def shortened(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
-def _section(run: RunRecord, title: str, drawn: Sequence[Chart | Absent]) -> dict[str, Any]:
-    mine = SECTIONS[title]
+def _section(run: RunRecord, title: str, plots: Sequence[Plot | Absent]) -> dict[str, Any]:
+    mine = [plot for plot in plots if plot.name in SECTIONS[title]]
     return {
         "title": title,
-        "charts": [
-            {
-                "source": f"data:image/png;base64,{base64.b64encode(chart.png).decode()}",
-                "alt": chart.alt,
-                "width": round(WIDTH * DPI),
-                "height": round(HEIGHT * DPI),
-            }
-            for chart in drawn
-            if isinstance(chart, Chart) and chart.name in mine
-        ],
-        "missing": [chart for chart in drawn if isinstance(chart, Absent) and chart.title in mine],
+        "charts": [vector(plot) for plot in mine if isinstance(plot, Plot)],
+        "missing": [plot for plot in mine if isinstance(plot, Absent)],
         "table": {
             "Data": _data_table,
             "Speed and memory": _memory_table,
@@ -158,11 +183,13 @@ def _data_table(run: RunRecord) -> Table | None:
     ]
     read = [data[part].get("prepared") for part in PARTS]
     for name, take in (
-        ("texts read", lambda each: each["rows"]),
+        ("rows read", lambda each: each["rows"]),
         ("dropped", lambda each: sum(each["dropped"].values())),
         ("truncated", lambda each: each["truncated"]),
+        ("empty answers", lambda each: each.get("empty_answers")),  # not counted by older runs
     ):
-        rows.append((name, *("–" if each is None else f"{take(each):,}" for each in read)))
+        found = [each and take(each) for each in read]
+        rows.append((name, *("–" if count is None else f"{count:,}" for count in found)))
     return Table("Samples", ("", "training", "held out"), rows)
 
 
@@ -242,11 +269,3 @@ def _facts(run: RunRecord) -> list[tuple[str, str]]:
         ("machine", f"{processor}, {machine['system']}"),
         *run.started["versions"].items(),
     ]
-
-
-def short(count: int) -> str:
-    """1,234 as it is; 372,235 as 372k; 1,234,567 as 1.23M."""
-    for size, letter in ((10**9, "G"), (10**6, "M"), (10**4, "k")):
-        if count >= size:
-            return f"{count / (1000 if letter == 'k' else size):.3g}{letter}"
-    return f"{count:,}"

@@ -11,6 +11,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from eagle3.console import all_without_passwords
+from eagle3.data.download import is_dataset
 from eagle3.errors import UserError
 from eagle3.parsing import parse_json, parse_yaml
 from eagle3.reporting.schemas import ByContext, DraftFile, Evaluation, Metrics, RecipeFile, Started, first_problem
@@ -72,6 +73,11 @@ class RunRecord:
         supervised = column(self.train, "supervised")
         return Pace(int(np.nansum(tokens)), int(np.nansum(supervised)), float(np.nansum(seconds)))
 
+    def supervised_until(self, steps: np.ndarray) -> np.ndarray:
+        """Supervised tokens that training had seen after these steps."""
+        done, seen = column(self.train, "step"), np.nancumsum(column(self.train, "supervised"))
+        return np.append(0, seen)[np.searchsorted(done, steps, side="right")]
+
 
 def read_run(path: Path) -> RunRecord:
     """Raises UserError where `path` holds no run, or one of its files is damaged."""
@@ -118,14 +124,12 @@ def _number(value: Any) -> float:
 
 
 def _read_metrics(path: Path) -> list[Record]:
-    """All whole lines; the last may have been cut off by a kill."""
-    records, lines = [], (_read_text(path, MOVE_AWAY) or "").splitlines()
-    for number, line in enumerate(lines, 1):
+    """All whole lines: a kill may have cut the last one off, before its end of line."""
+    records, text = [], _read_text(path, MOVE_AWAY) or ""
+    for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), 1):
         try:
             records.append(_parsed(line, Metrics))
         except ValueError as error:
-            if number == len(lines) and isinstance(error, json.JSONDecodeError):
-                break
             raise UserError(f"{path}:{number}: damaged ({error}); remove that line") from error
     return records
 
@@ -152,7 +156,7 @@ def read_json(path: Path, kind: type[BaseModel], remedy: str = MOVE_AWAY) -> Rec
 
 
 def _parsed(text: str, kind: type[BaseModel]) -> Record:
-    """Raises JSONDecodeError for what is no JSON, another ValueError for what is not of this kind."""
+    """Raises ValueError for what is no JSON, or not of this kind."""
     found = parse_json(text)
     if "\\ud" in text.lower():
         json.dumps(found, ensure_ascii=False).encode()  # half of a surrogate pair, which no page can hold
@@ -188,3 +192,14 @@ def target_name(run: RunRecord) -> str:
 
 def hub_id_of(run: RunRecord) -> str | None:
     return ((run.started or {}).get("target") or {}).get("hub_id")
+
+
+def source_name(source: str) -> str:
+    """Of one of data.train: datasets by id, files and folders by their last part."""
+    known = source.startswith(("preset:", "demo_answers", "standard_library"))
+    return source if known or (is_dataset(source) and not Path(source).expanduser().exists()) else Path(source).name
+
+
+def yielded(judged: Record) -> int:
+    """Tokens that all verifications of an evaluation.json added, without the first ones, which prefills give."""
+    return round(judged["acceptance_length"] * judged["verifications"])

@@ -1,4 +1,4 @@
-"""Makes the report of a run: report.html, and its charts as PNG files in report/."""
+"""Makes the report of a run: report.html, and in report/ its charts as PNG files and its key numbers as Markdown."""
 
 import importlib.util
 from pathlib import Path
@@ -24,15 +24,18 @@ def write_report(path: Path) -> Path:
     run = read_run(path)
     require_matplotlib()
     # Imported only now: they import matplotlib, which may be missing.
-    from eagle3.reporting.charts import draw
-    from eagle3.reporting.drawing import Chart
+    from eagle3.reporting.charts import charts
+    from eagle3.reporting.drawing import png
     from eagle3.reporting.page import page
+    from eagle3.reporting.plot import Plot
+    from eagle3.reporting.summary import summary
 
-    drawn = list(draw(run))
-    written = page(run, drawn)
+    plots = list(charts(run))
+    written = page(run, plots)
     run.folder.charts.mkdir(exist_ok=True)
-    for chart in drawn:
-        if isinstance(chart, Chart):
-            write_bytes(run.folder.charts / f"{chart.name}.png", chart.png)
+    for plot in plots:
+        if isinstance(plot, Plot):
+            write_bytes(run.folder.charts / f"{plot.name}.png", png(plot))
+    write_text(run.folder.summary, summary(run))
     write_text(run.folder.report, written)
     return run.folder.report

@@ -36,6 +36,13 @@ class Example(BaseModel):
     verifications: list[Verified]
 
 
+class Speed(BaseModel):
+    """Tokens a second."""
+
+    speculative: Amount
+    plain: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
 class Evaluation(Judged):
     """evaluation.json."""
 
@@ -44,6 +51,7 @@ class Evaluation(Judged):
     temperature: Amount | None = None
     topk: Count = 1
     untrained: Untrained | None = None
+    speed: Speed | None = None
     examples: list[Example] | None = None
 
 
@@ -117,6 +125,7 @@ class Prepared(BaseModel):
     rows: Count
     truncated: Count
     dropped: dict[str, Count]
+    empty_answers: Count | None = None  # not counted
 
 
 class Part(BaseModel):
@@ -184,6 +193,10 @@ class RecipeData(BaseModel):
 
 class RecipeTraining(BaseModel):
     global_batch_size: Count | None = None
+    ttt_steps: Count | None = None
+    step_decay: Amount | None = None
+    gradient_clipping: Amount | None = None
+    skip_above_norm: Amount | None = None
 
 
 class RecipeEvaluation(BaseModel):
@@ -205,6 +218,8 @@ class Metrics(BaseModel):
     step: Count
     kind: str
     loss: float | None = None
+    learning_rate: float | None = None
+    gradient_norm: float | None = None
     step_losses: Numbers | None = None
     accuracy: Numbers | None = None
     acceptance_rate: Numbers | None = None

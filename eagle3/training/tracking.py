@@ -10,16 +10,27 @@ from typing import Any
 
 import torch
 
-from eagle3.console import Console
+from eagle3.console import Console, all_without_passwords
 from eagle3.durable import writing
 from eagle3.errors import UserError
 
 
 class Tracker:
     """Writes records {step, kind, ...numbers}. kind: train, held_out, or skipped, whose record names its samples too. A
-    number that is not finite is null. Use it on the first rank only. Raises UserError where Weights & Biases does not begin."""
+    number that is not finite is null. Use it on the first rank only. run_id, config: the run's identity and its recipe, which
+    Weights & Biases gets, passwords masked; the same identity continues the same run there. Raises UserError where Weights &
+    Biases does not begin."""
 
-    def __init__(self, folder: Path, *, tensorboard: bool, wandb_project: str | None, console: Console) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        tensorboard: bool,
+        wandb_project: str | None,
+        console: Console,
+        run_id: str,
+        config: dict[str, Any],
+    ) -> None:
         self.folder, self.file = folder, (folder / "metrics.jsonl").open("a", encoding="utf-8")
         self.board = self.wandb = None
         names = ["metrics.jsonl"]
@@ -32,7 +43,17 @@ class Tracker:
             import wandb
 
             try:
-                self.wandb = wandb.init(project=wandb_project, dir=str(folder), resume="allow")
+                self.wandb = wandb.init(
+                    project=wandb_project,
+                    dir=str(folder),
+                    id=run_id,
+                    name=folder.resolve().name,
+                    resume="allow",
+                    config=all_without_passwords(config),
+                    allow_val_change=True,  # a resumed run may have another layout
+                    # the metadata hold the command line, passwords and all
+                    settings=wandb.Settings(x_disable_meta=True),
+                )
             except (wandb.Error, ValueError) as error:  # ValueError: of what its environment variables say
                 raise UserError(
                     f"tracking.wandb_project: {wandb_project!r}: Weights & Biases does not begin ({' '.join(str(error).split())}); "
