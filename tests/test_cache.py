@@ -258,7 +258,11 @@ def test_a_cache_that_cannot_be_written_is_one_line(tmp_path, tokenizer):
     with pytest.raises(UserError, match=said):
         prepared(tmp_path, tokenizer, *ANSWERS)
     with pytest.raises(UserError, match=said):
-        list(downloaded_rows(source_of_id("owner/name"), None, tmp_path / "cache" / "downloads", print))
+        list(
+            downloaded_rows(
+                source_of_id("owner/name"), None, tmp_path / "cache" / "downloads", print, lambda origin, row: row
+            )
+        )
 
 
 def test_a_read_only_cache_serves_what_it_holds_and_for_the_rest_is_one_line(tmp_path, tokenizer, mounted):
@@ -270,7 +274,11 @@ def test_a_read_only_cache_serves_what_it_holds_and_for_the_rest_is_one_line(tmp
     with pytest.raises(UserError, match=said):
         prepared(tmp_path, tokenizer, "other")
     with pytest.raises(UserError, match=said.replace("tokenized", "cache/downloads")):
-        list(downloaded_rows(source_of_id("owner/name"), None, tmp_path / "cache" / "downloads", print))
+        list(
+            downloaded_rows(
+                source_of_id("owner/name"), None, tmp_path / "cache" / "downloads", print, lambda origin, row: row
+            )
+        )
 
 
 def test_another_users_cache_is_one_line(tmp_path, tokenizer):

@@ -157,7 +157,7 @@ def test_the_standard_library_is_a_source():
         ({"prompt": "Hi"}, r"a.jsonl:1: the row has the keys \['prompt'\] and none of"),
         ({"messages": "Hi"}, "a.jsonl:1: messages is 'Hi', not a list"),
         ({"messages": ["Hi"]}, r"a.jsonl:1: messages\[0\] is 'Hi', not an object"),
-        ({"messages": [{"role": "robot", "content": "x"}]}, r"messages\[0\]: unknown role 'robot'; use one of"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, r"messages\[0\]: unknown role 'robot', none of user"),
         ({"conversations": [{"from": 3, "value": "x"}]}, r"conversations\[0\]: unknown role 3"),
         ({"messages": [{"role": "user"}]}, r"messages\[0\] has no content"),
         ({"messages": [{"role": "user", "content": 5}]}, "content is 5, not a string"),
@@ -175,7 +175,7 @@ def test_the_standard_library_is_a_source():
         ),
         (
             {"messages": [{"role": "assistant", "content": "x", "thinking": "a", "reasoning": "b"}]},
-            r"messages\[0\]: reasoning and thinking differ; keep one",
+            r"messages\[0\]: reasoning and thinking differ, and one of them is taken; fix the row$",
         ),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "c1"}]}]}, "{'id': 'c1'} names no function"),
         (
@@ -197,8 +197,11 @@ def test_what_cannot_be_read_is_named_with_the_remedy(tmp_path):
             read_conversations([str(tmp_path / name)])
 
     refused("a.jsonl", b'{"text": "x"}\n\n{"text": \n', "a.jsonl:3: not valid JSON")
-    refused("a.json", b'[\n{"text": "x"},\n{"text": }]', "a.json:3: not valid JSON")
-    refused("b.jsonl", b"\xff\xfe", "b.jsonl: not UTF-8")
+    refused("a.json", b'[\n{"text": "x"},\n{"text": }]', r"a.json row 2: not valid JSON \(line 3: ")
+    refused(
+        "a.json", b'[\n{"text": "x},\n{"text": "y"}]', r"a.json: not valid JSON \(line 2: .*cannot be told apart; fix"
+    )
+    refused("b.jsonl", b"\xff\xfe", "b.jsonl:1: not UTF-8")
     refused("b.json", b"\xff\xfe", "b.json: not UTF-8")
     refused("c.parquet", b"not parquet", "c.parquet: not a readable parquet file")
     refused("d.csv", b"a,b", "files of kind '.csv' are not read; convert")

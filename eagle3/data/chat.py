@@ -38,6 +38,7 @@ class Encoded(NamedTuple):
     ids: np.ndarray  # int32 [T]
     loss_mask: np.ndarray  # bool [T], True for tokens that the target generates
     text: str  # the rendering that was tokenised
+    empty_answers: tuple[int, ...] = ()  # first tokens of turns that are added tokens and white space alone
 
 
 class Span(NamedTuple):
@@ -83,15 +84,16 @@ def encode_conversation(
             f" use a model folder with a tokenizer.json"
         )
     if conversation.messages is None and choices.text == "plain":
-        ids = _tokenize(tokenizer, conversation.text, add_special_tokens=True)["input_ids"]
+        ids = tokenized(tokenizer, conversation.text, add_special_tokens=True)["input_ids"]
         return Encoded(np.asarray(ids, np.int32), np.ones(len(ids), bool), conversation.text)
     template = chosen_template(tokenizer, chat_template, conversation.tools, conversation.origin)
     check_variables(template, choices.template_variables)
     limits = Limits(conversation.origin, len(conversation.messages or ()), conversation.characters)
     render = partial(rendered, tokenizer, template, conversation.tools, limits, variables=choices.variables())
-    added = sorted((token.content for token in tokenizer.added_tokens_decoder.values()), key=len, reverse=True)
+    tokens = {number: token.content for number, token in tokenizer.added_tokens_decoder.items()}
+    added = sorted(tokens.values(), key=len, reverse=True)
     if conversation.messages is None:
-        return _encode_rendered(tokenizer, conversation.text, render, added, choices)
+        return _encode_rendered(tokenizer, conversation.text, render, tokens, added, choices)
     messages = as_template_reads(conversation.messages, template, choices.reasoning, render)
     assistants = [message for message in messages if message["role"] == "assistant"]
     if not assistants:
@@ -109,15 +111,19 @@ def encode_conversation(
     if choices.supervise == "last_turn":
         spans = spans[-1:]
     ids, offsets = _with_offsets(tokenizer, text)
-    return Encoded(ids, _token_mask(text, offsets, spans), text)
+    return _supervised(ids, text, offsets, spans, list(tokens))
 
 
 def _encode_rendered(
-    tokenizer: PreTrainedTokenizerBase, text: str, render: Render, added: list[str], choices: Choices
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    render: Render,
+    contents: dict[int, str],
+    added: list[str],
+    choices: Choices,
 ) -> Encoded:
-    """A text that the template has already rendered."""
+    """A text that the template has already rendered. contents: of the added tokens by id; added: the same, longest first."""
     ids, offsets = _with_offsets(tokenizer, text)
-    contents = {number: token.content for number, token in tokenizer.added_tokens_decoder.items()}
     tokens = []
     for number, (start, stop) in zip(ids.tolist(), offsets.tolist(), strict=True):
         if number in contents:  # a token may have taken white space on its left in
@@ -125,29 +131,33 @@ def _encode_rendered(
     spans = [Span(*span) for span in turn_spans(text, tokens, turns_of(render, added), tokenizer.bos_token or "")]
     if choices.supervise == "last_turn":
         spans = spans[-1:]
-    return Encoded(ids, _token_mask(text, offsets, spans), text)
+    return _supervised(ids, text, offsets, spans, list(contents))
 
 
-def _tokenize(tokenizer: PreTrainedTokenizerBase, text: str, **options: bool) -> BatchEncoding:
+def tokenized(tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool) -> BatchEncoding:
+    """The text's tokens, however many. Raises Unusable for a text that is none."""
     if re.search("[\ud800-\udfff]", text):
         raise Unusable("half of a surrogate pair in the text, which is no character")
     # verbose would warn of texts longer than the model's context; lists of a long text's ones and zeros take gigabytes
-    return tokenizer(text, verbose=False, return_attention_mask=False, return_token_type_ids=False, **options)
+    plain = {"verbose": False, "return_attention_mask": False, "return_token_type_ids": False}
+    return tokenizer(text, add_special_tokens=add_special_tokens, **plain)
 
 
 def _with_offsets(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[np.ndarray, np.ndarray]:
     """int32 [T] ids and int64 [T, 2] characters of each; a template has written its own special tokens."""
-    tokenized = _tokenize(tokenizer, text, add_special_tokens=False)
-    [encoding] = tokenized.encodings  # which knows the offsets without a list of tuples
+    encoded = tokenized(tokenizer, text, add_special_tokens=False)
+    [encoding] = encoded.encodings  # which knows the offsets without a list of tuples
     places = chain.from_iterable(map(encoding.token_to_chars, range(len(encoding))))
     offsets = np.fromiter(places, np.int64, 2 * len(encoding)).reshape(-1, 2)
-    return np.asarray(tokenized["input_ids"], np.int32), offsets
+    return np.asarray(encoded["input_ids"], np.int32), offsets
 
 
 def _unused(text: str) -> tuple[str, str]:
     """Two private-use characters that do not occur in the text: no trimming removes them, no content is like them."""
-    first, second = islice((mark for mark in map(chr, PRIVATE_USE) if mark not in text), 2)
-    return first, second
+    unused = list(islice((mark for mark in map(chr, PRIVATE_USE) if mark not in text), 2))
+    if len(unused) < 2:
+        raise Unusable("it holds all private-use characters, and none is left to mark its messages with")
+    return unused[0], unused[1]
 
 
 # Templates that mark their own turns ---------------------------------------------------------------------------------
@@ -338,13 +348,16 @@ def _common_prefix(a: str, b: str) -> int:
 # From characters to tokens -------------------------------------------------------------------------------------------
 
 
-def _token_mask(text: str, offsets: np.ndarray, spans: list[Span]) -> np.ndarray:
-    """bool [T]: the tokens that overlap a span and have only white space before it. offsets: int64 [T, 2]."""
+def _supervised(ids: np.ndarray, text: str, offsets: np.ndarray, spans: list[Span], added: list[int]) -> Encoded:
+    """Supervised are the tokens that overlap a span and have only white space before it. offsets: int64 [T, 2]."""
     begins, ends = offsets.T
-    mask = np.zeros(len(offsets), bool)
+    mask, empty = np.zeros(len(ids), bool), []
+    words = ~np.isin(ids, added)
     for start, stop in spans:
         inside = (begins < stop) & (ends > start)
         for token in np.flatnonzero(inside & (begins < start)):
             inside[token] = text[begins[token] : start].isspace()
         mask |= inside
-    return mask
+        if inside.any() and not any(text[begin:end].strip() for begin, end in offsets[inside & words]):
+            empty.append(int(inside.argmax()))
+    return Encoded(ids, mask, text, tuple(empty))

@@ -3,22 +3,26 @@
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, TypeVar
 
 from eagle3.console import waiting
 from eagle3.data.cache import beside
+from eagle3.data.malformed import Malformed, first_readable
 from eagle3.durable import publish
 from eagle3.errors import UserError, shown
+from eagle3.hub import require_hub
 from eagle3.parsing import DEEPEST, is_too_deep, parse_json
 
 # owner/name, or a name of the hub's early days; then perhaps a split and a revision.
 DATASET = re.compile(r"(?P<id>[\w-][\w.-]*(/[\w-][\w.-]*)?)(:(?P<split>\w+))?(@(?P<revision>[\w./-]+))?")
 HOLDS_ROW = ("messages", "conversations", "text")  # one of which a row has
 READ = (*HOLDS_ROW, "system", "tools")  # of a row
+
+Row = TypeVar("Row")
 
 
 @dataclass(frozen=True)
@@ -81,16 +85,21 @@ def read_columns(row: dict) -> dict:
 
 
 def downloaded_rows(
-    source: DatasetSource, wanted: int | None, folder: Path | None, report: Callable[[str], None]
-) -> Iterator[tuple[str, Any]]:
-    """(origin, row) of the first `wanted` rows that the source's `convert` lets through, or of all.
+    source: DatasetSource,
+    wanted: int | None,
+    folder: Path | None,
+    report: Callable[[str], None],
+    read: Callable[[str, Any], Row | Malformed],
+) -> Iterator[tuple[str, Row | Malformed]]:
+    """(origin, what `read` makes of origin and row) of the rows that the source's `convert` lets through, up to the `wanted`-th
+    that can be read, or all.
 
     They are taken from the copy in `folder` that an earlier call made of so many, or of all, else streamed, and copied once
     all have come. So a set is what it was when first read, on every process and in every run; report: told of the copy.
     folder None: no copy. Raises UserError for what cannot be loaded, or copied.
     """
     if folder is None:
-        yield from _counted(source, wanted, report)
+        yield from first_readable(_converted(source, report), read, wanted)
         return
     copy = source.copy(folder, wanted)
     whole = source.copy(folder, None)
@@ -98,25 +107,36 @@ def downloaded_rows(
         with beside(copy) as temporary:
             partial = temporary / copy.name
             with partial.open("w", encoding="utf-8") as lines:
-                for origin, row in _counted(source, wanted, report):
-                    lines.write(_line(origin, row))
-                    yield origin, row
+                yield from first_readable(_written(_converted(source, report), lines), read, wanted)
             publish(partial, copy)
         return
     kept = copy if copy.is_file() else whole
     report(f"{source.source}: read from {kept}; delete it to download the rows anew")
-    with kept.open(encoding="utf-8") as lines:
-        for number, line in enumerate(islice(lines, wanted), 1):
+    yield from first_readable(_copied(kept), read, wanted)
+
+
+def _written(rows: Iterable[tuple[str, Any]], lines: TextIO) -> Iterator[tuple[str, Any]]:
+    for origin, row in rows:
+        lines.write(_line(origin, row))
+        yield origin, row
+
+
+def _copied(path: Path) -> Iterator[tuple[str, Any]]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
             try:
-                origin, row = parse_json(line)
+                origin, row, *flaw = parse_json(line)
+                row = Malformed(*flaw) if flaw else row
             except (ValueError, TypeError) as error:
                 raise UserError(
-                    f"{kept}:{number}: damaged ({shown(line)}); delete it to download the rows anew"
+                    f"{path}:{number}: damaged ({shown(line)}); delete it to download the rows anew"
                 ) from error
             yield origin, row
 
 
-def _line(origin: str, row: dict) -> str:
+def _line(origin: str, row: dict | Malformed) -> str:
+    if isinstance(row, Malformed):  # it may be too deep to be written
+        return json.dumps([origin, None, row.reason, row.detail]) + "\n"
     try:
         return json.dumps([origin, row]) + "\n"
     except TypeError:
@@ -128,20 +148,20 @@ def _line(origin: str, row: dict) -> str:
         raise
 
 
-def _counted(source: DatasetSource, wanted: int | None, report: Callable[[str], None]) -> Iterator[tuple[str, Any]]:
+def _converted(source: DatasetSource, report: Callable[[str], None]) -> Iterator[tuple[str, Any]]:
     """Numbered from 1 as they stand in the dataset; those left out are counted."""
-    kept = left_out = 0
-    for number, row in enumerate(_streamed(source, report), 1):
-        converted = source.convert(plain_row(f"{source.source} row {number}", row))
-        if converted is None:
-            left_out += 1
-            continue
-        kept += 1
-        yield f"{source.source} row {number}", converted
-        if kept == wanted:
-            break
-    if left_out:
-        report(f"{source.source}: {left_out:,} rows without a question or an answer are left out")
+    left_out = 0
+    try:
+        for number, row in enumerate(_streamed(source, report), 1):
+            plain = plain_row(row)
+            converted = plain if isinstance(plain, Malformed) else source.convert(plain)
+            if converted is None:
+                left_out += 1
+            else:
+                yield f"{source.source} row {number}", converted
+    finally:  # also where no more are wanted
+        if left_out:
+            report(f"{source.source}: {left_out:,} rows without a question or an answer are left out")
 
 
 def _streamed(source: DatasetSource, report: Callable[[str], None]) -> Iterator[dict]:
@@ -152,6 +172,8 @@ def _streamed(source: DatasetSource, report: Callable[[str], None]) -> Iterator[
 
     disable_progress_bars()  # they garble a log; the rows are counted where they are read
     try:
+        if "/" in source.dataset and not Path(source.dataset).is_dir():
+            require_hub()
         with waiting(report, f"{source.source}: opening it"):
             rows = iter(
                 load_dataset(
@@ -174,11 +196,11 @@ def _streamed(source: DatasetSource, report: Callable[[str], None]) -> Iterator[
         ) from error
 
 
-def plain_row(origin: str, row: dict) -> dict:
+def plain_row(row: dict) -> dict | Malformed:
     """A row of Arrow's without the nulls: it gives every row every key of the column, and a template would see them as
-    present. Raises UserError for one that is nested too deep."""
+    present. Malformed where it is nested too deep."""
     if is_too_deep(row):
-        raise UserError(f"{origin}: nested deeper than {DEEPEST} levels; take such rows out")
+        return Malformed(f"nested deeper than {DEEPEST} levels")
     return _without_nulls(row)
 
 

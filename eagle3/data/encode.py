@@ -31,13 +31,14 @@ class Problem(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What became of one conversation: ids int32 [T] and loss_mask bool [T], still whole where it is to be split, or a
-    problem."""
+    """What became of one conversation: ids int32 [T] and loss_mask bool [T], still whole where it is to be split, and how many
+    of its answers are empty; or a problem."""
 
     ids: np.ndarray | None
     loss_mask: np.ndarray | None
     truncated: bool
     problem: Problem | None
+    empty_answers: int = 0
 
 
 @dataclass(frozen=True)
@@ -56,10 +57,10 @@ class Encoding:
         if (characters := conversation.characters) > longest:
             return _refused("too_large", f"more than {longest:,} characters in one row", f"{characters:,} characters")
         try:
-            ids, loss_mask, _ = encode_conversation(self.tokenizer, conversation, self.chat_template, self.choices)
+            encoded = encode_conversation(self.tokenizer, conversation, self.chat_template, self.choices)
         except Unusable as refusal:
             return _refused("unusable", refusal.reason)
-        length = len(ids)
+        ids, loss_mask, length = encoded.ids, encoded.loss_mask, len(encoded.ids)
         too_long = length > self.max_length
         if too_long and self.too_long == "split":
             if conversation.messages is not None or self.choices.text == "rendered":
@@ -75,7 +76,7 @@ class Encoding:
         if not loss_mask[:-1].any():
             cut = "all supervised tokens are cut off" if too_long else "no supervised token that another follows"
             return _refused("unusable", cut)
-        return Outcome(ids, loss_mask, too_long, None)
+        return Outcome(ids, loss_mask, too_long, None, sum(first < self.max_length for first in encoded.empty_answers))
 
 
 def split(outcome: Outcome, longest: int) -> list[tuple[np.ndarray, np.ndarray]]:

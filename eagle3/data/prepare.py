@@ -16,6 +16,7 @@ from eagle3.console import GREEN, PLAIN, WARNING, Progress, waiting
 from eagle3.data.cache import replacing_folder
 from eagle3.data.conversations import Conversation, read_conversations
 from eagle3.data.encode import Encoding, Outcome, Problem, encode_all, split
+from eagle3.data.malformed import MalformedRows
 from eagle3.data.samples import DamagedSamples, Sample, SampleSet
 from eagle3.data.template import Choices, reasoning_key
 from eagle3.errors import UserError
@@ -26,9 +27,10 @@ FORMAT = 2  # of the cached folders, and of what the mask means; a change makes 
 
 @dataclass(frozen=True)
 class Summary:
-    """rows: conversations read; kept, truncated: samples, more than rows where texts are split; tokens, supervised: of the
-    kept ones; dropped: reason -> count; examples: reason -> origin of the first one dropped for it; cached: taken from the
-    cache."""
+    """rows: read; kept, truncated: samples, more than rows where texts are split; tokens, supervised: of the
+    kept ones; dropped: reason -> count; examples: reason -> origin of the first one dropped for it; empty_answers: of the
+    kept ones, in which nothing is supervised but special tokens and white space, None where a cache from before did not count them;
+    cached: taken from the cache."""
 
     rows: int
     kept: int
@@ -37,7 +39,18 @@ class Summary:
     supervised: int
     dropped: dict[str, int] = field(default_factory=dict)
     examples: dict[str, str] = field(default_factory=dict)
+    empty_answers: int | None = None
     cached: bool = False
+
+    def with_malformed(self, malformed: MalformedRows) -> "Summary":
+        """Of all rows: of those that no conversation came from nothing is cached."""
+        named = {reason: f"malformed row ({reason})" for reason in malformed.counts}
+        return replace(
+            self,
+            rows=self.rows + malformed.counts.total(),
+            dropped={named[reason]: count for reason, count in malformed.counts.most_common()} | self.dropped,
+            examples={named[reason]: origin for reason, origin in malformed.examples.items()} | self.examples,
+        )
 
     def __str__(self) -> str:
         were_split = self.kept > self.rows - sum(self.dropped.values())
@@ -68,24 +81,31 @@ def prepare_samples(
     cache_dir: Path,
     report: Callable[[str], None],
     choices: Choices | None = None,
+    malformed: Literal["stop", "drop"] = "stop",
 ) -> Prepared:
     """Read, encode and mask the sources' conversations, or take them from `cache_dir`, where equal work was done before:
     every sample there is compared with its digest, and the set is built anew where one does not fit.
 
     chat_template: Jinja source, or None for the tokenizer's own. max_length: tokens. max_samples: only the first so many
-    conversations. report: gets progress lines and warnings. choices: what is rendered and supervised, default Choices().
+    rows that can be read. malformed: what to do with one that cannot; equal work has the same choice. report: gets progress lines and warnings. choices: what is rendered and supervised, default Choices().
     Raises UserError for what cannot be read or written, for a problem under "stop", and when no sample is left.
     """
     choices = choices or Choices()
     cache = Path(cache_dir).expanduser()
-    conversations = read_conversations(sources, max_samples, downloads=cache / "downloads", report=report)
+    left_out = MalformedRows(malformed == "drop", "data.malformed=drop")
+    conversations = read_conversations(
+        sources, max_samples, malformed=left_out, downloads=cache / "downloads", report=report
+    )
     options = [max_length, too_long, unusable, asdict(choices)]
+    if malformed == "drop":  # else the key of sets from before there was a choice
+        options.append("malformed rows dropped")
     looking = Progress(report, "looking in the cache", len(conversations), "conversations")
     key = _content_key(conversations, tokenizer, chat_template, options, looking)
     folder = cache / "tokenized" / key
     if os.path.exists(folder):
         try:
-            return _open(folder, report)
+            found = _open(folder, report)
+            return Prepared(found.samples, found.summary.with_malformed(left_out))
         except DamagedSamples as damage:
             report(f"{WARNING}the tokenised data is damaged ({damage.where}: {damage.flaw}); it is built anew")
     _tell_unshown_reasoning(conversations, tokenizer, chat_template, choices, report)
@@ -95,7 +115,8 @@ def prepare_samples(
     with progress.also_between():
         outcomes = list(_counted(encode_all(encoding, conversations, workers), progress))
     problems = [(row.origin, got.problem) for row, got in zip(conversations, outcomes, strict=True) if got.problem]
-    _stop_at_problem(problems, {"too_large": too_long, "too_long": too_long, "unusable": unusable})
+    too_large = "drop" if "drop" in (too_long, malformed) else "stop"
+    _stop_at_problem(problems, {"too_large": too_large, "too_long": too_long, "unusable": unusable})
     kept = [outcome for outcome in outcomes if outcome.problem is None]
     dropped = Counter(problem.reason for _, problem in problems)
     if not kept:
@@ -112,12 +133,13 @@ def prepare_samples(
         supervised=sum(int(loss_mask.sum()) for _, loss_mask in samples),
         dropped=dict(dropped),
         examples={problem.reason: origin for origin, problem in reversed(problems)},
+        empty_answers=sum(outcome.empty_answers for outcome in kept),
     )
     with waiting(report, "writing the tokenised data"), replacing_folder(folder, keep=_is_whole) as temporary:
         packed = SampleSet.pack(samples)
         packed.write(temporary)
         (temporary / SUMMARY).write_text(_dump_summary(summary, packed.checksum), encoding="utf-8")
-    return Prepared(_open(folder, report).samples, summary)
+    return Prepared(_open(folder, report).samples, summary.with_malformed(left_out))
 
 
 def preview(sample: Sample, tokenizer: PreTrainedTokenizerBase, color: bool) -> str:
@@ -241,7 +263,7 @@ def _stop_at_problem(problems: list[tuple[str, Problem]], policies: dict[str, st
     remedy = {
         "unusable": "mend the data, or leave such samples out with data.unusable=drop",
         "too_long": "raise data.max_length, or set data.too_long=drop or data.too_long=truncate",
-        "too_large": "cut it into several rows, or leave such rows out with data.too_long=drop",
+        "too_large": "cut it into several rows, or leave such rows out with data.malformed=drop",
     }[problem.kind]
     like = "no other sample has such a problem" if count == 1 else f"{count} samples have such a problem"
     raise UserError(f"{origin}: {problem.reason}{detail}; {like}; {remedy}")

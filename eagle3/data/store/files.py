@@ -94,6 +94,11 @@ class LocalFiles:
                 with suppress(FileNotFoundError):  # a writer's temporary file, gone since
                     if entry.is_file():
                         sizes[entry.name] = entry.stat().st_size
+                    elif entry.is_dir() and entry.name.endswith((".safetensors", ".json")):
+                        raise UserError(
+                            f"{entry.path}: is a folder in the place of a file of the store; move it away, and run "
+                            "capture.py --repair"
+                        )
         except OSError as error:
             raise UserError(
                 f"{self.folder}: cannot be listed ({error.strerror}); name the store's folder in hidden_states.path"

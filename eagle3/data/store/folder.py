@@ -7,7 +7,7 @@ from typing import NamedTuple
 from eagle3.console import counted
 from eagle3.data.store.files import DamagedStore, ForeignShards, Range, StoreFiles, first_words
 from eagle3.data.store.shard import DATA_START, Header, ShardIndex, is_index, json_digest, parse_header
-from eagle3.errors import UserError
+from eagle3.errors import UserError, shown
 from eagle3.parsing import parse_json
 
 FORMAT = 2
@@ -42,7 +42,10 @@ def read_manifest(files: StoreFiles) -> Manifest:
                 f"{files.where}: has shards but no {MANIFEST}, which says what they are; restore it, or name another folder "
                 "in hidden_states.path"
             )
-        raise UserError(f"{files.where}: no hidden-state store here; run capture.py or mend hidden_states.path")
+        raise UserError(
+            f"{files.where}: no hidden-state store here; run capture.py, fix hidden_states.path, or run the "
+            "target while training: hidden_states.mode=live"
+        )
     try:
         body = parse_json(files.read([MANIFEST])[0])
         version = body["format"]
@@ -70,6 +73,10 @@ def read_own_manifest(files: StoreFiles, provenance: Provenance) -> Manifest:
         if found.get(field) == wanted.get(field):
             continue
         values = f"{field}={found.get(field)!r}, this run has {wanted.get(field)!r}"
+        if field == "target" and isinstance(name := manifest.record.get("target"), str):
+            values = (
+                f"{shown(name)} as target (fingerprint {found.get(field)}), this run's model.target has {wanted[field]}"
+            )
         shards = find_indexes(files).readable
         if {index.provenance_digest for index in shards} == {Manifest(wanted, {}).digest}:
             raise UserError(
