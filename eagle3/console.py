@@ -178,14 +178,23 @@ def all_without_passwords(value: Any) -> Any:
     return without_passwords(value) if isinstance(value, str) else value
 
 
+def is_first_rank() -> bool:
+    """Of the processes that a launcher has started; True also without one."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def tell(line: str, *, lead: str = "", colour: str | None = None, stream: TextIO | None = None) -> None:
     """Print `lead`, in this colour, and the line: wrapped on a terminal, as it is elsewhere. stream: default stdout."""
     stream = stream or sys.stdout
     text = fitted(lead + without_passwords(line), columns_of(stream), indent=len(lead))
     if colour and lead:
         text = painted(lead.rstrip(), colour, stream) + text.removeprefix(lead.rstrip())
-    stream.write(text + "\n")  # in one piece, for several threads speak
-    stream.flush()
+    try:
+        stream.write(text + "\n")  # in one piece, for several threads speak
+        stream.flush()
+    except BrokenPipeError:  # nobody reads it any more: the main thread ends the command when it speaks next
+        if threading.current_thread() is threading.main_thread():
+            raise
 
 
 def tell_error(line: str) -> None:
@@ -249,6 +258,14 @@ def silence_libraries() -> None:
 def counted(count: int, thing: str) -> str:
     """1 sample, 2 samples."""
     return f"{count:,} {thing}{'' if count == 1 else 's'}"
+
+
+def data_size(count: float) -> str:
+    """512 bytes, 3.3 MB, 12.4 GB: in powers of 1000."""
+    for size, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= size:
+            return f"{count / size:,.1f} {unit}"
+    return f"{count:.0f} bytes"
 
 
 def duration(seconds: float) -> str:

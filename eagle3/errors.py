@@ -1,11 +1,13 @@
-"""What a user did wrong, said in one line: where, what value, and how to mend it."""
+"""What a user did wrong, said in one line a mistake: where, what value, and how to mend it."""
 
 import errno
 import os
 import reprlib
+import select
+import signal
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TextIO
 
 from eagle3.console import tell_error, without_passwords
 
@@ -13,23 +15,37 @@ LONGEST_LINE = 1200  # characters of an error
 
 
 class UserError(ValueError):
-    """A mistake the user can fix. The message is one line: `where: what, with the value; remedy`. What stands in it may come
-    from a hostile file: a long one loses its middle, and what would steer a terminal, or is no text, is escaped."""
+    """A mistake the user can fix. The message is one line: `where: what, with the value; remedy`. Of many mistakes of one kind it
+    is their account, and `further` lines name them, the last one the remedy. What stands in a line may come from a hostile file: a
+    long one loses its middle, and what would steer a terminal, or is no text, is escaped."""
 
-    def __init__(self, message: str) -> None:
-        line = " ".join(message.split())
-        if len(line) > LONGEST_LINE:
-            line = f"{line[: LONGEST_LINE * 2 // 3]} ... {line[-LONGEST_LINE // 3 :]}"
-        super().__init__("".join(char if char.isprintable() else ascii(char)[1:-1] for char in line))
+    def __init__(self, message: str, *further: str) -> None:
+        super().__init__(*map(_one_line, (message, *further)))
+
+    def __str__(self) -> str:
+        return "\n  ".join(self.args)
 
 
 class SharedUserError(UserError):
     """A mistake that every process of a job raises, so that one of them is enough to say it."""
 
 
+def _one_line(text: str) -> str:
+    line = " ".join(text.split())
+    if len(line) > LONGEST_LINE:
+        line = f"{line[: LONGEST_LINE * 2 // 3]} ... {line[-LONGEST_LINE // 3 :]}"
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in line)
+
+
+class _Short(reprlib.Repr):
+    def repr_str(self, text: str, level: int) -> str:
+        return super().repr_str(without_passwords(text), level)  # before it is cut, and a password with it
+
+
 def shown(value: Any, most: int = 60) -> str:
-    """A value as error lines show it: its repr, of at most so many characters, however large or nested it is."""
-    short = reprlib.Repr()
+    """A value as error lines show it: its repr, of at most so many characters, however large or nested it is, and without
+    the passwords in its URLs."""
+    short = _Short()
     short.maxstring = short.maxother = short.maxlong = most
     text = short.repr(value)
     return text if len(text) <= most else text[: most - 3] + "..."
@@ -40,14 +56,34 @@ def first_sentence(error: Exception) -> str:
     return str(error).partition(". ")[0]
 
 
-def run_command(main: Callable[[], int | None]) -> None:
-    """Run a launcher's `main`: a UserError becomes one line on stderr and exit code 2, never a traceback.
+def run_command(main: Callable[[], int | None], unread: str = "") -> None:
+    """Run a launcher's `main`: a UserError becomes its line (or lines) on stderr and exit code 2, never a traceback.
 
-    Of a job's processes the first one on each node says it; another speaks only of what it alone may have met.
+    Of a job's processes the first one on each node says it; another speaks only of what it alone may have met. Where whoever
+    read the output has gone (`| head`) the command ends, as others do, with the exit code of SIGPIPE. unread: the line that is
+    said then.
     """
+    try:
+        code = _exit_code(main)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        closed = [stream for stream in (sys.stdout, sys.stderr) if _is_closed(stream)]
+        if not closed:
+            raise  # of some other pipe
+        for stream in closed:  # what still waits for it goes nowhere, else the interpreter would try again at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        if unread:
+            tell_error(unread)
+        code = 128 + signal.SIGPIPE
+    sys.exit(code)
+
+
+def _exit_code(main: Callable[[], int | None]) -> int | str | None:
     rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
     try:
-        sys.exit(main() or 0)
+        return main() or 0
+    except SystemExit as ended:  # of argparse, after --help
+        return ended.code
     except UserError as mistake:
         if rank == 0:
             tell_error(str(mistake))
@@ -55,13 +91,20 @@ def run_command(main: Callable[[], int | None]) -> None:
             text = without_passwords(f"rank {rank}: {mistake}\n")
             sys.stderr.write(text)  # in one piece: the other ranks may speak, too
             sys.stderr.flush()
-        sys.exit(2)
+        return 2
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         name = f"{error.filename}: " if error.filename else ""
         tell_error(f"{name}{error.strerror}; free space and continue with --resume")
-        sys.exit(2)
+        return 2
     except KeyboardInterrupt:
         tell_error("interrupted")
-        sys.exit(130)
+        return 130
+
+
+def _is_closed(stream: TextIO) -> bool:
+    """Whether it is a pipe whose other end has been closed."""
+    poll = select.poll()
+    poll.register(stream, 0)  # errors are reported unasked
+    return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))

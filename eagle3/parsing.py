@@ -14,6 +14,9 @@ MOST_DIGITS = 18  # of a whole number in YAML: what computes with it expects 64 
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")  # what no file's name, and no UTF-8, can hold
 _BRACKET_OR_NUMBER = re.compile(r'"(?:[^"\\]++|\\.)*+"|[\[{\]}]|(?<![.\d])\d{1000,}+(?!\.\d|[eE][-+]?\d)', re.DOTALL)
 
+# A quotation mark that closes nothing on its line is found as such: no string of JSON holds the end of a line.
+_STRING_OR_MARK = re.compile(r'"(?:[^"\\\n]++|\\.)*+"|[\[{\]},"]')
+
 
 def parse_json(text: str | bytes) -> Any:
     """The value. Raises json.JSONDecodeError, also for what is nested too deep and for a whole number of too many digits, and
@@ -29,6 +32,28 @@ def parse_json(text: str | bytes) -> Any:
     if text.count("[") + text.count("{") > DEEPEST and is_too_deep(value):
         raise _too_much(text)
     return value
+
+
+def array_elements(text: str) -> list[tuple[int, int]] | None:
+    """[start, stop) of what the text of a JSON array lists, told by strings, brackets and commas alone, so that an element
+    that cannot be parsed does not hide the others. None where these do not make up one array."""
+    elements, depth, start = [], 0, 0
+    for found in _STRING_OR_MARK.finditer(text):
+        mark, end = found[0], found.end()
+        if mark == '"' or (depth == 0 and (mark != "[" or text[: found.start()].strip())):
+            return None
+        if mark in ("[", "{"):
+            start = end if depth == 0 else start
+            depth += 1
+        elif mark in ("]", "}"):
+            depth -= 1
+            if depth == 0:
+                whole = mark == "]" and not text[end:].strip()
+                return [*elements, (start, found.start())] if whole else None
+        elif mark == "," and depth == 1:
+            elements.append((start, found.start()))
+            start = end
+    return None
 
 
 def is_too_deep(value: Any) -> bool:

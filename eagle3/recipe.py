@@ -4,13 +4,24 @@ import datetime
 import difflib
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from eagle3.data.presets import preset_source
+from eagle3.draft.config import check_rope_keys
 from eagle3.errors import SharedUserError, shown
 from eagle3.parsing import DEEPEST, parse_yaml
 
@@ -18,6 +29,17 @@ Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0)]
 Precision = Literal["float32", "bfloat16"]
+
+
+def _no_url(value: Any) -> Any:
+    """A path would take it for folders, and the first of them would be named after whoever the URL lets in."""
+    if isinstance(value, str) and "://" in value:
+        raise ValueError("is a URL; name a file or folder here, and copy to it what is elsewhere")
+    return value
+
+
+LocalText = Annotated[str, BeforeValidator(_no_url)]
+LocalPath = Annotated[Path, BeforeValidator(_no_url)]
 LARGEST = 1 << 18  # bytes of a recipe's file; YAML's reader takes some ten seconds for as many
 LONGEST_KEY = 100  # characters of a key in an error line
 # What transformers' apply_chat_template takes by name, and the template's own loop over messages.
@@ -103,15 +125,15 @@ class Demo(Section):
 class Draft(Section):
     """The draft's shape. What is left out is taken from the target's config."""
 
-    config: Path | None = Field(None, description="a draft's config.json to take the shape from")
-    init_from: Path | None = Field(None, description="folder of an exported draft to start from (warm start)")
+    config: LocalPath | None = Field(None, description="a draft's config.json to take the shape from")
+    init_from: LocalPath | None = Field(None, description="folder of an exported draft to start from (warm start)")
     hidden_size: Count | None = None
     intermediate_size: Count | None = None
     num_attention_heads: Count | None = None
     num_key_value_heads: Count | None = None
     head_dim: Annotated[int, Field(ge=2, multiple_of=2)] | None = None
     max_position_embeddings: Count | None = None
-    rope_parameters: dict[str, Any] | None = Field(
+    rope_parameters: Annotated[dict[str, Any], AfterValidator(check_rope_keys)] | None = Field(
         None, description="rope_type (default, linear, llama3, yarn), rope_theta and that type's own keys"
     )
     rms_norm_eps: Positive | None = None
@@ -120,7 +142,7 @@ class Draft(Section):
         description="tokens of the draft vocabulary: the most frequent supervised ones; default: 32,000, or all of a smaller "
         "target vocabulary",
     )
-    vocabulary: Path | None = Field(None, description="safetensors file with d2t and t2d to reuse")
+    vocabulary: LocalPath | None = Field(None, description="safetensors file with d2t and t2d to reuse")
     lm_head: Literal["target", "random"] = Field(
         "target", description="where the lm_head begins: the target's rows of the draft vocabulary, or random numbers"
     )
@@ -154,7 +176,7 @@ class Data(Section):
     )
     held_out: list[str] | None = Field(None, description="like train; default: held_out_fraction of train")
     held_out_fraction: Fraction = 0.02
-    chat_template: Path | None = Field(None, description="Jinja file to use instead of the tokenizer's template")
+    chat_template: LocalPath | None = Field(None, description="Jinja file to use instead of the tokenizer's template")
     template_variables: dict[str, Any] = Field(
         {}, description="passed to the chat template, such as {enable_thinking: false}"
     )
@@ -172,10 +194,13 @@ class Data(Section):
         "stop", description="what to do with a longer sample; split: cut plain text into pieces of max_length"
     )
     unusable: Literal["stop", "drop"] = Field("stop", description="what to do with a sample that cannot be masked")
+    malformed: Literal["stop", "drop"] = Field("stop", description="what to do with rows that cannot be read")
     max_samples: Count | None = Field(None, description="use only this many rows for training, and download no more")
     max_held_out: Count | None = Field(None, description="the same for data.held_out")
     workers: Count | None = Field(None, description="processes that tokenise; default: one a core")
-    cache_dir: Path = Field(Path("~/.cache/eagle3"), description="tokenised data and the demo target, by content hash")
+    cache_dir: LocalPath = Field(
+        Path("~/.cache/eagle3"), description="tokenised data and the demo target, by content hash"
+    )
     seed: int = Field(0, description="of the order of samples and the held-out split")
 
     @field_validator("train", "held_out")
@@ -254,12 +279,20 @@ class Target(Section):
     )
     kv_tokens: Count | None = Field(None, description="tokens of its KV cache; default: what memory_fraction leaves")
     attention: str | None = Field(None, description="SGLang's attention backend; default: its own choice")
-    spool: str = Field(
+    spool: LocalText = Field(
         default_factory=lambda: f"/dev/shm/eagle3-spool-{os.getuid()}",  # nobody else can take the name by accident
         description="folder where SGLang leaves rows for these processes; shared by them, and of one user alone",
     )
     spool_gib: Positive = Field(8.0, description="GiB of rows that may wait there for one job")
     in_flight: Count = Field(32, description="samples that a server is asked for at a time")
+
+    @model_validator(mode="after")
+    def _servers_are_sglangs(self) -> "Target":
+        if self.servers and self.backend != "sglang":
+            raise ValueError(
+                f"servers are named but backend is {self.backend!r}, which asks none; set target.backend=sglang, or leave servers out"
+            )
+        return self
 
     @field_validator("servers")
     @classmethod
@@ -358,11 +391,14 @@ class Evaluation(Section):
 
 class Tracking(Section):
     tensorboard: bool = Field(True, description="write TensorBoard events where it is installed")
-    wandb_project: str | None = Field(None, description="log to this Weights & Biases project where it is installed")
+    wandb_project: str | None = Field(
+        None,
+        description="log to this Weights & Biases project where wandb is installed; WANDB_MODE=offline keeps it here",
+    )
 
 
 class Output(Section):
-    dir: Path = Field(description="the run folder; default: runs/ and the last part of model.target")
+    dir: LocalPath = Field(description="the run folder; default: runs/ and the last part of model.target")
     export_dtype: Precision = "bfloat16"
     export_embedding: bool = Field(False, description="write the target's embedding into the exported draft too")
     check_export: bool = Field(True, description="load the exported draft in SGLang's own class, where it is installed")
@@ -412,16 +448,26 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
         raise SharedUserError(f"{path}: holds {type(values).__name__}, not sections; begin with `model:`")
     for override in overrides or []:
         apply_override(values, override)
-    return checked_recipe(values, path)
+    return checked_recipe(values, path, overrides or [])
 
 
-def checked_recipe(values: dict, origin: Path | str) -> Recipe:
-    """The values as a recipe. Raises UserError, naming `origin`, for what is none."""
+def checked_recipe(values: dict, origin: Path | str, overrides: Sequence[str] = ()) -> Recipe:
+    """The values as a recipe. Raises UserError for what is none, naming the one of the overrides that the values hold, or
+    else `origin`."""
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
         found = error.errors()  # an unknown key first: it may be what is missing, misspelt
-        raise SharedUserError(_explain(origin, min(found, key=lambda one: one["type"] != "extra_forbidden"))) from error
+        problem = min(found, key=lambda one: one["type"] != "extra_forbidden")
+        place = ".".join(str(part) for part in problem["loc"])
+        blamed = [each for each in overrides if _within(place, each.partition("=")[0])]
+        where, what = (f"command line: {shown(blamed[-1])}", "override") if blamed else (origin, "recipe")
+        raise SharedUserError(_explain(where, problem, f"fix the {what}")) from error
+
+
+def _within(place: str, key: str) -> bool:
+    """Whether a problem at `place` may come of this key: one of the two lies within the other."""
+    return f"{place}.".startswith(f"{key}.") or f"{key}.".startswith(f"{place}.")
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -451,26 +497,29 @@ def apply_override(values: dict, override: str) -> None:
         ) from error
 
 
-def _keys(section: type[BaseModel], prefix: str = "") -> list[str]:
+def keys_of(section: type[BaseModel], prefix: str = "") -> list[str]:
+    """Every key below a section, sections among them, as `section.key`."""
     keys = []
     for name, field in section.model_fields.items():
         keys.append(prefix + name)
         kinds = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
         for kind in kinds:
             if issubclass(kind, Section):
-                keys += _keys(kind, f"{prefix}{name}.")
+                keys += keys_of(kind, f"{prefix}{name}.")
     return keys
 
 
-def _explain(path: Path | str, error: dict) -> str:
+def _explain(where: Path | str, error: dict, remedy: str) -> str:
     key = ".".join(str(part) for part in error["loc"])[:LONGEST_KEY]
     value = shown(error["input"])
     if error["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(key, _keys(Recipe), n=1, cutoff=0.0)
-        return f"{path}: {key}: unknown key (value {value}); did you mean {near[0]}?"
+        near = difflib.get_close_matches(key, keys_of(Recipe), n=1, cutoff=0.0)
+        return f"{where}: {key}: unknown key (value {value}); did you mean {near[0]}?"
     if error["type"] == "missing":
         example = "qwen3-8b" if key.startswith("about") else "quickstart"
-        return f"{path}: {key}: missing; add it, see recipes/{example}.yaml"
+        return f"{where}: {key}: missing; add it, see recipes/{example}.yaml"
     given = "" if isinstance(error["input"], dict) else f" (value {value})"
     problem = error["msg"].removeprefix("Value error, ")
-    return f"{path}: {key}{given}: {problem:.300}; fix the recipe or the override"
+    if error["type"] == "list_type" and isinstance(error["input"], str):
+        problem += f", as in {key}=[{error['input']:.100}]"
+    return f"{where}: {key}{given}: {problem:.300}; {remedy}"

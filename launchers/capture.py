@@ -1,15 +1,17 @@
 """Write the hidden-state store of a recipe: run the target once over its samples, for train.py in stored mode."""
 
 import argparse
-import os
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from eagle3.console import Console, silence_libraries, tell
+from eagle3.command_line import RecipeParser, before_imports
+from eagle3.console import Console, is_first_rank, tell
 from eagle3.data.store.files import is_url
 from eagle3.errors import SharedUserError, run_command
+from eagle3.preflight.inputs import require_inputs
 from eagle3.recipe import Recipe, load_recipe
+from eagle3.target.sglang.installed import require_sglang
 from eagle3.training.stopping import RunStopped, StopSignals
 
 if TYPE_CHECKING:
@@ -20,8 +22,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--recipe", type=Path, default=ROOT / "recipes" / "quickstart.yaml")
+    parser = RecipeParser(__doc__, ROOT / "recipes" / "quickstart.yaml")
     parser.add_argument("--part", metavar="I/N", help="capture share I (from 0) of N of the samples, beside other jobs")
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
@@ -40,30 +41,28 @@ def main() -> int:
         "--quiet", action="store_true", help="print only what became of the store, what is wrong with it, and warnings"
     )
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="change single keys of the recipe")
-    options = parser.parse_intermixed_args()
+    options = parser.parse()
     recipe = load_recipe(options.recipe, options.overrides)
     check(options, recipe)
     part = parse_part(options.part or "0/1")
-    if options.quiet:
-        silence_libraries()
     with StopSignals():
         try:
             return run(recipe, options, part)
         except RunStopped as stopped:
-            if os.environ.get("RANK", "0") == "0":
+            if is_first_rank():
                 tell(f"stopped by {signal.Signals(stopped.number).name}; run capture.py again, which continues")
             return 128 + stopped.number
 
 
 def run(recipe: Recipe, options: argparse.Namespace, part: tuple[int, int]) -> int:
-    # Imported only now: they take seconds, and a mistake in the recipe should be told at once.
+    console = Console(is_first_rank(), options.quiet)
+    console(f"recipe: {options.recipe}; store: {recipe.hidden_states.path}")
+    before_imports(options.quiet)
     from eagle3.parallel.topology import FORMING, start_distributed, stop_distributed
     from eagle3.training.capturing import watched_capture
 
     hidden = recipe.hidden_states
     topology = start_distributed(1, hidden.ulysses, hidden.ring, timeout=FORMING, section="hidden_states")
-    console = Console(topology.is_first, quiet=options.quiet)
     with watched_capture(recipe, topology, console) as watchdog:
         code = work(recipe, options, part, topology, console, watchdog)
     stop_distributed()
@@ -120,6 +119,9 @@ def check(options: argparse.Namespace, recipe: Recipe) -> None:
     hidden, path = recipe.hidden_states, recipe.hidden_states.path
     if path is None and not options.print_server:
         raise SharedUserError(f"{options.recipe}: hidden_states.path is not set; name the folder of the store")
+    require_inputs(recipe)
+    if recipe.target.backend == "sglang" and not (recipe.target.servers or options.verify or options.print_server):
+        require_sglang("let transformers run the target: target.backend=transformers")
     if is_url(path or "") and (options.bind or not options.verify):
         raise SharedUserError(
             f"hidden_states.path: {path}: a store is written to a folder; name one, and copy it to the URL when it is whole"

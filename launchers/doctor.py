@@ -1,15 +1,16 @@
 """Look a job over before it costs anything: the nodes' GPUs, links, clocks, disks and shared folders, and whether all
 run the same thing. Start it as train.py, on the same nodes with the same options. Exit code 1 where a check failed."""
 
-import argparse
 import datetime
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from eagle3.console import GREEN, RED, YELLOW, Console, silence_libraries, tell, waiting
+from eagle3.command_line import RecipeParser, before_imports
+from eagle3.console import GREEN, RED, YELLOW, Console, tell, waiting
 from eagle3.errors import UserError, run_command
+from eagle3.preflight.inputs import inputs_of
 from eagle3.recipe import Recipe, dump_recipe, load_recipe
 
 if TYPE_CHECKING:
@@ -22,21 +23,18 @@ PATIENCE = datetime.timedelta(minutes=2)  # for processes that come late, or not
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--recipe", type=Path, default=ROOT / "recipes" / "quickstart.yaml", help="the YAML to train")
+    parser = RecipeParser(__doc__, ROOT / "recipes" / "quickstart.yaml")
     parser.add_argument("--deepspeed", type=Path, default=ROOT / "ds_configs" / "zero2.json", help="the DeepSpeed file")
     parser.add_argument(
         "--quiet", action="store_true", help="print only what failed or is to be judged, and the verdict"
     )
     parser.add_argument("--local_rank", type=int, default=0, help="set by the deepspeed launcher")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="change single keys of the recipe")
-    options = parser.parse_intermixed_args()
+    options = parser.parse()
     for file in (options.recipe, options.deepspeed):
         if not file.is_file():  # each process says it: the file may be missing on some nodes
             raise UserError(f"{file}: no such file on {socket.gethostname()}; copy it there, or mend the command line")
     recipe, deepspeed = load_recipe(options.recipe, options.overrides), options.deepspeed.read_text(encoding="utf-8")
-    if options.quiet:
-        silence_libraries()
+    before_imports(options.quiet)
     # Imported only now: they take seconds, and a mistake in the recipe should be told at once.
     from eagle3.parallel.topology import start_distributed, stop_distributed
     from eagle3.preflight.job import join, store_gather
@@ -101,24 +99,6 @@ def findings(job: "Job", topology: "Topology", recipe: Recipe, deepspeed: str) -
 
 def packages_of(recipe: Recipe, usual: tuple[str, ...]) -> tuple[str, ...]:
     return (*usual, "sglang") if recipe.target.backend == "sglang" else usual
-
-
-def inputs_of(recipe: Recipe) -> dict[str, str]:
-    """What the recipe reads and may name as a local path, by key."""
-    draft, data = recipe.model.draft, recipe.data
-    named = {
-        "model.target": recipe.model.target,
-        "model.draft.config": draft.config,
-        "model.draft.init_from": draft.init_from,
-        "model.draft.vocabulary": draft.vocabulary,
-        "data.chat_template": data.chat_template,
-    }
-    for key, sources in (("data.train", data.train), ("data.held_out", data.held_out or [])):
-        named |= {f"{key}[{number}]": source for number, source in enumerate(sources)}
-    store = recipe.hidden_states
-    if store.mode == "stored" and "://" not in store.path:  # else it comes from the network
-        named["hidden_states.path"] = store.path
-    return {key: str(path) for key, path in named.items() if path is not None}
 
 
 def checkpoint_of(recipe: Recipe) -> int | None:

@@ -8,13 +8,17 @@ refuse() {
   exit 2
 }
 
-# Fill the arrays `options` and `arguments` from "[OPTIONS --] RECIPE [ARGUMENTS]". Wherever they stand, --dry-run sets
-# `dry_run`, --doctor has `program` be doctor.py in place of train.py, and --quiet is for DeepSpeed's launcher, too (`quiet`).
+# Fill the arrays `options` and `arguments` from "[OPTIONS --] [RECIPE] [ARGUMENTS]". Wherever they stand, --dry-run sets
+# `dry_run`, --doctor has `program` be doctor.py in place of train.py, --quiet is for DeepSpeed's launcher, too (`quiet`), and
+# --help prints what stands at the head of the script.
 read_command_line() {
   options=() arguments=() dry_run='' program=train.py quiet=()
   local word
   for word in "$@"; do
-    if [[ $word == --dry-run ]]; then
+    if [[ $word == --help || $word == -h ]]; then
+      sed -n '2,${/^#SBATCH/q;/^#/!q;s/^# \{0,1\}//;p}' "$0"
+      exit
+    elif [[ $word == --dry-run ]]; then
       dry_run=yes
     elif [[ $word == --quiet ]]; then
       quiet=(--quiet)
@@ -26,8 +30,6 @@ read_command_line() {
       arguments+=("$word")
     fi
   done
-  [[ ${#arguments[@]} -gt 0 ]] || refuse "no recipe; name a YAML file, for example recipes/quickstart.yaml"
-  [[ ${arguments[0]} != -* ]] || refuse "${arguments[0]} where the recipe is expected; name the YAML file first"
   arguments+=("${quiet[@]}")
 }
 
@@ -119,6 +121,16 @@ run_ranks() {
 
 # The rest is for the scripts that sbatch takes.
 
+# Refuse options of sbatch that lack the -- behind them; train.py has none of these.
+require_separator() {
+  local word
+  for word in "${arguments[@]}"; do
+    if [[ $word == -* && ! $word =~ ^--(recipe|resume|deepspeed|stop-code|quiet)(=|$) ]]; then
+      refuse "$word: is no option here; those of sbatch come first, with -- behind them: --nodes=2 -- RECIPE"
+    fi
+  done
+}
+
 # The value of an sbatch option: from the options before `--`, else from the script's #SBATCH lines. $1, $2: its forms.
 requested() {
   local value i
@@ -151,7 +163,7 @@ choose_container() {
 # Print the value of the recipe's key $1.$2, defaults and overrides applied; a mistake is one line and exit code 2.
 recipe_value() {
   local recipe
-  recipe=$("${once[@]}" python "$root/launchers/train.py" --recipe "${arguments[@]}" --print-recipe) || return
+  recipe=$("${once[@]}" python "$root/launchers/train.py" "${arguments[@]}" --print-recipe) || return
   "${once[@]}" python -c 'import sys, yaml
 print(yaml.safe_load(sys.argv[1])[sys.argv[2]][sys.argv[3]])' "$recipe" "$1" "$2"
 }

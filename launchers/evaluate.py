@@ -10,14 +10,17 @@ import json
 import math
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from eagle3.console import Console, silence_libraries, tell
-from eagle3.data.conversations import KINDS
+from eagle3.command_line import RecipeParser, before_imports
+from eagle3.console import Console, is_first_rank, tell
+from eagle3.data.files import KINDS
 from eagle3.durable import replace_text, writing
 from eagle3.errors import UserError, run_command
 from eagle3.parsing import parse_json
+from eagle3.preflight.inputs import require_inputs
 from eagle3.recipe import Recipe, load_recipe
 
 ROOT = Path(__file__).parent.parent
@@ -30,18 +33,19 @@ def main() -> int:
     draft = options.draft or recipe.output.dir / "export"
     out = options.out or draft.parent / ("by_context.json" if options.by_context else "evaluation.json")
     check(options, recipe, draft)
+    require_inputs(recipe)
     check_out(out)
     judged = stamp(draft)
-    if options.quiet:
-        silence_libraries()
-    # Imported only now: they take seconds, and a mistake in the recipe should be told at once.
+    console = Console(is_first_rank(), options.quiet)
+    console(f"recipe: {options.recipe}; draft: {draft}")
+    warn_of_another_target(recipe, draft, console)
+    before_imports(options.quiet)
     from eagle3.evaluation.acceptance import Sampling
     from eagle3.parallel.topology import start_distributed, stop_distributed
     from eagle3.training.assemble import gather_materials
     from eagle3.training.judging import judge, judge_contexts, judge_served, what_is_measured
 
     topology = start_distributed()
-    console = Console(topology.is_first, options.quiet)
     materials = gather_materials(recipe, topology.device, console, make_target=False)
     sampling = Sampling(options.temperature, seed_of(options, recipe))
     if options.by_context:
@@ -78,8 +82,7 @@ def main() -> int:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--recipe", type=Path, default=ROOT / "recipes" / "quickstart.yaml")
+    parser = RecipeParser(__doc__, ROOT / "recipes" / "quickstart.yaml")
     parser.add_argument("--draft", type=Path, help="folder of the exported draft (default: output.dir/export)")
     parser.add_argument(
         "--engine", default="transformers", help="who decodes: transformers (default), or sglang, as in serving"
@@ -116,8 +119,18 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--quiet", action="store_true", help="say the result alone: its figures, and where it was written"
     )
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="change single keys of the recipe")
-    return parser.parse_intermixed_args()
+    return parser.parse()
+
+
+def warn_of_another_target(recipe: Recipe, draft: Path, console: Console) -> None:
+    """Where the run that exported the draft, whose recipe lies beside it, names another target."""
+    file = draft.parent / "recipe.yaml"
+    if not file.is_file():
+        return
+    with suppress(UserError):  # of another version: nothing is known
+        trained, judged = load_recipe(file).model.target, recipe.model.target
+        if trained != judged and not (os.path.isdir(judged) and os.path.realpath(trained) == os.path.realpath(judged)):
+            console.warn(f"{draft}: was trained for the target {trained} ({file}), and is judged with {judged}")
 
 
 def write_result(out: Path, result: dict[str, Any], console: Console) -> None:
@@ -173,9 +186,9 @@ def check(options: argparse.Namespace, recipe: Recipe, draft: Path) -> None:
             "leave them out"
         )
     if options.engine == "sglang":
-        from eagle3.target.sglang.server import require_sglang
+        from eagle3.target.sglang.installed import require_sglang
 
-        require_sglang()
+        require_sglang("judge by transformers: --engine transformers")
         tree_of(options, recipe)
 
 

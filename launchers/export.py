@@ -3,9 +3,9 @@
 Needs SGLang installed, but neither a GPU nor the target. Every training run does the same after its export.
 """
 
-import argparse
 from pathlib import Path
 
+from eagle3.command_line import RecipeParser
 from eagle3.console import Console, tell, waiting
 from eagle3.errors import UserError, run_command
 from eagle3.recipe import load_recipe
@@ -14,13 +14,11 @@ ROOT = Path(__file__).parent.parent
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--recipe", type=Path, default=ROOT / "recipes" / "quickstart.yaml")
+    parser = RecipeParser(__doc__, ROOT / "recipes" / "quickstart.yaml")
     parser.add_argument("--draft", type=Path, help="folder of the exported draft (default: output.dir/export)")
     parser.add_argument("--check", action="store_true", help="check the export")
     parser.add_argument("--quiet", action="store_true", help="print only the result")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="change single keys of the recipe")
-    options = parser.parse_intermixed_args()
+    options = parser.parse()
     draft = options.draft or load_recipe(options.recipe, options.overrides).output.dir / "export"
     if not (draft / "config.json").is_file():
         raise UserError(f"{draft}: no exported draft here; train first, or name one with --draft")

@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from eagle3.command_line import Parser, before_imports
 from eagle3.console import Console, tell, waiting
 from eagle3.errors import UserError, run_command
 from eagle3.recipe import Recipe, load_recipe
@@ -12,7 +13,7 @@ TABLE = ("<!-- recipes: begin -->", "<!-- recipes: end -->")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(__doc__)
     parser.add_argument("--target", help="hub id, or a folder with a config.json")
     parser.add_argument("--id", help="hub id to write as model.target in place of the folder that is read")
     parser.add_argument("--revision", help="of the hub id")
@@ -37,9 +38,10 @@ def main() -> None:
 
 
 def write_new(options: argparse.Namespace) -> None:
-    # Imported only now: they take seconds, and a mistake on the command line should be told at once.
+    before_imports(options.quiet)
     from eagle3.target.facts import read_facts
-    from eagle3.training.recipe_text import new_recipe_text
+    from eagle3.target.sglang.installed import INSTALL, is_installed
+    from eagle3.training.recipe_text import model_size, new_recipe_text
 
     if not options.target:
         raise UserError("--out: names the recipe to write; name its target with --target")
@@ -53,10 +55,10 @@ def write_new(options: argparse.Namespace) -> None:
         facts = read_facts(options.target, options.revision, options.trust_remote_code)
     model = {"revision": options.revision} if options.revision else {}
     model |= {"trust_remote_code": True} if options.trust_remote_code else {}
-    text = new_recipe_text(target, facts, options.deepspeed, model, options.overrides)
+    text = new_recipe_text(target, facts, options.deepspeed, model, options.overrides, engine=is_installed())
     out.write_text(text, encoding="utf-8")
-    load_recipe(out)  # what was written is what a user would write
-    tell(f"{out}: {facts.architecture}, {facts.parameters / 1e9:,.1f}B parameters")
+    recipe = load_recipe(out)  # what was written is what a user would write
+    tell(f"{out}: {facts.architecture}, {model_size(facts.parameters)}")
     if facts.assumed:
         said = ", ".join(f"{name} {value:,}" for name, value in facts.assumed.items())
         tell(f"config.json does not give {said}: these are the defaults of transformers' class; check them")
@@ -68,8 +70,16 @@ def write_new(options: argparse.Namespace) -> None:
         tell(
             "SGLang, as this project knows it, serves no EAGLE3 draft for this architecture: capture runs by transformers"
         )
+    elif not is_installed():
+        if recipe.target.backend == "sglang":
+            tell(f"SGLang, which this recipe has run the target, is not installed: {INSTALL}")
+        else:
+            tell(
+                "SGLang is not installed, so the recipe has transformers run the target while training; with SGLang set "
+                "target.backend=sglang and hidden_states.mode=stored"
+            )
     if not options.quiet:
-        tell(f"next: python launchers/prepare.py --recipe {out} --preview 2")
+        tell(f"next: python launchers/prepare.py {out} --preview 2")
 
 
 def refresh(options: argparse.Namespace) -> None:

@@ -7,7 +7,8 @@ import argparse
 import json
 from pathlib import Path
 
-from eagle3.console import GREEN, RED, silence_libraries, tell
+from eagle3.command_line import RecipeParser, before_imports
+from eagle3.console import GREEN, RED, tell
 from eagle3.errors import SharedUserError, run_command
 from eagle3.recipe import load_recipe
 
@@ -15,8 +16,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--recipe", type=Path, default=ROOT / "recipes" / "quickstart.yaml")
+    parser = RecipeParser(__doc__, ROOT / "recipes" / "quickstart.yaml")
     parser.add_argument("--deepspeed", type=Path, default=ROOT / "ds_configs" / "zero2.json", help="the DeepSpeed file")
     parser.add_argument("--gpus", type=int, default=8, help="in the whole job (default 8)")
     parser.add_argument("--gpu-memory", type=float, default=80, help="GB of each (default 80)")
@@ -25,12 +25,11 @@ def main() -> int:
     )
     parser.add_argument("--supervised", type=float, default=1.0, help="share of the tokens that count (default 1)")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="change single keys of the recipe")
-    options = parser.parse_intermixed_args()
+    options = parser.parse()
     check(options)
     recipe = load_recipe(options.recipe, options.overrides)
     # Imported only now, and in silence: DeepSpeed logs to stdout that there is no GPU, where JSON may be wanted.
-    silence_libraries()
+    before_imports(quiet=True)
     from eagle3.training.plan_report import DOES_NOT_FIT, FITS, plan, written
     from eagle3.training.plans import config_to_plan, planned_step
 

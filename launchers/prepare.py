@@ -1,29 +1,29 @@
 """Tokenise and mask a recipe's data, report what was kept and dropped, and show samples with their supervised tokens."""
 
-import argparse
 import sys
 from pathlib import Path
 
-from eagle3.console import Console, shows_colours, silence_libraries, tell
+from eagle3.command_line import RecipeParser, before_imports
+from eagle3.console import Console, shows_colours, tell
 from eagle3.errors import run_command
+from eagle3.preflight.inputs import require_inputs
 from eagle3.recipe import load_recipe
 
 ROOT = Path(__file__).parent.parent
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--recipe", type=Path, default=ROOT / "recipes" / "quickstart.yaml")
+    parser = RecipeParser(__doc__, ROOT / "recipes" / "quickstart.yaml")
     parser.add_argument("--preview", type=int, default=0, metavar="N", help="print N samples, supervised tokens marked")
     parser.add_argument(
         "--quiet", action="store_true", help="print only the counts, the vocabulary's coverage, previews and warnings"
     )
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="change single keys of the recipe")
-    options = parser.parse_intermixed_args()
+    options = parser.parse()
     recipe = load_recipe(options.recipe, options.overrides)
-    if options.quiet:
-        silence_libraries()
-    # Imported only now: they take seconds, and a mistake in the recipe should be told at once.
+    console = Console(speaks=True, quiet=options.quiet)
+    console(f"recipe: {options.recipe}")
+    require_inputs(recipe)
+    before_imports(options.quiet)
     import torch
 
     from eagle3.data.prepare import preview
@@ -31,7 +31,6 @@ def main() -> None:
     from eagle3.target.checkpoint import target_config
     from eagle3.training.assemble import drafted_tokens, gather_materials
 
-    console = Console(speaks=True, quiet=options.quiet)
     materials = gather_materials(recipe, torch.device("cuda" if torch.cuda.is_available() else "cpu"), console)
     console.result(f"{len(materials.train):,} training samples, {len(materials.held_out):,} held out")
     model = recipe.model

@@ -9,8 +9,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from eagle3.command_line import Parser
 from eagle3.console import Console, Say, silence_libraries, waiting
 from eagle3.data.conversations import Conversation, iterate_conversations
+from eagle3.data.malformed import MalformedRows
 from eagle3.data.regeneration.answers import AnswerFile
 from eagle3.data.regeneration.endpoint import endpoint_urls, exposed, find_model
 from eagle3.data.regeneration.regenerate import regenerate
@@ -20,7 +22,7 @@ from eagle3.parsing import parse_json
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(__doc__)
     parser.add_argument("--data", nargs="+", required=True, metavar="SOURCE", help="as data.train: files, folders, ids")
     parser.add_argument(
         "--endpoint", nargs="+", required=True, metavar="URL", help="http://host:port, of one target each"
@@ -37,6 +39,7 @@ def main() -> int:
     )
     parser.add_argument("--reasoning", choices=("keep", "drop"), default="keep", help="what the server parsed as such")
     parser.add_argument("--truncated", choices=("drop", "keep"), default="drop", help="answers cut at --max-tokens")
+    parser.add_argument("--malformed", choices=("stop", "drop"), default="stop", help="rows that cannot be read")
     parser.add_argument("--max-tokens", type=int, default=4096, metavar="N", help="of one answer (default 4096)")
     parser.add_argument("--temperature", type=float, metavar="T", help="default: the server's, from the checkpoint")
     parser.add_argument("--top-p", type=float, metavar="P", help="default: the server's, from the checkpoint")
@@ -83,14 +86,18 @@ def main() -> int:
     with answers as file:
         downloads = options.cache_dir.expanduser() / "downloads"
 
-        def conversations(report: Say) -> Iterator[Conversation]:
-            return iterate_conversations(options.data, options.limit, downloads=downloads, report=report)
+        def conversations(malformed: MalformedRows, report: Say) -> Iterator[Conversation]:
+            return iterate_conversations(
+                options.data, options.limit, malformed=malformed, downloads=downloads, report=report
+            )
 
         # All are read before the first is asked for: a row that is wrong shows now, and how long it will take.
-        total = sum(1 for _ in conversations(console))
+        drop, setting = options.malformed == "drop", "--malformed drop"
+        malformed = MalformedRows(drop, setting)
+        total = sum(1 for _ in conversations(malformed, console))
         console(f"{total:,} conversations; {served.model} at {', '.join(served.urls)}")
         summary = regenerate(
-            conversations(lambda line: None),
+            conversations(MalformedRows(drop, setting), lambda line: None),
             total,
             file,
             served.urls,
@@ -101,6 +108,9 @@ def main() -> int:
             report=console.warn,
             progress=console,
         )
+        for reason, count in malformed.counts.items():
+            summary.left_out[f"malformed row ({reason})"] = count
+            summary.examples[f"malformed row ({reason})"] = malformed.examples[reason]
         written = file.summarise({"data": options.data, "settings": asdict(generation), **asdict(summary)})
     console.result(str(summary))
     if not summary.rows:

@@ -1,21 +1,22 @@
 #!/usr/bin/env bash
-# Train on one machine, a process a GPU: bash launchers/single_node.sh RECIPE [--resume auto] [section.key=value ...]
+# Train on one machine, a process a GPU: bash launchers/single_node.sh [RECIPE] [--resume auto] [section.key=value ...]
 #
+#   RECIPE        a YAML; without one, recipes/quickstart.yaml
 #   PROCESSES=N   start N processes: fewer than there are GPUs, or on a machine without (default there: 1)
 #   --dry-run     check everything and print what would be started
 #   --doctor      run doctor.py in place of train.py
 #   --quiet       print only what came out, and warnings: train.py's option, and the DeepSpeed launcher's own
 #
 # Everything else goes to train.py. SIGUSR1, SIGTERM and SIGINT (Ctrl-C) have the run finish its step, write a checkpoint
-# and end; a second one, SIGUSR1 apart, ends it at once. The exit code is train.py's; 2: a mistake in the recipe or the
-# command line, and nothing was started.
+# and end; a second one, SIGUSR1 apart, ends it at once. The exit code is train.py's; 130: ended by Ctrl-C; 2: a mistake in
+# the recipe or the command line, and nothing was started.
 set -euo pipefail
 root=$(realpath "$(dirname "${BASH_SOURCE[0]}")/..")
 # shellcheck source=launchers/environment.sh
 source "$root/launchers/environment.sh"
 
 read_command_line "$@"
-((${#options[@]} == 0)) || refuse "-- is for slurm_multi.sh; give the recipe first, then its overrides"
+((${#options[@]} == 0)) || refuse "-- is for slurm_multi.sh; leave it out"
 require deepspeed
 
 gpus=1 # on a machine without any, one process with all cores
@@ -30,7 +31,7 @@ fi
 choose_processes "$gpus"
 set_environment "$processes"
 # As on a CPU: else DeepSpeed remarks on what this machine has, beside what the check says.
-DS_ACCELERATOR=cpu python "$root/launchers/train.py" --recipe "${arguments[@]}" --check "1x$processes" || exit
+DS_ACCELERATOR=cpu python "$root/launchers/train.py" "${arguments[@]}" --check "1x$processes" || exit
 
 devices=(--num_gpus "$processes")
 if [[ ${CUDA_VISIBLE_DEVICES:-} ]]; then # which the launcher reads only where it is told no number
@@ -40,20 +41,25 @@ if [[ ${CUDA_VISIBLE_DEVICES:-} ]]; then # which the launcher reads only where i
 fi
 # No hostfile: what lies in DeepSpeed's default, /job/hostfile, would make this a job of other machines.
 launcher=(deepspeed "${quiet[@]}" --hostfile /dev/null "${devices[@]}" --master_port "$(free_port)")
-command=("${launcher[@]}" "$root/launchers/$program" --recipe "${arguments[@]}")
+command=("${launcher[@]}" "$root/launchers/$program" "${arguments[@]}")
 if [[ $dry_run ]]; then
   show_environment
   show "${command[@]}"
   exit
 fi
 
-stopping='' group=''
+stopping='' interrupted='' group=''
 stop() {
   [[ $stopping ]] || echo "stopping: SIGUSR1 asks the ranks to finish their step, write a checkpoint and end" || true
   stopping=yes
 }
 trap stop USR1
 # SIGHUP, too: a terminal that closes should not leave the ranks behind.
-trap 'if [[ $stopping && $group ]]; then kill -KILL -- "-$group"; fi; stop' TERM INT HUP
+trap 'end' TERM HUP
+trap 'interrupted=yes; end' INT
+end() {
+  if [[ $stopping && $group ]]; then kill -KILL -- "-$group"; fi
+  stop
+}
 # One line: bash reads this file as it goes, and it may have been edited by the time the run ends.
-run_ranks "${command[@]}" && exit "$code"
+run_ranks "${command[@]}" && exit "$([[ $interrupted ]] && echo 130 || echo "$code")"

@@ -38,13 +38,13 @@ source "$root/launchers/environment.sh"
 check() {
   local path
   path=$(recipe_value hidden_states path) || return
-  [[ $path != None ]] || refuse "${arguments[0]}: hidden_states.path is not set; name the folder of the store"
+  [[ $path != None ]] || refuse "the recipe's hidden_states.path is not set; name the folder of the store"
 }
 
 make_step() { # part, address, port
   step=(srun --nodes=1 --ntasks=1 --cpu-bind=none "${container[@]}")
   node=(bash "$root/launchers/slurm_node.sh" 1 "$processes" "$2" "$3"
-    "$root/launchers/capture.py" --part "$1" --recipe "${arguments[@]}")
+    "$root/launchers/capture.py" --part "$1" "${arguments[@]}")
 }
 
 show_step() {
@@ -54,6 +54,7 @@ show_step() {
 }
 
 read_command_line "$@"
+require_separator
 [[ $program == train.py ]] || refuse "--doctor is for slurm_multi.sh; leave it out"
 choose_container
 if [[ ! ${SLURM_JOB_ID:-} ]]; then

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Train on the nodes of a Slurm job. docs/running-on-slurm.md says all of it.
 #
-#   bash launchers/slurm_multi.sh [SBATCH OPTIONS --] RECIPE [--resume] [section.key=value ...]   # checks, then submits
-#   sbatch [SBATCH OPTIONS] launchers/slurm_multi.sh RECIPE ...                                   # checks in the job
+#   bash launchers/slurm_multi.sh [SBATCH OPTIONS --] [RECIPE] [--resume] [section.key=value ...]   # checks, then submits
+#   sbatch [SBATCH OPTIONS] launchers/slurm_multi.sh [RECIPE] ...                                   # checks in the job
 #
+#   RECIPE              a YAML; without one, recipes/quickstart.yaml with a global batch that the job's ranks can share
 #   --dry-run           check everything and print what would be started
 #   --doctor            run doctor.py in place of train.py, on the same nodes
 #   PROCESSES=N         processes of a node: fewer than its GPUs, or on nodes without
@@ -41,7 +42,7 @@ source "$root/launchers/environment.sh"
 check() {
   # No GPU is needed for it, and DeepSpeed would remark that a login node has none.
   "${once[@]}" env DS_ACCELERATOR=cpu \
-    python "$root/launchers/train.py" --recipe "${arguments[@]}" "${resume[@]}" --check "${nodes}x$processes"
+    python "$root/launchers/train.py" "${arguments[@]}" "${resume[@]}" --check "${nodes}x$processes"
 }
 
 # The line that starts one launcher a node. A rank that dies has the others say why and end by themselves; --wait ends
@@ -51,7 +52,7 @@ make_step() { # job, head node's address, port
   step=(srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=60 --cpu-bind=none
     --open-mode=append --output="slurm-$1-node%n.log" "${container[@]}")
   node=(bash "$root/launchers/slurm_node.sh" "$nodes" "$processes" "$2" "$3"
-    "$root/launchers/$program" --recipe "${arguments[@]}")
+    "$root/launchers/$program" "${arguments[@]}")
   [[ $program == train.py ]] || return 0
   node+=("${resume[@]}" --stop-code 75)
 }
@@ -63,6 +64,7 @@ show_step() {
 }
 
 read_command_line "$@"
+require_separator
 resume=() # by the caller's own words, else by itself
 [[ " ${arguments[*]} " == *" --resume"[\ =]* ]] || resume=(--resume auto)
 

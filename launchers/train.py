@@ -2,25 +2,31 @@
 
 import argparse
 import os
+import re
+import shlex
+import sys
 from pathlib import Path
 
-from eagle3.console import Console, silence_libraries, tell
-from eagle3.errors import UserError, run_command
+from eagle3.command_line import RecipeParser, before_imports
+from eagle3.console import Console, is_first_rank, tell
+from eagle3.errors import SharedUserError, UserError, run_command
+from eagle3.preflight.inputs import require_inputs
 from eagle3.recipe import Recipe, dump_recipe, load_recipe
+from eagle3.training.run_folder import Resume, RunFolder
 from eagle3.training.stopping import RunStopped, StopSignals
 
 ROOT = Path(__file__).parent.parent
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--recipe", type=Path, default=ROOT / "recipes" / "quickstart.yaml", help="the YAML to train")
+    parser = RecipeParser(__doc__, ROOT / "recipes" / "quickstart.yaml")
     parser.add_argument("--deepspeed", type=Path, default=ROOT / "ds_configs" / "zero2.json", help="the DeepSpeed file")
     parser.add_argument(
         "--resume",
         nargs="?",
         const="yes",
         default="no",
+        choices=("auto", "yes", "no"),
         metavar="auto",
         help="continue from the newest whole checkpoint in output.dir; with auto, begin where output.dir holds no run",
     )
@@ -42,41 +48,78 @@ def main() -> int:
         "the launcher itself",
     )
     parser.add_argument("--local_rank", type=int, default=0, help="set by the deepspeed launcher")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="change single keys of the recipe")
-    options = parser.parse_intermixed_args()
-    if "=" in options.resume:  # --resume and then an override
-        options.overrides.insert(0, options.resume)
-        options.resume = "yes"
-    if options.resume not in ("yes", "no", "auto"):
-        raise UserError(f"--resume {options.resume}: is neither --resume nor --resume auto; output.dir names the run")
+    options = parser.parse(resume_apart(sys.argv[1:]))
     recipe = load_recipe(options.recipe, options.overrides)
+    if not options.named:
+        recipe = for_all_ranks(recipe, options)
     if options.print_recipe:
         print(dump_recipe(recipe), end="")
         return 0
+    by_itself = "RANK" not in os.environ
     with StopSignals() as stop:
         try:
             return run(recipe, options, stop)
         except RunStopped as stopped:
-            if os.environ.get("RANK", "0") == "0":
-                tell(str(stopped))
-            return options.stop_code or (0 if stopped.together else 128 + stopped.number)
+            if is_first_rank():
+                tell(f"{stopped}; continue with {own_command() if by_itself else 'the same command and --resume auto'}")
+            return options.stop_code or stopped.exit_code
+
+
+def resume_apart(words: list[str]) -> list[str]:
+    """The command line, `--resume` with a value unless `auto` follows: what else follows is no value of it, but a recipe or an
+    override."""
+    following = [*words[1:], None]
+    for word, next_word in zip(words, following, strict=True):
+        if word == "--resume" and next_word and Path(next_word).is_dir():
+            raise UserError(f"--resume {next_word}: takes no folder; output.dir names the run")
+    return [
+        "--resume=yes" if (word, next_word != "auto") == ("--resume", True) else word
+        for word, next_word in zip(words, following, strict=True)
+    ]
+
+
+def for_all_ranks(recipe: Recipe, options: argparse.Namespace) -> Recipe:
+    """The default recipe, made for two cores, with a global batch that can be dealt to the job's data-parallel ranks."""
+    sizes, batch = recipe.parallelism, recipe.training.global_batch_size
+    found = re.fullmatch(r"(\d+)x(\d+)", options.check or "")
+    ranks = int(found[1]) * int(found[2]) if found else int(os.environ.get("WORLD_SIZE", "1"))
+    streams = ranks // (sizes.tensor * sizes.ulysses * sizes.ring) * recipe.training.accumulation
+    chosen = any(word.startswith("training.global_batch_size=") for word in options.overrides)
+    if chosen or not streams or batch % streams == 0:
+        return recipe
+    raised = -(-batch // streams) * streams
+    if is_first_rank() and not options.print_recipe:
+        tell(
+            f"{options.recipe}: training.global_batch_size raised from {batch} to {raised}, for {streams} streams a step"
+        )
+    return load_recipe(options.recipe, [*options.overrides, f"training.global_batch_size={raised}"])
+
+
+def own_command() -> str:
+    """That continues this run."""
+    words = [word for word in resume_apart(sys.argv) if word not in ("auto", "--resume") and "--resume=" not in word]
+    return shlex.join(["python", *words, "--resume"])
 
 
 def run(recipe: Recipe, options: argparse.Namespace, stop: StopSignals) -> int:
-    if options.quiet:
-        silence_libraries()
-    # Imported only now: they take seconds, and a mistake in the recipe should be told at once.
+    console, resume = Console(is_first_rank(), options.quiet), Resume(options.resume)
+    folder = RunFolder(recipe.output.dir)
+    continues = False
+    if is_first_rank():
+        require_inputs(recipe)
+        continues = folder.check(recipe, resume)
+    if not options.deepspeed.is_file():
+        raise SharedUserError(f"{options.deepspeed}: no such file; pass --deepspeed ds_configs/zero2.json")
+    if not options.check:
+        console(f"recipe: {options.recipe}; output.dir: {recipe.output.dir}")
+    before_imports(options.quiet)
     from eagle3.parallel.topology import FORMING, start_distributed, stop_distributed
     from eagle3.reporting.finish import write_up
     from eagle3.training.layout import check_layout
     from eagle3.training.run import train
-    from eagle3.training.run_folder import Resume, RunFolder
 
-    resume = Resume(options.resume)
     if options.check:
         layout = check_layout(recipe, options.deepspeed, options.check)
-        folder = RunFolder(recipe.output.dir)
-        continues = folder.check(recipe, resume)
         if holder := folder.holder():  # no mistake: the job that is checked may begin after that one's end
             Console(True).warn(
                 f"{folder.path}: another run writes this folder ({holder}); until its end a second is refused"
@@ -86,7 +129,6 @@ def run(recipe: Recipe, options: argparse.Namespace, stop: StopSignals) -> int:
         return 0
     parallelism = recipe.parallelism
     topology = start_distributed(parallelism.tensor, parallelism.ulysses, parallelism.ring, timeout=FORMING)
-    console = Console(topology.is_first, options.quiet)
     try:
         lossless = train(recipe, options.deepspeed, topology, resume, stop, console, finish=write_up)
     except RunStopped as stopped:
@@ -98,4 +140,7 @@ def run(recipe: Recipe, options: argparse.Namespace, stop: StopSignals) -> int:
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(
+        main,
+        unread="nobody reads the output any more, so this ended here; a run that had begun continues with --resume",
+    )

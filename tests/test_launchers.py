@@ -1,8 +1,10 @@
 """The launchers beside train.py's own work: what they print, what they write, and what they leave out the second time."""
 
 import json
+import os
 import re
 import runpy
+import subprocess
 import sys
 
 import pytest
@@ -152,3 +154,58 @@ def test_of_a_jobs_processes_only_the_first_says_what_all_find(here, recipe, mon
         monkeypatch.setenv("LOCAL_RANK", rank)
         code, _, error = here("train.py", "--recipe", recipe, "training.learning_rat=1")
         assert code == 2 and error.count("error:") == lines
+
+
+def read_by_head(lines, *command):
+    """Exit code and stderr of a command of which a reader takes so many lines of stdout, and goes."""
+    job = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # left in this process by other tests
+    environment = {name: value for name, value in os.environ.items() if name not in job}
+    process = subprocess.Popen(
+        [sys.executable, *map(str, command)],
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    for _ in range(lines):
+        process.stdout.readline()
+    process.stdout.close()
+    error = process.stderr.read()
+    return process.wait(timeout=120), [line for line in error.splitlines() if "real_accelerator" not in line]
+
+
+RUN = "from eagle3.errors import run_command\nimport os, sys, threading, time\n"
+PIPED = {
+    "a line at a time": "def main():\n  for n in range(10 ** 9): print(n, flush=True)",
+    "what the interpreter would write at its end": "def main():\n  print(1, flush=True)\n  time.sleep(1)\n  print(2)",
+    "help": "def main():\n  print(1, flush=True)\n  time.sleep(1)\n  print(2)\n  sys.exit()",
+}
+
+
+@pytest.mark.parametrize("main", PIPED.values(), ids=PIPED)
+def test_whoever_reads_no_further_ends_a_command_as_shells_expect(main):
+    assert read_by_head(1, "-c", f"{RUN}{main}\nrun_command(main)") == (141, [])
+    assert read_by_head(1, "-c", f"{RUN}{main}\nrun_command(main, 'why')") == (141, ["error: why"])
+
+
+def test_a_line_that_another_thread_loses_is_no_traceback():
+    main = "def main():\n  tell('1')\n  time.sleep(1)\n  thread = threading.Thread(target=tell, args=('2',))\n  thread.start()"
+    code, error = read_by_head(
+        1, "-c", f"{RUN}from eagle3.console import tell\n{main}\n  thread.join()\nrun_command(main)"
+    )
+    assert code in (0, 141) and error == []
+
+
+def test_another_pipe_that_breaks_is_no_reader_that_left():
+    main = "def main():\n  there, here = os.pipe()\n  os.close(there)\n  os.write(here, b'x')"
+    said = subprocess.run([sys.executable, "-c", f"{RUN}{main}\nrun_command(main)"], capture_output=True, text=True)
+    assert said.returncode == 1 and said.stderr.splitlines()[-1].startswith("BrokenPipeError")
+
+
+def test_a_run_whose_reader_left_says_that_it_can_be_continued(recipe, tmp_path):
+    """In the middle of its steps; the preview of samples ends silently."""
+    command = ("launchers/train.py", recipe, f"output.dir={tmp_path / 'run'}")
+    code, error = read_by_head(5, *command, "training.max_steps=1000")
+    assert (code, len(error)) == (141, 1) and "--resume" in error[0], error
+    assert read_by_head(1, "launchers/prepare.py", recipe, "--preview", "50") == (141, [])

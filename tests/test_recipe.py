@@ -163,7 +163,7 @@ def test_aux_layers_are_three_different_ones_low_to_high(tmp_path, layers):
 )
 def test_values_out_of_range_are_refused_with_their_key(tmp_path, section, key, value):
     read(tmp_path)
-    with pytest.raises(UserError, match=rf"recipe\.yaml: {section}\.{key}.*; "):
+    with pytest.raises(UserError, match=rf"command line: .*: {section}\.{key}.*; "):
         load_recipe(tmp_path / "recipe.yaml", [f"{section}.{key}={value}"])
 
 
@@ -174,4 +174,66 @@ def test_a_server_that_is_no_url_of_a_root_is_refused_with_the_form(tmp_path, ur
 
 
 def test_a_servers_url_may_end_with_a_slash(tmp_path):
-    assert read(tmp_path, target={"servers": ["http://host:30000/"]}).target.servers == ["http://host:30000"]
+    assert read(tmp_path, target={"backend": "sglang", "servers": ["http://host:30000/"]}).target.servers == [
+        "http://host:30000"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rope", "said"),
+    [
+        ({"type": "linear", "factor": 4}, "write rope_type"),
+        (
+            {"rope_type": "default", "facter": 8},
+            "'facter' is no key of rope_type default, which takes rope_type, rope_theta;",
+        ),
+        ({"factor": 8}, "'factor' is no key of rope_type default"),
+        ({"rope_type": "linear", "factor": 2, "beta_fast": 32}, "'beta_fast' is no key of rope_type linear.*factor;"),
+        ({"rope_type": "longrope"}, "'longrope' is not supported; use one of default, linear, llama3, yarn;"),
+        ({"rope_type": ["yarn"]}, "is not supported"),
+        ({"full_attention": {"rope_theta": 1e6}}, "'full_attention' is no key"),
+    ],
+    ids=str,
+)
+def test_a_rope_key_that_would_change_nothing_is_refused_with_those_that_do(tmp_path, rope, said):
+    with pytest.raises(UserError, match=f"model.draft.rope_parameters: .*{said}"):
+        read(tmp_path, model={"target": "some/model", "draft": {"rope_parameters": rope}})
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_theta": 1e6},
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 1.1},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "truncate": False},
+    ],
+    ids=str,
+)
+def test_a_rope_with_the_keys_of_its_type_is_taken_as_it_is(tmp_path, rope):
+    recipe = read(tmp_path, model={"target": "some/model", "draft": {"rope_parameters": rope}})
+    assert recipe.model.draft.rope_parameters == rope
+
+
+PATHS = (
+    "model.draft.config",
+    "model.draft.init_from",
+    "model.draft.vocabulary",
+    "data.chat_template",
+    "data.cache_dir",
+)
+
+
+@pytest.mark.parametrize("key", [*PATHS, "target.spool", "output.dir"])
+def test_a_url_in_the_place_of_a_path_is_refused_without_its_password(tmp_path, key):
+    read(tmp_path)
+    password = "secret" * 12  # longer than what a line shows of a value
+    with pytest.raises(UserError, match=rf"{key} .*\*\*\*@host.*: is a URL; name a file or folder") as caught:
+        load_recipe(tmp_path / "recipe.yaml", [f"{key}=https://user:{password}@host/x?token={password}"])
+    assert "secret" not in str(caught.value)
+    load_recipe(tmp_path / "recipe.yaml", [f"{key}=some/folder"])
+
+
+def test_servers_that_nobody_would_ask_are_refused(tmp_path):
+    with pytest.raises(UserError, match="servers are named but backend is 'transformers'.*set target.backend=sglang"):
+        read(tmp_path, target={"servers": ["http://host:30000"]})

@@ -33,6 +33,7 @@ from eagle3.training.recipe_text import (
     BEGIN,
     GPU_BYTES,
     NODE,
+    new_recipe_text,
     planned,
     recipes_table,
     refreshed,
@@ -230,7 +231,7 @@ def test_a_new_recipe_is_one_that_plans_and_fits(new_recipe, tmp_path):
     out = tmp_path / "mine.yaml"
     code, said, _ = new_recipe("--target", FAMILIES / "qwen3-8b", "--id", "me/My-Qwen", "--out", out)
     recipe = load_recipe(out)
-    assert code == 0 and "Qwen3ForCausalLM" in said
+    assert code == 0 and "Qwen3ForCausalLM, 8B parameters" in said
     assert recipe.model.target == "me/My-Qwen" and recipe.output.dir == Path("runs/my-qwen")
     assert recipe.about.verified == [] and set(recipe.about.unverified.values()) == {"a new recipe"}
     assert new_recipe("--target", FAMILIES / "qwen3-8b", "--out", out)[0] == 2  # not over what is there
@@ -251,6 +252,18 @@ def test_sizes_that_a_config_leaves_to_its_class_are_named(new_recipe, tmp_path)
     assert code == 0 and "config.json does not give hidden_size 4,096, vocab_size 151,936" in said
     published = {name: set(read_facts(str(FAMILIES / name)).assumed) for name in ("gemma-3-27b", "llama-4-scout")}
     assert published == {"gemma-3-27b": {"vocab_size", "max_position_embeddings"}, "llama-4-scout": set()}
+
+
+def test_a_small_target_is_counted_in_millions(new_recipe, tmp_path):
+    """Four layers of 32 x (4 x 32 + 3 x 96) weights, norms of theirs, and an embedding that is the head, too."""
+    small = {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 50_000, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": True}
+    changed("qwen3-8b", **small, **heads)(tmp_path)
+    out = tmp_path / "x.yaml"
+    code, said, _ = new_recipe("--target", tmp_path, "--out", out)
+    assert code == 0 and "Qwen3ForCausalLM, 1.7M parameters" in said
+    text = out.read_text(encoding="utf-8")
+    assert "(1.7M parameters)" in text and "# target: 1.7M parameters, 3.3 MB as stored" in text
 
 
 @pytest.mark.parametrize(
@@ -276,6 +289,16 @@ def test_a_quantised_head_gets_its_targets_own_logits_for_a_teacher(new_recipe, 
     assert (recipe.model.draft.lm_head == "random") == head
     facts = read_facts(str(tmp_path))
     assert facts.bytes / facts.parameters == pytest.approx(size)
+
+
+@pytest.mark.parametrize(("family", "size"), [("qwen3-8b", "one GPU"), ("deepseek-v3", "many")])
+@pytest.mark.parametrize("engine", [True, False])
+def test_a_recipe_lets_transformers_run_what_it_can_where_sglang_is_missing(facts, family, size, engine):
+    text = new_recipe_text("owner/model", facts[family], ROOT / "ds_configs" / "zero2.json", engine=engine)
+    values = yaml.safe_load(text)
+    by_sglang = engine or size == "many"
+    assert values["target"]["backend"] == ("sglang" if by_sglang else "transformers")
+    assert values["hidden_states"]["mode"] == ("stored" if by_sglang else "live")
 
 
 def test_keys_on_the_command_line_make_a_recipe_where_a_config_tells_too_little(new_recipe, tmp_path):

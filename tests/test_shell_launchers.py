@@ -35,7 +35,9 @@ def start(monkeypatch, recipe, tmp_path):
         for name, value in settings.items():
             monkeypatch.setenv(name, value)
         output = f"output.dir={tmp_path / 'run'}"
-        return launch("bash", str(LAUNCHERS / script), *before, str(recipe), output, *arguments)
+        # With a SIGINT that can be trapped: what a shell has started in the background begins without.
+        script_file = str(LAUNCHERS / script)
+        return launch("env", "--default-signal=INT", "bash", script_file, *before, str(recipe), output, *arguments)
 
     return run
 
@@ -59,7 +61,7 @@ def test_single_node_shows_what_it_would_start_and_starts_nothing(start, recipe,
     command = re.search(r"^deepspeed --hostfile /dev/null --master_port (\d+) (.*)$", said, re.MULTILINE)
     assert 20000 <= int(command[1]) < 30000
     output = f"output.dir={tmp_path / 'run'}"
-    assert command[2] == f"{LAUNCHERS / 'train.py'} --recipe {recipe} {output} --resume auto parallelism.ring=2"
+    assert command[2] == f"{LAUNCHERS / 'train.py'} {recipe} {output} --resume auto parallelism.ring=2"
     # with --num_gpus DeepSpeed would take GPUs 0 and 1
     assert "export CUDA_VISIBLE_DEVICES=4\\,6\n" in said
     assert "export PYTORCH_ALLOC_CONF=backend:native\n" in said and "export OMP_NUM_THREADS=1\n" in said
@@ -71,6 +73,7 @@ def test_single_node_shows_what_it_would_start_and_starts_nothing(start, recipe,
     [
         ("single_node.sh", ("training.max_stepz=3",), {}, "did you mean training.max_steps"),
         ("single_node.sh", (), {"PROCESSES": "two"}, "PROCESSES=two"),
+        ("single_node.sh", ("parallelism.ulysses=3",), {"PROCESSES": "3"}, "3 does not divide the 4 attention heads"),
         ("single_node.sh", (), {"CUDA_VISIBLE_DEVICES": "GPU-1a2b"}, "CUDA_VISIBLE_DEVICES=GPU-1a2b"),
         ("slurm_multi.sh", ("training.max_stepz=3",), {}, "did you mean training.max_steps"),
         ("slurm_multi.sh", ("parallelism.ulysses=4",), {"PROCESSES": "2"}, "would cross nodes of 2 processes"),
@@ -88,7 +91,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(start, tmp_path, script, argument
     [
         (("--nodes=2-4", "--"), {}, "--nodes=2-4"),
         (("--gpus-per-node=0", "--"), {}, "set PROCESSES"),
-        (("--nodes", "2"), {}, "--nodes where the recipe is expected"),
+        (("--nodes", "2"), {}, "--nodes: is no option here; those of sbatch come first"),
         ((), {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}, "no GPU in this job"),
     ],
 )
@@ -109,12 +112,37 @@ def test_a_job_of_several_nodes_is_shown_to_its_last_line(start, recipe, tmp_pat
     assert "4 nodes of 2 processes" in said and "ring 8 crosses nodes" in said
     script = LAUNCHERS / "slurm_multi.sh"
     assert f"sbatch {' '.join(before[:-1])} {script} {recipe} {output} parallelism.ring=8\n" in said
-    train = f"{LAUNCHERS / 'train.py'} --recipe {recipe} {output} parallelism.ring=8 --resume auto --stop-code 75\n"
+    train = f"{LAUNCHERS / 'train.py'} {recipe} {output} parallelism.ring=8 --resume auto --stop-code 75\n"
     step = next(line for line in said.splitlines(keepends=True) if line.startswith("srun "))
     assert step.startswith("srun --nodes=4 --ntasks=4 --ntasks-per-node=1 ") and step.endswith(train)
     assert "--output=slurm-JOB-node%n.log" in step and "container" not in said
     node = next(line for line in said.splitlines(keepends=True) if line.startswith("deepspeed "))
     assert "--node_rank 0 --master_addr HEAD_NODE --master_port FREE_PORT" in node and node.endswith(train)
+
+
+@pytest.mark.parametrize(
+    ("script", "ranks", "said"),
+    [
+        ("single_node.sh", {"PROCESSES": "2"}, "data 2; 8 samples a step"),
+        ("single_node.sh", {"PROCESSES": "3"}, "training.global_batch_size raised from 8 to 9, for 3 streams a step"),
+        ("slurm_multi.sh", {}, "training.global_batch_size raised from 8 to 16, for 16 streams a step"),
+    ],
+)
+def test_without_arguments_the_quickstart_is_trained_on_any_number_of_ranks(monkeypatch, script, ranks, said):
+    for name in (*VARIABLES, *(name for name in os.environ if name.startswith("SLURM"))):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in ranks.items():
+        monkeypatch.setenv(name, value)
+    shown = finish(launch("bash", str(LAUNCHERS / script), "--dry-run"))
+    assert said in shown and "begins runs/quickstart" in shown
+    assert re.search(r"^deepspeed .*launchers/train.py( --resume auto --stop-code 75)?$", shown, re.MULTILINE)
+
+
+@pytest.mark.parametrize("script", ["single_node.sh", "slurm_multi.sh", "slurm_capture.sh"])
+def test_help_is_the_head_of_the_script(script):
+    for word in ("--help", "-h"):
+        said = finish(launch("bash", str(LAUNCHERS / script), word))
+        assert f"bash launchers/{script} [" in said and "#" not in said.splitlines()[0] and "SBATCH --" not in said
 
 
 def test_a_container_is_an_option_of_srun_and_a_resume_of_the_callers_wins(start):
@@ -131,14 +159,14 @@ def test_the_doctor_takes_the_place_of_train(start, recipe, tmp_path):
     said = finish(start("slurm_multi.sh", "--dry-run", "--doctor", CONTAINER_IMAGE="lab/eagle3:1"))
     output = f"output.dir={tmp_path / 'run'}"
     assert f"slurm_multi.sh {recipe} {output} --doctor\n" in said
-    assert said.endswith(f"{LAUNCHERS / 'doctor.py'} --recipe {recipe} {output}\n") and "train.py" not in said
+    assert said.endswith(f"{LAUNCHERS / 'doctor.py'} {recipe} {output}\n") and "train.py" not in said
 
 
 def test_a_capture_array_is_shown_to_its_last_line(start, recipe, tmp_path):
     path = f"hidden_states.path={tmp_path / 'store'}"
     said = finish(start("slurm_capture.sh", "--dry-run", path, before=("--array=1-8", "--gpus-per-node=4", "--")))
     assert f"sbatch --array=1-8 --gpus-per-node=4 {LAUNCHERS / 'slurm_capture.sh'} {recipe}" in said
-    assert f"capture.py --part I/N --recipe {recipe}" in said and not (tmp_path / "store").exists()
+    assert f"capture.py --part I/N {recipe}" in said and not (tmp_path / "store").exists()
 
 
 def test_two_processes_stop_by_a_signal_with_a_checkpoint_and_continue_from_it(start, tmp_path):
@@ -146,14 +174,14 @@ def test_two_processes_stop_by_a_signal_with_a_checkpoint_and_continue_from_it(s
     long = ("training.max_steps=100000", "training.checkpoint_every=100000", "evaluation.every=100000")
     arguments = ("parallelism.ring=2", "--resume", "auto", "--stop-code", "75", *long)
     before = 0
-    for number in (signal.SIGTERM, signal.SIGUSR1):
+    for number, code in ((signal.SIGINT, 130), (signal.SIGUSR1, 75)):  # SIGTERM goes SIGINT's way
         process = start("single_node.sh", *arguments, PROCESSES="2")
         deadline = time.monotonic() + 120
         while not ((run / "metrics.jsonl").exists() and len(metrics(run)) >= before + 3):
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
         process.send_signal(number)  # to the script alone
-        said = finish(process, code=75)
+        said = finish(process, code)
         steps = len(metrics(run))
         assert f"after step {steps} of 100000" in said
         assert (f"resumed after step {before}" in said) == (before > 0)

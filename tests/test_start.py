@@ -29,9 +29,9 @@ def recipe(chosen):
             {},
         ),
         (
-            "2x8",
-            "tensor 2 x ulysses 4 inside a node, ring 2 crosses nodes, data 1;",
-            {"tensor": 2, "ulysses": 4, "ring": 2},
+            "2x6",
+            "tensor 2 x ulysses 3 inside a node, ring 2 crosses nodes, data 1;",
+            {"tensor": 2, "ulysses": 3, "ring": 2},
         ),
         ("4x8", "ring 4 inside a node, data 8; 16 samples a step, 2 in each of 8 x 1 streams", {"ring": 4}),
         ("3x2", "ring 6 crosses nodes, data 1;", {"ring": 6}),
@@ -48,6 +48,7 @@ def test_a_layout_that_fits_is_told(job, said, chosen):
         ("2x6", "tensor 4 x ulysses 1 would cross nodes of 6 processes", {"tensor": 4}),
         ("1x6", "takes 4 processes or a multiple of it, this job has 6; start 4 or 8", {"ring": 4}),
         ("1x3", "global_batch_size 16 cannot be dealt to 3 data-parallel ranks x 1 accumulation; use 15 or 18", {}),
+        ("1x4", "parallelism.ulysses: 4 does not divide the 6 attention heads", {"ulysses": 4}),
         ("0x8", "write nodes x processes a node", {}),
         ("8", "write nodes x processes a node", {}),
     ],
@@ -77,9 +78,9 @@ def test_resume_takes_no_override_for_its_own_word(here, words):
     assert code == 0 and "seed: 5" in printed
 
 
-def test_resume_from_anything_else_is_refused(here):
-    code, _, said = here("--print-recipe", "--resume", "runs/quickstart")
-    assert code == 2 and said.startswith("error: --resume runs/quickstart: ") and "output.dir" in said
+def test_resume_from_anything_else_is_refused(here, tmp_path):
+    code, _, said = here("--print-recipe", "--resume", str(tmp_path))
+    assert code == 2 and said == f"error: --resume {tmp_path}: takes no folder; output.dir names the run\n"
 
 
 def test_check_starts_nothing_and_a_mistake_is_a_line(here):

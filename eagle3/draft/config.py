@@ -5,18 +5,29 @@ import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from eagle3.errors import SharedUserError, UserError, shown
 from eagle3.parsing import parse_json
 
-# rope types, and the keys that each cannot do without
+
+class RopeKeys(NamedTuple):
+    """A rope type's own keys: those that it cannot do without, and those that it reads where they are given."""
+
+    needed: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+
+
 ROPE_TYPES = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor", "original_max_position_embeddings"),
+    "default": RopeKeys(),
+    "linear": RopeKeys(("factor",)),
+    "llama3": RopeKeys(("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")),
+    "yarn": RopeKeys(
+        ("factor", "original_max_position_embeddings"),
+        ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "attn_factor", "truncate"),
+    ),
 }
+
 # under eagle_config counted from 0, as SGLang reads it; at the top level from 1, as vLLM does: see _aux_layers
 _AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 _ROPE_NUMBERS = (
@@ -95,10 +106,8 @@ class DraftConfig:
                 )
         kind = rope["rope_type"]
         if not isinstance(kind, str) or kind not in ROPE_TYPES:
-            raise UserError(
-                f"draft config: rope_type {shown(kind)} is not supported; use one of {', '.join(ROPE_TYPES)}"
-            )
-        absent = [key for key in ROPE_TYPES[kind] if rope.get(key) is None]
+            raise UserError(f"draft config: {_no_such_rope(kind)}")
+        absent = [key for key in ROPE_TYPES[kind].needed if rope.get(key) is None]
         if absent:
             raise UserError(f"draft config: rope_type {kind!r} needs {absent[0]}; add it to rope_parameters")
         if kind == "yarn":
@@ -219,6 +228,25 @@ class DraftConfig:
         ignored = ("token_ids", "aux_layers" if None in (self.aux_layers, other.aux_layers) else "")
         names = [item.name for item in dataclasses.fields(self) if item.name not in ignored]
         return [name for name in names if getattr(self, name) != getattr(other, name)]
+
+
+def check_rope_keys(rope: dict[str, Any]) -> dict[str, Any]:
+    """The rope parameters, as a person wrote them. Raises ValueError for a type that a draft cannot have, and for a key that
+    the type does not read, which would change nothing. (A target's own may hold more: see rope_parameters.)"""
+    kind = rope.get("rope_type", "default")
+    if "type" in rope:
+        raise ValueError("type is no key here; write rope_type")
+    if not isinstance(kind, str) or kind not in ROPE_TYPES:
+        raise ValueError(_no_such_rope(kind))
+    own = ("rope_type", "rope_theta", *ROPE_TYPES[kind].needed, *ROPE_TYPES[kind].optional)
+    for name in rope:
+        if name not in own:
+            raise ValueError(f"{shown(name)} is no key of rope_type {kind}, which takes {', '.join(own)}")
+    return rope
+
+
+def _no_such_rope(kind: Any) -> str:
+    return f"rope_type {shown(kind)} is not supported; use one of {', '.join(ROPE_TYPES)}"
 
 
 def read_draft_config(path: Path) -> DraftConfig:

@@ -1,5 +1,6 @@
 """Between the names that serving engines load and the draft's Megatron parameters, both ways, exactly."""
 
+import hashlib
 import json
 import shutil
 from dataclasses import dataclass
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -18,6 +19,7 @@ from eagle3.durable import flush, publish
 from eagle3.errors import UserError
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+DIGEST = "sha256_of_tensors"  # in the weights' metadata, which engines do not read
 EMBEDDING = "embed_tokens.weight"
 # exported name <- parameter of Eagle3Draft; gate_proj and up_proj are the halves of linear_fc1 and are dealt with apart
 _NAMES = {
@@ -180,7 +182,8 @@ def export_draft(
     partial.mkdir(parents=True)
     try:
         (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
+        save_file(tensors, partial / WEIGHTS, metadata={"format": "pt", DIGEST: tensor_digest(tensors)})
+        _order_header(partial / WEIGHTS)
         # save_file lets only its owner read, config.json is as the umask says
         (partial / WEIGHTS).chmod((partial / CONFIG).stat().st_mode)
         for name in (WEIGHTS, CONFIG):
@@ -195,14 +198,24 @@ def export_draft(
 
 
 def read_exported(folder: Path, weights_name: str = WEIGHTS) -> ExportedDraft:
-    """Read an exported draft. Raises UserError where a file is missing, damaged, or no EAGLE3 draft."""
+    """Read an exported draft. Raises UserError where a file is missing, damaged, or no EAGLE3 draft.
+
+    Its tensors must have the digest that export wrote beside them; drafts from elsewhere, and older exports, have none.
+    """
     config, path = read_draft_config(folder / CONFIG), folder / weights_name
     if not path.is_file():
         raise UserError(f"{path}: no such file; name a folder that export wrote")
     try:
+        with safe_open(path, "pt") as file:
+            digest = (file.metadata() or {}).get(DIGEST)
         tensors = load_file(path)
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path}: damaged ({error}); copy or export it again") from error
+    if digest is not None and digest != tensor_digest(tensors):
+        raise UserError(
+            f"{path}: damaged, or changed after it was exported (its {DIGEST} is not that of its tensors); export the draft "
+            "again, or copy it again from where it comes from"
+        )
     for name, kind in (("d2t", torch.int64), ("t2d", torch.bool)):
         if name not in tensors or tensors[name].dtype != kind:
             raise UserError(f"{path}: {name} ({kind}) is missing; this is not an EAGLE3 draft")
@@ -215,3 +228,24 @@ def read_exported(folder: Path, weights_name: str = WEIGHTS) -> ExportedDraft:
     ):
         raise UserError(f"{path}: d2t and t2d do not agree with each other or with config.json; export the draft again")
     return ExportedDraft(config, tensors, d2t, t2d, str(folder))
+
+
+def tensor_digest(tensors: dict[str, Tensor]) -> str:
+    """SHA-256, in hexadecimal, over contiguous tensors on the host, sorted by name: of each a line of JSON (name, dtype, shape),
+    and its bytes."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        described = [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+        digest.update(json.dumps(described).encode() + b"\n")
+        digest.update(tensor.flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _order_header(path: Path) -> None:
+    """Put the header's metadata into one order, which safetensors leaves to chance: equal drafts are equal files."""
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        file.seek(8)
+        file.write(json.dumps(header, separators=(",", ":")).encode().ljust(size))

@@ -3,12 +3,12 @@
 import os
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 
 from eagle3.errors import UserError
+from eagle3.target.sglang.installed import INSTALL, is_installed, require_supported
 from eagle3.target.sglang.server import without_launcher
-from eagle3.target.sglang.version import require_supported
 
 CHECK_SECONDS = 600.0
 
@@ -24,15 +24,12 @@ class NotInstalled(NotChecked):
 def check_export(folder: Path) -> str:
     """What SGLang says of the export in `folder`, one line. Raises UserError where it would not serve that draft right,
     NotChecked where it cannot be asked."""
-    try:
-        found = version("sglang")
-    except PackageNotFoundError:
+    if not is_installed():
         raise NotInstalled(
-            f"{folder}: not checked: SGLang is not installed here; pip install 'eagle3-recipes[sglang]' "
-            "-c constraints/cuda.txt, or check where it is with launchers/export.py --check"
-        ) from None
+            f"{folder}: not checked: SGLang is not installed; {INSTALL}, or check where it is with launchers/export.py --check"
+        )
     try:
-        require_supported(found, "this environment")
+        require_supported(version("sglang"), "this environment")
     except UserError as refusal:
         raise NotChecked(f"{folder}: not checked: {refusal}") from refusal
     command = [sys.executable, "-m", "eagle3.target.sglang.draft_check", str(folder)]

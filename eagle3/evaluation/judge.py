@@ -66,14 +66,24 @@ class Judgement:
         positions = " ".join(f"{share:.2f}" for share in trained.position_acceptance)
         untrained = self.untrained
         return [
-            f"acceptance length {trained.acceptance_length:.2f}",
+            f"acceptance length {trained.acceptance_length:.2f} (tokens a verification: accepted drafts and the target's own)",
             *([f"untrained draft: acceptance length {untrained.acceptance_length:.2f}"] if untrained else []),
             f"accepted by draft position 1..{trained.draft_tokens}: {positions}",
             self._comparison(),
-            f"{trained.new_tokens} tokens in {trained.verifications} verifications",
+            self._counts(),
             f"{speed.speculative:.1f} tokens/s, {speed.plain:.1f} without the draft: {speed.gain:.2f} times as fast (by "
             f"{self.engine} {self.version}, one conversation at a time)",
         ]
+
+    def _counts(self) -> str:
+        """How verifications and what was put out go together."""
+        trained = self.trained
+        beyond = trained.yielded + trained.conversations - trained.new_tokens  # each prefill gives one token
+        cut = f", less {beyond:,} beyond the answers' length" if beyond else ""
+        return (
+            f"{trained.yielded:,} tokens from {counted(trained.verifications, 'verification')}, and {trained.conversations:,} from "
+            f"the prefills{cut}: {trained.new_tokens:,} put out"
+        )
 
     def _comparison(self) -> str:
         trained = self.trained
@@ -183,6 +193,17 @@ def judge_by_context(
     return ContextJudgement(
         contexts, left_out, "transformers", version("transformers"), sampling, draft_tokens, new_tokens
     )
+
+
+def longest_prompt(context: int, new_tokens: int, room: int) -> int:
+    """Tokens of the longest prompt in the target's context that leaves place for an answer of `new_tokens` and for the `room`
+    of a verification at its end. Raises UserError where there is none."""
+    if (longest := context - new_tokens - room) < 1:
+        raise UserError(
+            f"evaluation.new_tokens: {new_tokens:,} tokens of an answer, and {room:,} of a verification "
+            f"(evaluation.draft_tokens), leave no place for a prompt in the target's context of {context:,}; lower them"
+        )
+    return longest
 
 
 def choose_prompts(samples: SampleSet, count: int, longest: int) -> list[Tensor]:

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from eagle3.data.conversations import KINDS, Conversation, read_conversations
+from eagle3.data.chat import tokenized
+from eagle3.data.conversations import Conversation, read_conversations
+from eagle3.data.files import KINDS
 from eagle3.data.limits import Limits
 from eagle3.data.template import Choices, Unusable, as_template_reads, check_variables, chosen_template, rendered
 from eagle3.errors import UserError
@@ -61,22 +63,27 @@ def _questions(path: Path) -> list[Conversation]:
 def _prompt(
     conversation: Conversation, tokenizer: PreTrainedTokenizerBase, chat_template: str | None, choices: Choices
 ) -> Tensor:
-    if conversation.messages is None:
-        plain = choices.text == "plain"  # a rendered text has its own special tokens
-        ids = tokenizer(conversation.text, add_special_tokens=plain, verbose=False)["input_ids"]
-    else:
-        tools = conversation.tools
-        template = chosen_template(tokenizer, chat_template, tools, conversation.origin)
-        check_variables(template, choices.template_variables)
-        limits = Limits(conversation.origin, len(conversation.messages), conversation.characters)
-        render = partial(rendered, tokenizer, template, tools, limits, variables=choices.variables())
-        asked = as_template_reads(_asked(conversation), template, choices.reasoning, render)
-        try:
-            text = render(asked, generation_prompt=True)
-        except Unusable as reason:
-            raise UserError(f"{conversation.origin}: {reason}; mend the row") from reason
-        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    try:
+        if conversation.messages is None:
+            text, plain = conversation.text, choices.text == "plain"  # a rendered text has its own special tokens
+        else:
+            text, plain = _rendered_prompt(conversation, tokenizer, chat_template, choices), False
+        ids = tokenized(tokenizer, text, add_special_tokens=plain)["input_ids"]
+    except Unusable as reason:
+        raise UserError(f"{conversation.origin}: {reason}; mend the row") from reason
     return torch.tensor(ids, dtype=torch.long)
+
+
+def _rendered_prompt(
+    conversation: Conversation, tokenizer: PreTrainedTokenizerBase, chat_template: str | None, choices: Choices
+) -> str:
+    tools = conversation.tools
+    template = chosen_template(tokenizer, chat_template, tools, conversation.origin)
+    check_variables(template, choices.template_variables)
+    limits = Limits(conversation.origin, len(conversation.messages), conversation.characters)
+    render = partial(rendered, tokenizer, template, tools, limits, variables=choices.variables())
+    asked = as_template_reads(_asked(conversation), template, choices.reasoning, render)
+    return render(asked, generation_prompt=True)
 
 
 def _asked(conversation: Conversation) -> list[dict]:

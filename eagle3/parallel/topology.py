@@ -244,13 +244,13 @@ def agreed(work: Callable[[], Any] | None, group: ProcessGroup | None = None) ->
     try:
         result = work() if work else None
     except UserError as error:
-        mistake = str(error)
+        mistake = error.args
     if dist.is_initialized():
         mistakes = [None] * dist.get_world_size(group)
         dist.all_gather_object(mistakes, mistake, group=group)
         mistake = next((found for found in mistakes if found), None)
     if mistake:
-        raise SharedUserError(mistake)
+        raise SharedUserError(*mistake)
     return result
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import NamedTuple
 
+from eagle3.console import data_size
 from eagle3.draft.config import DraftConfig
 from eagle3.durable import flush
 from eagle3.planner import Weights
@@ -138,9 +139,8 @@ def free_bytes(folder: Path) -> int:
 
 
 def judge_space(folder: Path, free: int, needed: int, what: str) -> Finding:
-    found = (
-        f"{folder}: {free / 1e9:.2f} GB free, {what} take{'s' if what.startswith('a ') else ''} {needed / 1e9:.2f} GB"
-    )
+    takes = "takes" if what.startswith("a ") else "take"
+    found = f"{folder}: {data_size(free)} free, {what} {takes} {data_size(needed)}"
     if free >= needed:
         return Finding("disk space", "ok", found)
     remedy = "free some, set output.dir to a larger place, or lower training.keep_checkpoints"
@@ -154,9 +154,7 @@ def check_space(job: Job, folder: Path, checkpoint: int | None, kept: int) -> Fi
         return Finding("disk space", "failed", f"{folder}: {next(iter(reasons.values()))}", "mend output.dir")
     least = min(free.values())
     if checkpoint is None:
-        return Finding(
-            "disk space", "note", f"{folder}: {least / 1e9:.2f} GB free; a checkpoint's size is not known yet"
-        )
+        return Finding("disk space", "note", f"{folder}: {data_size(least)} free; a checkpoint's size is not known yet")
     return judge_space(folder, least, kept * checkpoint, f"{kept} checkpoints")
 
 
@@ -169,7 +167,7 @@ def check_write_speed(job: Job, folder: Path, checkpoint: int | None) -> Finding
         )
     rank = min(speeds, key=lambda rank: speeds[rank])
     slowest = speeds[rank]
-    found = f"{slowest / 1e6:.0f} MB/s from {job.where([rank])}"
+    found = f"{data_size(slowest)}/s from {job.where([rank])}"
     if len(speeds) > 1:
         found += f", the slowest of {len(speeds)}"
     if checkpoint:
@@ -177,7 +175,7 @@ def check_write_speed(job: Job, folder: Path, checkpoint: int | None) -> Finding
     if slowest >= LEAST_WRITE_SPEED:
         return Finding("write speed", "ok", found)
     remedy = "set output.dir to a faster file system, or checkpoint less often (training.checkpoint_every)"
-    return Finding("write speed", "failed", f"{found}; less than {LEAST_WRITE_SPEED / 1e6:.0f} MB/s", remedy)
+    return Finding("write speed", "failed", f"{found}; less than {data_size(LEAST_WRITE_SPEED)}/s", remedy)
 
 
 def existing_parent(folder: Path) -> Path:

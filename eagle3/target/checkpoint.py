@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 
 import torch
 import transformers
-from huggingface_hub import hf_hub_download
+from huggingface_hub import hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import (
@@ -27,6 +27,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.logging import disable_progress_bar
 
 from eagle3.errors import UserError, shown
+from eagle3.hub import require_hub
 from eagle3.parsing import DEEPEST, is_too_deep, parse_json
 
 PICKLED = ("*.bin", "*.bin.index.json", "*.pth", "*.pt", "*.ckpt", "*.pkl")  # PyTorch's own formats
@@ -250,6 +251,8 @@ def readable(name: str, what: str, remedy: str | None = None) -> Iterator[None]:
     if looks_like_path and not Path(name).is_dir():
         raise UserError(f"target {name!r}: no such folder; name a checkpoint's folder or a hub id in model.target")
     try:
+        if not Path(name).is_dir() and not isinstance(try_to_load_from_cache(name, "config.json"), str):
+            require_hub()
         yield
     except UserError:
         raise

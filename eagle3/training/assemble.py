@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from eagle3.console import waiting
+from eagle3.console import WARNING, counted, waiting
 from eagle3.data.prepare import Prepared, Summary, prepare_samples
 from eagle3.data.samples import SampleSet
 from eagle3.data.standard_library import standard_library_files, standard_library_text
@@ -71,9 +71,12 @@ def _gather(recipe: Recipe, device: torch.device, say: Say, make_target: bool) -
     answers, held_out_answers = Path(target, ANSWERS), Path(target, HELD_OUT_ANSWERS)
     if answers.is_file():  # a demo target by that name or by its folder
         words = {"demo_answers": str(answers), "demo_answers:held_out": str(held_out_answers)}
-    if not words and any(source.startswith("demo_answers") for source in [*data.train, *(data.held_out or [])]):
-        asked = f"model.target is {model.target!r}" if model.target != "demo" else "model.demo.text is 'files'"
-        raise UserError(f"recipe: data names demo_answers, but {asked}; name other data")
+    for key, sources in (("data.train", data.train), ("data.held_out", data.held_out or [])):
+        if not words and any(source.startswith("demo_answers") for source in sources):
+            asked = f"model.target is {model.target!r}" if model.target != "demo" else "model.demo.text is 'files'"
+            raise UserError(
+                f"recipe: {key} names demo_answers, but {asked}; name other data there, or write a recipe of your own"
+            )
     with waiting(say, f"reading the tokenizer of {target}"):
         tokenizer = load_tokenizer(target, revision=model.revision, trust_remote_code=model.trust_remote_code)
     template = _read_template(data.chat_template)
@@ -81,26 +84,32 @@ def _gather(recipe: Recipe, device: torch.device, say: Say, make_target: bool) -
         config = target_config(target, revision=model.revision, trust_remote_code=model.trust_remote_code)
         drafted_tokens(model.draft, config.vocab_size)  # a size that cannot be is said before data are read
 
-    def prepare(sources: list[str], most: int | None) -> Prepared:
-        return prepare_samples(
+    def prepare(what: str, sources: list[str], most: int | None) -> Prepared:
+        prepared = prepare_samples(
             [words.get(source, source) for source in sources],
             tokenizer,
             chat_template=template,
             max_length=data.max_length,
             too_long=data.too_long,
             unusable=data.unusable,
+            malformed=data.malformed,
             max_samples=most,
             workers=data.workers,
             cache_dir=data.cache_dir,
             report=say,
             choices=choices_of(recipe),
         )
+        say(f"{what}: {prepared.summary}")
+        if count := prepared.summary.empty_answers:
+            verb = "is" if count == 1 else "are"
+            say(
+                f"{WARNING}{what}: {counted(count, 'answer')} {verb} empty: only the end of the turn is supervised there"
+            )
+        return prepared
 
-    train, summary = prepare(data.train, data.max_samples)
-    say(f"training data: {summary}")
+    train, summary = prepare("training data", data.train, data.max_samples)
     if data.held_out:
-        held_out, held_out_summary = prepare(data.held_out, data.max_held_out)
-        say(f"held-out data: {held_out_summary}")
+        held_out, held_out_summary = prepare("held-out data", data.held_out, data.max_held_out)
     else:
         train, held_out = train.split_held_out(data.held_out_fraction, data.seed)
         held_out_summary = None
@@ -136,9 +145,14 @@ def _read_template(path: Path | None) -> str | None:
     if path is None:
         return None
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read ({error}); mend data.chat_template") from error
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # not UTF-8, or no path
+        raise UserError(f"{path}: cannot be read ({error}); fix data.chat_template") from error
+    if not text.strip():
+        raise UserError(
+            f"{path}: holds no chat template; fix data.chat_template, or leave it out for the tokenizer's own"
+        )
+    return text
 
 
 def config_of(recipe: Recipe, materials: Materials) -> PretrainedConfig:
@@ -160,19 +174,36 @@ def _aux_layers_of(recipe: Recipe, target: PretrainedConfig) -> tuple[int, int, 
 def provenance(recipe: Recipe, materials: Materials, vocabulary: DraftVocabulary | None = None) -> Provenance:
     """What a target's hidden states depend on; a store made under another provenance is refused. vocabulary: needed where
     logits are kept, which are the draft vocabulary's."""
+    found = target_provenance(recipe, materials)
+    if recipe.target.teacher == "logits":
+        assert vocabulary is not None, "logits are kept of a draft vocabulary"
+        found |= {"teacher": "logits", "teacher_vocabulary": vocabulary.digest}
+    return found
+
+
+def target_provenance(recipe: Recipe, materials: Materials) -> Provenance:
+    """What a target's hidden states of a conversation depend on."""
     template = materials.chat_template or materials.tokenizer.chat_template or ""
     tokenizer = materials.tokenizer.backend_tokenizer.to_str()
-    found = {
+    return {
         "target": fingerprint(materials.target, revision=recipe.model.revision),
         "target_dtype": recipe.model.target_dtype,
         "aux_layers": list(aux_layers(recipe, materials.target)),
         "tokenizer": hashlib.sha256(tokenizer.encode()).hexdigest()[:32],
         "chat_template": hashlib.sha256(str(template).encode()).hexdigest()[:32],
     }
-    if recipe.target.teacher == "logits":
-        assert vocabulary is not None, "logits are kept of a draft vocabulary"
-        found |= {"teacher": "logits", "teacher_vocabulary": vocabulary.digest}
-    return found
+
+
+def run_inputs(recipe: Recipe, materials: Materials) -> dict[str, str]:
+    """Digests of what a run learns from, by the keys that name it: what a run that is resumed has to find again."""
+    found = target_provenance(recipe, materials)
+    return {
+        "model.target": found["target"],
+        "model.target's tokenizer": found["tokenizer"],
+        "data.chat_template": found["chat_template"],
+        "data.train": materials.train.checksum,
+        "data.held_out": materials.held_out.checksum,
+    }
 
 
 def store_provenance(recipe: Recipe, materials: Materials, vocabulary: DraftVocabulary | None = None) -> Provenance:

@@ -63,18 +63,20 @@ def verify(
     whole = not findings.problems
     if kinds["foreign"] and kinds["foreign"] == len(findings.indexes):
         console.result(f"{path}: all shards are foreign; if {MANIFEST} was replaced, restore it: --repair deletes them")
+    bound = None
     try:
         if repair:
             remove_flawed(Path(path), findings.problems)
         elif bind and whole:
             bound = bind_shards(Path(path), findings)
-            console.result(f"{path}: {counted(bound, 'shard')} newly bound to {MANIFEST}")
-        elif notice := unbound_notice(path, findings.indexes):
-            console.result(notice)
     except OSError as error:
         raise UserError(
             f"{path}: cannot be written ({error}); free space or change its rights, and run the same again"
         ) from error
+    if bound is not None:
+        console.result(f"{path}: {counted(bound, 'shard')} newly bound to {MANIFEST}")
+    elif not repair and (notice := unbound_notice(path, findings.indexes)):
+        console.result(notice)
     if bind and not whole:
         console.result(f"{path}: nothing was bound; run capture.py --repair first")
     return whole

@@ -134,8 +134,9 @@ def _histogram(lengths: np.ndarray) -> dict[str, list[float]] | None:
 
 
 def _prepared(summary: Summary | None) -> dict[str, Any] | None:
-    """What was read, left out and truncated."""
-    return summary and {name: getattr(summary, name) for name in ("rows", "kept", "truncated", "dropped")}
+    """What was read, left out and truncated, and how many answers are empty (None: not counted)."""
+    names = ("rows", "kept", "truncated", "dropped", "empty_answers")
+    return summary and {name: getattr(summary, name) for name in names}
 
 
 def estimate_memory(

@@ -15,7 +15,7 @@ from eagle3.errors import UserError, first_sentence
 from eagle3.evaluation.acceptance import GREEDY, Sampling
 from eagle3.evaluation.by_context import ContextJudgement
 from eagle3.evaluation.contexts import prompt_contexts, sample_contexts
-from eagle3.evaluation.judge import Judgement, choose_prompts, judge_by_context, judge_export
+from eagle3.evaluation.judge import Judgement, choose_prompts, judge_by_context, judge_export, longest_prompt
 from eagle3.evaluation.prompts import read_prompts
 from eagle3.evaluation.serving import DraftTree, Logits, check_belongs, judge_by_sglang
 from eagle3.parallel.topology import Topology
@@ -46,7 +46,7 @@ def judge(
     user can mend, memory that does not suffice among it.
     """
     wanted = recipe.evaluation
-    prompts = _prompts_to_judge(recipe, materials, prompts_file, room=wanted.new_tokens + wanted.draft_tokens)
+    prompts = _prompts_to_judge(recipe, materials, prompts_file, wanted.draft_tokens)
     try:
         target = target or _target_of(recipe, materials, exported, topology, console)
         console(f"decoding {len(prompts)} {'prompts' if prompts_file else 'held-out conversations'} speculatively")
@@ -88,12 +88,7 @@ def judge_contexts(
     wanted, most = recipe.evaluation, config_of(recipe, materials).max_position_embeddings
     if contexts is not None and contexts[-1] > most:
         raise UserError(f"--contexts: {contexts[-1]} is beyond the target's context of {most}; name smaller ones")
-    longest = most - wanted.new_tokens - wanted.draft_tokens
-    if longest < 1:
-        raise UserError(
-            f"recipe: evaluation.new_tokens {wanted.new_tokens} and draft_tokens {wanted.draft_tokens} leave no room for a prompt in "
-            f"the target's context of {most}; lower them"
-        )
+    longest = longest_prompt(most, wanted.new_tokens, wanted.draft_tokens)
     if prompts_file is None:
         buckets = sample_contexts(materials.held_out, contexts, per_context, longest)
     else:
@@ -135,9 +130,9 @@ def judge_served(
     draft = read_exported(exported).config
     check_belongs(draft, exported, config.vocab_size, config.hidden_size)
     require_captured(draft.aux_layers or aux_layers(recipe, materials.target), config.num_hidden_layers)
-    room = wanted.new_tokens + max(tree.tokens, CONTEXT_RESERVE)
+    room = max(tree.tokens, CONTEXT_RESERVE)
     prompts = _prompts_to_judge(recipe, materials, prompts_file, room)
-    options = serving_options(recipe, materials, max(map(len, prompts)) + room)
+    options = serving_options(recipe, materials, max(map(len, prompts)) + wanted.new_tokens + room)
     console(f"decoding {len(prompts)} {'prompts' if prompts_file else 'held-out conversations'} by SGLang")
     result = judge_by_sglang(
         exported,
@@ -174,8 +169,8 @@ def _target_of(
 
 
 def _prompts_to_judge(recipe: Recipe, materials: Materials, file: Path | None, room: int) -> list[Tensor]:
-    """room: tokens of the target's context that a prompt must leave."""
-    longest = config_of(recipe, materials).max_position_embeddings - room
+    """room: tokens of the target's context that a prompt must leave beside those of the answer."""
+    longest = longest_prompt(config_of(recipe, materials).max_position_embeddings, recipe.evaluation.new_tokens, room)
     if file is None:
         return choose_prompts(materials.held_out, recipe.evaluation.conversations, longest)
     return read_prompts(file, materials.tokenizer, materials.chat_template, longest, choices_of(recipe))

@@ -6,7 +6,9 @@ from pathlib import Path
 from eagle3.errors import UserError
 from eagle3.parallel.topology import check_sizes
 from eagle3.recipe import Recipe
+from eagle3.training.assemble import drafted_tokens, shape_draft
 from eagle3.training.engine import deepspeed_config
+from eagle3.training.plans import config_to_plan
 
 
 def check_layout(recipe: Recipe, deepspeed_file: Path, job: str) -> str:
@@ -26,6 +28,7 @@ def check_layout(recipe: Recipe, deepspeed_file: Path, job: str) -> str:
         )
     data = nodes * processes // (inside * sizes.ring)
     config = deepspeed_config(deepspeed_file, recipe.training, data)
+    _check_heads(recipe)
     crosses = "crosses nodes" if nodes > 1 and inside * sizes.ring > processes else "inside a node"
     job = f"{nodes} node{'s' * (nodes > 1)} of {processes} process{'es' * (processes > 1)}"
     return (
@@ -33,3 +36,13 @@ def check_layout(recipe: Recipe, deepspeed_file: Path, job: str) -> str:
         f"{recipe.training.global_batch_size} samples a step, {config['train_micro_batch_size_per_gpu']} in each of {data} x "
         f"{recipe.training.accumulation} streams"
     )
+
+
+def _check_heads(recipe: Recipe) -> None:
+    """Raises UserError where tensor or ulysses do not divide the draft's heads. A hub id is left to the job, whose nodes may
+    have what this one cannot reach."""
+    if recipe.model.target != "demo" and not Path(recipe.model.target).is_dir():
+        return
+    target = config_to_plan(recipe)
+    draft = shape_draft(recipe, target, target.vocab_size, drafted_tokens(recipe.model.draft, target.vocab_size))
+    draft.check_parallel(recipe.parallelism.tensor, recipe.parallelism.ulysses)

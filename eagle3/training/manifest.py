@@ -37,6 +37,8 @@ class Manifest(NamedTuple):
     def read(cls, checkpoint: Path) -> "Manifest | None":
         """None where it is missing or damaged, or lists less than a checkpoint has."""
         try:
+            if not (checkpoint / MANIFEST).is_file():
+                return None
             content = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):
             return None

@@ -39,23 +39,31 @@ MORE_NODES = (
 
 
 def new_recipe_text(
-    target: str, facts: TargetFacts, deepspeed_file: Path, model: dict | None = None, overrides: Sequence[str] = ()
+    target: str,
+    facts: TargetFacts,
+    deepspeed_file: Path,
+    model: dict | None = None,
+    overrides: Sequence[str] = (),
+    engine: bool = True,
 ) -> str:
     """A whole recipe for the target `target` (hub id or folder), to be edited: layout and lengths for one node of 8 GPUs of
-    80 GB. model: further keys of the recipe's section of that name. overrides: `section.key=value`, written into it. Raises
-    UserError where no draft can be derived, naming the override that would help."""
+    80 GB. model: further keys of the recipe's section of that name. overrides: `section.key=value`, written into it. engine:
+    let SGLang run the target where it can; without, transformers runs it while training, unless that needs several GPUs or
+    the weights of a quantised head. Raises UserError where no draft can be derived, naming the override that would help."""
     name, gpus = Path(target).name.lower(), engine_gpus(facts)
     draft: dict[str, int | str] = {"vocab_size": min(DRAFTED_TOKENS, facts.config.vocab_size)}
     if (facts.context or 0) > MOST_POSITIONS:
         draft["max_position_embeddings"] = MOST_POSITIONS // 4
     if facts.quantised_head:  # nothing to begin with, nor to make logits with
         draft["lm_head"] = "random"
+    engine = facts.served and (engine or gpus > 1 or facts.quantised_head)
+    store = {"mode": "stored", "path": f"states/{name}", "codec": "lossless"}
     values: dict[str, dict] = {
         "about": {},
         "model": {"target": target, **(model or {}), "draft": draft},
         "data": {"train": ["preset:ultrachat", "preset:longalign"], "too_long": "truncate", "unusable": "drop"},
-        "hidden_states": {"mode": "stored", "path": f"states/{name}", "codec": "lossless"},
-        "target": {"backend": "sglang", "tensor": min(gpus, NODE)} if facts.served else {"backend": "transformers"},
+        "hidden_states": store if engine or gpus > 1 else {"mode": "live"},
+        "target": {"backend": "sglang", "tensor": min(gpus, NODE)} if engine else {"backend": "transformers"},
         "parallelism": {},
         "memory": {},
         "training": {"dtype": "bfloat16", "global_batch_size": 32, "epochs": 2},
@@ -89,7 +97,7 @@ def new_recipe_text(
         values["training"].setdefault("accumulation", max(values["training"]["global_batch_size"] // sizes.data, 1))
         values["memory"] = {"recompute": memory.recompute, "inputs": chosen.planned.residence} | values["memory"]
     head = (
-        f"An EAGLE3 draft for {target} ({facts.parameters / 1e9:,.0f}B parameters). Edit it, and run plan.py, prepare.py, "
+        f"An EAGLE3 draft for {target} ({model_size(facts.parameters)}). Edit it, and run plan.py, prepare.py, "
         "capture.py, train.py with it; docs/new-model.md goes through every part. Drafts learn best from the target's own "
         "answers: docs/regenerating-data.md."
     )
@@ -97,6 +105,15 @@ def new_recipe_text(
         head += f" {MORE_NODES}"
     sections = [_section(section, keys) for section, keys in values.items() if keys]
     return "\n".join([_commented(head), *sections, "", findings(_recipe(values), facts, deepspeed_file)]) + "\n"
+
+
+def model_size(parameters: int) -> str:
+    """8B parameters, 1.7M parameters."""
+    return f"{parameters / 1e9:,.0f}B parameters" if parameters >= 1e9 else f"{parameters / 1e6:,.1f}M parameters"
+
+
+def _stored(size: int) -> str:
+    return f"{size / 1e9:,.0f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
 
 
 def _recipe(values: dict[str, dict]) -> Recipe:
@@ -129,7 +146,7 @@ def findings(recipe: Recipe, facts: TargetFacts, deepspeed_file: Path) -> str:
         f"({draft.num_key_value_heads} of keys) of {draft.head_dim}, {draft.draft_vocab_size:,} of {draft.vocab_size:,} "
         f"tokens; aux layers {', '.join(map(str, draft.aux_layers))} of {facts.config.num_hidden_layers}; rope "
         f"{rope_in_words(draft)}; context {draft.max_position_embeddings:,}",
-        f"target: {facts.parameters / 1e9:,.0f}B parameters, {facts.bytes / 1e9:,.0f} GB as stored: "
+        f"target: {model_size(facts.parameters)}, {_stored(facts.bytes)} as stored: "
         f"{engine_gpus(facts)} GPU{'s' * (engine_gpus(facts) > 1)} of 80 GB",
         f"hidden states of 1,000 samples on disk ({recipe.hidden_states.codec}, all supervised): {disk}",
         f"layouts for GPUs of 80 GB, one sample a stream, all supervised, {recipe.training.ttt_steps} TTT steps, "

@@ -13,14 +13,22 @@ from eagle3.console import Console, waiting
 from eagle3.data.vocabulary import save_vocabulary
 from eagle3.durable import writing
 from eagle3.evaluation.export_check import NotChecked, NotInstalled, check_export
-from eagle3.evaluation.judge import choose_prompts
+from eagle3.evaluation.judge import choose_prompts, longest_prompt
 from eagle3.parallel.topology import Topology, agreed, node_name
 from eagle3.parallel.watchdog import Watchdog
 from eagle3.preflight.places import checkpoint_bytes
 from eagle3.preflight.start import require_room, require_sound_start
 from eagle3.recipe import Recipe, dump_recipe
 from eagle3.target.transformers import TransformersTarget
-from eagle3.training.assemble import Materials, build_draft, config_of, draft_config, gather_materials, pick_vocabulary
+from eagle3.training.assemble import (
+    Materials,
+    build_draft,
+    config_of,
+    draft_config,
+    gather_materials,
+    pick_vocabulary,
+    run_inputs,
+)
 from eagle3.training.description import describe_run
 from eagle3.training.engine import deepspeed_config
 from eagle3.training.judging import judge
@@ -95,8 +103,11 @@ def _train(
     # What can be refused is refused now, not when a target has been loaded or hours have gone by.
     wanted, config = recipe.evaluation, config_of(recipe, materials)
     if wanted.conversations:
-        longest = config.max_position_embeddings - wanted.new_tokens - wanted.draft_tokens
+        longest = longest_prompt(config.max_position_embeddings, wanted.new_tokens, wanted.draft_tokens)
         choose_prompts(materials.held_out, wanted.conversations, longest)
+    inputs = run_inputs(recipe, materials)
+    if continues:
+        agreed((lambda: folder.require_same_inputs(inputs, console.warn)) if topology.is_first else None)
     vocabulary, coverage = pick_vocabulary(recipe, materials, config.vocab_size, console)
     sizes = recipe.parallelism
     shape = draft_config(recipe, materials, vocabulary)
@@ -126,7 +137,7 @@ def _train(
         )
 
         def begin() -> None:
-            folder.begin(recipe, continues, identity, console)
+            folder.begin(recipe, continues, identity, inputs, console)
             with writing(folder.vocabulary, "free space, or set output.dir to another place"):
                 save_vocabulary(vocabulary, folder.vocabulary)
             try:
@@ -202,6 +213,6 @@ def _check(exported: Path, console: Console) -> None:
             said = check_export(exported)
         console(f"export check: {said}")
     except NotInstalled:
-        console("export check: not made, for SGLang is not installed here (launchers/export.py --check makes it)")
+        console("export check: not made, because SGLang is not installed (launchers/export.py --check makes it)")
     except NotChecked as reason:
         console.warn(str(reason))

@@ -16,6 +16,7 @@ from eagle3.errors import UserError
 from eagle3.parsing import parse_json, parse_yaml
 from eagle3.recipe import Recipe, dump_recipe
 from eagle3.training.claim import CLAIM, Claim, holder_of
+from eagle3.training.manifest import Manifest
 
 # What may differ when a run is resumed: it changes what is reported or kept, or who computes what, not what is computed.
 FREE_ON_RESUME = ("about", "tracking", "output")
@@ -23,6 +24,15 @@ FREE_ON_RESUME += ("evaluation.conversations", "evaluation.draft_tokens", "evalu
 FREE_ON_RESUME += ("training.profile", "training.keep_checkpoints", "data.workers", "data.cache_dir")
 FREE_ON_RESUME += ("parallelism", "memory", "training.accumulation", "training.hang_minutes", "training.most_skipped")
 FREE_ON_RESUME += ("target.servers", "target.spool", "target.spool_gib", "target.in_flight", "training.skip_above_norm")
+
+
+FILES = ("recipe.yaml", "run_id.txt", "inputs.json", "metrics.jsonl", "draft_vocabulary.safetensors", "run.json")
+FILES += ("evaluation.json", "by_context.json", "report.html")
+FOLDERS = ("checkpoints", "export", "report", "profile", "tensorboard", "wandb")
+# What a run leaves in its folder, half-written and numbered ones too. All else in there is somebody else's, and stays.
+OWN = re.compile(
+    rf"\.?({'|'.join(map(re.escape, FILES + FOLDERS))})(\.partial|\.[0-9a-f]{{8}})?|(evaluation|by_context)\.\d+\.json"
+)
 
 
 class Resume(Enum):
@@ -40,6 +50,7 @@ class RunFolder:
         self.path = path
         self.claim: Claim | None = None
         self.identity = path / "run_id.txt"
+        self.inputs = path / "inputs.json"
         self.recipe = path / "recipe.yaml"
         self.metrics = path / "metrics.jsonl"
         self.checkpoints = path / "checkpoints"
@@ -50,6 +61,7 @@ class RunFolder:
         self.run = path / "run.json"
         self.report = path / "report.html"
         self.charts = path / "report"
+        self.summary = self.charts / "summary.md"
         self.card = self.export / "README.md"
         self.profile = path / "profile"
 
@@ -77,9 +89,17 @@ class RunFolder:
 
     def identify(self, continues: bool) -> str:
         """The identity of the run that is about to begin or continue, which its checkpoints bear: that in the folder; a new
-        one for a new run, and for one that began before runs had any. Raises UserError where the file is damaged."""
-        if not continues or not self.identity.exists():
+        one for a new run, and for one that began before runs had any. Raises UserError where the file is damaged or lost."""
+        if not continues:
             return token_hex(16)
+        if not self.identity.exists():
+            written = {manifest.run for path in self._steps() if (manifest := Manifest.read(path))}
+            if written <= {None}:
+                return token_hex(16)
+            raise UserError(
+                f"{self.identity}: is missing; put the identity there that manifest.json of this run's checkpoints names as "
+                f"run ({', '.join(sorted(filter(None, written)))})"
+            )
         known = self.identity.read_bytes().decode("ascii", "replace").strip() if self.identity.is_file() else ""
         if not re.fullmatch("[0-9a-f]{32}", known):
             raise UserError(
@@ -87,26 +107,26 @@ class RunFolder:
             )
         return known
 
-    def begin(self, recipe: Recipe, continues: bool, identity: str, say: Callable[[str], None]) -> None:
-        """Make the held folder that of this run. Unless the run `continues` one, what is there is moved aside, and `say`
-        says so. Raises UserError where nothing can be written."""
+    def begin(
+        self, recipe: Recipe, continues: bool, identity: str, inputs: dict[str, str], say: Callable[[str], None]
+    ) -> None:
+        """Make the held folder that of this run. Unless the run `continues` one, what an earlier one left is moved aside, and
+        `say` says so. inputs: digests of what it learns from, by key. Raises UserError where nothing can be written."""
         with writing(self.path, "free space, or set output.dir to another place"):
             if not continues and (aside := self._empty()):
                 say(f"{self.path} held an earlier run: moved to {aside} (to continue a run instead, pass --resume)")
             self.checkpoints.mkdir(exist_ok=True)
             write_text(self.identity, f"{identity}\n")
+            write_text(self.inputs, json.dumps(inputs, indent=2) + "\n")
             resolved = dump_recipe(recipe)  # as it is: a resumed run compares it with its own
             private = resolved != without_passwords(resolved)
             write_text(self.recipe, resolved, private)  # last: where it is, --resume continues
 
     def _empty(self) -> Path | None:
-        """Move what is in the folder, the claim excepted, to a new folder beside it, which is returned if there was anything.
-        What a kill interrupts the next fresh run finishes; meanwhile --resume finds no run, for the recipe moves first."""
-        place = self.path.resolve()
-        staging = place.with_name(f"{place.name}.aside")
-        left = sorted(
-            (path for path in place.iterdir() if path.name != CLAIM), key=lambda path: path.name != self.recipe.name
-        )
+        """Move what a run left in the folder to a new folder beside it, which is returned if there was anything. What a kill
+        interrupts the next fresh run finishes; meanwhile --resume finds no run, for the recipe moves first."""
+        place, staging = self.path.resolve(), self._staging
+        left = sorted(self._own(), key=lambda path: path.name != self.recipe.name)
         if left:
             staging.mkdir(exist_ok=True)
         for path in left:
@@ -119,8 +139,19 @@ class RunFolder:
         for path in (self.path, *self.path.parents):
             if path.exists() and not path.is_dir():
                 raise UserError(f"{self.path}: a file is in the way of this folder; set output.dir to another place")
+        for path in self.path.absolute().parents:
+            if (path / self.recipe.name).exists() and any((path / name).exists() for name in (CLAIM, "run_id.txt")):
+                raise UserError(
+                    f"{self.path}: lies in the folder of another run, {path}; set output.dir to another place"
+                )
+        self._require_own_names()
+        if resume is not Resume.NO and not self.recipe.exists() and self._steps() and not self._staging.exists():
+            raise UserError(
+                f"{self.recipe}: is missing, though there are checkpoints; put the run's recipe there (train.py --print-recipe "
+                "prints one), or start afresh without --resume"
+            )
         if resume is Resume.YES and not self.recipe.exists():
-            raise UserError(f"{self.path}: holds no run to resume; mend output.dir, or leave out --resume")
+            raise UserError(f"{self.path}: holds no run to resume; fix output.dir, or leave out --resume")
         continues = resume is not Resume.NO and self.recipe.exists()
         if continues:
             now = yaml.safe_load(dump_recipe(recipe))
@@ -136,9 +167,59 @@ class RunFolder:
                 if not any(key == free or key.startswith(f"{free}.") for free in FREE_ON_RESUME):
                     raise UserError(
                         f"{self.recipe}: {key} was {old!r}, now it is {new!r}; resume with the value the run began "
-                        "with, or start afresh without --resume"
+                        "with, or start afresh: without --resume, or with another output.dir"
                     )
         return continues
+
+    def require_same_inputs(self, inputs: dict[str, str], warn: Callable[[str], None]) -> None:
+        """Raises UserError where a run that is to continue began with other inputs (see `begin`). warn: told where the run is
+        from before they were noted."""
+        if not self.inputs.exists():
+            warn(
+                f"{self.inputs}: is not there, so target and data were not compared with those that the run began with"
+            )
+            return
+        try:
+            before = parse_json(self.inputs.read_text(encoding="utf-8"))
+        except ValueError:
+            before = None
+        if not isinstance(before, dict):
+            raise UserError(f"{self.inputs}: damaged; remove it to resume without comparing target and data")
+        for key, now in inputs.items():
+            if before.get(key) != now:
+                raise UserError(
+                    f"{self.inputs}: {key} was {before.get(key)} when the run began, now it is {now}; restore what the run "
+                    "began with, or start afresh without --resume"
+                )
+
+    @property
+    def _staging(self) -> Path:
+        """Where what is moved aside waits until all of it is there."""
+        place = self.path.resolve()
+        return place.with_name(f"{place.name}.aside")
+
+    def _own(self) -> list[Path]:
+        return [path for path in self.path.iterdir() if OWN.fullmatch(path.name)] if self.path.is_dir() else []
+
+    def _steps(self) -> list[Path]:
+        return sorted(self.checkpoints.glob("step-*[0-9]"))
+
+    def _require_own_names(self) -> None:
+        """Raises UserError where something else than a run has a name that a run needs."""
+        own = {path.name for path in self._own()}
+        for path in (self.path / name for name in sorted(own)):
+            if (path.name in FILES and not path.is_file()) or (path.name in FOLDERS and not path.is_dir()):
+                kind = "file" if path.name in FILES else "folder"
+                raise UserError(f"{path}: is no {kind}, which a run would write there; move it away")
+        if (
+            own
+            and not own & {self.identity.name, self.metrics.name, self.checkpoints.name}
+            and not self._staging.exists()
+        ):
+            raise UserError(
+                f"{self.path / min(own)}: has a name that a run would use, and no run left it; set output.dir to a folder of "
+                "its own"
+            )
 
     def keep_metrics_until(self, step: int) -> None:
         """Drop the records of steps after `step`, which a resumed run makes again."""

@@ -1,10 +1,15 @@
 """Signals that ask a run to stop: the step in hand is finished and a checkpoint written first."""
 
+import os
 import signal
+import time
 from types import FrameType
 from typing import Self
 
-STOPPING = (signal.SIGTERM, signal.SIGUSR1)
+from eagle3.console import is_first_rank
+
+STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+ECHO = 1.0  # seconds in which torchrun has passed on a Ctrl-C that its processes got from the terminal, too
 
 
 class RunStopped(BaseException):
@@ -15,14 +20,22 @@ class RunStopped(BaseException):
 
     def __init__(self, number: int, where: str, together: bool) -> None:
         self.number, self.together = number, together
-        super().__init__(f"stopped by {signal.Signals(number).name} {where}; continue with --resume auto")
+        name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        super().__init__(f"stopped by {name} {where}")
+
+    @property
+    def exit_code(self) -> int:
+        """0 where a batch system asked and nothing was lost; else as shells count signals."""
+        asked = self.together and self.number != signal.SIGINT
+        return 0 if asked else 128 + self.number
 
 
 class StopSignals:
-    """While entered, SIGTERM and SIGUSR1 are noted in `received` where `stepping` is set, and elsewhere raise RunStopped."""
+    """While entered, SIGTERM, SIGUSR1 and SIGINT (Ctrl-C) are noted in `received` where `stepping` is set, and elsewhere raise
+    RunStopped. A second Ctrl-C ends the process at once."""
 
     def __init__(self) -> None:
-        self.received, self.stepping = 0, False
+        self.received, self.stepping, self._interrupted = 0, False, 0.0
         self._before: dict[signal.Signals, signal._HANDLER] = {}
 
     def __enter__(self) -> Self:
@@ -34,6 +47,19 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _note(self, number: int, _: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            if self.stepping and not self.received and is_first_rank():
+                os.write(2, b"stopping after this step, with a checkpoint; Ctrl-C again ends at once\n")
+            self._end_at_next_interrupt()
         self.received = number
         if not self.stepping:
             raise RunStopped(number, "outside of the training steps: nothing is lost", together=False)
+
+    def _end_at_next_interrupt(self) -> None:
+        if "TORCHELASTIC_RUN_ID" not in os.environ:  # else the next one may be the same Ctrl-C
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        elif not self._interrupted:
+            self._interrupted = time.monotonic()
+        elif time.monotonic() - self._interrupted > ECHO:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)

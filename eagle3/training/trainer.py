@@ -119,7 +119,7 @@ class Trainer:
                 tracker.write(done, "train", metrics.as_dict() | numbers)
                 self.console(
                     f"step {done}/{self.steps}  loss {metrics.loss:.4f}  "
-                    f"acceptance {metrics.simulated_acceptance_length:.3f}  rate {rate:.2e}  norm {taken.norm:.3f}  "
+                    f"accepted drafts {metrics.simulated_acceptance_length:.3f}  rate {rate:.2e}  norm {taken.norm:.3f}  "
                     f"{speed:,.0f} tokens/s  {memory:.1f} GiB  {duration(left)} left"
                 )
             self._see_skipped(step, taken, tracker)
@@ -205,6 +205,8 @@ class Trainer:
             tensorboard=tracking.tensorboard,
             wandb_project=tracking.wandb_project,
             console=self.console,
+            run_id=self.checkpoints.run,
+            config=self.recipe.model_dump(mode="json"),
         )
 
     def _train_step(self, step: int) -> tuple[Metrics, float, Taken]:
@@ -289,7 +291,7 @@ class Trainer:
             }
             tracker.write(step, "held_out", metrics.as_dict() | numbers)
             self.console(
-                f"held out: loss {metrics.loss:.4f}  acceptance {metrics.simulated_acceptance_length:.3f}"
+                f"held out: loss {metrics.loss:.4f}  accepted drafts {metrics.simulated_acceptance_length:.3f}"
                 f"{'  (best so far)' if best else ''}"
             )
         return best

@@ -161,6 +161,18 @@ def a_job_that_never_makes_a_step_is_not_queued_for_ever(lab: Lab) -> None:
     claim("error: stopped twice before the first step" in said, said)
 
 
+def without_arguments_the_quickstart_is_trained(lab: Lab) -> None:
+    """Six ranks, to which its batch of 8 cannot be dealt. Its target is made first, unless the cache has it."""
+    folder = lab.folder / "quickstart"
+    folder.mkdir()
+    line = ("sbatch", "--parsable", *NODES, ROOT / "launchers/slurm_multi.sh")
+    number = lab.run(*line, folder=folder, PROCESSES="3").stdout.strip()
+    lab.await_said(folder / f"slurm-{number}.out", "training.global_batch_size raised from 8 to 12", STARTS)
+    lab.await_said(folder / f"slurm-{number}-node0.log", "step 1/420", 10 * STARTS)
+    lab.end(number)
+    claim((folder / "runs" / "quickstart" / "checkpoints").is_dir(), "no checkpoint in runs/quickstart")
+
+
 def scancel_leaves_a_checkpoint_that_resumes(lab: Lab) -> None:
     folder, recipe = lab.case("scancel")
     rare = (*RING, *LONG, "training.checkpoint_every=10000")
@@ -287,6 +299,7 @@ CASES = {
     "equal": two_nodes_follow_one_process,
     "limit": the_time_limit_changes_no_bit,
     "fruitless": a_job_that_never_makes_a_step_is_not_queued_for_ever,
+    "quickstart": without_arguments_the_quickstart_is_trained,
     "scancel": scancel_leaves_a_checkpoint_that_resumes,
     "node": a_dead_node_loses_no_checkpoint_and_the_job_comes_back,
     "nodes": a_run_goes_on_with_another_number_of_nodes,

@@ -17,8 +17,9 @@ from eagle3.console import WARNING
 from eagle3.data.spool import Spool, Ticket
 from eagle3.errors import SharedUserError, UserError
 from eagle3.target.sglang.hook import HookSettings
+from eagle3.target.sglang.installed import require_supported
 from eagle3.target.sglang.server import ask
-from eagle3.target.sglang.version import CONTEXT_RESERVE, REQUIRED_SETTINGS, hook_settings, require_supported
+from eagle3.target.sglang.version import CONTEXT_RESERVE, REQUIRED_SETTINGS, hook_settings
 
 ANSWER_SECONDS = 3600.0
 # A server that answered writes the rows meanwhile. The first ones tell whether they come at all; later ones may have much

@@ -18,7 +18,8 @@ from transformers import AutoConfig
 from eagle3.draft.config import DraftConfig, read_draft_config
 from eagle3.draft.rope import RotaryEmbedding
 from eagle3.errors import UserError, run_command
-from eagle3.target.sglang.version import DRAFT_CLASS, require_supported
+from eagle3.target.sglang.installed import require_supported
+from eagle3.target.sglang.version import DRAFT_CLASS
 
 REMEDY = "export the draft again (train.py --resume does so from the checkpoints of a run)"
 EMBEDDING = "embed_tokens.weight"  # what serving takes from the target, where an export leaves it out

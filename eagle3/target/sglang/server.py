@@ -17,16 +17,15 @@ import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
 from eagle3.console import waiting
-from eagle3.errors import SharedUserError, UserError
+from eagle3.errors import UserError
 from eagle3.parsing import parse_json
-from eagle3.target.sglang.version import require_supported
+from eagle3.target.sglang.installed import require_sglang
 
 START_SECONDS = 1800.0
 STOP_SECONDS = 30.0
@@ -89,18 +88,6 @@ def as_typed(command: Sequence[str]) -> str:
     return shlex.join([*settings, *("python" if word == sys.executable else word for word in command)])
 
 
-def require_sglang() -> None:
-    """UserError unless a supported SGLang is installed here."""
-    try:
-        found = version("sglang")
-    except PackageNotFoundError:
-        raise SharedUserError(
-            "sglang: is not installed here; pip install 'eagle3-recipes[sglang]' -c constraints/cuda.txt, or name running "
-            "servers in target.servers"
-        ) from None
-    require_supported(found, "this environment")
-
-
 class SGLangServer:
     """A running server, stopped when the `with` block ends or the thread that started it dies: a killed job must not leave one
     on the GPU. url: where it answers.
@@ -116,7 +103,7 @@ class SGLangServer:
         devices: str | None = None,
         report: Callable[[str], None] = lambda line: None,
     ) -> None:
-        require_sglang()
+        require_sglang("name running servers in target.servers")
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
         descriptor, name = tempfile.mkstemp(prefix="sglang-", suffix=".log")

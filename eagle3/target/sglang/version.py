@@ -1,20 +1,16 @@
-"""All that depends on SGLang's version: which are supported, their flags, what hooks and answers look like."""
+"""All that depends on SGLang's version: their flags, what hooks and answers look like."""
 
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from packaging.specifiers import SpecifierSet
-from packaging.version import InvalidVersion, Version
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from eagle3.errors import SharedUserError, UserError
 from eagle3.target.interface import LogitTransform
 
-# Proven by tests/test_sglang_*.py; a later release may rename what this file names.
-SUPPORTED = SpecifierSet(">=0.5.23,<0.5.24")
 # Of targets that people serve: the architectures whose class takes an EAGLE3 draft (has set_eagle3_layers_to_capture).
 EAGLE3_TARGETS = frozenset(
     ("ApertusForCausalLM", "BailingMoeForCausalLM", "BailingMoeV2ForCausalLM", "DeepseekV2ForCausalLM")
@@ -54,19 +50,6 @@ class HookCall(NamedTuple):
     aux: Sequence[Tensor] | Tensor | None
     head: Any
     requests: list[tuple[str, int, int]]
-
-
-def require_supported(version: str, where: str) -> None:
-    """Raises UserError. where: what has that version."""
-    try:
-        supported = Version(version) in SUPPORTED
-    except InvalidVersion:
-        supported = False
-    if not supported:
-        raise SharedUserError(
-            f"{where}: SGLang {version}, this project was proven with {SUPPORTED}; install one of those, for example "
-            "pip install 'eagle3-recipes[sglang]'"
-        )
 
 
 def require_captured(aux_layers: Sequence[int], num_layers: int) -> None:

@@ -1,0 +1,106 @@
+"""The command line that launchers share: a recipe, changes of its keys, and mistakes told in one line."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import NoReturn
+
+from eagle3.console import silence_libraries
+from eagle3.errors import SharedUserError, shown
+from eagle3.recipe import Recipe, keys_of
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's own, but a mistake is a UserError, and no option may be cut short."""
+
+    def __init__(self, description: str | None) -> None:
+        super().__init__(description=description, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        raise SharedUserError(f"command line: {message}; {self.prog} --help lists the options")
+
+
+class RecipeParser(Parser):
+    """For launchers that take a recipe, bare or after --recipe, and `section.key=value` for each key to change.
+
+    default: the recipe where none is named.
+    """
+
+    def __init__(self, description: str | None, default: Path) -> None:
+        super().__init__(description)
+        self.default = default
+        self.add_argument("--recipe", type=Path, help=f"the YAML; --recipe may be left out (default: {default.name})")
+        self.add_argument(
+            "words",
+            nargs="*",
+            metavar="section.key=value",
+            help="change single keys of the recipe; or the recipe itself",
+        )
+
+    def parse(self, words: Sequence[str] | None = None) -> argparse.Namespace:
+        """The options; among them `recipe`, whether it was `named`, and `overrides`, the changes. words: default sys.argv's.
+        Raises UserError; for what looks like a key of the recipe with the override to write."""
+        words = list(sys.argv[1:] if words is None else words)
+        options, unknown = self.parse_known_intermixed_args(words)
+        if unknown:
+            self._refuse(unknown[0], words)
+        options.overrides = [word for word in options.words if "=" in word]
+        recipes = [word for word in options.words if "=" not in word]
+        for word in recipes:
+            if word in keys_of(Recipe):
+                raise SharedUserError(f"command line: {word} has no value; write {word}={_value_of(word, words)}")
+        recipes = [*([options.recipe] if options.recipe else []), *map(Path, recipes)]
+        if len(recipes) > 1:
+            raise SharedUserError(
+                f"command line: two recipes, {recipes[0]} and {shown(str(recipes[1]))}; name one, and quote a value with spaces"
+            )
+        options.recipe, options.named = recipes[0] if recipes else _shortest(self.default), bool(recipes)
+        del options.words
+        return options
+
+    def _refuse(self, option: str, words: list[str]) -> NoReturn:
+        name, equals, value = option.partition("=")
+        value = value if equals else _value_of(option, words)
+        name = name.lstrip("-").replace("-", "_")
+        by_name: dict[str, list[str]] = {}
+        for key in keys_of(Recipe):
+            for each in {key, key.rpartition(".")[2]}:
+                by_name.setdefault(each, []).append(key)
+        meant = by_name.get(name) or [key for near in get_close_matches(name, by_name, 1, 0.8) for key in by_name[near]]
+        known = [text for action in self._actions for text in action.option_strings]
+        near = get_close_matches(option.partition("=")[0], known, 1, 0.8)
+        if near and name not in by_name:
+            raise SharedUserError(f"command line: {shown(option)} is no option; did you mean {near[0]}?")
+        if not meant:
+            self.error(f"{shown(option)} is no option")
+        fewest = min(key.count(".") for key in meant)  # before a key of the same name deep in some section
+        changes = " or ".join(f"{key}={value}" for key in meant if key.count(".") == fewest)
+        raise SharedUserError(f"command line: {shown(option)} is no option; to change the recipe write {changes}")
+
+
+def _value_of(word: str, words: list[str]) -> str:
+    """What follows the word, where it may be meant as its value."""
+    following = words[words.index(word) + 1 :][:1]
+    return following[0] if following and "=" not in following[0] and following[0][:1] != "-" else "VALUE"
+
+
+def _shortest(path: Path) -> Path:
+    """As a user would name it from here."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def before_imports(quiet: bool = False) -> None:
+    """Call this before the imports that take seconds, and after all that can be refused without them.
+
+    quiet: libraries say errors alone. On a machine without GPUs DeepSpeed would warn that it has found none: it is told.
+    """
+    if quiet:
+        silence_libraries()
+    if "DS_ACCELERATOR" not in os.environ:
+        import torch
+
+        if not torch.cuda.is_available():
+            os.environ["DS_ACCELERATOR"] = "cpu"

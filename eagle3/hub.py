@@ -1,0 +1,27 @@
+"""Whether the model hub can be reached, found out in seconds: its client tries again for more than half a minute."""
+
+import functools
+import os
+import socket
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+CONNECT_SECONDS = 5.0
+
+
+@functools.cache
+def require_hub() -> None:
+    """Raises OSError where neither the hub nor the proxy that leads to it takes a connection."""
+    from huggingface_hub import constants  # here, for it takes long, and most commands need no hub
+
+    if constants.HF_HUB_OFFLINE:
+        return  # said by the client itself, at once
+    url = urlsplit(constants.ENDPOINT)
+    proxy = getproxies().get(url.scheme)
+    if proxy and url.hostname not in os.environ.get("no_proxy", "").split(","):
+        url = urlsplit(proxy if "://" in proxy else f"//{proxy}")
+    port = url.port or {"http": 80}.get(url.scheme, 443)
+    try:
+        socket.create_connection((url.hostname, port), timeout=CONNECT_SECONDS).close()
+    except OSError as error:
+        raise ConnectionError(f"{url.hostname} cannot be reached: {error.strerror or error}") from error

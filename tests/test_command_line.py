@@ -1,0 +1,111 @@
+"""What the Python launchers take, and how they answer a mistyped command line: in one line, before anything heavy is imported."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_run import ROOT
+
+from eagle3.command_line import RecipeParser
+from eagle3.errors import UserError
+from eagle3.recipe import load_recipe
+
+QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
+LAUNCHERS = sorted((ROOT / "launchers").glob("*.py"))
+
+
+def parse(*words: str):
+    parser = RecipeParser(None, QUICKSTART)
+    parser.add_argument("--quiet", action="store_true")
+    parser.add_argument("--draft", type=Path)
+    return parser.parse(words)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("a.yaml", "training.epochs=2", "--quiet"),
+        ("--recipe", "a.yaml", "--quiet", "training.epochs=2"),
+        ("--quiet", "training.epochs=2", "a.yaml"),
+    ],
+)
+def test_a_recipe_is_taken_with_and_without_its_option_anywhere(words):
+    options = parse(*words)
+    assert (options.recipe, options.named, options.overrides) == (Path("a.yaml"), True, ["training.epochs=2"])
+    assert options.quiet
+
+
+def test_without_a_recipe_it_is_the_default(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert (parse("training.epochs=2").recipe, parse().named) == (QUICKSTART, False)
+    monkeypatch.chdir(ROOT)
+    assert parse().recipe == Path("recipes/quickstart.yaml")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ("--learning-rate", "3"),
+            "'--learning-rate' is no option; to change the recipe write training.learning_rate=3",
+        ),
+        (("--training.learning_rate=3",), "write training.learning_rate=3"),
+        (("--lerning_rate", "3"), "write training.learning_rate=3"),
+        (("--dtype",), "write hidden_states.dtype=VALUE or training.dtype=VALUE"),
+        (("training.epochs", "3"), "training.epochs has no value; write training.epochs=3"),
+        (("--quite",), "'--quite' is no option; did you mean --quiet?"),
+        (("--frobnicate",), "'--frobnicate' is no option; "),
+        (("--draft",), "argument --draft: expected one argument; "),
+        (("a.yaml", "b.yaml"), "two recipes, a.yaml and 'b.yaml'; name one"),
+    ],
+)
+def test_a_mistyped_word_is_answered_with_what_to_write(words, said):
+    with pytest.raises(UserError) as caught:
+        parse(*words)
+    line = str(caught.value)
+    assert line.startswith("command line: ") and said in line and "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("text", "override", "blamed"),
+    [
+        ("", "training.epoch=3", "command line: 'training.epoch=3': training.epoch: unknown key"),
+        ("", "training.epochs=-3", "command line: 'training.epochs=-3': training.epochs (value -3): "),
+        ("training: {epoch: 3}\n", "training.max_steps=3", "{path}: training.epoch: unknown key"),
+        ("training: {epochs: -3}\n", "training.max_steps=3", "{path}: training.epochs (value -3): "),
+    ],
+)
+def test_a_bad_value_is_blamed_on_the_override_or_on_the_file(tmp_path, text, override, blamed):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"model: {{target: x}}\n{text}")
+    with pytest.raises(UserError) as caught:
+        load_recipe(path, [override])
+    assert str(caught.value).startswith(blamed.format(path=path))
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        *(((path.name, "--help"), 0) for path in LAUNCHERS),
+        *(((path.name, "--frobnicate"), 2) for path in LAUNCHERS),
+        (("train.py", "data.train=[absent.jsonl]"), 2),
+        (("train.py", "data.chat_template=absent.jinja"), 2),
+        (("train.py", "--deepspeed", "absent.json"), 2),
+        (("train.py", "output.dir=setup.cfg"), 2),
+        (("capture.py", "target.backend=sglang", "hidden_states.path=absent", "data.train=[absent.jsonl]"), 2),
+        (("verify.py", "absent"), 2),
+    ],
+    ids=lambda words: " ".join(words) if isinstance(words, tuple) else "",
+)
+def test_what_can_be_said_without_pytorch_is_said_without_it(words, code):
+    """regenerate.py imports it for its own answers file."""
+    name, *arguments = words
+    command = [sys.executable, "-X", "importtime", f"launchers/{name}", *arguments]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == code
+    said = [line for line in ended.stderr.splitlines() if not line.startswith("import time:")]
+    assert len(said) == (code == 2) and all(line.startswith("error: ") for line in said)
+    imported = set(re.findall(r"\| +(torch|deepspeed|transformers)$", ended.stderr, re.MULTILINE))
+    assert not imported or name == "regenerate.py"
