@@ -9,6 +9,7 @@ from pathlib import Path
 from eagle3 import console
 from eagle3.data import download
 from eagle3.data.conversations import read_conversations
+from eagle3.data.malformed import MalformedRows
 from eagle3.errors import UserError
 
 time.sleep = lambda seconds: None  # the libraries wait for minutes, all in all, before they give up
@@ -19,9 +20,12 @@ for line in sys.stdin:
     request = json.loads(line)
     told: list[str] = []
     downloads = request.get("downloads") and Path(request["downloads"])
+    malformed = MalformedRows(request.get("drop", False))
     try:
-        rows = read_conversations([request["source"]], request.get("limit"), downloads=downloads, report=told.append)
-        answer = {"rows": [[row.origin, row.messages, row.text] for row in rows]}
+        rows = read_conversations(
+            [request["source"]], request.get("limit"), malformed=malformed, downloads=downloads, report=told.append
+        )
+        answer = {"rows": [[row.origin, row.messages, row.text] for row in rows], "malformed": malformed.counts}
     except UserError as mistake:
         answer = {"error": str(mistake)}
     print(json.dumps(answer | {"told": told}), flush=True)

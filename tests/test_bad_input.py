@@ -2,16 +2,21 @@
 
 import json
 import shutil
+import time
 
+import huggingface_hub
 import pytest
 import torch
 from tiny_run import ROOT, conversations, finish, launch, make_target, write_recipe
 
+from eagle3 import hub
+from eagle3.data.conversations import read_conversations
 from eagle3.draft.config import DraftConfig
 from eagle3.draft.interchange import export_draft
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
 from eagle3.recipe import dump_recipe, load_recipe
+from eagle3.target.checkpoint import target_config
 from eagle3.training.assemble import gather_materials, store_provenance
 from eagle3.training.run import train
 from eagle3.training.run_folder import Resume
@@ -130,7 +135,7 @@ def test_a_missing_recipe_is_named(tmp_path):
 
 def test_data_that_cannot_be_read_is_named(recipe, topology):
     absent = recipe.parent / "absent.jsonl"
-    assert complaint(recipe, topology, f"data.train=[{absent}]").startswith(f"{absent}: no such file or folder; mend")
+    assert complaint(recipe, topology, f"data.train=[{absent}]").startswith(f"{absent}: no such file or folder; fix")
     assert complaint(recipe, topology, f"data.held_out=[{absent}]").startswith(f"{absent}: no such file or folder; ")
     absent = recipe.parent / "absent.jinja"
     assert complaint(recipe, topology, f"data.chat_template={absent}").startswith(f"{absent}: cannot be read")
@@ -188,6 +193,13 @@ def test_held_out_data_that_cannot_be_judged_is_refused_before_training(recipe, 
     path = write_rows(recipe, plain, "plain.jsonl")
     override = "data.held_out_fraction=0" if held_out == "none" else f"data.held_out=[{path}]"
     assert "evaluation.conversations" in complaint(recipe, topology, "evaluation.conversations=2", override)
+
+
+@pytest.mark.parametrize("override", ["draft_tokens=1000", "new_tokens=100000"])
+def test_an_answer_that_leaves_no_place_for_a_prompt_is_refused_by_its_keys(recipe, topology, override):
+    message = complaint(recipe, topology, "evaluation.conversations=2", f"evaluation.{override}")
+    assert message.startswith("evaluation.new_tokens: ") and "evaluation.draft_tokens" in message
+    assert "the target's context of 256; lower them" in message and "-" not in message.replace("held-out", "")
 
 
 def test_identical_samples_cannot_be_held_out(recipe, topology):
@@ -361,7 +373,10 @@ def test_a_store_that_is_missing_foreign_or_incomplete_is_named(recipe, topology
     store = tmp_path / "store"
     stored = ("hidden_states.mode=stored", f"hidden_states.path={store}")
     message = complaint(recipe, topology, *stored)
-    assert message.startswith(f"{store}: no hidden-state store here; run capture.py")
+    assert (
+        message.startswith(f"{store}: no hidden-state store here; run capture.py")
+        and "hidden_states.mode=live" in message
+    )
 
     plain = load_recipe(recipe)
     captured = store_provenance(plain, gather_materials(plain, topology.device, print))
@@ -372,6 +387,11 @@ def test_a_store_that_is_missing_foreign_or_incomplete_is_named(recipe, topology
     assert message.startswith(f"{store}: the store was captured with aux_layers=[1, 2, 3], this run has [0, 1, 2]; ")
     message = complaint(recipe, topology, *stored, "hidden_states.codec=fp8")
     assert "captured with codec='none', this run has 'fp8'; set hidden_states.codec to that" in message
+    foreign = {"format": 2, "provenance": {**captured, "target": 32 * "a"}, "record": {"target": "owner/other"}}
+    (store / "store.json").write_text(json.dumps(foreign), encoding="utf-8")
+    message = complaint(recipe, topology, *stored)
+    assert f"captured with 'owner/other' as target (fingerprint {32 * 'a'}), this run's model.target has" in message
+    (store / "store.json").write_text(json.dumps(manifest), encoding="utf-8")
     message = complaint(recipe, topology, *stored)  # its own, but no sample is in it
     assert message.startswith(f"{store}: 40 samples of this recipe are not in the store") and "capture.py" in message
 
@@ -436,5 +456,22 @@ def test_a_job_of_two_processes_ends_with_one_line_and_without_a_traceback(recip
     job = ("deepspeed", "--num_gpus", "2", "--master_port", "29729", "launchers/train.py", "--recipe", str(recipe))
     output = finish(launch(*job, f"data.train=[{absent}]"), code=2)
     errors = [line for line in output.splitlines() if line.startswith("error:")]
-    assert errors == [f"error: {absent}: no such file or folder; mend the path in data.train or data.held_out"]
+    assert errors == [f"error: {absent}: no such file or folder; fix the path in data.train or data.held_out"]
     assert "Traceback" not in output and runs(recipe) == before
+
+
+def test_a_hub_that_cannot_be_reached_is_said_without_trying_for_long(monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(hub, "getproxies", dict)
+    for look, what in (
+        (lambda: target_config("nobody/nothing"), "target 'nobody/nothing': its config cannot be read"),
+        (lambda: read_conversations(["nobody/nothing"]), "nobody/nothing: no file or folder here"),
+    ):
+        hub.require_hub.cache_clear()
+        began = time.process_time()
+        with pytest.raises(UserError) as caught:
+            look()
+        line = one_line(caught)
+        assert line.startswith(what) and "127.0.0.1 cannot be reached: Connection refused" in line
+    assert time.process_time() - began < 10

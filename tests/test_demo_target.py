@@ -85,7 +85,7 @@ def test_a_demo_target_named_by_its_folder_still_offers_its_answers(tmp_path):
     materials = gather_materials(recipe, torch.device("cpu"), lambda line: None, make_target=False)
     assert (len(materials.train), len(materials.held_out)) == (3, 3)
     (folder / ANSWERS).unlink()
-    with pytest.raises(UserError, match=r"data names demo_answers, but model\.target is "):
+    with pytest.raises(UserError, match=r"data\.train names demo_answers, but model\.target is "):
         gather_materials(recipe, torch.device("cpu"), lambda line: None)
 
 

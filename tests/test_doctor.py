@@ -251,7 +251,7 @@ def test_a_disk_that_checkpoints_would_fill_is_found_before_they_do(tiny_disk):
     full = only(as_ranks(lambda job: places.check_write_speed(job, run, None), nodes=["a"]))
     assert full.state == "failed" and "No space left" in full.found
     require_room(run, 1_000_000)
-    with pytest.raises(SharedUserError, match="disk space: .* free, a checkpoint takes 0.00 GB; free some"):
+    with pytest.raises(SharedUserError, match="disk space: .* free, a checkpoint takes 1.1 MB; free some"):
         require_room(run, 1_100_000)
     assert list(tiny_disk.iterdir()) == []
 

@@ -1,6 +1,7 @@
 """The prompts of a judged draft, trees of drafts, and what evaluate.py and export.py refuse before anything is loaded."""
 
 import json
+import re
 import runpy
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -9,6 +10,7 @@ import pytest
 from tiny_run import ROOT, make_target, write_recipe
 from transformers import AutoConfig, AutoTokenizer
 
+from eagle3.console import Console
 from eagle3.draft.derivation import derive_draft
 from eagle3.errors import UserError
 from eagle3.evaluation.export_check import NotInstalled, check_export
@@ -16,6 +18,7 @@ from eagle3.evaluation.judge import Judgement
 from eagle3.evaluation.prompts import read_prompts
 from eagle3.evaluation.serving import DraftTree, TimedAnswer, check_belongs, count_drafted
 from eagle3.evaluation.speculative import SpeculativeResult
+from eagle3.recipe import dump_recipe, load_recipe
 from eagle3.target.sglang.version import GreedyAnswer
 
 TURNS = [
@@ -135,6 +138,27 @@ def test_what_people_read_names_engine_and_speed():
     assert json.loads(json.dumps(kept)) == kept
 
 
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        ((3, 4, 48, 45, 45, [0, 0, 0, 0]), "45 tokens from 45 verifications, and 3 from the prefills: 48 put out"),
+        (
+            (24, 4, 1941, 799, 1936, [495, 328, 192, 128]),
+            "1,936 tokens from 799 verifications, and 24 from the prefills, less 19 beyond the answers' length: 1,941 put out",
+        ),
+    ],
+)
+def test_the_judges_counts_add_up_and_give_the_acceptance_length(result, said):
+    counts = SpeculativeResult(*result, 0, 0, 0, seconds_speculative=1.0, seconds_plain=1.0)
+    lines = Judgement(counts, None, "transformers", "5", topk=1, tree_tokens=5).lines()
+    assert said in lines
+    yielded, verifications, prefills, *less, put_out = [
+        int(number.replace(",", "")) for number in re.findall(r"[\d,]*\d", said)
+    ]
+    assert yielded + prefills - sum(less) == put_out
+    assert lines[0].startswith(f"acceptance length {yielded / verifications:.2f} (")
+
+
 def test_a_draft_of_another_target_is_refused(tmp_path, target):
     config = derive_draft(AutoConfig.from_pretrained(target), draft_vocab_size=64, aux_layers=(1, 2, 3))
     check_belongs(config, tmp_path, config.vocab_size, 32)
@@ -176,6 +200,29 @@ def test_a_result_displaces_nothing_but_an_earlier_result(tmp_path, target, monk
         assert said in refused(monkeypatch, capsys, "evaluate.py", "--recipe", recipe, "--out", out)
 
 
+def test_a_draft_of_a_run_with_another_target_is_judged_with_a_warning_that_names_both(tmp_path, target, capsys):
+    warn = runpy.run_path(str(ROOT / "launchers" / "evaluate.py"))["warn_of_another_target"]
+    path, draft, console = write_recipe(tmp_path, target), tmp_path / "run" / "export", Console(speaks=True)
+    recipe = load_recipe(path)
+    warn(recipe, draft, console)  # a draft without a run
+    draft.mkdir(parents=True)
+    beside = draft.parent / "recipe.yaml"
+    for trained, warned in ((target, False), (tmp_path / "link", False), ("acme/other", True)):
+        (tmp_path / "link").unlink(missing_ok=True)
+        (tmp_path / "link").symlink_to(target)
+        beside.write_text(dump_recipe(load_recipe(path, [f"model.target={trained}"])))
+        warn(recipe, draft, console)
+        said = capsys.readouterr().err
+        assert said == (
+            f"warning: {draft}: was trained for the target acme/other ({beside}), and is judged with {target}\n"
+            if warned
+            else ""
+        )
+    beside.write_text("no: recipe")
+    warn(recipe, draft, console)
+    assert capsys.readouterr().err == ""
+
+
 def test_export_refuses_at_once(tmp_path, monkeypatch, capsys):
     assert "no exported draft here" in refused(monkeypatch, capsys, "export.py", "--check", "--draft", tmp_path)
 
@@ -193,13 +240,13 @@ def refused(monkeypatch, capsys, launcher: str, *arguments) -> str:
 def test_without_sglang_nothing_is_checked_or_decoded(tmp_path, target, monkeypatch, capsys):
     if installed():
         pytest.skip("SGLang is installed")
-    with pytest.raises(NotInstalled, match="not checked: SGLang is not installed here"):
+    with pytest.raises(NotInstalled, match="not checked: SGLang is not installed;"):
         check_export(tmp_path)
     recipe = write_recipe(tmp_path, target, evaluation={"conversations": 2})
     (tmp_path / "run" / "export").mkdir(parents=True)
     (tmp_path / "run" / "export" / "config.json").write_text("{}")
     said = refused(monkeypatch, capsys, "evaluate.py", "--recipe", recipe, "--engine", "sglang")
-    assert "sglang: is not installed here" in said
+    assert "SGLang is not installed: pip install -e" in said and "--engine transformers" in said
 
 
 def installed() -> bool:

@@ -15,7 +15,7 @@ from tiny_run import TEMPLATE, make_target, write_recipe
 from transformers import AutoTokenizer
 
 from eagle3.data import encode, limits
-from eagle3.data.chat import encode_conversation
+from eagle3.data.chat import PRIVATE_USE, encode_conversation
 from eagle3.data.conversations import Conversation, read_conversations
 from eagle3.data.prepare import prepare_samples
 from eagle3.data.regeneration.answers import AnswerFile
@@ -25,6 +25,7 @@ from eagle3.data.store.shard import ShardIndex
 from eagle3.data.template import Unusable
 from eagle3.draft.config import read_draft_config
 from eagle3.errors import UserError
+from eagle3.evaluation.prompts import read_prompts
 from eagle3.parsing import DEEPEST, parse_json
 from eagle3.recipe import load_recipe
 from eagle3.reporting.record import read_run
@@ -277,6 +278,23 @@ def test_whatever_a_template_raises_makes_the_row_unusable(tokenizer, template):
         encode_conversation(tokenizer, ROW, template)
 
 
+@pytest.mark.parametrize("template", [TEMPLATE, "{% generation %}{{ messages[1].content }}{% endgeneration %}"])
+def test_a_row_of_all_private_use_characters_is_unusable(tokenizer, template):
+    content = "".join(map(chr, PRIVATE_USE))
+    row = Conversation("a:1", ({"role": "user", "content": content}, {"role": "assistant", "content": content}), None)
+    with pytest.raises(Unusable, match="private-use"):
+        encode_conversation(tokenizer, row, template)
+
+
+@pytest.mark.parametrize("row", [{"text": "a \ud800"}, {"messages": [{"role": "user", "content": "a \ud800"}]}])
+def test_a_prompt_of_half_a_character_is_named(tmp_path, tokenizer, row):
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(row) + "\n")
+    line = line_of(read_prompts, tmp_path / "prompts.jsonl", tokenizer, TEMPLATE, 99)
+    assert (
+        line == f"{tmp_path}/prompts.jsonl:1: half of a surrogate pair in the text, which is no character; mend the row"
+    )
+
+
 def _render_what_cannot_be_interrupted(tokenizer):
     limits.SECONDS, limits.GRACE = 0.2, 0.5
     encode_conversation(tokenizer, ROW, DOUBLED + "{{ ns.x == ns.y }}")
@@ -306,7 +324,7 @@ def test_a_template_has_its_seconds_for_all_renderings_of_a_row_together(tokeniz
 # Rows that are too large ----------------------------------------------------------------------------------------------
 
 
-def prepared(folder: Path, tokenizer, policy: str):
+def prepared(folder: Path, tokenizer, policy: str, malformed: str = "stop"):
     data = folder / "rows.jsonl"
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("one two three", "four " * 400)))
     return prepare_samples(
@@ -316,6 +334,7 @@ def prepared(folder: Path, tokenizer, policy: str):
         max_length=50,
         too_long=policy,
         unusable="stop",
+        malformed=malformed,
         max_samples=None,
         workers=1,
         cache_dir=folder / "cache",
@@ -331,5 +350,6 @@ def test_a_row_too_large_for_memory_is_refused_before_it_is_tokenised_or_dropped
         assert "cut it into several rows" in line
     summary = prepared(tmp_path, tokenizer, "drop").summary
     assert summary.kept == 1 and summary.dropped == {"more than 1,000 characters in one row": 1}
+    assert prepared(tmp_path, tokenizer, "truncate", "drop").summary.dropped == summary.dropped
     monkeypatch.setattr(encode, "LONGEST_TOKEN", 40)  # of 50 tokens
     assert prepared(tmp_path / "..", tokenizer, "truncate").summary.kept == 2

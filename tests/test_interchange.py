@@ -1,5 +1,6 @@
 """Export, read, load: exact both ways, and every kind of wrong file named in one line."""
 
+import hashlib
 import json
 import os
 
@@ -92,6 +93,18 @@ def _refusal(action, *arguments):
     return message
 
 
+def _digest(tensors):
+    """Of each tensor, by name, what describes it and every element, one at a time."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        array = tensors[name].view(torch.int16) if tensors[name].dtype == torch.bfloat16 else tensors[name]
+        kind = str(tensors[name].dtype).split(".")[1]
+        digest.update(f'["{name}", "{kind}", {list(array.shape)}]\n'.encode())
+        for element in array.numpy().reshape(-1):
+            digest.update(element.tobytes())
+    return digest.hexdigest()
+
+
 @pytest.mark.parametrize("with_embedding", [True, False], ids=["embedding", "no embedding"])
 @pytest.mark.parametrize("changes", [{}, {"fc_norm": True, "norm_output": True}, {"rope_parameters": YARN}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -120,7 +133,7 @@ def test_the_file_holds_exactly_the_tensors_that_engines_load(tmp_path, topology
     assert all(tensor.dtype == kinds.get(name, torch.bfloat16) for name, tensor in tensors.items())
     assert torch.equal((torch.arange(12) + tensors["d2t"]), tensors["t2d"].nonzero().flatten())
     with safe_open(folder / "model.safetensors", "pt") as file:
-        assert file.metadata() == {"format": "pt"}
+        assert file.metadata() == {"format": "pt", "sha256_of_tensors": _digest(tensors)}
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
 
 
@@ -339,6 +352,50 @@ def test_a_truncated_file_is_named(exported, kept):
     path = exported / "model.safetensors"
     path.write_bytes(path.read_bytes()[:kept])
     assert str(path) in _refusal(read_exported, exported)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_flipped_bit_of_any_tensor_is_noticed_and_a_draft_without_a_digest_is_read(tmp_path, topology, dtype):
+    path = _export(tmp_path / "draft", _draft(topology, 0), dtype) / "model.safetensors"
+    whole, size = path.read_bytes(), int.from_bytes(path.read_bytes()[:8], "little")
+    header = json.loads(whole[8 : 8 + size])
+    for name, described in header.items():
+        if name in ("__metadata__", "d2t", "t2d"):  # the last two contradict each other before
+            continue
+        flipped = bytearray(whole)
+        flipped[8 + size + described["data_offsets"][1] - 1] ^= 1
+        path.write_bytes(flipped)
+        message = _refusal(read_exported, path.parent)
+        assert (
+            message.startswith(f"{path}: damaged, or changed after it was exported")
+            and "export the draft again" in message
+        )
+        del header["__metadata__"]["sha256_of_tensors"]
+        text = json.dumps(header).encode()
+        path.write_bytes(len(text).to_bytes(8, "little") + text + flipped[8 + size :])
+        read_exported(path.parent)
+        header["__metadata__"]["sha256_of_tensors"] = "anything"
+
+
+def test_a_renamed_or_reshaped_tensor_is_noticed(exported):
+    path = exported / "model.safetensors"
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    for change in (
+        lambda tensors: tensors.update({"norm.weight": tensors["fc.weight"], "fc.weight": tensors["norm.weight"]}),
+        lambda tensors: tensors.update({"fc.weight": tensors["fc.weight"].t().contiguous()}),
+        lambda tensors: tensors.pop("norm.weight"),
+    ):
+        tensors = load_file(path)
+        change(tensors)
+        save_file(tensors, exported / "changed.safetensors", metadata=metadata)
+        with pytest.raises(UserError, match="changed after it was exported"):
+            read_exported(exported, "changed.safetensors")
+
+
+def test_equal_drafts_are_equal_files(tmp_path, topology):
+    files = {(_export(tmp_path / name, _draft(topology, 0)) / "model.safetensors").read_bytes() for name in "abcdef"}
+    assert len(files) == 1
 
 
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])

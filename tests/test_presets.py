@@ -185,11 +185,26 @@ def test_rows_travel_once_and_stay_what_they_were(hub, ask, tmp_path):
     again = ask("ann/once", limit=4, downloads=str(tmp_path))
     assert again["rows"] == first["rows"] and str(copy) in again["told"][0]
     assert "cannot be read" in ask("ann/once", limit=5, downloads=str(tmp_path))["error"]  # that is another download
-    # A row of another form ends the reading, and no part of a set is taken for the whole later.
-    (hub.folder("ann/odd") / "train.jsonl").write_text('{"text": "x"}\n{"text": "y", "messages": "z"}\n')
+    # No part of a set is taken for the whole later.
+    rows = [{"prompt": "x"}] * 12
+    (hub.folder("ann/odd") / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for _ in range(2):
-        assert "ann/odd row 2: messages is 'z'" in ask("ann/odd", downloads=str(tmp_path))["error"]
+        assert "ann/odd: 10 of 10 rows read are malformed" in ask("ann/odd", downloads=str(tmp_path))["error"]
     assert list(tmp_path.iterdir()) == [copy]
+
+
+def test_malformed_rows_of_a_dataset_are_refused_or_left_out_of_those_wanted_and_travel_once(hub, ask, tmp_path):
+    wrong = {"text": None, "messages": [{"role": "robot", "content": "x"}]}
+    rows = [wrong if number in (1, 3) else {"text": f"{number}", "messages": None} for number in range(8)]
+    folder = hub.folder("ann/mixed")
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    refused = ask("ann/mixed", limit=3, downloads=str(tmp_path))["error"]
+    assert "2 of 5 rows read are malformed (2: unknown role)" in refused
+    shutil.rmtree(folder)  # what was refused need not travel again
+    for drop in range(2):
+        answer = ask("ann/mixed", limit=3, downloads=str(tmp_path), drop=True)
+        assert [row[2] for row in answer["rows"]] == ["0", "2", "4"] and answer["malformed"] == {"unknown role": 2}
+    assert ask("ann/mixed", limit=3, downloads=str(tmp_path))["error"] == refused
 
 
 def test_columns_that_json_does_not_have_are_left_behind_or_named(hub, ask, tmp_path):

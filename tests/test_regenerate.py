@@ -626,6 +626,21 @@ def test_a_run_with_failures_ends_with_exit_code_1_and_one_without_a_row_with_2(
     assert code == 2 and "has no row" in said and "1 left out: plain text" in said
 
 
+def test_malformed_rows_are_listed_before_anything_is_asked_for_or_left_out_and_counted(tmp_path, server, called_here):
+    source = tmp_path / "prompts.jsonl"
+    source.write_text(json.dumps({"messages": [user("one")]}) + '\n\n[1]\n{"messages": [\n')
+    words = ("--data", str(source), "--out", str(tmp_path / "out.jsonl"), "--endpoint", server.url)
+    code, said = called_here(*words)
+    assert code == 2 and not server.bodies
+    assert f"error: {source}: 2 of 3 rows read are malformed" in said
+    assert f"  {source}:3: the row is [1]" in said and f"  {source}:4: not valid JSON" in said
+    assert said.endswith("  fix them, or leave malformed rows out with --malformed drop\n")
+    code, said = called_here(*words, "--malformed", "drop")
+    assert code == 0 and f"1 left out: malformed row (not an object) (first {source}:3)" in said
+    summary = json.loads((tmp_path / "out.jsonl.record" / "summary.json").read_text())
+    assert (summary["read"], summary["rows"], sum(summary["left_out"].values())) == (1, 1, 2)
+
+
 def test_every_mistake_is_one_line_with_the_value_and_the_remedy(tmp_path, server, called_here):
     source = write(tmp_path / "prompts.jsonl", {"messages": [user("one")]})
     good = {"--data": source, "--out": str(tmp_path / "out.jsonl"), "--endpoint": server.url}

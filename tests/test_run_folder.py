@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import os
 import shutil
 import subprocess
 import sys
@@ -52,7 +53,7 @@ def test_a_second_run_is_refused_with_the_holder_before_anything_is_written(shar
     """The worker has compared what is in the folder; and every rank has ended with the same code."""
     found, _ = shared
     code, said = found["entered"][way]
-    (line,) = said.splitlines()
+    *_, line = said.splitlines()
     assert code == 2 and line.startswith("error: ") and "another run writes this folder" in line
     assert f"(process {found['entered']['holder']} on " in line and ", since 20" in line and "set output.dir" in line
 
@@ -76,7 +77,7 @@ def test_of_runs_that_start_together_one_wins_and_the_others_move_nothing(shared
     code, said = found["at_once"]["winner"]
     assert code == 0 and "checkpoint written" in said and said.count("moved to") == 1
     for code, said in found["at_once"]["others"]:
-        assert code == 2 and "another run writes this folder" in said and len(said.splitlines()) == 1
+        assert code == 2 and "another run writes this folder" in said and said.count("error: ") == 1
     aside = sorted(path.name for path in folders["at_once"].glob("run*"))
     assert aside == ["run", "run.1"]
     assert [path.name for path in (folders["at_once"] / "run.1").iterdir()] == ["checkpoints", "recipe.yaml"]
@@ -166,10 +167,93 @@ def test_a_fresh_run_finishes_what_a_kill_left_half_moved_aside(tmp_path, target
     (tmp_path / "run.aside" / "recipe.yaml").write_text("of the earlier run")
     assert not folder.check(recipe, Resume.AUTO)  # nobody continues a half of it
     folder.hold("node", print)
-    folder.begin(recipe, False, folder.identify(False), print)
+    folder.begin(recipe, False, folder.identify(False), {}, print)
     folder.close()
     assert sorted(path.name for path in (tmp_path / "run.1").iterdir()) == ["checkpoints", "recipe.yaml"]
     assert folder.check(recipe, Resume.AUTO) and not (tmp_path / "run.aside").exists()
+
+
+def test_what_no_run_left_stays_where_it_is(copied, topology):
+    """A target, a store or a user's files, where output.dir names their folder."""
+    recipe = copied()
+    folder = recipe.output.dir
+    others = {
+        "config.json": "{}",
+        "notes.txt": "mine",
+        "store.json": "{}",
+        "shards/a.safetensors": "x",
+        "export.zip": "z",
+    }
+    for name, text in others.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    train(recipe, ZERO2, topology)
+    assert {name: (folder / name).read_text() for name in others} == others
+    aside = {path.name for path in folder.with_name("run.1").iterdir()}
+    assert {"recipe.yaml", "checkpoints", "export", "run_id.txt"} <= aside and not aside & {*others, "shards"}
+
+
+def test_a_folder_that_a_run_would_spoil_is_refused(tmp_path, target):
+    recipe = load_recipe(write_recipe(tmp_path, target))
+
+    def said(path: Path, resume: Resume = Resume.NO) -> str:
+        with pytest.raises(UserError) as caught:
+            RunFolder(path).check(recipe, resume)
+        return str(caught.value)
+
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "recipe.yaml").write_text("model: {target: x}")
+    assert said(mine).startswith(f"{mine}/recipe.yaml: has a name that a run would use, and no run left it; ")
+    other = tmp_path / "other"
+    other.mkdir()
+    for name in ("recipe.yaml", "run_id.txt"):
+        (other / name).write_text("")
+    assert said(other / "checkpoints").startswith(f"{other}/checkpoints: lies in the folder of another run, {other}; ")
+    odd = tmp_path / "odd"
+    odd.mkdir()
+    os.mkfifo(odd / "metrics.jsonl")
+    assert said(odd).startswith(f"{odd}/metrics.jsonl: is no file, which a run would write there; ")
+
+
+@pytest.mark.parametrize("resume", [Resume.YES, Resume.AUTO])
+def test_a_run_whose_recipe_or_identity_is_lost_is_not_begun_anew(copied, resume):
+    recipe = copied()
+    folder = RunFolder(recipe.output.dir)
+    identity = folder.identity.read_text().strip()
+    folder.identity.unlink()
+    with pytest.raises(UserError, match=rf"run_id.txt: is missing; put the identity there .*\({identity}\)"):
+        folder.identify(folder.check(recipe, resume))
+    folder.recipe.unlink()
+    with pytest.raises(UserError, match=r"recipe.yaml: is missing, though there are checkpoints; put the run's recipe"):
+        folder.check(recipe, resume)
+
+
+@pytest.mark.parametrize(
+    ("key", "file", "change"),
+    [
+        ("model.target", "target/model.safetensors", lambda content: content[:-1] + bytes([content[-1] ^ 1])),
+        (
+            "model.target's tokenizer",
+            "target/tokenizer.json",
+            lambda content: content.replace(b'"<|im_end|>"', b'"<|im_over|>"'),
+        ),
+        ("data.chat_template", "target/chat_template.jinja", lambda content: content + b"{# changed #}"),
+        ("data.train", "conversations.jsonl", lambda content: content.replace(b"story 3.", b"story three.")),
+    ],
+)
+def test_a_run_is_not_continued_with_another_target_or_other_data(copied, trained, target, topology, key, file, change):
+    path = target / file.removeprefix("target/") if file.startswith("target/") else trained.parent / file
+    content, recipe = path.read_bytes(), copied()
+    before = RunFolder(recipe.output.dir).metrics.read_bytes()
+    assert change(content) != content
+    try:
+        path.write_bytes(change(content))
+        with pytest.raises(UserError, match=rf"inputs.json: {key} was [0-9a-f]{{32}} when the run began, now it is "):
+            train(recipe, ZERO2, topology, Resume.AUTO)
+    finally:
+        path.write_bytes(content)
+    assert RunFolder(recipe.output.dir).metrics.read_bytes() == before
 
 
 # Identity, and the end of a run --------------------------------------------------------------------------------------------
@@ -259,9 +343,9 @@ def test_at_the_end_of_a_run_a_full_disk_is_a_line_and_takes_nothing(tmp_path, t
     folder = RunFolder(recipe.output.dir)
     folder.hold("node", print)
     identity = folder.identify(False)
-    folder.begin(recipe, False, identity, print)
+    folder.begin(recipe, False, identity, {}, print)
     folder.write_evaluation({"of": "before"})
-    tracker = Tracker(folder.path, tensorboard=False, wandb_project=None, console=Console(False))
+    tracker = Tracker(folder.path, tensorboard=False, wandb_project=None, console=Console(False), run_id="", config={})
     tracker.write(1, "train", {"loss": 1.0})
     before = {path.name: path.read_bytes() for path in folder.path.iterdir() if path.is_file()}
     with (small_disk / "filler").open("wb", buffering=0) as filler, pytest.raises(OSError, match="No space"):
@@ -270,7 +354,7 @@ def test_at_the_end_of_a_run_a_full_disk_is_a_line_and_takes_nothing(tmp_path, t
     much = {"losses": [1 / 3] * 1000}
     for write in (
         lambda: folder.write_evaluation(much),
-        lambda: folder.begin(recipe, True, identity, print),
+        lambda: folder.begin(recipe, True, identity, {}, print),
         lambda: folder.keep_metrics_until(1),
         lambda: tracker.write(2, "train", much),
     ):

@@ -21,9 +21,10 @@ from eagle3.errors import UserError
 from eagle3.target.interface import HiddenStates
 from eagle3.target.sglang.client import Producer, Servers
 from eagle3.target.sglang.hook import HookSettings
+from eagle3.target.sglang.installed import require_supported
 from eagle3.target.sglang.spool_writer import SpoolWriter
 from eagle3.target.sglang.target import spool_bytes
-from eagle3.target.sglang.version import require_captured, require_supported
+from eagle3.target.sglang.version import require_captured
 
 HIDDEN = 16
 

@@ -242,6 +242,20 @@ def test_a_damaged_shard_is_named_and_repaired_with_its_samples_alone(tmp_path, 
     assert all(path.read_bytes() == content for path, content in kept.items())
 
 
+@pytest.mark.parametrize("suffix", [".safetensors", ".json"])
+def test_a_folder_in_the_place_of_a_stores_file_is_named_and_nothing_is_removed(tmp_path, suffix):
+    write(tmp_path, range(20))
+    file = sorted(tmp_path.glob("*.safetensors"))[1].with_suffix(suffix)
+    file.unlink(), file.mkdir()
+    before = sorted(tmp_path.iterdir())
+    for read in (open_store, lambda path: check(path, range(20)), lambda path: StoreWriter(path, PROVENANCE, PLAIN)):
+        with pytest.raises(UserError, match=f"^{file}: is a folder .*; move it away, and run capture.py --repair$"):
+            read(tmp_path)
+    assert sorted(path for path in tmp_path.iterdir() if path.suffix != ".lock") == [
+        path for path in before if path.suffix != ".lock"
+    ]
+
+
 def test_a_long_sample_is_checked_some_rows_at_a_time(tmp_path, monkeypatch):
     write(tmp_path, range(10), shard_tokens=10_000)
     whole, shard = check(tmp_path, range(11)), next(tmp_path.glob("*.safetensors"))

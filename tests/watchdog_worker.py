@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -31,27 +32,37 @@ FIRST = ("first killed", "first killed elsewhere", "first stopped")
 
 def ranks(case: str) -> None:
     rank = int(os.environ["RANK"])
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where PyTorch writes of lost connections, in pieces of lines
     if case in NODES:
         nodes = NODES[case]
         os.environ["SLURMD_NODENAME"] = f"n{nodes[rank]}"
         os.environ["LOCAL_RANK"] = str(nodes[:rank].count(nodes[rank]))
     try:
         topology = begin(case, rank)
-        with Watchdog(
-            address=os.environ["MASTER_ADDR"],
-            port=int(os.environ["MASTER_PORT"]),
-            hang_seconds=HANGS,
-            silent_seconds=SILENT,
-            asleep_seconds=ASLEEP,
-            local_rank=int(os.environ["LOCAL_RANK"]),
-            report=lambda verdict: print(f"{case}: {verdict}", flush=True),
-        ) as watchdog:
+        with (
+            Watchdog(
+                address=os.environ["MASTER_ADDR"],
+                port=int(os.environ["MASTER_PORT"]),
+                hang_seconds=HANGS,
+                silent_seconds=SILENT,
+                asleep_seconds=ASLEEP,
+                local_rank=int(os.environ["LOCAL_RANK"]),
+                report=lambda verdict: say(f"{case}: {verdict}"),
+            ) as watchdog,
+            patient(topology, PATIENCE) if case in WORKING else nullcontext(),
+        ):
             work(case, rank, topology, watchdog)
-    except UserError as error:
-        if case in FORMING:
-            print(f"{case}: {error}", flush=True)
+    except Exception as error:
+        if case in FORMING and isinstance(error, UserError):
+            say(f"{case}: {error}")
+        say(f"(rank {rank} of {case}: {error!r})")  # for whoever looks into a failure
         raise
     stop_distributed()
+
+
+def say(line: str) -> None:
+    """In one piece: print writes a line and its end apart, where nothing buffers them, and other ranks may come between."""
+    os.write(sys.stdout.fileno(), f"{line}\n".encode())
 
 
 def begin(case: str, rank: int) -> Topology:
@@ -60,8 +71,7 @@ def begin(case: str, rank: int) -> Topology:
     if rank == 1 and case == "dies while the job forms":
         dist.init_process_group("gloo", timeout=PATIENCE)
         die()
-    short = case in FORMING + WORKING
-    topology = start_distributed(timeout=PATIENCE, forming=PATIENCE) if short else start_distributed()
+    topology = start_distributed(timeout=PATIENCE, forming=PATIENCE) if case in FORMING else start_distributed()
     if rank == 1 and case == "dies before the watchdog":
         die()
     return topology

@@ -97,7 +97,8 @@ def _manifest(ground: Ground, name: str, steps: list[str]) -> Verdict:
         manifest = checkpoint / "manifest.json"
         text = MANIFESTS[name]
         if text is None:
-            text = json.dumps({MODEL: json.loads(manifest.read_text(encoding="utf-8"))[MODEL]})
+            content = json.loads(manifest.read_text(encoding="utf-8"))
+            text = json.dumps({**content, "files": {MODEL: content["files"][MODEL]}})
         manifest.write_text(text, encoding="utf-8")
         content = bytearray((checkpoint / OPTIMISER).read_bytes())
         content[len(content) // 2] ^= 0x40
@@ -129,17 +130,11 @@ def _planted(ground: Ground, way: str, file: str, form: str) -> Verdict:
     ground.launchers.call(plant, checkpoint / file, folder / "planted", form)
     manifest = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))
     digest = hashlib.sha256((checkpoint / file).read_bytes()).hexdigest()
-    text = json.dumps(manifest).replace(json.dumps(_digest_of(manifest, file)), json.dumps(digest))
-    (checkpoint / "manifest.json").write_text(text, encoding="utf-8")
+    manifest["files"][file] = digest
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
     ended = ground.train(recipe, "--resume", world=WAYS[way])
     difference = None if WAYS[way] > 1 else lambda: run_difference(folder / "run", _whole(ground) / "run")
     return _unless_ran(folder / "planted", ended, judge(ended, *filter(None, [difference]), good="continued"))
-
-
-def _digest_of(manifest: dict, file: str) -> str:
-    """In whatever form the manifest holds digests by file."""
-    files = manifest.get("files", manifest)
-    return files[file]
 
 
 def plant(path: Path, marker: Path, form: str) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import yaml
 from ground import Ground, contents, loss_of, require, run_difference
 from hostile_text import finished_run
-from launching import Ended
+from launching import Ended, have_met
 from shared_folder import steps_done
 from tries import Case, NotHere, Verdict, crashed, judge, last_words
 
@@ -214,13 +214,14 @@ def _card(ground: Ground) -> Verdict:
     ended = ground.train(ground.recipe(folder, model=_named(str(folder / name))))
     verdict = judge(ended)
     for path in (folder / "run" / "export" / "README.md", folder / "run" / "report.html"):
-        if ended.well and "<img src=x" in _outside_code(path):
+        if ended.well and re.search(r"(?<!\\)<img src=x", _outside_code(path)):
             return Verdict("broken promise", f"{path.name} has the name as it is")
     return verdict
 
 
 def _outside_code(path: Path) -> str:
-    """Of Markdown: the text without front matter, fenced blocks and code spans, where HTML is inert. Of HTML: all."""
+    """Of Markdown: the text without front matter, fenced blocks and code spans, where HTML is inert, as it is after a
+    backslash. Of HTML: all."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".md":
         for inert in (r"\A---\n.*?\n---\n", r"^(```+).*?^\1", r"(`+)(?!`).+?(?<!`)\1(?!`)"):
@@ -247,7 +248,7 @@ def _killed_capture(ground: Ground, rank: int, delay: float) -> Verdict:
     folder = ground.empty("hostile_places")
     recipe = ground.recipe(folder, rows=400, hidden_states=_slow(folder))
     job = ground.launchers.start_job(2, "launchers/capture.py", "--recipe", str(recipe))
-    ground.launchers.wait_until(lambda: b"[ " in job[0].out.read_bytes(), job)
+    ground.launchers.wait_until(lambda: have_met(job[0]), job)
     spoke = time.monotonic()
     while ground.launchers.alive(job) and time.monotonic() - spoke < delay:
         time.sleep(0.002)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ground import Ground, require, run_difference, store_difference
-from launching import LIMIT, Ended
+from launching import LIMIT, Ended, have_met
 from tries import Case, Verdict, crashed, last_words
 
 TRAINING, CAPTURES, WORLD = 20, 8, 2
@@ -56,7 +56,7 @@ def kill(ground: Ground, kind: str, moment: float, victim: str) -> Verdict:
         time.sleep(0.002)
     # Ranks that have not met yet cannot miss one another: there it is their launcher that ends them, as torchrun and
     # deepspeed do at once.
-    met = b"[ " in job[0].out.read_bytes()
+    met = have_met(job[0])
     for process in job if victim == "both ranks" or not met else [job[int(victim[-1])]]:
         process.kill()
     ended = ground.launchers.finish(job, LIMIT)

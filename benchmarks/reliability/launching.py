@@ -78,6 +78,11 @@ class Process:
         os.kill(self.pid, signal.SIGKILL)
 
 
+def have_met(first: Process) -> bool:
+    """Whether the ranks of a job have: the first one's first line with a time in front comes before that, its second after."""
+    return first.out.read_bytes().count(b"[ ") > 1
+
+
 class Launchers:
     """Of the checkout `root`. cpu_seconds: of everything that has ended so far. fresh: see above."""
 
