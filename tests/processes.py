@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 from torch.multiprocessing import start_processes
 
+_given: set[int] = set()
+
 
 def fork_ranks(world: int, work: Callable[[], None]) -> None:
     """Run `work` in `world` processes under the environment that a launcher sets. The first one that fails ends the
@@ -30,8 +32,11 @@ def _be(rank: int, world: int, port: int, work: Callable[[], None]) -> None:
 
 def _free_port() -> int:
     """Below the ports that a system gives to whoever asks for any: of those, a connection of another job could take it before
-    this job does."""
+    this job does. Never one that this process gave to a job before, which may not have taken it yet."""
     while True:
+        port = random.SystemRandom().randrange(10_000, 29_000)
         with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", random.SystemRandom().randrange(10_000, 29_000)))
-            return probe.getsockname()[1]
+            probe.bind(("127.0.0.1", port))
+            if port not in _given:
+                _given.add(port)
+                return port
