@@ -126,6 +126,45 @@ def test_the_process_that_converts_guards_itself(topology, saved):
     assert not mark.exists()
 
 
+def adam_state(content):
+    return content["optimizer_state_dict"]["base_optimizer_state"]["state"][0]
+
+
+# What is planted is plain data, of another structure than training writes.
+OTHER_DATA = {
+    "no step": (FILES[0], lambda content: content.pop("step"), "KeyError.'step'"),
+    "a step that is a text": (FILES[0], lambda content: content.update(step="3"), "step: '3'"),
+    "another step": (FILES[0], lambda content: content.update(step=4), "step: 4"),
+    "a list for the weights": (FILES[0], lambda content: content.update(module=[]), "Error"),
+    "a text for a counter": (FILES[0], lambda content: content.update(skipped_steps="0"), "steps: .*'0'"),
+    "a schedule of texts": (FILES[0], lambda content: content["lr_scheduler"].update(last_epoch="2"), "steps: .*'2'"),
+    "random numbers of another size": (FILES[0], lambda content: content.update(torch_rng=torch.zeros(3)), "Error"),
+    "no optimizer state": (FILES[1], lambda content: content.clear(), "KeyError"),
+    "a list for the optimizer state": (FILES[1], lambda content: content.update(optimizer_state_dict=[1]), "Error"),
+    "moments of another shape": (
+        FILES[1],
+        lambda content: adam_state(content).update(exp_avg=torch.ones(1)),
+        "exp_avg: .1.",
+    ),
+    "a moment missing": (FILES[1], lambda content: adam_state(content).pop("exp_avg_sq"), "'exp_avg'"),
+}
+
+
+@pytest.mark.parametrize("what", OTHER_DATA)
+def test_other_data_end_in_one_line_and_moved_away_leave_the_checkpoint_before_to_continue(engine, saved, what):
+    """Bit for bit, even in the process that met the data."""
+    checkpoints, expected = Checkpoints(saved.parent, keep=2, run=RUN, warn=pytest.fail), weights(engine)
+    advance(engine)
+    checkpoints.save(engine, 3, {}, None)
+    newest, (pattern, change, reason) = checkpoints.path(3), OTHER_DATA[what]
+    rewrite(newest, pattern, change)
+    with pytest.raises(UserError, match=f"^{newest}: holds other data .*{reason}.*; move this folder away") as refused:
+        checkpoints.load_newest(engine)
+    assert "\n" not in str(refused.value)
+    newest.rename(saved.parent / "away")
+    assert checkpoints.load_newest(engine) == (2, {"best_step": 1}) and same(weights(engine), expected)
+
+
 def test_a_converted_checkpoint_continues_as_the_one_that_was_saved(engine, other_layout, saved):
     expected = weights(engine)
     advance(other_layout)

@@ -1,4 +1,5 @@
-"""Broken manifests and planted pickles in checkpoints, with digests that fit; pickled and outward-pointing targets.
+"""Broken manifests, planted pickles and plain data of another structure in checkpoints, with digests that fit; pickled and
+outward-pointing targets.
 
 A payload makes a folder; where that folder appears, planted code ran.
 """
@@ -30,6 +31,14 @@ MANIFESTS = {
     "one file alone": None,
 }
 WAYS = {"direct": 1, "conversion": 2}
+OTHER_DATA = {
+    "no step": MODEL,
+    "a text for the step": MODEL,
+    "a list for the progress": MODEL,
+    "a text for the best step": MODEL,
+    "a list for the optimizer's state": OPTIMISER,
+    "moments of another shape": OPTIMISER,
+}
 
 
 def cases(ground: Ground, dice: random.Random) -> Iterator[Case]:
@@ -48,6 +57,8 @@ def cases(ground: Ground, dice: random.Random) -> Iterator[Case]:
                     f"planted in {file}, {form}, {way}",
                     lambda way=way, file=file, form=form: _planted(ground, way, file, form),
                 )
+        for what in OTHER_DATA:
+            yield Case(f"{what}, {way}", lambda way=way, what=what: _other_data(ground, way, what))
     for what in ("planted", "clean"):
         for use in ("train", "capture"):
             yield Case(f"{what} pickled .bin target, {use}", lambda what=what, use=use: _pickled(ground, what, use))
@@ -128,13 +139,24 @@ def _planted(ground: Ground, way: str, file: str, form: str) -> Verdict:
     recipe, folder = _half(ground)
     checkpoint = folder / "run" / "checkpoints" / LAST_KEPT
     ground.launchers.call(plant, checkpoint / file, folder / "planted", form)
-    manifest = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))
-    digest = hashlib.sha256((checkpoint / file).read_bytes()).hexdigest()
-    manifest["files"][file] = digest
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    return _unless_ran(folder / "planted", *_resumed(ground, recipe, checkpoint / file, way))
+
+
+def _other_data(ground: Ground, way: str, what: str) -> Verdict:
+    recipe, folder = _half(ground)
+    path = folder / "run" / "checkpoints" / LAST_KEPT / OTHER_DATA[what]
+    ground.launchers.call(put_other_data, path, what)
+    return _resumed(ground, recipe, path, way)[1]
+
+
+def _resumed(ground: Ground, recipe: Path, file: Path, way: str) -> tuple[Ended, Verdict]:
+    """From a checkpoint with another file, whose digest its manifest is given."""
+    manifest = json.loads((file.parent / "manifest.json").read_text(encoding="utf-8"))
+    manifest["files"][file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
+    (file.parent / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
     ended = ground.train(recipe, "--resume", world=WAYS[way])
-    difference = None if WAYS[way] > 1 else lambda: run_difference(folder / "run", _whole(ground) / "run")
-    return _unless_ran(folder / "planted", ended, judge(ended, *filter(None, [difference]), good="continued"))
+    difference = None if WAYS[way] > 1 else lambda: run_difference(recipe.parent / "run", _whole(ground) / "run")
+    return ended, judge(ended, *filter(None, [difference]), good="continued")
 
 
 def plant(path: Path, marker: Path, form: str) -> None:
@@ -145,6 +167,25 @@ def plant(path: Path, marker: Path, form: str) -> None:
         return
     content = torch.load(path, weights_only=False) if path.exists() else {}
     torch.save({**content, "planted": Payload(marker)}, path)
+
+
+def put_other_data(path: Path, what: str) -> None:
+    import torch
+
+    content = torch.load(path, weights_only=False)
+    if what == "no step":
+        del content["step"]
+    elif what == "a text for the step":
+        content["step"] = "4"
+    elif what == "a list for the progress":
+        content["progress"] = [1, 2]
+    elif what == "a text for the best step":
+        content["progress"]["best_step"] = "the second"
+    elif what == "a list for the optimizer's state":
+        content["optimizer_state_dict"] = [1, 2]
+    elif what == "moments of another shape":
+        content["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["exp_avg"] = torch.ones(1)
+    torch.save(content, path)
 
 
 def _unless_ran(marker: Path, ended: Ended, verdict: Verdict) -> Verdict:

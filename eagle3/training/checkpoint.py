@@ -14,10 +14,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
 
 from eagle3.console import waiting
 from eagle3.durable import flush, publish
-from eagle3.errors import SharedUserError, UserError
+from eagle3.errors import SharedUserError, UserError, shown
 from eagle3.parallel.topology import agreed
 from eagle3.training import safe_loading
 from eagle3.training.manifest import DAMAGED, MANIFEST, Manifest, Problem, digest
@@ -54,6 +55,10 @@ class Checkpoints:
     ) -> None:
         self.folder, self.keep, self.run, self.warn, self.say = folder, keep, run, warn, say
 
+    def path(self, step: int) -> Path:
+        """Where the checkpoint of this step is, or would be."""
+        return self.folder / _name(step)
+
     def save(self, engine: DeepSpeedEngine, step: int, progress: dict[str, Any], best_step: int | None) -> None:
         """Write the state after `step` optimiser steps (weights, optimiser, schedule, random generators, `progress`).
 
@@ -86,7 +91,7 @@ class Checkpoints:
 
         def finish() -> None:
             _await_files(partial, Sizes.of(engine))
-            self._publish(partial, self.folder / _name(step))
+            self._publish(partial, self.path(step))
             self._prune(best_step)
 
         try:
@@ -145,7 +150,7 @@ class Checkpoints:
 
     def load_whole(self, engine: DeepSpeedEngine, step: int) -> Resumed | None:
         """Load the checkpoint of one step; None, with a warning, where it is damaged or another run's."""
-        path = self.folder / _name(step)
+        path = self.path(step)
         problem = self._problem(path)
         if problem is not None:
             self.warn(f"{path}: {problem.text}; the last weights serve instead")
@@ -169,7 +174,7 @@ class Checkpoints:
         agreed((lambda: require_plain(path)) if dist.get_rank() == 0 else None)
         if engine.load_universal_checkpoint():
             with waiting(self.say, f"loading {path}, of another number of processes"), _converted(path) as universal:
-                return _read(engine, universal)
+                return _read(engine, universal, path)
         written = _sizes(path)
         here = Sizes.of(engine)
         if written != here:
@@ -178,7 +183,7 @@ class Checkpoints:
                 f"{here.processes} (parallelism.tensor {here.tensor}); start as many as before, in the same way"
             )
         with waiting(self.say, f"loading {path}"):
-            return _read(engine, path)
+            return _read(engine, path, path)
 
     def _prune(self, best_step: int | None) -> None:
         for path in _finished(self.folder)[: -self.keep]:
@@ -196,12 +201,58 @@ def _finished(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step-*") if path.suffix != ".partial")
 
 
-def _read(engine: DeepSpeedEngine, path: Path) -> Resumed:
-    with plain_loads():
-        loaded, state = engine.load_checkpoint(str(path.parent), tag=path.name, load_module_strict=False)
-    assert loaded is not None, f"{path} was checked and could not be loaded"
-    _set_random_state(state)
-    return Resumed(state["step"], state["progress"])
+def _read(engine: DeepSpeedEngine, folder: Path, checkpoint: Path) -> Resumed:
+    """Load `folder`, which is the checkpoint or what it was converted to. Raises UserError on every rank where the files of one
+    hold other data than training writes."""
+
+    def read() -> Resumed:
+        try:
+            with plain_loads():
+                loaded, state = engine.load_checkpoint(str(folder.parent), tag=folder.name, load_module_strict=False)
+            assert loaded is not None, "DeepSpeed loaded nothing"
+            _require_fit(engine)
+            _set_random_state(state)
+            step = state["step"]
+            if not isinstance(step, int) or _name(step) != checkpoint.name:
+                raise ValueError(f"step: {shown(step)}")
+            return Resumed(step, state["progress"])
+        except (MemoryError, torch.OutOfMemoryError, UserError):
+            raise
+        except Exception as error:  # the file chooses which
+            raise other_data(checkpoint, error) from error
+
+    return agreed(read)
+
+
+def other_data(checkpoint: Path, error: Exception) -> UserError:
+    """Said of a checkpoint whose files are whole and safe, but not what training writes."""
+    return UserError(
+        f"{checkpoint}: holds other data than training writes ({error!r:.300}); move this folder away, and --resume takes the "
+        "checkpoint before it, or start afresh without --resume"
+    )
+
+
+def _require_fit(engine: DeepSpeedEngine) -> None:
+    """A look at what DeepSpeed and torch take from a file as it comes and compute with in the next step. Raises whatever comes of
+    it."""
+    zero, adam = engine.optimizer, engine.optimizer.optimizer
+    scaler = vars(zero).get("loss_scaler") or LossScaler(1.0)  # DeepSpeed's optimizer for bf16 has none
+    numbers = {
+        "steps": (engine.global_steps, engine.global_samples, engine.skipped_steps, engine.lr_scheduler.last_epoch),
+        "gradient clipping": (zero.clip_grad, scaler.cur_scale),
+    }
+    for place, group in enumerate(adam.param_groups):
+        beta1, beta2 = group["betas"]
+        numbers[f"group {place}"] = (group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
+    for name, values in numbers.items():
+        if not all(isinstance(value, int | float) for value in values):
+            raise TypeError(f"{name}: {shown(values)}")
+    for weight, state in adam.state.items():  # no state where every step so far was skipped
+        if state.keys() != {"step", "exp_avg", "exp_avg_sq"}:
+            raise ValueError(f"optimizer state: {shown([*state])}")
+        for name in ("exp_avg", "exp_avg_sq"):
+            if state[name].shape != weight.shape:
+                raise ValueError(f"{name}: {list(state[name].shape)} for {list(weight.shape)} weights")
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
+from pydantic import TypeAdapter, ValidationError
 
 from eagle3.console import Console, Progress, duration, waiting
 from eagle3.data.loader import HiddenStateSource, LoadedStream, StreamLoader, batch_indices
@@ -31,7 +32,7 @@ from eagle3.parallel.topology import Topology, agreed
 from eagle3.parallel.watchdog import Watchdog
 from eagle3.recipe import Recipe, Training
 from eagle3.target.interface import LogitTransform, TargetHead
-from eagle3.training.checkpoint import Checkpoints, written_otherwise
+from eagle3.training.checkpoint import Checkpoints, Resumed, other_data, written_otherwise
 from eagle3.training.engine import full_weights, gradient_scale, start_engine
 from eagle3.training.run_folder import RunFolder
 from eagle3.training.schedule import scheduler
@@ -181,11 +182,19 @@ class Trainer:
         if found is None:
             self.console(f"no checkpoint in {self.folder.checkpoints}: beginning at step 0")
         else:
-            self.course = Course(**found.progress)
+            agreed(partial(self._take_up, found))
             self.console(f"resumed after step {found.step}")
         start = found.step if found else 0
         agreed(partial(self.folder.keep_metrics_until, start) if self.topology.is_first else None)
         return start
+
+    def _take_up(self, found: Resumed) -> None:
+        try:
+            self.course = TypeAdapter(Course).validate_python(found.progress)
+        except ValidationError as error:
+            wrong = error.errors()[0]
+            reason = ValueError(f"{'.'.join(map(str, ('progress', *wrong['loc'])))}: {wrong['msg']}")
+            raise other_data(self.checkpoints.path(found.step), reason) from error
 
     def _require_agreement(self, step: int) -> None:
         """Raises on every rank where ranks are about to train on different samples at `step`."""
