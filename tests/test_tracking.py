@@ -37,12 +37,16 @@ RUN = "0123456789abcdef" * 2
 CONFIG = {"training": {"epochs": 2}, "hidden_states": {"path": "https://ann:hunter2@host/states?token=hunter2"}}
 
 
-def write_all(folder, **where) -> None:
+def tracker(folder, **where) -> Tracker:
     plain = {"tensorboard": False, "wandb_project": None, "console": Console(False), "run_id": RUN, "config": CONFIG}
-    tracker = Tracker(folder, **(plain | where))
+    return Tracker(folder, **(plain | where))
+
+
+def write_all(folder, **where) -> None:
+    tracking = tracker(folder, **where)
     for step, kind, values in WRITTEN:
-        tracker.write(step, kind, values)
-    tracker.close()
+        tracking.write(step, kind, values)
+    tracking.close()
 
 
 def test_metrics_jsonl_has_every_record_and_null_for_what_is_no_number(tmp_path):
@@ -58,6 +62,19 @@ def test_tensorboard_reads_every_number_at_its_step(tmp_path):
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     found = {name: {event.step: event.value for event in events.Scalars(name)} for name in events.Tags()["scalars"]}
     assert found == {name: pytest.approx(values, rel=1e-6) for name, values in EXPECTED.items()}  # events are in fp32
+
+
+def test_a_disk_too_full_for_tensorboard_is_one_warning_and_the_run_goes_on(tmp_path, capsys):
+    tracking = tracker(tmp_path, tensorboard=True, console=Console(True))
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    events.unlink()
+    events.symlink_to("/dev/full")
+    for step, kind, values in WRITTEN:
+        tracking.write(step, kind, values)
+    tracking.close()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"warning: {events}: cannot be written (No space left on device)") and "free space" in line
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == len(WRITTEN)
 
 
 def test_weights_and_biases_has_every_number_at_its_step(tmp_path, monkeypatch):

@@ -35,9 +35,9 @@ class Tracker:
         self.board = self.wandb = None
         names = ["metrics.jsonl"]
         if tensorboard and importlib.util.find_spec("tensorboard"):
-            from torch.utils.tensorboard import SummaryWriter
+            from eagle3.training.board import Board
 
-            self.board = SummaryWriter(str(folder / "tensorboard"))
+            self.board = Board(folder / "tensorboard", console.warn)
             names.append("TensorBoard")
         if wandb_project and importlib.util.find_spec("wandb"):
             import wandb
@@ -71,16 +71,13 @@ class Tracker:
         with writing(self.folder, "free space and continue with --resume"):
             self.file.write(json.dumps({"step": step, "kind": kind, **values}) + "\n")
             self.file.flush()
-            if self.board:
-                for name, number in flat.items():
-                    self.board.add_scalar(name, number, step)
+        if self.board:
+            self.board.write(step, flat)
         if self.wandb:
             self.wandb.log(flat, step=step)
 
     def close(self) -> None:
         self.file.close()
-        if self.board:
-            self.board.close()
         if self.wandb:
             self.wandb.finish()
 

@@ -1,0 +1,37 @@
+"""TensorBoard's curves. Imports TensorBoard, which need not be installed."""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+
+class Board:
+    """The events of one start of a run, in a file of `folder`. They are written at once: TensorBoard's own writer is a thread,
+    which prints a traceback where the disk is full. After a write that failed there are no more, and `warn` gets a line."""
+
+    def __init__(self, folder: Path, warn: Callable[[str], None]) -> None:
+        self.path, self.warn, self.ended = folder / f"events.out.tfevents.{time.time():.6f}.{os.getpid()}", warn, False
+        self._append(Event(wall_time=time.time(), file_version="brain.Event:2"))
+
+    def write(self, step: int, numbers: dict[str, float]) -> None:
+        values = [Summary.Value(tag=name, simple_value=number) for name, number in numbers.items()]
+        self._append(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+
+    def _append(self, event: Event) -> None:
+        if self.ended:
+            return
+        try:
+            self.path.parent.mkdir(exist_ok=True)
+            with self.path.open("ab") as file:
+                RecordWriter(file).write(event.SerializeToString())
+        except OSError as error:
+            self.ended = True  # a part of this record may be there, and nothing behind it could be read
+            self.warn(
+                f"{self.path}: cannot be written ({error.strerror}): TensorBoard's curves end here, those of the report go on; "
+                "free space, or set tracking.tensorboard=false"
+            )
