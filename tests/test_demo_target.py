@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from eagle3.data.standard_library import standard_library_conversations, standard_library_text
 from eagle3.errors import UserError
 from eagle3.recipe import load_recipe
-from eagle3.target.demo import ANSWERS, HELD_OUT_ANSWERS, byte_level_tokenizer, demo_target
+from eagle3.target.demo import ANSWERS, HELD_OUT_ANSWERS, RECORD, byte_level_tokenizer, demo_target
 from eagle3.target.demo_training import batches, rate, train_language_model
 from eagle3.target.muon import Muon
 from eagle3.training.assemble import gather_materials
@@ -66,6 +66,34 @@ def test_a_cache_that_cannot_be_written_is_said_before_anything_is_trained(tmp_p
         UserError, match=r"^data.cache_dir: .*/cache cannot be written \(.*\); free space there, or set data."
     ):
         _demo(tmp_path / "cache", lambda line: pytest.fail(line))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", ANSWERS, RECORD])
+def test_a_flipped_bit_in_a_cached_target_is_found_and_the_target_made_anew(tmp_path, name):
+    made = _demo(tmp_path)
+    path = made.folder / name
+    whole, lines = path.read_bytes(), []
+    damaged = bytearray(whole)
+    damaged[len(whole) // 2] ^= 1
+    path.write_bytes(damaged)
+    with pytest.raises(UserError, match=r"model\.target: demo: .* is damaged \(.*, and one made anew"):
+        _demo(tmp_path, make=False)
+    assert path.read_bytes() == damaged
+    assert not _demo(tmp_path, lines.append).cached and _demo(tmp_path).cached
+    assert lines[0].startswith(f"warning: the demo target {made.folder} is damaged (")
+    assert lines[0].endswith("; it is made anew")
+    assert name == RECORD or path.read_bytes() == whole  # its seconds differ
+
+
+def test_a_cached_target_from_before_digests_is_taken_with_one_line(tmp_path):
+    made, lines = _demo(tmp_path), []
+    record = json.loads((made.folder / RECORD).read_text())
+    (made.folder / RECORD).write_text(
+        json.dumps({name: record[name] for name in record if name not in ("files", "digest")})
+    )
+    assert _demo(tmp_path, lines.append, make=False) == made._replace(cached=True)
+    (line,) = lines
+    assert line.startswith(f"{made.folder}: from before demo targets had digests")
 
 
 def test_who_wants_the_target_of_an_earlier_run_gets_no_new_one(tmp_path):

@@ -12,7 +12,8 @@ import pytest
 from prepare_cases import OPTIONS, byte_tokenizer
 from tiny_run import conversations, make_target, write_recipe
 
-from eagle3.data import files, prepare
+from eagle3.data import files
+from eagle3.data.cache import sealed
 from eagle3.data.conversations import read_conversations
 from eagle3.data.malformed import MalformedRows
 from eagle3.data.prepare import prepare_samples
@@ -264,7 +265,7 @@ def test_a_cache_from_before_says_nothing_of_empty_answers(tmp_path):
     [path] = (tmp_path / "cache").rglob("summary.json")
     body = json.loads(path.read_text())
     del body["digest"], body["empty_answers"]
-    path.write_text(json.dumps({**body, "digest": prepare._body_digest(body)}))
+    path.write_text(sealed(body))
     summary = prepare_samples(sources, tokenizer, **options).summary
     assert summary.cached and summary.empty_answers is None
 

@@ -1,6 +1,9 @@
-"""Writing below data.cache_dir: beside the final place, renamed when whole; what killed processes left is removed."""
+"""Writing below data.cache_dir: beside the final place, renamed when whole; what killed processes left is removed.
+Records that show whether a bit of them has flipped."""
 
 import fcntl
+import hashlib
+import json
 import os
 import re
 import shutil
@@ -10,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from eagle3.errors import UserError
 
@@ -17,6 +21,27 @@ LOCK = "owner.lock"  # it holds the host's name
 # Of tokenised data, downloads and demo targets, also as versions without locks named theirs.
 OURS = re.compile(r"\.([0-9a-f]{32}\.|.+-[0-9a-f]{16}\.jsonl\.|demo-target-[0-9a-f]{16}[-.])[a-z0-9_]{8}")
 QUIET_SECONDS = 86_400.0
+# What a record may raise that is damaged, or is none.
+DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+
+
+def sealed(record: dict[str, Any]) -> str:
+    """As JSON, with a digest of itself."""
+    return json.dumps({**record, "digest": _digest(record)}, indent=1)
+
+
+def unsealed(text: str) -> tuple[dict[str, Any], bool]:
+    """The record, and whether it had a digest, as those of older versions have not. Raises one of DAMAGE."""
+    record = json.loads(text)
+    if "digest" not in record:
+        return record, False
+    if record.pop("digest") != _digest(record):
+        raise ValueError("its digest does not fit")
+    return record, True
+
+
+def _digest(record: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:32]
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from eagle3.console import GREEN, PLAIN, WARNING, Progress, waiting
-from eagle3.data.cache import replacing_folder
+from eagle3.data.cache import DAMAGE, replacing_folder, sealed, unsealed
 from eagle3.data.conversations import Conversation, read_conversations
 from eagle3.data.encode import Encoding, Outcome, Problem, encode_all, split
 from eagle3.data.malformed import MalformedRows
@@ -138,7 +138,8 @@ def prepare_samples(
     with waiting(report, "writing the tokenised data"), replacing_folder(folder, keep=_is_whole) as temporary:
         packed = SampleSet.pack(samples)
         packed.write(temporary)
-        (temporary / SUMMARY).write_text(_dump_summary(summary, packed.checksum), encoding="utf-8")
+        record = {**asdict(summary), "samples": packed.checksum}
+        (temporary / SUMMARY).write_text(sealed(record), encoding="utf-8")
     return Prepared(_open(folder, report).samples, summary.with_malformed(left_out))
 
 
@@ -206,8 +207,10 @@ def _is_whole(folder: Path) -> bool:
 def _open(folder: Path, report: Callable[[str], None]) -> Prepared:
     """What lies in `folder`, after a look at all of it. Raises DamagedSamples."""
     try:
-        summary, checksum = _load_summary((folder / SUMMARY).read_text(encoding="utf-8"))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        record, checked = unsealed((folder / SUMMARY).read_text(encoding="utf-8"))
+        checksum = record.pop("samples") if checked else None
+        summary = Summary(**record)
+    except DAMAGE as error:
         raise DamagedSamples(folder / SUMMARY, f"{error!s:.200}") from error
     samples = SampleSet.open(folder)
     if (len(samples), len(samples.ids)) != (summary.kept, summary.tokens):
@@ -223,27 +226,6 @@ def _open(folder: Path, report: Callable[[str], None]) -> Prepared:
             "conversations are right cannot be checked; delete it to have it built anew"
         )
     return Prepared(samples, replace(summary, cached=True))
-
-
-def _dump_summary(summary: Summary, checksum: str) -> str:
-    """checksum: of the samples."""
-    body = {**asdict(summary), "samples": checksum}
-    return json.dumps({**body, "digest": _body_digest(body)}, indent=1)
-
-
-def _load_summary(text: str) -> tuple[Summary, str | None]:
-    """With the samples' checksum; None where it was written before there was one. Raises what parsing raises."""
-    body = json.loads(text)
-    checksum = None
-    if "digest" in body:
-        if body.pop("digest") != _body_digest(body):
-            raise ValueError("its digest does not fit")
-        checksum = body.pop("samples")
-    return Summary(**body), checksum
-
-
-def _body_digest(body: dict) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _counted(chunks: Iterator[list[Outcome]], progress: Progress) -> Iterator[Outcome]:

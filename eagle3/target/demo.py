@@ -14,8 +14,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
-from eagle3.console import waiting
-from eagle3.data.cache import replacing_folder
+from eagle3.console import WARNING, waiting
+from eagle3.data.cache import DAMAGE, replacing_folder, sealed, unsealed
 from eagle3.errors import UserError
 from eagle3.target.answers import greedy_answers
 from eagle3.target.demo_training import measure_language_model, train_language_model
@@ -23,6 +23,7 @@ from eagle3.target.demo_training import measure_language_model, train_language_m
 FORMAT = 2  # raise it when this file begins to make another model from the same arguments
 # The chat template spells these out, so that it can be read alone.
 ANSWERS, HELD_OUT_ANSWERS = "answers.jsonl", "held_out_answers.jsonl"
+RECORD = "training.json"
 TURN_START, TURN_END, PADDING = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
@@ -76,7 +77,8 @@ def demo_target(
     The folder holds what `from_pretrained` needs, `training.json`, and, where rows are conversations, the target's own
     greedy answers of at most `answer_tokens` tokens to up to `answers` opening questions of each set (answers.jsonl,
     held_out_answers.jsonl): a draft has to predict what its target says, so it learns from that. Its name is a hash of the
-    rows, the parameters and the libraries' versions, and it appears in one rename, so a killed run leaves nothing half-made.
+    rows, the parameters and the libraries' versions, and it appears in one rename, so a killed run leaves nothing
+    half-made. One that is found is compared with its digests, and made anew where a file does not fit.
     A batch is at most `batch_tokens` tokens with its padding. A conversation's tokens past `context` are cut off, a file is cut
     into pieces; the first `short_steps` see those of `short_context` tokens.
     `report` gets a line now and then. Weights are the same for the same arguments, device and number of threads.
@@ -116,19 +118,53 @@ def demo_target(
     versions = [tokenizers.__version__, torch.__version__, transformers.__version__]
     identity = json.dumps([FORMAT, versions, shape, short_context, training, answering, rows, held_out], sort_keys=True)
     folder = Path(cache_dir).expanduser() / f"demo-target-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
-    cached = (folder / "training.json").is_file()
-    if not cached and not make:
+    damage = "is not there"
+    if (folder / RECORD).is_file():
+        try:
+            return _open(folder, report)
+        except DAMAGE as error:
+            damage = f"is damaged ({error!s:.200})"
+            if make:
+                report(f"{WARNING}the demo target {folder} {damage}; it is made anew")
+    if not make:
         raise UserError(
-            f"model.target: demo: {folder} is not there, and one made anew would not be the target that the draft learnt from; set "
-            "data.cache_dir or model.demo as in training, and use the same Python and packages, or name the target's folder as "
-            "model.target"
+            f"model.target: demo: {folder} {damage}, and one made anew would not be the target that the draft learnt "
+            "from; set data.cache_dir or model.demo as in training, and use the same Python and packages, or name the "
+            "target's folder as model.target"
         )
-    if not cached:
-        # Where another process was faster its model is as good.
-        with replacing_folder(folder, keep=lambda found: (found / "training.json").is_file()) as unfinished:
-            _make(unfinished, rows, held_out, shape, short_context, training, answering, torch.device(device), report)
-    record = json.loads((folder / "training.json").read_text(encoding="utf-8"))
-    return DemoTarget(folder, record["loss"], record["held_out_loss"], record["seconds"], cached)
+    # Where another process was faster its model is as good.
+    with replacing_folder(folder, keep=_is_whole) as unfinished:
+        _make(unfinished, rows, held_out, shape, short_context, training, answering, torch.device(device), report)
+    return _open(folder, report)._replace(cached=False)
+
+
+def _open(folder: Path, report: Callable[[str], None]) -> DemoTarget:
+    """What lies in `folder`, after a look at all of it. Raises one of DAMAGE."""
+    record, checked = unsealed((folder / RECORD).read_text(encoding="utf-8"))
+    if checked != ("files" in record):
+        raise ValueError(f"{RECORD} does not fit its digest")
+    for name, digest in record.get("files", {}).items():
+        if _file_digest(folder / name) != digest:
+            raise ValueError(f"{name} does not fit its digest")
+    if not checked:
+        report(
+            f"{folder}: from before demo targets had digests: whether it is whole cannot be checked; delete it to have "
+            "it made anew"
+        )
+    return DemoTarget(folder, record["loss"], record["held_out_loss"], record["seconds"], cached=True)
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        _open(folder, lambda line: None)
+    except DAMAGE:
+        return False
+    return True
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def demo_shape(
@@ -213,8 +249,9 @@ def _make(
         "held_out_accuracy": accuracy,
         "steps": training["steps"],
         "seconds": seconds,
+        "files": {path.name: _file_digest(path) for path in sorted(folder.iterdir())},
     }
-    (folder / "training.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    (folder / RECORD).write_text(sealed(record), encoding="utf-8")
 
 
 def _spread(conversations: list[dict], count: int) -> list[dict]:
