@@ -15,12 +15,12 @@ def fork_ranks(world: int, work: Callable[[], None]) -> None:
     """Run `work` in `world` processes under the environment that a launcher sets. The first one that fails ends the
     others, and its traceback is raised here. Call it from a script of its own that has imported what `work` needs and has
     neither started threads nor formed process groups."""
-    start_processes(_be, (world, _free_port(), work), nprocs=world, start_method="fork")
+    start_processes(_be, (world, free_port(), work), nprocs=world, start_method="fork")
 
 
 def begin_ranks(world: int, work: Callable[[], None]) -> list:
     """The same, but whoever calls waits for the processes, which are left to themselves."""
-    return start_processes(_be, (world, _free_port(), work), nprocs=world, start_method="fork", join=False).processes
+    return start_processes(_be, (world, free_port(), work), nprocs=world, start_method="fork", join=False).processes
 
 
 def _be(rank: int, world: int, port: int, work: Callable[[], None]) -> None:
@@ -30,7 +30,7 @@ def _be(rank: int, world: int, port: int, work: Callable[[], None]) -> None:
     work()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """Below the ports that a system gives to whoever asks for any: of those, a connection of another job could take it before
     this job does. Never one that this process gave to a job before, which may not have taken it yet."""
     while True:

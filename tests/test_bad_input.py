@@ -7,7 +7,7 @@ import time
 import huggingface_hub
 import pytest
 import torch
-from tiny_run import ROOT, conversations, finish, launch, make_target, write_recipe
+from tiny_run import ROOT, conversations, deepspeed, finish, launch, make_target, write_recipe
 
 from eagle3 import hub
 from eagle3.data.conversations import read_conversations
@@ -453,7 +453,7 @@ def test_a_file_in_the_way_of_the_run_folder_is_named(recipe, topology, resume):
 def test_a_job_of_two_processes_ends_with_one_line_and_without_a_traceback(recipe, tmp_path):
     """The first process finds the mistake while the second waits for it."""
     before, absent = runs(recipe), tmp_path / "absent.jsonl"
-    job = ("deepspeed", "--num_gpus", "2", "--master_port", "29729", "launchers/train.py", "--recipe", str(recipe))
+    job = (*deepspeed(2), "launchers/train.py", "--recipe", str(recipe))
     output = finish(launch(*job, f"data.train=[{absent}]"), code=2)
     errors = [line for line in output.splitlines() if line.startswith("error:")]
     assert errors == [f"error: {absent}: no such file or folder; fix the path in data.train or data.held_out"]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from store_cases import HIDDEN, PROVENANCE, sample, unbind_all
-from tiny_run import finish, launch, make_target, write_recipe
+from tiny_run import deepspeed, finish, launch, make_target, write_recipe
 
 from eagle3.console import Console
 from eagle3.data.capture import ROUND_BATCHES, Wanted, disk_need, prefill_batches, require_disk, wanted_samples
@@ -173,7 +173,7 @@ def test_ranks_that_prefill_long_samples_together_capture_what_one_process_does(
     one, two = tmp_path / "one", tmp_path / "two"
     finish(launch(*command(recipe, one, "hidden_states.prefill_tokens=1000")))
     keys = ("hidden_states.ring=2", "hidden_states.prefill_tokens=40", "hidden_states.codec=lossless")
-    job = ("deepspeed", "--num_gpus", "2", "--master_port", "29719", *command(recipe, two, *keys)[1:])
+    job = (*deepspeed(2), *command(recipe, two, *keys)[1:])
     said = finish(launch(*job))
     assert "this share of 2 is complete" in said
     assert checked(recipe, two, topology, "hidden_states.codec=lossless").problems == []

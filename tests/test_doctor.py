@@ -12,7 +12,7 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from tiny_run import ROOT, finish, launch, make_target, write_recipe
+from tiny_run import ROOT, deepspeed, finish, launch, make_target, write_recipe
 
 from eagle3.errors import SharedUserError
 from eagle3.preflight import bandwidth, machine, places, sameness
@@ -51,7 +51,7 @@ def folder(tmp_path_factory):
 def started(folder):
     """Both at once: they mostly import."""
     options = ("--recipe", str(folder / "recipe.yaml"))
-    sound = launch("deepspeed", "--num_gpus", "2", "--master_port", "29811", "launchers/doctor.py", *options)
+    sound = launch(*deepspeed(2), "launchers/doctor.py", *options)
     worker = str(ROOT / "tests" / "doctor_worker.py")
     flawed = launch("env", "CUDA_VISIBLE_DEVICES=", sys.executable, worker, str(folder))
     yield sound, flawed

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny_run import ROOT, finish, launch
+from tiny_run import ROOT, deepspeed, finish, launch
 
 from eagle3.errors import UserError
 from eagle3.training.golden import read_case, read_tensors, relative_errors, run_case, tolerance
@@ -100,8 +100,7 @@ def test_a_gradient_that_is_absent_misshapen_or_not_finite_is_found(outcomes):
 
 
 def test_two_processes_under_deepspeed_pass_and_write_every_tensor(tmp_path):
-    split = ("deepspeed", "--num_gpus", "2", "--master_port", "29727")
-    said = finish(launch(*split, "launchers/verify.py", "tests/golden/ragged", "--out", str(tmp_path / "out")))
+    said = finish(launch(*deepspeed(2), "launchers/verify.py", "tests/golden/ragged", "--out", str(tmp_path / "out")))
     assert "tests/golden/ragged: passed" in said
     with safe_open(GOLDEN / "ragged" / "expected.safetensors", "pt") as expected:
         written = load_file(tmp_path / "out" / "actual.safetensors")

@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 from sglang_case import capturing_server, cpu_environment, left_in, options, target_behind
-from tiny_run import ROOT, finish, launch, make_target, metrics, write_recipe
+from tiny_run import ROOT, deepspeed, finish, launch, make_target, metrics, write_recipe
 
 from eagle3.data.samples import Sample
 from eagle3.data.spool import Spool, SpoolReader
@@ -135,7 +135,8 @@ def provenance_of(store: Path) -> dict:
 
 def test_live_training_with_ulysses_follows_a_run_from_a_store(case, stored):
     process = launch(
-        *("deepspeed", "--num_gpus", "2", "--master_port", "29643", "launchers/train.py", "--recipe", str(case.recipe)),
+        *deepspeed(2),
+        *("launchers/train.py", "--recipe", str(case.recipe)),
         *(*DEEPSPEED, "parallelism.ulysses=2", f"output.dir={case.folder}/live2", "target.spool_gib=0.0005"),
     )
     finish(process)

@@ -10,8 +10,9 @@ import time
 
 import pytest
 import torch
+from processes import free_port
 from safetensors.torch import load, load_file
-from tiny_run import ROOT, finish, launch, make_target, metrics, write_recipe
+from tiny_run import ROOT, deepspeed, finish, launch, make_target, metrics, write_recipe
 
 from eagle3.errors import UserError
 from eagle3.recipe import load_recipe
@@ -71,9 +72,10 @@ def test_two_processes_and_accumulation_follow_one_process(tmp_path, target, top
     recipe = str(write_recipe(tmp_path, target, training={**SHORT, "loss": loss}))
     train(load_recipe(recipe), ZERO2, topology)
     if loss == "kl":
-        split = ("deepspeed", "--num_gpus", "2", "--master_port", "29713")
+        split = deepspeed(2)
     elif loss == "lk_alpha":
-        split = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29714")
+        ranks = ("--nproc-per-node=2", f"--master-port={free_port()}")
+        split = (sys.executable, "-m", "torch.distributed.run", *ranks)
     else:
         split = (sys.executable,)
     accumulation = "training.accumulation=2"

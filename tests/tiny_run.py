@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 import yaml
+from processes import free_port
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -124,6 +125,11 @@ def launch(*command: str, **options) -> subprocess.Popen:
         start_new_session=True,
         **options,
     )
+
+
+def deepspeed(processes: int) -> tuple[str, ...]:
+    """What starts a launcher script in so many, whatever else runs on this machine."""
+    return "deepspeed", "--num_gpus", str(processes), "--master_port", str(free_port())
 
 
 def finish(process: subprocess.Popen, code: int = 0, timeout: float = 240) -> str:
