@@ -1,5 +1,5 @@
-"""Broken manifests, planted pickles and plain data of another structure in checkpoints, with digests that fit; pickled and
-outward-pointing targets.
+"""Broken manifests, planted pickles and plain data of another structure in checkpoints, with digests that fit; pickled
+and outward-pointing targets.
 
 A payload makes a folder; where that folder appears, planted code ran.
 """

@@ -12,8 +12,8 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 class Board:
     """The events of one start of a run, in a file of `folder`. They are written at once: TensorBoard's own writer is a
-    thread, which prints a traceback where the disk is full. After a write that failed there are no more, and `warn` gets
-    a line."""
+    thread, which prints a traceback where the disk is full. After a write that failed there are no more, and `warn`
+    gets a line."""
 
     def __init__(self, folder: Path, warn: Callable[[str], None]) -> None:
         self.path, self.warn, self.ended = folder / f"events.out.tfevents.{time.time():.6f}.{os.getpid()}", warn, False
@@ -33,6 +33,6 @@ class Board:
         except OSError as error:
             self.ended = True  # a part of this record may be there, and nothing behind it could be read
             self.warn(
-                f"{self.path}: cannot be written ({error.strerror}): TensorBoard's curves end here, those of the report "
-                "go on; free space, or set tracking.tensorboard=false"
+                f"{self.path}: cannot be written ({error.strerror}): TensorBoard's curves end here, those of the "
+                "report go on; free space, or set tracking.tensorboard=false"
             )

@@ -202,8 +202,8 @@ def _finished(folder: Path) -> list[Path]:
 
 
 def _read(engine: DeepSpeedEngine, folder: Path, checkpoint: Path) -> Resumed:
-    """Load `folder`, which is the checkpoint or what it was converted to. Raises UserError on every rank where the files
-    of one hold other data than training writes."""
+    """Load `folder`, which is the checkpoint or what it was converted to. Raises UserError on every rank where the
+    files of one hold other data than training writes."""
 
     def read() -> Resumed:
         try:
@@ -233,8 +233,8 @@ def other_data(checkpoint: Path, error: Exception) -> UserError:
 
 
 def _require_fit(engine: DeepSpeedEngine) -> None:
-    """A look at what DeepSpeed and torch take from a file as it comes and compute with in the next step. Raises whatever
-    comes of it."""
+    """A look at what DeepSpeed and torch take from a file as it comes and compute with in the next step. Raises
+    whatever comes of it."""
     zero, adam = engine.optimizer, engine.optimizer.optimizer
     scaler = vars(zero).get("loss_scaler") or LossScaler(1.0)  # DeepSpeed's optimizer for bf16 has none
     numbers = {
@@ -271,9 +271,9 @@ def _converted(path: Path) -> Iterator[Path]:
         if ended.returncode:
             said = (ended.stderr.strip().splitlines() or ["it said nothing"])[-1]
             raise UserError(
-                f"{path}: cannot be converted for this number of processes ({said}); look whether the disk is full, start "
-                "as many processes as wrote it, with the same parallelism.tensor, or move this folder away, and --resume "
-                "takes the checkpoint before it"
+                f"{path}: cannot be converted for this number of processes ({said}); look whether the disk is full, "
+                "start as many processes as wrote it, with the same parallelism.tensor, or move this folder away, and "
+                "--resume takes the checkpoint before it"
             )
 
     try:
