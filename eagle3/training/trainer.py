@@ -149,7 +149,7 @@ class Trainer:
         step, best = self.steps, self.course.best_step
         if best is not None and best != step and self.checkpoints.load_whole(self.engine, best):
             step = best
-            self.console(f"exporting the best checkpoint, of step {best}")
+            self.console(f"exporting the checkpoint of step {best}: the most accepted drafts held out")
         with waiting(self.console, "exporting the draft"):
             weights = full_weights(self.draft) | {"embedding.weight": self.draft.embedding.weight}
             weights = whole_tensors(weights, self.draft, self.topology.tensor)
