@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jinja2
 from markupsafe import Markup
 
-from eagle3.console import counted, duration
+from eagle3.console import counted, duration, memory_size
 from eagle3.reporting.advice import Advice, advise
 from eagle3.reporting.charts import Absent
 from eagle3.reporting.curves import context_rows, number, rule
@@ -214,10 +214,9 @@ def _memory_table(run: RunRecord) -> Table | None:
     memory = (run.started or {}).get("memory") or {}
     if memory.get("estimate_gib") is None:
         return None
-    rows = [(name, f"{size:.3f}") for name, size in memory["parts_gib"].items()]
-    return Table(
-        "The planner's estimate", ("what a rank holds", "GiB"), [*rows, ("all", f"{memory['estimate_gib']:.3f}")]
-    )
+    parts = memory["parts_gib"] | {"all": memory["estimate_gib"]}
+    rows = [(name, memory_size(gib * 2**30)) for name, gib in parts.items()]
+    return Table("The planner's estimate", ("what a rank holds", "memory"), rows)
 
 
 def _memory_notes(run: RunRecord) -> list[str]:

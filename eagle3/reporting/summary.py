@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from eagle3.console import counted, duration
+from eagle3.console import counted, duration, memory_size
 from eagle3.reporting.curves import mean, number, rule
 from eagle3.reporting.markdown import escaped, one_line
 from eagle3.reporting.record import Record, RunRecord, column, source_name, target_name
@@ -93,8 +93,8 @@ def _ran_on(run: RunRecord) -> dict[str, str]:
         rows["training speed"] = f"{np.nanmedian(speeds):,.0f} tokens/s (median), {duration(pace.seconds)} in steps"
     if np.isfinite(used).any():
         estimate = (started.get("memory") or {}).get("estimate_gib")
-        rows["peak memory, first rank"] = f"{np.nanmax(used):.2f} GiB" + (
-            f" (planner's estimate for the draft {estimate:.2f})" if estimate is not None else ""
+        rows["peak memory, first rank"] = memory_size(np.nanmax(used) * 2**30) + (
+            f" (planner's estimate for the draft {memory_size(estimate * 2**30)})" if estimate is not None else ""
         )
     if machine:
         rows["machine"] = machine["gpu"] or f"{machine['processor']}, {machine['cores']} cores"
