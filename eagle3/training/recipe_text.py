@@ -136,13 +136,15 @@ def refreshed(text: str, recipe: Recipe, facts: TargetFacts, deepspeed_file: Pat
 
 
 def findings(recipe: Recipe, facts: TargetFacts, deepspeed_file: Path) -> str:
-    """Draft, disk and layouts as comment lines, from BEGIN to END."""
+    """Draft, disk and layouts as comment lines, from BEGIN to END: for CONTEXTS, which long ropes reach, or for the context
+    of a target that ends before the first of them."""
     draft = planned(recipe, facts, NODE, deepspeed_file).draft
     encoding = store_encoding(recipe, draft.target_hidden_size, draft.draft_vocab_size)
-    disk = ", ".join(
-        f"{tokens:,} tokens {_whole_gb(1000 * tokens * token_bytes(encoding, 1.0))}" for tokens in CONTEXTS
-    )
     context = facts.context or draft.max_position_embeddings
+    contexts = CONTEXTS if context >= min(CONTEXTS) else (context,)
+    disk = ", ".join(
+        f"{tokens:,} tokens {_whole_gb(1000 * tokens * token_bytes(encoding, 1.0))}" for tokens in contexts
+    )
     lines = [
         f"draft: hidden {draft.hidden_size:,}, MLP {draft.intermediate_size:,}, {draft.num_attention_heads} heads "
         f"({draft.num_key_value_heads} of keys) of {draft.head_dim}, {draft.draft_vocab_size:,} of {draft.vocab_size:,} "
@@ -157,9 +159,11 @@ def findings(recipe: Recipe, facts: TargetFacts, deepspeed_file: Path) -> str:
     beyond = f" (beyond the target's context, {context:,})"
     shown = [line for line in lines for line in textwrap.wrap(line, 116, subsequent_indent="  ")]
     for gpus in GPUS:
-        for tokens in CONTEXTS:
+        for tokens in contexts:
             fitted = _fitting(recipe, facts, gpus, tokens, deepspeed_file)
             shown.append(f"  {gpus:3d} GPUs {tokens:>9,} tokens: {_layout(fitted)}{beyond if tokens > context else ''}")
+        if contexts != CONTEXTS:
+            continue
         largest = longest_of_any_layout(planned(recipe, facts, gpus, deepspeed_file), gpus, 1.0, _usable())
         most = "more than the planner looks for" if largest is None else f"{largest:,} tokens"
         shown.append(f"  {gpus:3d} GPUs at most {most}{beyond if largest is None or largest > context else ''}")
