@@ -23,6 +23,8 @@ def main() -> None:
     check(options)
     try:
         write(options, Console(True, options.quiet))
+    except BrokenPipeError:  # of who reads what is printed
+        raise
     except OSError as error:
         raise UserError(
             f"{error.filename or options.runs[0]}: cannot be written ({error.strerror}); free space, move what is in the way, or "

@@ -35,9 +35,12 @@ class Tile(NamedTuple):
 
 
 class Table(NamedTuple):
+    """note: what stands below it."""
+
     title: str
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
+    note: str = ""
 
 
 def rendered(template: str, **values: Any) -> str:
@@ -73,10 +76,10 @@ def page(run: RunRecord, plots: Sequence[Plot | Absent]) -> str:
     )
 
 
-def comparison(names: Sequence[str], plots: Sequence[Plot], tables: str) -> str:
-    """The page of several runs. tables: Markdown."""
+def comparison(names: Sequence[str], plots: Sequence[Plot], tables: Sequence[Table], markdown: str) -> str:
+    """The page of several runs. markdown: the tables again, to be pasted."""
     charts = [vector(plot) for plot in plots]
-    return rendered("comparison.html", title=", ".join(names), charts=charts, tables=tables)
+    return rendered("comparison.html", title=", ".join(names), charts=charts, tables=tables, markdown=markdown)
 
 
 def _subtitle(run: RunRecord) -> str:

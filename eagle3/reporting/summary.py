@@ -8,6 +8,7 @@ from eagle3.reporting.markdown import escaped, one_line
 from eagle3.reporting.record import Record, RunRecord, column, source_name, target_name
 
 VERSIONS = ("eagle3-recipes", "python", "torch", "deepspeed", "transformers", "sglang")
+WEIGHTED = "weighted sum over TTT steps"
 LAST = 10  # steps over which the last training loss is taken
 
 
@@ -57,12 +58,11 @@ def _layout(started: Record) -> str:
 def _came_of(run: RunRecord) -> dict[str, str]:
     judged, best = run.evaluation or {}, run.exported or {}
     loss, untrained = mean(column(run.train[-LAST:], "loss")), judged.get("untrained")
-    losses = (
-        [f"{loss:.4g} in training (mean of the last {min(LAST, len(run.train))} steps)"] if np.isfinite(loss) else []
-    )
+    rows = {}
+    if np.isfinite(loss):
+        rows[f"loss in training, {WEIGHTED}"] = f"{loss:#.5g} (mean of the last {min(LAST, len(run.train))} steps)"
     if best.get("loss") is not None:
-        losses.append(f"{best['loss']:.4g} held out at step {best['step']:,}")
-    rows = {"loss (weighted sum over TTT steps)": ", ".join(losses)}
+        rows[f"loss held out, {WEIGHTED}"] = f"{best['loss']:#.5g} (at step {best['step']:,})"
     if best:
         rows["accepted drafts, simulated"] = (
             f"{number(best['simulated_acceptance_length'])} held out (the target's own token not counted)"
