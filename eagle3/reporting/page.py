@@ -118,7 +118,11 @@ def _tiles(run: RunRecord) -> list[Tile]:
         ),
         *_speed(judged),
         Tile("Steps", f"{steps:,}", f"of {all_steps:,}" if all_steps else ""),
-        Tile("Tokens", short(pace.tokens), f"{short(pace.supervised)} supervised"),
+        Tile(
+            "Tokens trained on",
+            short(pace.tokens),
+            f"{short(pace.supervised)} supervised, each counted as often as seen",
+        ),
         Tile("Time in steps", duration(pace.seconds), "without measurements, checkpoints and judging"),
     ]
 

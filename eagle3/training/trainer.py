@@ -97,6 +97,10 @@ class Trainer:
         start = self._resume() if resume else 0
         self._require_agreement(start)
         tracker = agreed(self._tracker if self.topology.is_first else None)
+        self.console(
+            f"in step lines loss is the weighted sum over {self.training.ttt_steps} TTT steps; accepted drafts are simulated, "
+            "without the target's own token"
+        )
         pace = Pace(start, self.steps)
         profile = self.training.profile
         profiler = Profiler(self.folder.profile, profile.start, profile.steps) if profile else Profiler.off()
