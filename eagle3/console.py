@@ -261,10 +261,19 @@ def counted(count: int, thing: str) -> str:
 
 
 def data_size(count: float) -> str:
-    """512 bytes, 3.3 MB, 12.4 GB: in powers of 1000."""
-    for size, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if count >= size:
-            return f"{count / size:,.1f} {unit}"
+    """512 bytes, 3.3 MB, 12.4 GB: in powers of 1000, of disks and of what is sent."""
+    return _size(count, 1000, ("kB", "MB", "GB", "TB"))
+
+
+def memory_size(count: float) -> str:
+    """512 bytes, 3.1 MiB, 11.5 GiB: in powers of 1024."""
+    return _size(count, 1024, ("KiB", "MiB", "GiB", "TiB"))
+
+
+def _size(count: float, base: int, units: tuple[str, ...]) -> str:
+    for power in range(len(units), 0, -1):
+        if count >= base**power:
+            return f"{count / base**power:,.1f} {units[power - 1]}"
     return f"{count:.0f} bytes"
 
 

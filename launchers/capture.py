@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eagle3.command_line import RecipeParser, before_imports
-from eagle3.console import Console, is_first_rank, tell
+from eagle3.console import Console, is_first_rank, tell, waiting
 from eagle3.data.store.files import is_url
 from eagle3.errors import SharedUserError, run_command
 from eagle3.preflight.inputs import require_inputs
@@ -57,9 +57,10 @@ def main() -> int:
 def run(recipe: Recipe, options: argparse.Namespace, part: tuple[int, int]) -> int:
     console = Console(is_first_rank(), options.quiet)
     console(f"recipe: {options.recipe}; store: {recipe.hidden_states.path}")
-    before_imports(options.quiet)
-    from eagle3.parallel.topology import FORMING, start_distributed, stop_distributed
-    from eagle3.training.capturing import watched_capture
+    with waiting(console, "loading PyTorch and DeepSpeed"):
+        before_imports(options.quiet)
+        from eagle3.parallel.topology import FORMING, start_distributed, stop_distributed
+        from eagle3.training.capturing import watched_capture
 
     hidden = recipe.hidden_states
     topology = start_distributed(1, hidden.ulysses, hidden.ring, timeout=FORMING, section="hidden_states")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3.command_line import RecipeParser, before_imports
-from eagle3.console import Console, is_first_rank, tell
+from eagle3.console import Console, is_first_rank, tell, waiting
 from eagle3.data.files import KINDS
 from eagle3.durable import replace_text, writing
 from eagle3.errors import UserError, run_command
@@ -39,11 +39,12 @@ def main() -> int:
     console = Console(is_first_rank(), options.quiet)
     console(f"recipe: {options.recipe}; draft: {draft}")
     warn_of_another_target(recipe, draft, console)
-    before_imports(options.quiet)
-    from eagle3.evaluation.acceptance import Sampling
-    from eagle3.parallel.topology import start_distributed, stop_distributed
-    from eagle3.training.assemble import gather_materials
-    from eagle3.training.judging import judge, judge_contexts, judge_served, what_is_measured
+    with waiting(console, "loading PyTorch and transformers"):
+        before_imports(options.quiet)
+        from eagle3.evaluation.acceptance import Sampling
+        from eagle3.parallel.topology import start_distributed, stop_distributed
+        from eagle3.training.assemble import gather_materials
+        from eagle3.training.judging import judge, judge_contexts, judge_served, what_is_measured
 
     topology = start_distributed()
     materials = gather_materials(recipe, topology.device, console, make_target=False)

@@ -39,6 +39,8 @@ def main() -> None:
 
 def write_new(options: argparse.Namespace) -> None:
     before_imports(options.quiet)
+    import torch
+
     from eagle3.target.facts import read_facts
     from eagle3.target.sglang.installed import INSTALL, is_installed
     from eagle3.training.recipe_text import model_size, new_recipe_text
@@ -78,6 +80,11 @@ def write_new(options: argparse.Namespace) -> None:
                 "SGLang is not installed, so the recipe has transformers run the target while training; with SGLang set "
                 "target.backend=sglang and hidden_states.mode=stored"
             )
+    if recipe.training.dtype == "bfloat16" and not torch.cuda.is_available():
+        tell(
+            "training.dtype is bfloat16, for GPUs; this machine has none, and to train here add training.dtype=float32 "
+            "model.target_dtype=float32: bfloat16 is several times slower on CPUs"
+        )
     if not options.quiet:
         tell(f"next: python launchers/prepare.py {out} --preview 2")
 

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from eagle3.command_line import RecipeParser, before_imports
-from eagle3.console import Console, shows_colours, tell
+from eagle3.console import Console, shows_colours, tell, waiting
 from eagle3.errors import run_command
 from eagle3.preflight.inputs import require_inputs
 from eagle3.recipe import load_recipe
@@ -23,13 +23,14 @@ def main() -> None:
     console = Console(speaks=True, quiet=options.quiet)
     console(f"recipe: {options.recipe}")
     require_inputs(recipe)
-    before_imports(options.quiet)
-    import torch
+    with waiting(console, "loading PyTorch and transformers"):
+        before_imports(options.quiet)
+        import torch
 
-    from eagle3.data.prepare import preview
-    from eagle3.data.vocabulary import choose_vocabulary
-    from eagle3.target.checkpoint import target_config
-    from eagle3.training.assemble import drafted_tokens, gather_materials
+        from eagle3.data.prepare import preview
+        from eagle3.data.vocabulary import choose_vocabulary
+        from eagle3.target.checkpoint import target_config
+        from eagle3.training.assemble import drafted_tokens, gather_materials
 
     materials = gather_materials(recipe, torch.device("cuda" if torch.cuda.is_available() else "cpu"), console)
     console.result(f"{len(materials.train):,} training samples, {len(materials.held_out):,} held out")

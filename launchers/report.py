@@ -23,6 +23,8 @@ def main() -> None:
     check(options)
     try:
         write(options, Console(True, options.quiet))
+    except BrokenPipeError:  # of who reads what is printed
+        raise
     except OSError as error:
         raise UserError(
             f"{error.filename or options.runs[0]}: cannot be written ({error.strerror}); free space, move what is in the way, or "
@@ -35,17 +37,21 @@ def write(options: argparse.Namespace, console: Console) -> None:
 
     require_matplotlib()
     if options.compare:
-        from eagle3.reporting.compare import PAGE, read_compared, write_comparison
+        with waiting(console, "drawing the comparison"):
+            from eagle3.reporting.compare import PAGE, read_compared, write_comparison
 
-        compared = read_compared(options.runs, options.names.split(",") if options.names else None)
-        print(write_comparison(compared, options.out))  # as it is, to be copied
+            compared = read_compared(options.runs, options.names.split(",") if options.names else None)
+            tables = write_comparison(compared, options.out)
+        print(tables)  # as it is, to be copied
         console.result(f"comparison: {options.out / PAGE}")
         return
     folder = options.runs[0]
     with waiting(console, "drawing the report"):
         report = write_report(folder)
     console.result(f"report: {report}")
-    console.result(write_model_card(folder))
+    with waiting(console, "writing the model card"):
+        written = write_model_card(folder)
+    console.result(written)
 
 
 def write_model_card(folder: Path) -> str:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from eagle3.command_line import RecipeParser, before_imports
-from eagle3.console import Console, is_first_rank, tell
+from eagle3.console import Console, is_first_rank, tell, waiting
 from eagle3.errors import SharedUserError, UserError, run_command
 from eagle3.preflight.inputs import require_inputs
 from eagle3.recipe import Recipe, dump_recipe, load_recipe
@@ -112,11 +112,12 @@ def run(recipe: Recipe, options: argparse.Namespace, stop: StopSignals) -> int:
         raise SharedUserError(f"{options.deepspeed}: no such file; pass --deepspeed ds_configs/zero2.json")
     if not options.check:
         console(f"recipe: {options.recipe}; output.dir: {recipe.output.dir}")
-    before_imports(options.quiet)
-    from eagle3.parallel.topology import FORMING, start_distributed, stop_distributed
-    from eagle3.reporting.finish import write_up
-    from eagle3.training.layout import check_layout
-    from eagle3.training.run import train
+    with waiting(console, "loading PyTorch and DeepSpeed"):
+        before_imports(options.quiet)
+        from eagle3.parallel.topology import FORMING, start_distributed, stop_distributed
+        from eagle3.reporting.finish import write_up
+        from eagle3.training.layout import check_layout
+        from eagle3.training.run import train
 
     if options.check:
         layout = check_layout(recipe, options.deepspeed, options.check)

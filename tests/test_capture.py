@@ -212,8 +212,8 @@ def test_the_disk_need_is_what_a_store_takes(tmp_path, codec, dtype):
 
 def test_a_disk_that_cannot_hold_the_samples_is_refused_before_the_first(tmp_path):
     huge = [Wanted(None, 0, 10**12, 10**11)] * 3
-    with pytest.raises(UserError, match=r"3 samples take .* GiB more, the disk has .*hidden_states.codec to lossless"):
+    with pytest.raises(UserError, match=r"3 samples take .* TB more, the disk has .*hidden_states.codec to lossless"):
         require_disk(tmp_path, huge, Encoding("none", "bfloat16", 4096))
-    with pytest.raises(UserError, match=r"take about .* GiB more, .*set hidden_states.path to another disk"):
+    with pytest.raises(UserError, match=r"take about .* TB more, .*set hidden_states.path to another disk"):
         require_disk(tmp_path, huge, Encoding("lossless", "bfloat16", 4096))
     assert "free" in require_disk(tmp_path, huge[:0], Encoding("none", "bfloat16", 4096))

@@ -1,13 +1,21 @@
 """Runs beside one another: their courses and acceptance by context in charts and tables, and what cannot be compared."""
 
 import json
+import re
 
 import pytest
 import yaml
 from report_case import by_context, change, write_json, write_run
 
 from eagle3.errors import UserError
-from eagle3.reporting.compare import compared_plots, contexts_table, read_compared, runs_table, write_comparison
+from eagle3.reporting.compare import (
+    compared_plots,
+    contexts_table,
+    in_markdown,
+    read_compared,
+    runs_table,
+    write_comparison,
+)
 from eagle3.reporting.curves import measured_curve
 
 
@@ -28,8 +36,11 @@ def test_runs_are_compared_in_one_table_and_one_chart(report, tmp_path):
     assert all(chart.read_bytes().startswith(b"\x89PNG") for chart in out.glob("*.png"))
     page = (out / "comparison.html").read_text(encoding="utf-8")
     assert page.count("<svg") == len(names) and "seed DIFFERS: 0 (short), 1 (long)" in page
+    assert page.count("<table") == 2 and "<td>2.50 [2.40, 2.60] (300)</td>" in page  # beside the Markdown to paste
     runs = (out / "runs.md").read_text(encoding="utf-8")
-    assert runs in printed and runs.startswith("| | short | long |") and "| steps | 3 of 3 | 3 of 3 |" in runs
+    assert runs in printed and runs.startswith("| run | short | long |") and "| steps | 3 of 3 | 3 of 3 |" in runs
+    (loss,) = re.findall(r"^\| loss in training, weighted sum over TTT steps \| ([\d.]+) \(", runs, re.MULTILINE)
+    assert len(loss.replace(".", "")) == 5
 
 
 def test_the_courses_of_two_runs_are_their_own_numbers_by_step_and_by_supervised_token(tmp_path):
@@ -71,9 +82,9 @@ def test_runs_that_minimise_different_losses_are_compared_with_a_warning(tmp_pat
     recipe["training"]["step_decay"] = 1.0
     other.recipe.write_text(yaml.safe_dump(recipe), encoding="utf-8")
     compared = read_compared([one.path, other.path], None)
-    assert "training.step_decay DIFFERS: 0.8 (one), 1.0 (other)" in runs_table(compared).replace("\\", "")
+    assert "training.step_decay DIFFERS: 0.8 (one), 1.0 (other)" in in_markdown(runs_table(compared)).replace("\\", "")
     assert "NOT the same for all" in compared_plots(compared)[0].about
-    assert "DIFFERS" not in runs_table(compared[:1] * 2)
+    assert "DIFFERS" not in in_markdown(runs_table(compared[:1] * 2))
 
 
 def test_a_runs_name_is_text_in_table_and_chart(report, tmp_path):
@@ -108,11 +119,11 @@ def test_runs_measured_in_different_ways_are_compared_with_a_warning(tmp_path):
     contexts = json.loads(other.by_context.read_text(encoding="utf-8"))["contexts"]
     change(other.by_context, contexts=[contexts[4] | {"interval": None}, contexts[0]])
     compared = read_compared([one.path, other.path], None)
-    written = contexts_table(compared)
+    written = in_markdown(contexts_table(compared))
     assert "temperature DIFFERS: 0.0 (one), 0.8 (other)" in written
     assert "target " not in written  # neither file knows it
     change(one.by_context, target="acme/tiny-8B", seed=3)
-    written = contexts_table(read_compared([one.path, other.path], None))
+    written = in_markdown(contexts_table(read_compared([one.path, other.path], None)))
     assert "target DIFFERS: acme/tiny-8B (one), None (other); " in written
     assert "seed DIFFERS: 3 (one), 0 (other); " in written
     assert "| 1k | 2.80 [2.70, 2.90] (300) | – |" in written and "| 2.70 (300) |" in written

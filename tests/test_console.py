@@ -22,7 +22,9 @@ from eagle3.console import (
     YELLOW,
     Console,
     Progress,
+    data_size,
     fitted,
+    memory_size,
     painted,
     tell_error,
     waiting,
@@ -36,6 +38,15 @@ STEP = (
 )
 PROSE = "recipe: data names demo_answers, but model.target is 'other'; name conversations of yours, or leave them out"
 COLUMNS = 60
+
+
+def test_a_size_has_the_unit_that_fits_it():
+    assert [data_size(size) for size in (512, 36_200, 3.3e6, 12.4e9, 2.4e15)] == [
+        *("512 bytes", "36.2 kB", "3.3 MB", "12.4 GB", "2,400.0 TB")
+    ]
+    assert [memory_size(size) for size in (0, 1023, 1024, 2**20, 2.4 * 2**30)] == [
+        *("0 bytes", "1023 bytes", "1.0 KiB", "1.0 MiB", "2.4 GiB")
+    ]
 
 
 class Clock:

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -71,13 +72,15 @@ def lines_of(call, *arguments, **options) -> list[str]:
     return [line.strip() for line in lines]
 
 
-def test_the_refusal_counts_all_by_reason_and_names_the_first_ten_and_the_remedy(mixed):
+def test_the_refusal_counts_the_most_frequent_reasons_and_names_the_first_ten_and_the_remedy(mixed):
     path, places = mixed
     account, *rows, remedy = lines_of(
         read_conversations, [str(path)], malformed=MalformedRows(setting="data.malformed=drop")
     )
     assert account.startswith(f"{path}: 12 of 24 rows read are malformed (4: not valid JSON, ")
-    assert all(f"{count}: {reason}" in account for reason, count in REASONS.items())
+    frequent, rest = REASONS.most_common(3), 12 - sum(count for _, count in REASONS.most_common(3))
+    assert all(f"{count}: {reason}" in account for reason, count in frequent)
+    assert f", {rest} for {len(REASONS) - 3} other reasons)" in account and len(account) < 300 + len(str(path))
     assert account.endswith("; the first 10 are") and len(rows) == 10
     for line, place, (_, _, said) in zip(rows, places, BROKEN, strict=False):
         assert line.startswith(f"{path}:{place}: ") and said in line, line
@@ -217,7 +220,16 @@ def test_samples_are_those_of_the_readable_rows_and_the_account_counts_the_other
     summary = built.summary
     assert (summary.rows, summary.kept) == (24, 12) and sum(summary.dropped.values()) == 12
     assert summary.dropped["malformed row (unknown role)"] == 1
-    assert f"4 dropped: malformed row (not valid JSON) (first {path}:{places[0]})" in str(summary)
+    assert set(summary.kinds) == set(summary.dropped) and set(summary.kinds.values()) == {"malformed"}
+    assert str(summary).endswith("; 12 dropped")
+    reasons = summary.reasons()
+    assert reasons[0] == f"4 dropped: malformed row (not valid JSON) (first {path}:{places[0]})"
+    assert len(reasons) == len(REASONS) == 9
+    many = replace(summary, dropped=dict.fromkeys("abcdefghijklm", 2), examples=dict.fromkeys("abcdefghijklm", "x:1"))
+    assert many.reasons()[9:] == [
+        "2 dropped: j (first x:1)",
+        "6 for 3 other reasons, which a run lists in run.json and its report",
+    ]
     assert lines_of(prepare_samples, [str(path)], tokenizer, **options)[-1].endswith("data.malformed=drop")
     # The account is of the rows that were read now, also where the samples come from the cache.
     path.write_bytes(path.read_bytes() + b"\n[1]")
@@ -282,8 +294,6 @@ def test_a_recipe_hears_of_both(tmp_path, topology):
     said = []
     materials = gather_materials(load_recipe(recipe, ["data.malformed=drop"]), topology.device, said.append)
     assert len(materials.train) + len(materials.held_out) == 12
-    assert any(
-        "12 of 13 samples" in line and f"1 dropped: malformed row (not an object) (first {data}:13)" in line
-        for line in said
-    )
+    assert any("12 of 13 samples" in line and line.endswith("; 1 dropped") for line in said)
+    assert f"training data: 1 dropped: malformed row (not an object) (first {data}:13)" in said
     assert "warning: training data: 1 answer is empty: only the end of the turn is supervised there" in said

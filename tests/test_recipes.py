@@ -1,6 +1,7 @@
 """Every recipe for a model, against its target's published config: it parses, plans and fits, and what it claims is so."""
 
 import json
+import re
 import runpy
 import shutil
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+import torch
 import yaml
 from tiny_run import ROOT
 from transformers import (
@@ -264,6 +266,16 @@ def test_a_small_target_is_counted_in_millions(new_recipe, tmp_path):
     assert code == 0 and "Qwen3ForCausalLM, 1.7M parameters" in said
     text = out.read_text(encoding="utf-8")
     assert "(1.7M parameters)" in text and "# target: 1.7M parameters, 3.3 MB as stored" in text
+
+
+def test_a_target_of_short_context_is_planned_no_longer_than_that(new_recipe, tmp_path):
+    changed("qwen3-8b", max_position_embeddings=2048)(tmp_path)
+    out = tmp_path / "x.yaml"
+    code, said, _ = new_recipe("--target", tmp_path, "--out", out)
+    assert code == 0 and load_recipe(out).data.max_length == 2048
+    closing = out.read_text(encoding="utf-8").partition(BEGIN)[2]
+    assert re.findall(r" GPUs +([\d,]+) tokens", closing) == ["2,048"] * 2 and "at most" not in closing
+    assert ("training.dtype=float32" in said) == (not torch.cuda.is_available())
 
 
 @pytest.mark.parametrize(

@@ -129,9 +129,7 @@ def test_the_key_numbers_are_there_to_be_pasted(run):
     assert rows["steps"] == "400 of 400" and rows["tokens seen"] == "800k, 320k supervised"
     assert rows["acceptance length"].startswith("2.77 ") and "1.00" in rows["acceptance length"]
     assert rows["decoding speed"].startswith("104.7 tokens/s, 157.9 without the draft: 0.66 times as fast")
-    assert (
-        "own.jsonl" in rows["data"] and "/home" not in text and rows["peak memory, first rank"].startswith("2.40 GiB")
-    )
+    assert "own.jsonl" in rows["data"] and "/home" not in text and rows["peak memory, first rank"].startswith("2.4 GiB")
 
 
 def test_a_run_with_hardly_any_numbers_has_its_summary_too(run):
@@ -374,6 +372,10 @@ def _with_records(run, change_record, *more):
     run.metrics.write_text("".join(json.dumps(record) + "\n" for record in [*records, *more]), encoding="utf-8")
 
 
+def _prepared(truncated=0, **dropped):
+    return {"rows": 1000, "truncated": truncated, **dropped}
+
+
 def _rising(record):
     if record["kind"] == "held_out" and record["step"] == STEPS:
         record["loss"] += 2
@@ -421,6 +423,21 @@ def test_what_looks_wrong_is_told_with_its_number_and_the_key_to_change(run, tro
     assert number in found.finding and key in found.keys
     page = said(run)
     assert found.finding in page.said and f"{key}: " in page.said
+
+
+def test_what_was_left_out_is_answered_by_its_reasons_alone(run):
+    remedies = {
+        "malformed": ("Malformed rows", {"data.malformed"}),
+        "too_long": ("raise the length", {"data.max_length", "data.too_long"}),
+        "unusable": ("nothing to learn from", {"data.unusable", "data.chat_template"}),
+    }
+    for kind, (remedy, keys) in remedies.items():
+        _with_started(run, prepared=_prepared(dropped={"a reason": 60}, kinds={"a reason": kind}))
+        (found,) = advise(read_run(run.path))
+        assert remedy in found.change and set(found.keys) == keys
+    _with_started(run, prepared=_prepared(60, dropped={"a reason": 9}, kinds={"a reason": "malformed"}))
+    (found,) = advise(read_run(run.path))
+    assert {"data.malformed", "data.max_length"} <= set(found.keys) and "unusable" not in found.change
 
 
 def test_malformed_rows_and_empty_answers_stand_in_the_section_on_data(run):

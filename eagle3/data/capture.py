@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from eagle3.console import data_size
 from eagle3.data.samples import Sample, SampleSet
 from eagle3.data.store.codecs import expected_bytes
 from eagle3.data.store.shard import Encoding
@@ -83,10 +84,10 @@ def require_disk(folder: Path, samples: Sequence[Wanted], encoding: Encoding) ->
     if need > free:
         smaller = " hidden_states.codec to lossless or fp8," if encoding.codec == "none" else ""
         raise UserError(
-            f"{folder}: {len(samples):,} samples take {about}{_gib(need)} more, the disk has {_gib(free)}; set{smaller} "
+            f"{folder}: {len(samples):,} samples take {about}{data_size(need)} more, the disk has {data_size(free)}; set{smaller} "
             "hidden_states.path to another disk, or data.max_samples"
         )
-    return f"{about}{_gib(need)} to write, {_gib(free)} free"
+    return f"{about}{data_size(need)} to write, {data_size(free)} free"
 
 
 class Course(Protocol):
@@ -184,7 +185,3 @@ def _rounds(samples: dict[str, Wanted], budget: int) -> Iterator[list[str]]:
         tokens, samples_of = tokens + one.tokens, one.samples
     if members:
         yield members
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:,.1f} GiB" if size >= 2**28 else f"{size / 2**20:,.1f} MiB"

@@ -4,9 +4,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
+from eagle3.console import counted
 from eagle3.errors import UserError
 
-LISTED = 10  # of the malformed rows, in a refusal
+LISTED = 10  # of the malformed rows, in a refusal; of the reasons for which rows were dropped, in a log
+NAMED = 3  # reasons, where they share a line
 
 Row = TypeVar("Row")
 
@@ -59,7 +61,16 @@ class MalformedRows:
 
 
 def by_reason(counts: Counter[str]) -> str:
-    return ", ".join(f"{count:,}: {reason}" for reason, count in counts.most_common())
+    """The most frequent reasons, in one line."""
+    named = counts.most_common(NAMED)
+    told = [f"{count:,}: {reason}" for reason, count in named]
+    return ", ".join(told + others(counts, named))
+
+
+def others(counts: Counter[str], named: list[tuple[str, int]]) -> list[str]:
+    """How many rows have reasons that were not `named`: a text, or none where all were."""
+    left, rows = len(counts) - len(named), counts.total() - sum(count for _, count in named)
+    return [f"{rows:,} for {counted(left, 'other reason')}"] if left else []
 
 
 def first_readable(

@@ -16,7 +16,7 @@ from eagle3.console import GREEN, PLAIN, WARNING, Progress, waiting
 from eagle3.data.cache import DAMAGE, replacing_folder, sealed, unsealed
 from eagle3.data.conversations import Conversation, read_conversations
 from eagle3.data.encode import Encoding, Outcome, Problem, encode_all, split
-from eagle3.data.malformed import MalformedRows
+from eagle3.data.malformed import LISTED, MalformedRows, others
 from eagle3.data.samples import DamagedSamples, Sample, SampleSet
 from eagle3.data.template import Choices, reasoning_key
 from eagle3.errors import UserError
@@ -28,7 +28,8 @@ FORMAT = 2  # of the cached folders, and of what the mask means; a change makes 
 @dataclass(frozen=True)
 class Summary:
     """rows: read; kept, truncated: samples, more than rows where texts are split; tokens, supervised: of the
-    kept ones; dropped: reason -> count; examples: reason -> origin of the first one dropped for it; empty_answers: of the
+    kept ones; dropped: reason -> count; kinds: reason -> "malformed" or the kind of Problem, which a cache from before lacks;
+    examples: reason -> origin of the first one dropped for it; empty_answers: of the
     kept ones, in which nothing is supervised but special tokens and white space, None where a cache from before did not count them;
     cached: taken from the cache."""
 
@@ -38,6 +39,7 @@ class Summary:
     tokens: int
     supervised: int
     dropped: dict[str, int] = field(default_factory=dict)
+    kinds: dict[str, str] = field(default_factory=dict)
     examples: dict[str, str] = field(default_factory=dict)
     empty_answers: int | None = None
     cached: bool = False
@@ -49,6 +51,7 @@ class Summary:
             self,
             rows=self.rows + malformed.counts.total(),
             dropped={named[reason]: count for reason, count in malformed.counts.most_common()} | self.dropped,
+            kinds=dict.fromkeys(named.values(), "malformed") | self.kinds,
             examples={named[reason]: origin for reason, origin in malformed.examples.items()} | self.examples,
         )
 
@@ -56,11 +59,16 @@ class Summary:
         were_split = self.kept > self.rows - sum(self.dropped.values())
         were = f"samples from {self.rows:,} texts" if were_split else f"of {self.rows:,} samples"
         parts = [f"{self.kept:,} {were}, {self.tokens:,} tokens, {self.supervised:,} supervised"]
-        parts += [
-            f"{count:,} dropped: {reason} (first {self.examples[reason]})" for reason, count in self.dropped.items()
-        ]
+        parts += [f"{sum(self.dropped.values()):,} dropped"] if self.dropped else []
         parts += [f"{self.truncated:,} truncated"] if self.truncated else []
         return "; ".join(parts) + (" (cached)" if self.cached else "")
+
+    def reasons(self) -> list[str]:
+        """Why rows were dropped, the most frequent first: a line for each of the first LISTED reasons, one for the others."""
+        counts = Counter(self.dropped)
+        named = counts.most_common(LISTED)
+        lines = [f"{count:,} dropped: {reason} (first {self.examples[reason]})" for reason, count in named]
+        return lines + [f"{left}, which a run lists in run.json and its report" for left in others(counts, named)]
 
 
 class Prepared(NamedTuple):
@@ -132,6 +140,7 @@ def prepare_samples(
         tokens=sum(len(ids) for ids, _ in samples),
         supervised=sum(int(loss_mask.sum()) for _, loss_mask in samples),
         dropped=dict(dropped),
+        kinds={problem.reason: problem.kind for _, problem in problems},
         examples={problem.reason: origin for origin, problem in reversed(problems)},
         empty_answers=sum(outcome.empty_answers for outcome in kept),
     )

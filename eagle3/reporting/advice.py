@@ -1,5 +1,6 @@
 """What looks wrong in a run, each with the number that shows it and the recipe key that changes it."""
 
+from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -23,6 +24,29 @@ class Advice(NamedTuple):
     finding: str
     change: str
     keys: tuple[str, ...]
+
+
+class Remedy(NamedTuple):
+    """As in Advice."""
+
+    change: str
+    keys: tuple[str, ...]
+
+
+# By the kind of the reason for which rows are left out; None: of a run that does not tell.
+LEFT_OUT = {
+    "malformed": Remedy("Malformed rows: correct them, by the reasons under Data.", ("data.malformed",)),
+    "too_large": Remedy("Rows that are too large: cut each into several.", ("data.malformed", "data.too_long")),
+    "too_long": Remedy(
+        "Rows that are too long: raise the length, for a draft for long contexts needs them.",
+        ("data.max_length", "data.too_long"),
+    ),
+    "unusable": Remedy(
+        "Rows with nothing to learn from: look at the reasons under Data, and at the chat template.",
+        ("data.unusable", "data.chat_template"),
+    ),
+    None: Remedy("See the reasons under Data.", ("data.malformed", "data.unusable", "data.too_long")),
+}
 
 
 def advise(run: RunRecord) -> list[Advice]:
@@ -104,11 +128,13 @@ def _left_out(run: RunRecord) -> Advice | None:
     dropped, truncated = sum(read["dropped"].values()), read["truncated"]
     if dropped + truncated <= MOST_LEFT_OUT * read["rows"]:
         return None
+    counts = Counter({"too_long": truncated})
+    for reason, count in read["dropped"].items():
+        counts[(read.get("kinds") or {}).get(reason)] += count
+    met = [LEFT_OUT[kind] for kind in LEFT_OUT if counts[kind]]
     finding = f"Of {read['rows']:,} rows {dropped:,} were dropped and {truncated:,} truncated."
-    change = (
-        "Long ones are those that a draft for long contexts needs: raise the length, or mend what could not be used."
-    )
-    return Advice(finding, change, ("data.max_length", "data.too_long", "data.unusable", "data.malformed"))
+    keys = dict.fromkeys(key for each in met for key in each.keys)
+    return Advice(finding, " ".join(each.change for each in met), tuple(keys))
 
 
 def _overfitted(run: RunRecord) -> Advice | None:

@@ -189,7 +189,10 @@ def _positions(run: RunRecord) -> Plot | Absent:
     told = "; ".join(f"{each.label} {', '.join(f'{share:.2f}' for share in each.y)}" for each in series)
     places = np.arange(1, max(len(each.y) for each in series) + 1)
     axis = Axis("draft position", 0.8, places[-1] + 0.2, [(float(n), str(n)) for n in places], lambda n: f"{n:.0f}")
-    about = "Share of the verifications that accepted a draft and all before it. Their sum is the accepted drafts a verification."
+    about = (
+        "Share of the verifications that accepted a draft and all before it. Their sum is the accepted drafts a verification. "
+        "Simulated: over held-out samples as they are written; real: in the target's own continuations, of fewer conversations."
+    )
     return Plot(name, title, about, f"{title}, from the first: {told}.", axis, share_axis("of verifications"), series)
 
 

@@ -11,8 +11,8 @@ from eagle3.errors import UserError
 from eagle3.reporting.charts import ABOUT_ACCEPTED, about_loss, contexts_plot, curve_series, loss_label
 from eagle3.reporting.curves import measured_curve, tokens_label, told_curve
 from eagle3.reporting.drawing import png
-from eagle3.reporting.markdown import escaped
-from eagle3.reporting.page import comparison
+from eagle3.reporting.markdown import Markdown, escaped
+from eagle3.reporting.page import Table, comparison
 from eagle3.reporting.plot import COLOURS, Colour, Plot, Series, count_axis, number_axis, step_axis, thinned
 from eagle3.reporting.record import Record, RunRecord, column, read_run
 from eagle3.reporting.summary import summary_rows
@@ -72,18 +72,27 @@ def read_compared(folders: Sequence[Path], names: Sequence[str] | None) -> list[
     return [Compared(name, read_run(folder)) for name, folder in zip(names, folders, strict=True)]
 
 
-def runs_table(compared: Sequence[Compared]) -> str:
-    """Markdown: the key numbers, a column a run; and a line of what else was not the same for all."""
+def in_markdown(table: Table) -> str:
+    """With its note below."""
+    lines = [
+        "| " + " | ".join(map(escaped, table.head)) + " |",
+        "|---" * len(table.head) + "|",
+        *("| " + " | ".join(map(escaped, row)) + " |" for row in table.rows),
+    ]
+    return "\n".join([*lines, *(["", escaped(table.note)] if table.note else [])]) + "\n"
+
+
+def runs_table(compared: Sequence[Compared]) -> Table:
+    """The key numbers, a column a run; noted is what else was not the same for all."""
     rows = [summary_rows(each.run) for each in compared]
     names = list(dict.fromkeys(name for of_run in rows for name in of_run))
-    lines = [
-        "| | " + " | ".join(escaped(each.name) for each in compared) + " |",
-        "|---|" + "---|" * len(compared),
-        *(f"| {name} | " + " | ".join(escaped(of_run.get(name, "–")) for of_run in rows) + " |" for name in names),
-    ]
-    if told := differing(compared, {key: [each.run.key(key) for each in compared] for key in DECISIVE}):
-        lines += ["", "Not the same for all, so compare with care: " + escaped("; ".join(told)) + "."]
-    return "\n".join(lines) + "\n"
+    told = differing(compared, {key: [each.run.key(key) for each in compared] for key in DECISIVE})
+    return Table(
+        "Runs",
+        ["run", *(each.name for each in compared)],
+        [[name, *(of_run.get(name, "–") for of_run in rows)] for name in names],
+        f"Not the same for all, so compare with care: {'; '.join(told)}." if told else "",
+    )
 
 
 def differing(compared: Sequence[Compared], values: dict[str, Sequence[Any]]) -> list[str]:
@@ -95,29 +104,21 @@ def differing(compared: Sequence[Compared], values: dict[str, Sequence[Any]]) ->
     ]
 
 
-def contexts_table(compared: Sequence[Compared]) -> str:
-    """Markdown, of runs that were measured: a row a context, a column a run, with 95% intervals and the number of verifications;
-    and a line of how, with a warning where runs were measured differently."""
+def contexts_table(compared: Sequence[Compared]) -> Table:
+    """Of runs that were measured: a row a context, a column a run, with 95% intervals and the number of verifications; noted is
+    how, with a warning where runs were measured differently."""
     rows = {each.name: {row["context"]: row for row in each.found["contexts"]} for each in compared}
     contexts = sorted({context for of_run in rows.values() for context in of_run})
     values = {name: [_condition(each.found, name) for each in compared] for name in CONDITIONS}
     known = {name: found for name, found in values.items() if set(found) != {None}}  # None: files of an earlier version
     same = [f"{name} {found[0]}" for name, found in known.items() if len(set(found)) == 1]
-    lines = [
-        "| context | " + " | ".join(escaped(each.name) for each in compared) + " |",
-        "|---:|" + "---|" * len(compared),
-        *(
-            f"| {tokens_label(context)} | "
-            + " | ".join(_cell(rows[each.name].get(context)) for each in compared)
-            + " |"
-            for context in contexts
-        ),
-        "",
-        "Acceptance length, in tokens a verification [95% interval] (verifications). "
-        + escaped("; ".join([*differing(compared, known), *same]))
-        + ".",
-    ]
-    return "\n".join(lines) + "\n"
+    return Table(
+        "Acceptance length by context",
+        ["context", *(each.name for each in compared)],
+        [[tokens_label(each), *(_cell(of_run.get(each)) for of_run in rows.values())] for each in contexts],
+        "Acceptance length, in tokens a verification, with its 95% interval and the number of verifications. "
+        f"{'; '.join([*differing(compared, known), *same])}.",
+    )
 
 
 def _cell(row: Record | None) -> str:
@@ -125,7 +126,7 @@ def _cell(row: Record | None) -> str:
         return "–"
     low, high = row.get("interval") or (None, None)
     interval = "" if low is None or high is None else f" [{low:.2f}, {high:.2f}]"
-    return f"{row['acceptance_length']:.2f}{interval} ({row['verifications']:,})"
+    return Markdown(f"{row['acceptance_length']:.2f}{interval} ({row['verifications']:,})")  # its brackets make no link
 
 
 def _condition(found: Record, name: str) -> Any:
@@ -213,16 +214,17 @@ def write_comparison(compared: Sequence[Compared], out: Path) -> str:
     except OSError as error:
         raise UserError(f"--out {out}: cannot be made ({error.strerror}); name another folder") from error
     plots, measured = compared_plots(compared), [each for each in compared if each.found]
-    runs, contexts = runs_table(compared), contexts_table(measured) if measured else ""
+    tables = [runs_table(compared), *([contexts_table(measured)] if measured else [])]
+    runs, *contexts = map(in_markdown, tables)
     for plot in plots:
         write_bytes(out / f"{plot.name}.png", png(plot, WIDE))
     write_text(out / RUNS, runs)
-    if measured:
-        write_text(out / f"{CONTEXTS}.md", contexts)
-    tables = [runs, contexts] if measured else [runs]
+    for text in contexts:
+        write_text(out / f"{CONTEXTS}.md", text)
+    written = [runs, *contexts]
     if unmeasured := [each.name for each in compared if not each.found]:
         names = ", ".join(map(escaped, unmeasured))
-        tables.append(f"No acceptance by context of {names}: launchers/evaluate.py --by-context measures it.\n")
-    written = "\n".join(tables)
-    write_text(out / PAGE, comparison([each.name for each in compared], plots, written))
-    return written
+        written.append(f"No acceptance by context of {names}: launchers/evaluate.py --by-context measures it.\n")
+    markdown = "\n".join(written)
+    write_text(out / PAGE, comparison([each.name for each in compared], plots, tables, markdown))
+    return markdown

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jinja2
 from markupsafe import Markup
 
-from eagle3.console import counted, duration
+from eagle3.console import counted, duration, memory_size
 from eagle3.reporting.advice import Advice, advise
 from eagle3.reporting.charts import Absent
 from eagle3.reporting.curves import context_rows, number, rule
@@ -35,9 +35,12 @@ class Tile(NamedTuple):
 
 
 class Table(NamedTuple):
+    """note: what stands below it."""
+
     title: str
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
+    note: str = ""
 
 
 def rendered(template: str, **values: Any) -> str:
@@ -73,10 +76,10 @@ def page(run: RunRecord, plots: Sequence[Plot | Absent]) -> str:
     )
 
 
-def comparison(names: Sequence[str], plots: Sequence[Plot], tables: str) -> str:
-    """The page of several runs. tables: Markdown."""
+def comparison(names: Sequence[str], plots: Sequence[Plot], tables: Sequence[Table], markdown: str) -> str:
+    """The page of several runs. markdown: the tables again, to be pasted."""
     charts = [vector(plot) for plot in plots]
-    return rendered("comparison.html", title=", ".join(names), charts=charts, tables=tables)
+    return rendered("comparison.html", title=", ".join(names), charts=charts, tables=tables, markdown=markdown)
 
 
 def _subtitle(run: RunRecord) -> str:
@@ -115,7 +118,11 @@ def _tiles(run: RunRecord) -> list[Tile]:
         ),
         *_speed(judged),
         Tile("Steps", f"{steps:,}", f"of {all_steps:,}" if all_steps else ""),
-        Tile("Tokens", short(pace.tokens), f"{short(pace.supervised)} supervised"),
+        Tile(
+            "Tokens trained on",
+            short(pace.tokens),
+            f"{short(pace.supervised)} supervised, each counted as often as seen",
+        ),
         Tile("Time in steps", duration(pace.seconds), "without measurements, checkpoints and judging"),
     ]
 
@@ -214,10 +221,9 @@ def _memory_table(run: RunRecord) -> Table | None:
     memory = (run.started or {}).get("memory") or {}
     if memory.get("estimate_gib") is None:
         return None
-    rows = [(name, f"{size:.3f}") for name, size in memory["parts_gib"].items()]
-    return Table(
-        "The planner's estimate", ("what a rank holds", "GiB"), [*rows, ("all", f"{memory['estimate_gib']:.3f}")]
-    )
+    parts = memory["parts_gib"] | {"all": memory["estimate_gib"]}
+    rows = [(name, memory_size(gib * 2**30)) for name, gib in parts.items()]
+    return Table("The planner's estimate", ("what a rank holds", "memory"), rows)
 
 
 def _memory_notes(run: RunRecord) -> list[str]:

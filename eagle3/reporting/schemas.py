@@ -125,6 +125,7 @@ class Prepared(BaseModel):
     rows: Count
     truncated: Count
     dropped: dict[str, Count]
+    kinds: dict[str, str] = {}  # of each reason; older runs have none
     empty_answers: Count | None = None  # not counted
 
 

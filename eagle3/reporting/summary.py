@@ -2,12 +2,13 @@
 
 import numpy as np
 
-from eagle3.console import counted, duration
+from eagle3.console import counted, duration, memory_size
 from eagle3.reporting.curves import mean, number, rule
 from eagle3.reporting.markdown import escaped, one_line
 from eagle3.reporting.record import Record, RunRecord, column, source_name, target_name
 
 VERSIONS = ("eagle3-recipes", "python", "torch", "deepspeed", "transformers", "sglang")
+WEIGHTED = "weighted sum over TTT steps"
 LAST = 10  # steps over which the last training loss is taken
 
 
@@ -57,12 +58,11 @@ def _layout(started: Record) -> str:
 def _came_of(run: RunRecord) -> dict[str, str]:
     judged, best = run.evaluation or {}, run.exported or {}
     loss, untrained = mean(column(run.train[-LAST:], "loss")), judged.get("untrained")
-    losses = (
-        [f"{loss:.4g} in training (mean of the last {min(LAST, len(run.train))} steps)"] if np.isfinite(loss) else []
-    )
+    rows = {}
+    if np.isfinite(loss):
+        rows[f"loss in training, {WEIGHTED}"] = f"{loss:#.5g} (mean of the last {min(LAST, len(run.train))} steps)"
     if best.get("loss") is not None:
-        losses.append(f"{best['loss']:.4g} held out at step {best['step']:,}")
-    rows = {"loss (weighted sum over TTT steps)": ", ".join(losses)}
+        rows[f"loss held out, {WEIGHTED}"] = f"{best['loss']:#.5g} (at step {best['step']:,})"
     if best:
         rows["accepted drafts, simulated"] = (
             f"{number(best['simulated_acceptance_length'])} held out (the target's own token not counted)"
@@ -93,8 +93,8 @@ def _ran_on(run: RunRecord) -> dict[str, str]:
         rows["training speed"] = f"{np.nanmedian(speeds):,.0f} tokens/s (median), {duration(pace.seconds)} in steps"
     if np.isfinite(used).any():
         estimate = (started.get("memory") or {}).get("estimate_gib")
-        rows["peak memory, first rank"] = f"{np.nanmax(used):.2f} GiB" + (
-            f" (planner's estimate for the draft {estimate:.2f})" if estimate is not None else ""
+        rows["peak memory, first rank"] = memory_size(np.nanmax(used) * 2**30) + (
+            f" (planner's estimate for the draft {memory_size(estimate * 2**30)})" if estimate is not None else ""
         )
     if machine:
         rows["machine"] = machine["gpu"] or f"{machine['processor']}, {machine['cores']} cores"

@@ -100,6 +100,8 @@ def _gather(recipe: Recipe, device: torch.device, say: Say, make_target: bool) -
             choices=choices_of(recipe),
         )
         say(f"{what}: {prepared.summary}")
+        for reason in prepared.summary.reasons():
+            say(f"{what}: {reason}")
         if count := prepared.summary.empty_answers:
             verb = "is" if count == 1 else "are"
             say(

@@ -134,8 +134,8 @@ def _histogram(lengths: np.ndarray) -> dict[str, list[float]] | None:
 
 
 def _prepared(summary: Summary | None) -> dict[str, Any] | None:
-    """What was read, left out and truncated, and how many answers are empty (None: not counted)."""
-    names = ("rows", "kept", "truncated", "dropped", "empty_answers")
+    """What was read, left out (and by which kind of reason) and truncated, and how many answers are empty (None: not counted)."""
+    names = ("rows", "kept", "truncated", "dropped", "kinds", "empty_answers")
     return summary and {name: getattr(summary, name) for name in names}
 
 

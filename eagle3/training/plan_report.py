@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from eagle3.console import data_size
 from eagle3.costs import Machine, sent_bytes, step_flops, step_seconds
 from eagle3.data.capture import token_bytes
 from eagle3.fitting import MOST_TOKENS, RESERVED, Stream, best_layout, longest_context, variants
@@ -74,11 +75,18 @@ def written(report: dict) -> str:
         f"({draft['num_key_value_heads']} of keys) of {draft['head_dim']}, draft vocabulary {draft['draft_vocab_size']}",
         f"stream: {stream['tokens']:,} tokens ({of}{stream['supervised']:.0%} supervised)",
         f"layout: {in_words(layout)}",
-        "memory of a rank, GB:",
-        *(f"  {name:20s} {size / gb:9.2f}" for name, size in memory.items() if name not in ("all", "usable") and size),
-        f"  {'all':20s} {memory['all'] / gb:9.2f}  of {memory['usable'] / gb:.1f} usable "
+        "memory of a rank:",
+        *(
+            f"  {name:20s} {data_size(size):>11s}"
+            for name, size in memory.items()
+            if name not in ("all", "usable") and size
+        ),
+        f"  {'all':20s} {data_size(memory['all']):>11s}  of {data_size(memory['usable'])} usable "
         f"({RESERVED:.0%} kept for CUDA, NCCL and the allocator)",
-        *([f"  on the host, pinned    {report['host_memory'] / gb:9.2f}  up to twice that: powers of two"] * streamed),
+        *(
+            [f"  {'on the host, pinned':20s} {data_size(report['host_memory']):>11s}  up to twice that: powers of two"]
+            * streamed
+        ),
         FITS if report["fits"] else DOES_NOT_FIT,
         "largest context of this layout, tokens of one document:",
         *(
@@ -93,7 +101,7 @@ def written(report: dict) -> str:
         )
     else:
         lines.append(
-            f"least GPU time a token: {in_words(best)}; {best['memory'] / gb:.1f} GB a rank, streams of "
+            f"least GPU time a token: {in_words(best)}; {data_size(best['memory'])} a rank, streams of "
             f"{best['tokens']:,} tokens"
         )
         lines.append("  " + overrides(best))
@@ -101,13 +109,13 @@ def written(report: dict) -> str:
     per_token = on_disk["prompt"] + stream["supervised"] * (on_disk["supervised"] - on_disk["prompt"])
     lines += [
         f"a rank's step: {step['model_flops'] / 1e12:,.1f} model TFLOPs, {step['executed_flops'] / 1e12:,.1f} with what "
-        f"is recomputed; {step['sent'] / gb:,.2f} GB sent (ZeRO's reduction of gradients, once an optimiser step, apart)",
+        f"is recomputed; {data_size(step['sent'])} sent (ZeRO's reduction of gradients, once an optimiser step, apart)",
         f"  about {step['seconds']:,.2f} s, assuming {assumed['utilisation']:.0%} of {assumed['flops'] / 1e12:,.0f} "
         f"TFLOP/s, {assumed['near'] / gb:,.0f} GB/s in a node and {assumed['far'] / gb:,.0f} GB/s out of it, nothing "
         "overlapped, data there (an assumption, not a measurement)",
         f"hidden states on disk (hidden_states.codec {report['codec']}): {on_disk['supervised']:,} bytes a supervised token, "
-        f"{on_disk['prompt']:,} a prompt token; {per_token * 1e9 / 1e12:,.1f} TB a billion tokens as supervised as this "
-        f"stream's, {per_token * stream['tokens'] / gb:,.2f} GB this stream",
+        f"{on_disk['prompt']:,} a prompt token; {data_size(per_token * 1e9)} a billion tokens as supervised as this "
+        f"stream's, {data_size(per_token * stream['tokens'])} this stream",
         "live hidden states: the target's weights and prefill come on top, and with accumulation and memory.inputs=device "
         "the other streams' rows",
     ]

@@ -7,6 +7,7 @@ from typing import get_args
 
 import yaml
 
+from eagle3.console import data_size
 from eagle3.data.capture import token_bytes
 from eagle3.draft.config import DraftConfig
 from eagle3.errors import UserError
@@ -112,8 +113,9 @@ def model_size(parameters: int) -> str:
     return f"{parameters / 1e9:,.0f}B parameters" if parameters >= 1e9 else f"{parameters / 1e6:,.1f}M parameters"
 
 
-def _stored(size: int) -> str:
-    return f"{size / 1e9:,.0f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
+def _whole_gb(size: float) -> str:
+    """Estimates, whose fractions of a GB say nothing."""
+    return f"{size / 1e9:,.0f} GB" if size >= 1e9 else data_size(size)
 
 
 def _recipe(values: dict[str, dict]) -> Recipe:
@@ -134,19 +136,21 @@ def refreshed(text: str, recipe: Recipe, facts: TargetFacts, deepspeed_file: Pat
 
 
 def findings(recipe: Recipe, facts: TargetFacts, deepspeed_file: Path) -> str:
-    """Draft, disk and layouts as comment lines, from BEGIN to END."""
+    """Draft, disk and layouts as comment lines, from BEGIN to END: for CONTEXTS, which long ropes reach, or for the context
+    of a target that ends before the first of them."""
     draft = planned(recipe, facts, NODE, deepspeed_file).draft
     encoding = store_encoding(recipe, draft.target_hidden_size, draft.draft_vocab_size)
-    disk = ", ".join(
-        f"{tokens:,} tokens {1000 * tokens * token_bytes(encoding, 1.0) / 1e9:,.0f} GB" for tokens in CONTEXTS
-    )
     context = facts.context or draft.max_position_embeddings
+    contexts = CONTEXTS if context >= min(CONTEXTS) else (context,)
+    disk = ", ".join(
+        f"{tokens:,} tokens {_whole_gb(1000 * tokens * token_bytes(encoding, 1.0))}" for tokens in contexts
+    )
     lines = [
         f"draft: hidden {draft.hidden_size:,}, MLP {draft.intermediate_size:,}, {draft.num_attention_heads} heads "
         f"({draft.num_key_value_heads} of keys) of {draft.head_dim}, {draft.draft_vocab_size:,} of {draft.vocab_size:,} "
         f"tokens; aux layers {', '.join(map(str, draft.aux_layers))} of {facts.config.num_hidden_layers}; rope "
         f"{rope_in_words(draft)}; context {draft.max_position_embeddings:,}",
-        f"target: {model_size(facts.parameters)}, {_stored(facts.bytes)} as stored: "
+        f"target: {model_size(facts.parameters)}, {_whole_gb(facts.bytes)} as stored: "
         f"{engine_gpus(facts)} GPU{'s' * (engine_gpus(facts) > 1)} of 80 GB",
         f"hidden states of 1,000 samples on disk ({recipe.hidden_states.codec}, all supervised): {disk}",
         f"layouts for GPUs of 80 GB, one sample a stream, all supervised, {recipe.training.ttt_steps} TTT steps, "
@@ -155,9 +159,11 @@ def findings(recipe: Recipe, facts: TargetFacts, deepspeed_file: Path) -> str:
     beyond = f" (beyond the target's context, {context:,})"
     shown = [line for line in lines for line in textwrap.wrap(line, 116, subsequent_indent="  ")]
     for gpus in GPUS:
-        for tokens in CONTEXTS:
+        for tokens in contexts:
             fitted = _fitting(recipe, facts, gpus, tokens, deepspeed_file)
             shown.append(f"  {gpus:3d} GPUs {tokens:>9,} tokens: {_layout(fitted)}{beyond if tokens > context else ''}")
+        if contexts != CONTEXTS:
+            continue
         largest = longest_of_any_layout(planned(recipe, facts, gpus, deepspeed_file), gpus, 1.0, _usable())
         most = "more than the planner looks for" if largest is None else f"{largest:,} tokens"
         shown.append(f"  {gpus:3d} GPUs at most {most}{beyond if largest is None or largest > context else ''}")
@@ -199,7 +205,7 @@ def _layout(fitted: Fitted | None) -> str:
     mode = f" ({fitted.planned.ring_mode})" if sizes.ring > 1 else ""
     return (
         f"ulysses {sizes.ulysses}, ring {sizes.ring}{mode}, data {sizes.data}, recompute {memory.recompute}, inputs on the "
-        f"{fitted.planned.residence}: {fitted.stream.needs(fitted.planned) / 1e9:.0f} GB a rank"
+        f"{fitted.planned.residence}: {_whole_gb(fitted.stream.needs(fitted.planned))} a rank"
     )
 
 

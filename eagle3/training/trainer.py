@@ -98,6 +98,10 @@ class Trainer:
         start = self._resume() if resume else 0
         self._require_agreement(start)
         tracker = agreed(self._tracker if self.topology.is_first else None)
+        self.console(
+            f"in step lines loss is the weighted sum over {self.training.ttt_steps} TTT steps; accepted drafts are simulated, "
+            "without the target's own token"
+        )
         pace = Pace(start, self.steps)
         profile = self.training.profile
         profiler = Profiler(self.folder.profile, profile.start, profile.steps) if profile else Profiler.off()
@@ -150,7 +154,7 @@ class Trainer:
         step, best = self.steps, self.course.best_step
         if best is not None and best != step and self.checkpoints.load_whole(self.engine, best):
             step = best
-            self.console(f"exporting the best checkpoint, of step {best}")
+            self.console(f"exporting the checkpoint of step {best}: the most accepted drafts held out")
         with waiting(self.console, "exporting the draft"):
             weights = full_weights(self.draft) | {"embedding.weight": self.draft.embedding.weight}
             weights = whole_tensors(weights, self.draft, self.topology.tensor)
