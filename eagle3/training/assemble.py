@@ -21,7 +21,7 @@ from eagle3.data.store.folder import Provenance
 from eagle3.data.store.shard import Encoding
 from eagle3.data.template import Choices
 from eagle3.data.vocabulary import DraftVocabulary, choose_vocabulary, coverage, load_vocabulary
-from eagle3.draft.config import DraftConfig, read_draft_config
+from eagle3.draft.config import DraftConfig, drafted_tokens, read_draft_config
 from eagle3.draft.derivation import derive_draft
 from eagle3.draft.interchange import load_weights, read_exported, shard
 from eagle3.draft.model import Eagle3Draft
@@ -34,7 +34,6 @@ from eagle3.target.interface import TargetHead, check_aux_layers, default_aux_la
 from eagle3.target.transformers import TransformersTarget, load_target
 
 Say = Callable[[str], None]
-DRAFTED_TOKENS = 32_000  # as EAGLE3's own drafts have
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,8 @@ def _gather(recipe: Recipe, device: torch.device, say: Say, make_target: bool) -
     template = _read_template(data.chat_template)
     if model.draft.vocabulary is None and model.draft.init_from is None:
         config = target_config(target, revision=model.revision, trust_remote_code=model.trust_remote_code)
-        drafted_tokens(model.draft, config.vocab_size)  # a size that cannot be is said before data are read
+        # a size that cannot be is said before data are read
+        drafted_tokens(model.draft.vocab_size, config.vocab_size)
 
     def prepare(what: str, sources: list[str], most: int | None) -> Prepared:
         prepared = prepare_samples(
@@ -271,7 +271,7 @@ def pick_vocabulary(
             )
         chosen, origin = DraftVocabulary(d2t=exported.d2t, t2d=exported.t2d), str(draft.init_from)
     else:
-        size = drafted_tokens(draft, target_vocab_size)
+        size = drafted_tokens(draft.vocab_size, target_vocab_size)
         chosen, share = choose_vocabulary(materials.train, target_vocab_size, size, say)
         origin = "most frequent"
     if share is None:
@@ -314,18 +314,6 @@ def build_draft(
             )
         load_weights(draft, exported, topology.tensor)
     return draft
-
-
-def drafted_tokens(draft: Draft, target_vocab_size: int) -> int:
-    """The size of a draft vocabulary that is chosen. Raises UserError for one larger than the target's."""
-    if draft.vocab_size is None:
-        return min(DRAFTED_TOKENS, target_vocab_size)
-    if draft.vocab_size > target_vocab_size:
-        raise SharedUserError(
-            f"model.draft.vocab_size: {draft.vocab_size} draft tokens of a target vocabulary of {target_vocab_size}; set it "
-            f"between 1 and {target_vocab_size}"
-        )
-    return draft.vocab_size
 
 
 def draft_config(recipe: Recipe, materials: Materials, vocabulary: DraftVocabulary) -> DraftConfig:
