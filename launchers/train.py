@@ -74,7 +74,9 @@ def resume_apart(words: list[str]) -> list[str]:
         if word == "--resume" and next_word and Path(next_word).is_dir():
             raise UserError(f"--resume {next_word}: takes no folder; output.dir names the run")
         if word == "--resume" and next_word in ("yes", "no"):
-            raise UserError(f"--resume {next_word}: write --resume to continue a run, or --resume auto to continue where there is one")
+            raise UserError(
+                f"--resume {next_word}: write --resume to continue a run, or --resume auto to continue where there is one"
+            )
     return [
         "--resume=yes" if (word, next_word != "auto") == ("--resume", True) else word
         for word, next_word in zip(words, following, strict=True)

@@ -10,7 +10,7 @@ from tiny_run import ROOT
 
 from eagle3.command_line import RecipeParser
 from eagle3.errors import UserError
-from eagle3.recipe import load_recipe
+from eagle3.recipe import OTHER_NAMES, Recipe, keys_of, load_recipe
 
 QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
 LAUNCHERS = sorted((ROOT / "launchers").glob("*.py"))
@@ -53,10 +53,12 @@ def test_without_a_recipe_it_is_the_default(monkeypatch, tmp_path):
         ),
         (("--training.learning_rate=3",), "write training.learning_rate=3"),
         (("--lerning_rate", "3"), "write training.learning_rate=3"),
+        (("--lr", "3"), "write training.learning_rate=3"),
+        (("draft",), "draft is no recipe; did you mean --draft?"),
         (("--dtype",), "write hidden_states.dtype=VALUE or training.dtype=VALUE"),
         (("training.epochs", "3"), "training.epochs has no value; write training.epochs=3"),
         (("--quite",), "'--quite' is no option; did you mean --quiet?"),
-        (("--frobnicate",), "'--frobnicate' is no option; "),
+        (("--frobnicate",), "'--frobnicate' is no option; --help lists the options"),
         (("--draft",), "argument --draft: expected one argument; "),
         (("a.yaml", "b.yaml"), "two recipes, a.yaml and 'b.yaml'; name one"),
     ],
@@ -72,6 +74,11 @@ def test_a_mistyped_word_is_answered_with_what_to_write(words, said):
     ("text", "override", "blamed"),
     [
         ("", "training.epoch=3", "command line: 'training.epoch=3': training.epoch: unknown key"),
+        (
+            "",
+            "training.lr=1",
+            "command line: 'training.lr=1': training.lr: unknown key (value 1); did you mean training.learn",
+        ),
         ("", "training.epochs=-3", "command line: 'training.epochs=-3': training.epochs (value -3): "),
         ("training: {epoch: 3}\n", "training.max_steps=3", "{path}: training.epoch: unknown key"),
         ("training: {epochs: -3}\n", "training.max_steps=3", "{path}: training.epochs (value -3): "),
@@ -83,6 +90,11 @@ def test_a_bad_value_is_blamed_on_the_override_or_on_the_file(tmp_path, text, ov
     with pytest.raises(UserError) as caught:
         load_recipe(path, [override])
     assert str(caught.value).startswith(blamed.format(path=path))
+
+
+def test_other_trainers_names_lead_to_keys_that_are_there():
+    keys = keys_of(Recipe)
+    assert not set(OTHER_NAMES.values()) - set(keys) and not set(OTHER_NAMES) & set(keys)
 
 
 @pytest.mark.parametrize(
