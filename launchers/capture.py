@@ -11,7 +11,7 @@ from eagle3.console import Console, is_first_rank, tell
 from eagle3.data.store.files import is_url
 from eagle3.errors import SharedUserError, run_command
 from eagle3.parallel.sizes import check_sizes
-from eagle3.preflight.inputs import require_inputs
+from eagle3.preflight.inputs import require_inputs, require_servers
 from eagle3.recipe import Recipe, load_recipe
 from eagle3.target.sglang.installed import require_sglang
 from eagle3.training.stopping import RunStopped, StopSignals
@@ -121,8 +121,9 @@ def check(options: argparse.Namespace, recipe: Recipe) -> None:
     hidden, path = recipe.hidden_states, recipe.hidden_states.path
     if path is None and not options.print_server:
         raise SharedUserError(f"{options.recipe}: hidden_states.path is not set; name the folder of the store")
+    captures = not (options.verify or options.print_server)
     require_inputs(recipe)
-    if recipe.target.backend == "sglang" and not (recipe.target.servers or options.verify or options.print_server):
+    if recipe.target.backend == "sglang" and captures and not recipe.target.servers:
         require_sglang("let transformers run the target: target.backend=transformers")
     if is_url(path or "") and (options.bind or not options.verify):
         raise SharedUserError(
@@ -134,6 +135,8 @@ def check(options: argparse.Namespace, recipe: Recipe) -> None:
             "set both to 1, and target.tensor to the GPUs of an engine"
         )
     check_sizes("hidden_states", 1, hidden.ulysses, hidden.ring, int(os.environ.get("WORLD_SIZE", "1")))
+    if captures and is_first_rank() and not Path(path).exists():  # a store may be whole, and then none is asked
+        require_servers(recipe.target.servers)
 
 
 def parse_part(text: str) -> tuple[int, int]:

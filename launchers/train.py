@@ -11,7 +11,7 @@ from eagle3.command_line import RecipeParser, before_imports
 from eagle3.console import Console, is_first_rank, tell
 from eagle3.errors import SharedUserError, UserError, run_command
 from eagle3.parallel.sizes import check_sizes, read_job_size
-from eagle3.preflight.inputs import require_inputs, require_store
+from eagle3.preflight.inputs import require_inputs, require_servers, require_store
 from eagle3.recipe import Recipe, dump_recipe, load_recipe
 from eagle3.training.run_folder import Resume, RunFolder
 from eagle3.training.stopping import RunStopped, StopSignals
@@ -35,7 +35,10 @@ def main() -> int:
         "--stop-code", type=int, default=0, help="exit code where SIGTERM or SIGUSR1 ended the run before its end"
     )
     parser.add_argument(
-        "--check", metavar="NxP", help="check recipe, DeepSpeed file and layout for N nodes of P processes, and stop"
+        "--check",
+        metavar="NxP",
+        help="before training: check recipe, DeepSpeed file and layout for N nodes of P processes, and stop (export.py "
+        "--check is for the draft, after it)",
     )
     parser.add_argument(
         "--print-recipe",
@@ -120,6 +123,8 @@ def run(recipe: Recipe, options: argparse.Namespace, stop: StopSignals) -> int:
         if recipe.hidden_states.mode == "stored":
             require_store(recipe.hidden_states.path)
         continues = folder.check(recipe, resume)
+        if recipe.hidden_states.mode == "live" and not options.check:  # else they may start with the job
+            require_servers(recipe.target.servers)
     if not options.deepspeed.is_file():
         raise SharedUserError(f"{options.deepspeed}: no such file; pass --deepspeed ds_configs/zero2.json")
     if not options.check:

@@ -168,8 +168,12 @@ class DraftConfig:
             raise UserError(
                 f"{origin}: attention_bias and partial_rotary_factor are not supported; use a draft without"
             )
-        if values.get("num_hidden_layers", 1) != 1 or values.get("hidden_act", "silu") != "silu":
-            raise UserError(f"{origin}: only drafts of one layer with hidden_act silu are supported; use such a config")
+        if (layers := values.get("num_hidden_layers", 1)) != 1:
+            raise UserError(
+                f"{origin}: has {shown(layers)} layers, so this is no EAGLE3 draft, which has one; name the export of a run"
+            )
+        if (act := values.get("hidden_act", "silu")) != "silu":
+            raise UserError(f"{origin}: hidden_act is {shown(act)}, and only silu is supported; use a draft with that")
         return cls(
             hidden_size=values["hidden_size"],
             target_hidden_size=values.get("target_hidden_size") or values["hidden_size"],

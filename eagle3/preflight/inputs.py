@@ -5,11 +5,12 @@ from pathlib import Path
 
 from eagle3.data.conversations import require_source
 from eagle3.data.store.files import LocalFiles, is_url, no_store
-from eagle3.draft.config import drafted_tokens
-from eagle3.errors import SharedUserError
+from eagle3.draft.config import drafted_tokens, read_draft_config
+from eagle3.errors import SharedUserError, UserError
 from eagle3.hub import require_target_folder
 from eagle3.parsing import parse_json
 from eagle3.recipe import Model, Recipe
+from eagle3.target.sglang.asking import server_info
 
 
 def inputs_of(recipe: Recipe) -> dict[str, str]:
@@ -49,6 +50,22 @@ def require_store(path: str) -> None:
     """Raises UserError for a folder without a store. What comes from the network, and a damaged store, is said by who opens it."""
     if not is_url(path) and not any(name.endswith(".json") for name in LocalFiles(Path(path)).sizes()):
         raise no_store(path)
+
+
+def require_servers(urls: list[str]) -> None:
+    """Raises UserError for one of target.servers that does not answer. What it captures is asked when the data are known."""
+    for url in urls:
+        server_info(url, "start it as launchers/capture.py --print-server says")
+
+
+def require_export(draft: Path) -> None:
+    """Raises UserError for a folder that, by its config.json, is no exported draft."""
+    if (draft / "config.json").is_file():
+        read_draft_config(draft / "config.json")
+    elif (draft / "export" / "config.json").is_file():
+        raise UserError(f"{draft}: is a run's folder; its draft is in there: --draft {draft / 'export'}")
+    else:
+        raise UserError(f"{draft}: no exported draft here; train first, or name one with --draft")
 
 
 def _require_target(model: Model) -> None:
