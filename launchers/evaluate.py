@@ -46,7 +46,7 @@ def main() -> int:
     from eagle3.training.judging import judge, judge_contexts, judge_served, what_is_measured
 
     topology = start_distributed()
-    materials = gather_materials(recipe, topology.device, console, make_target=False)
+    materials = gather_materials(recipe, topology.device, console, judging=True)
     sampling = Sampling(options.temperature, seed_of(options, recipe))
     if options.by_context:
         by_context = judge_contexts(

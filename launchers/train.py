@@ -109,7 +109,7 @@ def ranks_of(options: argparse.Namespace) -> int:
 def own_command() -> str:
     """That continues this run."""
     words = [word for word in resume_apart(sys.argv) if word not in ("auto", "--resume") and "--resume=" not in word]
-    return shlex.join(["python", *words, "--resume"])
+    return shlex.join(["python", *words, "--resume", "auto"])
 
 
 def run(recipe: Recipe, options: argparse.Namespace, stop: StopSignals) -> int:

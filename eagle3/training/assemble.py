@@ -39,34 +39,36 @@ Say = Callable[[str], None]
 @dataclass(frozen=True)
 class Materials:
     """What a run is made from. target: folder or hub id. chat_template: Jinja source, None for the tokenizer's own.
-    held_out may be empty; then nothing is measured on the way. Summaries: of what was read; None for a held-out part of train."""
+    held_out may be empty; then nothing is measured on the way. Summaries: of what was read; None for what was not, and for a
+    held-out part of train."""
 
     target: str
     tokenizer: PreTrainedTokenizerBase
     chat_template: str | None
     train: SampleSet
     held_out: SampleSet
-    train_summary: Summary
+    train_summary: Summary | None
     held_out_summary: Summary | None
 
 
-def gather_materials(recipe: Recipe, device: torch.device, say: Say, *, make_target: bool = True) -> Materials:
+def gather_materials(recipe: Recipe, device: torch.device, say: Say, *, judging: bool = False) -> Materials:
     """Make or find the target, its tokenizer and the tokenised samples. With several processes the first one on a node
     does the work and the others find it cached.
 
-    make_target: False where only the demo target that a draft learnt from will do. Raises UserError.
+    judging: for a draft that is there. Only the demo target that it learnt from will do, and where the recipe names
+    held-out data, data.train is not read: `train` is then empty. Raises UserError.
     """
     works = not dist.is_initialized() or os.environ.get("LOCAL_RANK", "0") == "0"
-    materials = agreed((lambda: _gather(recipe, device, say, make_target)) if works else None)
-    return materials or _gather(recipe, device, say, make_target)
+    materials = agreed((lambda: _gather(recipe, device, say, judging)) if works else None)
+    return materials or _gather(recipe, device, say, judging)
 
 
-def _gather(recipe: Recipe, device: torch.device, say: Say, make_target: bool) -> Materials:
+def _gather(recipe: Recipe, device: torch.device, say: Say, judging: bool) -> Materials:
     model, data = recipe.model, recipe.data
     words: dict[str, str] = {}  # what data.train and data.held_out may name beside files and datasets
     target = model.target
     if target == "demo":
-        target = str(_demo(recipe, device, say, make_target))
+        target = str(_demo(recipe, device, say, make=not judging))
     answers, held_out_answers = Path(target, ANSWERS), Path(target, HELD_OUT_ANSWERS)
     if answers.is_file():  # a demo target by that name or by its folder
         words = {"demo_answers": str(answers), "demo_answers:held_out": str(held_out_answers)}
@@ -107,7 +109,9 @@ def _gather(recipe: Recipe, device: torch.device, say: Say, make_target: bool) -
             )
         return prepared
 
-    train, summary = prepare("training data", data.train, data.max_samples)
+    train, summary = SampleSet.pack([]), None
+    if not (judging and data.held_out):
+        train, summary = prepare("training data", data.train, data.max_samples)
     if data.held_out:
         held_out, held_out_summary = prepare("held-out data", data.held_out, data.max_held_out)
     else:
