@@ -220,7 +220,7 @@ def running(
 
 def prefill(url: str, documents: Sequence[Any], in_flight: int) -> None:
     """As the client of captures asks, but for the id that a hook would know."""
-    from eagle3.target.sglang.server import ask
+    from eagle3.target.sglang.asking import ask
     from eagle3.target.sglang.version import greedy_request
 
     def one(ids: Any) -> None:

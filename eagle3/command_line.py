@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from eagle3.console import silence_libraries
 from eagle3.errors import SharedUserError, shown
-from eagle3.recipe import Recipe, keys_of
+from eagle3.recipe import OTHER_NAMES, Recipe, keys_of
 
 
 class Parser(argparse.ArgumentParser):
@@ -20,7 +20,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(description=description, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
-        raise SharedUserError(f"command line: {message}; {self.prog} --help lists the options")
+        raise SharedUserError(f"command line: {message}; --help lists the options")
 
 
 class RecipeParser(Parser):
@@ -52,6 +52,8 @@ class RecipeParser(Parser):
         for word in recipes:
             if word in keys_of(Recipe):
                 raise SharedUserError(f"command line: {word} has no value; write {word}={_value_of(word, words)}")
+            if f"--{word}" in self._option_string_actions and not Path(word).exists():
+                raise SharedUserError(f"command line: {word} is no recipe; did you mean --{word}?")
         recipes = [*([options.recipe] if options.recipe else []), *map(Path, recipes)]
         if len(recipes) > 1:
             raise SharedUserError(
@@ -69,6 +71,7 @@ class RecipeParser(Parser):
         for key in keys_of(Recipe):
             for each in {key, key.rpartition(".")[2]}:
                 by_name.setdefault(each, []).append(key)
+        by_name |= {other: [key] for other, key in OTHER_NAMES.items()}
         meant = by_name.get(name) or [key for near in get_close_matches(name, by_name, 1, 0.8) for key in by_name[near]]
         known = [text for action in self._actions for text in action.option_strings]
         near = get_close_matches(option.partition("=")[0], known, 1, 0.8)

@@ -1,12 +1,23 @@
-"""Whether the model hub can be reached, found out in seconds: its client tries again for more than half a minute."""
+"""Whether a target can be where its name says: in a folder that is there, or on a hub that can be reached, found out in
+seconds (its client tries again for more than half a minute)."""
 
 import functools
 import os
 import socket
+from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
+from eagle3.errors import UserError
+
 CONNECT_SECONDS = 5.0
+
+
+def require_target_folder(name: str) -> None:
+    """Raises UserError for the path of a folder that is not there."""
+    looks_like_path = name.startswith(("/", ".", "~")) or name.count("/") > 1
+    if looks_like_path and not Path(name).is_dir():
+        raise UserError(f"target {name!r}: no such folder; name a checkpoint's folder or a hub id in model.target")
 
 
 @functools.cache

@@ -42,6 +42,19 @@ LocalText = Annotated[str, BeforeValidator(_no_url)]
 LocalPath = Annotated[Path, BeforeValidator(_no_url)]
 LARGEST = 1 << 18  # bytes of a recipe's file; YAML's reader takes some ten seconds for as many
 LONGEST_KEY = 100  # characters of a key in an error line
+# What other trainers call some of our keys, where the two names look too different to be matched; for error lines.
+OTHER_NAMES = {
+    "lr": "training.learning_rate",
+    **dict.fromkeys(("batch_size", "train_batch_size"), "training.global_batch_size"),
+    **dict.fromkeys(("num_epochs", "num_train_epochs"), "training.epochs"),
+    **dict.fromkeys(("steps", "num_steps", "total_steps"), "training.max_steps"),
+    **dict.fromkeys(("seq_len", "seq_length", "max_seq_length", "max_len", "max_length"), "data.max_length"),
+    "gradient_accumulation_steps": "training.accumulation",
+    **dict.fromkeys(("grad_clip", "max_grad_norm"), "training.gradient_clipping"),
+    "warmup_ratio": "training.warmup_fraction",
+    "save_steps": "training.checkpoint_every",
+    "output_dir": "output.dir",
+}
 # What transformers' apply_chat_template takes by name, and the template's own loop over messages.
 TEMPLATE_ARGUMENTS = (
     *("messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize"),
@@ -513,8 +526,9 @@ def _explain(where: Path | str, error: dict, remedy: str) -> str:
     key = ".".join(str(part) for part in error["loc"])[:LONGEST_KEY]
     value = shown(error["input"])
     if error["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(key, keys_of(Recipe), n=1, cutoff=0.0)
-        return f"{where}: {key}: unknown key (value {value}); did you mean {near[0]}?"
+        meant = OTHER_NAMES.get(key.rpartition(".")[2])
+        meant = meant or difflib.get_close_matches(key, keys_of(Recipe), n=1, cutoff=0.0)[0]
+        return f"{where}: {key}: unknown key (value {value}); did you mean {meant}?"
     if error["type"] == "missing":
         example = "qwen3-8b" if key.startswith("about") else "quickstart"
         return f"{where}: {key}: missing; add it, see recipes/{example}.yaml"

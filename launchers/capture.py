@@ -1,6 +1,7 @@
 """Write the hidden-state store of a recipe: run the target once over its samples, for train.py in stored mode."""
 
 import argparse
+import os
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,7 +10,8 @@ from eagle3.command_line import RecipeParser, before_imports
 from eagle3.console import Console, is_first_rank, tell, waiting
 from eagle3.data.store.files import is_url
 from eagle3.errors import SharedUserError, run_command
-from eagle3.preflight.inputs import require_inputs
+from eagle3.parallel.sizes import check_sizes
+from eagle3.preflight.inputs import require_inputs, require_servers
 from eagle3.recipe import Recipe, load_recipe
 from eagle3.target.sglang.installed import require_sglang
 from eagle3.training.stopping import RunStopped, StopSignals
@@ -120,8 +122,9 @@ def check(options: argparse.Namespace, recipe: Recipe) -> None:
     hidden, path = recipe.hidden_states, recipe.hidden_states.path
     if path is None and not options.print_server:
         raise SharedUserError(f"{options.recipe}: hidden_states.path is not set; name the folder of the store")
+    captures = not (options.verify or options.print_server)
     require_inputs(recipe)
-    if recipe.target.backend == "sglang" and not (recipe.target.servers or options.verify or options.print_server):
+    if recipe.target.backend == "sglang" and captures and not recipe.target.servers:
         require_sglang("let transformers run the target: target.backend=transformers")
     if is_url(path or "") and (options.bind or not options.verify):
         raise SharedUserError(
@@ -132,6 +135,9 @@ def check(options: argparse.Namespace, recipe: Recipe) -> None:
             f"hidden_states: ulysses {hidden.ulysses} and ring {hidden.ring}, but SGLang prefills long samples by itself; "
             "set both to 1, and target.tensor to the GPUs of an engine"
         )
+    check_sizes("hidden_states", 1, hidden.ulysses, hidden.ring, int(os.environ.get("WORLD_SIZE", "1")))
+    if captures and is_first_rank() and not Path(path).exists():  # a store may be whole, and then none is asked
+        require_servers(recipe.target.servers)
 
 
 def parse_part(text: str) -> tuple[int, int]:

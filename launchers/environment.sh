@@ -91,10 +91,10 @@ await_end() {
     # Again and again, for a rank that has just been started does not hear yet.
     if [[ $stopping ]]; then kill -USR1 -- "$2" 2>/dev/null || true; fi
     sleep 5 >&/dev/null & # a trap that runs just before `wait` does not end it
-    wait -n "$1" "$!" || true
+    wait -n "$1" "$!" 2>/dev/null || true # else bash itself remarks on a process that was killed
   done
   code=0
-  wait "$1" || code=$?
+  wait "$1" 2>/dev/null || code=$?
 }
 
 # Start a DeepSpeed launcher and wait until all its processes have ended; sets `code`. `stopping` as above.

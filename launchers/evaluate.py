@@ -20,7 +20,7 @@ from eagle3.data.files import KINDS
 from eagle3.durable import replace_text, writing
 from eagle3.errors import UserError, run_command
 from eagle3.parsing import parse_json
-from eagle3.preflight.inputs import require_inputs
+from eagle3.preflight.inputs import require_export, require_inputs
 from eagle3.recipe import Recipe, load_recipe
 
 ROOT = Path(__file__).parent.parent
@@ -47,7 +47,7 @@ def main() -> int:
         from eagle3.training.judging import judge, judge_contexts, judge_served, what_is_measured
 
     topology = start_distributed()
-    materials = gather_materials(recipe, topology.device, console, make_target=False)
+    materials = gather_materials(recipe, topology.device, console, judging=True)
     sampling = Sampling(options.temperature, seed_of(options, recipe))
     if options.by_context:
         by_context = judge_contexts(
@@ -179,8 +179,7 @@ def check(options: argparse.Namespace, recipe: Recipe, draft: Path) -> None:
     if options.prompts is not None and not (options.prompts.is_file() and options.prompts.suffix in (*KINDS, ".txt")):
         what = "is no file of such a kind" if options.prompts.exists() else "no such file"
         raise UserError(f"--prompts {options.prompts}: {what}; name a .jsonl, .json, .parquet or .txt file")
-    if not (draft / "config.json").is_file():
-        raise UserError(f"{draft}: no exported draft here; train first, or name one with --draft")
+    require_export(draft)
     if options.engine == "transformers" and (options.topk, options.tree_tokens) != (1, None):
         raise UserError(
             "--topk, --tree-tokens: transformers drafts a chain of evaluation.draft_tokens, no tree; use --engine sglang, or "

@@ -8,6 +8,7 @@ from pathlib import Path
 from eagle3.command_line import RecipeParser
 from eagle3.console import Console, tell, waiting
 from eagle3.errors import UserError, run_command
+from eagle3.preflight.inputs import require_export
 from eagle3.recipe import load_recipe
 
 ROOT = Path(__file__).parent.parent
@@ -16,12 +17,16 @@ ROOT = Path(__file__).parent.parent
 def main() -> None:
     parser = RecipeParser(__doc__, ROOT / "recipes" / "quickstart.yaml")
     parser.add_argument("--draft", type=Path, help="folder of the exported draft (default: output.dir/export)")
-    parser.add_argument("--check", action="store_true", help="check the export")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="load the draft in SGLang's own class, which must take it whole (train.py --check is for the recipe, before "
+        "training)",
+    )
     parser.add_argument("--quiet", action="store_true", help="print only the result")
     options = parser.parse()
     draft = options.draft or load_recipe(options.recipe, options.overrides).output.dir / "export"
-    if not (draft / "config.json").is_file():
-        raise UserError(f"{draft}: no exported draft here; train first, or name one with --draft")
+    require_export(draft)
     if not options.check:
         raise UserError(f"{draft}: say what to do with it: --check")
     # Imported only now: they take seconds, and a mistake should be told at once.

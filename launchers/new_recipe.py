@@ -6,7 +6,9 @@ from pathlib import Path
 from eagle3.command_line import Parser, before_imports
 from eagle3.console import Console, tell, waiting
 from eagle3.errors import UserError, run_command
+from eagle3.hub import require_target_folder
 from eagle3.recipe import Recipe, load_recipe
+from eagle3.target.sglang.installed import INSTALL, is_installed
 
 ROOT = Path(__file__).parent.parent
 TABLE = ("<!-- recipes: begin -->", "<!-- recipes: end -->")
@@ -38,13 +40,6 @@ def main() -> None:
 
 
 def write_new(options: argparse.Namespace) -> None:
-    before_imports(options.quiet)
-    import torch
-
-    from eagle3.target.facts import read_facts
-    from eagle3.target.sglang.installed import INSTALL, is_installed
-    from eagle3.training.recipe_text import model_size, new_recipe_text
-
     if not options.target:
         raise UserError("--out: names the recipe to write; name its target with --target")
     target = options.id or options.target
@@ -53,6 +48,13 @@ def write_new(options: argparse.Namespace) -> None:
         raise UserError(f"{out}: is there already; name another file with --out, or --refresh it")
     if not out.parent.is_dir():
         raise UserError(f"{out}: no such folder as {out.parent}; make it, or name another file with --out")
+    require_target_folder(options.target)
+    before_imports(options.quiet)
+    import torch
+
+    from eagle3.target.facts import read_facts
+    from eagle3.training.recipe_text import model_size, new_recipe_text
+
     with waiting(Console(speaks=True, quiet=options.quiet), f"reading {options.target}"):
         facts = read_facts(options.target, options.revision, options.trust_remote_code)
     model = {"revision": options.revision} if options.revision else {}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from eagle3.command_line import RecipeParser, before_imports
 from eagle3.console import Console, shows_colours, tell, waiting
-from eagle3.errors import run_command
+from eagle3.errors import UserError, run_command
 from eagle3.preflight.inputs import require_inputs
 from eagle3.recipe import load_recipe
 
@@ -19,6 +19,8 @@ def main() -> None:
         "--quiet", action="store_true", help="print only the counts, the vocabulary's coverage, previews and warnings"
     )
     options = parser.parse()
+    if options.preview < 0:
+        raise UserError(f"--preview {options.preview}: a number of samples is 0 or more; give that")
     recipe = load_recipe(options.recipe, options.overrides)
     console = Console(speaks=True, quiet=options.quiet)
     console(f"recipe: {options.recipe}")
@@ -29,14 +31,15 @@ def main() -> None:
 
         from eagle3.data.prepare import preview
         from eagle3.data.vocabulary import choose_vocabulary
+        from eagle3.draft.config import drafted_tokens
         from eagle3.target.checkpoint import target_config
-        from eagle3.training.assemble import drafted_tokens, gather_materials
+        from eagle3.training.assemble import gather_materials
 
     materials = gather_materials(recipe, torch.device("cuda" if torch.cuda.is_available() else "cpu"), console)
     console.result(f"{len(materials.train):,} training samples, {len(materials.held_out):,} held out")
     model = recipe.model
     config = target_config(materials.target, revision=model.revision, trust_remote_code=model.trust_remote_code)
-    drafted = drafted_tokens(model.draft, config.vocab_size)
+    drafted = drafted_tokens(model.draft.vocab_size, config.vocab_size)
     vocabulary, share = choose_vocabulary(materials.train, config.vocab_size, drafted, console)
     console.result(f"a draft vocabulary of {vocabulary.size} covers {share:.2%} of the supervised tokens")
     for index in range(min(options.preview, len(materials.train))):

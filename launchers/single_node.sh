@@ -49,17 +49,21 @@ if [[ $dry_run ]]; then
 fi
 
 stopping='' interrupted='' group=''
-stop() {
-  [[ $stopping ]] || echo "stopping: SIGUSR1 asks the ranks to finish their step, write a checkpoint and end" || true
+stop() { # $1: what came
+  [[ $stopping ]] || echo "$1: SIGUSR1 asks the ranks to finish their step, write a checkpoint and end" || true
   stopping=yes
 }
-trap stop USR1
-# SIGHUP, too: a terminal that closes should not leave the ranks behind.
-trap 'end' TERM HUP
-trap 'interrupted=yes; end' INT
 end() {
-  if [[ $stopping && $group ]]; then kill -KILL -- "-$group"; fi
-  stop
+  if [[ $stopping && $group ]]; then
+    kill -KILL -- "-$group"
+    echo "$1: ended at once; --resume auto continues from the newest checkpoint" || true
+  fi
+  stop "$1"
 }
+trap 'stop SIGUSR1' USR1
+# SIGHUP, too: a terminal that closes should not leave the ranks behind.
+trap 'end SIGTERM' TERM
+trap 'end SIGHUP' HUP
+trap 'interrupted=yes; end Ctrl-C' INT
 # One line: bash reads this file as it goes, and it may have been edited by the time the run ends.
 run_ranks "${command[@]}" && exit "$([[ $interrupted ]] && echo 130 || echo "$code")"

@@ -1,8 +1,8 @@
 """Train an EAGLE3 draft from a recipe, export it, and judge it by real speculative decoding."""
 
 import argparse
+import math
 import os
-import re
 import shlex
 import sys
 from pathlib import Path
@@ -10,7 +10,8 @@ from pathlib import Path
 from eagle3.command_line import RecipeParser, before_imports
 from eagle3.console import Console, is_first_rank, tell, waiting
 from eagle3.errors import SharedUserError, UserError, run_command
-from eagle3.preflight.inputs import require_inputs
+from eagle3.parallel.sizes import check_sizes, read_job_size
+from eagle3.preflight.inputs import require_inputs, require_servers, require_store
 from eagle3.recipe import Recipe, dump_recipe, load_recipe
 from eagle3.training.run_folder import Resume, RunFolder
 from eagle3.training.stopping import RunStopped, StopSignals
@@ -34,7 +35,10 @@ def main() -> int:
         "--stop-code", type=int, default=0, help="exit code where SIGTERM or SIGUSR1 ended the run before its end"
     )
     parser.add_argument(
-        "--check", metavar="NxP", help="check recipe, DeepSpeed file and layout for N nodes of P processes, and stop"
+        "--check",
+        metavar="NxP",
+        help="before training: check recipe, DeepSpeed file and layout for N nodes of P processes, and stop (export.py "
+        "--check is for the draft, after it)",
     )
     parser.add_argument(
         "--print-recipe",
@@ -72,6 +76,10 @@ def resume_apart(words: list[str]) -> list[str]:
     for word, next_word in zip(words, following, strict=True):
         if word == "--resume" and next_word and Path(next_word).is_dir():
             raise UserError(f"--resume {next_word}: takes no folder; output.dir names the run")
+        if word == "--resume" and next_word in ("yes", "no"):
+            raise UserError(
+                f"--resume {next_word}: write --resume to continue a run, or --resume auto to continue where there is one"
+            )
     return [
         "--resume=yes" if (word, next_word != "auto") == ("--resume", True) else word
         for word, next_word in zip(words, following, strict=True)
@@ -81,9 +89,7 @@ def resume_apart(words: list[str]) -> list[str]:
 def for_all_ranks(recipe: Recipe, options: argparse.Namespace) -> Recipe:
     """The default recipe, made for two cores, with a global batch that can be dealt to the job's data-parallel ranks."""
     sizes, batch = recipe.parallelism, recipe.training.global_batch_size
-    found = re.fullmatch(r"(\d+)x(\d+)", options.check or "")
-    ranks = int(found[1]) * int(found[2]) if found else int(os.environ.get("WORLD_SIZE", "1"))
-    streams = ranks // (sizes.tensor * sizes.ulysses * sizes.ring) * recipe.training.accumulation
+    streams = ranks_of(options) // (sizes.tensor * sizes.ulysses * sizes.ring) * recipe.training.accumulation
     chosen = any(word.startswith("training.global_batch_size=") for word in options.overrides)
     if chosen or not streams or batch % streams == 0:
         return recipe
@@ -95,19 +101,30 @@ def for_all_ranks(recipe: Recipe, options: argparse.Namespace) -> Recipe:
     return load_recipe(options.recipe, [*options.overrides, f"training.global_batch_size={raised}"])
 
 
+def ranks_of(options: argparse.Namespace) -> int:
+    """Processes of the job, or of the one that is checked."""
+    return math.prod(read_job_size(options.check)) if options.check else int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def own_command() -> str:
     """That continues this run."""
     words = [word for word in resume_apart(sys.argv) if word not in ("auto", "--resume") and "--resume=" not in word]
-    return shlex.join(["python", *words, "--resume"])
+    return shlex.join(["python", *words, "--resume", "auto"])
 
 
 def run(recipe: Recipe, options: argparse.Namespace, stop: StopSignals) -> int:
     console, resume = Console(is_first_rank(), options.quiet), Resume(options.resume)
+    parallelism = recipe.parallelism
+    check_sizes("parallelism", parallelism.tensor, parallelism.ulysses, parallelism.ring, ranks_of(options))
     folder = RunFolder(recipe.output.dir)
     continues = False
     if is_first_rank():
         require_inputs(recipe)
+        if recipe.hidden_states.mode == "stored":
+            require_store(recipe.hidden_states.path)
         continues = folder.check(recipe, resume)
+        if recipe.hidden_states.mode == "live" and not options.check:  # else they may start with the job
+            require_servers(recipe.target.servers)
     if not options.deepspeed.is_file():
         raise SharedUserError(f"{options.deepspeed}: no such file; pass --deepspeed ds_configs/zero2.json")
     if not options.check:
@@ -128,7 +145,6 @@ def run(recipe: Recipe, options: argparse.Namespace, stop: StopSignals) -> int:
         if not options.quiet:
             tell(f"{layout}; {'continues' if continues else 'begins'} {recipe.output.dir}")
         return 0
-    parallelism = recipe.parallelism
     topology = start_distributed(parallelism.tensor, parallelism.ulysses, parallelism.ring, timeout=FORMING)
     try:
         lossless = train(recipe, options.deepspeed, topology, resume, stop, console, finish=write_up)

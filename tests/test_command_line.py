@@ -10,7 +10,7 @@ from tiny_run import ROOT
 
 from eagle3.command_line import RecipeParser
 from eagle3.errors import UserError
-from eagle3.recipe import load_recipe
+from eagle3.recipe import OTHER_NAMES, Recipe, keys_of, load_recipe
 
 QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
 LAUNCHERS = sorted((ROOT / "launchers").glob("*.py"))
@@ -53,10 +53,12 @@ def test_without_a_recipe_it_is_the_default(monkeypatch, tmp_path):
         ),
         (("--training.learning_rate=3",), "write training.learning_rate=3"),
         (("--lerning_rate", "3"), "write training.learning_rate=3"),
+        (("--lr", "3"), "write training.learning_rate=3"),
+        (("draft",), "draft is no recipe; did you mean --draft?"),
         (("--dtype",), "write hidden_states.dtype=VALUE or training.dtype=VALUE"),
         (("training.epochs", "3"), "training.epochs has no value; write training.epochs=3"),
         (("--quite",), "'--quite' is no option; did you mean --quiet?"),
-        (("--frobnicate",), "'--frobnicate' is no option; "),
+        (("--frobnicate",), "'--frobnicate' is no option; --help lists the options"),
         (("--draft",), "argument --draft: expected one argument; "),
         (("a.yaml", "b.yaml"), "two recipes, a.yaml and 'b.yaml'; name one"),
     ],
@@ -72,6 +74,11 @@ def test_a_mistyped_word_is_answered_with_what_to_write(words, said):
     ("text", "override", "blamed"),
     [
         ("", "training.epoch=3", "command line: 'training.epoch=3': training.epoch: unknown key"),
+        (
+            "",
+            "training.lr=1",
+            "command line: 'training.lr=1': training.lr: unknown key (value 1); did you mean training.learn",
+        ),
         ("", "training.epochs=-3", "command line: 'training.epochs=-3': training.epochs (value -3): "),
         ("training: {epoch: 3}\n", "training.max_steps=3", "{path}: training.epoch: unknown key"),
         ("training: {epochs: -3}\n", "training.max_steps=3", "{path}: training.epochs (value -3): "),
@@ -85,6 +92,11 @@ def test_a_bad_value_is_blamed_on_the_override_or_on_the_file(tmp_path, text, ov
     assert str(caught.value).startswith(blamed.format(path=path))
 
 
+def test_other_trainers_names_lead_to_keys_that_are_there():
+    keys = keys_of(Recipe)
+    assert not set(OTHER_NAMES.values()) - set(keys) and not set(OTHER_NAMES) & set(keys)
+
+
 @pytest.mark.parametrize(
     ("words", "code"),
     [
@@ -92,9 +104,19 @@ def test_a_bad_value_is_blamed_on_the_override_or_on_the_file(tmp_path, text, ov
         *(((path.name, "--frobnicate"), 2) for path in LAUNCHERS),
         (("train.py", "data.train=[absent.jsonl]"), 2),
         (("train.py", "data.chat_template=absent.jinja"), 2),
+        (("train.py", "data.train=[README.md]"), 2),
+        (("train.py", "hidden_states.mode=stored", "hidden_states.path=absent"), 2),
+        (("train.py", "model.target=./absent"), 2),
+        (("train.py", "model.draft.vocab_size=9999"), 2),
+        (("train.py", "parallelism.ulysses=4"), 2),
+        (("train.py", "target.backend=sglang", "target.servers=[http://127.0.0.1:9]"), 2),
         (("train.py", "--deepspeed", "absent.json"), 2),
         (("train.py", "output.dir=setup.cfg"), 2),
         (("capture.py", "target.backend=sglang", "hidden_states.path=absent", "data.train=[absent.jsonl]"), 2),
+        (("capture.py", "hidden_states.path=absent", "hidden_states.ring=2"), 2),
+        (("evaluate.py", "--draft", "tests/families/qwen3-8b"), 2),
+        (("new_recipe.py", "--target", "acme/model", "--out", "README.md"), 2),
+        (("new_recipe.py", "--target", "./absent", "--out", "absent.yaml"), 2),
         (("verify.py", "absent"), 2),
     ],
     ids=lambda words: " ".join(words) if isinstance(words, tuple) else "",

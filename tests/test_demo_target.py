@@ -110,7 +110,7 @@ def test_a_demo_target_named_by_its_folder_still_offers_its_answers(tmp_path):
         ROOT / "recipes" / "quickstart.yaml",
         [f"model.target={folder}", f"data.cache_dir={tmp_path / 'cache'}", "model.draft.vocab_size=null"],
     )
-    materials = gather_materials(recipe, torch.device("cpu"), lambda line: None, make_target=False)
+    materials = gather_materials(recipe, torch.device("cpu"), lambda line: None)
     assert (len(materials.train), len(materials.held_out)) == (3, 3)
     (folder / ANSWERS).unlink()
     with pytest.raises(UserError, match=r"data\.train names demo_answers, but model\.target is "):

@@ -5,6 +5,7 @@ import re
 import runpy
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import pytest
 from tiny_run import ROOT, make_target, write_recipe
@@ -166,6 +167,13 @@ def test_a_draft_of_another_target_is_refused(tmp_path, target):
         check_belongs(config, tmp_path, config.vocab_size, 64)
 
 
+def make_export(run: Path) -> None:
+    """As far as a launcher looks before it loads anything."""
+    (run / "export").mkdir(parents=True)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": 300}
+    (run / "export" / "config.json").write_text(json.dumps(shape))
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -180,15 +188,21 @@ def test_a_draft_of_another_target_is_refused(tmp_path, target):
 )
 def test_evaluate_refuses_at_once(tmp_path, target, monkeypatch, capsys, arguments, said):
     recipe = write_recipe(tmp_path, target, evaluation={"conversations": 2})
-    (tmp_path / "run" / "export").mkdir(parents=True)
-    (tmp_path / "run" / "export" / "config.json").write_text("{}")
+    make_export(tmp_path / "run")
     assert said in refused(monkeypatch, capsys, "evaluate.py", "--recipe", recipe, *arguments)
+
+
+def test_a_run_or_a_target_in_the_place_of_a_draft_is_told_from_one(tmp_path, target, monkeypatch, capsys):
+    make_export(tmp_path)
+    said = refused(monkeypatch, capsys, "export.py", "--check", "--draft", tmp_path)
+    assert f"{tmp_path}: is a run's folder; its draft is in there: --draft {tmp_path / 'export'}" in said
+    said = refused(monkeypatch, capsys, "export.py", "--check", "--draft", target)
+    assert f"{target}/config.json: has 5 layers, so this is no EAGLE3 draft" in said
 
 
 def test_a_result_displaces_nothing_but_an_earlier_result(tmp_path, target, monkeypatch, capsys):
     recipe = write_recipe(tmp_path, target, evaluation={"conversations": 2})
-    (tmp_path / "run" / "export").mkdir(parents=True)
-    (tmp_path / "run" / "export" / "config.json").write_text("{}")
+    make_export(tmp_path / "run")
     for out, said in (
         (tmp_path, "is there, and is no file"),
         ("/dev/null", "is there, and is no file"),
@@ -243,8 +257,7 @@ def test_without_sglang_nothing_is_checked_or_decoded(tmp_path, target, monkeypa
     with pytest.raises(NotInstalled, match="not checked: SGLang is not installed;"):
         check_export(tmp_path)
     recipe = write_recipe(tmp_path, target, evaluation={"conversations": 2})
-    (tmp_path / "run" / "export").mkdir(parents=True)
-    (tmp_path / "run" / "export" / "config.json").write_text("{}")
+    make_export(tmp_path / "run")
     said = refused(monkeypatch, capsys, "evaluate.py", "--recipe", recipe, "--engine", "sglang")
     assert "SGLang is not installed: pip install -e" in said and "--engine transformers" in said
 

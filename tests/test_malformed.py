@@ -297,3 +297,12 @@ def test_a_recipe_hears_of_both(tmp_path, topology):
     assert any("12 of 13 samples" in line and line.endswith("; 1 dropped") for line in said)
     assert f"training data: 1 dropped: malformed row (not an object) (first {data}:13)" in said
     assert "warning: training data: 1 answer is empty: only the end of the turn is supervised there" in said
+
+
+def test_a_judge_with_held_out_data_of_its_own_does_not_mind_malformed_training_rows(tmp_path, topology):
+    path = write_recipe(tmp_path, make_target(tmp_path / "target"))
+    held_out = (tmp_path / "conversations.jsonl").rename(tmp_path / "held_out.jsonl")
+    (tmp_path / "conversations.jsonl").write_text("[1]\n")
+    recipe = load_recipe(path, [f"data.held_out=[{held_out}]"])
+    materials = gather_materials(recipe, topology.device, print, judging=True)
+    assert (len(materials.train), len(materials.held_out)) == (0, 40)

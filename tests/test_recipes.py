@@ -22,6 +22,7 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from eagle3.draft.config import drafted_tokens
 from eagle3.draft.derivation import derive_draft, derived_rope
 from eagle3.draft.rope import RotaryEmbedding
 from eagle3.errors import UserError
@@ -29,7 +30,6 @@ from eagle3.fitting import RESERVED, Stream
 from eagle3.recipe import About, Claim, Recipe, load_recipe
 from eagle3.target.checkpoint import target_config
 from eagle3.target.facts import TargetFacts, read_facts
-from eagle3.training.assemble import drafted_tokens
 from eagle3.training.plans import planned_step
 from eagle3.training.recipe_text import (
     BEGIN,
@@ -336,13 +336,10 @@ def test_a_context_of_millions_is_not_the_drafts_unless_asked_for(new_recipe, tm
     assert load_recipe(tmp_path / "x.yaml").model.draft.max_position_embeddings == 262_144
 
 
-def test_a_vocabulary_below_32_000_is_drafted_whole(tmp_path):
-    path = tmp_path / "alone.yaml"
-    path.write_text(f"model: {{target: {FAMILIES / 'qwen3-8b'}}}\n", encoding="utf-8")
-    draft = load_recipe(path).model.draft
-    assert [drafted_tokens(draft, size) for size in (151_936, 1024)] == [32_000, 1024]
+def test_a_vocabulary_below_32_000_is_drafted_whole():
+    assert [drafted_tokens(None, size) for size in (151_936, 1024)] == [32_000, 1024]
     with pytest.raises(UserError, match="2000 draft tokens of a target vocabulary of 1024"):
-        drafted_tokens(draft.model_copy(update={"vocab_size": 2000}), 1024)
+        drafted_tokens(2000, 1024)
 
 
 def test_refresh_changes_nothing_but_what_follows_from_the_keys(new_recipe, tmp_path):

@@ -25,9 +25,10 @@ from eagle3.errors import UserError
 from eagle3.parallel.dealing import SequenceSharding
 from eagle3.parallel.sequence import Stream, plan_sequence
 from eagle3.target.interface import HiddenStates
+from eagle3.target.sglang.asking import ask
 from eagle3.target.sglang.client import Producer, Servers
 from eagle3.target.sglang.hook import HookSettings
-from eagle3.target.sglang.server import SGLangServer, ask
+from eagle3.target.sglang.server import SGLangServer
 from eagle3.target.sglang.target import spool_bytes
 from eagle3.target.transformers import load_target
 
@@ -166,7 +167,7 @@ def test_without_a_server_training_and_capture_end_with_the_line_that_starts_one
             launcher, *words, f"output.dir={case.folder}/none", "target.servers=['http://127.0.0.1:9']", code=2
         )
         (line,) = [line for line in said.splitlines() if line.startswith("error:")]
-        assert "target.servers: http://127.0.0.1:9 does not answer" in line and "sglang.launch_server" in line
+        assert "target.servers: http://127.0.0.1:9 does not answer" in line and "capture.py --print-server" in line
         assert "Traceback" not in said
     said = case.run("train", *DEEPSPEED, f"output.dir={case.folder}/none", "target.servers=[]", code=2)
     assert "live training with SGLang wants servers" in said and "Traceback" not in said

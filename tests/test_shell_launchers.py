@@ -184,6 +184,8 @@ def test_two_processes_stop_by_a_signal_with_a_checkpoint_and_continue_from_it(s
         said = finish(process, code)
         steps = len(metrics(run))
         assert f"after step {steps} of 100000" in said
+        name = "Ctrl-C" if number == signal.SIGINT else "SIGUSR1"
+        assert f"\n{name}: SIGUSR1 asks the ranks to finish their step" in said
         assert (f"resumed after step {before}" in said) == (before > 0)
         assert (run / "checkpoints" / f"step-{steps:08d}" / "manifest.json").exists()
         assert processes_of(run) == []

@@ -81,6 +81,8 @@ def test_resume_takes_no_override_for_its_own_word(here, words):
 def test_resume_from_anything_else_is_refused(here, tmp_path):
     code, _, said = here("--print-recipe", "--resume", str(tmp_path))
     assert code == 2 and said == f"error: --resume {tmp_path}: takes no folder; output.dir names the run\n"
+    code, _, said = here("--print-recipe", "--resume", "yes")
+    assert code == 2 and said.startswith("error: --resume yes: write --resume to continue a run, or --resume auto ")
 
 
 def test_check_starts_nothing_and_a_mistake_is_a_line(here):

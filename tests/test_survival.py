@@ -80,7 +80,7 @@ def test_a_signalled_run_exits_cleanly_or_with_the_code_asked_for(tmp_path, reci
             steps += "] step " in line
         return process
 
-    continuing = f"continue with python launchers/train.py --recipe {recipe} training.max_steps=200 --resume\n"
+    continuing = f"continue with python launchers/train.py --recipe {recipe} training.max_steps=200 --resume auto\n"
     for number, words, code in (
         (signal.SIGTERM, (), 0),
         (signal.SIGUSR1, ("--stop-code", "75"), 75),
@@ -96,7 +96,8 @@ def test_a_signalled_run_exits_cleanly_or_with_the_code_asked_for(tmp_path, reci
     for _ in range(2):
         os.kill(process.pid, signal.SIGINT)
         time.sleep(0.05)
-    assert "stopped" not in finish(process, -signal.SIGINT)
+    said = finish(process, -signal.SIGINT)
+    assert "stopped" not in said and "--resume then takes the last checkpoint" in said
     (early,) = [launch(*command, f"output.dir={tmp_path / 'early'}", "--stop-code", "75")]
     early.stdout.readline()
     os.kill(early.pid, signal.SIGTERM)

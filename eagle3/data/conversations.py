@@ -10,7 +10,7 @@ from typing import Any
 
 from eagle3.console import Progress
 from eagle3.data.download import downloaded_rows, is_dataset, is_slice, source_of_id
-from eagle3.data.files import KINDS, file_rows
+from eagle3.data.files import KINDS, file_rows, require_kind
 from eagle3.data.malformed import LISTED, Malformed, MalformedRows, by_reason, first_readable
 from eagle3.data.presets import preset_source
 from eagle3.errors import UserError, shown
@@ -151,15 +151,15 @@ def require_source(source: str) -> None:
     elif path.is_dir():
         if not _files(path):
             raise UserError(f"{source}: this folder holds no {', '.join(KINDS)} file; name the folder that does")
+    elif path.is_file():
+        require_kind(path)
     elif is_slice(source):
         raise UserError(
             f"{source}: slices of a split are not taken; leave [...] out, and bound the rows with data.max_samples "
             "(regenerate.py: --limit)"
         )
-    elif (
-        source.partition(":")[0] != "standard_library"
-        and not path.is_file()
-        and (not is_dataset(source) or path.suffix in (*KINDS, ".csv", ".txt", ".gz"))
+    elif source.partition(":")[0] != "standard_library" and (
+        not is_dataset(source) or path.suffix in (*KINDS, ".csv", ".txt", ".gz")
     ):
         raise UserError(f"{source}: no such file or folder; fix the path in data.train or data.held_out")
 

@@ -18,13 +18,18 @@ MOST_CHARACTERS = 1 << 27
 
 def file_rows(path: Path) -> Iterator[tuple[str, Any]]:
     """(origin, row as it stands, or Malformed). Raises UserError for a file whose rows cannot be told apart, or of another kind."""
+    require_kind(path)
     readers = {".json": _json_rows, ".jsonl": _line_rows, ".parquet": _parquet_rows}
-    if path.suffix not in readers:
-        raise UserError(f"{path}: files of kind {path.suffix!r} are not read; convert it to one of {', '.join(KINDS)}")
     try:
         yield from readers[path.suffix](path)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror or error}); check its rights and its disk") from error
+
+
+def require_kind(path: Path) -> None:
+    """Raises UserError for a file of a kind that is not read."""
+    if path.suffix not in KINDS:
+        raise UserError(f"{path}: files of kind {path.suffix!r} are not read; convert it to one of {', '.join(KINDS)}")
 
 
 def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:

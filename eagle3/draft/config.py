@@ -34,6 +34,7 @@ _ROPE_NUMBERS = (
     *("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "attn_factor", "partial_rotary_factor"),
 )
+DRAFTED_TOKENS = 32_000  # as EAGLE3's own drafts have
 _SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
 
@@ -167,8 +168,12 @@ class DraftConfig:
             raise UserError(
                 f"{origin}: attention_bias and partial_rotary_factor are not supported; use a draft without"
             )
-        if values.get("num_hidden_layers", 1) != 1 or values.get("hidden_act", "silu") != "silu":
-            raise UserError(f"{origin}: only drafts of one layer with hidden_act silu are supported; use such a config")
+        if (layers := values.get("num_hidden_layers", 1)) != 1:
+            raise UserError(
+                f"{origin}: has {shown(layers)} layers, so this is no EAGLE3 draft, which has one; name the export of a run"
+            )
+        if (act := values.get("hidden_act", "silu")) != "silu":
+            raise UserError(f"{origin}: hidden_act is {shown(act)}, and only silu is supported; use a draft with that")
         return cls(
             hidden_size=values["hidden_size"],
             target_hidden_size=values.get("target_hidden_size") or values["hidden_size"],
@@ -247,6 +252,18 @@ def check_rope_keys(rope: dict[str, Any]) -> dict[str, Any]:
 
 def _no_such_rope(kind: Any) -> str:
     return f"rope_type {shown(kind)} is not supported; use one of {', '.join(ROPE_TYPES)}"
+
+
+def drafted_tokens(chosen: int | None, target_vocab_size: int) -> int:
+    """The size of a draft vocabulary that a recipe has `chosen`, or left out. Raises UserError for one larger than the target's."""
+    if chosen is None:
+        return min(DRAFTED_TOKENS, target_vocab_size)
+    if chosen > target_vocab_size:
+        raise SharedUserError(
+            f"model.draft.vocab_size: {chosen} draft tokens of a target vocabulary of {target_vocab_size}; set it "
+            f"between 1 and {target_vocab_size}"
+        )
+    return chosen
 
 
 def read_draft_config(path: Path) -> DraftConfig:

@@ -31,7 +31,8 @@ from eagle3.draft.config import DraftConfig
 from eagle3.errors import UserError
 from eagle3.evaluation.decoding import tie_resolution
 from eagle3.evaluation.speculative import SpeculativeResult
-from eagle3.target.sglang.server import EngineOptions, SGLangServer, ask
+from eagle3.target.sglang.asking import ask
+from eagle3.target.sglang.server import EngineOptions, SGLangServer
 from eagle3.target.sglang.version import (
     GreedyAnswer,
     cpu_attention_flags,

@@ -17,6 +17,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed import ProcessGroup, distributed_c10d
 
 from eagle3.errors import SharedUserError, UserError
+from eagle3.parallel.sizes import check_sizes
 
 # How long a job's processes wait for one another until a watchdog sees those that die: a start may differ by minutes where
 # nodes read their packages from one busy disk.
@@ -192,18 +193,6 @@ def _collection(tensor: ProcessGroup, sequence: ProcessGroup) -> ProcessGroupCol
     groups = ProcessGroupCollection()
     groups.tp, groups.cp = tensor, sequence
     return groups
-
-
-def check_sizes(section: str, tensor: int, ulysses: int, ring: int, world: int) -> None:
-    """Raises UserError unless a job of `world` processes can be cut so; the sizes are keys of the recipe's `section`."""
-    needed = tensor * ulysses * ring
-    if world % needed:
-        counts = [count for count in (world // needed * needed, (world // needed + 1) * needed) if count]
-        raise SharedUserError(
-            f"{section}: tensor {tensor} x ulysses {ulysses} x ring {ring} takes {needed} processes or a multiple of "
-            f"it, this job has {world}; start {' or '.join(map(str, counts))}, or choose sizes whose product divides "
-            f"{world}"
-        )
 
 
 def stop_distributed() -> None:

@@ -1,10 +1,16 @@
 """What a recipe reads, looked for before anything is imported that takes seconds."""
 
+from contextlib import suppress
 from pathlib import Path
 
 from eagle3.data.conversations import require_source
-from eagle3.errors import SharedUserError
-from eagle3.recipe import Recipe
+from eagle3.data.store.files import LocalFiles, is_url, no_store
+from eagle3.draft.config import drafted_tokens, read_draft_config
+from eagle3.errors import SharedUserError, UserError
+from eagle3.hub import require_target_folder
+from eagle3.parsing import parse_json
+from eagle3.recipe import Model, Recipe
+from eagle3.target.sglang.asking import server_info
 
 
 def inputs_of(recipe: Recipe) -> dict[str, str]:
@@ -20,14 +26,15 @@ def inputs_of(recipe: Recipe) -> dict[str, str]:
     for key, sources in (("data.train", data.train), ("data.held_out", data.held_out or [])):
         named |= {f"{key}[{number}]": source for number, source in enumerate(sources)}
     store = recipe.hidden_states
-    if store.mode == "stored" and "://" not in store.path:  # else it comes from the network
+    if store.mode == "stored" and not is_url(store.path):  # else it comes from the network
         named["hidden_states.path"] = store.path
     return {key: str(path) for key, path in named.items() if path is not None}
 
 
 def require_inputs(recipe: Recipe) -> None:
-    """Raises UserError for data and files that the recipe names and that are not there. What may come from the hub, and
-    whether a target or store is sound, is said by who reads it."""
+    """Raises UserError for data, files and a target's folder that the recipe names and that are not there, and for a draft
+    vocabulary larger than the target's. What may come from the hub, and whether a target is sound, is said by who reads it."""
+    _require_target(recipe.model)
     for key, name in inputs_of(recipe).items():
         if key.startswith("data.") and key != "data.chat_template":
             if not name.startswith("demo_answers"):
@@ -37,3 +44,43 @@ def require_inputs(recipe: Recipe) -> None:
                 raise SharedUserError(f"{key}: {name}: no such file; fix the path")
         elif key == "model.draft.init_from" and not Path(name).is_dir():
             raise SharedUserError(f"{key}: {name}: no such folder; name the export of a run")
+
+
+def require_store(path: str) -> None:
+    """Raises UserError for a folder without a store. What comes from the network, and a damaged store, is said by who opens it."""
+    if not is_url(path) and not any(name.endswith(".json") for name in LocalFiles(Path(path)).sizes()):
+        raise no_store(path)
+
+
+def require_servers(urls: list[str]) -> None:
+    """Raises UserError for one of target.servers that does not answer. What it captures is asked when the data are known."""
+    for url in urls:
+        server_info(url, "start it as launchers/capture.py --print-server says")
+
+
+def require_export(draft: Path) -> None:
+    """Raises UserError for a folder that, by its config.json, is no exported draft."""
+    if (draft / "config.json").is_file():
+        read_draft_config(draft / "config.json")
+    elif (draft / "export" / "config.json").is_file():
+        raise UserError(f"{draft}: is a run's folder; its draft is in there: --draft {draft / 'export'}")
+    else:
+        raise UserError(f"{draft}: no exported draft here; train first, or name one with --draft")
+
+
+def _require_target(model: Model) -> None:
+    if model.target != "demo":
+        require_target_folder(model.target)
+    if (size := _vocabulary_of(model)) and not (model.draft.vocabulary or model.draft.init_from):
+        drafted_tokens(model.draft.vocab_size, size)
+
+
+def _vocabulary_of(model: Model) -> int | None:
+    """Tokens of the target; None where a config.json that is here does not say it in the usual place."""
+    if model.target == "demo":
+        return model.demo.vocab_size
+    with suppress(OSError, ValueError, AttributeError):
+        values = parse_json(Path(model.target, "config.json").read_text(encoding="utf-8"))
+        size = values.get("text_config", values).get("vocab_size")
+        return size if type(size) is int else None
+    return None

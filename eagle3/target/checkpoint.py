@@ -27,7 +27,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.logging import disable_progress_bar
 
 from eagle3.errors import UserError, shown
-from eagle3.hub import require_hub
+from eagle3.hub import require_hub, require_target_folder
 from eagle3.parsing import DEEPEST, is_too_deep, parse_json
 
 PICKLED = ("*.bin", "*.bin.index.json", "*.pth", "*.pt", "*.ckpt", "*.pkl")  # PyTorch's own formats
@@ -247,9 +247,7 @@ def load_causal_lm(
 def readable(name: str, what: str, remedy: str | None = None) -> Iterator[None]:
     """Turn what transformers and the hub raise for a checkpoint they cannot read into one line with a remedy: this one, or a
     complete checkpoint."""
-    looks_like_path = name.startswith(("/", ".", "~")) or name.count("/") > 1
-    if looks_like_path and not Path(name).is_dir():
-        raise UserError(f"target {name!r}: no such folder; name a checkpoint's folder or a hub id in model.target")
+    require_target_folder(name)
     try:
         if not Path(name).is_dir() and not isinstance(try_to_load_from_cache(name, "config.json"), str):
             require_hub()

@@ -21,7 +21,7 @@ from eagle3.data.store.folder import Provenance
 from eagle3.data.store.shard import Encoding
 from eagle3.data.template import Choices
 from eagle3.data.vocabulary import DraftVocabulary, choose_vocabulary, coverage, load_vocabulary
-from eagle3.draft.config import DraftConfig, read_draft_config
+from eagle3.draft.config import DraftConfig, drafted_tokens, read_draft_config
 from eagle3.draft.derivation import derive_draft
 from eagle3.draft.interchange import load_weights, read_exported, shard
 from eagle3.draft.model import Eagle3Draft
@@ -34,40 +34,41 @@ from eagle3.target.interface import TargetHead, check_aux_layers, default_aux_la
 from eagle3.target.transformers import TransformersTarget, load_target
 
 Say = Callable[[str], None]
-DRAFTED_TOKENS = 32_000  # as EAGLE3's own drafts have
 
 
 @dataclass(frozen=True)
 class Materials:
     """What a run is made from. target: folder or hub id. chat_template: Jinja source, None for the tokenizer's own.
-    held_out may be empty; then nothing is measured on the way. Summaries: of what was read; None for a held-out part of train."""
+    held_out may be empty; then nothing is measured on the way. Summaries: of what was read; None for what was not, and for a
+    held-out part of train."""
 
     target: str
     tokenizer: PreTrainedTokenizerBase
     chat_template: str | None
     train: SampleSet
     held_out: SampleSet
-    train_summary: Summary
+    train_summary: Summary | None
     held_out_summary: Summary | None
 
 
-def gather_materials(recipe: Recipe, device: torch.device, say: Say, *, make_target: bool = True) -> Materials:
+def gather_materials(recipe: Recipe, device: torch.device, say: Say, *, judging: bool = False) -> Materials:
     """Make or find the target, its tokenizer and the tokenised samples. With several processes the first one on a node
     does the work and the others find it cached.
 
-    make_target: False where only the demo target that a draft learnt from will do. Raises UserError.
+    judging: for a draft that is there. Only the demo target that it learnt from will do, and where the recipe names
+    held-out data, data.train is not read: `train` is then empty. Raises UserError.
     """
     works = not dist.is_initialized() or os.environ.get("LOCAL_RANK", "0") == "0"
-    materials = agreed((lambda: _gather(recipe, device, say, make_target)) if works else None)
-    return materials or _gather(recipe, device, say, make_target)
+    materials = agreed((lambda: _gather(recipe, device, say, judging)) if works else None)
+    return materials or _gather(recipe, device, say, judging)
 
 
-def _gather(recipe: Recipe, device: torch.device, say: Say, make_target: bool) -> Materials:
+def _gather(recipe: Recipe, device: torch.device, say: Say, judging: bool) -> Materials:
     model, data = recipe.model, recipe.data
     words: dict[str, str] = {}  # what data.train and data.held_out may name beside files and datasets
     target = model.target
     if target == "demo":
-        target = str(_demo(recipe, device, say, make_target))
+        target = str(_demo(recipe, device, say, make=not judging))
     answers, held_out_answers = Path(target, ANSWERS), Path(target, HELD_OUT_ANSWERS)
     if answers.is_file():  # a demo target by that name or by its folder
         words = {"demo_answers": str(answers), "demo_answers:held_out": str(held_out_answers)}
@@ -82,7 +83,8 @@ def _gather(recipe: Recipe, device: torch.device, say: Say, make_target: bool) -
     template = _read_template(data.chat_template)
     if model.draft.vocabulary is None and model.draft.init_from is None:
         config = target_config(target, revision=model.revision, trust_remote_code=model.trust_remote_code)
-        drafted_tokens(model.draft, config.vocab_size)  # a size that cannot be is said before data are read
+        # a size that cannot be is said before data are read
+        drafted_tokens(model.draft.vocab_size, config.vocab_size)
 
     def prepare(what: str, sources: list[str], most: int | None) -> Prepared:
         prepared = prepare_samples(
@@ -109,7 +111,9 @@ def _gather(recipe: Recipe, device: torch.device, say: Say, make_target: bool) -
             )
         return prepared
 
-    train, summary = prepare("training data", data.train, data.max_samples)
+    train, summary = SampleSet.pack([]), None
+    if not (judging and data.held_out):
+        train, summary = prepare("training data", data.train, data.max_samples)
     if data.held_out:
         held_out, held_out_summary = prepare("held-out data", data.held_out, data.max_held_out)
     else:
@@ -273,7 +277,7 @@ def pick_vocabulary(
             )
         chosen, origin = DraftVocabulary(d2t=exported.d2t, t2d=exported.t2d), str(draft.init_from)
     else:
-        size = drafted_tokens(draft, target_vocab_size)
+        size = drafted_tokens(draft.vocab_size, target_vocab_size)
         chosen, share = choose_vocabulary(materials.train, target_vocab_size, size, say)
         origin = "most frequent"
     if share is None:
@@ -316,18 +320,6 @@ def build_draft(
             )
         load_weights(draft, exported, topology.tensor)
     return draft
-
-
-def drafted_tokens(draft: Draft, target_vocab_size: int) -> int:
-    """The size of a draft vocabulary that is chosen. Raises UserError for one larger than the target's."""
-    if draft.vocab_size is None:
-        return min(DRAFTED_TOKENS, target_vocab_size)
-    if draft.vocab_size > target_vocab_size:
-        raise SharedUserError(
-            f"model.draft.vocab_size: {draft.vocab_size} draft tokens of a target vocabulary of {target_vocab_size}; set it "
-            f"between 1 and {target_vocab_size}"
-        )
-    return draft.vocab_size
 
 
 def draft_config(recipe: Recipe, materials: Materials, vocabulary: DraftVocabulary) -> DraftConfig:

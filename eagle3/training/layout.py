@@ -1,12 +1,12 @@
 """What a job of so many nodes and processes would be, said before it takes any: the recipe's layout, and where ranks lie."""
 
-import re
 from pathlib import Path
 
+from eagle3.draft.config import drafted_tokens
 from eagle3.errors import UserError
-from eagle3.parallel.topology import check_sizes
+from eagle3.parallel.sizes import check_sizes, read_job_size
 from eagle3.recipe import Recipe
-from eagle3.training.assemble import drafted_tokens, shape_draft
+from eagle3.training.assemble import shape_draft
 from eagle3.training.engine import deepspeed_config
 from eagle3.training.plans import config_to_plan
 
@@ -14,10 +14,7 @@ from eagle3.training.plans import config_to_plan
 def check_layout(recipe: Recipe, deepspeed_file: Path, job: str) -> str:
     """The layout in a line. job: `NxP`, N nodes of P processes each. Raises UserError where the recipe does not fit it, or
     would send what belongs inside a node between nodes."""
-    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", job)
-    if not found:
-        raise UserError(f"--check {job}: write nodes x processes a node, as in --check 2x8")
-    nodes, processes = map(int, found.groups())
+    nodes, processes = read_job_size(job)
     sizes = recipe.parallelism
     check_sizes("parallelism", sizes.tensor, sizes.ulysses, sizes.ring, nodes * processes)
     inside = sizes.tensor * sizes.ulysses
@@ -44,5 +41,6 @@ def _check_heads(recipe: Recipe) -> None:
     if recipe.model.target != "demo" and not Path(recipe.model.target).is_dir():
         return
     target = config_to_plan(recipe)
-    draft = shape_draft(recipe, target, target.vocab_size, drafted_tokens(recipe.model.draft, target.vocab_size))
+    drafted = drafted_tokens(recipe.model.draft.vocab_size, target.vocab_size)
+    draft = shape_draft(recipe, target, target.vocab_size, drafted)
     draft.check_parallel(recipe.parallelism.tensor, recipe.parallelism.ulysses)

@@ -6,6 +6,7 @@ import torch
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from transformers import LlamaConfig, PretrainedConfig
 
+from eagle3.draft.config import drafted_tokens
 from eagle3.errors import SharedUserError
 from eagle3.fitting import Stream
 from eagle3.objective.model import MemoryPlan
@@ -13,7 +14,7 @@ from eagle3.planner import Planned, Sizes
 from eagle3.recipe import Recipe
 from eagle3.target.checkpoint import target_config
 from eagle3.target.demo import demo_shape
-from eagle3.training.assemble import drafted_tokens, shape_draft
+from eagle3.training.assemble import shape_draft
 from eagle3.training.engine import deepspeed_config
 
 
@@ -21,7 +22,8 @@ def planned_step(recipe: Recipe, target: PretrainedConfig, gpus: int, deepspeed_
     """One micro-batch on `gpus`. target: the config of its language part. packed: plan the streams that the recipe's batch
     makes, so that the batch has to be one that can be dealt. Raises UserError for a layout that cannot be."""
     parallel, memory = recipe.parallelism, recipe.memory
-    draft = shape_draft(recipe, target, target.vocab_size, drafted_tokens(recipe.model.draft, target.vocab_size))
+    drafted = drafted_tokens(recipe.model.draft.vocab_size, target.vocab_size)
+    draft = shape_draft(recipe, target, target.vocab_size, drafted)
     draft.check_parallel(parallel.tensor, parallel.ulysses)
     together = parallel.tensor * parallel.ulysses * parallel.ring
     if gpus % together:

@@ -9,13 +9,13 @@ import yaml
 
 from eagle3.console import data_size
 from eagle3.data.capture import token_bytes
-from eagle3.draft.config import DraftConfig
+from eagle3.draft.config import DraftConfig, drafted_tokens
 from eagle3.errors import UserError
 from eagle3.fitting import RESERVED, Fitted, Stream, best_layout, longest_of_any_layout
 from eagle3.planner import Planned
 from eagle3.recipe import Claim, Recipe, apply_override, checked_recipe
 from eagle3.target.facts import TargetFacts
-from eagle3.training.assemble import DRAFTED_TOKENS, store_encoding
+from eagle3.training.assemble import store_encoding
 from eagle3.training.plans import planned_step
 
 CONTEXTS = (8192, 32768, 131072)
@@ -52,7 +52,7 @@ def new_recipe_text(
     let SGLang run the target where it can; without, transformers runs it while training, unless that needs several GPUs or
     the weights of a quantised head. Raises UserError where no draft can be derived, naming the override that would help."""
     name, gpus = Path(target).name.lower(), engine_gpus(facts)
-    draft: dict[str, int | str] = {"vocab_size": min(DRAFTED_TOKENS, facts.config.vocab_size)}
+    draft: dict[str, int | str] = {"vocab_size": drafted_tokens(None, facts.config.vocab_size)}
     if (facts.context or 0) > MOST_POSITIONS:
         draft["max_position_embeddings"] = MOST_POSITIONS // 4
     if facts.quantised_head:  # nothing to begin with, nor to make logits with

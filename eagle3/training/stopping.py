@@ -9,6 +9,10 @@ from typing import Self
 from eagle3.console import is_first_rank
 
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+# Said at the first Ctrl-C, for after the second there is nobody left to say it.
+STOPS = (
+    b"stopping after this step, with a checkpoint; Ctrl-C again ends at once: --resume then takes the last checkpoint\n"
+)
 ECHO = 1.0  # seconds in which torchrun has passed on a Ctrl-C that its processes got from the terminal, too
 
 
@@ -49,7 +53,7 @@ class StopSignals:
     def _note(self, number: int, _: FrameType | None) -> None:
         if number == signal.SIGINT:
             if self.stepping and not self.received and is_first_rank():
-                os.write(2, b"stopping after this step, with a checkpoint; Ctrl-C again ends at once\n")
+                os.write(2, STOPS)
             self._end_at_next_interrupt()
         self.received = number
         if not self.stepping:

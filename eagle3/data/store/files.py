@@ -68,6 +68,13 @@ class StoreFiles(Protocol):
         ...
 
 
+def no_store(where: str) -> UserError:
+    return UserError(
+        f"{where}: no hidden-state store here; run capture.py, fix hidden_states.path, or run the "
+        "target while training: hidden_states.mode=live"
+    )
+
+
 def is_url(path: str) -> bool:
     return "://" in path
 

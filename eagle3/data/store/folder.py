@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from eagle3.console import counted
-from eagle3.data.store.files import DamagedStore, ForeignShards, Range, StoreFiles, first_words
+from eagle3.data.store.files import DamagedStore, ForeignShards, Range, StoreFiles, first_words, no_store
 from eagle3.data.store.shard import DATA_START, Header, ShardIndex, is_index, json_digest, parse_header
 from eagle3.errors import UserError, shown
 from eagle3.parsing import parse_json
@@ -42,10 +42,7 @@ def read_manifest(files: StoreFiles) -> Manifest:
                 f"{files.where}: has shards but no {MANIFEST}, which says what they are; restore it, or name another folder "
                 "in hidden_states.path"
             )
-        raise UserError(
-            f"{files.where}: no hidden-state store here; run capture.py, fix hidden_states.path, or run the "
-            "target while training: hidden_states.mode=live"
-        )
+        raise no_store(files.where)
     try:
         body = parse_json(files.read([MANIFEST])[0])
         version = body["format"]

@@ -16,9 +16,9 @@ from torch import Tensor
 from eagle3.console import WARNING
 from eagle3.data.spool import Spool, Ticket
 from eagle3.errors import SharedUserError, UserError
+from eagle3.target.sglang.asking import ask, server_info
 from eagle3.target.sglang.hook import HookSettings
 from eagle3.target.sglang.installed import require_supported
-from eagle3.target.sglang.server import ask
 from eagle3.target.sglang.version import CONTEXT_RESERVE, REQUIRED_SETTINGS, hook_settings
 
 ANSWER_SECONDS = 3600.0
@@ -37,12 +37,7 @@ def require_capture(
 ) -> None:
     """Raises UserError unless the server at `url` captures what this job wants. command: one that starts such a server;
     longest: tokens of the longest sample."""
-    try:
-        info = ask(url, "/server_info")
-    except OSError as error:
-        raise SharedUserError(
-            f"target.servers: {url} does not answer ({error}); start it, for example: {command}"
-        ) from error
+    info = server_info(url, f"start it, for example: {command}")
     require_supported(str(info.get("version")), url)
     found: dict[str, Any] = {name: info.get(name) for name in REQUIRED_SETTINGS}
     wanted: dict[str, Any] = dict(REQUIRED_SETTINGS)

@@ -1,8 +1,6 @@
 """An SGLang server in a process of its own: its command line, its start, its end."""
 
 import ctypes
-import http.client
-import json
 import os
 import random
 import shlex
@@ -12,27 +10,23 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 
 from eagle3.console import waiting
 from eagle3.errors import UserError
-from eagle3.parsing import parse_json
+from eagle3.target.sglang.asking import ask
 from eagle3.target.sglang.installed import require_sglang
 
 START_SECONDS = 1800.0
 STOP_SECONDS = 30.0
 PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG, prctl(2)
 SPARE_TOKENS = 16  # more than version.CONTEXT_RESERVE, and the token that every request decodes
-# What SGLang says, for some seconds, of a request that it lost the connection of and is asked again.
-DUPLICATE = "Duplicate request ID"
 PORT_TAKEN = "address already in use"
 LONGER_CONTEXT = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
 
@@ -174,28 +168,6 @@ class SGLangServer:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.stop(keep_log=kind is not None and self.process.poll() is not None)  # what it died of
-
-
-def ask(url: str, path: str, body: Mapping[str, Any] | None = None, timeout: float = 30.0) -> Any:
-    """GET, or POST where there is a body; the answer's JSON.
-
-    Raises OSError where no answer comes (connection, time-out, an error of the server's own), UserError where the server
-    refuses the request.
-    """
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url + path, data, {"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=timeout) as answer:
-            return parse_json(answer.read())
-    except urllib.error.HTTPError as error:
-        said = error.read(2000).decode(errors="replace")
-        if error.code < 500 and DUPLICATE not in said:
-            raise UserError(f"{url}{path}: refused the request ({error.code}: {said})") from error
-        raise OSError(f"{error.code}: {said}") from error
-    except (http.client.HTTPException, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise OSError(f"no whole answer: {error!r}") from error
-    except ValueError as error:  # no URL
-        raise UserError(f"{url}: is not a server's URL ({error}); write it as http://host:port") from error
 
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
