@@ -1,5 +1,6 @@
 """Check the training code against a golden case: loss, every step, every gradient. Exit code 1 beyond the tolerance."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from eagle3.command_line import Parser, before_imports
@@ -15,6 +16,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="folder for actual.safetensors (default: the case's)")
     parser.add_argument("--dtype", choices=["float32", "float64", "bfloat16"], default="float32")
     parser.add_argument("--steps", type=int, help="TTT steps K (default: those of the case)")
+    parser.add_argument("--window", type=int, help="keys that a query sees (default: the sliding_window of the case)")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--ulysses", type=int, default=1, help="Ulysses ranks of a sequence")
     parser.add_argument("--ring", type=int, default=1, help="ring ranks of a sequence; what is left is data-parallel")
@@ -34,6 +36,8 @@ def main() -> int:
         raise SharedUserError(f"--out {options.out}: is a file; name a folder")
     if options.steps is not None and options.steps < 1:
         raise SharedUserError(f"--steps {options.steps}: not a number of TTT steps; leave it out")
+    if options.window is not None and options.window < 1:
+        raise SharedUserError(f"--window {options.window}: not a number of keys; leave it out")
     if not (options.case / "expected.safetensors").is_file():
         raise SharedUserError(f"{options.case}: holds no golden case; name a folder such as tests/golden/ragged")
     before_imports(options.quiet)
@@ -51,6 +55,9 @@ def main() -> int:
     steps = options.steps or len(expected["ploss"])
     if steps != len(expected["ploss"]):
         raise SharedUserError(f"--steps {steps}: the case was made with {len(expected['ploss'])} steps; leave it out")
+    if options.window is not None:
+        case = replace(case, draft=replace(case.draft, config=replace(case.draft.config, window=options.window)))
+    case.draft.config.check_steps(steps)
     topology = start_distributed(options.tp, options.ulysses, options.ring)
     dtype = getattr(torch, options.dtype)
     sharding = SequenceSharding(options.ulysses, options.ring, options.layout, options.query_selection)

@@ -194,6 +194,7 @@ def _document(
     h = aux @ w["fc.weight"].T
     group = config.num_attention_heads // config.num_key_value_heads
     causal = torch.ones(length, length, dtype=torch.bool).tril()
+    distance = torch.arange(length)[:, None] - torch.arange(length)
     keys, values, sums = [], [], []
     for step in range(steps):
         x = torch.cat(
@@ -208,7 +209,8 @@ def _document(
         query = _rotate(query, positions, config)
         keys.append(_rotate(key, positions, config).repeat_interleave(group, 0))
         values.append(value.repeat_interleave(group, 0))
-        prefix = (query @ keys[0].transpose(1, 2)).masked_fill(~causal, float("-inf"))
+        seen = causal if config.window is None else causal & (distance + step < config.window)
+        prefix = (query @ keys[0].transpose(1, 2)).masked_fill(~seen, float("-inf"))
         own = [(query * own_key).sum(-1, keepdim=True) for own_key in keys[1:]]
         scores = torch.cat([prefix, *own], -1) * config.head_dim**-0.5
         if config.attention_sinks:  # a logit beside the others, with the value 0

@@ -20,6 +20,7 @@ AXES = {
     "layout": ("zigzag", "contiguous"),
     "kv_heads": (2, 1, 8),
     "sinks": (False, True),
+    "window": (None, 5, 12),
     "streams": ("packed", "one long", "shorter than K", "mostly unsupervised", "unequal"),
     "query_selection": ("supervised", "all"),
     "accumulation": (1, 2),
@@ -43,6 +44,7 @@ class Sharded:
     layout: str = "zigzag"
     kv_heads: int = 2
     sinks: bool = False
+    window: int | None = None
     streams: str = "packed"
     query_selection: str = "supervised"
     accumulation: int = 1
@@ -91,6 +93,7 @@ class Sharded:
             num_attention_heads=HEADS,
             num_key_value_heads=self.kv_heads,
             attention_sinks=self.sinks,
+            window=self.window,
             vocab_size=41,
             draft_vocab_size=36,
             fc_norm=True,
@@ -113,7 +116,7 @@ class Sharded:
         if self.streams == "mostly unsupervised":  # one query block: most ranks have none
             return [[[0] * 40 + [1, 1, 1, 1, 0], [0] * 20] if i == 0 else [[0] * 30] for i in range(count)]
         assert self.streams == "unequal"
-        return [[[0] * 3 + [1] * (2 + 23 * i), [1] * (1 + 7 * i)] for i in range(count)]
+        return [[[0] * 3 + [1] * (6 + 23 * i), [1] * (1 + 7 * i)] for i in range(count)]
 
 
 def base_cases() -> list[Sharded]:

@@ -25,7 +25,7 @@ from eagle3.parallel.topology import start_distributed, stop_distributed
 from eagle3.training.golden import read_case, run_case
 
 TIMEOUT = datetime.timedelta(seconds=30)
-GOLDEN = ("dense", "ragged")
+GOLDEN = ("dense", "ragged", "windowed")
 
 
 def main(folder: Path, names: list[str]) -> None:

@@ -16,8 +16,8 @@ from eagle3.attention.block import absorb_lse_gradient, block_attention, block_a
 from eagle3.attention.plain import plain_attention, plain_attention_backward
 
 aten = torch.ops.aten
-FLASH = aten._scaled_dot_product_flash_attention.default
-FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_backward.default
+FLASH = aten._flash_attention_forward.default
+FLASH_BACKWARD = aten._flash_attention_backward.default
 EFFICIENT = aten._scaled_dot_product_efficient_attention.default
 EFFICIENT_BACKWARD = aten._scaled_dot_product_efficient_attention_backward.default
 SCALE = 0.21
@@ -108,6 +108,7 @@ def test_a_block_on_cuda_has_the_shapes_and_number_formats_of_its_inputs_and_nev
     [
         ("cuda", torch.bfloat16, 128, "full", None, "cuda flash"),
         ("cuda", torch.float16, 256, "causal", None, "cuda flash"),
+        ("cuda", torch.bfloat16, 64, "banded", None, "cuda flash"),
         ("cuda", torch.bfloat16, 128, "masked", None, "cuda efficient"),
         ("cuda", torch.float32, 64, "causal", None, "cuda efficient"),
         ("cuda", torch.bfloat16, 128, "full", torch.tanh, "plain"),
@@ -125,10 +126,10 @@ def test_the_named_kernel_is_the_one_that_runs(device, dtype, dim, visibility, s
     with _cuda_without_gpu():
         q, grad, k, v, visible = _inputs(visibility, 16, 16, 4, 2, dim, dtype, device)
         with _Calls() as calls:
-            out, lse = block_attention(q, k, v, SCALE, visibility, visible, score)
+            out, lse = block_attention(q, k, v, SCALE, visibility, visible, score, window=5)
             if score is None:  # else its gradient is autograd's, which a torch without CUDA does not have for CUDA
-                block_attention_backward(grad, q, k, v, out, lse, SCALE, visibility, visible)
-    fused = [func for func in calls.operators if "scaled_dot_product" in str(func) and "cpu" not in str(func)]
+                block_attention_backward(grad, q, k, v, out, lse, SCALE, visibility, visible, window=5)
+    fused = [func for func in calls.operators if "_attention" in str(func) and "cpu" not in str(func)]
     assert tuple(fused) == operators.get(kernel, ())
 
 
@@ -144,7 +145,7 @@ def test_flash_reads_rows_of_longer_tensors_in_place(visibility):
     assert set(calls.operators) == {FLASH_BACKWARD, aten.empty.memory_format}  # that of the seed, which nobody reads
     given = calls.arguments[FLASH_BACKWARD]
     assert given["logsumexp"].is_contiguous() and given["logsumexp"].shape == (1, 6, 64)
-    assert given["philox_seed"].numel() == given["philox_offset"].numel() == given["dropout_p"] == 0
+    assert given["rng_state"].numel() == given["unused"].numel() == given["dropout_p"] == 0
 
 
 @every_shape
@@ -173,38 +174,47 @@ def test_the_efficient_kernel_gets_the_layouts_that_it_takes_for_granted(visibil
 
 
 class _ByDefinition(TorchDispatchMode):
-    """The fused operators as they are defined, on any device: [batch, heads, tokens, d], the backward from out and lse."""
+    """The fused operators as they are defined, on any device, the backward from out and lse. Flash has [batch, tokens,
+    heads, d] and counts a window from the last query at the last key; the other [batch, heads, tokens, d]."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         named = _by_name(func, args, kwargs)
-        if func in (FLASH, EFFICIENT):
+        if func in (FLASH, FLASH_BACKWARD):
+            turned = ("query", "key", "value", "grad_out", "out")
+            named |= {name: named[name].transpose(1, 2) for name in turned if name in named}
+        if func is FLASH:
             out, lse = self._forward(**named)
-            padded = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=float("nan"))
-            return (out, lse, None, None, 0, 0, None, None, None) if func is FLASH else (out, padded, None, None)
+            return out.transpose(1, 2), lse, None, None, None
+        if func is EFFICIENT:
+            out, lse = self._forward(**named)
+            return out, torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=float("nan")), None, None
         if func is FLASH_BACKWARD:
-            return self._backward(**named)
+            return tuple(gradient.transpose(1, 2) for gradient in self._backward(**named))
         if func is EFFICIENT_BACKWARD:
             return *self._backward(grad_out=named.pop("grad_out_"), **named), None
         return func(*args, **(kwargs or {}))
 
     @staticmethod
-    def _scores(query, key, scale, is_causal, attn_bias):
+    def _scores(query, key, scale, is_causal, attn_bias=None, window_size_left=None, window_size_right=None, **_):
         scores = query @ key.transpose(-1, -2) * scale
+        if window_size_left is not None:
+            own = torch.arange(query.shape[2])[:, None] + key.shape[2] - query.shape[2]
+            ahead = torch.arange(key.shape[2]) - own
+            seen = (ahead >= -window_size_left) & (ahead <= window_size_right)
+            scores = scores.masked_fill(~seen, float("-inf"))
         if is_causal:
             scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), float("-inf"))
         return scores if attn_bias is None else scores + attn_bias
 
-    def _forward(self, query, key, value, scale, is_causal, attn_bias=None, **_):
+    def _forward(self, query, key, value, **how):
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
-        scores = self._scores(query, key, scale, is_causal, attn_bias)
+        scores = self._scores(query, key, **how)
         return scores.softmax(-1) @ value, scores.logsumexp(-1)
 
-    def _backward(
-        self, grad_out, query, key, value, out, logsumexp, scale, is_causal, attn_bias=None, **_
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _backward(self, grad_out, query, key, value, out, logsumexp, scale, **how) -> tuple[Tensor, Tensor, Tensor]:
         group = query.shape[1] // key.shape[1]
         keys, values = (x.repeat_interleave(group, 1) for x in (key, value))
-        p = (self._scores(query, keys, scale, is_causal, attn_bias) - logsumexp[..., : query.shape[2], None]).exp()
+        p = (self._scores(query, keys, scale, **how) - logsumexp[..., : query.shape[2], None]).exp()
         ds = p * (grad_out @ values.transpose(-1, -2) - (grad_out * out).sum(-1, keepdim=True)) * scale
         dk, dv = (x.transpose(-1, -2) @ y for x, y in ((ds, query), (p, grad_out)))
         return ds @ keys, *(x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
@@ -236,6 +246,24 @@ def test_both_kernels_calls_mean_the_block_that_plain_products_compute(
     for part, exact in zip((*found, *gradients), (*wanted, *wanted_gradients), strict=True):
         # grouped keys are summed in fp32
         assert part.shape == exact.shape and (part - exact).abs().max() < 1e-5 * exact.abs().max()
+
+
+@every_grouping
+@pytest.mark.parametrize(("queries", "keys", "window"), [(7, 20, 14), (7, 7, 3), (9, 12, 30)])
+def test_flashs_call_for_a_band_means_the_mask_of_its_window(heads, kv_heads, dim, queries, keys, window):
+    """Query i of n has key i + (S - n) for its own."""
+    torch.manual_seed(queries + keys)
+    q, grad, k, v, _ = _inputs("full", queries, keys, heads, kv_heads, dim, torch.float64, "cpu")
+    back = torch.arange(queries)[:, None] + keys - queries - torch.arange(keys)
+    masked = SCALE, "masked", (back >= 0) & (back < window)
+    wanted = plain_attention(q, k, v, *masked)
+    merged = wanted.out * 0.8 + 0.1, wanted.lse + 0.3
+    wanted_gradients = plain_attention_backward(grad, q, k, v, *merged, *masked)
+    with _ByDefinition():
+        found = cuda.flash_attention(q, k, v, SCALE, "banded", window)
+        gradients = cuda.flash_attention_backward(grad, q, k, v, *merged, SCALE, "banded", window)
+    for part, exact in zip((*found, *gradients), (*wanted, *wanted_gradients), strict=True):
+        assert part.shape == exact.shape and torch.allclose(part, exact, rtol=1e-12, atol=1e-12)
 
 
 def test_without_a_hopper_gpu_torchs_own_flash_kernels_stay(topology):

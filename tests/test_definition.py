@@ -71,7 +71,7 @@ def _check(
     return found[torch.float64, MemoryPlan()]
 
 
-@pytest.mark.parametrize("name", ["dense", "ragged"])
+@pytest.mark.parametrize("name", ["dense", "ragged", "windowed"])
 def test_the_definition_reproduces_the_golden_case(name):
     """The golden gradients are stored in fp32."""
     config = DraftConfig.from_json(json.loads((GOLDEN / name / "config.json").read_text()), name)

@@ -15,7 +15,7 @@ from eagle3.training.golden import read_case, read_tensors, relative_errors, run
 
 ZERO2 = ROOT / "ds_configs" / "zero2.json"
 GOLDEN = Path(__file__).parent / "golden"
-CASES = ("dense", "ragged")
+CASES = ("dense", "ragged", "windowed")
 GRADIENT = "grad.midlayer.self_attn.k_proj.weight"
 
 

@@ -3,9 +3,11 @@
 import itertools
 import random
 
+import pytest
 import torch
 
 from eagle3.attention.schedule import PrefixSchedule, schedule_prefix
+from eagle3.parallel.dealing import SequenceSharding, deal_keys
 
 Pair = tuple[int, int]
 
@@ -36,15 +38,19 @@ def _visible(lengths: list[int], queries: list[int], keys: list[int], window: in
     return [(q, k) for q, k in pairs if document[q] == document[k] and k <= q and (window is None or q - k < window)]
 
 
-def _shown(schedule: PrefixSchedule) -> list[Pair]:
+def _shown(schedule: PrefixSchedule, bands: bool = True) -> list[Pair]:
     """(query row, key row) of every piece; asserts that each of its query rows sees some key."""
     pairs = []
-    for piece in schedule.pieces:
+    for piece in schedule.dense_pieces(bands):
         queries, keys = schedule.query_rows[piece.queries], schedule.key_rows[piece.keys]
         seen = torch.ones(len(queries), len(keys), dtype=torch.bool)
         if piece.visibility == "causal":
             assert len(queries) == len(keys)
             seen = seen.tril()
+        if piece.visibility == "banded":
+            beyond = len(keys) - len(queries)
+            assert beyond >= 0
+            seen = seen.tril(beyond).triu(beyond - schedule.window + 1)
         if piece.visibility == "masked":
             seen = schedule.visible(piece)
             assert seen.shape == (len(queries), len(keys))
@@ -84,7 +90,8 @@ def test_the_pieces_show_every_visible_pair_once_whatever_queries_keys_block_and
         keys = _random_rows(source, sum(lengths))
         pads = source.randrange(3), source.randrange(3)
         schedule = _schedule(lengths, queries, keys, block, window, pads)
-        assert sorted(_shown(schedule)) == _visible(lengths, queries, keys, window)
+        for bands in (True, False):
+            assert sorted(_shown(schedule, bands)) == _visible(lengths, queries, keys, window)
         assert all(piece.queries.stop - piece.queries.start <= block for piece in schedule.pieces)
 
 
@@ -117,13 +124,36 @@ def test_a_query_block_whose_own_rows_are_the_keys_needs_no_mask():
 
 
 def test_a_window_masks_only_the_side_that_queries_leave_behind():
-    schedule = _schedule([40], list(range(40)), list(range(40)), 4, 10)
+    """Where a key that nobody sees is not here, so that its run is no band."""
+    schedule = _schedule([40], [*range(20), *range(21, 40)], [*range(20), *range(21, 40)], 4, 10)
+    assert {piece.visibility for piece in schedule.pieces} == {"full", "causal", "masked", "banded"}
     for piece in schedule.pieces:
-        diagonal = piece.keys.stop == piece.queries.stop
-        assert piece.visibility == "causal" if diagonal else piece.visibility in ("full", "masked")
         if piece.visibility == "masked":  # keys that the block's first query sees and its last one does not
-            assert piece.keys.stop - 1 + 10 < piece.queries.start + 4
-    assert {piece.visibility for piece in schedule.pieces} == {"full", "causal", "masked"}
+            first, last = (schedule.query_rows[place] for place in (piece.queries.start, piece.queries.stop - 1))
+            assert schedule.key_rows[piece.keys.stop - 1] > first - 10 and piece.keys.stop <= piece.queries.start
+            assert last - first < 4
+
+
+@pytest.mark.parametrize("ring", [1, 2, 4])
+@pytest.mark.parametrize("window", [128, 512, 2048])
+def test_under_a_window_few_pairs_are_computed_that_nobody_sees_however_long_the_prefix_is(window, ring):
+    """Two spans of a long document, to which their windows' keys are dealt."""
+    for prefix in (3000, 20_000):
+        queries = [*range(prefix, prefix + 1500), *range(prefix + 2900, prefix + 4000)]
+        keys = sorted({key for query in queries for key in range(query - window + 1, query + 1)})
+        computed = 0
+        for share in deal_keys(torch.tensor(keys), SequenceSharding(ring=ring)):
+            schedule = _schedule([prefix + 5000], queries, share[share >= 0].tolist(), 512, window)
+            for piece in schedule.dense_pieces(bands=False):
+                pairs = (piece.queries.stop - piece.queries.start) * (piece.keys.stop - piece.keys.start)
+                computed += pairs / 2 if piece.visibility == "causal" else pairs
+        assert computed <= 1.5 * window * len(queries), computed / window / len(queries)
+
+
+def test_consecutive_rows_under_a_window_are_one_band_a_block():
+    schedule = _schedule([40, 60], [*range(10, 40), *range(45, 100)], list(range(100)), 16, 10)
+    assert {piece.visibility for piece in schedule.pieces} == {"banded"}
+    assert len(schedule.pieces) == 2 + 4 and len(list(schedule.dense_pieces(bands=False))) == 6
 
 
 def test_the_pieces_of_a_dense_document_are_one_rectangle_and_one_square_a_block():

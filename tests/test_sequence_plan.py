@@ -84,9 +84,15 @@ def _real(rows: torch.Tensor) -> list[int]:
     return rows[rows >= 0].tolist()
 
 
-def _visible(stream: Stream, queries: list[int]) -> list[int]:
-    """K_0[s] with s <= t in the document of some query t."""
-    return sorted({row for t in queries for row in range(t + 1) if stream.document[row] == stream.document[t]})
+def _visible(stream: Stream, queries: list[int], window: int | None = None) -> list[int]:
+    """K_0[s] with s <= t, and t - s < window, in the document of some query t."""
+    reach = stream.tokens if window is None else window
+    rows = {(t, row) for t in queries for row in range(max(0, t - reach + 1), t + 1)}
+    return sorted({row for t, row in rows if stream.document[row] == stream.document[t]})
+
+
+def _tensors(plan: SequencePlan) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in vars(plan).items() if name != "window"}
 
 
 def _pairs(plan: SequencePlan) -> list[tuple[int, int, int]]:
@@ -137,7 +143,9 @@ def _sharded(count: int = 9) -> Iterator[tuple[list, int, Stream, SequenceShardi
         steps, layout = source.choice([1, 2, 3, 7]), source.choice(["zigzag", "contiguous"])
         selection, block = source.choice(["supervised", "supervised", "all"]), source.choice([None, 1, 3, 8])
         stream, sharding = _pack(masks, source)[1], SequenceSharding(ulysses, ring, layout, selection, block)
-        yield masks, steps, stream, sharding, [plan_sequence(stream, steps, sharding, r) for r in range(sharding.ranks)]
+        window = source.choice([None, steps, steps + 1, 12])
+        plans = [plan_sequence(stream, steps, sharding, rank, window) for rank in range(sharding.ranks)]
+        yield masks, steps, stream, sharding, plans
 
 
 def test_the_queries_of_all_ranks_are_the_wanted_rows_once():
@@ -150,7 +158,7 @@ def test_the_queries_of_all_ranks_are_the_wanted_rows_once():
 
 def test_the_keys_of_all_ranks_are_the_rows_that_some_query_sees_once():
     for _, _, stream, _, plans in _sharded():
-        seen = _visible(stream, [row for plan in plans for row in _real(plan.queries)])
+        seen = _visible(stream, [row for plan in plans for row in _real(plan.queries)], plans[0].window)
         assert sorted(row for plan in plans for row in _real(plan.keys)) == seen
 
 
@@ -198,8 +206,8 @@ def test_a_plan_follows_from_the_loss_mask_alone():
     for masks, steps, _, sharding, plans in _sharded(3):
         other = Stream.pack([torch.zeros(len(mask)) for mask in masks], [torch.tensor(mask) for mask in masks])
         for rank, plan in enumerate(plans):
-            again = vars(plan_sequence(other, steps, sharding, rank))
-            assert all(torch.equal(tensor, again[name]) for name, tensor in vars(plan).items())
+            again = plan_sequence(other, steps, sharding, rank, plan.window)
+            assert all(torch.equal(tensor, getattr(again, name)) for name, tensor in _tensors(plan).items())
 
 
 @pytest.mark.parametrize("sharding", [SequenceSharding(), SequenceSharding(2, 2)], ids=["alone", "of four ranks"])
@@ -209,7 +217,7 @@ def test_where_nothing_is_supervised_a_plan_holds_one_pad_and_row_0_and_counts_n
         plan = plan_sequence(stream, 7, sharding, rank)
         assert plan.queries.tolist() == plan.keys.tolist() == [-1] and len(plan.teacher) == 0
         assert plan.rows.tolist() == [0] and plan.query_of.shape == (7, 0)
-        indices = {tensor.dtype for name, tensor in vars(plan).items() if name != "supervised"}
+        indices = {tensor.dtype for name, tensor in _tensors(plan).items() if name != "supervised"}
         assert indices == {torch.int64} and plan.supervised.dtype == torch.bool
 
 

@@ -1,6 +1,7 @@
 """Speculative decoding against plain decoding, and against a definition that keeps no cache at all."""
 
 import dataclasses
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -178,6 +179,7 @@ def rotated(x: Tensor, positions: Tensor) -> Tensor:
 def defined_drafts(folder: Path, embedding: Tensor, aux: Tensor, next_tokens: list[int], count: int) -> list[int]:
     """The chain after the last of the rows (aux [T, 3Ht], next_tokens): rows are appended to a causal sequence."""
     w = {name: tensor.double() for name, tensor in load_file(folder / "model.safetensors").items()}
+    window = json.loads((folder / "config.json").read_text()).get("sliding_window", 0)  # x[-0:] is all of x
     hidden, tokens, drafts = aux.double() @ w["fc.weight"].T, list(next_tokens), []
     for _ in range(count):
         length = len(tokens)
@@ -188,6 +190,7 @@ def defined_drafts(folder: Path, embedding: Tensor, aux: Tensor, next_tokens: li
             for name, heads in (("q", 4), ("k", 2), ("v", 2))
         )
         q, k = rotated(q, torch.arange(length)), rotated(k, torch.arange(length)).repeat_interleave(2, 1)
+        k, v = k[-window:], v[-window:]
         scores = torch.einsum("hd,shd->hs", q[-1], k) / 4
         attended = torch.einsum("hs,shd->hd", scores.softmax(-1), v.repeat_interleave(2, 1)).flatten()
         out = hidden[-1] + w["midlayer.self_attn.o_proj.weight"] @ attended
@@ -241,9 +244,11 @@ def test_drafts_and_accepted_counts_equal_the_definition_without_caches(pair):
     assert seen == set(range(DRAFT_TOKENS + 1)), "the draft must be right and wrong at every place for this to tell"
 
 
-def test_a_draft_that_lives_by_its_attention_drafts_by_the_definition(pair, tmp_path):
-    """With large projections every key decides, those of the chain's own earlier steps too."""
+@pytest.mark.parametrize("window", [None, 6, 11])
+def test_a_draft_that_lives_by_its_attention_drafts_by_the_definition(pair, tmp_path, window):
+    """With large projections every key decides, those of the chain's own earlier steps too. Under a window the last keys."""
     draft, d2t, t2d = pair.draft()
+    draft.draft_config = dataclasses.replace(draft.draft_config, window=window)
     for name, weight in draft.named_parameters():
         if "self_attention" in name:
             weight.mul_(5)

@@ -54,7 +54,7 @@ def stream_batch(
 ) -> MicroBatch:
     """This rank's part of one packed stream. teacher_kind: what is known of the teacher's rows."""
     stream = Stream.pack([each.ids for each in documents], [each.loss_mask for each in documents])
-    plan = plan_sequence(stream, steps, sharding, topology.sequence.rank())
+    plan = plan_sequence(stream, steps, sharding, topology.sequence.rank(), case.config.window)
     if sharding.ranks == 1:
         assert torch.equal(plan.supervised.sum(1), supervised_counts(stream, steps))
     aux, last = (torch.cat([getattr(each, name) for each in documents]) for name in ("aux", "last"))

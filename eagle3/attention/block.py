@@ -36,6 +36,11 @@ def kernel_name(
     return "cuda efficient" if dtype == torch.float32 or visibility == "masked" else "cuda flash"
 
 
+def takes_bands(q: Tensor, score: bool) -> bool:
+    """Whether blocks of these queries may be `banded`."""
+    return kernel_name(q.device, q.dtype, q.shape[-1], "banded") == "cuda flash" and not score
+
+
 def block_attention(
     q: Tensor,
     k: Tensor,
@@ -44,17 +49,20 @@ def block_attention(
     visibility: Visibility,
     visible: Tensor | None = None,
     score: Score | None = None,
+    window: int | None = None,
 ) -> BlockOutput:
     """softmax(scale q k^T) v over one block.
 
     q [Q, heads, d]; k, v [S, kv_heads, d] with heads a multiple of kv_heads; visible [Q, S] bool for `masked`, in which
-    every query must see some key (a row that sees none has no softmax; callers leave such blocks out).
+    every query must see some key (a row that sees none has no softmax; callers leave such blocks out). window: of a
+    `banded` block, which only what `takes_bands` names may be.
     """
+    assert visibility != "banded" or takes_bands(q, score is not None)
     match kernel_name(q.device, q.dtype, q.shape[-1], visibility, score):
         case "cpu":
             return _cpu_attention(q, k, v, scale, visibility, visible)
         case "cuda flash":
-            return flash_attention(q, k, v, scale, visibility)
+            return flash_attention(q, k, v, scale, visibility, window)
         case "cuda efficient":
             return efficient_attention(q, k, v, scale, visibility, visible)
         case "plain":
@@ -72,6 +80,7 @@ def block_attention_backward(
     visibility: Visibility,
     visible: Tensor | None = None,
     score: Score | None = None,
+    window: int | None = None,
 ) -> BlockGradients:
     """This block's share of the gradients.
 
@@ -83,7 +92,7 @@ def block_attention_backward(
         case "cpu":
             return _cpu_attention_backward(grad, q, k, v, out, lse, scale, visibility, visible)
         case "cuda flash":
-            return flash_attention_backward(grad, q, k, v, out, lse, scale, visibility)
+            return flash_attention_backward(grad, q, k, v, out, lse, scale, visibility, window)
         case "cuda efficient":
             return efficient_attention_backward(grad, q, k, v, out, lse, scale, visibility, visible)
         case "plain":

@@ -1,7 +1,7 @@
 """Fused kernels for one block of attention on CUDA: torch's operators, given strided views, never waiting for the device.
 
-flash: fp16 and bf16, `full` and `causal`, grouped key/value heads as they are. Torch's own FlashAttention 2, or the
-flash-attn package's FlashAttention 3 where `take_installed_flash` finds it.
+flash: fp16 and bf16, `full`, `causal` and `banded`, grouped key/value heads as they are. Torch's own FlashAttention 2, or
+the flash-attn package's FlashAttention 3 where `take_installed_flash` finds it.
 efficient: fp32 as well, and any mask. In fp32 its products are split TF32 on tensor cores, near fp32 in accuracy.
 
 Layouts, padding and the arguments that go unread without dropout follow torch's C++ sources. Checked so far without a
@@ -10,6 +10,7 @@ What the kernels themselves compute for these calls, in what time, has not been 
 """
 
 import importlib.util
+from typing import Any
 
 import torch
 import torch.nn.attention
@@ -30,33 +31,58 @@ def take_installed_flash(device: torch.device) -> str:
     return torch.nn.attention.current_flash_attention_impl() or "FA2"
 
 
-def flash_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, visibility: Visibility) -> BlockOutput:
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, visibility: Visibility, window: int | None = None
+) -> BlockOutput:
     """`block_attention` in fp16 or bf16 where nothing is masked; head_dim a multiple of 8, at most 256."""
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-        *(_heads_first(x) for x in (q, k, v)), is_causal=visibility == "causal", scale=scale
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q[None],
+        k[None],
+        v[None],
+        **_lengths(q, k),
+        dropout_p=0.0,
+        is_causal=visibility == "causal",
+        return_debug_mask=False,
+        scale=scale,
+        **_band(visibility, window),
     )
-    return BlockOutput(out[0].transpose(0, 1), lse[0].transpose(0, 1))
+    return BlockOutput(out[0], lse[0].transpose(0, 1))
 
 
 def flash_attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, visibility: Visibility
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    visibility: Visibility,
+    window: int | None = None,
 ) -> BlockGradients:
     """`block_attention_backward` where `flash_attention` goes forward."""
     unread = torch.empty(0, dtype=torch.uint64, device=q.device)  # dropout's seed and offset
-    gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-        *(_heads_first(x) for x in (grad, q, k, v, out.to(q.dtype))),
+    gradients = torch.ops.aten._flash_attention_backward(
+        *(x[None] for x in (grad, q, k, v, out.to(q.dtype))),
         lse.transpose(0, 1)[None].contiguous(),
-        cum_seq_q=None,  # no packed sequences
-        cum_seq_k=None,
-        max_q=len(q),
-        max_k=len(k),
+        **_lengths(q, k),
         dropout_p=0.0,
         is_causal=visibility == "causal",
-        philox_seed=unread,
-        philox_offset=unread,
+        rng_state=unread,
+        unused=unread,
         scale=scale,
+        **_band(visibility, window),
     )
-    return BlockGradients(*(gradient[0].transpose(0, 1) for gradient in gradients))
+    return BlockGradients(*(gradient[0] for gradient in gradients))
+
+
+def _lengths(q: Tensor, k: Tensor) -> dict[str, Any]:
+    return {"cum_seq_q": None, "cum_seq_k": None, "max_q": len(q), "max_k": len(k)}  # no packed sequences
+
+
+def _band(visibility: Visibility, window: int | None) -> dict[str, int]:
+    """As the kernels count: keys beside a query's own, with the last query at the last key."""
+    return {"window_size_left": window - 1, "window_size_right": 0} if visibility == "banded" else {}
 
 
 def efficient_attention(
@@ -107,11 +133,6 @@ def efficient_attention_backward(
     )
     dk, dv = (x.sum(1, dtype=torch.float32).transpose(0, 1).to(x.dtype) for x in (dk, dv))
     return BlockGradients(dq.permute(2, 0, 1, 3).flatten(1, 2), dk, dv)
-
-
-def _heads_first(x: Tensor) -> Tensor:
-    """[tokens, heads, d] -> [1, heads, tokens, d], a view: the operator turns it back."""
-    return x.transpose(0, 1)[None]
 
 
 def _groups_as_batch(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

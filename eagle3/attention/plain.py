@@ -6,8 +6,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-# full: every query sees every key. causal: query i sees keys 0..i (equal lengths). masked: `visible` says.
-Visibility = Literal["full", "causal", "masked"]
+# full: every query sees every key. causal: query i sees keys 0..i (equal lengths). masked: `visible` says. banded: the last
+# query's own key is the last one, the query before has the key before, and each sees the last `window` keys up to its own.
+Visibility = Literal["full", "causal", "masked", "banded"]
 # Changes scaled scores [heads, queries, keys], elementwise, the same for every head, and differentiably, before the
 # softmax. It is called with some of the heads at a time, and with all queries and keys of the block.
 Score = Callable[[Tensor], Tensor]

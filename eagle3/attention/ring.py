@@ -21,6 +21,7 @@ from eagle3.attention.block import (
     block_attention,
     block_attention_backward,
     merge_blocks,
+    takes_bands,
 )
 from eagle3.attention.schedule import Piece, PrefixSchedule
 
@@ -186,10 +187,17 @@ class _RingAttention(torch.autograd.Function):
         lse = torch.full(q.shape[:2], float("-inf"), dtype=exact, device=q.device)
         for source, (key, value) in _shares(key_value, ring):
             schedule = schedules[source]
-            for piece in schedule.pieces:
+            for piece in schedule.dense_pieces(takes_bands(q, ring.score is not None)):
                 rows, keys, score = piece.queries, piece.keys, ring.block_score(schedule, piece, ahead)
                 part = block_attention(
-                    q[rows], key[keys], value[keys], ring.scale, piece.visibility, schedule.visible(piece), score
+                    q[rows],
+                    key[keys],
+                    value[keys],
+                    ring.scale,
+                    piece.visibility,
+                    schedule.visible(piece),
+                    score,
+                    schedule.window,
                 )
                 part = BlockOutput(part.out.to(exact), part.lse.to(exact))
                 out[rows], lse[rows] = merge_blocks(BlockOutput(out[rows], lse[rows]), part)
@@ -207,7 +215,7 @@ class _RingAttention(torch.autograd.Function):
         dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
         for source, (key, value), gradient in _shares_with_gradients(key_value, ctx.gradient, ring):
             schedule = ctx.schedules[source]
-            for piece in schedule.pieces:
+            for piece in schedule.dense_pieces(takes_bands(q, ring.score is not None)):
                 rows, keys, score = piece.queries, piece.keys, ring.block_score(schedule, piece, ctx.ahead)
                 part = block_attention_backward(
                     grad[rows],
@@ -220,6 +228,7 @@ class _RingAttention(torch.autograd.Function):
                     piece.visibility,
                     schedule.visible(piece),
                     score,
+                    schedule.window,
                 )
                 dq[rows] += part.q
                 gradient[0, keys] += part.k

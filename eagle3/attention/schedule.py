@@ -1,5 +1,6 @@
 """Which dense blocks make up the attention of any queries to any keys of a stream: positions decide, not layouts."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,6 +15,9 @@ QUERY_BLOCK = 512
 KEY_BLOCK = 8192
 # Rows between the first and the last query of a block, in blocks: bounds what a mask may cover where queries have gaps.
 SPAN_BLOCKS = 8
+# Queries of a masked piece under a window, in shares of it, but not so few that there are more pieces than work: a piece
+# computes window + queries - 1 keys for each query, of which it sees window.
+WINDOW_SHARE, FEWEST_QUERIES = 4, 64
 
 
 class Piece(NamedTuple):
@@ -43,6 +47,17 @@ class PrefixSchedule:
         seen = keys <= queries
         return seen if self.window is None else seen & (keys > queries - self.window)
 
+    def dense_pieces(self, bands: bool) -> Iterator[Piece]:
+        """All of them; bands: as they are, else cut into masked pieces, for kernels that know no windows."""
+        for piece in self.pieces:
+            if bands or piece.visibility != "banded":
+                yield piece
+                continue
+            own = piece.keys.stop - piece.queries.stop  # from a query's place to that of its own row's key
+            for start, stop in _slices(piece.queries, _masked_queries(self.window)):
+                first = max(piece.keys.start, start + own - self.window + 1)
+                yield Piece(slice(start, stop), slice(first, stop + own), "masked")
+
     def positions(self, piece: Piece) -> tuple[Tensor, Tensor]:
         """Positions in the document of a piece's queries [queries, 1] and keys [1, keys]."""
         start = self.query_rows[piece.queries.start] - self.query_positions[piece.queries.start]
@@ -67,7 +82,8 @@ def schedule_prefix(
     The keys may be any subset of the rows: a ring rank's share. Queries are taken in runs of at most `block`, inside a
     document and without long gaps. Each run has full rectangles, of at most `key_block` keys, over the keys that all of
     it sees; on its diagonal a causal square where the keys are just its own rows, else a mask; under a window another
-    mask on the far side.
+    mask on the far side. A run of consecutive rows under a window is one `banded` piece where all keys that it sees are here;
+    other runs are short there.
     Queries that see no key of a piece are left out of it: such a row has no softmax.
     """
     queries, keys = query_rows[query_rows >= 0], key_rows[key_rows >= 0].contiguous()
@@ -76,39 +92,65 @@ def schedule_prefix(
 
     def add(queries: tuple[int, int], keys: tuple[int, int], visibility: Visibility) -> None:
         width = key_block if visibility == "full" else max(1, keys[1] - keys[0])
-        for start in range(*keys, width):
-            pieces.append(Piece(slice(*queries), slice(start, min(start + width, keys[1])), visibility))
+        pieces.extend(Piece(slice(*queries), slice(*part), visibility) for part in _slices(slice(*keys), width))
 
-    for start, stop in _runs(queries, firsts, block, window):
+    def places(*rows: int) -> list[int]:
+        return torch.searchsorted(keys, torch.tensor(rows)).tolist()
+
+    def add_band(start: int, stop: int) -> bool:
+        """Whether the run is one."""
+        first, last = int(queries[start]), int(queries[stop - 1])
+        low = max(int(firsts[start]), first - window + 1)
+        begin, end = places(low, last + 1)
+        whole = last - first == stop - start - 1 and end - begin == last + 1 - low
+        if whole:
+            add((start, stop), (begin, end), "banded")
+        return whole
+
+    def add_run(start: int, stop: int) -> None:
         rows, document = queries[start:stop], int(firsts[start])
         first, last = int(rows[0]), int(rows[-1])
         low, far = (document if window is None else max(document, row - window + 1) for row in (first, last))
-        edges = torch.tensor([low, far, first, first + 1, last + 1])
-        low, far, diagonal, after, high = torch.searchsorted(keys, edges).tolist()
+        low, far, diagonal, after, high = places(low, far, first, first + 1, last + 1)
         if low < far:  # keys that the run's last queries have left behind
             seeing = int(torch.searchsorted(rows, keys[far - 1] + window))
             add((start, start + seeing), (low, far), "masked")
         if torch.equal(keys[diagonal:high], rows):
             add((start, stop), (far, diagonal), "full")
             add((start, stop), (diagonal, high), "causal")
-            continue
+            return
         add((start, stop), (far, after), "full")
         if after < high:
             blind = int(torch.searchsorted(rows, keys[after]))
             add((start + blind, stop), (after, high), "masked")
+
+    for start, stop in _runs(queries, firsts, block, SPAN_BLOCKS * block):
+        if window is None:
+            add_run(start, stop)
+        elif not add_band(start, stop):
+            run = slice(start, stop)
+            for begin, end in _runs(queries[run], firsts[run], min(block, _masked_queries(window)), window):
+                add_run(start + begin, start + end)
     return PrefixSchedule(query_rows, query_positions, key_rows, tuple(pieces), window)
 
 
-def _runs(queries: Tensor, firsts: Tensor, block: int, window: int | None) -> list[tuple[int, int]]:
+def _masked_queries(window: int) -> int:
+    return max(FEWEST_QUERIES, window // WINDOW_SHARE)
+
+
+def _slices(whole: slice, width: int) -> Iterator[tuple[int, int]]:
+    for start in range(whole.start, whole.stop, width):
+        yield start, min(start + width, whole.stop)
+
+
+def _runs(queries: Tensor, firsts: Tensor, block: int, span: int) -> list[tuple[int, int]]:
     """[start, stop) of runs of at most `block` queries in one document, cut where more than `block` rows lie between two
-    and where they span too many rows, and so that no run is longer than a window."""
+    and where they reach over more than `span` rows."""
     if not len(queries):
         return []
     cut = (firsts.diff() != 0) | (queries.diff() > block)
-    if window is not None:
-        cut |= ((queries - firsts) // window).diff() != 0
     bounds = [0, *(cut.nonzero().flatten() + 1).tolist(), len(queries)]
-    reach = torch.searchsorted(queries.contiguous(), queries + SPAN_BLOCKS * block).tolist()
+    reach = torch.searchsorted(queries.contiguous(), queries + span).tolist()
     runs = []
     for begin, end in zip(bounds, bounds[1:], strict=False):
         while begin < end:

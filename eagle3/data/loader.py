@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -121,7 +122,7 @@ class StreamLoader:
 
     samples: taken in the order of their ids, so that ranks that read them in different orders agree. steps: K of the
     unroll. sharding: of a stream over its sequence ranks. data: the group whose ranks have different streams.
-    sequence: the group whose ranks share a stream, Ulysses fastest.
+    sequence: the group whose ranks share a stream, Ulysses fastest. window: of the draft's attention.
     """
 
     def __init__(
@@ -133,10 +134,12 @@ class StreamLoader:
         sharding: SequenceSharding,
         data: ProcessGroup,
         sequence: ProcessGroup,
+        window: int | None = None,
     ) -> None:
         assert sequence.size() == sharding.ranks, "a stream is dealt to the ranks of its sequence group"
         self.samples = samples.subset(np.lexsort(samples.digests[samples.indices].T[::-1]))
-        self.source, self.steps, self.sharding, self.data, self.sequence = source, steps, sharding, data, sequence
+        self.source, self.data, self.sequence = source, data, sequence
+        self.plan = partial(plan_sequence, steps=steps, sharding=sharding, rank=sequence.rank(), window=window)
         self._background = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
         self._ahead: tuple[tuple[list[int], int], Future[list[LoadedStream]]] | None = None
 
@@ -156,7 +159,7 @@ class StreamLoader:
     def _load(self, indices: Sequence[int], accumulation: int) -> list[LoadedStream]:
         members = self._members(indices, accumulation)
         streams = [Stream.pack([s.ids for s in stream], [s.loss_mask for s in stream]) for stream in members]
-        plans = [plan_sequence(stream, self.steps, self.sharding, self.sequence.rank()) for stream in streams]
+        plans = [self.plan(stream) for stream in streams]
         aux, teacher = [], []
         for stream, plan in zip(streams, plans, strict=True):
             aux += _by_document(stream, plan.rows)

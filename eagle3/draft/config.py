@@ -30,6 +30,7 @@ ROPE_TYPES = {
 
 # under eagle_config counted from 0, as SGLang reads it; at the top level from 1, as vLLM does: see _aux_layers
 _AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
+_SLIDING, _FULL = "sliding_attention", "full_attention"
 _ROPE_NUMBERS = (
     *("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "attn_factor", "partial_rotary_factor"),
@@ -43,8 +44,9 @@ class DraftConfig:
     """Sizes of one EAGLE3 draft.
 
     `rope_parameters` is transformers' dictionary (rope_type, rope_theta and the type's own keys); `aux_layers` are the
-    0-based target layers whose outputs the draft reads; `attention_sinks` adds a learnable logit to each query head. Raises
-    UserError where the sizes contradict each other.
+    0-based target layers whose outputs the draft reads; `attention_sinks` adds a learnable logit to each query head.
+    `window`: how many keys a query sees at most, its own included; None for all. Raises UserError where the sizes contradict
+    each other.
     """
 
     hidden_size: int
@@ -62,6 +64,7 @@ class DraftConfig:
     fc_norm: bool = False
     norm_output: bool = False
     attention_sinks: bool = False
+    window: int | None = None
     token_ids: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -71,6 +74,8 @@ class DraftConfig:
                 raise UserError(
                     f"draft config: {name} is {shown(size)}, not a number of 1 or more; give one under model.draft"
                 )
+        if self.window is not None and not (type(self.window) is int and self.window > 0):
+            raise UserError(f"draft config: sliding_window is {shown(self.window)}, not a number of keys; fix the file")
         if not (_is_number(self.rms_norm_eps) and self.rms_norm_eps > 0):
             raise UserError(
                 f"draft config: rms_norm_eps is {shown(self.rms_norm_eps)}, not a positive number; give one under model.draft"
@@ -140,6 +145,15 @@ class DraftConfig:
                 f"use {' or '.join(map(str, near))}, and parallelism.ring for the rest"
             )
 
+    def check_steps(self, steps: int) -> None:
+        """Raises UserError where the draft's window is shorter than a chain of so many steps: it would hide the chain's own
+        keys."""
+        if self.window is not None and self.window < steps:
+            raise SharedUserError(
+                f"draft config: a window of {self.window} keys hides a query's own keys in {steps} steps; make it {steps} at least, "
+                "or take fewer steps"
+            )
+
     def check_context(self, longest: int) -> None:
         """Raises UserError where a sample has more tokens than the draft, and so every engine that serves it, has positions."""
         if longest > self.max_position_embeddings:
@@ -189,6 +203,7 @@ class DraftConfig:
             aux_layers=_aux_layers(values, eagle, origin),
             fc_norm=bool(values.get("fc_norm") or values.get("use_aux_norm")),
             norm_output=bool(values.get("norm_output")),
+            window=_window(values, origin),
             token_ids={name: values.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
         )
 
@@ -221,6 +236,7 @@ class DraftConfig:
             "dtype": dtype,
             "fc_norm": self.fc_norm,
             "norm_output": self.norm_output,
+            **({} if self.window is None else {"layer_types": [_SLIDING], "sliding_window": self.window}),
             _AUX_LAYERS: [layer + 1 for layer in self.aux_layers] if self.aux_layers else None,
             "eagle_config": {
                 _AUX_LAYERS: list(self.aux_layers) if self.aux_layers else None,
@@ -294,6 +310,18 @@ def _aux_layers(values: dict[str, Any], eagle: dict[str, Any], origin: str) -> t
         )
     layers = nested or [layer - 1 for layer in top]
     return tuple(layers) or None
+
+
+def _window(values: dict[str, Any], origin: str) -> int | None:
+    """As vLLM reads it: `sliding_window` holds for layers that `layer_types` names so."""
+    kinds = values.get("layer_types") or []
+    if not isinstance(kinds, list) or any(kind not in (_SLIDING, _FULL) for kind in kinds):
+        raise UserError(f"{origin}: layer_types is {shown(kinds)}; a draft's layer is {_SLIDING} or {_FULL}")
+    if kinds[:1] != [_SLIDING]:
+        return None
+    if values.get("sliding_window") is None:
+        raise UserError(f"{origin}: layer_types says {_SLIDING}, but sliding_window is missing; add the number of keys")
+    return values["sliding_window"]
 
 
 def _layer_ids(values: dict[str, Any], place: str, first: int) -> list[int]:

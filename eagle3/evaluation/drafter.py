@@ -122,21 +122,27 @@ class ChainDrafter:
 
     def propose(self, count: int, rule: AcceptanceRule) -> Proposal:
         """See `Drafter.propose`: `count` training-time-test steps of the last row."""
+        self.draft.draft_config.check_steps(count)
         shared = SharedKeyValue(self.prefix[None, :, : self.rows])
-        whole = Piece(slice(0, 1), slice(0, self.rows), "full")
-        schedules = (PrefixSchedule(self.position, self.position, self.position, (whole,)),)  # its rows go unread
         hidden, token, own = self.hidden, self.next_token, ()
         tokens, probabilities = [], []
         for step in range(count):
             projected = self.draft.project(hidden, token, self.position + step, first=step == 0)
             own = own if projected.own is None else (*own, projected.own)
-            hidden = self.draft.finish(hidden, self.attention(projected.q, shared, schedules, own))
+            hidden = self.draft.finish(hidden, self.attention(projected.q, shared, self._schedules(step), own))
             drawn = rule.draw(self.draft.logits(hidden))
             token = drawn.tokens + self.d2t[drawn.tokens]
             tokens.append(token)
             probabilities.append(drawn.probabilities)
         drawn_from = None if probabilities[0] is None else self._over_target(torch.cat(probabilities))
         return Proposal(torch.cat(tokens), drawn_from)
+
+    def _schedules(self, step: int) -> tuple[PrefixSchedule]:
+        """The last row's query at `step` against the keys that its window reaches beside the chain's own."""
+        window = self.draft.draft_config.window
+        first = 0 if window is None else max(0, self.rows - window + step)
+        seen = Piece(slice(0, 1), slice(first, self.rows), "full")
+        return (PrefixSchedule(self.position, self.position, self.position, (seen,)),)  # its rows go unread
 
     def _over_target(self, probabilities: Tensor) -> Tensor:
         """[K, Vd] -> [K, V]: 0 for what the draft cannot say."""

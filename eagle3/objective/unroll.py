@@ -55,14 +55,11 @@ def unroll_inputs(
     steps: int,
     aux: Tensor,
     device: torch.device,
-    window: int | None = None,
     residence: Residence = "device",
 ) -> UnrollInputs:
-    """Cut a stream by its plan. aux [rows, 3Ht] on any device; pads read the last row and are seen by nobody.
-
-    window: how many positions up to and with its own (t+k at step k) a query sees, for a target with sliding windows;
-    at least K, so that its own keys are among them.
-    """
+    """Cut a stream by its plan, whose window is at least K, so that a query's own keys are in it. aux [rows, 3Ht] on any
+    device; pads read the last row and are seen by nobody."""
+    window = plan.window
     assert window is None or window >= steps, f"a window of {window} hides a query's own keys"
     keys, queries, ring_queries = (rows.clamp(min=0) for rows in (plan.keys, plan.queries, plan.ring_queries))
     positions = stream.position[ring_queries]

@@ -63,7 +63,8 @@ class SequencePlan:
     query_of [K, M]: for step k and teacher row m the place of the query t = teacher - 1 - k in `queries`, -1 where this
     rank has none. supervised [K, M]: that query is here and the definition's mask[t + k] is set.
     ring_keys [ring, ulysses * N]: the keys of every ring rank. ring_queries [ulysses * Q]: the queries of this rank's
-    Ulysses group, in its order. All int64 on the CPU but `supervised`, bool.
+    Ulysses group, in its order. All int64 on the CPU but `supervised`, bool. window: how many keys a query sees at most,
+    its own included; None for all.
     """
 
     keys: Tensor
@@ -76,22 +77,28 @@ class SequencePlan:
     supervised: Tensor
     ring_keys: Tensor
     ring_queries: Tensor
+    window: int | None
 
 
 def plan_sequence(
-    stream: Stream, steps: int, sharding: SequenceSharding = SequenceSharding(), rank: int = 0
+    stream: Stream,
+    steps: int,
+    sharding: SequenceSharding = SequenceSharding(),
+    rank: int = 0,
+    window: int | None = None,
 ) -> SequencePlan:
     """The plan of sequence rank `rank` (Ulysses fastest). It follows from the loss mask alone, without communication.
 
     Step k at row t counts where row t+k is supervised and inside t's document; so the queries are the rows with a
-    supervised row among t..t+K-1, and keys after a document's last query are seen by nobody. A query sees the
-    position + 1 keys of its document up to its own row.
+    supervised row among t..t+K-1. A query sees the keys of its document up to its own row, the last `window` of them; keys
+    that no query sees belong to nobody. (At step k it sees k keys fewer, for its own K_1..K_k.)
     """
     chosen = _queries(stream, steps, sharding.query_selection)
-    last_query = torch.full((len(stream.starts),), -1).scatter_reduce(0, stream.document[chosen], chosen, "amax")
-    seen = (torch.arange(stream.tokens) <= last_query[stream.document]).nonzero().flatten()
-    ring_keys = deal_keys(seen, sharding)
-    dealt_queries = deal_queries(chosen, stream.position[chosen] + 1, sharding)
+    visible = stream.position[chosen] + 1
+    if window is not None:
+        visible = visible.clamp(max=window)
+    ring_keys = deal_keys(_covered(chosen + 1 - visible, chosen + 1, stream.tokens), sharding)
+    dealt_queries = deal_queries(chosen, visible, sharding)
     ring, ulysses = divmod(rank, sharding.ulysses)
     keys = ring_keys[ring].chunk(sharding.ulysses)[ulysses]
     queries = dealt_queries[ring].chunk(sharding.ulysses)[ulysses]
@@ -117,7 +124,15 @@ def plan_sequence(
         supervised=query_of >= 0,
         ring_keys=ring_keys,
         ring_queries=dealt_queries[ring],
+        window=window,
     )
+
+
+def _covered(starts: Tensor, stops: Tensor, rows: int) -> Tensor:
+    """The rows, ascending, that lie in any of the ranges [start, stop)."""
+    edges = torch.zeros(rows + 1, dtype=torch.long)
+    edges.index_add_(0, starts, torch.ones_like(starts)).index_add_(0, stops, -torch.ones_like(stops))
+    return edges.cumsum(0).nonzero().flatten()
 
 
 def _slots(rows: Tensor, wanted: Tensor) -> Tensor:

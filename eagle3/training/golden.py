@@ -163,7 +163,7 @@ def _micro_batch(
     aux, last = (
         torch.cat([tensors[name][row][real[row]] for row in mine]) for name in ("aux_hidden_state", "hidden_state")
     )
-    plan = plan_sequence(stream, steps, sharding, topology.sequence.rank())
+    plan = plan_sequence(stream, steps, sharding, topology.sequence.rank(), case.draft.config.window)
     head, exact = tensors["lm_head_weight"], torch.promote_types(dtype, torch.float32)  # as a capture would have it
     teacher = summarize_teacher(last[plan.teacher].to(exact), head.to(exact))
     return micro_batch(

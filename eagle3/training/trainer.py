@@ -386,7 +386,13 @@ def prepare_trainer(
         rows = head.head[vocabulary.target_ids.to(head.head.device)]
         teacher_head = shard(rows, draft.lm_head.weight, topology.tensor).to(device, dtype)
     sharding = SequenceSharding(parallelism.ulysses, parallelism.ring, parallelism.layout, parallelism.query_selection)
-    place = {"steps": training.ttt_steps, "sharding": sharding, "data": topology.data, "sequence": topology.sequence}
+    place = {
+        "steps": training.ttt_steps,
+        "sharding": sharding,
+        "data": topology.data,
+        "sequence": topology.sequence,
+        "window": draft.draft_config.window,
+    }
     return Trainer(
         recipe=recipe,
         topology=topology,
