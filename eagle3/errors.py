@@ -30,6 +30,11 @@ class SharedUserError(UserError):
     """A mistake that every process of a job raises, so that one of them is enough to say it."""
 
 
+def extra_command(extra: str) -> str:
+    """What installs packages that not everybody needs, an extra of setup.cfg."""
+    return f'pip install -e ".[{extra}]" -c constraints/cuda.txt (without GPUs cpu.txt)'
+
+
 def _one_line(text: str) -> str:
     line = " ".join(text.split())
     if len(line) > LONGEST_LINE:

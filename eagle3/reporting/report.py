@@ -4,7 +4,7 @@ import importlib.util
 from pathlib import Path
 
 from eagle3.durable import write_bytes, write_text
-from eagle3.errors import UserError
+from eagle3.errors import UserError, extra_command
 from eagle3.reporting.record import read_run
 
 
@@ -15,7 +15,7 @@ class NoMatplotlib(UserError):
 def require_matplotlib() -> None:
     """Raises NoMatplotlib where it is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise NoMatplotlib('matplotlib is not installed, which draws the charts; pip install -e ".[report]"')
+        raise NoMatplotlib(f"matplotlib is not installed, which draws the charts; {extra_command('report')}")
 
 
 def write_report(path: Path) -> Path:

@@ -12,7 +12,7 @@ import torch
 
 from eagle3.console import Console, all_without_passwords
 from eagle3.durable import writing
-from eagle3.errors import UserError
+from eagle3.errors import UserError, extra_command
 
 
 class Tracker:
@@ -61,7 +61,7 @@ class Tracker:
                 ) from error
             names.append("Weights & Biases")
         elif wandb_project:
-            console.warn("tracking.wandb_project is set but wandb is not installed; pip install wandb")
+            console.warn(f"tracking.wandb_project is set but wandb is not installed; {extra_command('wandb')}")
         console(f"tracking in {', '.join(names)}")
 
     def write(self, step: int, kind: str, values: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eagle3.errors import UserError
+from eagle3.errors import UserError, extra_command
 
 CodecName = Literal["none", "lossless", "fp8"]
 StoreDtype = Literal["float32", "bfloat16"]
@@ -64,7 +64,7 @@ class Lossless:
             import blosc2
         except ImportError as error:
             raise UserError(
-                "hidden_states.codec: 'lossless' needs the package blosc2; pip install -e '.[compress]', or set it to none"
+                f"hidden_states.codec: 'lossless' needs the package blosc2; {extra_command('compress')}, or set it to none"
             ) from error
         blosc2.set_releasegil(True)  # or threads would wait for one another
         self.blosc2 = blosc2
