@@ -23,7 +23,7 @@ class Stream:
     supervised: float
 
     def share(self, planned: Planned) -> Share:
-        return Share.expected(self.tokens, self.supervised, planned.sizes, self.documents)
+        return Share.expected(self.tokens, self.supervised, planned.sizes, self.documents, planned.draft.window)
 
     def needs(self, planned: Planned) -> int:
         """Bytes of a rank that trains on it."""

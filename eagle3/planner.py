@@ -57,19 +57,25 @@ class Share(NamedTuple):
     def of(cls, plan: SequencePlan, stream: Stream) -> "Share":
         """The share that a plan names of its stream."""
         sees = stream.position[plan.queries[plan.queries >= 0]] + 1
+        sees = sees if plan.window is None else sees.clamp(max=plan.window)
         longest = int(stream.position.max()) + 1
         return cls(len(plan.keys), len(plan.queries), len(plan.teacher), len(plan.rows), longest, int(sees.sum()))
 
     @classmethod
-    def expected(cls, tokens: int, supervised: float, sizes: Sizes, documents: int = 1) -> "Share":
-        """Of equal documents of `tokens` tokens together, the last `supervised` share of which counts."""
-        queries, longest = round(tokens * supervised), math.ceil(tokens / documents)
-        pairs = round(queries * longest * (1 - supervised / 2))
-        mine = math.ceil(queries / sizes.sequence)
-        # rows that are a rank's keys and its queries at once, on the rank with the fewest such
-        both = 0 if sizes.ulysses > 1 and supervised < 1 else mine / sizes.ring
-        keys = math.ceil(tokens / sizes.sequence)
-        return cls(keys, mine, mine, round(keys + mine - both), longest, pairs)
+    def expected(
+        cls, tokens: int, supervised: float, sizes: Sizes, documents: int = 1, window: int | None = None
+    ) -> "Share":
+        """Of equal documents of `tokens` tokens together, the last `supervised` share of each of which counts. window: of
+        keys that a query sees."""
+        longest = math.ceil(tokens / documents)
+        counting, reach = longest * supervised, longest if window is None else min(window, longest)
+        begun = max(0.0, counting - (longest - reach))  # queries whose window the document's start cuts off
+        pairs = round(documents * (counting * reach - begun**2 / 2))
+        queries, keys = tokens * supervised, min(tokens, documents * (counting + reach))
+        mine, shared = math.ceil(queries / sizes.sequence), math.ceil(keys / sizes.sequence)
+        # rows that are a rank's keys and its queries at once, on the first Ulysses rank, which has the fewest such
+        both = max(0, queries - (sizes.ulysses - 1) * (keys - queries)) / sizes.sequence / sizes.ring
+        return cls(shared, mine, mine, round(shared + mine - both), longest, pairs)
 
 
 @dataclass(frozen=True)

@@ -158,13 +158,15 @@ def test_the_best_layout_fits_and_takes_no_more_gpus_a_stream_than_it_must():
 
 @pytest.mark.parametrize("ulysses,ring", [(1, 1), (2, 1), (1, 4), (2, 2)])
 @pytest.mark.parametrize("supervised", [1.0, 0.25])
-def test_an_expected_share_is_about_what_the_plan_of_such_a_stream_says(ulysses, ring, supervised):
+@pytest.mark.parametrize("window", [None, 512])
+def test_an_expected_share_is_about_what_the_plan_of_such_a_stream_says(ulysses, ring, supervised, window):
     tokens = 4096
     mask = torch.arange(tokens) >= tokens * (1 - supervised)
     stream = TokenStream.pack([torch.zeros(tokens, dtype=torch.long)], [mask])
-    expected = Share.expected(tokens, supervised, Sizes(1, ulysses, ring))
+    expected = Share.expected(tokens, supervised, Sizes(1, ulysses, ring), window=window)
     ranks = range(ulysses * ring)
-    shares = [Share.of(plan_sequence(stream, 7, SequenceSharding(ulysses, ring), rank), stream) for rank in ranks]
+    sharding = SequenceSharding(ulysses, ring)
+    shares = [Share.of(plan_sequence(stream, 7, sharding, rank, window), stream) for rank in ranks]
     for name in ("keys", "queries", "rows"):
         assert abs(max(getattr(share, name) for share in shares) / getattr(expected, name) - 1) < 0.05, name
     assert abs(sum(share.pairs for share in shares) / expected.pairs - 1) < 0.02
