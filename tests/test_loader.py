@@ -157,7 +157,11 @@ def test_every_rank_plans_its_own_place_in_the_sequence(outcomes, case):
     for rank, outcome in enumerate(ranks):
         for loaded in outcome["alone"]:
             plan = plan_sequence(loaded.stream, STEPS, case.sharding, case.sequence_rank(rank))
-            assert all(torch.equal(getattr(plan, f.name), getattr(loaded.plan, f.name)) for f in fields(plan))
+            assert all(
+                torch.equal(getattr(plan, f.name), getattr(loaded.plan, f.name))
+                for f in fields(plan)
+                if f.type is torch.Tensor
+            )
     for group in stream_groups(case, ranks):
         for number, loaded in enumerate(group[0]["alone"]):
             dealt = torch.cat([outcome["alone"][number].plan.queries for outcome in group[:: case.tensor]])

@@ -26,7 +26,8 @@ from eagle3.training.engine import deepspeed_config, full_gradients, gradient_sc
 
 # Relative to the largest entry of the compared tensor. fp64: expected gradients are stored in fp32.
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 2e-2}
-# Rounding the golden cases' weights to bf16, all else in fp64, changes single gradients by up to 3.2e-2 already.
+# Rounding the weights and inputs of `dense` and `ragged` to bf16, all else in fp64, changes single gradients by up to 4.4e-2
+# already, those of `windowed` by 7.5e-2: in bf16 that one cannot be held to this.
 BFLOAT16_GRADIENTS = 5e-2
 INPUTS = ("input_ids", "loss_mask", "attention_mask", "aux_hidden_state", "hidden_state", "lm_head_weight")
 
