@@ -1,5 +1,6 @@
 """Files that survive a kill or a full disk: whole under their name, or not there. Locks that a kill releases."""
 
+import errno
 import fcntl
 import os
 import shutil
@@ -36,14 +37,18 @@ def lock(file: BinaryIO) -> Lock:
 
 @contextmanager
 def writing(path: Path, remedy: str) -> Iterator[None]:
-    """Around what writes `path`: raises UserError, with the free space and the `remedy`, where the disk does not take it."""
+    """Around what writes `path`: raises UserError where it cannot be. remedy: beginning with "free space", in whose place another
+    remedy stands where it is not space that is missing."""
     try:
         yield
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         place = next(place for place in (path, *path.absolute().parents) if place.exists())
-        free = shutil.disk_usage(place).free / 2**30
-        raise UserError(f"{path}: cannot be written ({reason}; {free:.3g} GiB are free); {remedy}") from error
+        if getattr(error, "errno", errno.ENOSPC) in (errno.ENOSPC, errno.EDQUOT):
+            reason += f"; {shutil.disk_usage(place).free / 2**30:.3g} GiB are free"
+        else:
+            remedy = remedy.replace("free space", "make it writable for this user", 1)
+        raise UserError(f"{path}: cannot be written ({reason}); {remedy}") from error
 
 
 def write_text(path: Path, text: str, private: bool = False) -> None:

@@ -11,7 +11,7 @@ from eagle3.console import Console, is_first_rank, tell, waiting
 from eagle3.data.store.files import is_url
 from eagle3.errors import SharedUserError, run_command
 from eagle3.parallel.sizes import check_sizes
-from eagle3.preflight.inputs import require_inputs, require_servers
+from eagle3.preflight.inputs import require_inputs, require_servers, require_store_place
 from eagle3.recipe import Recipe, load_recipe
 from eagle3.target.sglang.installed import require_sglang
 from eagle3.training.stopping import RunStopped, StopSignals
@@ -130,6 +130,8 @@ def check(options: argparse.Namespace, recipe: Recipe) -> None:
         raise SharedUserError(
             f"hidden_states.path: {path}: a store is written to a folder; name one, and copy it to the URL when it is whole"
         )
+    if captures:
+        require_store_place(path)
     if recipe.target.backend == "sglang" and max(hidden.ulysses, hidden.ring) > 1:
         raise SharedUserError(
             f"hidden_states: ulysses {hidden.ulysses} and ring {hidden.ring}, but SGLang prefills long samples by itself; "

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from eagle3.command_line import Parser, before_imports
 from eagle3.console import Console, tell, waiting
+from eagle3.durable import writing
 from eagle3.errors import UserError, run_command
 from eagle3.hub import require_target_folder
 from eagle3.recipe import Recipe, load_recipe
@@ -60,7 +61,8 @@ def write_new(options: argparse.Namespace) -> None:
     model = {"revision": options.revision} if options.revision else {}
     model |= {"trust_remote_code": True} if options.trust_remote_code else {}
     text = new_recipe_text(target, facts, options.deepspeed, model, options.overrides, engine=is_installed())
-    out.write_text(text, encoding="utf-8")
+    with writing(out, "free space, or name another file with --out"):
+        out.write_text(text, encoding="utf-8")
     recipe = load_recipe(out)  # what was written is what a user would write
     tell(f"{out}: {facts.architecture}, {model_size(facts.parameters)}")
     if facts.assumed:

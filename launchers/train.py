@@ -1,6 +1,7 @@
 """Train an EAGLE3 draft from a recipe, export it, and judge it by real speculative decoding."""
 
 import argparse
+import itertools
 import math
 import os
 import shlex
@@ -72,18 +73,15 @@ def main() -> int:
 def resume_apart(words: list[str]) -> list[str]:
     """The command line, `--resume` with a value unless `auto` follows: what else follows is no value of it, but a recipe or an
     override."""
-    following = [*words[1:], None]
-    for word, next_word in zip(words, following, strict=True):
+    pairs = list(itertools.pairwise([*words, None]))
+    for word, next_word in pairs:
         if word == "--resume" and next_word and Path(next_word).is_dir():
             raise UserError(f"--resume {next_word}: takes no folder; output.dir names the run")
         if word == "--resume" and next_word in ("yes", "no"):
             raise UserError(
                 f"--resume {next_word}: write --resume to continue a run, or --resume auto to continue where there is one"
             )
-    return [
-        "--resume=yes" if (word, next_word != "auto") == ("--resume", True) else word
-        for word, next_word in zip(words, following, strict=True)
-    ]
+    return ["--resume=yes" if (word, next_word != "auto") == ("--resume", True) else word for word, next_word in pairs]
 
 
 def for_all_ranks(recipe: Recipe, options: argparse.Namespace) -> Recipe:

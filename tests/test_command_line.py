@@ -1,6 +1,7 @@
 """What the Python launchers take, and how they answer a mistyped command line: in one line, before anything heavy is imported."""
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -92,6 +93,17 @@ def test_a_bad_value_is_blamed_on_the_override_or_on_the_file(tmp_path, text, ov
     assert str(caught.value).startswith(blamed.format(path=path))
 
 
+def test_resume_takes_auto_alone_for_its_value():
+    resume_apart = runpy.run_path(str(ROOT / "launchers" / "train.py"))["resume_apart"]
+    for words, meant in (
+        ("", ""),
+        ("--resume", "--resume=yes"),
+        ("--resume auto", "--resume auto"),
+        ("--resume a.yaml", "--resume=yes a.yaml"),
+    ):
+        assert resume_apart(words.split()) == meant.split()
+
+
 def test_other_trainers_names_lead_to_keys_that_are_there():
     keys = keys_of(Recipe)
     assert not set(OTHER_NAMES.values()) - set(keys) and not set(OTHER_NAMES) & set(keys)
@@ -107,6 +119,7 @@ def test_other_trainers_names_lead_to_keys_that_are_there():
         (("train.py", "data.train=[README.md]"), 2),
         (("train.py", "hidden_states.mode=stored", "hidden_states.path=absent"), 2),
         (("train.py", "model.target=./absent"), 2),
+        (("train.py", "model.target=tests/families/qwen3-8b"), 2),  # a config without a tokenizer
         (("train.py", "model.draft.vocab_size=9999"), 2),
         (("train.py", "parallelism.ulysses=4"), 2),
         (("train.py", "target.backend=sglang", "target.servers=[http://127.0.0.1:9]"), 2),
@@ -114,6 +127,7 @@ def test_other_trainers_names_lead_to_keys_that_are_there():
         (("train.py", "output.dir=setup.cfg"), 2),
         (("capture.py", "target.backend=sglang", "hidden_states.path=absent", "data.train=[absent.jsonl]"), 2),
         (("capture.py", "hidden_states.path=absent", "hidden_states.ring=2"), 2),
+        (("capture.py", "hidden_states.path=tests/golden"), 2),
         (("evaluate.py", "--draft", "tests/families/qwen3-8b"), 2),
         (("new_recipe.py", "--target", "acme/model", "--out", "README.md"), 2),
         (("new_recipe.py", "--target", "./absent", "--out", "absent.yaml"), 2),

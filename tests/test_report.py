@@ -381,6 +381,11 @@ def _rising(record):
         record["loss"] += 2
 
 
+def _diverging(record):
+    if record["kind"] == "train":
+        record["loss"] = 5.0 + record["step"]
+
+
 TROUBLES = {
     "supervised share": (lambda run: _with_started(run, tokens=100_000_000), "4.0%", "data.supervise"),
     "supervised tokens": (lambda run: _with_started(run, tokens=9000, supervised=4000), "4,000", "data.train"),
@@ -406,6 +411,7 @@ TROUBLES = {
         "2.70",
         "training.max_steps",
     ),
+    "diverged": (lambda run: _with_records(run, _diverging), "to 385", "training.learning_rate"),
     "lossless": (lambda run: change(run.evaluation, mismatches=2), "2 of 24", "model.target_dtype"),
     "context": (
         lambda run: write_json(run.by_context, by_context([2.9, 2.8, 2.5, 2.4, 1.9])),

@@ -43,9 +43,9 @@ def start(monkeypatch, recipe, tmp_path):
 
 
 def finish_refused(process) -> str:
-    """Its one line, once it has ended with exit code 2."""
-    (line,) = finish(process, code=2).splitlines()
-    assert line.startswith("error: ")
+    """Its one line, once it has ended with exit code 2; before it, on a busy machine, what it waits for."""
+    *waits, line = finish(process, code=2).splitlines()
+    assert line.startswith("error: ") and all("] loading " in wait for wait in waits), waits
     return line
 
 

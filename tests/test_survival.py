@@ -101,7 +101,7 @@ def test_a_signalled_run_exits_cleanly_or_with_the_code_asked_for(tmp_path, reci
     (early,) = [launch(*command, f"output.dir={tmp_path / 'early'}", "--stop-code", "75")]
     early.stdout.readline()
     os.kill(early.pid, signal.SIGTERM)
-    assert "nothing is lost" in finish(early, 75)
+    assert "what was being made begins again" in finish(early, 75)
 
 
 def test_a_full_disk_keeps_the_older_checkpoint_and_with_room_the_run_goes_on(tmp_path, recipe, small_disk):

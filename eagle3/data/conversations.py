@@ -161,7 +161,8 @@ def require_source(source: str) -> None:
     elif source.partition(":")[0] != "standard_library" and (
         not is_dataset(source) or path.suffix in (*KINDS, ".csv", ".txt", ".gz")
     ):
-        raise UserError(f"{source}: no such file or folder; fix the path in data.train or data.held_out")
+        place = "" if Path(source).is_absolute() else f" in {Path.cwd()}"
+        raise UserError(f"{source}: no such file or folder{place}; fix the path in data.train or data.held_out")
 
 
 def _files(folder: Path) -> list[Path]:

@@ -12,6 +12,9 @@ from eagle3.parsing import parse_json
 from eagle3.recipe import Model, Recipe
 from eagle3.target.sglang.asking import server_info
 
+# One of these is in every checkpoint that has a tokenizer.
+TOKENIZER_FILES = ("*token*", "vocab*", "*.model")
+
 
 def inputs_of(recipe: Recipe) -> dict[str, str]:
     """What the recipe reads and may name as a local path, by key."""
@@ -52,6 +55,19 @@ def require_store(path: str) -> None:
         raise no_store(path)
 
 
+def require_store_place(path: str) -> None:
+    """Raises UserError for a local path where no store can be begun, or be continued, without mixing it with other files."""
+    folder = Path(path)
+    if folder.exists() and not folder.is_dir():
+        raise SharedUserError(f"hidden_states.path: {path}: is a file; name a folder")
+    names = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+    foreign = [name for name in names if not name.startswith((".", "shard-", "store.json"))]
+    if foreign and "store.json" not in names:
+        raise SharedUserError(
+            f"hidden_states.path: {path}: holds other files ({foreign[0]}) and no store; name a new or empty folder"
+        )
+
+
 def require_servers(urls: list[str]) -> None:
     """Raises UserError for one of target.servers that does not answer. What it captures is asked when the data are known."""
     for url in urls:
@@ -71,8 +87,18 @@ def require_export(draft: Path) -> None:
 def _require_target(model: Model) -> None:
     if model.target != "demo":
         require_target_folder(model.target)
+        _require_tokenizer(Path(model.target))
     if (size := _vocabulary_of(model)) and not (model.draft.vocabulary or model.draft.init_from):
         drafted_tokens(model.draft.vocab_size, size)
+
+
+def _require_tokenizer(folder: Path) -> None:
+    """Raises UserError for a target's folder without one: transformers would make one that knows no tokens."""
+    if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
+        raise SharedUserError(
+            f"target '{folder}': no tokenizer in this folder (tokenizer.json, for example); copy it from where the weights "
+            "come from"
+        )
 
 
 def _vocabulary_of(model: Model) -> int | None:

@@ -14,6 +14,7 @@ FEW_SUPERVISED = 1_000_000  # tokens; EAGLE3's own drafts saw hundreds of millio
 LEAST_COVERAGE = 0.95
 MOST_LEFT_OUT = 0.05  # share of the conversations that were read
 FALL = 0.8  # of the acceptance length at short contexts that should be left at long ones
+DIVERGED = 1.2  # of the training loss at the begin
 RISE = 1.01  # of the lowest held-out loss
 FAR = 0.1  # between simulated and real shares of a draft position
 
@@ -52,7 +53,17 @@ LEFT_OUT = {
 def advise(run: RunRecord) -> list[Advice]:
     """Everything that looks wrong; a check whose numbers the folder lacks finds nothing."""
     checks: tuple[Callable[[RunRecord], Advice | None], ...]
-    checks = (_lossy, _unlearnt, _skipped, _supervised_share, _few_supervised, _coverage, _left_out, _overfitted)
+    checks = (
+        _lossy,
+        _diverged,
+        _unlearnt,
+        _skipped,
+        _supervised_share,
+        _few_supervised,
+        _coverage,
+        _left_out,
+        _overfitted,
+    )
     checks += (_far_from_simulated, _falls_with_context)
     return [found for check in checks if (found := check(run))]
 
@@ -64,6 +75,19 @@ def _lossy(run: RunRecord) -> Advice | None:
     finding = f"The output of {wrong} of {run.evaluation['conversations']} conversations differs from plain decoding."
     change = "Rounding alone does not explain it. Judge again with the target in float32 before trusting other numbers."
     return Advice(finding, change, ("model.target_dtype",))
+
+
+def _diverged(run: RunRecord) -> Advice | None:
+    losses = column(run.train, "loss")
+    window = max(1, len(losses) // 10)
+    if len(losses) < 3 * window or not np.isfinite(losses).all():
+        return None
+    first, last = float(mean(losses[:window])), float(mean(losses[-window:]))
+    if last <= DIVERGED * first:
+        return None
+    finding = f"Training loss rose from {first:.3f} to {last:.3f}."
+    change = "The run diverged and its draft is worth nothing: lower the rate, or clip gradients."
+    return Advice(finding, change, ("training.learning_rate", "training.gradient_clipping"))
 
 
 def _unlearnt(run: RunRecord) -> Advice | None:

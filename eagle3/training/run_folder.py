@@ -165,9 +165,10 @@ class RunFolder:
                 )
             for key, old, new in _differences(before, now):
                 if not any(key == free or key.startswith(f"{free}.") for free in FREE_ON_RESUME):
+                    afresh = "start afresh" if resume is Resume.AUTO else "start afresh: without --resume, or"
                     raise UserError(
-                        f"{self.recipe}: {key} was {old!r}, now it is {new!r}; resume with the value the run began "
-                        "with, or start afresh: without --resume, or with another output.dir"
+                        f"{self.recipe}: {key} was {_value(old)}, now it is {_value(new)}; resume with the value the run "
+                        f"began with, or {afresh} with another output.dir"
                     )
         return continues
 
@@ -249,6 +250,10 @@ class RunFolder:
     def write_evaluation(self, result: dict[str, Any]) -> None:
         with writing(self.evaluation, "free space, and judge the draft again with launchers/evaluate.py"):
             write_text(self.evaluation, json.dumps(result, indent=2) + "\n")
+
+
+def _value(value: Any) -> str:
+    return "not set" if value is None else repr(value)
 
 
 def _differences(before: Any, now: Any, key: str = "") -> list[tuple[str, Any, Any]]:

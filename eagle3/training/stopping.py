@@ -57,7 +57,11 @@ class StopSignals:
             self._end_at_next_interrupt()
         self.received = number
         if not self.stepping:
-            raise RunStopped(number, "outside of the training steps: nothing is lost", together=False)
+            raise RunStopped(
+                number,
+                "outside of the training steps: checkpoints are whole, what was being made begins again",
+                together=False,
+            )
 
     def _end_at_next_interrupt(self) -> None:
         if "TORCHELASTIC_RUN_ID" not in os.environ:  # else the next one may be the same Ctrl-C

@@ -372,6 +372,11 @@ def prepare_trainer(
     begin from a checkpoint, if there is one. identity: the run's, see RunFolder."""
     training, parallelism = recipe.training, recipe.parallelism
     steps = training.max_steps or math.ceil(training.epochs * len(train) / training.global_batch_size)
+    if training.global_batch_size > len(train):
+        console.warn(
+            f"training.global_batch_size: {training.global_batch_size:,} samples a step, of {len(train):,} that there are: a step "
+            "takes some of them again and again; lower it"
+        )
     rates = scheduler(steps, training.warmup_fraction, training.final_learning_rate_fraction)
     memory = MemoryPlan(recipe.memory.recompute, recipe.memory.block_mib * 2**20)
     objective = DraftObjective(draft, topology, parallelism.ring_mode, memory)
