@@ -79,8 +79,10 @@ class Process:
 
 
 def have_met(first: Process) -> bool:
-    """Whether the ranks of a job have: the first one's first line with a time in front comes before that, its second after."""
-    return first.out.read_bytes().count(b"[ ") > 1
+    """Whether the ranks of a job have: the first one's first line with a time in front comes before that, as do those that say
+    what it loads; its next one comes after."""
+    lines = [line for line in first.out.read_bytes().splitlines() if b"[ " in line and b"] loading " not in line]
+    return len(lines) > 1
 
 
 class Launchers:
