@@ -261,8 +261,8 @@ def readable(name: str, what: str, remedy: str | None = None) -> Iterator[None]:
         remedy = remedy or (
             "name the folder of a complete checkpoint in model.target"
             if Path(name).is_dir()
-            else f"there is no such folder in {Path.cwd()}: name one that is downloaded, or check the id, the connection and your "
-            "access to it"
+            else f"there is no such folder in {Path.cwd()}: name a downloaded one in model.target, or check the id, the connection "
+            "and your access to it"
         )
         raise UserError(f"target {name!r}: its {what} cannot be read ({reason}); {remedy}") from error
 
