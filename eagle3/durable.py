@@ -1,7 +1,9 @@
-"""Files that survive a kill or a full disk: whole under their name, or not there. Locks that a kill releases."""
+"""Files that survive a kill or a full disk: whole under their name, or not there. Locks that a kill releases.
+Digests that tell what has changed."""
 
 import errno
 import fcntl
+import hashlib
 import os
 import shutil
 from collections.abc import Iterator
@@ -49,6 +51,12 @@ def writing(path: Path, remedy: str) -> Iterator[None]:
         else:
             remedy = remedy.replace("free space", "make it writable for this user", 1)
         raise UserError(f"{path}: cannot be written ({reason}); {remedy}") from error
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file, 64 hex digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_text(path: Path, text: str, private: bool = False) -> None:

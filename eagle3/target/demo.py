@@ -16,6 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from eagle3.console import WARNING, waiting
 from eagle3.data.cache import DAMAGE, replacing_folder, sealed, unsealed
+from eagle3.durable import file_digest
 from eagle3.errors import UserError
 from eagle3.target.answers import greedy_answers
 from eagle3.target.demo_training import measure_language_model, train_language_model
@@ -144,7 +145,7 @@ def _open(folder: Path, report: Callable[[str], None]) -> DemoTarget:
     if checked != ("files" in record):
         raise ValueError(f"{RECORD} does not fit its digest")
     for name, digest in record.get("files", {}).items():
-        if _file_digest(folder / name) != digest:
+        if file_digest(folder / name) != digest:
             raise ValueError(f"{name} does not fit its digest")
     if not checked:
         report(
@@ -160,11 +161,6 @@ def _is_whole(folder: Path) -> bool:
     except DAMAGE:
         return False
     return True
-
-
-def _file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def demo_shape(
@@ -249,7 +245,7 @@ def _make(
         "held_out_accuracy": accuracy,
         "steps": training["steps"],
         "seconds": seconds,
-        "files": {path.name: _file_digest(path) for path in sorted(folder.iterdir())},
+        "files": {path.name: file_digest(path) for path in sorted(folder.iterdir())},
     }
     (folder / RECORD).write_text(sealed(record), encoding="utf-8")
 

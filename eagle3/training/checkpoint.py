@@ -17,11 +17,11 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 
 from eagle3.console import waiting
-from eagle3.durable import flush, publish
+from eagle3.durable import file_digest, flush, publish
 from eagle3.errors import SharedUserError, UserError, shown
 from eagle3.parallel.topology import agreed
 from eagle3.training import safe_loading
-from eagle3.training.manifest import DAMAGED, MANIFEST, Manifest, Problem, digest
+from eagle3.training.manifest import DAMAGED, MANIFEST, Manifest, Problem
 from eagle3.training.safe_loading import plain_loads, require_plain
 
 # How long the first rank waits to see what other nodes have written; network file systems remember listings.
@@ -111,7 +111,7 @@ class Checkpoints:
             files = sorted(path for path in partial.rglob("*") if path.is_file())
             for path in files:
                 flush(path)
-            digests = {path.relative_to(partial).as_posix(): digest(path) for path in files}
+            digests = {path.relative_to(partial).as_posix(): file_digest(path) for path in files}
             Manifest(self.run, digests).write(partial)
             _remove(final)  # the same step of a run that was resumed from before it
             publish(partial, final)

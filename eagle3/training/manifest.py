@@ -1,13 +1,12 @@
 """What a checkpoint consists of, and which run wrote it: a list beside its files, checked before any of them is loaded."""
 
-import hashlib
 import json
 import re
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from eagle3.durable import write_text
+from eagle3.durable import file_digest, write_text
 
 MANIFEST = "manifest.json"
 DAMAGED, FOREIGN = "damaged", "foreign"
@@ -67,17 +66,12 @@ class Manifest(NamedTuple):
         for name, expected in self.files.items():
             if not (checkpoint / name).is_file():
                 return f"{name} is missing"
-            if digest(checkpoint / name) != expected:
+            if file_digest(checkpoint / name) != expected:
                 return f"{name} is damaged"
         # File systems and desktops leave hidden files (.nfs..., .DS_Store), which DeepSpeed does not look at.
         present = {path for path in checkpoint.rglob("*") if path.is_file() and not path.name.startswith(".")}
         unknown = {path.relative_to(checkpoint).as_posix() for path in present} - {*self.files, MANIFEST}
         return f"{min(unknown)} is not in {MANIFEST}" if unknown else None
-
-
-def digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _is_entry(entry: tuple[str, Any]) -> bool:
