@@ -151,7 +151,7 @@ def running(
 
     from eagle3.data.spool import Spool
     from eagle3.data.store.writer import StoreWriter
-    from eagle3.target.interface import default_aux_layers
+    from eagle3.target.aux_layers import default_aux_layers
     from eagle3.target.sglang.client import Producer, Servers
     from eagle3.target.sglang.hook import HookSettings
     from eagle3.target.sglang.server import EngineOptions, SGLangServer

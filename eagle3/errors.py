@@ -1,6 +1,7 @@
 """What a user did wrong, said in one line a mistake: where, what value, and how to mend it."""
 
 import errno
+import json
 import os
 import reprlib
 import select
@@ -49,7 +50,9 @@ class _Short(reprlib.Repr):
 
 def shown(value: Any, most: int = 60) -> str:
     """A value as error lines show it: its repr, of at most so many characters, however large or nested it is, and without
-    the passwords in its URLs."""
+    the passwords in its URLs; null, true and false as JSON and YAML write them."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
     short = _Short()
     short.maxstring = short.maxother = short.maxlong = most
     text = short.repr(value)

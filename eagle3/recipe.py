@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import (
@@ -78,7 +78,13 @@ class Section(BaseModel):
                 and field
                 and bool not in (field.annotation, *get_args(field.annotation))
             ):
-                raise ValueError(f"{name} is {value}: a number or text was expected, not true or false")
+                choices = f" ({', '.join(map(str, get_args(field.annotation)))})" * (
+                    get_origin(field.annotation) is Literal
+                )
+                raise ValueError(
+                    f"{name} is {shown(value)}: a number or text was expected{choices}, not true or false (for YAML on, off, "
+                    "yes and no are these, unless quoted)"
+                )
         return values
 
 
@@ -526,9 +532,9 @@ def _explain(where: Path | str, error: dict, remedy: str) -> str:
     key = ".".join(str(part) for part in error["loc"])[:LONGEST_KEY]
     value = shown(error["input"])
     if error["type"] == "extra_forbidden":
-        meant = OTHER_NAMES.get(key.rpartition(".")[2])
-        meant = meant or difflib.get_close_matches(key, keys_of(Recipe), n=1, cutoff=0.0)[0]
-        return f"{where}: {key}: unknown key (value {value}); did you mean {meant}?"
+        meant = _key_meant(key)
+        asked = f"did you mean {meant}?" if meant else "train.py --print-recipe shows all keys"
+        return f"{where}: {key}: unknown key (value {value}); {asked}"
     if error["type"] == "missing":
         example = "qwen3-8b" if key.startswith("about") else "quickstart"
         return f"{where}: {key}: missing; add it, see recipes/{example}.yaml"
@@ -536,4 +542,15 @@ def _explain(where: Path | str, error: dict, remedy: str) -> str:
     problem = error["msg"].removeprefix("Value error, ")
     if error["type"] == "list_type" and isinstance(error["input"], str):
         problem += f", as in {key}=[{error['input']:.100}]"
+    if error["type"] == "dict_type":
+        problem += f", as in {key}={{name: value}}"
     return f"{where}: {key}{given}: {problem:.300}; {remedy}"
+
+
+def _key_meant(key: str) -> str | None:
+    """The key of a recipe whose last part is like that of `key`, which is none; None where no key is like it."""
+    name = key.rpartition(".")[2]
+    known = keys_of(Recipe)
+    near = difflib.get_close_matches(name, [each.rpartition(".")[2] for each in known], n=1)
+    candidates = [each for each in known if each.rpartition(".")[2] in near]
+    return OTHER_NAMES.get(name) or next(iter(difflib.get_close_matches(key, candidates, n=1, cutoff=0.0)), None)

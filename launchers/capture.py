@@ -11,7 +11,7 @@ from eagle3.console import Console, is_first_rank, tell, waiting
 from eagle3.data.store.files import is_url
 from eagle3.errors import SharedUserError, run_command
 from eagle3.parallel.sizes import check_sizes
-from eagle3.preflight.inputs import require_inputs, require_servers, require_store_place
+from eagle3.preflight.inputs import require_inputs, require_servers, require_store_place, require_weights
 from eagle3.recipe import Recipe, load_recipe
 from eagle3.target.sglang.installed import require_sglang
 from eagle3.training.stopping import RunStopped, StopSignals
@@ -124,6 +124,8 @@ def check(options: argparse.Namespace, recipe: Recipe) -> None:
         raise SharedUserError(f"{options.recipe}: hidden_states.path is not set; name the folder of the store")
     captures = not (options.verify or options.print_server)
     require_inputs(recipe)
+    if captures:
+        require_weights(recipe.model.target)
     if recipe.target.backend == "sglang" and captures and not recipe.target.servers:
         require_sglang("let transformers run the target: target.backend=transformers")
     if is_url(path or "") and (options.bind or not options.verify):

@@ -20,7 +20,7 @@ from eagle3.data.files import KINDS
 from eagle3.durable import replace_text, writing
 from eagle3.errors import UserError, run_command
 from eagle3.parsing import parse_json
-from eagle3.preflight.inputs import require_export, require_inputs
+from eagle3.preflight.inputs import require_export, require_inputs, require_weights
 from eagle3.recipe import Recipe, load_recipe
 
 ROOT = Path(__file__).parent.parent
@@ -34,6 +34,7 @@ def main() -> int:
     out = options.out or draft.parent / ("by_context.json" if options.by_context else "evaluation.json")
     check(options, recipe, draft)
     require_inputs(recipe)
+    require_weights(recipe.model.target)
     check_out(out)
     judged = stamp(draft)
     console = Console(is_first_rank(), options.quiet)

@@ -10,6 +10,7 @@ from pathlib import Path
 from eagle3.command_line import RecipeParser, before_imports
 from eagle3.console import GREEN, RED, tell
 from eagle3.errors import SharedUserError, run_command
+from eagle3.parallel.sizes import check_sizes, stream_samples
 from eagle3.recipe import load_recipe
 
 ROOT = Path(__file__).parent.parent
@@ -19,7 +20,7 @@ def main() -> int:
     parser = RecipeParser(__doc__, ROOT / "recipes" / "quickstart.yaml")
     parser.add_argument("--deepspeed", type=Path, default=ROOT / "ds_configs" / "zero2.json", help="the DeepSpeed file")
     parser.add_argument("--gpus", type=int, default=8, help="in the whole job (default 8)")
-    parser.add_argument("--gpu-memory", type=float, default=80, help="GB of each (default 80)")
+    parser.add_argument("--gpu-memory", type=gigabytes, default=80.0, metavar="GB", help="of each (default 80)")
     parser.add_argument(
         "--context", type=int, help="tokens of one document in a stream of its own (default: the recipe's)"
     )
@@ -28,6 +29,10 @@ def main() -> int:
     options = parser.parse()
     check(options)
     recipe = load_recipe(options.recipe, options.overrides)
+    sizes = recipe.parallelism
+    data = check_sizes(f"--gpus {options.gpus}: parallelism", sizes.tensor, sizes.ulysses, sizes.ring, options.gpus)
+    if options.context is None:
+        stream_samples(recipe.training.global_batch_size, data, recipe.training.accumulation)
     # Imported only now, and in silence: DeepSpeed logs to stdout that there is no GPU, where JSON may be wanted.
     before_imports(quiet=True)
     from eagle3.training.plan_report import DOES_NOT_FIT, FITS, plan, written
@@ -46,6 +51,10 @@ def main() -> int:
         else:
             tell(line)
     return 0 if report["fits"] else 1
+
+
+def gigabytes(text: str) -> float:
+    return float(text.upper().removesuffix("GB"))
 
 
 def check(options: argparse.Namespace) -> None:

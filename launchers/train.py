@@ -11,8 +11,8 @@ from pathlib import Path
 from eagle3.command_line import RecipeParser, before_imports
 from eagle3.console import Console, is_first_rank, tell, waiting
 from eagle3.errors import SharedUserError, UserError, run_command
-from eagle3.parallel.sizes import check_sizes, read_job_size
-from eagle3.preflight.inputs import require_inputs, require_servers, require_store
+from eagle3.parallel.sizes import check_sizes, read_job_size, stream_samples
+from eagle3.preflight.inputs import require_inputs, require_servers, require_store, require_weights
 from eagle3.recipe import Recipe, dump_recipe, load_recipe
 from eagle3.training.run_folder import Resume, RunFolder
 from eagle3.training.stopping import RunStopped, StopSignals
@@ -113,11 +113,13 @@ def own_command() -> str:
 def run(recipe: Recipe, options: argparse.Namespace, stop: StopSignals) -> int:
     console, resume = Console(is_first_rank(), options.quiet), Resume(options.resume)
     parallelism = recipe.parallelism
-    check_sizes("parallelism", parallelism.tensor, parallelism.ulysses, parallelism.ring, ranks_of(options))
+    data = check_sizes("parallelism", parallelism.tensor, parallelism.ulysses, parallelism.ring, ranks_of(options))
+    stream_samples(recipe.training.global_batch_size, data, recipe.training.accumulation)
     folder = RunFolder(recipe.output.dir)
     continues = False
     if is_first_rank():
         require_inputs(recipe)
+        require_weights(recipe.model.target)
         if recipe.hidden_states.mode == "stored":
             require_store(recipe.hidden_states.path)
         continues = folder.check(recipe, resume)

@@ -78,14 +78,17 @@ def write_rows(recipe, rows, name="conversations.jsonl"):
         ("trainning.epochs=3", ["trainning:", "did you mean training?"]),
         ("hidden_state.mode=live", ["hidden_state:", "did you mean hidden_states?"]),
         ("training.profile.strat=3", ["training.profile.strat:", "value 3", "did you mean training.profile.start?"]),
+        ("training.optimiser=adam", ["training.optimiser:", "unknown key", "train.py --print-recipe shows all keys"]),
+        ("memory.recompute=on", ["memory", "recompute is true", "(none, attention_kept, full)"]),
+        ("data.template_variables=no_think", ["dictionary, as in data.template_variables={name: value}"]),
         ("training.ttt_steps=seven", ["training.ttt_steps", "'seven'", "integer"]),
         ("training.ttt_steps=2.5", ["training.ttt_steps", "2.5", "integer"]),
-        ("training.ttt_steps=", ["training.ttt_steps", "None", "integer"]),
+        ("training.ttt_steps=", ["training.ttt_steps", "null", "integer"]),
         ("training.loss=mse", ["training.loss", "'mse'", "'kl', 'lk_alpha' or 'lk_lambda'"]),
         ("data.train=chats.jsonl", ["data.train", "'chats.jsonl'", "list"]),
         ("data.train.0=a", ["data.train.0", "train is not a section"]),
         ("training=fast", ["training", "'fast'"]),
-        ("output.dir=", ["output.dir", "None"]),
+        ("output.dir=", ["output.dir", "null"]),
         ("hidden_states.mode=stored", ["hidden_states", "path is not set", "capture.py"]),
         ("parallelism.ulysses=0", ["parallelism.ulysses", "value 0", "greater than or equal to 1"]),
         ("model.aux_layers=[3, 1, 2]", ["model", "[3, 1, 2]", "low to high"]),
@@ -235,7 +238,7 @@ def test_a_target_without_chat_template_asks_for_one(recipe, topology, target, t
 def test_a_broken_chat_template_is_named(recipe, topology):
     template = recipe.parent / "chat.jinja"
     template.write_text("{% for message in messages %}\n{{ message.content }\n{% endfor %}", encoding="utf-8")
-    assert "data.chat_template" in complaint(recipe, topology, f"data.chat_template={template}")
+    assert complaint(recipe, topology, f"data.chat_template={template}").startswith(f"{template}:2: unexpected '}}'")
 
 
 def test_layers_that_the_target_does_not_have_are_named(recipe, topology):

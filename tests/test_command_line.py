@@ -109,6 +109,9 @@ def test_other_trainers_names_lead_to_keys_that_are_there():
     assert not set(OTHER_NAMES.values()) - set(keys) and not set(OTHER_NAMES) & set(keys)
 
 
+QWEN3 = "tests/families/qwen3-8b/chat_template.jinja"
+
+
 @pytest.mark.parametrize(
     ("words", "code"),
     [
@@ -121,7 +124,15 @@ def test_other_trainers_names_lead_to_keys_that_are_there():
         (("train.py", "model.target=./absent"), 2),
         (("train.py", "model.target=tests/families/qwen3-8b"), 2),  # a config without a tokenizer
         (("train.py", "model.draft.vocab_size=9999"), 2),
+        (("train.py", "model.aux_layers=[1,2,9]"), 2),
+        (("train.py", "model.draft.init_from=tests"), 2),
+        (("train.py", "model.draft.config=setup.cfg"), 2),
+        (("train.py", "data.chat_template=eagle3/data/template_source.py"), 2),
+        (("train.py", f"data.chat_template={QWEN3}", "data.template_variables={enable_thinkin: no}"), 2),
         (("train.py", "parallelism.ulysses=4"), 2),
+        (("train.py", "training.global_batch_size=7", "--check", "1x2"), 2),
+        (("plan.py", "--gpus", "3"), 2),
+        (("plan.py", "--gpus", "6", "parallelism.ulysses=4"), 2),
         (("train.py", "target.backend=sglang", "target.servers=[http://127.0.0.1:9]"), 2),
         (("train.py", "--deepspeed", "absent.json"), 2),
         (("train.py", "output.dir=setup.cfg"), 2),

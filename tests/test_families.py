@@ -30,9 +30,10 @@ from eagle3.draft.interchange import read_exported
 from eagle3.draft.rope import RotaryEmbedding
 from eagle3.errors import UserError
 from eagle3.recipe import Recipe
+from eagle3.target.aux_layers import default_aux_layers
 from eagle3.target.checkpoint import target_config
 from eagle3.target.head import load_target_head
-from eagle3.target.interface import HiddenStates, default_aux_layers
+from eagle3.target.interface import HiddenStates
 from eagle3.target.long_prefill import LongPrefill
 from eagle3.target.transformers import TransformersTarget, load_target
 

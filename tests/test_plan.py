@@ -49,6 +49,8 @@ def test_what_fits_is_said_with_every_part_and_exit_code_0(plan, recipe):
     assert {"weights", "optimiser", "hidden states", "keys", "queries", "gradients"} <= parts.keys()
     written = plan("--recipe", recipe, "--gpus", 1)[1]
     assert "\nfits\n" in written and "assumption" in written
+    assert f"(beyond the draft's positions, {report['positions']:,})" in written
+    assert plan("--recipe", recipe, "--gpus", 1, "--gpu-memory", "80GB")[1] == written
 
 
 def test_what_does_not_fit_has_exit_code_1_and_the_layout_that_does(plan, recipe):

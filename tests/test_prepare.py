@@ -150,6 +150,22 @@ def test_thoughts_that_a_template_does_not_show_are_told_of(tmp_path, tokenizer)
         assert [line[: len(want)] for line, want in zip(warnings, expected, strict=True)] == expected
 
 
+def test_a_template_that_does_not_show_who_speaks_is_warned_of(tmp_path, tokenizer):
+    alike = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+    for template, warned in ((alike, True), (TEMPLATE, False)):
+        said = []
+        prepared(tmp_path, tokenizer, "one", "two", chat_template=template, report=said.append)
+        assert any("prints a user's and an assistant's messages alike" in line for line in said) == warned
+
+
+def test_where_the_template_is_the_problem_another_one_is_offered(tmp_path, tokenizer):
+    twice = TEMPLATE + "{{ messages[-1].content }}"
+    with pytest.raises(
+        UserError, match="leaves out or repeats .*; mend the data, or name another template in data.chat_template"
+    ):
+        prepared(tmp_path, tokenizer, "one", chat_template=twice)
+
+
 def test_processes_give_what_one_process_gives_in_order(tokenizer):
     answers = [f"answer {number}" for number in range(150)]
     rows = [

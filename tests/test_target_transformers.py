@@ -32,10 +32,11 @@ from transformers import (
 )
 
 from eagle3.errors import UserError
+from eagle3.target.aux_layers import default_aux_layers
 from eagle3.target.batches import length_buckets
 from eagle3.target.checkpoint import fingerprint, load_tokenizer, target_config
 from eagle3.target.head import load_target_head
-from eagle3.target.interface import BLOCK_ROWS, LogitTransform, default_aux_layers, summarize_teacher
+from eagle3.target.interface import BLOCK_ROWS, LogitTransform, summarize_teacher
 from eagle3.target.transformers import TransformersTarget, load_target
 
 SHAPE = {

@@ -23,14 +23,13 @@ from eagle3.data.template import (
     Render,
     Unusable,
     as_template_reads,
-    check_variables,
     chosen_template,
     rendered,
     require_calls,
 )
+from eagle3.data.template_source import GENERATION, check_variables
 from eagle3.errors import UserError
 
-GENERATION = re.compile(r"\{%([-+]?)\s*(generation|endgeneration)\s*([-+]?)%\}")
 PRIVATE_USE = range(0xE000, 0xF900)
 
 

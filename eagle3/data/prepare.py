@@ -5,6 +5,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -16,9 +17,10 @@ from eagle3.console import GREEN, PLAIN, WARNING, Progress, waiting
 from eagle3.data.cache import DAMAGE, replacing_folder, sealed, unsealed
 from eagle3.data.conversations import Conversation, read_conversations
 from eagle3.data.encode import Encoding, Outcome, Problem, encode_all, split
+from eagle3.data.limits import Limits
 from eagle3.data.malformed import LISTED, MalformedRows, others
 from eagle3.data.samples import DamagedSamples, Sample, SampleSet
-from eagle3.data.template import Choices, reasoning_key
+from eagle3.data.template import Choices, Unusable, chosen_template, reasoning_key, rendered
 from eagle3.errors import UserError
 
 SUMMARY = "summary.json"
@@ -116,6 +118,7 @@ def prepare_samples(
             return Prepared(found.samples, found.summary.with_malformed(left_out))
         except DamagedSamples as damage:
             report(f"{WARNING}the tokenised data is damaged ({damage.where}: {damage.flaw}); it is built anew")
+    _tell_unshown_roles(conversations, tokenizer, chat_template, choices, report)
     _tell_unshown_reasoning(conversations, tokenizer, chat_template, choices, report)
     handling = too_long if too_long in ("truncate", "split") else "refuse"
     encoding = Encoding(tokenizer, chat_template, max_length, handling, choices)
@@ -204,6 +207,29 @@ def _tell_unshown_reasoning(
         )
 
 
+def _tell_unshown_roles(
+    conversations: Sequence[Conversation],
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template: str | None,
+    choices: Choices,
+    report: Callable[[str], None],
+) -> None:
+    """A template that prints what is said and not by whom is hardly the one that the target is served with."""
+    first = next((row for row in conversations if row.messages), None)
+    if first is None or not (chat_template or tokenizer.chat_template):
+        return
+    template = chosen_template(tokenizer, chat_template, None, first.origin)
+    pair = {"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}
+    texts = []
+    with suppress(Unusable):  # one that refuses a conversation knows its roles
+        for messages in (pair, ({**pair[0], "role": "assistant"}, {**pair[1], "role": "user"})):
+            limits = Limits(first.origin, len(messages), sum(len(message["content"]) for message in messages))
+            texts.append(rendered(tokenizer, template, None, limits, messages, variables=choices.variables()))
+    if len(texts) == 2 and texts[0] == texts[1]:
+        named = "data.chat_template" if chat_template else "the tokenizer's chat template"
+        report(f"{WARNING}{named} prints a user's and an assistant's messages alike; is the target served with it?")
+
+
 def _is_whole(folder: Path) -> bool:
     """Nodes that share a cache make the same set at the same time."""
     try:
@@ -251,8 +277,9 @@ def _stop_at_problem(problems: list[tuple[str, Problem]], policies: dict[str, st
     origin, problem = stopping[0]
     count = sum(other.kind == problem.kind for _, other in stopping)
     detail = f" ({problem.detail})" if problem.detail else ""
+    template = " or name another template in data.chat_template," * ("chat template" in problem.reason)
     remedy = {
-        "unusable": "mend the data, or leave such samples out with data.unusable=drop",
+        "unusable": f"mend the data,{template} or leave such samples out with data.unusable=drop",
         "too_long": "raise data.max_length, or set data.too_long=drop or data.too_long=truncate",
         "too_large": "cut it into several rows, or leave such rows out with data.malformed=drop",
     }[problem.kind]

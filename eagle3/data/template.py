@@ -102,16 +102,6 @@ def chosen_template(
     return template
 
 
-def check_variables(template: str, variables: Mapping[str, Any]) -> None:
-    """Raises UserError for a variable that the template does not mention, and which would change nothing."""
-    for name in variables:
-        if not re.search(rf"\b{re.escape(name)}\b", template):
-            raise UserError(
-                f"data.template_variables: {name!r} occurs nowhere in the chat template, so it would change nothing; mend the "
-                "name or leave it out"
-            )
-
-
 def reasoning_key(template: str) -> str | None:
     """The name under which a template reads an assistant's thoughts; None where it reads none."""
     return next((key for key in REASONING_KEYS if re.search(rf"\.{key}\b|['\"]{key}['\"]", template)), None)

@@ -214,9 +214,10 @@ def choose_prompts(samples: SampleSet, count: int, longest: int) -> list[Tensor]
         if 0 < start <= longest:
             fitting.append(sample.ids[:start])
     if not fitting:
+        found = f"none of {len(samples)} held-out samples has a prompt of 1 to {longest} tokens"
         raise UserError(
-            f"evaluation: none of {len(samples)} held-out samples has a prompt of 1 to {longest} tokens; "
-            "add such samples to data.held_out, or set evaluation.conversations=0"
+            f"evaluation: {found if len(samples) else 'nothing is held out'}; name such samples in data.held_out, raise "
+            "data.held_out_fraction, or set evaluation.conversations=0"
         )
     chosen = torch.linspace(0, len(fitting) - 1, min(count, len(fitting))).round().long()
     return [fitting[index] for index in chosen.tolist()]

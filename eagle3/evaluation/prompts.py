@@ -11,7 +11,8 @@ from eagle3.data.chat import tokenized
 from eagle3.data.conversations import Conversation, read_conversations
 from eagle3.data.files import KINDS
 from eagle3.data.limits import Limits
-from eagle3.data.template import Choices, Unusable, as_template_reads, check_variables, chosen_template, rendered
+from eagle3.data.template import Choices, Unusable, as_template_reads, chosen_template, rendered
+from eagle3.data.template_source import check_variables
 from eagle3.errors import UserError
 
 

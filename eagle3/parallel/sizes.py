@@ -1,4 +1,4 @@
-"""How many processes a job has, and whether they can be cut into groups of the sizes that a recipe names, without PyTorch."""
+"""How many processes a job has, and whether they and a batch can be cut as a recipe says, without PyTorch."""
 
 import re
 from typing import NamedTuple
@@ -19,8 +19,9 @@ def read_job_size(text: str) -> JobSize:
     return JobSize(*map(int, found.groups()))
 
 
-def check_sizes(section: str, tensor: int, ulysses: int, ring: int, world: int) -> None:
-    """Raises UserError unless a job of `world` processes can be cut so; the sizes are keys of the recipe's `section`."""
+def check_sizes(section: str, tensor: int, ulysses: int, ring: int, world: int) -> int:
+    """The data-parallel ranks of a job of `world` processes. Raises UserError unless it can be cut so; the sizes are keys of the
+    recipe's `section`."""
     needed = tensor * ulysses * ring
     if world % needed:
         counts = [count for count in (world // needed * needed, (world // needed + 1) * needed) if count]
@@ -29,3 +30,17 @@ def check_sizes(section: str, tensor: int, ulysses: int, ring: int, world: int) 
             f"it, this job has {world}; start {' or '.join(map(str, counts))}, or choose sizes whose product divides "
             f"{world}"
         )
+    return world // needed
+
+
+def stream_samples(global_batch_size: int, data_ranks: int, accumulation: int) -> int:
+    """Samples of each packed stream of a step. Raises UserError where the batch cannot be dealt to so many equal streams."""
+    streams = data_ranks * accumulation
+    if global_batch_size % streams:
+        lower = global_batch_size // streams * streams
+        near = " or ".join(str(size) for size in (lower, lower + streams) if size)
+        raise SharedUserError(
+            f"recipe: training.global_batch_size {global_batch_size} cannot be dealt to {data_ranks} "
+            f"data-parallel ranks x {accumulation} accumulation; use {near}"
+        )
+    return global_batch_size // streams

@@ -5,15 +5,19 @@ from pathlib import Path
 
 from eagle3.data.conversations import require_source
 from eagle3.data.store.files import LocalFiles, is_url, no_store
+from eagle3.data.template_source import check_variables, read_template
 from eagle3.draft.config import drafted_tokens, read_draft_config
 from eagle3.errors import SharedUserError, UserError
 from eagle3.hub import require_target_folder
 from eagle3.parsing import parse_json
 from eagle3.recipe import Model, Recipe
+from eagle3.target.aux_layers import check_aux_layers, default_aux_layers
 from eagle3.target.sglang.asking import server_info
 
 # One of these is in every checkpoint that has a tokenizer.
 TOKENIZER_FILES = ("*token*", "vocab*", "*.model")
+# What is pickled is refused by who reads it.
+WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pth", "*.pt", "*.ckpt", "*.pkl")
 
 
 def inputs_of(recipe: Recipe) -> dict[str, str]:
@@ -35,8 +39,9 @@ def inputs_of(recipe: Recipe) -> dict[str, str]:
 
 
 def require_inputs(recipe: Recipe) -> None:
-    """Raises UserError for data, files and a target's folder that the recipe names and that are not there, and for a draft
-    vocabulary larger than the target's. What may come from the hub, and whether a target is sound, is said by who reads it."""
+    """Raises UserError for data, files and a target's folder that the recipe names and that are not there, and for a draft's
+    config, a draft vocabulary, layers and a chat template that cannot be. What may come from the hub, and whether a target is
+    sound, is said by who reads it."""
     _require_target(recipe.model)
     for key, name in inputs_of(recipe).items():
         if key.startswith("data.") and key != "data.chat_template":
@@ -47,6 +52,22 @@ def require_inputs(recipe: Recipe) -> None:
                 raise SharedUserError(f"{key}: {name}: no such file; fix the path")
         elif key == "model.draft.init_from" and not Path(name).is_dir():
             raise SharedUserError(f"{key}: {name}: no such folder; name the export of a run")
+    draft, data = recipe.model.draft, recipe.data
+    if draft.config:
+        read_draft_config(draft.config)
+    if draft.init_from:
+        require_export(draft.init_from, "model.draft.init_from=")
+    if data.chat_template:
+        check_variables(read_template(data.chat_template), data.template_variables)
+
+
+def require_weights(target: str) -> None:
+    """Raises UserError for a target's folder without weights."""
+    folder = Path(target)
+    if target != "demo" and folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES):
+        raise SharedUserError(
+            f"target '{folder}': no weights in this folder (model.safetensors, or several with an index); copy them there"
+        )
 
 
 def require_store(path: str) -> None:
@@ -74,22 +95,25 @@ def require_servers(urls: list[str]) -> None:
         server_info(url, "start it as launchers/capture.py --print-server says")
 
 
-def require_export(draft: Path) -> None:
-    """Raises UserError for a folder that, by its config.json, is no exported draft."""
+def require_export(draft: Path, named: str = "--draft ") -> None:
+    """Raises UserError for a folder that, by its config.json, is no exported draft. named: what the caller wrote before it."""
     if (draft / "config.json").is_file():
         read_draft_config(draft / "config.json")
     elif (draft / "export" / "config.json").is_file():
-        raise UserError(f"{draft}: is a run's folder; its draft is in there: --draft {draft / 'export'}")
+        raise UserError(f"{draft}: is a run's folder; its draft is in there: {named}{draft / 'export'}")
     else:
-        raise UserError(f"{draft}: no exported draft here; train first, or name one with --draft")
+        raise UserError(f"{draft}: no exported draft here; train first, or name one with {named}FOLDER")
 
 
 def _require_target(model: Model) -> None:
     if model.target != "demo":
         require_target_folder(model.target)
         _require_tokenizer(Path(model.target))
-    if (size := _vocabulary_of(model)) and not (model.draft.vocabulary or model.draft.init_from):
+    size, layers = _sizes_of(model)
+    if size and not (model.draft.vocabulary or model.draft.init_from):
         drafted_tokens(model.draft.vocab_size, size)
+    if layers:
+        check_aux_layers(model.aux_layers or default_aux_layers(layers), layers)
 
 
 def _require_tokenizer(folder: Path) -> None:
@@ -101,12 +125,13 @@ def _require_tokenizer(folder: Path) -> None:
         )
 
 
-def _vocabulary_of(model: Model) -> int | None:
-    """Tokens of the target; None where a config.json that is here does not say it in the usual place."""
+def _sizes_of(model: Model) -> tuple[int | None, int | None]:
+    """Tokens and layers of the target; None where a config.json that is here does not say them in the usual place."""
     if model.target == "demo":
-        return model.demo.vocab_size
+        return model.demo.vocab_size, model.demo.layers
     with suppress(OSError, ValueError, AttributeError):
         values = parse_json(Path(model.target, "config.json").read_text(encoding="utf-8"))
-        size = values.get("text_config", values).get("vocab_size")
-        return size if type(size) is int else None
-    return None
+        values = values.get("text_config", values)
+        found = (values.get(name) for name in ("vocab_size", "num_hidden_layers"))
+        return tuple(size if type(size) is int else None for size in found)
+    return None, None

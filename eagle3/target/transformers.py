@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from eagle3.errors import UserError
+from eagle3.target.aux_layers import check_aux_layers, default_aux_layers
 from eagle3.target.batches import length_buckets
 from eagle3.target.checkpoint import load_causal_lm
 from eagle3.target.head import model_head
@@ -19,8 +20,6 @@ from eagle3.target.interface import (
     HiddenStates,
     TargetHead,
     TeacherSummary,
-    check_aux_layers,
-    default_aux_layers,
     summarize_teacher,
 )
 

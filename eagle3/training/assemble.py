@@ -20,6 +20,7 @@ from eagle3.data.standard_library import standard_library_files, standard_librar
 from eagle3.data.store.folder import Provenance
 from eagle3.data.store.shard import Encoding
 from eagle3.data.template import Choices
+from eagle3.data.template_source import read_template
 from eagle3.data.vocabulary import DraftVocabulary, choose_vocabulary, coverage, load_vocabulary
 from eagle3.draft.config import DraftConfig, drafted_tokens, read_draft_config
 from eagle3.draft.derivation import derive_draft
@@ -28,9 +29,10 @@ from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import SharedUserError, UserError
 from eagle3.parallel.topology import Topology, agreed, every_core
 from eagle3.recipe import Draft, Recipe
+from eagle3.target.aux_layers import check_aux_layers, default_aux_layers
 from eagle3.target.checkpoint import fingerprint, load_tokenizer, target_config
 from eagle3.target.demo import ANSWERS, HELD_OUT_ANSWERS, demo_target
-from eagle3.target.interface import TargetHead, check_aux_layers, default_aux_layers
+from eagle3.target.interface import TargetHead
 from eagle3.target.transformers import TransformersTarget, load_target
 
 Say = Callable[[str], None]
@@ -80,7 +82,7 @@ def _gather(recipe: Recipe, device: torch.device, say: Say, judging: bool) -> Ma
             )
     with waiting(say, f"reading the tokenizer of {target}"):
         tokenizer = load_tokenizer(target, revision=model.revision, trust_remote_code=model.trust_remote_code)
-    template = _read_template(data.chat_template)
+    template = read_template(data.chat_template) if data.chat_template else None
     if model.draft.vocabulary is None and model.draft.init_from is None:
         config = target_config(target, revision=model.revision, trust_remote_code=model.trust_remote_code)
         # a size that cannot be is said before data are read
@@ -145,20 +147,6 @@ def _demo(recipe: Recipe, device: torch.device, say: Say, make: bool) -> Path:
     origin = "found in the cache" if found.cached else f"made in {found.seconds:.0f} s"
     say(f"demo target: loss {found.loss:.3f}, held-out loss {found.held_out_loss:.3f} nats a token ({origin})")
     return found.folder
-
-
-def _read_template(path: Path | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:  # not UTF-8, or no path
-        raise UserError(f"{path}: cannot be read ({error}); fix data.chat_template") from error
-    if not text.strip():
-        raise UserError(
-            f"{path}: holds no chat template; fix data.chat_template, or leave it out for the tokenizer's own"
-        )
-    return text
 
 
 def config_of(recipe: Recipe, materials: Materials) -> PretrainedConfig:

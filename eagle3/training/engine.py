@@ -21,6 +21,7 @@ from eagle3.draft.interchange import is_cut
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import SharedUserError
 from eagle3.objective.model import DraftObjective
+from eagle3.parallel.sizes import stream_samples
 from eagle3.parallel.topology import DeepSpeedGroups, Topology
 from eagle3.parsing import parse_json
 from eagle3.recipe import Training
@@ -39,17 +40,9 @@ def deepspeed_config(path: Path, training: Training, data_ranks: int) -> dict[st
         raise SharedUserError(f"{path}: not valid JSON ({error}); mend the file") from error
     if not isinstance(config, dict):
         raise SharedUserError(f"{path}: holds {type(config).__name__}, not sections; compare ds_configs/zero2.json")
-    streams = data_ranks * training.accumulation
-    if training.global_batch_size % streams:
-        lower = training.global_batch_size // streams * streams
-        near = " or ".join(str(size) for size in (lower, lower + streams) if size)
-        raise SharedUserError(
-            f"recipe: training.global_batch_size {training.global_batch_size} cannot be dealt to {data_ranks} "
-            f"data-parallel ranks x {training.accumulation} accumulation; use {near}"
-        )
     wanted = {
         "train_batch_size": training.global_batch_size,
-        "train_micro_batch_size_per_gpu": training.global_batch_size // streams,
+        "train_micro_batch_size_per_gpu": stream_samples(training.global_batch_size, data_ranks, training.accumulation),
         "gradient_accumulation_steps": training.accumulation,
         "gradient_clipping": training.gradient_clipping,
         "bf16.enabled": training.dtype == "bfloat16",

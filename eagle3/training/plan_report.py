@@ -33,6 +33,7 @@ def plan(recipe: Recipe, wanted: Planned, memory: float, context: int | None, su
         "memory": dict(held) | {"all": held.total(), "usable": usable},
         "host_memory": host_bytes(wanted, share),
         "fits": held.total() <= usable,
+        "positions": wanted.draft.max_position_embeddings,
         "largest_context": {
             f"{each.memory.recompute}, inputs on the {each.residence}": longest_context(each, supervised, usable)
             for each in variants(wanted)
@@ -69,6 +70,7 @@ def written(report: dict) -> str:
     gb, stream, step, layout = 1e9, report["stream"], report["step"], report["layout"]
     memory, best, draft = report["memory"], report["best_layout"], report["draft"]
     streamed = report["host_memory"] > 0
+    beyond = f" (beyond the draft's positions, {report['positions']:,})"
     of = f"{stream['documents']} documents, " if stream["documents"] > 1 else ""
     lines = [
         f"draft: hidden {draft['hidden_size']}, MLP {draft['intermediate_size']}, {draft['num_attention_heads']} heads "
@@ -90,7 +92,9 @@ def written(report: dict) -> str:
         FITS if report["fits"] else DOES_NOT_FIT,
         "largest context of this layout, tokens of one document:",
         *(
-            f"  recompute {name:38s} " + (f"more than {MOST_TOKENS:,}" if tokens is None else f"{tokens:12,}")
+            f"  recompute {name:38s} "
+            + (f"more than {MOST_TOKENS:,}" if tokens is None else f"{tokens:12,}")
+            + beyond * (tokens is None or tokens > report["positions"])
             for name, tokens in report["largest_context"].items()
         ),
     ]

@@ -7,9 +7,9 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from transformers import LlamaConfig, PretrainedConfig
 
 from eagle3.draft.config import drafted_tokens
-from eagle3.errors import SharedUserError
 from eagle3.fitting import Stream
 from eagle3.objective.model import MemoryPlan
+from eagle3.parallel.sizes import check_sizes
 from eagle3.planner import Planned, Sizes
 from eagle3.recipe import Recipe
 from eagle3.target.checkpoint import target_config
@@ -25,13 +25,7 @@ def planned_step(recipe: Recipe, target: PretrainedConfig, gpus: int, deepspeed_
     drafted = drafted_tokens(recipe.model.draft.vocab_size, target.vocab_size)
     draft = shape_draft(recipe, target, target.vocab_size, drafted)
     draft.check_parallel(parallel.tensor, parallel.ulysses)
-    together = parallel.tensor * parallel.ulysses * parallel.ring
-    if gpus % together:
-        raise SharedUserError(
-            f"--gpus {gpus}: parallelism tensor {parallel.tensor} x ulysses {parallel.ulysses} x ring {parallel.ring} "
-            f"takes {together} or a multiple of it; change one of them"
-        )
-    data = gpus // together
+    data = check_sizes("parallelism", parallel.tensor, parallel.ulysses, parallel.ring, gpus)
     training = recipe.training
     if not packed:
         training = training.model_copy(update={"global_batch_size": data * training.accumulation})

@@ -165,10 +165,12 @@ class RunFolder:
                 )
             for key, old, new in _differences(before, now):
                 if not any(key == free or key.startswith(f"{free}.") for free in FREE_ON_RESUME):
-                    afresh = "start afresh" if resume is Resume.AUTO else "start afresh: without --resume, or"
+                    afresh = "start afresh: without --resume, or with another output.dir"
+                    if resume is Resume.AUTO:
+                        afresh = "start afresh with another output.dir (slurm_multi.sh adds --resume auto by itself)"
                     raise UserError(
                         f"{self.recipe}: {key} was {_value(old)}, now it is {_value(new)}; resume with the value the run "
-                        f"began with, or {afresh} with another output.dir"
+                        f"began with, or {afresh}"
                     )
         return continues
 
