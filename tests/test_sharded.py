@@ -52,16 +52,22 @@ def test_every_layout_gives_the_loss_and_gradients_of_the_definition_in_fp64(com
 
 
 @every_case
-def test_every_layout_gives_the_loss_and_gradients_of_one_process_in_fp32(computed, case, topology):
-    """One process is compared with the definition in test_definition.py; rounding moves both alike, by up to 2e-5 where
-    gradients cancel."""
+def test_every_layout_rounds_in_fp32_about_as_much_as_one_process(computed, case, topology):
+    """Each gradient, as a vector, is at most three times as far from the same in fp64, which the definition gives, as that of
+    one process. (Both are sums of the same terms, rounded in other orders: of 761 gradients on one machine the median ratio was
+    0.97 and the largest 1.9.) One process is held to the definition in test_definition.py."""
     data = case.case()
     alone = train_case(data, topology, torch.float32, STEPS, case.config, case.dealt(data))
+    _, exact = read(computed / case_file(case, torch.float64))
     numbers, gradients = read(computed / case_file(case, torch.float32))
     assert numbers["step_counts"] == alone.counts.counted.tolist()
     assert close(numbers["loss"], alone.metrics.loss, 1e-5)
     assert close(numbers["step_losses"], alone.metrics.step_losses, 1e-5)
-    assert_same_gradients(gradients, alone.gradients, 1e-5)
+    assert gradients.keys() == exact.keys()
+    for name, wanted in exact.items():
+        errors = [float((side[name].double() - wanted).norm() / wanted.norm()) for side in (gradients, alone.gradients)]
+        assert errors[0] <= 3 * errors[1] + 2e-7, (name, errors)  # three units in the last place beside
+    assert close(norm(gradients), norm(exact), 1e-5)
     assert numbers["replicas_differ"] <= 1e-5
 
 

@@ -23,6 +23,7 @@ from typing import NamedTuple, Self
 import psutil
 import torch.distributed as dist
 
+from eagle3.console import Console
 from eagle3.errors import SharedUserError
 from eagle3.parallel.topology import meeting, node_name
 
@@ -182,8 +183,15 @@ class Watchdog:
         return [0, *(rank for rank in beside if rank != self.rank and self._heard_of(rank).node == self.node)]
 
     def _run(self) -> None:
+        sound = True
         while not self.ended.wait(BEAT_SECONDS):
-            verdict = self._exchange()
+            verdict = None
+            try:
+                verdict = self._exchange()
+            except Exception as error:  # without this thread nobody would hear of a rank that dies later
+                if sound:
+                    Console(speaks=True).warn(f"the watchdog of rank {self.rank} failed once and goes on: {error!r}")
+                sound = False
             self.exchanges += 1
             if verdict and not self.ended.is_set():
                 self._end(verdict)
@@ -320,7 +328,7 @@ def _collective(frames: list[FrameType]) -> str | None:
     names = [frame.f_code.co_name for frame in frames if frame.f_code.co_filename.endswith("distributed_c10d.py")]
     if names:
         return names[-1]
-    code, line = frames[0].f_code, frames[0].f_lineno
+    code, line = frames[0].f_code, frames[0].f_lineno or 0  # no line: between two statements
     mine = Path(code.co_filename).is_relative_to(PACKAGE)
     return "wait" if mine and ".wait()" in linecache.getline(code.co_filename, line) else None
 
