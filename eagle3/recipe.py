@@ -156,6 +156,11 @@ class Draft(Section):
         None, description="rope_type (default, linear, llama3, yarn), rope_theta and that type's own keys"
     )
     rms_norm_eps: Positive | None = None
+    window: Count | None = Field(
+        None,
+        description="keys that a query sees, its own included, in training as in serving; default: all. At least "
+        "training.ttt_steps (docs/windows.md)",
+    )
     vocab_size: Count | None = Field(
         None,
         description="tokens of the draft vocabulary: the most frequent supervised ones; default: 32,000, or all of a smaller "
@@ -435,6 +440,16 @@ class Recipe(Section):
     tracking: Tracking = Tracking()
     output: Output
     about: About | None = None
+
+    @model_validator(mode="after")
+    def _window_holds_a_chain(self) -> "Recipe":
+        window, steps = self.model.draft.window, self.training.ttt_steps
+        if window is not None and window < steps:
+            raise ValueError(
+                f"model.draft.window is {window} but training.ttt_steps is {steps}, and a query sees the keys of its own chain; "
+                f"make the window {steps} at least"
+            )
+        return self
 
     @model_validator(mode="before")
     @classmethod

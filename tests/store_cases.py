@@ -48,7 +48,8 @@ def sample(number: int, tokens: int | None = None, hidden: int = HIDDEN):
 
 def wanted(encoding: Encoding, **changes) -> dict:
     """The provenance of a store that `write` wrote."""
-    return {**PROVENANCE, "codec": encoding.codec, "dtype": encoding.dtype, **changes}
+    said = {field: getattr(encoding, field) for field in ("codec", "dtype", "window", "ttt_steps")}
+    return {**PROVENANCE, **said, **changes}
 
 
 def write(

@@ -18,6 +18,7 @@ from eagle3.data.cache import LOCK, replacing_folder
 from eagle3.data.download import downloaded_rows, source_of_id
 from eagle3.data.prepare import prepare_samples
 from eagle3.data.samples import DamagedSamples, SampleSet
+from eagle3.data.store.shard import taught_rows
 from eagle3.errors import UserError
 
 FORK = multiprocessing.get_context("fork")
@@ -101,7 +102,10 @@ def test_a_written_set_opens_as_it_was_and_a_damaged_one_is_refused(tmp_path):
         with replacing_folder(tmp_path / folder) as unfinished:
             some.write(unfinished)
     opened = SampleSet.open(tmp_path / "set")
-    assert opened.checksum == samples.checksum and opened.taught.tolist() == samples.taught.tolist()
+    assert (
+        opened.checksum == samples.checksum
+        and opened.count(taught_rows).tolist() == samples.count(taught_rows).tolist()
+    )
     for index in range(6):
         assert opened[index].id == samples[index].id
         assert torch.equal(opened[index].ids, samples[index].ids)
@@ -109,7 +113,7 @@ def test_a_written_set_opens_as_it_was_and_a_damaged_one_is_refused(tmp_path):
     ids = np.concatenate([chunk for chunk, _ in samples.token_chunks()])
     assert ids.tolist() == torch.cat([samples[index].ids for index in range(6)]).tolist()
     none = SampleSet.open(tmp_path / "none")
-    assert len(none) == len(none.taught) == len(list(none.token_chunks())) == 0
+    assert len(none) == len(none.count(taught_rows)) == len(list(none.token_chunks())) == 0
     np.save(tmp_path / "set" / "ids.npy", np.zeros(3, np.int32))
     with pytest.raises(DamagedSamples):
         SampleSet.open(tmp_path / "set")
@@ -158,7 +162,7 @@ def test_damage_after_the_opening_is_refused_by_whoever_reads_it(tmp_path, token
     refusal = (
         r"tokenized/\w+: sample 2 of 3 does not fit its digest; start again \(train.py: with --resume\), and the tok"
     )
-    for read in (lambda: samples[1], lambda: samples.taught, lambda: list(samples.token_chunks())):
+    for read in (lambda: samples[1], lambda: samples.count(taught_rows), lambda: list(samples.token_chunks())):
         with pytest.raises(UserError, match=refusal):
             read()
     with cached(tmp_path, "ids.npy").open("r+b") as file:

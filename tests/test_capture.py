@@ -211,7 +211,8 @@ def test_the_disk_need_is_what_a_store_takes(tmp_path, codec, dtype):
 
 
 def test_a_disk_that_cannot_hold_the_samples_is_refused_before_the_first(tmp_path):
-    huge = [Wanted(None, 0, 10**12, 10**11)] * 3
+    one = SampleSet.pack([(np.zeros(2, np.int32), np.ones(2, bool))])
+    huge = [Wanted(one, 0, 10**12)] * 3
     with pytest.raises(UserError, match=r"3 samples take .* TB more, the disk has .*hidden_states.codec to lossless"):
         require_disk(tmp_path, huge, Encoding("none", "bfloat16", 4096))
     with pytest.raises(UserError, match=r"take about .* TB more, .*set hidden_states.path to another disk"):

@@ -67,6 +67,33 @@ def test_stored_training_follows_live_training_and_compressed_is_bit_identical(t
     assert not (tmp_path / "three").exists()
 
 
+def test_training_under_a_window_from_the_rows_that_it_sees_is_bit_identical(tmp_path, target, topology):
+    """And live training follows it; the store is refused where more rows are wanted."""
+    recipe = str(write_recipe(tmp_path, target))
+    window = "model.draft.window=6"
+    for name, chosen in (("full", []), ("windowed", [window])):
+        path = f"hidden_states.path={tmp_path / name}"
+        finish(launch(sys.executable, "launchers/capture.py", "--recipe", recipe, path, *chosen))
+        stored = ["hidden_states.mode=stored", path, window, f"output.dir={tmp_path / f'from {name}'}"]
+        train(load_recipe(recipe, stored), ZERO2, topology)
+    train(load_recipe(recipe, [window]), ZERO2, topology)
+    sizes = [sum(file.stat().st_size for file in (tmp_path / name).iterdir()) for name in ("windowed", "full")]
+    assert sizes[0] < 0.9 * sizes[1]
+    for kind in ("train", "held_out"):
+        full, windowed, live = (
+            [{name: record[name] for name in COMPUTED if name in record} for record in metrics(tmp_path / run, kind)]
+            for run in ("from full", "from windowed", "run")
+        )
+        assert full == windowed and len(full) > 1
+        for a, b in zip(windowed, live, strict=True):
+            assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+    config = json.loads((tmp_path / "from windowed" / "export" / "config.json").read_text(encoding="utf-8"))
+    assert (config["sliding_window"], config["layer_types"]) == (6, ["sliding_attention"])
+    for more in ("model.draft.window=null", "model.draft.window=7", "parallelism.query_selection=all"):
+        with pytest.raises(UserError, match="has the rows of a window of 6 keys and 3 TTT steps, this run needs"):
+            train(load_recipe(recipe, [*stored[:-1], more, f"output.dir={tmp_path / 'more'}"]), ZERO2, topology)
+
+
 @pytest.mark.parametrize("loss", ["kl", "lk_alpha", "lk_lambda"])
 def test_two_processes_and_accumulation_follow_one_process(tmp_path, target, topology, loss):
     recipe = str(write_recipe(tmp_path, target, training={**SHORT, "loss": loss}))

@@ -7,12 +7,13 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+import numpy as np
 from torch import Tensor
 
 from eagle3.console import data_size
 from eagle3.data.samples import Sample, SampleSet
 from eagle3.data.store.codecs import expected_bytes
-from eagle3.data.store.shard import Encoding
+from eagle3.data.store.shard import Encoding, taught_rows
 from eagle3.data.store.writer import StoreWriter
 from eagle3.errors import UserError
 from eagle3.target.batches import length_buckets
@@ -26,12 +27,11 @@ ROUND_BATCHES = 16
 
 
 class Wanted(NamedTuple):
-    """Sample `place` of a set. taught: rows whose last hidden state is stored."""
+    """Sample `place` of a set."""
 
     samples: SampleSet
     place: int
     tokens: int
-    taught: int
 
     def load(self) -> Sample:
         return self.samples[self.place]
@@ -57,24 +57,32 @@ def wanted_samples(sets: Iterable[SampleSet]) -> dict[str, Wanted]:
     """The samples of all sets by id, each once; nothing is loaded."""
     wanted: dict[str, Wanted] = {}
     for samples in sets:
-        sizes = zip(samples.sample_ids, samples.lengths.tolist(), samples.taught.tolist(), strict=True)
-        for place, (sample_id, tokens, taught) in enumerate(sizes):
-            wanted.setdefault(sample_id, Wanted(samples, place, tokens, taught))
+        for place, (sample_id, tokens) in enumerate(zip(samples.sample_ids, samples.lengths.tolist(), strict=True)):
+            wanted.setdefault(sample_id, Wanted(samples, place, tokens))
     return wanted
 
 
-def token_bytes(encoding: Encoding, taught: float = 1.0) -> float:
-    """What a token takes in a store, where a share `taught` of them have last hidden states; for `lossless` an estimate."""
+def token_bytes(encoding: Encoding, taught: float = 1.0, seen: float = 1.0) -> float:
+    """What a token takes in a store, where a share `taught` of them have last hidden states and a share `seen` auxiliary ones;
+    for `lossless` an estimate."""
     dtype, hidden = encoding.number_format, encoding.hidden_size
     aux, last = (
         expected_bytes(encoding.codec_of(name), dtype, encoding.width(name), hidden) for name in ("aux", "last")
     )
-    return TOKEN_BYTES + aux + taught * last
+    return TOKEN_BYTES + seen * aux + taught * last
 
 
 def disk_need(samples: Iterable[Wanted], encoding: Encoding) -> int:
     """Bytes of these samples in a store, but for shards' headers and indexes."""
-    return round(sum(one.tokens * token_bytes(encoding, one.taught / one.tokens) for one in samples))
+    counted: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+    need = 0.0
+    for one in samples:
+        key = id(one.samples)
+        if key not in counted:
+            counted[key] = one.samples.count(taught_rows), one.samples.count(encoding.seen_rows)
+        taught, seen = (int(counts[one.place]) / one.tokens for counts in counted[key])
+        need += one.tokens * token_bytes(encoding, taught, seen)
+    return round(need)
 
 
 def require_disk(folder: Path, samples: Sequence[Wanted], encoding: Encoding) -> str:

@@ -3,7 +3,7 @@
 import hashlib
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -165,13 +165,13 @@ class SampleSet:
         """int64 [samples]: tokens of each sample."""
         return np.diff(self.offsets)[self.indices]
 
-    @property
-    def taught(self) -> np.ndarray:
-        """int64 [samples]: rows of each that follow a supervised row, which is where a teacher speaks."""
+    def count(self, rows_of: Callable[[torch.Tensor], torch.Tensor]) -> np.ndarray:
+        """int64 [samples]: how many rows of each `rows_of` chooses (bool [T]) by its loss mask [T]."""
         counts: list[int] = []
         for run in self._runs():
             _, loss_mask = self._read(run)
-            counts += [np.count_nonzero(loss_mask[a : b - 1]) for a, b in pairwise(self._edges(run))]
+            masks = torch.from_numpy(loss_mask)
+            counts += [int(rows_of(masks[a:b]).sum()) for a, b in pairwise(self._edges(run))]
         return np.array(counts, np.int64)
 
     @property

@@ -150,8 +150,8 @@ class DraftConfig:
         keys."""
         if self.window is not None and self.window < steps:
             raise SharedUserError(
-                f"draft config: a window of {self.window} keys hides a query's own keys in {steps} steps; make it {steps} at least, "
-                "or take fewer steps"
+                f"model.draft.window: {self.window} keys, in which {steps} TTT steps leave no room for a query's own; make it "
+                f"{steps} at least, or take fewer steps"
             )
 
     def check_context(self, longest: int) -> None:

@@ -203,13 +203,22 @@ def run_inputs(recipe: Recipe, materials: Materials) -> dict[str, str]:
 def store_provenance(recipe: Recipe, materials: Materials, vocabulary: DraftVocabulary | None = None) -> Provenance:
     """What a store must have been captured with to serve this recipe. vocabulary: as for `provenance`."""
     written = {"codec": recipe.hidden_states.codec, "dtype": recipe.hidden_states.dtype}
-    return {**provenance(recipe, materials, vocabulary), **written}
+    return {**provenance(recipe, materials, vocabulary), **written, **_rows_needed(recipe)}
+
+
+def _rows_needed(recipe: Recipe) -> dict[str, int]:
+    """What says which rows of a sample training reads: nothing where it may read all."""
+    window = draft_window(recipe.model.draft)
+    if window is None or recipe.parallelism.query_selection == "all":
+        return {}
+    return {"window": window, "ttt_steps": recipe.training.ttt_steps}
 
 
 def store_encoding(recipe: Recipe, hidden_size: int, draft_vocab_size: int) -> Encoding:
     """How a store of this recipe is written."""
     width = draft_vocab_size if recipe.target.teacher == "logits" else None
-    return Encoding(recipe.hidden_states.codec, recipe.hidden_states.dtype, hidden_size, teacher_width=width)
+    hidden = recipe.hidden_states
+    return Encoding(hidden.codec, hidden.dtype, hidden_size, teacher_width=width, **_rows_needed(recipe))
 
 
 def capture_record(recipe: Recipe, materials: Materials, vocabulary: DraftVocabulary) -> Provenance:
@@ -298,6 +307,11 @@ def build_draft(
             draft.lm_head.weight.copy_(shard(rows, draft.lm_head.weight, topology.tensor))
     if recipe.model.draft.init_from is not None:
         exported = read_exported(recipe.model.draft.init_from)
+        if exported.config.window is not None and draft.draft_config.window is None:
+            raise UserError(
+                f"{exported.origin}: has a window of {exported.config.window} keys, this run's draft none; set model.draft.window "
+                "to that, or to another number"
+            )
         different = draft.draft_config.different_sizes(exported.config)
         if different:
             name = different[0]
@@ -319,14 +333,14 @@ def shape_draft(recipe: Recipe, target: PretrainedConfig, vocab_size: int, draft
     """The draft's shape: model.draft.config, or the target's; single fields of model.draft win."""
     wanted: Draft = recipe.model.draft
     fields = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-    fields += ("max_position_embeddings", "rope_parameters", "rms_norm_eps")
+    fields += ("max_position_embeddings", "rope_parameters", "rms_norm_eps", "window")
     changes = {name: getattr(wanted, name) for name in fields}
     if wanted.rope_parameters is not None:
         changes["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, **wanted.rope_parameters}
     if wanted.config is not None:
         given = read_draft_config(wanted.config)
         changes = {name: getattr(given, name) if value is None else value for name, value in changes.items()}
-    return derive_draft(
+    shape = derive_draft(
         target,
         draft_vocab_size=draft_vocab_size,
         aux_layers=_aux_layers_of(recipe, target),
@@ -335,3 +349,12 @@ def shape_draft(recipe: Recipe, target: PretrainedConfig, vocab_size: int, draft
         norm_output=wanted.norm_output,
         **changes,
     )
+    shape.check_steps(recipe.training.ttt_steps)
+    return shape
+
+
+def draft_window(draft: Draft) -> int | None:
+    """Keys that a query of the draft sees at most; None for all."""
+    if draft.window is None and draft.config is not None:
+        return read_draft_config(draft.config).window
+    return draft.window

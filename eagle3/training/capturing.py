@@ -146,7 +146,7 @@ def fill(
         )
     with opened as writer:
         missing = {sample_id: one for sample_id, one in wanted.items() if sample_id not in writer.known}
-        need = agreed(lambda: require_disk(Path(hidden.path), list(missing.values()), encoding))
+        need = agreed(lambda: require_disk(Path(hidden.path), list(missing.values()), writer.encoding))
         console(f"{hidden.path}: {len(wanted)} samples, {len(wanted) - len(missing)} already stored; {need}")
 
         def course(samples: list[str]) -> ShareCourse:

@@ -5,8 +5,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-import torch
-
 from eagle3.console import Progress
 from eagle3.data.samples import sample_digest
 from eagle3.data.store.files import DamagedStore, ForeignShards, open_files
@@ -112,16 +110,16 @@ def _look_through(reader: HiddenStateStore, locations: list[Location]) -> list[E
     """What there is to say of these samples, of which every byte is read, some rows at a time. Raises DamagedStore."""
     tokens = reader.tokens_at(locations)
     teachers = [taught_rows(each.loss_mask).nonzero().flatten() for each in tokens]
+    seen = [
+        location.index.encoding.seen_rows(each.loss_mask).nonzero().flatten()
+        for location, each in zip(locations, tokens, strict=True)
+    ]
     infinite: list[str | None] = [None] * len(locations)
     for start in range(0, max(location.entry.tokens for location in locations), ROWS_AT_ONCE):
         stop = start + ROWS_AT_ONCE
         requests = [
-            RowRequest(
-                location.entry.id,
-                torch.arange(min(start, location.entry.tokens), min(stop, location.entry.tokens)),
-                teacher[(teacher >= start) & (teacher < stop)],
-            )
-            for location, teacher in zip(locations, teachers, strict=True)
+            RowRequest(location.entry.id, *(rows[(rows >= start) & (rows < stop)] for rows in each))
+            for location, *each in zip(locations, seen, teachers, strict=True)
         ]
         for place, rows in enumerate(reader.read_at(locations, requests)):
             kinds = (kind for kind in ("aux", "last", "logsumexp") if not getattr(rows, kind).isfinite().all())

@@ -14,6 +14,8 @@ FORMAT = 2
 MANIFEST = "store.json"
 # What hidden states (or the logits of a teacher) depend on, by field; JSON values. Two stores that differ in one are not the same.
 Provenance = Mapping[str, str | int | float | list | None]
+# Fields that say which rows there are: a store for larger ones, or for any (None), serves as well.
+WINDOW = ("window", "ttt_steps")
 
 
 class Manifest(NamedTuple):
@@ -61,11 +63,18 @@ def read_manifest(files: StoreFiles) -> Manifest:
 
 
 def read_own_manifest(files: StoreFiles, provenance: Provenance) -> Manifest:
-    """The manifest of a store of this provenance. Raises UserError naming the first field that differs, with both values,
-    and saying so where it is `store.json` that was changed."""
+    """The manifest of a store that serves this provenance. Raises UserError naming the first field that differs, with both
+    values, and saying so where it is `store.json` that was changed."""
     manifest = read_manifest(files)
     found = manifest.provenance
     wanted = json.loads(json.dumps(dict(provenance)))  # as it would come back from the file: tuples are lists there
+    if not _has_rows(found, wanted):
+        raise UserError(
+            f"{files.where}: the store has the rows of {_window_in_words(found)}, this run needs those of "
+            f"{_window_in_words(wanted)}; lower model.draft.window and training.ttt_steps to that, or name another folder in "
+            "hidden_states.path and capture again"
+        )
+    wanted |= {field: found.get(field) for field in WINDOW}
     for field in sorted({*found, *wanted}):
         if found.get(field) == wanted.get(field):
             continue
@@ -86,6 +95,19 @@ def read_own_manifest(files: StoreFiles, provenance: Provenance) -> Manifest:
             "capture again"
         )
     return manifest
+
+
+def _has_rows(found: Provenance, wanted: Provenance) -> bool:
+    """Whether a store of provenance `found` has every row that a run which wants `wanted` reads."""
+    if found.get("window") is None:
+        return True
+    return wanted.get("window") is not None and all(wanted[field] <= found[field] for field in WINDOW)
+
+
+def _window_in_words(provenance: Provenance) -> str:
+    if provenance.get("window") is None:
+        return "full attention, or of parallelism.query_selection=all"
+    return f"a window of {provenance['window']:,} keys and {provenance['ttt_steps']} TTT steps"
 
 
 class FoundIndexes(NamedTuple):

@@ -37,8 +37,8 @@ class StoredTokens(NamedTuple):
 
 
 class RowRequest(NamedTuple):
-    """Rows 0..T-1 of a sample, int64, any order, maybe none: of `aux`, and of what the teacher needs (`last`, argmax,
-    logsumexp), which must follow supervised rows. tokens: what the sample, or its beginning, must have been captured from;
+    """Rows 0..T-1 of a sample, int64, any order, maybe none: of `aux`, which a store for a window must have (`seen_rows`), and
+    of what the teacher needs (`last`, argmax, logsumexp), which must follow supervised rows. tokens: what the sample, or its beginning, must have been captured from;
     None for anything."""
 
     sample_id: str
@@ -148,13 +148,15 @@ class HiddenStateStore:
         for location, request, facts in zip(locations, requests, known, strict=True):
             if request.tokens is not None:
                 self._require_tokens(location, facts, request.tokens)
-            taught = kept_rows(location.entry, torch.from_numpy(facts.loss_mask.copy()))
-            assert bool(taught[request.teacher].all()), "last hidden states are stored where they teach"
-            rows = {"aux": request.aux, "last": (taught.cumsum(0) - 1)[request.teacher]}
-            for name in HIDDEN:
-                encoding = location.index.encoding
+            encoding, loss_mask = location.index.encoding, torch.from_numpy(facts.loss_mask.copy())
+            kept = {"aux": encoding.seen_rows(loss_mask), "last": kept_rows(location.entry, loss_mask)}
+            for name, asked in zip(HIDDEN, (request.aux, request.teacher), strict=True):
+                inside = asked.numel() == 0 or 0 <= int(asked.min()) <= int(asked.max()) < len(loss_mask)
+                assert inside, f"rows asked for, outside a sample of {len(loss_mask)} rows"
+                assert bool(kept[name][asked].all()), f"{name} hidden states are stored where they teach or are seen"
+                rows = (kept[name].cumsum(0) - 1)[asked]
                 codec, width = self._codec(encoding, name), encoding.width(name)
-                wanted.append(plan_reads(rows[name], facts.tables[name], encoding, codec, width))
+                wanted.append(plan_reads(rows, facts.tables[name], encoding, codec, width))
         jobs = [
             (location, name, reads, run)
             for (location, name), reads in zip(product(locations, HIDDEN), wanted, strict=True)
@@ -241,8 +243,7 @@ class HiddenStateStore:
 
         ranges = [of(name, np.dtype(kind).itemsize, entry.row, entry.tokens) for name, kind in NUMPY_TYPES.items()]
         for name, first in (("aux", entry.aux_chunk), ("last", entry.last_chunk)):
-            rows = entry.tokens if name == "aux" else entry.taught
-            chunks = -(-rows // index.encoding.chunk_rows(name))
+            chunks = -(-entry.rows(name) // index.encoding.chunk_rows(name))
             before = min(first, 1)  # the end of the chunk before is where the first one starts
             ranges += [of(f"{name}_ends", 8, first - before, chunks + before), of(f"{name}_sums", 8, first, chunks)]
         return ranges
@@ -265,10 +266,10 @@ class SampleFacts(NamedTuple):
     def of(location: Location, columns: list[np.ndarray]) -> "SampleFacts":
         """columns: in the order of the ranges read."""
         (index, entry), tables = location, {}
-        for place, (name, rows) in enumerate((("aux", entry.tokens), ("last", entry.taught))):
+        for place, name in enumerate(HIDDEN):
             ends, sums = columns[4 + 2 * place : 6 + 2 * place]
             bounds = ends if len(ends) > len(sums) else np.concatenate((np.zeros(1, "<u8"), ends))
-            tables[name] = ChunkTable(bounds, sums, rows, index.encoding.chunk_rows(name))
+            tables[name] = ChunkTable(bounds, sums, entry.rows(name), index.encoding.chunk_rows(name))
         return SampleFacts(*columns[:4], tables)
 
     def digest(self) -> str:

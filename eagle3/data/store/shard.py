@@ -7,8 +7,9 @@
     ids, argmax            [rows] int32     logsumexp [rows] float32     loss_mask [rows] bool
 
 Of a store of logits, the teacher's logits of the draft vocabulary lie in `last` in place of its last hidden states.
-A chunk belongs to one sample. `aux` has every row of a sample; `last` has those that teach: the successors of supervised
-rows; or every row, where a sample's entry has as many. `ids` to `loss_mask` have every row. The index is written after its
+A chunk belongs to one sample. `aux` has every row of a sample, or, in a store for a draft with a window, those that some query
+sees (`Encoding.seen_rows`); `last` has those that teach: the successors of supervised rows; or every row, where a sample's entry
+has as many. `ids` to `loss_mask` have every row. The index is written after its
 shard: what is indexed is there, whole. Both carry the digest of the provenance of the store they were written for.
 """
 
@@ -43,13 +44,15 @@ SAFETENSORS_NAMES = {"<i4": "I32", "<f4": "F32", "?": "BOOL", "<u8": "U64", "bfl
 class Encoding:
     """How a store's hidden states are written: codec, number format, the target's hidden size, raw bytes of a chunk.
     teacher_width: numbers in a row of `last` where that is logits of the draft vocabulary, None where it is last hidden
-    states."""
+    states. window, ttt_steps: of the drafts that it is for, None where every row is kept and so any draft is served."""
 
     codec: CodecName
     dtype: StoreDtype
     hidden_size: int
     chunk_bytes: int = CHUNK_BYTES
     teacher_width: int | None = None
+    window: int | None = None
+    ttt_steps: int | None = None
 
     @property
     def number_format(self) -> torch.dtype:
@@ -60,6 +63,12 @@ class Encoding:
         if name == "aux":
             return 3 * self.hidden_size
         return self.hidden_size if self.teacher_width is None else self.teacher_width
+
+    def seen_rows(self, loss_mask: Tensor) -> Tensor:
+        """bool [T]: rows of a sample whose auxiliary states are kept."""
+        if self.window is None:
+            return torch.ones(len(loss_mask), dtype=torch.bool)
+        return seen_rows(loss_mask, self.window, self.ttt_steps)
 
     def codec_of(self, name: str) -> CodecName:
         """Logits are not rounded to 8 bits: where states of thousands of channels average that out, a probability would
@@ -75,8 +84,8 @@ class Encoding:
 
 
 class Entry(NamedTuple):
-    """One sample in an index: `tokens` rows from `row`, of which `taught` have last hidden states; its first chunks; and
-    the digest of all that it has (`sample_digest`)."""
+    """One sample in an index: `tokens` rows from `row`, of which `taught` have last hidden states; its first chunks; the
+    digest of all that it has (`sample_digest`); and how many rows have auxiliary states, None for all."""
 
     id: str
     row: int
@@ -85,6 +94,13 @@ class Entry(NamedTuple):
     aux_chunk: int
     last_chunk: int
     digest: str
+    seen: int | None = None
+
+    def rows(self, name: str) -> int:
+        """How many there are of `aux` or `last`."""
+        if name == "last":
+            return self.taught
+        return self.tokens if self.seen is None else self.seen
 
 
 @dataclass(frozen=True)
@@ -104,11 +120,10 @@ class ShardIndex:
         return shard_of(self.name)
 
     def write(self, folder: Path) -> None:
-        encoding = {field: value for field, value in asdict(self.encoding).items() if value is not None}
-        body = {"bytes": self.bytes, "encoding": encoding}
+        body = {"bytes": self.bytes, "encoding": _without_none(asdict(self.encoding))}
         if self.provenance_digest is not None:
             body["provenance_digest"] = self.provenance_digest
-        body["samples"] = [entry._asdict() for entry in self.samples]
+        body["samples"] = [_without_none(entry._asdict()) for entry in self.samples]
         write_text(folder / self.name, json.dumps({**body, "digest": json_digest(body)}) + "\n")
 
     @staticmethod
@@ -123,6 +138,10 @@ class ShardIndex:
             return ShardIndex(name, body["bytes"], Encoding(**body["encoding"]), body.get("provenance_digest"), samples)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DamagedStore(f"{where}/{name}", f"broken index ({first_words(error)})") from error
+
+
+def _without_none(fields: dict) -> dict:
+    return {field: value for field, value in fields.items() if value is not None}
 
 
 def index_name(shard: str) -> str:
@@ -145,6 +164,18 @@ def json_digest(body: dict) -> str:
 def taught_rows(loss_mask: Tensor) -> Tensor:
     """bool [T]: rows whose last hidden state teaches, the successors of supervised rows."""
     return torch.cat((torch.zeros(1, dtype=torch.bool), loss_mask[:-1].bool()))
+
+
+def seen_rows(loss_mask: Tensor, window: int, steps: int) -> Tensor:
+    """bool [T]: rows whose auxiliary states a draft with such a window reads in an unroll of so many steps, on any rank of any
+    layout (`plan_sequence`, of supervised queries): queries begin up to steps - 1 rows before a supervised row that has a
+    successor, and see up to window - 1 rows before them. And the first row, which a rank without a part of a stream reads."""
+    supervised = torch.cat((loss_mask[:-1].bool(), torch.zeros(1, dtype=torch.bool)))
+    before = torch.nn.functional.pad(supervised.cumsum(0), (1, 0))  # supervised rows before each row, and all of them
+    stops = (torch.arange(len(loss_mask)) + window + steps - 1).clamp(max=len(loss_mask))
+    seen = before[stops] > before[:-1]
+    seen[0] = True
+    return seen
 
 
 def kept_rows(entry: Entry, loss_mask: Tensor) -> Tensor:

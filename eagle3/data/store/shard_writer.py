@@ -75,10 +75,10 @@ class ShardWriter:
 
         Raises UserError where a hidden state is not finite. After an exception the writer can only be discarded.
         """
-        taught, sample = taught_rows(loss_mask), self.begin(sample_id)
+        seen, taught, sample = self.encoding.seen_rows(loss_mask), taught_rows(loss_mask), self.begin(sample_id)
         for part in parts:
             rows = slice(sample.rows, sample.rows + len(part.last))
-            sample.append(ids[rows], loss_mask[rows], taught[rows], part)
+            sample.append(ids[rows], loss_mask[rows], seen[rows], taught[rows], part)
         assert sample.rows == len(ids) == len(loss_mask) > 0, f"{sample_id}: {sample.rows} rows of {len(ids)} tokens"
         sample.end()
 
@@ -90,12 +90,9 @@ class ShardWriter:
         """The samples with their digests, which want all chunks written."""
         for place, entry in enumerate(self.samples):
             parts = [self.columns[name][place] for name in NUMPY_TYPES]
-            for name, first, rows in (
-                ("aux", entry.aux_chunk, entry.tokens),
-                ("last", entry.last_chunk, entry.taught),
-            ):
+            for name, first in (("aux", entry.aux_chunk), ("last", entry.last_chunk)):
                 blob = self.blobs[name]
-                chunks = slice(first, first - (-rows // blob.chunk_rows))
+                chunks = slice(first, first - (-entry.rows(name) // blob.chunk_rows))
                 parts += [np.array(blob.ends[chunks], "<u8"), np.array(blob.sums[chunks], "<u8")]
             yield entry._replace(digest=sample_digest(parts))
 
@@ -147,20 +144,21 @@ class OpenSample:
     """A sample of a shard while its rows come."""
 
     def __init__(self, shard: ShardWriter, sample_id: str) -> None:
-        self.shard, self.id, self.rows, self.taught = shard, sample_id, 0, 0
+        self.shard, self.id, self.rows, self.seen, self.taught = shard, sample_id, 0, 0, 0
         self.firsts = [shard.blobs[name].chunks for name in HIDDEN]
         self.columns: dict[str, list[np.ndarray]] = {name: [] for name in NUMPY_TYPES}
 
-    def append(self, ids: Tensor, loss_mask: Tensor, taught: Tensor, states: HiddenStates) -> None:
-        """The next n rows: ids [n] int, loss_mask [n] and taught [n] bool on the CPU, and their states, on any device.
-        taught: rows whose last hidden state is kept; those that follow supervised rows, or all of a sample's."""
-        self.shard.blobs["aux"].append(states.aux, self.id)
-        last = states.last if taught.all() else states.last[taught.to(states.last.device)]
-        self.shard.blobs["last"].append(last, self.id)
+    def append(self, ids: Tensor, loss_mask: Tensor, seen: Tensor, taught: Tensor, states: HiddenStates) -> None:
+        """The next n rows: ids [n] int, loss_mask [n], seen [n] and taught [n] bool on the CPU, and their states, on any device.
+        seen: rows whose auxiliary states are kept (`Encoding.seen_rows`). taught: rows whose last hidden state is kept; those that
+        follow supervised rows, or all of a sample's."""
+        for name, rows, kept in (("aux", states.aux, seen), ("last", states.last, taught)):
+            self.shard.blobs[name].append(rows if kept.all() else rows[kept.to(rows.device)], self.id)
         small = {"ids": ids, "loss_mask": loss_mask.bool(), "argmax": states.argmax, "logsumexp": states.logsumexp}
         for name, column in small.items():
             self.columns[name].append(column.cpu().numpy())
         self.rows += len(ids)
+        self.seen += int(seen.sum())
         self.taught += int(taught.sum())
 
     def end(self) -> None:
@@ -169,7 +167,8 @@ class OpenSample:
             blob.end_sample()
         for name, kind in NUMPY_TYPES.items():
             shard.columns[name].append(np.concatenate(self.columns[name]).astype(kind))
-        shard.samples.append(Entry(self.id, shard.tokens, self.rows, self.taught, *self.firsts, digest=""))
+        seen = None if shard.encoding.window is None else self.seen
+        shard.samples.append(Entry(self.id, shard.tokens, self.rows, self.taught, *self.firsts, digest="", seen=seen))
         shard.tokens += self.rows
 
 

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from secrets import token_hex
 from typing import NamedTuple, Self
@@ -13,6 +14,7 @@ from eagle3.console import WARNING
 from eagle3.data.store.files import LocalFiles, is_url
 from eagle3.data.store.folder import (
     MANIFEST,
+    WINDOW,
     Manifest,
     Provenance,
     read_headers,
@@ -60,7 +62,7 @@ LOCK = ".part-{}-of-{}.lock"
 class StoreWriter:
     """Writes captured samples.
 
-    provenance: what the hidden states depend on (target, aux layers, tokenizer, ...), codec and dtype excluded.
+    provenance: what the hidden states depend on (target, aux layers, tokenizer, ...), what `encoding` says excluded.
     record: what else is good to know, kept from the first writer. part: two writers of one part cannot live at a time;
     writers of different parts know nothing of each other. shard_tokens: a shard is closed when it has as many; a longer
     sample gets a shard of its own. report: receives a line about what has to be captured again or could not be checked.
@@ -86,8 +88,9 @@ class StoreWriter:
                 f"hidden_states.path: {path}: a store is written to a folder; copy it to a URL when it is whole"
             )
         encoding.make_codec("aux")  # a package that is missing is told before anything is left in the folder
-        self.folder, self.encoding, self.shard_tokens = Path(path), encoding, shard_tokens
-        wanted = {**provenance, "codec": encoding.codec, "dtype": encoding.dtype}
+        self.folder, self.shard_tokens = Path(path), shard_tokens
+        written = ("codec", "dtype", *WINDOW)
+        wanted = {**provenance, **{field: getattr(encoding, field) for field in written}}
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = (self.folder / LOCK.format(part.index, part.count)).open("ab")
@@ -109,6 +112,8 @@ class StoreWriter:
             self._lock.close()
             raise
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="encode")
+        # of a store that has more rows than are wanted, all samples have them
+        self.encoding = replace(encoding, **{field: manifest.provenance.get(field) for field in WINDOW})
         self._token, self._number, self._provenance_digest = token_hex(4), 0, manifest.digest
         self._shard: ShardWriter | None = None
 

@@ -137,7 +137,7 @@ class OpenShard:
 
     def append(self, rows: Rows) -> None:
         nothing = torch.zeros(len(rows.ids), dtype=torch.bool)
-        self.sample.append(rows.ids, loss_mask=nothing, taught=~nothing, states=rows.states)
+        self.sample.append(rows.ids, loss_mask=nothing, seen=~nothing, taught=~nothing, states=rows.states)
 
     def publish(self) -> None:
         self.sample.end()

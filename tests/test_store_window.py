@@ -1,0 +1,138 @@
+"""A store for drafts with a window: which rows it has, and which drafts it serves."""
+
+import json
+
+import pytest
+import torch
+from store_cases import HIDDEN, PLAIN, PROVENANCE, check, open_store, sample, wanted, write
+
+from eagle3.data.capture import Wanted, disk_need
+from eagle3.data.samples import SampleSet
+from eagle3.data.store.reader import HiddenStateStore, RowRequest
+from eagle3.data.store.shard import Encoding, seen_rows, taught_rows
+from eagle3.data.store.writer import StoreWriter
+from eagle3.errors import UserError
+from eagle3.parallel.dealing import SequenceSharding
+from eagle3.parallel.sequence import Stream, plan_sequence
+from eagle3.target.interface import HiddenStates
+
+WINDOWED = Encoding("none", "float32", HIDDEN, window=4, ttt_steps=3)
+
+
+def spans(tokens, *bounds):
+    mask = torch.zeros(tokens, dtype=torch.bool)
+    for start, stop in bounds:
+        mask[start:stop] = True
+    return mask
+
+
+MASKS = {
+    "one answer": spans(60, (40, 52)),
+    "two answers": spans(60, (10, 13), (45, 60)),
+    "from the first token": spans(30, (0, 9)),
+    "the last token alone, which teaches nothing": spans(30, (29, 30)),
+    "nothing": spans(30),
+    "one token": spans(1, (0, 1)),
+    "scattered": torch.rand(200, generator=torch.Generator().manual_seed(5)) < 0.03,
+}
+
+
+@pytest.mark.parametrize(("window", "steps"), [(1, 1), (4, 3), (7, 7), (16, 2), (500, 7)])
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_seen_rows_are_those_that_some_rank_of_some_layout_reads(mask, window, steps):
+    seen = set(seen_rows(mask, window, steps).nonzero().flatten().tolist())
+    stream = Stream.pack([torch.arange(len(mask))], [mask])
+    for ulysses, ring in ((1, 1), (1, 2), (2, 1), (2, 3)):
+        sharding = SequenceSharding(ulysses, ring)
+        plans = [plan_sequence(stream, steps, sharding, rank, window) for rank in range(ulysses * ring)]
+        assert set().union(*(plan.rows.tolist() for plan in plans)) | {0} == seen
+
+
+def test_a_store_has_what_a_window_sees_bit_for_bit_and_nothing_else(tmp_path):
+    write(tmp_path / "full", range(12))
+    write(tmp_path / "windowed", range(12), WINDOWED)
+    full, windowed = open_store(tmp_path / "full"), open_store(tmp_path / "windowed", WINDOWED)
+    for number in range(12):
+        name, _, loss_mask, _ = sample(number)
+        seen = seen_rows(loss_mask, 4, 3).nonzero().flatten()
+        request = RowRequest(name, seen.flip(0), taught_rows(loss_mask).nonzero().flatten())
+        for ours, whole in zip(windowed.read([request])[0], full.read([request])[0], strict=True):
+            assert torch.equal(ours, whole)
+        (index,) = {windowed.locations[name].index}
+        assert windowed.locations[name].entry.seen == len(seen) and (
+            index.encoding.window,
+            index.encoding.ttt_steps,
+        ) == (4, 3)
+    assert check(tmp_path / "windowed", range(12), WINDOWED).problems == []
+    assert check(tmp_path / "full", range(12)).problems == []
+
+
+def test_rows_that_no_query_sees_are_out_of_reach(tmp_path):
+    mask = spans(60, (40, 52))
+    _, ids, _, states = sample(3, tokens=60)
+    with StoreWriter(tmp_path, PROVENANCE, WINDOWED) as writer:
+        writer.add("ab" * 16, ids, mask, states)
+    store, none = open_store(tmp_path, WINDOWED), torch.zeros(0, dtype=torch.int64)
+    (found,) = store.read([RowRequest("ab" * 16, torch.tensor([0, 35, 51]), none)])
+    assert torch.equal(found.aux, states.aux[[0, 35, 51]])
+    for row in (34, 52):
+        with pytest.raises(AssertionError, match="where they teach or are seen"):
+            store.read([RowRequest("ab" * 16, torch.tensor([row]), none)])
+
+
+@pytest.mark.parametrize("codec", ["none", "lossless"])
+def test_a_long_prompt_with_a_short_answer_takes_what_its_window_takes(tmp_path, codec):
+    """20,000 tokens of prompt in parts, an answer of 200, 100 keys: 306 rows of 20,200."""
+    tokens, hidden, mask = 20_200, 512, spans(20_200, (20_000, 20_200))
+    sizes = {}
+    for name, chosen in (("full", {}), ("windowed", {"window": 100, "ttt_steps": 7})):
+        encoding = Encoding(codec, "bfloat16", hidden, **chosen)
+
+        def parts():
+            for start in range(0, tokens, 4096):
+                rows = min(4096, tokens - start)
+                generator = torch.Generator().manual_seed(start)
+                aux, last = (torch.randn(rows, width, generator=generator).bfloat16() for width in (3 * hidden, hidden))
+                yield HiddenStates(aux, last, torch.zeros(rows, dtype=torch.int64), torch.zeros(rows))
+
+        with StoreWriter(tmp_path / name, PROVENANCE, encoding) as writer:
+            writer.add("cd" * 16, torch.zeros(tokens, dtype=torch.int64), mask, parts())
+        sizes[name] = sum(path.stat().st_size for path in (tmp_path / name).iterdir())
+        if codec == "none":
+            samples = SampleSet.pack([(torch.zeros(tokens, dtype=torch.int32).numpy(), mask.numpy())])
+            need = disk_need([Wanted(samples, 0, tokens)], encoding)
+            assert need <= sizes[name] <= 1.01 * need + 20_000
+    assert sizes["windowed"] < 0.03 * sizes["full"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "served"),
+    [((4, 3), True), ((3, 3), True), ((4, 2), True), ((5, 3), False), ((4, 4), False), ((2, 9), False), (None, False)],
+)
+def test_a_store_serves_windows_and_steps_up_to_its_own_and_a_full_one_serves_all(tmp_path, asked, served):
+    needs = {} if asked is None else dict(zip(("window", "ttt_steps"), asked, strict=True))
+    write(tmp_path / "windowed", range(3), WINDOWED)
+    write(tmp_path / "full", range(3))
+    HiddenStateStore.open(str(tmp_path / "full"), wanted(PLAIN, **needs))
+    if served:
+        HiddenStateStore.open(str(tmp_path / "windowed"), wanted(PLAIN, **needs))
+        return
+    with pytest.raises(UserError, match="has the rows of a window of 4 keys and 3 TTT steps, this run needs those of"):
+        HiddenStateStore.open(str(tmp_path / "windowed"), wanted(PLAIN, **needs))
+    with pytest.raises(UserError, match="lower model.draft.window and training.ttt_steps to that, or name another"):
+        StoreWriter(tmp_path / "windowed", PROVENANCE, Encoding("none", "float32", HIDDEN, **needs))
+
+
+def test_whoever_adds_to_a_store_writes_the_rows_that_it_has_of_others(tmp_path):
+    write(tmp_path, range(3))
+    write(tmp_path, range(3, 6), WINDOWED)
+    assert check(tmp_path, range(6)).problems == []
+    store = open_store(tmp_path)
+    assert all(location.entry.seen is None for location in store.locations.values())
+
+
+def test_the_index_of_a_full_store_says_what_it_always_said(tmp_path):
+    write(tmp_path, range(3))
+    (index,) = (json.loads(path.read_text()) for path in tmp_path.glob("shard-*.json"))
+    assert all("seen" not in entry for entry in index["samples"]) and "window" not in index["encoding"]
+    assert json.loads((tmp_path / "store.json").read_text())["provenance"].get("window") is None
