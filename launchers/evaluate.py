@@ -61,6 +61,7 @@ def main() -> int:
             per_context=options.per_context or PER_CONTEXT,
             prompts_file=options.prompts,
             sampling=sampling,
+            window=options.window,
         )
         if topology.is_first:
             for line in by_context.lines():
@@ -71,7 +72,9 @@ def main() -> int:
         if options.engine == "sglang":
             judgement = judge_served(recipe, materials, draft, tree_of(options, recipe), console, options.prompts)
         else:
-            judgement = judge(recipe, materials, None, draft, topology, console, options.prompts, sampling)
+            judgement = judge(
+                recipe, materials, None, draft, topology, console, options.prompts, sampling, options.window
+            )
         lossless, result = judgement.trained.lossless, judgement.as_dict()
     # A run may have ended meanwhile: beside its new export the result would be taken for that one's.
     if stamp(draft) != judged:
@@ -109,6 +112,11 @@ def parse() -> argparse.Namespace:
         help="these lengths in tokens, ascending (default: 512 and its doubles, as far as texts and target go)",
     )
     parser.add_argument("--per-context", type=int, help=f"prompts of each length (default: {PER_CONTEXT})")
+    parser.add_argument(
+        "--window",
+        type=int,
+        help="keys that the draft's queries see (default: as trained; any draft may be judged with one)",
+    )
     parser.add_argument("--topk", type=int, default=1, help="branches of the draft tree; 1 (default) is a chain")
     parser.add_argument(
         "--tree-tokens", type=int, help="tokens of one verification, SGLang's speculative-num-draft-tokens"
@@ -172,6 +180,13 @@ def check(options: argparse.Namespace, recipe: Recipe, draft: Path) -> None:
         raise UserError(f"--engine {options.engine}: there is none of that name; use transformers or sglang")
     check_sampling(options, recipe)
     check_contexts(options)
+    if options.window is not None and options.window < recipe.evaluation.draft_tokens:
+        raise UserError(
+            f"--window {options.window}: {recipe.evaluation.draft_tokens} drafts (evaluation.draft_tokens) and their query see as "
+            f"many keys of their own; make it {recipe.evaluation.draft_tokens} at least"
+        )
+    if options.window is not None and options.engine == "sglang":
+        raise UserError("--window: is for --engine transformers; leave it out")
     if options.prompts is None and not options.by_context and not recipe.evaluation.conversations:
         raise UserError(
             "recipe: evaluation.conversations is 0, so there is nothing to judge; set it to 16, say, name --prompts, or judge "

@@ -183,6 +183,11 @@ def make_export(run: Path) -> None:
         (["--prompts", __file__], "is no file of such a kind; name a .jsonl"),
         (["--prompts", "/nowhere.jsonl"], "--prompts /nowhere.jsonl: no such file"),
         (["--draft", "/nowhere"], "/nowhere: no exported draft here"),
+        (
+            ["--window", "3"],
+            "--window 3: 4 drafts (evaluation.draft_tokens) and their query see as many keys of their own",
+        ),
+        (["--window", "8", "--engine", "sglang"], "--window: is for --engine transformers"),
         (["evaluation.conversations=0"], "evaluation.conversations is 0"),
     ],
 )

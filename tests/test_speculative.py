@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from prepare_cases import byte_tokenizer
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
@@ -26,9 +27,10 @@ from eagle3.draft.derivation import derive_draft
 from eagle3.draft.interchange import export_draft, read_exported
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
-from eagle3.evaluation.acceptance import Greedy
+from eagle3.evaluation.acceptance import GREEDY, Greedy
 from eagle3.evaluation.decoding import SpeculativeOutput, TargetSession, plain_greedy, speculative, tie_resolution
 from eagle3.evaluation.drafter import ChainDrafter, LoadedDraft, load_draft, untrained_draft
+from eagle3.evaluation.judge import judge_export
 from eagle3.evaluation.speculative import SpeculativeResult, chain_drafter, compare, decode_conversations
 from eagle3.objective.unroll import unroll, unroll_inputs
 from eagle3.parallel.sequence import Stream, plan_sequence
@@ -309,6 +311,27 @@ def test_counts_agree_and_training_shows(pair):
     )
     assert result.acceptance_length > pair.decode(untrained, d2t).acceptance_length + 0.5
     assert result.as_dict()["acceptance_length"] == result.acceptance_length
+
+
+def test_a_draft_is_judged_with_another_window_as_if_it_had_that_and_the_result_names_both(pair, tmp_path):
+    draft, d2t, t2d = pair.draft()
+    draft.draft_config = dataclasses.replace(draft.draft_config, window=6)
+    weights = dict(draft.named_parameters())
+    export_draft(tmp_path, draft, weights, d2t=d2t, t2d=t2d, dtype=torch.float32, with_embedding=False)
+
+    def judged(folder, window):
+        fast = byte_tokenizer()
+        lengths = {"draft_tokens": DRAFT_TOKENS, "new_tokens": NEW_TOKENS}
+        options = {"seed": 0, "sampling": GREEDY, "window": window, "report": lambda line: None}
+        return judge_export(folder, pair.target, pair.prompts[:2], pair.topology.modules, fast, **lengths, **options)
+
+    own, other, full = judged(tmp_path, None), judged(pair.folder, 6), judged(pair.folder, None)
+    assert own.trained.accepted == other.trained.accepted and own.trained.verifications == other.trained.verifications
+    assert (own.as_dict()["window"], own.as_dict()["trained_window"]) == (6, 6)
+    assert (other.as_dict()["window"], other.as_dict()["trained_window"]) == (6, None)
+    assert "judged with a window of 6 keys; trained with full attention" in other.lines()
+    assert "judged with a window of 6 keys, as trained" in own.lines()
+    assert not any("judged with" in line for line in full.lines())
 
 
 def test_nothing_after_an_eos_counts(pair, monkeypatch):

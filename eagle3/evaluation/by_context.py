@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from eagle3.evaluation.acceptance import Sampling
+from eagle3.evaluation.drafter import FULL, Window
 from eagle3.evaluation.speculative import DecodedConversation, SpeculativeResult
 
 CONFIDENCE = 0.95
@@ -58,7 +59,7 @@ class ContextAcceptance:
 
 @dataclass(frozen=True)
 class ContextJudgement:
-    """Of one draft. engine, version: who decoded. left_out: contexts of which nothing was measured."""
+    """Of one draft. window: of the draft. engine, version: who decoded. left_out: contexts of which nothing was measured."""
 
     contexts: list[ContextAcceptance]
     left_out: list[int]
@@ -67,6 +68,7 @@ class ContextJudgement:
     sampling: Sampling
     draft_tokens: int
     new_tokens: int
+    window: Window = FULL
 
     @property
     def lossless(self) -> bool | None:
@@ -83,6 +85,7 @@ class ContextJudgement:
             "seed": self.sampling.seed,
             "draft_tokens": self.draft_tokens,
             "new_tokens": self.new_tokens,
+            **self.window.as_dict(),
             "contexts": [asdict(each) for each in self.contexts],
             "left_out": self.left_out,
         }
@@ -107,6 +110,7 @@ class ContextJudgement:
         rule = "greedy" if self.sampling.greedy else f"temperature {self.sampling.temperature:g}"
         return [
             f"acceptance length by context ({rule}, {self.new_tokens} new tokens)",
+            *self.window.lines(),
             *_aligned(lengths),
             "accepted by draft position",
             *_aligned(shares),

@@ -1,6 +1,7 @@
 """The draft's side of speculative decoding: exported drafts loaded, and the chain that one proposes."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -34,6 +35,26 @@ class Drafter(Protocol):
 NewDrafter = Callable[[int], Drafter]  # one for a conversation of so many tokens at most
 
 
+class Window(NamedTuple):
+    """Keys that a draft's queries see at most when it is judged, and in training; None for all."""
+
+    judged: int | None
+    trained: int | None
+
+    def as_dict(self) -> dict[str, int | None]:
+        return {"window": self.judged, "trained_window": self.trained}
+
+    def lines(self) -> list[str]:
+        """None for full attention in both."""
+        judged, trained = ("full attention" if keys is None else f"a window of {keys:,} keys" for keys in self)
+        if self == FULL:
+            return []
+        return [f"judged with {judged}" + (", as trained" if judged == trained else f"; trained with {trained}")]
+
+
+FULL = Window(None, None)
+
+
 class LoadedDraft(NamedTuple):
     """A frozen draft in eval mode with its vocabulary: d2t [Vd] int64, t2d [V] bool, on the draft's device."""
 
@@ -43,12 +64,18 @@ class LoadedDraft(NamedTuple):
 
 
 def load_draft(
-    folder: Path, target_head: TargetHead, groups: ProcessGroupCollection, dtype: torch.dtype, device: torch.device
+    folder: Path,
+    target_head: TargetHead,
+    groups: ProcessGroupCollection,
+    dtype: torch.dtype,
+    device: torch.device,
+    window: int | None = None,
 ) -> LoadedDraft:
     """Read an exported draft as a serving engine would: from its files alone, and the embedding from the target where
-    the export has none. Raises UserError where the draft is not one of this target's."""
+    the export has none. window: of keys, in place of its own. Raises UserError where the draft is not one of this target's."""
     exported = read_exported(folder)
-    draft = _empty_draft(exported.config, str(folder), EMBEDDING in exported.weights, target_head, groups, dtype)
+    config = exported.config if window is None else replace(exported.config, window=window)
+    draft = _empty_draft(config, str(folder), EMBEDDING in exported.weights, target_head, groups, dtype)
     load_weights(draft, exported, groups.tp)
     return LoadedDraft(draft.to(device), exported.d2t.to(device), exported.t2d.to(device))
 

@@ -13,11 +13,12 @@ from transformers import PreTrainedTokenizerBase
 
 from eagle3.console import counted
 from eagle3.data.samples import SampleSet
+from eagle3.draft.config import read_draft_config
 from eagle3.errors import UserError, first_sentence
 from eagle3.evaluation.acceptance import GREEDY, Sampling
 from eagle3.evaluation.by_context import ContextAcceptance, ContextJudgement
 from eagle3.evaluation.contexts import ContextPrompts
-from eagle3.evaluation.drafter import LoadedDraft, load_draft, untrained_draft
+from eagle3.evaluation.drafter import FULL, LoadedDraft, Window, load_draft, untrained_draft
 from eagle3.evaluation.examples import example_texts
 from eagle3.evaluation.speculative import SpeculativeResult, chain_drafter, decode_conversations
 from eagle3.target.transformers import TransformersTarget
@@ -29,7 +30,7 @@ UNTRAINED_CONVERSATIONS = 8  # enough to see that it accepts nothing; it needs a
 @dataclass(frozen=True)
 class Judgement:
     """trained: the exported draft. untrained: a fresh draft of the same shape, on the first few conversations; None where
-    the engine is not asked for one. engine, version: who decoded. topk, tree_tokens: as in DraftTree. examples: see
+    the engine is not asked for one. window: of the draft. engine, version: who decoded. topk, tree_tokens: as in DraftTree. examples: see
     `example_texts`; none where the engine does not tell which drafts it accepted."""
 
     trained: SpeculativeResult
@@ -40,6 +41,7 @@ class Judgement:
     tree_tokens: int
     sampling: Sampling = GREEDY
     examples: Sequence[dict[str, Any]] = ()
+    window: Window = FULL
 
     def as_dict(self) -> dict[str, Any]:
         made = {
@@ -52,7 +54,7 @@ class Judgement:
         }
         untrained = self.untrained and self.untrained.as_dict()
         others = {"speed": self.speed._asdict(), "untrained": untrained, "examples": list(self.examples)}
-        return self.trained.as_dict() | made | others
+        return self.trained.as_dict() | made | self.window.as_dict() | others
 
     @property
     def speed(self) -> "Speed":
@@ -67,6 +69,7 @@ class Judgement:
         untrained = self.untrained
         return [
             f"acceptance length {trained.acceptance_length:.2f} (tokens a verification: accepted drafts and the target's own)",
+            *self.window.lines(),
             *([f"untrained draft: acceptance length {untrained.acceptance_length:.2f}"] if untrained else []),
             f"accepted by draft position 1..{trained.draft_tokens}: {positions}",
             self._comparison(),
@@ -121,14 +124,15 @@ def judge_export(
     new_tokens: int,
     seed: int,
     sampling: Sampling,
+    window: int | None = None,
     report: Callable[[str], None],
 ) -> Judgement:
     """Decode prompts (int64 [P]) by transformers with the draft in folder `exported`, loaded afresh. tokenizer: for the
-    examples' texts. seed: of the untrained draft.
+    examples' texts. seed: of the untrained draft. window: of keys, in place of the draft's own.
 
     Raises UserError when the draft does not belong to the target, or a prompt does not fit the target's context.
     """
-    loaded, weights = _load(exported, target, groups), target.weights()
+    loaded, weights = _load(exported, target, groups, window), target.weights()
     options = {"draft_tokens": draft_tokens, "new_tokens": new_tokens, "sampling": sampling, "report": report}
     decoded = decode_conversations(target, chain_drafter(target, loaded.draft, loaded.d2t), prompts, **options)
     trained = SpeculativeResult.over(decoded, draft_tokens)
@@ -147,6 +151,7 @@ def judge_export(
         tree_tokens=draft_tokens + 1,
         sampling=sampling,
         examples=example_texts(decoded, prompts, tokenizer),
+        window=_window(exported, loaded),
     )
 
 
@@ -159,14 +164,15 @@ def judge_by_context(
     draft_tokens: int,
     new_tokens: int,
     sampling: Sampling,
+    window: int | None = None,
     report: Callable[[str], None],
 ) -> ContextJudgement:
-    """Decode the prompts of each bucket by transformers with the draft in folder `exported`, loaded afresh. A bucket that has
-    none, or whose conversations all end at once, is left out, and `report` is told.
+    """Decode the prompts of each bucket by transformers with the draft in folder `exported`, loaded afresh. window: of keys, in
+    place of the draft's own. A bucket that has none, or whose conversations all end at once, is left out, and `report` is told.
 
     Raises UserError as `judge_export` does, and where nothing is left.
     """
-    loaded = _load(exported, target, groups)
+    loaded = _load(exported, target, groups, window)
     drafter = chain_drafter(target, loaded.draft, loaded.d2t)
     options = {"draft_tokens": draft_tokens, "new_tokens": new_tokens, "sampling": sampling, "report": report}
     contexts, left_out = [], []
@@ -191,7 +197,14 @@ def judge_by_context(
             "--by-context: nothing could be measured, see above; use other conversations, or shorter --contexts"
         )
     return ContextJudgement(
-        contexts, left_out, "transformers", version("transformers"), sampling, draft_tokens, new_tokens
+        contexts,
+        left_out,
+        "transformers",
+        version("transformers"),
+        sampling,
+        draft_tokens,
+        new_tokens,
+        _window(exported, loaded),
     )
 
 
@@ -223,6 +236,12 @@ def choose_prompts(samples: SampleSet, count: int, longest: int) -> list[Tensor]
     return [fitting[index] for index in chosen.tolist()]
 
 
-def _load(exported: Path, target: TransformersTarget, groups: ProcessGroupCollection) -> LoadedDraft:
+def _load(
+    exported: Path, target: TransformersTarget, groups: ProcessGroupCollection, window: int | None
+) -> LoadedDraft:
     embedding = target.weights().embedding
-    return load_draft(exported, target.weights(), groups, embedding.dtype, embedding.device)
+    return load_draft(exported, target.weights(), groups, embedding.dtype, embedding.device, window)
+
+
+def _window(exported: Path, loaded: LoadedDraft) -> Window:
+    return Window(loaded.draft.draft_config.window, read_draft_config(exported / "config.json").window)

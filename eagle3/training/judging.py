@@ -15,6 +15,7 @@ from eagle3.errors import UserError, first_sentence
 from eagle3.evaluation.acceptance import GREEDY, Sampling
 from eagle3.evaluation.by_context import ContextJudgement
 from eagle3.evaluation.contexts import prompt_contexts, sample_contexts
+from eagle3.evaluation.drafter import Window
 from eagle3.evaluation.judge import Judgement, choose_prompts, judge_by_context, judge_export, longest_prompt
 from eagle3.evaluation.prompts import read_prompts
 from eagle3.evaluation.serving import DraftTree, Logits, check_belongs, judge_by_sglang
@@ -39,10 +40,12 @@ def judge(
     console: Console,
     prompts_file: Path | None = None,
     sampling: Sampling = GREEDY,
+    window: int | None = None,
 ) -> Judgement:
     """Judge an exported draft by transformers as the recipe's evaluation section says, and say the result.
 
-    target: None to load it. prompts_file: see read_prompts; None for held-out conversations. Raises UserError for what the
+    target: None to load it. prompts_file: see read_prompts; None for held-out conversations. window: of keys, in place of the
+    draft's own. Raises UserError for what the
     user can mend, memory that does not suffice among it.
     """
     wanted = recipe.evaluation
@@ -60,6 +63,7 @@ def judge(
             new_tokens=wanted.new_tokens,
             seed=recipe.training.seed,
             sampling=sampling,
+            window=window,
             report=console,
         )
     except torch.OutOfMemoryError as error:
@@ -83,6 +87,7 @@ def judge_contexts(
     per_context: int,
     prompts_file: Path | None = None,
     sampling: Sampling = GREEDY,
+    window: int | None = None,
 ) -> ContextJudgement:
     """As `judge`, by context: see sample_contexts, for prompts_file prompt_contexts. The result is left to be said."""
     wanted, most = recipe.evaluation, config_of(recipe, materials).max_position_embeddings
@@ -102,6 +107,7 @@ def judge_contexts(
         draft_tokens=wanted.draft_tokens,
         new_tokens=wanted.new_tokens,
         sampling=sampling,
+        window=window,
         report=console,
     )
 
@@ -143,7 +149,9 @@ def judge_served(
         logits=Logits(getattr(torch, options.dtype), config.num_hidden_layers, config.vocab_size),
         report=console,
     )
-    judgement = Judgement(result, None, "sglang", version("sglang"), tree.topk, tree.tokens)
+    judgement = Judgement(
+        result, None, "sglang", version("sglang"), tree.topk, tree.tokens, window=Window(draft.window, draft.window)
+    )
     for line in judgement.lines():
         console.result(line)
     return judgement

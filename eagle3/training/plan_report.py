@@ -5,6 +5,7 @@ import dataclasses
 from eagle3.console import data_size
 from eagle3.costs import Machine, sent_bytes, step_flops, step_seconds
 from eagle3.data.capture import token_bytes
+from eagle3.data.store.shard import Encoding
 from eagle3.fitting import MOST_TOKENS, RESERVED, Stream, best_layout, longest_context, variants
 from eagle3.planner import Planned, Sizes, host_bytes, rank_bytes
 from eagle3.recipe import Recipe
@@ -50,13 +51,28 @@ def plan(recipe: Recipe, wanted: Planned, memory: float, context: int | None, su
         },
         "codec": recipe.hidden_states.codec,
         "hidden_states_per_token": {
-            name: round(token_bytes(encoding, taught)) for name, taught in (("supervised", 1.0), ("prompt", 0.0))
+            name: round(token_bytes(encoding, *shares)) for name, shares in KINDS_OF_TOKENS.items()
         },
+        "hidden_states_of_stream": round(
+            stream.tokens * token_bytes(encoding, stream.supervised, seen_share(encoding, stream))
+        ),
     }
 
 
+# Shares of such tokens that have last hidden states, and auxiliary ones, in a store.
+KINDS_OF_TOKENS = {"supervised": (1.0, 1.0), "prompt": (0.0, 1.0), "unseen": (0.0, 0.0)}
+
+
+def seen_share(encoding: Encoding, stream: Stream) -> float:
+    """Of a stream's tokens, the last of each document of which are supervised, those that a window reaches."""
+    if encoding.window is None:
+        return 1.0
+    reached = stream.documents * (encoding.window + encoding.ttt_steps - 2) / stream.tokens
+    return min(1.0, stream.supervised + reached)
+
+
 SHAPE = ("hidden_size", "target_hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-SHAPE += ("head_dim", "vocab_size", "draft_vocab_size")
+SHAPE += ("head_dim", "vocab_size", "draft_vocab_size", "window")
 
 
 def described(planned: Planned) -> dict:
@@ -74,8 +90,9 @@ def written(report: dict) -> str:
     of = f"{stream['documents']} documents, " if stream["documents"] > 1 else ""
     lines = [
         f"draft: hidden {draft['hidden_size']}, MLP {draft['intermediate_size']}, {draft['num_attention_heads']} heads "
-        f"({draft['num_key_value_heads']} of keys) of {draft['head_dim']}, draft vocabulary {draft['draft_vocab_size']}",
-        f"stream: {stream['tokens']:,} tokens ({of}{stream['supervised']:.0%} supervised)",
+        f"({draft['num_key_value_heads']} of keys) of {draft['head_dim']}, draft vocabulary {draft['draft_vocab_size']}, "
+        + ("full attention" if draft["window"] is None else f"a window of {draft['window']:,} keys"),
+        f"stream: {stream['tokens']:,} tokens ({of}{100 * stream['supervised']:.3g}% supervised)",
         f"layout: {in_words(layout)}",
         "memory of a rank:",
         *(
@@ -109,8 +126,8 @@ def written(report: dict) -> str:
             f"{best['tokens']:,} tokens"
         )
         lines.append("  " + overrides(best))
-    on_disk, assumed = report["hidden_states_per_token"], step["assumed"]
-    per_token = on_disk["prompt"] + stream["supervised"] * (on_disk["supervised"] - on_disk["prompt"])
+    on_disk, whole, assumed = report["hidden_states_per_token"], report["hidden_states_of_stream"], step["assumed"]
+    unseen = f", {on_disk['unseen']:,} one that the draft's window never reaches" * (draft["window"] is not None)
     lines += [
         f"a rank's step: {step['model_flops'] / 1e12:,.1f} model TFLOPs, {step['executed_flops'] / 1e12:,.1f} with what "
         f"is recomputed; {data_size(step['sent'])} sent (ZeRO's reduction of gradients, once an optimiser step, apart)",
@@ -118,8 +135,8 @@ def written(report: dict) -> str:
         f"TFLOP/s, {assumed['near'] / gb:,.0f} GB/s in a node and {assumed['far'] / gb:,.0f} GB/s out of it, nothing "
         "overlapped, data there (an assumption, not a measurement)",
         f"hidden states on disk (hidden_states.codec {report['codec']}): {on_disk['supervised']:,} bytes a supervised token, "
-        f"{on_disk['prompt']:,} a prompt token; {data_size(per_token * 1e9)} a billion tokens as supervised as this "
-        f"stream's, {data_size(per_token * stream['tokens'])} this stream",
+        f"{on_disk['prompt']:,} a prompt token{unseen}; {data_size(whole / stream['tokens'] * 1e9)} a billion tokens as "
+        f"supervised as this stream's, {data_size(whole)} this stream",
         "live hidden states: the target's weights and prefill come on top, and with accumulation and memory.inputs=device "
         "the other streams' rows",
     ]
