@@ -139,20 +139,38 @@ def prepare(
     aux = torch.randn(stream.tokens, 3 * config.target_hidden_size, generator=generator)
     last = torch.randn(stream.tokens, config.target_hidden_size, generator=generator)
     head = torch.randn(config.vocab_size, config.target_hidden_size, generator=generator)
+    sharding = SequenceSharding(layout.ulysses, layout.ring, query_selection=query_selection)
+    plan = plan_sequence(stream, steps, sharding, topology.sequence.rank(), config.window)
+    rows = aux[plan.rows], last[plan.teacher]
+    return prepare_rows(stream, plan, *rows, head, config, layout, topology, dtype, memory, residence)
+
+
+def prepare_rows(
+    stream: Stream,
+    plan: SequencePlan,
+    aux: torch.Tensor,
+    last: torch.Tensor,
+    head: torch.Tensor,
+    config: DraftConfig,
+    layout: Layout,
+    topology: Topology,
+    dtype: torch.dtype = torch.float32,
+    memory: MemoryPlan = MemoryPlan(),
+    residence: Residence = "device",
+) -> Prepared:
+    """From the plan's own rows: aux [rows, 3Ht], last [teacher rows, Ht]; head [V, Ht] of the target."""
     size = config.draft_vocab_size
     torch.manual_seed(2)
     draft = Eagle3Draft(config, topology.modules, dtype)
     with torch.no_grad():
         for weight in draft.parameters():
             weight *= 4 if weight.dim() > 1 else 1  # away from the nearly uniform attention that a draft begins with
-    sharding = SequenceSharding(layout.ulysses, layout.ring, query_selection=query_selection)
-    plan = plan_sequence(stream, steps, sharding, topology.sequence.rank())
-    teacher = summarize_teacher(last[plan.teacher], head)
+    teacher = summarize_teacher(last, head)
     batch = micro_batch(
         stream,
         plan,
-        aux=aux[plan.rows],
-        last=last[plan.teacher],
+        aux=aux,
+        last=last,
         argmax=teacher.argmax,
         logsumexp=teacher.logsumexp,
         teacher_head=head[:size]

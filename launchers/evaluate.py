@@ -70,7 +70,9 @@ def main() -> int:
         lossless = by_context.lossless
     else:
         if options.engine == "sglang":
-            judgement = judge_served(recipe, materials, draft, tree_of(options, recipe), console, options.prompts)
+            judgement = judge_served(
+                recipe, materials, draft, tree_of(options, recipe), console, options.prompts, options.window
+            )
         else:
             judgement = judge(
                 recipe, materials, None, draft, topology, console, options.prompts, sampling, options.window
@@ -185,8 +187,6 @@ def check(options: argparse.Namespace, recipe: Recipe, draft: Path) -> None:
             f"--window {options.window}: {recipe.evaluation.draft_tokens} drafts (evaluation.draft_tokens) and their query see as "
             f"many keys of their own; make it {recipe.evaluation.draft_tokens} at least"
         )
-    if options.window is not None and options.engine == "sglang":
-        raise UserError("--window: is for --engine transformers; leave it out")
     if options.prompts is None and not options.by_context and not recipe.evaluation.conversations:
         raise UserError(
             "recipe: evaluation.conversations is 0, so there is nothing to judge; set it to 16, say, name --prompts, or judge "

@@ -187,7 +187,6 @@ def make_export(run: Path) -> None:
             ["--window", "3"],
             "--window 3: 4 drafts (evaluation.draft_tokens) and their query see as many keys of their own",
         ),
-        (["--window", "8", "--engine", "sglang"], "--window: is for --engine transformers"),
         (["evaluation.conversations=0"], "evaluation.conversations is 0"),
     ],
 )

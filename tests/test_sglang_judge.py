@@ -1,7 +1,8 @@
 """The two judges decode alike: SGLang's servers and transformers put out the same tokens and accept the same drafts."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from sglang_cpu.targets import VOCABULARY, make_target
 from test_speculative import decode_speculatively, export_trained, speculative_greedy
 from torch import Tensor
 
+from eagle3.draft.interchange import export_draft
 from eagle3.errors import UserError
 from eagle3.evaluation.decoding import PlainOutput, SpeculativeOutput, plain_greedy
 from eagle3.evaluation.drafter import load_draft
@@ -24,7 +26,7 @@ from eagle3.evaluation.serving import (
 from eagle3.evaluation.speculative import SpeculativeResult
 from eagle3.target.sglang.server import EngineOptions, SGLangServer
 from eagle3.target.sglang.version import GreedyAnswer, cpu_attention_flags, decoding_flags, speculative_flags
-from eagle3.target.transformers import load_target
+from eagle3.target.transformers import TransformersTarget, load_target
 
 pytestmark = pytest.mark.sglang
 
@@ -34,8 +36,11 @@ LOGITS = Logits(torch.float32, layers=6, vocab_size=VOCABULARY)
 
 @dataclass(frozen=True)
 class Decoded:
-    """What both engines made of the same prompts; `plain` is the server without a draft, still running."""
+    """What both engines made of the same prompts with the draft in `folder`; `plain` is the server without a draft, still
+    running."""
 
+    folder: Path
+    target: TransformersTarget
     prompts: list[Tensor]
     own: list[SpeculativeOutput]
     own_plain: list[PlainOutput]
@@ -52,6 +57,10 @@ def name_end(folder, token: int) -> None:
     path.write_text(json.dumps(config | {"eos_token_id": [2, token]}))
 
 
+def engine_options(folder: Path) -> EngineOptions:
+    return EngineOptions(str(folder / "target"), dtype="float32", memory_fraction=0.3, kv_tokens=4096)
+
+
 @pytest.fixture(scope="module")
 def decoded(topology, tmp_path_factory):
     torch.set_num_threads(1)
@@ -66,7 +75,7 @@ def decoded(topology, tmp_path_factory):
     draft, d2t, _ = load_draft(folder / "draft", target.weights(), topology.modules, torch.float32, cpu)
     lengths = {"draft_tokens": STEPS, "new_tokens": NEW_TOKENS}
 
-    options = EngineOptions(str(folder / "target"), dtype="float32", memory_fraction=0.3, kv_tokens=4096)
+    options = engine_options(folder)
     flags = [*decoding_flags(), *cpu_attention_flags()]
     chain = speculative_flags(str(folder / "draft"), *DraftTree.of(STEPS, 1, None))
     with pytest.MonkeyPatch.context() as patch:
@@ -76,6 +85,8 @@ def decoded(topology, tmp_path_factory):
             served = decode_by_server(server, prompts, NEW_TOKENS, print)
         with SGLangServer(options, flags) as server:
             yield Decoded(
+                folder,
+                target,
                 prompts,
                 [speculative_greedy(target, draft, d2t, prompt, **lengths) for prompt in prompts],
                 [plain_greedy(target, prompt, new_tokens=NEW_TOKENS) for prompt in prompts],
@@ -117,6 +128,35 @@ def test_both_engines_accept_the_same_drafts(decoded):
     assert 0 < ended < len(decoded.prompts), "both endings must occur for this to tell"
     every = [sum(column) for column in zip(*map(histogram, decoded.own), strict=True)]
     assert all(every), "the draft must be right and wrong at every place for this to tell"
+
+
+def test_a_draft_with_a_window_is_served_as_transformers_judges_it(decoded, topology, tmp_path):
+    """Whose last keys decide: its attention counts five times as much."""
+    cpu, window = torch.device("cpu"), 5
+    loaded = load_draft(decoded.folder / "draft", decoded.target.weights(), topology.modules, torch.float32, cpu)
+    draft = loaded.draft
+    for name, weight in draft.named_parameters():
+        if "self_attention" in name:
+            weight.mul_(5)
+    lengths = {"draft_tokens": STEPS, "new_tokens": NEW_TOKENS}
+
+    def judged(window):
+        draft.draft_config = replace(draft.draft_config, window=window)
+        return [speculative_greedy(decoded.target, draft, loaded.d2t, prompt, **lengths) for prompt in decoded.prompts]
+
+    others, own = [judged(each) for each in (None, window - 1, window + 1)], judged(window)
+    weights = dict(draft.named_parameters())
+    exported = {"d2t": loaded.d2t, "t2d": loaded.t2d, "dtype": torch.float32}
+    export_draft(tmp_path, draft, weights, **exported, with_embedding=False)
+    flags = [*decoding_flags(), *cpu_attention_flags()]
+    flags += speculative_flags(str(tmp_path), *DraftTree.of(STEPS, 1, None), window)
+    with SGLangServer(engine_options(decoded.folder), flags) as server:
+        served = decode_by_server(server, decoded.prompts, NEW_TOKENS, print)
+    assert [each.answer.tokens for each in served] == [output.tokens for output in own]
+    whole = [number for number, (answer, _) in enumerate(served) if not answer.stopped]
+    assert [padded(served[number].answer.histogram) for number in whole] == [histogram(own[number]) for number in whole]
+    for other in others:
+        assert [histogram(other[number]) for number in whole] != [histogram(own[number]) for number in whole]
 
 
 def test_the_figures_mean_the_same(decoded):

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from eagle3.console import WARNING, Progress
-from eagle3.draft.config import DraftConfig, read_draft_config
+from eagle3.draft.config import DraftConfig
 from eagle3.errors import UserError
 from eagle3.evaluation.decoding import tie_resolution
 from eagle3.evaluation.speculative import SpeculativeResult
@@ -99,22 +99,18 @@ def judge_by_sglang(
     tree: DraftTree,
     new_tokens: int,
     logits: Logits,
+    window: int | None,
     report: Callable[[str], None],
 ) -> SpeculativeResult:
-    """Start a server with the draft in folder `exported`, then one without, and decode all prompts (int64 [P]) by both.
+    """Start a server with the draft in folder `exported`, then one without, and decode all prompts (int64 [P]) by both. window:
+    keys that a query of the draft sees, None for all.
 
-    Raises UserError where a server does not start or answer, and for a draft with a window.
+    Raises UserError where a server does not start or answer.
     """
-    window = read_draft_config(exported / "config.json").window
-    if window is not None:  # SGLang's flag for it counts otherwise in each of its backends
-        raise UserError(
-            f"{exported}: has a window of {window} keys, which SGLang does not read from config.json; judge it with "
-            "--engine transformers"
-        )
     attention = [] if torch.cuda.is_available() or options.attention else cpu_attention_flags()
     flags = [*decoding_flags(), *attention]
     report("starting SGLang with the draft")
-    with SGLangServer(options, [*flags, *speculative_flags(str(exported), *tree)], report=report) as server:
+    with SGLangServer(options, [*flags, *speculative_flags(str(exported), *tree, window)], report=report) as server:
         drafted = decode_by_server(server, prompts, new_tokens, report)
     result = count_drafted(drafted, tree.steps)
     report(f"acceptance length {result.acceptance_length:.2f}; starting SGLang without the draft")

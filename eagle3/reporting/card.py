@@ -213,7 +213,7 @@ def _contexts(run: RunRecord) -> dict[str, Any] | None:
 
 def _serving(run: RunRecord, target: str) -> dict[str, str]:
     steps, context = run.key("evaluation.draft_tokens") or 4, run.draft["max_position_embeddings"]
-    flags = speculative_flags("DRAFT", steps, 1, steps + 1)
+    flags = speculative_flags("DRAFT", steps, 1, steps + 1, run.draft.get("sliding_window"))
     speculative = json.dumps({"method": "eagle3", "model": "DRAFT", "num_speculative_tokens": steps})
     return {
         "sglang": fenced_command(

@@ -130,6 +130,7 @@ def judge_served(
     tree: DraftTree,
     console: Console,
     prompts_file: Path | None = None,
+    window: int | None = None,
 ) -> Judgement:
     """As `judge`, but by SGLang: its servers decode, one with the draft and then one without it."""
     wanted, config = recipe.evaluation, config_of(recipe, materials)
@@ -147,10 +148,17 @@ def judge_served(
         tree=tree,
         new_tokens=wanted.new_tokens,
         logits=Logits(getattr(torch, options.dtype), config.num_hidden_layers, config.vocab_size),
+        window=window or draft.window,
         report=console,
     )
     judgement = Judgement(
-        result, None, "sglang", version("sglang"), tree.topk, tree.tokens, window=Window(draft.window, draft.window)
+        result,
+        None,
+        "sglang",
+        version("sglang"),
+        tree.topk,
+        tree.tokens,
+        window=Window(window or draft.window, draft.window),
     )
     for line in judgement.lines():
         console.result(line)

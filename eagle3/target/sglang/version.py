@@ -156,13 +156,16 @@ class GreedyAnswer(NamedTuple):
     histogram: list[int]
 
 
-def speculative_flags(draft: str, steps: int, topk: int, tree_tokens: int) -> list[str]:
+def speculative_flags(draft: str, steps: int, topk: int, tree_tokens: int, window: int | None = None) -> list[str]:
     """Flags with which a server decodes with an EAGLE3 draft. tree_tokens: verified at a time, the last token put out
-    included, so steps + 1 for a chain."""
+    included, so steps + 1 for a chain. window: keys that a query of the draft sees, its own included; None for all, whatever
+    config.json says, which SGLang does not read for it. Its flag counts the keys before a query's own (docs/windows.md)."""
+    windowed = [] if window is None else ["--speculative-draft-window-size", str(window - 1)]
     return [
         *("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", draft),
         *("--speculative-num-steps", str(steps), "--speculative-eagle-topk", str(topk)),
         *("--speculative-num-draft-tokens", str(tree_tokens)),
+        *windowed,
     ]
 
 
