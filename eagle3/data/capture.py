@@ -74,13 +74,12 @@ def token_bytes(encoding: Encoding, taught: float = 1.0, seen: float = 1.0) -> f
 
 def disk_need(samples: Iterable[Wanted], encoding: Encoding) -> int:
     """Bytes of these samples in a store, but for shards' headers and indexes."""
-    counted: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+    counted: dict[int, np.ndarray] = {}
     need = 0.0
     for one in samples:
-        key = id(one.samples)
-        if key not in counted:
-            counted[key] = one.samples.count(taught_rows), one.samples.count(encoding.seen_rows)
-        taught, seen = (int(counts[one.place]) / one.tokens for counts in counted[key])
+        if id(one.samples) not in counted:
+            counted[id(one.samples)] = one.samples.count(taught_rows, encoding.seen_rows)
+        taught, seen = counted[id(one.samples)][one.place] / one.tokens
         need += one.tokens * token_bytes(encoding, taught, seen)
     return round(need)
 

@@ -165,14 +165,14 @@ class SampleSet:
         """int64 [samples]: tokens of each sample."""
         return np.diff(self.offsets)[self.indices]
 
-    def count(self, rows_of: Callable[[torch.Tensor], torch.Tensor]) -> np.ndarray:
-        """int64 [samples]: how many rows of each `rows_of` chooses (bool [T]) by its loss mask [T]."""
-        counts: list[int] = []
+    def count(self, *choices: Callable[[torch.Tensor], torch.Tensor]) -> np.ndarray:
+        """int64 [samples, choices]: how many rows of each sample each of them chooses (bool [T]) by its loss mask [T]."""
+        counts: list[list[int]] = []
         for run in self._runs():
             _, loss_mask = self._read(run)
             masks = torch.from_numpy(loss_mask)
-            counts += [int(rows_of(masks[a:b]).sum()) for a, b in pairwise(self._edges(run))]
-        return np.array(counts, np.int64)
+            counts += [[int(chosen(masks[a:b]).sum()) for chosen in choices] for a, b in pairwise(self._edges(run))]
+        return np.array(counts, np.int64).reshape(-1, len(choices))
 
     @property
     def sample_ids(self) -> list[str]:
