@@ -87,15 +87,15 @@ def run_command(main: Callable[[], int | None], unread: str = "") -> None:
 
 
 def _exit_code(main: Callable[[], int | None]) -> int | str | None:
-    rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
+    rank, local_rank = os.environ.get("RANK", "0"), os.environ.get("LOCAL_RANK", "0")
     try:
         return main() or 0
     except SystemExit as ended:  # of argparse, after --help
         return ended.code
     except UserError as mistake:
-        if rank == 0:
+        if rank == "0":
             tell_error(str(mistake))
-        elif local_rank == 0 or not isinstance(mistake, SharedUserError):
+        elif local_rank == "0" or not isinstance(mistake, SharedUserError):
             text = without_passwords(f"rank {rank}: {mistake}\n")
             sys.stderr.write(text)  # in one piece: the other ranks may speak, too
             sys.stderr.flush()

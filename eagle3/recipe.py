@@ -38,8 +38,14 @@ def _no_url(value: Any) -> Any:
     return value
 
 
-LocalText = Annotated[str, BeforeValidator(_no_url)]
-LocalPath = Annotated[Path, BeforeValidator(_no_url)]
+def _home(value: Any) -> Any:
+    """A leading ~ as a shell reads it, which it does not do behind the = of an override."""
+    return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~") else value
+
+
+Named = Annotated[str, BeforeValidator(_home)]
+LocalText = Annotated[Named, BeforeValidator(_no_url)]
+LocalPath = Annotated[Path, BeforeValidator(_home), BeforeValidator(_no_url)]
 LARGEST = 1 << 18  # bytes of a recipe's file; YAML's reader takes some ten seconds for as many
 LONGEST_KEY = 100  # characters of a key in an error line
 # What other trainers call some of our keys, where the two names look too different to be matched; for error lines.
@@ -175,7 +181,7 @@ class Draft(Section):
 
 
 class Model(Section):
-    target: str = Field(description="hub id or folder of the target, or `demo` for the quickstart's own")
+    target: Named = Field(description="hub id or folder of the target, or `demo` for the quickstart's own")
     revision: str | None = None
     trust_remote_code: bool = Field(False, description="run Python code that comes with the target's checkpoint")
     target_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -193,12 +199,12 @@ class Model(Section):
 
 
 class Data(Section):
-    train: Annotated[list[str], Field(min_length=1)] = Field(
+    train: Annotated[list[Named], Field(min_length=1)] = Field(
         ["preset:ultrachat"],
         description="JSON, JSONL or parquet files, presets (`preset:ultrachat`, see docs/data.md), dataset ids, "
         "`standard_library` (with :files or :held_out_files for texts), or `demo_answers` (with target: demo)",
     )
-    held_out: list[str] | None = Field(None, description="like train; default: held_out_fraction of train")
+    held_out: list[Named] | None = Field(None, description="like train; default: held_out_fraction of train")
     held_out_fraction: Fraction = 0.02
     chat_template: LocalPath | None = Field(None, description="Jinja file to use instead of the tokenizer's template")
     template_variables: dict[str, Any] = Field(
@@ -222,7 +228,7 @@ class Data(Section):
     max_samples: Count | None = Field(None, description="use only this many rows for training, and download no more")
     max_held_out: Count | None = Field(None, description="the same for data.held_out")
     workers: Count | None = Field(None, description="processes that tokenise; default: one a core")
-    cache_dir: LocalPath = Field(
+    cache_dir: Annotated[Path, BeforeValidator(_no_url)] = Field(  # its ~ is read where it is used
         Path("~/.cache/eagle3"), description="tokenised data and the demo target, by content hash"
     )
     seed: int = Field(0, description="of the order of samples and the held-out split")
@@ -255,7 +261,7 @@ class Data(Section):
 
 class HiddenStates(Section):
     mode: Literal["live", "stored"] = Field("live", description="run the target while training, or read a store")
-    path: str | None = Field(None, description="folder of the store that capture.py writes; to read, any fsspec URL")
+    path: Named | None = Field(None, description="folder of the store that capture.py writes; to read, any fsspec URL")
     dtype: Precision = Field("bfloat16", description="number format in the store")
     codec: Literal["none", "lossless", "fp8"] = Field(
         "none", description="as they are; compressed to about 70% (needs blosc2); rounded to 8 bits with scales"
@@ -269,11 +275,6 @@ class HiddenStates(Section):
         1, description="capture.py: ranks that prefill a long sample together, trading heads for tokens"
     )
     ring: Count = Field(1, description="capture.py: ranks that prefill it together, passing keys and values round")
-
-    @field_validator("path")
-    @classmethod
-    def _home(cls, path: str | None) -> str | None:
-        return path and os.path.expanduser(path)
 
     @model_validator(mode="after")
     def _stored_needs_path(self) -> "HiddenStates":
@@ -550,6 +551,8 @@ def _explain(where: Path | str, error: dict, remedy: str) -> str:
         meant = _key_meant(key)
         asked = f"did you mean {meant}?" if meant else "train.py --print-recipe shows all keys"
         return f"{where}: {key}: unknown key (value {value}); {asked}"
+    if error["type"] == "missing" and isinstance(error["loc"][-1], int):
+        return f"{where}: {'.'.join(map(str, error['loc'][:-1]))} (value {value}): too few values; see train.py --print-recipe"
     if error["type"] == "missing":
         example = "qwen3-8b" if key.startswith("about") else "quickstart"
         return f"{where}: {key}: missing; add it, see recipes/{example}.yaml"
@@ -559,6 +562,10 @@ def _explain(where: Path | str, error: dict, remedy: str) -> str:
         problem += f", as in {key}=[{error['input']:.100}]"
     if error["type"] == "dict_type":
         problem += f", as in {key}={{name: value}}"
+    if error["type"] == "model_type":
+        problem = "is a section; write its keys below it, indented, or leave it out"
+    if error["type"] == "path_type":
+        problem = "is no path; name a file or folder"
     return f"{where}: {key}{given}: {problem:.300}; {remedy}"
 
 

@@ -1,7 +1,6 @@
 """Write the hidden-state store of a recipe: run the target once over its samples, for train.py in stored mode."""
 
 import argparse
-import os
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +9,7 @@ from eagle3.command_line import RecipeParser, before_imports
 from eagle3.console import Console, is_first_rank, tell, waiting
 from eagle3.data.store.files import is_url
 from eagle3.errors import SharedUserError, run_command
-from eagle3.parallel.sizes import check_sizes
+from eagle3.parallel.sizes import check_sizes, launched
 from eagle3.preflight.inputs import require_inputs, require_servers, require_store_place, require_weights
 from eagle3.recipe import Recipe, load_recipe
 from eagle3.target.sglang.installed import require_sglang
@@ -139,7 +138,7 @@ def check(options: argparse.Namespace, recipe: Recipe) -> None:
             f"hidden_states: ulysses {hidden.ulysses} and ring {hidden.ring}, but SGLang prefills long samples by itself; "
             "set both to 1, and target.tensor to the GPUs of an engine"
         )
-    check_sizes("hidden_states", 1, hidden.ulysses, hidden.ring, int(os.environ.get("WORLD_SIZE", "1")))
+    check_sizes("hidden_states", 1, hidden.ulysses, hidden.ring, launched("WORLD_SIZE", 1))
     if captures and is_first_rank() and not Path(path).exists():  # a store may be whole, and then none is asked
         require_servers(recipe.target.servers)
 

@@ -131,19 +131,21 @@ require_separator() {
   done
 }
 
-# The value of an sbatch option: from the options before `--`, else from the script's #SBATCH lines. $1, $2: its forms.
+# The value of an sbatch option: from the options before `--`, else from the script's #SBATCH lines. $1, $2: its forms, the
+# second may be empty.
 requested() {
   local value i
   value=$(sed -n "s/^#SBATCH $1=//p" "$0")
   for ((i = 0; i < ${#options[@]}; i++)); do
     case ${options[i]} in
-      "$1" | "$2") value=${options[i + 1]:-} ;;
       "$1"=*) value=${options[i]#*=} ;;
-      "$2"[0-9]*) value=${options[i]#"$2"} ;;
+      "$1" | "${2:-$1}") value=${options[i + 1]:-} ;;
+      "${2:-none}"[0-9]*) value=${options[i]#"$2"} ;;
     esac
   done
   value=${value##*:} # of h100:8
   [[ $value =~ ^[0-9]+$ ]] || refuse "sbatch $1=$value: processes are dealt over one number; give that"
+  [[ $1 != --nodes || $value -gt 0 ]] || refuse "sbatch $1=$value: a job has 1 node or more; give that"
   echo "$value"
 }
 
@@ -151,6 +153,8 @@ requested() {
 # wants in front. The container sees the repository and this folder under their own names.
 choose_container() {
   container=() once=()
+  [[ ! ${CONTAINER_MOUNTS:-} || ${CONTAINER_IMAGE:-} ]] ||
+    refuse "CONTAINER_MOUNTS=$CONTAINER_MOUNTS: is for a job in a container; set CONTAINER_IMAGE, too, or leave it out"
   if [[ ${CONTAINER_IMAGE:-} ]]; then
     local mounts=$root:$root,$PWD:$PWD${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}
     container=(--container-image="$CONTAINER_IMAGE" --container-mounts="$mounts" --container-workdir="$PWD")

@@ -14,6 +14,7 @@ from eagle3.parallel.sizes import check_sizes, stream_samples
 from eagle3.recipe import load_recipe
 
 ROOT = Path(__file__).parent.parent
+MOST_GB = 2000  # more than any GPU has, and less than the MiB of one
 
 
 def main() -> int:
@@ -60,7 +61,7 @@ def gigabytes(text: str) -> float:
 def check(options: argparse.Namespace) -> None:
     for name, fine, remedy in (
         ("gpus", options.gpus >= 1, "a number of GPUs, 1 or more"),
-        ("gpu_memory", 0 < options.gpu_memory <= 1e6, "GB of one GPU, for example 80"),
+        ("gpu_memory", 0 < options.gpu_memory <= MOST_GB, f"GB of one GPU, for example 80, {MOST_GB:,} at most"),
         ("context", options.context is None or 2 <= options.context <= 10**9, "tokens, 2 to a billion"),
         ("supervised", 0 < options.supervised <= 1, "a share above 0, at most 1"),
         ("supervised", round((options.context or 10**9) * options.supervised) >= 1, "a share of at least one token"),

@@ -65,6 +65,7 @@ show_step() {
 
 read_command_line "$@"
 require_separator
+[[ ${MAX_REQUEUES:-100} =~ ^[0-9]+$ ]] || refuse "MAX_REQUEUES=$MAX_REQUEUES: is no number; give how often the job may go back into the queue"
 resume=() # by the caller's own words, else by itself
 [[ " ${arguments[*]} " == *" --resume"[\ =]* ]] || resume=(--resume auto)
 
@@ -87,6 +88,7 @@ if [[ ! ${SLURM_JOB_ID:-} ]]; then
     show_step
     exit
   fi
+  command -v sbatch >/dev/null || refuse "sbatch is not on PATH: this machine does not submit to Slurm; train here with launchers/single_node.sh"
   exec "${submission[@]}"
 fi
 

@@ -9,6 +9,7 @@ root=$(realpath "$(dirname "${BASH_SOURCE[0]}")/..")
 # shellcheck source=launchers/environment.sh
 source "$root/launchers/environment.sh"
 
+(($# >= 5)) || refuse "slurm_node.sh is started by slurm_multi.sh and slurm_capture.sh; start one of these"
 dry_run=
 if [[ $1 == --dry-run ]]; then
   dry_run=yes

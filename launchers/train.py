@@ -11,7 +11,7 @@ from pathlib import Path
 from eagle3.command_line import RecipeParser, before_imports
 from eagle3.console import Console, is_first_rank, tell, waiting
 from eagle3.errors import SharedUserError, UserError, run_command
-from eagle3.parallel.sizes import check_sizes, read_job_size, stream_samples
+from eagle3.parallel.sizes import check_sizes, launched, read_job_size, stream_samples
 from eagle3.preflight.inputs import require_inputs, require_servers, require_store, require_weights
 from eagle3.recipe import Recipe, dump_recipe, load_recipe
 from eagle3.training.run_folder import Resume, RunFolder
@@ -54,6 +54,8 @@ def main() -> int:
     )
     parser.add_argument("--local_rank", type=int, default=0, help="set by the deepspeed launcher")
     options = parser.parse(resume_apart(sys.argv[1:]))
+    if not 0 <= options.stop_code < 256:
+        raise SharedUserError(f"--stop-code {options.stop_code}: an exit code is 0 to 255; give one of these")
     recipe = load_recipe(options.recipe, options.overrides)
     if not options.named:
         recipe = for_all_ranks(recipe, options)
@@ -101,7 +103,7 @@ def for_all_ranks(recipe: Recipe, options: argparse.Namespace) -> Recipe:
 
 def ranks_of(options: argparse.Namespace) -> int:
     """Processes of the job, or of the one that is checked."""
-    return math.prod(read_job_size(options.check)) if options.check else int(os.environ.get("WORLD_SIZE", "1"))
+    return math.prod(read_job_size(options.check)) if options.check else launched("WORLD_SIZE", 1)
 
 
 def own_command() -> str:
@@ -125,6 +127,11 @@ def run(recipe: Recipe, options: argparse.Namespace, stop: StopSignals) -> int:
         continues = folder.check(recipe, resume)
         if recipe.hidden_states.mode == "live" and not options.check:  # else they may start with the job
             require_servers(recipe.target.servers)
+    if options.deepspeed.suffix in (".yaml", ".yml"):
+        raise SharedUserError(
+            f"--deepspeed {options.deepspeed}: takes a DeepSpeed file in JSON, such as ds_configs/zero2.json; a recipe stands by "
+            "itself"
+        )
     if not options.deepspeed.is_file():
         raise SharedUserError(f"{options.deepspeed}: no such file; pass --deepspeed ds_configs/zero2.json")
     if not options.check:

@@ -1,6 +1,7 @@
 """Every mistake of a user gives one line that names the place, the value and the remedy, and leaves earlier runs alone."""
 
 import json
+import os
 import shutil
 import time
 
@@ -15,6 +16,8 @@ from eagle3.draft.config import DraftConfig
 from eagle3.draft.interchange import export_draft
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
+from eagle3.parallel.topology import start_distributed
+from eagle3.preflight.inputs import require_inputs, require_weights
 from eagle3.recipe import dump_recipe, load_recipe
 from eagle3.target.checkpoint import target_config
 from eagle3.training.assemble import gather_materials, store_provenance
@@ -81,6 +84,8 @@ def write_rows(recipe, rows, name="conversations.jsonl"):
         ("training.optimiser=adam", ["training.optimiser:", "unknown key", "train.py --print-recipe shows all keys"]),
         ("memory.recompute=on", ["memory", "recompute is true", "(none, attention_kept, full)"]),
         ("data.template_variables=no_think", ["dictionary, as in data.template_variables={name: value}"]),
+        ("training=3", ["training (value 3): is a section; write its keys below it"]),
+        ("training.betas=[0.9]", ["training.betas (value [0.9]): too few values"]),
         ("training.ttt_steps=seven", ["training.ttt_steps", "'seven'", "integer"]),
         ("training.ttt_steps=2.5", ["training.ttt_steps", "2.5", "integer"]),
         ("training.ttt_steps=", ["training.ttt_steps", "null", "integer"]),
@@ -179,6 +184,59 @@ def test_a_long_sample_stops_is_dropped_or_is_truncated(recipe, topology):
         lengths = [*materials.train.lengths, *materials.held_out.lengths]
         assert len(lengths) == kept and (max(lengths) == 200) == (policy == "truncate")
         assert any(account in line for line in said)
+
+
+def test_held_out_samples_that_are_trained_on_are_warned_of(recipe, topology):
+    rows, said = conversations(12), []
+    write_rows(recipe, rows)
+    path = write_rows(recipe, rows[:3], "held_out.jsonl")
+    gather_materials(load_recipe(recipe, [f"data.held_out=[{path}]"]), topology.device, said.append)
+    assert any("data.held_out: 3 of 3 samples are also trained on" in line for line in said)
+    said.clear()
+    gather_materials(load_recipe(recipe), topology.device, said.append)
+    assert not any("also trained on" in line for line in said)
+
+
+def test_rows_of_which_none_can_be_read_are_of_another_form(recipe, topology):
+    data = recipe.parent / "list.jsonl"
+    data.write_text(json.dumps(conversations(3), indent=0), encoding="utf-8")
+    with pytest.raises(UserError, match="no row can be read, so the files may be of another form") as caught:
+        gather_materials(load_recipe(recipe, [f"data.train=[{data}]"]), topology.device, print)
+    assert "data.malformed=drop" not in str(caught.value)
+
+
+def test_a_home_folder_is_found_behind_a_tilde(recipe, monkeypatch):
+    monkeypatch.setenv("HOME", str(recipe.parent))
+    read = load_recipe(recipe, ["output.dir=~/run", "data.train=[~/a.jsonl]", "model.target=~/target"])
+    assert read.output.dir == recipe.parent / "run" and read.model.target == str(recipe.parent / "target")
+    assert read.data.train == [str(recipe.parent / "a.jsonl")]
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), "no config.json in this folder"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "no weights in this folder"),
+        (lambda folder: os.truncate(folder / "model.safetensors", 1000), "less than its own header says"),
+        (lambda folder: (folder / "model.safetensors").write_text("version https://git-lfs"), "a git-lfs pointer"),
+    ],
+)
+def test_a_targets_folder_that_lacks_something_is_told_by_a_look_at_its_files(recipe, tmp_path, damage, said):
+    folder = shutil.copytree(load_recipe(recipe).model.target, tmp_path / "copied")
+    require_inputs(load_recipe(recipe, [f"model.target={folder}"]))
+    require_weights(str(folder))
+    damage(folder)
+    with pytest.raises(UserError, match=said):
+        require_inputs(load_recipe(recipe, [f"model.target={folder}"]))
+        require_weights(str(folder))
+
+
+@pytest.mark.parametrize(("name", "value"), [("WORLD_SIZE", "abc"), ("MASTER_PORT", "99999")])
+def test_what_a_launcher_set_wrongly_is_named(name, value, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=f"^{name}={value}: is no"):
+        start_distributed()
 
 
 def test_no_sample_left_is_said_with_the_reason(recipe, topology):
@@ -282,8 +340,18 @@ def test_a_warm_start_from_another_shape_names_the_size(recipe, topology, target
     wide = export(tmp_path / "wide", target, topology, hidden_size=64, target_hidden_size=64)
     message = complaint(recipe, topology, f"model.draft.init_from={wide}")
     assert message.startswith(f"{wide}: hidden_size is 64, ") and "32" in message and "init_from" in message
+    assert "name the export of a draft for this target, or train without init_from" in message
     other = export(tmp_path / "other", target, topology, vocab_size=250)
     assert str(other) in complaint(recipe, topology, f"model.draft.init_from={other}")
+    same = f"model.draft.init_from={export(tmp_path / 'same', target, topology)}"
+    assert "leave out model.draft.intermediate_size, or" in complaint(
+        recipe, topology, same, "model.draft.intermediate_size=96"
+    )
+    message = complaint(recipe, topology, same, "model.draft.vocab_size=100")
+    assert (
+        message.startswith("model.draft.vocab_size: 100, but ")
+        and "has 200 draft tokens; leave vocab_size out" in message
+    )
 
 
 def test_a_warm_start_that_is_missing_or_damaged_is_named(recipe, topology, target, tmp_path):

@@ -33,6 +33,15 @@ def target(tmp_path_factory):
     return make_target(tmp_path_factory.mktemp("target"))
 
 
+def test_a_run_does_not_write_into_its_target(tmp_path):
+    target = make_target(tmp_path / "target")
+    recipe = load_recipe(write_recipe(tmp_path, target))
+    for place in (target, target / "run"):
+        with pytest.raises(UserError, match="lies in the target's own folder"):
+            RunFolder(place).check(recipe, Resume.NO)
+    assert not RunFolder(tmp_path / "run").check(recipe, Resume.NO)
+
+
 # Two runs, one folder: processes of launchers/train.py ------------------------------------------------------------------
 
 

@@ -49,6 +49,12 @@ def finish_refused(process) -> str:
     return line
 
 
+def test_values_of_other_sbatch_options_are_not_taken_for_gpus(start):
+    before = ("-N", "2", "--time", "24:00:00", "-J", "3", "--")
+    said = finish(start("slurm_multi.sh", "--dry-run", "training.global_batch_size=16", before=before))
+    assert "2 nodes of 8 processes" in said
+
+
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_bash_can_read_every_script(script):
     subprocess.run(["bash", "-n", script], check=True)
@@ -90,7 +96,11 @@ def test_a_mistake_is_one_line_and_exit_code_2(start, tmp_path, script, argument
     ("before", "settings", "told"),
     [
         (("--nodes=2-4", "--"), {}, "--nodes=2-4"),
+        (("--nodes=0", "--"), {}, "a job has 1 node or more"),
         (("--gpus-per-node=0", "--"), {}, "set PROCESSES"),
+        (("--gpus-per-node=0", "--time", "24:00:00", "--"), {}, "set PROCESSES"),
+        ((), {"MAX_REQUEUES": "x"}, "MAX_REQUEUES=x: is no number"),
+        ((), {"CONTAINER_MOUNTS": "a:b"}, "CONTAINER_MOUNTS=a:b: is for a job in a container"),
         (("--nodes", "2"), {}, "--nodes: is no option here; those of sbatch come first"),
         ((), {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}, "no GPU in this job"),
     ],

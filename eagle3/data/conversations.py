@@ -1,6 +1,7 @@
 """Reads conversations from files, folders, presets and dataset ids into one form, and says exactly which row is wrong."""
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -153,6 +154,8 @@ def require_source(source: str) -> None:
             raise UserError(f"{source}: this folder holds no {', '.join(KINDS)} file; name the folder that does")
     elif path.is_file():
         require_kind(path)
+    elif re.match(r"https?://", source):
+        raise UserError(f"{source}: is a URL; download it, and name the file or folder in data.train or data.held_out")
     elif is_slice(source):
         raise UserError(
             f"{source}: slices of a split are not taken; leave [...] out, and bound the rows with data.max_samples "

@@ -53,6 +53,9 @@ class MalformedRows:
             return UserError(f"{self.first[0]}; fix the row{leave}")
         shown = f"; the first {LISTED} are" if count > LISTED else ""
         where = ", ".join(sources)
+        if count == rows:
+            leave = "; no row can be read, so the files may be of another form: .jsonl has an object on each line, .json one list "
+            leave += "of them, both in UTF-8 (docs/data.md)"
         return UserError(
             f"{where}: {count:,} of {rows:,} rows read are malformed ({by_reason(self.counts)}){shown}",
             *self.first,

@@ -116,8 +116,8 @@ def _supervised_counts(samples: SampleSet, target_vocab_size: int, report: Calla
         found = np.bincount(ids[loss_mask], minlength=target_vocab_size)
         if len(found) > target_vocab_size:
             raise UserError(
-                f"data: token id {len(found) - 1} is beyond the target vocabulary of {target_vocab_size}; the tokenizer"
-                f" is not the target's"
+                f"data: token id {len(found) - 1} is beyond the target's vocabulary of {target_vocab_size}, so the tokenizer is not "
+                "the target's; copy the tokenizer and config.json that belong to the weights into the folder in model.target"
             )
         counts += found
         progress.advance(len(ids))

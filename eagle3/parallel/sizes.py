@@ -1,9 +1,20 @@
 """How many processes a job has, and whether they and a batch can be cut as a recipe says, without PyTorch."""
 
+import os
 import re
 from typing import NamedTuple
 
 from eagle3.errors import SharedUserError, UserError
+
+
+def launched(name: str, default: int) -> int:
+    """A number that a launcher has put into the environment. Raises UserError for what is none."""
+    text = os.environ.get(name) or str(default)
+    if not re.fullmatch(r"\d{1,9}", text):
+        raise SharedUserError(
+            f"{name}={text}: is no number; unset it, or start with deepspeed or torchrun, which set it"
+        )
+    return int(text)
 
 
 class JobSize(NamedTuple):

@@ -17,7 +17,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed import ProcessGroup, distributed_c10d
 
 from eagle3.errors import SharedUserError, UserError
-from eagle3.parallel.sizes import check_sizes
+from eagle3.parallel.sizes import check_sizes, launched
 
 # How long a job's processes wait for one another until a watchdog sees those that die: a start may differ by minutes where
 # nodes read their packages from one busy disk.
@@ -104,9 +104,11 @@ def start_distributed(
     if "RANK" not in os.environ:  # started as a plain program: what a launcher would have said
         alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
         os.environ.update({name: str(value) for name, value in alone.items()})
-    check_sizes(section, tensor, ulysses, ring, int(os.environ["WORLD_SIZE"]))
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    beside = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1")
+    check_sizes(section, tensor, ulysses, ring, launched("WORLD_SIZE", 1))
+    local = launched("LOCAL_RANK", 0)
+    beside = launched("LOCAL_WORLD_SIZE", launched("LOCAL_SIZE", 1))
+    if not 0 < (port := launched("MASTER_PORT", 0)) < 65536:
+        raise SharedUserError(f"MASTER_PORT={port}: is no port; set one of 1 to 65535 that nothing listens on")
     if cuda and max(beside, local + 1) > torch.cuda.device_count():
         raise SharedUserError(
             f"launcher: {beside} processes on a node of {torch.cuda.device_count()} GPUs; start at most one a GPU"

@@ -28,6 +28,8 @@ from eagle3.errors import SharedUserError
 from eagle3.parallel.topology import meeting, node_name
 
 BEAT_SECONDS = 1.0
+# To reach the job's store, which takes seconds on a machine that starts many processes.
+CONNECT = timedelta(minutes=1)
 SILENT_SECONDS = 25.0
 # Of a rank that is not watched, or at a quiet place: longer than anything there keeps the interpreter.
 ASLEEP_SECONDS = 900.0
@@ -105,13 +107,14 @@ class Watchdog:
         alone = self.world == 1
         self.count = self.exchanges = 0
         with meeting():
-            store = dist.HashStore() if alone else dist.TCPStore(address, port, is_master=False, timeout=patience)
+            store = dist.HashStore() if alone else dist.TCPStore(address, port, is_master=False, timeout=CONNECT)
             token = [token_hex(8)]
             dist.broadcast_object_list(token)
             self.store = dist.PrefixStore(f"watchdog/{token[0]}", store)  # the store may have served a run before
             self._beat()
             dist.barrier()  # every rank has beaten once
             self.heard = {rank: Heard(self._heard_of(rank), time.monotonic()) for rank in self._listens_to()}
+        store.set_timeout(patience)
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self.watcher = threading.Thread(target=self._watch_store, name="watchdog's watchdog", daemon=True)

@@ -62,12 +62,19 @@ def require_inputs(recipe: Recipe) -> None:
 
 
 def require_weights(target: str) -> None:
-    """Raises UserError for a target's folder without weights."""
+    """Raises UserError for a target's folder without weights, or with a file of them that is cut off."""
     folder = Path(target)
     if target != "demo" and folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES):
         raise SharedUserError(
             f"target '{folder}': no weights in this folder (model.safetensors, or several with an index); copy them there"
         )
+    for file in sorted(folder.glob("*.safetensors")) if target != "demo" else ():
+        with file.open("rb") as opened:
+            header = int.from_bytes(opened.read(8), "little")
+        if (size := file.stat().st_size) < 8 + header:
+            raise SharedUserError(
+                f"{file}: {size:,} bytes, which is less than its own header says (cut off, or a git-lfs pointer); download it again"
+            )
 
 
 def require_store(path: str) -> None:
@@ -117,7 +124,12 @@ def _require_target(model: Model) -> None:
 
 
 def _require_tokenizer(folder: Path) -> None:
-    """Raises UserError for a target's folder without one: transformers would make one that knows no tokens."""
+    """Raises UserError for a target's folder without config.json, or without a tokenizer: transformers would make one that knows
+    no tokens."""
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise SharedUserError(
+            f"target '{folder}': no config.json in this folder; copy it from where the weights come from"
+        )
     if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
         raise SharedUserError(
             f"target '{folder}': no tokenizer in this folder (tokenizer.json, for example); copy it from where the weights "

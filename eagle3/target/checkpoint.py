@@ -23,7 +23,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 from transformers.utils.logging import disable_progress_bar
 
 from eagle3.errors import UserError, shown
@@ -216,7 +216,7 @@ def load_causal_lm(
         remedy = (
             "set target.backend=sglang, which runs it as it is, or name a copy that is not quantised in model.target"
         )
-    with readable(name, "causal language model", remedy):
+    with readable(name, "causal language model", remedy), _without_reports():
         weight_files(name, revision)
         # Some models of several parts are no causal language models by transformers' tables, though they decode text.
         several = (
@@ -231,9 +231,16 @@ def load_causal_lm(
             dtype=dtype,
             use_safetensors=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # said below, by name
             **({"attn_implementation": "eager"} if capped else {}),
         )
     # transformers only warns, and fills what is missing with random numbers.
+    if mismatched := sorted(loading["mismatched_keys"]):
+        key, found, wanted = mismatched[0]
+        raise UserError(
+            f"target {name!r}: {len(mismatched)} of its weights have other sizes than config.json says ({key}: {list(found)}, not "
+            f"{list(wanted)}); copy the config.json that belongs to the weights"
+        )
     missing = sorted(str(key) for key in loading["missing_keys"])
     if missing:
         raise UserError(
@@ -241,6 +248,17 @@ def load_causal_lm(
             "first); name the checkpoint of a whole causal language model in model.target"
         )
     return model
+
+
+@contextlib.contextmanager
+def _without_reports() -> Iterator[None]:
+    """transformers lists every weight that is missing; one line will name the first."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 @contextlib.contextmanager

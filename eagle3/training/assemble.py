@@ -121,6 +121,11 @@ def _gather(recipe: Recipe, device: torch.device, say: Say, judging: bool) -> Ma
     else:
         train, held_out = train.split_held_out(data.held_out_fraction, data.seed)
         held_out_summary = None
+    if shared := len(set(held_out.sample_ids) & set(train.sample_ids)):
+        say(
+            f"{WARNING}data.held_out: {shared:,} of {len(held_out):,} samples are also trained on, so held-out numbers flatter "
+            "the draft; name other data there, or leave it out for a share of data.train"
+        )
     return Materials(target, tokenizer, template, train, held_out, summary, held_out_summary)
 
 
@@ -277,6 +282,10 @@ def pick_vocabulary(
         size = drafted_tokens(draft.vocab_size, target_vocab_size)
         chosen, share = choose_vocabulary(materials.train, target_vocab_size, size, say)
         origin = "most frequent"
+    if draft.vocab_size not in (None, chosen.size):
+        raise UserError(
+            f"model.draft.vocab_size: {draft.vocab_size}, but {origin} has {chosen.size} draft tokens; leave vocab_size out"
+        )
     if share is None:
         share = coverage(materials.train, chosen, say)
     say(f"draft vocabulary: {chosen.size} of {target_vocab_size} tokens ({origin}), {share:.2%} of supervised tokens")
@@ -315,10 +324,14 @@ def build_draft(
         different = draft.draft_config.different_sizes(exported.config)
         if different:
             name = different[0]
+            remedy = f"set model.draft.config to {exported.origin}/config.json"
+            if getattr(recipe.model.draft, name, None) is not None:
+                remedy = f"leave out model.draft.{name}"
+            if name in ("hidden_size", "target_hidden_size", "vocab_size"):
+                remedy = "name the export of a draft for this target"
             raise UserError(
                 f"{exported.origin}: {name} is {getattr(exported.config, name)!r}, this run's draft has "
-                f"{getattr(draft.draft_config, name)!r}; set model.draft.config to {exported.origin}/config.json, or "
-                "train without init_from"
+                f"{getattr(draft.draft_config, name)!r}; {remedy}, or train without init_from"
             )
         load_weights(draft, exported, topology.tensor)
     return draft

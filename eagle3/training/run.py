@@ -113,6 +113,11 @@ def _train(
     shape = draft_config(recipe, materials, vocabulary)
     shape.check_parallel(sizes.tensor, sizes.ulysses)
     shape.check_context(int(materials.train.lengths.max()))
+    if shape.aux_layers and shape.aux_layers[-1] == config.num_hidden_layers - 1 > 2:
+        console.warn(
+            f"model.aux_layers: {list(shape.aux_layers)} has the output of the target's last layer, which SGLang does not capture, so "
+            "it will not serve this draft; name lower layers to serve it there"
+        )
     itemsize = getattr(torch, recipe.training.dtype).itemsize
     require_room(folder.path, checkpoint_bytes(shape, sizes.tensor, itemsize))
     with hidden_state_supply(recipe, materials, vocabulary, topology, console) as supply:

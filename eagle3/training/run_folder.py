@@ -139,6 +139,12 @@ class RunFolder:
         for path in (self.path, *self.path.parents):
             if path.exists() and not path.is_dir():
                 raise UserError(f"{self.path}: a file is in the way of this folder; set output.dir to another place")
+        target, own = Path(recipe.model.target).resolve(), self.path.resolve()
+        if target.is_dir() and own.is_relative_to(target):
+            raise UserError(
+                f"output.dir: {self.path}: lies in the target's own folder, {recipe.model.target}, which a run would change; "
+                "set output.dir to another place"
+            )
         for path in self.path.absolute().parents:
             if (path / self.recipe.name).exists() and any((path / name).exists() for name in (CLAIM, "run_id.txt")):
                 raise UserError(
