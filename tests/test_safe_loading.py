@@ -4,6 +4,7 @@ import hashlib
 import io
 import json
 import os
+import pickle
 import random
 import sys
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from deepspeed.runtime.zero.config import ZeroStageEnum
 from test_checkpoint import RUN, SHAPE, advance, same, weights
 from tiny_run import ROOT
 
@@ -117,6 +119,12 @@ def test_the_conversion_refuses_what_is_planted_after_the_check(saved, tmp_path,
     with pytest.raises(Exception, match="Weights only load failed"):
         convert()
     assert not mark.exists()
+
+
+def test_no_python_writes_getattr_into_a_checkpoint():
+    """3.11.0 to 3.11.4 would, for a member of an enumeration."""
+    written = pickle.dumps(ZeroStageEnum.gradients, protocol=2)
+    assert b"getattr" not in written and pickle.loads(written) is ZeroStageEnum.gradients
 
 
 def test_the_process_that_converts_guards_itself(topology, saved):

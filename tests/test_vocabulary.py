@@ -45,7 +45,9 @@ def test_sizes_and_ids_beyond_the_target_vocabulary_are_refused():
     samples = samples_of(([1, 2, 3], [1, 1, 1]))
     with pytest.raises(UserError, match=r"model.draft.vocab_size: 13 draft tokens of a target vocabulary of 12"):
         choose_vocabulary(samples, 12, 13)
-    with pytest.raises(UserError, match="token id 3 is beyond the target vocabulary of 3"):
+    with pytest.raises(
+        UserError, match="token id 3 is beyond the target's vocabulary of 3, .* copy the tokenizer and config.json"
+    ):
         choose_vocabulary(samples, 3, 2)
     assert choose_vocabulary(samples, 4, 4)[0].d2t.tolist() == [0, 0, 0, 0]
 

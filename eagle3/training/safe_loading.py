@@ -12,6 +12,7 @@ numpy's array, and an array of objects over bytes of a file's choice is a pointe
 is DeepSpeed's conversion to a universal checkpoint, guarded in the same way.
 """
 
+import copyreg
 import io
 import os
 import pickle
@@ -56,6 +57,9 @@ def _old_array(*_: Any) -> OldArray:
     """Stands for the function by which numpy makes the array that is then filled."""
     return OldArray()
 
+
+# By its value on every Python: 3.11.0 to 3.11.4 pickle members as getattr(class, name), and getattr is nothing to let a file call.
+copyreg.pickle(ZeroStageEnum, lambda member: (ZeroStageEnum, (member.value,)))
 
 READABLE: list[Readable] = [
     LossScaler,
