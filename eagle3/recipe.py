@@ -471,6 +471,8 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
         raise SharedUserError(
             f"{path}: no such recipe; name a YAML file with --recipe, for example recipes/quickstart.yaml"
         )
+    if path.suffix in (".jsonl", ".parquet"):
+        raise SharedUserError(f"{path}: is data, not a recipe; name it in one, as data.train=[{path}]")
     if path.stat().st_size > LARGEST:
         raise SharedUserError(
             f"{path}: has more than {LARGEST:,} bytes, which no recipe has; name a YAML file with --recipe"

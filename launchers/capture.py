@@ -83,10 +83,19 @@ def work(
     from eagle3.data.capture import wanted_samples
     from eagle3.data.store.writer import Part
     from eagle3.parallel.topology import agreed
-    from eagle3.training.assemble import config_of, draft_config, gather_materials, pick_vocabulary
+    from eagle3.training.assemble import (
+        config_of,
+        draft_config,
+        gather_materials,
+        pick_vocabulary,
+        require_fitting_store,
+    )
     from eagle3.training.capturing import fill, verify
     from eagle3.training.serving import server_line
 
+    path = recipe.hidden_states.path
+    begun = not options.print_server and (is_url(path) or Path(path, "store.json").exists())
+    agreed((lambda: require_fitting_store(recipe)) if begun and topology.is_first else None)
     watchdog.at("gathering the data")
     materials = gather_materials(recipe, topology.device, console)
     config = config_of(recipe, materials)
@@ -121,6 +130,10 @@ def check(options: argparse.Namespace, recipe: Recipe) -> None:
     hidden, path = recipe.hidden_states, recipe.hidden_states.path
     if path is None and not options.print_server:
         raise SharedUserError(f"{options.recipe}: hidden_states.path is not set; name the folder of the store")
+    if (options.verify or options.repair) and not (is_url(path) or Path(path).is_dir()):
+        raise SharedUserError(
+            f"hidden_states.path: {path}: no hidden-state store here to check; capture.py without --verify and --repair writes one"
+        )
     captures = not (options.verify or options.print_server)
     require_inputs(recipe)
     if captures:

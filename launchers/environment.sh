@@ -125,8 +125,11 @@ run_ranks() {
 require_separator() {
   local word
   for word in "${arguments[@]}"; do
+    if [[ $word == --part* ]]; then
+      refuse "$word: is no option here: each task of sbatch's --array is a part; write --array=1-4 -- RECIPE for four"
+    fi
     if [[ $word == -* && ! $word =~ ^--(recipe|resume|deepspeed|stop-code|quiet)(=|$) ]]; then
-      refuse "$word: is no option here; those of sbatch come first, with -- behind them: --nodes=2 -- RECIPE"
+      refuse "$word: is no option here; those of sbatch come first, with -- behind them: ${word%% *} -- RECIPE"
     fi
   done
 }

@@ -56,6 +56,8 @@ def main() -> int:
     options = parser.parse(resume_apart(sys.argv[1:]))
     if not 0 <= options.stop_code < 256:
         raise SharedUserError(f"--stop-code {options.stop_code}: an exit code is 0 to 255; give one of these")
+    if options.check:
+        read_job_size(options.check)  # before what it may have taken for its value is missed elsewhere
     recipe = load_recipe(options.recipe, options.overrides)
     if not options.named:
         recipe = for_all_ranks(recipe, options)

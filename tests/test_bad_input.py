@@ -136,6 +136,10 @@ def test_a_missing_recipe_is_named(tmp_path):
     for path, what in ((tmp_path / "nowhere.yaml", "no such recipe"), (tmp_path, "is a folder, not a recipe")):
         with pytest.raises(UserError, match=f"^{path}: {what}; name a YAML file with --recipe"):
             load_recipe(path)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("{}\n{}\n", encoding="utf-8")
+    with pytest.raises(UserError, match=r"rows.jsonl: is data, not a recipe; name it in one, as data.train="):
+        load_recipe(rows)
 
 
 # Data -----------------------------------------------------------------------------------------------------------------
@@ -405,12 +409,14 @@ def test_a_global_batch_that_cannot_be_dealt_out_offers_two_that_can(recipe, top
         ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}, ["optimizer.params.lr is 0.001", "0.002"]),
         ({"optimizer": {"type": "Lamb", "params": {}}}, ["optimizer.type is 'Lamb'", "AdamW"]),
         ({"optimizer": "AdamW"}, ["optimizer", "'AdamW' is not a section"]),
-        ({"optimizer": {"type": "AdamW", "params": {"learning_rate": 1}}}, ["learning_rate"]),
+        ({"optimizer": {"type": "AdamW", "params": {"learning_rate": 1}}}, ["learning_rate", "remove it"]),
         ({"bf16": {"enabled": True}}, ["bf16.enabled is True", "recipe says False"]),
         ({"zero_optimization": {"stage": 3}}, ["zero_optimization.stage is 3", "uses 1 or 2"]),
         ({"zero_optimization": {}}, ["zero_optimization.stage is 0", "uses 1 or 2"]),
         ({"zero_optimization": 2}, ["zero_optimization"]),
-        ({"zero_optimization": {"stage": 2, "overlap_com": True}}, ["overlap_com"]),
+        ({"zero_optimization": {"stage": 2, "overlap_com": True}}, ["did you mean zero_optimization.overlap_comm?"]),
+        ({"zero_optimisation": {"stage": 1}}, ["zero_optimisation", "did you mean zero_optimization?"]),
+        ({"curriculum_learning": {"enabled": True}}, ["curriculum_learning", "remove it"]),
         ({"scheduler": {"type": "WarmupLR", "params": {}}}, ["scheduler is not used here", "remove it"]),
         ({"fp16": {"enabled": True}}, ["fp16 is not used here", "remove it"]),
         ({"fp16": True}, ["fp16"]),
@@ -441,7 +447,7 @@ def test_a_missing_deepspeed_file_is_named(recipe, topology, tmp_path):
 # The hidden-state store -----------------------------------------------------------------------------------------------
 
 
-def test_a_store_that_is_missing_foreign_or_incomplete_is_named(recipe, topology, tmp_path):
+def test_a_store_that_is_missing_foreign_or_incomplete_is_named(recipe, topology, tmp_path, capsys):
     store = tmp_path / "store"
     stored = ("hidden_states.mode=stored", f"hidden_states.path={store}")
     message = complaint(recipe, topology, *stored)
@@ -455,14 +461,18 @@ def test_a_store_that_is_missing_foreign_or_incomplete_is_named(recipe, topology
     store.mkdir()
     manifest = {"format": 2, "provenance": captured, "record": {}}
     (store / "store.json").write_text(json.dumps(manifest), encoding="utf-8")
+    capsys.readouterr()
     message = complaint(recipe, topology, *stored, "model.aux_layers=[0, 1, 2]")
     assert message.startswith(f"{store}: the store was captured with aux_layers=[1, 2, 3], this run has [0, 1, 2]; ")
     message = complaint(recipe, topology, *stored, "hidden_states.codec=fp8")
     assert "captured with codec='none', this run has 'fp8'; set hidden_states.codec to that" in message
+    message = complaint(recipe, topology, *stored, "target.teacher=logits")
+    assert "captured with teacher=None, this run has 'logits'" in message
     foreign = {"format": 2, "provenance": {**captured, "target": 32 * "a"}, "record": {"target": "owner/other"}}
     (store / "store.json").write_text(json.dumps(foreign), encoding="utf-8")
     message = complaint(recipe, topology, *stored)
     assert f"captured with 'owner/other' as target (fingerprint {32 * 'a'}), this run's model.target has" in message
+    assert "training data" not in capsys.readouterr().out, "these are said before data are read"
     (store / "store.json").write_text(json.dumps(manifest), encoding="utf-8")
     message = complaint(recipe, topology, *stored)  # its own, but no sample is in it
     assert message.startswith(f"{store}: 40 samples of this recipe are not in the store") and "capture.py" in message

@@ -131,6 +131,7 @@ QWEN3 = "tests/families/qwen3-8b/chat_template.jinja"
         (("train.py", f"data.chat_template={QWEN3}", "data.template_variables={enable_thinkin: no}"), 2),
         (("train.py", "parallelism.ulysses=4"), 2),
         (("train.py", "training.global_batch_size=7", "--check", "1x2"), 2),
+        (("train.py", "--check", "recipes/quickstart.yaml", "1x1"), 2),
         (("plan.py", "--gpus", "3"), 2),
         (("plan.py", "--gpu-memory", "81920"), 2),
         (("train.py", "--deepspeed", "recipes/quickstart.yaml"), 2),

@@ -106,6 +106,12 @@ def test_names_that_do_not_tell_runs_apart_are_refused(report, tmp_path, names):
     assert code == 2 and error.count("\n") == 1 and "2 runs need 2 different names; write --names name1,name2" in error
 
 
+def test_a_run_is_not_compared_with_itself(report, tmp_path):
+    run = write_run(tmp_path / "one", steps=3).path
+    code, _, error = report("--compare", run, f"{run}/../one", "--out", tmp_path / "out")
+    assert code == 2 and error.count("\n") == 1 and "this run is named twice" in error
+
+
 def test_a_damaged_measurement_is_not_compared(report, tmp_path):
     run = write_run(tmp_path / "mine", steps=3)
     change(run.by_context, contexts="x")

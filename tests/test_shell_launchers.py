@@ -102,6 +102,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(start, tmp_path, script, argument
         ((), {"MAX_REQUEUES": "x"}, "MAX_REQUEUES=x: is no number"),
         ((), {"CONTAINER_MOUNTS": "a:b"}, "CONTAINER_MOUNTS=a:b: is for a job in a container"),
         (("--nodes", "2"), {}, "--nodes: is no option here; those of sbatch come first"),
+        (("--part", "0/2"), {}, "--part: is no option here: each task of sbatch's --array is a part"),
         ((), {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}, "no GPU in this job"),
     ],
 )

@@ -35,7 +35,7 @@ def sample_contexts(
         raise UserError(
             f"--by-context: no answer in {len(samples)} held-out samples goes on after more than {buckets[0] // 2} tokens (and "
             f"at most {longest}, for the target's context); name longer samples in data.held_out, raise data.max_length, or "
-            "lower --contexts"
+            "name shorter contexts in --contexts"
         )
     found = []
     for bucket, chosen in zip(buckets, _chosen(cuts, per_context), strict=True):
@@ -53,7 +53,7 @@ def prompt_contexts(
     if not cuts.any():
         raise UserError(
             f"--by-context: none of {len(prompts)} prompts belongs to a context, which takes those of more than half its length (the "
-            f"longest has {max(map(len, prompts))} tokens); use longer prompts, or lower --contexts"
+            f"longest has {max(map(len, prompts))} tokens); use longer prompts, or name shorter contexts in --contexts"
         )
     chosen = _chosen(cuts, per_context)
     found = [

@@ -63,7 +63,10 @@ class Compared(NamedTuple):
 def read_compared(folders: Sequence[Path], names: Sequence[str] | None) -> list[Compared]:
     """names: one a run, default the folders' own. Raises UserError where a folder holds no run, or names are not one a run and
     all different."""
-    names = [folder.resolve().name for folder in folders] if names is None else [name.strip() for name in names]
+    places = [folder.resolve() for folder in folders]
+    if twice := [folder for folder, place in zip(folders, places, strict=True) if places.count(place) > 1]:
+        raise UserError(f"{twice[0]}: this run is named twice; compare different ones")
+    names = [place.name for place in places] if names is None else [name.strip() for name in names]
     if len(names) != len(folders) or len(set(names)) != len(names) or not all(names):
         wanted = ",".join(f"name{place}" for place in range(1, len(folders) + 1))
         raise UserError(

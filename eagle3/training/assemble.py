@@ -17,7 +17,8 @@ from eagle3.console import WARNING, counted, waiting
 from eagle3.data.prepare import Prepared, Summary, prepare_samples
 from eagle3.data.samples import SampleSet
 from eagle3.data.standard_library import standard_library_files, standard_library_text
-from eagle3.data.store.folder import Provenance
+from eagle3.data.store.files import open_files
+from eagle3.data.store.folder import WINDOW, Provenance, read_manifest, read_own_manifest
 from eagle3.data.store.shard import Encoding
 from eagle3.data.template import Choices
 from eagle3.data.template_source import read_template
@@ -207,8 +208,27 @@ def run_inputs(recipe: Recipe, materials: Materials) -> dict[str, str]:
 
 def store_provenance(recipe: Recipe, materials: Materials, vocabulary: DraftVocabulary | None = None) -> Provenance:
     """What a store must have been captured with to serve this recipe. vocabulary: as for `provenance`."""
-    written = {"codec": recipe.hidden_states.codec, "dtype": recipe.hidden_states.dtype}
-    return {**provenance(recipe, materials, vocabulary), **written, **_rows_needed(recipe)}
+    return {**provenance(recipe, materials, vocabulary), **_written(recipe)}
+
+
+def require_fitting_store(recipe: Recipe) -> None:
+    """Raises UserError where the store at hidden_states.path cannot serve this recipe, as far as that shows before data are
+    read: what follows from tokenizer, template and vocabulary is compared when the store is opened."""
+    files = open_files(recipe.hidden_states.path)
+    found = read_manifest(files).provenance
+    rows = dict.fromkeys(WINDOW)  # a run that needs all rows names no window
+    teacher = "logits" if recipe.target.teacher == "logits" else None
+    wanted = {"target_dtype": recipe.model.target_dtype, "teacher": teacher, **rows, **_written(recipe)}
+    if Path(recipe.model.target).is_dir():
+        wanted["target"] = fingerprint(recipe.model.target)
+        wanted["aux_layers"] = list(aux_layers(recipe, recipe.model.target))
+    read_own_manifest(files, {**found, **wanted})
+
+
+def _written(recipe: Recipe) -> dict[str, str | int]:
+    """What a store says of itself beside what its hidden states depend on."""
+    hidden = recipe.hidden_states
+    return {"codec": hidden.codec, "dtype": hidden.dtype, **_rows_needed(recipe)}
 
 
 def _rows_needed(recipe: Recipe) -> dict[str, int]:

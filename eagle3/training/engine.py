@@ -4,7 +4,8 @@ import inspect
 import json
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,17 @@ from eagle3.parallel.sizes import stream_samples
 from eagle3.parallel.topology import DeepSpeedGroups, Topology
 from eagle3.parsing import parse_json
 from eagle3.recipe import Training
+
+# Sections and keys that are filled here or refused by value, and those that DeepSpeed alone reads.
+OURS = (
+    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
+    *("bf16", "optimizer", "zero_optimization", "scheduler", "fp16", "sequence_parallel_size"),
+)
+DEEPSPEEDS = (
+    *("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "disable_python_gc", "timers"),
+    *("comms_logger", "flops_profiler", "tensorboard", "wandb", "csv_monitor", "comet", "checkpoint", "data_types"),
+    *("communication_data_type", "prescale_gradients", "gradient_predivide_factor", "zero_allow_untested_optimizer"),
+)
 
 
 def deepspeed_config(path: Path, training: Training, data_ranks: int) -> dict[str, Any]:
@@ -141,17 +153,19 @@ def _refuse_unsupported(path: Path, config: dict[str, Any]) -> None:
             raise SharedUserError(
                 f"{path}: {section}: {config[section]!r} is not a section; compare ds_configs/zero2.json"
             )
+    _refuse_unknown(path, "", config, (*OURS, *DEEPSPEEDS), "this project uses nothing of that name")
+    zero = config.get("zero_optimization", {})
+    known = [field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()]
+    _refuse_unknown(path, "zero_optimization.", zero, known, "ZeRO has no such key in this DeepSpeed")
     try:
-        DeepSpeedZeroConfig(**config.get("zero_optimization", {}))
+        DeepSpeedZeroConfig(**zero)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, ("zero_optimization", *first["loc"][:1])))
         raise SharedUserError(f"{path}: {key}: {first['msg']:.300}; see DeepSpeed's documentation") from error
-    known = {*inspect.signature(torch.optim.AdamW).parameters, "torch_adam", "adam_w_mode"}
-    unknown = config["optimizer"]["params"].keys() - known
-    if unknown:
-        raise SharedUserError(f"{path}: optimizer.params.{min(unknown)}: AdamW has no such parameter; remove it")
-    stage = config.get("zero_optimization", {}).get("stage", 0)
+    known = [*inspect.signature(torch.optim.AdamW).parameters, "torch_adam", "adam_w_mode"]
+    _refuse_unknown(path, "optimizer.params.", config["optimizer"]["params"], known, "AdamW has no such parameter")
+    stage = zero.get("stage", 0)
     if stage not in (1, 2):
         raise SharedUserError(
             f"{path}: zero_optimization.stage is {stage}; this project uses 1 or 2, the draft is small"
@@ -161,3 +175,12 @@ def _refuse_unsupported(path: Path, config: dict[str, Any]) -> None:
     for section in ("scheduler", "fp16", "sequence_parallel_size"):
         if config.get(section) and (section != "fp16" or config["fp16"].get("enabled")):
             raise SharedUserError(f"{path}: {section} is not used here; remove it, the recipe's training section rules")
+
+
+def _refuse_unknown(path: Path, section: str, values: dict[str, Any], known: Sequence[str], what: str) -> None:
+    """Raises UserError for a key of the section that is none of the known ones; DeepSpeed passes over most of them."""
+    for key in values:
+        if key not in known:
+            near = get_close_matches(key, known, n=1)
+            asked = f"did you mean {section}{near[0]}?" if near else "remove it"
+            raise SharedUserError(f"{path}: {section}{key:.100}: {what}; {asked}")

@@ -6,7 +6,7 @@ from eagle3.draft.config import drafted_tokens
 from eagle3.errors import UserError
 from eagle3.parallel.sizes import check_sizes, read_job_size
 from eagle3.recipe import Recipe
-from eagle3.training.assemble import shape_draft
+from eagle3.training.assemble import require_fitting_store, shape_draft
 from eagle3.training.engine import deepspeed_config
 from eagle3.training.plans import config_to_plan
 
@@ -26,6 +26,8 @@ def check_layout(recipe: Recipe, deepspeed_file: Path, job: str) -> str:
     data = nodes * processes // (inside * sizes.ring)
     config = deepspeed_config(deepspeed_file, recipe.training, data)
     _check_heads(recipe)
+    if recipe.hidden_states.mode == "stored":
+        require_fitting_store(recipe)
     crosses = "crosses nodes" if nodes > 1 and inside * sizes.ring > processes else "inside a node"
     job = f"{nodes} node{'s' * (nodes > 1)} of {processes} process{'es' * (processes > 1)}"
     return (

@@ -27,6 +27,7 @@ from eagle3.training.assemble import (
     draft_config,
     gather_materials,
     pick_vocabulary,
+    require_fitting_store,
     run_inputs,
 )
 from eagle3.training.description import describe_run
@@ -99,6 +100,8 @@ def _train(
     continues, identity = found[0]
     packages = ("sglang",) if recipe.target.backend == "sglang" else ()
     require_sound_start(dump_recipe(recipe), deepspeed_file.read_text(encoding="utf-8"), folder.path, packages)
+    if recipe.hidden_states.mode == "stored":
+        agreed((lambda: require_fitting_store(recipe)) if topology.is_first else None)
     materials = gather_materials(recipe, topology.device, console)
     # What can be refused is refused now, not when a target has been loaded or hours have gone by.
     wanted, config = recipe.evaluation, config_of(recipe, materials)
