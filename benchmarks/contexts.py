@@ -80,7 +80,7 @@ def longest(planned: Planned, gpus: int, supervised: float, usable: float) -> st
     ulysses = max(u for u in (1, 2, 4, 8) if gpus % u == 0 and planned.draft.num_attention_heads % u == 0)
     sizes = Sizes(1, ulysses, gpus // ulysses)
     planned = Planned(planned.draft, planned.steps, planned.dtype, sizes, "p2p", planned.memory, "host")
-    return f"{longest_context(planned, supervised, usable) / 1e6:.1f}M"
+    return f"{longest_context(planned, lambda tokens: Stream(tokens, 1, supervised), usable) / 1e6:.1f}M"
 
 
 if __name__ == "__main__":

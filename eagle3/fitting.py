@@ -16,14 +16,17 @@ RESERVED = 0.08
 
 @dataclass(frozen=True)
 class Stream:
-    """tokens of one packed stream, in `documents` equal ones; supervised: the share of them that counts."""
+    """tokens of one packed stream, in `documents` equal ones; supervised: the share of them that counts, in `spans` runs a
+    document."""
 
     tokens: int
     documents: int
     supervised: float
+    spans: int = 1
 
     def share(self, planned: Planned) -> Share:
-        return Share.expected(self.tokens, self.supervised, planned.sizes, self.documents, planned.draft.window)
+        sizes, window = planned.sizes, planned.draft.window
+        return Share.expected(self.tokens, self.supervised, sizes, self.documents, window, self.spans)
 
     def needs(self, planned: Planned) -> int:
         """Bytes of a rank that trains on it."""
@@ -35,10 +38,10 @@ STEP = 1024
 MOST_TOKENS = 2**27
 
 
-def longest_context(planned: Planned, supervised: float, usable: float) -> int | None:
+def longest_context(planned: Planned, document: Callable[[int], Stream], usable: float) -> int | None:
     """Tokens of the longest single document that a rank holds in `usable` bytes, in whole STEPs; None where that is
-    beyond MOST_TOKENS."""
-    return _longest(lambda tokens: Stream(tokens, 1, supervised).needs(planned) <= usable)
+    beyond MOST_TOKENS. document: the stream of one with so many tokens."""
+    return _longest(lambda tokens: document(tokens).needs(planned) <= usable)
 
 
 def longest_of_any_layout(planned: Planned, gpus: int, supervised: float, usable: float) -> int | None:
@@ -46,7 +49,7 @@ def longest_of_any_layout(planned: Planned, gpus: int, supervised: float, usable
     most = 0
     for each in layouts(planned, gpus):
         if Stream(most + STEP, 1, supervised).needs(each) <= usable:
-            longest = longest_context(each, supervised, usable)
+            longest = longest_context(each, lambda tokens: Stream(tokens, 1, supervised), usable)
             if longest is None:
                 return None
             most = longest

@@ -63,15 +63,21 @@ class Share(NamedTuple):
 
     @classmethod
     def expected(
-        cls, tokens: int, supervised: float, sizes: Sizes, documents: int = 1, window: int | None = None
+        cls,
+        tokens: int,
+        supervised: float,
+        sizes: Sizes,
+        documents: int = 1,
+        window: int | None = None,
+        spans: int = 1,
     ) -> "Share":
         """Of equal documents of `tokens` tokens together, the last `supervised` share of each of which counts. window: of
-        keys that a query sees."""
+        keys that a query sees. spans: runs of a document's supervised tokens, each of which needs a window's keys before it."""
         longest = math.ceil(tokens / documents)
         counting, reach = longest * supervised, longest if window is None else min(window, longest)
         begun = max(0.0, counting - (longest - reach))  # queries whose window the document's start cuts off
         pairs = round(documents * (counting * reach - begun**2 / 2))
-        queries, keys = tokens * supervised, min(tokens, documents * (counting + reach))
+        queries, keys = tokens * supervised, min(tokens, documents * (counting + spans * reach))
         mine, shared = math.ceil(queries / sizes.sequence), math.ceil(keys / sizes.sequence)
         # rows that are a rank's keys and its queries at once, on the first Ulysses rank, which has the fewest such
         both = max(0, queries - (sizes.ulysses - 1) * (keys - queries)) / sizes.sequence / sizes.ring

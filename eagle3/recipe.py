@@ -198,6 +198,15 @@ class Model(Section):
         return self
 
 
+class Spans(Section):
+    """Of a document's supervised tokens, those that a step learns from."""
+
+    length: Count = Field(512, description="supervised tokens of a span")
+    per_document: Count = Field(
+        4, description="spans of a document; one with fewer supervised tokens gives all of them"
+    )
+
+
 class Data(Section):
     train: Annotated[list[Named], Field(min_length=1)] = Field(
         ["preset:ultrachat"],
@@ -227,6 +236,11 @@ class Data(Section):
     malformed: Literal["stop", "drop"] = Field("stop", description="what to do with rows that cannot be read")
     max_samples: Count | None = Field(None, description="use only this many rows for training, and download no more")
     max_held_out: Count | None = Field(None, description="the same for data.held_out")
+    spans: Spans | None = Field(
+        None,
+        description="{length, per_document}: supervise that many random spans of a document, in live states others in each "
+        "epoch; default: all of it (docs/windows.md)",
+    )
     workers: Count | None = Field(None, description="processes that tokenise; default: one a core")
     cache_dir: Annotated[Path, BeforeValidator(_no_url)] = Field(  # its ~ is read where it is used
         Path("~/.cache/eagle3"), description="tokenised data and the demo target, by content hash"

@@ -89,6 +89,7 @@ def work(
         gather_materials,
         pick_vocabulary,
         require_fitting_store,
+        spans_of,
     )
     from eagle3.training.capturing import fill, verify
     from eagle3.training.serving import server_line
@@ -107,7 +108,8 @@ def work(
         if topology.is_first:
             print(line, flush=True)
         return 0
-    wanted = wanted_samples((materials.train, materials.held_out))
+    sets, spans = (materials.train, materials.held_out), spans_of(recipe)
+    wanted = wanted_samples(map(spans.fixed, sets) if spans else sets)
     if options.verify or options.repair:
         watchdog.at("checking the store")
         whole = agreed(

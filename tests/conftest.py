@@ -20,8 +20,10 @@ def pytest_addoption(parser) -> None:
 
 
 def pytest_configure() -> None:
-    """Where SGLang is installed on a machine without GPUs: its torchvision breaks the import of transformers, in this
+    """One thread from the start, for fixtures of a module come before `one_thread`; another number of threads, other last bits.
+    Where SGLang is installed on a machine without GPUs: its torchvision breaks the import of transformers, in this
     process and in those that tests start, unless a shim is there first."""
+    torch.set_num_threads(1)
     if find_spec("sglang") and torch.version.cuda is None:
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [SHIMS, os.environ.get("PYTHONPATH")]))
         sys.path.insert(0, SHIMS)
@@ -36,14 +38,14 @@ def topology():
     # here, for DeepSpeed takes seconds to import
     from eagle3.parallel.topology import start_distributed
 
-    return start_distributed()
+    started = start_distributed()
+    torch.set_num_threads(1)
+    return started
 
 
 @pytest.fixture(autouse=True)
-def one_thread(request):
+def one_thread():
     """Threads would only wait for one another; on a busy machine that takes many times the work itself."""
-    if "topology" in request.fixturenames:
-        request.getfixturevalue("topology")  # which sets the number of threads
     torch.set_num_threads(1)
 
 

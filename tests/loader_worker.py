@@ -18,7 +18,7 @@ import torch.distributed as dist
 from processes import fork_ranks
 from torch import Tensor
 
-from eagle3.data.loader import LiveSource, StoredSource, StreamLoader
+from eagle3.data.loader import Drawn, LiveSource, StoredSource, StreamLoader
 from eagle3.data.samples import SampleSet
 from eagle3.data.store.reader import HiddenStateStore
 from eagle3.errors import SharedUserError
@@ -102,10 +102,10 @@ def sample_set(order: Sequence[int]) -> SampleSet:
     return SampleSet.pack([tuple(part.numpy() for part in documents[place]) for place in order])
 
 
-def sample_indices(case: Case) -> list[int]:
+def batch_of(case: Case) -> list[Drawn]:
     """The case's documents as places among all of them, sorted by id, whatever order a rank reads them in."""
     ids = [sample.id for sample in sample_set(range(len(LENGTHS)))]
-    return [sorted(ids).index(ids[place]) for place in case.documents or range(len(LENGTHS))]
+    return [Drawn(sorted(ids).index(ids[place]), 0) for place in case.documents or range(len(LENGTHS))]
 
 
 def store_of(folder: Path, dtype: str, codec: str) -> Path:
@@ -159,7 +159,7 @@ def run(folder: Path, world: int) -> None:
             "lossless": StoredSource(stores["lossless"]),
         }.items():
             loader = StreamLoader(
-                sample_set(order),  # every rank reads the samples in an order of its own
+                sample_set(order).sorted_by_id(),  # every rank reads the samples in an order of its own
                 source,
                 steps=STEPS,
                 sharding=case.sharding,
@@ -167,8 +167,8 @@ def run(folder: Path, world: int) -> None:
                 sequence=topology.sequence,
             )
             if name == "lossless":
-                loader.read_ahead(sample_indices(case), case.accumulation)
-            found[name] = loader.load(sample_indices(case), case.accumulation)
+                loader.read_ahead(batch_of(case), case.accumulation)
+            found[name] = loader.load(batch_of(case), case.accumulation)
         assert alone.prefilled == batched.prefilled
         return found | {"prefilled": alone.prefilled}
 
@@ -191,7 +191,7 @@ def agree(topology: "Topology") -> dict[str, str | None]:
     """What require_agreement says, None for nothing."""
     rank = dist.get_rank()
     order = random.Random(rank).sample(range(len(LENGTHS)), len(LENGTHS))
-    whole, indices = sample_set(order), list(range(len(LENGTHS)))
+    whole, batch = sample_set(order), [Drawn(index, 0) for index in range(len(LENGTHS))]
     other_mask = SampleSet.pack([(ids.numpy(), mask.numpy() ^ (len(ids) == 9)) for ids, mask in encoded_documents()])
 
     def said(identity: bytes) -> str | None:
@@ -201,15 +201,15 @@ def agree(topology: "Topology") -> dict[str, str | None]:
             return str(mistake)
         return None
 
-    def order_of(samples: SampleSet, indices: list[int] = indices[:4]) -> bytes:
+    def order_of(samples: SampleSet, batch: list[Drawn] = batch[:4]) -> bytes:
         place = {"sharding": SequenceSharding(), "data": topology.data, "sequence": topology.sequence}
-        return StreamLoader(samples, None, steps=STEPS, **place).order_identity(indices)
+        return StreamLoader(samples.sorted_by_id(), None, steps=STEPS, **place).order_identity(batch)
 
     checks: dict[str, Callable[[], str | None]] = {
         "same order": lambda: said(order_of(whole)),
         "another mask on rank 3": lambda: said(order_of(other_mask if rank == 3 else whole)),
         "rank 0 has one sample fewer": lambda: said(order_of(sample_set(order[1:]) if rank == 0 else whole)),
-        "another batch on ranks 1 and 3": lambda: said(order_of(whole, [rank % 2])),
+        "another batch on ranks 1 and 3": lambda: said(order_of(whole, [Drawn(rank % 2, 0)])),
         "everyone differs": lambda: said(bytes([rank])),
     }
     return {name: check() for name, check in checks.items()}

@@ -142,7 +142,7 @@ def test_a_mistake_is_one_line_that_names_it(plan, recipe, arguments, named):
 @pytest.mark.parametrize("supervised", [1.0, 0.25])
 def test_the_longest_context_fits_and_a_little_more_does_not(supervised):
     planned, usable = Planned(DRAFT, 4, torch.bfloat16, memory=MemoryPlan("full", 2**20)), 5e8
-    tokens = longest_context(planned, supervised, usable)
+    tokens = longest_context(planned, lambda tokens: Stream(tokens, 1, supervised), usable)
     assert tokens > 1024
     assert Stream(tokens, 1, supervised).needs(planned) <= usable < Stream(tokens + 1024, 1, supervised).needs(planned)
 
@@ -172,6 +172,37 @@ def test_an_expected_share_is_about_what_the_plan_of_such_a_stream_says(ulysses,
     for name in ("keys", "queries", "rows"):
         assert abs(max(getattr(share, name) for share in shares) / getattr(expected, name) - 1) < 0.05, name
     assert abs(sum(share.pairs for share in shares) / expected.pairs - 1) < 0.02
+
+
+@pytest.mark.parametrize("ulysses,ring", [(1, 1), (2, 1), (2, 2)])
+def test_each_span_of_a_document_costs_a_window_of_keys(ulysses, ring):
+    tokens, spans, window = 8192, 4, 256
+    mask = torch.arange(tokens) % (tokens // spans) >= tokens // spans * 3 // 4
+    stream = TokenStream.pack([torch.zeros(tokens, dtype=torch.long)], [mask])
+    expected = Share.expected(tokens, 0.25, Sizes(1, ulysses, ring), window=window, spans=spans)
+    sharding = SequenceSharding(ulysses, ring)
+    plans = [plan_sequence(stream, 7, sharding, rank, window) for rank in range(ulysses * ring)]
+    shares = [Share.of(plan, stream) for plan in plans]
+    for name in ("keys", "queries"):
+        assert abs(max(getattr(share, name) for share in shares) / getattr(expected, name) - 1) < 0.05, name
+    # expected as if a rank's keys and queries were different rows, which they are where the supervised ones come last
+    assert 0.7 * expected.rows < max(share.rows for share in shares) < 1.05 * expected.rows
+
+
+def test_the_planner_knows_spans(tmp_path, capsys, monkeypatch):
+    """Ten spans of 100 tokens, a window of 50: a document of a million costs 1,500 rows, however much of it is supervised."""
+    recipe = write_recipe(tmp_path, make_target(tmp_path / "target"))
+    chosen = ["data.spans={length: 100, per_document: 10}", "model.draft.window=50"]
+    reports = []
+    for context, words in (("1000000", chosen), ("2000000", chosen), ("1000000", chosen[1:])):
+        arguments = ["plan.py", "--recipe", str(recipe), "--json", "--gpus", "1", "--context", context, *words]
+        monkeypatch.setattr(sys, "argv", arguments)
+        with pytest.raises(SystemExit):
+            runpy.run_path(str(ROOT / "launchers" / "plan.py"), run_name="__main__")
+        reports.append(json.loads(capsys.readouterr().out))
+    spanned, longer, whole = reports
+    assert spanned["stream"] == {"tokens": 1_000_000, "documents": 1, "supervised": 1e-3, "spans": 10}
+    assert longer["memory"]["all"] < 1.05 * spanned["memory"]["all"] < 0.2 * whole["memory"]["all"]
 
 
 def test_weights_are_counted_as_the_module_has_them(topology):

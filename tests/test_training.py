@@ -94,6 +94,29 @@ def test_training_under_a_window_from_the_rows_that_it_sees_is_bit_identical(tmp
             train(load_recipe(recipe, [*stored[:-1], more, f"output.dir={tmp_path / 'more'}"]), ZERO2, topology)
 
 
+def test_spans_are_drawn_anew_live_and_from_whole_samples_and_stay_in_a_store_of_their_own(tmp_path, target, topology):
+    """A store of whole samples gives what live training gives; of one that was captured with spans the first epoch does."""
+    recipe = str(write_recipe(tmp_path, target))
+    spans = ["data.spans={length: 3, per_document: 2}", "model.draft.window=6"]
+    train(load_recipe(recipe, [*spans, "training.max_steps=14"]), ZERO2, topology)
+    for name, chosen in (("whole", ["model.draft.window=6"]), ("spans", spans)):
+        path = f"hidden_states.path={tmp_path / name}"
+        finish(launch(sys.executable, "launchers/capture.py", "--recipe", recipe, path, *chosen))
+        assert "nothing wrong" in finish(
+            launch(sys.executable, "launchers/capture.py", "--recipe", recipe, path, *chosen, "--verify")
+        )
+        output = f"output.dir={tmp_path / f'from {name}'}"
+        train(
+            load_recipe(recipe, ["hidden_states.mode=stored", path, *spans, "training.max_steps=14", output]),
+            ZERO2,
+            topology,
+        )
+    live, whole, spanned = (metrics(tmp_path / run) for run in ("run", "from whole", "from spans"))
+    assert_same_course(live, whole, 1e-5)
+    assert_same_course(live[:7], spanned[:7], 1e-5)
+    assert live[-1]["loss"] != pytest.approx(spanned[-1]["loss"], rel=1e-4), "fourteen steps are more than an epoch"
+
+
 @pytest.mark.parametrize("loss", ["kl", "lk_alpha", "lk_lambda"])
 def test_two_processes_and_accumulation_follow_one_process(tmp_path, target, topology, loss):
     recipe = str(write_recipe(tmp_path, target, training={**SHORT, "loss": loss}))

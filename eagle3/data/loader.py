@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 
 from eagle3.data.exchange import request_rows
 from eagle3.data.samples import Sample, SampleSet
+from eagle3.data.spans import Spans
 from eagle3.data.store.reader import DocumentRows, HiddenStateStore, RowRequest, StoredTokens
 from eagle3.parallel.dealing import SequenceSharding
 from eagle3.parallel.sequence import SequencePlan, Stream, plan_sequence
@@ -94,14 +95,21 @@ class LoadedStream:
     logsumexp: Tensor
 
 
-def batch_indices(step: int, samples: int, batch_size: int, seed: int) -> list[int]:
-    """Samples of optimiser step `step` (from 0): consecutive places in an endless row of shuffled epochs, so that no
+class Drawn(NamedTuple):
+    """A sample of a global batch: its index in the set, and the epoch that it is drawn in, from 0."""
+
+    index: int
+    epoch: int
+
+
+def draw_batch(step: int, samples: int, batch_size: int, seed: int) -> list[Drawn]:
+    """The global batch of optimiser step `step` (from 0): consecutive places in an endless row of shuffled epochs, so that no
     last sample is dropped and the order does not depend on the layout."""
     places, orders = range(step * batch_size, (step + 1) * batch_size), {}
     for epoch in {place // samples for place in places}:
         generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
         orders[epoch] = torch.randperm(samples, generator=generator).tolist()
-    return [orders[place // samples][place % samples] for place in places]
+    return [Drawn(orders[place // samples][place % samples], place // samples) for place in places]
 
 
 def deal_streams(lengths: Sequence[int], streams: int) -> list[list[int]]:
@@ -120,9 +128,9 @@ def deal_streams(lengths: Sequence[int], streams: int) -> list[list[int]]:
 class StreamLoader:
     """Loads this rank's part of the streams of its data-parallel rank, the same streams on all ranks of that.
 
-    samples: taken in the order of their ids, so that ranks that read them in different orders agree. steps: K of the
-    unroll. sharding: of a stream over its sequence ranks. data: the group whose ranks have different streams.
-    sequence: the group whose ranks share a stream, Ulysses fastest. window: of the draft's attention.
+    samples: the same on all ranks, in the same order. steps: K of the unroll. sharding: of a stream over its sequence ranks. data: the group whose ranks have different streams.
+    sequence: the group whose ranks share a stream, Ulysses fastest. window: of the draft's attention. spans: what of a sample
+    to supervise; default: all of its loss mask.
     """
 
     def __init__(
@@ -135,58 +143,63 @@ class StreamLoader:
         data: ProcessGroup,
         sequence: ProcessGroup,
         window: int | None = None,
+        spans: Spans | None = None,
     ) -> None:
         assert sequence.size() == sharding.ranks, "a stream is dealt to the ranks of its sequence group"
-        self.samples = samples.subset(np.lexsort(samples.digests[samples.indices].T[::-1]))
-        self.source, self.data, self.sequence = source, data, sequence
+        self.samples, self.source, self.spans = samples, source, spans
+        self.data, self.sequence = data, sequence
         self.plan = partial(plan_sequence, steps=steps, sharding=sharding, rank=sequence.rank(), window=window)
         self._background = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
-        self._ahead: tuple[tuple[list[int], int], Future[list[LoadedStream]]] | None = None
+        self._ahead: tuple[tuple[list[Drawn], int], Future[list[LoadedStream]]] | None = None
 
-    def read_ahead(self, indices: Sequence[int], accumulation: int) -> None:
+    def read_ahead(self, batch: Sequence[Drawn], accumulation: int) -> None:
         """Begin in the background what `load` will be asked for next, where the source lets one rank ask alone."""
         if self.source.alone:
-            self._ahead = (list(indices), accumulation), self._background.submit(self._load, indices, accumulation)
+            self._ahead = (list(batch), accumulation), self._background.submit(self._load, batch, accumulation)
 
-    def load(self, indices: Sequence[int], accumulation: int) -> list[LoadedStream]:
-        """This rank's part of its `accumulation` streams of the global batch `indices`, the same list on every rank.
-        Collective over a stream's ranks where the source is."""
+    def load(self, batch: Sequence[Drawn], accumulation: int) -> list[LoadedStream]:
+        """This rank's part of its `accumulation` streams of the global `batch`, the same list on every rank. Collective over a
+        stream's ranks where the source is."""
         ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead[0] == (list(indices), accumulation):
+        if ahead is not None and ahead[0] == (list(batch), accumulation):
             return ahead[1].result()
-        return self._load(indices, accumulation)
+        return self._load(batch, accumulation)
 
-    def _load(self, indices: Sequence[int], accumulation: int) -> list[LoadedStream]:
-        members = self._members(indices, accumulation)
-        streams = [Stream.pack([s.ids for s in stream], [s.loss_mask for s in stream]) for stream in members]
+    def _load(self, batch: Sequence[Drawn], accumulation: int) -> list[LoadedStream]:
+        members = self._members(batch, accumulation)
+        streams = [Stream.pack(*zip(*((s.ids, mask) for s, mask in stream), strict=True)) for stream in members]
         plans = [self.plan(stream) for stream in streams]
         aux, teacher = [], []
         for stream, plan in zip(streams, plans, strict=True):
             aux += _by_document(stream, plan.rows)
             teacher += _by_document(stream, plan.teacher)
-        found = iter(self.source.rows([sample for stream in members for sample in stream], aux, teacher))
+        found = iter(self.source.rows([sample for stream in members for sample, _ in stream], aux, teacher))
         loaded = []
         for samples, stream, plan in zip(members, streams, plans, strict=True):
             parts = DocumentRows(*map(torch.cat, zip(*(next(found) for _ in samples), strict=True)))
             loaded.append(LoadedStream(stream, plan, **parts._asdict()))
         return loaded
 
-    def order_identity(self, indices: Sequence[int]) -> bytes:
+    def order_identity(self, batch: Sequence[Drawn]) -> bytes:
         """What must be the same on every rank of the job: ids and lengths of all samples, and a global batch. Ids stand for
         contents: a sample that does not fit its own is never read."""
         ids = self.samples.digests[self.samples.indices]
-        return ids.tobytes() + self.samples.lengths.tobytes() + np.asarray(indices, np.int64).tobytes()
+        return ids.tobytes() + self.samples.lengths.tobytes() + np.asarray(batch, np.int64).tobytes()
 
-    def _members(self, indices: Sequence[int], accumulation: int) -> list[list[Sample]]:
-        """The samples of each stream of this data-parallel rank."""
+    def _members(self, batch: Sequence[Drawn], accumulation: int) -> list[list[tuple[Sample, Tensor]]]:
+        """The samples of each stream of this data-parallel rank, and what of each is supervised."""
         streams = self.data.size() * accumulation
-        dealt = deal_streams(self.samples.lengths[indices].tolist(), streams)
+        dealt = deal_streams(self.samples.lengths[[drawn.index for drawn in batch]].tolist(), streams)
         mine = dealt[self.data.rank() * accumulation : (self.data.rank() + 1) * accumulation]
-        members = [[self.samples[indices[place]] for place in stream] for stream in mine]
-        # One token to no purpose for a stream that gets no sample: its ranks must enter every collective all the same.
-        spare = self.samples[indices[0]]
+        members = [[self._supervised(batch[place]) for place in stream] for stream in mine]
+        # A stream that gets no sample has one token that teaches nothing: its ranks must enter every collective all the same.
+        spare = self.samples[batch[0].index]
         spare = replace(spare, ids=spare.ids[:1], loss_mask=spare.loss_mask[:1])  # a last row is never supervised
-        return [stream or [spare] for stream in members]
+        return [stream or [(spare, spare.loss_mask)] for stream in members]
+
+    def _supervised(self, drawn: Drawn) -> tuple[Sample, Tensor]:
+        sample = self.samples[drawn.index]
+        return sample, sample.loss_mask if self.spans is None else self.spans.draw(sample, drawn.epoch)
 
 
 def _by_document(stream: Stream, rows: Tensor) -> list[Tensor]:

@@ -183,6 +183,21 @@ class SampleSet:
         """The samples at these positions of this set, in the order given; nothing is copied."""
         return replace(self, indices=self.indices[np.asarray(indices, np.int64)])
 
+    def masked(self, mask: Callable[[Sample], torch.Tensor]) -> "SampleSet":
+        """The same samples with the loss masks that `mask` makes of them, and so with other ids. The masks are in memory, but
+        of what they leave unsupervised the operating system keeps no pages."""
+        loss_mask, digests = np.zeros(len(self.loss_mask), bool), self.digests.copy()
+        for index, stored in enumerate(self.indices.tolist()):
+            sample = self[index]
+            chosen = mask(sample).numpy()
+            loss_mask[int(self.offsets[stored]) + np.flatnonzero(chosen)] = True
+            digests[stored] = np.frombuffer(sample_digest(sample.ids.numpy(), chosen), np.uint8)
+        return replace(self, loss_mask=loss_mask, digests=digests)
+
+    def sorted_by_id(self) -> "SampleSet":
+        """An order that does not depend on how the samples were read."""
+        return self.subset(np.lexsort(self.digests[self.indices].T[::-1]))
+
     def split_held_out(self, fraction: float, seed: int) -> Split:
         """Hold out about `fraction` of the samples, whatever their order: a hash of sample and seed decides on each.
 

@@ -148,6 +148,7 @@ class LargestStream(BaseModel):
     tokens: Count
     documents: Count
     supervised: Share
+    spans: Count = 1
 
 
 class Memory(BaseModel):

@@ -16,6 +16,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from eagle3.console import WARNING, counted, waiting
 from eagle3.data.prepare import Prepared, Summary, prepare_samples
 from eagle3.data.samples import SampleSet
+from eagle3.data.spans import Spans
 from eagle3.data.standard_library import standard_library_files, standard_library_text
 from eagle3.data.store.files import open_files
 from eagle3.data.store.folder import WINDOW, Provenance, read_manifest, read_own_manifest
@@ -244,6 +245,12 @@ def store_encoding(recipe: Recipe, hidden_size: int, draft_vocab_size: int) -> E
     width = draft_vocab_size if recipe.target.teacher == "logits" else None
     hidden = recipe.hidden_states
     return Encoding(hidden.codec, hidden.dtype, hidden_size, teacher_width=width, **_rows_needed(recipe))
+
+
+def spans_of(recipe: Recipe) -> Spans | None:
+    """What of a sample training supervises; None for all of its loss mask."""
+    chosen = recipe.data.spans
+    return None if chosen is None else Spans(chosen.length, chosen.per_document, recipe.data.seed)
 
 
 def capture_record(recipe: Recipe, materials: Materials, vocabulary: DraftVocabulary) -> Provenance:

@@ -26,7 +26,7 @@ from eagle3.planner import Weights, rank_bytes
 from eagle3.preflight.sameness import ABSENT, PACKAGES, versions
 from eagle3.recipe import Recipe
 from eagle3.training.assemble import Materials
-from eagle3.training.plans import planned_step
+from eagle3.training.plans import planned_step, spanned
 
 GIB = 2**30
 BINS = 24  # of the histogram of sample lengths
@@ -162,7 +162,10 @@ def estimate_memory(
     training, unrolled = recipe.training, recipe.parallelism.query_selection
     documents = min(len(lengths), training.global_batch_size // (planned.sizes.data * training.accumulation))
     tokens = int(np.sort(lengths)[-documents:].sum())
-    stream = Stream(tokens, documents, supervised if unrolled == "supervised" else 1.0)
+    stream = Stream(tokens, documents, supervised)
+    stream = (
+        spanned(stream, recipe.data.spans) if unrolled == "supervised" else dataclasses.replace(stream, supervised=1.0)
+    )
     parts = rank_bytes(planned, stream.share(planned))
     return {
         "estimate_gib": parts.total() / GIB,

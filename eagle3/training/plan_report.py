@@ -10,7 +10,7 @@ from eagle3.fitting import MOST_TOKENS, RESERVED, Stream, best_layout, longest_c
 from eagle3.planner import Planned, Sizes, host_bytes, rank_bytes
 from eagle3.recipe import Recipe
 from eagle3.training.assemble import store_encoding
-from eagle3.training.plans import recipe_stream
+from eagle3.training.plans import recipe_stream, spanned
 
 FITS, DOES_NOT_FIT = "fits", "DOES NOT FIT"
 
@@ -19,8 +19,11 @@ def plan(recipe: Recipe, wanted: Planned, memory: float, context: int | None, su
     """Everything that is said, as numbers (bytes, tokens, seconds)."""
     usable = memory * (1 - RESERVED)
 
+    def document(tokens: int) -> Stream:
+        return spanned(Stream(tokens, 1, supervised), recipe.data.spans)
+
     def stream_of(sizes: Sizes) -> Stream | None:
-        return recipe_stream(recipe, sizes.data, supervised) if context is None else Stream(context, 1, supervised)
+        return recipe_stream(recipe, sizes.data, supervised) if context is None else document(context)
 
     stream = stream_of(wanted.sizes)
     share = stream.share(wanted)
@@ -36,7 +39,7 @@ def plan(recipe: Recipe, wanted: Planned, memory: float, context: int | None, su
         "fits": held.total() <= usable,
         "positions": wanted.draft.max_position_embeddings,
         "largest_context": {
-            f"{each.memory.recompute}, inputs on the {each.residence}": longest_context(each, supervised, usable)
+            f"{each.memory.recompute}, inputs on the {each.residence}": longest_context(each, document, usable)
             for each in variants(wanted)
         },
         "best_layout": None
@@ -64,10 +67,10 @@ KINDS_OF_TOKENS = {"supervised": (1.0, 1.0), "prompt": (0.0, 1.0), "unseen": (0.
 
 
 def seen_share(encoding: Encoding, stream: Stream) -> float:
-    """Of a stream's tokens, the last of each document of which are supervised, those that a window reaches."""
+    """Of a stream's tokens, those that a window reaches from supervised ones."""
     if encoding.window is None:
         return 1.0
-    reached = stream.documents * (encoding.window + encoding.ttt_steps - 2) / stream.tokens
+    reached = stream.documents * stream.spans * (encoding.window + encoding.ttt_steps - 2) / stream.tokens
     return min(1.0, stream.supervised + reached)
 
 

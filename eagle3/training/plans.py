@@ -1,5 +1,6 @@
 """What the planner plans, from a recipe: its draft, layout, memory choices and streams."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ from eagle3.fitting import Stream
 from eagle3.objective.model import MemoryPlan
 from eagle3.parallel.sizes import check_sizes
 from eagle3.planner import Planned, Sizes
-from eagle3.recipe import Recipe
+from eagle3.recipe import Recipe, Spans
 from eagle3.target.checkpoint import target_config
 from eagle3.target.demo import demo_shape
 from eagle3.training.assemble import shape_draft
@@ -75,4 +76,12 @@ def recipe_stream(recipe: Recipe, data_ranks: int, supervised: float) -> Stream 
     documents, left = divmod(training.global_batch_size, data_ranks * training.accumulation)
     if left:
         return None
-    return Stream(documents * recipe.data.max_length, documents, supervised)
+    return spanned(Stream(documents * recipe.data.max_length, documents, supervised), recipe.data.spans)
+
+
+def spanned(stream: Stream, spans: Spans | None) -> Stream:
+    """The stream with no more supervised tokens than these spans hold."""
+    if spans is None:
+        return stream
+    most = stream.documents * spans.per_document * spans.length / stream.tokens
+    return stream if stream.supervised <= most else replace(stream, supervised=most, spans=spans.per_document)

@@ -135,11 +135,7 @@ def _train(
             watchdog,
             resume=continues,
             identity=identity,
-            train=materials.train,
-            held_out=materials.held_out,
-            source=supply.source,
-            held_out_source=supply.held_out,
-            head=supply.head,
+            supply=supply,
             draft=draft,
             vocabulary=vocabulary,
         )

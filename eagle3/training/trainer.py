@@ -14,8 +14,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from pydantic import TypeAdapter, ValidationError
 
 from eagle3.console import Console, Progress, duration, waiting
-from eagle3.data.loader import HiddenStateSource, LoadedStream, StreamLoader, batch_indices
-from eagle3.data.samples import SampleSet
+from eagle3.data.loader import Drawn, LoadedStream, StreamLoader, draw_batch
 from eagle3.data.vocabulary import DraftVocabulary
 from eagle3.draft.interchange import export_draft, shard, whole_tensors
 from eagle3.draft.model import Eagle3Draft
@@ -31,13 +30,14 @@ from eagle3.parallel.dealing import SequenceSharding
 from eagle3.parallel.topology import Topology, agreed
 from eagle3.parallel.watchdog import Watchdog
 from eagle3.recipe import Recipe, Training
-from eagle3.target.interface import LogitTransform, TargetHead
+from eagle3.target.interface import LogitTransform
 from eagle3.training.checkpoint import Checkpoints, Resumed, other_data, written_otherwise
 from eagle3.training.engine import full_weights, gradient_scale, start_engine
 from eagle3.training.run_folder import RunFolder
 from eagle3.training.schedule import scheduler
 from eagle3.training.skipping import NormLimit, Taken, describe_skipped
 from eagle3.training.stopping import RunStopped, StopSignals
+from eagle3.training.supply import HiddenStateSupply
 from eagle3.training.tracking import Profiler, Tracker, memory_gib
 
 
@@ -202,14 +202,12 @@ class Trainer:
 
     def _require_agreement(self, step: int) -> None:
         """Raises on every rank where ranks are about to train on different samples at `step`."""
-        identity = self.train_loader.order_identity(self._indices(step))
+        identity = self.train_loader.order_identity(self._batch(step))
         remedy = "clear data.cache_dir on that node and start again"
         require_agreement("order of the samples", identity, self.topology.device, remedy)
 
-    def _indices(self, step: int) -> list[int]:
-        return batch_indices(
-            step, len(self.train_loader.samples), self.training.global_batch_size, self.recipe.data.seed
-        )
+    def _batch(self, step: int) -> list[Drawn]:
+        return draw_batch(step, len(self.train_loader.samples), self.training.global_batch_size, self.recipe.data.seed)
 
     def _tracker(self) -> Tracker:
         tracking = self.recipe.tracking
@@ -225,11 +223,11 @@ class Trainer:
     def _train_step(self, step: int) -> tuple[Metrics, float, Taken]:
         """One optimiser step: its metrics, its learning rate, and how it went."""
         samples, accumulation = self.train_loader.samples, self.training.accumulation
-        indices = self._indices(step)
+        batch = self._batch(step)
         self.watchdog.at(f"step {step + 1}, loading hidden states")
-        streams = self.train_loader.load(indices, accumulation)
+        streams = self.train_loader.load(batch, accumulation)
         if step + 1 < self.steps:
-            self.train_loader.read_ahead(self._indices(step + 1), accumulation)
+            self.train_loader.read_ahead(self._batch(step + 1), accumulation)
         counts = self._counts(streams)
         needed = self._sums(streams) if self.loss_config.needs_sums else None
         weights = step_weights(self.loss_config, counts, needed)
@@ -249,7 +247,7 @@ class Trainer:
         elif not math.isfinite(metrics.loss):
             raise SharedUserError(
                 f"training: the loss is {metrics.loss} at step {step + 1}, with finite gradients; look at samples "
-                f"{', '.join(samples[index].id for index in indices)}"
+                f"{', '.join(samples[drawn.index].id for drawn in batch)}"
             )
         return metrics, rate, taken
 
@@ -259,7 +257,7 @@ class Trainer:
         if not taken.skipped:
             return
         self.course.skipped += 1
-        samples = [self.train_loader.samples[index].id for index in self._indices(step)]
+        samples = [self.train_loader.samples[drawn.index].id for drawn in self._batch(step)]
         if tracker:
             counted = {"skipped": self.course.skipped, "in_a_row": self.course.skipped_in_a_row}
             tracker.write(step + 1, "skipped", {"gradient_norm": taken.norm, **counted, "samples": samples})
@@ -284,15 +282,15 @@ class Trainer:
         progress = Progress(self.console, "measuring on held-out samples", count, "samples")
         for start in range(0, count, size):
             self.watchdog.at(f"the held-out measurement of step {step}, from sample {start}")
-            indices = list(range(start, min(start + size, count)))
-            streams = loader.load(indices, accumulation=1)
+            batch = [Drawn(index, epoch=0) for index in range(start, min(start + size, count))]
+            streams = loader.load(batch, accumulation=1)
             for stream in streams:
                 distilled = self._without_gradients(stream)
                 sums = _added(sums, distilled.sums)
                 found = count_by_context(stream.stream, stream.plan, distilled.correct, contexts)
                 by_context = _added(by_context, found)
             counts = _added(counts, self._counts(streams))
-            progress.advance(len(indices))
+            progress.advance(len(batch))
         metrics = batch_metrics(self.loss_config, sum_sums(sums, self.topology.batch), counts)
         by_context = sum_context_counts(by_context, self.topology.batch, self.topology.device)
         best = self.course.see(step, metrics)
@@ -360,17 +358,12 @@ def prepare_trainer(
     *,
     resume: bool,
     identity: str,
-    train: SampleSet,
-    held_out: SampleSet,
-    source: HiddenStateSource,
-    held_out_source: HiddenStateSource,
-    head: TargetHead,
+    supply: HiddenStateSupply,
     draft: Eagle3Draft,
     vocabulary: DraftVocabulary,
 ) -> Trainer:
-    """Put a run together: engine, loaders, checkpoints. The target's embedding and head are `head`. resume: the run will
-    begin from a checkpoint, if there is one. identity: the run's, see RunFolder."""
-    training, parallelism = recipe.training, recipe.parallelism
+    """Put a run together: engine, loaders, checkpoints. resume: the run will begin from a checkpoint, if there is one. identity: the run's, see RunFolder."""
+    training, parallelism, (train, held_out) = recipe.training, recipe.parallelism, supply.samples
     steps = training.max_steps or math.ceil(training.epochs * len(train) / training.global_batch_size)
     if training.global_batch_size > len(train):
         console.warn(
@@ -388,7 +381,8 @@ def prepare_trainer(
     dtype, device = draft.lm_head.weight.dtype, topology.device
     teacher_head = None  # where the teacher gives logits
     if recipe.target.teacher == "hidden":
-        rows = head.head[vocabulary.target_ids.to(head.head.device)]
+        head = supply.head.head
+        rows = head[vocabulary.target_ids.to(head.device)]
         teacher_head = shard(rows, draft.lm_head.weight, topology.tensor).to(device, dtype)
     sharding = SequenceSharding(parallelism.ulysses, parallelism.ring, parallelism.layout, parallelism.query_selection)
     place = {
@@ -397,6 +391,7 @@ def prepare_trainer(
         "data": topology.data,
         "sequence": topology.sequence,
         "window": draft.draft_config.window,
+        "spans": supply.spans,
     }
     return Trainer(
         recipe=recipe,
@@ -407,10 +402,10 @@ def prepare_trainer(
         draft=draft,
         vocabulary=vocabulary,
         teacher_head=teacher_head,
-        transform=head.transform,
+        transform=supply.head.transform,
         draft_id=vocabulary.draft_ids,
-        train_loader=StreamLoader(train, source, **place),
-        held_out_loader=StreamLoader(held_out, held_out_source, **place),
+        train_loader=StreamLoader(train, supply.source, **place),
+        held_out_loader=StreamLoader(held_out, supply.held_out_source, **place),
         checkpoints=Checkpoints(folder.checkpoints, training.keep_checkpoints, identity, console.warn, console),
         console=console,
         watchdog=watchdog,
