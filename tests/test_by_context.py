@@ -140,6 +140,7 @@ def test_a_bucket_is_counted_over_its_conversations():
     assert (found.conversations, found.verifications, found.acceptance_length) == (3, 3, 7 / 3)
     assert found.position_acceptance == [2 / 3, 1 / 3, 1 / 3]
     assert found.interval == [2, 2.5] and found.position_intervals == [[0.5, 1], [0, 0.5], [0, 0.5]]
+    assert found.of_each == [(5, 2), (2, 1), (0, 0)]
     assert (found.mismatches, found.ties, found.compared) == (0, 1, True)
     alone = ContextAcceptance.over(512, [decoded(3, 0, verdict=None)], draft_tokens=3, seed=0)
     assert alone.interval is alone.position_intervals is None and not alone.compared

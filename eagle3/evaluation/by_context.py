@@ -20,7 +20,8 @@ class ContextAcceptance:
     """Of prompts with more than context / 2 and at most `context` tokens.
 
     interval: of the acceptance length, 95% confidence, [low, high]; position_intervals: of each position's share. None where
-    only one conversation was verified, of which nothing says how far others lie. compared, mismatches, ties: as in
+    only one conversation was verified, of which nothing says how far others lie. of_each: tokens and verifications of each
+    conversation, in the order of the prompts, to compare drafts prompt by prompt. compared, mismatches, ties: as in
     SpeculativeResult.
     """
 
@@ -31,6 +32,7 @@ class ContextAcceptance:
     interval: list[float] | None
     position_acceptance: list[float]
     position_intervals: list[list[float]] | None
+    of_each: list[tuple[int, int]]
     compared: bool
     mismatches: int
     ties: int
@@ -42,7 +44,8 @@ class ContextAcceptance:
         """seed: of the bootstrap. Raises UserError as SpeculativeResult.over does."""
         result = SpeculativeResult.over(decoded, draft_tokens)
         counts = [[each.yielded, *each.accepted(draft_tokens)] for each in decoded]
-        intervals = ratio_intervals(np.array(counts), np.array([len(each.verifications) for each in decoded]), seed)
+        verified = [len(each.verifications) for each in decoded]
+        intervals = ratio_intervals(np.array(counts), np.array(verified), seed)
         return cls(
             context=context,
             conversations=result.conversations,
@@ -51,6 +54,7 @@ class ContextAcceptance:
             interval=None if intervals is None else intervals[0].tolist(),
             position_acceptance=result.position_acceptance,
             position_intervals=None if intervals is None else intervals[1:].tolist(),
+            of_each=[(each.yielded, count) for each, count in zip(decoded, verified, strict=True)],
             compared=result.compared,
             mismatches=result.mismatches,
             ties=result.ties,
