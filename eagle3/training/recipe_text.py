@@ -8,6 +8,7 @@ from typing import get_args
 import yaml
 
 from eagle3.console import data_size
+from eagle3.costs import step_seconds
 from eagle3.data.capture import token_bytes
 from eagle3.draft.config import DraftConfig, drafted_tokens
 from eagle3.errors import UserError
@@ -16,9 +17,12 @@ from eagle3.planner import Planned
 from eagle3.recipe import Claim, Recipe, apply_override, checked_recipe
 from eagle3.target.facts import TargetFacts
 from eagle3.training.assemble import store_encoding
+from eagle3.training.plan_report import seen_share
 from eagle3.training.plans import planned_step
 
 CONTEXTS = (8192, 32768, 131072)
+# Supervised tokens after a long prompt, and keys of a window, of which is said what it saves there.
+ANSWER, WINDOW = 5000, 512
 # Of one H100; and GPUs of one node and of four.
 GPU_BYTES = 80e9
 NODE = 8
@@ -167,7 +171,30 @@ def findings(recipe: Recipe, facts: TargetFacts, deepspeed_file: Path) -> str:
         largest = longest_of_any_layout(planned(recipe, facts, gpus, deepspeed_file), gpus, 1.0, _usable())
         most = "more than the planner looks for" if largest is None else f"{largest:,} tokens"
         shown.append(f"  {gpus:3d} GPUs at most {most}{beyond if largest is None or largest > context else ''}")
+    if max(contexts) > ANSWER:
+        shown += windows(recipe, facts, max(contexts), deepspeed_file)
     return "\n".join([BEGIN, *(f"# {line}" for line in shown), END])
+
+
+def windows(recipe: Recipe, facts: TargetFacts, tokens: int, deepspeed_file: Path) -> list[str]:
+    """What a window saves where a prompt is long and its answer is not."""
+    stream = Stream(tokens, 1, ANSWER / tokens)
+    lines = [
+        f"of {tokens:,} tokens the last {ANSWER:,} supervised; 1,000 samples on disk, a rank of {NODE} GPUs, its step (estimated):"
+    ]
+    for name, window in (("full attention", None), (f"model.draft.window={WINDOW}", WINDOW)):
+        draft = recipe.model.draft.model_copy(update={"window": window})
+        chosen = recipe.model_copy(update={"model": recipe.model.model_copy(update={"draft": draft})})
+        wanted = planned(chosen, facts, NODE, deepspeed_file)
+        encoding = store_encoding(chosen, wanted.draft.target_hidden_size, wanted.draft.draft_vocab_size)
+        stored = 1000 * tokens * token_bytes(encoding, stream.supervised, seen_share(encoding, stream))
+        fitted = best_layout(wanted, NODE, lambda _sizes: stream, _usable())
+        step = "does not fit"
+        if fitted is not None:
+            seconds = step_seconds(fitted.planned, stream.share(fitted.planned))
+            step = f"{_whole_gb(stream.needs(fitted.planned))}, {seconds:.2g} s"
+        lines.append(f"  {name:24s} {_whole_gb(stored):>9s}, {step}")
+    return lines
 
 
 def planned(recipe: Recipe, facts: TargetFacts, gpus: int, deepspeed_file: Path) -> Planned:
