@@ -88,6 +88,37 @@ def test_vllms_own_functions_capture_the_layers_that_the_draft_was_trained_on(
     assert torch.allclose(torch.cat(captured, dim=-1), trained.aux, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("window", [None, 5])
+def test_vllms_own_functions_give_an_export_the_window_that_it_was_trained_with(vllm, tmp_path, target, window):
+    """From config.json, by vLLM's attention of a draft's layer, to what flash attention is asked for: so many keys before a
+    query's own, which makes W of them. Layers stand in for vLLM's, and kernels are not run."""
+    draft = derive_draft(target.config, draft_vocab_size=30, aux_layers=CHOICES[0], window=window)
+    (tmp_path / "config.json").write_text(json.dumps(draft.to_json("float32")))
+    config = AutoConfig.from_pretrained(tmp_path)
+    config.target_layer_count = LAYERS  # as vLLM numbers a draft's layers
+    kinds, asked = SimpleNamespace(DECODER="decoder", ENCODER_ONLY="encoder_only"), {}
+    nothing = dict.fromkeys(("QKVParallelLinear", "RowParallelLinear", "get_rope"), lambda *_, **__: None)
+    attention = vllm.definition(
+        "model_executor/models/llama.py",
+        "LlamaAttention",
+        nn=torch.nn,
+        AttentionType=kinds,
+        Attention=lambda *_, **given: asked.update(given),
+        EncoderOnlyAttention=None,
+        extract_layer_index=lambda prefix: int(prefix.split(".")[2]),
+        get_tensor_model_parallel_world_size=lambda: 1,
+        **nothing,
+    )
+    attention(config, draft.hidden_size, 4, 2, prefix=f"model.layers.{LAYERS}.self_attn")
+    start = vllm.definition(
+        "v1/attention/backends/flash_attn.py", "FlashAttentionImpl.__init__", AttentionType=kinds, torch=torch
+    )
+    flash = SimpleNamespace()
+    with pytest.raises(NameError):  # at what comes after the window, the platform among it
+        start(flash, 4, draft.head_dim, 1.0, 2, None, asked["per_layer_sliding_window"], "auto")
+    assert flash.sliding_window == ((-1, -1) if window is None else (window - 1, 0))
+
+
 def vllm_forward(
     vllm: VLLMSource, target: LlamaForCausalLM, ids: torch.Tensor, layers: tuple[int, ...]
 ) -> list[torch.Tensor]:
