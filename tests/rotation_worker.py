@@ -4,9 +4,11 @@ import json
 import sys
 from pathlib import Path
 
+import torch
 from sglang.srt.layers.rotary_embedding import get_rope
 
-from eagle3.draft.config import read_draft_config
+from eagle3.draft.config import DraftConfig, read_draft_config
+from eagle3.draft.rope import RotaryEmbedding
 from eagle3.target.sglang.draft_check import rotation_apart, start_runtime
 
 
@@ -18,8 +20,19 @@ def main(folders: list[Path]) -> None:
         rope = draft.to_json("float32")["rope_parameters"]
         width, positions = draft.head_dim, draft.max_position_embeddings
         table = get_rope(width, width, positions, rope["rope_theta"], rope_scaling=dict(rope)).cos_sin_cache
-        said[folder.name] = rotation_apart(draft, table)
+        said[folder.name] = {"apart": rotation_apart(draft, table), **at_the_last(draft, table)}
     print(json.dumps(said))
+
+
+def at_the_last(draft: DraftConfig, table: torch.Tensor) -> dict[str, float]:
+    """Of the last position: numbers that are not SGLang's bit for bit, and how far ours are from fp64 with fp64's frequencies,
+    where the rope is a plain one, else with the same frequencies."""
+    last = torch.tensor([len(table) - 1])
+    ours, exact = (
+        torch.cat((rotation.cos, rotation.sin), -1)[0, 0]
+        for rotation in (RotaryEmbedding(draft).at(last, dtype) for dtype in (torch.float32, torch.float64))
+    )
+    return {"differing": int((ours != table[-1].float()).sum()), "error": float((ours.double() - exact).abs().max())}
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from sglang_cpu.environment import sglang_environment
 from test_sglang_capture import ALLOWED
 from tiny_run import ROOT
 
+from eagle3.draft.config import DraftConfig
 from eagle3.recipe import load_recipe
 from eagle3.target.checkpoint import target_config
 from eagle3.target.sglang.version import EAGLE3_TARGETS
@@ -92,5 +93,33 @@ def test_sglang_rotates_every_draft_as_training_does_at_the_size_of_the_model(tm
         draft = shape_draft(read, target, target.vocab_size, read.model.draft.vocab_size)
         (tmp_path / recipe).mkdir()
         (tmp_path / recipe / "config.json").write_text(json.dumps(draft.to_json("bfloat16")))
-    apart = in_sglang("tests/rotation_worker.py", *(str(tmp_path / recipe) for recipe in with_class()))
-    assert apart == dict.fromkeys(with_class(), None)
+    found = in_sglang("tests/rotation_worker.py", *(str(tmp_path / recipe) for recipe in with_class()))
+    assert {recipe: of_recipe["apart"] for recipe, of_recipe in found.items()} == dict.fromkeys(with_class(), None)
+
+
+def test_the_rotation_at_the_last_of_a_million_positions_is_sglangs_bit_for_bit(tmp_path):
+    """Of 2^20 positions, whatever the training length was. In fp32 an angle of a million radians is known to a sixteenth: that
+    both round it alike is what keeps a draft's keys those that it was trained with."""
+    original = {"original_max_position_embeddings": 8192}
+    ropes = {
+        "plain": {"rope_type": "default", "rope_theta": 10000.0},
+        "plain, theta 5e6": {"rope_type": "default", "rope_theta": 5e6},
+        "llama3": {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 128.0, "low_freq_factor": 1.0}
+        | {"high_freq_factor": 4.0, **original},
+        "yarn": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 128.0, **original},
+    }
+    sizes = {
+        "hidden_size": 256,
+        "target_hidden_size": 256,
+        "intermediate_size": 32,
+        "vocab_size": 8,
+        "draft_vocab_size": 8,
+    }
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 2**20}
+    for name, rope in ropes.items():
+        (tmp_path / name).mkdir()
+        draft = DraftConfig(**sizes, **heads, rope_parameters=rope)
+        (tmp_path / name / "config.json").write_text(json.dumps(draft.to_json("float32")))
+    found = in_sglang("tests/rotation_worker.py", *(str(tmp_path / name) for name in ropes))
+    assert {name: each["differing"] for name, each in found.items()} == dict.fromkeys(ropes, 0)
+    assert max(each["error"] for each in found.values()) < 1 / 16
