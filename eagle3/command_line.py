@@ -32,7 +32,9 @@ class RecipeParser(Parser):
     def __init__(self, description: str | None, default: Path) -> None:
         super().__init__(description)
         self.default = default
-        self.add_argument("--recipe", type=Path, help=f"the YAML; --recipe may be left out (default: {default.name})")
+        self.add_argument(
+            "--recipe", type=Path, action="append", help=f"the YAML; --recipe may be left out (default: {default.name})"
+        )
         self.add_argument(
             "words",
             nargs="*",
@@ -50,11 +52,11 @@ class RecipeParser(Parser):
         options.overrides = [word for word in options.words if "=" in word]
         recipes = [word for word in options.words if "=" not in word]
         for word in recipes:
-            if word in keys_of(Recipe):
+            if word in keys_of(Recipe) and not Path(word).exists():
                 raise SharedUserError(f"command line: {word} has no value; write {word}={_value_of(word, words)}")
             if f"--{word}" in self._option_string_actions and not Path(word).exists():
                 raise SharedUserError(f"command line: {word} is no recipe; did you mean --{word}?")
-        recipes = [*([options.recipe] if options.recipe else []), *map(Path, recipes)]
+        recipes = [*(options.recipe or []), *map(Path, recipes)]
         if len(recipes) > 1:
             raise SharedUserError(
                 f"command line: two recipes, {recipes[0]} and {shown(str(recipes[1]))}; name one, and quote a value with spaces"

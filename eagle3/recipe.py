@@ -510,8 +510,12 @@ def checked_recipe(values: dict, origin: Path | str, overrides: Sequence[str] = 
     except ValidationError as error:
         found = error.errors()  # an unknown key first: it may be what is missing, misspelt
         problem = min(found, key=lambda one: one["type"] != "extra_forbidden")
-        place = ".".join(str(part) for part in problem["loc"])
-        blamed = [each for each in overrides if _within(place, each.partition("=")[0])]
+        place, keys = ".".join(str(part) for part in problem["loc"]), [each.partition("=")[0] for each in overrides]
+        blamed = [
+            each
+            for each, key in zip(overrides, keys, strict=True)
+            if (_within(place, key) if place else key in problem["msg"])  # of several sections, it names their keys
+        ]
         where, what = (f"command line: {shown(blamed[-1])}", "override") if blamed else (origin, "recipe")
         raise SharedUserError(_explain(where, problem, f"fix the {what}")) from error
 
@@ -531,6 +535,10 @@ def apply_override(values: dict, override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise SharedUserError(f"command line: {shown(override)} is not an override; write section.key=value")
+    if not text.strip():
+        raise SharedUserError(
+            f"command line: {shown(override)} has no value; write {key:.100}=VALUE, or {key:.100}=null for none"
+        )
     *sections, name = key.split(".")
     if len(sections) > DEEPEST:
         raise SharedUserError(f"command line: {shown(override)} has {len(sections)} sections; write section.key=value")
@@ -572,6 +580,8 @@ def _explain(where: Path | str, error: dict, remedy: str) -> str:
     if error["type"] == "missing":
         example = "qwen3-8b" if key.startswith("about") else "quickstart"
         return f"{where}: {key}: missing; add it, see recipes/{example}.yaml"
+    if not key:
+        return f"{where}: {error['msg'].removeprefix('Value error, '):.300}; {remedy}"
     given = "" if isinstance(error["input"], dict) else f" (value {value})"
     problem = error["msg"].removeprefix("Value error, ")
     if error["type"] == "list_type" and isinstance(error["input"], str):

@@ -33,6 +33,7 @@ def main() -> int:
     what.add_argument(
         "--print-server", action="store_true", help="print the command line of an SGLang server for target.servers"
     )
+    parser.add_argument("--check", action="store_true", help="check recipe, files and folders, and stop")
     parser.add_argument(
         "--bind",
         action="store_true",
@@ -45,6 +46,8 @@ def main() -> int:
     options = parser.parse()
     recipe = load_recipe(options.recipe, options.overrides)
     check(options, recipe)
+    if options.check:
+        return 0
     part = parse_part(options.part or "0/1")
     with StopSignals():
         try:
@@ -140,7 +143,8 @@ def check(options: argparse.Namespace, recipe: Recipe) -> None:
     require_inputs(recipe)
     if captures:
         require_weights(recipe.model.target)
-    if recipe.target.backend == "sglang" and captures and not recipe.target.servers:
+    here = captures and not options.check  # else it may be on other machines that this is done
+    if recipe.target.backend == "sglang" and here and not recipe.target.servers:
         require_sglang("let transformers run the target: target.backend=transformers")
     if is_url(path or "") and (options.bind or not options.verify):
         raise SharedUserError(
@@ -154,7 +158,7 @@ def check(options: argparse.Namespace, recipe: Recipe) -> None:
             "set both to 1, and target.tensor to the GPUs of an engine"
         )
     check_sizes("hidden_states", 1, hidden.ulysses, hidden.ring, launched("WORLD_SIZE", 1))
-    if captures and is_first_rank() and not Path(path).exists():  # a store may be whole, and then none is asked
+    if here and is_first_rank() and not Path(path).exists():  # a store may be whole, and then none is asked
         require_servers(recipe.target.servers)
 
 

@@ -136,7 +136,7 @@ require_separator() {
 
 # The value of an sbatch option: from the options before `--`, else from the script's #SBATCH lines. $1, $2: its forms, the
 # second may be empty.
-requested() {
+option_value() {
   local value i
   value=$(sed -n "s/^#SBATCH $1=//p" "$0")
   for ((i = 0; i < ${#options[@]}; i++)); do
@@ -146,6 +146,13 @@ requested() {
       "${2:-none}"[0-9]*) value=${options[i]#"$2"} ;;
     esac
   done
+  echo "$value"
+}
+
+# The same of an option that is a number.
+requested() {
+  local value
+  value=$(option_value "$@")
   value=${value##*:} # of h100:8
   [[ $value =~ ^[0-9]+$ ]] || refuse "sbatch $1=$value: processes are dealt over one number; give that"
   [[ $1 != --nodes || $value -gt 0 ]] || refuse "sbatch $1=$value: a job has 1 node or more; give that"

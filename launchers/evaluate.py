@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -165,8 +166,13 @@ def check_out(out: Path) -> None:
         raise UserError(f"--out {out}: is there, and is no file; name a file for the result")
     if not out.parent.is_dir():
         raise UserError(f"--out {out}: there is no folder {out.parent}; make it, or name another file")
-    if not os.access(out.parent, os.W_OK):
-        raise UserError(f"--out {out}: {out.parent} cannot be written; name a file elsewhere")
+    try:
+        with tempfile.TemporaryFile(dir=out.parent):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"--out {out}: {out.parent} cannot be written ({error.strerror}); name a file elsewhere"
+        ) from error
     if out.exists() and out.stat().st_size:
         try:
             earlier = parse_json(out.read_text(encoding="utf-8"))

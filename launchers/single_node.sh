@@ -10,6 +10,7 @@
 # Everything else goes to train.py. SIGUSR1, SIGTERM and SIGINT (Ctrl-C) have the run finish its step, write a checkpoint
 # and end; a second one, SIGUSR1 apart, ends it at once. The exit code is train.py's; 130: ended by Ctrl-C; 2: a mistake in
 # the recipe or the command line, and nothing was started.
+[ -n "${BASH_VERSION:-}" ] || { echo "error: $0: is for bash; start it with bash $0" >&2; exit 2; }
 set -euo pipefail
 root=$(realpath "$(dirname "${BASH_SOURCE[0]}")/..")
 # shellcheck source=launchers/environment.sh
@@ -46,6 +47,10 @@ if [[ $dry_run ]]; then
   show_environment
   show "${command[@]}"
   exit
+fi
+
+if [[ ${CUDA_VISIBLE_DEVICES:-} ]] && ! command -v nvidia-smi >/dev/null; then
+  refuse "CUDA_VISIBLE_DEVICES=$CUDA_VISIBLE_DEVICES: there is no GPU here (no nvidia-smi); unset it, and set PROCESSES"
 fi
 
 stopping='' interrupted='' group=''

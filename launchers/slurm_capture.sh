@@ -19,6 +19,7 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=slurm-%A_%a.out
+[ -n "${BASH_VERSION:-}" ] || { echo "error: $0: is for bash; start it with bash $0" >&2; exit 2; }
 set -euo pipefail
 
 # sbatch runs a copy of this file from a folder of its own; Slurm knows where it came from.
@@ -39,6 +40,7 @@ check() {
   local path
   path=$(recipe_value hidden_states path) || return
   [[ $path != None ]] || refuse "the recipe's hidden_states.path is not set; name the folder of the store"
+  "${once[@]}" python "$root/launchers/capture.py" "${arguments[@]}" --check
 }
 
 make_step() { # part, address, port
@@ -59,6 +61,9 @@ require_separator
 choose_container
 if [[ ! ${SLURM_JOB_ID:-} ]]; then
   gpus=$(requested --gpus-per-node '')
+  tasks=$(option_value --array -a)
+  [[ ${tasks%%%*} =~ ^[0-9]+(-[0-9]+(:[0-9]+)?)?$ ]] ||
+    refuse "--array=$tasks: parts need tasks without gaps; write it as 1-N, as in --array=1-8"
   choose_processes "$gpus" "asked for"
   if [[ ${CONTAINER_IMAGE:-} ]]; then
     echo "the recipe will be checked in the job, in its container"

@@ -24,6 +24,7 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=slurm-%j.out
+[ -n "${BASH_VERSION:-}" ] || { echo "error: $0: is for bash; start it with bash $0" >&2; exit 2; }
 set -euo pipefail
 
 # sbatch runs a copy of this file from a folder of its own; Slurm knows where it came from.

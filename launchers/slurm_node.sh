@@ -4,6 +4,7 @@
 # PROCESSES are those of a node; the first node's ADDRESS and PORT are where all meet. Its exit code is the ranks'.
 # Ranks count through node after node (rank = node * PROCESSES + local), and the layout's order is tensor, Ulysses,
 # ring, data, fastest first: tensor and Ulysses stay inside a node, rings cross nodes.
+[ -n "${BASH_VERSION:-}" ] || { echo "error: $0: is for bash; start it with bash $0" >&2; exit 2; }
 set -euo pipefail
 root=$(realpath "$(dirname "${BASH_SOURCE[0]}")/..")
 # shellcheck source=launchers/environment.sh

@@ -11,9 +11,10 @@ from pathlib import Path
 from eagle3.command_line import RecipeParser, before_imports
 from eagle3.console import Console, is_first_rank, tell, waiting
 from eagle3.errors import SharedUserError, UserError, run_command
-from eagle3.parallel.sizes import check_sizes, launched, read_job_size, stream_samples
-from eagle3.preflight.inputs import require_inputs, require_servers, require_store, require_weights
+from eagle3.parallel.sizes import check_sizes, launched, read_job_size
+from eagle3.preflight.inputs import require_inputs, require_servers, require_store, require_trainable, require_weights
 from eagle3.recipe import Recipe, dump_recipe, load_recipe
+from eagle3.training.deepspeed_file import read_deepspeed_file
 from eagle3.training.run_folder import Resume, RunFolder
 from eagle3.training.stopping import RunStopped, StopSignals
 
@@ -79,6 +80,11 @@ def resume_apart(words: list[str]) -> list[str]:
     override."""
     pairs = list(itertools.pairwise([*words, None]))
     for word, next_word in pairs:
+        named = word == "--resume" and next_word and next_word.isalpha() and not Path(next_word).exists()
+        if named and next_word not in ("auto", "yes", "no"):
+            raise UserError(
+                f"--resume {next_word}: takes no name; write --resume, which continues from the newest checkpoint"
+            )
         if word == "--resume" and next_word and Path(next_word).is_dir():
             raise UserError(f"--resume {next_word}: takes no folder; output.dir names the run")
         if word == "--resume" and next_word in ("yes", "no"):
@@ -118,7 +124,8 @@ def run(recipe: Recipe, options: argparse.Namespace, stop: StopSignals) -> int:
     console, resume = Console(is_first_rank(), options.quiet), Resume(options.resume)
     parallelism = recipe.parallelism
     data = check_sizes("parallelism", parallelism.tensor, parallelism.ulysses, parallelism.ring, ranks_of(options))
-    stream_samples(recipe.training.global_batch_size, data, recipe.training.accumulation)
+    read_deepspeed_file(options.deepspeed, recipe.training, data)
+    require_trainable(recipe)
     folder = RunFolder(recipe.output.dir)
     continues = False
     if is_first_rank():
@@ -129,13 +136,6 @@ def run(recipe: Recipe, options: argparse.Namespace, stop: StopSignals) -> int:
         continues = folder.check(recipe, resume)
         if recipe.hidden_states.mode == "live" and not options.check:  # else they may start with the job
             require_servers(recipe.target.servers)
-    if options.deepspeed.suffix in (".yaml", ".yml"):
-        raise SharedUserError(
-            f"--deepspeed {options.deepspeed}: takes a DeepSpeed file in JSON, such as ds_configs/zero2.json; a recipe stands by "
-            "itself"
-        )
-    if not options.deepspeed.is_file():
-        raise SharedUserError(f"{options.deepspeed}: no such file; pass --deepspeed ds_configs/zero2.json")
     if not options.check:
         console(f"recipe: {options.recipe}; output.dir: {recipe.output.dir}")
     with waiting(console, "loading PyTorch and DeepSpeed"):

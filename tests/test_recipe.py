@@ -94,7 +94,16 @@ def test_overrides_change_single_keys_and_the_last_one_wins(tmp_path):
 def test_an_override_can_put_a_key_back_to_nothing(tmp_path):
     assert read(tmp_path, training={"max_steps": 9}).training.max_steps == 9
     assert load_recipe(tmp_path / "recipe.yaml", ["training.max_steps=null"]).training.max_steps is None
-    assert load_recipe(tmp_path / "recipe.yaml", ["training.max_steps="]).training.max_steps is None
+    with pytest.raises(UserError, match=r"'training.max_steps=' has no value; .* training.max_steps=null for none"):
+        load_recipe(tmp_path / "recipe.yaml", ["training.max_steps="])  # a shell's variable may have been empty
+
+
+def test_a_mistake_in_two_sections_is_blamed_on_the_override_that_made_it(tmp_path):
+    read(tmp_path, training={"ttt_steps": 7})
+    with pytest.raises(
+        UserError, match=r"^command line: 'model.draft.window=3': model.draft.window is 3 but .* the override$"
+    ):
+        load_recipe(tmp_path / "recipe.yaml", ["training.seed=1", "model.draft.window=3"])
 
 
 @pytest.mark.parametrize("spelling", ["1e-4", "1E-4", "0.0001", "1.0e-4", "'1e-4'"])

@@ -18,7 +18,7 @@ from tiny_run import ROOT, finish, launch, make_target, metrics, write_recipe
 from eagle3.console import Console
 from eagle3.durable import move_aside
 from eagle3.errors import UserError
-from eagle3.recipe import load_recipe
+from eagle3.recipe import dump_recipe, load_recipe
 from eagle3.training.claim import CLAIM, PATIENCE, Claim, holder_of
 from eagle3.training.run import train
 from eagle3.training.run_folder import Resume, RunFolder
@@ -40,6 +40,56 @@ def test_a_run_does_not_write_into_its_target(tmp_path):
         with pytest.raises(UserError, match="lies in the target's own folder"):
             RunFolder(place).check(recipe, Resume.NO)
     assert not RunFolder(tmp_path / "run").check(recipe, Resume.NO)
+
+
+def test_a_run_has_a_folder_of_its_own(tmp_path, monkeypatch):
+    """Not that of its data, nor of what it is started in; and what lies in a folder called checkpoints may be somebody else's."""
+    path = write_recipe(tmp_path, make_target(tmp_path / "target"))
+    rows = tmp_path / "data" / "rows.jsonl"
+    rows.parent.mkdir()
+    (tmp_path / "conversations.jsonl").rename(rows)
+    recipe = load_recipe(path, [f"data.train=[{rows}]"])
+    with pytest.raises(
+        UserError, match="holds data.train.0. .*rows.jsonl.*which a run there would lie beside, or move away"
+    ):
+        RunFolder(rows.parent).check(recipe, Resume.NO)
+    (tmp_path / "deep" / "deeper").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "deep" / "deeper")
+    with pytest.raises(UserError, match="holds the folder that this was started in"):
+        RunFolder(tmp_path / "deep").check(recipe, Resume.NO)
+    theirs = tmp_path / "theirs" / "checkpoints"
+    theirs.mkdir(parents=True)
+    assert not RunFolder(theirs.parent).check(recipe, Resume.AUTO)
+    (theirs / "mine.pt").touch()
+    for resume in (Resume.NO, Resume.AUTO):
+        with pytest.raises(UserError, match="checkpoints: has a name that a run would use, and no run left it"):
+            RunFolder(theirs.parent).check(recipe, resume)
+
+
+def test_an_exported_run_without_checkpoints_is_not_begun_over(tmp_path):
+    path = write_recipe(tmp_path, make_target(tmp_path / "target"))
+    recipe, folder = load_recipe(path), RunFolder(tmp_path / "run")
+    folder.export.mkdir(parents=True)
+    folder.checkpoints.mkdir()
+    folder.recipe.write_text(dump_recipe(recipe), encoding="utf-8")
+    folder.identity.touch()
+    assert folder.check(recipe, Resume.YES)  # killed before its first checkpoint
+    (folder.export / "config.json").touch()
+    for resume in (Resume.YES, Resume.AUTO):
+        with pytest.raises(UserError, match="checkpoints: holds none, though this run exported its draft"):
+            folder.check(recipe, resume)
+    assert not folder.check(recipe, Resume.NO)
+
+
+def test_a_store_that_live_training_does_not_read_may_change_its_place(tmp_path):
+    path = write_recipe(tmp_path, make_target(tmp_path / "target"))
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    folder.identity.touch()
+    folder.recipe.write_text(dump_recipe(load_recipe(path)), encoding="utf-8")
+    assert folder.check(load_recipe(path, ["hidden_states.path=states"]), Resume.YES)
+    with pytest.raises(UserError, match="hidden_states.mode was 'live'"):
+        folder.check(load_recipe(path, ["hidden_states.path=states", "hidden_states.mode=stored"]), Resume.YES)
 
 
 # Two runs, one folder: processes of launchers/train.py ------------------------------------------------------------------

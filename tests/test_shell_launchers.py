@@ -110,6 +110,22 @@ def test_sbatch_options_that_make_no_layout_are_refused(start, before, settings,
     assert told in finish_refused(start("slurm_multi.sh", before=before, **settings))
 
 
+@pytest.mark.parametrize("array", ["1,3", "1-8,12", "x"])
+def test_an_array_with_gaps_is_refused_before_it_is_submitted(start, array):
+    said = finish_refused(start("slurm_capture.sh", "--dry-run", before=(f"--array={array}", "--")))
+    assert f"--array={array}: parts need tasks without gaps; write it as 1-N" in said
+
+
+def test_a_capture_whose_inputs_are_not_there_is_refused_before_it_is_submitted(start, tmp_path):
+    states = f"hidden_states.path={tmp_path / 'states'}"
+    said = finish_refused(start("slurm_capture.sh", "--dry-run", states, "data.train=[absent.jsonl]"))
+    assert "absent.jsonl: no such file or folder" in said
+
+
+def test_a_launcher_started_by_another_shell_says_so(recipe):
+    assert "start it with bash" in finish_refused(launch("sh", str(LAUNCHERS / "single_node.sh"), str(recipe)))
+
+
 @pytest.mark.parametrize("script", ["slurm_multi.sh", "slurm_capture.sh"])
 def test_a_copy_that_does_not_know_its_repository_says_so(script, recipe, tmp_path):
     copy = shutil.copy(LAUNCHERS / script, tmp_path)

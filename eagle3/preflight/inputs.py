@@ -16,6 +16,7 @@ from eagle3.target.sglang.asking import server_info
 
 # One of these is in every checkpoint that has a tokenizer.
 TOKENIZER_FILES = ("*token*", "vocab*", "*.model")
+LONGEST_HEADER = 100_000_000  # bytes, as safetensors itself allows
 # What is pickled is refused by who reads it.
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pth", "*.pt", "*.ckpt", "*.pkl")
 
@@ -61,6 +62,22 @@ def require_inputs(recipe: Recipe) -> None:
         check_variables(read_template(data.chat_template), data.template_variables)
 
 
+def require_trainable(recipe: Recipe) -> None:
+    """Raises UserError for keys that do not go together in training; capture.py and evaluate.py may read the same recipe."""
+    data, hidden = recipe.data, recipe.hidden_states
+    if recipe.evaluation.conversations and not data.held_out and not data.held_out_fraction:
+        raise SharedUserError(
+            f"evaluation.conversations: {recipe.evaluation.conversations}, but nothing is held out; name data.held_out, raise "
+            "data.held_out_fraction, or set evaluation.conversations=0"
+        )
+    for key in ("ulysses", "ring") if hidden.mode == "live" else ():
+        if getattr(hidden, key) > 1:
+            raise SharedUserError(
+                f"hidden_states.{key}: {getattr(hidden, key)}, but live hidden states are made by one rank a document, or by "
+                "SGLang; set it to 1, or capture a store with capture.py and train with hidden_states.mode=stored"
+            )
+
+
 def require_weights(target: str) -> None:
     """Raises UserError for a target's folder without weights, or with a file of them that is cut off."""
     folder = Path(target)
@@ -69,12 +86,23 @@ def require_weights(target: str) -> None:
             f"target '{folder}': no weights in this folder (model.safetensors, or several with an index); copy them there"
         )
     for file in sorted(folder.glob("*.safetensors")) if target != "demo" else ():
-        with file.open("rb") as opened:
-            header = int.from_bytes(opened.read(8), "little")
-        if (size := file.stat().st_size) < 8 + header:
+        if (size := file.stat().st_size) < _announced_bytes(file):
             raise SharedUserError(
                 f"{file}: {size:,} bytes, which is less than its own header says (cut off, or a git-lfs pointer); download it again"
             )
+
+
+def _announced_bytes(file: Path) -> int:
+    """Of a safetensors file, as its header says; what is no header is left to who reads it."""
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        begun = opened.read(min(length, LONGEST_HEADER))
+    data = 0
+    if len(begun) == length:
+        with suppress(ValueError, AttributeError, KeyError, TypeError):
+            tensors = [tensor for name, tensor in parse_json(begun).items() if name != "__metadata__"]
+            data = max((tensor["data_offsets"][1] for tensor in tensors), default=0)
+    return 8 + length + data
 
 
 def require_store(path: str) -> None:

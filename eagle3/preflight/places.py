@@ -105,6 +105,9 @@ def check_inputs(job: Job, inputs: dict[str, str]) -> Finding:
             found = "; ".join(f"{what} on {job.where(ranks)}" for what, ranks in owners.items())
             return Finding("inputs", "failed", f"{key} {path}: {found}", remedy)
     told = f"{', '.join(local)}: the same on every node" if local else "none of them is a local file"
+    target = inputs.get("model.target", "demo")
+    if target != "demo" and "model.target" not in local:
+        told += f"; model.target {target}: no folder here, so taken for a hub id"
     return Finding("inputs", "ok", told)
 
 

@@ -268,7 +268,8 @@ def _facts(run: RunRecord) -> list[tuple[str, str]]:
         ),
         (
             "draft",
-            f"{run.started['draft']['parameters']:,} trained weights, context {run.started['draft']['context']:,}",
+            f"{run.started['draft']['parameters']:,} trained weights, context {run.started['draft']['context']:,}"
+            + (f", window {window:,}" if (window := run.key("model.draft.window")) else ""),
         ),
         ("processes", f"{machine['processes']}: " + " x ".join(f"{name} {size}" for name, size in layout.items())),
         ("accelerator", machine["gpu"] or "none"),

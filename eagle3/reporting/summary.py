@@ -30,6 +30,8 @@ def _made_of(run: RunRecord) -> dict[str, str]:
     train, sources = (started.get("data") or {}).get("train"), run.key("data.train") or []
     shape = f" ({target['architecture']}, {target['layers']} layers of {target['hidden_size']:,})" if target else ""
     size = f"{short(draft['parameters'])} parameters, context {draft['context']:,}" if draft else ""
+    if window := run.key("model.draft.window"):
+        size += f", window {window:,}"
     if vocabulary:
         size += f", {vocabulary['size']:,} of {vocabulary['target_size']:,} tokens"
     data = ", ".join(map(source_name, sources))

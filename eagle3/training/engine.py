@@ -1,11 +1,9 @@
 """The DeepSpeed engine: its file filled from the recipe, its groups from the topology, its gradients read back."""
 
 import inspect
-import json
 import logging
 import re
-from collections.abc import Callable, Sequence
-from difflib import get_close_matches
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,53 +20,25 @@ from eagle3.draft.interchange import is_cut
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import SharedUserError
 from eagle3.objective.model import DraftObjective
-from eagle3.parallel.sizes import stream_samples
 from eagle3.parallel.topology import DeepSpeedGroups, Topology
-from eagle3.parsing import parse_json
 from eagle3.recipe import Training
-
-# Sections and keys that are filled here or refused by value, and those that DeepSpeed alone reads.
-OURS = (
-    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
-    *("bf16", "optimizer", "zero_optimization", "scheduler", "fp16", "sequence_parallel_size"),
-)
-DEEPSPEEDS = (
-    *("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "disable_python_gc", "timers"),
-    *("comms_logger", "flops_profiler", "tensorboard", "wandb", "csv_monitor", "comet", "checkpoint", "data_types"),
-    *("communication_data_type", "prescale_gradients", "gradient_predivide_factor", "zero_allow_untested_optimizer"),
-)
+from eagle3.training.deepspeed_file import read_deepspeed_file, refuse_unknown
 
 
 def deepspeed_config(path: Path, training: Training, data_ranks: int) -> dict[str, Any]:
-    """Read a DeepSpeed file and fill what is "auto" from the recipe.
-
-    Raises UserError where the file and the recipe disagree, or the file asks for what this project does not do.
-    """
+    """A DeepSpeed file filled from the recipe, with ZeRO's and AdamW's own keys checked by these. Raises UserError."""
+    config = read_deepspeed_file(path, training, data_ranks)
+    zero = config["zero_optimization"]
+    known = [field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()]
+    refuse_unknown(path, "zero_optimization.", zero, known, "ZeRO has no such key in this DeepSpeed")
     try:
-        config = parse_json(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise SharedUserError(f"{path}: {error.strerror}; pass --deepspeed ds_configs/zero2.json") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise SharedUserError(f"{path}: not valid JSON ({error}); mend the file") from error
-    if not isinstance(config, dict):
-        raise SharedUserError(f"{path}: holds {type(config).__name__}, not sections; compare ds_configs/zero2.json")
-    wanted = {
-        "train_batch_size": training.global_batch_size,
-        "train_micro_batch_size_per_gpu": stream_samples(training.global_batch_size, data_ranks, training.accumulation),
-        "gradient_accumulation_steps": training.accumulation,
-        "gradient_clipping": training.gradient_clipping,
-        "bf16.enabled": training.dtype == "bfloat16",
-        "bf16.check_grad_overflow": True,
-        "optimizer.params.lr": training.learning_rate,
-        "optimizer.params.betas": list(training.betas),
-        "optimizer.params.weight_decay": training.weight_decay,
-    }
-    for key, value in wanted.items():
-        _fill(path, config, key, value)
-    _refuse_unsupported(path, config)
-    config["optimizer"].setdefault("type", "AdamW")
-    config["optimizer"]["params"].setdefault("torch_adam", True)
-    config.setdefault("steps_per_print", 2**31)
+        DeepSpeedZeroConfig(**zero)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, ("zero_optimization", *first["loc"][:1])))
+        raise SharedUserError(f"{path}: {key}: {first['msg']:.300}; see DeepSpeed's documentation") from error
+    known = [*inspect.signature(torch.optim.AdamW).parameters, "torch_adam", "adam_w_mode"]
+    refuse_unknown(path, "optimizer.params.", config["optimizer"]["params"], known, "AdamW has no such parameter")
     return config
 
 
@@ -131,56 +101,3 @@ def full_weights(draft: Eagle3Draft) -> dict[str, Tensor]:
 
 def _trained(draft: Eagle3Draft) -> list[tuple[str, torch.nn.Parameter]]:
     return [(name, parameter) for name, parameter in draft.named_parameters() if parameter.requires_grad]
-
-
-def _fill(path: Path, config: dict[str, Any], key: str, value: Any) -> None:
-    *sections, name = key.split(".")
-    for section in sections:
-        config = config.setdefault(section, {})
-        if not isinstance(config, dict):
-            raise SharedUserError(f"{path}: {section}: {config!r} is not a section; compare ds_configs/zero2.json")
-    found = config.get(name, "auto")
-    if found != "auto" and found != value:
-        raise SharedUserError(
-            f'{path}: {key} is {found!r} but the recipe says {value!r}; set it to "auto" or make them agree'
-        )
-    config[name] = value
-
-
-def _refuse_unsupported(path: Path, config: dict[str, Any]) -> None:
-    for section in ("zero_optimization", "fp16", "scheduler"):
-        if not isinstance(config.get(section, {}), dict):
-            raise SharedUserError(
-                f"{path}: {section}: {config[section]!r} is not a section; compare ds_configs/zero2.json"
-            )
-    _refuse_unknown(path, "", config, (*OURS, *DEEPSPEEDS), "this project uses nothing of that name")
-    zero = config.get("zero_optimization", {})
-    known = [field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()]
-    _refuse_unknown(path, "zero_optimization.", zero, known, "ZeRO has no such key in this DeepSpeed")
-    try:
-        DeepSpeedZeroConfig(**zero)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, ("zero_optimization", *first["loc"][:1])))
-        raise SharedUserError(f"{path}: {key}: {first['msg']:.300}; see DeepSpeed's documentation") from error
-    known = [*inspect.signature(torch.optim.AdamW).parameters, "torch_adam", "adam_w_mode"]
-    _refuse_unknown(path, "optimizer.params.", config["optimizer"]["params"], known, "AdamW has no such parameter")
-    stage = zero.get("stage", 0)
-    if stage not in (1, 2):
-        raise SharedUserError(
-            f"{path}: zero_optimization.stage is {stage}; this project uses 1 or 2, the draft is small"
-        )
-    if config["optimizer"].get("type", "AdamW") != "AdamW":
-        raise SharedUserError(f"{path}: optimizer.type is {config['optimizer']['type']!r}; use AdamW")
-    for section in ("scheduler", "fp16", "sequence_parallel_size"):
-        if config.get(section) and (section != "fp16" or config["fp16"].get("enabled")):
-            raise SharedUserError(f"{path}: {section} is not used here; remove it, the recipe's training section rules")
-
-
-def _refuse_unknown(path: Path, section: str, values: dict[str, Any], known: Sequence[str], what: str) -> None:
-    """Raises UserError for a key of the section that is none of the known ones; DeepSpeed passes over most of them."""
-    for key in values:
-        if key not in known:
-            near = get_close_matches(key, known, n=1)
-            asked = f"did you mean {section}{near[0]}?" if near else "remove it"
-            raise SharedUserError(f"{path}: {section}{key:.100}: {what}; {asked}")

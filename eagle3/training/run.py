@@ -16,6 +16,7 @@ from eagle3.evaluation.export_check import NotChecked, NotInstalled, check_expor
 from eagle3.evaluation.judge import choose_prompts, longest_prompt
 from eagle3.parallel.topology import Topology, agreed, node_name
 from eagle3.parallel.watchdog import Watchdog
+from eagle3.preflight.inputs import require_trainable
 from eagle3.preflight.places import checkpoint_bytes
 from eagle3.preflight.start import require_room, require_sound_start
 from eagle3.recipe import Recipe, dump_recipe
@@ -36,7 +37,7 @@ from eagle3.training.judging import judge
 from eagle3.training.run_folder import Resume, RunFolder
 from eagle3.training.stopping import RunStopped, StopSignals
 from eagle3.training.supply import hidden_state_supply
-from eagle3.training.tracking import memory_gib
+from eagle3.training.tracking import memory_gib, require_account
 from eagle3.training.trainer import prepare_trainer
 from eagle3.training.watched import watched
 
@@ -94,6 +95,7 @@ def _train(
     stop: StopSignals,
     finish: Finish,
 ) -> bool:
+    require_trainable(recipe)
     engine_config = deepspeed_config(deepspeed_file, recipe.training, topology.data.size())
     found = [agreed((lambda: _enter(folder, recipe, resume, console)) if topology.is_first else None)]
     dist.broadcast_object_list(found)
@@ -186,6 +188,7 @@ def _train(
 def _enter(folder: RunFolder, recipe: Recipe, resume: Resume, console: Console) -> tuple[bool, str]:
     """Claim the folder; whether the run continues the one that is in there, and its identity."""
     folder.check(recipe, resume)  # before anything is written
+    require_account(recipe.tracking.wandb_project)
     folder.hold(node_name(), console.warn)
     continues = folder.check(recipe, resume)  # another run may have ended meanwhile
     return continues, folder.identify(continues)

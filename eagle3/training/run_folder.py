@@ -14,6 +14,7 @@ from eagle3.console import all_without_passwords, without_passwords
 from eagle3.durable import move_aside, write_text, writing
 from eagle3.errors import UserError
 from eagle3.parsing import parse_json, parse_yaml
+from eagle3.preflight.inputs import inputs_of
 from eagle3.recipe import Recipe, dump_recipe
 from eagle3.training.claim import CLAIM, Claim, holder_of
 from eagle3.training.manifest import Manifest
@@ -24,7 +25,6 @@ FREE_ON_RESUME += ("evaluation.conversations", "evaluation.draft_tokens", "evalu
 FREE_ON_RESUME += ("training.profile", "training.keep_checkpoints", "data.workers", "data.cache_dir")
 FREE_ON_RESUME += ("parallelism", "memory", "training.accumulation", "training.hang_minutes", "training.most_skipped")
 FREE_ON_RESUME += ("target.servers", "target.spool", "target.spool_gib", "target.in_flight", "training.skip_above_norm")
-
 
 FILES = ("recipe.yaml", "run_id.txt", "inputs.json", "metrics.jsonl", "draft_vocabulary.safetensors", "run.json")
 FILES += ("evaluation.json", "by_context.json", "report.html")
@@ -159,6 +159,13 @@ class RunFolder:
         if resume is Resume.YES and not self.recipe.exists():
             raise UserError(f"{self.path}: holds no run to resume; fix output.dir, or leave out --resume")
         continues = resume is not Resume.NO and self.recipe.exists()
+        if not continues:
+            self._require_place_of_its_own(recipe)
+        if continues and (self.export / "config.json").exists() and not self._steps():
+            raise UserError(
+                f"{self.checkpoints}: holds none, though this run exported its draft; set output.dir to another place, or start afresh "
+                "without --resume, which moves aside what is there"
+            )
         if continues:
             now = yaml.safe_load(dump_recipe(recipe))
             try:
@@ -169,8 +176,9 @@ class RunFolder:
                 raise UserError(
                     f"{self.recipe}: damaged; put the run's recipe there (train.py --print-recipe prints it)"
                 )
+            unread = () if recipe.hidden_states.mode == "stored" else ("hidden_states.path",)
             for key, old, new in _differences(before, now):
-                if not any(key == free or key.startswith(f"{free}.") for free in FREE_ON_RESUME):
+                if not any(key == free or key.startswith(f"{free}.") for free in (*FREE_ON_RESUME, *unread)):
                     afresh = "start afresh: without --resume, or with another output.dir"
                     if resume is Resume.AUTO:
                         afresh = "start afresh with another output.dir (slurm_multi.sh adds --resume auto by itself)"
@@ -179,6 +187,24 @@ class RunFolder:
                         f"began with, or {afresh}"
                     )
         return continues
+
+    def _require_place_of_its_own(self, recipe: Recipe) -> None:
+        """Raises UserError where the folder holds what a run is started from, or reads."""
+        own = self.path.resolve()
+        if Path.cwd().is_relative_to(own):
+            raise UserError(
+                f"output.dir: {self.path}: holds the folder that this was started in; set output.dir to a folder of its own"
+            )
+        for key, name in inputs_of(recipe).items():
+            if (
+                key.startswith(("data.", "model.draft."))
+                and Path(name).exists()
+                and Path(name).resolve().is_relative_to(own)
+            ):
+                raise UserError(
+                    f"output.dir: {self.path}: holds {key} ({name}), which a run there would lie beside, or move away; set output.dir "
+                    "to a folder of its own"
+                )
 
     def require_same_inputs(self, inputs: dict[str, str], warn: Callable[[str], None]) -> None:
         """Raises UserError where a run that is to continue began with other inputs (see `begin`). warn: told where the run is
@@ -220,11 +246,8 @@ class RunFolder:
             if (path.name in FILES and not path.is_file()) or (path.name in FOLDERS and not path.is_dir()):
                 kind = "file" if path.name in FILES else "folder"
                 raise UserError(f"{path}: is no {kind}, which a run would write there; move it away")
-        if (
-            own
-            and not own & {self.identity.name, self.metrics.name, self.checkpoints.name}
-            and not self._staging.exists()
-        ):
+        begun = self.checkpoints.name in own and (self._steps() or not any(self.checkpoints.iterdir()))
+        if own and not begun and not own & {self.identity.name, self.metrics.name} and not self._staging.exists():
             raise UserError(
                 f"{self.path / min(own)}: has a name that a run would use, and no run left it; set output.dir to a folder of "
                 "its own"

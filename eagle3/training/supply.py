@@ -12,7 +12,7 @@ from eagle3.data.samples import Split
 from eagle3.data.spans import Spans
 from eagle3.data.store.reader import HiddenStateStore
 from eagle3.data.vocabulary import DraftVocabulary
-from eagle3.errors import SharedUserError, UserError
+from eagle3.errors import UserError
 from eagle3.parallel.topology import Topology, agreed
 from eagle3.recipe import Recipe
 from eagle3.target.head import load_target_head
@@ -57,12 +57,6 @@ def hidden_state_supply(
         source = StoredSource(store)
         yield HiddenStateSupply(samples, spans, source, source, _head(recipe, materials), None)
         return
-    for key in ("ulysses", "ring"):
-        if getattr(hidden, key) > 1:
-            raise SharedUserError(
-                f"hidden_states.{key}: {getattr(hidden, key)}, but live hidden states are made by one rank a document, or by "
-                "SGLang; set it to 1, or capture a store with capture.py and train with hidden_states.mode=stored"
-            )
     if recipe.target.backend == "sglang":
         head = _head(recipe, materials)
         with live_source(recipe, materials, vocabulary, head, topology, say) as source:

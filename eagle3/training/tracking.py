@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import os
 import resource
 import sys
 from pathlib import Path
@@ -55,10 +56,7 @@ class Tracker:
                     settings=wandb.Settings(x_disable_meta=True),
                 )
             except (wandb.Error, ValueError) as error:  # ValueError: of what its environment variables say
-                raise UserError(
-                    f"tracking.wandb_project: {wandb_project!r}: Weights & Biases does not begin ({' '.join(str(error).split())}); "
-                    "run `wandb login`, set WANDB_MODE=offline, or leave the key out"
-                ) from error
+                raise _does_not_begin(wandb_project, " ".join(str(error).split())) from error
             names.append("Weights & Biases")
         elif wandb_project:
             console.warn(f"tracking.wandb_project is set but wandb is not installed; {extra_command('wandb')}")
@@ -80,6 +78,25 @@ class Tracker:
         self.file.close()
         if self.wandb:
             self.wandb.finish()
+
+
+def require_account(wandb_project: str | None) -> None:
+    """Raises UserError where Weights & Biases would refuse to begin for want of a key: asked before anything is moved aside."""
+    if not wandb_project or not importlib.util.find_spec("wandb"):
+        return
+    if os.environ.get("WANDB_MODE", "online") in ("offline", "disabled", "dryrun"):
+        return
+    import wandb
+
+    if not wandb.api.api_key:
+        raise _does_not_begin(wandb_project, "no API key configured")
+
+
+def _does_not_begin(project: str, why: str) -> UserError:
+    return UserError(
+        f"tracking.wandb_project: {project!r}: Weights & Biases does not begin ({why}); run `wandb login`, set WANDB_MODE=offline, or "
+        "leave the key out"
+    )
 
 
 class Profiler:

@@ -69,10 +69,13 @@ def read_own_manifest(files: StoreFiles, provenance: Provenance) -> Manifest:
     found = manifest.provenance
     wanted = json.loads(json.dumps(dict(provenance)))  # as it would come back from the file: tuples are lists there
     if not _has_rows(found, wanted):
+        most = f"model.draft.window={found['window']} and training.ttt_steps={found['ttt_steps']}"
+        remedy = f"set at most {most}"
+        if wanted.get("window") is None:
+            remedy = f"set {most}, or less, and parallelism.query_selection=supervised"
         raise UserError(
             f"{files.where}: the store has the rows of {_window_in_words(found)}, this run needs those of "
-            f"{_window_in_words(wanted)}; lower model.draft.window and training.ttt_steps to that, or name another folder in "
-            "hidden_states.path and capture again"
+            f"{_window_in_words(wanted)}; {remedy}, or name another folder in hidden_states.path and capture again"
         )
     wanted |= {field: found.get(field) for field in WINDOW}
     for field in sorted({*found, *wanted}):
