@@ -102,10 +102,12 @@ def run_arm(arm: Arm, seed: int, folder: Path, per_context: int, keys: Sequence[
     for size, result in results.items():
         if not result.exists():
             served = [] if size is None else ["--window", str(size)]
-            out = ["--draft", str(run / "export"), "--out", str(result.with_suffix(".partial"))]
+            partial = result.with_suffix(".partial")
+            partial.unlink(missing_ok=True)
+            out = ["--draft", str(run / "export"), "--out", str(partial)]
             seconds = launch("evaluate.py", [*recipe, *judge, *served, *out])
-            judged = json.loads(result.with_suffix(".partial").read_text()) | {"processor_seconds": seconds}
-            result.write_text(json.dumps(judged, indent=1))
+            result.write_text(json.dumps(json.loads(partial.read_text()) | {"processor_seconds": seconds}, indent=1))
+            partial.unlink()
 
 
 def note_cost(file: Path, launcher: str, arguments: list[str]) -> None:
@@ -199,10 +201,10 @@ def marks(found: dict[str, Any]) -> dict[str, Any]:
     best = np.max([arms.of(name, TRAINED) for name in FULL], axis=0)
     ratios = {name: interval(arms.of(name, LONGEST) / arms.of(name, TRAINED)) for name in found}
     close = {name: interval(arms.of(name, TRAINED) / best) for name in found}
-    trained = [arm.name for arm in ARMS if window_of(arm)]
+    trained = [arm.name for arm in ARMS if arm.name not in FULL]
     alone = {
         f"{size} keys, {context} tokens": interval(
-            arms.of(f"window {size}", context) - arms.of(served_alone(size), context)
+            arms.of(f"window {size}", context) - arms.of(served(ARMS[0], size), context)
         )
         for size in (32, 128)
         for context in arms.contexts
@@ -228,14 +230,6 @@ def marks(found: dict[str, Any]) -> dict[str, Any]:
             f"as good at the trained length (at least {CLOSE})": {name: close[name][0] >= CLOSE for name in trained},
         },
     }
-
-
-def window_of(arm: Arm) -> bool:
-    return any(key.startswith("model.draft.window=") for key in arm.keys)
-
-
-def served_alone(size: int) -> str:
-    return served(ARMS[0], size)
 
 
 def in_markdown(document: dict[str, Any]) -> str:
