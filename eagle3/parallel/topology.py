@@ -105,7 +105,9 @@ def start_distributed(
         alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
         os.environ.update({name: str(value) for name, value in alone.items()})
     check_sizes(section, tensor, ulysses, ring, launched("WORLD_SIZE", 1))
-    local = launched("LOCAL_RANK", 0)
+    local, rank, world = launched("LOCAL_RANK", 0), launched("RANK", 0), launched("WORLD_SIZE", 1)
+    if not 0 <= rank < world:
+        raise SharedUserError(f"RANK={rank}: a job of WORLD_SIZE={world} has ranks 0 to {world - 1}; set one of these")
     beside = launched("LOCAL_WORLD_SIZE", launched("LOCAL_SIZE", 1))
     if not 0 < (port := launched("MASTER_PORT", 0)) < 65536:
         raise SharedUserError(f"MASTER_PORT={port}: is no port; set one of 1 to 65535 that nothing listens on")
