@@ -7,7 +7,8 @@ from eagle3.command_line import Parser, before_imports
 from eagle3.console import Console, tell, waiting
 from eagle3.errors import SharedUserError, run_command
 
-DEEPSPEED_FILE = Path(__file__).parent.parent / "ds_configs" / "zero2.json"
+ROOT = Path(__file__).parent.parent
+DEEPSPEED_FILE = ROOT / "ds_configs" / "zero2.json"
 
 
 def main() -> int:
@@ -39,7 +40,9 @@ def main() -> int:
     if options.window is not None and options.window < 1:
         raise SharedUserError(f"--window {options.window}: not a number of keys; leave it out")
     if not (options.case / "expected.safetensors").is_file():
-        raise SharedUserError(f"{options.case}: holds no golden case; name a folder such as tests/golden/ragged")
+        raise SharedUserError(
+            f"{options.case}: holds no golden case; name a folder such as {ROOT / 'tests' / 'golden' / 'ragged'}"
+        )
     before_imports(options.quiet)
     import torch
     from safetensors.torch import save_file

@@ -247,6 +247,11 @@ def test_what_a_launcher_set_wrongly_is_named(name, value, monkeypatch):
         start_distributed()
 
 
+def test_a_profile_behind_the_runs_end_is_refused(recipe, topology):
+    message = complaint(recipe, topology, "training.profile={start: 10, steps: 2}", "training.max_steps=3")
+    assert message.startswith("training.profile.start: 10, but this run ends at step 3; ")
+
+
 def test_no_sample_left_is_said_with_the_reason(recipe, topology):
     silent = [{"messages": [{"role": "user", "content": f"Is anybody there, {number}?"}]} for number in range(3)]
     data = write_rows(recipe, silent, "silent.jsonl")
@@ -421,6 +426,10 @@ def test_a_global_batch_that_cannot_be_dealt_out_offers_two_that_can(recipe, top
         ({"zero_optimization": {"stage": 2, "overlap_com": True}}, ["did you mean zero_optimization.overlap_comm?"]),
         ({"zero_optimisation": {"stage": 1}}, ["zero_optimisation", "did you mean zero_optimization?"]),
         ({"curriculum_learning": {"enabled": True}}, ["curriculum_learning", "remove it"]),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}},
+            ["offload_optimizer", "remove it"],
+        ),
         ({"scheduler": {"type": "WarmupLR", "params": {}}}, ["scheduler is not used here", "remove it"]),
         ({"fp16": {"enabled": True}}, ["fp16 is not used here", "remove it"]),
         ({"fp16": True}, ["fp16"]),

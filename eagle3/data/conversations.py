@@ -12,7 +12,7 @@ from typing import Any
 from eagle3.console import Progress
 from eagle3.data.download import downloaded_rows, is_dataset, is_slice, source_of_id
 from eagle3.data.files import KINDS, file_rows, require_kind
-from eagle3.data.malformed import LISTED, Malformed, MalformedRows, by_reason, first_readable
+from eagle3.data.malformed import LISTED, UNKNOWN_ROLE, Malformed, MalformedRows, by_reason, first_readable
 from eagle3.data.presets import preset_source
 from eagle3.errors import UserError, shown
 from eagle3.parsing import parse_json
@@ -219,7 +219,7 @@ def _message(where: str, message: Any) -> dict:
     name = message.get(role_key)
     role = ROLES.get(name.lower()) if isinstance(name, str) else None
     if role is None:
-        raise Malformed("unknown role", f"{where}: unknown role {shown(name)}, none of {KNOWN_ROLES}")
+        raise Malformed(UNKNOWN_ROLE, f"{where}: unknown role {shown(name)}, none of {KNOWN_ROLES}")
     taken = (role_key, content_key, *REASONING_KEYS, "tool_calls")
     further = {key: value for key, value in message.items() if key not in taken and value is not None}
     if reasoning := _reasoning(where, message):

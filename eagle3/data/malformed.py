@@ -9,6 +9,7 @@ from eagle3.errors import UserError
 
 LISTED = 10  # of the malformed rows, in a refusal; of the reasons for which rows were dropped, in a log
 NAMED = 3  # reasons, where they share a line
+UNKNOWN_ROLE = "unknown role"
 
 Row = TypeVar("Row")
 
@@ -53,7 +54,7 @@ class MalformedRows:
             return UserError(f"{self.first[0]}; fix the row{leave}")
         shown = f"; the first {LISTED} are" if count > LISTED else ""
         where = ", ".join(sources)
-        if count == rows:
+        if count == rows and UNKNOWN_ROLE not in self.counts:  # whose rows are of the right form
             leave = "; no row can be read, so the files may be of another form: .jsonl has an object on each line, .json one list "
             leave += "of them, both in UTF-8 (docs/data.md)"
         return UserError(

@@ -109,6 +109,10 @@ def start_distributed(
     if not 0 <= rank < world:
         raise SharedUserError(f"RANK={rank}: a job of WORLD_SIZE={world} has ranks 0 to {world - 1}; set one of these")
     beside = launched("LOCAL_WORLD_SIZE", launched("LOCAL_SIZE", 1))
+    if "MASTER_PORT" not in os.environ:
+        raise SharedUserError(
+            "MASTER_PORT: is not set, though RANK is; start with deepspeed or torchrun, which set both, or unset RANK and WORLD_SIZE"
+        )
     if not 0 < (port := launched("MASTER_PORT", 0)) < 65536:
         raise SharedUserError(f"MASTER_PORT={port}: is no port; set one of 1 to 65535 that nothing listens on")
     if cuda and max(beside, local + 1) > torch.cuda.device_count():

@@ -87,6 +87,11 @@ def _refuse_unsupported(path: Path, config: dict[str, Any]) -> None:
         raise SharedUserError(
             f"{path}: zero_optimization.stage is {stage}; this project uses 1 or 2, the draft is small"
         )
+    for key in ("offload_optimizer", "offload_param"):
+        if (zero.get(key) or {}).get("device", "none") != "none":
+            raise SharedUserError(
+                f"{path}: zero_optimization.{key}: is not used here, where ZeRO deals a small draft's states to the ranks; remove it"
+            )
     if config["optimizer"].get("type", "AdamW") != "AdamW":
         raise SharedUserError(f"{path}: optimizer.type is {config['optimizer']['type']!r}; use AdamW")
     for section in ("scheduler", "fp16", "sequence_parallel_size"):

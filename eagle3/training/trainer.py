@@ -365,6 +365,11 @@ def prepare_trainer(
     """Put a run together: engine, loaders, checkpoints. resume: the run will begin from a checkpoint, if there is one. identity: the run's, see RunFolder."""
     training, parallelism, (train, held_out) = recipe.training, recipe.parallelism, supply.samples
     steps = training.max_steps or math.ceil(training.epochs * len(train) / training.global_batch_size)
+    if training.profile and training.profile.start > steps:
+        raise SharedUserError(
+            f"training.profile.start: {training.profile.start}, but this run ends at step {steps}; name an earlier step, or leave "
+            "training.profile out"
+        )
     if training.global_batch_size > len(train):
         console.warn(
             f"training.global_batch_size: {training.global_batch_size:,} samples a step, of {len(train):,} that there are: a step "
