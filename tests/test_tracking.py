@@ -114,6 +114,7 @@ def test_weights_and_biases_without_a_key_is_refused_before_anything_is_moved(tm
         assert (done.returncode == 1) == refused and (
             "run `wandb login`, set WANDB_MODE=offline" in done.stderr
         ) == refused
+        assert "eprecated" not in done.stderr
 
 
 def test_a_resumed_run_goes_on_in_weights_and_biases_and_its_command_line_stays_here(tmp_path):

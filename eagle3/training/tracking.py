@@ -88,7 +88,7 @@ def require_account(wandb_project: str | None) -> None:
         return
     import wandb
 
-    if not wandb.api.api_key:
+    if not wandb.login(prompt=False, verify=False):
         raise _does_not_begin(wandb_project, "no API key configured")
 
 
