@@ -1,272 +1,256 @@
-"""What windows do to acceptance by context: part 1 of the experiment in docs/windows.md, with the library target.
+"""What windows do to acceptance by context: the experiment in docs/windows.md.
 
-    python benchmarks/window_arms.py run --folder runs/windows --seeds 0 1 2     trains and judges; what is there is kept
-    python benchmarks/window_arms.py report --folder runs/windows                tables and marks from what is there
-    python benchmarks/window_arms.py report --folder runs/windows --json         the same as one JSON document
+    python benchmarks/window_arms.py run --part 1 --seeds 0 1 2     trains and judges; what is there is kept
+    python benchmarks/window_arms.py report --part 1                tables and marks from what is there
+    python benchmarks/window_arms.py report --part 1 --json         the same as one JSON document
 
-Each arm is a run of launchers/train.py from stored hidden states, judged by launchers/evaluate.py; each result is a file of its
-own, with its command and its processor seconds. Intervals: 95%, by a bootstrap over seeds and prompts, paired: all arms are
-judged on the same prompts.
+Part 1 has the target and the text of recipes/long-context-demo.yaml, part 2 those of benchmarks/copying.py, which it makes. Keys
+behind the options change the recipe of all arms.
 """
 
 import argparse
 import json
 import os
-import resource
-import shlex
-import subprocess
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import copying
 import numpy as np
-from reporting import headline, origin, positive, table
+from arm_runs import ROOT, Arm, Experiment, Resampled, cell, interval, read_results, run_arm
+from reporting import headline, origin, table
 
-from eagle3.errors import UserError, run_command
+from eagle3.errors import run_command
 
-ROOT = Path(__file__).parent.parent
-RECIPE = ROOT / "recipes" / "long-context-demo.yaml"
-TRAINED, LONGEST = 512, 8192  # tokens of a piece, and sixteen times that
-RESAMPLES = 4000
+PIECE, FILE = 512, 8192  # tokens of a piece, and of the longest context of part 1: sixteen times that
+SERVED = (None, 32, 128)  # windows at serving of drafts with full attention
 PLAIN_ROPE = "model.draft.rope_parameters={rope_type: default, rope_theta: 10000.0}"
-PIECES = ("data.max_length=512", "training.global_batch_size=10", "evaluation.held_out_samples=200")
-SPANS = ("data.spans={length: 512, per_document: 1}", "training.global_batch_size=10")
+SPANS = "data.spans={length: 512, per_document: 1}"
 # What the marks of docs/windows.md ask for.
-LEVEL, FALLEN, CLOSE = 0.93, 0.75, 0.95
-ALONE, OTHERS = (
-    "trained with the window, less the same window at serving alone",
-    "a key fewer or more at serving, less as trained",
-)
+LEVEL, FALLEN, CLOSE, LOST = 0.93, 0.75, 0.95, 0.95
 
 
-class Arm(NamedTuple):
-    """A draft. data: of the store it trains from. keys: of the recipe. judged: windows at serving; None for as trained."""
-
-    name: str
-    data: str
-    keys: tuple[str, ...]
-    judged: tuple[int | None, ...] = (None,)
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("run", "report"))
+    parser.add_argument("--part", type=int, choices=(1, 2), required=True)
+    parser.add_argument("--folder", type=Path, help="default: runs/windows-1, runs/windows-2")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--json", action="store_true", help="report: print one JSON document")
+    parser.add_argument("keys", nargs="*", metavar="section.key=value", help="run: change the recipe of all arms")
+    options = parser.parse_intermixed_args()
+    folder = options.folder or Path(f"runs/windows-{options.part}")
+    experiment = (library if options.part == 1 else copies)(folder, options.keys)
+    if options.what == "run":
+        if options.part == 2:
+            copying.make(folder)
+        for seed in options.seeds:  # seed by seed: what there is after each is whole
+            for arm in experiment.arms:
+                run_arm(experiment, arm, seed, folder)
+        return 0
+    found = read_results(experiment.arms, folder)
+    findings, in_markdown = (
+        (library_findings, library_tables) if options.part == 1 else (copies_findings, copies_tables)
+    )
+    document = origin(load=os.getloadavg()[0]) | {"arms": found, "findings": findings(found)}
+    print(json.dumps(document, indent=1) if options.json else in_markdown(document))
+    return 0
 
 
 def window(size: int) -> str:
     return f"model.draft.window={size}"
 
 
-STORES = {"pieces": PIECES[:1], "files": ()}
-ARMS = [
-    Arm("full attention, plain rope", "pieces", (*PIECES, PLAIN_ROPE), (None, 32, 128)),
-    Arm("full attention, YaRN", "pieces", PIECES, (None, 32, 128)),
-    Arm("window 16", "pieces", (*PIECES, PLAIN_ROPE, window(16))),
-    # a key fewer, as Triton's draft steps have it, and a key more
-    Arm("window 32", "pieces", (*PIECES, PLAIN_ROPE, window(32)), (None, 31, 33)),
-    *(Arm(f"window {size}", "pieces", (*PIECES, PLAIN_ROPE, window(size))) for size in (128, 512)),
-    *(Arm(f"spans of files, window {size}", "files", (*SPANS, PLAIN_ROPE, window(size))) for size in (32, 128)),
-]
-FULL = PLAIN, _ = [arm.name for arm in ARMS if arm.name.startswith("full attention")]
+def judge(*prompts: str) -> tuple[str, ...]:
+    return ("--by-context", "--per-context", "24", "--temperature", "1", "--seed", "0", *prompts)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("run", "report"))
-    parser.add_argument("--folder", type=Path, default=Path("runs/windows"))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--per-context", type=positive, default=24, help="prompts of each context")
-    parser.add_argument("--json", action="store_true", help="report: print one JSON document")
-    parser.add_argument("keys", nargs="*", metavar="section.key=value", help="run: change the recipe of all arms")
-    options = parser.parse_intermixed_args()
-    if options.what == "run":
-        for seed in options.seeds:  # seed by seed: what there is after each is whole
-            for arm in ARMS:
-                run_arm(arm, seed, options.folder, options.per_context, options.keys)
-        return 0
-    found = read_results(options.folder)
-    document = origin(load=os.getloadavg()[0]) | {"arms": found, "marks": marks(found)}
-    print(json.dumps(document, indent=1) if options.json else in_markdown(document))
-    return 0
+# Part 1: a target that hardly uses far context.
+
+PLAIN, YARN = (
+    Arm(
+        f"full attention, {rope}",
+        "pieces",
+        ("training.global_batch_size=10", "evaluation.held_out_samples=200", *keys),
+        SERVED,
+    )
+    for rope, keys in (("plain rope", (PLAIN_ROPE,)), ("YaRN", ()))
+)
 
 
-def run_arm(arm: Arm, seed: int, folder: Path, per_context: int, keys: Sequence[str]) -> None:
-    """Train the arm and judge it, where that is not done yet."""
-    store, run = folder / f"states-{arm.data}", folder / f"{arm.name.replace(',', '').replace(' ', '-')}-{seed}"
-    results = {size: run / f"judged-{size or 'as-trained'}.json" for size in arm.judged}
-    if all(result.exists() for result in results.values()):
-        return
-    recipe = ["--recipe", str(RECIPE), *keys]
-    stored = f"hidden_states.path={store}"
-    note_cost(store / "cost.json", "capture.py", [*recipe, *STORES[arm.data], stored, "--quiet"])
-    seeds = [f"training.seed={seed}", f"data.seed={seed}"]
-    chosen = [*recipe, *arm.keys, *seeds, "hidden_states.mode=stored", stored, f"output.dir={run}"]
-    note_cost(run / "cost.json", "train.py", [*chosen, "--resume", "auto", "--quiet"])
-    judge = ["--by-context", "--per-context", str(per_context), "--temperature", "1", "--seed", "0", "--quiet"]
-    for size, result in results.items():
-        if not result.exists():
-            served = [] if size is None else ["--window", str(size)]
-            partial = result.with_suffix(".partial")
-            partial.unlink(missing_ok=True)
-            out = ["--draft", str(run / "export"), "--out", str(partial)]
-            seconds = launch("evaluate.py", [*recipe, *judge, *served, *out])
-            result.write_text(json.dumps(json.loads(partial.read_text()) | {"processor_seconds": seconds}, indent=1))
-            partial.unlink()
-
-
-def note_cost(file: Path, launcher: str, arguments: list[str]) -> None:
-    """Run the launcher unless `file` says what it took."""
-    if not file.exists():
-        seconds = launch(launcher, arguments)
-        file.write_text(json.dumps({"command": shlex.join([launcher, *arguments]), "processor_seconds": seconds}))
-
-
-def launch(launcher: str, arguments: list[str]) -> float:
-    """Processor seconds of a launcher. Raises UserError where it fails, which has said why."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    print(f"{launcher} {shlex.join(arguments)}", file=sys.stderr, flush=True)
-    code = subprocess.run([sys.executable, str(ROOT / "launchers" / launcher), *arguments]).returncode
-    if code not in (0, 1):  # 1: a tie of sampled tokens, which the result counts
-        raise UserError(f"{launcher} ended with code {code}; what it said stands above; run again to continue")
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return round(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, 1)
-
-
-def read_results(folder: Path) -> dict[str, Any]:
-    """By arm, as it is served: seeds, contexts, processor seconds, and counts [seeds, contexts, prompts, 2] of tokens and
-    verifications. Only of seeds that all arms have."""
-    files = {
-        (served(arm, size), seed_of(path)): path
-        for arm in ARMS
-        for size in arm.judged
-        for path in folder.glob(
-            f"{arm.name.replace(',', '').replace(' ', '-')}-[0-9]*/judged-{size or 'as-trained'}.json"
-        )
-    }
-    names = list(dict.fromkeys(name for name, _ in files))
-    seeds = sorted(seed for seed in {seed for _, seed in files} if all((name, seed) in files for name in names))
-    if not seeds:
-        raise UserError(f"--folder {folder}: no seed of which all arms are judged; run this with `run` first")
-    found: dict[str, Any] = {}
-    for name in names:
-        judged = [json.loads(files[name, seed].read_text()) for seed in seeds]
-        found[name] = {
-            "seeds": seeds,
-            "contexts": [each["context"] for each in judged[0]["contexts"]],
-            "counts": [[context["of_each"] for context in each["contexts"]] for each in judged],
-            "training_seconds": [
-                json.loads((files[name, seed].parent / "cost.json").read_text())["processor_seconds"] for seed in seeds
-            ],
-            "judging_seconds": [each["processor_seconds"] for each in judged],
-        }
-    return found
-
-
-def served(arm: Arm, size: int | None) -> str:
-    return arm.name if size is None else f"{arm.name}; window {size} at serving"
-
-
-def seed_of(path: Path) -> int:
-    return int(path.parent.name.rpartition("-")[2])
-
-
-class Resampled:
-    """Acceptance lengths of all arms: as measured, and under resamples of seeds and prompts that all arms share."""
-
-    def __init__(self, found: dict[str, Any]) -> None:
-        generator = np.random.default_rng(0)
-        one = next(iter(found.values()))
-        seeds, self.contexts = len(one["seeds"]), one["contexts"]
-        self.chosen_seeds = generator.integers(seeds, size=(RESAMPLES, seeds))
-        self.counts = {
-            name: [np.array([of_seed[place] for of_seed in arm["counts"]]) for place in range(len(self.contexts))]
-            for name, arm in found.items()
-        }
-        sizes = [self.counts[next(iter(found))][place].shape[1] for place in range(len(self.contexts))]
-        self.chosen_prompts = [generator.integers(size, size=(RESAMPLES, size)) for size in sizes]
-
-    def of(self, name: str, context: int) -> np.ndarray:
-        """[1 + RESAMPLES]: the measured one first."""
-        place = self.contexts.index(context)
-        counts, prompts = self.counts[name][place], self.chosen_prompts[place]
-        resampled = counts[self.chosen_seeds[:, :, None], prompts[:, None, :]].sum((1, 2))
-        both = np.concatenate([counts.sum((0, 1))[None], resampled])
-        return both[:, 0] / both[:, 1]
-
-
-def interval(values: np.ndarray) -> list[float]:
-    """The measured value and its 95% interval."""
-    return [round(float(each), 4) for each in (values[0], *np.quantile(values[1:], (0.025, 0.975)))]
-
-
-def marks(found: dict[str, Any]) -> dict[str, Any]:
-    """Each [measured, low, high], and whether the measured one reaches its mark."""
-    arms = Resampled(found)
-    best = np.max([arms.of(name, TRAINED) for name in FULL], axis=0)
-    ratios = {name: interval(arms.of(name, LONGEST) / arms.of(name, TRAINED)) for name in found}
-    close = {name: interval(arms.of(name, TRAINED) / best) for name in found}
-    trained = [arm.name for arm in ARMS if arm.name not in FULL]
-    alone = {
-        f"{size} keys, {context} tokens": interval(
-            arms.of(f"window {size}", context) - arms.of(served(ARMS[0], size), context)
+def library(folder: Path, keys: Sequence[str]) -> Experiment:
+    pieces = [
+        # of 32 also a key fewer, as Triton's draft steps have it, and a key more
+        Arm(f"window {size}", "pieces", (*PLAIN.keys, window(size)), (None, 31, 33) if size == 32 else (None,))
+        for size in (16, 32, 128, 512)
+    ]
+    spans = [
+        Arm(
+            f"spans of files, window {size}",
+            "files",
+            ("training.global_batch_size=10", SPANS, PLAIN_ROPE, window(size)),
         )
         for size in (32, 128)
-        for context in arms.contexts
-    }
-    others = {
-        f"{size} keys, {context} tokens": interval(
-            arms.of(f"window 32; window {size} at serving", context) - arms.of("window 32", context)
-        )
-        for size in (31, 33)
-        for context in arms.contexts
-    }
+    ]
+    return Experiment(
+        recipe=("--recipe", str(ROOT / "recipes" / "long-context-demo.yaml"), *keys),
+        stores={"pieces": (f"data.max_length={PIECE}",), "files": ()},
+        arms=[PLAIN, YARN, *pieces, *spans],
+        judge=judge(),
+    )
+
+
+def library_findings(found: dict[str, Any]) -> dict[str, Any]:
+    """Each [measured, low, high], and whether the measured one reaches its mark."""
+    arms = Resampled(found)
+    full = [arm.served(None) for arm in (PLAIN, YARN)]
+    windows = [name for name in found if name not in full]
+    best = np.max([arms.of(name, PIECE) for name in full], axis=0)
+    ratios = {name: interval(arms.of(name, FILE) / arms.of(name, PIECE)) for name in found}
+    close = {name: interval(arms.of(name, PIECE) / best) for name in found}
+
+    def less(first: Callable[[int], str], second: Callable[[int], str], sizes: Sequence[int]) -> dict[str, Any]:
+        return {
+            f"{size} keys": {
+                context: interval(arms.of(first(size), context) - arms.of(second(size), context))
+                for context in arms.contexts
+            }
+            for size in sizes
+        }
+
     return {
-        "acceptance": {
-            name: {context: interval(arms.of(name, context)) for context in arms.contexts} for name in found
+        "acceptance": {name: {each: interval(arms.of(name, each)) for each in arms.contexts} for name in found},
+        f"{FILE:,} over {PIECE}": ratios,
+        f"over the best full draft at {PIECE}": close,
+        "differences": {
+            "trained with the window, less the same window at serving alone": less(
+                "window {}".format, PLAIN.served, (32, 128)
+            ),
+            "a key fewer or more at serving, less as trained": less(
+                "window 32; window {} at serving".format, lambda _: "window 32", (31, 33)
+            ),
         },
-        "longest over trained length": ratios,
-        "over the best full draft at the trained length": close,
-        ALONE: alone,
-        OTHERS: others,
         "reached": {
-            f"level (at least {LEVEL})": {name: ratios[name][0] >= LEVEL for name in trained},
-            f"full attention, plain rope falls (below {FALLEN})": ratios[PLAIN][0] < FALLEN,
-            f"as good at the trained length (at least {CLOSE})": {name: close[name][0] >= CLOSE for name in trained},
+            f"level (at least {LEVEL})": {name: ratios[name][0] >= LEVEL for name in windows},
+            f"full attention, plain rope falls (below {FALLEN})": ratios[full[0]][0] < FALLEN,
+            f"as good at {PIECE} (at least {CLOSE})": {name: close[name][0] >= CLOSE for name in windows},
         },
     }
 
 
-def in_markdown(document: dict[str, Any]) -> str:
-    found, judged = document["arms"], document["marks"]
-    contexts = next(iter(found.values()))["contexts"]
-    seeds = next(iter(found.values()))["seeds"]
+def library_tables(document: dict[str, Any]) -> str:
+    found, findings = document["arms"], document["findings"]
+    ratio, close = f"{FILE:,} over {PIECE}", f"over the best full draft at {PIECE}"
+    tables = [
+        acceptance_table(
+            document,
+            "",
+            findings["acceptance"],
+            {name: [cell(findings[each][name]) for each in (ratio, close)] for name in found},
+            (ratio, close),
+        )
+    ]
+    for what, sizes in findings["differences"].items():
+        tables.append(difference_table(what, sizes))
+    return "\n\n".join([*tables, "Marks: " + json.dumps(findings["reached"], indent=1)])
 
-    def cell(values: list[float]) -> str:
-        return f"{values[0]:.2f} [{values[1]:.2f}, {values[2]:.2f}]"
 
+# Part 2: a target that answers from what stands far before.
+
+WHOLE = Arm("full attention, whole conversations", "whole", ("training.global_batch_size=2",), (None, 32, 256))
+COPIES, CODE = "lists", "code"
+
+
+def copies(folder: Path, keys: Sequence[str]) -> Experiment:
+    pieces = [
+        Arm(f"pieces, window {size}", "pieces", ("training.global_batch_size=36", window(size))) for size in (32, 256)
+    ]
+    spans = [
+        Arm(f"spans, window {size}", "whole", ("training.global_batch_size=10", SPANS, window(size)))
+        for size in (32, 256)
+    ]
+    target = (f"model.target={folder / 'target'}", f"data.cache_dir={folder / 'cache'}")
+    return Experiment(
+        recipe=("--recipe", str(ROOT / "benchmarks" / "copying.yaml"), *target, *keys),
+        stores={name: (f"data.train=[{folder / f'{name}.jsonl'}]",) for name in ("whole", "pieces")},
+        arms=[WHOLE, *pieces, *spans],
+        judge=judge("--prompts", str(folder / "prompts.jsonl"), "--contexts", *map(str, copying.CONTEXTS)),
+    )
+
+
+def copies_findings(found: dict[str, Any]) -> dict[str, Any]:
+    """Each [measured, low, high]; of the prompts that ask for lists, and of those that have code continued."""
+    kinds = {COPIES: [], CODE: []}
+    for place, kind in enumerate(copying.KINDS):
+        kinds[CODE if kind == "code" else COPIES].append(place)
+    acceptance, over = {}, {}
+    for what, places in kinds.items():
+        arms = Resampled({name: of_kinds(arm, places) for name, arm in found.items()})
+        full = WHOLE.served(None)
+        acceptance[what] = {name: {each: interval(arms.of(name, each)) for each in arms.contexts} for name in found}
+        over[what] = {
+            name: {each: interval(arms.of(name, each) / arms.of(full, each)) for each in arms.contexts}
+            for name in found
+            if name != full
+        }
+    lost = {
+        name: [each for each, values in by_context.items() if values[2] < LOST]
+        for name, by_context in over[COPIES].items()
+    }
+    return {"acceptance": acceptance, "over the full draft": over, f"surely below {LOST} of it, lists": lost}
+
+
+def of_kinds(arm: dict[str, Any], places: Sequence[int]) -> dict[str, Any]:
+    """The arm with the counts of some kinds of prompts, which take turns in the file."""
+    chosen = [
+        [
+            [counts for place, counts in enumerate(context) if place % len(copying.KINDS) in places]
+            for context in of_seed
+        ]
+        for of_seed in arm["counts"]
+    ]
+    return arm | {"counts": chosen}
+
+
+def copies_tables(document: dict[str, Any]) -> str:
+    findings = document["findings"]
+    tables = [
+        acceptance_table(document, f"{what}; ", by_name, {name: [] for name in by_name}, ())
+        for what, by_name in findings["acceptance"].items()
+    ]
+    for what, by_name in findings["over the full draft"].items():
+        tables.append(difference_table(f"{what}: acceptance over that of {WHOLE.name}", by_name))
+    lost = f"surely below {LOST} of it, lists"
+    return "\n\n".join([*tables, f"{lost}: {json.dumps(findings[lost], indent=1)}"])
+
+
+# Tables of both.
+
+
+def acceptance_table(
+    document: dict[str, Any], what: str, acceptance: dict[str, Any], more: dict[str, list[str]], heads: Sequence[str]
+) -> str:
+    found = document["arms"]
+    one = next(iter(found.values()))
     rows = [
         [
             name,
-            *(cell(judged["acceptance"][name][context]) for context in contexts),
-            cell(judged["longest over trained length"][name]),
-            f"{np.mean(arm['training_seconds']):.0f}",
-            f"{np.mean(arm['judging_seconds']):.0f}",
+            *map(cell, by_context.values()),
+            *more[name],
+            f"{np.mean(found[name]['training_seconds']):.0f}",
+            f"{np.mean(found[name]['judging_seconds']):.0f}",
         ]
-        for name, arm in found.items()
+        for name, by_context in acceptance.items()
     ]
-    head = [
-        "draft",
-        *(f"{context:,}" for context in contexts),
-        f"{LONGEST:,} over {TRAINED}",
-        "training, s",
-        "judging, s",
-    ]
-    title = f"{headline(document)}; seeds {', '.join(map(str, seeds))}; processor seconds a seed"
-    differences = [
-        table(
-            f"{what[0].upper()}{what[1:]}",
-            ["", "difference"],
-            [[name, cell(each)] for name, each in judged[what].items()],
-        )
-        for what in (ALONE, OTHERS)
-    ]
-    return "\n\n".join([table(title, head, rows), *differences, "Marks: " + json.dumps(judged["reached"], indent=1)])
+    head = ["draft", *(f"{context:,}" for context in one["contexts"]), *heads, "training, s", "judging, s"]
+    seeds = ", ".join(map(str, one["seeds"]))
+    return table(f"{what}{headline(document)}; seeds {seeds}; processor seconds a seed", head, rows)
+
+
+def difference_table(title: str, by_name: dict[str, dict[int, list[float]]]) -> str:
+    contexts = next(iter(by_name.values()))
+    rows = [[name, *map(cell, by_context.values())] for name, by_context in by_name.items()]
+    return table(f"{title[0].upper()}{title[1:]}", ["", *(f"{context:,}" for context in contexts)], rows)
 
 
 if __name__ == "__main__":
