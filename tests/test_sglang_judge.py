@@ -1,6 +1,7 @@
 """The two judges decode alike: SGLang's servers and transformers put out the same tokens and accept the same drafts."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,9 +13,11 @@ from test_speculative import decode_speculatively, export_trained, speculative_g
 from torch import Tensor
 
 from eagle3.draft.interchange import export_draft
+from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
+from eagle3.evaluation.acceptance import Drawn
 from eagle3.evaluation.decoding import PlainOutput, SpeculativeOutput, plain_greedy
-from eagle3.evaluation.drafter import load_draft
+from eagle3.evaluation.drafter import ChainDrafter, LoadedDraft, load_draft
 from eagle3.evaluation.serving import (
     DraftTree,
     Logits,
@@ -130,33 +133,99 @@ def test_both_engines_accept_the_same_drafts(decoded):
     assert all(every), "the draft must be right and wrong at every place for this to tell"
 
 
-def test_a_draft_with_a_window_is_served_as_transformers_judges_it(decoded, topology, tmp_path):
-    """Whose last keys decide: its attention counts five times as much."""
-    cpu, window = torch.device("cpu"), 5
+@dataclass(frozen=True)
+class Windowed:
+    """A draft with a window whose last keys decide, for its attention counts five times as much; `others` are no windows of it."""
+
+    folder: Path
+    loaded: LoadedDraft
+    window: int = 5
+    others: tuple[int | None, ...] = (None, 4, 6)
+
+    def set(self, window: int | None) -> Eagle3Draft:
+        self.loaded.draft.draft_config = replace(self.loaded.draft.draft_config, window=window)
+        return self.loaded.draft
+
+    def served(self, decoded: Decoded, tree: DraftTree) -> list[TimedAnswer]:
+        flags = [*decoding_flags(), *cpu_attention_flags(), *speculative_flags(str(self.folder), *tree, self.window)]
+        with SGLangServer(engine_options(decoded.folder), flags) as server:
+            return decode_by_server(server, decoded.prompts, NEW_TOKENS, print)
+
+
+@pytest.fixture(scope="module")
+def windowed(decoded, topology, tmp_path_factory):
+    folder, cpu = tmp_path_factory.mktemp("windowed"), torch.device("cpu")
     loaded = load_draft(decoded.folder / "draft", decoded.target.weights(), topology.modules, torch.float32, cpu)
-    draft = loaded.draft
-    for name, weight in draft.named_parameters():
+    for name, weight in loaded.draft.named_parameters():
         if "self_attention" in name:
             weight.mul_(5)
+    windowed = Windowed(folder, loaded)
+    exported = {"d2t": loaded.d2t, "t2d": loaded.t2d, "dtype": torch.float32}
+    weights = dict(windowed.set(windowed.window).named_parameters())
+    export_draft(folder, loaded.draft, weights, **exported, with_embedding=False)
+    return windowed
+
+
+def test_a_draft_with_a_window_is_served_as_transformers_judges_it(decoded, windowed):
     lengths = {"draft_tokens": STEPS, "new_tokens": NEW_TOKENS}
 
     def judged(window):
-        draft.draft_config = replace(draft.draft_config, window=window)
-        return [speculative_greedy(decoded.target, draft, loaded.d2t, prompt, **lengths) for prompt in decoded.prompts]
+        draft, d2t = windowed.set(window), windowed.loaded.d2t
+        return [speculative_greedy(decoded.target, draft, d2t, prompt, **lengths) for prompt in decoded.prompts]
 
-    others, own = [judged(each) for each in (None, window - 1, window + 1)], judged(window)
-    weights = dict(draft.named_parameters())
-    exported = {"d2t": loaded.d2t, "t2d": loaded.t2d, "dtype": torch.float32}
-    export_draft(tmp_path, draft, weights, **exported, with_embedding=False)
-    flags = [*decoding_flags(), *cpu_attention_flags()]
-    flags += speculative_flags(str(tmp_path), *DraftTree.of(STEPS, 1, None), window)
-    with SGLangServer(engine_options(decoded.folder), flags) as server:
-        served = decode_by_server(server, decoded.prompts, NEW_TOKENS, print)
+    others, own = [judged(each) for each in windowed.others], judged(windowed.window)
+    served = windowed.served(decoded, DraftTree.of(STEPS, 1, None))
     assert [each.answer.tokens for each in served] == [output.tokens for output in own]
     whole = [number for number, (answer, _) in enumerate(served) if not answer.stopped]
     assert [padded(served[number].answer.histogram) for number in whole] == [histogram(own[number]) for number in whole]
     for other in others:
         assert [histogram(other[number]) for number in whole] != [histogram(own[number]) for number in whole]
+
+
+class Followed:
+    """A rule for a drafter that walks the tree of its `topk` best tokens along `tokens`: accepted counts how far they led."""
+
+    def __init__(self, tokens: Sequence[int], d2t: Tensor, topk: int) -> None:
+        self.tokens, self.topk, self.accepted, self.off = list(tokens), topk, 0, False
+        self.target_ids = d2t + torch.arange(len(d2t))
+
+    def draw(self, logits: Tensor) -> Drawn:
+        best = logits[0].topk(self.topk).indices
+        on = [each for each in best if self.target_ids[each] == self.tokens[0]]
+        self.tokens, self.off = self.tokens[1:], self.off or not on
+        self.accepted += not self.off
+        return Drawn(on[0][None] if on else best[:1], None)
+
+
+def test_a_tree_under_a_window_accepts_as_the_definition_says(decoded, windowed):
+    """The whole tree of two steps with two branches each, so that no choice among its nodes decides."""
+    tree, d2t = DraftTree.of(2, 2, 7), windowed.loaded.d2t
+    served = windowed.served(decoded, tree)
+    assert [each.answer.tokens for each in served] == [each.answer.tokens for each in decoded.served_plain]
+    whole = [number for number, (answer, _) in enumerate(served) if not answer.stopped]
+
+    def defined(window: int | None, number: int) -> list[int]:
+        """Verifications that accepted 0, 1 or 2 drafts."""
+        draft, prompt = windowed.set(window), decoded.prompts[number]
+        # more than what is put out: the last verification reaches beyond
+        answer = plain_greedy(decoded.target, prompt, new_tokens=NEW_TOKENS + tree.steps + 1).tokens
+        text, counts = torch.cat((prompt, torch.tensor(answer))), [0] * (tree.steps + 1)
+        (states,) = decoded.target.prefill([text])
+        rows = len(prompt)  # that are known when a verification begins
+        while rows - len(prompt) + 1 < NEW_TOKENS:
+            drafter = ChainDrafter(draft, d2t, len(text))
+            drafter.extend(states.aux[:rows], text[1 : rows + 1])
+            rule = Followed(text[rows + 1 :].tolist(), d2t, tree.topk)
+            drafter.propose(tree.steps, rule)
+            counts[rule.accepted] += 1
+            rows += rule.accepted + 1
+        return counts
+
+    found = [(served[number].answer.histogram + [0, 0])[:3] for number in whole]
+    assert found == [defined(windowed.window, number) for number in whole]
+    assert all(sum(column) for column in zip(*found, strict=True))
+    for other in windowed.others:
+        assert found != [defined(other, number) for number in whole]
 
 
 def test_the_figures_mean_the_same(decoded):

@@ -39,6 +39,15 @@ def visible_keys(queries: int, keys: int, causal: bool, sliding_window: int) -> 
     return (distance >= 0) & (distance < (sliding_window if sliding_window > 0 else keys))
 
 
+def visible_in_tree(mask: Tensor, committed: int, sliding_window: int) -> Tensor:
+    """Which keys the nodes of a token tree see behind `committed` tokens: bool [nodes, committed + nodes]. mask: bool [nodes, nodes],
+    a node's ancestors and itself; so many stand between it and the committed tokens, and that is its position."""
+    nodes = committed + mask.sum(1) - 1
+    distance = nodes[:, None] - torch.cat([torch.arange(committed), nodes])
+    visible = torch.cat([mask.new_ones(len(mask), committed), mask], 1)
+    return visible & (distance < sliding_window) if sliding_window > 0 else visible
+
+
 @torch.library.custom_op("sgl_kernel::decode_attention_cpu", mutates_args=("k_cache", "v_cache", "output"))
 def decode_attention_cpu(
     query: Tensor,
@@ -101,8 +110,8 @@ def extend_attention_cpu(
     """Several queries a request: the new keys and values stand in the cache already; fill `output`.
 
     A cache of latent attention (MLA) holds neither: requests without a prefix bring their keys and values expanded, one for each
-    head, and attend to those. With `tree_mask` (bool, the requests' [queries, queries] masks one after the other) a query sees all keys before the
-    new ones, and of the new ones those of its mask.
+    head, and attend to those. With `tree_mask` (bool, the requests' [queries, queries] masks one after the other) a query sees the keys before the
+    new ones, and of the new ones those of its mask, as far as its window reaches.
     """
     assert k_scale == v_scale == 1 and not is_cross_attention
     expanded = key is not None and key.shape[1:] != k_cache.shape[1:]
@@ -117,9 +126,8 @@ def extend_attention_cpu(
         slots = req_to_token[request, :length].long()
         visible = visible_keys(count, length, is_causal, sliding_window)
         if tree_mask is not None:
-            assert sliding_window <= 0, "a token tree under a sliding window"
-            visible[:, : length - count] = True
-            visible[:, length - count :] = tree_mask[masks_read : masks_read + count * count].view(count, count)
+            mask = tree_mask[masks_read : masks_read + count * count].view(count, count)
+            visible = visible_in_tree(mask, length - count, sliding_window)
             masks_read += count * count
         here = slice(start, start + count)
         assert not expanded or length == count, "expanded keys behind a latent prefix"
