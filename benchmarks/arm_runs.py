@@ -41,12 +41,14 @@ class Arm(NamedTuple):
 
 
 class Experiment(NamedTuple):
-    """recipe: arguments for every launcher. stores: keys of the hidden-state stores by name. judge: arguments for evaluate.py."""
+    """recipe: arguments for every launcher. stores: keys of the hidden-state stores by name. judge: arguments for evaluate.py. drawn: arms
+    of its plot."""
 
     recipe: tuple[str, ...]
     stores: dict[str, tuple[str, ...]]
     arms: list[Arm]
     judge: tuple[str, ...]
+    drawn: list[str]
 
 
 def run_arm(experiment: Experiment, arm: Arm, seed: int, folder: Path) -> None:

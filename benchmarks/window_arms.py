@@ -3,6 +3,7 @@
     python benchmarks/window_arms.py run --part 1 --seeds 0 1 2     trains and judges; what is there is kept
     python benchmarks/window_arms.py report --part 1                tables and marks from what is there
     python benchmarks/window_arms.py report --part 1 --json         the same as one JSON document
+    python benchmarks/window_arms.py report --part 1 --plot F.png   acceptance by context, of some arms
 
 Part 1 has the target and the text of recipes/long-context-demo.yaml, part 2 those of benchmarks/copying.py, which it makes. Keys
 behind the options change the recipe of all arms.
@@ -37,6 +38,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="default: runs/windows-1, runs/windows-2")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--json", action="store_true", help="report: print one JSON document")
+    parser.add_argument("--plot", type=Path, help="report: draw acceptance by context into this PNG file")
     parser.add_argument("keys", nargs="*", metavar="section.key=value", help="run: change the recipe of all arms")
     options = parser.parse_intermixed_args()
     folder = options.folder or Path(f"runs/windows-{options.part}")
@@ -53,6 +55,9 @@ def main() -> int:
         (library_findings, library_tables) if options.part == 1 else (copies_findings, copies_tables)
     )
     document = origin(load=os.getloadavg()[0]) | {"arms": found, "findings": findings(found)}
+    if options.plot:
+        acceptance = document["findings"]["acceptance"]
+        options.plot.write_bytes(drawn(acceptance if options.part == 1 else acceptance[COPIES], experiment.drawn))
     print(json.dumps(document, indent=1) if options.json else in_markdown(document))
     return 0
 
@@ -97,6 +102,7 @@ def library(folder: Path, keys: Sequence[str]) -> Experiment:
         stores={"pieces": (f"data.max_length={PIECE}",), "files": ()},
         arms=[PLAIN, YARN, *pieces, *spans],
         judge=judge(),
+        drawn=[PLAIN.served(None), YARN.served(None), PLAIN.served(128), "window 32", "window 128"],
     )
 
 
@@ -175,6 +181,7 @@ def copies(folder: Path, keys: Sequence[str]) -> Experiment:
         stores={name: (f"data.train=[{folder / f'{name}.jsonl'}]",) for name in ("whole", "pieces")},
         arms=[WHOLE, *pieces, *spans],
         judge=judge("--prompts", str(folder / "prompts.jsonl"), "--contexts", *map(str, copying.CONTEXTS)),
+        drawn=[WHOLE.served(None), WHOLE.served(32), *(arm.name for arm in (*pieces, *spans))],
     )
 
 
@@ -245,6 +252,20 @@ def acceptance_table(
     head = ["draft", *(f"{context:,}" for context in one["contexts"]), *heads, "training, s", "judging, s"]
     seeds = ", ".join(map(str, one["seeds"]))
     return table(f"{what}{headline(document)}; seeds {seeds}; processor seconds a seed", head, rows)
+
+
+def drawn(acceptance: dict[str, Any], names: Sequence[str]) -> bytes:
+    """A PNG of the named arms."""
+    from eagle3.reporting.charts import contexts_plot, curve_series
+    from eagle3.reporting.curves import Curve
+    from eagle3.reporting.drawing import png
+    from eagle3.reporting.plot import COLOURS
+
+    series = []
+    for name, colour in zip(names, COLOURS, strict=False):
+        values = np.array(list(acceptance[name].values()))
+        series.append(curve_series(name, Curve(np.array([*acceptance[name]]), values[:, 0], values[:, 1:]), colour))
+    return png(contexts_plot("acceptance-by-context", series, ""))
 
 
 def difference_table(title: str, by_name: dict[str, dict[int, list[float]]]) -> str:
