@@ -49,9 +49,11 @@ SHAPE = {
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "max_position_embeddings": 2 * LONGEST,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e10},
     "tie_word_embeddings": False,
 }
+# Conversations, their least and most tokens, tokens of a batch, and steps.
+LENGTHS = ((1200, 512, 4096, 4096, 400), (60, 4096, LONGEST, LONGEST, 30), (60, 6144, LONGEST, LONGEST, 100))
 RATES = {"learning_rate": 0.02, "adam_learning_rate": 0.004}
 
 
@@ -156,11 +158,13 @@ def make(folder: Path) -> dict[str, Any]:
     writer = Writer(library.train, tokenizer, seed=0)
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SHAPE, eos_token_id=tokenizer.eos_token_id, bos_token_id=None))
-    short = [encoded(tokenizer, writer.turns(writer.random.randrange(256, 768))) for _ in range(4000)]
-    long = [encoded(tokenizer, writer.turns(int(1024 * 16 ** writer.random.random()))) for _ in range(160)]
-    point(model, batches(short, 4096, seed=0), steps=250)
-    train_language_model(model, short, batch_tokens=4096, steps=500, seed=1, report=print, **RATES)
-    loss = train_language_model(model, long, batch_tokens=LONGEST, steps=80, seed=2, report=print, **RATES)
+    # In steps of length: from one to the next it finds what it has learnt to look for, from short to long at once it does not.
+    point(model, batches(written(writer, 2000, 256, 768), 4096, seed=0), steps=250)
+    for seed, (count, least, most, batch_tokens, steps) in enumerate(LENGTHS, start=1):
+        texts = written(writer, count, least, most)
+        loss = train_language_model(
+            model, texts, batch_tokens=batch_tokens, steps=steps, seed=seed, report=print, **RATES
+        )
     trained = time.process_time() - began
     model.save_pretrained(folder / "target")
     tokenizer.save_pretrained(folder / "target")
@@ -192,6 +196,12 @@ def make(folder: Path) -> dict[str, Any]:
     }
     write_text(record, json.dumps(document, indent=1))
     return document
+
+
+def written(writer: Writer, count: int, least: int, most: int) -> list[Tensor]:
+    """Conversations of log-uniform lengths in tokens: int64 [T] each."""
+    sizes = [int(least * (most / least) ** writer.random.random()) for _ in range(count)]
+    return [encoded(writer.tokenizer, writer.turns(size)) for size in sizes]
 
 
 def point(model: LlamaForCausalLM, coming: Iterator[Any], steps: int) -> None:
