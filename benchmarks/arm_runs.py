@@ -10,7 +10,7 @@ import resource
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,14 +41,17 @@ class Arm(NamedTuple):
 
 
 class Experiment(NamedTuple):
-    """recipe: arguments for every launcher. stores: keys of the hidden-state stores by name. judge: arguments for evaluate.py. drawn: arms
-    of its plot."""
+    """recipe: arguments for every launcher. stores: keys of the hidden-state stores by name. judge: arguments for evaluate.py.
+    findings: what read_results found, put into numbers. tables: a document of both, in Markdown. drawn: of the findings,
+    acceptance by context of some arms."""
 
     recipe: tuple[str, ...]
     stores: dict[str, tuple[str, ...]]
     arms: list[Arm]
     judge: tuple[str, ...]
-    drawn: list[str]
+    findings: Callable[[dict[str, Any]], dict[str, Any]]
+    tables: Callable[[dict[str, Any]], str]
+    drawn: Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def run_arm(experiment: Experiment, arm: Arm, seed: int, folder: Path) -> None:

@@ -42,7 +42,7 @@ def main() -> int:
     parser.add_argument("keys", nargs="*", metavar="section.key=value", help="run: change the recipe of all arms")
     options = parser.parse_intermixed_args()
     folder = options.folder or Path(f"runs/windows-{options.part}")
-    experiment = (library if options.part == 1 else copies)(folder, options.keys)
+    experiment = {1: library, 2: copies}[options.part](folder, options.keys)
     if options.what == "run":
         if options.part == 2:
             copying.make(folder)
@@ -51,14 +51,10 @@ def main() -> int:
                 run_arm(experiment, arm, seed, folder)
         return 0
     found = read_results(experiment.arms, folder)
-    findings, in_markdown = (
-        (library_findings, library_tables) if options.part == 1 else (copies_findings, copies_tables)
-    )
-    document = origin(load=os.getloadavg()[0]) | {"arms": found, "findings": findings(found)}
+    document = origin(load=os.getloadavg()[0]) | {"arms": found, "findings": experiment.findings(found)}
     if options.plot:
-        acceptance = document["findings"]["acceptance"]
-        options.plot.write_bytes(drawn(acceptance if options.part == 1 else acceptance[COPIES], experiment.drawn))
-    print(json.dumps(document, indent=1) if options.json else in_markdown(document))
+        options.plot.write_bytes(png_of(experiment.drawn(document["findings"])))
+    print(json.dumps(document, indent=1) if options.json else experiment.tables(document))
     return 0
 
 
@@ -102,7 +98,12 @@ def library(folder: Path, keys: Sequence[str]) -> Experiment:
         stores={"pieces": (f"data.max_length={PIECE}",), "files": ()},
         arms=[PLAIN, YARN, *pieces, *spans],
         judge=judge(),
-        drawn=[PLAIN.served(None), YARN.served(None), PLAIN.served(128), "window 32", "window 128"],
+        findings=library_findings,
+        tables=library_tables,
+        drawn=lambda findings: {
+            name: findings["acceptance"][name]
+            for name in (PLAIN.served(None), YARN.served(None), PLAIN.served(128), "window 32", "window 128")
+        },
     )
 
 
@@ -164,7 +165,7 @@ def library_tables(document: dict[str, Any]) -> str:
 # Part 2: a target that answers from what stands far before.
 
 WHOLE = Arm("full attention, whole conversations", "whole", ("training.global_batch_size=2",), (None, 32, 256))
-COPIES, CODE = "lists", "code"
+LISTS, CODE = "lists", "code"
 
 
 def copies(folder: Path, keys: Sequence[str]) -> Experiment:
@@ -181,15 +182,19 @@ def copies(folder: Path, keys: Sequence[str]) -> Experiment:
         stores={name: (f"data.train=[{folder / f'{name}.jsonl'}]",) for name in ("whole", "pieces")},
         arms=[WHOLE, *pieces, *spans],
         judge=judge("--prompts", str(folder / "prompts.jsonl"), "--contexts", *map(str, copying.CONTEXTS)),
-        drawn=[WHOLE.served(None), WHOLE.served(32), *(arm.name for arm in (*pieces, *spans))],
+        findings=copies_findings,
+        tables=copies_tables,
+        drawn=lambda findings: {
+            name: each for name, each in findings["acceptance"][LISTS].items() if name != WHOLE.served(256)
+        },
     )
 
 
 def copies_findings(found: dict[str, Any]) -> dict[str, Any]:
     """Each [measured, low, high]; of the prompts that ask for lists, and of those that have code continued."""
-    kinds = {COPIES: [], CODE: []}
+    kinds = {LISTS: [], CODE: []}
     for place, kind in enumerate(copying.KINDS):
-        kinds[CODE if kind == "code" else COPIES].append(place)
+        kinds[CODE if kind == "code" else LISTS].append(place)
     acceptance, over = {}, {}
     for what, places in kinds.items():
         arms = Resampled({name: of_kinds(arm, places) for name, arm in found.items()})
@@ -202,7 +207,7 @@ def copies_findings(found: dict[str, Any]) -> dict[str, Any]:
         }
     lost = {
         name: [each for each, values in by_context.items() if values[2] < LOST]
-        for name, by_context in over[COPIES].items()
+        for name, by_context in over[LISTS].items()
     }
     return {"acceptance": acceptance, "over the full draft": over, f"surely below {LOST} of it, lists": lost}
 
@@ -254,17 +259,17 @@ def acceptance_table(
     return table(f"{what}{headline(document)}; seeds {seeds}; processor seconds a seed", head, rows)
 
 
-def drawn(acceptance: dict[str, Any], names: Sequence[str]) -> bytes:
-    """A PNG of the named arms."""
+def png_of(acceptance: dict[str, Any]) -> bytes:
+    """acceptance: of each arm by context, [measured, low, high]."""
     from eagle3.reporting.charts import contexts_plot, curve_series
     from eagle3.reporting.curves import Curve
     from eagle3.reporting.drawing import png
     from eagle3.reporting.plot import COLOURS
 
     series = []
-    for name, colour in zip(names, COLOURS, strict=False):
-        values = np.array(list(acceptance[name].values()))
-        series.append(curve_series(name, Curve(np.array([*acceptance[name]]), values[:, 0], values[:, 1:]), colour))
+    for (name, by_context), colour in zip(acceptance.items(), COLOURS, strict=False):
+        values = np.array([*by_context.values()])
+        series.append(curve_series(name, Curve(np.array([*by_context]), values[:, 0], values[:, 1:]), colour))
     return png(contexts_plot("acceptance-by-context", series, ""))
 
 
