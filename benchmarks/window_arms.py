@@ -54,7 +54,7 @@ def main() -> int:
     document = origin(load=os.getloadavg()[0]) | {"arms": found, "findings": experiment.findings(found)}
     if options.plot:
         options.plot.write_bytes(png_of(experiment.drawn(document["findings"])))
-    print(json.dumps(document, indent=1) if options.json else experiment.tables(document))
+    print(json.dumps(document) if options.json else experiment.tables(document))
     return 0
 
 
