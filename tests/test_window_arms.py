@@ -1,20 +1,14 @@
 """The experiment of docs/windows.md: its texts, and how its results are compared."""
 
 import json
-import sys
-from pathlib import Path
 
+import arm_runs
+import copying
 import pytest
+import window_arms
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-import arm_runs  # noqa: E402
-import copying  # noqa: E402
-import window_arms  # noqa: E402
-
-from eagle3.data.standard_library import standard_library_files  # noqa: E402
-from eagle3.target.demo import byte_level_tokenizer  # noqa: E402
+from eagle3.data.standard_library import standard_library_files
+from eagle3.target.demo import byte_level_tokenizer
 
 
 @pytest.fixture(scope="module")
