@@ -176,12 +176,13 @@ def copies(folder: Path, keys: Sequence[str]) -> Experiment:
         Arm(f"spans, window {size}", "whole", ("training.global_batch_size=10", SPANS, window(size)))
         for size in (32, 256)
     ]
-    target = (f"model.target={folder / 'target'}", f"data.cache_dir={folder / 'cache'}")
+    data = {name: f"data.train=[{folder / f'{name}.jsonl'}]" for name in ("whole", "pieces")}
+    target = (f"model.target={folder / 'target'}", f"data.cache_dir={folder / 'cache'}", data["whole"])
     return Experiment(
         recipe=("--recipe", str(ROOT / "benchmarks" / "copying.yaml"), *target, *keys),
-        stores={name: (f"data.train=[{folder / f'{name}.jsonl'}]",) for name in ("whole", "pieces")},
+        stores={name: (train,) for name, train in data.items()},
         arms=[WHOLE, *pieces, *spans],
-        judge=judge("--prompts", str(folder / "prompts.jsonl"), "--contexts", *map(str, copying.CONTEXTS)),
+        judge=judge("--prompts", str(folder / "prompts.jsonl"), "--contexts", ",".join(map(str, copying.CONTEXTS))),
         findings=copies_findings,
         tables=copies_tables,
         drawn=lambda findings: {

@@ -25,8 +25,10 @@ class Stream:
     spans: int = 1
 
     def share(self, planned: Planned) -> Share:
-        sizes, window = planned.sizes, planned.draft.window
-        return Share.expected(self.tokens, self.supervised, sizes, self.documents, window, self.spans)
+        window, selection = planned.draft.window, planned.query_selection
+        return Share.expected(
+            self.tokens, self.supervised, planned.sizes, self.documents, window, self.spans, selection
+        )
 
     def needs(self, planned: Planned) -> int:
         """Bytes of a rank that trains on it."""

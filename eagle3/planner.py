@@ -18,6 +18,7 @@ from eagle3.draft.config import DraftConfig
 from eagle3.objective.blocks import chunk_token_bytes, chunk_tokens, loss_row_bytes, loss_rows
 from eagle3.objective.model import MemoryPlan
 from eagle3.objective.unroll import Residence
+from eagle3.parallel.dealing import QuerySelection
 from eagle3.parallel.sequence import SequencePlan, Stream
 
 # What takes memory -> bytes, in the phase of a step that holds most.
@@ -70,10 +71,14 @@ class Share(NamedTuple):
         documents: int = 1,
         window: int | None = None,
         spans: int = 1,
+        query_selection: QuerySelection = "supervised",
     ) -> "Share":
         """Of equal documents of `tokens` tokens together, the last `supervised` share of each of which counts. window: of
-        keys that a query sees. spans: runs of a document's supervised tokens, each of which needs a window's keys before it."""
-        longest = math.ceil(tokens / documents)
+        keys that a query sees. spans: runs of a document's supervised tokens, each of which needs a window's keys before it.
+        query_selection: which rows are unrolled."""
+        longest, teacher = math.ceil(tokens / documents), math.ceil(tokens * supervised / sizes.sequence)
+        if query_selection == "all":
+            supervised, spans = 1.0, 1
         counting, reach = longest * supervised, longest if window is None else min(window, longest)
         begun = max(0.0, counting - (longest - reach))  # queries whose window the document's start cuts off
         pairs = round(documents * (counting * reach - begun**2 / 2))
@@ -81,7 +86,7 @@ class Share(NamedTuple):
         mine, shared = math.ceil(queries / sizes.sequence), math.ceil(keys / sizes.sequence)
         # rows that are a rank's keys and its queries at once, on the first Ulysses rank, which has the fewest such
         both = max(0, queries - (sizes.ulysses - 1) * (keys - queries)) / sizes.sequence / sizes.ring
-        return cls(shared, mine, mine, round(shared + mine - both), longest, pairs)
+        return cls(shared, mine, teacher, round(shared + mine - both), longest, pairs)
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,8 @@ class Planned:
     """A training step to be planned. steps: K. dtype: of the draft. ring_mode, memory, residence: as in training. device:
     on CPUs norms are several operations, each of which keeps its result where nothing is recomputed. bucket: numbers in
     DeepSpeed's buckets for gradients under way, all of them together; zero_stage: 2 deals gradients too, 1 does not.
-    logit_bytes: of one of the teacher's logits, where these are kept and not last hidden states."""
+    logit_bytes: of one of the teacher's logits, where these are kept and not last hidden states. query_selection: as in
+    training, all rows or the supervised ones."""
 
     draft: DraftConfig
     steps: int
@@ -102,6 +108,7 @@ class Planned:
     bucket: int = 100_000_000
     zero_stage: int = 2
     logit_bytes: int | None = None
+    query_selection: QuerySelection = "supervised"
 
     @property
     def itemsize(self) -> int:

@@ -46,6 +46,7 @@ def _home(value: Any) -> Any:
 Named = Annotated[str, BeforeValidator(_home)]
 LocalText = Annotated[Named, BeforeValidator(_no_url)]
 LocalPath = Annotated[Path, BeforeValidator(_home), BeforeValidator(_no_url)]
+MOST_KEYS = 10**9  # of a window: longer than any context
 LARGEST = 1 << 18  # bytes of a recipe's file; YAML's reader takes some ten seconds for as many
 LONGEST_KEY = 100  # characters of a key in an error line
 # What other trainers call some of our keys, where the two names look too different to be matched; for error lines.
@@ -162,10 +163,10 @@ class Draft(Section):
         None, description="rope_type (default, linear, llama3, yarn), rope_theta and that type's own keys"
     )
     rms_norm_eps: Positive | None = None
-    window: Count | None = Field(
+    window: Annotated[int, Field(ge=1, le=MOST_KEYS)] | None = Field(
         None,
-        description="keys that a query sees, its own included, in training as in serving; default: all. At least "
-        "training.ttt_steps (docs/windows.md)",
+        description="keys that a query sees, its own included, in training as in serving; default: as model.draft.config says, "
+        "else all. At least training.ttt_steps and evaluation.draft_tokens (docs/windows.md)",
     )
     vocab_size: Count | None = Field(
         None,
@@ -458,12 +459,17 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _window_holds_a_chain(self) -> "Recipe":
-        window, steps = self.model.draft.window, self.training.ttt_steps
-        if window is not None and window < steps:
-            raise ValueError(
-                f"model.draft.window is {window} but training.ttt_steps is {steps}, and a query sees the keys of its own chain; "
-                f"make the window {steps} at least"
-            )
+        window = self.model.draft.window
+        chains = {
+            "training.ttt_steps": self.training.ttt_steps,
+            "evaluation.draft_tokens": self.evaluation.draft_tokens,
+        }
+        for key, steps in chains.items():
+            if window is not None and window < steps:
+                raise ValueError(
+                    f"model.draft.window is {window} but {key} is {steps}, and a query sees the keys of its own chain; make the "
+                    f"window {steps} at least, or lower {key}"
+                )
         return self
 
     @model_validator(mode="before")
@@ -589,7 +595,7 @@ def _explain(where: Path | str, error: dict, remedy: str) -> str:
     if error["type"] == "dict_type":
         problem += f", as in {key}={{name: value}}"
     if error["type"] == "model_type":
-        problem = "is a section; write its keys below it, indented, or leave it out"
+        problem = f"is a section; write {key}={{key: value}}, or its keys below it, indented, or leave it out"
     if error["type"] == "path_type":
         problem = "is no path; name a file or folder"
     return f"{where}: {key}{given}: {problem:.300}; {remedy}"

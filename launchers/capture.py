@@ -112,6 +112,8 @@ def work(
             print(line, flush=True)
         return 0
     sets, spans = (materials.train, materials.held_out), spans_of(recipe)
+    if spans:
+        console(spans.describe(materials.train, anew=False))
     wanted = wanted_samples(map(spans.fixed, sets) if spans else sets)
     if options.verify or options.repair:
         watchdog.at("checking the store")

@@ -12,17 +12,19 @@ import os
 import re
 import tempfile
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from eagle3.command_line import RecipeParser, before_imports
 from eagle3.console import Console, is_first_rank, tell, waiting
 from eagle3.data.files import KINDS
+from eagle3.draft.config import read_draft_config
 from eagle3.durable import replace_text, writing
 from eagle3.errors import UserError, run_command
 from eagle3.parsing import parse_json
 from eagle3.preflight.inputs import require_export, require_inputs, require_weights
-from eagle3.recipe import Recipe, load_recipe
+from eagle3.recipe import MOST_KEYS, Recipe, load_recipe
 
 ROOT = Path(__file__).parent.parent
 PER_CONTEXT = 8
@@ -41,6 +43,8 @@ def main() -> int:
     console = Console(is_first_rank(), options.quiet)
     console(f"recipe: {options.recipe}; draft: {draft}")
     warn_of_another_target(recipe, draft, console)
+    if options.window is None:
+        warn_of_another_window(recipe, draft, console)
     with waiting(console, "loading PyTorch and transformers"):
         before_imports(options.quiet)
         from eagle3.evaluation.acceptance import Sampling
@@ -135,6 +139,17 @@ def parse() -> argparse.Namespace:
     return parser.parse()
 
 
+def warn_of_another_window(recipe: Recipe, draft: Path, console: Console) -> None:
+    """Where the recipe names another than the draft has, which is the one that it is judged with."""
+    asked, own = recipe.model.draft.window, read_draft_config(draft / "config.json").window
+    if asked not in (None, own):
+        trained = "full attention" if own is None else f"a window of {own}"
+        console.warn(
+            f"model.draft.window: {asked}, but {draft} was trained with {trained} and is judged so; --window {asked} judges it "
+            "with the recipe's"
+        )
+
+
 def warn_of_another_target(recipe: Recipe, draft: Path, console: Console) -> None:
     """Where the run that exported the draft, whose recipe lies beside it, names another target."""
     file = draft.parent / "recipe.yaml"
@@ -188,11 +203,6 @@ def check(options: argparse.Namespace, recipe: Recipe, draft: Path) -> None:
         raise UserError(f"--engine {options.engine}: there is none of that name; use transformers or sglang")
     check_sampling(options, recipe)
     check_contexts(options)
-    if options.window is not None and options.window < recipe.evaluation.draft_tokens:
-        raise UserError(
-            f"--window {options.window}: {recipe.evaluation.draft_tokens} drafts (evaluation.draft_tokens) and their query see as "
-            f"many keys of their own; make it {recipe.evaluation.draft_tokens} at least"
-        )
     if options.prompts is None and not options.by_context and not recipe.evaluation.conversations:
         raise UserError(
             "recipe: evaluation.conversations is 0, so there is nothing to judge; set it to 16, say, name --prompts, or judge "
@@ -202,6 +212,7 @@ def check(options: argparse.Namespace, recipe: Recipe, draft: Path) -> None:
         what = "is no file of such a kind" if options.prompts.exists() else "no such file"
         raise UserError(f"--prompts {options.prompts}: {what}; name a .jsonl, .json, .parquet or .txt file")
     require_export(draft)
+    check_window(options.window, recipe, draft)
     if options.engine == "transformers" and (options.topk, options.tree_tokens) != (1, None):
         raise UserError(
             "--topk, --tree-tokens: transformers drafts a chain of evaluation.draft_tokens, no tree; use --engine sglang, or "
@@ -212,6 +223,15 @@ def check(options: argparse.Namespace, recipe: Recipe, draft: Path) -> None:
 
         require_sglang("judge by transformers: --engine transformers")
         tree_of(options, recipe)
+
+
+def check_window(chosen: int | None, recipe: Recipe, draft: Path) -> None:
+    if chosen is not None and not 1 <= chosen <= MOST_KEYS:
+        raise UserError(f"--window {chosen}: not a number of keys, 1 or more; leave it out for the draft's own")
+    config, origin = read_draft_config(draft / "config.json"), str(draft / "config.json")
+    if chosen is not None:
+        config, origin = replace(config, window=chosen), f"--window {chosen}"
+    config.check_chain(recipe.evaluation.draft_tokens, "evaluation.draft_tokens", origin)
 
 
 def check_sampling(options: argparse.Namespace, recipe: Recipe) -> None:

@@ -59,11 +59,16 @@ def gigabytes(text: str) -> float:
 
 
 def check(options: argparse.Namespace) -> None:
+    share = "a share above 0, at most 1"
+    if options.supervised > 1 and (options.context or 0) > options.supervised:
+        share += (
+            f"; {options.supervised:,.0f} of {options.context:,} tokens are {options.supervised / options.context:.3g}"
+        )
     for name, fine, remedy in (
         ("gpus", options.gpus >= 1, "a number of GPUs, 1 or more"),
         ("gpu_memory", 0 < options.gpu_memory <= MOST_GB, f"GB of one GPU, for example 80, {MOST_GB:,} at most"),
         ("context", options.context is None or 2 <= options.context <= 10**9, "tokens, 2 to a billion"),
-        ("supervised", 0 < options.supervised <= 1, "a share above 0, at most 1"),
+        ("supervised", 0 < options.supervised <= 1, share),
         ("supervised", round((options.context or 10**9) * options.supervised) >= 1, "a share of at least one token"),
     ):
         if not fine:

@@ -17,7 +17,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="folder for actual.safetensors (default: the case's)")
     parser.add_argument("--dtype", choices=["float32", "float64", "bfloat16"], default="float32")
     parser.add_argument("--steps", type=int, help="TTT steps K (default: those of the case)")
-    parser.add_argument("--window", type=int, help="keys that a query sees (default: the sliding_window of the case)")
+    parser.add_argument("--window", type=int, help="keys that a query sees, in place of the case's own window")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--ulysses", type=int, default=1, help="Ulysses ranks of a sequence")
     parser.add_argument("--ring", type=int, default=1, help="ring ranks of a sequence; what is left is data-parallel")
@@ -38,7 +38,9 @@ def main() -> int:
     if options.steps is not None and options.steps < 1:
         raise SharedUserError(f"--steps {options.steps}: not a number of TTT steps; leave it out")
     if options.window is not None and options.window < 1:
-        raise SharedUserError(f"--window {options.window}: not a number of keys; leave it out")
+        raise SharedUserError(
+            f"--window {options.window}: not a number of keys, 1 or more; leave it out for the case's own"
+        )
     if not (options.case / "expected.safetensors").is_file():
         raise SharedUserError(
             f"{options.case}: holds no golden case; name a folder such as {ROOT / 'tests' / 'golden' / 'ragged'}"
@@ -60,7 +62,8 @@ def main() -> int:
         raise SharedUserError(f"--steps {steps}: the case was made with {len(expected['ploss'])} steps; leave it out")
     if options.window is not None:
         case = replace(case, draft=replace(case.draft, config=replace(case.draft.config, window=options.window)))
-    case.draft.config.check_steps(steps)
+    origin = options.case / "config.json" if options.window is None else f"--window {options.window}"
+    case.draft.config.check_chain(steps, "TTT steps of the case", str(origin))
     topology = start_distributed(options.tp, options.ulysses, options.ring)
     dtype = getattr(torch, options.dtype)
     sharding = SequenceSharding(options.ulysses, options.ring, options.layout, options.query_selection)

@@ -84,7 +84,7 @@ def write_rows(recipe, rows, name="conversations.jsonl"):
         ("training.optimiser=adam", ["training.optimiser:", "unknown key", "train.py --print-recipe shows all keys"]),
         ("memory.recompute=on", ["memory", "recompute is true", "(none, attention_kept, full)"]),
         ("data.template_variables=no_think", ["dictionary, as in data.template_variables={name: value}"]),
-        ("training=3", ["training (value 3): is a section; write its keys below it"]),
+        ("training=3", ["training (value 3): is a section; write training={key: value}, or its keys below it"]),
         ("training.betas=[0.9]", ["training.betas (value [0.9]): too few values"]),
         ("training.ttt_steps=seven", ["training.ttt_steps", "'seven'", "integer"]),
         ("training.ttt_steps=2.5", ["training.ttt_steps", "2.5", "integer"]),
@@ -360,6 +360,10 @@ def test_a_warm_start_from_another_shape_names_the_size(recipe, topology, target
     assert "leave out model.draft.intermediate_size, or" in complaint(
         recipe, topology, same, "model.draft.intermediate_size=96"
     )
+    config = json.loads((tmp_path / "same" / "config.json").read_text(encoding="utf-8"))
+    window = {"layer_types": ["sliding_attention"], "sliding_window": 5}
+    (tmp_path / "same" / "config.json").write_text(json.dumps(config | window), encoding="utf-8")
+    assert "has a window of 5 keys, this run's draft full attention; set" in complaint(recipe, topology, same)
     message = complaint(recipe, topology, same, "model.draft.vocab_size=100")
     assert (
         message.startswith("model.draft.vocab_size: 100, but ")

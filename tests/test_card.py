@@ -11,6 +11,7 @@ from report_case import RECIPE, change, evaluation, started, write_json, write_r
 from eagle3.reporting.card import Edited, write_card
 from eagle3.reporting.markdown import one_line
 from eagle3.reporting.record import read_run
+from eagle3.reporting.summary import summary
 
 
 @pytest.fixture
@@ -83,6 +84,19 @@ def test_the_card_has_the_runs_results_and_their_conditions(run):
         "tensor 1 x ulysses 2 x ring 2 x data 2",
     ):
         assert part in text, part
+
+
+def test_a_windowed_draft_trained_on_spans_says_so_and_how_engines_learn_of_the_window(run):
+    assert "keys" not in card(run) and "learnt from" not in card(run)
+    change(run.export / "config.json", sliding_window=128, layer_types=["sliding_attention"])
+    spans = {"data": RECIPE["data"] | {"spans": {"length": 512, "per_document": 4}}}
+    run.recipe.write_text(yaml.safe_dump(RECIPE | spans), encoding="utf-8")
+    text = card(run)
+    assert "| attention | the last 128 keys, a query's own included" in text
+    assert "| learnt from | 4 random spans of 512 supervised tokens, where it has more |" in text
+    sglang = command(text, "python -m sglang.launch_server")
+    assert sglang[sglang.index("--speculative-draft-window-size") + 1] == "127"
+    assert "SGLang takes that from the flag alone" in text and "4 random spans of 512" in summary(read_run(run.path))
 
 
 def test_sampled_and_differing_outputs_are_not_called_equal(run):

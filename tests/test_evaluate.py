@@ -171,6 +171,7 @@ def make_export(run: Path) -> None:
     """As far as a launcher looks before it loads anything."""
     (run / "export").mkdir(parents=True)
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": 300}
+    shape |= {"layer_types": ["sliding_attention"], "sliding_window": 6}
     (run / "export" / "config.json").write_text(json.dumps(shape))
 
 
@@ -185,8 +186,11 @@ def make_export(run: Path) -> None:
         (["--draft", "/nowhere"], "/nowhere: no exported draft here"),
         (
             ["--window", "3"],
-            "--window 3: 4 drafts (evaluation.draft_tokens) and their query see as many keys of their own",
+            "--window 3: a window of 3 keys cannot hold a chain of 4 (evaluation.draft_tokens); lower that, or take",
         ),
+        (["--window", "0"], "--window 0: not a number of keys, 1 or more; leave it out for the draft's own"),
+        (["--window", "9" * 24], "not a number of keys"),
+        (["evaluation.draft_tokens=7"], "config.json: a window of 6 keys cannot hold a chain of 7"),
         (["evaluation.conversations=0"], "evaluation.conversations is 0"),
     ],
 )

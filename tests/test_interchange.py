@@ -295,6 +295,45 @@ def test_auxiliary_layers_that_engines_would_read_differently_are_refused_with_b
     assert message.startswith("some/config.json: ") and all(part in message for part in parts), message
 
 
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+@pytest.mark.parametrize(
+    ("keys", "window"),
+    [
+        ({"layer_types": [SLIDING], "sliding_window": 16}, 16),
+        ({"layer_types": [FULL], "sliding_window": 16}, None),
+        ({"layer_types": [FULL, FULL], "sliding_window": None}, None),
+        ({"sliding_window": 4096, "use_sliding_window": False}, None),
+        ({"sliding_window": None}, None),
+    ],
+    ids=str,
+)
+def test_a_window_is_what_layer_types_says_of_the_layer(keys, window):
+    assert DraftConfig.from_json(_with_layers(None, None) | keys, "config.json").window == window
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"sliding_window": 16}, "sliding_window is 16 but layer_types does not say"),
+        ({"sliding_window": 16, "layer_types": []}, "sliding_window is 16 but layer_types does not say"),
+        ({"sliding_window": 16, "layer_types": [SLIDING, FULL]}, "but a draft has one layer"),
+        ({"sliding_window": 16, "layer_types": [SLIDING], "use_sliding_window": False}, "use_sliding_window is false"),
+        ({"layer_types": [SLIDING]}, "sliding_window is missing"),
+        ({"layer_types": ["chunked_attention"]}, "a draft's layer is"),
+        *(
+            ({"layer_types": [SLIDING], "sliding_window": value}, "not a number of keys")
+            for value in (0, -1, "16", True, 1.5)
+        ),
+    ],
+    ids=str,
+)
+def test_a_window_that_readers_would_take_differently_is_refused(keys, said):
+    message = _refusal(DraftConfig.from_json, _with_layers(None, None) | keys, "some/config.json")
+    assert message.startswith("some/config.json: ") and said in message
+
+
 EVERY_NAME = sorted({*NAMES, *FC_NORM} - {"d2t", "t2d"})
 
 

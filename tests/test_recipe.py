@@ -104,6 +104,10 @@ def test_a_mistake_in_two_sections_is_blamed_on_the_override_that_made_it(tmp_pa
         UserError, match=r"^command line: 'model.draft.window=3': model.draft.window is 3 but .* the override$"
     ):
         load_recipe(tmp_path / "recipe.yaml", ["training.seed=1", "model.draft.window=3"])
+    with pytest.raises(
+        UserError, match=r"^command line: 'evaluation.draft_tokens=8': model.draft.window is 7 but .*lower evaluation"
+    ):
+        load_recipe(tmp_path / "recipe.yaml", ["model.draft.window=7", "evaluation.draft_tokens=8"])
 
 
 @pytest.mark.parametrize("spelling", ["1e-4", "1E-4", "0.0001", "1.0e-4", "'1e-4'"])

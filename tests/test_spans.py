@@ -55,6 +55,15 @@ def test_documents_with_no_more_than_their_spans_hold_are_supervised_whole():
     assert int(Spans(7, 2, seed=0).draw(sample((10, 25)), 5).sum()) <= 14
 
 
+def test_what_spans_take_is_said_and_where_they_change_nothing():
+    samples = SampleSet.pack([(np.arange(length), np.arange(length) >= 10) for length in (20, 30, 40)])
+    said = Spans(5, 3, seed=0).describe(samples, anew=True)
+    assert "up to 40 of 60 supervised tokens an epoch, drawn anew in each epoch; 2 of 3 samples have more" in said
+    assert "the same in each epoch, as the store has them" in Spans(5, 3, seed=0).describe(samples, anew=False)
+    said = Spans(10, 3, seed=0).describe(samples, anew=True)
+    assert "changes nothing here, no sample has more than the 30 supervised tokens that 3 spans of 10 hold" in said
+
+
 def test_sample_epoch_and_seed_change_what_is_drawn():
     drawn = {
         tuple(Spans(4, 1, seed).draw(sample((0, 200), name=name), epoch).nonzero().flatten().tolist())

@@ -111,6 +111,17 @@ def test_spans_are_drawn_anew_live_and_from_whole_samples_and_stay_in_a_store_of
             ZERO2,
             topology,
         )
+    others = [
+        "hidden_states.mode=stored",
+        path,
+        "data.spans={length: 4, per_document: 2}",
+        f"output.dir={tmp_path / 'x'}",
+    ]
+    with pytest.raises(
+        UserError,
+        match=r"captured with data.spans={length: 3, per_document: 2} and data.seed=0; this run has data.spans={length: 4, ",
+    ):
+        train(load_recipe(recipe, [*others, "model.draft.window=6"]), ZERO2, topology)
     live, whole, spanned = (metrics(tmp_path / run) for run in ("run", "from whole", "from spans"))
     assert_same_course(live, whole, 1e-5)
     assert_same_course(live[:7], spanned[:7], 1e-5)

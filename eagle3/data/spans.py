@@ -4,9 +4,11 @@ import hashlib
 from dataclasses import dataclass
 from itertools import count
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from eagle3.console import counted
 from eagle3.data.samples import Sample, SampleSet
 
 
@@ -26,7 +28,7 @@ class Spans:
     def draw(self, sample: Sample, epoch: int) -> Tensor:
         """bool [T]: what of the sample's loss mask lies in the spans of an epoch; all of it where that many hold it."""
         supervised = sample.loss_mask.nonzero().flatten()
-        if len(supervised) <= self.length * self.per_document:
+        if len(supervised) <= self.most:
             return sample.loss_mask
         numbers = (self._number(sample.id, epoch, place) for place in count())
         runs = (torch.arange(len(supervised)) + next(numbers) % self.length) // self.length
@@ -36,6 +38,29 @@ class Spans:
         drawn = torch.zeros_like(sample.loss_mask)
         drawn[supervised[torch.isin(runs, torch.tensor([*chosen]))]] = True
         return drawn
+
+    def __str__(self) -> str:
+        return f"data.spans={{length: {self.length}, per_document: {self.per_document}}} and data.seed={self.seed}"
+
+    @property
+    def most(self) -> int:
+        """Supervised tokens of a document that has enough of them."""
+        return self.length * self.per_document
+
+    def describe(self, samples: SampleSet, anew: bool) -> str:
+        """What becomes of the samples' supervised tokens. anew: whether each epoch draws its own spans."""
+        supervised = samples.count(lambda loss_mask: loss_mask)[:, 0]
+        longer, taken = int((supervised > self.most).sum()), int(np.minimum(supervised, self.most).sum())
+        if not longer:
+            return (
+                f"data.spans: changes nothing here, no sample has more than the {self.most:,} supervised tokens that "
+                f"{self.per_document} spans of {self.length:,} hold"
+            )
+        drawn = "drawn anew in each epoch" if anew else "the same in each epoch, as the store has them"
+        return (
+            f"data.spans: up to {taken:,} of {supervised.sum():,} supervised tokens an epoch, {drawn}; "
+            f"{longer:,} of {counted(len(samples), 'sample')} have more than {self.per_document} spans of {self.length:,} hold"
+        )
 
     def fixed(self, samples: SampleSet) -> SampleSet:
         """The samples with the spans of the first epoch for loss masks, as a store has them."""

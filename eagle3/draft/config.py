@@ -74,8 +74,6 @@ class DraftConfig:
                 raise UserError(
                     f"draft config: {name} is {shown(size)}, not a number of 1 or more; give one under model.draft"
                 )
-        if self.window is not None and not (type(self.window) is int and self.window > 0):
-            raise UserError(f"draft config: sliding_window is {shown(self.window)}, not a number of keys; fix the file")
         if not (_is_number(self.rms_norm_eps) and self.rms_norm_eps > 0):
             raise UserError(
                 f"draft config: rms_norm_eps is {shown(self.rms_norm_eps)}, not a positive number; give one under model.draft"
@@ -145,13 +143,13 @@ class DraftConfig:
                 f"use {' or '.join(map(str, near))}, and parallelism.ring for the rest"
             )
 
-    def check_steps(self, steps: int) -> None:
-        """Raises UserError where the draft's window is shorter than a chain of so many steps: it would hide the chain's own
-        keys."""
+    def check_chain(self, steps: int, key: str, origin: str) -> None:
+        """Raises UserError where the draft's window is shorter than a chain of so many steps, whose own keys it would hide. For
+        the message, key: what set the steps, origin: what set the window."""
         if self.window is not None and self.window < steps:
             raise SharedUserError(
-                f"model.draft.window: {self.window} keys, in which {steps} TTT steps leave no room for a query's own; make it "
-                f"{steps} at least, or take fewer steps"
+                f"{origin}: a window of {self.window} keys cannot hold a chain of {steps} ({key}); lower that, or take a window of "
+                f"{steps} at least"
             )
 
     def check_context(self, longest: int) -> None:
@@ -245,8 +243,9 @@ class DraftConfig:
         }
 
     def different_sizes(self, other: "DraftConfig") -> list[str]:
-        """Names of the fields in which another config describes other weights or another computation."""
-        ignored = ("token_ids", "aux_layers" if None in (self.aux_layers, other.aux_layers) else "")
+        """Names of the fields in which another config describes other weights, or another computation by them; but for the
+        window, which any weights can be trained on with."""
+        ignored = ("token_ids", "window", "aux_layers" if None in (self.aux_layers, other.aux_layers) else "")
         names = [item.name for item in dataclasses.fields(self) if item.name not in ignored]
         return [name for name in names if getattr(self, name) != getattr(other, name)]
 
@@ -313,15 +312,33 @@ def _aux_layers(values: dict[str, Any], eagle: dict[str, Any], origin: str) -> t
 
 
 def _window(values: dict[str, Any], origin: str) -> int | None:
-    """As vLLM reads it: `sliding_window` holds for layers that `layer_types` names so."""
-    kinds = values.get("layer_types") or []
+    """As vLLM reads it: `sliding_window` holds for layers that `layer_types` names so. Raises UserError where readers could
+    disagree about the draft's one layer."""
+    kinds, window, off = (
+        values.get("layer_types") or [],
+        values.get("sliding_window"),
+        values.get("use_sliding_window") is False,
+    )
     if not isinstance(kinds, list) or any(kind not in (_SLIDING, _FULL) for kind in kinds):
         raise UserError(f"{origin}: layer_types is {shown(kinds)}; a draft's layer is {_SLIDING} or {_FULL}")
-    if kinds[:1] != [_SLIDING]:
+    if len(set(kinds)) > 1:
+        raise UserError(
+            f"{origin}: layer_types is {shown(kinds)}, but a draft has one layer; leave its own kind alone there"
+        )
+    if not kinds and window is not None and not off:
+        raise UserError(
+            f"{origin}: sliding_window is {shown(window)} but layer_types does not say whether the layer has it; add "
+            f'"layer_types": ["{_SLIDING}"], or take sliding_window out'
+        )
+    if _SLIDING not in kinds:
         return None
-    if values.get("sliding_window") is None:
+    if off:
+        raise UserError(f"{origin}: layer_types says {_SLIDING}, but use_sliding_window is false; take one of them out")
+    if window is None:
         raise UserError(f"{origin}: layer_types says {_SLIDING}, but sliding_window is missing; add the number of keys")
-    return values["sliding_window"]
+    if not (type(window) is int and window > 0):
+        raise UserError(f"{origin}: sliding_window is {shown(window)}, not a number of keys, 1 or more; fix the file")
+    return window
 
 
 def _layer_ids(values: dict[str, Any], place: str, first: int) -> list[int]:

@@ -149,7 +149,7 @@ class ChainDrafter:
 
     def propose(self, count: int, rule: AcceptanceRule) -> Proposal:
         """See `Drafter.propose`: `count` training-time-test steps of the last row."""
-        self.draft.draft_config.check_steps(count)
+        self.draft.draft_config.check_chain(count, "drafted tokens", "draft")
         shared = SharedKeyValue(self.prefix[None, :, : self.rows])
         hidden, token, own = self.hidden, self.next_token, ()
         tokens, probabilities = [], []

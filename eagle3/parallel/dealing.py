@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 Layout = Literal["contiguous", "zigzag"]
+QuerySelection = Literal["supervised", "all"]
 
 # Rows that zigzag deals at once: so few that every block of queries sees the same number of keys in each share, also of
 # short documents whose length beats in time with the dealing (tests/test_dealing.py), and still a read of 100 KB.
@@ -28,7 +29,7 @@ class SequenceSharding:
     ulysses: int = 1
     ring: int = 1
     layout: Layout = "zigzag"
-    query_selection: Literal["supervised", "all"] = "supervised"
+    query_selection: QuerySelection = "supervised"
     query_block: int | None = None
 
     @property

@@ -15,6 +15,7 @@ from eagle3.errors import UserError
 from eagle3.reporting.curves import context_rows, rule, simulated_positions
 from eagle3.reporting.markdown import Markdown, escaped, fenced_command, one_line
 from eagle3.reporting.record import RunRecord, hub_id_of, read_run, source_name, target_name, yielded
+from eagle3.reporting.summary import spans_in_words
 from eagle3.target.sglang.version import speculative_flags
 
 TEMPLATE = Path(__file__).with_name("card.md")
@@ -103,6 +104,8 @@ def _facts(run: RunRecord) -> list[tuple[str, str]]:
         ("draft vocabulary", f"{draft['draft_vocab_size']:,} of {draft['vocab_size']:,} tokens{_coverage(run)}")
     )
     facts.append(("context", f"{draft['max_position_embeddings']:,} tokens"))
+    if window := draft.get("sliding_window"):
+        facts.append(("attention", f"the last {window:,} keys, a query's own included, in training and so in serving"))
     kind = rope.get("rope_type", "default")
     facts.append(("rope", kind + (f" x{rope['factor']:g}" if rope.get("factor") else "")))
     facts.append(("number format", str(draft.get("dtype") or draft.get("torch_dtype"))))
@@ -128,6 +131,8 @@ def _training(run: RunRecord) -> list[tuple[str, str]]:
                 f"{train['longest']:,}",
             )
         )
+    if spans := run.key("data.spans"):
+        rows.append(("learnt from", spans_in_words(spans)))
     if run.train:
         rows.append(("steps", f"{len(run.train):,}"))
         rows.append(("seen", f"{pace.tokens:,} tokens, {pace.supervised:,} supervised"))
@@ -222,9 +227,19 @@ def _serving(run: RunRecord, target: str) -> dict[str, str]:
         "vllm": fenced_command(
             ["vllm", "serve", target, "--speculative-config", speculative, "--max-model-len", str(context)]
         ),
+        "sglang_line": _of_window(run.draft.get("sliding_window")),
         "vllm_line": _of_vllm(run.draft),
         "context_line": f"The draft has positions for {context:,} tokens: do not serve it with a longer context.",
     }
+
+
+def _of_window(window: int | None) -> str | None:
+    if window is None:
+        return None
+    return (
+        f"The draft sees the last {window:,} keys. SGLang takes that from the flag alone, which counts the keys before a query's "
+        "own; its Triton backend hides one more of them while it drafts. vLLM reads the window in config.json."
+    )
 
 
 def _of_vllm(draft: dict[str, Any]) -> Markdown:

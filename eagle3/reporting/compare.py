@@ -39,6 +39,7 @@ DECISIVE = (
     "data.held_out_fraction",
     "data.max_length",
     "data.supervise",
+    "data.spans",
     "training.loss",
     "training.ttt_steps",
     "training.step_decay",

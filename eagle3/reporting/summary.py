@@ -38,6 +38,8 @@ def _made_of(run: RunRecord) -> dict[str, str]:
     if train:
         samples = f"{counted(train['samples'], 'sample')}, {short(train['tokens'])} tokens, {short(train['supervised'])} supervised"
         data = f"{data}: {samples}" if data else samples
+    if spans := run.key("data.spans"):
+        data += f"; of each sample {spans_in_words(spans)}"
     steps, planned = len(run.train), started.get("steps")
     return {
         "target": target_name(run) + shape,
@@ -102,6 +104,12 @@ def _ran_on(run: RunRecord) -> dict[str, str]:
         rows["machine"] = machine["gpu"] or f"{machine['processor']}, {machine['cores']} cores"
     rows["versions"] = ", ".join(f"{name} {versions[name]}" for name in VERSIONS if name in versions)
     return rows
+
+
+def spans_in_words(spans: Record) -> str:
+    return (
+        f"{counted(spans['per_document'], 'random span')} of {spans['length']:,} supervised tokens, where it has more"
+    )
 
 
 def short(count: int) -> str:

@@ -255,7 +255,7 @@ def spans_of(recipe: Recipe) -> Spans | None:
 
 def capture_record(recipe: Recipe, materials: Materials, vocabulary: DraftVocabulary) -> Provenance:
     """What is good to know of a capture but changes no hidden state."""
-    versions = {}
+    versions, spans = {}, spans_of(recipe)
     for package in ("eagle3-recipes", "torch", "transformers", "tokenizers", "blosc2", "sglang"):
         with suppress(PackageNotFoundError):  # the last two are optional
             versions[package] = version(package)
@@ -264,6 +264,7 @@ def capture_record(recipe: Recipe, materials: Materials, vocabulary: DraftVocabu
         "revision": recipe.model.revision,
         "backend": recipe.target.backend,
         "draft_vocabulary": vocabulary.digest,
+        "spans": None if spans is None else str(spans),
         "captured": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         **versions,
     }
@@ -345,8 +346,8 @@ def build_draft(
         exported = read_exported(recipe.model.draft.init_from)
         if exported.config.window is not None and draft.draft_config.window is None:
             raise UserError(
-                f"{exported.origin}: has a window of {exported.config.window} keys, this run's draft none; set model.draft.window "
-                "to that, or to another number"
+                f"{exported.origin}: has a window of {exported.config.window} keys, this run's draft full attention; set "
+                "model.draft.window to that, or to another number"
             )
         different = draft.draft_config.different_sizes(exported.config)
         if different:
@@ -389,7 +390,9 @@ def shape_draft(recipe: Recipe, target: PretrainedConfig, vocab_size: int, draft
         norm_output=wanted.norm_output,
         **changes,
     )
-    shape.check_steps(recipe.training.ttt_steps)
+    origin = "model.draft.window" if wanted.config is None or wanted.window is not None else str(wanted.config)
+    shape.check_chain(recipe.training.ttt_steps, "training.ttt_steps", origin)
+    shape.check_chain(recipe.evaluation.draft_tokens, "evaluation.draft_tokens", origin)
     return shape
 
 

@@ -159,13 +159,10 @@ def estimate_memory(
     except UserError as refusal:
         return {"estimate_gib": None, "why": str(refusal)}
     planned = dataclasses.replace(planned, draft=shape, device=device.type)
-    training, unrolled = recipe.training, recipe.parallelism.query_selection
+    training = recipe.training
     documents = min(len(lengths), training.global_batch_size // (planned.sizes.data * training.accumulation))
     tokens = int(np.sort(lengths)[-documents:].sum())
-    stream = Stream(tokens, documents, supervised)
-    stream = (
-        spanned(stream, recipe.data.spans) if unrolled == "supervised" else dataclasses.replace(stream, supervised=1.0)
-    )
+    stream = spanned(Stream(tokens, documents, supervised), recipe.data.spans)
     parts = rank_bytes(planned, stream.share(planned))
     return {
         "estimate_gib": parts.total() / GIB,

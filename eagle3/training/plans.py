@@ -48,6 +48,7 @@ def planned_step(recipe: Recipe, target: PretrainedConfig, gpus: int, deepspeed_
         bucket=bucket,
         zero_stage=zero["stage"],
         logit_bytes=logit_bytes,
+        query_selection=parallel.query_selection,
     )
 
 

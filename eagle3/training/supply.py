@@ -54,9 +54,11 @@ def hidden_state_supply(
             store, samples, spans = agreed(lambda: _open_store(recipe, materials, vocabulary, samples, spans, say))
         if store.record.get("draft_vocabulary") != vocabulary.digest:
             say(f"{store.where}: was captured for another draft vocabulary, which changes none of its hidden states")
+        _say_spans(recipe, materials, spans is not None, say)
         source = StoredSource(store)
         yield HiddenStateSupply(samples, spans, source, source, _head(recipe, materials), None)
         return
+    _say_spans(recipe, materials, True, say)
     if recipe.target.backend == "sglang":
         head = _head(recipe, materials)
         with live_source(recipe, materials, vocabulary, head, topology, say) as source:
@@ -92,11 +94,20 @@ def _open_store(
         samples, spans = Split(*map(spans.fixed, samples)), None
         missing = _missing(store, samples)
     if missing:
+        chosen, captured = spans_of(recipe), store.record.get("spans")
+        drawn = ""
+        if chosen is not None or captured is not None:  # what was captured with other spans are other samples
+            drawn = f", which was captured with {captured or 'no data.spans'}; this run has {chosen or 'no data.spans'}"
         raise UserError(
-            f"{store.where}: {len(missing)} samples of this recipe are not in the store (first: {missing[0]}); "
+            f"{store.where}: {len(missing)} samples of this recipe are not in the store (first: {missing[0]}){drawn}; "
             "run launchers/capture.py with this recipe, it adds them"
         )
     return store, samples, spans
+
+
+def _say_spans(recipe: Recipe, materials: Materials, anew: bool, say: Say) -> None:
+    if spans := spans_of(recipe):
+        say(spans.describe(materials.train, anew))
 
 
 def _missing(store: HiddenStateStore, samples: Split) -> list[str]:
