@@ -245,6 +245,16 @@ def test_a_draft_of_a_run_with_another_target_is_judged_with_a_warning_that_name
     assert capsys.readouterr().err == ""
 
 
+def test_a_window_that_the_recipe_names_and_the_draft_has_not_is_said(tmp_path, target, capsys):
+    warn = runpy.run_path(str(ROOT / "launchers" / "evaluate.py"))["warn_of_another_window"]
+    path, draft, console = write_recipe(tmp_path, target), tmp_path / "run" / "export", Console(speaks=True)
+    make_export(tmp_path / "run")
+    for window, warned in ((None, False), (6, False), (9, True)):
+        warn(load_recipe(path, [f"model.draft.window={'null' if window is None else window}"]), draft, console)
+        said = capsys.readouterr().err
+        assert ("model.draft.window: 9, but" in said and "a window of 6 and is judged so; --window 9" in said) == warned
+
+
 def test_export_refuses_at_once(tmp_path, monkeypatch, capsys):
     assert "no exported draft here" in refused(monkeypatch, capsys, "export.py", "--check", "--draft", tmp_path)
 

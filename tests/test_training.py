@@ -236,6 +236,10 @@ def test_a_run_exports_a_draft_and_judges_it_with_its_target(tmp_path, target, t
     best = max(metrics(run, "held_out"), key=lambda record: record["simulated_acceptance_length"])
     assert math.isclose(metrics(tmp_path / "warm", "held_out")[0]["loss"], best["loss"], rel_tol=1e-5)
 
+    narrowed = [*warm[:2], "model.draft.window=6", "training.max_steps=2", f"output.dir={tmp_path / 'narrowed'}"]
+    train(load_recipe(tmp_path / "recipe.yaml", narrowed), ZERO2, topology)
+    assert json.loads((tmp_path / "narrowed" / "export" / "config.json").read_text())["sliding_window"] == 6
+
 
 def test_a_second_run_moves_the_first_aside_and_a_profile_is_written_where_asked(tmp_path, target, topology):
     profiled = {**SHORT, "max_steps": 2, "profile": {"start": 2, "steps": 1}}
