@@ -5,8 +5,8 @@
     python benchmarks/window_arms.py report --part 1 --json         the same as one JSON document
     python benchmarks/window_arms.py report --part 1 --plot F.png   acceptance by context, of some arms
 
-Part 1 has the target and the text of recipes/long-context-demo.yaml, part 2 those of benchmarks/copying.py, which it makes. Keys
-behind the options change the recipe of all arms.
+Part 1 has the target and the text of recipes/long-context-demo.yaml, part 2 those of benchmarks/copying.py, which it makes. Part 3
+trains two drafts of part 2 for longer, in its folder. Keys behind the options change the recipe of all arms.
 """
 
 import argparse
@@ -34,17 +34,21 @@ LEVEL, FALLEN, CLOSE, LOST = 0.93, 0.75, 0.95, 0.95
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("run", "report"))
-    parser.add_argument("--part", type=int, choices=(1, 2), required=True)
-    parser.add_argument("--folder", type=Path, help="default: runs/windows-1, runs/windows-2")
+    parser.add_argument("--part", type=int, choices=(1, 2, 3), required=True)
+    parser.add_argument("--folder", type=Path, help="default: runs/windows-1; of parts 2 and 3 runs/windows-2")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--json", action="store_true", help="report: print one JSON document")
     parser.add_argument("--plot", type=Path, help="report: draw acceptance by context into this PNG file")
     parser.add_argument("keys", nargs="*", metavar="section.key=value", help="run: change the recipe of all arms")
     options = parser.parse_intermixed_args()
-    folder = options.folder or Path(f"runs/windows-{options.part}")
-    experiment = {1: library, 2: copies}[options.part](folder, options.keys)
+    folder = options.folder or Path(f"runs/windows-{min(options.part, 2)}")
+    experiment = (
+        library(folder, options.keys)
+        if options.part == 1
+        else copies(folder, options.keys, {2: COPIES, 3: LONGER}[options.part])
+    )
     if options.what == "run":
-        if options.part == 2:
+        if options.part > 1:
             copying.make(folder)
         for seed in options.seeds:  # seed by seed: what there is after each is whole
             for arm in experiment.arms:
@@ -166,22 +170,29 @@ def library_tables(document: dict[str, Any]) -> str:
 
 WHOLE = Arm("full attention, whole conversations", "whole", ("training.global_batch_size=2",), (None, 32, 256))
 LISTS, CODE = "lists", "code"
-
-
-def copies(folder: Path, keys: Sequence[str]) -> Experiment:
-    pieces = [
-        Arm(f"pieces, window {size}", "pieces", ("training.global_batch_size=36", window(size))) for size in (32, 256)
-    ]
-    spans = [
+COPIES = [
+    WHOLE,
+    *(Arm(f"pieces, window {size}", "pieces", ("training.global_batch_size=36", window(size))) for size in (32, 256)),
+    *(
         Arm(f"spans, window {size}", "whole", ("training.global_batch_size=10", SPANS, window(size)))
         for size in (32, 256)
-    ]
+    ),
+]
+# Part 3: four times as many steps on pieces, which show each list and ask for it within 512 tokens.
+LONGER = [
+    Arm(f"pieces, {name}, 600 steps", "pieces", ("training.global_batch_size=36", "training.max_steps=600", *keys))
+    for name, keys in (("full attention", ()), ("window 32", (window(32),)))
+]
+
+
+def copies(folder: Path, keys: Sequence[str], arms: Sequence[Arm]) -> Experiment:
+    """The first of the arms is the one that the others are compared with."""
     data = {name: f"data.train=[{folder / f'{name}.jsonl'}]" for name in ("whole", "pieces")}
     target = (f"model.target={folder / 'target'}", f"data.cache_dir={folder / 'cache'}", data["whole"])
     return Experiment(
         recipe=("--recipe", str(ROOT / "benchmarks" / "copying.yaml"), *target, *keys),
         stores={name: (train,) for name, train in data.items()},
-        arms=[WHOLE, *pieces, *spans],
+        arms=list(arms),
         judge=judge("--prompts", str(folder / "prompts.jsonl"), "--contexts", ",".join(map(str, copying.CONTEXTS))),
         findings=copies_findings,
         tables=copies_tables,
@@ -199,7 +210,7 @@ def copies_findings(found: dict[str, Any]) -> dict[str, Any]:
     acceptance, over = {}, {}
     for what, places in kinds.items():
         arms = Resampled({name: of_kinds(arm, places) for name, arm in found.items()})
-        full = WHOLE.served(None)
+        full = next(iter(found))
         acceptance[what] = {name: {each: interval(arms.of(name, each)) for each in arms.contexts} for name in found}
         over[what] = {
             name: {each: interval(arms.of(name, each) / arms.of(full, each)) for each in arms.contexts}
@@ -232,7 +243,7 @@ def copies_tables(document: dict[str, Any]) -> str:
         for what, by_name in findings["acceptance"].items()
     ]
     for what, by_name in findings["over the full draft"].items():
-        tables.append(difference_table(f"{what}: acceptance over that of {WHOLE.name}", by_name))
+        tables.append(difference_table(f"{what}: acceptance over that of {next(iter(document['arms']))}", by_name))
     lost = f"surely below {LOST} of it, lists"
     return "\n\n".join([*tables, f"{lost}: {json.dumps(findings[lost], indent=1)}"])
 
