@@ -54,11 +54,11 @@ def hidden_state_supply(
             store, samples, spans = agreed(lambda: _open_store(recipe, materials, vocabulary, samples, spans, say))
         if store.record.get("draft_vocabulary") != vocabulary.digest:
             say(f"{store.where}: was captured for another draft vocabulary, which changes none of its hidden states")
-        _say_spans(recipe, materials, spans is not None, say)
+        _say_spans(recipe, materials, spans is not None, topology, say)
         source = StoredSource(store)
         yield HiddenStateSupply(samples, spans, source, source, _head(recipe, materials), None)
         return
-    _say_spans(recipe, materials, True, say)
+    _say_spans(recipe, materials, True, topology, say)
     if recipe.target.backend == "sglang":
         head = _head(recipe, materials)
         with live_source(recipe, materials, vocabulary, head, topology, say) as source:
@@ -105,9 +105,10 @@ def _open_store(
     return store, samples, spans
 
 
-def _say_spans(recipe: Recipe, materials: Materials, anew: bool, say: Say) -> None:
+def _say_spans(recipe: Recipe, materials: Materials, anew: bool, topology: Topology, say: Say) -> None:
+    """Collective. By the first rank alone: it reads all samples."""
     if spans := spans_of(recipe):
-        say(spans.describe(materials.train, anew))
+        agreed((lambda: say(spans.describe(materials.train, anew))) if topology.is_first else None)
 
 
 def _missing(store: HiddenStateStore, samples: Split) -> list[str]:
