@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +43,8 @@ def main() -> int:
     parser.add_argument("keys", nargs="*", metavar="section.key=value", help="run: change the recipe of all arms")
     options = parser.parse_intermixed_args()
     folder = options.folder or Path(f"runs/windows-{min(options.part, 2)}")
-    experiment = (
-        library(folder, options.keys)
-        if options.part == 1
-        else copies(folder, options.keys, {2: COPIES, 3: LONGER}[options.part])
-    )
+    experiments = {1: library, 2: partial(copies, arms=COPIES), 3: partial(copies, arms=LONGER)}
+    experiment = experiments[options.part](folder, options.keys)
     if options.what == "run":
         if options.part > 1:
             copying.make(folder)

@@ -19,7 +19,7 @@ from typing import Any
 from eagle3.command_line import RecipeParser, before_imports
 from eagle3.console import Console, is_first_rank, tell, waiting
 from eagle3.data.files import KINDS
-from eagle3.draft.config import read_draft_config
+from eagle3.draft.config import DraftConfig, read_draft_config
 from eagle3.durable import replace_text, writing
 from eagle3.errors import UserError, run_command
 from eagle3.parsing import parse_json
@@ -211,8 +211,7 @@ def check(options: argparse.Namespace, recipe: Recipe, draft: Path) -> None:
     if options.prompts is not None and not (options.prompts.is_file() and options.prompts.suffix in (*KINDS, ".txt")):
         what = "is no file of such a kind" if options.prompts.exists() else "no such file"
         raise UserError(f"--prompts {options.prompts}: {what}; name a .jsonl, .json, .parquet or .txt file")
-    require_export(draft)
-    check_window(options.window, recipe, draft)
+    check_window(options.window, recipe, require_export(draft), draft)
     if options.engine == "transformers" and (options.topk, options.tree_tokens) != (1, None):
         raise UserError(
             "--topk, --tree-tokens: transformers drafts a chain of evaluation.draft_tokens, no tree; use --engine sglang, or "
@@ -225,10 +224,10 @@ def check(options: argparse.Namespace, recipe: Recipe, draft: Path) -> None:
         tree_of(options, recipe)
 
 
-def check_window(chosen: int | None, recipe: Recipe, draft: Path) -> None:
+def check_window(chosen: int | None, recipe: Recipe, config: DraftConfig, draft: Path) -> None:
     if chosen is not None and not 1 <= chosen <= MOST_KEYS:
         raise UserError(f"--window {chosen}: not a number of keys, 1 or more; leave it out for the draft's own")
-    config, origin = read_draft_config(draft / "config.json"), str(draft / "config.json")
+    origin = str(draft / "config.json")
     if chosen is not None:
         config, origin = replace(config, window=chosen), f"--window {chosen}"
     config.check_chain(recipe.evaluation.draft_tokens, "evaluation.draft_tokens", origin)

@@ -314,17 +314,12 @@ def _aux_layers(values: dict[str, Any], eagle: dict[str, Any], origin: str) -> t
 def _window(values: dict[str, Any], origin: str) -> int | None:
     """As vLLM reads it: `sliding_window` holds for layers that `layer_types` names so. Raises UserError where readers could
     disagree about the draft's one layer."""
-    kinds, window, off = (
-        values.get("layer_types") or [],
-        values.get("sliding_window"),
-        values.get("use_sliding_window") is False,
-    )
+    kinds, window = values.get("layer_types") or [], values.get("sliding_window")
+    off = values.get("use_sliding_window") is False
     if not isinstance(kinds, list) or any(kind not in (_SLIDING, _FULL) for kind in kinds):
         raise UserError(f"{origin}: layer_types is {shown(kinds)}; a draft's layer is {_SLIDING} or {_FULL}")
     if len(set(kinds)) > 1:
-        raise UserError(
-            f"{origin}: layer_types is {shown(kinds)}, but a draft has one layer; leave its own kind alone there"
-        )
+        raise UserError(f"{origin}: layer_types is {shown(kinds)}, but a draft has one layer; name its kind alone")
     if not kinds and window is not None and not off:
         raise UserError(
             f"{origin}: sliding_window is {shown(window)} but layer_types does not say whether the layer has it; add "

@@ -6,7 +6,7 @@ from pathlib import Path
 from eagle3.data.conversations import require_source
 from eagle3.data.store.files import LocalFiles, is_url, no_store
 from eagle3.data.template_source import check_variables, read_template
-from eagle3.draft.config import drafted_tokens, read_draft_config
+from eagle3.draft.config import DraftConfig, drafted_tokens, read_draft_config
 from eagle3.errors import SharedUserError, UserError
 from eagle3.hub import require_target_folder
 from eagle3.parsing import parse_json
@@ -130,14 +130,13 @@ def require_servers(urls: list[str]) -> None:
         server_info(url, "start it as launchers/capture.py --print-server says")
 
 
-def require_export(draft: Path, named: str = "--draft ") -> None:
-    """Raises UserError for a folder that, by its config.json, is no exported draft. named: what the caller wrote before it."""
+def require_export(draft: Path, named: str = "--draft ") -> DraftConfig:
+    """Its config. Raises UserError for a folder that, by its config.json, is no exported draft. named: what the caller wrote before it."""
     if (draft / "config.json").is_file():
-        read_draft_config(draft / "config.json")
-    elif (draft / "export" / "config.json").is_file():
+        return read_draft_config(draft / "config.json")
+    if (draft / "export" / "config.json").is_file():
         raise UserError(f"{draft}: is a run's folder; its draft is in there: {named}{draft / 'export'}")
-    else:
-        raise UserError(f"{draft}: no exported draft here; train first, or name one with {named}FOLDER")
+    raise UserError(f"{draft}: no exported draft here; train first, or name one with {named}FOLDER")
 
 
 def _require_target(model: Model) -> None:
