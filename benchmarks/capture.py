@@ -196,7 +196,7 @@ def running(
 
         def read(documents: Sequence[torch.Tensor]) -> None:
             for arrived in target.arriving(documents):
-                rows = sum(len(part.last) for part in arrived.parts)
+                rows = sum(len(part.teacher.values) for part in arrived.parts)
                 assert rows == options.tokens, f"{rows} rows of a document of {options.tokens} tokens"
 
         def store(documents: Sequence[torch.Tensor]) -> None:

@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 
 from eagle3.attention.ring import RingMode
+from eagle3.data.rows import LastHidden, Rows
 from eagle3.draft.config import DraftConfig
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
 from eagle3.objective.losses import BatchCounts, LossConfig, StepWeights, loss_value, step_weights
 from eagle3.objective.metrics import sum_counts, sum_sums
-from eagle3.objective.model import DraftObjective, MemoryPlan, MicroBatch, micro_batch
+from eagle3.objective.model import BatchMaker, DraftObjective, MemoryPlan, MicroBatch
 from eagle3.objective.unroll import Residence
 from eagle3.parallel.dealing import SequenceSharding
 from eagle3.parallel.sequence import SequencePlan, Stream, plan_sequence
@@ -165,22 +166,10 @@ def prepare_rows(
     with torch.no_grad():
         for weight in draft.parameters():
             weight *= 4 if weight.dim() > 1 else 1  # away from the nearly uniform attention that a draft begins with
-    teacher = summarize_teacher(last, head)
-    batch = micro_batch(
-        stream,
-        plan,
-        aux=aux,
-        last=last,
-        argmax=teacher.argmax,
-        logsumexp=teacher.logsumexp,
-        teacher_head=head[:size]
-        .chunk(topology.tensor.size())[topology.tensor.rank()]
-        .to(topology.device, dtype, copy=True),
-        draft_id=torch.where(torch.arange(config.vocab_size) < size, torch.arange(config.vocab_size), -1),
-        dtype=dtype,
-        device=topology.device,
-        residence=residence,
-    )
+    own = head[:size].chunk(topology.tensor.size())[topology.tensor.rank()].to(topology.device, dtype, copy=True)
+    draft_id = torch.where(torch.arange(config.vocab_size) < size, torch.arange(config.vocab_size), -1)
+    maker = BatchMaker(draft_id, own, dtype, topology.device, residence)
+    batch = maker.micro_batch(stream, plan, Rows(aux, LastHidden(last, *summarize_teacher(last, head))))
     tokens = stream.tokens if topology.sequence.rank() == 0 else 0
     counts = BatchCounts(batch.counted(), batch.supervised.sum(1).cpu(), tokens)
     counts = sum_counts(counts, topology.batch, topology.device)

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from eagle3.attention.ttt import TTTAttention
 from eagle3.attention.ulysses import Ulysses
+from eagle3.data.rows import LastHidden, Rows
 from eagle3.draft.config import DraftConfig
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
 from eagle3.objective.losses import BatchCounts, LossConfig, StepWeights, step_weights
-from eagle3.objective.model import DraftObjective, MemoryPlan, MicroBatch, micro_batch
+from eagle3.objective.model import BatchMaker, DraftObjective, MemoryPlan, MicroBatch
 from eagle3.parallel.dealing import SequenceSharding
 from eagle3.parallel.sequence import SequencePlan, Stream, plan_sequence
 from eagle3.parallel.topology import Topology
@@ -79,7 +80,7 @@ class Case:
         return case
 
 
-class Rows(NamedTuple):
+class FrozenInputs(NamedTuple):
     """Frozen inputs at a plan's rows: aux [rows, 3Ht], last [M, Ht], and the teacher's head [Vd, Ht]."""
 
     aux: Tensor
@@ -94,7 +95,9 @@ def stream_of(tokens: int, supervised: float, vocabulary: int) -> Stream:
     return Stream.pack([ids], [torch.arange(tokens) >= tokens - max(2, round(supervised * tokens))])
 
 
-def random_rows(config: DraftConfig, plan: SequencePlan, dtype: torch.dtype, device: torch.device, inputs: str) -> Rows:
+def random_rows(
+    config: DraftConfig, plan: SequencePlan, dtype: torch.dtype, device: torch.device, inputs: str
+) -> FrozenInputs:
     """Made on the device; for `host` one block of them is repeated in pinned memory."""
 
     def rows(count: int, width: int) -> Tensor:
@@ -108,29 +111,20 @@ def random_rows(config: DraftConfig, plan: SequencePlan, dtype: torch.dtype, dev
 
     wide = config.target_hidden_size
     head = torch.randn(config.draft_vocab_size, wide, dtype=dtype, device=device).div_(math.sqrt(wide))
-    return Rows(rows(len(plan.rows), 3 * wide), rows(len(plan.teacher), wide), head)
+    return FrozenInputs(rows(len(plan.rows), 3 * wide), rows(len(plan.teacher), wide), head)
 
 
 def batch_of(
-    config: DraftConfig, stream: Stream, plan: SequencePlan, rows: Rows, device: torch.device, inputs: str
+    config: DraftConfig, stream: Stream, plan: SequencePlan, given: FrozenInputs, device: torch.device, residence: str
 ) -> MicroBatch:
     """A rank's part of a stream; the teacher's logits have variance 1 over all of its vocabulary, and its most likely
     token is always one of the draft's."""
     generator = torch.Generator().manual_seed(1)
     count = len(plan.teacher)
-    return micro_batch(
-        stream,
-        plan,
-        aux=rows.aux,
-        last=rows.last,
-        argmax=torch.randint(config.draft_vocab_size, (count,), generator=generator),
-        logsumexp=torch.full((count,), math.log(config.vocab_size) + 0.5),
-        teacher_head=rows.head,
-        draft_id=torch.arange(config.vocab_size),
-        dtype=rows.aux.dtype,
-        device=device,
-        residence=inputs,
-    )
+    argmax = torch.randint(config.draft_vocab_size, (count,), generator=generator)
+    teacher = LastHidden(given.last, argmax, torch.full((count,), math.log(config.vocab_size) + 0.5))
+    maker = BatchMaker(torch.arange(config.vocab_size), given.head, given.aux.dtype, device, residence)
+    return maker.micro_batch(stream, plan, Rows(given.aux, teacher))
 
 
 def weights_of(batch: MicroBatch) -> StepWeights:

@@ -51,7 +51,7 @@ class Sample:
 
     @property
     def raw(self) -> int:
-        return self.states.aux.nbytes + self.states.last.nbytes
+        return self.states.aux.nbytes + self.states.teacher.values.nbytes
 
 
 def main() -> int:
@@ -80,7 +80,7 @@ def main() -> int:
         document["results"][name] = {
             "samples": len(of_kind),
             "tokens": sum(len(sample.ids) for sample in of_kind),
-            "hidden_size": of_kind[0].states.last.shape[1],
+            "hidden_size": of_kind[0].states.teacher.values.shape[1],
             "raw_bytes": sum(sample.raw for sample in of_kind),
             "formats": formats,
             "codecs": measure_codecs(of_kind, options.threads, options.rounds),
@@ -95,9 +95,9 @@ def hidden_states(recipe_file: Path, tokens: int) -> list[Sample]:
     supervised: every row but the first has a last hidden state, as in the field's format."""
     import torch
 
+    from eagle3.data.rows import LastHidden, Rows
     from eagle3.parallel.topology import start_distributed
     from eagle3.recipe import load_recipe
-    from eagle3.target.interface import HiddenStates
     from eagle3.training.assemble import gather_materials, start_target
 
     recipe, topology = load_recipe(recipe_file), start_distributed()
@@ -113,12 +113,9 @@ def hidden_states(recipe_file: Path, tokens: int) -> list[Sample]:
     for start in range(0, len(taken), 64):
         members = taken[start : start + 64]
         for sample, states in zip(members, target.prefill([sample.ids for sample in members]), strict=True):
-            rows = HiddenStates(
-                states.aux.bfloat16().cpu(),
-                states.last.bfloat16().cpu(),
-                states.argmax.cpu(),
-                states.logsumexp.float().cpu(),
-            )
+            states = states.map(lambda tensor: tensor.cpu())
+            teacher, halved = states.teacher, states.teacher.values.bfloat16()
+            rows = Rows(states.aux.bfloat16(), LastHidden(halved, teacher.argmax, teacher.logsumexp.float()))
             found.append(Sample(sample.id, sample.ids, torch.ones(len(sample.ids), dtype=torch.bool), rows))
     return found
 
@@ -127,18 +124,14 @@ def joined(samples: Sequence[Sample], tokens: int) -> list[Sample]:
     """The same rows end to end, cut into samples of as many tokens, as long conversations have; the rest is left out."""
     import torch
 
-    from eagle3.target.interface import HiddenStates
+    from eagle3.data.rows import Rows
 
-    names = ("aux", "last", "argmax", "logsumexp")
-    rows = {name: torch.cat([getattr(sample.states, name) for sample in samples]) for name in names}
+    rows = Rows.cat([sample.states for sample in samples])
     ids = torch.cat([sample.ids for sample in samples])
     cuts = [slice(start, start + tokens) for start in range(0, len(ids) - tokens + 1, tokens)]
     cuts = cuts or [slice(0, len(ids))]
     mask = torch.ones(len(ids), dtype=torch.bool)
-    return [
-        Sample(f"{place:08x}", ids[cut], mask[cut], HiddenStates(*(column[cut].clone() for column in rows.values())))
-        for place, cut in enumerate(cuts)
-    ]
+    return [Sample(f"{place:08x}", ids[cut], mask[cut], rows[cut].map(torch.clone)) for place, cut in enumerate(cuts)]
 
 
 def measure(samples: Sequence[Sample], folder: Path, threads: int, rounds: int) -> dict[str, dict[str, float]]:
@@ -180,7 +173,7 @@ def measure_codecs(samples: Sequence[Sample], threads: int, rounds: int) -> dict
     from eagle3.data.store.shard_writer import encode_chunks
 
     tensors = [(name, getattr(sample.states, name)) for sample in samples for name in ("aux", "last")]
-    hidden, raw = samples[0].states.last.shape[1], sum(sample.raw for sample in samples)
+    hidden, raw = samples[0].states.teacher.values.shape[1], sum(sample.raw for sample in samples)
     found: dict[str, dict[str, float]] = {}
 
     def note(name: str, size: int, write: float, read: float) -> None:
@@ -235,7 +228,7 @@ def time_store(samples: Sequence[Sample], path: Path, codec: str, threads: int) 
     from eagle3.data.store.writer import StoreWriter
 
     began = time.perf_counter()
-    encoding = Encoding(codec, "bfloat16", samples[0].states.last.shape[1])
+    encoding = Encoding(codec, "bfloat16", samples[0].states.teacher.values.shape[1])
     with StoreWriter(path, {}, encoding, threads=threads) as writer:
         for sample in samples:
             writer.add(sample.id, sample.ids, sample.loss_mask, sample.states)
@@ -270,7 +263,7 @@ def time_files(samples: Sequence[Sample], path: Path, level: int | None, threads
     def write(sample: Sample) -> int:
         states = sample.states
         buffer = io.BytesIO()
-        content = {"ids": sample.ids, "loss_mask": sample.loss_mask, **vars(states)}
+        content = {"ids": sample.ids, "loss_mask": sample.loss_mask, **states.named()}
         torch.save(content, buffer)
         data = buffer.getvalue() if level is None else gzip.compress(buffer.getvalue(), level)
         with (path / sample.id).open("wb") as file:

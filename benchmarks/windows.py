@@ -99,7 +99,8 @@ def measure(case: Case, topology, rounds: int) -> dict[str, Any]:
             clock.tick("plan_seconds")
             (rows,) = store.read([RowRequest(sample.id, plan.rows, plan.teacher)])
             clock.tick("read_seconds")
-            prepared = prepare_rows(stream, plan, rows.aux.float(), rows.last.float(), head, draft, Layout(), topology)
+            given = rows.aux.float(), rows.teacher.values.float()
+            prepared = prepare_rows(stream, plan, *given, head, draft, Layout(), topology)
             step = run_step(prepared, topology)
             best["step_seconds"] = min(best.get("step_seconds", step.cpu_seconds), step.cpu_seconds)
     prepared.objective.zero_grad()
@@ -128,13 +129,13 @@ class Clock:
 def random_states(tokens: int, hidden: int) -> Iterator:
     import torch
 
-    from eagle3.target.interface import HiddenStates
+    from eagle3.data.rows import LastHidden, Rows
 
     generator = torch.Generator().manual_seed(2)
     for start in range(0, tokens, PART):
         rows = min(PART, tokens - start)
         aux, last = (torch.randn(rows, width, generator=generator).bfloat16() for width in (3 * hidden, hidden))
-        yield HiddenStates(aux, last, torch.zeros(rows, dtype=torch.int64), torch.zeros(rows))
+        yield Rows(aux, LastHidden(last, torch.zeros(rows, dtype=torch.int64), torch.zeros(rows)))
 
 
 def _nothing(line: str) -> None:

@@ -108,7 +108,7 @@ def content(store: Path) -> dict[str, str]:
         tokens = opened.tokens(sample_id)
         teacher = taught_rows(tokens.loss_mask).nonzero().flatten()
         (rows,) = opened.read([RowRequest(sample_id, torch.arange(len(tokens.ids)), teacher)])
-        data = b"".join(rows_of.numpy().tobytes() for rows_of in (*rows, tokens.ids))
+        data = b"".join(rows_of.numpy().tobytes() for rows_of in (*rows.named().values(), tokens.ids))
         digests[sample_id] = hashlib.sha256(data).hexdigest()
     return digests
 

@@ -19,12 +19,12 @@ from processes import fork_ranks
 from torch import Tensor
 
 from eagle3.data.loader import Drawn, LiveSource, StoredSource, StreamLoader
+from eagle3.data.rows import Rows
 from eagle3.data.samples import SampleSet
 from eagle3.data.store.reader import HiddenStateStore
 from eagle3.errors import SharedUserError
 from eagle3.parallel.agreement import require_agreement
 from eagle3.parallel.dealing import SequenceSharding
-from eagle3.target.interface import HiddenStates
 from eagle3.target.transformers import TransformersTarget, load_target
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class CountingTarget(TransformersTarget):
 
     prefilled: list[list[int]]
 
-    def prefill(self, documents: Sequence[Tensor]) -> list[HiddenStates]:
+    def prefill(self, documents: Sequence[Tensor]) -> list[Rows]:
         self.prefilled += [document.tolist() for document in documents]
         return super().prefill(documents)
 

@@ -141,15 +141,15 @@ def differences(prefill: LongPrefill, document: torch.Tensor) -> dict[str, float
         assert chunks == [None] * len(chunks)
         return None
     (expected,) = prefill.target.prefill([document])
-    found = {name: torch.cat([vars(chunk)[name] for chunk in chunks]) for name in vars(expected)}
-    for name, tensor in vars(expected).items():
+    found = {name: torch.cat([chunk.named()[name] for chunk in chunks]) for name in expected.named()}
+    for name, tensor in expected.named().items():
         assert found[name].shape == tensor.shape and found[name].dtype == tensor.dtype
     relative = {
         name: float((found[name] - tensor).abs().max() / tensor.abs().max())
-        for name, tensor in vars(expected).items()
+        for name, tensor in expected.named().items()
         if name != "argmax"
     }
-    return relative | {"argmax": float((found["argmax"] != expected.argmax).sum())}
+    return relative | {"argmax": float((found["argmax"] != expected.teacher.argmax).sum())}
 
 
 def long_prefill(target: TransformersTarget, topology: Topology) -> LongPrefill:

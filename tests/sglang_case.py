@@ -9,8 +9,8 @@ import pytest
 import torch
 from sglang_cpu.environment import sglang_environment
 
+from eagle3.data.rows import Rows
 from eagle3.data.spool import Spool
-from eagle3.target.interface import HiddenStates
 from eagle3.target.sglang.client import Producer, Servers
 from eagle3.target.sglang.hook import HookSettings
 from eagle3.target.sglang.server import EngineOptions, SGLangServer
@@ -75,11 +75,11 @@ def documents(*lengths: int, seed: int = 1) -> list[torch.Tensor]:
     return [torch.randint(3, VOCABULARY, (length,), generator=generator) for length in lengths]
 
 
-def largest_errors(found: HiddenStates, wanted: HiddenStates) -> dict[str, float]:
-    """Of aux, last and logsumexp, relative to the largest value; of argmax the rows that differ."""
-    errors = {"argmax": float((found.argmax != wanted.argmax).sum())}
-    for name in ("aux", "last", "logsumexp"):
-        mine, other = getattr(found, name).double(), getattr(wanted, name).double()
+def largest_errors(found: Rows, wanted: Rows) -> dict[str, float]:
+    """Of aux, the teacher's values and logsumexp, relative to the largest value; of argmax the rows that differ."""
+    errors = {"argmax": float((found.teacher.argmax != wanted.teacher.argmax).sum())}
+    for name in ("aux", "values", "logsumexp"):
+        mine, other = found.named()[name].double(), wanted.named()[name].double()
         errors[name] = float((mine - other).abs().max() / other.abs().max())
     return errors
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import torch
 
+from eagle3.data.rows import LastHidden, Rows
 from eagle3.data.samples import sample_digest
 from eagle3.data.store.check import Findings, check_store
-from eagle3.data.store.reader import DocumentRows, HiddenStateStore, RowRequest
+from eagle3.data.store.reader import HiddenStateStore, RowRequest
 from eagle3.data.store.shard import DATA_START, Encoding, ShardIndex, taught_rows
 from eagle3.data.store.writer import StoreWriter
-from eagle3.target.interface import HiddenStates
 
 FORK = multiprocessing.get_context("fork")
 # What reaches for the disk, by the names that the interpreter gives its functions.
@@ -37,13 +37,13 @@ def sample(number: int, tokens: int | None = None, hidden: int = HIDDEN):
     tokens = tokens or int(torch.randint(1, 40, (), generator=generator))
     ids = torch.randint(150_000, (tokens,), generator=generator)
     loss_mask = torch.rand(tokens, generator=generator) < 0.4
-    states = HiddenStates(
-        aux=torch.randn(tokens, 3 * hidden, generator=generator),
-        last=torch.randn(tokens, hidden, generator=generator),
+    aux = torch.randn(tokens, 3 * hidden, generator=generator)
+    teacher = LastHidden(
+        torch.randn(tokens, hidden, generator=generator),
         argmax=torch.randint(150_000, (tokens,), generator=generator),
         logsumexp=torch.randn(tokens, generator=generator) * 20,
     )
-    return sample_digest(ids.numpy(), loss_mask.numpy()).hex(), ids, loss_mask, states
+    return sample_digest(ids.numpy(), loss_mask.numpy()).hex(), ids, loss_mask, Rows(aux, teacher)
 
 
 def wanted(encoding: Encoding, **changes) -> dict:
@@ -67,10 +67,15 @@ def open_store(path, encoding: Encoding = PLAIN) -> HiddenStateStore:
     return HiddenStateStore.open(str(path), wanted(encoding))
 
 
-def read_whole(store: HiddenStateStore, number: int, tokens: int | None = None) -> DocumentRows:
+def read_whole(store: HiddenStateStore, number: int, tokens: int | None = None) -> Rows:
     loss_mask = store.tokens(sample_id(number, tokens)).loss_mask
     teacher = taught_rows(loss_mask).nonzero().flatten()
     return store.read([RowRequest(sample_id(number, tokens), torch.arange(len(loss_mask)), teacher)])[0]
+
+
+def same_rows(one: Rows, other: Rows) -> bool:
+    """Bit for bit."""
+    return all(torch.equal(a, b) for a, b in zip(one.named().values(), other.named().values(), strict=True))
 
 
 def assert_holds(path, numbers, encoding: Encoding = PLAIN) -> None:
@@ -81,10 +86,9 @@ def assert_holds(path, numbers, encoding: Encoding = PLAIN) -> None:
         _, ids, loss_mask, states = sample(number)
         taught = taught_rows(loss_mask)
         stored, dtype = read_whole(store, number), encoding.number_format
-        assert stored.aux.dtype == stored.last.dtype == dtype
-        assert torch.equal(stored.aux, states.aux.to(dtype)) and torch.equal(stored.last, states.last[taught].to(dtype))
-        assert torch.equal(stored.argmax, states.argmax[taught])
-        assert torch.equal(stored.logsumexp, states.logsumexp[taught])
+        assert stored.aux.dtype == stored.teacher.values.dtype == dtype
+        given = replace(states.teacher[taught], values=states.teacher.values[taught].to(dtype))
+        assert same_rows(stored, Rows(states.aux.to(dtype), given))
         tokens = store.tokens(sample_id(number))
         assert torch.equal(tokens.ids, ids) and torch.equal(tokens.loss_mask, loss_mask)
     findings = check(path, numbers, encoding)

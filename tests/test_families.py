@@ -26,6 +26,7 @@ from family_targets import (
 )
 from tiny_run import metrics
 
+from eagle3.data.rows import Rows
 from eagle3.draft.interchange import read_exported
 from eagle3.draft.rope import RotaryEmbedding
 from eagle3.errors import UserError
@@ -33,7 +34,6 @@ from eagle3.recipe import Recipe
 from eagle3.target.aux_layers import default_aux_layers
 from eagle3.target.checkpoint import target_config
 from eagle3.target.head import load_target_head
-from eagle3.target.interface import HiddenStates
 from eagle3.target.long_prefill import LongPrefill
 from eagle3.target.transformers import TransformersTarget, load_target
 
@@ -74,7 +74,7 @@ def test_auxiliary_states_are_the_familys_own(family):
     for layer, aux in zip(family.target.aux_layers, found.aux.chunk(3, dim=-1), strict=True):
         assert torch.allclose(aux, expected[layer + 1][0], rtol=1e-5, atol=1e-5)
         assert not torch.allclose(aux, expected[layer][0], rtol=1e-2, atol=1e-2)
-    assert torch.allclose(found.last, expected[-1][0], rtol=1e-5, atol=1e-5)
+    assert torch.allclose(found.teacher.values, expected[-1][0], rtol=1e-5, atol=1e-5)
 
 
 @every_family
@@ -82,11 +82,11 @@ def test_teacher_logits_from_the_stored_head_are_the_familys_own(family):
     (states,) = family.target.prefill([family.ids])
     expected = family.own_outputs().logits[0]
     head = load_target_head(family.folder, dtype="float32")
-    found = head.transform.apply(states.last @ head.head.T)
+    found = head.transform.apply(states.teacher.values @ head.head.T)
     assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
-    assert torch.equal(states.argmax, expected.argmax(-1))
-    assert torch.allclose(states.logsumexp, expected.logsumexp(-1), rtol=1e-4)
-    assert len(set(states.argmax.tolist())) > 5  # a model that says little would agree with anything
+    assert torch.equal(states.teacher.argmax, expected.argmax(-1))
+    assert torch.allclose(states.teacher.logsumexp, expected.logsumexp(-1), rtol=1e-4)
+    assert len(set(states.teacher.argmax.tolist())) > 5  # a model that says little would agree with anything
 
 
 @every_family
@@ -96,13 +96,13 @@ def test_the_familys_own_logits_can_be_the_teacher(family):
     target = TransformersTarget(family.target.model, aux_layers=None, prefill_tokens=64, draft_ids=ids)
     (states,) = target.prefill([family.ids])
     expected = family.own_outputs().logits[0]
-    assert (states.last - expected[:, ids]).abs().max() <= 1e-5 * expected.abs().max()
-    assert torch.equal(states.argmax, expected.argmax(-1))
+    assert (states.teacher.values - expected[:, ids]).abs().max() <= 1e-5 * expected.abs().max()
+    assert torch.equal(states.teacher.argmax, expected.argmax(-1))
 
 
 @every_family
 def test_a_document_in_chunks_has_the_familys_own_hidden_states_or_is_refused(family, topology):
-    def in_chunks() -> list[HiddenStates]:
+    def in_chunks() -> list[Rows]:
         return list(
             LongPrefill(family.target, topology.ulysses, topology.ring, topology.sequence, 16).chunks(family.ids)
         )
@@ -115,7 +115,7 @@ def test_a_document_in_chunks_has_the_familys_own_hidden_states_or_is_refused(fa
     assert len(found) == -(-len(family.ids) // 16)
     wanted = torch.cat([expected[layer + 1][0] for layer in family.target.aux_layers], dim=-1)
     assert torch.allclose(torch.cat([chunk.aux for chunk in found]), wanted, rtol=1e-4, atol=1e-4)
-    assert torch.allclose(torch.cat([chunk.last for chunk in found]), expected[-1][0], rtol=1e-4, atol=1e-4)
+    assert torch.allclose(torch.cat([chunk.teacher.values for chunk in found]), expected[-1][0], rtol=1e-4, atol=1e-4)
 
 
 @every_family
@@ -125,11 +125,13 @@ def test_the_tiny_target_reads_its_document(family):
     changed = torch.cat(((family.ids[:1] + 1) % 400, family.ids[1:]))
     one, other = family.target.prefill([family.ids, changed])
     for mine, theirs in zip(
-        (*one.aux.chunk(3, dim=-1), one.last), (*other.aux.chunk(3, dim=-1), other.last), strict=True
+        (*one.aux.chunk(3, dim=-1), one.teacher.values),
+        (*other.aux.chunk(3, dim=-1), other.teacher.values),
+        strict=True,
     ):
         assert 0.05 < mine.std() < 100
         assert (mine - theirs)[1].norm() > 1e-3 * mine[1].norm()
-    assert (one.last - other.last)[-1].norm() > 1e-5 * one.last[-1].norm()
+    assert (one.teacher.values - other.teacher.values)[-1].norm() > 1e-5 * one.teacher.values[-1].norm()
 
 
 @every_family

@@ -24,7 +24,7 @@ from eagle3.data.store.writer import StoreWriter
 from eagle3.parallel.sequence import Stream, plan_sequence
 from eagle3.target.transformers import load_target
 
-FIELDS = ("aux", "last", "argmax", "logsumexp")
+FIELDS = ("aux", "values", "argmax", "logsumexp")
 STREAM = fields(Stream)
 by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
@@ -57,7 +57,7 @@ def outcomes(folder, prefill_alone):
     samples = sample_set(range(len(LENGTHS)))
     for dtype in ("float32", "bfloat16"):
         for codec in ("none", "lossless"):
-            encoding = Encoding(codec, dtype, prefill_alone(dtype, samples[0].ids).last.shape[1])
+            encoding = Encoding(codec, dtype, prefill_alone(dtype, samples[0].ids).teacher.values.shape[1])
             with StoreWriter(store_of(folder, dtype, codec), PROVENANCE, encoding, shard_tokens=150) as writer:
                 for sample in samples:
                     writer.add(sample.id, sample.ids, sample.loss_mask, prefill_alone(dtype, sample.ids))
@@ -75,7 +75,7 @@ def documents_of(stream):
 
 def expected_rows(loaded, states):
     """What a LoadedStream must hold, from the states of its stream's documents."""
-    whole = {name: torch.cat([getattr(held, name) for held in states]) for name in FIELDS}
+    whole = {name: torch.cat([held.named()[name] for held in states]) for name in FIELDS}
     rows = {"aux": loaded.plan.rows} | dict.fromkeys(FIELDS[1:], loaded.plan.teacher)
     return {name: whole[name][rows[name]] for name in FIELDS}
 
@@ -87,7 +87,7 @@ def test_rows_that_other_ranks_prefilled_arrive_bit_for_bit(outcomes, prefill_al
         for loaded in outcome["alone"]:
             states = [prefill_alone(case.dtype, ids) for ids in documents_of(loaded.stream)]
             for name, rows in expected_rows(loaded, states).items():
-                found = getattr(loaded, name)
+                found = loaded.rows.named()[name]
                 assert found.dtype == rows.dtype and torch.equal(found, rows), name
 
 
@@ -98,7 +98,7 @@ def test_rows_of_batches_agree_to_rounding(outcomes, prefill_alone, case):
         for loaded in outcome["batched"]:
             states = [prefill_alone(case.dtype, ids) for ids in documents_of(loaded.stream)]
             for name, rows in expected_rows(loaded, states).items():
-                torch.testing.assert_close(getattr(loaded, name), rows, rtol=1e-5, atol=1e-5)
+                torch.testing.assert_close(loaded.rows.named()[name], rows, rtol=1e-5, atol=1e-5)
 
 
 @by_case
@@ -109,8 +109,10 @@ def test_stored_rows_are_the_live_ones_and_those_of_a_compressed_store_read_ahea
             spare = live.stream.tokens == 1 and case.documents != (ONE_TOKEN,)
             tolerance = 1e-5 if spare else 0.0
             for name in FIELDS:
-                torch.testing.assert_close(getattr(live, name), getattr(stored, name), rtol=tolerance, atol=tolerance)
-                assert torch.equal(getattr(stored, name), getattr(compressed, name))
+                torch.testing.assert_close(
+                    live.rows.named()[name], stored.rows.named()[name], rtol=tolerance, atol=tolerance
+                )
+                assert torch.equal(stored.rows.named()[name], compressed.rows.named()[name])
 
 
 def stream_groups(case, outcomes):
@@ -174,10 +176,10 @@ def test_a_stream_without_supervision_has_a_row_to_run_on_and_no_teacher(outcome
     case = next(case for case in CASES if case.name == name)
     for outcome in outcomes(name, case.world):
         (loaded,) = outcome["alone"]
-        assert loaded.plan.rows.tolist() == [0] and loaded.aux.shape[0] == 1
+        assert loaded.plan.rows.tolist() == [0] and loaded.rows.aux.shape[0] == 1
         assert not len(loaded.plan.teacher)
-        assert loaded.last.shape == (0, loaded.aux.shape[1] // 3)
-        assert loaded.argmax.shape == loaded.logsumexp.shape == (0,)
+        assert loaded.rows.teacher.values.shape == (0, loaded.rows.aux.shape[1] // 3)
+        assert loaded.rows.teacher.argmax.shape == loaded.rows.teacher.logsumexp.shape == (0,)
 
 
 def test_agreeing_ranks_hear_nothing(outcomes):

@@ -91,7 +91,7 @@ def test_a_teacher_of_logits_gives_those_of_the_whole_in_chunks(topology):
     for length in (1, CHUNK_TOKENS + 1, 40):
         assert_same(differences(prefill, document_of(length)), f"{length} tokens")
     (states,) = prefill.chunks(document_of(5))
-    assert states.last.shape == (5, 48)
+    assert states.teacher.values.shape == (5, 48)
 
 
 def test_chunk_sizes_and_scaled_rope_change_nothing(topology):
@@ -112,8 +112,8 @@ def test_the_targets_own_prefill_is_bit_for_bit_what_it_was(family, topology):
     (during,) = target.prefill([document])
     list(chunks)
     (after,) = target.prefill([document])
-    for name, tensor in vars(before).items():
-        assert torch.equal(tensor, vars(during)[name]) and torch.equal(tensor, vars(after)[name])
+    for name, tensor in before.named().items():
+        assert torch.equal(tensor, during.named()[name]) and torch.equal(tensor, after.named()[name])
     assert target.model.config._attn_implementation == implementation
 
 
@@ -123,17 +123,20 @@ def test_documents_taken_in_turns_do_not_mix(topology):
     documents = [document_of(length) for length in (40, 39, 38)]
     runs = [one.chunks(documents[0]), other.chunks(documents[1]), one.chunks(documents[2])]
     for chunks, document in zip(zip(*runs, strict=True), range(7), strict=True):
-        taken = [vars(chunk) for chunk in chunks]
+        taken = [chunk.named() for chunk in chunks]
         rows = slice(document * CHUNK_TOKENS, (document + 1) * CHUNK_TOKENS)
         for found, states in zip(taken, target.prefill(documents), strict=True):
-            torch.testing.assert_close(found["last"], states.last[rows], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(found["values"], states.teacher.values[rows], rtol=1e-4, atol=1e-4)
 
 
 @every_family
 def test_bfloat16_is_taken_and_stays(family, topology):
     prefill = long_prefill(target_of(family, torch.bfloat16), topology)
     (states,) = prefill.chunks(document_of(5))
-    assert states.aux.dtype == states.last.dtype == torch.bfloat16 and states.logsumexp.dtype == torch.float32
+    assert (
+        states.aux.dtype == states.teacher.values.dtype == torch.bfloat16
+        and states.teacher.logsumexp.dtype == torch.float32
+    )
 
 
 def test_sliding_layers_keep_no_key_that_nothing_sees_any_more(topology):

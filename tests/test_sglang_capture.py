@@ -50,7 +50,7 @@ def test_capture_equals_transformers_for_every_row_with_prefill_cut_and_whole(ta
     with capturing_server(model, settings, tensor=tensor) as server, target_behind([server.url], settings) as target:
         found = target.prefill(asked)
         for ids, mine, other in zip(asked, found, wanted, strict=True):
-            assert mine.last.shape == (len(ids), HIDDEN) and mine.aux.shape == (len(ids), 3 * HIDDEN)
+            assert mine.teacher.values.shape == (len(ids), HIDDEN) and mine.aux.shape == (len(ids), 3 * HIDDEN)
             errors = largest_errors(mine, other)
             # argmax may differ where two logits are equal to rounding: then the best two are that near
             assert errors.pop("argmax") == 0, errors
@@ -76,7 +76,9 @@ def test_logits_for_a_teacher_are_the_models_own_and_its_columns_meet_on_one_ran
     wanted = load_target(model, aux_layers=AUX_LAYERS, draft_ids=ids).prefill(asked)
     with capturing_server(model, settings, tensor=2) as server, target_behind([server.url], settings) as target:
         for mine, other in zip(target.prefill(asked), wanted, strict=True):
-            assert mine.last.shape == other.last.shape == (len(other.argmax), vocabulary.size)
+            assert (
+                mine.teacher.values.shape == other.teacher.values.shape == (len(other.teacher.argmax), vocabulary.size)
+            )
             errors = largest_errors(mine, other)
             assert errors.pop("argmax") == 0 and max(errors.values()) < ALLOWED, errors
 
@@ -122,7 +124,7 @@ def test_the_same_prompt_again_gives_every_row_again(llama):
     wanted = load_target(model, aux_layers=AUX_LAYERS).prefill([once])[0]
     with target_behind([server.url], settings) as target:
         for mine in target.prefill([once, once, once[:100]]):
-            rows = len(mine.last)
+            rows = len(mine.teacher.values)
             assert torch.allclose(mine.aux, wanted.aux[:rows], atol=3e-5), "rows of another place"
 
 
@@ -135,7 +137,7 @@ def test_a_spool_with_room_for_two_documents_passes_twenty_and_is_never_fuller(l
         for place, parts in target.arriving(asked):
             held = [file.stat().st_size for file in target.producer.spool.path.glob("shard-*.safetensors")]
             fullest = max(fullest, sum(held))
-            assert sum(len(part.last) for part in parts) == len(asked[place])
+            assert sum(len(part.teacher.values) for part in parts) == len(asked[place])
         assert 0 < fullest <= 2 * size + 2048, "but for the tables of its chunks"
         assert left_in(target.producer.spool.path) == ["owner.lock"]
 

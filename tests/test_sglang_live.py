@@ -15,6 +15,7 @@ import yaml
 from sglang_case import capturing_server, cpu_environment, left_in, options, target_behind
 from tiny_run import ROOT, deepspeed, finish, launch, make_target, metrics, write_recipe
 
+from eagle3.data.rows import Rows
 from eagle3.data.samples import Sample
 from eagle3.data.spool import Spool, SpoolReader
 from eagle3.data.spooled import SpooledSource
@@ -24,7 +25,6 @@ from eagle3.durable import create_text
 from eagle3.errors import UserError
 from eagle3.parallel.dealing import SequenceSharding
 from eagle3.parallel.sequence import Stream, plan_sequence
-from eagle3.target.interface import HiddenStates
 from eagle3.target.sglang.asking import ask
 from eagle3.target.sglang.client import Producer, Servers
 from eagle3.target.sglang.hook import HookSettings
@@ -126,8 +126,10 @@ def test_a_store_captured_from_a_server_has_the_rows_that_transformers_gives(cas
         found = store.read([RowRequest(sample_id, torch.arange(len(ids)), taught)])[0]
         (wanted,) = target.prefill([ids])
         assert torch.allclose(found.aux, wanted.aux, atol=3e-6 * float(wanted.aux.abs().max()))
-        assert torch.allclose(found.last, wanted.last[taught], atol=3e-6 * float(wanted.last.abs().max()))
-        assert torch.equal(found.argmax, wanted.argmax[taught])
+        assert torch.allclose(
+            found.teacher.values, wanted.teacher.values[taught], atol=3e-6 * float(wanted.teacher.values.abs().max())
+        )
+        assert torch.equal(found.teacher.argmax, wanted.teacher.argmax[taught])
 
 
 def provenance_of(store: Path) -> dict:
@@ -233,7 +235,7 @@ def test_killed_servers_lose_nothing_while_one_is_left_and_then_the_job_ends_wit
         SGLangServer(options(case.folder / "target")) as second,
         target_behind([first, second.url], settings, LAYERS, vocab_size=VOCABULARY) as target,
     ):
-        arrived: dict[int, HiddenStates] = {}
+        arrived: dict[int, Rows] = {}
         for place, parts in target.arriving(asked):
             (arrived[place],) = parts
             if len(arrived) == 5:

@@ -13,12 +13,12 @@ import pytest
 import torch
 from store_cases import sample
 
+from eagle3.data.rows import Rows
 from eagle3.data.samples import Sample
 from eagle3.data.spool import GONE, HELD, LOCK, Spool, SpoolReader, Ticket, sweep
 from eagle3.data.spooled import SpooledSource
 from eagle3.data.store.shard import Encoding
 from eagle3.errors import UserError
-from eagle3.target.interface import HiddenStates
 from eagle3.target.sglang.client import Producer, Servers
 from eagle3.target.sglang.hook import HookSettings
 from eagle3.target.sglang.installed import require_supported
@@ -29,7 +29,7 @@ from eagle3.target.sglang.version import require_captured
 HIDDEN = 16
 
 
-def a_sample(number: int, tokens: int) -> tuple[Sample, HiddenStates]:
+def a_sample(number: int, tokens: int) -> tuple[Sample, Rows]:
     _, ids, mask, states = sample(number, tokens, HIDDEN)
     return Sample(f"{number:032x}", ids, mask), states
 
@@ -42,10 +42,10 @@ def hook_writer(spool: Spool) -> SpoolWriter:
     return SpoolWriter(spool.folder, HookSettings(str(spool.folder), "float32", "target", HIDDEN).encoding)
 
 
-def feed(writer: SpoolWriter, ticket: Ticket, one: Sample, states: HiddenStates, cuts: list[int]) -> None:
+def feed(writer: SpoolWriter, ticket: Ticket, one: Sample, states: Rows, cuts: list[int]) -> None:
     """As chunked prefill does: rows up to each cut, one forward after the other."""
     for start, stop in zip([0, *cuts], [*cuts, len(one.ids)], strict=True):
-        part = HiddenStates(**{name: kind[start:stop] for name, kind in vars(states).items()})
+        part = states[start:stop]
         writer.take(ticket, start, one.ids[start:stop], part)
 
 
@@ -60,10 +60,10 @@ def test_every_row_of_a_sample_comes_back_bit_for_bit_however_prefill_was_cut(tm
         reader.require_tokens(location, one.ids)
         every = torch.arange(40)
         got = reader.read(location, every, every)
-        for name, kind in vars(states).items():
-            assert torch.equal(getattr(got, name), kind), name
+        for name, kind in states.named().items():
+            assert torch.equal(got.named()[name], kind), name
         some = torch.tensor([5, 0, 39])
-        assert torch.equal(reader.read(location, some[:0], some).last, states.last[some])
+        assert torch.equal(reader.read(location, some[:0], some).teacher.values, states.teacher.values[some])
 
 
 def test_a_request_id_says_all_and_other_requests_are_none_of_ours(tmp_path):
@@ -83,7 +83,7 @@ def test_rows_that_a_cache_swallowed_fail_the_sample_and_not_the_job(tmp_path):
     with Spool(tmp_path) as spool:
         writer, reader = hook_writer(spool), SpoolReader(spool.path, 0)
         lost, whole = ticket_of(spool.job, one), ticket_of(spool.job, another)
-        tail = HiddenStates(**{name: kind[8:] for name, kind in vars(states).items()})
+        tail = states[8:]
         writer.take(lost, 8, one.ids[8:], tail)
         feed(writer, whole, another, its_states, [])
         with pytest.raises(UserError, match="row 8 of a sample came first.*--disable-radix-cache"):
@@ -96,7 +96,7 @@ def test_a_gap_between_chunks_fails_the_sample(tmp_path):
     with Spool(tmp_path) as spool:
         writer, ticket = hook_writer(spool), ticket_of(spool.job, one)
         for start, stop in ((0, 8), (16, 40)):
-            part = HiddenStates(**{name: kind[start:stop] for name, kind in vars(states).items()})
+            part = states[start:stop]
             writer.take(ticket, start, one.ids[start:stop], part)
         with pytest.raises(UserError, match="rows 8 to 16 of a sample never came"):
             SpoolReader(spool.path, 0).wait(ticket)
@@ -106,7 +106,7 @@ def test_a_request_that_begins_again_replaces_what_it_had(tmp_path):
     one, states = a_sample(3, 40)
     with Spool(tmp_path) as spool:
         writer, ticket = hook_writer(spool), ticket_of(spool.job, one)
-        writer.take(ticket, 0, one.ids[:8], HiddenStates(**{n: kind[:8] + 1 for n, kind in vars(states).items()}))
+        writer.take(ticket, 0, one.ids[:8], states.map(lambda kind: kind[:8] + 1))
         feed(writer, ticket, one, states, [20])
         reader = SpoolReader(spool.path, 0)
         every = torch.arange(40)
@@ -118,19 +118,19 @@ def test_two_servers_with_the_same_request_do_not_disturb_each_other(tmp_path):
     with Spool(tmp_path) as spool:
         ticket = ticket_of(spool.job, one)
         slow, quick = hook_writer(spool), hook_writer(spool)
-        slow.take(ticket, 0, one.ids[:8], HiddenStates(**{n: kind[:8] for n, kind in vars(states).items()}))
+        slow.take(ticket, 0, one.ids[:8], states[:8])
         feed(quick, ticket, one, states, [])
         reader, every = SpoolReader(spool.path, 0), torch.arange(40)
         location = reader.wait(ticket)
-        slow.take(ticket, 8, one.ids[8:], HiddenStates(**{n: kind[8:] for n, kind in vars(states).items()}))
+        slow.take(ticket, 8, one.ids[8:], states[8:])
         time.sleep(0.3)
-        assert torch.equal(reader.read(reader.wait(ticket), every, every).last, states.last)
+        assert torch.equal(reader.read(reader.wait(ticket), every, every).teacher.values, states.teacher.values)
         assert torch.equal(reader.read(location, every, every).aux, states.aux)
 
 
 def test_a_sample_that_is_not_finite_is_told_to_the_job(tmp_path):
     one, states = a_sample(3, 12)
-    states.last[4, 2] = float("nan")
+    states.teacher.values[4, 2] = float("nan")
     with Spool(tmp_path) as spool:
         ticket = ticket_of(spool.job, one)
         feed(hook_writer(spool), ticket, one, states, [6])
@@ -153,10 +153,10 @@ def test_a_server_whose_job_is_gone_writes_nothing(tmp_path):
     one, states = a_sample(3, 40)
     with Spool(tmp_path) as spool:
         writer, ticket = hook_writer(spool), ticket_of(spool.job, one)
-        writer.take(ticket, 0, one.ids[:8], HiddenStates(**{n: kind[:8] for n, kind in vars(states).items()}))
+        writer.take(ticket, 0, one.ids[:8], states[:8])
         SpoolReader(spool.path, 0)
         time.sleep(0.2)
-    writer.take(ticket, 8, one.ids[8:], HiddenStates(**{n: kind[8:] for n, kind in vars(states).items()}))
+    writer.take(ticket, 8, one.ids[8:], states[8:])
     time.sleep(0.3)
     assert not list(tmp_path.iterdir())
 
@@ -303,8 +303,10 @@ def test_readers_of_a_stream_get_samples_in_their_own_order_and_the_last_one_fre
             thread.join(20)
         for rank, wanted in enumerate(rows):
             for (_, states), got, each in zip(made, found[rank], wanted, strict=True):
-                assert torch.equal(got.aux, states.aux[each]) and torch.equal(got.last, states.last[each])
-                assert torch.equal(got.argmax, states.argmax[each])
+                assert torch.equal(got.aux, states.aux[each]) and torch.equal(
+                    got.teacher.values, states.teacher.values[each]
+                )
+                assert torch.equal(got.teacher.argmax, states.teacher.argmax[each])
         for one in samples:
             ticket = ticket_of(spool.job, one)
             assert spool.readers(ticket, 2) == 2

@@ -16,6 +16,7 @@ from store_cases import (
     check,
     open_store,
     read_whole,
+    same_rows,
     sample,
     sample_id,
     wanted,
@@ -23,6 +24,7 @@ from store_cases import (
 )
 
 from eagle3.data.loader import StoredSource
+from eagle3.data.rows import DraftLogits, LastHidden, Rows
 from eagle3.data.samples import Sample
 from eagle3.data.store.codecs import Fp8, chunk_rows
 from eagle3.data.store.reader import HiddenStateStore, RowRequest
@@ -31,7 +33,6 @@ from eagle3.data.store.writer import Part, StoreWriter
 from eagle3.errors import UserError
 from eagle3.parallel.dealing import SequenceSharding
 from eagle3.parallel.sequence import Stream, plan_sequence
-from eagle3.target.interface import HiddenStates
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -54,9 +55,14 @@ def test_logits_in_place_of_last_hidden_states_come_back_exactly_whatever_the_co
             sample_id, ids, loss_mask, states = sample(number)
             logits = 10 * torch.randn(len(ids), 37, generator=torch.Generator().manual_seed(number))
             given[number] = logits[taught_rows(loss_mask)].to(encoding.number_format)
-            writer.add(sample_id, ids, loss_mask, dataclasses.replace(states, last=logits))
+            writer.add(
+                sample_id,
+                ids,
+                loss_mask,
+                Rows(states.aux, DraftLogits(logits, states.teacher.argmax, states.teacher.logsumexp)),
+            )
     store = open_store(tmp_path, encoding)
-    assert all(torch.equal(read_whole(store, number).last, logits) for number, logits in given.items())
+    assert all(torch.equal(read_whole(store, number).teacher.values, logits) for number, logits in given.items())
     assert check(tmp_path, range(8), encoding).problems == []
 
 
@@ -79,11 +85,15 @@ def test_fp8_stays_within_its_stated_error(tmp_path, hidden):
     sample_id, ids, loss_mask, states = sample(3, tokens=33, hidden=hidden)
     states.aux[:, 5] *= 3000.0  # a massive activation, as trained models have
     states.aux[2], states.aux[3] = 0.0, 1e-30
-    states = HiddenStates(states.aux.bfloat16(), states.last.bfloat16(), states.argmax, states.logsumexp)
+    teacher = dataclasses.replace(states.teacher, values=states.teacher.values.bfloat16())
+    states = Rows(states.aux.bfloat16(), teacher)
     with StoreWriter(tmp_path, PROVENANCE, encoding) as writer:
         writer.add(sample_id, ids, loss_mask, states)
     stored = read_whole(open_store(tmp_path, encoding), 3, tokens=33)
-    for found, given in ((stored.aux, states.aux), (stored.last, states.last[taught_rows(loss_mask)])):
+    for found, given in (
+        (stored.aux, states.aux),
+        (stored.teacher.values, states.teacher.values[taught_rows(loss_mask)]),
+    ):
         assert found.dtype == torch.bfloat16
         error = (found.double() - given.double()).abs()
         assert (error <= fp8_bound(given.double(), hidden)).all() and error.max() > 0
@@ -111,10 +121,11 @@ def test_a_sample_in_parts_is_the_sample_at_once(tmp_path):
     assert 1 < rows < 50
     for name, cuts in (("whole", [301]), ("parts", [1, 2, 50, 97, 151])):
         assert sum(cuts) == 301
-        columns = [getattr(states, field).split(cuts) for field in ("aux", "last", "argmax", "logsumexp")]
+        ends = torch.tensor(cuts).cumsum(0).tolist()
+        parts = [states[end - cut : end] for cut, end in zip(cuts, ends, strict=True)]
         with StoreWriter(tmp_path / name, PROVENANCE, encoding, shard_tokens=100) as writer:
             writer.add(*sample(0, hidden=512))
-            writer.add(sample_id(1), ids, loss_mask, (HiddenStates(*part) for part in zip(*columns, strict=True)))
+            writer.add(sample_id(1), ids, loss_mask, parts)
     whole, parts = (sorted((tmp_path / name).glob("*.safetensors")) for name in ("whole", "parts"))
     assert [path.read_bytes() for path in whole] == [path.read_bytes() for path in parts] and len(whole) == 2
 
@@ -125,9 +136,9 @@ def test_shards_are_plain_safetensors_with_the_names_of_the_field(tmp_path):
     _, ids, masks, states = zip(*(sample(number) for number in range(6)), strict=True)
     assert torch.equal(tensors["ids"], torch.cat(ids).int()) and torch.equal(tensors["loss_mask"], torch.cat(masks))
     assert torch.equal(tensors["aux"], torch.cat([state.aux for state in states]).bfloat16())
-    taught = [state.last[taught_rows(mask)] for state, mask in zip(states, masks, strict=True)]
+    taught = [state.teacher.values[taught_rows(mask)] for state, mask in zip(states, masks, strict=True)]
     assert torch.equal(tensors["last"], torch.cat(taught).bfloat16())
-    assert torch.equal(tensors["logsumexp"], torch.cat([state.logsumexp for state in states]))
+    assert torch.equal(tensors["logsumexp"], torch.cat([state.teacher.logsumexp for state in states]))
 
 
 def test_shards_stay_within_their_tokens(tmp_path):
@@ -150,10 +161,7 @@ def test_ranged_rows_equal_those_of_the_whole_sample(tmp_path, codec, aux_rows, 
     aux = torch.tensor(aux_rows, dtype=torch.int64)
     teacher = taught_rows(loss_mask).nonzero().flatten()[torch.tensor(taught, dtype=torch.int64)]
     (stored,) = open_store(tmp_path, encoding).read([RowRequest(sample_id(7, tokens=50), aux, teacher)])
-    assert torch.equal(stored.aux, states.aux[aux]) and torch.equal(stored.last, states.last[teacher])
-    assert torch.equal(stored.argmax, states.argmax[teacher]) and torch.equal(
-        stored.logsumexp, states.logsumexp[teacher]
-    )
+    assert same_rows(stored, Rows(states.aux[aux], states.teacher[teacher]))
 
 
 @pytest.mark.parametrize(("aux", "teacher"), [([50], []), ([-1], []), ([], [0])])
@@ -247,7 +255,7 @@ def test_a_rank_reads_the_chunks_of_its_plan_and_so_one_share_of_the_bytes(tmp_p
             read = store.files.files.bytes_read - before
             if codec != "fp8":
                 assert torch.equal(stored.aux, states.aux[plan.rows].bfloat16())
-                assert torch.equal(stored.last, states.last[plan.teacher].bfloat16())
+                assert torch.equal(stored.teacher.values, states.teacher.values[plan.teacher].bfloat16())
             aux, last = plan.rows // rows_of["aux"], (plan.teacher - 1) // rows_of["last"]  # row 0 teaches nothing
             assert read == small + sizes["aux"][aux.unique()].sum() + sizes["last"][last.unique()].sum()
             if ring == 1:
@@ -270,12 +278,9 @@ def test_prompts_have_no_last_hidden_states_on_the_disk(tmp_path, codec):
 
 def test_reading_from_a_folder_maps_it_and_touches_little_of_it(tmp_path):
     tokens, hidden = 4096, 4096
-    states = HiddenStates(
-        torch.zeros(tokens, 3 * hidden, dtype=torch.bfloat16),
-        torch.zeros(tokens, hidden, dtype=torch.bfloat16),
-        torch.zeros(tokens, dtype=torch.int64),
-        torch.zeros(tokens),
-    )
+    last, argmax = torch.zeros(tokens, hidden, dtype=torch.bfloat16), torch.zeros(tokens, dtype=torch.int64)
+    aux = torch.zeros(tokens, 3 * hidden, dtype=torch.bfloat16)
+    states = Rows(aux, LastHidden(last, argmax, torch.zeros(tokens)))
     encoding = Encoding("none", "bfloat16", hidden)
     with StoreWriter(tmp_path, PROVENANCE, encoding) as writer:
         writer.add(sample_id(1), torch.zeros(tokens, dtype=torch.int64), torch.ones(tokens), states)

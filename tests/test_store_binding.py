@@ -51,7 +51,7 @@ def write_foreign(folder: Path, **changes) -> None:
         with StoreWriter(folder, {**PROVENANCE, **changes}, PLAIN, shard_tokens=100, part=part) as writer:
             for number in share:
                 name, ids, mask, states = sample(number)
-                writer.add(name, ids, mask, replace(states, aux=states.aux + 1, last=-states.last))
+                writer.add(name, ids, mask, states.map(lambda kind: kind + 1))
 
 
 def write_own(folder: Path) -> None:

@@ -4,9 +4,10 @@ import json
 
 import pytest
 import torch
-from store_cases import HIDDEN, PLAIN, PROVENANCE, check, open_store, sample, wanted, write
+from store_cases import HIDDEN, PLAIN, PROVENANCE, check, open_store, same_rows, sample, wanted, write
 
 from eagle3.data.capture import Wanted, disk_need
+from eagle3.data.rows import LastHidden, Rows
 from eagle3.data.samples import SampleSet
 from eagle3.data.store.reader import HiddenStateStore, RowRequest
 from eagle3.data.store.shard import Encoding, seen_rows, taught_rows
@@ -14,7 +15,6 @@ from eagle3.data.store.writer import StoreWriter
 from eagle3.errors import UserError
 from eagle3.parallel.dealing import SequenceSharding
 from eagle3.parallel.sequence import Stream, plan_sequence
-from eagle3.target.interface import HiddenStates
 
 WINDOWED = Encoding("none", "float32", HIDDEN, window=4, ttt_steps=3)
 
@@ -56,8 +56,7 @@ def test_a_store_has_what_a_window_sees_bit_for_bit_and_nothing_else(tmp_path):
         name, _, loss_mask, _ = sample(number)
         seen = seen_rows(loss_mask, 4, 3).nonzero().flatten()
         request = RowRequest(name, seen.flip(0), taught_rows(loss_mask).nonzero().flatten())
-        for ours, whole in zip(windowed.read([request])[0], full.read([request])[0], strict=True):
-            assert torch.equal(ours, whole)
+        assert same_rows(windowed.read([request])[0], full.read([request])[0])
         (index,) = {windowed.locations[name].index}
         assert windowed.locations[name].entry.seen == len(seen) and (
             index.encoding.window,
@@ -93,7 +92,7 @@ def test_a_long_prompt_with_a_short_answer_takes_what_its_window_takes(tmp_path,
                 rows = min(4096, tokens - start)
                 generator = torch.Generator().manual_seed(start)
                 aux, last = (torch.randn(rows, width, generator=generator).bfloat16() for width in (3 * hidden, hidden))
-                yield HiddenStates(aux, last, torch.zeros(rows, dtype=torch.int64), torch.zeros(rows))
+                yield Rows(aux, LastHidden(last, torch.zeros(rows, dtype=torch.int64), torch.zeros(rows)))
 
         with StoreWriter(tmp_path / name, PROVENANCE, encoding) as writer:
             writer.add("cd" * 16, torch.zeros(tokens, dtype=torch.int64), mask, parts())

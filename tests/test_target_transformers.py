@@ -31,9 +31,9 @@ from transformers import (
     T5Config,
 )
 
+from eagle3.data.batches import length_buckets
 from eagle3.errors import UserError
 from eagle3.target.aux_layers import default_aux_layers
-from eagle3.target.batches import length_buckets
 from eagle3.target.checkpoint import fingerprint, load_tokenizer, target_config
 from eagle3.target.head import load_target_head
 from eagle3.target.interface import BLOCK_ROWS, LogitTransform, summarize_teacher
@@ -96,20 +96,20 @@ def test_prefill_gives_the_models_own_hidden_states_and_logits(make, tmp_path):
         expected = model(document[None], output_hidden_states=True)
     aux = torch.cat([expected.hidden_states[layer + 1][0] for layer in (0, 2, 3)], dim=-1)
     torch.testing.assert_close(states.aux, aux, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(states.last, expected.hidden_states[-1][0], rtol=1e-6, atol=1e-6)
-    assert torch.equal(states.argmax, expected.logits[0].argmax(-1))
-    torch.testing.assert_close(states.logsumexp, expected.logits[0].logsumexp(-1), rtol=1e-6, atol=1e-5)
-    assert states.argmax.dtype == torch.int64 and states.logsumexp.dtype == torch.float32
+    torch.testing.assert_close(states.teacher.values, expected.hidden_states[-1][0], rtol=1e-6, atol=1e-6)
+    assert torch.equal(states.teacher.argmax, expected.logits[0].argmax(-1))
+    torch.testing.assert_close(states.teacher.logsumexp, expected.logits[0].logsumexp(-1), rtol=1e-6, atol=1e-5)
+    assert states.teacher.argmax.dtype == torch.int64 and states.teacher.logsumexp.dtype == torch.float32
 
 
 def test_dtype_auto_keeps_the_checkpoints_bf16_and_sums_logits_in_fp32(tmp_path):
     tiny_qwen3().bfloat16().save_pretrained(tmp_path)
     target = load_target(tmp_path)
     (states,) = target.prefill(documents(19))
-    assert states.aux.dtype == states.last.dtype == torch.bfloat16
-    logits = states.last.double() @ target.weights().head.double().T
-    assert torch.equal(states.argmax, logits.argmax(-1))
-    torch.testing.assert_close(states.logsumexp.double(), logits.logsumexp(-1), rtol=1e-6, atol=0)
+    assert states.aux.dtype == states.teacher.values.dtype == torch.bfloat16
+    logits = states.teacher.values.double() @ target.weights().head.double().T
+    assert torch.equal(states.teacher.argmax, logits.argmax(-1))
+    torch.testing.assert_close(states.teacher.logsumexp.double(), logits.logsumexp(-1), rtol=1e-6, atol=0)
 
 
 def test_the_last_layers_aux_is_not_normed():
@@ -117,8 +117,8 @@ def test_the_last_layers_aux_is_not_normed():
     target = TransformersTarget(model, aux_layers=(1, 2, 4), prefill_tokens=64)
     (states,) = target.prefill(documents(11))
     normed = model.model.norm(states.aux[:, 2 * 64 :])
-    torch.testing.assert_close(normed, states.last, rtol=1e-6, atol=1e-6)
-    assert not torch.allclose(states.aux[:, 2 * 64 :], states.last, rtol=0.1)
+    torch.testing.assert_close(normed, states.teacher.values, rtol=1e-6, atol=1e-6)
+    assert not torch.allclose(states.aux[:, 2 * 64 :], states.teacher.values, rtol=0.1)
 
 
 @MODELS
@@ -127,11 +127,11 @@ def test_batched_rows_equal_unbatched_rows_in_the_callers_order(make):
     batch = documents(5, 31, 1, 90, 30, 12, 13, 2)  # 90 exceeds the budget and runs alone
     for document, states in zip(batch, target.prefill(batch), strict=True):
         (alone,) = target.prefill([document])
-        assert len(states.aux) == len(states.last) == len(states.argmax) == len(document)
+        assert len(states.aux) == len(states.teacher.values) == len(states.teacher.argmax) == len(document)
         torch.testing.assert_close(states.aux, alone.aux, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(states.last, alone.last, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(states.logsumexp, alone.logsumexp, rtol=1e-5, atol=1e-5)
-        assert torch.equal(states.argmax, alone.argmax)
+        torch.testing.assert_close(states.teacher.values, alone.teacher.values, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(states.teacher.logsumexp, alone.teacher.logsumexp, rtol=1e-5, atol=1e-5)
+        assert torch.equal(states.teacher.argmax, alone.teacher.argmax)
 
 
 def test_batches_hold_every_document_once_within_the_budget():
@@ -147,11 +147,11 @@ def test_batches_hold_every_document_once_within_the_budget():
 def test_results_hold_no_padding_and_can_be_saved_for_backward():
     target = TransformersTarget(tiny_llama(), aux_layers=None, prefill_tokens=1000)
     for states in target.prefill(documents(3, 40)):
-        for tensor in vars(states).values():
+        for tensor in states.named().values():
             assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
         weight = torch.ones(64, requires_grad=True)
-        (states.last * weight).sum().backward()
-        torch.testing.assert_close(weight.grad, states.last.sum(0))
+        (states.teacher.values * weight).sum().backward()
+        torch.testing.assert_close(weight.grad, states.teacher.values.sum(0))
     assert not any(parameter.requires_grad for parameter in target.model.parameters())
 
 
@@ -249,11 +249,11 @@ def test_logits_that_a_family_scales_or_caps_are_those_of_the_teacher(family, tm
     (states,) = target.prefill([document])
     with torch.no_grad():
         logits = target.model(document[None]).logits[0]
-    torch.testing.assert_close(head.transform.apply(states.last @ head.head.T), logits, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(states.logsumexp, logits.logsumexp(-1), rtol=1e-5, atol=1e-5)
-    assert torch.equal(states.argmax, logits.argmax(-1))
-    plain = summarize_teacher(states.last, head.head).logsumexp
-    assert (plain - states.logsumexp).abs().max() > 0.1
+    torch.testing.assert_close(head.transform.apply(states.teacher.values @ head.head.T), logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(states.teacher.logsumexp, logits.logsumexp(-1), rtol=1e-5, atol=1e-5)
+    assert torch.equal(states.teacher.argmax, logits.argmax(-1))
+    plain = summarize_teacher(states.teacher.values, head.head).logsumexp
+    assert (plain - states.teacher.logsumexp).abs().max() > 0.1
 
 
 def test_attention_that_a_family_caps_is_capped(tmp_path):
@@ -273,7 +273,7 @@ def test_attention_that_a_family_caps_is_capped(tmp_path):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"attn_logit_softcapping": 0.05}))
     (states,) = load_target(folder, dtype="float32").prefill([document])
-    torch.testing.assert_close(states.last, found["eager", 0.05], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(states.teacher.values, found["eager", 0.05], rtol=1e-5, atol=1e-5)
 
 
 class Scaled(LlamaForCausalLM):
@@ -322,10 +322,10 @@ def test_what_training_cannot_do_to_hidden_states_is_refused_and_kept_as_logits(
     for document, states in zip(batch, target.prefill(batch), strict=True):
         with torch.no_grad():
             logits = model(document[None]).logits[0]
-        torch.testing.assert_close(states.last, logits[:, draft_ids], rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(states.logsumexp, logits.logsumexp(-1), rtol=1e-5, atol=1e-5)
-        assert torch.equal(states.argmax, logits.argmax(-1))
-        for tensor in vars(states).values():
+        torch.testing.assert_close(states.teacher.values, logits[:, draft_ids], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(states.teacher.logsumexp, logits.logsumexp(-1), rtol=1e-5, atol=1e-5)
+        assert torch.equal(states.teacher.argmax, logits.argmax(-1))
+        for tensor in states.named().values():
             assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
@@ -337,8 +337,8 @@ def test_a_teacher_of_logits_says_what_the_model_says(family, tmp_path):
     (states,) = target.prefill([document])
     with torch.no_grad():
         logits = target.model(document[None]).logits[0]
-    torch.testing.assert_close(states.last, logits[:, draft_ids], rtol=1e-5, atol=1e-5)
-    assert torch.equal(states.argmax, logits.argmax(-1))
+    torch.testing.assert_close(states.teacher.values, logits[:, draft_ids], rtol=1e-5, atol=1e-5)
+    assert torch.equal(states.teacher.argmax, logits.argmax(-1))
 
 
 def test_logits_of_the_whole_vocabulary_exist_for_few_rows_at_a_time():
@@ -355,9 +355,9 @@ def test_a_teacher_of_logits_keeps_what_a_bf16_model_says_unrounded():
     (states,) = target.prefill([document])
     with torch.no_grad():
         logits = model(document[None]).logits[0]
-    assert states.last.dtype == torch.bfloat16 and torch.equal(states.last, logits[:, ::2])
-    assert states.logsumexp.dtype == torch.float32
-    torch.testing.assert_close(states.logsumexp, logits.float().logsumexp(-1), rtol=1e-6, atol=0)
+    assert states.teacher.values.dtype == torch.bfloat16 and torch.equal(states.teacher.values, logits[:, ::2])
+    assert states.teacher.logsumexp.dtype == torch.float32
+    torch.testing.assert_close(states.teacher.logsumexp, logits.float().logsumexp(-1), rtol=1e-6, atol=0)
 
 
 def test_a_model_without_a_layer_list_is_refused():

@@ -9,12 +9,13 @@ import torch.distributed as dist
 from definition import Case, Document
 from torch import Tensor
 
+from eagle3.data.rows import DraftLogits, LastHidden, Rows
 from eagle3.data.vocabulary import DraftVocabulary
 from eagle3.draft.interchange import ExportedDraft, exported_tensors, load_weights, whole_tensors
 from eagle3.draft.model import Eagle3Draft
 from eagle3.objective.losses import BatchCounts, LossConfig, StepWeights, step_weights
 from eagle3.objective.metrics import Metrics, batch_metrics, sum_counts, sum_sums
-from eagle3.objective.model import DraftObjective, MemoryPlan, MicroBatch, micro_batch
+from eagle3.objective.model import BatchMaker, DraftObjective, MemoryPlan, MicroBatch
 from eagle3.objective.unroll import Residence
 from eagle3.parallel.dealing import SequenceSharding
 from eagle3.parallel.sequence import Stream, plan_sequence, supervised_counts
@@ -63,21 +64,21 @@ def stream_batch(
     teacher = summarize_teacher(taught.to(exact), case.target_head.to(exact), transform=transform)
     ranks, rank = topology.tensor.size(), topology.tensor.rank()
     logits, width = teacher_kind == "logits", case.config.draft_vocab_size // ranks
-    return micro_batch(
-        stream,
-        plan,
-        aux=aux[plan.rows],
-        last=case.teacher_logits(taught.to(exact))[:, case.t2d] if logits else taught,
-        argmax=teacher.argmax,
-        logsumexp=teacher.logsumexp,
-        teacher_head=None if logits else case.target_head[case.t2d].chunk(ranks)[rank].to(dtype),
-        draft_id=DraftVocabulary(case.d2t, case.t2d).draft_ids,
-        dtype=dtype,
-        device=topology.device,
-        residence=residence,
-        transform=transform,
-        columns=slice(rank * width, (rank + 1) * width),
+    maker = BatchMaker(
+        DraftVocabulary(case.d2t, case.t2d).draft_ids,
+        None if logits else case.target_head[case.t2d].chunk(ranks)[rank].to(dtype),
+        dtype,
+        topology.device,
+        residence,
+        transform,
+        slice(rank * width, (rank + 1) * width),
     )
+    said = (
+        DraftLogits(case.teacher_logits(taught.to(exact))[:, case.t2d], *teacher)
+        if logits
+        else LastHidden(taught, *teacher)
+    )
+    return maker.micro_batch(stream, plan, Rows(aux[plan.rows], said))
 
 
 def batch_counts(batches: Sequence[MicroBatch], topology: Topology) -> BatchCounts:

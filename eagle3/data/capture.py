@@ -11,13 +11,13 @@ import numpy as np
 from torch import Tensor
 
 from eagle3.console import data_size
+from eagle3.data.batches import length_buckets
+from eagle3.data.rows import Rows, Target
 from eagle3.data.samples import Sample, SampleSet
 from eagle3.data.store.codecs import expected_bytes
 from eagle3.data.store.shard import Encoding, taught_rows
 from eagle3.data.store.writer import StoreWriter
 from eagle3.errors import UserError
-from eagle3.target.batches import length_buckets
-from eagle3.target.interface import HiddenStates, Target
 
 # ids, argmax, logsumexp and loss mask of a token.
 TOKEN_BYTES = 13
@@ -40,7 +40,7 @@ class Wanted(NamedTuple):
 class LongTarget(Protocol):
     """Prefills one document chunk by chunk, maybe on several ranks together."""
 
-    def chunks(self, document: Tensor) -> Iterator[HiddenStates | None]:
+    def chunks(self, document: Tensor) -> Iterator[Rows | None]:
         """Consecutive rows, together the document; None as many times on ranks other than the first."""
         ...
 
@@ -48,7 +48,7 @@ class LongTarget(Protocol):
 class ArrivingTarget(Protocol):
     """Prefills documents in an order of its own."""
 
-    def arriving(self, documents: Iterable[Tensor]) -> Iterator[tuple[int, Iterator[HiddenStates]]]:
+    def arriving(self, documents: Iterable[Tensor]) -> Iterator[tuple[int, Iterator[Rows]]]:
         """The place of a document and consecutive rows of it, together the document."""
         ...
 
@@ -127,8 +127,8 @@ def prefill_batches(wanted: dict[str, Wanted], prefill_tokens: int) -> list[list
 def capture(target: Target, batches: Iterable[Sequence[Wanted]], writer: StoreWriter, course: Course) -> None:
     """Prefill each batch whole and write what the store lacks of it, while the next one is prefilled."""
 
-    def write(batch: Sequence[Sample], states: Sequence[HiddenStates]) -> None:
-        for sample, of_sample in zip(batch, states, strict=True):
+    def write(batch: Sequence[Sample], rows: Sequence[Rows]) -> None:
+        for sample, of_sample in zip(batch, rows, strict=True):
             if writer.add(sample.id, sample.ids, sample.loss_mask, of_sample):
                 course.advance(len(sample.ids))
 
@@ -137,10 +137,10 @@ def capture(target: Target, batches: Iterable[Sequence[Wanted]], writer: StoreWr
         for batch in batches:
             course.begin(len(batch))
             loaded = [one.load() for one in batch]
-            states = target.prefill([sample.ids for sample in loaded])
+            rows = target.prefill([sample.ids for sample in loaded])
             if writing:
                 writing.result()
-            writing = background.submit(write, loaded, states)
+            writing = background.submit(write, loaded, rows)
         if writing:
             writing.result()
 
@@ -172,12 +172,12 @@ def capture_arriving(target: ArrivingTarget, samples: Sequence[Wanted], writer: 
         writer.add(sample.id, sample.ids, sample.loss_mask, _followed(parts, course))
 
 
-def _followed(parts: Iterable[HiddenStates | None], course: Course) -> Iterator[HiddenStates]:
+def _followed(parts: Iterable[Rows | None], course: Course) -> Iterator[Rows]:
     """Those that came to this rank."""
     for part in parts:
         if part is not None:
             yield part
-        course.advance(0 if part is None else len(part.last))
+        course.advance(0 if part is None else len(part.aux))
 
 
 def _rounds(samples: dict[str, Wanted], budget: int) -> Iterator[list[str]]:

@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from eagle3.data.exchange import request_rows
+from eagle3.data.rows import Rows, Target
 from eagle3.data.samples import Sample, SampleSet
 from eagle3.data.spans import Spans
-from eagle3.data.store.reader import DocumentRows, HiddenStateStore, RowRequest, StoredTokens
+from eagle3.data.store.reader import HiddenStateStore, RowRequest, StoredTokens
 from eagle3.parallel.dealing import SequenceSharding
 from eagle3.parallel.sequence import SequencePlan, Stream, plan_sequence
 from eagle3.parallel.topology import agreed
-from eagle3.target.interface import Target
 
 
 class HiddenStateSource(Protocol):
@@ -26,7 +26,7 @@ class HiddenStateSource(Protocol):
 
     alone: bool
 
-    def rows(self, samples: Sequence[Sample], aux: Sequence[Tensor], teacher: Sequence[Tensor]) -> list[DocumentRows]:
+    def rows(self, samples: Sequence[Sample], aux: Sequence[Tensor], teacher: Sequence[Tensor]) -> list[Rows]:
         """For each sample the auxiliary states at rows aux[i] and what the teacher needs at rows teacher[i] (int64 on
         the CPU, maybe none). All ranks of a stream call it together, unless `alone`: same samples, rows of their own."""
         ...
@@ -44,29 +44,26 @@ class LiveSource:
     ) -> None:
         self.target, self.group, self.device, self.keep_on = target, group, device, keep_on or device
 
-    def rows(self, samples: Sequence[Sample], aux: Sequence[Tensor], teacher: Sequence[Tensor]) -> list[DocumentRows]:
+    def rows(self, samples: Sequence[Sample], aux: Sequence[Tensor], teacher: Sequence[Tensor]) -> list[Rows]:
         if self.group.size() == 1:
-            states = self.target.prefill([sample.ids for sample in samples])
+            whole = self.target.prefill([sample.ids for sample in samples])
             return [
-                self._kept(held.aux[a], held.last[b], held.argmax[b], held.logsumexp[b])
-                for held, a, b in zip(states, aux, teacher, strict=True)
+                self._kept(Rows(held.aux[a], held.teacher[b])) for held, a, b in zip(whole, aux, teacher, strict=True)
             ]
         owners = deal_streams([len(sample.ids) for sample in samples], self.group.size())
         mine = owners[self.group.rank()]
         # All before the first exchange: ranks in step after each batch would wait for the longest of every batch.
-        states = agreed((lambda: self.target.prefill([samples[place].ids for place in mine])) if mine else None) or []
+        whole = agreed((lambda: self.target.prefill([samples[place].ids for place in mine])) if mine else None) or []
         aux_requests = request_rows(aux, owners, self.group, self.device)
         teacher_requests = request_rows(teacher, owners, self.group, self.device)
-        kinds = (
-            aux_requests.fetch([held.aux for held in states]),
-            teacher_requests.fetch([held.last for held in states]),
-            teacher_requests.fetch([held.argmax for held in states]),
-            teacher_requests.fetch([held.logsumexp for held in states]),
-        )
-        return [self._kept(*rows) for rows in zip(*kinds, strict=True)]
+        aux_rows = aux_requests.fetch([held.aux for held in whole])
+        names = ("values", "argmax", "logsumexp")
+        columns = [teacher_requests.fetch([getattr(held.teacher, name) for held in whole]) for name in names]
+        teachers = [self.target.teacher(*of_document) for of_document in zip(*columns, strict=True)]
+        return [self._kept(Rows(*pair)) for pair in zip(aux_rows, teachers, strict=True)]
 
-    def _kept(self, *rows: Tensor) -> DocumentRows:
-        return DocumentRows(*(kind.to(self.keep_on) for kind in rows))
+    def _kept(self, rows: Rows) -> Rows:
+        return rows.map(lambda tensor: tensor.to(self.keep_on))
 
 
 class StoredSource:
@@ -77,22 +74,18 @@ class StoredSource:
     def __init__(self, store: HiddenStateStore) -> None:
         self.store = store
 
-    def rows(self, samples: Sequence[Sample], aux: Sequence[Tensor], teacher: Sequence[Tensor]) -> list[DocumentRows]:
+    def rows(self, samples: Sequence[Sample], aux: Sequence[Tensor], teacher: Sequence[Tensor]) -> list[Rows]:
         asked = zip(samples, aux, teacher, strict=True)
         return self.store.read([RowRequest(one.id, a, b, StoredTokens(one.ids, one.loss_mask)) for one, a, b in asked])
 
 
 @dataclass(frozen=True)
 class LoadedStream:
-    """One micro-batch before it goes to the draft's device. aux [rows, 3Ht] at plan.rows; last [M, Ht] (or logits [M, Vd]
-    in its place, see HiddenStates), argmax [M], logsumexp [M] at plan.teacher."""
+    """One micro-batch before it goes to the draft's device. rows: aux at plan.rows, teacher at plan.teacher."""
 
     stream: Stream
     plan: SequencePlan
-    aux: Tensor
-    last: Tensor
-    argmax: Tensor
-    logsumexp: Tensor
+    rows: Rows
 
 
 class Drawn(NamedTuple):
@@ -176,8 +169,7 @@ class StreamLoader:
         found = iter(self.source.rows([sample for stream in members for sample, _ in stream], aux, teacher))
         loaded = []
         for samples, stream, plan in zip(members, streams, plans, strict=True):
-            parts = DocumentRows(*map(torch.cat, zip(*(next(found) for _ in samples), strict=True)))
-            loaded.append(LoadedStream(stream, plan, **parts._asdict()))
+            loaded.append(LoadedStream(stream, plan, Rows.cat([next(found) for _ in samples])))
         return loaded
 
     def order_identity(self, batch: Sequence[Drawn]) -> bytes:

@@ -25,8 +25,9 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+from eagle3.data.rows import Rows
 from eagle3.data.store.files import LocalFiles
-from eagle3.data.store.reader import DocumentRows, HiddenStateStore, Location, RowRequest
+from eagle3.data.store.reader import HiddenStateStore, Location, RowRequest
 from eagle3.data.store.shard import ShardIndex, hold, index_name
 from eagle3.durable import write_text
 from eagle3.errors import SharedUserError, UserError
@@ -242,7 +243,7 @@ class SpoolReader:
             )
         return Location(found, entry)
 
-    def read(self, location: Location, aux: Tensor, teacher: Tensor) -> DocumentRows:
+    def read(self, location: Location, aux: Tensor, teacher: Tensor) -> Rows:
         """Rows of a sample, as `RowRequest` has them; each row may be read."""
         return self.store.read_at([location], [RowRequest(location.entry.id, aux, teacher)])[0]
 

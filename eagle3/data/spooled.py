@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from eagle3.data.rows import Rows
 from eagle3.data.samples import Sample
 from eagle3.data.spool import SpoolReader, Ticket
-from eagle3.data.store.reader import DocumentRows
 
 # Times that a loader may ask for one sample, below 2**28, and the channel share eight hexadecimal digits.
 CHANNEL_SHIFT = 28
@@ -34,7 +34,7 @@ class SpooledSource:
         """The same for another loader."""
         return SpooledSource(self.reader, self.job, self.ask, channel)
 
-    def rows(self, samples: Sequence[Sample], aux: Sequence[Tensor], teacher: Sequence[Tensor]) -> list[DocumentRows]:
+    def rows(self, samples: Sequence[Sample], aux: Sequence[Tensor], teacher: Sequence[Tensor]) -> list[Rows]:
         tickets = [self._ticket(sample) for sample in samples]
         if self.ask:
             for ticket, sample in zip(tickets, samples, strict=True):

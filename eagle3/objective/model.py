@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from eagle3.attention.ring import RingMode
 from eagle3.attention.ttt import TTTAttention
+from eagle3.data.rows import DraftLogits, Rows
 from eagle3.draft.model import Eagle3Draft
 from eagle3.objective.blocks import BLOCK_BYTES, chunk_tokens
 from eagle3.objective.distill import Distilled, Teacher, distill
@@ -39,45 +40,45 @@ class MicroBatch:
         return (self.supervised & (self.teacher.best >= 0)).sum(1).cpu()
 
 
-def micro_batch(
-    stream: Stream,
-    plan: SequencePlan,
-    *,
-    aux: Tensor,
-    last: Tensor,
-    argmax: Tensor,
-    logsumexp: Tensor,
-    teacher_head: Tensor | None,
-    draft_id: Tensor,
-    dtype: torch.dtype,
-    device: torch.device,
-    residence: Residence = "device",
-    transform: LogitTransform | None = None,
-    columns: slice = slice(None),
-) -> MicroBatch:
-    """Join a plan with its rows: aux [rows, 3Ht] at plan.rows; last, argmax and logsumexp [M] at plan.teacher.
+@dataclass(frozen=True)
+class BatchMaker:
+    """Makes micro-batches for a draft, whose number format and device are `dtype` and `device`.
 
-    teacher_head [Vd/tp, Ht], transform (None: none): of the target's head, where last [M, Ht] are hidden states. No head
-    where last [M, Vd] are logits, of which this rank takes `columns`, in the number format that they come in. draft_id [V]
-    int64: the draft id of each target token, -1 outside the draft vocabulary. residence: where aux and last wait until
-    they are needed.
+    draft_id [V] int64: the draft id of each target token, -1 outside the draft vocabulary. Of a teacher's last hidden states,
+    head [Vd/tp, Ht]: this rank's part of the target's lm_head rows of the draft vocabulary, and transform: of what they make.
+    Of a teacher's logits, columns: this rank's, None for all. residence: where aux and the teacher's values wait until they are needed.
     """
-    steps = plan.query_of.shape[0]
-    last = last[:, columns].contiguous() if teacher_head is None else last.to(dtype)
-    teacher = Teacher(
-        last=last.to(device) if residence == "device" else StreamedRows(last, device),
-        head=teacher_head,
-        best=draft_id[argmax.to(draft_id.device)].to(device),
-        logsumexp=logsumexp.to(device),
-        transform=transform or LogitTransform(),
-    )
-    return MicroBatch(
-        inputs=unroll_inputs(stream, plan, steps, aux.to(dtype), device, residence=residence),
-        teacher=teacher,
-        query_of=plan.query_of.to(device),
-        supervised=plan.supervised.to(device),
-        tokens=stream.tokens,
-    )
+
+    draft_id: Tensor
+    head: Tensor | None
+    dtype: torch.dtype
+    device: torch.device
+    residence: Residence = "device"
+    transform: LogitTransform = LogitTransform()
+    columns: slice | None = None
+
+    def micro_batch(self, stream: Stream, plan: SequencePlan, rows: Rows) -> MicroBatch:
+        """rows: aux at plan.rows, teacher at plan.teacher; logits stay in the number format that they come in."""
+        device, values, head = self.device, rows.teacher.values, None
+        if isinstance(rows.teacher, DraftLogits):
+            values = values[:, self.columns or slice(None)].contiguous()
+        else:
+            values, head = values.to(self.dtype), self.head
+        teacher = Teacher(
+            last=values.to(device) if self.residence == "device" else StreamedRows(values, device),
+            head=head,
+            best=self.draft_id[rows.teacher.argmax.to(self.draft_id.device)].to(device),
+            logsumexp=rows.teacher.logsumexp.to(device),
+            transform=self.transform,
+        )
+        aux = rows.aux.to(self.dtype)
+        return MicroBatch(
+            inputs=unroll_inputs(stream, plan, len(plan.query_of), aux, device, residence=self.residence),
+            teacher=teacher,
+            query_of=plan.query_of.to(device),
+            supervised=plan.supervised.to(device),
+            tokens=stream.tokens,
+        )
 
 
 @dataclass(frozen=True)

@@ -1,31 +1,13 @@
-"""What training needs from a target: hidden states of whole documents, and what the teacher says after every token."""
+"""What training needs of a target beside its rows: its head, and what that says of hidden states."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 # Rows whose logits of the full vocabulary exist at a time.
 BLOCK_ROWS = 512
-
-
-@dataclass(frozen=True)
-class HiddenStates:
-    """The target's outputs over one document of T tokens; Ht is the target's hidden size.
-
-    aux        [T, 3*Ht]  residual stream after each of three layers, low to high, concatenated
-    last       [T, Ht]    hidden state after the final norm: the lm_head's input. Of a target that gives logits for a
-               [T, Vd]    teacher: in its place what the model made of it, its own logits of the draft vocabulary's tokens
-    argmax     [T] int64  most likely next token after each row, over the full vocabulary (ties: lowest id)
-    logsumexp  [T] fp32   of the logits after each row, over the full vocabulary (fp64 for an fp64 target)
-    """
-
-    aux: Tensor
-    last: Tensor
-    argmax: Tensor
-    logsumexp: Tensor
 
 
 @dataclass(frozen=True)
@@ -65,21 +47,6 @@ class TargetHead:
     def hidden_size(self) -> int:
         """Ht."""
         return (self.embedding if self.head is None else self.head).shape[1]
-
-
-class Target(Protocol):
-    """A frozen language model. `aux_layers` are 0-based layers, low to high, whose outputs `prefill` returns as aux."""
-
-    hidden_size: int
-    vocab_size: int
-    aux_layers: tuple[int, int, int]
-
-    def prefill(self, documents: Sequence[Tensor]) -> list[HiddenStates]:
-        """Hidden states of documents (token ids, int64 [T] each), in their order and without padding.
-
-        Raises UserError for an empty document and for a token id outside the vocabulary.
-        """
-        ...
 
 
 class TeacherSummary(NamedTuple):

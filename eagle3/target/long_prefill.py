@@ -13,10 +13,10 @@ from transformers import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from eagle3.attention.ulysses import Ulysses
+from eagle3.data.rows import Rows
 from eagle3.errors import SharedUserError, UserError
 from eagle3.parallel.topology import agreed
 from eagle3.target.chunked_attention import ChunkedAttention, deal_chunks, window_of_mask
-from eagle3.target.interface import HiddenStates
 from eagle3.target.transformers import TransformersTarget
 
 # What transformers calls our attention, while the decoder runs under it.
@@ -54,8 +54,8 @@ class LongPrefill:
         self._check_config()
         self._check_short_document()
 
-    def chunks(self, document: Tensor) -> Iterator[HiddenStates | None]:
-        """Hidden states of consecutive rows of `document` (token ids, int64 [T]), all of it, in order and without
+    def chunks(self, document: Tensor) -> Iterator[Rows | None]:
+        """Consecutive rows of `document` (token ids, int64 [T]), all of it, in order and without
         padding, on the first rank of `sequence`; the others get None as many times.
 
         Collective over `sequence`: every rank passes the same document and takes every chunk. Raises UserError on all
@@ -67,7 +67,7 @@ class LongPrefill:
         assert len(set(digests)) == 1, "the ranks of a sequence prefill one document together"
         return self._chunks(document, self.chunk_tokens)
 
-    def _chunks(self, document: Tensor, chunk_tokens: int) -> Iterator[HiddenStates | None]:
+    def _chunks(self, document: Tensor, chunk_tokens: int) -> Iterator[Rows | None]:
         chunks = deal_chunks(len(document), self.sequence.size(), chunk_tokens)
         run = ChunkedAttention(self.ulysses, self.ring, self.refusal, chunks)
         for number in range(len(run.chunks)):
@@ -76,7 +76,7 @@ class LongPrefill:
 
     # no_grad, not inference_mode: as in TransformersTarget.
     @torch.no_grad()
-    def _chunk(self, run: ChunkedAttention, document: Tensor) -> HiddenStates | None:
+    def _chunk(self, run: ChunkedAttention, document: Tensor) -> Rows | None:
         chunk, target = run.chunk, self.target
         first = chunk.start + self.sequence.rank() * chunk.share
         own = document[first : min(first + chunk.share, chunk.stop)].to(target.device)
@@ -89,13 +89,10 @@ class LongPrefill:
             raise self.refusal(f"has {len(target.layers)} layers, of which {len(run.attended)} attend in a known way")
         aux, last = torch.cat([captured[layer][0] for layer in target.aux_layers], dim=-1), output.last_hidden_state[0]
         # Pads say nothing, and may overflow.
-        taught = agreed(lambda: target.teach(output, last[: len(own)]), self.sequence)
-        pads = chunk.share - len(own)
-        padded = (nn.functional.pad(each, (0, 0, 0, pads) if each.dim() == 2 else (0, pads)) for each in taught)
-        gathered = [self._to_first(rows) for rows in (aux, *padded)]
-        if self.sequence.rank() > 0:
-            return None
-        return HiddenStates(*(rows[: chunk.stop - chunk.start] for rows in gathered))
+        teacher, pads = agreed(lambda: target.teach(output, last[: len(own)]), self.sequence), chunk.share - len(own)
+        padded = teacher.map(lambda rows: nn.functional.pad(rows, (0, 0, 0, pads) if rows.dim() == 2 else (0, pads)))
+        gathered = Rows(aux, padded).map(self._to_first)
+        return gathered[: chunk.stop - chunk.start] if self.sequence.rank() == 0 else None
 
     def _to_first(self, rows: Tensor) -> Tensor | None:
         """All ranks' rows, one after the other, on the first rank."""
@@ -154,11 +151,11 @@ class LongPrefill:
 
         def compare() -> None:
             if self.sequence.rank() == 0:
-                expected = self.target.prefill([document])[0].last.double()
-                difference = torch.cat([chunk.last for chunk in chunks]).double() - expected
+                expected = self.target.prefill([document])[0].teacher.values.double()
+                difference = Rows.cat(chunks).teacher.values.double() - expected
                 # Half of the digits. In half precision a quarter: rounding tips a router, whose token goes to other
                 # experts, and later tokens see that; of a random tiny gpt-oss half of the tokens differ by 0.15.
-                kind = torch.finfo(chunks[0].last.dtype)
+                kind = torch.finfo(chunks[0].teacher.values.dtype)
                 limit = kind.eps ** (0.25 if kind.bits == 16 else 0.5)
                 wrong = int((~(difference.norm(dim=-1) <= limit * expected.norm(dim=-1))).sum())  # nan is wrong too
                 if 2 * wrong > len(document):

@@ -3,34 +3,24 @@
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
+from eagle3.data.batches import length_buckets
+from eagle3.data.rows import DraftLogits, LastHidden, Rows, TeacherRows
 from eagle3.errors import UserError
 from eagle3.target.aux_layers import check_aux_layers, default_aux_layers
-from eagle3.target.batches import length_buckets
 from eagle3.target.checkpoint import load_causal_lm
 from eagle3.target.head import model_head
 from eagle3.target.interface import (
     BLOCK_ROWS,
-    HiddenStates,
     TargetHead,
     TeacherSummary,
     summarize_teacher,
 )
-
-
-class Taught(NamedTuple):
-    """What the teacher says after each of N rows: last [N, Ht], or the model's own logits [N, Vd] of the draft vocabulary;
-    argmax and logsumexp [N]."""
-
-    last: Tensor
-    argmax: Tensor
-    logsumexp: Tensor
 
 
 class TransformersTarget:
@@ -69,19 +59,20 @@ class TransformersTarget:
         self.device = self.head.embedding.device
         self.vocab_size, self.hidden_size = self.head.vocab_size, self.head.hidden_size
         self.draft_ids = None if draft_ids is None else draft_ids.to(self.device)
+        self.teacher = LastHidden if draft_ids is None else DraftLogits
         self._check_logits(name)
 
     def weights(self) -> TargetHead:
         """The frozen embedding and lm_head, on the model's device and in its dtype."""
         return self.head
 
-    def prefill(self, documents: Sequence[Tensor]) -> list[HiddenStates]:
+    def prefill(self, documents: Sequence[Tensor]) -> list[Rows]:
         """See `Target.prefill`. The tensors lie on the model's device, each in storage of its own.
 
         The batch that a document is computed in (`length_buckets` of all documents here) decides the last bits of its states.
         """
         self.check_tokens(documents)
-        results: dict[int, HiddenStates] = {}
+        results: dict[int, Rows] = {}
         for batch in length_buckets([len(document) for document in documents], self.prefill_tokens):
             results.update(zip(batch, self._prefill_batch([documents[i] for i in batch]), strict=True))
         return [results[i] for i in range(len(documents))]
@@ -100,7 +91,7 @@ class TransformersTarget:
 
     # no_grad, not inference_mode: training saves these tensors for its backward, which inference tensors refuse.
     @torch.no_grad()
-    def _prefill_batch(self, documents: list[Tensor]) -> list[HiddenStates]:
+    def _prefill_batch(self, documents: list[Tensor]) -> list[Rows]:
         lengths = [len(document) for document in documents]
         ids = nn.utils.rnn.pad_sequence(documents, batch_first=True).to(self.device)
         with self.captured_layers() as captured:
@@ -109,20 +100,19 @@ class TransformersTarget:
             output = self.decoder(input_ids=ids, attention_mask=None, use_cache=False)
         # Cut the padding off before the head sees it; every tensor returned is a copy, so the batch can be freed.
         rows = torch.cat([output.last_hidden_state[b, :length] for b, length in enumerate(lengths)])
-        taught = zip(*(each.split(lengths) for each in self.teach(output, rows)), strict=True)
-        return [
-            HiddenStates(
-                torch.cat([captured[layer][b, :length] for layer in self.aux_layers], dim=-1),
-                *(each.clone() for each in of_document),
-            )
-            for b, (length, of_document) in enumerate(zip(lengths, taught, strict=True))
-        ]
+        teacher, found, start = self.teach(output, rows), [], 0
+        for b, length in enumerate(lengths):
+            aux = torch.cat([captured[layer][b, :length] for layer in self.aux_layers], dim=-1)
+            own = slice(start, start + length)
+            found.append(Rows(aux, teacher[own].map(torch.clone)))
+            start += length
+        return found
 
-    def teach(self, output: BaseModelOutput, last: Tensor) -> Taught:
+    def teach(self, output: BaseModelOutput, last: Tensor) -> TeacherRows:
         """What the teacher says after rows last [N, Ht] of the decoder's `output`. Raises UserError where that is not
         finite. The logits are in the number format in which the model makes them."""
         if self.draft_ids is None:
-            return Taught(last, *_finite(summarize_teacher(last, self.head.head, transform=self.head.transform)))
+            return LastHidden(last, *_finite(summarize_teacher(last, self.head.head, transform=self.head.transform)))
         chosen, summaries = [], []
         for rows in last.split(BLOCK_ROWS):
             logits = self.own_logits(output, rows)
@@ -130,7 +120,7 @@ class TransformersTarget:
             exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
             summaries.append(TeacherSummary(exact.argmax(-1), exact.logsumexp(-1)))
             del logits, exact  # before the next block's
-        return Taught(torch.cat(chosen), *_finite(TeacherSummary(*map(torch.cat, zip(*summaries, strict=True)))))
+        return DraftLogits(torch.cat(chosen), *_finite(TeacherSummary(*map(torch.cat, zip(*summaries, strict=True)))))
 
     @torch.no_grad()
     def own_logits(self, output: BaseModelOutput, last: Tensor) -> Tensor:

@@ -10,13 +10,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from eagle3.attention.ring import RingMode
+from eagle3.data.rows import LastHidden, Rows
 from eagle3.data.vocabulary import DraftVocabulary
 from eagle3.draft.interchange import ExportedDraft, exported_tensors, load_weights, read_exported, shard, whole_tensors
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
 from eagle3.objective.losses import BatchCounts, LossConfig, step_weights
 from eagle3.objective.metrics import batch_metrics, sum_counts, sum_sums
-from eagle3.objective.model import DraftObjective, MemoryPlan, MicroBatch, micro_batch
+from eagle3.objective.model import BatchMaker, DraftObjective, MemoryPlan, MicroBatch
 from eagle3.parallel.dealing import SequenceSharding
 from eagle3.parallel.sequence import Stream, plan_sequence
 from eagle3.parallel.topology import Topology
@@ -167,15 +168,6 @@ def _micro_batch(
     plan = plan_sequence(stream, steps, sharding, topology.sequence.rank(), case.draft.config.window)
     head, exact = tensors["lm_head_weight"], torch.promote_types(dtype, torch.float32)  # as a capture would have it
     teacher = summarize_teacher(last[plan.teacher].to(exact), head.to(exact))
-    return micro_batch(
-        stream,
-        plan,
-        aux=aux[plan.rows],
-        last=last[plan.teacher],
-        argmax=teacher.argmax,
-        logsumexp=teacher.logsumexp,
-        teacher_head=shard(head[vocabulary.target_ids], lm_head, topology.tensor).to(topology.device, dtype),
-        draft_id=vocabulary.draft_ids,
-        dtype=dtype,
-        device=topology.device,
-    )
+    shown = shard(head[vocabulary.target_ids], lm_head, topology.tensor).to(topology.device, dtype)
+    maker = BatchMaker(vocabulary.draft_ids, shown, dtype, topology.device)
+    return maker.micro_batch(stream, plan, Rows(aux[plan.rows], LastHidden(last[plan.teacher], *teacher)))

@@ -10,6 +10,7 @@ from secrets import token_hex
 import torch
 import torch.distributed as dist
 
+from eagle3.data.rows import DraftLogits
 from eagle3.data.samples import Sample
 from eagle3.data.spool import Spool, SpoolReader, Ticket, own_folder
 from eagle3.data.spooled import SpooledSource
@@ -201,12 +202,12 @@ def _probe(source: SpooledSource, head: TargetHead, topology: Topology) -> None:
     ids = torch.arange(PROBE_TOKENS) % vocabulary
     sample = Sample(f"{topology.data.rank():032x}", ids, torch.zeros(len(ids), dtype=torch.bool))
     every = torch.arange(len(ids))
-    rows = source.rows([sample], [every], [every])[0]
-    if head.head is None or rows.last.shape[1] != head.head.shape[1]:
-        return  # logits are kept
-    made = summarize_teacher(rows.last.to(head.head.device, head.head.dtype), head.head, transform=head.transform)
-    difference = (made.logsumexp.cpu() - rows.logsumexp).abs().max()
-    if difference > 0.02 * rows.logsumexp.abs().max() + 0.02:
+    teacher = source.rows([sample], [every], [every])[0].teacher
+    if isinstance(teacher, DraftLogits):
+        return
+    made = summarize_teacher(teacher.values.to(head.head.device, head.head.dtype), head.head, transform=head.transform)
+    difference = (made.logsumexp.cpu() - teacher.logsumexp).abs().max()
+    if difference > 0.02 * teacher.logsumexp.abs().max() + 0.02:
         raise UserError(
             f"target.servers: their logits are not those of this target's lm_head (logsumexp differs by {difference:.3g}); "
             "serve the checkpoint that model.target names, or set target.teacher=logits"

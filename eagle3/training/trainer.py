@@ -24,13 +24,12 @@ from eagle3.objective.contexts import contexts_up_to, count_by_context, sum_cont
 from eagle3.objective.distill import Distilled, StepSums
 from eagle3.objective.losses import BatchCounts, LossConfig, StepWeights, step_weights
 from eagle3.objective.metrics import Metrics, batch_metrics, sum_counts, sum_sums
-from eagle3.objective.model import DraftObjective, MemoryPlan, MicroBatch, micro_batch
+from eagle3.objective.model import BatchMaker, DraftObjective, MemoryPlan, MicroBatch
 from eagle3.parallel.agreement import require_agreement
 from eagle3.parallel.dealing import SequenceSharding
 from eagle3.parallel.topology import Topology, agreed
 from eagle3.parallel.watchdog import Watchdog
 from eagle3.recipe import Recipe, Training
-from eagle3.target.interface import LogitTransform
 from eagle3.training.checkpoint import Checkpoints, Resumed, other_data, written_otherwise
 from eagle3.training.engine import full_weights, gradient_scale, start_engine
 from eagle3.training.run_folder import RunFolder
@@ -70,9 +69,7 @@ class Trainer:
     norms: NormLimit
     draft: Eagle3Draft
     vocabulary: DraftVocabulary
-    teacher_head: torch.Tensor | None
-    transform: LogitTransform
-    draft_id: torch.Tensor
+    batch_maker: BatchMaker
     train_loader: StreamLoader
     held_out_loader: StreamLoader
     checkpoints: Checkpoints
@@ -236,7 +233,7 @@ class Trainer:
         total: StepSums | None = None
         for number, stream in enumerate(streams):  # on the device one at a time
             self.watchdog.at(f"step {step + 1}, stream {number + 1} of {accumulation}")
-            distilled = self.engine(self._to_device(stream), weights)
+            distilled = self.engine(self._micro_batch(stream), weights)
             self.engine.backward(distilled.surrogate * scale)
             self.engine.step()
             total = distilled.sums if total is None else total + distilled.sums
@@ -318,10 +315,10 @@ class Trainer:
     def _without_gradients(self, stream: LoadedStream) -> Distilled:
         """This rank's part of a stream."""
         nothing = torch.zeros(self.training.ttt_steps, dtype=torch.float64)
-        return self.engine.module(self._to_device(stream), StepWeights(nothing, nothing))
+        return self.engine.module(self._micro_batch(stream), StepWeights(nothing, nothing))
 
     def _counts(self, streams: Sequence[LoadedStream]) -> BatchCounts:
-        kept = (self.draft_id[stream.argmax.cpu()] >= 0 for stream in streams)
+        kept = (self.batch_maker.draft_id[stream.rows.teacher.argmax.cpu()] >= 0 for stream in streams)
         counted = sum(
             (stream.plan.supervised & in_draft).sum(1) for stream, in_draft in zip(streams, kept, strict=True)
         )
@@ -329,23 +326,8 @@ class Trainer:
         tokens = sum(stream.stream.tokens for stream in streams) if self.topology.sequence.rank() == 0 else 0
         return sum_counts(BatchCounts(counted, supervised, tokens), self.topology.batch, self.topology.device)
 
-    def _to_device(self, loaded: LoadedStream) -> MicroBatch:
-        width, rank = len(self.draft.lm_head.weight), self.topology.tensor.rank()
-        return micro_batch(
-            loaded.stream,
-            loaded.plan,
-            aux=loaded.aux,
-            last=loaded.last,
-            argmax=loaded.argmax,
-            logsumexp=loaded.logsumexp,
-            teacher_head=self.teacher_head,
-            draft_id=self.draft_id,
-            dtype=self.draft.lm_head.weight.dtype,
-            device=self.topology.device,
-            residence=self.recipe.memory.inputs,
-            transform=self.transform,
-            columns=slice(rank * width, (rank + 1) * width),
-        )
+    def _micro_batch(self, loaded: LoadedStream) -> MicroBatch:
+        return self.batch_maker.micro_batch(loaded.stream, loaded.plan, loaded.rows)
 
 
 def prepare_trainer(
@@ -384,6 +366,7 @@ def prepare_trainer(
         engine_config = engine_config | {"checkpoint": universal}
     engine = start_engine(objective, topology, engine_config, rates)
     dtype, device = draft.lm_head.weight.dtype, topology.device
+    width, rank = len(draft.lm_head.weight), topology.tensor.rank()
     teacher_head = None  # where the teacher gives logits
     if recipe.target.teacher == "hidden":
         head = supply.head.head
@@ -406,9 +389,15 @@ def prepare_trainer(
         norms=NormLimit(engine, training.skip_above_norm),
         draft=draft,
         vocabulary=vocabulary,
-        teacher_head=teacher_head,
-        transform=supply.head.transform,
-        draft_id=vocabulary.draft_ids,
+        batch_maker=BatchMaker(
+            vocabulary.draft_ids,
+            teacher_head,
+            dtype,
+            device,
+            recipe.memory.inputs,
+            supply.head.transform,
+            slice(rank * width, (rank + 1) * width),
+        ),
         train_loader=StreamLoader(train, supply.source, **place),
         held_out_loader=StreamLoader(held_out, supply.held_out_source, **place),
         checkpoints=Checkpoints(folder.checkpoints, training.keep_checkpoints, identity, console.warn, console),

@@ -122,7 +122,7 @@ def _look_through(reader: HiddenStateStore, locations: list[Location]) -> list[E
             for location, *each in zip(locations, seen, teachers, strict=True)
         ]
         for place, rows in enumerate(reader.read_at(locations, requests)):
-            kinds = (kind for kind in ("aux", "last", "logsumexp") if not getattr(rows, kind).isfinite().all())
+            kinds = (kind for kind, tensor in rows.named().items() if not tensor.isfinite().all())
             infinite[place] = infinite[place] or next(kinds, None)
     return [_judged(*each) for each in zip(locations, tokens, infinite, strict=True)]
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from eagle3.console import WARNING
+from eagle3.data.rows import Rows
 from eagle3.data.store.chunks import ChunkReads, ChunkTable, Run, plan_reads
 from eagle3.data.store.codecs import Codec
 from eagle3.data.store.files import DamagedStore, Range, StoreFiles, open_files
@@ -45,17 +46,6 @@ class RowRequest(NamedTuple):
     aux: Tensor
     teacher: Tensor
     tokens: StoredTokens | None = None
-
-
-class DocumentRows(NamedTuple):
-    """aux [n, 3*Ht] at the auxiliary rows asked for; last [m, Ht] (or [m, Vd], logits in its place, see HiddenStates),
-    argmax [m] int64 and logsumexp [m] at the teacher rows.
-    From a store, aux and last are in its number format and logsumexp is fp32."""
-
-    aux: Tensor
-    last: Tensor
-    argmax: Tensor
-    logsumexp: Tensor
 
 
 class Location(NamedTuple):
@@ -137,11 +127,12 @@ class HiddenStateStore:
             for facts in self._facts(locations)
         ]
 
-    def read(self, requests: Sequence[RowRequest]) -> list[DocumentRows]:
-        """The rows of all requests; two rounds of reads, however many there are."""
+    def read(self, requests: Sequence[RowRequest]) -> list[Rows]:
+        """The rows of all requests, hidden states and logits in the store's number format; two rounds of reads, however many
+        there are."""
         return self.read_at([self._locate(request.sample_id) for request in requests], requests)
 
-    def read_at(self, locations: Sequence[Location], requests: Sequence[RowRequest]) -> list[DocumentRows]:
+    def read_at(self, locations: Sequence[Location], requests: Sequence[RowRequest]) -> list[Rows]:
         """The same of samples at given places."""
         known = self._facts(locations)
         wanted: list[ChunkReads] = []
@@ -168,15 +159,13 @@ class HiddenStateStore:
             if flaw:
                 raise self._damaged(location, f"{name} hidden states", flaw)
         found = iter(reads.rows() for reads in wanted)
-        return [
-            DocumentRows(
-                aux=next(found),
-                last=next(found),
-                argmax=torch.from_numpy(facts.argmax[request.teacher.numpy()].astype(np.int64)),
-                logsumexp=torch.from_numpy(facts.logsumexp[request.teacher.numpy()]),
-            )
-            for request, facts in zip(requests, known, strict=True)
-        ]
+        rows = []
+        for location, request, facts in zip(locations, requests, known, strict=True):
+            aux, values, teacher = next(found), next(found), request.teacher.numpy()
+            argmax, logsumexp = facts.argmax[teacher].astype(np.int64), facts.logsumexp[teacher]
+            kind = location.index.encoding.teacher
+            rows.append(Rows(aux, kind(values, torch.from_numpy(argmax), torch.from_numpy(logsumexp))))
+        return rows
 
     def forget(self, shard: str) -> None:
         """Let go of a shard that is about to be deleted."""

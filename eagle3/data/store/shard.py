@@ -25,6 +25,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from eagle3.data.rows import DraftLogits, LastHidden, TeacherRows
 from eagle3.data.store.codecs import CHUNK_BYTES, Codec, CodecName, StoreDtype, chunk_rows, make_codec
 from eagle3.data.store.files import DamagedStore, first_words
 from eagle3.durable import Lock, lock, write_text
@@ -57,6 +58,10 @@ class Encoding:
     @property
     def number_format(self) -> torch.dtype:
         return getattr(torch, self.dtype)
+
+    @property
+    def teacher(self) -> type[TeacherRows]:
+        return LastHidden if self.teacher_width is None else DraftLogits
 
     def width(self, name: str) -> int:
         """Numbers in a row of `aux` or `last`."""

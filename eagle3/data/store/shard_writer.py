@@ -15,6 +15,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from eagle3.data.rows import Rows
 from eagle3.data.store.codecs import Codec
 from eagle3.data.store.shard import (
     DATA_START,
@@ -32,7 +33,6 @@ from eagle3.data.store.shard import (
 )
 from eagle3.durable import publish
 from eagle3.errors import UserError
-from eagle3.target.interface import HiddenStates
 
 # Chunks that a thread encodes at a time, and raw bytes of a tensor that may be under way.
 JOB_CHUNKS = 8
@@ -70,14 +70,14 @@ class ShardWriter:
         self.samples: list[Entry] = []
         self.tokens = 0
 
-    def add(self, sample_id: str, ids: Tensor, loss_mask: Tensor, parts: Iterable[HiddenStates]) -> None:
-        """ids [T], loss_mask [T]; parts: hidden states of consecutive rows, together T, on any device.
+    def add(self, sample_id: str, ids: Tensor, loss_mask: Tensor, parts: Iterable[Rows]) -> None:
+        """ids [T], loss_mask [T]; parts: consecutive rows, together T, on any device.
 
         Raises UserError where a hidden state is not finite. After an exception the writer can only be discarded.
         """
         seen, taught, sample = self.encoding.seen_rows(loss_mask), taught_rows(loss_mask), self.begin(sample_id)
         for part in parts:
-            rows = slice(sample.rows, sample.rows + len(part.last))
+            rows = slice(sample.rows, sample.rows + len(part.aux))
             sample.append(ids[rows], loss_mask[rows], seen[rows], taught[rows], part)
         assert sample.rows == len(ids) == len(loss_mask) > 0, f"{sample_id}: {sample.rows} rows of {len(ids)} tokens"
         sample.end()
@@ -148,13 +148,14 @@ class OpenSample:
         self.firsts = [shard.blobs[name].chunks for name in HIDDEN]
         self.columns: dict[str, list[np.ndarray]] = {name: [] for name in NUMPY_TYPES}
 
-    def append(self, ids: Tensor, loss_mask: Tensor, seen: Tensor, taught: Tensor, states: HiddenStates) -> None:
-        """The next n rows: ids [n] int, loss_mask [n], seen [n] and taught [n] bool on the CPU, and their states, on any device.
-        seen: rows whose auxiliary states are kept (`Encoding.seen_rows`). taught: rows whose last hidden state is kept; those that
+    def append(self, ids: Tensor, loss_mask: Tensor, seen: Tensor, taught: Tensor, rows: Rows) -> None:
+        """The next n rows: ids [n] int, loss_mask [n], seen [n] and taught [n] bool on the CPU, and what the target says of them, on any
+        device. seen: rows whose auxiliary states are kept (`Encoding.seen_rows`). taught: rows whose last hidden state is kept; those that
         follow supervised rows, or all of a sample's."""
-        for name, rows, kept in (("aux", states.aux, seen), ("last", states.last, taught)):
-            self.shard.blobs[name].append(rows if kept.all() else rows[kept.to(rows.device)], self.id)
-        small = {"ids": ids, "loss_mask": loss_mask.bool(), "argmax": states.argmax, "logsumexp": states.logsumexp}
+        teacher = rows.teacher
+        for name, wide, kept in (("aux", rows.aux, seen), ("last", teacher.values, taught)):
+            self.shard.blobs[name].append(wide if kept.all() else wide[kept.to(wide.device)], self.id)
+        small = {"ids": ids, "loss_mask": loss_mask.bool(), "argmax": teacher.argmax, "logsumexp": teacher.logsumexp}
         for name, column in small.items():
             self.columns[name].append(column.cpu().numpy())
         self.rows += len(ids)

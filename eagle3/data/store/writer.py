@@ -11,6 +11,7 @@ from typing import NamedTuple, Self
 from torch import Tensor
 
 from eagle3.console import WARNING
+from eagle3.data.rows import Rows
 from eagle3.data.store.files import LocalFiles, is_url
 from eagle3.data.store.folder import (
     MANIFEST,
@@ -35,7 +36,6 @@ from eagle3.data.store.shard import (
 from eagle3.data.store.shard_writer import ShardWriter
 from eagle3.durable import create_text, write_text
 from eagle3.errors import UserError
-from eagle3.target.interface import HiddenStates
 
 
 class Part(NamedTuple):
@@ -157,13 +157,11 @@ class StoreWriter:
             report(WARNING + notice)
         return {entry.id for index in indexes for entry in index.samples}
 
-    def add(
-        self, sample_id: str, ids: Tensor, loss_mask: Tensor, states: HiddenStates | Iterable[HiddenStates]
-    ) -> bool:
-        """Take one sample: ids [T] int, loss_mask [T] bool, and the states of those T tokens, on any device; or parts of
+    def add(self, sample_id: str, ids: Tensor, loss_mask: Tensor, rows: Rows | Iterable[Rows]) -> bool:
+        """Take one sample: ids [T] int, loss_mask [T] bool, and the rows of those T tokens, on any device; or parts of
         them, consecutive rows each, which are written as they come.
 
-        A known id is ignored: nothing is written or asked of `states`, and False is returned. Raises UserError where the
+        A known id is ignored: nothing is written or asked of `rows`, and False is returned. Raises UserError where the
         disk does not take it or a hidden state is not finite; the store is then as it was after the last shard.
         """
         if sample_id in self.known:
@@ -174,7 +172,7 @@ class StoreWriter:
             if self._shard is None:
                 shard = f"shard-{self._token}-{self._number:05d}.safetensors"
                 self._shard = ShardWriter(self.folder, shard, self.encoding, self._threads, self._provenance_digest)
-            self._shard.add(sample_id, ids, loss_mask, [states] if isinstance(states, HiddenStates) else states)
+            self._shard.add(sample_id, ids, loss_mask, [rows] if isinstance(rows, Rows) else rows)
         except OSError as error:
             raise self._unwritten(error) from error
         self.known.add(sample_id)

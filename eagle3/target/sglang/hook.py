@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from eagle3.data.rows import Rows
 from eagle3.data.spool import Ticket
 from eagle3.data.store.codecs import StoreDtype
 from eagle3.data.store.shard import Encoding
 from eagle3.errors import UserError
-from eagle3.target.interface import HiddenStates
 from eagle3.target.sglang.spool_writer import SpoolWriter
 from eagle3.target.sglang.teacher import Teacher, make_teacher
 from eagle3.target.sglang.version import HookCall, hook_call
@@ -93,8 +93,8 @@ class CaptureHook:
             part = slice(int(at[0]), int(at[-1]) + 1)
             kept = said.kept[done : done + len(at)]
             done += len(at)
-            states = HiddenStates(aux[part], kept, said.argmax[part], said.logsumexp[part])
-            self.writer(ticket, ranks).take(ticket, before, call.ids[part], states)
+            teacher = self.settings.encoding.teacher(kept, said.argmax[part], said.logsumexp[part])
+            self.writer(ticket, ranks).take(ticket, before, call.ids[part], Rows(aux[part], teacher))
 
     def _flaw(self, processor: nn.Module, call: HookCall) -> str | None:
         """Why nothing can be captured from this call, if so. Makes the teacher at the first call."""

@@ -5,6 +5,7 @@ import queue
 import shutil
 import threading
 from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from secrets import token_hex
 from typing import NamedTuple
@@ -12,10 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from eagle3.data.rows import Rows
 from eagle3.data.spool import Ticket, fail, is_own_folder
 from eagle3.data.store.shard import Encoding, index_name
 from eagle3.data.store.shard_writer import OpenSample, ShardWriter
-from eagle3.target.interface import HiddenStates
 
 ENCODING_THREADS = 2
 # Bytes on their way to the spool through one writer; with more, the forward waits.
@@ -24,18 +25,19 @@ MOST_WAITING = 1 << 30
 logger = logging.getLogger(__name__)
 
 
-class Rows(NamedTuple):
-    """Rows of one request from one forward. ready: their copies to the host; None where they lie there."""
+class Delivery(NamedTuple):
+    """Rows of one request from one forward, `before` of which came earlier. ready: their copies to the host; None where they lie
+    there."""
 
     ticket: Ticket
     before: int
     ids: Tensor
-    states: HiddenStates
+    rows: Rows
     ready: torch.cuda.Event | None
 
     @property
     def bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in vars(self.states).values())
+        return sum(tensor.nbytes for tensor in self.rows.named().values())
 
 
 class SpoolWriter:
@@ -44,43 +46,43 @@ class SpoolWriter:
     def __init__(self, folder: Path, encoding: Encoding) -> None:
         self.folder, self.encoding, self.dtype = folder, encoding, encoding.number_format
         self.open: dict[Ticket, OpenShard] = {}
-        self.queue: queue.SimpleQueue[Rows] = queue.SimpleQueue()
+        self.queue: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
         self.waiting = 0
         self.room = threading.Condition()
         self.encoders = ThreadPoolExecutor(ENCODING_THREADS, thread_name_prefix="spool-encode")
         threading.Thread(target=self._run, name="spool", daemon=True).start()
 
-    def take(self, ticket: Ticket, before: int, ids: Tensor, states: HiddenStates) -> None:
+    def take(self, ticket: Ticket, before: int, ids: Tensor, rows: Rows) -> None:
         """Rows `before` and on of a request; returns when their copy to the host is on its way."""
-        given = (ids, states.aux.to(self.dtype), states.last.to(self.dtype), states.argmax, states.logsumexp)
-        ids, *kinds = (_to_host(tensor) for tensor in given)
-        ready = None
-        if states.aux.is_cuda:
+        teacher = replace(rows.teacher, values=rows.teacher.values.to(self.dtype))
+        on_host = Rows(rows.aux.to(self.dtype), teacher).map(_to_host)
+        ids, ready = _to_host(ids), None
+        if rows.aux.is_cuda:
             ready = torch.cuda.Event()
             ready.record()
-        rows = Rows(ticket, before, ids, HiddenStates(*kinds), ready)
+        delivery = Delivery(ticket, before, ids, on_host, ready)
         with self.room:
-            self.room.wait_for(lambda: not self.waiting or self.waiting + rows.bytes <= MOST_WAITING)
-            self.waiting += rows.bytes
-        self.queue.put(rows)
+            self.room.wait_for(lambda: not self.waiting or self.waiting + delivery.bytes <= MOST_WAITING)
+            self.waiting += delivery.bytes
+        self.queue.put(delivery)
 
     def _run(self) -> None:
         while True:
-            rows = self.queue.get()
+            delivery = self.queue.get()
             try:
-                self._write(rows)
+                self._write(delivery)
             except Exception as error:  # whatever it is, this thread must go on, and the job must hear of it
-                self.give_up(rows.ticket, str(error) or repr(error))
+                self.give_up(delivery.ticket, str(error) or repr(error))
             finally:
                 with self.room:
-                    self.waiting -= rows.bytes
+                    self.waiting -= delivery.bytes
                     self.room.notify_all()
 
-    def _write(self, rows: Rows) -> None:
-        ticket, job = rows.ticket, self.folder / rows.ticket.job
-        if rows.ready:
-            rows.ready.synchronize()
-        if rows.before == 0 and ticket in self.open:  # SGLang took the request back and begins again
+    def _write(self, delivery: Delivery) -> None:
+        ticket, job = delivery.ticket, self.folder / delivery.ticket.job
+        if delivery.ready:
+            delivery.ready.synchronize()
+        if delivery.before == 0 and ticket in self.open:  # SGLang took the request back and begins again
             self.open.pop(ticket).discard()
         for ended in [other for other in self.open if not (self.folder / other.job).is_dir()]:
             self.open.pop(ended).discard()
@@ -88,18 +90,18 @@ class SpoolWriter:
             return
         shard = self.open.get(ticket)
         if shard is None:
-            if rows.before:
+            if delivery.before:
                 if not (job / ticket.mark("failed")).exists():
                     self.give_up(
                         ticket,
-                        f"sglang: row {rows.before} of a sample came first; start the server with --disable-radix-cache",
+                        f"sglang: row {delivery.before} of a sample came first; start the server with --disable-radix-cache",
                     )
                 return
             shard = self.open[ticket] = OpenShard(job, ticket, self.encoding, self.encoders)
-        if shard.sample.rows != rows.before:
-            self.give_up(ticket, f"sglang: rows {shard.sample.rows} to {rows.before} of a sample never came")
+        if shard.sample.rows != delivery.before:
+            self.give_up(ticket, f"sglang: rows {shard.sample.rows} to {delivery.before} of a sample never came")
             return
-        shard.append(rows)
+        shard.append(delivery)
         if shard.sample.rows >= ticket.tokens:
             shard.publish()
             del self.open[ticket]
@@ -135,9 +137,9 @@ class OpenShard:
             raise
         self.sample: OpenSample = self.shard.begin(ticket.sample_id)
 
-    def append(self, rows: Rows) -> None:
-        nothing = torch.zeros(len(rows.ids), dtype=torch.bool)
-        self.sample.append(rows.ids, loss_mask=nothing, seen=~nothing, taught=~nothing, states=rows.states)
+    def append(self, delivery: Delivery) -> None:
+        nothing = torch.zeros(len(delivery.ids), dtype=torch.bool)
+        self.sample.append(delivery.ids, loss_mask=nothing, seen=~nothing, taught=~nothing, rows=delivery.rows)
 
     def publish(self) -> None:
         self.sample.end()

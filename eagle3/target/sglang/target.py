@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from eagle3.data.capture import token_bytes
+from eagle3.data.rows import Rows
 from eagle3.data.spool import SpoolReader, Ticket
 from eagle3.data.store.reader import Location
 from eagle3.data.store.shard import DATA_START, Encoding
 from eagle3.errors import UserError
-from eagle3.target.interface import HiddenStates
 from eagle3.target.sglang.client import Producer
 
 # Rows that are read at a time from a sample in the spool.
@@ -29,11 +29,11 @@ def spool_bytes(encoding: Encoding, tokens: int) -> int:
 
 
 class Arrived(NamedTuple):
-    """place: in the row of documents asked for. parts: its hidden states, some rows at a time; to be read once, before the
+    """place: in the row of documents asked for. parts: its rows, some at a time; to be read once, before the
     next document is asked for."""
 
     place: int
-    parts: Iterator[HiddenStates]
+    parts: Iterator[Rows]
 
 
 class SGLangTarget:
@@ -49,14 +49,12 @@ class SGLangTarget:
         self.producer, self.encoding = producer, encoding
         self.reader = SpoolReader(producer.spool.path, 0)
         self.hidden_size, self.vocab_size, self.aux_layers = encoding.hidden_size, vocab_size, aux_layers
+        self.teacher = encoding.teacher
         self._numbers = count()
 
-    def prefill(self, documents: Sequence[Tensor]) -> list[HiddenStates]:
+    def prefill(self, documents: Sequence[Tensor]) -> list[Rows]:
         """See `Target.prefill`."""
-        found: dict[int, HiddenStates] = {}
-        for place, parts in self.arriving(documents):
-            whole = [vars(part) for part in parts]
-            found[place] = HiddenStates(**{name: torch.cat([part[name] for part in whole]) for name in whole[0]})
+        found = {place: Rows.cat([*parts]) for place, parts in self.arriving(documents)}
         return [found[place] for place in range(len(documents))]
 
     def arriving(self, documents: Iterable[Tensor]) -> Iterator[Arrived]:
@@ -83,9 +81,9 @@ class SGLangTarget:
             self.reader.forget(ticket)
             self.producer.release(ticket)
 
-    def _parts(self, location: Location) -> Iterator[HiddenStates]:
+    def _parts(self, location: Location) -> Iterator[Rows]:
         for rows in torch.arange(location.entry.tokens).split(PART_ROWS):
-            yield HiddenStates(**self.reader.read(location, rows, rows)._asdict())
+            yield self.reader.read(location, rows, rows)
 
     def _ticket(self, tokens: int) -> Ticket:
         number = next(self._numbers)
