@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -98,14 +99,15 @@ def hidden_states(recipe_file: Path, tokens: int) -> list[Sample]:
     from eagle3.data.rows import LastHidden, Rows
     from eagle3.parallel.topology import start_distributed
     from eagle3.recipe import load_recipe
-    from eagle3.training.assemble import gather_materials, start_target
+    from eagle3.training.job import choose_draft, gather_inputs, start_target
 
     recipe, topology = load_recipe(recipe_file), start_distributed()
-    materials = gather_materials(recipe, topology.device, lambda line: print(line, flush=True))
-    target = start_target(recipe, materials, topology.device)
+    say = partial(print, flush=True)
+    job = choose_draft(gather_inputs(recipe, topology.device, say), say)
+    target = start_target(job, topology.device, job.vocabulary)
     taken, total = [], 0
-    for place in range(len(materials.train)):
-        taken.append(materials.train[place])
+    for place in range(len(job.train)):
+        taken.append(job.train[place])
         total += len(taken[-1].ids)
         if total >= tokens:
             break

@@ -86,45 +86,38 @@ def work(
     from eagle3.data.capture import wanted_samples
     from eagle3.data.store.writer import Part
     from eagle3.parallel.topology import agreed
-    from eagle3.training.assemble import (
-        config_of,
-        draft_config,
-        gather_materials,
-        pick_vocabulary,
+    from eagle3.training.capturing import fill, verify
+    from eagle3.training.job import (
+        choose_draft,
+        gather_inputs,
         require_fitting_store,
         spans_of,
     )
-    from eagle3.training.capturing import fill, verify
     from eagle3.training.serving import server_line
 
     path = recipe.hidden_states.path
     begun = not options.print_server and (is_url(path) or Path(path, "store.json").exists())
     agreed((lambda: require_fitting_store(recipe)) if begun and topology.is_first else None)
     watchdog.at("gathering the data")
-    materials = gather_materials(recipe, topology.device, console)
-    config = config_of(recipe, materials)
-    vocabulary, _ = pick_vocabulary(recipe, materials, config.vocab_size, console)
-    # As training will ask.
-    draft_config(recipe, materials, vocabulary).check_context(int(materials.train.lengths.max()))
+    job = choose_draft(gather_inputs(recipe, topology.device, console), console)
+    job.shape.check_context(int(job.train.lengths.max()))  # as training will ask
     if options.print_server:
-        line = agreed(lambda: server_line(recipe, materials, vocabulary))
+        line = agreed(lambda: server_line(job))
         if topology.is_first:
             print(line, flush=True)
         return 0
-    sets, spans = (materials.train, materials.held_out), spans_of(recipe)
+    sets, spans = (job.train, job.held_out), spans_of(recipe)
     if spans:
-        console(spans.describe(materials.train, anew=False))
+        console(spans.describe(job.train, anew=False))
     wanted = wanted_samples(map(spans.fixed, sets) if spans else sets)
     if options.verify or options.repair:
         watchdog.at("checking the store")
         whole = agreed(
-            (lambda: verify(recipe, materials, vocabulary, wanted, console, options.repair, options.bind))
-            if topology.is_first
-            else None
+            (lambda: verify(job, wanted, console, options.repair, options.bind)) if topology.is_first else None
         )
         if options.verify:
             return 1 if topology.is_first and not whole else 0
-    fill(recipe, materials, vocabulary, config.hidden_size, wanted, Part(*part), topology, console, watchdog)
+    fill(job, wanted, Part(*part), topology, console, watchdog)
     return 0
 
 

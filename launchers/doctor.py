@@ -107,7 +107,7 @@ def checkpoint_of(recipe: Recipe) -> int | None:
 
     from eagle3.draft.config import drafted_tokens
     from eagle3.preflight.places import checkpoint_bytes
-    from eagle3.training.assemble import shape_draft
+    from eagle3.training.job import shape_draft
     from eagle3.training.plans import config_to_plan
 
     try:

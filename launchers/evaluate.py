@@ -49,16 +49,15 @@ def main() -> int:
         before_imports(options.quiet)
         from eagle3.evaluation.acceptance import Sampling
         from eagle3.parallel.topology import start_distributed, stop_distributed
-        from eagle3.training.assemble import gather_materials
+        from eagle3.training.job import gather_inputs
         from eagle3.training.judging import judge, judge_contexts, judge_served, what_is_measured
 
     topology = start_distributed()
-    materials = gather_materials(recipe, topology.device, console, judging=True)
+    inputs = gather_inputs(recipe, topology.device, console, judging=True)
     sampling = Sampling(options.temperature, seed_of(options, recipe))
     if options.by_context:
         by_context = judge_contexts(
-            recipe,
-            materials,
+            inputs,
             draft,
             topology,
             console,
@@ -71,17 +70,13 @@ def main() -> int:
         if topology.is_first:
             for line in by_context.lines():
                 tell(line)
-        result = by_context.as_dict() | {"draft": str(draft)} | what_is_measured(recipe, materials, options.prompts)
+        result = by_context.as_dict() | {"draft": str(draft)} | what_is_measured(inputs, options.prompts)
         lossless = by_context.lossless
     else:
         if options.engine == "sglang":
-            judgement = judge_served(
-                recipe, materials, draft, tree_of(options, recipe), console, options.prompts, options.window
-            )
+            judgement = judge_served(inputs, draft, tree_of(options, recipe), console, options.prompts, options.window)
         else:
-            judgement = judge(
-                recipe, materials, None, draft, topology, console, options.prompts, sampling, options.window
-            )
+            judgement = judge(inputs, None, draft, topology, console, options.prompts, sampling, options.window)
         lossless, result = judgement.trained.lossless, judgement.as_dict()
     # A run may have ended meanwhile: beside its new export the result would be taken for that one's.
     if stamp(draft) != judged:

@@ -32,20 +32,17 @@ def main() -> None:
         from eagle3.data.prepare import preview
         from eagle3.data.vocabulary import choose_vocabulary
         from eagle3.draft.config import drafted_tokens
-        from eagle3.target.checkpoint import target_config
-        from eagle3.training.assemble import gather_materials
+        from eagle3.training.job import gather_inputs
 
-    materials = gather_materials(recipe, torch.device("cuda" if torch.cuda.is_available() else "cpu"), console)
-    console.result(f"{len(materials.train):,} training samples, {len(materials.held_out):,} held out")
-    model = recipe.model
-    config = target_config(materials.target, revision=model.revision, trust_remote_code=model.trust_remote_code)
-    drafted = drafted_tokens(model.draft.vocab_size, config.vocab_size)
-    vocabulary, share = choose_vocabulary(materials.train, config.vocab_size, drafted, console)
+    inputs = gather_inputs(recipe, torch.device("cuda" if torch.cuda.is_available() else "cpu"), console)
+    console.result(f"{len(inputs.train):,} training samples, {len(inputs.held_out):,} held out")
+    drafted = drafted_tokens(recipe.model.draft.vocab_size, inputs.config.vocab_size)
+    vocabulary, share = choose_vocabulary(inputs.train, inputs.config.vocab_size, drafted, console)
     console.result(f"a draft vocabulary of {vocabulary.size} covers {share:.2%} of the supervised tokens")
-    for index in range(min(options.preview, len(materials.train))):
-        sample = materials.train[index]
+    for index in range(min(options.preview, len(inputs.train))):
+        sample = inputs.train[index]
         tell(f"--- sample {sample.id}: {len(sample.ids)} tokens, {int(sample.loss_mask.sum())} supervised")
-        print(preview(sample, materials.tokenizer, color=shows_colours(sys.stdout)))
+        print(preview(sample, inputs.tokenizer, color=shows_colours(sys.stdout)))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from family_targets import conversations
+from jobs import job_of
 from tiny_run import ROOT
 
 from eagle3.console import Console
@@ -11,7 +12,6 @@ from eagle3.data.capture import wanted_samples
 from eagle3.data.store.writer import Part
 from eagle3.parallel.topology import Topology
 from eagle3.recipe import Recipe, load_recipe
-from eagle3.training.assemble import config_of, gather_materials, pick_vocabulary
 from eagle3.training.capturing import fill, watched_capture
 from eagle3.training.run import train
 
@@ -26,14 +26,12 @@ DRAFT_SIZES = (
 def run_recipe(name: str, target: Path, folder: Path, topology: Topology) -> Recipe:
     """The recipe as it was run. The run is in folder/run, the store in folder/store."""
     recipe = load_recipe(recipe_file(name, folder), overrides(target, folder))
-    materials = gather_materials(recipe, topology.device, lambda line: None)
-    assert len(materials.train) + len(materials.held_out) == len(conversations())
-    config = config_of(recipe, materials)
-    vocabulary, _ = pick_vocabulary(recipe, materials, config.vocab_size, lambda line: None)
-    wanted = wanted_samples((materials.train, materials.held_out))
+    job = job_of(recipe, topology)
+    assert len(job.train) + len(job.held_out) == len(conversations())
+    wanted = wanted_samples((job.train, job.held_out))
     console = Console(topology.is_first)
     with watched_capture(recipe, topology, console) as watchdog:
-        fill(recipe, materials, vocabulary, config.hidden_size, wanted, Part(0, 1), topology, console, watchdog)
+        fill(job, wanted, Part(0, 1), topology, console, watchdog)
     train(recipe, ROOT / "ds_configs" / "zero2.json", topology)
     return recipe
 

@@ -25,7 +25,7 @@ from eagle3.evaluation.speculative import DecodedConversation
 from eagle3.recipe import load_recipe
 from eagle3.target.checkpoint import fingerprint
 from eagle3.target.transformers import load_target
-from eagle3.training.assemble import gather_materials
+from eagle3.training.job import gather_inputs
 from eagle3.training.judging import judge_contexts
 
 
@@ -229,8 +229,8 @@ def test_a_quiet_judge_says_the_result_alone_and_leaves_examples(run):
 
 def test_contexts_are_judged_by_samples_too_and_not_beyond_the_targets(run, topology):
     recipe, heard = load_recipe(run), Console(speaks=False)
-    materials = gather_materials(recipe, topology.device, heard)
-    arguments = (recipe, materials, recipe.output.dir / "export", topology, heard)
+    inputs = gather_inputs(recipe, topology.device, heard)
+    arguments = (inputs, recipe.output.dir / "export", topology, heard)
     torch.set_num_threads(1)
     judgement = judge_contexts(*arguments, contexts=[32, 64], per_context=2, sampling=Sampling(0.8, seed=3))
     assert [each.conversations for each in judgement.contexts] == [2, 2] and judgement.lossless is None

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from jobs import job_of
 from store_cases import HIDDEN, PROVENANCE, sample, unbind_all
 from tiny_run import deepspeed, finish, launch, make_target, write_recipe
 
@@ -25,8 +26,8 @@ from eagle3.data.store.shard import Encoding, taught_rows
 from eagle3.data.store.writer import StoreWriter
 from eagle3.errors import UserError
 from eagle3.recipe import load_recipe
-from eagle3.training.assemble import gather_materials, pick_vocabulary, provenance, store_provenance
 from eagle3.training.capturing import verify
+from eagle3.training.job import provenance, store_provenance
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +44,10 @@ def command(recipe: Path, store: Path, *arguments: str) -> tuple[str, ...]:
 def checked(recipe: Path, store: Path, topology, *overrides: str):
     """What a check finds of a store that should hold all samples of the recipe."""
     loaded = load_recipe(recipe, list(overrides))
-    materials = gather_materials(loaded, topology.device, lambda line: None)
-    wanted = wanted_samples((materials.train, materials.held_out))
+    job = job_of(loaded, topology)
+    wanted = wanted_samples((job.train, job.held_out))
     assert len(wanted) == 40
-    return check_store(str(store), store_provenance(loaded, materials), wanted, lambda done, shards: None)
+    return check_store(str(store), store_provenance(job), wanted, lambda done, shards: None)
 
 
 def test_a_capture_split_killed_damaged_and_repaired_ends_complete_without_duplicates(tmp_path, recipe, topology):
@@ -86,14 +87,13 @@ def test_a_verify_says_what_is_not_bound_and_binds_it_where_asked_and_nothing_is
     tmp_path, recipe, topology, capsys
 ):
     loaded = load_recipe(recipe, [f"hidden_states.path={tmp_path}"])
-    materials = gather_materials(loaded, topology.device, lambda line: None)
-    vocabulary, _ = pick_vocabulary(loaded, materials, 300, lambda line: None)
-    wanted = wanted_samples((materials.train, materials.held_out))
+    job = job_of(loaded, topology)
+    wanted = wanted_samples((job.train, job.held_out))
     encoding = Encoding(loaded.hidden_states.codec, loaded.hidden_states.dtype, HIDDEN)
-    with StoreWriter(tmp_path, provenance(loaded, materials), encoding, shard_tokens=500) as writer:
+    with StoreWriter(tmp_path, provenance(job), encoding, shard_tokens=500) as writer:
         for name, one in wanted.items():
             writer.add(name, one.load().ids, one.load().loss_mask, sample(1, tokens=one.tokens)[3])
-    verified = partial(verify, loaded, materials, vocabulary, wanted, Console(True))
+    verified = partial(verify, job, wanted, Console(True))
     assert verified(repair=False, bind=False) and "not say" not in capsys.readouterr().out
     shards = sorted(tmp_path.glob("*.safetensors"))
     unbind_all(tmp_path)
@@ -178,8 +178,7 @@ def test_ranks_that_prefill_long_samples_together_capture_what_one_process_does(
     assert "this share of 2 is complete" in said
     assert checked(recipe, two, topology, "hidden_states.codec=lossless").problems == []
     loaded = load_recipe(recipe)
-    materials = gather_materials(loaded, topology.device, lambda line: None)
-    needed = store_provenance(loaded, materials)
+    needed = store_provenance(job_of(loaded, topology))
     stores = [
         HiddenStateStore.open(str(path), {**needed, "codec": codec})
         for path, codec in ((one, "none"), (two, "lossless"))

@@ -14,7 +14,7 @@ from eagle3.recipe import load_recipe
 from eagle3.target.demo import ANSWERS, HELD_OUT_ANSWERS, RECORD, byte_level_tokenizer, demo_target
 from eagle3.target.demo_training import batches, rate, train_language_model
 from eagle3.target.muon import Muon
-from eagle3.training.assemble import gather_materials
+from eagle3.training.job import gather_inputs
 
 TINY = {
     "vocab_size": 300,
@@ -110,11 +110,11 @@ def test_a_demo_target_named_by_its_folder_still_offers_its_answers(tmp_path):
         ROOT / "recipes" / "quickstart.yaml",
         [f"model.target={folder}", f"data.cache_dir={tmp_path / 'cache'}", "model.draft.vocab_size=null"],
     )
-    materials = gather_materials(recipe, torch.device("cpu"), lambda line: None)
-    assert (len(materials.train), len(materials.held_out)) == (3, 3)
+    inputs = gather_inputs(recipe, torch.device("cpu"), lambda line: None)
+    assert (len(inputs.train), len(inputs.held_out)) == (3, 3)
     (folder / ANSWERS).unlink()
     with pytest.raises(UserError, match=r"data\.train names demo_answers, but model\.target is "):
-        gather_materials(recipe, torch.device("cpu"), lambda line: None)
+        gather_inputs(recipe, torch.device("cpu"), lambda line: None)
 
 
 def test_another_seed_text_or_size_gives_another_folder(tmp_path):

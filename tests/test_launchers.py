@@ -8,13 +8,14 @@ import subprocess
 import sys
 
 import pytest
+from jobs import job_of
 from safetensors.torch import load_file
 from tiny_run import ROOT, conversations, finish, launch, make_target, write_recipe
 from tokenizers import Tokenizer, decoders
 
 from eagle3.data.store.reader import HiddenStateStore
 from eagle3.recipe import load_recipe
-from eagle3.training.assemble import gather_materials, store_provenance
+from eagle3.training.job import store_provenance
 from eagle3.training.run import train
 
 
@@ -100,10 +101,9 @@ def test_a_second_capture_captures_nothing(recipe, topology):
     assert "40 samples, 40 already stored" in finish(launch(*command))
     assert {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in store.iterdir()} == written
 
-    plain = load_recipe(recipe)
-    materials = gather_materials(plain, topology.device, print)
-    opened = HiddenStateStore.open(str(store), store_provenance(plain, materials))
-    assert opened.missing(sample.id for part in (materials.train, materials.held_out) for sample in part) == []
+    job = job_of(load_recipe(recipe), topology)
+    opened = HiddenStateStore.open(str(store), store_provenance(job))
+    assert opened.missing(sample.id for part in (job.train, job.held_out) for sample in part) == []
 
 
 def test_an_export_is_judged_by_itself_as_after_training(recipe, topology):

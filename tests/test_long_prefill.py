@@ -241,4 +241,4 @@ def refused(said: str, target: TransformersTarget, topology) -> None:
 
 def assert_same(errors: dict[str, float], where: str) -> None:
     assert errors["argmax"] == 0, where
-    assert max(errors[name] for name in ("aux", "last", "logsumexp")) <= TOLERANCE, (where, errors)
+    assert max(errors[name] for name in ("aux", "values", "logsumexp")) <= TOLERANCE, (where, errors)

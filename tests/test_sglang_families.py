@@ -18,7 +18,7 @@ from eagle3.recipe import load_recipe
 from eagle3.target.checkpoint import target_config
 from eagle3.target.sglang.version import EAGLE3_TARGETS
 from eagle3.target.transformers import load_target
-from eagle3.training.assemble import shape_draft
+from eagle3.training.job import shape_draft
 
 pytestmark = pytest.mark.sglang
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from definition import Loss, define
+from jobs import job_of
 from safetensors import safe_open
 from safetensors.torch import load_file
 from teacher_logits_worker import LAYOUTS, STEPS, Run, execute, on_two_ranks, run_file, runs
@@ -26,17 +27,14 @@ from eagle3.objective.distill import Teacher
 from eagle3.parallel.dealing import SequenceSharding
 from eagle3.parallel.topology import Topology
 from eagle3.recipe import Recipe, load_recipe
-from eagle3.target.checkpoint import target_config
 from eagle3.target.interface import LogitTransform
-from eagle3.training.assemble import (
-    gather_materials,
-    pick_vocabulary,
+from eagle3.training.capturing import ShareCourse
+from eagle3.training.job import (
     provenance,
     start_target,
     store_encoding,
     store_provenance,
 )
-from eagle3.training.capturing import ShareCourse
 from eagle3.training.run import train
 
 ZERO2 = ROOT / "ds_configs" / "zero2.json"
@@ -151,26 +149,21 @@ def target(tmp_path_factory):
 
 def capture_logits(recipe: Recipe, topology: Topology) -> None:
     """What capture.py does, in one process."""
-    materials = gather_materials(recipe, topology.device, print)
-    vocabulary = vocabulary_of(recipe, materials)
-    running = start_target(recipe, materials, topology.device, vocabulary)
-    encoding = store_encoding(recipe, running.hidden_size, vocabulary.size)
-    samples = list(wanted_samples((materials.train, materials.held_out)).values())
-    with StoreWriter(recipe.hidden_states.path, provenance(recipe, materials, vocabulary), encoding) as writer:
+    job = job_of(recipe, topology)
+    running = start_target(job, topology.device, job.vocabulary)
+    encoding = store_encoding(recipe, running.hidden_size, job.vocabulary.size)
+    samples = list(wanted_samples((job.train, job.held_out)).values())
+    with StoreWriter(recipe.hidden_states.path, provenance(job), encoding) as writer:
         capture(running, [samples], writer, ShareCourse(len(samples), sum(one.tokens for one in samples), print, print))
     written = sum(path.stat().st_size for path in Path(recipe.hidden_states.path).glob("*.safetensors"))
     assert disk_need(samples, encoding) == pytest.approx(written, rel=0.1)
     findings = check_store(
         recipe.hidden_states.path,
-        store_provenance(recipe, materials, vocabulary),
-        [sample_id for found in (materials.train, materials.held_out) for sample_id in found.sample_ids],
+        store_provenance(job),
+        [sample_id for found in (job.train, job.held_out) for sample_id in found.sample_ids],
         lambda done, shards: None,
     )
     assert findings.problems == [] and findings.samples == len(samples)
-
-
-def vocabulary_of(recipe: Recipe, materials):
-    return pick_vocabulary(recipe, materials, target_config(materials.target).vocab_size, lambda line: None)[0]
 
 
 def assert_same_course(one: Path, other: Path, tolerance: float) -> None:
@@ -211,22 +204,21 @@ def test_no_codec_rounds_logits_to_8_bits(tmp_path, target, topology, codec):
     path = write_recipe(tmp_path, target, training=SHORT)
     overrides = [LOGITS, f"hidden_states.path={tmp_path / 'store'}", f"hidden_states.codec={codec}"]
     recipe = load_recipe(path, [*overrides, "hidden_states.mode=stored"])
-    materials = gather_materials(recipe, topology.device, print)
-    vocabulary = vocabulary_of(recipe, materials)
-    running = start_target(recipe, materials, topology.device, vocabulary)
-    encoding = store_encoding(recipe, running.hidden_size, vocabulary.size)
-    samples = list(wanted_samples((materials.held_out,)).values())
-    with StoreWriter(tmp_path / "store", provenance(recipe, materials, vocabulary), encoding) as writer:
+    job = job_of(recipe, topology)
+    running = start_target(job, topology.device, job.vocabulary)
+    encoding = store_encoding(recipe, running.hidden_size, job.vocabulary.size)
+    samples = list(wanted_samples((job.held_out,)).values())
+    with StoreWriter(tmp_path / "store", provenance(job), encoding) as writer:
         capture(running, [samples], writer, ShareCourse(len(samples), sum(one.tokens for one in samples), print, print))
-    store = HiddenStateStore.open(str(tmp_path / "store"), store_provenance(recipe, materials, vocabulary))
+    store = HiddenStateStore.open(str(tmp_path / "store"), store_provenance(job))
     for one in samples:
         sample = one.load()
         teacher = taught_rows(sample.loss_mask).nonzero().flatten()
         (rows,) = store.read([RowRequest(sample.id, torch.arange(0), teacher)])
         (states,) = running.prefill([sample.ids])
-        assert rows.last.shape == (len(teacher), vocabulary.size)
+        assert rows.teacher.values.shape == (len(teacher), job.vocabulary.size)
         # a document alone and in a batch differ by fp32 rounding
-        assert torch.allclose(rows.last, states.last[teacher], rtol=1e-5, atol=1e-5)
+        assert torch.allclose(rows.teacher.values, states.teacher.values[teacher], rtol=1e-5, atol=1e-5)
 
 
 def test_a_store_of_logits_serves_its_draft_vocabulary_and_its_teacher_alone(tmp_path, target, topology):
@@ -242,11 +234,8 @@ def test_a_store_of_logits_serves_its_draft_vocabulary_and_its_teacher_alone(tmp
 def test_the_provenance_of_a_store_of_hidden_states_says_nothing_new(tmp_path, target, topology):
     """Stores that exist stay valid."""
     recipe = load_recipe(write_recipe(tmp_path, target))
-    materials = gather_materials(recipe, topology.device, print)
-    names = {"target", "target_dtype", "aux_layers", "tokenizer", "chat_template"}
-    assert provenance(recipe, materials).keys() == names
-    vocabulary = vocabulary_of(recipe, materials)
-    assert provenance(recipe, materials, vocabulary) == provenance(recipe, materials)
+    job = job_of(recipe, topology)
+    assert provenance(job).keys() == {"target", "target_dtype", "aux_layers", "tokenizer", "chat_template"}
 
 
 class BiasedHead(LlamaForCausalLM):

@@ -15,15 +15,14 @@ from eagle3.data.capture import Wanted, capture, capture_arriving, capture_long,
 from eagle3.data.store.check import bind_shards, check_store, remove_flawed
 from eagle3.data.store.folder import MANIFEST, unbound_notice
 from eagle3.data.store.writer import Part, StoreWriter
-from eagle3.data.vocabulary import DraftVocabulary
 from eagle3.errors import UserError
 from eagle3.parallel.topology import Topology, agreed
 from eagle3.parallel.watchdog import Watchdog
 from eagle3.recipe import Recipe
 from eagle3.target.long_prefill import LongPrefill
 from eagle3.target.transformers import TransformersTarget
-from eagle3.training.assemble import (
-    Materials,
+from eagle3.training.job import (
+    Job,
     capture_record,
     provenance,
     start_target,
@@ -39,9 +38,7 @@ MOST_LINES = 20
 
 
 def verify(
-    recipe: Recipe,
-    materials: Materials,
-    vocabulary: DraftVocabulary,
+    job: Job,
     wanted: dict[str, Wanted],
     console: Console,
     repair: bool,
@@ -49,8 +46,8 @@ def verify(
 ) -> bool:
     """Say what is wrong with the store; where asked, take it out, or, where nothing is wrong, bind the shards of older
     versions to it. True where nothing is."""
-    path = recipe.hidden_states.path
-    findings = check_store(path, store_provenance(recipe, materials, vocabulary), wanted, console)
+    path = job.recipe.hidden_states.path
+    findings = check_store(path, store_provenance(job), wanted, console)
     for problem in findings.problems[:MOST_LINES]:
         console.result(str(problem))
     if len(findings.problems) > MOST_LINES:
@@ -116,10 +113,7 @@ class ShareCourse:
 
 
 def fill(
-    recipe: Recipe,
-    materials: Materials,
-    vocabulary: DraftVocabulary,
-    hidden_size: int,
+    job: Job,
     wanted: dict[str, Wanted],
     part: Part,
     topology: Topology,
@@ -127,18 +121,18 @@ def fill(
     watchdog: Watchdog,
 ) -> None:
     """Capture what the store lacks of this job's part; over when every rank has its share."""
-    hidden, sequence = recipe.hidden_states, topology.sequence
+    recipe, hidden, sequence = job.recipe, job.recipe.hidden_states, topology.sequence
     together = part.split(topology.data.rank(), topology.data.size())
     alone = together.split(sequence.rank(), sequence.size())
-    encoding = store_encoding(recipe, hidden_size, vocabulary.size)
+    encoding = store_encoding(recipe, job.config.hidden_size, job.vocabulary.size)
     watchdog.at("opening the store")
     with waiting(console, f"opening {hidden.path}"):
         opened = agreed(
             lambda: StoreWriter(
                 hidden.path,
-                provenance(recipe, materials, vocabulary),
+                provenance(job),
                 encoding,
-                record=capture_record(recipe, materials, vocabulary),
+                record=capture_record(job),
                 part=alone,
                 shard_tokens=hidden.shard_tokens,
                 report=console,
@@ -160,7 +154,7 @@ def fill(
                 local_rank = int(os.environ.get("LOCAL_RANK", "0"))
                 watchdog.at("starting SGLang")
                 with (
-                    capture_target(recipe, materials, vocabulary, local_rank, topology.batch.size(), console) as target,
+                    capture_target(job, local_rank, topology.batch.size(), console) as target,
                     watchdog.watching(),
                 ):
                     capture_arriving(target, [wanted[sample_id] for sample_id in own], writer, course(own))
@@ -173,8 +167,8 @@ def fill(
             dist.broadcast_object_list(chosen, group=sequence, group_src=0)
             (long,) = chosen
             watchdog.at("loading the target")
-            with waiting(console, f"loading {materials.target}"):
-                target = start_target(recipe, materials, topology.device, vocabulary)
+            with waiting(console, f"loading {job.target}"):
+                target = start_target(job, topology.device, job.vocabulary)
             _fill_here(
                 target,
                 [[wanted[sample_id] for sample_id in batch] for batch in batches],

@@ -17,7 +17,6 @@ from eagle3.data.download import is_dataset, source_of_id
 from eagle3.data.prepare import Summary
 from eagle3.data.presets import preset_source
 from eagle3.data.samples import SampleSet
-from eagle3.data.vocabulary import DraftVocabulary
 from eagle3.draft.config import DraftConfig
 from eagle3.errors import UserError
 from eagle3.fitting import Stream
@@ -25,7 +24,7 @@ from eagle3.parallel.topology import usable_cores
 from eagle3.planner import Weights, rank_bytes
 from eagle3.preflight.sameness import ABSENT, PACKAGES, versions
 from eagle3.recipe import Recipe
-from eagle3.training.assemble import Materials
+from eagle3.training.job import Job
 from eagle3.training.plans import planned_step, spanned
 
 GIB = 2**30
@@ -35,26 +34,20 @@ SHOWN = (*PACKAGES, "eagle3-recipes", "tokenizers", "numpy", "sglang")
 
 
 def describe_run(
-    recipe: Recipe,
-    materials: Materials,
-    target: PretrainedConfig,
-    shape: DraftConfig,
-    vocabulary: DraftVocabulary,
+    job: Job,
     deepspeed_file: Path,
     *,
-    coverage: float,
     device: torch.device,
     steps: int,
     continues: bool,
     memory_before: float,
 ) -> dict[str, Any]:
-    """What run.json holds, as JSON takes it. target: config of its language part. coverage: of the supervised training
-    tokens, by the draft vocabulary. steps: of the optimiser, in the whole run.
-    memory_before: GiB, the peak before the draft was made."""
-    sizes = recipe.parallelism
+    """What run.json holds, as JSON takes it. steps: of the optimiser, in the whole run. memory_before: GiB, the peak before the
+    draft was made."""
+    recipe, target, shape, sizes = job.recipe, job.config, job.shape, job.recipe.parallelism
     processes = dist.get_world_size()
     data = processes // (sizes.tensor * sizes.ulysses * sizes.ring)
-    train = describe_samples(materials.train)
+    train = describe_samples(job.train)
     return {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "continues": continues,
@@ -63,9 +56,7 @@ def describe_run(
         "machine": describe_machine(device, processes),
         "versions": {name: found for name, found in versions(SHOWN).items() if found != ABSENT},
         "target": {
-            "hub_id": recipe.model.target
-            if recipe.model.target == materials.target and not _is_here(materials.target)
-            else None,
+            "hub_id": recipe.model.target if recipe.model.target == job.target and not _is_here(job.target) else None,
             "architecture": (target.architectures or [type(target).__name__])[0],
             "layers": target.num_hidden_layers,
             "hidden_size": target.hidden_size,
@@ -77,14 +68,14 @@ def describe_run(
             "context": shape.max_position_embeddings,
         },
         "vocabulary": {
-            "size": vocabulary.size,
-            "target_size": len(vocabulary.t2d),
-            "coverage": coverage,
+            "size": job.vocabulary.size,
+            "target_size": len(job.vocabulary.t2d),
+            "coverage": job.coverage,
         },
         "data": {
             "datasets": hub_datasets(recipe.data.train),
-            "train": train | {"prepared": _prepared(materials.train_summary)},
-            "held_out": describe_samples(materials.held_out) | {"prepared": _prepared(materials.held_out_summary)},
+            "train": train | {"prepared": _prepared(job.train_summary)},
+            "held_out": describe_samples(job.held_out) | {"prepared": _prepared(job.held_out_summary)},
         },
         "memory": {"before_gib": memory_before}
         | estimate_memory(
@@ -92,7 +83,7 @@ def describe_run(
             target,
             shape,
             deepspeed_file,
-            lengths=materials.train.lengths,
+            lengths=job.train.lengths,
             supervised=train["supervised"] / max(1, train["tokens"]),
             processes=processes,
             device=device,

@@ -20,20 +20,17 @@ from eagle3.evaluation.judge import Judgement, choose_prompts, judge_by_context,
 from eagle3.evaluation.prompts import read_prompts
 from eagle3.evaluation.serving import DraftTree, Logits, check_belongs, judge_by_sglang
 from eagle3.parallel.topology import Topology
-from eagle3.recipe import Recipe
-from eagle3.target.checkpoint import fingerprint
 from eagle3.target.sglang.server import EngineOptions
 from eagle3.target.sglang.version import CONTEXT_RESERVE, require_captured
 from eagle3.target.transformers import TransformersTarget
-from eagle3.training.assemble import Materials, aux_layers, choices_of, config_of, start_target
+from eagle3.training.job import Inputs, choices_of, start_target
 from eagle3.training.serving import engine_options
 
 CPU_KV_TOKENS = 4096  # of a server on a CPU beyond what it needs; SGLang wants more than one request's
 
 
 def judge(
-    recipe: Recipe,
-    materials: Materials,
+    inputs: Inputs,
     target: TransformersTarget | None,
     exported: Path,
     topology: Topology,
@@ -48,20 +45,20 @@ def judge(
     draft's own. Raises UserError for what the
     user can mend, memory that does not suffice among it.
     """
-    wanted = recipe.evaluation
-    prompts = _prompts_to_judge(recipe, materials, prompts_file, wanted.draft_tokens)
+    wanted = inputs.recipe.evaluation
+    prompts = _prompts_to_judge(inputs, prompts_file, wanted.draft_tokens)
     try:
-        target = target or _target_of(recipe, materials, exported, topology, console)
+        target = target or _target_of(inputs, exported, topology, console)
         console(f"decoding {len(prompts)} {'prompts' if prompts_file else 'held-out conversations'} speculatively")
         judgement = judge_export(
             exported,
             target,
             prompts,
             topology.modules_alone,
-            materials.tokenizer,
+            inputs.tokenizer,
             draft_tokens=wanted.draft_tokens,
             new_tokens=wanted.new_tokens,
-            seed=recipe.training.seed,
+            seed=inputs.recipe.training.seed,
             sampling=sampling,
             window=window,
             report=console,
@@ -77,8 +74,7 @@ def judge(
 
 
 def judge_contexts(
-    recipe: Recipe,
-    materials: Materials,
+    inputs: Inputs,
     exported: Path,
     topology: Topology,
     console: Console,
@@ -90,18 +86,18 @@ def judge_contexts(
     window: int | None = None,
 ) -> ContextJudgement:
     """As `judge`, by context: see sample_contexts, for prompts_file prompt_contexts. The result is left to be said."""
-    wanted, most = recipe.evaluation, config_of(recipe, materials).max_position_embeddings
+    wanted, most = inputs.recipe.evaluation, inputs.config.max_position_embeddings
     if contexts is not None and contexts[-1] > most:
         raise UserError(f"--contexts: {contexts[-1]} is beyond the target's context of {most}; name smaller ones")
     longest = longest_prompt(most, wanted.new_tokens, wanted.draft_tokens)
     if prompts_file is None:
-        buckets = sample_contexts(materials.held_out, contexts, per_context, longest)
+        buckets = sample_contexts(inputs.held_out, contexts, per_context, longest)
     else:
-        prompts = read_prompts(prompts_file, materials.tokenizer, materials.chat_template, longest, choices_of(recipe))
+        prompts = read_prompts(prompts_file, inputs.tokenizer, inputs.chat_template, longest, choices_of(inputs.recipe))
         buckets = prompt_contexts(prompts, contexts, per_context, longest)
     return judge_by_context(
         exported,
-        _target_of(recipe, materials, exported, topology, console),
+        _target_of(inputs, exported, topology, console),
         buckets,
         topology.modules_alone,
         draft_tokens=wanted.draft_tokens,
@@ -112,20 +108,19 @@ def judge_contexts(
     )
 
 
-def what_is_measured(recipe: Recipe, materials: Materials, prompts_file: Path | None) -> dict[str, str]:
+def what_is_measured(inputs: Inputs, prompts_file: Path | None) -> dict[str, str]:
     """Target and texts of a judgement, so that comparisons see where they differ. Of paths the last part alone."""
-    model, samples = recipe.model, materials.held_out
+    model, samples = inputs.recipe.model, inputs.held_out
     name = Path(model.target).name if Path(model.target).expanduser().is_dir() else model.target
     own = f"{len(samples):,} held-out samples of {int(samples.lengths.sum()):,} tokens"
     return {
-        "target": f"{name} ({fingerprint(materials.target, revision=model.revision)[:8]})",
+        "target": f"{name} ({inputs.fingerprint[:8]})",
         "texts": own if prompts_file is None else prompts_file.name,
     }
 
 
 def judge_served(
-    recipe: Recipe,
-    materials: Materials,
+    inputs: Inputs,
     exported: Path,
     tree: DraftTree,
     console: Console,
@@ -133,13 +128,13 @@ def judge_served(
     window: int | None = None,
 ) -> Judgement:
     """As `judge`, but by SGLang: its servers decode, one with the draft and then one without it."""
-    wanted, config = recipe.evaluation, config_of(recipe, materials)
+    wanted, config = inputs.recipe.evaluation, inputs.config
     draft = read_exported(exported).config
     check_belongs(draft, exported, config.vocab_size, config.hidden_size)
-    require_captured(draft.aux_layers or aux_layers(recipe, materials.target), config.num_hidden_layers)
+    require_captured(draft.aux_layers or inputs.aux_layers, config.num_hidden_layers)
     room = max(tree.tokens, CONTEXT_RESERVE)
-    prompts = _prompts_to_judge(recipe, materials, prompts_file, room)
-    options = serving_options(recipe, materials, max(map(len, prompts)) + wanted.new_tokens + room)
+    prompts = _prompts_to_judge(inputs, prompts_file, room)
+    options = serving_options(inputs, max(map(len, prompts)) + wanted.new_tokens + room)
     console(f"decoding {len(prompts)} {'prompts' if prompts_file else 'held-out conversations'} by SGLang")
     result = judge_by_sglang(
         exported,
@@ -165,28 +160,27 @@ def judge_served(
     return judgement
 
 
-def serving_options(recipe: Recipe, materials: Materials, tokens: int) -> EngineOptions:
+def serving_options(inputs: Inputs, tokens: int) -> EngineOptions:
     """How SGLang runs the recipe's target for the judge. tokens: of the longest conversation; on a machine without a GPU the
     KV cache holds not much more than one, for there SGLang would take the memory of everything else."""
-    options = engine_options(recipe, materials)
+    options = engine_options(inputs)
     if options.kv_tokens is None and not torch.cuda.is_available():
         options = replace(options, kv_tokens=2 * tokens + CPU_KV_TOKENS)
     return options
 
 
-def _target_of(
-    recipe: Recipe, materials: Materials, exported: Path, topology: Topology, console: Console
-) -> TransformersTarget:
+def _target_of(inputs: Inputs, exported: Path, topology: Topology, console: Console) -> TransformersTarget:
     """Loaded for the judge alone."""
     draft = read_exported(exported)
     vocabulary = DraftVocabulary(d2t=draft.d2t, t2d=draft.t2d)
-    with waiting(console, f"loading {materials.target}"):
-        return start_target(recipe, materials, topology.device, vocabulary)
+    with waiting(console, f"loading {inputs.target}"):
+        return start_target(inputs, topology.device, vocabulary)
 
 
-def _prompts_to_judge(recipe: Recipe, materials: Materials, file: Path | None, room: int) -> list[Tensor]:
+def _prompts_to_judge(inputs: Inputs, file: Path | None, room: int) -> list[Tensor]:
     """room: tokens of the target's context that a prompt must leave beside those of the answer."""
-    longest = longest_prompt(config_of(recipe, materials).max_position_embeddings, recipe.evaluation.new_tokens, room)
+    wanted = inputs.recipe.evaluation
+    longest = longest_prompt(inputs.config.max_position_embeddings, wanted.new_tokens, room)
     if file is None:
-        return choose_prompts(materials.held_out, recipe.evaluation.conversations, longest)
-    return read_prompts(file, materials.tokenizer, materials.chat_template, longest, choices_of(recipe))
+        return choose_prompts(inputs.held_out, wanted.conversations, longest)
+    return read_prompts(file, inputs.tokenizer, inputs.chat_template, longest, choices_of(inputs.recipe))

@@ -6,8 +6,8 @@ from eagle3.draft.config import drafted_tokens
 from eagle3.errors import UserError
 from eagle3.parallel.sizes import check_sizes, read_job_size
 from eagle3.recipe import Recipe
-from eagle3.training.assemble import require_fitting_store, shape_draft
 from eagle3.training.engine import deepspeed_config
+from eagle3.training.job import require_fitting_store, shape_draft
 from eagle3.training.plans import config_to_plan
 
 

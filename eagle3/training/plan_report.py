@@ -9,7 +9,7 @@ from eagle3.data.store.shard import Encoding
 from eagle3.fitting import MOST_TOKENS, RESERVED, Stream, best_layout, longest_context, variants
 from eagle3.planner import Planned, Sizes, host_bytes, rank_bytes
 from eagle3.recipe import Recipe
-from eagle3.training.assemble import store_encoding
+from eagle3.training.job import store_encoding
 from eagle3.training.plans import recipe_stream, spanned
 
 FITS, DOES_NOT_FIT = "fits", "DOES NOT FIT"

@@ -15,8 +15,8 @@ from eagle3.planner import Planned, Sizes
 from eagle3.recipe import Recipe, Spans
 from eagle3.target.checkpoint import target_config
 from eagle3.target.demo import demo_shape
-from eagle3.training.assemble import shape_draft
 from eagle3.training.engine import deepspeed_config
+from eagle3.training.job import shape_draft
 
 
 def planned_step(recipe: Recipe, target: PretrainedConfig, gpus: int, deepspeed_file: Path, packed: bool) -> Planned:

@@ -16,7 +16,7 @@ from eagle3.fitting import RESERVED, Fitted, Stream, best_layout, longest_of_any
 from eagle3.planner import Planned
 from eagle3.recipe import Claim, Recipe, apply_override, checked_recipe
 from eagle3.target.facts import TargetFacts
-from eagle3.training.assemble import store_encoding
+from eagle3.training.job import store_encoding
 from eagle3.training.plan_report import seen_share
 from eagle3.training.plans import planned_step
 

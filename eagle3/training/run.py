@@ -21,18 +21,16 @@ from eagle3.preflight.places import checkpoint_bytes
 from eagle3.preflight.start import require_room, require_sound_start
 from eagle3.recipe import Recipe, dump_recipe
 from eagle3.target.transformers import TransformersTarget
-from eagle3.training.assemble import (
-    Materials,
-    build_draft,
-    config_of,
-    draft_config,
-    gather_materials,
-    pick_vocabulary,
-    require_fitting_store,
-    run_inputs,
-)
 from eagle3.training.description import describe_run
 from eagle3.training.engine import deepspeed_config
+from eagle3.training.job import (
+    Job,
+    build_draft,
+    choose_draft,
+    gather_inputs,
+    input_digests,
+    require_fitting_store,
+)
 from eagle3.training.judging import judge
 from eagle3.training.run_folder import Resume, RunFolder
 from eagle3.training.stopping import RunStopped, StopSignals
@@ -104,32 +102,31 @@ def _train(
     require_sound_start(dump_recipe(recipe), deepspeed_file.read_text(encoding="utf-8"), folder.path, packages)
     if recipe.hidden_states.mode == "stored":
         agreed((lambda: require_fitting_store(recipe)) if topology.is_first else None)
-    materials = gather_materials(recipe, topology.device, console)
+    inputs = gather_inputs(recipe, topology.device, console)
     # What can be refused is refused now, not when a target has been loaded or hours have gone by.
-    wanted, config = recipe.evaluation, config_of(recipe, materials)
+    wanted = recipe.evaluation
     if wanted.conversations:
-        longest = longest_prompt(config.max_position_embeddings, wanted.new_tokens, wanted.draft_tokens)
-        choose_prompts(materials.held_out, wanted.conversations, longest)
-    inputs = run_inputs(recipe, materials)
+        longest = longest_prompt(inputs.config.max_position_embeddings, wanted.new_tokens, wanted.draft_tokens)
+        choose_prompts(inputs.held_out, wanted.conversations, longest)
+    digests = input_digests(inputs)
     if continues:
-        agreed((lambda: folder.require_same_inputs(inputs, console.warn)) if topology.is_first else None)
-    vocabulary, coverage = pick_vocabulary(recipe, materials, config.vocab_size, console)
-    sizes = recipe.parallelism
-    shape = draft_config(recipe, materials, vocabulary)
+        agreed((lambda: folder.require_same_inputs(digests, console.warn)) if topology.is_first else None)
+    job = choose_draft(inputs, console)
+    sizes, shape = recipe.parallelism, job.shape
     shape.check_parallel(sizes.tensor, sizes.ulysses)
-    shape.check_context(int(materials.train.lengths.max()))
-    if shape.aux_layers and shape.aux_layers[-1] == config.num_hidden_layers - 1 > 2:
+    shape.check_context(int(job.train.lengths.max()))
+    if shape.aux_layers and shape.aux_layers[-1] == job.config.num_hidden_layers - 1 > 2:
         console.warn(
             f"model.aux_layers: {list(shape.aux_layers)} has the output of the target's last layer, which SGLang does not capture, so "
             "it will not serve this draft; name lower layers to serve it there"
         )
     itemsize = getattr(torch, recipe.training.dtype).itemsize
     require_room(folder.path, checkpoint_bytes(shape, sizes.tensor, itemsize))
-    with hidden_state_supply(recipe, materials, vocabulary, topology, console) as supply:
+    with hidden_state_supply(job, topology, console) as supply:
         memory_before = memory_gib(topology.device)
-        draft = build_draft(recipe, materials, vocabulary, supply.head, topology)
+        draft = build_draft(job, supply.head, topology)
         trainer = prepare_trainer(
-            recipe,
+            job,
             engine_config,
             topology,
             folder,
@@ -139,22 +136,16 @@ def _train(
             identity=identity,
             supply=supply,
             draft=draft,
-            vocabulary=vocabulary,
         )
 
         def begin() -> None:
-            folder.begin(recipe, continues, identity, inputs, console)
+            folder.begin(recipe, continues, identity, digests, console)
             with writing(folder.vocabulary, "free space, or set output.dir to another place"):
-                save_vocabulary(vocabulary, folder.vocabulary)
+                save_vocabulary(job.vocabulary, folder.vocabulary)
             try:
                 described = describe_run(
-                    recipe,
-                    materials,
-                    config,
-                    shape,
-                    vocabulary,
+                    job,
                     deepspeed_file,
-                    coverage=coverage,
                     device=topology.device,
                     steps=trainer.steps,
                     continues=continues,
@@ -174,7 +165,7 @@ def _train(
 
     def judged() -> bool:
         try:
-            return _judge(recipe, materials, supply.target, folder, topology, console)
+            return _judge(job, supply.target, folder, topology, console)
         finally:
             finish(folder.path, console)
             watchdog.first_is_done()
@@ -195,19 +186,18 @@ def _enter(folder: RunFolder, recipe: Recipe, resume: Resume, console: Console) 
 
 
 def _judge(
-    recipe: Recipe,
-    materials: Materials,
+    job: Job,
     target: TransformersTarget | None,
     folder: RunFolder,
     topology: Topology,
     console: Console,
 ) -> bool:
     """Whether speculative decoding with the export was lossless, as far as the recipe wants to know."""
-    if recipe.output.check_export:
+    if job.recipe.output.check_export:
         _check(folder.export, console)
-    if not recipe.evaluation.conversations:
+    if not job.recipe.evaluation.conversations:
         return True
-    judgement = judge(recipe, materials, target, folder.export, topology, console)
+    judgement = judge(job, target, folder.export, topology, console)
     folder.require_held()
     folder.write_evaluation(judgement.as_dict())
     return judgement.trained.lossless

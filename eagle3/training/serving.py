@@ -14,34 +14,31 @@ from eagle3.data.rows import DraftLogits
 from eagle3.data.samples import Sample
 from eagle3.data.spool import Spool, SpoolReader, Ticket, own_folder
 from eagle3.data.spooled import SpooledSource
-from eagle3.data.vocabulary import DraftVocabulary, save_vocabulary
+from eagle3.data.vocabulary import save_vocabulary
 from eagle3.durable import publish
 from eagle3.errors import SharedUserError, UserError
 from eagle3.parallel.topology import Topology, agreed
-from eagle3.recipe import Recipe
-from eagle3.target.checkpoint import fingerprint
 from eagle3.target.interface import TargetHead, summarize_teacher
 from eagle3.target.sglang.client import Producer, Servers, require_capture, require_room
 from eagle3.target.sglang.hook import HookSettings
 from eagle3.target.sglang.server import EngineOptions, SGLangServer, as_typed, server_command
 from eagle3.target.sglang.target import SGLangTarget, spool_bytes
 from eagle3.target.sglang.version import capture_flags, require_captured
-from eagle3.training.assemble import Materials, aux_layers, config_of
+from eagle3.training.job import Inputs, Job
 
 Say = Callable[[str], None]
 SERVER_PORT = 30000  # SGLang's own default
 PROBE_TOKENS = 16
 
 
-def engine_options(recipe: Recipe, materials: Materials) -> EngineOptions:
+def engine_options(inputs: Inputs) -> EngineOptions:
     """What a server of this recipe's target is started with, whatever it is for."""
-    model, target = recipe.model, recipe.target
+    recipe, model, target = inputs.recipe, inputs.recipe.model, inputs.recipe.target
     dtype = model.target_dtype
     if dtype == "auto":  # as transformers means it; SGLang's own "auto" halves a float32 target
-        config = config_of(recipe, materials)
-        dtype = str(config.dtype or torch.float32).removeprefix("torch.")
+        dtype = str(inputs.config.dtype or torch.float32).removeprefix("torch.")
     return EngineOptions(
-        model=materials.target,
+        model=inputs.target,
         revision=model.revision,
         trust_remote_code=model.trust_remote_code,
         dtype=dtype,
@@ -53,17 +50,16 @@ def engine_options(recipe: Recipe, materials: Materials) -> EngineOptions:
     )
 
 
-def hook_settings(recipe: Recipe, materials: Materials, vocabulary: DraftVocabulary) -> HookSettings:
+def hook_settings(job: Job) -> HookSettings:
     """What the hook in a server is told; makes the spool's folder, with the draft vocabulary in it where logits are kept."""
-    model, spool = recipe.model, Path(recipe.target.spool).expanduser().absolute()
-    config = config_of(recipe, materials)
+    spool, vocabulary = Path(job.recipe.target.spool).expanduser().absolute(), job.vocabulary
     settings = HookSettings(
         spool=str(spool),
-        dtype=recipe.hidden_states.dtype,
-        target=fingerprint(materials.target, revision=model.revision),
-        hidden_size=config.hidden_size,
+        dtype=job.recipe.hidden_states.dtype,
+        target=job.fingerprint,
+        hidden_size=job.config.hidden_size,
     )
-    if recipe.target.teacher == "hidden":
+    if job.recipe.target.teacher == "hidden":
         return settings
     kept = spool / f"vocabulary-{vocabulary.digest}.safetensors"
     own_folder(spool)
@@ -79,62 +75,49 @@ def hook_settings(recipe: Recipe, materials: Materials, vocabulary: DraftVocabul
     )
 
 
-def server_line(recipe: Recipe, materials: Materials, vocabulary: DraftVocabulary) -> str:
-    """The command line of a server that captures for this recipe, as a person types it."""
-    flags = _capture_flags(recipe, materials, vocabulary)
-    return as_typed(server_command(_capture_options(recipe, materials), flags, SERVER_PORT))
+def server_line(job: Job) -> str:
+    """The command line of a server that captures for this job, as a person types it."""
+    return as_typed(server_command(_capture_options(job), _capture_flags(job), SERVER_PORT))
 
 
-def _capture_options(recipe: Recipe, materials: Materials) -> EngineOptions:
-    options, longest = engine_options(recipe, materials), recipe.data.max_length
+def _capture_options(job: Job) -> EngineOptions:
+    options, longest = engine_options(job), job.recipe.data.max_length
     if options.kv_tokens is None and not torch.cuda.is_available():  # else SGLang takes that share of the host's memory
         options = replace(options, kv_tokens=2 * longest + 2 * options.chunk_tokens)
     return replace(options, longest=longest)
 
 
-def _capture_flags(recipe: Recipe, materials: Materials, vocabulary: DraftVocabulary) -> list[str]:
-    layers = aux_layers(recipe, materials.target)
-    require_captured(layers, config_of(recipe, materials).num_hidden_layers)
-    return capture_flags(layers, hook_settings(recipe, materials, vocabulary)._asdict())
+def _capture_flags(job: Job) -> list[str]:
+    require_captured(job.aux_layers, job.config.num_hidden_layers)
+    return capture_flags(job.aux_layers, hook_settings(job)._asdict())
 
 
-def _require_servers(recipe: Recipe, materials: Materials, vocabulary: DraftVocabulary) -> None:
-    line, settings = server_line(recipe, materials, vocabulary), hook_settings(recipe, materials, vocabulary)
-    for url in recipe.target.servers:
-        require_capture(url, settings, aux_layers(recipe, materials.target), line, _longest(materials))
-
-
-def _longest(materials: Materials) -> int:
-    """Tokens of the longest sample."""
-    return max(int(samples.lengths.max()) for samples in (materials.train, materials.held_out) if len(samples))
+def _require_servers(job: Job) -> None:
+    line, settings = server_line(job), hook_settings(job)
+    for url in job.recipe.target.servers:
+        require_capture(url, settings, job.aux_layers, line, job.longest)
 
 
 @contextmanager
-def capture_target(
-    recipe: Recipe, materials: Materials, vocabulary: DraftVocabulary, local_rank: int, processes: int, say: Say
-) -> Iterator[SGLangTarget]:
+def capture_target(job: Job, local_rank: int, processes: int, say: Say) -> Iterator[SGLangTarget]:
     """A target for one of a capture's `processes`: the recipe's servers, or an engine of its own, on the next free GPUs."""
-    settings, wanted, engine = hook_settings(recipe, materials, vocabulary), recipe.target, None
+    settings, wanted, engine = hook_settings(job), job.recipe.target, None
     most = round(wanted.spool_gib * 2**30 / processes)
-    layers = aux_layers(recipe, materials.target)
-    longest = _longest(materials)
-    require_room(longest, spool_bytes(settings.encoding, longest), most)
+    require_room(job.longest, spool_bytes(settings.encoding, job.longest), most)
     with ExitStack() as stack:
         spool = stack.enter_context(Spool(settings.spool, say, most))
         urls = list(wanted.servers)
         if urls:
-            _require_servers(recipe, materials, vocabulary)
+            _require_servers(job)
         else:
-            flags = _capture_flags(recipe, materials, vocabulary)
             devices = _devices(local_rank, wanted.tensor)
-            engine = SGLangServer(_capture_options(recipe, materials), flags, devices, say)
+            engine = SGLangServer(_capture_options(job), _capture_flags(job), devices, say)
             urls = [stack.enter_context(engine).url]
         servers = Servers(urls, spool.path, wanted.in_flight, say)
         producer = Producer(servers, spool, most, readers=0)
         stack.callback(producer.close)
-        config = config_of(recipe, materials)
         try:
-            yield SGLangTarget(producer, settings.encoding, vocab_size=config.vocab_size, aux_layers=layers)
+            yield SGLangTarget(producer, settings.encoding, vocab_size=job.config.vocab_size, aux_layers=job.aux_layers)
         except UserError as error:
             if engine is None or not engine.ended():
                 raise
@@ -160,27 +143,25 @@ def _devices(local_rank: int, tensor: int) -> str | None:
 
 
 @contextmanager
-def live_source(
-    recipe: Recipe, materials: Materials, vocabulary: DraftVocabulary, head: TargetHead, topology: Topology, say: Say
-) -> Iterator[SpooledSource]:
+def live_source(job: Job, head: TargetHead, topology: Topology, say: Say) -> Iterator[SpooledSource]:
     """Rows for this rank's stream from the recipe's servers; collective. The first rank of a stream asks for its samples."""
-    wanted = recipe.target
+    wanted = job.recipe.target
     if not wanted.servers:
-        line = agreed((lambda: server_line(recipe, materials, vocabulary)) if topology.is_first else None)
+        line = agreed((lambda: server_line(job)) if topology.is_first else None)
         raise SharedUserError(
             "target.servers: live training with SGLang wants servers that run; name their URLs, and start each so: "
             f"{line or 'as rank 0 says'}"
         )
-    agreed((lambda: _require_servers(recipe, materials, vocabulary)) if topology.is_first else None)
-    settings, longest = hook_settings(recipe, materials, vocabulary), _longest(materials)
+    agreed((lambda: _require_servers(job)) if topology.is_first else None)
+    settings = hook_settings(job)
     most = round(wanted.spool_gib * 2**30 / topology.data.size())
-    require_room(longest, spool_bytes(settings.encoding, longest), most)
+    require_room(job.longest, spool_bytes(settings.encoding, job.longest), most)
     with ExitStack() as stack:
         asks = topology.stream.rank() == 0
         spool = agreed((lambda: stack.enter_context(Spool(settings.spool, say, most))) if asks else None)
         named = [spool.job if asks else None]
         dist.broadcast_object_list(named, group=topology.stream, group_src=0)
-        job, ask = named[0], None
+        ask = None
         if asks:
             servers = Servers(wanted.servers, spool.path, wanted.in_flight, say)
             producer = Producer(servers, spool, most, topology.stream.size())
@@ -189,8 +170,8 @@ def live_source(
             def ask(ticket: Ticket, ids: torch.Tensor) -> None:
                 producer.ask(ticket, ids, spool_bytes(settings.encoding, len(ids)))
 
-        reader = SpoolReader(Path(settings.spool) / job, topology.stream.rank())
-        source = SpooledSource(reader, job, ask)
+        reader = SpoolReader(Path(settings.spool) / named[0], topology.stream.rank())
+        source = SpooledSource(reader, named[0], ask)
         agreed(lambda: _probe(source, head, topology))
         yield source
 

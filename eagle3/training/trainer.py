@@ -32,6 +32,7 @@ from eagle3.parallel.watchdog import Watchdog
 from eagle3.recipe import Recipe, Training
 from eagle3.training.checkpoint import Checkpoints, Resumed, other_data, written_otherwise
 from eagle3.training.engine import full_weights, gradient_scale, start_engine
+from eagle3.training.job import Job
 from eagle3.training.run_folder import RunFolder
 from eagle3.training.schedule import scheduler
 from eagle3.training.skipping import NormLimit, Taken, describe_skipped
@@ -331,7 +332,7 @@ class Trainer:
 
 
 def prepare_trainer(
-    recipe: Recipe,
+    job: Job,
     engine_config: dict[str, Any],
     topology: Topology,
     folder: RunFolder,
@@ -342,10 +343,10 @@ def prepare_trainer(
     identity: str,
     supply: HiddenStateSupply,
     draft: Eagle3Draft,
-    vocabulary: DraftVocabulary,
 ) -> Trainer:
     """Put a run together: engine, loaders, checkpoints. resume: the run will begin from a checkpoint, if there is one. identity: the run's, see RunFolder."""
-    training, parallelism, (train, held_out) = recipe.training, recipe.parallelism, supply.samples
+    recipe, vocabulary, (train, held_out) = job.recipe, job.vocabulary, supply.samples
+    training, parallelism = recipe.training, recipe.parallelism
     steps = training.max_steps or math.ceil(training.epochs * len(train) / training.global_batch_size)
     if training.profile and training.profile.start > steps:
         raise SharedUserError(

@@ -1,11 +1,12 @@
-"""From a recipe to its parts: tokenizer, samples, draft vocabulary, target, draft. The launchers share it."""
+"""What a recipe comes to, resolved once: target, tokenizer, samples, draft vocabulary, the draft's shape; and what is made of that."""
 
 import datetime
 import hashlib
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -41,12 +42,14 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Materials:
-    """What a run is made from. target: folder or hub id. chat_template: Jinja source, None for the tokenizer's own.
-    held_out may be empty; then nothing is measured on the way. Summaries: of what was read; None for what was not, and for a
-    held-out part of train."""
+class Inputs:
+    """What a recipe names, found and read. target: folder or hub id. config: of its language part. chat_template: Jinja source,
+    None for the tokenizer's own. held_out may be empty; then nothing is measured on the way. Summaries: of what was read; None
+    for what was not, and for a held-out part of train."""
 
+    recipe: Recipe
     target: str
+    config: PretrainedConfig
     tokenizer: PreTrainedTokenizerBase
     chat_template: str | None
     train: SampleSet
@@ -54,8 +57,33 @@ class Materials:
     train_summary: Summary | None
     held_out_summary: Summary | None
 
+    @cached_property
+    def aux_layers(self) -> tuple[int, int, int]:
+        """Raises UserError where the recipe names layers that the target has not."""
+        return _aux_layers_of(self.recipe, self.config)
 
-def gather_materials(recipe: Recipe, device: torch.device, say: Say, *, judging: bool = False) -> Materials:
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the target's weights."""
+        return fingerprint(self.target, revision=self.recipe.model.revision)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sample."""
+        return max(int(samples.lengths.max()) for samples in (self.train, self.held_out) if len(samples))
+
+
+@dataclass(frozen=True)
+class Job(Inputs):
+    """Inputs, and the draft that a recipe makes of them. coverage: the share of the supervised training tokens that the draft
+    vocabulary holds."""
+
+    vocabulary: DraftVocabulary
+    coverage: float
+    shape: DraftConfig
+
+
+def gather_inputs(recipe: Recipe, device: torch.device, say: Say, *, judging: bool = False) -> Inputs:
     """Make or find the target, its tokenizer and the tokenised samples. With several processes the first one on a node
     does the work and the others find it cached.
 
@@ -63,11 +91,11 @@ def gather_materials(recipe: Recipe, device: torch.device, say: Say, *, judging:
     held-out data, data.train is not read: `train` is then empty. Raises UserError.
     """
     works = not dist.is_initialized() or os.environ.get("LOCAL_RANK", "0") == "0"
-    materials = agreed((lambda: _gather(recipe, device, say, judging)) if works else None)
-    return materials or _gather(recipe, device, say, judging)
+    inputs = agreed((lambda: _gather(recipe, device, say, judging)) if works else None)
+    return inputs or _gather(recipe, device, say, judging)
 
 
-def _gather(recipe: Recipe, device: torch.device, say: Say, judging: bool) -> Materials:
+def _gather(recipe: Recipe, device: torch.device, say: Say, judging: bool) -> Inputs:
     model, data = recipe.model, recipe.data
     words: dict[str, str] = {}  # what data.train and data.held_out may name beside files and datasets
     target = model.target
@@ -85,8 +113,8 @@ def _gather(recipe: Recipe, device: torch.device, say: Say, judging: bool) -> Ma
     with waiting(say, f"reading the tokenizer of {target}"):
         tokenizer = load_tokenizer(target, revision=model.revision, trust_remote_code=model.trust_remote_code)
     template = read_template(data.chat_template) if data.chat_template else None
+    config = target_config(target, revision=model.revision, trust_remote_code=model.trust_remote_code)
     if model.draft.vocabulary is None and model.draft.init_from is None:
-        config = target_config(target, revision=model.revision, trust_remote_code=model.trust_remote_code)
         # a size that cannot be is said before data are read
         drafted_tokens(model.draft.vocab_size, config.vocab_size)
 
@@ -128,7 +156,7 @@ def _gather(recipe: Recipe, device: torch.device, say: Say, judging: bool) -> Ma
             f"{WARNING}data.held_out: {shared:,} of {len(held_out):,} samples are also trained on, so held-out numbers flatter "
             "the draft; name other data there, or leave it out for a share of data.train"
         )
-    return Materials(target, tokenizer, template, train, held_out, summary, held_out_summary)
+    return Inputs(recipe, target, config, tokenizer, template, train, held_out, summary, held_out_summary)
 
 
 def choices_of(recipe: Recipe) -> Choices:
@@ -156,60 +184,47 @@ def _demo(recipe: Recipe, device: torch.device, say: Say, make: bool) -> Path:
     return found.folder
 
 
-def config_of(recipe: Recipe, materials: Materials) -> PretrainedConfig:
-    """Of the run's target."""
-    model = recipe.model
-    return target_config(materials.target, revision=model.revision, trust_remote_code=model.trust_remote_code)
-
-
-def aux_layers(recipe: Recipe, target: str) -> tuple[int, int, int]:
-    config = target_config(target, revision=recipe.model.revision, trust_remote_code=recipe.model.trust_remote_code)
-    return _aux_layers_of(recipe, config)
-
-
 def _aux_layers_of(recipe: Recipe, target: PretrainedConfig) -> tuple[int, int, int]:
     chosen = recipe.model.aux_layers or default_aux_layers(target.num_hidden_layers)
     return check_aux_layers(chosen, target.num_hidden_layers)
 
 
-def provenance(recipe: Recipe, materials: Materials, vocabulary: DraftVocabulary | None = None) -> Provenance:
-    """What a target's hidden states depend on; a store made under another provenance is refused. vocabulary: needed where
-    logits are kept, which are the draft vocabulary's."""
-    found = target_provenance(recipe, materials)
-    if recipe.target.teacher == "logits":
-        assert vocabulary is not None, "logits are kept of a draft vocabulary"
-        found |= {"teacher": "logits", "teacher_vocabulary": vocabulary.digest}
-    return found
-
-
-def target_provenance(recipe: Recipe, materials: Materials) -> Provenance:
+def target_provenance(inputs: Inputs) -> Provenance:
     """What a target's hidden states of a conversation depend on."""
-    template = materials.chat_template or materials.tokenizer.chat_template or ""
-    tokenizer = materials.tokenizer.backend_tokenizer.to_str()
+    template = inputs.chat_template or inputs.tokenizer.chat_template or ""
+    tokenizer = inputs.tokenizer.backend_tokenizer.to_str()
     return {
-        "target": fingerprint(materials.target, revision=recipe.model.revision),
-        "target_dtype": recipe.model.target_dtype,
-        "aux_layers": list(aux_layers(recipe, materials.target)),
+        "target": inputs.fingerprint,
+        "target_dtype": inputs.recipe.model.target_dtype,
+        "aux_layers": list(inputs.aux_layers),
         "tokenizer": hashlib.sha256(tokenizer.encode()).hexdigest()[:32],
         "chat_template": hashlib.sha256(str(template).encode()).hexdigest()[:32],
     }
 
 
-def run_inputs(recipe: Recipe, materials: Materials) -> dict[str, str]:
+def input_digests(inputs: Inputs) -> dict[str, str]:
     """Digests of what a run learns from, by the keys that name it: what a run that is resumed has to find again."""
-    found = target_provenance(recipe, materials)
+    found = target_provenance(inputs)
     return {
         "model.target": found["target"],
         "model.target's tokenizer": found["tokenizer"],
         "data.chat_template": found["chat_template"],
-        "data.train": materials.train.checksum,
-        "data.held_out": materials.held_out.checksum,
+        "data.train": inputs.train.checksum,
+        "data.held_out": inputs.held_out.checksum,
     }
 
 
-def store_provenance(recipe: Recipe, materials: Materials, vocabulary: DraftVocabulary | None = None) -> Provenance:
-    """What a store must have been captured with to serve this recipe. vocabulary: as for `provenance`."""
-    return {**provenance(recipe, materials, vocabulary), **_written(recipe)}
+def provenance(job: Job) -> Provenance:
+    """What the rows that training reads depend on; a store made under another provenance is refused."""
+    found = target_provenance(job)
+    if job.recipe.target.teacher == "logits":
+        found |= {"teacher": "logits", "teacher_vocabulary": job.vocabulary.digest}
+    return found
+
+
+def store_provenance(job: Job) -> Provenance:
+    """What a store must have been captured with to serve this job."""
+    return {**provenance(job), **_written(job.recipe)}
 
 
 def require_fitting_store(recipe: Recipe) -> None:
@@ -222,7 +237,8 @@ def require_fitting_store(recipe: Recipe) -> None:
     wanted = {"target_dtype": recipe.model.target_dtype, "teacher": teacher, **rows, **_written(recipe)}
     if Path(recipe.model.target).is_dir():
         wanted["target"] = fingerprint(recipe.model.target)
-        wanted["aux_layers"] = list(aux_layers(recipe, recipe.model.target))
+        config = target_config(recipe.model.target, trust_remote_code=recipe.model.trust_remote_code)
+        wanted["aux_layers"] = list(_aux_layers_of(recipe, config))
     read_own_manifest(files, {**found, **wanted})
 
 
@@ -253,49 +269,50 @@ def spans_of(recipe: Recipe) -> Spans | None:
     return None if chosen is None else Spans(chosen.length, chosen.per_document, recipe.data.seed)
 
 
-def capture_record(recipe: Recipe, materials: Materials, vocabulary: DraftVocabulary) -> Provenance:
+def capture_record(job: Job) -> Provenance:
     """What is good to know of a capture but changes no hidden state."""
-    versions, spans = {}, spans_of(recipe)
+    recipe, versions, spans = job.recipe, {}, spans_of(job.recipe)
     for package in ("eagle3-recipes", "torch", "transformers", "tokenizers", "blosc2", "sglang"):
         with suppress(PackageNotFoundError):  # the last two are optional
             versions[package] = version(package)
     return {
-        "target": materials.target,
+        "target": job.target,
         "revision": recipe.model.revision,
         "backend": recipe.target.backend,
-        "draft_vocabulary": vocabulary.digest,
+        "draft_vocabulary": job.vocabulary.digest,
         "spans": None if spans is None else str(spans),
         "captured": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         **versions,
     }
 
 
-def start_target(
-    recipe: Recipe, materials: Materials, device: torch.device, vocabulary: DraftVocabulary | None = None
-) -> TransformersTarget:
-    """vocabulary: the draft's, needed where the recipe's teacher gives logits."""
-    model, draft_ids = recipe.model, None
-    if recipe.target.teacher == "logits":
-        assert vocabulary is not None, "logits are made of a draft vocabulary"
-        draft_ids = vocabulary.target_ids
+def start_target(inputs: Inputs, device: torch.device, vocabulary: DraftVocabulary) -> TransformersTarget:
+    """vocabulary: the draft's, which a teacher's logits are of."""
+    model = inputs.recipe.model
     return load_target(
-        materials.target,
+        inputs.target,
         revision=model.revision,
         trust_remote_code=model.trust_remote_code,
         dtype=model.target_dtype,
-        aux_layers=aux_layers(recipe, materials.target),
-        prefill_tokens=recipe.hidden_states.prefill_tokens,
+        aux_layers=inputs.aux_layers,
+        prefill_tokens=inputs.recipe.hidden_states.prefill_tokens,
         device=device,
-        draft_ids=draft_ids,
+        draft_ids=vocabulary.target_ids if inputs.recipe.target.teacher == "logits" else None,
     )
 
 
-def pick_vocabulary(
-    recipe: Recipe, materials: Materials, target_vocab_size: int, say: Say
-) -> tuple[DraftVocabulary, float]:
-    """The draft vocabulary, and the share of the supervised training tokens that it holds: the one given, that of the warm
-    start, or the most frequent supervised tokens."""
-    draft, share = recipe.model.draft, None
+def choose_draft(inputs: Inputs, say: Say) -> Job:
+    """Choose the draft vocabulary and the draft's shape. Raises UserError."""
+    vocabulary, coverage = _pick_vocabulary(inputs, say)
+    shape = shape_draft(inputs.recipe, inputs.config, len(vocabulary.t2d), vocabulary.size)
+    known = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
+    return Job(**known, vocabulary=vocabulary, coverage=coverage, shape=shape)
+
+
+def _pick_vocabulary(inputs: Inputs, say: Say) -> tuple[DraftVocabulary, float]:
+    """And the share of the supervised training tokens that it holds: the one given, that of the warm start, or the most
+    frequent supervised tokens."""
+    draft, share, target_vocab_size = inputs.recipe.model.draft, None, inputs.config.vocab_size
     if draft.vocabulary is not None:
         chosen, origin = load_vocabulary(draft.vocabulary, target_vocab_size), str(draft.vocabulary)
     elif draft.init_from is not None:
@@ -308,24 +325,23 @@ def pick_vocabulary(
         chosen, origin = DraftVocabulary(d2t=exported.d2t, t2d=exported.t2d), str(draft.init_from)
     else:
         size = drafted_tokens(draft.vocab_size, target_vocab_size)
-        chosen, share = choose_vocabulary(materials.train, target_vocab_size, size, say)
+        chosen, share = choose_vocabulary(inputs.train, target_vocab_size, size, say)
         origin = "most frequent"
     if draft.vocab_size not in (None, chosen.size):
         raise UserError(
             f"model.draft.vocab_size: {draft.vocab_size}, but {origin} has {chosen.size} draft tokens; leave vocab_size out"
         )
     if share is None:
-        share = coverage(materials.train, chosen, say)
+        share = coverage(inputs.train, chosen, say)
     say(f"draft vocabulary: {chosen.size} of {target_vocab_size} tokens ({origin}), {share:.2%} of supervised tokens")
     return chosen, share
 
 
-def build_draft(
-    recipe: Recipe, materials: Materials, vocabulary: DraftVocabulary, head: TargetHead, topology: Topology
-) -> Eagle3Draft:
+def build_draft(job: Job, head: TargetHead, topology: Topology) -> Eagle3Draft:
     """The draft with seeded weights or those of the warm start, and the target's embedding."""
+    recipe = job.recipe
     torch.manual_seed(recipe.training.seed)
-    draft = Eagle3Draft(draft_config(recipe, materials, vocabulary), topology.modules, torch.float32)
+    draft = Eagle3Draft(job.shape, topology.modules, torch.float32)
     hidden = draft.draft_config.hidden_size
     if head.embedding.shape[1] != hidden:
         raise UserError(
@@ -340,7 +356,7 @@ def build_draft(
                     "model.draft.lm_head: 'target', but this target's lm_head is no plain matrix that a draft could begin "
                     "with (quantised, or with a bias); set model.draft.lm_head=random"
                 )
-            rows = head.head[vocabulary.target_ids.to(head.head.device)]
+            rows = head.head[job.vocabulary.target_ids.to(head.head.device)]
             draft.lm_head.weight.copy_(shard(rows, draft.lm_head.weight, topology.tensor))
     if recipe.model.draft.init_from is not None:
         exported = read_exported(recipe.model.draft.init_from)
@@ -363,11 +379,6 @@ def build_draft(
             )
         load_weights(draft, exported, topology.tensor)
     return draft
-
-
-def draft_config(recipe: Recipe, materials: Materials, vocabulary: DraftVocabulary) -> DraftConfig:
-    """The shape of this run's draft."""
-    return shape_draft(recipe, config_of(recipe, materials), len(vocabulary.t2d), vocabulary.size)
 
 
 def shape_draft(recipe: Recipe, target: PretrainedConfig, vocab_size: int, draft_vocab_size: int) -> DraftConfig:
