@@ -31,7 +31,7 @@ from eagle3.attention.block import (
     kernel_name,
     merge_blocks,
 )
-from eagle3.attention.plain import BlockGradients, BlockOutput, Score, Visibility
+from eagle3.attention.plain import BlockGradients, BlockOutput, Visibility
 from eagle3.draft.config import DraftConfig
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import run_command
@@ -45,12 +45,11 @@ RESULTS = ("out", "lse", "dq", "dk", "dv")
 BLOCK_BOUNDS = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4, torch.float64: 1e-10}
 # Of the loss, and of the gradient of the worst weight, through seven dependent steps.
 STEP_BOUNDS = {torch.bfloat16: (1e-2, 1e-1), torch.float32: (1e-5, 1e-3)}
-SOFT_CAP = 30.0
 
 
 class Block(NamedTuple):
     """merged: in two blocks of half the keys each, whose log-sum-exp has a gradient of its own, as a ring and own keys
-    make it. capped: scores pass through a tanh, which no fused kernel does."""
+    make it."""
 
     queries: int
     keys: int
@@ -58,7 +57,6 @@ class Block(NamedTuple):
     heads: int
     kv_heads: int
     merged: bool = False
-    capped: bool = False
 
 
 class Inputs(NamedTuple):
@@ -95,7 +93,6 @@ def blocks(tiny: bool) -> list[Block]:
         *found,
         Block(unit, 16 * unit, "full", *usual, merged=True),
         Block(unit - 3, unit - 6, "full", *usual, merged=True),
-        Block(unit, 2 * unit, "full", *usual, capped=True),
     ]
 
 
@@ -115,11 +112,7 @@ def inputs_of(block: Block, head_dim: int) -> Inputs:
     return Inputs(draw(*query), draw(*key), draw(*key), draw(*query), grad_lse, visible)
 
 
-def capped(scores: Tensor) -> Tensor:
-    return SOFT_CAP * torch.tanh(scores / SOFT_CAP)
-
-
-def definition(given: Inputs, score: Score | None) -> tuple[Tensor, ...]:
+def definition(given: Inputs) -> tuple[Tensor, ...]:
     """RESULTS by autograd, a key/value head at a time."""
     scale, group = given.q.shape[-1] ** -0.5, given.q.shape[1] // given.k.shape[1]
     found = []
@@ -127,7 +120,6 @@ def definition(given: Inputs, score: Score | None) -> tuple[Tensor, ...]:
         heads = slice(head * group, (head + 1) * group)
         q, k, v = (x.clone().requires_grad_() for x in (given.q[:, heads], given.k[:, head], given.v[:, head]))
         scores = torch.einsum("qgd,sd->gqs", q, k) * scale
-        scores = scores if score is None else score(scores)
         scores = scores.masked_fill(~given.visible, float("-inf"))
         lse = scores.logsumexp(-1)
         out = torch.einsum("gqs,sd->qgd", (scores - lse[..., None]).exp(), v)
@@ -144,14 +136,14 @@ class Call:
         self.block, self.given = block, given
         half = block.keys // 2
         self.parts = [slice(0, half), slice(half, block.keys)] if block.merged else [slice(0, block.keys)]
-        self.scale, self.score = given.q.shape[-1] ** -0.5, capped if block.capped else None
+        self.scale = given.q.shape[-1] ** -0.5
         self.visible = given.visible if block.visibility == "masked" else None
 
     def forward(self) -> BlockOutput:
         merged = None
         for keys in self.parts:
             q, k, v = self.given.q, self.given.k[keys], self.given.v[keys]
-            part = block_attention(q, k, v, self.scale, self.block.visibility, self.visible, self.score)
+            part = block_attention(q, k, v, self.scale, self.block.visibility, self.visible)
             if not self.block.merged:
                 return part
             part = BlockOutput(part.out.to(part.lse.dtype), part.lse)
@@ -173,7 +165,6 @@ class Call:
                 self.scale,
                 self.block.visibility,
                 self.visible,
-                self.score,
             )
             for keys in self.parts
         ]
@@ -221,7 +212,7 @@ def measure_block(
     return {
         "block": block._asdict(),
         "dtype": str(dtype).removeprefix("torch."),
-        "kernel": kernel_name(device, dtype, head_dim, block.visibility, call.score),
+        "kernel": kernel_name(device, dtype, head_dim, block.visibility),
         "error_of_largest": {name: error[0] for name, error in errors.items()},
         "error_l2": {name: error[1] for name, error in errors.items()},
         "within_bound": all(error[1] <= BLOCK_BOUNDS[dtype] for error in errors.values()),
@@ -301,7 +292,7 @@ def run_blocks(device: torch.device, tiny: bool, head_dim: int, repeats: int) ->
     found = []
     for block in blocks(tiny):
         given = inputs_of(block, head_dim)
-        wanted = definition(given, capped if block.capped else None)
+        wanted = definition(given)
         found += [measure_block(block, given, wanted, dtype, device, repeats) for dtype in BLOCK_BOUNDS]
     return found
 
@@ -339,7 +330,7 @@ def _blocks_table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         block = Block(**row["block"])
         what = f"{block.queries} x {block.keys} {block.visibility}"
-        what += ", merged" * block.merged + ", capped" * block.capped
+        what += ", merged" * block.merged
         errors = [f"{row['error_of_largest'][name]:.0e} ({row['error_l2'][name]:.0e})" for name in RESULTS]
         times = [f"{1e3 * row[f'{way}_seconds']:.3f} ({row[f'{way}_tflops']:.0f})" for way in ("forward", "backward")]
         heads = f"{block.heads}/{block.kv_heads}"

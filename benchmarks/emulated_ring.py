@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eagle3.attention.ring import Exchange, KeyValueGradient, RingAttention, SharedKeyValue
+from eagle3.attention.ring import Exchange, KeyValueGradient, RingAttention
 from eagle3.attention.schedule import PrefixSchedule
 
 
@@ -20,11 +20,16 @@ class EmulatedRing(RingAttention):
     ranks: int = 1
 
     def start(self, key_value: Tensor) -> Exchange:
-        return Exchange(key_value, None)
+        return _RandomExchange(key_value, self.ranks)
 
-    def finish(self, exchange: Exchange) -> SharedKeyValue:
-        gradient = KeyValueGradient()
-        return SharedKeyValue(_GatherRandom.apply(exchange.mine, self.ranks, gradient), gradient)
+
+class _RandomExchange(Exchange):
+    def __init__(self, key_value: Tensor, ranks: int) -> None:
+        super().__init__(key_value)
+        self.ranks = ranks
+
+    def collect(self, gradient: KeyValueGradient) -> Tensor:
+        return _GatherRandom.apply(self.mine, self.ranks, gradient)
 
 
 class _GatherRandom(torch.autograd.Function):

@@ -273,10 +273,9 @@ def _kept(planned: Planned, share: Share, first: int, last: int) -> int:
     per_step = queries * draft.hidden_size * size
     total = 0
     for k in range(first, last + 1):
-        merged = k > 0 or draft.attention_sinks
         total += per_step + (own if k else 0)
         if planned.memory.recompute != "full":  # q, out and what own keys turned it into
-            total += (3 if merged else 2) * attention
+            total += (3 if k else 2) * attention
         if planned.memory.recompute == "none":
             wide = 5 * draft.intermediate_size // planned.sizes.tensor + 4 * draft.hidden_size + draft.head_dim
             total += queries * (size * wide + _norm_bytes(planned, 3, 2, 1))
@@ -342,8 +341,7 @@ def _rebuilt_attention(planned: Planned, share: Share, step: int) -> int:
     """q, out and the merged output that full recompute has made again."""
     if planned.memory.recompute != "full":
         return 0
-    merged = step > 0 or planned.draft.attention_sinks
-    return (3 if merged else 2) * share.queries * planned.query_width * planned.itemsize
+    return (3 if step else 2) * share.queries * planned.query_width * planned.itemsize
 
 
 def _freed(planned: Planned, share: Share, step: int, attended: bool) -> int:
@@ -351,8 +349,7 @@ def _freed(planned: Planned, share: Share, step: int, attended: bool) -> int:
     attention; once `attended`, q and out as well. (A step recomputed whole is one node.)"""
     if planned.memory.recompute == "full":
         return 0
-    merged = step > 0 or planned.draft.attention_sinks
-    tensors = (2 if attended else 0) + (1 if merged else 0)
+    tensors = (2 if attended else 0) + (1 if step else 0)
     return share.queries * planned.itemsize * (tensors * planned.query_width + planned.draft.hidden_size)
 
 
@@ -367,10 +364,9 @@ def _attending(planned: Planned, share: Share, step: int) -> Bytes:
     """When the gradient of the queries is complete."""
     draft, size, exact = planned.draft, planned.itemsize, planned.exact
     one = share.queries * planned.query_width
-    merged = step > 0 or draft.attention_sinks
     own = 2 * planned.key_width * size * share.queries * step
     # gradients of the merged output (gone already where autograd alone holds it), of out, and q's from either
-    upstream = (3 if planned.memory.recompute == "full" else 2) if merged else 1
+    upstream = (3 if planned.memory.recompute == "full" else 2) if step else 1
     attention = one * size * upstream + one * (exact + (size if size < exact else 0))
     weights = Weights.of(draft, planned.sizes.tensor)
     tile = min(KEY_BLOCK, share.longest), min(QUERY_BLOCK, share.queries)

@@ -119,8 +119,6 @@ def random_case(loss_masks: Sequence[Sequence[int]], seed: int = 0, **changes: A
         weights[f"{name}.weight"] = 1 + normal(hidden, scale=0.3)
     if config.fc_norm:
         weights |= {f"fc_norm.{i}.weight": 1 + normal(wide, scale=0.3) for i in range(3)}
-    if config.attention_sinks:
-        weights["midlayer.self_attn.sinks"] = normal(config.num_attention_heads)
     t2d = torch.zeros(config.vocab_size, dtype=torch.bool)
     t2d[torch.randperm(config.vocab_size, generator=generator)[: config.draft_vocab_size]] = True
     documents = tuple(
@@ -213,9 +211,6 @@ def _document(
         prefix = (query @ keys[0].transpose(1, 2)).masked_fill(~seen, float("-inf"))
         own = [(query * own_key).sum(-1, keepdim=True) for own_key in keys[1:]]
         scores = torch.cat([prefix, *own], -1) * config.head_dim**-0.5
-        if config.attention_sinks:  # a logit beside the others, with the value 0
-            sinks = w["midlayer.self_attn.sinks"][:, None, None].expand(-1, length, 1)
-            scores = torch.cat([scores, sinks], -1)
         p = scores.softmax(-1)
         o = p[..., :length] @ values[0]
         for i, own_value in enumerate(values[1:]):

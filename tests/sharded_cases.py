@@ -19,7 +19,6 @@ AXES = {
     "ring_mode": ("gather", "p2p"),
     "layout": ("zigzag", "contiguous"),
     "kv_heads": (2, 1, 8),
-    "sinks": (False, True),
     "window": (None, 5, 12),
     "streams": ("packed", "one long", "shorter than K", "mostly unsupervised", "unequal"),
     "query_selection": ("supervised", "all"),
@@ -43,7 +42,6 @@ class Sharded:
     ring_mode: str = "gather"
     layout: str = "zigzag"
     kv_heads: int = 2
-    sinks: bool = False
     window: int | None = None
     streams: str = "packed"
     query_selection: str = "supervised"
@@ -92,7 +90,6 @@ class Sharded:
             target_hidden_size=20,
             num_attention_heads=HEADS,
             num_key_value_heads=self.kv_heads,
-            attention_sinks=self.sinks,
             window=self.window,
             vocab_size=41,
             draft_vocab_size=36,

@@ -33,7 +33,7 @@ SIXTEEN_ROWS = 16 * loss_row_bytes(STEPS, 64, HIDDEN, torch.float64)  # for one 
 UPSTREAM = 3.0  # gradient of the surrogate, as accumulation or data parallelism would have it
 # The vocabularies divide by neither world: 29 rows lack one and three, and of 9 rows the last rank of four has none.
 DRAFTS = {
-    "odd vocabulary": {"vocab_size": 29, "fc_norm": True, "attention_sinks": True},
+    "odd vocabulary": {"vocab_size": 29, "fc_norm": True},
     "a rank of padding": {"vocab_size": 9},
     "even vocabulary": {"vocab_size": 32},
 }
@@ -158,8 +158,6 @@ def exported_draft(config: DraftConfig, dtype: torch.dtype) -> ExportedDraft:
         shapes[f"{name}.weight"] = (hidden,)
     if config.fc_norm:
         shapes |= {f"fc_norm.{third}.weight": (wide,) for third in range(3)}
-    if config.attention_sinks:
-        shapes["midlayer.self_attn.sinks"] = (config.num_attention_heads,)
     generator = torch.Generator().manual_seed(7)
     weights = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
     t2d = torch.arange(config.vocab_size) < config.draft_vocab_size

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from eagle3.attention.block import (
     block_attention_backward,
     merge_blocks,
 )
-from eagle3.attention.plain import plain_attention, plain_attention_backward
+from eagle3.attention.plain import BlockGradients, plain_attention, plain_attention_backward
 from eagle3.attention.ring import RingMode
 from eagle3.attention.schedule import schedule_prefix
 from eagle3.attention.ttt import KeyValue, TTTAttention
@@ -56,45 +57,53 @@ def _block(visibility, queries, keys, heads, kv_heads, dim, dtype=torch.float64)
     return q, k, v, grad, seen if visibility == "masked" else None, seen
 
 
-def _softmax_attention(q, k, v, seen, score=None):
+def _softmax_attention(q, k, v, seen, softcap=None):
     """out [Q, heads, d] and lse [Q, heads], head by head."""
     group = q.shape[1] // k.shape[1]
     outs, lses = [], []
     for head in range(q.shape[1]):
         scores = q[:, head] @ k[:, head // group].T * SCALE
-        scores = (scores if score is None else score(scores)).masked_fill(~seen, float("-inf"))
+        scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+        scores = scores.masked_fill(~seen, float("-inf"))
         outs.append(scores.softmax(-1) @ v[:, head // group])
         lses.append(scores.logsumexp(-1))
     return torch.stack(outs, 1), torch.stack(lses, 1)
 
 
-def _softcap(scores):
-    return 0.8 * torch.tanh(scores / 0.8)
+class Path(NamedTuple):
+    """A block's forward and backward."""
+
+    forward: Callable[..., BlockOutput]
+    backward: Callable[..., BlockGradients]
 
 
-def _distance_bias(scores):
-    """A constant of each (query, key) pair, other above than below the diagonal."""
-    queries, keys = (torch.arange(size) for size in scores.shape[-2:])
-    distance = (queries[:, None] - keys).to(scores.dtype)
-    return scores + torch.sin(distance) - 0.05 * distance
+KERNEL, PLAIN = Path(block_attention, block_attention_backward), Path(plain_attention, plain_attention_backward)
+kernel_or_plain = pytest.mark.parametrize("path", [KERNEL, PLAIN], ids=["kernel", "plain"])
 
 
 @every_grouping
 @every_shape
-@pytest.mark.parametrize("score", [None, _softcap, _distance_bias], ids=["", "softcap", "bias"])
-def test_a_block_equals_softmax_and_its_gradients_equal_autograd(
-    score, visibility, queries, keys, heads, kv_heads, dim
-):
+@kernel_or_plain
+def test_a_block_equals_softmax_and_its_gradients_equal_autograd(path, visibility, queries, keys, heads, kv_heads, dim):
     q, k, v, grad, visible, seen = _block(visibility, queries, keys, heads, kv_heads, dim)
     leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
-    expected, expected_lse = _softmax_attention(*leaves, seen, score)
+    expected, expected_lse = _softmax_attention(*leaves, seen)
     gradients = torch.autograd.grad(expected, leaves, grad)
-    out, lse = block_attention(q, k, v, SCALE, visibility, visible, score)
+    out, lse = path.forward(q, k, v, SCALE, visibility, visible)
     assert _close(out, expected, 1e-13) and _close(lse, expected_lse, 1e-13)
-    found = block_attention_backward(grad, q, k, v, out, lse, SCALE, visibility, visible, score)
+    found = path.backward(grad, q, k, v, out, lse, SCALE, visibility, visible)
     for part, wanted in zip(found, gradients, strict=True):
         # where a query sees one key alone the gradient of the scores is nothing but rounding
         assert part.shape == wanted.shape and (part - wanted).abs().max() < 1e-12
+
+
+@every_grouping
+@every_shape
+def test_a_softcap_changes_scaled_scores_before_the_softmax(visibility, queries, keys, heads, kv_heads, dim):
+    q, k, v, _, visible, seen = _block(visibility, queries, keys, heads, kv_heads, dim)
+    found = block_attention(q, k, v, SCALE, visibility, visible, 0.8)
+    for part, wanted in zip(found, _softmax_attention(q, k, v, seen, 0.8), strict=True):
+        assert _close(part, wanted, 1e-13)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
@@ -128,32 +137,34 @@ def _rounded_once(found, wanted, dtype, noise=1e-5):
 
 
 @half_precision
-@pytest.mark.parametrize("score", [None, _softcap], ids=["kernel", "plain"])
+@kernel_or_plain
 @pytest.mark.parametrize(("visibility", "queries", "keys"), [*SHAPES, ("causal", 400, 400), ("full", 300, 500)])
-def test_a_block_in_half_precision_is_fp32_arithmetic_rounded_once(visibility, queries, keys, score, dtype):
+def test_a_block_in_half_precision_is_fp32_arithmetic_rounded_once(visibility, queries, keys, path, dtype):
     q, k, v, grad, visible, seen = _block(visibility, queries, keys, 4, 2, 8, dtype)
     leaves = [tensor.double().requires_grad_() for tensor in (q, k, v)]
-    expected, expected_lse = _softmax_attention(*leaves, seen, score)
+    expected, expected_lse = _softmax_attention(*leaves, seen)
     gradients = torch.autograd.grad(expected, leaves, grad.double())
-    out, lse = block_attention(q, k, v, SCALE, visibility, visible, score)
+    out, lse = path.forward(q, k, v, SCALE, visibility, visible)
     assert _rounded_once(out, expected, dtype) and lse.dtype == torch.float32 and _close(lse, expected_lse, 1e-5)
     # fed with the exact out, whose rounding would otherwise show in sum(grad * out)
-    found = block_attention_backward(grad, q, k, v, expected.detach(), lse, SCALE, visibility, visible, score)
+    found = path.backward(grad, q, k, v, expected.detach(), lse, SCALE, visibility, visible)
     for part, wanted in zip(found, gradients, strict=True):
         assert _rounded_once(part, wanted, dtype, noise=2e-5)
 
 
 @every_shape
-@pytest.mark.parametrize("score", [None, _softcap], ids=["", "softcap"])
 @pytest.mark.parametrize("chunk_bytes", [1, 700, 6000])
-def test_the_plain_path_gives_the_same_in_chunks_of_any_size(chunk_bytes, score, visibility, queries, keys):
+def test_the_plain_path_gives_the_same_in_chunks_of_any_size(chunk_bytes, visibility, queries, keys):
     q, k, v, grad, visible, _ = _block(visibility, queries, keys, 6, 2, 5)
-    block = (SCALE, visibility, visible, score)
-    whole = plain_attention(q, k, v, *block)
+    block, chunked = (SCALE, visibility, visible), {"chunk_bytes": chunk_bytes}
+    whole, capped = (plain_attention(q, k, v, *block, softcap) for softcap in (None, 0.8))
     gradients = plain_attention_backward(grad, q, k, v, *whole, *block)
-    chunked = plain_attention(q, k, v, *block, chunk_bytes)
-    found = plain_attention_backward(grad, q, k, v, *whole, *block, chunk_bytes)
-    for part, wanted in zip((*chunked, *found), (*whole, *gradients), strict=True):
+    found = (
+        *plain_attention(q, k, v, *block, **chunked),
+        *plain_attention(q, k, v, *block, 0.8, **chunked),
+        *plain_attention_backward(grad, q, k, v, *whole, *block, **chunked),
+    )
+    for part, wanted in zip(found, (*whole, *capped, *gradients), strict=True):
         assert (part - wanted).abs().max() < 1e-13
 
 
@@ -175,25 +186,23 @@ def test_the_plain_path_holds_no_more_scores_than_its_chunk(visibility):
     q, k, v, grad, visible, _ = _block(visibility, 512, 512, 4, 2, 8, torch.bfloat16)
     limit, whole = 2**18, 4 * 512 * 512 * 4  # the keys in fp32 are smaller than the limit, all scores are not
     with _Largest() as largest:
-        out, lse = plain_attention(q, k, v, SCALE, visibility, visible, None, limit)
-        plain_attention_backward(grad, q, k, v, out, lse, SCALE, visibility, visible, None, limit)
+        out, lse = plain_attention(q, k, v, SCALE, visibility, visible, chunk_bytes=limit)
+        plain_attention_backward(grad, q, k, v, out, lse, SCALE, visibility, visible, limit)
     assert limit / 2 < largest.size <= limit < whole
 
 
 # A block's backward where its lse has a gradient too --------------------------------------------------------------------
 
-kernel_or_plain = pytest.mark.parametrize("score", [None, _softcap], ids=["kernel", "plain"])
 
-
-def _both_gradients(grad, grad_lse, shape, score, dtype, exact_out=False):
+def _both_gradients(grad, grad_lse, shape, path, dtype, exact_out=False):
     """Gradients of q, k, v for upstream gradients of out and of lse: found, and wanted by autograd in fp64."""
     q, k, v, _, visible, seen = _block(*shape, 4, 2, 8, dtype)
     leaves = [tensor.double().requires_grad_() for tensor in (q, k, v)]
-    expected = _softmax_attention(*leaves, seen, score)
+    expected = _softmax_attention(*leaves, seen)
     wanted = torch.autograd.grad(expected, leaves, (grad.double(), grad_lse.double()))
-    out, lse = block_attention(q, k, v, SCALE, shape[0], visible, score)
+    out, lse = path.forward(q, k, v, SCALE, shape[0], visible)
     stand_in = absorb_lse_gradient(expected[0].detach() if exact_out else out, grad, grad_lse)
-    return block_attention_backward(grad, q, k, v, stand_in, lse, SCALE, shape[0], visible, score), wanted
+    return path.backward(grad, q, k, v, stand_in, lse, SCALE, shape[0], visible), wanted
 
 
 def _upstream(shape, dtype):
@@ -205,11 +214,11 @@ def _upstream(shape, dtype):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=["fp64", "fp32"])
 @pytest.mark.parametrize("size", [1e-25, 1e-12, 1e-4, 1.0, 1e6, 1e12])
 @pytest.mark.parametrize("lse_size", [0.0, 1.0, 1e3], ids="lse {}".format)
-def test_a_function_of_out_and_lse_has_exact_gradients_whatever_its_size(lse_size, size, dtype, tolerance, score):
+def test_a_function_of_out_and_lse_has_exact_gradients_whatever_its_size(lse_size, size, dtype, tolerance, path):
     """lse_size: of the gradient of lse, relative to that of out. The square of 1e-25 is 0 in fp32."""
     for shape in SHAPES:
         grad, grad_lse = _upstream(shape, dtype)
-        found, wanted = _both_gradients(grad * size, grad_lse * size * lse_size, shape, score, dtype)
+        found, wanted = _both_gradients(grad * size, grad_lse * size * lse_size, shape, path, dtype)
         for part, exact in zip(found, wanted, strict=True):
             error = (part.double() - exact).abs().max() / (size * max(1.0, lse_size))
             assert part.dtype == dtype and error < tolerance
@@ -217,13 +226,13 @@ def test_a_function_of_out_and_lse_has_exact_gradients_whatever_its_size(lse_siz
 
 @kernel_or_plain
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=["fp64", "fp32"])
-def test_rows_whose_gradients_are_of_any_size_or_zero_have_exact_gradients_side_by_side(dtype, tolerance, score):
+def test_rows_whose_gradients_are_of_any_size_or_zero_have_exact_gradients_side_by_side(dtype, tolerance, path):
     shape = ("masked", 7, 40)
     sizes = torch.tensor([0.0, 1e-25, 1e-12, 1e-6, 1.0, 1e3, 1e12], dtype=dtype)
     grad, grad_lse = _upstream(shape, dtype)
     grad, grad_lse = grad * sizes[:, None, None], grad_lse * sizes[:, None]
     grad[4, 1], grad_lse[4, 1] = 0, 0  # one head of a row
-    found, wanted = _both_gradients(grad, grad_lse, shape, score, dtype)
+    found, wanted = _both_gradients(grad, grad_lse, shape, path, dtype)
     error = (found.q.double() - wanted[0]).abs().amax((1, 2))
     assert bool((error <= tolerance * sizes.double()).all()) and not found.q[0].any() and not found.q[4, 1].any()
     assert _close(found.k, wanted[1], tolerance) and _close(found.v, wanted[2], tolerance)
@@ -232,7 +241,7 @@ def test_rows_whose_gradients_are_of_any_size_or_zero_have_exact_gradients_side_
 def test_a_gradient_of_lse_beside_a_vanishing_one_of_out_is_not_lost():
     shape = ("causal", 67, 67)
     grad, grad_lse = _upstream(shape, torch.float32)
-    found, wanted = _both_gradients(grad * 1e-25, grad_lse, shape, None, torch.float32)
+    found, wanted = _both_gradients(grad * 1e-25, grad_lse, shape, KERNEL, torch.float32)
     for part, exact in zip(found, wanted, strict=True):
         assert _close(part, exact, 1e-5)
 
@@ -258,11 +267,11 @@ def test_the_sum_that_a_kernel_forms_survives_half_precision(dtype):
 
 @half_precision
 @kernel_or_plain
-def test_gradients_in_half_precision_beside_one_of_lse_are_rounded_once(score, dtype):
+def test_gradients_in_half_precision_beside_one_of_lse_are_rounded_once(path, dtype):
     """Given an out that is not rounded itself."""
     for shape in [*SHAPES, ("full", 100, 900)]:
         grad, grad_lse = _upstream(shape, dtype)
-        found, wanted = _both_gradients(grad, grad_lse, shape, score, dtype, exact_out=True)
+        found, wanted = _both_gradients(grad, grad_lse, shape, path, dtype, exact_out=True)
         for part, exact in zip(found, wanted, strict=True):
             assert _rounded_once(part, exact, dtype, noise=2e-4 * float(exact.abs().max()))
 
@@ -299,15 +308,12 @@ def test_merging_is_exact_where_one_part_outweighs_the_other_by_any_factor():
 
 # A TTT step -----------------------------------------------------------------------------------------------------------
 
-Score = Callable[[Tensor, Tensor, Tensor], Tensor]
-
 
 @dataclass(frozen=True)
 class Step:
     """Step k on a stream: the document of each row; rows [Q] and [S] of queries and keys with -1 pads; their tensors.
 
-    q, grad [Q, heads, d]; prefix: K_0, V_0 [S, kv_heads, d]; own: K_1..K_k, then V_1..V_k, each [Q, kv_heads, d]; sink
-    [heads] or None.
+    q, grad [Q, heads, d]; prefix: K_0, V_0 [S, kv_heads, d]; own: K_1..K_k, then V_1..V_k, each [Q, kv_heads, d].
     """
 
     documents: Tensor
@@ -316,10 +322,8 @@ class Step:
     q: Tensor
     prefix: KeyValue
     own: tuple[Tensor, ...]
-    sink: Tensor | None
     grad: Tensor
     window: int | None = None
-    score: Score | None = None
 
     @property
     def k(self) -> int:
@@ -332,13 +336,12 @@ class Step:
 
     @property
     def leaves(self) -> tuple[Tensor, ...]:
-        return (self.q, *self.prefix, *self.own, *([] if self.sink is None else [self.sink]))
+        return (self.q, *self.prefix, *self.own)
 
     def holding(self, leaves: Sequence[Tensor]) -> "Step":
         """The same step on other tensors, in the order of `leaves`."""
-        q, key, value, *rest = leaves
-        own, sink = tuple(rest[: 2 * self.k]), None if self.sink is None else rest[-1]
-        return replace(self, q=q, prefix=KeyValue(key, value), own=own, sink=sink)
+        q, key, value, *own = leaves
+        return replace(self, q=q, prefix=KeyValue(key, value), own=tuple(own))
 
     def position(self, rows: Tensor) -> Tensor:
         """Each row's place in its document; that of row 0 for a pad."""
@@ -346,62 +349,42 @@ class Step:
         return (torch.arange(len(firsts)) - firsts)[rows.clamp(min=0)]
 
     def run(self, topology, block: int, mode: RingMode = "gather") -> Tensor:
-        attention = TTTAttention.over(topology.alone, topology.alone, SCALE, mode, self.score)
+        attention = TTTAttention.over(topology.alone, topology.alone, SCALE, mode)
         positions = self.position(self.query_rows)
         # a window counts from t + k, a schedule from the row t
         window = None if self.window is None else self.window - self.k
         schedule = schedule_prefix(self.query_rows, positions, self.key_rows, block=block, window=window)
-        shared = attention.finish(attention.start(self.prefix))
-        return attention(self.q, shared, (schedule,), self.pairs, self.sink, self.k, positions)
+        return attention(self.q, attention.start(self.prefix).shared, (schedule,), self.pairs)
 
     def defined(self) -> Tensor:
-        """One softmax over the seen prefix, own keys and the sink, head by head; 0 for a row that has none of them."""
+        """One softmax over the seen prefix and own keys, head by head; 0 for a row that has none of them."""
         at, of = self.position(self.query_rows) + self.k, self.position(self.key_rows)
         seen = self.documents[self.query_rows][:, None] == self.documents[self.key_rows]
         seen &= (self.query_rows[:, None] >= 0) & (self.key_rows >= 0) & (self.key_rows <= self.query_rows[:, None])
         if self.window is not None:
             seen &= at[:, None] - of < self.window
-        rows = torch.arange(len(seen)) if self.own or self.sink is not None else seen.any(1).nonzero().flatten()
+        rows = torch.arange(len(seen)) if self.own else seen.any(1).nonzero().flatten()
         heads, group = [], self.q.shape[1] // self.prefix.key.shape[1]
         for head in range(self.q.shape[1]):
             q, shared = self.q[rows, head], head // group
-            logits = [self._logits(q @ self.prefix.key[:, shared].T, at[rows, None], of)]
-            logits[0] = logits[0].masked_fill(~seen[rows], float("-inf"))
-            for i, pair in enumerate(self.pairs, start=1):
-                product = (q * pair.key[rows, shared]).sum(-1, keepdim=True)
-                logits.append(self._logits(product, at[rows, None], at[rows, None] - self.k + i))
-            if self.sink is not None:
-                logits.append(self.sink[head].expand(len(rows), 1))
-            p = torch.cat(logits, -1).softmax(-1)
+            prefix = (q @ self.prefix.key[:, shared].T).masked_fill(~seen[rows], float("-inf"))
+            own = [(q * pair.key[rows, shared]).sum(-1, keepdim=True) for pair in self.pairs]
+            p = (SCALE * torch.cat([prefix, *own], -1)).softmax(-1)
             out = p[:, : len(of)] @ self.prefix.value[:, shared]
             for i, pair in enumerate(self.pairs):
                 out = out + p[:, len(of) + i, None] * pair.value[rows, shared]
             heads.append(out)
         return torch.zeros_like(self.q).index_copy(0, rows, torch.stack(heads, 1))
 
-    def _logits(self, products: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-        scaled = products * SCALE
-        return scaled if self.score is None else self.score(scaled, query_positions, key_positions)
-
 
 def _equals_definition(step: Step, out: Tensor, tolerance: float) -> bool:
-    """Output, and the gradients of q, K_0, V_0, every own key and value, and the sink."""
+    """Output, and the gradients of q, K_0, V_0, and every own key and value."""
     leaves = [leaf.detach().double().requires_grad_() for leaf in step.leaves]
     expected = step.holding(leaves).defined()
     wanted = (expected, *torch.autograd.grad(expected, leaves, step.grad.double()))
     found = (out, *torch.autograd.grad(out, step.leaves, step.grad))
     assert all(part.dtype == step.q.dtype for part in found)
     return all(_close(*pair, tolerance) for pair in zip(found, wanted, strict=True))
-
-
-def _capped(scores, queries, keys):
-    return _softcap(scores)
-
-
-def _by_position(scores, queries, keys):
-    """Not linear in a query's own position or in the distance: else softmax would not notice a wrong offset."""
-    distance = (queries - keys).to(scores.dtype)
-    return scores * (1.2 + torch.cos(queries.to(scores.dtype))) + torch.sin(0.9 * distance)
 
 
 # documents, query rows, key rows
@@ -418,38 +401,35 @@ def _random_rows(seed: int) -> Rows:
     return documents, torch.cat((query.nonzero().flatten(), pad)), torch.cat((key.nonzero().flatten(), pad[:1]))
 
 
-def _step(rows, k, sinks=False, window=None, score=None, heads=4, kv_heads=2, dim=5, dtype=torch.float64) -> Step:
+def _step(rows, k, window=None, heads=4, kv_heads=2, dim=5, dtype=torch.float64) -> Step:
     generator, (queries, keys) = torch.Generator().manual_seed(k), (len(each) for each in rows[1:])
-    shapes = [(queries, heads, dim), *[(keys, kv_heads, dim)] * 2, *[(queries, kv_heads, dim)] * (2 * k), (heads,)]
-    q, key, value, *own, sink = (_normal(generator, *shape, dtype=dtype).requires_grad_() for shape in shapes)
+    shapes = [(queries, heads, dim), *[(keys, kv_heads, dim)] * 2, *[(queries, kv_heads, dim)] * (2 * k)]
+    q, key, value, *own = (_normal(generator, *shape, dtype=dtype).requires_grad_() for shape in shapes)
     grad = _normal(generator, *shapes[0], dtype=dtype)
-    return Step(*rows, q, KeyValue(key, value), tuple(own), sink if sinks else None, grad, window, score)
+    return Step(*rows, q, KeyValue(key, value), tuple(own), grad, window)
 
 
 @pytest.mark.parametrize("mode", ["gather", "p2p"])
-@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("window", [None, 4, 9])
-@pytest.mark.parametrize("score", [None, _capped, _by_position], ids=["", "softcap", "by position"])
 @pytest.mark.parametrize("k", range(4))
-def test_a_step_equals_one_softmax_over_prefix_own_keys_and_sink(topology, k, score, window, sinks, mode):
-    for seed in range(2):
-        step = _step(_random_rows(seed), k, sinks, window, score)
+def test_a_step_equals_one_softmax_over_prefix_and_own_keys(topology, k, window, mode):
+    for seed in range(4):
+        step = _step(_random_rows(seed), k, window)
         assert _equals_definition(step, step.run(topology, block=3, mode=mode), 1e-12)
 
 
 @pytest.mark.parametrize("block", [1, 2, 8, 512])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)
 def test_a_step_equals_the_definition_whatever_block_and_heads(topology, heads, kv_heads, dim, block):
-    step = _step(_random_rows(7), 2, True, 6, None, heads, kv_heads, dim)
+    step = _step(_random_rows(7), 2, 6, heads, kv_heads, dim)
     assert _equals_definition(step, step.run(topology, block), 1e-12)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-6)], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("score", [None, _by_position], ids=["", "by position"])
-def test_a_step_in_lower_precision_stays_within_its_rounding(topology, score, dtype, tolerance):
+def test_a_step_in_lower_precision_stays_within_its_rounding(topology, dtype, tolerance):
     for seed in range(5):
-        for k, sinks, window in ((0, False, None), (0, True, 4), (1, False, 4), (3, True, None)):
-            step = _step(_random_rows(seed), k, sinks, window, score, dtype=dtype)
+        for k, window in ((0, None), (0, 4), (1, 4), (3, None)):
+            step = _step(_random_rows(seed), k, window, dtype=dtype)
             assert _equals_definition(step, step.run(topology, block=3), tolerance)
 
 
@@ -463,25 +443,13 @@ def test_consecutive_rows_of_a_long_document_equal_the_definition_in_blocks_of_t
 def test_gradcheck_passes_on_a_tiny_case(topology, k):
     """Against finite differences, which know nothing of softmax."""
     rows = torch.tensor([0, 0, 0, 1, 1]), torch.tensor([0, 2, 3, 4, -1]), torch.arange(5)
-    step = _step(rows, k, True, 4, _by_position, heads=2, kv_heads=1, dim=2)
+    step = _step(rows, k, 4, heads=2, kv_heads=1, dim=2)
     assert torch.autograd.gradcheck(lambda *leaves: step.holding(leaves).run(topology, block=2), step.leaves)
 
 
-def test_a_sink_that_outweighs_every_key_takes_all_and_one_that_weighs_nothing_takes_nothing(topology):
-    step = _step(_random_rows(4), 1, True)
-    without = replace(step, sink=None).run(topology, block=3)
-    for weight, wanted in ((-1e4, without), (1e4, torch.zeros_like(without))):
-        sink = torch.full_like(step.sink, weight).requires_grad_()
-        out = replace(step, sink=sink).run(topology, block=3)
-        assert torch.allclose(out, wanted, rtol=1e-13, atol=0)
-        gradients = torch.autograd.grad(out, (*step.leaves[:-1], sink), step.grad)
-        assert all(gradient.isfinite().all() for gradient in gradients) and not gradients[-1].any()
-
-
-@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
-def test_a_pad_gives_zero_and_nothing_depends_on_what_pads_hold(topology, sinks):
+def test_a_pad_gives_zero_and_nothing_depends_on_what_pads_hold(topology):
     """At step 0; from step 1 on a query pad has keys of its own, and nobody reads what it gives."""
-    step = _step(_random_rows(2), 0, sinks)
+    step = _step(_random_rows(2), 0)
     pads = step.query_rows < 0, step.key_rows < 0, step.key_rows < 0
     grad = step.grad.masked_fill(pads[0][:, None, None], 0)
     out = step.run(topology, block=3)
@@ -502,7 +470,7 @@ def test_a_pad_gives_zero_and_nothing_depends_on_what_pads_hold(topology, sinks)
 def test_a_rank_with_nothing_but_pads_gives_finite_outputs_and_zero_gradients(topology, k, mode):
     documents, query_rows, key_rows = _random_rows(2)
     for keys in (key_rows, torch.full_like(key_rows, -1)):
-        step = _step((documents, torch.full_like(query_rows, -1), keys), k, True)
+        step = _step((documents, torch.full_like(query_rows, -1), keys), k)
         out = step.run(topology, block=3, mode=mode)
         gradients = torch.autograd.grad(out, step.leaves, torch.zeros_like(step.grad))
         assert bool(out.isfinite().all()) and not any(gradient.any() for gradient in gradients)

@@ -104,30 +104,30 @@ def test_a_block_on_cuda_has_the_shapes_and_number_formats_of_its_inputs_and_nev
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "dim", "visibility", "score", "kernel"),
+    ("device", "dtype", "dim", "visibility", "softcap", "kernel"),
     [
         ("cuda", torch.bfloat16, 128, "full", None, "cuda flash"),
         ("cuda", torch.float16, 256, "causal", None, "cuda flash"),
         ("cuda", torch.bfloat16, 64, "banded", None, "cuda flash"),
         ("cuda", torch.bfloat16, 128, "masked", None, "cuda efficient"),
         ("cuda", torch.float32, 64, "causal", None, "cuda efficient"),
-        ("cuda", torch.bfloat16, 128, "full", torch.tanh, "plain"),
+        ("cuda", torch.bfloat16, 128, "full", 30.0, "plain"),
         ("cuda", torch.bfloat16, 100, "full", None, "plain"),
         ("cuda", torch.bfloat16, 264, "full", None, "plain"),
         ("cuda", torch.float64, 128, "full", None, "plain"),
         ("cpu", torch.bfloat16, 5, "masked", None, "cpu"),
-        ("cpu", torch.float32, 128, "full", torch.tanh, "plain"),
+        ("cpu", torch.float32, 128, "full", 30.0, "plain"),
         ("meta", torch.float32, 128, "full", None, "plain"),
     ],
 )
-def test_the_named_kernel_is_the_one_that_runs(device, dtype, dim, visibility, score, kernel):
-    assert kernel_name(torch.device(device), dtype, dim, visibility, score) == kernel
+def test_the_named_kernel_is_the_one_that_runs(device, dtype, dim, visibility, softcap, kernel):
+    assert kernel_name(torch.device(device), dtype, dim, visibility, softcap) == kernel
     operators = {"cuda flash": (FLASH, FLASH_BACKWARD), "cuda efficient": (EFFICIENT, EFFICIENT_BACKWARD)}
     with _cuda_without_gpu():
         q, grad, k, v, visible = _inputs(visibility, 16, 16, 4, 2, dim, dtype, device)
         with _Calls() as calls:
-            out, lse = block_attention(q, k, v, SCALE, visibility, visible, score, window=5)
-            if score is None:  # else its gradient is autograd's, which a torch without CUDA does not have for CUDA
+            out, lse = block_attention(q, k, v, SCALE, visibility, visible, softcap, window=5)
+            if softcap is None:  # else there is no backward
                 block_attention_backward(grad, q, k, v, out, lse, SCALE, visibility, visible, window=5)
     fused = [func for func in calls.operators if "_attention" in str(func) and "cpu" not in str(func)]
     assert tuple(fused) == operators.get(kernel, ())

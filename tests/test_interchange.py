@@ -160,11 +160,6 @@ def test_both_files_are_as_readable_as_the_umask_says(tmp_path, topology, umask)
     }
 
 
-def test_a_draft_with_sinks_is_refused_before_anything_is_written(tmp_path, topology):
-    message = _refusal(_export, tmp_path / "draft", _draft(topology, 14, attention_sinks=True))
-    assert "attention_sinks" in message and not (tmp_path / "draft").exists()
-
-
 def test_one_rank_has_every_tensor_whole_and_nothing_is_copied(topology):
     draft = _draft(topology, 15)
     parameters = dict(draft.named_parameters())

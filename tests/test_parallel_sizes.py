@@ -128,8 +128,3 @@ def test_work_that_other_processes_wait_for_gets_every_core_and_gives_them_back(
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(share)
-
-
-def test_a_draft_with_sinks_is_not_exported():
-    with pytest.raises(UserError, match="attention_sinks: no serving engine loads them"):
-        DraftConfig(**SHAPE, attention_sinks=True).to_json("float32")

@@ -169,18 +169,6 @@ def test_queries_far_apart_do_not_share_a_block():
     assert {(piece.queries.start, piece.queries.stop) for piece in schedule.pieces} == {(0, 2), (2, 4)}
 
 
-def test_positions_of_a_piece_are_those_of_its_rows_in_their_document():
-    for source, lengths, queries, block, window in _random_cases(100):
-        _, position = _documents(lengths)
-        schedule = _schedule(lengths, queries, _random_rows(source, sum(lengths)), block, window, (2, 1))
-        for piece in schedule.pieces:
-            mine, theirs = schedule.positions(piece)
-            assert mine.shape == (piece.queries.stop - piece.queries.start, 1)
-            assert mine[:, 0].tolist() == [position[row] for row in schedule.query_rows[piece.queries]]
-            assert theirs.shape == (1, piece.keys.stop - piece.keys.start)
-            assert theirs[0].tolist() == [position[row] for row in schedule.key_rows[piece.keys]]
-
-
 def test_pads_and_empty_sides_are_in_no_piece():
     for queries, keys in (([], [0, 1, 2]), ([1], []), ([], [])):
         assert _schedule([3], queries, keys, 2, None, (2, 2)).pieces == ()

@@ -23,18 +23,18 @@ COURSES = [
     Sharded(1, 1, 4, 1, ring_mode="p2p"),
     Sharded(1, 2, 2, 1, layout="contiguous"),
     Sharded(2, 1, 2, 2),
-    Sharded(2, 2, 2, 1, ring_mode="p2p", sinks=True),
+    Sharded(2, 2, 2, 1, ring_mode="p2p"),
 ]
 
 
 def reference(course: Sharded) -> Sharded:
     """The same training in one process, which recomputes nothing."""
-    return Sharded(1, 1, 1, 1, sinks=course.sinks, recompute="none")
+    return Sharded(1, 1, 1, 1, recompute="none")
 
 
 def run_course(course: Sharded, topology: Topology) -> dict[str, torch.Tensor]:
     """losses, norms [STEPS] and the final fp32 weights, whole on every rank."""
-    shape = {"hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 2, "attention_sinks": course.sinks}
+    shape = {"hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 2}
     draft = load_draft(random_case([[1]], seed=3, **shape), topology, torch.float32)
     accumulation = STREAMS // course.data
     training = Training(

@@ -14,7 +14,6 @@ from eagle3.attention.cuda import (
 from eagle3.attention.plain import (
     BlockGradients,
     BlockOutput,
-    Score,
     Visibility,
     plain_attention,
     plain_attention_backward,
@@ -24,10 +23,10 @@ Kernel = Literal["cpu", "cuda flash", "cuda efficient", "plain"]
 
 
 def kernel_name(
-    device: torch.device, dtype: torch.dtype, head_dim: int, visibility: Visibility, score: Score | None = None
+    device: torch.device, dtype: torch.dtype, head_dim: int, visibility: Visibility, softcap: float | None = None
 ) -> Kernel:
     """The kernel of a block; its inputs alone decide. Plain products take what no fused kernel does."""
-    if score is not None:
+    if softcap is not None:
         return "plain"
     if device.type == "cpu":
         return "cpu"
@@ -36,9 +35,9 @@ def kernel_name(
     return "cuda efficient" if dtype == torch.float32 or visibility == "masked" else "cuda flash"
 
 
-def takes_bands(q: Tensor, score: bool) -> bool:
+def takes_bands(q: Tensor, softcap: float | None = None) -> bool:
     """Whether blocks of these queries may be `banded`."""
-    return kernel_name(q.device, q.dtype, q.shape[-1], "banded") == "cuda flash" and not score
+    return kernel_name(q.device, q.dtype, q.shape[-1], "banded", softcap) == "cuda flash"
 
 
 def block_attention(
@@ -48,17 +47,18 @@ def block_attention(
     scale: float,
     visibility: Visibility,
     visible: Tensor | None = None,
-    score: Score | None = None,
+    softcap: float | None = None,
     window: int | None = None,
 ) -> BlockOutput:
     """softmax(scale q k^T) v over one block.
 
     q [Q, heads, d]; k, v [S, kv_heads, d] with heads a multiple of kv_heads; visible [Q, S] bool for `masked`, in which
     every query must see some key (a row that sees none has no softmax; callers leave such blocks out). window: of a
-    `banded` block, which only what `takes_bands` names may be.
+    `banded` block, which only what `takes_bands` names may be. softcap: scaled scores s become softcap tanh(s / softcap), as
+    some targets' do; without a backward.
     """
-    assert visibility != "banded" or takes_bands(q, score is not None)
-    match kernel_name(q.device, q.dtype, q.shape[-1], visibility, score):
+    assert visibility != "banded" or takes_bands(q, softcap)
+    match kernel_name(q.device, q.dtype, q.shape[-1], visibility, softcap):
         case "cpu":
             return _cpu_attention(q, k, v, scale, visibility, visible)
         case "cuda flash":
@@ -66,7 +66,7 @@ def block_attention(
         case "cuda efficient":
             return efficient_attention(q, k, v, scale, visibility, visible)
         case "plain":
-            return plain_attention(q, k, v, scale, visibility, visible, score)
+            return plain_attention(q, k, v, scale, visibility, visible, softcap)
 
 
 def block_attention_backward(
@@ -79,7 +79,6 @@ def block_attention_backward(
     scale: float,
     visibility: Visibility,
     visible: Tensor | None = None,
-    score: Score | None = None,
     window: int | None = None,
 ) -> BlockGradients:
     """This block's share of the gradients.
@@ -88,7 +87,7 @@ def block_attention_backward(
     (P = exp(scale q k^T - lse), dS = P * (grad v^T - sum(grad * out))). A CUDA kernel rounds `out` to q's number format;
     that of `absorb_lse_gradient` is in it already.
     """
-    match kernel_name(q.device, q.dtype, q.shape[-1], visibility, score):
+    match kernel_name(q.device, q.dtype, q.shape[-1], visibility):
         case "cpu":
             return _cpu_attention_backward(grad, q, k, v, out, lse, scale, visibility, visible)
         case "cuda flash":
@@ -96,7 +95,7 @@ def block_attention_backward(
         case "cuda efficient":
             return efficient_attention_backward(grad, q, k, v, out, lse, scale, visibility, visible)
         case "plain":
-            return plain_attention_backward(grad, q, k, v, out, lse, scale, visibility, visible, score)
+            return plain_attention_backward(grad, q, k, v, out, lse, scale, visibility, visible)
 
 
 def absorb_lse_gradient(out: Tensor, grad: Tensor, grad_lse: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """One block of attention in plain matrix products: what a block is, for whatever no fused kernel takes, in bounded memory."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 import torch
@@ -9,9 +9,6 @@ from torch import Tensor
 # full: every query sees every key. causal: query i sees keys 0..i (equal lengths). masked: `visible` says. banded: the last
 # query's own key is the last one, the query before has the key before, and each sees the last `window` keys up to its own.
 Visibility = Literal["full", "causal", "masked", "banded"]
-# Changes scaled scores [heads, queries, keys], elementwise, the same for every head, and differentiably, before the
-# softmax. It is called with some of the heads at a time, and with all queries and keys of the block.
-Score = Callable[[Tensor], Tensor]
 
 # Scores of one chunk; a few temporaries of this size are alive at once.
 CHUNK_BYTES = 64 * 2**20
@@ -39,16 +36,18 @@ def plain_attention(
     scale: float,
     visibility: Visibility,
     visible: Tensor | None = None,
-    score: Score | None = None,
+    softcap: float | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> BlockOutput:
     """`block_attention` in fp32 at least; out is rounded once, to q's number format."""
     exact = torch.promote_types(q.dtype, torch.float32)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], dtype=exact, device=q.device)
     q, grouped_out, grouped_lse = (x.unflatten(1, (k.shape[1], -1)) for x in (q, out, lse))
-    for heads, rows in _chunks(q, k, score, chunk_bytes):
+    for heads, rows in _chunks(q, k, chunk_bytes):
         scores = _scores(q[rows, heads], k[:, heads], scale)
-        scores = _hide(_changed(score, scores), rows, visibility, visible)
+        if softcap is not None:
+            scores.div_(softcap).tanh_().mul_(softcap)
+        scores = _hide(scores, rows, visibility, visible)
         denominators = scores.logsumexp(-1, keepdim=True)
         p = (scores - denominators).exp()
         grouped_out[rows, heads] = torch.einsum("ngqs,snd->qngd", p, v[:, heads].to(exact)).to(q.dtype)
@@ -66,7 +65,6 @@ def plain_attention_backward(
     scale: float,
     visibility: Visibility,
     visible: Tensor | None = None,
-    score: Score | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> BlockGradients:
     """`block_attention_backward` in fp32 at least; each gradient is rounded once, to its tensor's number format."""
@@ -74,30 +72,24 @@ def plain_attention_backward(
     dq, (dk, dv) = torch.empty_like(q), (torch.zeros(x.shape, dtype=exact, device=x.device) for x in (k, v))
     delta = (grad.to(exact) * out.to(exact)).sum(-1)
     q, grad, lse, delta, grouped_dq = (x.unflatten(1, (k.shape[1], -1)) for x in (q, grad, lse, delta, dq))
-    for heads, rows in _chunks(q, k, score, chunk_bytes):
+    for heads, rows in _chunks(q, k, chunk_bytes):
         queries, keys, upstream = (x.to(exact) for x in (q[rows, heads], k[:, heads], grad[rows, heads]))
-        raw = _scores(queries, keys, scale).requires_grad_(score is not None)
-        with torch.enable_grad():
-            changed = _changed(score, raw)
-        scores = _hide(changed.detach(), rows, visibility, visible)
+        scores = _hide(_scores(queries, keys, scale), rows, visibility, visible)
         p = (scores - lse[rows, heads].to(exact).permute(1, 2, 0)[..., None]).exp()
         ds = torch.einsum("qngd,snd->ngqs", upstream, v[:, heads].to(exact))
-        ds = p * (ds - delta[rows, heads].permute(1, 2, 0)[..., None])
-        if score is not None:
-            (ds,) = torch.autograd.grad(changed, raw, ds)
-        ds = ds * scale
+        ds = scale * p * (ds - delta[rows, heads].permute(1, 2, 0)[..., None])
         grouped_dq[rows, heads] = torch.einsum("ngqs,snd->qngd", ds, keys).to(dq.dtype)
         dk[:, heads] += torch.einsum("ngqs,qngd->snd", ds, queries)
         dv[:, heads] += torch.einsum("ngqs,qngd->snd", p, upstream)
     return BlockGradients(dq, dk.to(k.dtype), dv.to(v.dtype))
 
 
-def _chunks(q: Tensor, k: Tensor, score: Score | None, chunk_bytes: int) -> Iterator[tuple[slice, slice]]:
-    """(key/value heads, queries) of chunks of at most chunk_bytes of scores, or of one query (all, if there is a
-    `score`) of one such head. q [queries, kv_heads, group, d]."""
+def _chunks(q: Tensor, k: Tensor, chunk_bytes: int) -> Iterator[tuple[slice, slice]]:
+    """(key/value heads, queries) of chunks of at most chunk_bytes of scores, or of one query of one such head. q [queries,
+    kv_heads, group, d]."""
     queries, kv_heads, group, _ = q.shape
     row = group * len(k) * torch.promote_types(k.dtype, torch.float32).itemsize
-    rows = queries if score is not None else min(queries, max(1, chunk_bytes // row))
+    rows = min(queries, max(1, chunk_bytes // row))
     heads = max(1, chunk_bytes // (row * rows))
     for head in range(0, kv_heads, heads):
         for start in range(0, queries, rows):
@@ -108,10 +100,6 @@ def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
     """Scores [kv_heads, group, Q, S] in fp32 at least."""
     exact = torch.promote_types(q.dtype, torch.float32)
     return torch.einsum("qngd,snd->ngqs", q.to(exact), k.to(exact)) * scale
-
-
-def _changed(score: Score | None, scores: Tensor) -> Tensor:
-    return scores if score is None else score(scores.flatten(0, 1)).view_as(scores)
 
 
 def _hide(scores: Tensor, rows: slice, visibility: Visibility, visible: Tensor | None) -> Tensor:

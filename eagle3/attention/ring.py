@@ -5,9 +5,10 @@ call (`p2p`: memory stays flat). Both visit the shares in the same order, own sh
 so that both give the same numbers; both communicate while they compute.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from functools import cached_property
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -16,59 +17,36 @@ from torch.distributed import ProcessGroup
 
 from eagle3.attention.block import (
     BlockOutput,
-    Score,
     absorb_lse_gradient,
     block_attention,
     block_attention_backward,
     merge_blocks,
     takes_bands,
 )
-from eagle3.attention.schedule import Piece, PrefixSchedule
+from eagle3.attention.schedule import PrefixSchedule
 
 RingMode = Literal["gather", "p2p"]
-# (scaled scores, query positions, key positions) -> scores: elementwise, differentiable, positions broadcast to scores
-PositionScore = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class RingAttention:
-    """Attention over one ring. scale: of the scores; `score` changes scaled scores where a target needs it."""
+    """Attention over one ring. scale: of the scores. softcap: see `block_attention`."""
 
     group: ProcessGroup
     mode: RingMode
     scale: float
-    score: PositionScore | None = None
+    softcap: float | None = None
 
     def start(self, key_value: Tensor) -> "Exchange":
         """Begin the exchange of this rank's keys and values [2, S, kv_heads, d]; S is the same on every ring rank."""
-        if self.mode == "p2p" or self.group.size() == 1:
-            return Exchange(key_value, None)
-        transfer = _Transfer()
-        return Exchange(_StartGather.apply(key_value, self.group, transfer), transfer)
+        if self.mode == "gather" and self.group.size() > 1:
+            return _Gather(key_value, self.group)
+        return Exchange(key_value if self.mode == "p2p" else key_value[None])
 
-    def finish(self, exchange: "Exchange") -> "SharedKeyValue":
-        """What every call reads: all ranks' keys and values, or this rank's for `p2p`."""
-        gradient = KeyValueGradient()
-        if exchange.transfer is not None:
-            key_value = _FinishGather.apply(exchange.mine, self.group, exchange.transfer, gradient)
-        else:
-            own = exchange.mine if self.mode == "p2p" else exchange.mine[None]
-            key_value = _CollectGradient.apply(own, gradient)
-        return SharedKeyValue(key_value, gradient)
-
-    def __call__(
-        self, q: Tensor, shared: "SharedKeyValue", schedules: tuple[PrefixSchedule, ...], ahead: int = 0
-    ) -> BlockOutput:
-        """q [Q, heads, d] -> out [Q, heads, d] and lse [Q, heads], both differentiable; 0 and -inf for a query that
-        sees nothing (a pad). schedules: these queries against the keys of each ring rank; `ahead`: how far a query's
-        own position is beyond its row's (the step k), which only `score` sees."""
-        return BlockOutput(*_RingAttention.apply(q, shared.key_value, shared.gradient, self, schedules, ahead))
-
-    def block_score(self, schedule: PrefixSchedule, piece: Piece, ahead: int) -> Score | None:
-        if self.score is None:
-            return None
-        queries, keys = schedule.positions(piece)
-        return lambda scores: self.score(scores, queries + ahead, keys)
+    def __call__(self, q: Tensor, shared: "SharedKeyValue", schedules: tuple[PrefixSchedule, ...]) -> BlockOutput:
+        """q [Q, heads, d] -> out [Q, heads, d] and lse [Q, heads], both differentiable without a softcap; 0 and -inf for a
+        query that sees nothing (a pad). schedules: these queries against the keys of each ring rank."""
+        return BlockOutput(*_RingAttention.apply(q, shared.key_value, shared.gradient, self, schedules))
 
 
 @dataclass
@@ -101,11 +79,32 @@ class SharedKeyValue:
         return SharedKeyValue(self.key_value.detach().requires_grad_(), self.gradient)
 
 
-class Exchange(NamedTuple):
-    """This rank's keys and values, and what is under way of the others', if anything is."""
+class Exchange:
+    """Keys and values on their way to whoever reads them. Here they are where they shall be: key_value as SharedKeyValue has
+    it."""
 
-    mine: Tensor
-    transfer: "_Transfer | None"
+    def __init__(self, key_value: Tensor) -> None:
+        self.mine = key_value
+
+    @cached_property
+    def shared(self) -> SharedKeyValue:
+        """What every call reads; whoever asks first waits."""
+        gradient = KeyValueGradient()
+        return SharedKeyValue(self.collect(gradient), gradient)
+
+    def collect(self, gradient: KeyValueGradient) -> Tensor:
+        return _CollectGradient.apply(self.mine, gradient)
+
+
+class _Gather(Exchange):
+    """Of all ranks of the ring."""
+
+    def __init__(self, key_value: Tensor, group: ProcessGroup) -> None:
+        self.group, self.transfer = group, _Transfer()
+        super().__init__(_StartGather.apply(key_value, group, self.transfer))
+
+    def collect(self, gradient: KeyValueGradient) -> Tensor:
+        return _FinishGather.apply(self.mine, self.group, self.transfer, gradient)
 
 
 @dataclass
@@ -181,14 +180,14 @@ class _RingAttention(torch.autograd.Function):
     """Over the shares, forward and backward; each block's backward with the output and lse merged over all of them."""
 
     @staticmethod
-    def forward(ctx, q, key_value, gradient, ring, schedules, ahead):
+    def forward(ctx, q, key_value, gradient, ring, schedules):
         exact = torch.promote_types(q.dtype, torch.float32)
         out = torch.zeros(q.shape, dtype=exact, device=q.device)
         lse = torch.full(q.shape[:2], float("-inf"), dtype=exact, device=q.device)
         for source, (key, value) in _shares(key_value, ring):
             schedule = schedules[source]
-            for piece in schedule.dense_pieces(takes_bands(q, ring.score is not None)):
-                rows, keys, score = piece.queries, piece.keys, ring.block_score(schedule, piece, ahead)
+            for piece in schedule.dense_pieces(takes_bands(q, ring.softcap)):
+                rows, keys = piece.queries, piece.keys
                 part = block_attention(
                     q[rows],
                     key[keys],
@@ -196,14 +195,14 @@ class _RingAttention(torch.autograd.Function):
                     ring.scale,
                     piece.visibility,
                     schedule.visible(piece),
-                    score,
+                    ring.softcap,
                     schedule.window,
                 )
                 part = BlockOutput(part.out.to(exact), part.lse.to(exact))
                 out[rows], lse[rows] = merge_blocks(BlockOutput(out[rows], lse[rows]), part)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, key_value, out, lse)
-        ctx.gradient, ctx.ring, ctx.schedules, ctx.ahead = gradient, ring, schedules, ahead
+        ctx.gradient, ctx.ring, ctx.schedules = gradient, ring, schedules
         ctx.set_materialize_grads(False)  # nobody has used lse where there are no own keys
         return out, lse
 
@@ -211,12 +210,13 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx, grad, grad_lse):
         q, key_value, out, lse = ctx.saved_tensors
         ring = ctx.ring
+        assert ring.softcap is None, "no draft has a softcap"
         grad = torch.zeros_like(out) if grad is None else grad
         dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
         for source, (key, value), gradient in _shares_with_gradients(key_value, ctx.gradient, ring):
             schedule = ctx.schedules[source]
-            for piece in schedule.dense_pieces(takes_bands(q, ring.score is not None)):
-                rows, keys, score = piece.queries, piece.keys, ring.block_score(schedule, piece, ctx.ahead)
+            for piece in schedule.dense_pieces(takes_bands(q)):
+                rows, keys = piece.queries, piece.keys
                 part = block_attention_backward(
                     grad[rows],
                     q[rows],
@@ -227,13 +227,12 @@ class _RingAttention(torch.autograd.Function):
                     ring.scale,
                     piece.visibility,
                     schedule.visible(piece),
-                    score,
                     schedule.window,
                 )
                 dq[rows] += part.q
                 gradient[0, keys] += part.k
                 gradient[1, keys] += part.v
-        return dq.to(q.dtype), None, None, None, None, None
+        return dq.to(q.dtype), None, None, None, None
 
 
 def _shares(key_value: Tensor, ring: RingAttention) -> Iterator[tuple[int, Tensor]]:

@@ -30,11 +30,10 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class PrefixSchedule:
-    """query_rows [Q], key_rows [S]: rows of the stream, ascending, -1 pads at the end. query_positions [Q]: in the
-    document. A query sees the keys of its document up to its own row, the last `window` of them where that is set."""
+    """query_rows [Q], key_rows [S]: rows of the stream, ascending, -1 pads at the end. A query sees the keys of its document up
+    to its own row, the last `window` of them where that is set."""
 
     query_rows: Tensor
-    query_positions: Tensor
     key_rows: Tensor
     pieces: tuple[Piece, ...]
     window: int | None = None
@@ -58,14 +57,8 @@ class PrefixSchedule:
                 first = max(piece.keys.start, start + own - self.window + 1)
                 yield Piece(slice(start, stop), slice(first, stop + own), "masked")
 
-    def positions(self, piece: Piece) -> tuple[Tensor, Tensor]:
-        """Positions in the document of a piece's queries [queries, 1] and keys [1, keys]."""
-        start = self.query_rows[piece.queries.start] - self.query_positions[piece.queries.start]
-        return self.query_positions[piece.queries, None], self.key_rows[None, piece.keys] - start
-
     def to(self, device: torch.device) -> "PrefixSchedule":
-        rows = (tensor.to(device) for tensor in (self.query_rows, self.query_positions, self.key_rows))
-        return PrefixSchedule(*rows, self.pieces, self.window)
+        return PrefixSchedule(self.query_rows.to(device), self.key_rows.to(device), self.pieces, self.window)
 
 
 def schedule_prefix(
@@ -79,7 +72,7 @@ def schedule_prefix(
 ) -> PrefixSchedule:
     """Cut the attention of query rows to key rows (each ascending, -1 pads at the end) into dense pieces.
 
-    The keys may be any subset of the rows: a ring rank's share. Queries are taken in runs of at most `block`, inside a
+    query_positions [Q]: in the document. The keys may be any subset of the rows: a ring rank's share. Queries are taken in runs of at most `block`, inside a
     document and without long gaps. Each run has full rectangles, of at most `key_block` keys, over the keys that all of
     it sees; on its diagonal a causal square where the keys are just its own rows, else a mask; under a window another
     mask on the far side. A run of consecutive rows under a window is one `banded` piece where all keys that it sees are here;
@@ -131,7 +124,7 @@ def schedule_prefix(
             run = slice(start, stop)
             for begin, end in _runs(queries[run], firsts[run], min(block, _masked_queries(window)), window):
                 add_run(start + begin, start + end)
-    return PrefixSchedule(query_rows, query_positions, key_rows, tuple(pieces), window)
+    return PrefixSchedule(query_rows, key_rows, tuple(pieces), window)
 
 
 def _masked_queries(window: int) -> int:

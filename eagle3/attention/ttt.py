@@ -1,9 +1,8 @@
-"""Attention of one training-time-test step: the causal prefix K_0, V_0 over all ranks, the position's own K_1..K_k, and
-an optional sink, in one softmax."""
+"""Attention of one training-time-test step: the causal prefix K_0, V_0 over all ranks and the position's own K_1..K_k, in one
+softmax."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from eagle3.attention.block import BlockOutput
-from eagle3.attention.ring import Exchange, PositionScore, RingAttention, RingMode, SharedKeyValue
+from eagle3.attention.ring import Exchange, RingAttention, RingMode, SharedKeyValue
 from eagle3.attention.schedule import PrefixSchedule
 from eagle3.attention.ulysses import Ulysses
 
@@ -28,7 +27,7 @@ class TTTAttention:
     """Attention for the heads of one tensor-parallel rank, over a Ulysses and a ring group.
 
     The prefix is computed with the heads dealt out (Ulysses) and the keys dealt out (ring). What a query alone sees
-    (own keys, sink) is merged afterwards where its token lives, so that it crosses no ranks.
+    (own keys) is merged afterwards where its token lives, so that it crosses no ranks.
     """
 
     ulysses: Ulysses
@@ -42,20 +41,15 @@ class TTTAttention:
         ring: ProcessGroup,
         scale: float,
         mode: RingMode = "gather",
-        score: PositionScore | None = None,
         chunk: int = 1024,
     ) -> "TTTAttention":
         """chunk: queries whose own keys are merged at once."""
-        return cls(Ulysses(ulysses), RingAttention(ring, mode, scale, score), chunk)
+        return cls(Ulysses(ulysses), RingAttention(ring, mode, scale), chunk)
 
     def start(self, prefix: KeyValue) -> Exchange:
-        """Begin to share this rank's K_0, V_0 (every sequence rank has the same number of rows)."""
+        """Begin to share this rank's K_0, V_0 (every sequence rank has the same number of rows) for all steps."""
         joined = self.ulysses.to_heads(self.ulysses.replicate(torch.cat(prefix, -1)))
         return self.ring.start(joined.unflatten(-1, (2, -1)).permute(2, 0, 1, 3))
-
-    def finish(self, exchange: Exchange) -> SharedKeyValue:
-        """The shared K_0, V_0, to be given to every step."""
-        return self.ring.finish(exchange)
 
     def __call__(
         self,
@@ -63,37 +57,25 @@ class TTTAttention:
         shared: SharedKeyValue,
         schedules: tuple[PrefixSchedule, ...],
         own: Sequence[KeyValue] = (),
-        sink: Tensor | None = None,
-        step: int = 0,
-        positions: Tensor | None = None,
     ) -> Tensor:
         """Output [Q, heads, d] of step k for q [Q, heads, d].
 
-        shared: from `finish`. schedules: the Ulysses group's queries against each ring rank's keys. own: K_1..K_k,
-        V_1..V_k, each [Q, kv_heads, d], of which query t sees row t alone. sink [heads]: one more logit without a
-        value. step (k) and positions [Q] of the queries' rows are for a `score` alone. Differentiable in every tensor.
+        shared: of the exchange. schedules: the Ulysses group's queries against each ring rank's keys. own: K_1..K_k,
+        V_1..V_k, each [Q, kv_heads, d], of which query t sees row t alone. Differentiable in every tensor.
         """
-        part = self.ring(self.ulysses.to_heads(q), shared, schedules, step)
+        part = self.ring(self.ulysses.to_heads(q), shared, schedules)
         out = self.ulysses.to_tokens(part.out)
-        if not own and sink is None:
+        if not own:
             return out
         lse = self.ulysses.to_tokens(part.lse[..., None])[..., 0]
         keys, values = tuple(kv.key for kv in own), tuple(kv.value for kv in own)
-        score = None
-        if self.ring.score is not None:
-            score = partial(_own_score, score=self.ring.score, step=step, positions=positions)
-        return _MergeOwn.apply(out, lse, q, sink, _Merge(self.ring.scale, score, self.chunk), *keys, *values)
-
-
-# (scaled scores [k, rows, heads] of queries `rows` with their own keys K_1..K_k, rows) -> scores
-_OwnScore = Callable[[Tensor, slice], Tensor]
+        return _MergeOwn.apply(out, lse, q, _Merge(self.ring.scale, self.chunk), *keys, *values)
 
 
 class _Merge(NamedTuple):
     """How to merge. rows: of queries at once."""
 
     scale: float
-    score: _OwnScore | None
     rows: int
 
     def chunks(self, queries: int) -> Iterator[slice]:
@@ -101,44 +83,35 @@ class _Merge(NamedTuple):
 
 
 class _MergeOwn(torch.autograd.Function):
-    """softmax over the prefix (as out and lse), own keys and sink: every term has a probability and a value. Row by row,
+    """softmax over the prefix (as out and lse) and own keys: every term has a probability and a value. Row by row,
     so in chunks of rows, whose fp32 copies are all that there is beside the results."""
 
     @staticmethod
-    def forward(ctx, out, lse, q, sink, merge, *own):
+    def forward(ctx, out, lse, q, merge, *own):
         merged, total = torch.empty_like(q), torch.empty_like(lse)
         for rows in merge.chunks(len(q)):
-            merged[rows], total[rows] = _merge_rows(out, lse, q, sink, merge, own, rows)
-        ctx.save_for_backward(out, lse, q, sink, total, *own)
+            merged[rows], total[rows] = _merge_rows(out, lse, q, merge, own, rows)
+        ctx.save_for_backward(out, lse, q, total, *own)
         ctx.merge = merge
         return merged
 
     @staticmethod
     def backward(ctx, grad):
-        out, lse, q, sink, total, *own = ctx.saved_tensors
+        out, lse, q, total, *own = ctx.saved_tensors
         d_out, d_lse, dq = torch.empty_like(out), torch.empty_like(lse), torch.empty_like(q)
-        d_sink = torch.zeros(q.shape[1], dtype=lse.dtype, device=q.device)
         d_own = [torch.empty_like(tensor) for tensor in own]
         for rows in ctx.merge.chunks(len(q)):
-            made = _merge_rows_backward(grad, out, lse, q, sink, total, ctx.merge, own, rows)
+            made = _merge_rows_backward(grad, out, lse, q, total, ctx.merge, own, rows)
             d_out[rows], d_lse[rows], dq[rows] = made.out, made.lse, made.q
-            d_sink += made.sink
             for whole, part in zip(d_own, made.own, strict=True):
                 whole[rows] = part
             del made
-        return d_out, d_lse, dq, None if sink is None else d_sink.to(sink.dtype), None, *d_own
+        return d_out, d_lse, dq, None, *d_own
 
 
-def _merge_rows(
-    out: Tensor, lse: Tensor, q: Tensor, sink: Tensor | None, merge: _Merge, own: Sequence[Tensor], rows: slice
-) -> BlockOutput:
+def _merge_rows(out: Tensor, lse: Tensor, q: Tensor, merge: _Merge, own: Sequence[Tensor], rows: slice) -> BlockOutput:
     _, values, grouped, logits = _own_logits(q, own, rows, merge.scale, lse.dtype)
-    if merge.score is not None:
-        logits = merge.score(logits, rows)
-    every = torch.cat((lse[None, rows], logits))
-    if sink is not None:
-        every = torch.cat((every, sink.to(lse.dtype).expand_as(every[:1])))
-    total = every.logsumexp(0)
+    total = torch.cat((lse[None, rows], logits)).logsumexp(0)
     p = (logits - total).exp().unflatten(-1, grouped.shape[1:3])
     own_part = torch.einsum("kqng,kqnd->qngd", p, values).flatten(1, 2)
     return BlockOutput(out[rows] * (lse[rows] - total).exp()[..., None] + own_part, total)
@@ -148,7 +121,6 @@ class _RowGradients(NamedTuple):
     out: Tensor
     lse: Tensor
     q: Tensor
-    sink: Tensor
     own: tuple[Tensor, ...]
 
 
@@ -157,31 +129,24 @@ def _merge_rows_backward(
     out: Tensor,
     lse: Tensor,
     q: Tensor,
-    sink: Tensor | None,
     total: Tensor,
     merge: _Merge,
     own: Sequence[Tensor],
     rows: slice,
 ) -> _RowGradients:
-    keys, values, grouped, raw = _own_logits(q, own, rows, merge.scale, lse.dtype)
-    with torch.enable_grad():
-        raw = raw.requires_grad_(merge.score is not None)
-        logits = raw if merge.score is None else merge.score(raw, rows)
+    keys, values, grouped, logits = _own_logits(q, own, rows, merge.scale, lse.dtype)
     upstream, lse, total = grad[rows].to(lse.dtype), lse[rows], total[rows]
-    share, p = (lse - total).exp(), (logits.detach() - total).exp()
+    share, p = (lse - total).exp(), (logits - total).exp()
     split = upstream.unflatten(1, grouped.shape[1:3])
     prefix_dot = (upstream * out[rows]).sum(-1)
     dots = torch.einsum("qngd,kqnd->kqng", split, values).flatten(2)
     delta = share * prefix_dot + (p * dots).sum(0)  # sum(grad * merged)
     d_logits = p * (dots - delta)
-    if merge.score is not None:
-        (d_logits,) = torch.autograd.grad(logits, raw, d_logits)
     d_logits, p = ((merge.scale * d_logits).unflatten(-1, grouped.shape[1:3]), p.unflatten(-1, grouped.shape[1:3]))
     return _RowGradients(
         out=upstream * share[..., None],
         lse=share * (prefix_dot - delta),
         q=torch.einsum("kqng,kqnd->qngd", d_logits, keys).flatten(1, 2),
-        sink=torch.zeros_like(delta[0]) if sink is None else -((sink - total).exp() * delta).sum(0),
         own=(
             *torch.einsum("kqng,qngd->kqnd", d_logits, grouped),
             *torch.einsum("kqng,qngd->kqnd", p, split),
@@ -200,17 +165,7 @@ class _OwnLogits(NamedTuple):
 
 
 def _own_logits(q: Tensor, own: Sequence[Tensor], rows: slice, scale: float, dtype: torch.dtype) -> _OwnLogits:
-    count, kv_heads = len(own) // 2, own[0].shape[1] if own else q.shape[1]
+    count, kv_heads = len(own) // 2, own[0].shape[1]
     q = q[rows].to(dtype).unflatten(1, (kv_heads, -1))
-    if not own:
-        empty = q.new_empty(0, *q[:, :, 0].shape)
-        return _OwnLogits(empty, empty, q, q.new_empty(0, len(q), q.shape[1] * q.shape[2]))
     keys, values = (torch.stack([t[rows].to(dtype) for t in part]) for part in (own[:count], own[count:]))
     return _OwnLogits(keys, values, q, torch.einsum("qngd,kqnd->kqng", q, keys).flatten(2) * scale)
-
-
-def _own_score(scaled: Tensor, rows: slice, *, score: PositionScore, step: int, positions: Tensor) -> Tensor:
-    """`score` of own scores [k, rows, heads]: query t is at position t + step, its own K_i at t + i."""
-    at = positions[rows]
-    own = at + torch.arange(1, len(scaled) + 1, device=at.device)[:, None]
-    return score(scaled.permute(2, 0, 1), at + step, own).permute(1, 2, 0)

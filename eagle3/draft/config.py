@@ -44,7 +44,7 @@ class DraftConfig:
     """Sizes of one EAGLE3 draft.
 
     `rope_parameters` is transformers' dictionary (rope_type, rope_theta and the type's own keys); `aux_layers` are the
-    0-based target layers whose outputs the draft reads; `attention_sinks` adds a learnable logit to each query head.
+    0-based target layers whose outputs the draft reads.
     `window`: how many keys a query sees at most, its own included; None for all. Raises UserError where the sizes contradict
     each other.
     """
@@ -63,7 +63,6 @@ class DraftConfig:
     aux_layers: tuple[int, ...] | None = None
     fc_norm: bool = False
     norm_output: bool = False
-    attention_sinks: bool = False
     window: int | None = None
     token_ids: dict[str, Any] = field(default_factory=dict)
 
@@ -207,8 +206,6 @@ class DraftConfig:
 
     def to_json(self, dtype: str) -> dict[str, Any]:
         """config.json as SGLang and vLLM read it; the rope fields in both spellings (transformers 4 and 5)."""
-        if self.attention_sinks:
-            raise UserError("draft config: attention_sinks: no serving engine loads them; train without to export")
         rope = dict(self.rope_parameters)
         kind, theta = rope.get("rope_type", "default"), rope.get("rope_theta", 10000.0)
         scaling = {name: value for name, value in rope.items() if name != "rope_theta"}

@@ -32,7 +32,6 @@ _NAMES = {
     "midlayer.self_attn.k_proj.weight": "layer.self_attention.linear_k.weight",
     "midlayer.self_attn.v_proj.weight": "layer.self_attention.linear_v.weight",
     "midlayer.self_attn.o_proj.weight": "layer.self_attention.linear_proj.weight",
-    "midlayer.self_attn.sinks": "layer.self_attention.sinks",  # named as gpt-oss does; export refuses them
     "midlayer.mlp.down_proj.weight": "layer.mlp.linear_fc2.weight",
     "norm.weight": "norm.weight",
     "lm_head.weight": "lm_head.weight",

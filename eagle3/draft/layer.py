@@ -8,7 +8,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
-    set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -42,15 +41,13 @@ class LayerSubmodules:
 
 
 class Eagle3Attention(MegatronModule):
-    """Projections only. Keys apart from queries, so that skipped positions pay for k and v alone. sinks: a learnable
-    logit without a value for each query head."""
+    """Projections only. Keys apart from queries, so that skipped positions pay for k and v alone."""
 
     def __init__(
         self,
         config: TransformerConfig,
         submodules: AttentionSubmodules,
         pg_collection: ProcessGroupCollection,
-        sinks: bool,
     ) -> None:
         super().__init__(config=config)
         self.head_dim = config.kv_channels
@@ -74,10 +71,6 @@ class Eagle3Attention(MegatronModule):
             skip_bias_add=True,
             **linear,
         )
-        self.sinks = None
-        if sinks:
-            self.sinks = torch.nn.Parameter(torch.zeros(heads // pg_collection.tp.size(), dtype=config.params_dtype))
-            set_tensor_model_parallel_attributes(self.sinks, is_parallel=True, dim=0, stride=1)
 
     def query(self, x: Tensor, rotation: Rotation) -> Tensor:
         """x [Q, 2H] -> rotated q [Q, local heads, d]."""
@@ -120,10 +113,9 @@ class Eagle3Layer(MegatronModule):
         return hidden + self.mlp(self.pre_mlp_layernorm(hidden))[0]
 
 
-def eagle3_layer_spec(sinks: bool) -> ModuleSpec:
+def eagle3_layer_spec() -> ModuleSpec:
     attention = ModuleSpec(
         module=Eagle3Attention,
-        params={"sinks": sinks},
         submodules=AttentionSubmodules(
             linear_q=ColumnParallelLinear,
             linear_k=ColumnParallelLinear,

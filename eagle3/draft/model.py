@@ -51,7 +51,7 @@ class Eagle3Draft(MegatronModule):
             self.fc_norm = nn.ModuleList(WrappedTorchNorm(hidden_size=wide, **norm) for _ in range(AUX_LAYERS))
         self.fc = nn.Linear(AUX_LAYERS * wide, hidden, bias=False, dtype=dtype)
         config.init_method(self.fc.weight)
-        self.layer = build_module(eagle3_layer_spec(draft_config.attention_sinks), config=config, pg_collection=groups)
+        self.layer = build_module(eagle3_layer_spec(), config=config, pg_collection=groups)
         self.norm = WrappedTorchNorm(hidden_size=hidden, **norm)
         self.lm_head = ColumnParallelLinear(
             hidden,
@@ -102,11 +102,6 @@ class Eagle3Draft(MegatronModule):
     def output_norm(self) -> nn.Module | None:
         """Between a step's output and lm_head; None where steps hand on normed outputs (norm_output)."""
         return None if self.draft_config.norm_output else self.norm
-
-    @property
-    def sinks(self) -> Tensor | None:
-        """[local heads], of a draft that has them."""
-        return self.layer.self_attention.sinks
 
     def logits(self, output: Tensor) -> Tensor:
         """A step's output [Q, H] -> draft logits [Q, Vd / tp]."""

@@ -169,7 +169,7 @@ class ChainDrafter:
         window = self.draft.draft_config.window
         first = 0 if window is None else max(0, self.rows - window + step)
         seen = Piece(slice(0, 1), slice(first, self.rows), "full")
-        return (PrefixSchedule(self.position, self.position, self.position, (seen,)),)  # its rows go unread
+        return (PrefixSchedule(self.position, self.position, (seen,)),)  # its rows go unread
 
     def _over_target(self, probabilities: Tensor) -> Tensor:
         """[K, Vd] -> [K, V]: 0 for what the draft cannot say."""

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from eagle3.attention.ring import SharedKeyValue
+from eagle3.attention.ring import Exchange, SharedKeyValue
 from eagle3.attention.ttt import KeyValue
 
 Recompute = Literal["none", "attention_kept", "full"]
@@ -132,34 +132,26 @@ class StepResult(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """One TTT step. project: hidden -> (q, K_k, V_k), at step 0 (q,). attend(q, shared, own, sink) -> attended, with all
-    own keys and values so far. finish: (hidden, attended) -> (output,)."""
+    """One TTT step. project: hidden -> (q, K_k, V_k), at step 0 (q,). attend(q, shared, own) -> attended, with all own keys
+    and values so far. finish: (hidden, attended) -> (output,)."""
 
     project: Part
-    attend: Callable[[Tensor, SharedKeyValue, tuple[KeyValue, ...], Tensor | None], Tensor]
+    attend: Callable[[Tensor, SharedKeyValue, tuple[KeyValue, ...]], Tensor]
     finish: Part
 
-    def run(
-        self,
-        hidden: Tensor,
-        shared: Callable[[], SharedKeyValue],
-        own: tuple[KeyValue, ...],
-        sink: Tensor | None,
-        recompute: Recompute,
-    ) -> StepResult:
-        """hidden [Q, H]; shared: K_0, V_0 once they are there; own: of the steps before. Keeps for the backward pass everything (none), the inputs of what is
-        position-wise and what attention needs (attention_kept), or `hidden` alone (full)."""
+    def run(self, hidden: Tensor, exchange: Exchange, own: tuple[KeyValue, ...], recompute: Recompute) -> StepResult:
+        """hidden [Q, H]; exchange: of K_0, V_0; own: of the steps before. Keeps for the backward pass everything (none), the
+        inputs of what is position-wise and what attention needs (attention_kept), or `hidden` alone (full)."""
         if recompute == "full":
-            flat = [tensor for pair in own for tensor in pair]
-            prefix = shared()
+            flat, prefix = [tensor for pair in own for tensor in pair], exchange.shared
             output, *made = _Step.apply(
-                self, prefix.gradient, hidden, prefix.key_value, sink, len(flat), *flat, *self.project.weights
+                self, prefix.gradient, hidden, prefix.key_value, len(flat), *flat, *self.project.weights
             )
             return StepResult(output, KeyValue(*made) if made else None)
         kept = recompute == "none"
         q, *made = (self.project.plainly if kept else self.project)(hidden)
         mine = KeyValue(*made) if made else None
-        attended = self.attend(q, shared(), own if mine is None else (*own, mine), sink)
+        attended = self.attend(q, exchange.shared, own if mine is None else (*own, mine))
         (output,) = (self.finish.plainly if kept else self.finish)(hidden, attended)
         return StepResult(output, mine)
 
@@ -168,32 +160,29 @@ class _Step(torch.autograd.Function):
     """The whole step, of which only the inputs are kept. Both parts have the same weights."""
 
     @staticmethod
-    def forward(ctx, step, gradient, hidden, key_value, sink, own_count, *own_and_weights):
+    def forward(ctx, step, gradient, hidden, key_value, own_count, *own_and_weights):
         ctx.step, ctx.gradient = step, gradient
         ctx.set_materialize_grads(False)
         own = own_and_weights[:own_count]
-        ctx.save_for_backward(hidden, key_value, sink, *own)
+        ctx.save_for_backward(hidden, key_value, *own)
         q, *made = step.project.forward((hidden,))
-        attended = step.attend(q, SharedKeyValue(key_value, gradient), _pairs((*own, *made)), sink)
+        attended = step.attend(q, SharedKeyValue(key_value, gradient), _pairs((*own, *made)))
         return *step.finish.forward((hidden, attended)), *made
 
     @staticmethod
     def backward(ctx, d_output, *d_made):
-        hidden, key_value, sink, *own = ctx.saved_tensors
+        hidden, key_value, *own = ctx.saved_tensors
         step = ctx.step
         q, *made = step.project.forward((hidden,))
         with torch.enable_grad():
             q, *own_and_made = (tensor.detach().requires_grad_() for tensor in (q, *own, *made))
-            sink = None if sink is None else sink.detach().requires_grad_()
             shared = SharedKeyValue(key_value, ctx.gradient).detached()
-            attended = step.attend(q, shared, _pairs(own_and_made), sink)
+            attended = step.attend(q, shared, _pairs(own_and_made))
         finished = step.finish.backward((hidden, attended.detach()), (d_output,))
         d_hidden, d_attended = finished.inputs
-        leaves = (q, *own_and_made, *([] if sink is None else [sink]))
-        d_q, *d_leaves = torch.autograd.grad(attended, leaves, d_attended)
-        del attended, q, made, own_and_made, leaves, d_attended
-        d_own = d_leaves[: len(own)]
-        from_here = d_leaves[len(own) : len(own) + len(d_made)]
+        d_q, *d_own = torch.autograd.grad(attended, (q, *own_and_made), d_attended)
+        del attended, q, made, own_and_made, d_attended
+        d_own, from_here = d_own[: len(own)], d_own[len(own) :]
         d_made = [here if later is None else here.add_(later) for here, later in zip(from_here, d_made, strict=True)]
         projected = step.project.backward((hidden,), (d_q, *d_made))
         d_hidden += projected.inputs[0]
@@ -201,7 +190,7 @@ class _Step(torch.autograd.Function):
             a if b is None else b if a is None else a.add_(b)
             for a, b in zip(finished.weights, projected.weights, strict=True)
         ]
-        return None, None, d_hidden, None, None if sink is None else d_leaves[-1], None, *d_own, *weights
+        return None, None, d_hidden, None, None, *d_own, *weights
 
 
 def _pairs(flat: Sequence[Tensor]) -> tuple[KeyValue, ...]:

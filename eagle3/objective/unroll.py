@@ -1,12 +1,12 @@
 """The K training-time-test steps over this rank's queries of one stream, against K_0 and V_0 of all its keys."""
 
 from dataclasses import dataclass
-from functools import cache, partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from eagle3.attention.ring import SharedKeyValue
 from eagle3.attention.schedule import PrefixSchedule, schedule_prefix
 from eagle3.attention.ttt import KeyValue, TTTAttention
 from eagle3.draft.model import Eagle3Draft
@@ -98,48 +98,57 @@ def unroll(
     weights = tuple(weight for weight in draft.parameters() if weight.requires_grad)
     rows, queries = len(inputs.plan.rows), len(inputs.query_positions)
     chunk = max(rows, queries) if recompute == "none" or chunk is None else chunk
-    entry = Part(partial(_enter, draft, inputs), inputs.entry_cuts(chunk), weights)
-    hidden, *prefix = (entry.plainly if recompute == "none" else entry)()
-    shared = cache(partial(attention.finish, attention.start(KeyValue(*prefix))))
+    enter = Part(Entry(draft, inputs), inputs.entry_cuts(chunk), weights)
+    hidden, *prefix = (enter.plainly if recompute == "none" else enter)()
+    exchange = attention.start(KeyValue(*prefix))
     del prefix
     own: tuple[KeyValue, ...] = ()
     outputs = []
-    for k, (tokens, schedules) in enumerate(zip(inputs.query_tokens, inputs.schedules, strict=True)):
-        positions = inputs.query_positions
-        step = Step(
-            project=Part(
-                partial(_project, draft, tokens, positions + k, first=k == 0),
-                cut_rows(queries, chunk, outputs=3 if k else 1),
-                weights,
-            ),
-            attend=partial(_attend, attention, schedules, k, positions),
-            finish=Part(partial(_finish, draft), cut_rows(queries, chunk, outputs=1), weights),
-        )
-        made = step.run(hidden, shared, own, draft.sinks, recompute)
-        own = own if made.own is None else (*own, made.own)
-        hidden = made.output
+    for k in range(len(inputs.query_tokens)):
+        work = StepWork(draft, attention, inputs, k)
+        projected = cut_rows(queries, chunk, outputs=3 if k else 1)  # q, and from step 1 on K_k and V_k
+        finished = cut_rows(queries, chunk, outputs=1)
+        step = Step(Part(work.project, projected, weights), work.attend, Part(work.finish, finished, weights))
+        hidden, made = step.run(hidden, exchange, own, recompute)
+        own = own if made is None else (*own, made)
         outputs.append(hidden)
     return tuple(outputs)
 
 
-def _enter(draft: Eagle3Draft, inputs: UnrollInputs, cut: Cut) -> tuple[Tensor, ...]:
+@dataclass(frozen=True)
+class Entry:
     """Of a chunk of rows: fused states of the queries, K_0 and V_0 of the keys among them."""
-    queries, keys, _ = cut.outputs
-    fused = draft.fuse(inputs.aux[cut.rows])
-    hidden, prefix_hidden = (
-        fused.index_select(0, slots - cut.rows.start) for slots in (inputs.query_slots[queries], inputs.key_slots[keys])
-    )
-    return hidden, *draft.prefix(prefix_hidden, inputs.key_tokens[keys], inputs.key_positions[keys])
+
+    draft: Eagle3Draft
+    inputs: UnrollInputs
+
+    def __call__(self, cut: Cut) -> tuple[Tensor, ...]:
+        draft, inputs = self.draft, self.inputs
+        queries, keys, _ = cut.outputs
+        fused = draft.fuse(inputs.aux[cut.rows])
+        hidden, prefix_hidden = (
+            fused.index_select(0, slots - cut.rows.start)
+            for slots in (inputs.query_slots[queries], inputs.key_slots[keys])
+        )
+        return hidden, *draft.prefix(prefix_hidden, inputs.key_tokens[keys], inputs.key_positions[keys])
 
 
-def _project(draft: Eagle3Draft, tokens: Tensor, positions: Tensor, cut: Cut, hidden: Tensor, *, first: bool):
-    projected = draft.project(hidden, tokens[cut.rows], positions[cut.rows], first)
-    return projected.q, *(projected.own or ())
+@dataclass(frozen=True)
+class StepWork:
+    """What TTT step k computes: of a chunk of queries before and after attention, and attention of all."""
 
+    draft: Eagle3Draft
+    attention: TTTAttention
+    inputs: UnrollInputs
+    k: int
 
-def _attend(attention: TTTAttention, schedules, k: int, positions: Tensor, q, shared, own, sink) -> Tensor:
-    return attention(q, shared, schedules, own, sink, k, positions)
+    def project(self, cut: Cut, hidden: Tensor) -> tuple[Tensor, ...]:
+        tokens, positions = self.inputs.query_tokens[self.k, cut.rows], self.inputs.query_positions[cut.rows] + self.k
+        q, own = self.draft.project(hidden, tokens, positions, first=self.k == 0)
+        return q, *(own or ())
 
+    def attend(self, q: Tensor, shared: SharedKeyValue, own: tuple[KeyValue, ...]) -> Tensor:
+        return self.attention(q, shared, self.inputs.schedules[self.k], own)
 
-def _finish(draft: Eagle3Draft, cut: Cut, hidden: Tensor, attended: Tensor) -> tuple[Tensor]:
-    return (draft.finish(hidden, attended),)
+    def finish(self, cut: Cut, hidden: Tensor, attended: Tensor) -> tuple[Tensor]:
+        return (self.draft.finish(hidden, attended),)

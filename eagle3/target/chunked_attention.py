@@ -95,8 +95,7 @@ class ChunkedAttention:
         both = ulysses.to_heads(ulysses.replicate(torch.cat((k, v), -1)))
         key_value = self._cached(module, window, both.unflatten(-1, (2, -1)).permute(2, 0, 1, 3))
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        score = None if softcap is None else lambda scores, *_positions: softcap * torch.tanh(scores / softcap)
-        ring = RingAttention(self.ring, "p2p", scale, score)
+        ring = RingAttention(self.ring, "p2p", scale, softcap)
         if window not in self.schedules:
             self.schedules[window] = self._schedule(window, query.device)
         out, lse = ring(ulysses.to_heads(q), SharedKeyValue(key_value), self.schedules[window])
