@@ -30,7 +30,7 @@ from eagle3.data.standard_library import standard_library_files
 from eagle3.durable import write_text
 from eagle3.errors import run_command
 from eagle3.target.demo import byte_level_tokenizer
-from eagle3.target.demo_training import batches, train_language_model
+from eagle3.target.demo_training import LanguageModelTraining, batches, train_language_model
 from eagle3.target.muon import Muon
 
 LONGEST, PIECE = 16384, 512  # tokens of a conversation
@@ -162,9 +162,8 @@ def make(folder: Path) -> dict[str, Any]:
     point(model, batches(written(writer, 2000, 256, 768), 4096, seed=0), steps=250)
     for seed, (count, least, most, batch_tokens, steps) in enumerate(LENGTHS, start=1):
         texts = written(writer, count, least, most)
-        loss = train_language_model(
-            model, texts, batch_tokens=batch_tokens, steps=steps, seed=seed, report=print, **RATES
-        )
+        training = LanguageModelTraining(batch_tokens, steps, seed=seed, **RATES)
+        loss = train_language_model(model, texts, training, print)
     trained = time.process_time() - began
     model.save_pretrained(folder / "target")
     tokenizer.save_pretrained(folder / "target")

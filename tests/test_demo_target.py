@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from eagle3.data.standard_library import standard_library_conversations, standard_library_text
 from eagle3.errors import UserError
-from eagle3.recipe import load_recipe
+from eagle3.recipe import Demo, load_recipe
 from eagle3.target.demo import ANSWERS, HELD_OUT_ANSWERS, RECORD, byte_level_tokenizer, demo_target
-from eagle3.target.demo_training import batches, rate, train_language_model
+from eagle3.target.demo_training import LanguageModelTraining, batches, rate, train_language_model
 from eagle3.target.muon import Muon
 from eagle3.training.job import gather_inputs
 
@@ -48,8 +48,8 @@ TALKS = [_talk(number) for number in range(40)]
 HELD_OUT = [_talk(number) for number in range(90, 96)]
 
 
-def _demo(cache_dir, report=lambda line: None, **changes):
-    return demo_target(TALKS, HELD_OUT, cache_dir=cache_dir, report=report, **{**TINY, **changes})
+def _demo(cache_dir, report=lambda line: None, make=True, **changes):
+    return demo_target(TALKS, HELD_OUT, Demo(**TINY | changes), cache_dir=cache_dir, report=report, make=make)
 
 
 def test_a_second_call_returns_the_same_folder_without_training(tmp_path):
@@ -119,7 +119,7 @@ def test_a_demo_target_named_by_its_folder_still_offers_its_answers(tmp_path):
 
 def test_another_seed_text_or_size_gives_another_folder(tmp_path):
     folders = {_demo(tmp_path).folder, _demo(tmp_path, seed=1).folder, _demo(tmp_path, layers=5).folder}
-    folders.add(demo_target(TALKS[1:], HELD_OUT, cache_dir=tmp_path, report=lambda line: None, **TINY).folder)
+    folders.add(demo_target(TALKS[1:], HELD_OUT, Demo(**TINY), cache_dir=tmp_path, report=lambda line: None).folder)
     assert len(folders) == 4
 
 
@@ -226,14 +226,14 @@ def test_files_are_learnt_whole_in_pieces_of_the_context_and_the_first_steps_see
     lines, changes = [], {"context": 48, "short_context": 8, "short_steps": 3, "steps": 5}
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 12, "rope_theta": 10000.0}
     options = {**TINY, **changes, "rope_parameters": rope}
-    made = demo_target(texts, texts[:3], cache_dir=tmp_path, report=lines.append, **options)
+    made = demo_target(texts, texts[:3], Demo(**options), cache_dir=tmp_path, report=lines.append)
     config = AutoModelForCausalLM.from_pretrained(made.folder).config
     assert (config.max_position_embeddings, config.rope_parameters["rope_type"]) == (48, "yarn")
     assert not (made.folder / ANSWERS).exists()
     tokenizer = AutoTokenizer.from_pretrained(made.folder)
     tokens = sum(len(tokenizer(row["text"])["input_ids"]) for row in texts)
     assert any(f"{tokens:,} tokens of text" in line for line in lines)  # none is cut off
-    assert demo_target(texts, texts[:3], cache_dir=tmp_path, **{**options, "short_steps": 2}).folder != made.folder
+    assert demo_target(texts, texts[:3], Demo(**options | {"short_steps": 2}), cache_dir=tmp_path).folder != made.folder
 
 
 @pytest.mark.parametrize(
@@ -257,9 +257,9 @@ def test_the_first_steps_take_the_short_documents(tmp_path):
     )
     seen = []
     model.register_forward_pre_hook(lambda _, __, given: seen.append(given["input_ids"].shape[1]), with_kwargs=True)
-    rates = {"learning_rate": 0.01, "adam_learning_rate": 0.01, "seed": 0, "report": lambda line: None}
+    training = LanguageModelTraining(12, 5, learning_rate=0.01, adam_learning_rate=0.01, seed=0, short_steps=3)
     short, whole = [torch.arange(4)] * 6, [torch.arange(12)] * 2
-    train_language_model(model, whole, short=short, short_steps=3, batch_tokens=12, steps=5, **rates)
+    train_language_model(model, whole, training, lambda line: None, short)
     assert seen == [4, 4, 4, 12, 12]
 
 
@@ -303,7 +303,7 @@ def test_what_does_not_fit_is_refused_with_its_name_and_value(tmp_path, changes,
 
 def test_no_held_out_text_is_refused(tmp_path):
     with pytest.raises(UserError, match="data.held_out"):
-        demo_target(TALKS, [], cache_dir=tmp_path, report=lambda line: None, **TINY)
+        demo_target(TALKS, [], Demo(**TINY), cache_dir=tmp_path, report=lambda line: None)
 
 
 def test_the_answers_are_what_the_saved_target_says_when_asked_alone(tmp_path):

@@ -18,8 +18,9 @@ from eagle3.console import WARNING, waiting
 from eagle3.data.cache import DAMAGE, replacing_folder, sealed, unsealed
 from eagle3.durable import file_digest
 from eagle3.errors import UserError
+from eagle3.recipe import Demo
 from eagle3.target.answers import greedy_answers
-from eagle3.target.demo_training import measure_language_model, train_language_model
+from eagle3.target.demo_training import LanguageModelTraining, measure_language_model, train_language_model
 
 FORMAT = 2  # raise it when this file begins to make another model from the same arguments
 # The chat template spells these out, so that it can be read alone.
@@ -49,25 +50,9 @@ class DemoTarget(NamedTuple):
 def demo_target(
     rows: list[dict],
     held_out: list[dict],
+    demo: Demo,
     *,
     cache_dir: Path,
-    vocab_size: int,
-    hidden_size: int,
-    intermediate_size: int,
-    layers: int,
-    heads: int,
-    key_value_heads: int,
-    context: int,
-    rope_parameters: dict | None = None,
-    short_context: int | None = None,
-    short_steps: int = 0,
-    batch_tokens: int,
-    steps: int,
-    learning_rate: float,
-    adam_learning_rate: float,
-    seed: int,
-    answers: int,
-    answer_tokens: int,
     device: torch.device | str = "cpu",
     report: Callable[[str], None] = print,
     make: bool = True,
@@ -80,44 +65,29 @@ def demo_target(
     held_out_answers.jsonl): a draft has to predict what its target says, so it learns from that. Its name is a hash of the
     rows, the parameters and the libraries' versions, and it appears in one rename, so a killed run leaves nothing
     half-made. One that is found is compared with its digests, and made anew where a file does not fit.
-    A batch is at most `batch_tokens` tokens with its padding. A conversation's tokens past `context` are cut off, a file is cut
-    into pieces; the first `short_steps` see those of `short_context` tokens.
-    `report` gets a line now and then. Weights are the same for the same arguments, device and number of threads.
+    A conversation's tokens past `context` are cut off, a file is cut into pieces. `report` gets a line now and then. Weights are
+    the same for the same arguments, device and number of threads.
     Raises UserError for shapes that do not fit together, for too little text, and where it is not there and not to be made.
     """
-    if hidden_size % (2 * heads) or heads % key_value_heads:
+    if demo.hidden_size % (2 * demo.heads) or demo.heads % demo.key_value_heads:
         raise UserError(
-            f"model.demo: hidden_size {hidden_size}, heads {heads}, key_value_heads {key_value_heads} do not fit; "
+            f"model.demo: hidden_size {demo.hidden_size}, heads {demo.heads}, key_value_heads {demo.key_value_heads} do not fit; "
             "make hidden_size an even multiple of heads, and heads a multiple of key_value_heads"
         )
-    if batch_tokens < context:
-        raise UserError(f"model.demo.batch_tokens: {batch_tokens} is less than one conversation of {context}; raise it")
-    if short_steps and (short_context is None or short_steps >= steps):
+    if demo.batch_tokens < demo.context:
         raise UserError(
-            f"model.demo: short_steps {short_steps}, short_context {short_context}, steps {steps} do not fit; give short_context, "
-            "and more steps than short_steps"
+            f"model.demo.batch_tokens: {demo.batch_tokens} is less than one conversation of {demo.context}; raise it"
         )
-    shape = demo_shape(
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        layers=layers,
-        heads=heads,
-        key_value_heads=key_value_heads,
-        context=context,
-        rope_parameters=rope_parameters,
-    )
-    training = {
-        "short_steps": short_steps,
-        "batch_tokens": batch_tokens,
-        "steps": steps,
-        "learning_rate": learning_rate,
-        "adam_learning_rate": adam_learning_rate,
-        "seed": seed,
-    }
-    answering = {"answers": answers, "answer_tokens": answer_tokens}
+    if demo.short_steps and (demo.short_context is None or demo.short_steps >= demo.steps):
+        raise UserError(
+            f"model.demo: short_steps {demo.short_steps}, short_context {demo.short_context}, steps {demo.steps} do not fit; give "
+            "short_context, and more steps than short_steps"
+        )
+    training = _training(demo)._asdict()
+    answering = {"answers": demo.answers, "answer_tokens": demo.answer_tokens}
     versions = [tokenizers.__version__, torch.__version__, transformers.__version__]
-    identity = json.dumps([FORMAT, versions, shape, short_context, training, answering, rows, held_out], sort_keys=True)
+    told = [FORMAT, versions, demo_shape(demo), demo.short_context, training, answering, rows, held_out]
+    identity = json.dumps(told, sort_keys=True)
     folder = Path(cache_dir).expanduser() / f"demo-target-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
     damage = "is not there"
     if (folder / RECORD).is_file():
@@ -135,7 +105,7 @@ def demo_target(
         )
     # Where another process was faster its model is as good.
     with replacing_folder(folder, keep=_is_whole) as unfinished:
-        _make(unfinished, rows, held_out, shape, short_context, training, answering, torch.device(device), report)
+        _make(unfinished, rows, held_out, demo, torch.device(device), report)
     return _open(folder, report)._replace(cached=False)
 
 
@@ -163,66 +133,56 @@ def _is_whole(folder: Path) -> bool:
     return True
 
 
-def demo_shape(
-    *,
-    vocab_size: int,
-    hidden_size: int,
-    intermediate_size: int,
-    layers: int,
-    heads: int,
-    key_value_heads: int,
-    context: int,
-    rope_parameters: dict | None,
-) -> dict[str, Any]:
+def demo_shape(demo: Demo) -> dict[str, Any]:
     """What LlamaConfig is told of a demo target's shape."""
     return {
-        "vocab_size": vocab_size,
-        "hidden_size": hidden_size,
-        "intermediate_size": intermediate_size,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": key_value_heads,
-        "max_position_embeddings": context,
-        "rope_parameters": rope_parameters,
+        "vocab_size": demo.vocab_size,
+        "hidden_size": demo.hidden_size,
+        "intermediate_size": demo.intermediate_size,
+        "num_hidden_layers": demo.layers,
+        "num_attention_heads": demo.heads,
+        "num_key_value_heads": demo.key_value_heads,
+        "max_position_embeddings": demo.context,
+        "rope_parameters": demo.rope_parameters,
     }
+
+
+def _training(demo: Demo) -> LanguageModelTraining:
+    return LanguageModelTraining(**{name: getattr(demo, name) for name in LanguageModelTraining._fields})
 
 
 def _make(
     folder: Path,
     rows: list[dict],
     held_out: list[dict],
-    shape: dict,
-    short_context: int | None,
-    training: dict,
-    answering: dict,
+    demo: Demo,
     device: torch.device,
     report: Callable[[str], None],
 ) -> None:
     began = time.monotonic()
     disable_progress_bar()  # of what saves the model: it garbles a log
-    context = shape["max_position_embeddings"]
     with waiting(report, "demo target: making a tokenizer"):
-        tokenizer = byte_level_tokenizer(rows, shape["vocab_size"], context)
+        tokenizer = byte_level_tokenizer(rows, demo.vocab_size, demo.context)
     with waiting(report, "demo target: tokenising its text"):
-        documents = _documents(tokenizer, rows, context, "data.train")
-        short = _documents(tokenizer, rows, short_context, "data.train") if short_context else []
-        held_out_documents = _documents(tokenizer, held_out, context, "data.held_out")
+        documents = _documents(tokenizer, rows, demo.context, "data.train")
+        short = _documents(tokenizer, rows, demo.short_context, "data.train") if demo.short_context else []
+        held_out_documents = _documents(tokenizer, held_out, demo.context, "data.held_out")
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(training["seed"])
+        torch.manual_seed(demo.seed)
         ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
         try:
-            model = LlamaForCausalLM(LlamaConfig(**shape, **ends, tie_word_embeddings=False)).to(device)
+            model = LlamaForCausalLM(LlamaConfig(**demo_shape(demo), **ends, tie_word_embeddings=False)).to(device)
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(
-                f"model.demo.rope_parameters: {shape['rope_parameters']}: transformers takes no such rope ({error!r}); mend it, or "
+                f"model.demo.rope_parameters: {demo.rope_parameters}: transformers takes no such rope ({error!r}); mend it, or "
                 "leave it out"
             ) from error
     report(
         f"demo target: {model.num_parameters() / 1e6:.1f}M parameters, {sum(map(len, documents)):,} tokens of text, "
-        f"{training['steps']} steps of up to {training['batch_tokens']} tokens"
+        f"{demo.steps} steps of up to {demo.batch_tokens} tokens"
     )
-    loss = train_language_model(model, documents, short=short, **training, report=report)
-    held_out_loss, accuracy = measure_language_model(model, held_out_documents, training["batch_tokens"], report)
+    loss = train_language_model(model, documents, _training(demo), report, short=short)
+    held_out_loss, accuracy = measure_language_model(model, held_out_documents, demo.batch_tokens, report)
     seconds = time.monotonic() - began
     report(
         f"demo target: held-out loss {held_out_loss:.3f} nats a token, {accuracy:.0%} of tokens right, {seconds:.0f} s"
@@ -235,15 +195,15 @@ def _make(
     for talks, name in ((rows, ANSWERS), (held_out, HELD_OUT_ANSWERS)):
         if "text" in talks[0]:
             continue  # nobody asks anything
-        questions = [talk["messages"][0] for talk in _spread(talks, answering["answers"])]
-        answered = greedy_answers(model, tokenizer, questions, answering["answer_tokens"], report)
+        questions = [talk["messages"][0] for talk in _spread(talks, demo.answers)]
+        answered = greedy_answers(model, tokenizer, questions, demo.answer_tokens, report)
         lines = [json.dumps({"messages": messages}) + "\n" for messages in answered]
         (folder / name).write_text("".join(lines), encoding="utf-8")
     record = {
         "loss": loss,
         "held_out_loss": held_out_loss,
         "held_out_accuracy": accuracy,
-        "steps": training["steps"],
+        "steps": demo.steps,
         "seconds": seconds,
         "files": {path.name: file_digest(path) for path in sorted(folder.iterdir())},
     }

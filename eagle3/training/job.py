@@ -173,11 +173,11 @@ def _demo(recipe: Recipe, device: torch.device, say: Say, make: bool) -> Path:
         found = demo_target(
             text.train,
             text.held_out,
+            demo,
             cache_dir=recipe.data.cache_dir,
             device=device,
             report=say,
             make=make,
-            **demo.model_dump(exclude={"text"}),
         )
     origin = "found in the cache" if found.cached else f"made in {found.seconds:.0f} s"
     say(f"demo target: loss {found.loss:.3f}, held-out loss {found.held_out_loss:.3f} nats a token ({origin})")

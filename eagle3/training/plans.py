@@ -54,20 +54,10 @@ def planned_step(recipe: Recipe, target: PretrainedConfig, gpus: int, deepspeed_
 
 def config_to_plan(recipe: Recipe) -> PretrainedConfig:
     """Of the recipe's target, its language part; for `demo`, of the target that the quickstart will train."""
-    model, demo = recipe.model, recipe.model.demo
+    model = recipe.model
     if model.target != "demo":
         return target_config(model.target, revision=model.revision, trust_remote_code=model.trust_remote_code)
-    shape = demo_shape(
-        vocab_size=demo.vocab_size,
-        hidden_size=demo.hidden_size,
-        intermediate_size=demo.intermediate_size,
-        layers=demo.layers,
-        heads=demo.heads,
-        key_value_heads=demo.key_value_heads,
-        context=demo.context,
-        rope_parameters=demo.rope_parameters,
-    )
-    return LlamaConfig(**shape)
+    return LlamaConfig(**demo_shape(model.demo))
 
 
 def recipe_stream(recipe: Recipe, data_ranks: int, supervised: float) -> Stream | None:
