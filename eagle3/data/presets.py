@@ -1,13 +1,12 @@
-"""Datasets that people train drafts on, by a short name: where each lies and how its rows become conversations.
-
-What is written here of a set was read in public places: the sets' own pages, and the scripts of SpecForge
-(scripts/prepare_data.py) and speculators, whose names are kept. None was downloaded for it: `unverified` says what of an
-entry no such place told.
-"""
+"""Datasets that people train drafts on, by a short name: where each lies (presets.yaml), and how its rows become
+conversations."""
 
 import difflib
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
+
+import yaml
 
 from eagle3.data.download import DatasetSource
 from eagle3.errors import UserError
@@ -19,7 +18,8 @@ class Preset:
 
     dataset, config, files: as in `DatasetSource`. train, held_out: splits. chat: the column that holds whole conversations,
     in OpenAI's or ShareGPT's form; or, for sets of single questions, questions: columns joined by an empty line where they
-    are not empty, and answer. licence: as the set's page gives it. size: conversations of `train`.
+    are not empty, and answer. licence: as the set's page gives it. size: conversations
+    of `train`. unverified: what of these no public place told.
     """
 
     dataset: str
@@ -40,93 +40,15 @@ class Preset:
         return self.chat or f"{' + '.join(self.questions)} → {self.answer}"
 
 
-ONE_LIST = "one JSON list, so the whole file travels whatever data.max_samples is"
-
-
+@cache
 def presets() -> dict[str, Preset]:
     """All presets by name."""
-    return {
-        "sharegpt": Preset(
-            dataset="Aeala/ShareGPT_Vicuna_unfiltered",
-            files=("ShareGPT_V4.3_unfiltered_cleaned_split.json",),
-            chat="conversations",
-            licence="Apache-2.0",
-            size="94k",
-            note=f"users' talks with ChatGPT; {ONE_LIST} (464 MB)",
-            unverified="size",
-        ),
-        "ultrachat": Preset(
-            dataset="HuggingFaceH4/ultrachat_200k",
-            train="train_sft",
-            held_out="test_sft",
-            chat="messages",
-            licence="MIT",
-            size="208k",
-            note="synthetic talks of several turns",
-        ),
-        "perfectblend": Preset(
-            dataset="mlabonne/open-perfectblend",
-            chat="conversations",
-            licence="Apache-2.0",
-            size="1.4M",
-            note="chat, mathematics, code and instructions, mixed; a few rows without text are left out",
-        ),
-        "magpie": Preset(
-            dataset="Magpie-Align/Magpie-Qwen2.5-Pro-1M-v0.1",
-            chat="conversations",
-            licence="not stated",
-            size="1M",
-            note="single questions with answers of Qwen2.5-72B-Instruct",
-            unverified="licence, who answered",
-        ),
-        "opencodeinstruct": Preset(
-            dataset="nvidia/OpenCodeInstruct",
-            config="train",
-            questions=("input",),
-            answer="output",
-            licence="CC-BY-4.0",
-            size="5M",
-            note="programming questions with answers",
-        ),
-        "magicoder-evol-instruct": Preset(
-            dataset="ise-uiuc/Magicoder-Evol-Instruct-110K",
-            files=("data-evol_instruct-decontaminated.jsonl",),
-            questions=("instruction",),
-            answer="response",
-            licence="Apache-2.0",
-            size="110k",
-            note="programming questions with answers of GPT-4",
-            unverified="who answered",
-        ),
-        "longalign": Preset(
-            dataset="THUDM/LongAlign-10k",
-            files=("long.jsonl",),
-            chat="messages",
-            licence="not stated",
-            size="10k",
-            note="questions about texts of 8k to 64k tokens, English and Chinese",
-            unverified="licence",
-        ),
-        "longalpaca": Preset(
-            dataset="Yukang/LongAlpaca-12k",
-            files=("LongAlpaca-12k.json",),
-            questions=("instruction", "input"),
-            answer="output",
-            licence="CC-BY-NC-4.0",
-            size="12k",
-            note=f"questions about long texts, and short ones; {ONE_LIST} (498 MB)",
-            unverified="whether short rows use `input`",
-        ),
-        "longwriter": Preset(
-            dataset="THUDM/LongWriter-6k",
-            files=("long.jsonl",),
-            chat="messages",
-            licence="Apache-2.0",
-            size="6k",
-            note="answers of 2k to 32k words, English and Chinese",
-            unverified="the column's name, the words of an answer",
-        ),
-    }
+    table = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+    return {name: Preset(**{key: _frozen(value) for key, value in of.items()}) for name, of in table.items()}
+
+
+def _frozen(value: str | list[str]) -> str | tuple[str, ...]:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def preset_source(source: str) -> DatasetSource:
