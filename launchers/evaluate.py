@@ -34,6 +34,8 @@ def main() -> int:
     options = parse()
     recipe = load_recipe(options.recipe, options.overrides)
     draft = options.draft or recipe.output.dir / "export"
+    if options.check:
+        return check_with_sglang(draft, options.quiet)
     out = options.out or draft.parent / ("by_context.json" if options.by_context else "evaluation.json")
     check(options, recipe, draft)
     require_inputs(recipe)
@@ -129,9 +131,28 @@ def parse() -> argparse.Namespace:
         help="file for the result as JSON (default: evaluation.json or by_context.json beside --draft)",
     )
     parser.add_argument(
+        "--check",
+        action="store_true",
+        help="judge nothing: load the draft in SGLang's own class, which must take every tensor (train.py --check is for the "
+        "recipe, before training)",
+    )
+    parser.add_argument(
         "--quiet", action="store_true", help="say the result alone: its figures, and where it was written"
     )
     return parser.parse()
+
+
+def check_with_sglang(draft: Path, quiet: bool) -> int:
+    """Needs SGLang installed, but neither a GPU nor the target. Raises UserError where its class does not take the draft whole."""
+    require_export(draft)
+    from eagle3.draft.interchange import read_exported
+    from eagle3.evaluation.export_check import check_export
+
+    read_exported(draft)
+    with waiting(Console(speaks=True, quiet=quiet), "asking SGLang"):
+        said = check_export(draft)
+    tell(f"{draft}: {said}")
+    return 0
 
 
 def warn_of_another_window(recipe: Recipe, draft: Path, console: Console) -> None:

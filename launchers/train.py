@@ -39,7 +39,7 @@ def main() -> int:
     parser.add_argument(
         "--check",
         metavar="NxP",
-        help="before training: check recipe, DeepSpeed file and layout for N nodes of P processes, and stop (export.py "
+        help="before training: check recipe, DeepSpeed file and layout for N nodes of P processes, and stop (evaluate.py "
         "--check is for the draft, after it)",
     )
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""The prompts of a judged draft, trees of drafts, and what evaluate.py and export.py refuse before anything is loaded."""
+"""The prompts of a judged draft, trees of drafts, and what evaluate.py refuses before anything is loaded."""
 
 import json
 import re
@@ -202,9 +202,9 @@ def test_evaluate_refuses_at_once(tmp_path, target, monkeypatch, capsys, argumen
 
 def test_a_run_or_a_target_in_the_place_of_a_draft_is_told_from_one(tmp_path, target, monkeypatch, capsys):
     make_export(tmp_path)
-    said = refused(monkeypatch, capsys, "export.py", "--check", "--draft", tmp_path)
+    said = refused(monkeypatch, capsys, "evaluate.py", "--check", "--draft", tmp_path)
     assert f"{tmp_path}: is a run's folder; its draft is in there: --draft {tmp_path / 'export'}" in said
-    said = refused(monkeypatch, capsys, "export.py", "--check", "--draft", target)
+    said = refused(monkeypatch, capsys, "evaluate.py", "--check", "--draft", target)
     assert f"{target}/config.json: has 5 layers, so this is no EAGLE3 draft" in said
 
 
@@ -256,7 +256,7 @@ def test_a_window_that_the_recipe_names_and_the_draft_has_not_is_said(tmp_path, 
 
 
 def test_export_refuses_at_once(tmp_path, monkeypatch, capsys):
-    assert "no exported draft here" in refused(monkeypatch, capsys, "export.py", "--check", "--draft", tmp_path)
+    assert "no exported draft here" in refused(monkeypatch, capsys, "evaluate.py", "--check", "--draft", tmp_path)
 
 
 def refused(monkeypatch, capsys, launcher: str, *arguments) -> str:

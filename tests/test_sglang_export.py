@@ -157,7 +157,7 @@ def test_a_config_of_another_class_is_refused(said):
 
 
 def test_the_launcher_says_one_line(topology, tmp_path):
-    command = [sys.executable, "launchers/export.py", "--check", "--draft"]
+    command = [sys.executable, "launchers/evaluate.py", "--check", "--draft"]
     bad = spoilt(export(tmp_path / "whole", topology), "bad", renamed("norm.weight", "nrom.weight"))
     for folder, code in ((tmp_path / "whole", 0), (bad, 2)):
         run = subprocess.run([*command, str(folder)], cwd=ROOT, capture_output=True, text=True, timeout=300)

@@ -26,7 +26,7 @@ def check_export(folder: Path) -> str:
     NotChecked where it cannot be asked."""
     if not is_installed():
         raise NotInstalled(
-            f"{folder}: not checked: SGLang is not installed; {INSTALL}, or check where it is with launchers/export.py --check"
+            f"{folder}: not checked: SGLang is not installed; {INSTALL}, or check where it is with launchers/evaluate.py --check"
         )
     try:
         require_supported(version("sglang"), "this environment")

@@ -146,9 +146,3 @@ def _queries(stream: Stream, steps: int, selection: str) -> Tensor:
     for step in range(1, min(steps, stream.tokens)):
         wanted[:-step] |= stream.supervised[step:] & (rows[:-step] + step <= stream.end[:-step])
     return wanted.nonzero().flatten()
-
-
-def supervised_counts(stream: Stream, steps: int) -> Tensor:
-    """[K] int64: how many rows step k supervises in the whole stream (the accuracies' denominators)."""
-    depth = stream.position[stream.supervised]
-    return torch.stack([(depth >= step).sum() for step in range(steps)])

@@ -210,6 +210,6 @@ def _check(exported: Path, console: Console) -> None:
             said = check_export(exported)
         console(f"export check: {said}")
     except NotInstalled:
-        console("export check: not made, because SGLang is not installed (launchers/export.py --check makes it)")
+        console("export check: not made, because SGLang is not installed (launchers/evaluate.py --check makes it)")
     except NotChecked as reason:
         console.warn(str(reason))
