@@ -105,15 +105,11 @@ def checkpoint_of(recipe: Recipe) -> int | None:
     """Bytes of one of this recipe's checkpoints; None where the target's config is not there, or not yet."""
     import torch
 
-    from eagle3.draft.config import drafted_tokens
     from eagle3.preflight.places import checkpoint_bytes
-    from eagle3.training.job import shape_draft
-    from eagle3.training.plans import config_to_plan
+    from eagle3.training.job import Prospect
 
     try:
-        target = config_to_plan(recipe)
-        drafted = drafted_tokens(recipe.model.draft.vocab_size, target.vocab_size)
-        draft = shape_draft(recipe, target, target.vocab_size, drafted)
+        draft = Prospect.of(recipe).shape
     except UserError:
         return None  # training says it in full
     return checkpoint_bytes(draft, recipe.parallelism.tensor, getattr(torch, recipe.training.dtype).itemsize)

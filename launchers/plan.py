@@ -36,12 +36,13 @@ def main() -> int:
         stream_samples(recipe.training.global_batch_size, data, recipe.training.accumulation)
     # Imported only now, and in silence: DeepSpeed logs to stdout that there is no GPU, where JSON may be wanted.
     before_imports(quiet=True)
+    from eagle3.training.job import Prospect
     from eagle3.training.plan_report import DOES_NOT_FIT, FITS, plan, written
-    from eagle3.training.plans import config_to_plan, planned_step
+    from eagle3.training.plans import planned_step
 
-    target = config_to_plan(recipe)
-    wanted = planned_step(recipe, target, options.gpus, options.deepspeed, packed=options.context is None)
-    report = plan(recipe, wanted, options.gpu_memory * 1e9, options.context, options.supervised)
+    prospect = Prospect.of(recipe)
+    wanted = planned_step(prospect, options.gpus, options.deepspeed, packed=options.context is None)
+    report = plan(prospect, wanted, options.gpu_memory * 1e9, options.context, options.supervised)
     if options.json:
         print(json.dumps(report, indent=1))
         return 0 if report["fits"] else 1

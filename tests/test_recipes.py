@@ -30,6 +30,7 @@ from eagle3.fitting import RESERVED, Stream
 from eagle3.recipe import About, Claim, Recipe, load_recipe
 from eagle3.target.checkpoint import target_config
 from eagle3.target.facts import TargetFacts, read_facts
+from eagle3.training.job import Prospect
 from eagle3.training.plans import planned_step
 from eagle3.training.recipe_text import (
     BEGIN,
@@ -86,7 +87,7 @@ def test_every_published_config_has_a_recipe_but_the_one_without_a_class():
 @every_recipe
 def test_a_recipe_plans_and_fits_on_one_node(name, facts):
     recipe = recipe_of(name)
-    wanted = planned_step(recipe, facts[name].config, NODE, ZERO2, packed=True)
+    wanted = planned_step(Prospect.of(recipe, facts[name].config), NODE, ZERO2, packed=True)
     documents, left = divmod(recipe.training.global_batch_size, wanted.sizes.data * recipe.training.accumulation)
     assert left == 0
     stream = Stream(documents * recipe.data.max_length, documents, 1.0)

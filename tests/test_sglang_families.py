@@ -18,7 +18,7 @@ from eagle3.recipe import load_recipe
 from eagle3.target.checkpoint import target_config
 from eagle3.target.sglang.version import EAGLE3_TARGETS
 from eagle3.target.transformers import load_target
-from eagle3.training.job import shape_draft
+from eagle3.training.job import Prospect
 
 pytestmark = pytest.mark.sglang
 
@@ -90,7 +90,7 @@ def test_sglang_rotates_every_draft_as_training_does_at_the_size_of_the_model(tm
     """The tables of all positions that it makes, without a model of that size."""
     for recipe in with_class():
         read, target = load_recipe(ROOT / "recipes" / f"{recipe}.yaml"), target_config(FAMILIES / recipe)
-        draft = shape_draft(read, target, target.vocab_size, read.model.draft.vocab_size)
+        draft = Prospect.of(read, target).shape
         (tmp_path / recipe).mkdir()
         (tmp_path / recipe / "config.json").write_text(json.dumps(draft.to_json("bfloat16")))
     found = in_sglang("tests/rotation_worker.py", *(str(tmp_path / recipe) for recipe in with_class()))

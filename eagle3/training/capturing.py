@@ -124,7 +124,7 @@ def fill(
     recipe, hidden, sequence = job.recipe, job.recipe.hidden_states, topology.sequence
     together = part.split(topology.data.rank(), topology.data.size())
     alone = together.split(sequence.rank(), sequence.size())
-    encoding = store_encoding(recipe, job.config.hidden_size, job.vocabulary.size)
+    encoding = store_encoding(job.prospect)
     watchdog.at("opening the store")
     with waiting(console, f"opening {hidden.path}"):
         opened = agreed(

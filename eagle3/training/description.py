@@ -11,19 +11,16 @@ import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
-from transformers import PretrainedConfig
 
 from eagle3.data.download import is_dataset, source_of_id
 from eagle3.data.prepare import Summary
 from eagle3.data.presets import preset_source
 from eagle3.data.samples import SampleSet
-from eagle3.draft.config import DraftConfig
 from eagle3.errors import UserError
 from eagle3.fitting import Stream
 from eagle3.parallel.topology import usable_cores
 from eagle3.planner import Weights, rank_bytes
 from eagle3.preflight.sameness import ABSENT, PACKAGES, versions
-from eagle3.recipe import Recipe
 from eagle3.training.job import Job
 from eagle3.training.plans import planned_step, spanned
 
@@ -79,14 +76,7 @@ def describe_run(
         },
         "memory": {"before_gib": memory_before}
         | estimate_memory(
-            recipe,
-            target,
-            shape,
-            deepspeed_file,
-            lengths=job.train.lengths,
-            supervised=train["supervised"] / max(1, train["tokens"]),
-            processes=processes,
-            device=device,
+            job, train["supervised"] / max(1, train["tokens"]), deepspeed_file, processes=processes, device=device
         ),
     }
 
@@ -131,29 +121,22 @@ def _prepared(summary: Summary | None) -> dict[str, Any] | None:
 
 
 def estimate_memory(
-    recipe: Recipe,
-    target: PretrainedConfig,
-    shape: DraftConfig,
-    deepspeed_file: Path,
-    *,
-    lengths: np.ndarray,
-    supervised: float,
-    processes: int,
-    device: torch.device,
+    job: Job, supervised: float, deepspeed_file: Path, *, processes: int, device: torch.device
 ) -> dict[str, Any]:
-    """The planner's bytes of a rank, in GiB, for the largest stream that samples of these `lengths` can make.
+    """The planner's bytes of a rank, in GiB, for the largest stream that the samples can make, of which such a share is
+    supervised.
 
     estimate_gib is None, and `why` says so, where the planner refuses the layout.
     """
     try:
-        planned = planned_step(recipe, target, processes, deepspeed_file, packed=True)
+        planned = planned_step(job.prospect, processes, deepspeed_file, packed=True)
     except UserError as refusal:
         return {"estimate_gib": None, "why": str(refusal)}
-    planned = dataclasses.replace(planned, draft=shape, device=device.type)
-    training = recipe.training
+    planned = dataclasses.replace(planned, device=device.type)
+    training, lengths = job.recipe.training, job.train.lengths
     documents = min(len(lengths), training.global_batch_size // (planned.sizes.data * training.accumulation))
     tokens = int(np.sort(lengths)[-documents:].sum())
-    stream = spanned(Stream(tokens, documents, supervised), recipe.data.spans)
+    stream = spanned(Stream(tokens, documents, supervised), job.recipe.data.spans)
     parts = rank_bytes(planned, stream.share(planned))
     return {
         "estimate_gib": parts.total() / GIB,

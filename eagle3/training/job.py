@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import LlamaConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from eagle3.console import WARNING, counted, waiting
 from eagle3.data.prepare import Prepared, Summary, prepare_samples
@@ -34,11 +34,32 @@ from eagle3.parallel.topology import Topology, agreed, every_core
 from eagle3.recipe import Draft, Recipe
 from eagle3.target.aux_layers import check_aux_layers, default_aux_layers
 from eagle3.target.checkpoint import fingerprint, load_tokenizer, target_config
-from eagle3.target.demo import ANSWERS, HELD_OUT_ANSWERS, demo_target
+from eagle3.target.demo import ANSWERS, HELD_OUT_ANSWERS, demo_shape, demo_target
 from eagle3.target.interface import TargetHead
 from eagle3.target.transformers import TransformersTarget, load_target
 
 Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Prospect:
+    """What a recipe comes to as far as its target's config tells. config: of the language part. shape: the draft's."""
+
+    recipe: Recipe
+    config: PretrainedConfig
+    shape: DraftConfig
+
+    @classmethod
+    def of(cls, recipe: Recipe, config: PretrainedConfig | None = None) -> "Prospect":
+        """config: where it is known; else it is read, or, of `demo`, made as the quickstart will. Raises UserError."""
+        model = recipe.model
+        if config is None and model.target == "demo":
+            config = LlamaConfig(**demo_shape(model.demo))
+        config = config or target_config(
+            model.target, revision=model.revision, trust_remote_code=model.trust_remote_code
+        )
+        drafted = drafted_tokens(model.draft.vocab_size, config.vocab_size)
+        return cls(recipe, config, _shape_draft(recipe, config, config.vocab_size, drafted))
 
 
 @dataclass(frozen=True)
@@ -81,6 +102,10 @@ class Job(Inputs):
     vocabulary: DraftVocabulary
     coverage: float
     shape: DraftConfig
+
+    @property
+    def prospect(self) -> Prospect:
+        return Prospect(self.recipe, self.config, self.shape)
 
 
 def gather_inputs(recipe: Recipe, device: torch.device, say: Say, *, judging: bool = False) -> Inputs:
@@ -256,11 +281,11 @@ def _rows_needed(recipe: Recipe) -> dict[str, int]:
     return {"window": window, "ttt_steps": recipe.training.ttt_steps}
 
 
-def store_encoding(recipe: Recipe, hidden_size: int, draft_vocab_size: int) -> Encoding:
-    """How a store of this recipe is written."""
-    width = draft_vocab_size if recipe.target.teacher == "logits" else None
-    hidden = recipe.hidden_states
-    return Encoding(hidden.codec, hidden.dtype, hidden_size, teacher_width=width, **_rows_needed(recipe))
+def store_encoding(prospect: Prospect) -> Encoding:
+    """How a store for it is written."""
+    recipe, shape, hidden = prospect.recipe, prospect.shape, prospect.recipe.hidden_states
+    width = shape.draft_vocab_size if recipe.target.teacher == "logits" else None
+    return Encoding(hidden.codec, hidden.dtype, shape.target_hidden_size, teacher_width=width, **_rows_needed(recipe))
 
 
 def spans_of(recipe: Recipe) -> Spans | None:
@@ -304,7 +329,7 @@ def start_target(inputs: Inputs, device: torch.device, vocabulary: DraftVocabula
 def choose_draft(inputs: Inputs, say: Say) -> Job:
     """Choose the draft vocabulary and the draft's shape. Raises UserError."""
     vocabulary, coverage = _pick_vocabulary(inputs, say)
-    shape = shape_draft(inputs.recipe, inputs.config, len(vocabulary.t2d), vocabulary.size)
+    shape = _shape_draft(inputs.recipe, inputs.config, len(vocabulary.t2d), vocabulary.size)
     known = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
     return Job(**known, vocabulary=vocabulary, coverage=coverage, shape=shape)
 
@@ -381,7 +406,7 @@ def build_draft(job: Job, head: TargetHead, topology: Topology) -> Eagle3Draft:
     return draft
 
 
-def shape_draft(recipe: Recipe, target: PretrainedConfig, vocab_size: int, draft_vocab_size: int) -> DraftConfig:
+def _shape_draft(recipe: Recipe, target: PretrainedConfig, vocab_size: int, draft_vocab_size: int) -> DraftConfig:
     """The draft's shape: model.draft.config, or the target's; single fields of model.draft win."""
     wanted: Draft = recipe.model.draft
     fields = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")

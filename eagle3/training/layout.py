@@ -2,13 +2,11 @@
 
 from pathlib import Path
 
-from eagle3.draft.config import drafted_tokens
 from eagle3.errors import UserError
 from eagle3.parallel.sizes import check_sizes, read_job_size
 from eagle3.recipe import Recipe
 from eagle3.training.engine import deepspeed_config
-from eagle3.training.job import require_fitting_store, shape_draft
-from eagle3.training.plans import config_to_plan
+from eagle3.training.job import Prospect, require_fitting_store
 
 
 def check_layout(recipe: Recipe, deepspeed_file: Path, job: str) -> str:
@@ -42,7 +40,4 @@ def _check_heads(recipe: Recipe) -> None:
     have what this one cannot reach."""
     if recipe.model.target != "demo" and not Path(recipe.model.target).is_dir():
         return
-    target = config_to_plan(recipe)
-    drafted = drafted_tokens(recipe.model.draft.vocab_size, target.vocab_size)
-    draft = shape_draft(recipe, target, target.vocab_size, drafted)
-    draft.check_parallel(recipe.parallelism.tensor, recipe.parallelism.ulysses)
+    Prospect.of(recipe).shape.check_parallel(recipe.parallelism.tensor, recipe.parallelism.ulysses)

@@ -8,16 +8,15 @@ from eagle3.data.capture import token_bytes
 from eagle3.data.store.shard import Encoding
 from eagle3.fitting import MOST_TOKENS, RESERVED, Stream, best_layout, longest_context, variants
 from eagle3.planner import Planned, Sizes, host_bytes, rank_bytes
-from eagle3.recipe import Recipe
-from eagle3.training.job import store_encoding
+from eagle3.training.job import Prospect, store_encoding
 from eagle3.training.plans import recipe_stream, spanned
 
 FITS, DOES_NOT_FIT = "fits", "DOES NOT FIT"
 
 
-def plan(recipe: Recipe, wanted: Planned, memory: float, context: int | None, supervised: float) -> dict:
+def plan(prospect: Prospect, wanted: Planned, memory: float, context: int | None, supervised: float) -> dict:
     """Everything that is said, as numbers (bytes, tokens, seconds)."""
-    usable = memory * (1 - RESERVED)
+    recipe, usable = prospect.recipe, memory * (1 - RESERVED)
 
     def document(tokens: int) -> Stream:
         return spanned(Stream(tokens, 1, supervised), recipe.data.spans)
@@ -29,7 +28,7 @@ def plan(recipe: Recipe, wanted: Planned, memory: float, context: int | None, su
     share = stream.share(wanted)
     held, flops = rank_bytes(wanted, share), step_flops(wanted, share)
     best = best_layout(wanted, wanted.sizes.ranks, stream_of, usable)
-    encoding = store_encoding(recipe, wanted.draft.target_hidden_size, wanted.draft.draft_vocab_size)
+    encoding = store_encoding(prospect)
     return {
         "draft": {name: getattr(wanted.draft, name) for name in SHAPE},
         "layout": described(wanted),

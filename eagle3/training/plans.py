@@ -5,26 +5,21 @@ from pathlib import Path
 
 import torch
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-from transformers import LlamaConfig, PretrainedConfig
 
-from eagle3.draft.config import drafted_tokens
 from eagle3.fitting import Stream
 from eagle3.objective.model import MemoryPlan
 from eagle3.parallel.sizes import check_sizes
 from eagle3.planner import Planned, Sizes
 from eagle3.recipe import Recipe, Spans
-from eagle3.target.checkpoint import target_config
-from eagle3.target.demo import demo_shape
 from eagle3.training.engine import deepspeed_config
-from eagle3.training.job import shape_draft
+from eagle3.training.job import Prospect
 
 
-def planned_step(recipe: Recipe, target: PretrainedConfig, gpus: int, deepspeed_file: Path, packed: bool) -> Planned:
-    """One micro-batch on `gpus`. target: the config of its language part. packed: plan the streams that the recipe's batch
-    makes, so that the batch has to be one that can be dealt. Raises UserError for a layout that cannot be."""
+def planned_step(prospect: Prospect, gpus: int, deepspeed_file: Path, packed: bool) -> Planned:
+    """One micro-batch on `gpus`. packed: plan the streams that the recipe's batch makes, so that the batch has to be one that
+    can be dealt. Raises UserError for a layout that cannot be."""
+    recipe, draft = prospect.recipe, prospect.shape
     parallel, memory = recipe.parallelism, recipe.memory
-    drafted = drafted_tokens(recipe.model.draft.vocab_size, target.vocab_size)
-    draft = shape_draft(recipe, target, target.vocab_size, drafted)
     draft.check_parallel(parallel.tensor, parallel.ulysses)
     data = check_sizes("parallelism", parallel.tensor, parallel.ulysses, parallel.ring, gpus)
     training = recipe.training
@@ -50,14 +45,6 @@ def planned_step(recipe: Recipe, target: PretrainedConfig, gpus: int, deepspeed_
         logit_bytes=logit_bytes,
         query_selection=parallel.query_selection,
     )
-
-
-def config_to_plan(recipe: Recipe) -> PretrainedConfig:
-    """Of the recipe's target, its language part; for `demo`, of the target that the quickstart will train."""
-    model = recipe.model
-    if model.target != "demo":
-        return target_config(model.target, revision=model.revision, trust_remote_code=model.trust_remote_code)
-    return LlamaConfig(**demo_shape(model.demo))
 
 
 def recipe_stream(recipe: Recipe, data_ranks: int, supervised: float) -> Stream | None:

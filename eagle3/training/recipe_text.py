@@ -16,7 +16,7 @@ from eagle3.fitting import RESERVED, Fitted, Stream, best_layout, longest_of_any
 from eagle3.planner import Planned
 from eagle3.recipe import Claim, Recipe, apply_override, checked_recipe
 from eagle3.target.facts import TargetFacts
-from eagle3.training.job import store_encoding
+from eagle3.training.job import Prospect, store_encoding
 from eagle3.training.plan_report import seen_share
 from eagle3.training.plans import planned_step
 
@@ -142,8 +142,8 @@ def refreshed(text: str, recipe: Recipe, facts: TargetFacts, deepspeed_file: Pat
 def findings(recipe: Recipe, facts: TargetFacts, deepspeed_file: Path) -> str:
     """Draft, disk and layouts as comment lines, from BEGIN to END: for CONTEXTS, which long ropes reach, or for the context
     of a target that ends before the first of them."""
-    draft = planned(recipe, facts, NODE, deepspeed_file).draft
-    encoding = store_encoding(recipe, draft.target_hidden_size, draft.draft_vocab_size)
+    prospect = Prospect.of(recipe, facts.config)
+    draft, encoding = prospect.shape, store_encoding(prospect)
     context = facts.context or draft.max_position_embeddings
     contexts = CONTEXTS if context >= min(CONTEXTS) else (context,)
     disk = ", ".join(
@@ -186,7 +186,7 @@ def windows(recipe: Recipe, facts: TargetFacts, tokens: int, deepspeed_file: Pat
         draft = recipe.model.draft.model_copy(update={"window": window})
         chosen = recipe.model_copy(update={"model": recipe.model.model_copy(update={"draft": draft})})
         wanted = planned(chosen, facts, NODE, deepspeed_file)
-        encoding = store_encoding(chosen, wanted.draft.target_hidden_size, wanted.draft.draft_vocab_size)
+        encoding = store_encoding(Prospect.of(chosen, facts.config))
         stored = 1000 * tokens * token_bytes(encoding, stream.supervised, seen_share(encoding, stream))
         fitted = best_layout(wanted, NODE, lambda _sizes: stream, _usable())
         step = "does not fit"
@@ -200,7 +200,7 @@ def windows(recipe: Recipe, facts: TargetFacts, tokens: int, deepspeed_file: Pat
 def planned(recipe: Recipe, facts: TargetFacts, gpus: int, deepspeed_file: Path) -> Planned:
     """The recipe's draft on so many GPUs, whatever layout it names."""
     alone = recipe.model_copy(update={"parallelism": type(recipe.parallelism)(tensor=recipe.parallelism.tensor)})
-    return planned_step(alone, facts.config, gpus, deepspeed_file, packed=False)
+    return planned_step(Prospect.of(alone, facts.config), gpus, deepspeed_file, packed=False)
 
 
 def engine_gpus(facts: TargetFacts) -> int:
