@@ -33,7 +33,7 @@ def differences(topology: Topology, kv_heads: int) -> dict[str, float]:
     ours = [tensor.clone().requires_grad_() for tensor in inputs]
     rows = torch.arange(TOKENS)
     attention = TTTAttention.over(topology.ulysses, topology.alone, SCALE)
-    shared = attention.finish(attention.start(KeyValue(ours[1], ours[2])))
+    shared = attention.start(KeyValue(ours[1], ours[2])).shared
     out = attention(ours[0], shared, (schedule_prefix(rows, rows, rows, block=5),))
     out.backward(upstream)
 
