@@ -216,7 +216,8 @@ def test_rows_of_a_plan_are_bit_for_bit_those_of_a_store_of_the_spooled_samples(
     for (aux, teacher), found in zip(asked, live, strict=True):
         requests = [RowRequest(one.id, a, b) for one, a, b in zip(samples, aux, teacher, strict=True)]
         for mine, other in zip(found, store.read(requests), strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(mine, other, strict=True))
+            assert type(mine.teacher) is type(other.teacher)
+            assert all(torch.equal(tensor, other.named()[name]) for name, tensor in mine.named().items())
 
 
 def by_document(stream: Stream, rows: torch.Tensor) -> list[torch.Tensor]:
