@@ -149,14 +149,14 @@ def running(
     import torch
     from transformers import LlamaConfig
 
-    from eagle3.data.spool import Spool
-    from eagle3.data.store.writer import StoreWriter
-    from eagle3.target.aux_layers import default_aux_layers
-    from eagle3.target.sglang.client import Producer, Servers
-    from eagle3.target.sglang.hook import HookSettings
-    from eagle3.target.sglang.server import EngineOptions, SGLangServer
-    from eagle3.target.sglang.target import SGLangTarget
-    from eagle3.target.sglang.version import capture_flags, decoding_flags
+    from eagle3.states.spool import Spool
+    from eagle3.states.store.writer import StoreWriter
+    from eagle3.targets.aux_layers import default_aux_layers
+    from eagle3.targets.sglang.client import Producer, Servers
+    from eagle3.targets.sglang.hook import HookSettings
+    from eagle3.targets.sglang.server import EngineOptions, SGLangServer
+    from eagle3.targets.sglang.target import SGLangTarget
+    from eagle3.targets.sglang.version import capture_flags, decoding_flags
 
     with ExitStack() as stack:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.folder)))
@@ -220,8 +220,8 @@ def running(
 
 def prefill(url: str, documents: Sequence[Any], in_flight: int) -> None:
     """As the client of captures asks, but for the id that a hook would know."""
-    from eagle3.target.sglang.asking import ask
-    from eagle3.target.sglang.version import greedy_request
+    from eagle3.targets.sglang.asking import ask
+    from eagle3.targets.sglang.version import greedy_request
 
     def one(ids: Any) -> None:
         body = greedy_request(ids.tolist(), 1)
@@ -280,7 +280,7 @@ def summary_seconds(options: argparse.Namespace, device: str) -> float:
     too."""
     import torch
 
-    from eagle3.target.interface import summarize_teacher
+    from eagle3.targets.interface import summarize_teacher
 
     dtype, tokens = getattr(torch, options.dtype), options.documents * options.tokens
     head = torch.randn(options.vocabulary, options.hidden, device=device, dtype=dtype)
@@ -311,8 +311,8 @@ def logits_share(seconds: Sequence[float], plain: Sequence[Round], options: argp
 
 
 def bytes_per_token(options: argparse.Namespace) -> float:
-    from eagle3.data.store.shard import Encoding
-    from eagle3.target.sglang.target import spool_bytes
+    from eagle3.states.store.shard import Encoding
+    from eagle3.targets.sglang.target import spool_bytes
 
     encoding = Encoding("none", options.spool_dtype, options.hidden)
     return spool_bytes(encoding, options.tokens) / options.tokens

@@ -26,12 +26,12 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from eagle3.data.standard_library import standard_library_files
+from eagle3.demo.muon import Muon
+from eagle3.demo.target import byte_level_tokenizer
+from eagle3.demo.training import LanguageModelTraining, batches, train_language_model
 from eagle3.durable import write_text
 from eagle3.errors import run_command
-from eagle3.target.demo import byte_level_tokenizer
-from eagle3.target.demo_training import LanguageModelTraining, batches, train_language_model
-from eagle3.target.muon import Muon
+from eagle3.text.standard_library import standard_library_files
 
 LONGEST, PIECE = 16384, 512  # tokens of a conversation
 CONTEXTS = (512, 2048, 8192, LONGEST)

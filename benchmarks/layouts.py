@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from eagle3.attention.ring import RingMode
-from eagle3.data.rows import LastHidden, Rows
 from eagle3.draft.config import DraftConfig
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
@@ -21,8 +20,9 @@ from eagle3.objective.unroll import Residence
 from eagle3.parallel.dealing import SequenceSharding
 from eagle3.parallel.sequence import SequencePlan, Stream, plan_sequence
 from eagle3.parallel.topology import Topology, start_distributed
-from eagle3.planner import Planned, Sizes
-from eagle3.target.interface import summarize_teacher
+from eagle3.planning.memory import Planned, Sizes
+from eagle3.states.rows import LastHidden, Rows
+from eagle3.targets.interface import summarize_teacher
 
 # A document as runs of tokens: (length, are they supervised?).
 Runs = Sequence[tuple[int, bool]]

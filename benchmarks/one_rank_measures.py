@@ -16,7 +16,6 @@ from torch import Tensor
 
 from eagle3.attention.ttt import TTTAttention
 from eagle3.attention.ulysses import Ulysses
-from eagle3.data.rows import LastHidden, Rows
 from eagle3.draft.config import DraftConfig
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
@@ -25,6 +24,7 @@ from eagle3.objective.model import BatchMaker, DraftObjective, MemoryPlan, Micro
 from eagle3.parallel.dealing import SequenceSharding
 from eagle3.parallel.sequence import SequencePlan, Stream, plan_sequence
 from eagle3.parallel.topology import Topology
+from eagle3.states.rows import LastHidden, Rows
 
 # fp32 master weight and AdamW's two moments of each trained weight
 OPTIMISER_BYTES = 12

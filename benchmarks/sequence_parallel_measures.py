@@ -13,13 +13,13 @@ from layouts import Layout, Runs, Step, draft_config, pack, prepare, run_step, t
 from sent_bytes import SentBytes
 from torch import Tensor
 
-from eagle3.costs import sent_bytes
 from eagle3.draft.config import DraftConfig
 from eagle3.objective.model import DraftObjective, MemoryPlan
 from eagle3.parallel.dealing import SequenceSharding
 from eagle3.parallel.sequence import SequencePlan, Stream, plan_sequence
 from eagle3.parallel.topology import stop_distributed
-from eagle3.planner import Share
+from eagle3.planning.costs import sent_bytes
+from eagle3.planning.memory import Share
 
 # How far losses and gradients of fp32 runs may be apart, relative to the largest number among them.
 TOLERANCE = 1e-5

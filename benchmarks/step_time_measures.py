@@ -25,7 +25,7 @@ from eagle3.objective.model import DraftObjective, MemoryPlan
 from eagle3.objective.recompute import Recompute
 from eagle3.objective.unroll import unroll
 from eagle3.parallel.topology import Topology, stop_distributed
-from eagle3.target.interface import summarize_teacher
+from eagle3.targets.interface import summarize_teacher
 
 # How far from the dense one's the loss, and the norm of the gradients and of their difference may be, relative.
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-4

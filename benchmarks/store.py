@@ -96,10 +96,10 @@ def hidden_states(recipe_file: Path, tokens: int) -> list[Sample]:
     supervised: every row but the first has a last hidden state, as in the field's format."""
     import torch
 
-    from eagle3.data.rows import LastHidden, Rows
+    from eagle3.jobs.job import choose_draft, gather_inputs, start_target
     from eagle3.parallel.topology import start_distributed
     from eagle3.recipe import load_recipe
-    from eagle3.training.job import choose_draft, gather_inputs, start_target
+    from eagle3.states.rows import LastHidden, Rows
 
     recipe, topology = load_recipe(recipe_file), start_distributed()
     say = partial(print, flush=True)
@@ -126,7 +126,7 @@ def joined(samples: Sequence[Sample], tokens: int) -> list[Sample]:
     """The same rows end to end, cut into samples of as many tokens, as long conversations have; the rest is left out."""
     import torch
 
-    from eagle3.data.rows import Rows
+    from eagle3.states.rows import Rows
 
     rows = Rows.cat([sample.states for sample in samples])
     ids = torch.cat([sample.ids for sample in samples])
@@ -171,8 +171,8 @@ def measure_codecs(samples: Sequence[Sample], threads: int, rounds: int) -> dict
     """Encoding and decoding alone, of aux and last of each sample apart, chunk by chunk (gzip: whole)."""
     import torch
 
-    from eagle3.data.store.shard import Encoding
-    from eagle3.data.store.shard_writer import encode_chunks
+    from eagle3.states.store.shard import Encoding
+    from eagle3.states.store.shard_writer import encode_chunks
 
     tensors = [(name, getattr(sample.states, name)) for sample in samples for name in ("aux", "last")]
     hidden, raw = samples[0].states.teacher.values.shape[1], sum(sample.raw for sample in samples)
@@ -225,9 +225,9 @@ def measure_codecs(samples: Sequence[Sample], threads: int, rounds: int) -> dict
 def time_store(samples: Sequence[Sample], path: Path, codec: str, threads: int) -> Timing:
     import torch
 
-    from eagle3.data.store.reader import HiddenStateStore, RowRequest
-    from eagle3.data.store.shard import Encoding
-    from eagle3.data.store.writer import StoreWriter
+    from eagle3.states.store.reader import HiddenStateStore, RowRequest
+    from eagle3.states.store.shard import Encoding
+    from eagle3.states.store.writer import StoreWriter
 
     began = time.perf_counter()
     encoding = Encoding(codec, "bfloat16", samples[0].states.teacher.values.shape[1])

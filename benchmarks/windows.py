@@ -71,11 +71,11 @@ def measure(case: Case, topology, rounds: int) -> dict[str, Any]:
     from live_bytes import LiveBytes, device_tensors
     from memory import WIDTH, draft_of_8b
 
-    from eagle3.data.samples import SampleSet
-    from eagle3.data.store.reader import HiddenStateStore, RowRequest
-    from eagle3.data.store.shard import Encoding
-    from eagle3.data.store.writer import StoreWriter
     from eagle3.parallel.sequence import Stream, plan_sequence
+    from eagle3.states.store.reader import HiddenStateStore, RowRequest
+    from eagle3.states.store.shard import Encoding
+    from eagle3.states.store.writer import StoreWriter
+    from eagle3.text.samples import SampleSet
 
     draft = replace(draft_of_8b(WIDTH), window=case.window)
     tokens = case.prompt + ANSWER
@@ -129,7 +129,7 @@ class Clock:
 def random_states(tokens: int, hidden: int) -> Iterator:
     import torch
 
-    from eagle3.data.rows import LastHidden, Rows
+    from eagle3.states.rows import LastHidden, Rows
 
     generator = torch.Generator().manual_seed(2)
     for start in range(0, tokens, PART):

@@ -20,10 +20,10 @@ from pydantic import (
     model_validator,
 )
 
-from eagle3.data.presets import preset_source
 from eagle3.draft.config import check_rope_keys
 from eagle3.errors import SharedUserError, shown
 from eagle3.parsing import DEEPEST, parse_yaml
+from eagle3.text.presets import preset_source
 
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]

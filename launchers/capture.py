@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from eagle3.command_line import RecipeParser, before_imports
 from eagle3.console import Console, is_first_rank, tell, waiting
-from eagle3.data.store.files import is_url
 from eagle3.errors import SharedUserError, run_command
 from eagle3.parallel.sizes import check_sizes, launched
 from eagle3.preflight.inputs import require_inputs, require_servers, require_store_place, require_weights
 from eagle3.recipe import Recipe, load_recipe
-from eagle3.target.sglang.installed import require_sglang
+from eagle3.states.store.files import is_url
+from eagle3.targets.sglang.installed import require_sglang
 from eagle3.training.stopping import RunStopped, StopSignals
 
 if TYPE_CHECKING:
@@ -63,8 +63,8 @@ def run(recipe: Recipe, options: argparse.Namespace, part: tuple[int, int]) -> i
     console(f"recipe: {options.recipe}; store: {recipe.hidden_states.path}")
     with waiting(console, "loading PyTorch and DeepSpeed"):
         before_imports(options.quiet)
+        from eagle3.jobs.capture import watched_capture
         from eagle3.parallel.topology import FORMING, start_distributed, stop_distributed
-        from eagle3.training.capturing import watched_capture
 
     hidden = recipe.hidden_states
     topology = start_distributed(1, hidden.ulysses, hidden.ring, timeout=FORMING, section="hidden_states")
@@ -83,17 +83,13 @@ def work(
     watchdog: "Watchdog",
 ) -> int:
     """What the options ask for; the exit code of this rank."""
-    from eagle3.data.capture import wanted_samples
-    from eagle3.data.store.writer import Part
+    from eagle3.jobs.capture import fill, verify
+    from eagle3.jobs.job import choose_draft, gather_inputs
+    from eagle3.jobs.provenance import require_fitting_store, spans_of
+    from eagle3.jobs.servers import server_line
     from eagle3.parallel.topology import agreed
-    from eagle3.training.capturing import fill, verify
-    from eagle3.training.job import (
-        choose_draft,
-        gather_inputs,
-        require_fitting_store,
-        spans_of,
-    )
-    from eagle3.training.serving import server_line
+    from eagle3.states.capture import wanted_samples
+    from eagle3.states.store.writer import Part
 
     path = recipe.hidden_states.path
     begun = not options.print_server and (is_url(path) or Path(path, "store.json").exists())

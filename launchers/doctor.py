@@ -105,8 +105,8 @@ def checkpoint_of(recipe: Recipe) -> int | None:
     """Bytes of one of this recipe's checkpoints; None where the target's config is not there, or not yet."""
     import torch
 
+    from eagle3.jobs.job import Prospect
     from eagle3.preflight.places import checkpoint_bytes
-    from eagle3.training.job import Prospect
 
     try:
         draft = Prospect.of(recipe).shape

@@ -18,13 +18,13 @@ from typing import Any
 
 from eagle3.command_line import RecipeParser, before_imports
 from eagle3.console import Console, is_first_rank, tell, waiting
-from eagle3.data.files import KINDS
 from eagle3.draft.config import DraftConfig, read_draft_config
 from eagle3.durable import replace_text, writing
 from eagle3.errors import UserError, run_command
 from eagle3.parsing import parse_json
 from eagle3.preflight.inputs import require_export, require_inputs, require_weights
 from eagle3.recipe import MOST_KEYS, Recipe, load_recipe
+from eagle3.text.files import KINDS
 
 ROOT = Path(__file__).parent.parent
 PER_CONTEXT = 8
@@ -50,9 +50,9 @@ def main() -> int:
     with waiting(console, "loading PyTorch and transformers"):
         before_imports(options.quiet)
         from eagle3.evaluation.acceptance import Sampling
+        from eagle3.jobs.evaluate import judge, judge_contexts, judge_served, what_is_measured
+        from eagle3.jobs.job import gather_inputs
         from eagle3.parallel.topology import start_distributed, stop_distributed
-        from eagle3.training.job import gather_inputs
-        from eagle3.training.judging import judge, judge_contexts, judge_served, what_is_measured
 
     topology = start_distributed()
     inputs = gather_inputs(recipe, topology.device, console, judging=True)
@@ -234,7 +234,7 @@ def check(options: argparse.Namespace, recipe: Recipe, draft: Path) -> None:
             "leave them out"
         )
     if options.engine == "sglang":
-        from eagle3.target.sglang.installed import require_sglang
+        from eagle3.targets.sglang.installed import require_sglang
 
         require_sglang("judge by transformers: --engine transformers")
         tree_of(options, recipe)
@@ -291,7 +291,7 @@ def contexts_of(options: argparse.Namespace) -> list[int] | None:
 
 def tree_of(options: argparse.Namespace, recipe: Recipe):
     """The DraftTree asked for; UserError where there is no such tree."""
-    from eagle3.evaluation.serving import DraftTree
+    from eagle3.evaluation.sglang_judge import DraftTree
 
     return DraftTree.of(recipe.evaluation.draft_tokens, options.topk, options.tree_tokens)
 

@@ -9,7 +9,7 @@ from eagle3.durable import writing
 from eagle3.errors import UserError, run_command
 from eagle3.hub import require_target_folder
 from eagle3.recipe import Recipe, load_recipe
-from eagle3.target.sglang.installed import INSTALL, is_installed
+from eagle3.targets.sglang.installed import INSTALL, is_installed
 
 ROOT = Path(__file__).parent.parent
 TABLE = ("<!-- recipes: begin -->", "<!-- recipes: end -->")
@@ -53,8 +53,8 @@ def write_new(options: argparse.Namespace) -> None:
     before_imports(options.quiet)
     import torch
 
-    from eagle3.target.facts import read_facts
-    from eagle3.training.recipe_text import model_size, new_recipe_text
+    from eagle3.jobs.new_recipe import model_size, new_recipe_text
+    from eagle3.targets.facts import read_facts
 
     with waiting(Console(speaks=True, quiet=options.quiet), f"reading {options.target}"):
         facts = read_facts(options.target, options.revision, options.trust_remote_code)
@@ -94,8 +94,8 @@ def write_new(options: argparse.Namespace) -> None:
 
 
 def refresh(options: argparse.Namespace) -> None:
-    from eagle3.target.facts import read_facts
-    from eagle3.training.recipe_text import refreshed
+    from eagle3.jobs.new_recipe import refreshed
+    from eagle3.targets.facts import read_facts
 
     recipe = load_recipe(options.refresh)
     model = recipe.model
@@ -108,7 +108,7 @@ def refresh(options: argparse.Namespace) -> None:
 
 
 def write_table(readme: Path) -> None:
-    from eagle3.training.recipe_text import recipes_table
+    from eagle3.jobs.new_recipe import recipes_table
 
     if not readme.is_file():
         raise UserError(f"{readme}: no such file; name the README")

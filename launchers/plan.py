@@ -36,9 +36,8 @@ def main() -> int:
         stream_samples(recipe.training.global_batch_size, data, recipe.training.accumulation)
     # Imported only now, and in silence: DeepSpeed logs to stdout that there is no GPU, where JSON may be wanted.
     before_imports(quiet=True)
-    from eagle3.training.job import Prospect
-    from eagle3.training.plan_report import DOES_NOT_FIT, FITS, plan, written
-    from eagle3.training.plans import planned_step
+    from eagle3.jobs.job import Prospect
+    from eagle3.jobs.plan import DOES_NOT_FIT, FITS, plan, planned_step, written
 
     prospect = Prospect.of(recipe)
     wanted = planned_step(prospect, options.gpus, options.deepspeed, packed=options.context is None)

@@ -29,10 +29,10 @@ def main() -> None:
         before_imports(options.quiet)
         import torch
 
-        from eagle3.data.prepare import preview
-        from eagle3.data.vocabulary import choose_vocabulary
         from eagle3.draft.config import drafted_tokens
-        from eagle3.training.job import gather_inputs
+        from eagle3.jobs.job import gather_inputs
+        from eagle3.text.prepare import preview
+        from eagle3.text.vocabulary import choose_vocabulary
 
     inputs = gather_inputs(recipe, torch.device("cuda" if torch.cuda.is_available() else "cpu"), console)
     console.result(f"{len(inputs.train):,} training samples, {len(inputs.held_out):,} held out")

@@ -11,14 +11,14 @@ from typing import Any
 
 from eagle3.command_line import Parser
 from eagle3.console import Console, Say, silence_libraries, waiting
-from eagle3.data.conversations import Conversation, iterate_conversations
-from eagle3.data.malformed import MalformedRows
-from eagle3.data.regeneration.answers import AnswerFile
-from eagle3.data.regeneration.endpoint import endpoint_urls, exposed, find_model
-from eagle3.data.regeneration.regenerate import regenerate
-from eagle3.data.regeneration.turns import Generation
 from eagle3.errors import UserError, run_command, shown
 from eagle3.parsing import parse_json
+from eagle3.regeneration.answers import AnswerFile
+from eagle3.regeneration.endpoint import endpoint_urls, exposed, find_model
+from eagle3.regeneration.regenerate import regenerate
+from eagle3.regeneration.turns import Generation
+from eagle3.text.conversations import Conversation, iterate_conversations
+from eagle3.text.malformed import MalformedRows
 
 
 def main() -> int:

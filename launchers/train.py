@@ -140,10 +140,10 @@ def run(recipe: Recipe, options: argparse.Namespace, stop: StopSignals) -> int:
         console(f"recipe: {options.recipe}; output.dir: {recipe.output.dir}")
     with waiting(console, "loading PyTorch and DeepSpeed"):
         before_imports(options.quiet)
+        from eagle3.jobs.layout import check_layout
+        from eagle3.jobs.train import train
         from eagle3.parallel.topology import FORMING, start_distributed, stop_distributed
         from eagle3.reporting.finish import write_up
-        from eagle3.training.layout import check_layout
-        from eagle3.training.run import train
 
     if options.check:
         layout = check_layout(recipe, options.deepspeed, options.check)

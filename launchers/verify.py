@@ -49,10 +49,10 @@ def main() -> int:
     import torch
     from safetensors.torch import save_file
 
+    from eagle3.jobs.verify import read_case, read_tensors, relative_errors, run_case, tolerance
     from eagle3.objective.model import MemoryPlan
     from eagle3.parallel.dealing import SequenceSharding
     from eagle3.parallel.topology import start_distributed, stop_distributed
-    from eagle3.training.golden import read_case, read_tensors, relative_errors, run_case, tolerance
 
     case, expected = read_case(options.case), read_tensors(options.case / "expected.safetensors")
     if "ploss" not in expected:

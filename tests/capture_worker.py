@@ -19,15 +19,15 @@ from pathlib import Path
 import torch
 from processes import begin_ranks
 
+import eagle3.jobs.capture
+import eagle3.jobs.layout
+import eagle3.jobs.train  # noqa: F401
+
 # What the launchers import, so that the processes need not.
-import eagle3.reporting.finish
-import eagle3.training.capturing
-import eagle3.training.layout
-import eagle3.training.run  # noqa: F401
-from eagle3.data.store.files import open_files
-from eagle3.data.store.folder import read_manifest
-from eagle3.data.store.reader import HiddenStateStore, RowRequest
-from eagle3.data.store.shard import taught_rows
+from eagle3.states.store.files import open_files
+from eagle3.states.store.folder import read_manifest
+from eagle3.states.store.reader import HiddenStateStore, RowRequest
+from eagle3.states.store.shard import taught_rows
 
 ROOT = Path(__file__).parent.parent
 WRITES = {"rename", "replace", "link", "fsync", "write", "open"}

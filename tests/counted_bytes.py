@@ -10,12 +10,12 @@ from sharded_cases import STEPS, Sharded
 from training_path import batch_counts, batch_weights, load_draft, stream_batch
 
 from eagle3.attention.ring import RingMode
-from eagle3.costs import Traffic, sent_bytes
 from eagle3.objective.model import DraftObjective, MemoryPlan
 from eagle3.objective.recompute import Recompute
 from eagle3.parallel.sequence import Stream, plan_sequence
 from eagle3.parallel.topology import Topology
-from eagle3.planner import Planned, Share, Sizes
+from eagle3.planning.costs import Traffic, sent_bytes
+from eagle3.planning.memory import Planned, Share, Sizes
 
 # In bfloat16 a gradient in fp32 has twice the bytes of what it is the gradient of.
 DTYPE = torch.bfloat16

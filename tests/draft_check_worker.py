@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from eagle3.errors import UserError
-from eagle3.target.sglang.draft_check import check_draft, start_runtime
+from eagle3.targets.sglang.draft_check import check_draft, start_runtime
 
 
 def main(folders: list[Path]) -> None:

@@ -8,12 +8,12 @@ from jobs import job_of
 from tiny_run import ROOT
 
 from eagle3.console import Console
-from eagle3.data.capture import wanted_samples
-from eagle3.data.store.writer import Part
+from eagle3.jobs.capture import fill, watched_capture
+from eagle3.jobs.train import train
 from eagle3.parallel.topology import Topology
 from eagle3.recipe import Recipe, load_recipe
-from eagle3.training.capturing import fill, watched_capture
-from eagle3.training.run import train
+from eagle3.states.capture import wanted_samples
+from eagle3.states.store.writer import Part
 
 DRAFT_VOCABULARY = 200
 # What a recipe may say of its draft that no draft of a tiny target could have.

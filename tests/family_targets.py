@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from eagle3.target.checkpoint import whole_config
+from eagle3.targets.checkpoint import whole_config
 
 FAMILIES = Path(__file__).parent / "families"
 # Families whose architecture transformers does not have, so that SGLang alone can be asked for their hidden states.

@@ -1,8 +1,8 @@
 """What a recipe comes to, for tests that start below the launchers."""
 
+from eagle3.jobs.job import Job, choose_draft, gather_inputs
 from eagle3.parallel.topology import Topology
 from eagle3.recipe import Recipe
-from eagle3.training.job import Job, choose_draft, gather_inputs
 
 
 def job_of(recipe: Recipe, topology: Topology) -> Job:

@@ -18,14 +18,14 @@ import torch.distributed as dist
 from processes import fork_ranks
 from torch import Tensor
 
-from eagle3.data.loader import Drawn, LiveSource, StoredSource, StreamLoader
-from eagle3.data.rows import Rows
-from eagle3.data.samples import SampleSet
-from eagle3.data.store.reader import HiddenStateStore
 from eagle3.errors import SharedUserError
 from eagle3.parallel.agreement import require_agreement
 from eagle3.parallel.dealing import SequenceSharding
-from eagle3.target.transformers import TransformersTarget, load_target
+from eagle3.states.loader import Drawn, LiveSource, StoredSource, StreamLoader
+from eagle3.states.rows import Rows
+from eagle3.states.store.reader import HiddenStateStore
+from eagle3.targets.transformers import TransformersTarget, load_target
+from eagle3.text.samples import SampleSet
 
 if TYPE_CHECKING:
     from eagle3.parallel.topology import Topology

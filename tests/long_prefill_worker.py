@@ -33,8 +33,8 @@ from transformers import (
 
 from eagle3.errors import UserError
 from eagle3.parallel.topology import Topology, start_distributed, stop_distributed
-from eagle3.target.long_prefill import LongPrefill
-from eagle3.target.transformers import TransformersTarget
+from eagle3.targets.long_prefill import LongPrefill
+from eagle3.targets.transformers import TransformersTarget
 
 TIMEOUT = datetime.timedelta(seconds=20)
 WORLD = 4

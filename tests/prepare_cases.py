@@ -7,8 +7,8 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from eagle3.data.prepare import Prepared, prepare_samples
-from eagle3.data.samples import SampleSet
+from eagle3.text.prepare import Prepared, prepare_samples
+from eagle3.text.samples import SampleSet
 
 TEMPLATE = (Path(__file__).parent / "chat_templates" / "zephyr.jinja").read_text()
 OPTIONS = {

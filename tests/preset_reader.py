@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 
 from eagle3 import console
-from eagle3.data import download
-from eagle3.data.conversations import read_conversations
-from eagle3.data.malformed import MalformedRows
 from eagle3.errors import UserError
+from eagle3.text import download
+from eagle3.text.conversations import read_conversations
+from eagle3.text.malformed import MalformedRows
 
 time.sleep = lambda seconds: None  # the libraries wait for minutes, all in all, before they give up
 console.QUIET_SECONDS = console.FIRST_GAP = console.LAST_GAP = 0.0

@@ -9,7 +9,7 @@ from sglang.srt.layers.rotary_embedding import get_rope
 
 from eagle3.draft.config import DraftConfig, read_draft_config
 from eagle3.draft.rope import RotaryEmbedding
-from eagle3.target.sglang.draft_check import rotation_apart, start_runtime
+from eagle3.targets.sglang.draft_check import rotation_apart, start_runtime
 
 
 def main(folders: list[Path]) -> None:

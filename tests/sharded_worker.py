@@ -21,8 +21,8 @@ from sharded_cases import MOST_PROCESSES, STEPS, Sharded, base_cases, covering_c
 from training_path import Trained, train_case
 from zero2_course import COURSES, ZERO2, reference, run_course
 
+from eagle3.jobs.verify import read_case, run_case
 from eagle3.parallel.topology import start_distributed, stop_distributed
-from eagle3.training.golden import read_case, run_case
 
 TIMEOUT = datetime.timedelta(seconds=30)
 GOLDEN = ("dense", "ragged", "windowed")

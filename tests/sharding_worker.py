@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from eagle3.parallel.topology import start_distributed, stop_distributed
-from eagle3.target.sharding import DraftColumns, document_rows, sequence_rows, summarize_sharded
+from eagle3.targets.sharding import DraftColumns, document_rows, sequence_rows, summarize_sharded
 
 TIMEOUT = datetime.timedelta(seconds=20)
 WORLDS = (2, 4)

@@ -21,10 +21,10 @@ from typing import NamedTuple
 
 from processes import begin_ranks
 
+import eagle3.jobs.layout
+import eagle3.jobs.train  # noqa: F401
+
 # What train.py imports while it runs: here once, for all forks.
-import eagle3.reporting.finish
-import eagle3.training.layout
-import eagle3.training.run  # noqa: F401
 
 TRAIN = Path(__file__).parent.parent / "launchers" / "train.py"
 ENDLESS = ("training.max_steps=100000", "training.checkpoint_every=100000", "evaluation.every=100000")

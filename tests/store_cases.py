@@ -11,12 +11,12 @@ from pathlib import Path
 
 import torch
 
-from eagle3.data.rows import LastHidden, Rows
-from eagle3.data.samples import sample_digest
-from eagle3.data.store.check import Findings, check_store
-from eagle3.data.store.reader import HiddenStateStore, RowRequest
-from eagle3.data.store.shard import DATA_START, Encoding, ShardIndex, taught_rows
-from eagle3.data.store.writer import StoreWriter
+from eagle3.states.rows import LastHidden, Rows
+from eagle3.states.store.check import Findings, check_store
+from eagle3.states.store.reader import HiddenStateStore, RowRequest
+from eagle3.states.store.shard import DATA_START, Encoding, ShardIndex, taught_rows
+from eagle3.states.store.writer import StoreWriter
+from eagle3.text.samples import sample_digest
 
 FORK = multiprocessing.get_context("fork")
 # What reaches for the disk, by the names that the interpreter gives its functions.

@@ -12,17 +12,18 @@ from jobs import job_of
 from tiny_run import ROOT, conversations, deepspeed, finish, launch, make_target, write_recipe
 
 from eagle3 import hub
-from eagle3.data.conversations import read_conversations
 from eagle3.draft.config import DraftConfig
 from eagle3.draft.interchange import export_draft
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
+from eagle3.jobs.job import gather_inputs
+from eagle3.jobs.provenance import store_provenance
+from eagle3.jobs.train import train
 from eagle3.parallel.topology import start_distributed
 from eagle3.preflight.inputs import require_inputs, require_weights
 from eagle3.recipe import dump_recipe, load_recipe
-from eagle3.target.checkpoint import target_config
-from eagle3.training.job import gather_inputs, store_provenance
-from eagle3.training.run import train
+from eagle3.targets.checkpoint import target_config
+from eagle3.text.conversations import read_conversations
 from eagle3.training.run_folder import Resume
 
 ZERO2 = ROOT / "ds_configs" / "zero2.json"

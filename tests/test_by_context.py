@@ -12,21 +12,21 @@ from test_evaluate import refused
 from tiny_run import ROOT, finish, launch, make_target, write_recipe
 
 from eagle3.console import Console
-from eagle3.data.samples import SampleSet
 from eagle3.draft.derivation import derive_draft
 from eagle3.draft.interchange import export_draft
 from eagle3.errors import UserError
 from eagle3.evaluation.acceptance import Sampling, Verification
 from eagle3.evaluation.by_context import ContextAcceptance, ContextJudgement, ratio_intervals
-from eagle3.evaluation.contexts import prompt_contexts, sample_contexts
+from eagle3.evaluation.context_prompts import prompt_contexts, sample_contexts
 from eagle3.evaluation.decoding import SpeculativeOutput
 from eagle3.evaluation.drafter import untrained_draft
 from eagle3.evaluation.speculative import DecodedConversation
+from eagle3.jobs.evaluate import judge_contexts
+from eagle3.jobs.job import gather_inputs
 from eagle3.recipe import load_recipe
-from eagle3.target.checkpoint import fingerprint
-from eagle3.target.transformers import load_target
-from eagle3.training.job import gather_inputs
-from eagle3.training.judging import judge_contexts
+from eagle3.targets.checkpoint import fingerprint
+from eagle3.targets.transformers import load_target
+from eagle3.text.samples import SampleSet
 
 
 def samples(*answers: list[tuple[int, int]], tokens: int = 100) -> SampleSet:

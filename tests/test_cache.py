@@ -14,12 +14,12 @@ import pytest
 import torch
 from prepare_cases import OPTIONS, byte_tokenizer, packed, prepared
 
-from eagle3.data.cache import LOCK, replacing_folder
-from eagle3.data.download import downloaded_rows, source_of_id
-from eagle3.data.prepare import prepare_samples
-from eagle3.data.samples import DamagedSamples, SampleSet
-from eagle3.data.store.shard import taught_rows
 from eagle3.errors import UserError
+from eagle3.states.store.shard import taught_rows
+from eagle3.text.cache import LOCK, replacing_folder
+from eagle3.text.download import downloaded_rows, source_of_id
+from eagle3.text.prepare import prepare_samples
+from eagle3.text.samples import DamagedSamples, SampleSet
 
 FORK = multiprocessing.get_context("fork")
 FILES = ["ids.npy", "loss_mask.npy", "offsets.npy", "digests.npy", "summary.json"]

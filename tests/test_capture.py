@@ -18,16 +18,16 @@ from store_cases import HIDDEN, PROVENANCE, sample, unbind_all
 from tiny_run import deepspeed, finish, launch, make_target, write_recipe
 
 from eagle3.console import Console
-from eagle3.data.capture import ROUND_BATCHES, Wanted, disk_need, prefill_batches, require_disk, wanted_samples
-from eagle3.data.samples import SampleSet
-from eagle3.data.store.check import check_store
-from eagle3.data.store.reader import HiddenStateStore, RowRequest
-from eagle3.data.store.shard import Encoding, taught_rows
-from eagle3.data.store.writer import StoreWriter
 from eagle3.errors import UserError
+from eagle3.jobs.capture import verify
+from eagle3.jobs.provenance import provenance, store_provenance
 from eagle3.recipe import load_recipe
-from eagle3.training.capturing import verify
-from eagle3.training.job import provenance, store_provenance
+from eagle3.states.capture import ROUND_BATCHES, Wanted, disk_need, prefill_batches, require_disk, wanted_samples
+from eagle3.states.store.check import check_store
+from eagle3.states.store.reader import HiddenStateStore, RowRequest
+from eagle3.states.store.shard import Encoding, taught_rows
+from eagle3.states.store.writer import StoreWriter
+from eagle3.text.samples import SampleSet
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,12 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from eagle3.data.chat import Encoded, encode_conversation
-from eagle3.data.conversations import Conversation
-from eagle3.data.template import Choices, Unusable
 from eagle3.errors import UserError
 from eagle3.evaluation.prompts import read_prompts
 from eagle3.recipe import TEMPLATE_ARGUMENTS, Data
+from eagle3.text.chat import Encoded, encode_conversation
+from eagle3.text.conversations import Conversation
+from eagle3.text.template import Choices, Unusable
 
 TEMPLATES = Path(__file__).parent / "chat_templates"
 SPECIAL = [

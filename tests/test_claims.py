@@ -12,7 +12,7 @@ from family_targets import architecture
 from sglang_cpu.targets import random_model
 
 from eagle3.recipe import Claim
-from eagle3.target.sglang.version import EAGLE3_TARGETS
+from eagle3.targets.sglang.version import EAGLE3_TARGETS
 
 
 def cases_of(test: Any, argument: str) -> set[str]:

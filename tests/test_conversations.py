@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from eagle3.data.conversations import Conversation, iterate_conversations, read_conversations
 from eagle3.errors import UserError
+from eagle3.text.conversations import Conversation, iterate_conversations, read_conversations
 
 OPENAI = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]}
 EXPECTED = ({"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"})
@@ -216,7 +216,7 @@ def test_what_cannot_be_read_is_named_with_the_remedy(tmp_path):
 
 
 def test_a_dataset_id_that_cannot_be_loaded_is_one_line():
-    code = "from eagle3.data.conversations import read_conversations as r; r(['nobody/nothing-of-this-name'])"
+    code = "from eagle3.text.conversations import read_conversations as r; r(['nobody/nothing-of-this-name'])"
     offline = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=offline, check=False)
     last = done.stderr.strip().splitlines()[-1]

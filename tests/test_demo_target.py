@@ -8,13 +8,13 @@ import torch
 from tiny_run import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from eagle3.data.standard_library import standard_library_conversations, standard_library_text
+from eagle3.demo.muon import Muon
+from eagle3.demo.target import ANSWERS, HELD_OUT_ANSWERS, RECORD, byte_level_tokenizer, demo_target
+from eagle3.demo.training import LanguageModelTraining, batches, rate, train_language_model
 from eagle3.errors import UserError
+from eagle3.jobs.job import gather_inputs
 from eagle3.recipe import Demo, load_recipe
-from eagle3.target.demo import ANSWERS, HELD_OUT_ANSWERS, RECORD, byte_level_tokenizer, demo_target
-from eagle3.target.demo_training import LanguageModelTraining, batches, rate, train_language_model
-from eagle3.target.muon import Muon
-from eagle3.training.job import gather_inputs
+from eagle3.text.standard_library import standard_library_conversations, standard_library_text
 
 TINY = {
     "vocab_size": 300,

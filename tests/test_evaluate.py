@@ -17,10 +17,10 @@ from eagle3.errors import UserError
 from eagle3.evaluation.export_check import NotInstalled, check_export
 from eagle3.evaluation.judge import Judgement
 from eagle3.evaluation.prompts import read_prompts
-from eagle3.evaluation.serving import DraftTree, TimedAnswer, check_belongs, count_drafted
+from eagle3.evaluation.sglang_judge import DraftTree, TimedAnswer, check_belongs, count_drafted
 from eagle3.evaluation.speculative import SpeculativeResult
 from eagle3.recipe import dump_recipe, load_recipe
-from eagle3.target.sglang.version import GreedyAnswer
+from eagle3.targets.sglang.version import GreedyAnswer
 
 TURNS = [
     {"role": "user", "content": "Who sat on the mat?"},

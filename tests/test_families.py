@@ -26,16 +26,16 @@ from family_targets import (
 )
 from tiny_run import metrics
 
-from eagle3.data.rows import Rows
 from eagle3.draft.interchange import read_exported
 from eagle3.draft.rope import RotaryEmbedding
 from eagle3.errors import UserError
 from eagle3.recipe import Recipe
-from eagle3.target.aux_layers import default_aux_layers
-from eagle3.target.checkpoint import target_config
-from eagle3.target.head import load_target_head
-from eagle3.target.long_prefill import LongPrefill
-from eagle3.target.transformers import TransformersTarget, load_target
+from eagle3.states.rows import Rows
+from eagle3.targets.aux_layers import default_aux_layers
+from eagle3.targets.checkpoint import target_config
+from eagle3.targets.head import load_target_head
+from eagle3.targets.long_prefill import LongPrefill
+from eagle3.targets.transformers import TransformersTarget, load_target
 
 # Families with layers that a document cut into chunks does not go through, and the first such layers' type.
 NOT_IN_CHUNKS = {"llama-4-scout": "chunked_attention", "qwen3-next-80b-a3b": "linear_attention"}

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from eagle3.errors import UserError
-from eagle3.target import head as head_module
-from eagle3.target.checkpoint import load_causal_lm
-from eagle3.target.head import load_target_head
+from eagle3.targets import head as head_module
+from eagle3.targets.checkpoint import load_causal_lm
+from eagle3.targets.head import load_target_head
 
 INDEX = "model.safetensors.index.json"
 Weights = dict[str, Tensor]

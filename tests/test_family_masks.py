@@ -15,8 +15,8 @@ import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from eagle3.data.chat import Unusable, encode_conversation
-from eagle3.data.conversations import Conversation, read_conversations
+from eagle3.text.chat import Unusable, encode_conversation
+from eagle3.text.conversations import Conversation, read_conversations
 
 FAMILIES = Path(__file__).parent / "families"
 MASKS = {path.parent.name: yaml.safe_load(path.read_text("utf-8")) for path in sorted(FAMILIES.glob("*/masks.yaml"))}

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tiny_run import ROOT, deepspeed, finish, launch
 
 from eagle3.errors import UserError
-from eagle3.training.golden import read_case, read_tensors, relative_errors, run_case, tolerance
+from eagle3.jobs.verify import read_case, read_tensors, relative_errors, run_case, tolerance
 
 ZERO2 = ROOT / "ds_configs" / "zero2.json"
 GOLDEN = Path(__file__).parent / "golden"

@@ -14,22 +14,22 @@ from report_case import write_run
 from tiny_run import TEMPLATE, make_target, write_recipe
 from transformers import AutoTokenizer
 
-from eagle3.data import encode, limits
-from eagle3.data.chat import PRIVATE_USE, encode_conversation
-from eagle3.data.conversations import Conversation, read_conversations
-from eagle3.data.prepare import prepare_samples
-from eagle3.data.regeneration.answers import AnswerFile
-from eagle3.data.store.files import open_files
-from eagle3.data.store.folder import read_manifest
-from eagle3.data.store.shard import ShardIndex
-from eagle3.data.template import Unusable
 from eagle3.draft.config import read_draft_config
 from eagle3.errors import UserError
 from eagle3.evaluation.prompts import read_prompts
 from eagle3.parsing import DEEPEST, parse_json
 from eagle3.recipe import load_recipe
+from eagle3.regeneration.answers import AnswerFile
 from eagle3.reporting.record import read_run
-from eagle3.target.checkpoint import target_config
+from eagle3.states.store.files import open_files
+from eagle3.states.store.folder import read_manifest
+from eagle3.states.store.shard import ShardIndex
+from eagle3.targets.checkpoint import target_config
+from eagle3.text import encode, limits
+from eagle3.text.chat import PRIVATE_USE, encode_conversation
+from eagle3.text.conversations import Conversation, read_conversations
+from eagle3.text.prepare import prepare_samples
+from eagle3.text.template import Unusable
 from eagle3.training.engine import deepspeed_config
 from eagle3.training.run_folder import RunFolder
 

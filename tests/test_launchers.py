@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 from tiny_run import ROOT, conversations, finish, launch, make_target, write_recipe
 from tokenizers import Tokenizer, decoders
 
-from eagle3.data.store.reader import HiddenStateStore
+from eagle3.jobs.provenance import store_provenance
+from eagle3.jobs.train import train
 from eagle3.recipe import load_recipe
-from eagle3.training.job import store_provenance
-from eagle3.training.run import train
+from eagle3.states.store.reader import HiddenStateStore
 
 
 @pytest.fixture(scope="module")

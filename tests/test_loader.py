@@ -19,10 +19,10 @@ from loader_worker import (
 )
 from tiny_run import ROOT, finish, launch, make_target
 
-from eagle3.data.store.shard import Encoding
-from eagle3.data.store.writer import StoreWriter
 from eagle3.parallel.sequence import Stream, plan_sequence
-from eagle3.target.transformers import load_target
+from eagle3.states.store.shard import Encoding
+from eagle3.states.store.writer import StoreWriter
+from eagle3.targets.transformers import load_target
 
 FIELDS = ("aux", "values", "argmax", "logsumexp")
 STREAM = fields(Stream)

@@ -32,8 +32,8 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
 
 from eagle3.errors import UserError
-from eagle3.target.long_prefill import LongPrefill
-from eagle3.target.transformers import TransformersTarget
+from eagle3.targets.long_prefill import LongPrefill
+from eagle3.targets.transformers import TransformersTarget
 
 TOLERANCE = 1e-5
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}

@@ -13,18 +13,18 @@ import pytest
 from prepare_cases import OPTIONS, byte_tokenizer
 from tiny_run import conversations, make_target, write_recipe
 
-from eagle3.data import files
-from eagle3.data.cache import sealed
-from eagle3.data.conversations import read_conversations
-from eagle3.data.malformed import MalformedRows
-from eagle3.data.prepare import prepare_samples
-from eagle3.data.template import Choices
 from eagle3.errors import SharedUserError, UserError
 from eagle3.evaluation.prompts import read_prompts
+from eagle3.jobs.job import gather_inputs
 from eagle3.parallel.topology import agreed
 from eagle3.parsing import array_elements
 from eagle3.recipe import load_recipe
-from eagle3.training.job import gather_inputs
+from eagle3.text import files
+from eagle3.text.cache import sealed
+from eagle3.text.conversations import read_conversations
+from eagle3.text.malformed import MalformedRows
+from eagle3.text.prepare import prepare_samples
+from eagle3.text.template import Choices
 
 ROOT = Path(__file__).parents[1]
 
@@ -92,7 +92,7 @@ def test_all_lines_of_a_refusal_reach_every_rank_and_the_terminal(mixed):
     with pytest.raises(SharedUserError) as caught:
         agreed(lambda: read_conversations([str(mixed[0])]))
     assert str(caught.value).split("\n  ") == expected
-    code = f"from eagle3.errors import run_command as r; from eagle3.data.conversations import *; r(lambda: read_conversations([{str(mixed[0])!r}]))"
+    code = f"from eagle3.errors import run_command as r; from eagle3.text.conversations import *; r(lambda: read_conversations([{str(mixed[0])!r}]))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "") and done.stderr == "error: " + "\n  ".join(expected) + "\n"
 

@@ -10,13 +10,13 @@ import torch
 from layouts import draft_config
 from tiny_run import ROOT, make_target, write_recipe
 
-from eagle3.costs import sent_bytes, step_flops
-from eagle3.fitting import Stream, best_layout, layouts, longest_context
 from eagle3.objective.model import MemoryPlan
 from eagle3.parallel.dealing import SequenceSharding
 from eagle3.parallel.sequence import Stream as TokenStream
 from eagle3.parallel.sequence import plan_sequence
-from eagle3.planner import Planned, Share, Sizes, Weights, engine_bytes, rank_bytes
+from eagle3.planning.costs import sent_bytes, step_flops
+from eagle3.planning.fitting import Stream, best_layout, layouts, longest_context
+from eagle3.planning.memory import Planned, Share, Sizes, Weights, engine_bytes, rank_bytes
 
 DRAFT = draft_config(heads=8, kv_heads=4, head_dim=16)
 

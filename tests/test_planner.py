@@ -10,7 +10,7 @@ from memory import full_width
 from tiny_run import ROOT
 
 from eagle3.objective.model import MemoryPlan
-from eagle3.planner import Planned, Share, Sizes, host_bytes, rank_bytes, step_bytes
+from eagle3.planning.memory import Planned, Share, Sizes, host_bytes, rank_bytes, step_bytes
 from eagle3.recipe import Training
 from eagle3.training.engine import deepspeed_config, start_engine
 

@@ -10,12 +10,12 @@ import torch
 from prepare_cases import OPTIONS, TEMPLATE, byte_tokenizer, packed, prepared
 from transformers import PreTrainedTokenizerFast
 
-from eagle3.data import encode
-from eagle3.data.conversations import Conversation
-from eagle3.data.prepare import prepare_samples, preview
-from eagle3.data.samples import SampleSet
-from eagle3.data.template import Choices
 from eagle3.errors import UserError
+from eagle3.text import encode
+from eagle3.text.conversations import Conversation
+from eagle3.text.prepare import prepare_samples, preview
+from eagle3.text.samples import SampleSet
+from eagle3.text.template import Choices
 
 
 @pytest.fixture(scope="module")

@@ -18,9 +18,9 @@ import pyarrow.parquet as pq
 import pytest
 from local_hub import LocalHub, local_hub
 
-from eagle3.data.conversations import read_conversations
-from eagle3.data.presets import as_conversation, preset_source, presets, presets_table
 from eagle3.errors import UserError
+from eagle3.text.conversations import read_conversations
+from eagle3.text.presets import as_conversation, preset_source, presets, presets_table
 
 TESTS = Path(__file__).parent
 Ask = Callable[..., dict[str, Any]]

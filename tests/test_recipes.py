@@ -26,13 +26,8 @@ from eagle3.draft.config import drafted_tokens
 from eagle3.draft.derivation import derive_draft, derived_rope
 from eagle3.draft.rope import RotaryEmbedding
 from eagle3.errors import UserError
-from eagle3.fitting import RESERVED, Stream
-from eagle3.recipe import About, Claim, Recipe, load_recipe
-from eagle3.target.checkpoint import target_config
-from eagle3.target.facts import TargetFacts, read_facts
-from eagle3.training.job import Prospect
-from eagle3.training.plans import planned_step
-from eagle3.training.recipe_text import (
+from eagle3.jobs.job import Prospect
+from eagle3.jobs.new_recipe import (
     BEGIN,
     GPU_BYTES,
     NODE,
@@ -42,6 +37,11 @@ from eagle3.training.recipe_text import (
     refreshed,
     rope_in_words,
 )
+from eagle3.jobs.plan import planned_step
+from eagle3.planning.fitting import RESERVED, Stream
+from eagle3.recipe import About, Claim, Recipe, load_recipe
+from eagle3.targets.checkpoint import target_config
+from eagle3.targets.facts import TargetFacts, read_facts
 
 FAMILIES = ROOT / "tests" / "families"
 ZERO2 = ROOT / "ds_configs" / "zero2.json"

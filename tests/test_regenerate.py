@@ -25,12 +25,12 @@ import pyarrow.parquet as pq
 import pytest
 from tiny_run import ROOT, launch
 
-from eagle3.data.conversations import Conversation, read_conversations
-from eagle3.data.regeneration.answers import AnswerFile
-from eagle3.data.regeneration.endpoint import Endpoint, endpoint_urls, exposed, find_model
-from eagle3.data.regeneration.regenerate import Queue, Regeneration, Summary, regenerate
-from eagle3.data.regeneration.turns import Generation, LeftOut, Work, plan_of
 from eagle3.errors import UserError
+from eagle3.regeneration.answers import AnswerFile
+from eagle3.regeneration.endpoint import Endpoint, endpoint_urls, exposed, find_model
+from eagle3.regeneration.regenerate import Queue, Regeneration, Summary, regenerate
+from eagle3.regeneration.turns import Generation, LeftOut, Work, plan_of
+from eagle3.text.conversations import Conversation, read_conversations
 
 KEY = "sk-nobody-may-see-this"
 LAUNCHER = ROOT / "launchers" / "regenerate.py"
@@ -697,7 +697,7 @@ def test_the_key_of_the_environment_does_not_travel_in_the_clear(tmp_path, serve
     code, said = called_here(*far)
     assert code == 2 and "OPENAI_API_KEY: would go unencrypted to http://192.0.2.1:9/v1; unset it, or give" in said
     assert KEY not in said and not server.bodies
-    monkeypatch.setattr("eagle3.data.regeneration.endpoint.PROBE_SECONDS", 0.1)
+    monkeypatch.setattr("eagle3.regeneration.endpoint.PROBE_SECONDS", 0.1)
     (tmp_path / "key").write_text(KEY)
     assert called_here(*far, "--api-key-file", str(tmp_path / "key"))[0] == 0
     urls = ["https://host/v1", "http://localhost:1/v1", "http://127.0.0.2:1/v1", "http://[::1]:1/v1"]

@@ -23,6 +23,7 @@ from eagle3.draft.interchange import read_exported
 from eagle3.errors import UserError
 from eagle3.evaluation.acceptance import GREEDY
 from eagle3.evaluation.by_context import ContextAcceptance, ContextJudgement
+from eagle3.jobs.train import train
 from eagle3.recipe import Recipe, load_recipe
 from eagle3.reporting.advice import advise
 from eagle3.reporting.card import write_card
@@ -33,7 +34,6 @@ from eagle3.reporting.page import page as page_of
 from eagle3.reporting.plot import MOST_POINTS, thinned
 from eagle3.reporting.record import read_run
 from eagle3.reporting.report import write_report
-from eagle3.training.run import train
 from eagle3.training.run_folder import Resume, RunFolder
 
 ZERO2 = ROOT / "ds_configs" / "zero2.json"
@@ -594,7 +594,7 @@ def test_a_judge_that_refuses_costs_no_report(trained, topology, monkeypatch, ra
     def refuse(*_, **__):
         raise raised
 
-    monkeypatch.setattr("eagle3.training.judging.judge_export", refuse)
+    monkeypatch.setattr("eagle3.jobs.evaluate.judge_export", refuse)
     with pytest.raises(UserError, match=told):
         train(trained, ZERO2, topology, Resume.YES, console=Console(speaks=False), finish=write_up)
     assert folder.report.exists() and folder.card.exists()

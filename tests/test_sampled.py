@@ -14,7 +14,7 @@ from eagle3.evaluation.acceptance import AcceptanceRule, Proposal, Sampled, Samp
 from eagle3.evaluation.decoding import plain_sampled, speculative
 from eagle3.evaluation.drafter import ChainDrafter, untrained_draft
 from eagle3.evaluation.speculative import chain_drafter, decode_conversations
-from eagle3.target.transformers import TransformersTarget
+from eagle3.targets.transformers import TransformersTarget
 
 VOCABULARY, NEW_TOKENS, DRAFT_TOKENS = 16, 3, 2
 PROMPT = torch.tensor([1, 2, 3])

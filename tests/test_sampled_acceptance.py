@@ -12,7 +12,7 @@ from eagle3.evaluation.acceptance import AcceptanceRule, Proposal, Sampling
 from eagle3.evaluation.decoding import TargetSession
 from eagle3.evaluation.drafter import NewDrafter, untrained_draft
 from eagle3.evaluation.speculative import SpeculativeResult, chain_drafter, decode_conversations
-from eagle3.target.transformers import TransformersTarget
+from eagle3.targets.transformers import TransformersTarget
 
 TOKENS, WIDTH, DRAFT_TOKENS, NEW_TOKENS = 12, 16, 3, 30
 CONSTANT = TOKENS  # the entry of a hidden state that is the same for all tokens

@@ -15,10 +15,10 @@ from sglang_case import (
 )
 from sglang_cpu.targets import FAMILIES, make_target
 
-from eagle3.data.vocabulary import DraftVocabulary, save_vocabulary
 from eagle3.errors import UserError
-from eagle3.target.sglang.client import require_capture
-from eagle3.target.transformers import load_target
+from eagle3.targets.sglang.client import require_capture
+from eagle3.targets.transformers import load_target
+from eagle3.text.vocabulary import DraftVocabulary, save_vocabulary
 
 pytestmark = pytest.mark.sglang
 

@@ -12,8 +12,8 @@ from tiny_run import finish, launch, write_recipe
 
 from eagle3.evaluation.decoding import plain_greedy
 from eagle3.evaluation.prompts import read_prompts
-from eagle3.target.checkpoint import load_tokenizer
-from eagle3.target.transformers import load_target
+from eagle3.targets.checkpoint import load_tokenizer
+from eagle3.targets.transformers import load_target
 
 pytestmark = pytest.mark.sglang
 

@@ -20,8 +20,8 @@ from eagle3.draft.interchange import export_draft
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
 from eagle3.evaluation.export_check import NotChecked, check_export
+from eagle3.jobs.train import train
 from eagle3.recipe import load_recipe
-from eagle3.training.run import train
 
 pytestmark = pytest.mark.sglang
 

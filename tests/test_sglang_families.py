@@ -14,11 +14,11 @@ from test_sglang_capture import ALLOWED
 from tiny_run import ROOT
 
 from eagle3.draft.config import DraftConfig
+from eagle3.jobs.job import Prospect
 from eagle3.recipe import load_recipe
-from eagle3.target.checkpoint import target_config
-from eagle3.target.sglang.version import EAGLE3_TARGETS
-from eagle3.target.transformers import load_target
-from eagle3.training.job import Prospect
+from eagle3.targets.checkpoint import target_config
+from eagle3.targets.sglang.version import EAGLE3_TARGETS
+from eagle3.targets.transformers import load_target
 
 pytestmark = pytest.mark.sglang
 

@@ -18,7 +18,7 @@ from eagle3.errors import UserError
 from eagle3.evaluation.acceptance import Drawn
 from eagle3.evaluation.decoding import PlainOutput, SpeculativeOutput, plain_greedy
 from eagle3.evaluation.drafter import ChainDrafter, LoadedDraft, load_draft
-from eagle3.evaluation.serving import (
+from eagle3.evaluation.sglang_judge import (
     DraftTree,
     Logits,
     TimedAnswer,
@@ -27,9 +27,9 @@ from eagle3.evaluation.serving import (
     decode_by_server,
 )
 from eagle3.evaluation.speculative import SpeculativeResult
-from eagle3.target.sglang.server import EngineOptions, SGLangServer
-from eagle3.target.sglang.version import GreedyAnswer, cpu_attention_flags, decoding_flags, speculative_flags
-from eagle3.target.transformers import TransformersTarget, load_target
+from eagle3.targets.sglang.server import EngineOptions, SGLangServer
+from eagle3.targets.sglang.version import GreedyAnswer, cpu_attention_flags, decoding_flags, speculative_flags
+from eagle3.targets.transformers import TransformersTarget, load_target
 
 pytestmark = pytest.mark.sglang
 

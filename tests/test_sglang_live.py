@@ -15,22 +15,22 @@ import yaml
 from sglang_case import capturing_server, cpu_environment, left_in, options, target_behind
 from tiny_run import ROOT, deepspeed, finish, launch, make_target, metrics, write_recipe
 
-from eagle3.data.rows import Rows
-from eagle3.data.samples import Sample
-from eagle3.data.spool import Spool, SpoolReader
-from eagle3.data.spooled import SpooledSource
-from eagle3.data.store.folder import MANIFEST, Manifest
-from eagle3.data.store.reader import HiddenStateStore, RowRequest
 from eagle3.durable import create_text
 from eagle3.errors import UserError
 from eagle3.parallel.dealing import SequenceSharding
 from eagle3.parallel.sequence import Stream, plan_sequence
-from eagle3.target.sglang.asking import ask
-from eagle3.target.sglang.client import Producer, Servers
-from eagle3.target.sglang.hook import HookSettings
-from eagle3.target.sglang.server import SGLangServer
-from eagle3.target.sglang.target import spool_bytes
-from eagle3.target.transformers import load_target
+from eagle3.states.rows import Rows
+from eagle3.states.spool import Spool, SpoolReader
+from eagle3.states.spooled import SpooledSource
+from eagle3.states.store.folder import MANIFEST, Manifest
+from eagle3.states.store.reader import HiddenStateStore, RowRequest
+from eagle3.targets.sglang.asking import ask
+from eagle3.targets.sglang.client import Producer, Servers
+from eagle3.targets.sglang.hook import HookSettings
+from eagle3.targets.sglang.server import SGLangServer
+from eagle3.targets.sglang.target import spool_bytes
+from eagle3.targets.transformers import load_target
+from eagle3.text.samples import Sample
 
 pytestmark = pytest.mark.sglang
 

@@ -10,9 +10,9 @@ from sglang_case import cpu_environment, options
 from tiny_run import ROOT, TEMPLATE, conversations, make_target
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from eagle3.data.conversations import read_conversations
-from eagle3.data.prepare import prepare_samples, preview
-from eagle3.target.sglang.server import SGLangServer
+from eagle3.targets.sglang.server import SGLangServer
+from eagle3.text.conversations import read_conversations
+from eagle3.text.prepare import prepare_samples, preview
 
 pytestmark = pytest.mark.sglang
 

@@ -19,7 +19,7 @@ from training_path import train_case
 from zero2_course import COURSES, LEARNING_RATE, reference
 from zero2_course import STEPS as STEPS_OF_COURSE
 
-from eagle3.training.golden import read_tensors, relative_errors, tolerance
+from eagle3.jobs.verify import read_tensors, relative_errors, tolerance
 
 CASES = base_cases() + covering_cases()
 

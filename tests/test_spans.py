@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from eagle3.data.samples import Sample, SampleSet
-from eagle3.data.spans import Spans
+from eagle3.text.samples import Sample, SampleSet
+from eagle3.text.spans import Spans
 
 
 def sample(*turns, tokens=200, name="ab"):

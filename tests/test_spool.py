@@ -13,18 +13,18 @@ import pytest
 import torch
 from store_cases import sample
 
-from eagle3.data.rows import Rows
-from eagle3.data.samples import Sample
-from eagle3.data.spool import GONE, HELD, LOCK, Spool, SpoolReader, Ticket, sweep
-from eagle3.data.spooled import SpooledSource
-from eagle3.data.store.shard import Encoding
 from eagle3.errors import UserError
-from eagle3.target.sglang.client import Producer, Servers
-from eagle3.target.sglang.hook import HookSettings
-from eagle3.target.sglang.installed import require_supported
-from eagle3.target.sglang.spool_writer import SpoolWriter
-from eagle3.target.sglang.target import spool_bytes
-from eagle3.target.sglang.version import require_captured
+from eagle3.states.rows import Rows
+from eagle3.states.spool import GONE, HELD, LOCK, Spool, SpoolReader, Ticket, sweep
+from eagle3.states.spooled import SpooledSource
+from eagle3.states.store.shard import Encoding
+from eagle3.targets.sglang.client import Producer, Servers
+from eagle3.targets.sglang.hook import HookSettings
+from eagle3.targets.sglang.installed import require_supported
+from eagle3.targets.sglang.spool_writer import SpoolWriter
+from eagle3.targets.sglang.target import spool_bytes
+from eagle3.targets.sglang.version import require_captured
+from eagle3.text.samples import Sample
 
 HIDDEN = 16
 
@@ -164,7 +164,7 @@ def test_a_server_whose_job_is_gone_writes_nothing(tmp_path):
 HOLDER = """
 import sys, time
 sys.path.insert(0, sys.argv[2])
-from eagle3.data.spool import Spool
+from eagle3.states.spool import Spool
 spool = Spool(sys.argv[1])
 (spool.path / "shard-00000000-00000.safetensors").write_bytes(b"rows")
 print(spool.job, flush=True)

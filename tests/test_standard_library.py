@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from eagle3.data.standard_library import MOST_CHARACTERS, _definitions, standard_library_conversations
+from eagle3.text.standard_library import MOST_CHARACTERS, _definitions, standard_library_conversations
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ import pytest
 from tiny_run import ROOT, finish, launch
 
 from eagle3.errors import UserError
+from eagle3.jobs.layout import check_layout
 from eagle3.recipe import load_recipe
-from eagle3.training.layout import check_layout
 
 ZERO2 = ROOT / "ds_configs" / "zero2.json"
 

@@ -23,16 +23,16 @@ from store_cases import (
     write,
 )
 
-from eagle3.data.loader import StoredSource
-from eagle3.data.rows import DraftLogits, LastHidden, Rows
-from eagle3.data.samples import Sample
-from eagle3.data.store.codecs import Fp8, chunk_rows
-from eagle3.data.store.reader import HiddenStateStore, RowRequest
-from eagle3.data.store.shard import Encoding, taught_rows
-from eagle3.data.store.writer import Part, StoreWriter
 from eagle3.errors import UserError
 from eagle3.parallel.dealing import SequenceSharding
 from eagle3.parallel.sequence import Stream, plan_sequence
+from eagle3.states.loader import StoredSource
+from eagle3.states.rows import DraftLogits, LastHidden, Rows
+from eagle3.states.store.codecs import Fp8, chunk_rows
+from eagle3.states.store.reader import HiddenStateStore, RowRequest
+from eagle3.states.store.shard import Encoding, taught_rows
+from eagle3.states.store.writer import Part, StoreWriter
+from eagle3.text.samples import Sample
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -28,11 +28,11 @@ from store_cases import (
     write,
 )
 
-from eagle3.data.store.check import bind_shards, check_store, remove_flawed
-from eagle3.data.store.reader import HiddenStateStore
-from eagle3.data.store.shard import ShardIndex
-from eagle3.data.store.writer import Part, StoreWriter
 from eagle3.errors import UserError
+from eagle3.states.store.check import bind_shards, check_store, remove_flawed
+from eagle3.states.store.reader import HiddenStateStore
+from eagle3.states.store.shard import ShardIndex
+from eagle3.states.store.writer import Part, StoreWriter
 
 Attempt = Callable[[Path, Path], None]
 NUMBERS = range(12)

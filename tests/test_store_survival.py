@@ -30,11 +30,11 @@ from store_cases import (
     write,
 )
 
-from eagle3.data.store.check import remove_flawed
-from eagle3.data.store.files import DamagedStore
-from eagle3.data.store.shard import Encoding
-from eagle3.data.store.writer import Part, StoreWriter
 from eagle3.errors import UserError
+from eagle3.states.store.check import remove_flawed
+from eagle3.states.store.files import DamagedStore
+from eagle3.states.store.shard import Encoding
+from eagle3.states.store.writer import Part, StoreWriter
 
 
 def killed_at_byte(number: int, path: Path) -> None:
@@ -260,7 +260,7 @@ def test_a_folder_in_the_place_of_a_stores_file_is_named_and_nothing_is_removed(
 def test_a_long_sample_is_checked_some_rows_at_a_time(tmp_path, monkeypatch):
     write(tmp_path, range(10), shard_tokens=10_000)
     whole, shard = check(tmp_path, range(11)), next(tmp_path.glob("*.safetensors"))
-    monkeypatch.setattr("eagle3.data.store.check.ROWS_AT_ONCE", 7)
+    monkeypatch.setattr("eagle3.states.store.check.ROWS_AT_ONCE", 7)
     assert check(tmp_path, range(11)) == whole and whole.samples == 10
     flip(shard, 4096 + 200)
     assert [problem.kind for problem in check(tmp_path, range(10)).problems] == ["damaged"]

@@ -6,15 +6,15 @@ import pytest
 import torch
 from store_cases import HIDDEN, PLAIN, PROVENANCE, check, open_store, same_rows, sample, wanted, write
 
-from eagle3.data.capture import Wanted, disk_need
-from eagle3.data.rows import LastHidden, Rows
-from eagle3.data.samples import SampleSet
-from eagle3.data.store.reader import HiddenStateStore, RowRequest
-from eagle3.data.store.shard import Encoding, seen_rows, taught_rows
-from eagle3.data.store.writer import StoreWriter
 from eagle3.errors import UserError
 from eagle3.parallel.dealing import SequenceSharding
 from eagle3.parallel.sequence import Stream, plan_sequence
+from eagle3.states.capture import Wanted, disk_need
+from eagle3.states.rows import LastHidden, Rows
+from eagle3.states.store.reader import HiddenStateStore, RowRequest
+from eagle3.states.store.shard import Encoding, seen_rows, taught_rows
+from eagle3.states.store.writer import StoreWriter
+from eagle3.text.samples import SampleSet
 
 WINDOWED = Encoding("none", "float32", HIDDEN, window=4, ttt_steps=3)
 

@@ -32,10 +32,10 @@ from transformers import (
 )
 
 from eagle3.errors import UserError
-from eagle3.target.checkpoint import load_causal_lm
-from eagle3.target.head import load_target_head, model_head
-from eagle3.target.interface import LogitTransform, TargetHead
-from eagle3.target.transformers import load_target
+from eagle3.targets.checkpoint import load_causal_lm
+from eagle3.targets.head import load_target_head, model_head
+from eagle3.targets.interface import LogitTransform, TargetHead
+from eagle3.targets.transformers import load_target
 
 SHAPE = {
     "vocab_size": 128,

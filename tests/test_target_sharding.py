@@ -21,7 +21,7 @@ from sharding_worker import (
 from tiny_run import ROOT, finish, launch
 from torch import Tensor
 
-from eagle3.target.sharding import document_rows, sequence_rows
+from eagle3.targets.sharding import document_rows, sequence_rows
 
 
 class Ranks(NamedTuple):

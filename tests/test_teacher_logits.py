@@ -17,25 +17,21 @@ from tiny_run import ROOT, finish, launch, make_target, metrics, write_recipe
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from eagle3.data.capture import capture, disk_need, wanted_samples
-from eagle3.data.store.check import check_store
-from eagle3.data.store.reader import HiddenStateStore, RowRequest
-from eagle3.data.store.shard import taught_rows
-from eagle3.data.store.writer import StoreWriter
 from eagle3.errors import UserError
+from eagle3.jobs.capture import ShareCourse
+from eagle3.jobs.job import start_target
+from eagle3.jobs.provenance import provenance, store_encoding, store_provenance
+from eagle3.jobs.train import train
 from eagle3.objective.distill import Teacher
 from eagle3.parallel.dealing import SequenceSharding
 from eagle3.parallel.topology import Topology
 from eagle3.recipe import Recipe, load_recipe
-from eagle3.target.interface import LogitTransform
-from eagle3.training.capturing import ShareCourse
-from eagle3.training.job import (
-    provenance,
-    start_target,
-    store_encoding,
-    store_provenance,
-)
-from eagle3.training.run import train
+from eagle3.states.capture import capture, disk_need, wanted_samples
+from eagle3.states.store.check import check_store
+from eagle3.states.store.reader import HiddenStateStore, RowRequest
+from eagle3.states.store.shard import taught_rows
+from eagle3.states.store.writer import StoreWriter
+from eagle3.targets.interface import LogitTransform
 
 ZERO2 = ROOT / "ds_configs" / "zero2.json"
 COMPUTED = ("loss", "step_losses", "accuracy", "acceptance_rate", "gradient_norm", "tokens")

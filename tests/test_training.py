@@ -15,8 +15,8 @@ from safetensors.torch import load, load_file
 from tiny_run import ROOT, deepspeed, finish, launch, make_target, metrics, write_recipe
 
 from eagle3.errors import UserError
+from eagle3.jobs.train import train
 from eagle3.recipe import load_recipe
-from eagle3.training.run import train
 
 ZERO2 = ROOT / "ds_configs" / "zero2.json"
 COMPUTED = ("loss", "step_losses", "accuracy", "acceptance_rate", "gradient_norm", "learning_rate", "tokens")

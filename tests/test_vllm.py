@@ -13,8 +13,8 @@ from transformers import AutoConfig, DeepseekV2Config, LlamaConfig, LlamaForCaus
 from vllm_source import VLLMSource, installed
 
 from eagle3.draft.derivation import derive_draft
-from eagle3.target.aux_layers import default_aux_layers
-from eagle3.target.transformers import TransformersTarget
+from eagle3.targets.aux_layers import default_aux_layers
+from eagle3.targets.transformers import TransformersTarget
 
 LAYERS = 10
 CHOICES = [default_aux_layers(LAYERS), (0, 4, 9), (2, 3, 7)]

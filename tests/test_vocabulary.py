@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from eagle3.data.samples import SampleSet
-from eagle3.data.vocabulary import choose_vocabulary, coverage, load_vocabulary, save_vocabulary
 from eagle3.errors import UserError
+from eagle3.text.samples import SampleSet
+from eagle3.text.vocabulary import choose_vocabulary, coverage, load_vocabulary, save_vocabulary
 
 
 def samples_of(*pairs: tuple[list[int], list[int]]) -> SampleSet:

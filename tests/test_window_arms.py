@@ -7,8 +7,8 @@ import copying
 import pytest
 import window_arms
 
-from eagle3.data.standard_library import standard_library_files
-from eagle3.target.demo import byte_level_tokenizer
+from eagle3.demo.target import byte_level_tokenizer
+from eagle3.text.standard_library import standard_library_files
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,6 @@ import torch.distributed as dist
 from definition import Case, Document
 from torch import Tensor
 
-from eagle3.data.rows import DraftLogits, LastHidden, Rows
-from eagle3.data.vocabulary import DraftVocabulary
 from eagle3.draft.interchange import ExportedDraft, exported_tensors, load_weights, whole_tensors
 from eagle3.draft.model import Eagle3Draft
 from eagle3.objective.losses import BatchCounts, LossConfig, StepWeights, step_weights
@@ -20,7 +18,9 @@ from eagle3.objective.unroll import Residence
 from eagle3.parallel.dealing import SequenceSharding
 from eagle3.parallel.sequence import Stream, plan_sequence
 from eagle3.parallel.topology import Topology
-from eagle3.target.interface import LogitTransform, summarize_teacher
+from eagle3.states.rows import DraftLogits, LastHidden, Rows
+from eagle3.targets.interface import LogitTransform, summarize_teacher
+from eagle3.text.vocabulary import DraftVocabulary
 
 ALONE = SequenceSharding()
 TeacherKind = Literal["hidden", "logits"]

@@ -2,8 +2,8 @@
 
 import sys
 
-from eagle3.data.spool import Spool
 from eagle3.errors import run_command
+from eagle3.states.spool import Spool
 
 
 def main() -> None:

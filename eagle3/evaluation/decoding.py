@@ -11,7 +11,7 @@ from transformers import DynamicCache
 from eagle3.errors import UserError
 from eagle3.evaluation.acceptance import AcceptanceRule, Greedy, Verification
 from eagle3.evaluation.drafter import Drafter
-from eagle3.target.transformers import TransformersTarget
+from eagle3.targets.transformers import TransformersTarget
 
 CANDIDATES = 8  # best logits that plain decoding keeps of each position, to tell a tie from a mistake
 

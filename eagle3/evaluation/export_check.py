@@ -7,8 +7,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 from eagle3.errors import UserError
-from eagle3.target.sglang.installed import INSTALL, is_installed, require_supported
-from eagle3.target.sglang.server import without_launcher
+from eagle3.targets.sglang.installed import INSTALL, is_installed, require_supported
+from eagle3.targets.sglang.server import without_launcher
 
 CHECK_SECONDS = 600.0
 
@@ -32,7 +32,7 @@ def check_export(folder: Path) -> str:
         require_supported(version("sglang"), "this environment")
     except UserError as refusal:
         raise NotChecked(f"{folder}: not checked: {refusal}") from refusal
-    command = [sys.executable, "-m", "eagle3.target.sglang.draft_check", str(folder)]
+    command = [sys.executable, "-m", "eagle3.targets.sglang.draft_check", str(folder)]
     environment = without_launcher(os.environ)
     try:
         run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=CHECK_SECONDS)

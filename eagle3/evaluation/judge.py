@@ -12,16 +12,16 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from eagle3.console import counted
-from eagle3.data.samples import SampleSet
 from eagle3.draft.config import read_draft_config
 from eagle3.errors import UserError, first_sentence
 from eagle3.evaluation.acceptance import GREEDY, Sampling
 from eagle3.evaluation.by_context import ContextAcceptance, ContextJudgement
-from eagle3.evaluation.contexts import ContextPrompts
+from eagle3.evaluation.context_prompts import ContextPrompts
 from eagle3.evaluation.drafter import FULL, LoadedDraft, Window, load_draft, untrained_draft
 from eagle3.evaluation.examples import example_texts
 from eagle3.evaluation.speculative import SpeculativeResult, chain_drafter, decode_conversations
-from eagle3.target.transformers import TransformersTarget
+from eagle3.targets.transformers import TransformersTarget
+from eagle3.text.samples import SampleSet
 
 Engine = Literal["transformers", "sglang"]
 UNTRAINED_CONVERSATIONS = 8  # enough to see that it accepts nothing; it needs a verification for every token

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from eagle3.data.chat import tokenized
-from eagle3.data.conversations import Conversation, read_conversations
-from eagle3.data.files import KINDS
-from eagle3.data.limits import Limits
-from eagle3.data.template import Choices, Unusable, as_template_reads, chosen_template, rendered
-from eagle3.data.template_source import check_variables
 from eagle3.errors import UserError
+from eagle3.text.chat import tokenized
+from eagle3.text.conversations import Conversation, read_conversations
+from eagle3.text.files import KINDS
+from eagle3.text.limits import Limits
+from eagle3.text.template import Choices, Unusable, as_template_reads, chosen_template, rendered
+from eagle3.text.template_source import check_variables
 
 
 def read_prompts(

@@ -16,7 +16,7 @@ from eagle3.errors import UserError
 from eagle3.evaluation.acceptance import GREEDY, Sampling, Verification
 from eagle3.evaluation.decoding import PlainOutput, SpeculativeOutput, plain_greedy, plain_sampled, speculative
 from eagle3.evaluation.drafter import ChainDrafter, NewDrafter
-from eagle3.target.transformers import TransformersTarget
+from eagle3.targets.transformers import TransformersTarget
 
 Verdict = Literal["identical", "tie", "mismatch"]
 

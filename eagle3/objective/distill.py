@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from eagle3.objective.blocks import BLOCK_BYTES, loss_rows
 from eagle3.objective.streaming import StreamedRows
-from eagle3.target.interface import LogitTransform
+from eagle3.targets.interface import LogitTransform
 
 # Above every draft id, so that it loses when ranks look for the lowest id of the largest logit.
 _ELSEWHERE = torch.iinfo(torch.int64).max

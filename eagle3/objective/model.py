@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from eagle3.attention.ring import RingMode
 from eagle3.attention.ttt import TTTAttention
-from eagle3.data.rows import DraftLogits, Rows
 from eagle3.draft.model import Eagle3Draft
 from eagle3.objective.blocks import BLOCK_BYTES, chunk_tokens
 from eagle3.objective.distill import Distilled, Teacher, distill
@@ -18,7 +17,8 @@ from eagle3.objective.streaming import StreamedRows
 from eagle3.objective.unroll import Residence, UnrollInputs, unroll, unroll_inputs
 from eagle3.parallel.sequence import SequencePlan, Stream
 from eagle3.parallel.topology import Topology
-from eagle3.target.interface import LogitTransform
+from eagle3.states.rows import DraftLogits, Rows
+from eagle3.targets.interface import LogitTransform
 
 
 @dataclass(frozen=True)

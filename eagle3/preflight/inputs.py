@@ -3,16 +3,16 @@
 from contextlib import suppress
 from pathlib import Path
 
-from eagle3.data.conversations import require_source
-from eagle3.data.store.files import LocalFiles, is_url, no_store
-from eagle3.data.template_source import check_variables, read_template
 from eagle3.draft.config import DraftConfig, drafted_tokens, read_draft_config
 from eagle3.errors import SharedUserError, UserError
 from eagle3.hub import require_target_folder
 from eagle3.parsing import parse_json
 from eagle3.recipe import Model, Recipe
-from eagle3.target.aux_layers import check_aux_layers, default_aux_layers
-from eagle3.target.sglang.asking import server_info
+from eagle3.states.store.files import LocalFiles, is_url, no_store
+from eagle3.targets.aux_layers import check_aux_layers, default_aux_layers
+from eagle3.targets.sglang.asking import server_info
+from eagle3.text.conversations import require_source
+from eagle3.text.template_source import check_variables, read_template
 
 # One of these is in every checkpoint that has a tokenizer.
 TOKENIZER_FILES = ("*token*", "vocab*", "*.model")

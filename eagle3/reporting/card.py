@@ -16,7 +16,7 @@ from eagle3.reporting.curves import context_rows, rule, simulated_positions
 from eagle3.reporting.markdown import Markdown, escaped, fenced_command, one_line
 from eagle3.reporting.record import RunRecord, hub_id_of, read_run, source_name, target_name, yielded
 from eagle3.reporting.summary import spans_in_words
-from eagle3.target.sglang.version import speculative_flags
+from eagle3.targets.sglang.version import speculative_flags
 
 TEMPLATE = Path(__file__).with_name("card.md")
 TAGS = ["eagle3", "speculative-decoding", "draft-model", "sglang", "vllm"]

@@ -11,10 +11,10 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from eagle3.console import all_without_passwords
-from eagle3.data.download import is_dataset
 from eagle3.errors import UserError
 from eagle3.parsing import parse_json, parse_yaml
 from eagle3.reporting.schemas import ByContext, DraftFile, Evaluation, Metrics, RecipeFile, Started, first_problem
+from eagle3.text.download import is_dataset
 from eagle3.training.run_folder import RunFolder
 
 Record = dict[str, Any]

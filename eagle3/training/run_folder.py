@@ -275,7 +275,7 @@ class RunFolder:
             file.write(json.dumps({"step": step, "kind": "exported"}) + "\n")
 
     def write_run(self, described: dict[str, Any]) -> None:
-        """What the run is made of (see eagle3.training.description); the start of a resumed run replaces that of the first."""
+        """What the run is made of (see eagle3.jobs.description); the start of a resumed run replaces that of the first."""
         write_text(self.run, json.dumps(all_without_passwords(described), indent=2) + "\n")
 
     def write_evaluation(self, result: dict[str, Any]) -> None:

@@ -5,39 +5,29 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from pydantic import TypeAdapter, ValidationError
 
-from eagle3.console import Console, Progress, duration, waiting
-from eagle3.data.loader import Drawn, LoadedStream, StreamLoader, draw_batch
-from eagle3.data.vocabulary import DraftVocabulary
-from eagle3.draft.interchange import export_draft, shard, whole_tensors
-from eagle3.draft.model import Eagle3Draft
-from eagle3.durable import writing
+from eagle3.console import Console, Progress, duration
 from eagle3.errors import SharedUserError
-from eagle3.objective.contexts import contexts_up_to, count_by_context, sum_context_counts
+from eagle3.objective.context_counts import contexts_up_to, count_by_context, sum_context_counts
 from eagle3.objective.distill import Distilled, StepSums
 from eagle3.objective.losses import BatchCounts, LossConfig, StepWeights, step_weights
 from eagle3.objective.metrics import Metrics, batch_metrics, sum_counts, sum_sums
-from eagle3.objective.model import BatchMaker, DraftObjective, MemoryPlan, MicroBatch
+from eagle3.objective.model import BatchMaker, MicroBatch
 from eagle3.parallel.agreement import require_agreement
-from eagle3.parallel.dealing import SequenceSharding
 from eagle3.parallel.topology import Topology, agreed
 from eagle3.parallel.watchdog import Watchdog
 from eagle3.recipe import Recipe, Training
-from eagle3.training.checkpoint import Checkpoints, Resumed, other_data, written_otherwise
-from eagle3.training.engine import full_weights, gradient_scale, start_engine
-from eagle3.training.job import Job
+from eagle3.states.loader import Drawn, LoadedStream, StreamLoader, draw_batch
+from eagle3.training.checkpoint import Checkpoints, Resumed, other_data
+from eagle3.training.engine import gradient_scale
 from eagle3.training.run_folder import RunFolder
-from eagle3.training.schedule import scheduler
 from eagle3.training.skipping import NormLimit, Taken, describe_skipped
 from eagle3.training.stopping import RunStopped, StopSignals
-from eagle3.training.supply import HiddenStateSupply
 from eagle3.training.tracking import Profiler, Tracker, memory_gib
 
 
@@ -68,8 +58,6 @@ class Trainer:
     folder: RunFolder
     engine: DeepSpeedEngine
     norms: NormLimit
-    draft: Eagle3Draft
-    vocabulary: DraftVocabulary
     batch_maker: BatchMaker
     train_loader: StreamLoader
     held_out_loader: StreamLoader
@@ -147,32 +135,13 @@ class Trainer:
         dist.all_reduce(received, dist.ReduceOp.MAX)
         return int(received)
 
-    def export(self) -> Path:
-        """Write the best checkpoint's draft (the last one's where nothing was held out) for serving engines."""
-        step, best = self.steps, self.course.best_step
-        if best is not None and best != step and self.checkpoints.load_whole(self.engine, best):
-            step = best
-            self.console(f"exporting the checkpoint of step {best}: the most accepted drafts held out")
-        with waiting(self.console, "exporting the draft"):
-            weights = full_weights(self.draft) | {"embedding.weight": self.draft.embedding.weight}
-            weights = whole_tensors(weights, self.draft, self.topology.tensor)
-
-            def write() -> None:
-                with writing(self.folder.export, "free space and continue with --resume, which exports the draft"):
-                    export_draft(
-                        self.folder.export,
-                        self.draft,
-                        weights,
-                        d2t=self.vocabulary.d2t,
-                        t2d=self.vocabulary.t2d,
-                        dtype=getattr(torch, self.recipe.output.export_dtype),
-                        with_embedding=self.recipe.output.export_embedding,
-                    )
-                    self.folder.note_export(step)
-
-            self._require_folder()
-            agreed(write if self.topology.is_first else None)
-        return self.folder.export
+    def load_best(self) -> int:
+        """Load the weights of the best checkpoint, or keep the last ones where nothing was held out; the step they are of."""
+        best = self.course.best_step
+        if best is None or best == self.steps or not self.checkpoints.load_whole(self.engine, best):
+            return self.steps
+        self.console(f"exporting the checkpoint of step {best}: the most accepted drafts held out")
+        return best
 
     def _require_folder(self) -> None:
         """Raises UserError on every rank where the folder is another run's now: nothing is written there."""
@@ -329,83 +298,6 @@ class Trainer:
 
     def _micro_batch(self, loaded: LoadedStream) -> MicroBatch:
         return self.batch_maker.micro_batch(loaded.stream, loaded.plan, loaded.rows)
-
-
-def prepare_trainer(
-    job: Job,
-    engine_config: dict[str, Any],
-    topology: Topology,
-    folder: RunFolder,
-    console: Console,
-    watchdog: Watchdog,
-    *,
-    resume: bool,
-    identity: str,
-    supply: HiddenStateSupply,
-    draft: Eagle3Draft,
-) -> Trainer:
-    """Put a run together: engine, loaders, checkpoints. resume: the run will begin from a checkpoint, if there is one. identity: the run's, see RunFolder."""
-    recipe, vocabulary, (train, held_out) = job.recipe, job.vocabulary, supply.samples
-    training, parallelism = recipe.training, recipe.parallelism
-    steps = training.max_steps or math.ceil(training.epochs * len(train) / training.global_batch_size)
-    if training.profile and training.profile.start > steps:
-        raise SharedUserError(
-            f"training.profile.start: {training.profile.start}, but this run ends at step {steps}; name an earlier step, or leave "
-            "training.profile out"
-        )
-    if training.global_batch_size > len(train):
-        console.warn(
-            f"training.global_batch_size: {training.global_batch_size:,} samples a step, of {len(train):,} that there are: a step "
-            "takes some of them again and again; lower it"
-        )
-    rates = scheduler(steps, training.warmup_fraction, training.final_learning_rate_fraction)
-    memory = MemoryPlan(recipe.memory.recompute, recipe.memory.block_mib * 2**20)
-    objective = DraftObjective(draft, topology, parallelism.ring_mode, memory)
-    processes = dist.get_world_size(), topology.tensor.size()
-    if resume and written_otherwise(folder.checkpoints, *processes):
-        universal = {**engine_config.get("checkpoint", {}), "load_universal": True}
-        engine_config = engine_config | {"checkpoint": universal}
-    engine = start_engine(objective, topology, engine_config, rates)
-    dtype, device = draft.lm_head.weight.dtype, topology.device
-    width, rank = len(draft.lm_head.weight), topology.tensor.rank()
-    teacher_head = None  # where the teacher gives logits
-    if recipe.target.teacher == "hidden":
-        head = supply.head.head
-        rows = head[vocabulary.target_ids.to(head.device)]
-        teacher_head = shard(rows, draft.lm_head.weight, topology.tensor).to(device, dtype)
-    sharding = SequenceSharding(parallelism.ulysses, parallelism.ring, parallelism.layout, parallelism.query_selection)
-    place = {
-        "steps": training.ttt_steps,
-        "sharding": sharding,
-        "data": topology.data,
-        "sequence": topology.sequence,
-        "window": draft.draft_config.window,
-        "spans": supply.spans,
-    }
-    return Trainer(
-        recipe=recipe,
-        topology=topology,
-        folder=folder,
-        engine=engine,
-        norms=NormLimit(engine, training.skip_above_norm),
-        draft=draft,
-        vocabulary=vocabulary,
-        batch_maker=BatchMaker(
-            vocabulary.draft_ids,
-            teacher_head,
-            dtype,
-            device,
-            recipe.memory.inputs,
-            supply.head.transform,
-            slice(rank * width, (rank + 1) * width),
-        ),
-        train_loader=StreamLoader(train, supply.source, **place),
-        held_out_loader=StreamLoader(held_out, supply.held_out_source, **place),
-        checkpoints=Checkpoints(folder.checkpoints, training.keep_checkpoints, identity, console.warn, console),
-        console=console,
-        watchdog=watchdog,
-        steps=steps,
-    )
 
 
 class Pace:

@@ -1,0 +1,264 @@
+"""The quickstart's target: a small Llama trained here, because a draft needs a real language model to predict."""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tokenizers
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils.logging import disable_progress_bar
+
+from eagle3.console import WARNING, waiting
+from eagle3.demo.answers import greedy_answers
+from eagle3.demo.training import LanguageModelTraining, measure_language_model, train_language_model
+from eagle3.durable import file_digest
+from eagle3.errors import UserError
+from eagle3.recipe import Demo
+from eagle3.text.cache import DAMAGE, replacing_folder, sealed, unsealed
+
+FORMAT = 2  # raise it when this file begins to make another model from the same arguments
+# The chat template spells these out, so that it can be read alone.
+ANSWERS, HELD_OUT_ANSWERS = "answers.jsonl", "held_out_answers.jsonl"
+RECORD = "training.json"
+TURN_START, TURN_END, PADDING = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{ '<|im_start|>assistant\\n' }}
+{%- endif -%}
+"""
+
+
+class DemoTarget(NamedTuple):
+    """A trained demo target. Losses are nats a token over all tokens; seconds are those its training took."""
+
+    folder: Path
+    loss: float
+    held_out_loss: float
+    seconds: float
+    cached: bool
+
+
+def demo_target(
+    rows: list[dict],
+    held_out: list[dict],
+    demo: Demo,
+    *,
+    cache_dir: Path,
+    device: torch.device | str = "cpu",
+    report: Callable[[str], None] = print,
+    make: bool = True,
+) -> DemoTarget:
+    """The folder of a small model trained on `rows`, conversations (`messages`) or files (`text`): made once, then found again
+    under `cache_dir`.
+
+    The folder holds what `from_pretrained` needs, `training.json`, and, where rows are conversations, the target's own
+    greedy answers of at most `answer_tokens` tokens to up to `answers` opening questions of each set (answers.jsonl,
+    held_out_answers.jsonl): a draft has to predict what its target says, so it learns from that. Its name is a hash of the
+    rows, the parameters and the libraries' versions, and it appears in one rename, so a killed run leaves nothing
+    half-made. One that is found is compared with its digests, and made anew where a file does not fit.
+    A conversation's tokens past `context` are cut off, a file is cut into pieces. `report` gets a line now and then. Weights are
+    the same for the same arguments, device and number of threads.
+    Raises UserError for shapes that do not fit together, for too little text, and where it is not there and not to be made.
+    """
+    if demo.hidden_size % (2 * demo.heads) or demo.heads % demo.key_value_heads:
+        raise UserError(
+            f"model.demo: hidden_size {demo.hidden_size}, heads {demo.heads}, key_value_heads {demo.key_value_heads} do not fit; "
+            "make hidden_size an even multiple of heads, and heads a multiple of key_value_heads"
+        )
+    if demo.batch_tokens < demo.context:
+        raise UserError(
+            f"model.demo.batch_tokens: {demo.batch_tokens} is less than one conversation of {demo.context}; raise it"
+        )
+    if demo.short_steps and (demo.short_context is None or demo.short_steps >= demo.steps):
+        raise UserError(
+            f"model.demo: short_steps {demo.short_steps}, short_context {demo.short_context}, steps {demo.steps} do not fit; give "
+            "short_context, and more steps than short_steps"
+        )
+    training = _training(demo)._asdict()
+    answering = {"answers": demo.answers, "answer_tokens": demo.answer_tokens}
+    versions = [tokenizers.__version__, torch.__version__, transformers.__version__]
+    told = [FORMAT, versions, demo_shape(demo), demo.short_context, training, answering, rows, held_out]
+    identity = json.dumps(told, sort_keys=True)
+    folder = Path(cache_dir).expanduser() / f"demo-target-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+    damage = "is not there"
+    if (folder / RECORD).is_file():
+        try:
+            return _open(folder, report)
+        except DAMAGE as error:
+            damage = f"is damaged ({error!s:.200})"
+            if make:
+                report(f"{WARNING}the demo target {folder} {damage}; it is made anew")
+    if not make:
+        raise UserError(
+            f"model.target: demo: {folder} {damage}, and one made anew would not be the target that the draft learnt "
+            "from; set data.cache_dir or model.demo as in training, and use the same Python and packages, or name the "
+            "target's folder as model.target"
+        )
+    # Where another process was faster its model is as good.
+    with replacing_folder(folder, keep=_is_whole) as unfinished:
+        _make(unfinished, rows, held_out, demo, torch.device(device), report)
+    return _open(folder, report)._replace(cached=False)
+
+
+def _open(folder: Path, report: Callable[[str], None]) -> DemoTarget:
+    """What lies in `folder`, after a look at all of it. Raises one of DAMAGE."""
+    record, checked = unsealed((folder / RECORD).read_text(encoding="utf-8"))
+    if checked != ("files" in record):
+        raise ValueError(f"{RECORD} does not fit its digest")
+    for name, digest in record.get("files", {}).items():
+        if file_digest(folder / name) != digest:
+            raise ValueError(f"{name} does not fit its digest")
+    if not checked:
+        report(
+            f"{folder}: from before demo targets had digests: whether it is whole cannot be checked; delete it to have "
+            "it made anew"
+        )
+    return DemoTarget(folder, record["loss"], record["held_out_loss"], record["seconds"], cached=True)
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        _open(folder, lambda line: None)
+    except DAMAGE:
+        return False
+    return True
+
+
+def demo_shape(demo: Demo) -> dict[str, Any]:
+    """What LlamaConfig is told of a demo target's shape."""
+    return {
+        "vocab_size": demo.vocab_size,
+        "hidden_size": demo.hidden_size,
+        "intermediate_size": demo.intermediate_size,
+        "num_hidden_layers": demo.layers,
+        "num_attention_heads": demo.heads,
+        "num_key_value_heads": demo.key_value_heads,
+        "max_position_embeddings": demo.context,
+        "rope_parameters": demo.rope_parameters,
+    }
+
+
+def _training(demo: Demo) -> LanguageModelTraining:
+    return LanguageModelTraining(**{name: getattr(demo, name) for name in LanguageModelTraining._fields})
+
+
+def _make(
+    folder: Path,
+    rows: list[dict],
+    held_out: list[dict],
+    demo: Demo,
+    device: torch.device,
+    report: Callable[[str], None],
+) -> None:
+    began = time.monotonic()
+    disable_progress_bar()  # of what saves the model: it garbles a log
+    with waiting(report, "demo target: making a tokenizer"):
+        tokenizer = byte_level_tokenizer(rows, demo.vocab_size, demo.context)
+    with waiting(report, "demo target: tokenising its text"):
+        documents = _documents(tokenizer, rows, demo.context, "data.train")
+        short = _documents(tokenizer, rows, demo.short_context, "data.train") if demo.short_context else []
+        held_out_documents = _documents(tokenizer, held_out, demo.context, "data.held_out")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(demo.seed)
+        ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+        try:
+            model = LlamaForCausalLM(LlamaConfig(**demo_shape(demo), **ends, tie_word_embeddings=False)).to(device)
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(
+                f"model.demo.rope_parameters: {demo.rope_parameters}: transformers takes no such rope ({error!r}); mend it, or "
+                "leave it out"
+            ) from error
+    report(
+        f"demo target: {model.num_parameters() / 1e6:.1f}M parameters, {sum(map(len, documents)):,} tokens of text, "
+        f"{demo.steps} steps of up to {demo.batch_tokens} tokens"
+    )
+    loss = train_language_model(model, documents, _training(demo), report, short=short)
+    held_out_loss, accuracy = measure_language_model(model, held_out_documents, demo.batch_tokens, report)
+    seconds = time.monotonic() - began
+    report(
+        f"demo target: held-out loss {held_out_loss:.3f} nats a token, {accuracy:.0%} of tokens right, {seconds:.0f} s"
+    )
+    try:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    except Exception as error:  # of a full disk their writers, which are in Rust, raise errors of their own
+        raise OSError(str(error)) from error
+    for talks, name in ((rows, ANSWERS), (held_out, HELD_OUT_ANSWERS)):
+        if "text" in talks[0]:
+            continue  # nobody asks anything
+        questions = [talk["messages"][0] for talk in _spread(talks, demo.answers)]
+        answered = greedy_answers(model, tokenizer, questions, demo.answer_tokens, report)
+        lines = [json.dumps({"messages": messages}) + "\n" for messages in answered]
+        (folder / name).write_text("".join(lines), encoding="utf-8")
+    record = {
+        "loss": loss,
+        "held_out_loss": held_out_loss,
+        "held_out_accuracy": accuracy,
+        "steps": demo.steps,
+        "seconds": seconds,
+        "files": {path.name: file_digest(path) for path in sorted(folder.iterdir())},
+    }
+    (folder / RECORD).write_text(sealed(record), encoding="utf-8")
+
+
+def _spread(conversations: list[dict], count: int) -> list[dict]:
+    """`count` of them, evenly spread, or all."""
+    count = min(count, len(conversations))
+    return [conversations[place * len(conversations) // count] for place in range(count)]
+
+
+def byte_level_tokenizer(rows: list[dict], vocab_size: int, context: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of `vocab_size` tokens learnt from the rows, with a ChatML template; any text round-trips.
+
+    Raises UserError where `vocab_size` has no room for 256 bytes and three special tokens, or the text is too little.
+    """
+    special = [PADDING, TURN_START, TURN_END]
+    if vocab_size < 256 + len(special):
+        raise UserError(f"model.demo.vocab_size: {vocab_size} has no room for 256 bytes and 3 marks; give at least 259")
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    bpe.train_from_iterator((text for row in rows for text in _texts(row)), trainer)
+    if bpe.get_vocab_size() < vocab_size:
+        raise UserError(
+            f"model.demo.vocab_size: {vocab_size}, but this text yields {bpe.get_vocab_size()} tokens; lower it"
+        )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        eos_token=TURN_END,
+        pad_token=PADDING,
+        additional_special_tokens=[TURN_START],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        model_max_length=context,
+    )
+
+
+def _texts(row: dict) -> list[str]:
+    return [row["text"]] if "text" in row else [turn["content"] for turn in row["messages"]]
+
+
+def _documents(tokenizer: PreTrainedTokenizerFast, rows: list[dict], longest: int, key: str) -> list[torch.Tensor]:
+    """int64 [at most `longest` tokens] each, as they will be met: from position 0. Of a rendered conversation the first tokens,
+    of a file all, in pieces."""
+    if not rows:
+        raise UserError(f"{key}: no text for the demo target; give it at least one row")
+    texts = [row.get("text") or tokenizer.apply_chat_template(row["messages"], tokenize=False) for row in rows]
+    documents = []
+    for row, ids in zip(rows, tokenizer(texts, verbose=False)["input_ids"], strict=True):
+        starts = range(0, len(ids), longest) if "text" in row else (0,)
+        documents += [torch.tensor(ids[start : start + longest]) for start in starts]
+    return [document for document in documents if len(document) > 1]

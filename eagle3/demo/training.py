@@ -1,0 +1,118 @@
+"""Trains a small language model on a few cores, for the demo target: batches with little padding, Muon, a linear decay."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, islice
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
+from transformers import LlamaForCausalLM
+
+from eagle3.console import Progress
+from eagle3.demo.muon import Muon
+
+WINDOW = 1024  # documents sorted by length together, so that batches carry little padding
+IGNORED = -100  # the label that transformers' loss leaves out
+WARMUP_FRACTION = 0.05
+
+
+class Batch(NamedTuple):
+    """Documents padded on the right, int64 [documents, longest]; labels are the ids, IGNORED where padded.
+
+    No attention mask is needed: under causal attention no token sees the padding behind it.
+    """
+
+    ids: torch.Tensor
+    labels: torch.Tensor
+
+
+class LanguageModelTraining(NamedTuple):
+    """batch_tokens: most tokens of a step, padding included. learning_rate: of Muon, for matrices; adam_learning_rate: of AdamW,
+    for the rest. short_steps: how many of the steps come first, on short documents."""
+
+    batch_tokens: int
+    steps: int
+    learning_rate: float
+    adam_learning_rate: float
+    seed: int
+    short_steps: int = 0
+
+
+def train_language_model(
+    model: LlamaForCausalLM,
+    documents: Sequence[torch.Tensor],
+    training: LanguageModelTraining,
+    report: Callable[[str], None],
+    short: Sequence[torch.Tensor] = (),
+) -> float:
+    """Train in place on `documents` (int64 [T] each), the first steps on `short`. Returns the mean loss of the last tenth of
+    the steps, in nats a token."""
+    batch_tokens, steps, seed = training.batch_tokens, training.steps, training.seed
+    matrices = [weight for name, weight in model.named_parameters() if weight.ndim == 2 and ".layers." in name]
+    others = [weight for name, weight in model.named_parameters() if weight.ndim != 2 or ".layers." not in name]
+    optimizers = [
+        Muon(matrices, lr=training.learning_rate),
+        torch.optim.AdamW(others, lr=training.adam_learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+    ]
+    schedules = [torch.optim.lr_scheduler.LambdaLR(each, lambda step: rate(step, steps)) for each in optimizers]
+    first = islice(batches(short, batch_tokens, seed), training.short_steps) if training.short_steps else ()
+    coming = chain(first, batches(documents, batch_tokens, seed))
+    losses, progress = [], Progress(report, "demo target", steps, "steps")
+    for step in range(1, steps + 1):
+        batch = next(coming)
+        loss = model(input_ids=batch.ids.to(model.device), labels=batch.labels.to(model.device), use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.detach())
+        progress.at(step, extra=f"loss {torch.stack(losses[-20:]).mean().item():.3f}")
+    return torch.stack(losses[-math.ceil(steps / 10) :]).mean().item()
+
+
+def rate(step: int, steps: int) -> float:
+    """Linear warm-up, then linear decay to nearly 0: the multiple of the learning rate at `step`, counted from 0."""
+    warmup = max(1, round(steps * WARMUP_FRACTION))
+    return min((step + 1) / warmup, (steps - step) / max(1, steps - warmup))
+
+
+def batches(documents: Sequence[torch.Tensor], batch_tokens: int, seed: int) -> Iterator[Batch]:
+    """Endless batches: every document once an epoch, in a new order each time, beside others of about its length."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        order = torch.randperm(len(documents), generator=generator).tolist()
+        for first in range(0, len(order), WINDOW):
+            window = list(padded([documents[index] for index in order[first : first + WINDOW]], batch_tokens))
+            yield from (window[index] for index in torch.randperm(len(window), generator=generator).tolist())
+
+
+def padded(documents: Sequence[torch.Tensor], batch_tokens: int) -> Iterator[Batch]:
+    """All `documents`, from short to long, in batches of at most `batch_tokens` tokens with their padding."""
+    waiting = sorted(documents, key=len)
+    while waiting:
+        count = 1
+        while count < len(waiting) and (count + 1) * len(waiting[count]) <= batch_tokens:
+            count += 1
+        rows, waiting = waiting[:count], waiting[count:]
+        yield Batch(*(pad_sequence(rows, batch_first=True, padding_value=value) for value in (0, IGNORED)))
+
+
+@torch.no_grad()
+def measure_language_model(
+    model: LlamaForCausalLM, documents: Sequence[torch.Tensor], batch_tokens: int, report: Callable[[str], None]
+) -> tuple[float, float]:
+    """Mean loss in nats and share of tokens whose argmax is right, over all predicted tokens of `documents`."""
+    loss, right, count = 0.0, 0, 0
+    progress = Progress(report, "demo target, held out", len(documents), "documents")
+    for batch in padded(documents, batch_tokens):
+        labels = batch.labels[:, 1:].to(model.device)
+        logits = model(input_ids=batch.ids.to(model.device), use_cache=False).logits[:, :-1]
+        loss += cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum").item()
+        right += int((logits.argmax(-1) == labels).sum())
+        count += int((labels != IGNORED).sum())
+        progress.advance(len(batch.ids))
+    return loss / count, right / count

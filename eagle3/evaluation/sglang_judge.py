@@ -1,0 +1,231 @@
+"""The judge by SGLang: a real server decodes prompts with the exported draft, another one without, greedily.
+
+How SGLang counts (0.5.23, batch_result_processor.py and tokenizer_manager.py), and what follows for the figures, which
+mean here what they mean in eagle3/evaluation/speculative.py:
+
+- The first token is the prefill's and belongs to no verification; there, too.
+- Every verification is counted, with the drafts that it accepted, before its tokens are cut at an EOS or at the length
+  asked for; the last one reaches beyond that length. So does the other judge's, and its yield counts in full.
+- Behind an EOS nothing counts in the other judge. An answer that ends with one has yielded its tokens but the first,
+  whatever the histogram says, so the acceptance length is the same. The histogram does not tell which of its entries was
+  last, so `accepted` may count drafts of that one verification that lie behind the EOS. (An EOS that comes in the last
+  verification, but behind the length asked for, goes unseen: up to `steps` tokens too many are counted there.)
+- SGLang's own `spec_accept_length` divides all tokens put out, the prefill's first and no cut-off ones, by the
+  verifications; it is a little different for short answers, and not used.
+
+One conversation is decoded at a time, so that tokens per second are those of one user.
+"""
+
+import os.path
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from eagle3.console import WARNING, Progress
+from eagle3.draft.config import DraftConfig
+from eagle3.errors import UserError
+from eagle3.evaluation.decoding import tie_resolution
+from eagle3.evaluation.speculative import SpeculativeResult
+from eagle3.targets.sglang.asking import ask
+from eagle3.targets.sglang.server import EngineOptions, SGLangServer
+from eagle3.targets.sglang.version import (
+    GreedyAnswer,
+    cpu_attention_flags,
+    decoding_flags,
+    greedy_answer,
+    greedy_request,
+    scores_answer,
+    scores_request,
+    speculative_flags,
+)
+
+ANSWER_SECONDS = 3600.0
+WARM_UP_TOKENS = 8
+SAMPLED_SCORES = 512  # tokens whose scores say how far the logits of a position spread
+
+
+class DraftTree(NamedTuple):
+    """What is drafted before a verification. steps: forwards of the draft, the depth. topk: branches of a node. tokens:
+    verified at a time, counting the last token put out, from which the tree grows; steps + 1 for a chain."""
+
+    steps: int
+    topk: int
+    tokens: int
+
+    @classmethod
+    def of(cls, steps: int, topk: int, tokens: int | None) -> "DraftTree":
+        """With the number of tokens that is left out: a chain's, or topk for every step. Raises UserError where no such
+        tree exists."""
+        if topk < 1:
+            raise UserError(f"--topk {topk}: a node has at least one branch; leave it out for a chain")
+        drafted = topk + (steps - 1) * topk**2  # a step opens topk branches of each of the topk best nodes
+        tokens = (steps * topk if topk > 1 else steps) + 1 if tokens is None else tokens
+        if topk == 1 and tokens != steps + 1:
+            raise UserError(
+                f"--tree-tokens {tokens}: a chain of evaluation.draft_tokens={steps} has {steps + 1}; leave it out, or set "
+                "--topk to 2 or more for a tree"
+            )
+        if not 2 <= tokens <= drafted + 1:
+            raise UserError(
+                f"--tree-tokens {tokens}: with evaluation.draft_tokens={steps} and --topk {topk} a tree has 2 to "
+                f"{drafted + 1}; choose such a number"
+            )
+        return cls(steps, topk, tokens)
+
+
+class TimedAnswer(NamedTuple):
+    answer: GreedyAnswer
+    seconds: float
+
+
+class Logits(NamedTuple):
+    """Of a target: what says how far rounding moves its logits (number format, layers), and how many tokens they rate."""
+
+    dtype: torch.dtype
+    layers: int
+    vocab_size: int
+
+
+def judge_by_sglang(
+    exported: Path,
+    options: EngineOptions,
+    prompts: Sequence[Tensor],
+    *,
+    tree: DraftTree,
+    new_tokens: int,
+    logits: Logits,
+    window: int | None,
+    report: Callable[[str], None],
+) -> SpeculativeResult:
+    """Start a server with the draft in folder `exported`, then one without, and decode all prompts (int64 [P]) by both. window:
+    keys that a query of the draft sees, None for all.
+
+    Raises UserError where a server does not start or answer.
+    """
+    attention = [] if torch.cuda.is_available() or options.attention else cpu_attention_flags()
+    flags = [*decoding_flags(), *attention]
+    report("starting SGLang with the draft")
+    with SGLangServer(options, [*flags, *speculative_flags(str(exported), *tree, window)], report=report) as server:
+        drafted = decode_by_server(server, prompts, new_tokens, report)
+    result = count_drafted(drafted, tree.steps)
+    report(f"acceptance length {result.acceptance_length:.2f}; starting SGLang without the draft")
+    with SGLangServer(options, flags, report=report) as server:
+        plain = decode_by_server(server, prompts, new_tokens, report)
+        verdicts = [
+            compare_by_server(server, prompt, one.answer.tokens, other.answer.tokens, logits)
+            for prompt, one, other in zip(prompts, drafted, plain, strict=True)
+        ]
+    for number, verdict in enumerate(verdicts, start=1):
+        if verdict == "mismatch":
+            report(f"{WARNING}SGLang: conversation {number} differs from plain decoding")
+    return replace(
+        result,
+        identical=verdicts.count("identical"),
+        ties=verdicts.count("tie"),
+        mismatches=verdicts.count("mismatch"),
+        seconds_plain=sum(each.seconds for each in plain),
+    )
+
+
+def decode_by_server(
+    server: SGLangServer, prompts: Sequence[Tensor], new_tokens: int, report: Callable[[str], None]
+) -> list[TimedAnswer]:
+    """Greedy answers of up to new_tokens, one after another, and the seconds that each took, prefill included."""
+    _generate(server, greedy_request(prompts[0].tolist(), min(new_tokens, WARM_UP_TOKENS)))
+    answers, progress = [], Progress(report, "decoding by SGLang", len(prompts), "conversations")
+    for number, prompt in enumerate(prompts, start=1):
+        start = time.perf_counter()
+        answer = greedy_answer(_generate(server, greedy_request(prompt.tolist(), new_tokens)))
+        now = time.perf_counter()
+        answers.append(TimedAnswer(answer, now - start))
+        if not answer.stopped and len(answer.tokens) < new_tokens:
+            raise UserError(
+                f"sglang: prompt {number} of {len(prompt)} tokens got {len(answer.tokens)} new tokens, not {new_tokens}: the "
+                "server has no room for more; raise target.kv_tokens or target.memory_fraction, or use shorter prompts"
+            )
+        progress.at(number)
+    return answers
+
+
+def count_drafted(drafted: Sequence[TimedAnswer], steps: int) -> SpeculativeResult:
+    """The figures of a server with a draft (see this file's head for how it counts), all else left at 0."""
+    histogram = [
+        sum(column) for column in zip(*(_padded(each.answer.histogram, steps + 1) for each in drafted), strict=True)
+    ]
+    if not sum(histogram):
+        raise UserError(
+            f"evaluation: the target ends all {len(drafted)} conversations with their first token, so nothing can be "
+            "measured; use other conversations"
+        )
+    return SpeculativeResult(
+        conversations=len(drafted),
+        draft_tokens=steps,
+        new_tokens=sum(len(each.answer.tokens) for each in drafted),
+        verifications=sum(histogram),
+        yielded=sum(_yielded(each.answer) for each in drafted),
+        accepted=[sum(histogram[depth + 1 :]) for depth in range(steps)],
+        identical=0,
+        ties=0,
+        mismatches=0,
+        seconds_speculative=sum(each.seconds for each in drafted),
+        seconds_plain=0.0,
+    )
+
+
+def _yielded(answer: GreedyAnswer) -> int:
+    """Tokens that the verifications added, to the first EOS at most."""
+    counted = sum(count * (accepted + 1) for accepted, count in enumerate(answer.histogram))
+    put_out = len(answer.tokens) - 1  # the first is the prefill's
+    assert counted >= put_out, f"SGLang counts {counted} tokens of verifications where it puts out {put_out}"
+    return put_out if answer.stopped else counted
+
+
+def _padded(histogram: Sequence[int], length: int) -> list[int]:
+    assert len(histogram) <= length, f"SGLang accepted {len(histogram) - 1} drafts at once, drafted were {length - 1}"
+    return [*histogram, *[0] * (length - len(histogram))]
+
+
+def compare_by_server(
+    server: SGLangServer, prompt: Tensor, tokens: Sequence[int], plain: Sequence[int], logits: Logits
+) -> Literal["identical", "tie", "mismatch"]:
+    """As `eagle3.evaluation.speculative.compare` says it.
+
+    Where they differ first, the server is asked for the scores of both tokens. SGLang gives log-probabilities, not logits:
+    they differ by a constant, so a sample of them over the vocabulary, less its mean, stands for the logits whose size and
+    spread say what rounding may do.
+    """
+    first = len(os.path.commonprefix([list(tokens), list(plain)]))
+    if first == len(tokens) == len(plain):
+        return "identical"
+    if first == min(len(tokens), len(plain)):
+        return "mismatch"
+    known = [*prompt.tolist(), *plain[:first]]
+    sample = torch.linspace(0, logits.vocab_size - 1, min(SAMPLED_SCORES, logits.vocab_size)).long().tolist()
+    scores, best = scores_answer(_generate(server, scores_request(known, [tokens[first], plain[first], *sample])))
+    spread = torch.tensor([*scores[2:], best])
+    resolution = tie_resolution((spread - spread[:-1].mean()).to(logits.dtype), logits.layers)
+    return "tie" if min(scores[:2]) >= best - float(resolution) else "mismatch"
+
+
+def check_belongs(config: DraftConfig, origin: Path, vocab_size: int, hidden_size: int) -> None:
+    """Raises UserError where a draft was made for another target than the one of these sizes."""
+    if (config.vocab_size, config.target_hidden_size) != (vocab_size, hidden_size):
+        raise UserError(
+            f"{origin}: is for a target with vocabulary {config.vocab_size} and hidden size {config.target_hidden_size}, "
+            f"this one has {vocab_size} and {hidden_size}; name the target it was trained for"
+        )
+
+
+def _generate(server: SGLangServer, body: dict) -> dict:
+    try:
+        return ask(server.url, "/generate", body, timeout=ANSWER_SECONDS)
+    except OSError as error:
+        raise UserError(
+            f"sglang: the server gave no answer ({error}): {server.last_words()}; lower target.memory_fraction, or shorten "
+            "the prompts"
+        ) from error

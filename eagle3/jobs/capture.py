@@ -1,0 +1,202 @@
+"""From a recipe to a filled hidden-state store: each process captures its share of what is missing; what is damaged goes."""
+
+import datetime
+import os
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from itertools import chain
+from pathlib import Path
+
+import torch.distributed as dist
+
+from eagle3.console import Console, Progress, Say, counted, waiting
+from eagle3.errors import UserError
+from eagle3.jobs.job import Job, start_target
+from eagle3.jobs.provenance import capture_record, provenance, store_encoding, store_provenance
+from eagle3.jobs.servers import capture_target
+from eagle3.parallel.topology import Topology, agreed
+from eagle3.parallel.watchdog import Watchdog
+from eagle3.recipe import Recipe
+from eagle3.states.capture import Wanted, capture, capture_arriving, capture_long, prefill_batches, require_disk
+from eagle3.states.store.check import bind_shards, check_store, remove_flawed
+from eagle3.states.store.folder import MANIFEST, unbound_notice
+from eagle3.states.store.writer import Part, StoreWriter
+from eagle3.targets.long_prefill import LongPrefill
+from eagle3.targets.transformers import TransformersTarget
+from eagle3.training.watched import watched
+
+# Processes end their shares hours apart and then wait for one another; the watchdog sees who will not come.
+PATIENCE = datetime.timedelta(days=7)
+MOST_LINES = 20
+
+
+def verify(
+    job: Job,
+    wanted: dict[str, Wanted],
+    console: Console,
+    repair: bool,
+    bind: bool,
+) -> bool:
+    """Say what is wrong with the store; where asked, take it out, or, where nothing is wrong, bind the shards of older
+    versions to it. True where nothing is."""
+    path = job.recipe.hidden_states.path
+    findings = check_store(path, store_provenance(job), wanted, console)
+    for problem in findings.problems[:MOST_LINES]:
+        console.result(str(problem))
+    if len(findings.problems) > MOST_LINES:
+        console.result(f"and {len(findings.problems) - MOST_LINES:,} more")
+    kinds = Counter(problem.kind for problem in findings.problems)
+    console.result(
+        f"{path}: {findings.samples:,} samples whole, {findings.tokens:,} tokens; "
+        + (", ".join(f"{count:,} {kind}" for kind, count in kinds.items()) or "nothing wrong")
+    )
+    whole = not findings.problems
+    if kinds["foreign"] and kinds["foreign"] == len(findings.indexes):
+        console.result(f"{path}: all shards are foreign; if {MANIFEST} was replaced, restore it: --repair deletes them")
+    bound = None
+    try:
+        if repair:
+            remove_flawed(Path(path), findings.problems)
+        elif bind and whole:
+            bound = bind_shards(Path(path), findings)
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot be written ({error}); free space or change its rights, and run the same again"
+        ) from error
+    if bound is not None:
+        console.result(f"{path}: {counted(bound, 'shard')} newly bound to {MANIFEST}")
+    elif not repair and (notice := unbound_notice(path, findings.indexes)):
+        console.result(notice)
+    if bind and not whole:
+        console.result(f"{path}: nothing was bound; run capture.py --repair first")
+    return whole
+
+
+def watched_capture(recipe: Recipe, topology: Topology, console: Console) -> AbstractContextManager[Watchdog]:
+    """Collective; around what a capture does."""
+    return watched(
+        topology,
+        console,
+        # SGLang's client has time limits of its own, which allow for servers that work for others, too.
+        hang_minutes=None if recipe.target.backend == "sglang" else recipe.training.hang_minutes,
+        patience=PATIENCE,
+        advice="run capture.py again, which continues",
+        less_memory="lower hidden_states.prefill_tokens",
+    )
+
+
+class ShareCourse:
+    """How far this process's share is: lines for a person, and the place where the watchdog finds the process.
+
+    samples: that go through the target. tokens: that are written. at: receives the place.
+    """
+
+    def __init__(self, samples: int, tokens: int, say: Say, at: Callable[[str], None]) -> None:
+        self.progress = Progress(say, "capturing this share", tokens, "tokens")
+        self.samples, self.at, self.begun, self.place = samples, at, 0, ""
+
+    def begin(self, samples: int) -> None:
+        self.place = f"capturing sample {self.begun + 1} of {self.samples}"
+        self.begun += samples
+        self.at(self.place)
+
+    def advance(self, tokens: int) -> None:
+        self.progress.advance(tokens)
+        self.at(self.place)  # anew: a long sample that goes on does not hang
+
+
+def fill(
+    job: Job,
+    wanted: dict[str, Wanted],
+    part: Part,
+    topology: Topology,
+    console: Console,
+    watchdog: Watchdog,
+) -> None:
+    """Capture what the store lacks of this job's part; over when every rank has its share."""
+    recipe, hidden, sequence = job.recipe, job.recipe.hidden_states, topology.sequence
+    together = part.split(topology.data.rank(), topology.data.size())
+    alone = together.split(sequence.rank(), sequence.size())
+    encoding = store_encoding(job.prospect)
+    watchdog.at("opening the store")
+    with waiting(console, f"opening {hidden.path}"):
+        opened = agreed(
+            lambda: StoreWriter(
+                hidden.path,
+                provenance(job),
+                encoding,
+                record=capture_record(job),
+                part=alone,
+                shard_tokens=hidden.shard_tokens,
+                report=console,
+            )
+        )
+    with opened as writer:
+        missing = {sample_id: one for sample_id, one in wanted.items() if sample_id not in writer.known}
+        need = agreed(lambda: require_disk(Path(hidden.path), list(missing.values()), writer.encoding))
+        console(f"{hidden.path}: {len(wanted)} samples, {len(wanted) - len(missing)} already stored; {need}")
+
+        def course(samples: list[str]) -> ShareCourse:
+            tokens = sum(missing[sample_id].tokens for sample_id in samples if sample_id in missing)
+            return ShareCourse(len(samples), tokens, console, watchdog.at)
+
+        # Shares are dealt from all there is, stored or not: so ranks agree that look at the store at different times.
+        if recipe.target.backend == "sglang":
+            own = [sample_id for sample_id in alone.of(wanted) if sample_id in missing]
+            if own:
+                local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+                watchdog.at("starting SGLang")
+                with (
+                    capture_target(job, local_rank, topology.batch.size(), console) as target,
+                    watchdog.watching(),
+                ):
+                    capture_arriving(target, [wanted[sample_id] for sample_id in own], writer, course(own))
+        else:
+            batches = alone.of(prefill_batches(wanted, hidden.prefill_tokens))
+            batches = [batch for batch in batches if not missing.keys().isdisjoint(batch)]
+            long = together.of(sample_id for sample_id, one in wanted.items() if one.tokens > hidden.prefill_tokens)
+            # What one rank found stored another may have looked for a moment earlier.
+            chosen = [[sample_id for sample_id in long if sample_id in missing]]
+            dist.broadcast_object_list(chosen, group=sequence, group_src=0)
+            (long,) = chosen
+            watchdog.at("loading the target")
+            with waiting(console, f"loading {job.target}"):
+                target = start_target(job, topology.device, job.vocabulary)
+            _fill_here(
+                target,
+                [[wanted[sample_id] for sample_id in batch] for batch in batches],
+                [wanted[sample_id] for sample_id in long],
+                hidden.prefill_tokens,
+                writer,
+                topology,
+                course([*chain(*batches), *(long if sequence.rank() == 0 else ())]),
+                watchdog,
+            )
+    watchdog.at("the end of its share")
+    dist.barrier()
+    shares = topology.batch.size() * part.count
+    console.result(f"{hidden.path}: {'complete' if shares == 1 else f'this share of {shares} is complete'}")
+
+
+def _fill_here(
+    target: TransformersTarget,
+    batches: list[list[Wanted]],
+    long: list[Wanted],
+    prefill_tokens: int,
+    writer: StoreWriter,
+    topology: Topology,
+    course: ShareCourse,
+    watchdog: Watchdog,
+) -> None:
+    """With the target in these processes: batches of short samples by this rank alone, long samples by the ranks of a
+    sequence group together."""
+    with watchdog.watching():
+        capture(target, batches, writer, course)
+    if not long:
+        return
+    watchdog.at("the end of its short samples")
+    dist.barrier(topology.sequence)  # for hours, maybe: nobody hangs who waits here
+    with watchdog.watching():
+        long_target = LongPrefill(target, topology.ulysses, topology.ring, topology.sequence, prefill_tokens)
+        capture_long(long_target, long, writer, course)

@@ -1,0 +1,168 @@
+"""What a run is made of, written down once at its start: data, vocabulary, memory estimate, versions, machine."""
+
+import dataclasses
+import datetime
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
+
+from eagle3.errors import UserError
+from eagle3.jobs.job import Job
+from eagle3.jobs.plan import planned_step, spanned
+from eagle3.parallel.topology import usable_cores
+from eagle3.planning.fitting import Stream
+from eagle3.planning.memory import Weights, rank_bytes
+from eagle3.preflight.sameness import ABSENT, PACKAGES, versions
+from eagle3.text.download import is_dataset, source_of_id
+from eagle3.text.prepare import Summary
+from eagle3.text.presets import preset_source
+from eagle3.text.samples import SampleSet
+
+GIB = 2**30
+BINS = 24  # of the histogram of sample lengths
+WIDE = 16  # times the shortest sample: from here on the bins are equal on a logarithmic scale
+SHOWN = (*PACKAGES, "eagle3-recipes", "tokenizers", "numpy", "sglang")
+
+
+def describe_run(
+    job: Job,
+    deepspeed_file: Path,
+    *,
+    device: torch.device,
+    steps: int,
+    continues: bool,
+    memory_before: float,
+) -> dict[str, Any]:
+    """What run.json holds, as JSON takes it. steps: of the optimiser, in the whole run. memory_before: GiB, the peak before the
+    draft was made."""
+    recipe, target, shape, sizes = job.recipe, job.config, job.shape, job.recipe.parallelism
+    processes = dist.get_world_size()
+    data = processes // (sizes.tensor * sizes.ulysses * sizes.ring)
+    train = describe_samples(job.train)
+    return {
+        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "continues": continues,
+        "steps": steps,
+        "layout": {"tensor": sizes.tensor, "ulysses": sizes.ulysses, "ring": sizes.ring, "data": data},
+        "machine": describe_machine(device, processes),
+        "versions": {name: found for name, found in versions(SHOWN).items() if found != ABSENT},
+        "target": {
+            "hub_id": recipe.model.target if recipe.model.target == job.target and not _is_here(job.target) else None,
+            "architecture": (target.architectures or [type(target).__name__])[0],
+            "layers": target.num_hidden_layers,
+            "hidden_size": target.hidden_size,
+            "context": target.max_position_embeddings,
+        },
+        "draft": {
+            "parameters": Weights.of(shape, tensor=1).trained,
+            "hidden_size": shape.hidden_size,
+            "context": shape.max_position_embeddings,
+        },
+        "vocabulary": {
+            "size": job.vocabulary.size,
+            "target_size": len(job.vocabulary.t2d),
+            "coverage": job.coverage,
+        },
+        "data": {
+            "datasets": hub_datasets(recipe.data.train),
+            "train": train | {"prepared": _prepared(job.train_summary)},
+            "held_out": describe_samples(job.held_out) | {"prepared": _prepared(job.held_out_summary)},
+        },
+        "memory": {"before_gib": memory_before}
+        | estimate_memory(
+            job, train["supervised"] / max(1, train["tokens"]), deepspeed_file, processes=processes, device=device
+        ),
+    }
+
+
+def hub_datasets(sources: Sequence[str]) -> list[str]:
+    """Ids of those sources that are datasets of a hub; the others are files, or made here."""
+    named = [source for source in sources if not _is_here(source)]
+    found = [preset_source(source) for source in named if source.startswith("preset:")]
+    found += [source_of_id(source) for source in named if is_dataset(source)]
+    return list(dict.fromkeys(each.dataset for each in found if "/" in each.dataset))
+
+
+def _is_here(path: str) -> bool:
+    return Path(path).expanduser().exists()
+
+
+def describe_samples(samples: SampleSet) -> dict[str, Any]:
+    """samples, tokens, supervised, longest: counts. lengths: a histogram, edges [n + 1] in tokens and counts [n]."""
+    lengths = samples.lengths
+    return {
+        "samples": len(samples),
+        "tokens": int(lengths.sum()),
+        "supervised": sum(int(mask.sum()) for _, mask in samples.token_chunks()),
+        "longest": int(lengths.max(initial=0)),
+        "lengths": _histogram(lengths),
+    }
+
+
+def _histogram(lengths: np.ndarray) -> dict[str, list[float]] | None:
+    if not len(lengths):
+        return None
+    low, high = max(1, int(lengths.min())), int(lengths.max()) + 1
+    edges = np.geomspace(low, high, BINS + 1) if high >= WIDE * low else np.linspace(low, high, BINS + 1)
+    counts, edges = np.histogram(lengths, edges)
+    return {"edges": [round(float(edge), 2) for edge in edges], "counts": counts.tolist()}
+
+
+def _prepared(summary: Summary | None) -> dict[str, Any] | None:
+    """What was read, left out (and by which kind of reason) and truncated, and how many answers are empty (None: not counted)."""
+    names = ("rows", "kept", "truncated", "dropped", "kinds", "empty_answers")
+    return summary and {name: getattr(summary, name) for name in names}
+
+
+def estimate_memory(
+    job: Job, supervised: float, deepspeed_file: Path, *, processes: int, device: torch.device
+) -> dict[str, Any]:
+    """The planner's bytes of a rank, in GiB, for the largest stream that the samples can make, of which such a share is
+    supervised.
+
+    estimate_gib is None, and `why` says so, where the planner refuses the layout.
+    """
+    try:
+        planned = planned_step(job.prospect, processes, deepspeed_file, packed=True)
+    except UserError as refusal:
+        return {"estimate_gib": None, "why": str(refusal)}
+    planned = dataclasses.replace(planned, device=device.type)
+    training, lengths = job.recipe.training, job.train.lengths
+    documents = min(len(lengths), training.global_batch_size // (planned.sizes.data * training.accumulation))
+    tokens = int(np.sort(lengths)[-documents:].sum())
+    stream = spanned(Stream(tokens, documents, supervised), job.recipe.data.spans)
+    parts = rank_bytes(planned, stream.share(planned))
+    return {
+        "estimate_gib": parts.total() / GIB,
+        "parts_gib": {name: size / GIB for name, size in parts.items() if size},
+        "stream": dataclasses.asdict(stream),
+        "measured": "allocated on the GPU" if device.type == "cuda" else "resident in the process",
+    }
+
+
+def describe_machine(device: torch.device, processes: int) -> dict[str, Any]:
+    """Of the first rank's node. No host name: reports travel."""
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    return {
+        "system": platform.platform(),
+        "processor": _processor(),
+        "cores": usable_cores(),
+        "memory_gib": psutil.virtual_memory().total / GIB,
+        "gpu": gpu,
+        "processes": processes,
+    }
+
+
+def _processor() -> str:
+    facts = Path("/proc/cpuinfo")
+    if facts.is_file():
+        for line in facts.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,186 @@
+"""From a recipe to the judge of an exported draft: its prompts, and the engine that decodes them."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from eagle3.console import Console, waiting
+from eagle3.draft.interchange import read_exported
+from eagle3.errors import UserError, first_sentence
+from eagle3.evaluation.acceptance import GREEDY, Sampling
+from eagle3.evaluation.by_context import ContextJudgement
+from eagle3.evaluation.context_prompts import prompt_contexts, sample_contexts
+from eagle3.evaluation.drafter import Window
+from eagle3.evaluation.judge import Judgement, choose_prompts, judge_by_context, judge_export, longest_prompt
+from eagle3.evaluation.prompts import read_prompts
+from eagle3.evaluation.sglang_judge import DraftTree, Logits, check_belongs, judge_by_sglang
+from eagle3.jobs.job import Inputs, choices_of, start_target
+from eagle3.jobs.servers import engine_options
+from eagle3.parallel.topology import Topology
+from eagle3.targets.sglang.server import EngineOptions
+from eagle3.targets.sglang.version import CONTEXT_RESERVE, require_captured
+from eagle3.targets.transformers import TransformersTarget
+from eagle3.text.vocabulary import DraftVocabulary
+
+CPU_KV_TOKENS = 4096  # of a server on a CPU beyond what it needs; SGLang wants more than one request's
+
+
+def judge(
+    inputs: Inputs,
+    target: TransformersTarget | None,
+    exported: Path,
+    topology: Topology,
+    console: Console,
+    prompts_file: Path | None = None,
+    sampling: Sampling = GREEDY,
+    window: int | None = None,
+) -> Judgement:
+    """Judge an exported draft by transformers as the recipe's evaluation section says, and say the result.
+
+    target: None to load it. prompts_file: see read_prompts; None for held-out conversations. window: of keys, in place of the
+    draft's own. Raises UserError for what the
+    user can mend, memory that does not suffice among it.
+    """
+    wanted = inputs.recipe.evaluation
+    prompts = _prompts_to_judge(inputs, prompts_file, wanted.draft_tokens)
+    try:
+        target = target or _target_of(inputs, exported, topology, console)
+        console(f"decoding {len(prompts)} {'prompts' if prompts_file else 'held-out conversations'} speculatively")
+        judgement = judge_export(
+            exported,
+            target,
+            prompts,
+            topology.modules_alone,
+            inputs.tokenizer,
+            draft_tokens=wanted.draft_tokens,
+            new_tokens=wanted.new_tokens,
+            seed=inputs.recipe.training.seed,
+            sampling=sampling,
+            window=window,
+            report=console,
+        )
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            f"evaluation: out of memory on {topology.device} ({first_sentence(error)}); the draft in {exported} is whole: "
+            "judge it with launchers/evaluate.py, which has the device to itself, and there by shorter --prompts"
+        ) from error
+    for line in judgement.lines():
+        console.result(line)
+    return judgement
+
+
+def judge_contexts(
+    inputs: Inputs,
+    exported: Path,
+    topology: Topology,
+    console: Console,
+    *,
+    contexts: Sequence[int] | None,
+    per_context: int,
+    prompts_file: Path | None = None,
+    sampling: Sampling = GREEDY,
+    window: int | None = None,
+) -> ContextJudgement:
+    """As `judge`, by context: see sample_contexts, for prompts_file prompt_contexts. The result is left to be said."""
+    wanted, most = inputs.recipe.evaluation, inputs.config.max_position_embeddings
+    if contexts is not None and contexts[-1] > most:
+        raise UserError(f"--contexts: {contexts[-1]} is beyond the target's context of {most}; name smaller ones")
+    longest = longest_prompt(most, wanted.new_tokens, wanted.draft_tokens)
+    if prompts_file is None:
+        buckets = sample_contexts(inputs.held_out, contexts, per_context, longest)
+    else:
+        prompts = read_prompts(prompts_file, inputs.tokenizer, inputs.chat_template, longest, choices_of(inputs.recipe))
+        buckets = prompt_contexts(prompts, contexts, per_context, longest)
+    return judge_by_context(
+        exported,
+        _target_of(inputs, exported, topology, console),
+        buckets,
+        topology.modules_alone,
+        draft_tokens=wanted.draft_tokens,
+        new_tokens=wanted.new_tokens,
+        sampling=sampling,
+        window=window,
+        report=console,
+    )
+
+
+def what_is_measured(inputs: Inputs, prompts_file: Path | None) -> dict[str, str]:
+    """Target and texts of a judgement, so that comparisons see where they differ. Of paths the last part alone."""
+    model, samples = inputs.recipe.model, inputs.held_out
+    name = Path(model.target).name if Path(model.target).expanduser().is_dir() else model.target
+    own = f"{len(samples):,} held-out samples of {int(samples.lengths.sum()):,} tokens"
+    return {
+        "target": f"{name} ({inputs.fingerprint[:8]})",
+        "texts": own if prompts_file is None else prompts_file.name,
+    }
+
+
+def judge_served(
+    inputs: Inputs,
+    exported: Path,
+    tree: DraftTree,
+    console: Console,
+    prompts_file: Path | None = None,
+    window: int | None = None,
+) -> Judgement:
+    """As `judge`, but by SGLang: its servers decode, one with the draft and then one without it."""
+    wanted, config = inputs.recipe.evaluation, inputs.config
+    draft = read_exported(exported).config
+    check_belongs(draft, exported, config.vocab_size, config.hidden_size)
+    require_captured(draft.aux_layers or inputs.aux_layers, config.num_hidden_layers)
+    room = max(tree.tokens, CONTEXT_RESERVE)
+    prompts = _prompts_to_judge(inputs, prompts_file, room)
+    options = serving_options(inputs, max(map(len, prompts)) + wanted.new_tokens + room)
+    console(f"decoding {len(prompts)} {'prompts' if prompts_file else 'held-out conversations'} by SGLang")
+    result = judge_by_sglang(
+        exported,
+        options,
+        prompts,
+        tree=tree,
+        new_tokens=wanted.new_tokens,
+        logits=Logits(getattr(torch, options.dtype), config.num_hidden_layers, config.vocab_size),
+        window=window or draft.window,
+        report=console,
+    )
+    judgement = Judgement(
+        result,
+        None,
+        "sglang",
+        version("sglang"),
+        tree.topk,
+        tree.tokens,
+        window=Window(window or draft.window, draft.window),
+    )
+    for line in judgement.lines():
+        console.result(line)
+    return judgement
+
+
+def serving_options(inputs: Inputs, tokens: int) -> EngineOptions:
+    """How SGLang runs the recipe's target for the judge. tokens: of the longest conversation; on a machine without a GPU the
+    KV cache holds not much more than one, for there SGLang would take the memory of everything else."""
+    options = engine_options(inputs)
+    if options.kv_tokens is None and not torch.cuda.is_available():
+        options = replace(options, kv_tokens=2 * tokens + CPU_KV_TOKENS)
+    return options
+
+
+def _target_of(inputs: Inputs, exported: Path, topology: Topology, console: Console) -> TransformersTarget:
+    """Loaded for the judge alone."""
+    draft = read_exported(exported)
+    vocabulary = DraftVocabulary(d2t=draft.d2t, t2d=draft.t2d)
+    with waiting(console, f"loading {inputs.target}"):
+        return start_target(inputs, topology.device, vocabulary)
+
+
+def _prompts_to_judge(inputs: Inputs, file: Path | None, room: int) -> list[Tensor]:
+    """room: tokens of the target's context that a prompt must leave beside those of the answer."""
+    wanted = inputs.recipe.evaluation
+    longest = longest_prompt(inputs.config.max_position_embeddings, wanted.new_tokens, room)
+    if file is None:
+        return choose_prompts(inputs.held_out, wanted.conversations, longest)
+    return read_prompts(file, inputs.tokenizer, inputs.chat_template, longest, choices_of(inputs.recipe))

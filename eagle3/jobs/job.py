@@ -1,0 +1,290 @@
+"""What a recipe comes to, resolved once: target, tokenizer, samples, draft vocabulary, the draft's shape; and what is made of that."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import cached_property
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import LlamaConfig, PretrainedConfig, PreTrainedTokenizerBase
+
+from eagle3.console import WARNING, counted, waiting
+from eagle3.demo.target import ANSWERS, HELD_OUT_ANSWERS, demo_shape, demo_target
+from eagle3.draft.config import DraftConfig, drafted_tokens, read_draft_config
+from eagle3.draft.derivation import derive_draft
+from eagle3.draft.interchange import read_exported
+from eagle3.errors import UserError
+from eagle3.parallel.topology import agreed, every_core
+from eagle3.recipe import Draft, Recipe
+from eagle3.targets.aux_layers import check_aux_layers, default_aux_layers
+from eagle3.targets.checkpoint import fingerprint, load_tokenizer, target_config
+from eagle3.targets.transformers import TransformersTarget, load_target
+from eagle3.text.prepare import Prepared, Summary, prepare_samples
+from eagle3.text.samples import SampleSet
+from eagle3.text.standard_library import standard_library_files, standard_library_text
+from eagle3.text.template import Choices
+from eagle3.text.template_source import read_template
+from eagle3.text.vocabulary import DraftVocabulary, choose_vocabulary, coverage, load_vocabulary
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Prospect:
+    """What a recipe comes to as far as its target's config tells. config: of the language part. shape: the draft's."""
+
+    recipe: Recipe
+    config: PretrainedConfig
+    shape: DraftConfig
+
+    @classmethod
+    def of(cls, recipe: Recipe, config: PretrainedConfig | None = None) -> "Prospect":
+        """config: where it is known; else it is read, or, of `demo`, made as the quickstart will. Raises UserError."""
+        model = recipe.model
+        if config is None and model.target == "demo":
+            config = LlamaConfig(**demo_shape(model.demo))
+        config = config or target_config(
+            model.target, revision=model.revision, trust_remote_code=model.trust_remote_code
+        )
+        drafted = drafted_tokens(model.draft.vocab_size, config.vocab_size)
+        return cls(recipe, config, _shape_draft(recipe, config, config.vocab_size, drafted))
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a recipe names, found and read. target: folder or hub id. config: of its language part. chat_template: Jinja source,
+    None for the tokenizer's own. held_out may be empty; then nothing is measured on the way. Summaries: of what was read; None
+    for what was not, and for a held-out part of train."""
+
+    recipe: Recipe
+    target: str
+    config: PretrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    chat_template: str | None
+    train: SampleSet
+    held_out: SampleSet
+    train_summary: Summary | None
+    held_out_summary: Summary | None
+
+    @cached_property
+    def aux_layers(self) -> tuple[int, int, int]:
+        """Raises UserError where the recipe names layers that the target has not."""
+        return aux_layers_of(self.recipe, self.config)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the target's weights."""
+        return fingerprint(self.target, revision=self.recipe.model.revision)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sample."""
+        return max(int(samples.lengths.max()) for samples in (self.train, self.held_out) if len(samples))
+
+
+@dataclass(frozen=True)
+class Job(Inputs):
+    """Inputs, and the draft that a recipe makes of them. coverage: the share of the supervised training tokens that the draft
+    vocabulary holds."""
+
+    vocabulary: DraftVocabulary
+    coverage: float
+    shape: DraftConfig
+
+    @property
+    def prospect(self) -> Prospect:
+        return Prospect(self.recipe, self.config, self.shape)
+
+
+def gather_inputs(recipe: Recipe, device: torch.device, say: Say, *, judging: bool = False) -> Inputs:
+    """Make or find the target, its tokenizer and the tokenised samples. With several processes the first one on a node
+    does the work and the others find it cached.
+
+    judging: for a draft that is there. Only the demo target that it learnt from will do, and where the recipe names
+    held-out data, data.train is not read: `train` is then empty. Raises UserError.
+    """
+    works = not dist.is_initialized() or os.environ.get("LOCAL_RANK", "0") == "0"
+    inputs = agreed((lambda: _gather(recipe, device, say, judging)) if works else None)
+    return inputs or _gather(recipe, device, say, judging)
+
+
+def _gather(recipe: Recipe, device: torch.device, say: Say, judging: bool) -> Inputs:
+    model, data = recipe.model, recipe.data
+    words: dict[str, str] = {}  # what data.train and data.held_out may name beside files and datasets
+    target = model.target
+    if target == "demo":
+        target = str(_demo(recipe, device, say, make=not judging))
+    answers, held_out_answers = Path(target, ANSWERS), Path(target, HELD_OUT_ANSWERS)
+    if answers.is_file():  # a demo target by that name or by its folder
+        words = {"demo_answers": str(answers), "demo_answers:held_out": str(held_out_answers)}
+    for key, sources in (("data.train", data.train), ("data.held_out", data.held_out or [])):
+        if not words and any(source.startswith("demo_answers") for source in sources):
+            asked = f"model.target is {model.target!r}" if model.target != "demo" else "model.demo.text is 'files'"
+            raise UserError(
+                f"recipe: {key} names demo_answers, but {asked}; name other data there, or write a recipe of your own"
+            )
+    with waiting(say, f"reading the tokenizer of {target}"):
+        tokenizer = load_tokenizer(target, revision=model.revision, trust_remote_code=model.trust_remote_code)
+    template = read_template(data.chat_template) if data.chat_template else None
+    config = target_config(target, revision=model.revision, trust_remote_code=model.trust_remote_code)
+    if model.draft.vocabulary is None and model.draft.init_from is None:
+        # a size that cannot be is said before data are read
+        drafted_tokens(model.draft.vocab_size, config.vocab_size)
+
+    def prepare(what: str, sources: list[str], most: int | None) -> Prepared:
+        prepared = prepare_samples(
+            [words.get(source, source) for source in sources],
+            tokenizer,
+            chat_template=template,
+            max_length=data.max_length,
+            too_long=data.too_long,
+            unusable=data.unusable,
+            malformed=data.malformed,
+            max_samples=most,
+            workers=data.workers,
+            cache_dir=data.cache_dir,
+            report=say,
+            choices=choices_of(recipe),
+        )
+        say(f"{what}: {prepared.summary}")
+        for reason in prepared.summary.reasons():
+            say(f"{what}: {reason}")
+        if count := prepared.summary.empty_answers:
+            verb = "is" if count == 1 else "are"
+            say(
+                f"{WARNING}{what}: {counted(count, 'answer')} {verb} empty: only the end of the turn is supervised there"
+            )
+        return prepared
+
+    train, summary = SampleSet.pack([]), None
+    if not (judging and data.held_out):
+        train, summary = prepare("training data", data.train, data.max_samples)
+    if data.held_out:
+        held_out, held_out_summary = prepare("held-out data", data.held_out, data.max_held_out)
+    else:
+        train, held_out = train.split_held_out(data.held_out_fraction, data.seed)
+        held_out_summary = None
+    if shared := len(set(held_out.sample_ids) & set(train.sample_ids)):
+        say(
+            f"{WARNING}data.held_out: {shared:,} of {len(held_out):,} samples are also trained on, so held-out numbers flatter "
+            "the draft; name other data there, or leave it out for a share of data.train"
+        )
+    return Inputs(recipe, target, config, tokenizer, template, train, held_out, summary, held_out_summary)
+
+
+def choices_of(recipe: Recipe) -> Choices:
+    """What of the recipe's conversations is rendered and supervised."""
+    data = recipe.data
+    return Choices(data.supervise, data.reasoning, data.text, data.template_variables, data.today)
+
+
+def _demo(recipe: Recipe, device: torch.device, say: Say, make: bool) -> Path:
+    demo = recipe.model.demo
+    with waiting(say, "reading the standard library"):
+        text = standard_library_files() if demo.text == "files" else standard_library_text()
+    with every_core():
+        found = demo_target(
+            text.train,
+            text.held_out,
+            demo,
+            cache_dir=recipe.data.cache_dir,
+            device=device,
+            report=say,
+            make=make,
+        )
+    origin = "found in the cache" if found.cached else f"made in {found.seconds:.0f} s"
+    say(f"demo target: loss {found.loss:.3f}, held-out loss {found.held_out_loss:.3f} nats a token ({origin})")
+    return found.folder
+
+
+def aux_layers_of(recipe: Recipe, target: PretrainedConfig) -> tuple[int, int, int]:
+    chosen = recipe.model.aux_layers or default_aux_layers(target.num_hidden_layers)
+    return check_aux_layers(chosen, target.num_hidden_layers)
+
+
+def start_target(inputs: Inputs, device: torch.device, vocabulary: DraftVocabulary) -> TransformersTarget:
+    """vocabulary: the draft's, which a teacher's logits are of."""
+    model = inputs.recipe.model
+    return load_target(
+        inputs.target,
+        revision=model.revision,
+        trust_remote_code=model.trust_remote_code,
+        dtype=model.target_dtype,
+        aux_layers=inputs.aux_layers,
+        prefill_tokens=inputs.recipe.hidden_states.prefill_tokens,
+        device=device,
+        draft_ids=vocabulary.target_ids if inputs.recipe.target.teacher == "logits" else None,
+    )
+
+
+def choose_draft(inputs: Inputs, say: Say) -> Job:
+    """Choose the draft vocabulary and the draft's shape. Raises UserError."""
+    vocabulary, coverage = _pick_vocabulary(inputs, say)
+    shape = _shape_draft(inputs.recipe, inputs.config, len(vocabulary.t2d), vocabulary.size)
+    known = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
+    job = Job(**known, vocabulary=vocabulary, coverage=coverage, shape=shape)
+    vars(job).update(vars(inputs))  # a fingerprint that was taken stays: it reads whole checkpoints
+    return job
+
+
+def _pick_vocabulary(inputs: Inputs, say: Say) -> tuple[DraftVocabulary, float]:
+    """And the share of the supervised training tokens that it holds: the one given, that of the warm start, or the most
+    frequent supervised tokens."""
+    draft, share, target_vocab_size = inputs.recipe.model.draft, None, inputs.config.vocab_size
+    if draft.vocabulary is not None:
+        chosen, origin = load_vocabulary(draft.vocabulary, target_vocab_size), str(draft.vocabulary)
+    elif draft.init_from is not None:
+        exported = read_exported(draft.init_from)
+        if len(exported.t2d) != target_vocab_size:
+            raise UserError(
+                f"{exported.origin}: was made for a target of {len(exported.t2d)} tokens, this one has "
+                f"{target_vocab_size}; train without model.draft.init_from"
+            )
+        chosen, origin = DraftVocabulary(d2t=exported.d2t, t2d=exported.t2d), str(draft.init_from)
+    else:
+        size = drafted_tokens(draft.vocab_size, target_vocab_size)
+        chosen, share = choose_vocabulary(inputs.train, target_vocab_size, size, say)
+        origin = "most frequent"
+    if draft.vocab_size not in (None, chosen.size):
+        raise UserError(
+            f"model.draft.vocab_size: {draft.vocab_size}, but {origin} has {chosen.size} draft tokens; leave vocab_size out"
+        )
+    if share is None:
+        share = coverage(inputs.train, chosen, say)
+    say(f"draft vocabulary: {chosen.size} of {target_vocab_size} tokens ({origin}), {share:.2%} of supervised tokens")
+    return chosen, share
+
+
+def _shape_draft(recipe: Recipe, target: PretrainedConfig, vocab_size: int, draft_vocab_size: int) -> DraftConfig:
+    """The draft's shape: model.draft.config, or the target's; single fields of model.draft win."""
+    wanted: Draft = recipe.model.draft
+    fields = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    fields += ("max_position_embeddings", "rope_parameters", "rms_norm_eps", "window")
+    changes = {name: getattr(wanted, name) for name in fields}
+    if wanted.rope_parameters is not None:
+        changes["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, **wanted.rope_parameters}
+    if wanted.config is not None:
+        given = read_draft_config(wanted.config)
+        changes = {name: getattr(given, name) if value is None else value for name, value in changes.items()}
+    shape = derive_draft(
+        target,
+        draft_vocab_size=draft_vocab_size,
+        aux_layers=aux_layers_of(recipe, target),
+        vocab_size=vocab_size,
+        fc_norm=wanted.fc_norm,
+        norm_output=wanted.norm_output,
+        **changes,
+    )
+    origin = "model.draft.window" if wanted.config is None or wanted.window is not None else str(wanted.config)
+    shape.check_chain(recipe.training.ttt_steps, "training.ttt_steps", origin)
+    shape.check_chain(recipe.evaluation.draft_tokens, "evaluation.draft_tokens", origin)
+    return shape
+
+
+def draft_window(draft: Draft) -> int | None:
+    """Keys that a query of the draft sees at most; None for all."""
+    if draft.window is None and draft.config is not None:
+        return read_draft_config(draft.config).window
+    return draft.window

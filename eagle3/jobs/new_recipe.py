@@ -1,0 +1,277 @@
+"""The text of a recipe for one target: its keys, chosen from the target's config, and what the planner says of them."""
+
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import get_args
+
+import yaml
+
+from eagle3.console import data_size
+from eagle3.draft.config import DraftConfig, drafted_tokens
+from eagle3.errors import UserError
+from eagle3.jobs.job import Prospect
+from eagle3.jobs.plan import planned_step, seen_share
+from eagle3.jobs.provenance import store_encoding
+from eagle3.planning.costs import step_seconds
+from eagle3.planning.fitting import RESERVED, Fitted, Stream, best_layout, longest_of_any_layout
+from eagle3.planning.memory import Planned
+from eagle3.recipe import Claim, Recipe, apply_override, checked_recipe
+from eagle3.states.capture import token_bytes
+from eagle3.targets.facts import TargetFacts
+
+CONTEXTS = (8192, 32768, 131072)
+# Supervised tokens after a long prompt, and keys of a window, of which is said what it saves there.
+ANSWER, WINDOW = 5000, 512
+# Of one H100; and GPUs of one node and of four.
+GPU_BYTES = 80e9
+NODE = 8
+GPUS = (NODE, 4 * NODE)
+ENGINE_SHARE = 0.8  # of a GPU's memory, as target.memory_fraction
+# Of a draft: engines make a table of all. A recipe for a target with more begins with a quarter of it.
+MOST_POSITIONS = 2**20
+BEGIN = (
+    "# --- what follows from these keys and the target's config; launchers/new_recipe.py --refresh writes it again ---"
+)
+END = "# --- end of what is written again ---"
+MORE_NODES = (
+    "The target does not fit the GPUs of one node: start SGLang servers over more and name them in target.servers "
+    "(docs/sglang.md)."
+)
+
+
+# A new recipe --------------------------------------------------------------------------------------------------------
+
+
+def new_recipe_text(
+    target: str,
+    facts: TargetFacts,
+    deepspeed_file: Path,
+    model: dict | None = None,
+    overrides: Sequence[str] = (),
+    engine: bool = True,
+) -> str:
+    """A whole recipe for the target `target` (hub id or folder), to be edited: layout and lengths for one node of 8 GPUs of
+    80 GB. model: further keys of the recipe's section of that name. overrides: `section.key=value`, written into it. engine:
+    let SGLang run the target where it can; without, transformers runs it while training, unless that needs several GPUs or
+    the weights of a quantised head. Raises UserError where no draft can be derived, naming the override that would help."""
+    name, gpus = Path(target).name.lower(), engine_gpus(facts)
+    draft: dict[str, int | str] = {"vocab_size": drafted_tokens(None, facts.config.vocab_size)}
+    if (facts.context or 0) > MOST_POSITIONS:
+        draft["max_position_embeddings"] = MOST_POSITIONS // 4
+    if facts.quantised_head:  # nothing to begin with, nor to make logits with
+        draft["lm_head"] = "random"
+    engine = facts.served and (engine or gpus > 1 or facts.quantised_head)
+    store = {"mode": "stored", "path": f"states/{name}", "codec": "lossless"}
+    values: dict[str, dict] = {
+        "about": {},
+        "model": {"target": target, **(model or {}), "draft": draft},
+        "data": {"train": ["preset:ultrachat", "preset:longalign"], "too_long": "truncate", "unusable": "drop"},
+        "hidden_states": store if engine or gpus > 1 else {"mode": "live"},
+        "target": {"backend": "sglang", "tensor": min(gpus, NODE)} if engine else {"backend": "transformers"},
+        "parallelism": {},
+        "memory": {},
+        "training": {"dtype": "bfloat16", "global_batch_size": 32, "epochs": 2},
+        "evaluation": {},
+        "output": {"dir": f"runs/{name}"},
+    }
+    if facts.quantised_head:
+        values["target"]["teacher"] = "logits"
+    if gpus > 1:  # the judge after training would load the target whole on one GPU
+        values["evaluation"]["conversations"] = 0
+    for override in overrides:
+        apply_override(values, override)
+    shape = planned(_recipe(values), facts, NODE, deepspeed_file).draft
+    context = facts.context or shape.max_position_embeddings
+    length = values["data"].setdefault("max_length", min(CONTEXTS[1], context))
+    values["about"] = {
+        "architecture": facts.architecture,
+        "context": context,
+        "rope": rope_in_words(shape),
+        "tested": "nothing yet",
+        "verified": [],
+        "unverified": dict.fromkeys(get_args(Claim), "a new recipe"),
+    }
+    chosen = _fitting(_recipe(values), facts, NODE, length, deepspeed_file)
+    if chosen is not None:
+        sizes, memory = chosen.planned.sizes, chosen.planned.memory
+        values["parallelism"] = {"ulysses": sizes.ulysses, "ring": sizes.ring} | values["parallelism"]
+        if sizes.ring > 1:
+            values["parallelism"].setdefault("ring_mode", chosen.planned.ring_mode)
+        # one sample a stream, as the layout was chosen for
+        values["training"].setdefault("accumulation", max(values["training"]["global_batch_size"] // sizes.data, 1))
+        values["memory"] = {"recompute": memory.recompute, "inputs": chosen.planned.residence} | values["memory"]
+    head = (
+        f"An EAGLE3 draft for {target} ({model_size(facts.parameters)}). Edit it, and run plan.py, prepare.py, "
+        "capture.py, train.py with it; docs/new-model.md goes through every part. Drafts learn best from the target's own "
+        "answers: docs/regenerating-data.md."
+    )
+    if facts.served and gpus > NODE:
+        head += f" {MORE_NODES}"
+    sections = [_section(section, keys) for section, keys in values.items() if keys]
+    return "\n".join([_commented(head), *sections, "", findings(_recipe(values), facts, deepspeed_file)]) + "\n"
+
+
+def model_size(parameters: int) -> str:
+    """8B parameters, 1.7M parameters."""
+    return f"{parameters / 1e9:,.0f}B parameters" if parameters >= 1e9 else f"{parameters / 1e6:,.1f}M parameters"
+
+
+def _whole_gb(size: float) -> str:
+    """Estimates, whose fractions of a GB say nothing."""
+    return f"{size / 1e9:,.0f} GB" if size >= 1e9 else data_size(size)
+
+
+def _recipe(values: dict[str, dict]) -> Recipe:
+    return checked_recipe({section: keys for section, keys in values.items() if keys}, "new recipe")
+
+
+def refreshed(text: str, recipe: Recipe, facts: TargetFacts, deepspeed_file: Path, origin: str) -> str:
+    """A recipe's text with its findings written again. Raises UserError, naming `origin`, where it has no place for them."""
+    begin, end = text.find(BEGIN), text.find(END)
+    if begin < 0 or end < begin:
+        raise UserError(
+            f"{origin}: has no lines {BEGIN!r} and {END!r} to write between; add them, or make a new recipe"
+        )
+    return text[:begin] + findings(recipe, facts, deepspeed_file) + text[end + len(END) :]
+
+
+# What the planner says ----------------------------------------------------------------------------------------------
+
+
+def findings(recipe: Recipe, facts: TargetFacts, deepspeed_file: Path) -> str:
+    """Draft, disk and layouts as comment lines, from BEGIN to END: for CONTEXTS, which long ropes reach, or for the context
+    of a target that ends before the first of them."""
+    prospect = Prospect.of(recipe, facts.config)
+    draft, encoding = prospect.shape, store_encoding(prospect)
+    context = facts.context or draft.max_position_embeddings
+    contexts = CONTEXTS if context >= min(CONTEXTS) else (context,)
+    disk = ", ".join(
+        f"{tokens:,} tokens {_whole_gb(1000 * tokens * token_bytes(encoding, 1.0))}" for tokens in contexts
+    )
+    lines = [
+        f"draft: hidden {draft.hidden_size:,}, MLP {draft.intermediate_size:,}, {draft.num_attention_heads} heads "
+        f"({draft.num_key_value_heads} of keys) of {draft.head_dim}, {draft.draft_vocab_size:,} of {draft.vocab_size:,} "
+        f"tokens; aux layers {', '.join(map(str, draft.aux_layers))} of {facts.config.num_hidden_layers}; rope "
+        f"{rope_in_words(draft)}; context {draft.max_position_embeddings:,}",
+        f"target: {model_size(facts.parameters)}, {_whole_gb(facts.bytes)} as stored: "
+        f"{engine_gpus(facts)} GPU{'s' * (engine_gpus(facts) > 1)} of 80 GB",
+        f"hidden states of 1,000 samples on disk ({recipe.hidden_states.codec}, all supervised): {disk}",
+        f"layouts for GPUs of 80 GB, one sample a stream, all supervised, {recipe.training.ttt_steps} TTT steps, "
+        f"{deepspeed_file.name}; plan.py has the rest:",
+    ]
+    beyond = f" (beyond the target's context, {context:,})"
+    shown = [line for line in lines for line in textwrap.wrap(line, 116, subsequent_indent="  ")]
+    for gpus in GPUS:
+        for tokens in contexts:
+            fitted = _fitting(recipe, facts, gpus, tokens, deepspeed_file)
+            shown.append(f"  {gpus:3d} GPUs {tokens:>9,} tokens: {_layout(fitted)}{beyond if tokens > context else ''}")
+        if contexts != CONTEXTS:
+            continue
+        largest = longest_of_any_layout(planned(recipe, facts, gpus, deepspeed_file), gpus, 1.0, _usable())
+        most = "more than the planner looks for" if largest is None else f"{largest:,} tokens"
+        shown.append(f"  {gpus:3d} GPUs at most {most}{beyond if largest is None or largest > context else ''}")
+    if max(contexts) > ANSWER:
+        shown += windows(recipe, facts, max(contexts), deepspeed_file)
+    return "\n".join([BEGIN, *(f"# {line}" for line in shown), END])
+
+
+def windows(recipe: Recipe, facts: TargetFacts, tokens: int, deepspeed_file: Path) -> list[str]:
+    """What a window saves where a prompt is long and its answer is not."""
+    stream = Stream(tokens, 1, ANSWER / tokens)
+    lines = [
+        f"of {tokens:,} tokens the last {ANSWER:,} supervised; 1,000 samples on disk, a rank of {NODE} GPUs, its step (estimated):"
+    ]
+    for name, window in (("full attention", None), (f"model.draft.window={WINDOW}", WINDOW)):
+        draft = recipe.model.draft.model_copy(update={"window": window})
+        chosen = recipe.model_copy(update={"model": recipe.model.model_copy(update={"draft": draft})})
+        wanted = planned(chosen, facts, NODE, deepspeed_file)
+        encoding = store_encoding(Prospect.of(chosen, facts.config))
+        stored = 1000 * tokens * token_bytes(encoding, stream.supervised, seen_share(encoding, stream))
+        fitted = best_layout(wanted, NODE, lambda _sizes: stream, _usable())
+        step = "does not fit"
+        if fitted is not None:
+            seconds = step_seconds(fitted.planned, stream.share(fitted.planned))
+            step = f"{_whole_gb(stream.needs(fitted.planned))}, {seconds:.2g} s"
+        lines.append(f"  {name:24s} {_whole_gb(stored):>9s}, {step}")
+    return lines
+
+
+def planned(recipe: Recipe, facts: TargetFacts, gpus: int, deepspeed_file: Path) -> Planned:
+    """The recipe's draft on so many GPUs, whatever layout it names."""
+    alone = recipe.model_copy(update={"parallelism": type(recipe.parallelism)(tensor=recipe.parallelism.tensor)})
+    return planned_step(Prospect.of(alone, facts.config), gpus, deepspeed_file, packed=False)
+
+
+def engine_gpus(facts: TargetFacts) -> int:
+    """GPUs of 80 GB that an inference engine spreads the target over."""
+    return facts.engine_gpus(GPU_BYTES * ENGINE_SHARE)
+
+
+def rope_in_words(draft: DraftConfig) -> str:
+    """Such as `yarn x32 of 4,096, theta 150,000`."""
+    rope = draft.rope_parameters
+    factor = f" x{rope['factor']:g}" if "factor" in rope else ""
+    original = rope.get("original_max_position_embeddings")
+    return f"{rope['rope_type']}{factor}{f' of {original:,}' if original else ''}, theta {rope['rope_theta']:,.0f}"
+
+
+def _fitting(recipe: Recipe, facts: TargetFacts, gpus: int, tokens: int, deepspeed_file: Path) -> Fitted | None:
+    wanted = planned(recipe, facts, gpus, deepspeed_file)
+    return best_layout(wanted, gpus, lambda _sizes: Stream(tokens, 1, 1.0), _usable())
+
+
+def _usable() -> float:
+    return GPU_BYTES * (1 - RESERVED)
+
+
+def _layout(fitted: Fitted | None) -> str:
+    if fitted is None:
+        return "does not fit"
+    sizes, memory = fitted.planned.sizes, fitted.planned.memory
+    mode = f" ({fitted.planned.ring_mode})" if sizes.ring > 1 else ""
+    return (
+        f"ulysses {sizes.ulysses}, ring {sizes.ring}{mode}, data {sizes.data}, recompute {memory.recompute}, inputs on the "
+        f"{fitted.planned.residence}: {_whole_gb(fitted.stream.needs(fitted.planned))} a rank"
+    )
+
+
+def _section(name: str, values: dict) -> str:
+    return yaml.safe_dump({name: values}, sort_keys=False, width=116).rstrip()
+
+
+def _commented(text: str) -> str:
+    return "\n".join(f"# {line}" for line in textwrap.wrap(text, 116))
+
+
+# README's table ------------------------------------------------------------------------------------------------------
+
+
+def recipes_table(recipes: dict[str, Recipe]) -> str:
+    """Markdown: of each recipe (by its file's name) that has `about`, the target, its rope and context, and each claim: yes
+    or, numbered, why not."""
+    claims, reasons = get_args(Claim), []
+    lines = [
+        "| Recipe | Target | Draft's rope; target's context | "
+        + " | ".join(name.replace("_", " ") for name in claims)
+        + " |",
+        "|---" * (3 + len(claims)) + "|",
+    ]
+    for file, recipe in sorted(recipes.items()):
+        about = recipe.about
+        if about is None:
+            continue
+        cells = []
+        for claim in claims:
+            if claim in about.verified:
+                cells.append("yes")
+                continue
+            reason = about.unverified[claim]
+            if reason not in reasons:
+                reasons.append(reason)
+            cells.append(f"no ({reasons.index(reason) + 1})")
+        lines.append(
+            f"| [`{file}`](recipes/{file}) | {recipe.model.target} | {about.rope}; {about.context:,} | {' | '.join(cells)} |"
+        )
+    numbered = [f"{number}. {reason}" for number, reason in enumerate(reasons, 1)]
+    return "\n".join([*lines, "", "Why not:", "", *numbered])

@@ -1,0 +1,218 @@
+"""What `launchers/plan.py` plans and says of a recipe: memory, layouts, time and disk, as numbers and in words."""
+
+import dataclasses
+from pathlib import Path
+
+import torch
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+from eagle3.console import data_size
+from eagle3.jobs.job import Prospect
+from eagle3.jobs.provenance import store_encoding
+from eagle3.objective.model import MemoryPlan
+from eagle3.parallel.sizes import check_sizes
+from eagle3.planning.costs import Machine, sent_bytes, step_flops, step_seconds
+from eagle3.planning.fitting import MOST_TOKENS, RESERVED, Stream, best_layout, longest_context, variants
+from eagle3.planning.memory import Planned, Sizes, host_bytes, rank_bytes
+from eagle3.recipe import Recipe, Spans
+from eagle3.states.capture import token_bytes
+from eagle3.states.store.shard import Encoding
+from eagle3.training.engine import deepspeed_config
+
+FITS, DOES_NOT_FIT = "fits", "DOES NOT FIT"
+
+
+def planned_step(prospect: Prospect, gpus: int, deepspeed_file: Path, packed: bool) -> Planned:
+    """One micro-batch on `gpus`. packed: plan the streams that the recipe's batch makes, so that the batch has to be one that
+    can be dealt. Raises UserError for a layout that cannot be."""
+    recipe, draft = prospect.recipe, prospect.shape
+    parallel, memory = recipe.parallelism, recipe.memory
+    draft.check_parallel(parallel.tensor, parallel.ulysses)
+    data = check_sizes("parallelism", parallel.tensor, parallel.ulysses, parallel.ring, gpus)
+    training = recipe.training
+    if not packed:
+        training = training.model_copy(update={"global_batch_size": data * training.accumulation})
+    zero = deepspeed_config(deepspeed_file, training, data)["zero_optimization"]
+    bucket = DeepSpeedZeroConfig(**zero).reduce_bucket_size * (2 if zero.get("overlap_comm") else 1)
+    logit_bytes = None
+    if recipe.target.teacher == "logits":
+        # as they are written down; a target in these processes hands over its own number format, 4 bytes at most
+        written_down = recipe.hidden_states.mode == "stored" or recipe.target.backend == "sglang"
+        logit_bytes = getattr(torch, recipe.hidden_states.dtype).itemsize if written_down else 4
+    return Planned(
+        draft,
+        recipe.training.ttt_steps,
+        getattr(torch, recipe.training.dtype),
+        Sizes(parallel.tensor, parallel.ulysses, parallel.ring, data),
+        parallel.ring_mode,
+        MemoryPlan(memory.recompute, memory.block_mib * 2**20),
+        memory.inputs,
+        bucket=bucket,
+        zero_stage=zero["stage"],
+        logit_bytes=logit_bytes,
+        query_selection=parallel.query_selection,
+    )
+
+
+def recipe_stream(recipe: Recipe, data_ranks: int, supervised: float) -> Stream | None:
+    """The longest stream that the recipe can pack: all samples at data.max_length. None where the batch cannot be dealt
+    to so many data ranks."""
+    training = recipe.training
+    documents, left = divmod(training.global_batch_size, data_ranks * training.accumulation)
+    if left:
+        return None
+    return spanned(Stream(documents * recipe.data.max_length, documents, supervised), recipe.data.spans)
+
+
+def spanned(stream: Stream, spans: Spans | None) -> Stream:
+    """The stream with no more supervised tokens than these spans hold."""
+    if spans is None:
+        return stream
+    most = stream.documents * spans.per_document * spans.length / stream.tokens
+    return (
+        stream if stream.supervised <= most else dataclasses.replace(stream, supervised=most, spans=spans.per_document)
+    )
+
+
+def plan(prospect: Prospect, wanted: Planned, memory: float, context: int | None, supervised: float) -> dict:
+    """Everything that is said, as numbers (bytes, tokens, seconds)."""
+    recipe, usable = prospect.recipe, memory * (1 - RESERVED)
+
+    def document(tokens: int) -> Stream:
+        return spanned(Stream(tokens, 1, supervised), recipe.data.spans)
+
+    def stream_of(sizes: Sizes) -> Stream | None:
+        return recipe_stream(recipe, sizes.data, supervised) if context is None else document(context)
+
+    stream = stream_of(wanted.sizes)
+    share = stream.share(wanted)
+    held, flops = rank_bytes(wanted, share), step_flops(wanted, share)
+    best = best_layout(wanted, wanted.sizes.ranks, stream_of, usable)
+    encoding = store_encoding(prospect)
+    return {
+        "draft": {name: getattr(wanted.draft, name) for name in SHAPE},
+        "layout": described(wanted),
+        "stream": dataclasses.asdict(stream),
+        "memory": dict(held) | {"all": held.total(), "usable": usable},
+        "host_memory": host_bytes(wanted, share),
+        "fits": held.total() <= usable,
+        "positions": wanted.draft.max_position_embeddings,
+        "largest_context": {
+            f"{each.memory.recompute}, inputs on the {each.residence}": longest_context(each, document, usable)
+            for each in variants(wanted)
+        },
+        "best_layout": None
+        if best is None
+        else described(best.planned) | {"memory": best.stream.needs(best.planned), "tokens": best.stream.tokens},
+        "step": {
+            "model_flops": flops.model,
+            "executed_flops": flops.executed,
+            "sent": sent_bytes(wanted, share).total(),
+            "seconds": step_seconds(wanted, share),
+            "assumed": dataclasses.asdict(Machine()),
+        },
+        "codec": recipe.hidden_states.codec,
+        "hidden_states_per_token": {
+            name: round(token_bytes(encoding, *shares)) for name, shares in KINDS_OF_TOKENS.items()
+        },
+        "hidden_states_of_stream": round(
+            stream.tokens * token_bytes(encoding, stream.supervised, seen_share(encoding, stream))
+        ),
+    }
+
+
+# Shares of such tokens that have last hidden states, and auxiliary ones, in a store.
+KINDS_OF_TOKENS = {"supervised": (1.0, 1.0), "prompt": (0.0, 1.0), "unseen": (0.0, 0.0)}
+
+
+def seen_share(encoding: Encoding, stream: Stream) -> float:
+    """Of a stream's tokens, those that a window reaches from supervised ones."""
+    if encoding.window is None:
+        return 1.0
+    reached = stream.documents * stream.spans * (encoding.window + encoding.ttt_steps - 2) / stream.tokens
+    return min(1.0, stream.supervised + reached)
+
+
+SHAPE = ("hidden_size", "target_hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+SHAPE += ("head_dim", "vocab_size", "draft_vocab_size", "window")
+
+
+def described(planned: Planned) -> dict:
+    """In the recipe's words."""
+    sizes = planned.sizes._asdict()
+    memory = {"recompute": planned.memory.recompute, "inputs": planned.residence}
+    return sizes | {"ring_mode": planned.ring_mode} | memory | {"block_mib": planned.memory.block_bytes // 2**20}
+
+
+def written(report: dict) -> str:
+    gb, stream, step, layout = 1e9, report["stream"], report["step"], report["layout"]
+    memory, best, draft = report["memory"], report["best_layout"], report["draft"]
+    streamed = report["host_memory"] > 0
+    beyond = f" (beyond the draft's positions, {report['positions']:,})"
+    of = f"{stream['documents']} documents, " if stream["documents"] > 1 else ""
+    lines = [
+        f"draft: hidden {draft['hidden_size']}, MLP {draft['intermediate_size']}, {draft['num_attention_heads']} heads "
+        f"({draft['num_key_value_heads']} of keys) of {draft['head_dim']}, draft vocabulary {draft['draft_vocab_size']}, "
+        + ("full attention" if draft["window"] is None else f"a window of {draft['window']:,} keys"),
+        f"stream: {stream['tokens']:,} tokens ({of}{100 * stream['supervised']:.3g}% supervised)",
+        f"layout: {in_words(layout)}",
+        "memory of a rank:",
+        *(
+            f"  {name:20s} {data_size(size):>11s}"
+            for name, size in memory.items()
+            if name not in ("all", "usable") and size
+        ),
+        f"  {'all':20s} {data_size(memory['all']):>11s}  of {data_size(memory['usable'])} usable "
+        f"({RESERVED:.0%} kept for CUDA, NCCL and the allocator)",
+        *(
+            [f"  {'on the host, pinned':20s} {data_size(report['host_memory']):>11s}  up to twice that: powers of two"]
+            * streamed
+        ),
+        FITS if report["fits"] else DOES_NOT_FIT,
+        "largest context of this layout, tokens of one document:",
+        *(
+            f"  recompute {name:38s} "
+            + (f"more than {MOST_TOKENS:,}" if tokens is None else f"{tokens:12,}")
+            + beyond * (tokens is None or tokens > report["positions"])
+            for name, tokens in report["largest_context"].items()
+        ),
+    ]
+    if best is None:
+        lines.append(
+            "no layout of these GPUs fits; take more GPUs, a shorter context (data.max_length), smaller blocks "
+            "(memory.block_mib), or fewer samples in a stream (training.accumulation)"
+        )
+    else:
+        lines.append(
+            f"least GPU time a token: {in_words(best)}; {data_size(best['memory'])} a rank, streams of "
+            f"{best['tokens']:,} tokens"
+        )
+        lines.append("  " + overrides(best))
+    on_disk, whole, assumed = report["hidden_states_per_token"], report["hidden_states_of_stream"], step["assumed"]
+    unseen = f", {on_disk['unseen']:,} one that the draft's window never reaches" * (draft["window"] is not None)
+    lines += [
+        f"a rank's step: {step['model_flops'] / 1e12:,.1f} model TFLOPs, {step['executed_flops'] / 1e12:,.1f} with what "
+        f"is recomputed; {data_size(step['sent'])} sent (ZeRO's reduction of gradients, once an optimiser step, apart)",
+        f"  about {step['seconds']:,.2f} s, assuming {assumed['utilisation']:.0%} of {assumed['flops'] / 1e12:,.0f} "
+        f"TFLOP/s, {assumed['near'] / gb:,.0f} GB/s in a node and {assumed['far'] / gb:,.0f} GB/s out of it, nothing "
+        "overlapped, data there (an assumption, not a measurement)",
+        f"hidden states on disk (hidden_states.codec {report['codec']}): {on_disk['supervised']:,} bytes a supervised token, "
+        f"{on_disk['prompt']:,} a prompt token{unseen}; {data_size(whole / stream['tokens'] * 1e9)} a billion tokens as "
+        f"supervised as this stream's, {data_size(whole)} this stream",
+        "live hidden states: the target's weights and prefill come on top, and with accumulation and memory.inputs=device "
+        "the other streams' rows",
+    ]
+    return "\n".join(lines)
+
+
+def in_words(layout: dict) -> str:
+    sizes = " x ".join(f"{name} {layout[name]}" for name in ("tensor", "ulysses", "ring", "data"))
+    mode = f" ({layout['ring_mode']})" if layout["ring"] > 1 else ""
+    return f"{sizes}{mode}, recompute {layout['recompute']}, inputs on the {layout['inputs']}"
+
+
+def overrides(layout: dict) -> str:
+    """What to add to the command line."""
+    keys = {f"parallelism.{name}": layout[name] for name in ("tensor", "ulysses", "ring", "ring_mode")}
+    keys |= {f"memory.{name}": layout[name] for name in ("recompute", "inputs", "block_mib")}
+    return " ".join(f"{key}={value}" for key, value in keys.items())

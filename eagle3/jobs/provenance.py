@@ -1,0 +1,112 @@
+"""What samples and hidden states of a job come from: digests that a resumed run, a store and a capture are held to."""
+
+import datetime
+import hashlib
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from eagle3.jobs.job import Inputs, Job, Prospect, aux_layers_of, draft_window
+from eagle3.recipe import Recipe
+from eagle3.states.store.files import open_files
+from eagle3.states.store.folder import WINDOW, Provenance, read_manifest, read_own_manifest
+from eagle3.states.store.shard import Encoding
+from eagle3.targets.checkpoint import fingerprint, target_config
+from eagle3.text.spans import Spans
+
+
+def target_provenance(inputs: Inputs) -> Provenance:
+    """What a target's hidden states of a conversation depend on."""
+    template = inputs.chat_template or inputs.tokenizer.chat_template or ""
+    tokenizer = inputs.tokenizer.backend_tokenizer.to_str()
+    return {
+        "target": inputs.fingerprint,
+        "target_dtype": inputs.recipe.model.target_dtype,
+        "aux_layers": list(inputs.aux_layers),
+        "tokenizer": hashlib.sha256(tokenizer.encode()).hexdigest()[:32],
+        "chat_template": hashlib.sha256(str(template).encode()).hexdigest()[:32],
+    }
+
+
+def input_digests(inputs: Inputs) -> dict[str, str]:
+    """Digests of what a run learns from, by the keys that name it: what a run that is resumed has to find again."""
+    found = target_provenance(inputs)
+    return {
+        "model.target": found["target"],
+        "model.target's tokenizer": found["tokenizer"],
+        "data.chat_template": found["chat_template"],
+        "data.train": inputs.train.checksum,
+        "data.held_out": inputs.held_out.checksum,
+    }
+
+
+def provenance(job: Job) -> Provenance:
+    """What the rows that training reads depend on; a store made under another provenance is refused."""
+    found = target_provenance(job)
+    if job.recipe.target.teacher == "logits":
+        found |= {"teacher": "logits", "teacher_vocabulary": job.vocabulary.digest}
+    return found
+
+
+def store_provenance(job: Job) -> Provenance:
+    """What a store must have been captured with to serve this job."""
+    return {**provenance(job), **_written(job.recipe)}
+
+
+def require_fitting_store(recipe: Recipe) -> None:
+    """Raises UserError where the store at hidden_states.path cannot serve this recipe, as far as that shows before data are
+    read: what follows from tokenizer, template and vocabulary is compared when the store is opened."""
+    files = open_files(recipe.hidden_states.path)
+    found = read_manifest(files).provenance
+    rows = dict.fromkeys(WINDOW)  # a run that needs all rows names no window
+    teacher = "logits" if recipe.target.teacher == "logits" else None
+    wanted = {"target_dtype": recipe.model.target_dtype, "teacher": teacher, **rows, **_written(recipe)}
+    if Path(recipe.model.target).is_dir():
+        wanted["target"] = fingerprint(recipe.model.target)
+        config = target_config(recipe.model.target, trust_remote_code=recipe.model.trust_remote_code)
+        wanted["aux_layers"] = list(aux_layers_of(recipe, config))
+    read_own_manifest(files, {**found, **wanted})
+
+
+def _written(recipe: Recipe) -> dict[str, str | int]:
+    """What a store says of itself beside what its hidden states depend on."""
+    hidden = recipe.hidden_states
+    return {"codec": hidden.codec, "dtype": hidden.dtype, **_rows_needed(recipe)}
+
+
+def _rows_needed(recipe: Recipe) -> dict[str, int]:
+    """What says which rows of a sample training reads: nothing where it may read all."""
+    window = draft_window(recipe.model.draft)
+    if window is None or recipe.parallelism.query_selection == "all":
+        return {}
+    return {"window": window, "ttt_steps": recipe.training.ttt_steps}
+
+
+def store_encoding(prospect: Prospect) -> Encoding:
+    """How a store for it is written."""
+    recipe, shape, hidden = prospect.recipe, prospect.shape, prospect.recipe.hidden_states
+    width = shape.draft_vocab_size if recipe.target.teacher == "logits" else None
+    return Encoding(hidden.codec, hidden.dtype, shape.target_hidden_size, teacher_width=width, **_rows_needed(recipe))
+
+
+def spans_of(recipe: Recipe) -> Spans | None:
+    """What of a sample training supervises; None for all of its loss mask."""
+    chosen = recipe.data.spans
+    return None if chosen is None else Spans(chosen.length, chosen.per_document, recipe.data.seed)
+
+
+def capture_record(job: Job) -> Provenance:
+    """What is good to know of a capture but changes no hidden state."""
+    recipe, versions, spans = job.recipe, {}, spans_of(job.recipe)
+    for package in ("eagle3-recipes", "torch", "transformers", "tokenizers", "blosc2", "sglang"):
+        with suppress(PackageNotFoundError):  # the last two are optional
+            versions[package] = version(package)
+    return {
+        "target": job.target,
+        "revision": recipe.model.revision,
+        "backend": recipe.target.backend,
+        "draft_vocabulary": job.vocabulary.digest,
+        "spans": None if spans is None else str(spans),
+        "captured": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        **versions,
+    }

@@ -1,0 +1,195 @@
+"""From a recipe to SGLang: what a server is started with, a target for capture, a source of rows for live training."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from secrets import token_hex
+
+import torch
+import torch.distributed as dist
+
+from eagle3.durable import publish
+from eagle3.errors import SharedUserError, UserError
+from eagle3.jobs.job import Inputs, Job
+from eagle3.parallel.topology import Topology, agreed
+from eagle3.states.rows import DraftLogits
+from eagle3.states.spool import Spool, SpoolReader, Ticket, own_folder
+from eagle3.states.spooled import SpooledSource
+from eagle3.targets.interface import TargetHead, summarize_teacher
+from eagle3.targets.sglang.client import Producer, Servers, require_capture, require_room
+from eagle3.targets.sglang.hook import HookSettings
+from eagle3.targets.sglang.server import EngineOptions, SGLangServer, as_typed, server_command
+from eagle3.targets.sglang.target import SGLangTarget, spool_bytes
+from eagle3.targets.sglang.version import capture_flags, require_captured
+from eagle3.text.samples import Sample
+from eagle3.text.vocabulary import save_vocabulary
+
+Say = Callable[[str], None]
+SERVER_PORT = 30000  # SGLang's own default
+PROBE_TOKENS = 16
+
+
+def engine_options(inputs: Inputs) -> EngineOptions:
+    """What a server of this recipe's target is started with, whatever it is for."""
+    recipe, model, target = inputs.recipe, inputs.recipe.model, inputs.recipe.target
+    dtype = model.target_dtype
+    if dtype == "auto":  # as transformers means it; SGLang's own "auto" halves a float32 target
+        dtype = str(inputs.config.dtype or torch.float32).removeprefix("torch.")
+    return EngineOptions(
+        model=inputs.target,
+        revision=model.revision,
+        trust_remote_code=model.trust_remote_code,
+        dtype=dtype,
+        tensor=target.tensor,
+        memory_fraction=target.memory_fraction,
+        kv_tokens=target.kv_tokens,
+        attention=target.attention,
+        chunk_tokens=recipe.hidden_states.prefill_tokens,
+    )
+
+
+def hook_settings(job: Job) -> HookSettings:
+    """What the hook in a server is told; makes the spool's folder, with the draft vocabulary in it where logits are kept."""
+    spool, vocabulary = Path(job.recipe.target.spool).expanduser().absolute(), job.vocabulary
+    settings = HookSettings(
+        spool=str(spool),
+        dtype=job.recipe.hidden_states.dtype,
+        target=job.fingerprint,
+        hidden_size=job.config.hidden_size,
+    )
+    if job.recipe.target.teacher == "hidden":
+        return settings
+    kept = spool / f"vocabulary-{vocabulary.digest}.safetensors"
+    own_folder(spool)
+    try:
+        if not kept.exists():
+            partial = kept.with_name(f".{kept.name}.{token_hex(4)}")  # other processes make the same
+            save_vocabulary(vocabulary, partial)
+            publish(partial, kept)
+    except OSError as error:
+        raise UserError(f"target.spool: {spool} cannot be written ({error}); name another folder") from error
+    return settings._replace(
+        draft_vocabulary=str(kept), vocabulary_digest=vocabulary.digest, vocabulary_size=vocabulary.size
+    )
+
+
+def server_line(job: Job) -> str:
+    """The command line of a server that captures for this job, as a person types it."""
+    return as_typed(server_command(_capture_options(job), _capture_flags(job), SERVER_PORT))
+
+
+def _capture_options(job: Job) -> EngineOptions:
+    options, longest = engine_options(job), job.recipe.data.max_length
+    if options.kv_tokens is None and not torch.cuda.is_available():  # else SGLang takes that share of the host's memory
+        options = replace(options, kv_tokens=2 * longest + 2 * options.chunk_tokens)
+    return replace(options, longest=longest)
+
+
+def _capture_flags(job: Job) -> list[str]:
+    require_captured(job.aux_layers, job.config.num_hidden_layers)
+    return capture_flags(job.aux_layers, hook_settings(job)._asdict())
+
+
+def _require_servers(job: Job) -> None:
+    line, settings = server_line(job), hook_settings(job)
+    for url in job.recipe.target.servers:
+        require_capture(url, settings, job.aux_layers, line, job.longest)
+
+
+@contextmanager
+def capture_target(job: Job, local_rank: int, processes: int, say: Say) -> Iterator[SGLangTarget]:
+    """A target for one of a capture's `processes`: the recipe's servers, or an engine of its own, on the next free GPUs."""
+    settings, wanted, engine = hook_settings(job), job.recipe.target, None
+    most = round(wanted.spool_gib * 2**30 / processes)
+    require_room(job.longest, spool_bytes(settings.encoding, job.longest), most)
+    with ExitStack() as stack:
+        spool = stack.enter_context(Spool(settings.spool, say, most))
+        urls = list(wanted.servers)
+        if urls:
+            _require_servers(job)
+        else:
+            devices = _devices(local_rank, wanted.tensor)
+            engine = SGLangServer(_capture_options(job), _capture_flags(job), devices, say)
+            urls = [stack.enter_context(engine).url]
+        servers = Servers(urls, spool.path, wanted.in_flight, say)
+        producer = Producer(servers, spool, most, readers=0)
+        stack.callback(producer.close)
+        try:
+            yield SGLangTarget(producer, settings.encoding, vocab_size=job.config.vocab_size, aux_layers=job.aux_layers)
+        except UserError as error:
+            if engine is None or not engine.ended():
+                raise
+            raise UserError(
+                f"sglang: the engine ended: {engine.last_words()} (its whole log is {engine.log}); lower target.memory_fraction "
+                "or hidden_states.prefill_tokens, and run capture.py again, which goes on here"
+            ) from error
+
+
+def _devices(local_rank: int, tensor: int) -> str | None:
+    """GPUs of this process's engine; None on a machine without."""
+    if not torch.cuda.is_available():
+        return None
+    count = torch.cuda.device_count()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+    own = visible[local_rank * tensor : (local_rank + 1) * tensor]
+    if len(own) < tensor:
+        raise UserError(
+            f"target.tensor: {tensor} GPUs for each of {local_rank + 1} or more engines, this machine has {count}; start "
+            f"{count // tensor} processes at most"
+        )
+    return ",".join(own)
+
+
+@contextmanager
+def live_source(job: Job, head: TargetHead, topology: Topology, say: Say) -> Iterator[SpooledSource]:
+    """Rows for this rank's stream from the recipe's servers; collective. The first rank of a stream asks for its samples."""
+    wanted = job.recipe.target
+    if not wanted.servers:
+        line = agreed((lambda: server_line(job)) if topology.is_first else None)
+        raise SharedUserError(
+            "target.servers: live training with SGLang wants servers that run; name their URLs, and start each so: "
+            f"{line or 'as rank 0 says'}"
+        )
+    agreed((lambda: _require_servers(job)) if topology.is_first else None)
+    settings = hook_settings(job)
+    most = round(wanted.spool_gib * 2**30 / topology.data.size())
+    require_room(job.longest, spool_bytes(settings.encoding, job.longest), most)
+    with ExitStack() as stack:
+        asks = topology.stream.rank() == 0
+        spool = agreed((lambda: stack.enter_context(Spool(settings.spool, say, most))) if asks else None)
+        named = [spool.job if asks else None]
+        dist.broadcast_object_list(named, group=topology.stream, group_src=0)
+        ask = None
+        if asks:
+            servers = Servers(wanted.servers, spool.path, wanted.in_flight, say)
+            producer = Producer(servers, spool, most, topology.stream.size())
+            stack.callback(producer.close)
+
+            def ask(ticket: Ticket, ids: torch.Tensor) -> None:
+                producer.ask(ticket, ids, spool_bytes(settings.encoding, len(ids)))
+
+        reader = SpoolReader(Path(settings.spool) / named[0], topology.stream.rank())
+        source = SpooledSource(reader, named[0], ask)
+        agreed(lambda: _probe(source, head, topology))
+        yield source
+
+
+def _probe(source: SpooledSource, head: TargetHead, topology: Topology) -> None:
+    """One short document through all of it: that every rank sees the spool, and that the head which training applies makes
+    the logits that the server made."""
+    vocabulary = len(head.embedding)
+    ids = torch.arange(PROBE_TOKENS) % vocabulary
+    sample = Sample(f"{topology.data.rank():032x}", ids, torch.zeros(len(ids), dtype=torch.bool))
+    every = torch.arange(len(ids))
+    teacher = source.rows([sample], [every], [every])[0].teacher
+    if isinstance(teacher, DraftLogits):
+        return
+    made = summarize_teacher(teacher.values.to(head.head.device, head.head.dtype), head.head, transform=head.transform)
+    difference = (made.logsumexp.cpu() - teacher.logsumexp).abs().max()
+    if difference > 0.02 * teacher.logsumexp.abs().max() + 0.02:
+        raise UserError(
+            f"target.servers: their logits are not those of this target's lm_head (logsumexp differs by {difference:.3g}); "
+            "serve the checkpoint that model.target names, or set target.teacher=logits"
+        )

@@ -1,0 +1,173 @@
+"""A golden case through the very code that training uses, and its error against the stored definition."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from eagle3.attention.ring import RingMode
+from eagle3.draft.interchange import ExportedDraft, exported_tensors, load_weights, read_exported, shard, whole_tensors
+from eagle3.draft.model import Eagle3Draft
+from eagle3.errors import UserError
+from eagle3.objective.losses import BatchCounts, LossConfig, step_weights
+from eagle3.objective.metrics import batch_metrics, sum_counts, sum_sums
+from eagle3.objective.model import BatchMaker, DraftObjective, MemoryPlan, MicroBatch
+from eagle3.parallel.dealing import SequenceSharding
+from eagle3.parallel.sequence import Stream, plan_sequence
+from eagle3.parallel.topology import Topology
+from eagle3.recipe import Training
+from eagle3.states.rows import LastHidden, Rows
+from eagle3.targets.interface import summarize_teacher
+from eagle3.text.vocabulary import DraftVocabulary
+from eagle3.training.engine import deepspeed_config, full_gradients, gradient_scale, start_engine
+
+# Relative to the largest entry of the compared tensor. fp64: expected gradients are stored in fp32.
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+# Rounding the weights and inputs of `dense` and `ragged` to bf16, all else in fp64, changes single gradients by up to 4.4e-2
+# already, those of `windowed` by 7.5e-2: in bf16 that one cannot be held to this.
+BFLOAT16_GRADIENTS = 5e-2
+INPUTS = ("input_ids", "loss_mask", "attention_mask", "aux_hidden_state", "hidden_state", "lm_head_weight")
+
+
+@dataclass(frozen=True)
+class GoldenCase:
+    """draft.safetensors with config.json, and the tensors of inputs.safetensors: a right-padded batch of B x T."""
+
+    draft: ExportedDraft
+    inputs: dict[str, Tensor]
+
+
+def read_case(folder: Path) -> GoldenCase:
+    """Raises UserError naming the file where the case is incomplete."""
+    inputs = read_tensors(folder / "inputs.safetensors")
+    missing = [name for name in INPUTS if name not in inputs]
+    if missing:
+        raise UserError(f"{folder / 'inputs.safetensors'}: {missing[0]} is missing; a case holds {', '.join(INPUTS)}")
+    return GoldenCase(read_exported(folder, "draft.safetensors"), inputs)
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; name a folder that holds a golden case")
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: damaged ({error}); copy the case again") from error
+
+
+def run_case(
+    case: GoldenCase,
+    topology: Topology,
+    steps: int,
+    dtype: torch.dtype,
+    deepspeed_file: Path,
+    sharding: SequenceSharding = SequenceSharding(),
+    ring_mode: RingMode = "gather",
+    memory: MemoryPlan = MemoryPlan(),
+) -> dict[str, Tensor]:
+    """The case's loss, steps, accuracies and gradients, under the keys of expected.safetensors, whole on every rank.
+
+    The batch's documents are dealt to the data-parallel ranks and packed; each stream is spread over its sequence ranks
+    as `sharding` says. The losses are divided by B*T of the padded batch. fp64 sums gradients with plain collectives,
+    other dtypes go through the DeepSpeed engine (which cannot hold fp64). Raises UserError for sizes that do not fit.
+    """
+    case.draft.config.check_parallel(topology.tensor.size(), sharding.ulysses)
+    draft = Eagle3Draft(case.draft.config, topology.modules, dtype)
+    load_weights(draft, case.draft, topology.tensor)
+    objective = DraftObjective(draft, topology, ring_mode, memory).to(topology.device)
+    through_engine = dtype != torch.float64
+    ranks = topology.data.size()
+    if through_engine:
+        training = Training(
+            global_batch_size=ranks,
+            gradient_clipping=0.0,
+            dtype="bfloat16" if dtype == torch.bfloat16 else "float32",
+        )
+        engine = start_engine(objective, topology, deepspeed_config(deepspeed_file, training, ranks))
+    batch = _micro_batch(case, topology, steps, sharding, draft.lm_head.weight)
+    padded = case.inputs["attention_mask"].numel()
+    config = LossConfig(normalization="tokens")
+    counts = BatchCounts(batch.counted(), batch.supervised.sum(1).cpu(), 0)
+    counts = sum_counts(counts, topology.batch, topology.device)._replace(tokens=padded)
+    run = engine if through_engine else objective
+    distilled = run(batch, step_weights(config, counts, None))
+    if through_engine:
+        engine.backward(distilled.surrogate * gradient_scale(ranks, accumulation=1))
+        gradients = full_gradients(draft)
+    else:
+        distilled.surrogate.backward()
+        gradients = {name: p.grad for name, p in draft.named_parameters() if p.requires_grad}
+        for gradient in gradients.values():
+            dist.all_reduce(gradient, group=topology.batch)
+    metrics = batch_metrics(config, sum_sums(distilled.sums, topology.batch), counts)
+    supervised = counts.supervised.double()
+    actual = {
+        "loss": torch.tensor([metrics.loss], dtype=torch.float64),
+        "ploss": torch.tensor(metrics.step_losses, dtype=torch.float64),
+        "acc_correct": torch.tensor(metrics.accuracy, dtype=torch.float64) * supervised.clamp(min=1),
+        "acc_denom": supervised,
+        "acceptance_rate": torch.tensor(metrics.acceptance_rate, dtype=torch.float64),
+        "position_count": counts.counted.double(),
+    }
+    named = exported_tensors(whole_tensors(gradients, draft, topology.tensor))
+    return actual | {f"grad.{name}": gradient.cpu().contiguous() for name, gradient in named.items()}
+
+
+def tolerance(name: str, dtype: torch.dtype) -> float:
+    """What the arithmetic of `dtype` may change in the tensor `name` (or in the gradients' joint norm)."""
+    if dtype == torch.bfloat16 and name == "acc_correct":
+        return float("inf")  # a count of argmaxes: it jumps where two logits are closer than bf16 resolves
+    if dtype == torch.bfloat16 and name.startswith("grad."):
+        return BFLOAT16_GRADIENTS
+    return TOLERANCES[dtype]
+
+
+def relative_errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    """Largest difference of each expected tensor, relative to its largest entry, and of the gradients' joint norm.
+
+    A tensor that is absent, misshapen or not finite counts as infinitely wrong.
+    """
+    errors = {}
+    for name, wanted in expected.items():
+        found, wanted = actual.get(name), wanted.double()
+        if found is None or found.shape != wanted.shape or not bool(found.isfinite().all()):
+            errors[name] = float("inf")
+            continue
+        errors[name] = float((found.double() - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30))
+    names = [name for name in expected if name.startswith("grad.")]
+    if names and all(name in actual for name in names):
+        norms = [sum(float(side[name].double().square().sum()) for name in names) ** 0.5 for side in (actual, expected)]
+        errors["gradient norm"] = abs(norms[0] / norms[1] - 1)
+    return errors
+
+
+def _micro_batch(
+    case: GoldenCase, topology: Topology, steps: int, sharding: SequenceSharding, lm_head: Tensor
+) -> MicroBatch:
+    """This rank's part of its stream, for a draft whose (part of the) lm_head is `lm_head`."""
+    dtype = lm_head.dtype
+    tensors, vocabulary = case.inputs, DraftVocabulary(case.draft.d2t, case.draft.t2d)
+    real = tensors["attention_mask"].bool()
+    mine = [row for row in range(len(real)) if row % topology.data.size() == topology.data.rank()]
+    if mine:
+        stream = Stream.pack(
+            [tensors["input_ids"][row][real[row]] for row in mine],
+            [tensors["loss_mask"][row][real[row]] for row in mine],
+        )
+    else:  # more ranks than documents: one token that nothing supervises
+        mine, real = [0], torch.zeros_like(real)
+        real[0, 0] = True
+        stream = Stream.pack([tensors["input_ids"][0][:1]], [torch.zeros(1, dtype=torch.bool)])
+    aux, last = (
+        torch.cat([tensors[name][row][real[row]] for row in mine]) for name in ("aux_hidden_state", "hidden_state")
+    )
+    plan = plan_sequence(stream, steps, sharding, topology.sequence.rank(), case.draft.config.window)
+    head, exact = tensors["lm_head_weight"], torch.promote_types(dtype, torch.float32)  # as a capture would have it
+    teacher = summarize_teacher(last[plan.teacher].to(exact), head.to(exact))
+    shown = shard(head[vocabulary.target_ids], lm_head, topology.tensor).to(topology.device, dtype)
+    maker = BatchMaker(vocabulary.draft_ids, shown, dtype, topology.device)
+    return maker.micro_batch(stream, plan, Rows(aux[plan.rows], LastHidden(last[plan.teacher], *teacher)))

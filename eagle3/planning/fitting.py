@@ -1,0 +1,123 @@
+"""What fits: the longest context of a layout, and the best layout and memory settings for a stream."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from eagle3.errors import UserError
+from eagle3.planning.costs import Machine, step_seconds
+from eagle3.planning.memory import Planned, Share, Sizes, rank_bytes
+
+# Of a GPU's memory: the CUDA context, NCCL's and cuBLAS's buffers, and what the allocator cannot use.
+RESERVED = 0.08
+
+
+@dataclass(frozen=True)
+class Stream:
+    """tokens of one packed stream, in `documents` equal ones; supervised: the share of them that counts, in `spans` runs a
+    document."""
+
+    tokens: int
+    documents: int
+    supervised: float
+    spans: int = 1
+
+    def share(self, planned: Planned) -> Share:
+        window, selection = planned.draft.window, planned.query_selection
+        return Share.expected(
+            self.tokens, self.supervised, planned.sizes, self.documents, window, self.spans, selection
+        )
+
+    def needs(self, planned: Planned) -> int:
+        """Bytes of a rank that trains on it."""
+        return rank_bytes(planned, self.share(planned)).total()
+
+
+# The search for the longest context goes in steps, and ends here.
+STEP = 1024
+MOST_TOKENS = 2**27
+
+
+def longest_context(planned: Planned, document: Callable[[int], Stream], usable: float) -> int | None:
+    """Tokens of the longest single document that a rank holds in `usable` bytes, in whole STEPs; None where that is
+    beyond MOST_TOKENS. document: the stream of one with so many tokens."""
+    return _longest(lambda tokens: document(tokens).needs(planned) <= usable)
+
+
+def longest_of_any_layout(planned: Planned, gpus: int, supervised: float, usable: float) -> int | None:
+    """The same, of all layouts and memory settings that so many GPUs may have."""
+    most = 0
+    for each in layouts(planned, gpus):
+        if Stream(most + STEP, 1, supervised).needs(each) <= usable:
+            longest = longest_context(each, lambda tokens: Stream(tokens, 1, supervised), usable)
+            if longest is None:
+                return None
+            most = longest
+    return most
+
+
+class Fitted(NamedTuple):
+    """A layout under which a stream fits, and that stream: where the recipe packs it, it depends on the layout."""
+
+    planned: Planned
+    stream: Stream
+
+
+def best_layout(
+    planned: Planned, gpus: int, stream_of: Callable[[Sizes], Stream | None], usable: float
+) -> Fitted | None:
+    """Of all layouts and memory settings under which the stream fits that the layout would have (None: it can have
+    none), the one that takes the least GPU time a token."""
+    candidates = ((each, stream_of(each.sizes)) for each in layouts(planned, gpus))
+    fitting = (Fitted(*each) for each in candidates if each[1] is not None and each[1].needs(each[0]) <= usable)
+    return min(fitting, key=_cost, default=None)
+
+
+def variants(planned: Planned) -> Iterator[Planned]:
+    """The same layout with every choice of the recipe's memory section."""
+    for recompute in ("none", "attention_kept", "full"):
+        memory = dataclasses.replace(planned.memory, recompute=recompute)
+        yield dataclasses.replace(planned, memory=memory, residence="device")
+    yield dataclasses.replace(planned, memory=memory, residence="host")
+
+
+def layouts(planned: Planned, gpus: int) -> Iterator[Planned]:
+    """Every way to deal a stream to some of the GPUs, tensor parallelism as it is, with every choice of memory."""
+    for sequence in _divisors(gpus // planned.sizes.tensor) if gpus % planned.sizes.tensor == 0 else ():
+        for ulysses in _divisors(sequence):
+            try:
+                planned.draft.check_parallel(planned.sizes.tensor, ulysses)
+            except UserError:
+                continue
+            if ulysses * planned.sizes.tensor > Machine().node:
+                continue
+            data = gpus // (planned.sizes.tensor * sequence)
+            sizes = Sizes(planned.sizes.tensor, ulysses, sequence // ulysses, data)
+            for mode in ("gather", "p2p") if sizes.ring > 1 else ("gather",):
+                yield from variants(dataclasses.replace(planned, sizes=sizes, ring_mode=mode))
+
+
+def _cost(fitted: Fitted) -> tuple[float, float]:
+    """GPU seconds a token, then bytes: the fewer GPUs share a stream and the less is computed again, the better."""
+    planned, stream = fitted
+    streamed = 1.001 if planned.residence == "host" else 1  # copies that compute hides, if all goes well
+    seconds = step_seconds(planned, stream.share(planned)) * streamed
+    return seconds * planned.sizes.tensor * planned.sizes.sequence / stream.tokens, stream.needs(planned)
+
+
+def _longest(fits: Callable[[int], bool]) -> int | None:
+    low, high = 0, 1
+    while fits(high * STEP):
+        low, high = high, 2 * high
+        if high * STEP > MOST_TOKENS:
+            return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle * STEP) else (low, middle)
+    return low * STEP
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, math.isqrt(number) + 1) if number % n == 0 for n in {n, number // n}]

@@ -1,0 +1,284 @@
+"""Gets the target's own answers to the prompts of a data set from several endpoints, some of which may die."""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from eagle3.console import Progress
+from eagle3.errors import UserError
+from eagle3.regeneration.answers import AnswerFile
+from eagle3.regeneration.endpoint import Endpoint, NoAnswer, Refused, Unfit
+from eagle3.regeneration.turns import Generation, LeftOut, Plan, Work, plan_of
+from eagle3.text.conversations import Conversation
+
+PATIENCE = (1.0, 2.0, 4.0, 8.0)  # seconds before each look for an endpoint that fell silent
+MOST_TRIES = 4  # of one conversation, before it is given up for this run
+MOST_FAILED = 16  # conversations given up by one endpoint without an answer between them, before it is left out
+MOST_REFUSED = 32  # before this run's first answer: then it is the settings or the server
+LOOK_SECONDS = 0.5  # between looks whether it is time for a progress line
+
+
+@dataclass
+class Summary:
+    """What became of the conversations.
+
+    Of this run only: answered: rows; failed: given up, asked again by the next run; unrecorded: of those left
+    out, for want of an answer beside them, asked again by the next run; cut: rows that end early, by reason;
+    unparsed_reasoning: answers with a think tag in the content; tokens: generated; seconds.
+    Of this input, whichever run did it: read: conversations; repeated: the same ones again; earlier: those that earlier
+    runs did; left_out: reason -> conversations; examples: reason -> the first one's origin and detail.
+    rows: all of the file.
+    """
+
+    read: int = 0
+    repeated: int = 0
+    earlier: int = 0
+    answered: int = 0
+    failed: int = 0
+    unrecorded: int = 0
+    left_out: dict[str, int] = field(default_factory=dict)
+    examples: dict[str, str] = field(default_factory=dict)
+    cut: dict[str, int] = field(default_factory=dict)
+    unparsed_reasoning: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    rows: int = 0
+
+    def leave_out(self, origin: str, reason: str, detail: str) -> None:
+        self.left_out[reason] = self.left_out.get(reason, 0) + 1
+        self.examples.setdefault(reason, f"{origin}{': ' if detail else ''}{detail}")
+
+    def __str__(self) -> str:
+        parts = [f"{self.rows:,} rows of {self.read:,} conversations", f"{self.answered:,} answered now"]
+        parts += [
+            f"{count:,} {word}"
+            for count, word in ((self.earlier, "done earlier"), (self.repeated, "repeated"))
+            if count
+        ]
+        parts += [f"{count:,} cut short ({reason})" for reason, count in self.cut.items()]
+        parts += [
+            f"{count:,} left out: {reason} (first {self.examples[reason]})" for reason, count in self.left_out.items()
+        ]
+        if self.unrecorded:
+            parts.append(f"{self.unrecorded:,} of those left out are asked again by the next run")
+        if self.failed:
+            parts.append(f"{self.failed:,} failed (first {self.examples['failed']}); run again to ask for them")
+        if self.unparsed_reasoning:
+            parts.append(
+                f"{self.unparsed_reasoning:,} answers hold a think tag, so the server has no reasoning parser; see the docs"
+            )
+        return "; ".join(parts)
+
+
+class Queue:
+    """Plans that nobody has taken yet, and works that were put back: those first, for part of them may be done."""
+
+    def __init__(self, plans: Iterable[Plan]) -> None:
+        self.plans, self.again, self.taken = iter(plans), deque[Work](), 0
+        self.changed = asyncio.Condition()
+
+    async def take(self) -> Work | None:
+        """None when all is done; while others work, what they may put back is waited for."""
+        async with self.changed:
+            while True:
+                plan = None if self.again else next(self.plans, None)
+                if self.again or plan:
+                    self.taken += 1
+                    return self.again.popleft() if self.again else Work(plan)
+                if not self.taken:
+                    return None
+                await self.changed.wait()
+
+    async def end(self, work: Work, *, again: bool) -> None:
+        async with self.changed:
+            self.taken -= 1
+            if again:
+                self.again.append(work)
+            self.changed.notify_all()
+
+
+class Regeneration:
+    """One run: asks the endpoints for what the file lacks."""
+
+    def __init__(
+        self,
+        conversations: Iterable[Conversation],
+        total: int,
+        file: AnswerFile,
+        generation: Generation,
+        report: Callable[[str], None],
+        progress: Callable[[str], None],
+    ) -> None:
+        self.conversations, self.file, self.generation = conversations, file, generation
+        self.report, self.progress = report, Progress(progress, "regenerating", total, "conversations")
+        self.summary = Summary(read=total)
+        self.began = time.monotonic()
+        self.passed = self.new = 0  # conversations that need no request, and that this run has done
+        self.seen: set[str] = set()
+        self.unrecorded: list[tuple[Plan, LeftOut]] = []  # refusals, until an answer shows that the settings are right
+
+    def plans(self) -> Iterator[Plan]:
+        """What is to be asked for, in the order of the input."""
+        for conversation in self.conversations:
+            try:
+                plan = plan_of(conversation, self.generation)
+            except LeftOut as reason:
+                self.summary.leave_out(conversation.origin, reason.reason, reason.detail)
+                self.passed += 1
+                continue
+            known = plan.id in self.file.answered or plan.id in self.file.left_out
+            if plan.id in self.seen:
+                self.summary.repeated += 1
+            elif known:
+                self.summary.earlier += 1
+                if plan.id in self.file.left_out:
+                    self.summary.leave_out(plan.origin, *self.file.left_out[plan.id])
+            else:
+                self.seen.add(plan.id)
+                yield plan
+                continue
+            self.seen.add(plan.id)
+            self.passed += 1
+
+    async def run(self, endpoints: Sequence[Endpoint], concurrency: int) -> None:
+        self.queue = Queue(self.plans())
+        tasks = [asyncio.create_task(self.work(endpoint)) for endpoint in endpoints for _ in range(concurrency)]
+        telling = asyncio.create_task(self.tell())
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in (*tasks, telling):
+                task.cancel()
+            await asyncio.gather(*tasks, telling, return_exceptions=True)
+            for endpoint in endpoints:
+                await endpoint.close()
+        if self.queue.again or next(self.queue.plans, None):
+            said = "; ".join(f"{endpoint.url}: {endpoint.dead}" for endpoint in endpoints)
+            raise UserError(
+                f"--endpoint: no endpoint is left ({said}); {self.file.path} keeps {len(self.file.answered):,} rows: start one "
+                "and run the same command again"
+            )
+
+    async def work(self, endpoint: Endpoint) -> None:
+        while endpoint.dead is None and (work := await self.queue.take()):
+            if endpoint.dead is not None:  # it died while there was nothing to take
+                await self.queue.end(work, again=True)
+                return
+            again = False
+            try:
+                await work.ask(endpoint, self.generation)
+                endpoint.failures = 0
+                self.keep(work)
+            except LeftOut as reason:
+                endpoint.failures = 0
+                self.leave_out(work, reason, answered=len(self.file.answered))
+            except Refused as refusal:
+                endpoint.failures = 0
+                # Rows of earlier runs do not show that this run's server is right.
+                self.leave_out(work, LeftOut("refused by the server", str(refusal)), answered=self.summary.answered)
+            except Unfit as error:
+                again = True
+                self.set_aside(endpoint, str(error))
+            except NoAnswer as error:
+                again = await self.failed(endpoint, work, str(error))
+            finally:
+                self.new += not again
+                await self.queue.end(work, again=again)
+
+    def keep(self, work: Work) -> None:
+        self.file.add(work.row())
+        self.summary.answered += 1
+        self.summary.tokens += work.tokens
+        self.summary.unparsed_reasoning += work.think_tags
+        if work.cut:
+            self.summary.cut[work.cut] = self.summary.cut.get(work.cut, 0) + 1
+        for plan, reason in self.unrecorded:
+            self.file.leave_out(plan.id, plan.origin, reason.reason, reason.detail)
+        self.unrecorded.clear()
+
+    def leave_out(self, work: Work, reason: LeftOut, *, answered: int) -> None:
+        """answered: rows that show that it is the conversation's own fault; without one it is not recorded yet."""
+        self.summary.tokens += work.tokens
+        self.summary.leave_out(work.plan.origin, reason.reason, reason.detail)
+        if answered:
+            self.file.leave_out(work.plan.id, work.plan.origin, reason.reason, reason.detail)
+            return
+        self.unrecorded.append((work.plan, reason))
+        if len(self.unrecorded) == MOST_REFUSED:
+            raise UserError(
+                f"{work.plan.origin}: the first {MOST_REFUSED} conversations asked for gave no row ({reason.reason}"
+                f"{': ' if reason.detail else ''}{reason.detail}); mend the settings or the server, or take these "
+                "conversations out"
+            )
+
+    async def failed(self, endpoint: Endpoint, work: Work, reason: str) -> bool:
+        """Whether to ask for it again."""
+        failed = time.monotonic()
+        work.failures += 1
+        again = work.failures < MOST_TRIES
+        if again:  # while it waits it takes nothing else, so that an overloaded server is asked for less
+            await asyncio.sleep(endpoint.patience[min(work.failures, len(endpoint.patience)) - 1])
+        else:
+            endpoint.failures += 1
+        try:
+            back = await endpoint.comes_back(failed)
+        except Unfit as error:
+            back, reason = False, str(error)
+        if not back:
+            self.set_aside(endpoint, reason)
+            return True
+        if endpoint.failures >= MOST_FAILED:
+            self.set_aside(endpoint, f"it answers none of {MOST_FAILED} conversations: {reason}")
+        if not again:
+            self.summary.failed += 1
+            self.summary.examples.setdefault("failed", f"{work.plan.origin}: {reason}")
+        return again
+
+    def set_aside(self, endpoint: Endpoint, reason: str) -> None:
+        if endpoint.dead is None:
+            endpoint.dead = reason
+            self.report(f"{endpoint.url} is left out: {reason}")
+
+    async def tell(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            tokens = self.summary.tokens / (time.monotonic() - self.began)
+            self.progress.at(self.passed + self.new, free=self.passed, extra=f"{tokens:,.0f} tokens/s")
+
+
+def regenerate(
+    conversations: Iterable[Conversation],
+    total: int,
+    file: AnswerFile,
+    urls: Sequence[str],
+    generation: Generation,
+    *,
+    key: str | None,
+    concurrency: int,
+    timeout: float,
+    report: Callable[[str], None],
+    progress: Callable[[str], None],
+    patience: Sequence[float] = PATIENCE,
+) -> Summary:
+    """Ask the endpoints at `urls` for every conversation that `file` lacks, up to `concurrency` at a time of each. No more
+    conversations are held than are asked for.
+
+    total: how many conversations there are, for the time left. timeout: seconds for one answer. report: told which endpoint
+    is left out. progress: gets a line now and then. Raises UserError where none is left and where nothing but refusals comes; what has come by then is in the
+    file. Fewer refusals than that, and no answer: they are counted and not recorded, so that the next run asks again.
+    """
+    run = Regeneration(conversations, total, file, generation, report, progress)
+
+    async def ask() -> None:
+        endpoints = [
+            Endpoint(url, key, generation.model, concurrency=concurrency, timeout=timeout, patience=patience)
+            for url in urls
+        ]
+        await run.run(endpoints, concurrency)
+
+    asyncio.run(ask())
+    run.summary.seconds = time.monotonic() - run.began
+    run.summary.rows, run.summary.unrecorded = len(file.answered), len(run.unrecorded)
+    return run.summary

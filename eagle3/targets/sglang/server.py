@@ -1,0 +1,187 @@
+"""An SGLang server in a process of its own: its command line, its start, its end."""
+
+import ctypes
+import os
+import random
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+
+from eagle3.console import waiting
+from eagle3.errors import UserError
+from eagle3.targets.sglang.asking import ask
+from eagle3.targets.sglang.installed import require_sglang
+
+START_SECONDS = 1800.0
+STOP_SECONDS = 30.0
+PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG, prctl(2)
+SPARE_TOKENS = 16  # more than version.CONTEXT_RESERVE, and the token that every request decodes
+PORT_TAKEN = "address already in use"
+LONGER_CONTEXT = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What a server is started with, whatever it is for. tensor: GPUs. chunk_tokens: of one prefill forward; longer prompts
+    are cut. kv_tokens: None for what memory_fraction leaves. attention: None for SGLang's own choice. longest: tokens of the
+    longest prompt, None for what the model's context allows."""
+
+    model: str
+    revision: str | None = None
+    trust_remote_code: bool = False
+    dtype: str = "auto"
+    tensor: int = 1
+    memory_fraction: float = 0.8
+    kv_tokens: int | None = None
+    attention: str | None = None
+    chunk_tokens: int = 8192
+    longest: int | None = None
+
+    def flags(self) -> list[str]:
+        given = {
+            "--model-path": self.model,
+            "--revision": self.revision,
+            "--dtype": self.dtype,
+            "--tp-size": self.tensor,
+            "--mem-fraction-static": self.memory_fraction,
+            "--max-total-tokens": self.kv_tokens,
+            "--prefill-attention-backend": self.attention,  # on a CPU the plain flag would be overruled without a word
+            "--decode-attention-backend": self.attention,
+            "--chunked-prefill-size": self.chunk_tokens,
+            "--context-length": None if self.longest is None else self.longest + SPARE_TOKENS,
+        }
+        flags = [word for name, value in given.items() if value is not None for word in (name, str(value))]
+        if self.trust_remote_code:
+            flags.append("--trust-remote-code")
+        if not torch.cuda.is_available():
+            flags += ["--device", "cpu", "--sampling-backend", "pytorch", "--grammar-backend", "none"]
+            flags += ["--disable-overlap-schedule"]
+        return flags
+
+
+def server_command(options: EngineOptions, flags: Sequence[str], port: int, host: str = "127.0.0.1") -> list[str]:
+    """The words of the command line. Only this machine is served unless `host` says otherwise."""
+    place = ["--host", host, "--port", str(port), "--log-level", "warning"]
+    return [sys.executable, "-m", "sglang.launch_server", *options.flags(), *flags, *place]
+
+
+def as_typed(command: Sequence[str]) -> str:
+    """A command line as a person would type it."""
+    settings = [f"{name}={value}" for name, value in LONGER_CONTEXT.items()]
+    return shlex.join([*settings, *("python" if word == sys.executable else word for word in command)])
+
+
+class SGLangServer:
+    """A running server, stopped when the `with` block ends or the thread that started it dies: a killed job must not leave one
+    on the GPU. url: where it answers.
+
+    devices: values of CUDA_VISIBLE_DEVICES for it, None for those of this process. report: told how long its start takes.
+    Raises UserError where it does not start.
+    """
+
+    def __init__(
+        self,
+        options: EngineOptions,
+        flags: Sequence[str] = (),
+        devices: str | None = None,
+        report: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        require_sglang("name running servers in target.servers")
+        port = _free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        descriptor, name = tempfile.mkstemp(prefix="sglang-", suffix=".log")
+        self.log = Path(name)
+        environment = without_launcher(os.environ) | LONGER_CONTEXT
+        environment |= {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
+        prctl = ctypes.CDLL(None).prctl  # looked up before the fork, where another thread may hold the loader's lock
+        with os.fdopen(descriptor, "wb") as log:
+            self.process = subprocess.Popen(
+                server_command(options, flags, port),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+                preexec_fn=lambda: prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL),
+            )
+        try:
+            with waiting(report, "waiting for SGLang"):
+                self._await_start()
+        except BaseException:
+            self.stop(keep_log=True)
+            raise
+
+    def _await_start(self) -> None:
+        began = time.monotonic()
+        while time.monotonic() - began < START_SECONDS:
+            if self.process.poll() is not None:
+                raise UserError(
+                    f"sglang: the server ended while starting (exit code {self.process.returncode}): "
+                    f"{self.last_words()}; its whole log is {self.log}"
+                )
+            if PORT_TAKEN in self.log.read_text(errors="replace"):  # the server stays, and answers nobody
+                raise UserError(f"sglang: {self.url.rpartition(':')[2]}, a free port, was taken meanwhile; start again")
+            try:
+                ask(self.url, "/model_info", timeout=5)
+                return
+            except OSError:
+                time.sleep(0.2)
+        raise UserError(f"sglang: the server does not answer after {START_SECONDS:.0f} s; its log is {self.log}")
+
+    def last_words(self) -> str:
+        """The last error that the log names, or its last line."""
+        lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        named = [line for line in lines if "Error" in line and not line.startswith("File ")]
+        return (named or lines or ["it said nothing"])[-1][:300]
+
+    def ended(self) -> bool:
+        """Whether it has ended by itself; one that is about to gets some seconds."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(10)
+        return self.process.poll() is not None
+
+    def stop(self, keep_log: bool = False) -> None:
+        """End the server and all its processes."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(STOP_SECONDS)
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # what is left of its session
+        self.process.wait()
+        if not keep_log:
+            self.log.unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.stop(keep_log=kind is not None and self.process.poll() is not None)  # what it died of
+
+
+def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
+    """Without what torchrun and deepspeed tell the processes of their job: SGLang is none of them."""
+    told = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "CROSS_", "TORCHELASTIC_")
+    return {name: value for name, value in environment.items() if not name.startswith(told)}
+
+
+def _free_port() -> int:
+    """Below the ports that systems hand to outgoing connections, any of which could take it before the server does."""
+    ports = list(range(20000, 30000))
+    random.shuffle(ports)
+    for port in ports:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise UserError("sglang: no port of 20000..29999 is free on this machine; end what holds them")

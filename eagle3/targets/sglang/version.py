@@ -1,0 +1,205 @@
+"""All that depends on SGLang's version: their flags, what hooks and answers look like."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from eagle3.errors import SharedUserError, UserError
+from eagle3.targets.interface import LogitTransform
+
+# Of targets that people serve: the architectures whose class takes an EAGLE3 draft (has set_eagle3_layers_to_capture).
+EAGLE3_TARGETS = frozenset(
+    ("ApertusForCausalLM", "BailingMoeForCausalLM", "BailingMoeV2ForCausalLM", "DeepseekV2ForCausalLM")
+    + ("DeepseekV32ForCausalLM", "DeepseekV3ForCausalLM", "ExaoneMoEForCausalLM", "Gemma3ForCausalLM")
+    + ("Gemma3ForConditionalGeneration", "Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "Glm4MoeForCausalLM")
+    + ("Glm4MoeLiteForCausalLM", "GlmMoeDsaForCausalLM", "GptOssForCausalLM", "InternLM3ForCausalLM")
+    + ("KimiK25ForConditionalGeneration", "Llama4ForCausalLM", "Llama4ForConditionalGeneration", "LlamaForCausalLM")
+    + ("LongcatFlashForCausalLM", "MiniMaxM2ForCausalLM", "Ministral3ForCausalLM", "MistralForCausalLM")
+    + ("MistralLarge3ForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM", "Qwen2MoeForCausalLM")
+    + ("Qwen2_5_VLForConditionalGeneration", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM")
+    + ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration")
+)
+HOOK = "eagle3-capture"
+# Settings under which rows would be lost or be another rank's, and what they must be.
+REQUIRED_SETTINGS: dict[str, Any] = {
+    "disable_radix_cache": True,
+    "cuda_graph_backend_prefill": "disabled",
+    "enable_mixed_chunk": False,
+    "enable_layernorm_sp": False,
+    "enable_attn_tp_input_scattered": False,
+    "enable_pdmux": False,
+    "enable_dp_attention": False,
+    "pp_size": 1,
+    "dp_size": 1,
+}
+
+
+class HookCall(NamedTuple):
+    """What a forward hook on SGLang's logits processor sees of a prefill of N tokens of several requests.
+
+    ids [N]; last [N, H] after the final norm; aux [N, 3H], None where the model's class hands it over by name; head: the lm_head module, sharded over its tensor-parallel
+    group; requests: of each its id, how many tokens it has here and how many it had before.
+    """
+
+    ids: Tensor
+    last: Tensor
+    aux: Sequence[Tensor] | Tensor | None
+    head: Any
+    requests: list[tuple[str, int, int]]
+
+
+def require_captured(aux_layers: Sequence[int], num_layers: int) -> None:
+    """UserError where SGLang cannot capture these layers: it takes what a layer is given, and none is given the output of the
+    last one."""
+    if max(aux_layers) >= num_layers - 1:
+        raise SharedUserError(
+            f"model.aux_layers: {list(aux_layers)} has the last of the target's {num_layers} layers, whose output SGLang does "
+            f"not capture, neither here nor when it serves the draft; name layers below {num_layers - 1}"
+        )
+
+
+def capture_flags(aux_layers: Sequence[int], hook: Mapping[str, Any]) -> list[str]:
+    """Flags with which a server captures: no draft, the aux layers, our hook with its settings, and nothing that loses rows.
+
+    A radix-cache hit would skip rows, and a replayed CUDA graph runs no hook.
+    """
+    spec = {
+        "name": HOOK,
+        "target_modules": ["*logits_processor"],
+        "hook_factory": "eagle3.targets.sglang.hook:make",
+        "config": dict(hook),
+    }
+    return [
+        *("--speculative-algorithm", "EAGLE3", "--enable-return-aux-hidden-states"),
+        *("--return-aux-hidden-state-layer-ids", *map(str, aux_layers)),
+        *("--forward-hooks", json.dumps([spec])),
+        *("--disable-radix-cache", "--skip-tokenizer-init"),
+        "--sleep-on-idle",  # else its scheduler keeps a core busy while training takes what it has made
+        *("--cuda-graph-backend-prefill", "disabled", "--cuda-graph-backend-decode", "disabled"),
+    ]
+
+
+def hook_call(arguments: Sequence[Any]) -> HookCall | None:
+    """The arguments of the logits processor as a HookCall; None for what is no prefill of requests."""
+    ids, last, head, batch, *rest = arguments
+    aux = rest[0] if rest else None
+    if getattr(batch, "rids", None) is None or not batch.forward_mode.is_extend():
+        return None
+    requests = list(zip(batch.rids, batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu, strict=True))
+    return HookCall(ids, last, aux, head, requests)
+
+
+class Head(NamedTuple):
+    """This rank's part of the vocabulary: columns `first_id` and on, of which `valid` are tokens and what follows padding."""
+
+    group: ProcessGroup
+    first_id: int
+    valid: int
+    device: torch.device
+
+
+def head_of(head: nn.Module) -> Head:
+    """From SGLang's lm_head (a VocabParallelEmbedding)."""
+    shard = head.shard_indices
+    device = next(head.parameters()).device
+    return Head(head.tp_group.device_group, shard.org_vocab_start_index, shard.num_org_elements, device)
+
+
+def plain_weight(head: nn.Module) -> Tensor | None:
+    """The lm_head's matrix [V/tp, H], None where it is none: quantised, or with a bias."""
+    weight = getattr(head, "weight", None)
+    plain = type(head.quant_method).__name__ == "UnquantizedEmbeddingMethod" and getattr(head, "bias", None) is None
+    return weight if plain and weight is not None and weight.is_floating_point() else None
+
+
+def transform_of(processor: nn.Module) -> LogitTransform:
+    """What SGLang's logits processor does to logits."""
+    scale, cap = processor.logit_scale, processor.final_logit_softcapping
+    return LogitTransform(1.0 if scale is None else scale, cap or None)
+
+
+def local_logits(processor: nn.Module, head: nn.Module, last: Tensor) -> Tensor:
+    """The model's own logits [n, V/tp] of this rank's columns after rows last [n, H], scaled and capped as it does; as
+    LogitsProcessor._get_logits makes them, before it gathers them."""
+    return transform_of(processor).apply(processor._compute_lm_head(last, head))
+
+
+def hook_settings(info: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """From a server's /server_info: the settings of our hook, None where it has none."""
+    for spec in info.get("forward_hooks") or []:
+        if spec.get("name") == HOOK:
+            return spec.get("config") or {}
+    return None
+
+
+def accepted_histogram(meta: Mapping[str, Any]) -> list[int]:
+    """From an answer's meta_info: how many verifications accepted 0, 1, 2, ... drafts."""
+    return list(meta.get("spec_correct_drafts_histogram") or [])
+
+
+# What the judge and the export check need ------------------------------------------------------------------------------
+
+DRAFT_CLASS = "LlamaForCausalLMEagle3"  # as an export's config.json names it
+CONTEXT_RESERVE = 6  # tokens of the context that its scheduler lets no request use (tp_worker.py, get_worker_info)
+
+
+class GreedyAnswer(NamedTuple):
+    """tokens: put out, the one that stopped it included. stopped: by an EOS, not by the length. histogram[a]: how many
+    verifications accepted a drafts; what they accepted beyond the end of `tokens` counts too."""
+
+    tokens: list[int]
+    stopped: bool
+    histogram: list[int]
+
+
+def speculative_flags(draft: str, steps: int, topk: int, tree_tokens: int, window: int | None = None) -> list[str]:
+    """Flags with which a server decodes with an EAGLE3 draft. tree_tokens: verified at a time, the last token put out
+    included, so steps + 1 for a chain. window: keys that a query of the draft sees, its own included; None for all, whatever
+    config.json says, which SGLang does not read for it. Its flag counts the keys before a query's own (docs/windows.md)."""
+    windowed = [] if window is None else ["--speculative-draft-window-size", str(window - 1)]
+    return [
+        *("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", draft),
+        *("--speculative-num-steps", str(steps), "--speculative-eagle-topk", str(topk)),
+        *("--speculative-num-draft-tokens", str(tree_tokens)),
+        *windowed,
+    ]
+
+
+def decoding_flags() -> list[str]:
+    """Flags of a server that decodes given ids: no prompt's keys are found in a cache, so that every one is timed alike."""
+    return ["--skip-tokenizer-init", "--disable-radix-cache"]
+
+
+def cpu_attention_flags() -> list[str]:
+    """The one backend that drafts several steps on a CPU; named apart, as one name for both is replaced without AMX."""
+    return ["--prefill-attention-backend", "intel_amx", "--decode-attention-backend", "intel_amx"]
+
+
+def greedy_request(ids: Sequence[int], new_tokens: int) -> dict[str, Any]:
+    """Body of a POST to /generate."""
+    return {"input_ids": list(ids), "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens}}
+
+
+def greedy_answer(answer: Mapping[str, Any]) -> GreedyAnswer:
+    meta = answer["meta_info"]
+    reason = meta["finish_reason"]["type"]
+    if reason not in ("stop", "length"):
+        raise UserError(f"sglang: a request ended by {reason!r} ({meta['finish_reason']}); look at the server's log")
+    return GreedyAnswer(list(answer["output_ids"]), reason == "stop", accepted_histogram(meta))
+
+
+def scores_request(ids: Sequence[int], of: Sequence[int]) -> dict[str, Any]:
+    """Asks for the log-probabilities of the tokens `of`, and the largest one, after `ids`."""
+    asked = {"return_logprob": True, "top_logprobs_num": 1, "token_ids_logprob": list(of)}
+    return greedy_request(ids, 1) | asked
+
+
+def scores_answer(answer: Mapping[str, Any]) -> tuple[list[float], float]:
+    """(log-probabilities of the tokens asked for, in their order; the largest of all)."""
+    meta = answer["meta_info"]
+    asked, best = meta["output_token_ids_logprobs"][0], meta["output_top_logprobs"][0]
+    return [score for score, *_ in asked], best[0][0]

@@ -1,0 +1,228 @@
+"""Any decoder-only Hugging Face checkpoint as a target, run by transformers in this process."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+
+from eagle3.errors import UserError
+from eagle3.states.batches import length_buckets
+from eagle3.states.rows import DraftLogits, LastHidden, Rows, TeacherRows
+from eagle3.targets.aux_layers import check_aux_layers, default_aux_layers
+from eagle3.targets.checkpoint import load_causal_lm
+from eagle3.targets.head import model_head
+from eagle3.targets.interface import (
+    BLOCK_ROWS,
+    TargetHead,
+    TeacherSummary,
+    summarize_teacher,
+)
+
+
+class TransformersTarget:
+    """A `Target` around a loaded causal language model, which it freezes and puts into eval mode.
+
+    aux_layers: 0-based, low to high, or None for EAGLE3's default. Layer i's output is the residual stream after layer
+    i, un-normed: transformers' `hidden_states[i+1]`, but for the last layer, where transformers has the normed one.
+    prefill_tokens: the largest batch of `prefill`, in tokens with padding; a single longer document runs alone.
+    draft_ids: [Vd] int64, the draft vocabulary's tokens, to give the model's own logits of them for a teacher instead of
+    last hidden states. Raises UserError when the model's layers cannot be found; and, without draft_ids, when its logits
+    are not those of an lm_head and a transform that training can apply.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        aux_layers: Sequence[int] | None,
+        prefill_tokens: int,
+        draft_ids: Tensor | None = None,
+    ) -> None:
+        self.name = name = model.config.name_or_path or type(model).__name__
+        self.model = model.eval().requires_grad_(False)
+        self.decoder = _decoder_of(model)
+        self.layers = getattr(self.decoder, "layers", None)
+        if self.decoder is model or not isinstance(self.layers, nn.ModuleList):
+            raise UserError(
+                f"target {name!r}: {type(model).__name__} has no list of decoder layers under get_decoder().layers; "
+                "choose a decoder-only target"
+            )
+        self.aux_layers = check_aux_layers(
+            default_aux_layers(len(self.layers)) if aux_layers is None else aux_layers, len(self.layers)
+        )
+        self.prefill_tokens = prefill_tokens
+        self.head = model_head(name, model, required=draft_ids is None)
+        self.device = self.head.embedding.device
+        self.vocab_size, self.hidden_size = self.head.vocab_size, self.head.hidden_size
+        self.draft_ids = None if draft_ids is None else draft_ids.to(self.device)
+        self.teacher = LastHidden if draft_ids is None else DraftLogits
+        self._check_logits(name)
+
+    def weights(self) -> TargetHead:
+        """The frozen embedding and lm_head, on the model's device and in its dtype."""
+        return self.head
+
+    def prefill(self, documents: Sequence[Tensor]) -> list[Rows]:
+        """See `Target.prefill`. The tensors lie on the model's device, each in storage of its own.
+
+        The batch that a document is computed in (`length_buckets` of all documents here) decides the last bits of its states.
+        """
+        self.check_tokens(documents)
+        results: dict[int, Rows] = {}
+        for batch in length_buckets([len(document) for document in documents], self.prefill_tokens):
+            results.update(zip(batch, self._prefill_batch([documents[i] for i in batch]), strict=True))
+        return [results[i] for i in range(len(documents))]
+
+    def check_tokens(self, documents: Sequence[Tensor]) -> None:
+        """UserError for an empty document and for a token id outside the vocabulary."""
+        for number, document in enumerate(documents):
+            if document.numel() == 0:
+                raise UserError(f"target: document {number} has no tokens; leave it out")
+            low, high, limit = int(document.min()), int(document.max()), len(self.head.embedding)
+            if low < 0 or high >= limit:
+                raise UserError(
+                    f"target: document {number} has token id {low if low < 0 else high}, outside the vocabulary of "
+                    f"{limit}; tokenise with this target's own tokenizer"
+                )
+
+    # no_grad, not inference_mode: training saves these tensors for its backward, which inference tensors refuse.
+    @torch.no_grad()
+    def _prefill_batch(self, documents: list[Tensor]) -> list[Rows]:
+        lengths = [len(document) for document in documents]
+        ids = nn.utils.rnn.pad_sequence(documents, batch_first=True).to(self.device)
+        with self.captured_layers() as captured:
+            # No attention mask: a causal row never sees the padding to its right, padding rows are dropped, and
+            # without a mask attention takes its fused causal path instead of building a [T, T] mask.
+            output = self.decoder(input_ids=ids, attention_mask=None, use_cache=False)
+        # Cut the padding off before the head sees it; every tensor returned is a copy, so the batch can be freed.
+        rows = torch.cat([output.last_hidden_state[b, :length] for b, length in enumerate(lengths)])
+        teacher, found, start = self.teach(output, rows), [], 0
+        for b, length in enumerate(lengths):
+            aux = torch.cat([captured[layer][b, :length] for layer in self.aux_layers], dim=-1)
+            own = slice(start, start + length)
+            found.append(Rows(aux, teacher[own].map(torch.clone)))
+            start += length
+        return found
+
+    def teach(self, output: BaseModelOutput, last: Tensor) -> TeacherRows:
+        """What the teacher says after rows last [N, Ht] of the decoder's `output`. Raises UserError where that is not
+        finite. The logits are in the number format in which the model makes them."""
+        if self.draft_ids is None:
+            return LastHidden(last, *_finite(summarize_teacher(last, self.head.head, transform=self.head.transform)))
+        chosen, summaries = [], []
+        for rows in last.split(BLOCK_ROWS):
+            logits = self.own_logits(output, rows)
+            chosen.append(logits[:, self.draft_ids])
+            exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            summaries.append(TeacherSummary(exact.argmax(-1), exact.logsumexp(-1)))
+            del logits, exact  # before the next block's
+        return DraftLogits(torch.cat(chosen), *_finite(TeacherSummary(*map(torch.cat, zip(*summaries, strict=True)))))
+
+    @torch.no_grad()
+    def own_logits(self, output: BaseModelOutput, last: Tensor) -> Tensor:
+        """[N, V]: what the model itself makes of last hidden states [N, Ht], whatever its head is and does afterwards. Its
+        forward runs around a decoder that hands it these rows as its `output`, without their cache."""
+        fields = {**output, "last_hidden_state": last[None]}
+        fields.pop("past_key_values", None)
+        handed = type(output)(**fields)
+        own = vars(self.decoder).get("forward")  # what loading may have put before the class's
+        self.decoder.forward = lambda *_arguments, **_keywords: handed
+        try:
+            ids = torch.zeros(1, len(last), dtype=torch.int64, device=last.device)
+            return self.model(input_ids=ids, use_cache=False).logits[0]
+        finally:
+            del self.decoder.forward
+            if own is not None:
+                self.decoder.forward = own
+
+    @contextlib.contextmanager
+    def captured_layers(self) -> Iterator[dict[int, Tensor]]:
+        """Collect the aux layers' outputs [B, T, Ht] of the forward pass run inside. Hooks, because
+        output_hidden_states would keep every layer's."""
+        captured: dict[int, Tensor] = {}
+
+        def hook_of(layer: int):
+            def hook(_module, _arguments, output) -> None:
+                stream = output[0] if isinstance(output, tuple) else output
+                if stream.dim() != 3 or stream.shape[-1] != self.hidden_size:
+                    raise UserError(
+                        f"target: layer {layer} returns {list(stream.shape)}, not a residual stream of width "
+                        f"{self.hidden_size}; choose a target with a plain residual stream"
+                    )
+                captured[layer] = stream
+
+            return hook
+
+        handles = [self.layers[layer].register_forward_hook(hook_of(layer)) for layer in self.aux_layers]
+        try:
+            yield captured
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @torch.no_grad()
+    def _check_logits(self, name: str) -> None:
+        """Compare the model's own logits of a few tokens with what the teacher will say: a model may scale, cap or cut its
+        logits in code, under a name that no list of config fields knows, and then the teacher would be wrong without a
+        word."""
+        outputs = []
+        hook = self.decoder.register_forward_hook(lambda _m, _a, output: outputs.append(output))
+        ids = torch.arange(min(8, self.vocab_size), device=self.device)[None]
+        try:
+            logits = self.model(input_ids=ids, use_cache=False).logits[0].float()
+        finally:
+            hook.remove()
+        last, remedy = outputs[0].last_hidden_state[0], "choose another target"
+        if self.draft_ids is None:
+            expected = self.head.transform.apply(last.float() @ self.head.head.float().T)
+            remedy = "set target.teacher=logits"
+        else:
+            expected = self.own_logits(outputs[0], last).float()
+        same = logits.shape == expected.shape == (len(last), self.vocab_size)
+        # 2 % of the largest logit is far above bf16 rounding and far below any scale or cap worth the name.
+        if not same or (logits - expected).abs().max() > 0.02 * expected.abs().max():
+            raise UserError(
+                f"target {name!r}: {type(self.model).__name__} changes its logits after the lm_head in a way that is not "
+                f"known here; {remedy}"
+            )
+
+
+def _decoder_of(model: PreTrainedModel) -> nn.Module:
+    """What transformers takes for the decoder; where that has no layers of its own (Llama 4's names a part that another class
+    has), the model within it that has."""
+    found = model.get_decoder()
+    within = [part for part in found.children() if isinstance(part, PreTrainedModel) and hasattr(part, "layers")]
+    return found if hasattr(found, "layers") or len(within) != 1 else within[0]
+
+
+def load_target(
+    name_or_path: str | Path,
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    dtype: str | torch.dtype = "auto",
+    aux_layers: Sequence[int] | None = None,
+    prefill_tokens: int = 8192,
+    device: str | torch.device = "cpu",
+    draft_ids: Tensor | None = None,
+) -> TransformersTarget:
+    """Load a checkpoint (hub id or folder) for prefill. dtype: a torch dtype, its name, or "auto" (as stored). draft_ids:
+    see TransformersTarget.
+
+    Raises UserError for a missing folder or unreachable id, a checkpoint that is not a whole causal language model, and
+    (without draft_ids) logits that are made in a way not known here.
+    """
+    model = load_causal_lm(str(name_or_path), revision, trust_remote_code, dtype)
+    return TransformersTarget(
+        model.to(device), aux_layers=aux_layers, prefill_tokens=prefill_tokens, draft_ids=draft_ids
+    )
+
+
+def _finite(summary: TeacherSummary) -> TeacherSummary:
+    if not summary.logsumexp.isfinite().all():
+        raise UserError("target: its logits are not finite; set model.target_dtype to bfloat16 or float32")
+    return summary

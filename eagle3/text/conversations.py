@@ -1,0 +1,306 @@
+"""Reads conversations from files, folders, presets and dataset ids into one form, and says exactly which row is wrong."""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from eagle3.console import Progress
+from eagle3.errors import UserError, shown
+from eagle3.parsing import parse_json
+from eagle3.text.download import downloaded_rows, is_dataset, is_slice, source_of_id
+from eagle3.text.files import KINDS, file_rows, require_kind
+from eagle3.text.malformed import LISTED, UNKNOWN_ROLE, Malformed, MalformedRows, by_reason, first_readable
+from eagle3.text.presets import preset_source
+
+FORMS = "`messages` (role, content), `conversations` (from, value) or `text`"
+# Where people's data keep an assistant's thoughts: Qwen3 and SGLang, vLLM, gpt-oss. The first is ours.
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+# ShareGPT's names and their relatives; the OpenAI names map to themselves.
+ROLES = {
+    **{name: "user" for name in ("user", "human")},
+    **{name: "assistant" for name in ("assistant", "gpt", "chatgpt", "bing", "bard", "model")},
+    **{name: name for name in ("system", "developer")},
+    **{name: "tool" for name in ("tool", "function", "observation", "tool_response", "function_response", "ipython")},
+}
+KNOWN_ROLES = "user, assistant, system, developer, tool and ShareGPT's names for them"
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One row of the data: either chat `messages` (OpenAI form) or plain `text`, never both.
+
+    origin: where it came from, such as `data.jsonl:17`, for error lines.
+    messages: an assistant's thoughts are in `reasoning_content`, calls in `tool_calls` with their arguments as objects.
+    tools: the tool schemas that the chat template shows, in OpenAI's form, if the row has any.
+    """
+
+    origin: str
+    messages: tuple[dict, ...] | None
+    text: str | None
+    tools: list | None = None
+
+    @property
+    def characters(self) -> int:
+        """Of all that a template may print."""
+        return _characters([self.text, self.messages, self.tools])
+
+
+def _characters(value: Any) -> int:
+    if isinstance(value, dict):
+        return sum(map(len, value)) + _characters(list(value.values()))
+    if isinstance(value, list | tuple):
+        return sum(map(_characters, value))
+    return 0 if value is None else len(str(value))
+
+
+def read_conversations(
+    sources: list[str],
+    limit: int | None = None,
+    *,
+    malformed: MalformedRows | None = None,
+    downloads: Path | None = None,
+    report: Callable[[str], None] = lambda line: None,
+) -> list[Conversation]:
+    """The conversations of all sources, in order; with `limit` the first so many.
+
+    A source is a .json, .jsonl or .parquet file, a folder of those, `standard_library` (conversations), `standard_library:files`,
+    `standard_library:held_out_files` (texts), `preset:NAME` (see eagle3.text.presets) or a dataset id; the last two may end in `@revision`, and an id names another split than "train"
+    as `owner/name:split`. A row has `messages` (OpenAI), `conversations` (ShareGPT) or `text`. malformed: counts the rows that
+    cannot be read, which are left out or, at the end, refused together; None to refuse them. downloads: folder where the
+    rows of datasets are kept, so that they travel once; None to keep none. report: gets progress lines. Raises UserError
+    for a source that cannot be read, or of which no row can, and for malformed rows.
+    """
+    return list(iterate_conversations(sources, limit, malformed=malformed, downloads=downloads, report=report))
+
+
+def iterate_conversations(
+    sources: list[str],
+    limit: int | None = None,
+    *,
+    malformed: MalformedRows | None = None,
+    downloads: Path | None = None,
+    report: Callable[[str], None] = lambda line: None,
+) -> Iterator[Conversation]:
+    """`read_conversations` one by one, so that no more than one need be held."""
+    malformed = malformed or MalformedRows()
+    done = 0
+    for source in sources:
+        wanted = None if limit is None else limit - done
+        if wanted == 0 or (malformed.refused and not _is_here(source)):  # no download before a refusal
+            break
+        before, earlier = done, malformed.counts.copy()
+        progress = Progress(report, f"reading {source}", wanted, "conversations")
+        for origin, row in _rows(source, wanted, downloads, report):
+            if isinstance(row, Malformed):
+                malformed.add(origin, row)
+                if done == before and malformed.refused and (malformed.counts - earlier).total() == LISTED:
+                    break  # the whole source is of another form
+            else:
+                yield row
+                done += 1
+                progress.advance()
+        if done == before:
+            _require_rows(source, malformed, malformed.counts - earlier)
+        progress.end()
+    if malformed.refused:
+        raise malformed.refusal(sources, done + malformed.counts.total())
+
+
+def _require_rows(source: str, malformed: MalformedRows, flaws: Counter[str]) -> None:
+    """Raises UserError for a source of which no row could be read, unless its malformed rows are refused anyway."""
+    if not flaws:
+        raise UserError(f"{source}: holds no rows; give data with at least one conversation")
+    if malformed.drop:
+        raise UserError(
+            f"{source}: no row can be read ({by_reason(flaws)}); give other data, or leave out {malformed.setting} to see "
+            "what is wrong"
+        )
+
+
+def _is_here(source: str) -> bool:
+    """Whether it needs no download."""
+    return source.partition(":")[0] == "standard_library" or Path(source).expanduser().exists()
+
+
+def _rows(
+    source: str, wanted: int | None, downloads: Path | None, report: Callable[[str], None]
+) -> Iterator[tuple[str, Conversation | Malformed]]:
+    """By origin, up to the `wanted`-th conversation of one source, or all."""
+    require_source(source)
+    path = Path(source).expanduser()
+    if source.startswith("preset:"):
+        return downloaded_rows(preset_source(source), wanted, downloads, report, _read)
+    if source.partition(":")[0] == "standard_library":
+        return first_readable(_library_rows(source), _read, wanted)
+    if path.is_dir():
+        return first_readable(chain.from_iterable(map(file_rows, _files(path))), _read, wanted)
+    if path.is_file():
+        return first_readable(file_rows(path), _read, wanted)
+    return downloaded_rows(source_of_id(source), wanted, downloads, report, _read)
+
+
+def require_source(source: str) -> None:
+    """Raises UserError for a source that is none, as far as that can be told without reading it."""
+    path = Path(source).expanduser()
+    if source.startswith("preset:"):
+        preset_source(source)
+    elif path.is_dir():
+        if not _files(path):
+            raise UserError(f"{source}: this folder holds no {', '.join(KINDS)} file; name the folder that does")
+    elif path.is_file():
+        require_kind(path)
+    elif re.match(r"https?://", source):
+        raise UserError(f"{source}: is a URL; download it, and name the file or folder in data.train or data.held_out")
+    elif is_slice(source):
+        raise UserError(
+            f"{source}: slices of a split are not taken; leave [...] out, and bound the rows with data.max_samples "
+            "(regenerate.py: --limit)"
+        )
+    elif source.partition(":")[0] != "standard_library" and (
+        not is_dataset(source) or path.suffix in (*KINDS, ".csv", ".txt", ".gz")
+    ):
+        place = "" if Path(source).is_absolute() else f" in {Path.cwd()}"
+        raise UserError(f"{source}: no such file or folder{place}; fix the path in data.train or data.held_out")
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.iterdir() if file.suffix in KINDS)
+
+
+def _library_rows(source: str) -> Iterator[tuple[str, Any]]:
+    from eagle3.text.standard_library import SOURCES
+
+    if source not in SOURCES:
+        raise UserError(f"{source}: no such part of the standard library; name one of {', '.join(SOURCES)}")
+    for number, row in enumerate(SOURCES[source](), 1):
+        yield f"{source} row {number}", row
+
+
+def _read(origin: str, row: Any) -> Conversation | Malformed:
+    if isinstance(row, Malformed):
+        return row
+    try:
+        return _conversation(origin, row)
+    except Malformed as flaw:
+        return flaw
+
+
+def _conversation(origin: str, row: Any) -> Conversation:
+    if not isinstance(row, dict):
+        raise Malformed("not an object", f"the row is {shown(row)}, not an object with {FORMS}")
+    for key in ("messages", "conversations"):
+        if row.get(key) is not None:
+            if not isinstance(row[key], list):
+                raise Malformed(f"{key}: not a list", f"{key} is {shown(row[key])}, not a list of messages")
+            messages = [_message(f"{key}[{index}]", message) for index, message in enumerate(row[key])]
+            if key == "conversations" and row.get("system"):
+                messages.insert(0, {"role": "system", "content": _content("system", row["system"])})
+            return Conversation(origin, tuple(messages), None, _tools(row.get("tools")))
+    if row.get("text") is not None:
+        if not isinstance(row["text"], str):
+            raise Malformed("text: not a string", f"text is {shown(row['text'])}, not a string")
+        return Conversation(origin, None, row["text"])
+    raise Malformed(
+        "neither messages, conversations nor text",
+        f"the row has the keys {shown(sorted(row), 200)} and none of {FORMS}",
+    )
+
+
+def _message(where: str, message: Any) -> dict:
+    """The OpenAI form of one message, its further keys (reasoning_content, tool_calls, ...) kept. Raises Malformed, as all below."""
+    if not isinstance(message, dict):
+        raise Malformed("a message is no object", f"{where} is {shown(message)}, not an object with role and content")
+    role_key, content_key = ("from", "value") if "from" in message and "role" not in message else ("role", "content")
+    name = message.get(role_key)
+    role = ROLES.get(name.lower()) if isinstance(name, str) else None
+    if role is None:
+        raise Malformed(UNKNOWN_ROLE, f"{where}: unknown role {shown(name)}, none of {KNOWN_ROLES}")
+    taken = (role_key, content_key, *REASONING_KEYS, "tool_calls")
+    further = {key: value for key, value in message.items() if key not in taken and value is not None}
+    if reasoning := _reasoning(where, message):
+        further["reasoning_content"] = reasoning
+    if calls := _parsed(where, "tool_calls", message.get("tool_calls")):
+        if not isinstance(calls, list):
+            raise Malformed("tool_calls: not a list", f"{where}: tool_calls is {shown(calls)}, not a list of calls")
+        further["tool_calls"] = [_tool_call(f"{where}: tool_calls", call) for call in calls]
+    content = message.get(content_key)
+    if content is None and not (role == "assistant" and further):
+        raise Malformed("a message without content", f"{where} has no {content_key}")
+    return {"role": role, "content": "" if content is None else _content(where, content), **further}
+
+
+def _content(where: str, content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise Malformed(
+            "content: not text", f"{where}: content is {shown(content)}, not a string or a list of text parts"
+        )
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise Malformed("content: not text", f"{where}: content part {shown(part)} is not text")
+    return "".join(part["text"] for part in content)
+
+
+def _reasoning(where: str, message: dict) -> str | None:
+    """What a message keeps of its thoughts under any of the names that people's data have for it."""
+    found = {key: message[key] for key in REASONING_KEYS if message.get(key)}
+    for key, value in found.items():
+        if not isinstance(value, str):
+            raise Malformed(f"{key}: not a string", f"{where}: {key} is {shown(value)}, not a string")
+    if len(set(found.values())) > 1:
+        raise Malformed(
+            "reasoning under several names", f"{where}: {' and '.join(found)} differ, and one of them is taken"
+        )
+    return next(iter(found.values()), None)
+
+
+def _parsed(where: str, key: str, value: Any) -> Any:
+    """Parquet files often hold what has no fixed columns as JSON strings."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_json(value) if value.strip() else None
+    except json.JSONDecodeError as error:
+        place = f"{where}: {key}" if where else key
+        raise Malformed(f"{key}: not valid JSON", f"{place} {shown(value)} are not valid JSON ({error.msg})") from error
+
+
+def _tool_call(where: str, call: Any) -> dict:
+    """OpenAI writes a call's arguments as a JSON string; chat templates, and so serving engines, want the object."""
+    if not isinstance(call, dict):
+        raise Malformed("tool_calls: not a call", f"{where}: {shown(call)} is not an object")
+    if isinstance(call.get("function"), dict):
+        outer, inner = call, call["function"]
+    else:
+        outer = {"type": "function", **{key: call[key] for key in ("id",) if key in call}}
+        inner = {key: value for key, value in call.items() if key not in ("id", "type")}
+    if not (isinstance(inner.get("name"), str) and inner["name"]):
+        raise Malformed("tool_calls: not a call", f"{where}: {shown(call)} names no function")
+    return {**outer, "function": _with_arguments(where, inner)}
+
+
+def _with_arguments(where: str, function: dict) -> dict:
+    if not isinstance(function.get("arguments"), str):
+        return function
+    return {**function, "arguments": _parsed(where, "arguments", function["arguments"]) or {}}
+
+
+def _tools(tools: Any) -> list | None:
+    """Tool schemas as a serving engine hands them to the template: `{"type": "function", "function": {...}}`."""
+    tools = _parsed("", "tools", tools)
+    tools = [_parsed("", "tools", tool) for tool in tools] if isinstance(tools, list) else tools
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise Malformed("tools: not a list of schemas", f"tools is {shown(tools)}, not a list of tool schemas")
+    return [_tool(tool) for tool in tools or []] or None
+
+
+def _tool(tool: dict) -> dict:
+    if "function" in tool or tool.get("type", "function") != "function" or not isinstance(tool.get("name"), str):
+        return tool  # in that form, or no function (`{"type": "web_search"}`)
+    return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}

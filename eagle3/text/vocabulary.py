@@ -1,0 +1,129 @@
+"""The draft vocabulary: which target tokens the draft can propose, chosen by how often the target generates them."""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+
+from eagle3.console import Progress
+from eagle3.durable import publish
+from eagle3.errors import UserError
+from eagle3.text.samples import SampleSet
+
+
+@dataclass(frozen=True)
+class DraftVocabulary:
+    """d2t: LongTensor [draft vocabulary], draft token i stands for target token i + d2t[i], ascending in i;
+    t2d: BoolTensor [target vocabulary], True for the target tokens that a draft token stands for."""
+
+    d2t: torch.Tensor
+    t2d: torch.Tensor
+
+    @property
+    def size(self) -> int:
+        return len(self.d2t)
+
+    @property
+    def target_ids(self) -> torch.Tensor:
+        """LongTensor [size]: the target token of each draft token, ascending."""
+        return self.d2t + torch.arange(self.size)
+
+    @property
+    def draft_ids(self) -> torch.Tensor:
+        """LongTensor [target vocabulary]: the draft token of each target token, -1 where there is none."""
+        ids = torch.full((len(self.t2d),), -1)
+        ids[self.t2d] = torch.arange(self.size)
+        return ids
+
+    @property
+    def digest(self) -> str:
+        """32 hex digits that tell one vocabulary from another."""
+        return hashlib.sha256(f"{len(self.t2d)} {self.target_ids.tolist()}".encode()).hexdigest()[:32]
+
+
+def choose_vocabulary(
+    samples: SampleSet, target_vocab_size: int, size: int, report: Callable[[str], None] = lambda line: None
+) -> tuple[DraftVocabulary, float]:
+    """The `size` most frequent supervised tokens, ties and what is missing by lowest id, and their coverage.
+
+    Coverage is the share of supervised tokens that the vocabulary holds. report: gets progress lines. Raises UserError if `size` is more than the
+    target has, or a token id of the samples is beyond its vocabulary.
+    """
+    if not 1 <= size <= target_vocab_size:
+        raise UserError(
+            f"model.draft.vocab_size: {size} draft tokens of a target vocabulary of {target_vocab_size}; set it between"
+            f" 1 and {target_vocab_size}"
+        )
+    counts = _supervised_counts(samples, target_vocab_size, report)
+    chosen = np.sort(np.argsort(-counts, kind="stable")[:size])
+    t2d = torch.zeros(target_vocab_size, dtype=torch.bool)
+    t2d[torch.from_numpy(chosen)] = True
+    vocabulary = DraftVocabulary(torch.from_numpy(chosen - np.arange(size)), t2d)
+    return vocabulary, _share(counts, chosen)
+
+
+def coverage(
+    samples: SampleSet, vocabulary: DraftVocabulary, report: Callable[[str], None] = lambda line: None
+) -> float:
+    """The share of the samples' supervised tokens that the draft vocabulary holds; 1.0 if there are none. report: gets
+    progress lines."""
+    return _share(_supervised_counts(samples, len(vocabulary.t2d), report), vocabulary.target_ids.numpy())
+
+
+def save_vocabulary(vocabulary: DraftVocabulary, path: Path) -> None:
+    """Write d2t and t2d as safetensors, under the names they have in an exported draft."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_bytes(
+        save({"d2t": vocabulary.d2t, "t2d": vocabulary.t2d})
+    )  # save_file would let its owner alone read it
+    publish(partial, path)
+
+
+def load_vocabulary(path: Path, target_vocab_size: int) -> DraftVocabulary:
+    """Read d2t and t2d from a safetensors file (an exported draft will do). Raises UserError for any that do not fit."""
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: not a readable safetensors file ({error}); name one with d2t and t2d") from error
+    if not {"d2t", "t2d"} <= tensors.keys():
+        raise UserError(f"{path}: holds {', '.join(sorted(tensors)) or 'nothing'}, not d2t and t2d; name another file")
+    d2t, t2d = tensors["d2t"].long(), tensors["t2d"].bool()
+    if d2t.dim() != 1 or t2d.dim() != 1 or not len(d2t):
+        raise UserError(f"{path}: d2t has shape {tuple(d2t.shape)}, t2d {tuple(t2d.shape)}; both must be vectors")
+    if len(t2d) != target_vocab_size:
+        raise UserError(
+            f"{path}: t2d is for {len(t2d)} target tokens, the target has {target_vocab_size}; name its own"
+        )
+    vocabulary = DraftVocabulary(d2t, t2d)
+    target_ids = vocabulary.target_ids
+    if (target_ids.diff() <= 0).any() or target_ids[0] < 0 or target_ids[-1] >= target_vocab_size:
+        raise UserError(f"{path}: d2t does not ascend within the {target_vocab_size} target tokens; make the file anew")
+    if not torch.equal(t2d.nonzero().flatten(), target_ids):
+        raise UserError(f"{path}: t2d marks {int(t2d.sum())} tokens that are not d2t's {len(d2t)}; make the file anew")
+    return vocabulary
+
+
+def _supervised_counts(samples: SampleSet, target_vocab_size: int, report: Callable[[str], None]) -> np.ndarray:
+    """int64 [target vocabulary]: how often each token is supervised."""
+    counts = np.zeros(target_vocab_size, np.int64)
+    progress = Progress(report, "counting supervised tokens", int(samples.lengths.sum()), "tokens")
+    for ids, loss_mask in samples.token_chunks():
+        found = np.bincount(ids[loss_mask], minlength=target_vocab_size)
+        if len(found) > target_vocab_size:
+            raise UserError(
+                f"data: token id {len(found) - 1} is beyond the target's vocabulary of {target_vocab_size}, so the tokenizer is not "
+                "the target's; copy the tokenizer and config.json that belong to the weights into the folder in model.target"
+            )
+        counts += found
+        progress.advance(len(ids))
+    return counts
+
+
+def _share(counts: np.ndarray, chosen: np.ndarray) -> float:
+    total = counts.sum()
+    return float(counts[chosen].sum() / total) if total else 1.0
