@@ -15,7 +15,7 @@ from eagle3.recipe import Recipe, dump_recipe, load_recipe
 
 if TYPE_CHECKING:
     from eagle3.parallel.topology import Topology
-    from eagle3.preflight.job import Finding, Job
+    from eagle3.preflight.cluster import Cluster, Finding
 
 ROOT = Path(__file__).parent.parent
 COLOURS = {"ok": GREEN, "note": YELLOW, "failed": RED}
@@ -37,15 +37,15 @@ def main() -> int:
     before_imports(options.quiet)
     # Imported only now: they take seconds, and a mistake in the recipe should be told at once.
     from eagle3.parallel.topology import start_distributed, stop_distributed
-    from eagle3.preflight.job import join, store_gather
+    from eagle3.preflight.cluster import join, store_gather
 
     topology = start_distributed(timeout=PATIENCE)
     gather = store_gather(PATIENCE)
-    job, states = join(gather, gather.rank), []
+    cluster, states = join(gather, gather.rank), []
     console, speaks = Console(topology.is_first, quiet=options.quiet), topology.is_first
     if speaks and not options.quiet:
-        tell(f"processes: {len(job.nodes)}, nodes: {len(job.ranks)} ({', '.join(job.ranks)})")
-    found = findings(job, topology, recipe, deepspeed)
+        tell(f"processes: {len(cluster.nodes)}, nodes: {len(cluster.ranks)} ({', '.join(cluster.ranks)})")
+    found = findings(cluster, topology, recipe, deepspeed)
     while True:
         with waiting(console, f"check {len(states) + 1}"):
             finding = next(found, None)
@@ -71,30 +71,32 @@ def show(finding: "Finding") -> None:
         tell(f"remedy: {finding.remedy}", lead=" " * 7)
 
 
-def findings(job: "Job", topology: "Topology", recipe: Recipe, deepspeed: str) -> Iterator["Finding"]:
+def findings(cluster: "Cluster", topology: "Topology", recipe: Recipe, deepspeed: str) -> Iterator["Finding"]:
     """Collective: every rank takes all of them, in this order; what may leave a link broken comes last."""
     from eagle3.preflight import bandwidth, machine, places, sameness
 
     traits = sameness.own_traits(dump_recipe(recipe), deepspeed, packages_of(recipe, sameness.PACKAGES))
     for name, trait in traits.items():
-        yield sameness.compare(job, name, trait)
+        yield sameness.compare(cluster, name, trait)
     # From here on the first rank's recipe counts, so that all ranks make the same checks.
-    recipe = job.ask((lambda: recipe.model_dump(mode="json")) if topology.is_first else None, Recipe.model_validate)[0]
-    yield machine.check_gpus(job, topology.device)
-    limits = job.ask(machine.open_files)
-    yield machine.judge_open_files(job, limits)
-    yield machine.check_shared_memory(job)
-    yield machine.check_clocks(job)
-    yield places.check_shared(job, "output.dir", recipe.output.dir)
-    if recipe.hidden_states.mode == "live" and recipe.target.backend == "sglang" and len(job.ranks) > 1:
-        yield places.check_shared(job, "target.spool", Path(recipe.target.spool))
-    yield places.check_cache(job, "data.cache_dir", recipe.data.cache_dir)
-    yield places.check_inputs(job, inputs_of(recipe))
-    checkpoint = job.ask((lambda: checkpoint_of(recipe)) if topology.is_first else None)[0]
+    recipe = cluster.ask(
+        (lambda: recipe.model_dump(mode="json")) if topology.is_first else None, Recipe.model_validate
+    )[0]
+    yield machine.check_gpus(cluster, topology.device)
+    limits = cluster.ask(machine.open_files)
+    yield machine.judge_open_files(cluster, limits)
+    yield machine.check_shared_memory(cluster)
+    yield machine.check_clocks(cluster)
+    yield places.check_shared(cluster, "output.dir", recipe.output.dir)
+    if recipe.hidden_states.mode == "live" and recipe.target.backend == "sglang" and len(cluster.ranks) > 1:
+        yield places.check_shared(cluster, "target.spool", Path(recipe.target.spool))
+    yield places.check_cache(cluster, "data.cache_dir", recipe.data.cache_dir)
+    yield places.check_inputs(cluster, inputs_of(recipe))
+    checkpoint = cluster.ask((lambda: checkpoint_of(recipe)) if topology.is_first else None)[0]
     kept = recipe.training.keep_checkpoints + 2  # the best one, and one that is being written
-    yield places.check_space(job, recipe.output.dir, checkpoint, kept)
-    yield places.check_write_speed(job, recipe.output.dir, checkpoint)
-    yield from bandwidth.check_all_reduce(job, topology.device, 2 * PATIENCE)
+    yield places.check_space(cluster, recipe.output.dir, checkpoint, kept)
+    yield places.check_write_speed(cluster, recipe.output.dir, checkpoint)
+    yield from bandwidth.check_all_reduce(cluster, topology.device, 2 * PATIENCE)
 
 
 def packages_of(recipe: Recipe, usual: tuple[str, ...]) -> tuple[str, ...]:

@@ -16,19 +16,19 @@ from tiny_run import ROOT, deepspeed, finish, launch, make_target, write_recipe
 
 from eagle3.errors import SharedUserError
 from eagle3.preflight import bandwidth, machine, places, sameness
-from eagle3.preflight.job import Job, StoreGather, join
+from eagle3.preflight.cluster import Cluster, StoreGather, join
 from eagle3.preflight.start import require_room
 
 ZERO2 = ROOT / "ds_configs" / "zero2.json"
 
 
 def as_ranks(work, nodes=("a", "b"), timeout=10.0):
-    """What `work(job)` returns on each rank of a job whose ranks are threads over one real store."""
+    """What `work(cluster)` returns on each rank of a job whose ranks are threads over one real store."""
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=timeout))
 
     def rank(number):
-        return work(Job(number, tuple(nodes), StoreGather(store, number, len(nodes))))
+        return work(Cluster(number, tuple(nodes), StoreGather(store, number, len(nodes))))
 
     with ThreadPoolExecutor(len(nodes)) as ranks:
         return list(ranks.map(rank, range(len(nodes))))
@@ -120,11 +120,11 @@ def test_training_refuses_an_unsound_start_in_one_line_on_every_rank(said, act, 
 
 
 def test_a_rank_that_does_not_come_is_named():
-    def work(job):
-        if job.rank == 2:
+    def work(cluster):
+        if cluster.rank == 2:
             return None
         with pytest.raises(SharedUserError) as raised:
-            job.gather("here")
+            cluster.gather("here")
         return str(raised.value)
 
     said, *_ = as_ranks(work, nodes=("a", "a", "b"), timeout=0.5)
@@ -151,12 +151,12 @@ def test_what_somebody_puts_into_the_jobs_store_runs_nothing(tmp_path, rank, key
 
 
 def test_nodes_and_parts_of_nodes_are_named():
-    job = Job(0, ("a", "a", "b", "b", "c"), list)
-    assert job.named([4]) == "node c"
-    assert job.named([0, 1, 4]) == "nodes a, c"
-    assert job.named([1, 4]) == "node c, rank 1 on a"
-    assert job.named(range(5)) == "every node"
-    assert job.leaders == [0, 2, 4] and job.where([2]) == "node b"
+    cluster = Cluster(0, ("a", "a", "b", "b", "c"), list)
+    assert cluster.named([4]) == "node c"
+    assert cluster.named([0, 1, 4]) == "nodes a, c"
+    assert cluster.named([1, 4]) == "node c, rank 1 on a"
+    assert cluster.named(range(5)) == "every node"
+    assert cluster.leaders == [0, 2, 4] and cluster.where([2]) == "node b"
 
 
 def test_slurm_tells_two_nodes_of_one_host_apart(monkeypatch):
@@ -173,21 +173,23 @@ def test_a_version_that_one_node_lacks_is_named():
     assert here["no-such-package"] == "absent" and here["python"] == ".".join(map(str, sys.version_info[:3]))
     newer = here | {"torch": "99.0"}
     finding = only(
-        as_ranks(lambda job: sameness.compare(job, "versions", newer if job.nodes[job.rank] == "b" else here))
+        as_ranks(
+            lambda cluster: sameness.compare(cluster, "versions", newer if cluster.nodes[cluster.rank] == "b" else here)
+        )
     )
     assert finding.state == "failed" and finding.found == f"torch: {here['torch']} on node a; 99.0 on node b"
-    assert only(as_ranks(lambda job: sameness.compare(job, "versions", here))).state == "ok"
+    assert only(as_ranks(lambda cluster: sameness.compare(cluster, "versions", here))).state == "ok"
 
 
 def test_a_clock_that_is_ahead_is_named_with_its_seconds():
-    def work(job, ahead):
-        return machine.check_clocks(job, (lambda: time.time() + ahead) if job.rank == 1 else time.time)
+    def work(cluster, ahead):
+        return machine.check_clocks(cluster, (lambda: time.time() + ahead) if cluster.rank == 1 else time.time)
 
-    finding = only(as_ranks(lambda job: work(job, 7.0)))
+    finding = only(as_ranks(lambda cluster: work(cluster, 7.0)))
     seconds, uncertainty = map(float, re.search(r"is (\S+) s ahead of node a, \+- (\S+) s", finding.found).groups())
     assert finding.state == "failed" and finding.found.startswith("node b") and "chrony" in finding.remedy
     assert abs(seconds - 7) <= uncertainty + 0.1
-    assert only(as_ranks(lambda job: work(job, 0.5))).state == "ok"
+    assert only(as_ranks(lambda cluster: work(cluster, 0.5))).state == "ok"
 
 
 def test_a_folder_of_the_same_name_on_another_disk_is_not_shared(tmp_path):
@@ -196,7 +198,9 @@ def test_a_folder_of_the_same_name_on_another_disk_is_not_shared(tmp_path):
 
     def shared(folders):
         return as_ranks(
-            lambda job: places.check_shared(job, "output.dir", folders[job.rank] / "x" / "run", patience=0.3)
+            lambda cluster: places.check_shared(
+                cluster, "output.dir", folders[cluster.rank] / "x" / "run", patience=0.3
+            )
         )
 
     assert only(shared([tmp_path / "a"] * 2))._replace(found="") == ("output.dir", "ok", "", "")
@@ -213,7 +217,9 @@ def test_an_input_that_differs_between_nodes_is_named(tmp_path):
         (tmp_path / name / "data.jsonl").write_text(text, encoding="utf-8")
 
     def check(folders, **more):
-        return as_ranks(lambda job: places.check_inputs(job, {"data.train[0]": str(folders[job.rank]), **more}))
+        return as_ranks(
+            lambda cluster: places.check_inputs(cluster, {"data.train[0]": str(folders[cluster.rank]), **more})
+        )
 
     same = only(check([tmp_path / "a"] * 2, target="owner/model"))
     assert same.state == "ok" and same.found.startswith("data.train[0]:")
@@ -227,7 +233,7 @@ def test_an_input_that_differs_between_nodes_is_named(tmp_path):
 def test_a_refusal_on_one_node_is_a_finding_and_nobody_waits(tmp_path):
     (tmp_path / "file").write_text("", encoding="utf-8")
     folders = [tmp_path, tmp_path / "file"]
-    finding = as_ranks(lambda job: places.check_write_speed(job, folders[job.rank], None))[0]
+    finding = as_ranks(lambda cluster: places.check_write_speed(cluster, folders[cluster.rank], None))[0]
     assert finding.state == "failed" and "file is in the way" in finding.found and "node b" in finding.found
 
 
@@ -245,10 +251,10 @@ def tiny_disk(tmp_path):
 
 def test_a_disk_that_checkpoints_would_fill_is_found_before_they_do(tiny_disk):
     run = tiny_disk / "run"
-    found = only(as_ranks(lambda job: places.check_space(job, run, 300_000, 4)))
+    found = only(as_ranks(lambda cluster: places.check_space(cluster, run, 300_000, 4)))
     assert found.state == "failed" and "training.keep_checkpoints" in found.remedy
-    assert only(as_ranks(lambda job: places.check_space(job, run, 250_000, 4))).state == "ok"
-    full = only(as_ranks(lambda job: places.check_write_speed(job, run, None), nodes=["a"]))
+    assert only(as_ranks(lambda cluster: places.check_space(cluster, run, 250_000, 4))).state == "ok"
+    full = only(as_ranks(lambda cluster: places.check_write_speed(cluster, run, None), nodes=["a"]))
     assert full.state == "failed" and "No space left" in full.found
     require_room(run, 1_000_000)
     with pytest.raises(SharedUserError, match="disk space: .* free, a checkpoint takes 1.1 MB; free some"):
@@ -257,11 +263,11 @@ def test_a_disk_that_checkpoints_would_fill_is_found_before_they_do(tiny_disk):
 
 
 def test_a_wrong_sum_and_a_detour_fail_and_a_fast_link_does_not():
-    job, spec = Job(0, ("a", "b"), list), bandwidth.link_speed("NVIDIA H100 80GB HBM3")
+    cluster, spec = Cluster(0, ("a", "b"), list), bandwidth.link_speed("NVIDIA H100 80GB HBM3")
 
     def judged(speed, exact, spec):
         measured = {0: bandwidth.Reduced(400.0, True), 1: bandwidth.Reduced(speed, exact)}
-        return bandwidth.judge_reduction(job, "all-reduce", measured, spec)
+        return bandwidth.judge_reduction(cluster, "all-reduce", measured, spec)
 
     assert judged(300.0, True, spec).state == "ok"
     slow = judged(12.0, True, spec)

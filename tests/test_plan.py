@@ -12,10 +12,9 @@ from tiny_run import ROOT, make_target, write_recipe
 
 from eagle3.objective.model import MemoryPlan
 from eagle3.parallel.dealing import SequenceSharding
-from eagle3.parallel.sequence import Stream as TokenStream
-from eagle3.parallel.sequence import plan_sequence
+from eagle3.parallel.sequence import Stream, plan_sequence
 from eagle3.planning.costs import sent_bytes, step_flops
-from eagle3.planning.fitting import Stream, best_layout, layouts, longest_context
+from eagle3.planning.fitting import PlannedStream, best_layout, layouts, longest_context
 from eagle3.planning.memory import Planned, Share, Sizes, Weights, engine_bytes, rank_bytes
 
 DRAFT = draft_config(heads=8, kv_heads=4, head_dim=16)
@@ -143,13 +142,17 @@ def test_a_mistake_is_one_line_that_names_it(plan, recipe, arguments, named):
 @pytest.mark.parametrize("supervised", [1.0, 0.25])
 def test_the_longest_context_fits_and_a_little_more_does_not(supervised):
     planned, usable = Planned(DRAFT, 4, torch.bfloat16, memory=MemoryPlan("full", 2**20)), 5e8
-    tokens = longest_context(planned, lambda tokens: Stream(tokens, 1, supervised), usable)
+    tokens = longest_context(planned, lambda tokens: PlannedStream(tokens, 1, supervised), usable)
     assert tokens > 1024
-    assert Stream(tokens, 1, supervised).needs(planned) <= usable < Stream(tokens + 1024, 1, supervised).needs(planned)
+    assert (
+        PlannedStream(tokens, 1, supervised).needs(planned)
+        <= usable
+        < PlannedStream(tokens + 1024, 1, supervised).needs(planned)
+    )
 
 
 def test_the_best_layout_fits_and_takes_no_more_gpus_a_stream_than_it_must():
-    planned, stream = Planned(DRAFT, 4, torch.bfloat16, memory=MemoryPlan("full", 2**20)), Stream(2**17, 1, 1.0)
+    planned, stream = Planned(DRAFT, 4, torch.bfloat16, memory=MemoryPlan("full", 2**20)), PlannedStream(2**17, 1, 1.0)
     sizes = [
         best_layout(planned, 8, lambda sizes: stream, usable).planned.sizes
         for usable in (1e12, stream.needs(planned) / 3)
@@ -166,10 +169,10 @@ def test_the_best_layout_fits_and_takes_no_more_gpus_a_stream_than_it_must():
 def test_an_expected_share_is_about_what_the_plan_of_such_a_stream_says(ulysses, ring, supervised, window, selection):
     tokens = 4096
     mask = torch.arange(tokens) >= tokens * (1 - supervised)
-    stream = TokenStream.pack([torch.zeros(tokens, dtype=torch.long)], [mask])
+    stream = Stream.pack([torch.zeros(tokens, dtype=torch.long)], [mask])
     draft = dataclasses.replace(DRAFT, window=window)
     planned = Planned(draft, 7, torch.float32, Sizes(1, ulysses, ring), query_selection=selection)
-    expected = Stream(tokens, 1, supervised).share(planned)
+    expected = PlannedStream(tokens, 1, supervised).share(planned)
     ranks = range(ulysses * ring)
     sharding = SequenceSharding(ulysses, ring, query_selection=selection)
     shares = [Share.of(plan_sequence(stream, 7, sharding, rank, window), stream) for rank in ranks]
@@ -184,7 +187,7 @@ def test_an_expected_share_is_about_what_the_plan_of_such_a_stream_says(ulysses,
 def test_each_span_of_a_document_costs_a_window_of_keys(ulysses, ring):
     tokens, spans, window = 8192, 4, 256
     mask = torch.arange(tokens) % (tokens // spans) >= tokens // spans * 3 // 4
-    stream = TokenStream.pack([torch.zeros(tokens, dtype=torch.long)], [mask])
+    stream = Stream.pack([torch.zeros(tokens, dtype=torch.long)], [mask])
     expected = Share.expected(tokens, 0.25, Sizes(1, ulysses, ring), window=window, spans=spans)
     sharding = SequenceSharding(ulysses, ring)
     plans = [plan_sequence(stream, 7, sharding, rank, window) for rank in range(ulysses * ring)]

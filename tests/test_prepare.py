@@ -172,15 +172,15 @@ def test_processes_give_what_one_process_gives_in_order(tokenizer):
         Conversation("x", ({"role": "user", "content": a}, {"role": "assistant", "content": a}), None) for a in answers
     ]
     rows[70] = Conversation("x", ({"role": "user", "content": "?"},), None)
-    encoding = encode.Encoding(tokenizer, TEMPLATE, 100, "refuse")
-    alone = [outcome for chunk in encode.encode_all(encoding, rows, workers=2) for outcome in chunk]
+    encoder = encode.SampleEncoder(tokenizer, TEMPLATE, 100, "refuse")
+    alone = [outcome for chunk in encode.encode_all(encoder, rows, workers=2) for outcome in chunk]
     chunks = [rows[start : start + 64] for start in range(0, 150, 64)]
-    together = [outcome for chunk in encode._encode_in_processes(encoding, chunks, 2) for outcome in chunk]
+    together = [outcome for chunk in encode._encode_in_processes(encoder, chunks, 2) for outcome in chunk]
     assert len(alone) == len(together) == 150
     for a, b in zip(alone, together, strict=True):
         assert a.problem == b.problem and np.array_equal(a.ids, b.ids) and np.array_equal(a.loss_mask, b.loss_mask)
     assert together[70].problem.reason == "no assistant turn"
-    broken = encode.Encoding(tokenizer, "{% for %}", 100, "refuse")
+    broken = encode.SampleEncoder(tokenizer, "{% for %}", 100, "refuse")
     with pytest.raises(UserError, match="chat template line 1"):
         list(encode._encode_in_processes(broken, chunks, 2))
 

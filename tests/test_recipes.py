@@ -38,7 +38,7 @@ from eagle3.jobs.new_recipe import (
     rope_in_words,
 )
 from eagle3.jobs.plan import planned_step
-from eagle3.planning.fitting import RESERVED, Stream
+from eagle3.planning.fitting import RESERVED, PlannedStream
 from eagle3.recipe import About, Claim, Recipe, load_recipe
 from eagle3.targets.checkpoint import target_config
 from eagle3.targets.facts import TargetFacts, read_facts
@@ -90,7 +90,7 @@ def test_a_recipe_plans_and_fits_on_one_node(name, facts):
     wanted = planned_step(Prospect.of(recipe, facts[name].config), NODE, ZERO2, packed=True)
     documents, left = divmod(recipe.training.global_batch_size, wanted.sizes.data * recipe.training.accumulation)
     assert left == 0
-    stream = Stream(documents * recipe.data.max_length, documents, 1.0)
+    stream = PlannedStream(documents * recipe.data.max_length, documents, 1.0)
     assert stream.needs(wanted) <= GPU_BYTES * (1 - RESERVED)
 
 

@@ -16,7 +16,7 @@ from eagle3.errors import UserError
 from eagle3.jobs.job import Job
 from eagle3.jobs.plan import planned_step, spanned
 from eagle3.parallel.topology import usable_cores
-from eagle3.planning.fitting import Stream
+from eagle3.planning.fitting import PlannedStream
 from eagle3.planning.memory import Weights, rank_bytes
 from eagle3.preflight.sameness import ABSENT, PACKAGES, versions
 from eagle3.text.download import is_dataset, source_of_id
@@ -136,7 +136,7 @@ def estimate_memory(
     training, lengths = job.recipe.training, job.train.lengths
     documents = min(len(lengths), training.global_batch_size // (planned.sizes.data * training.accumulation))
     tokens = int(np.sort(lengths)[-documents:].sum())
-    stream = spanned(Stream(tokens, documents, supervised), job.recipe.data.spans)
+    stream = spanned(PlannedStream(tokens, documents, supervised), job.recipe.data.spans)
     parts = rank_bytes(planned, stream.share(planned))
     return {
         "estimate_gib": parts.total() / GIB,

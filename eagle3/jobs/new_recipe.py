@@ -14,7 +14,7 @@ from eagle3.jobs.job import Prospect
 from eagle3.jobs.plan import planned_step, seen_share
 from eagle3.jobs.provenance import store_encoding
 from eagle3.planning.costs import step_seconds
-from eagle3.planning.fitting import RESERVED, Fitted, Stream, best_layout, longest_of_any_layout
+from eagle3.planning.fitting import RESERVED, Fitted, PlannedStream, best_layout, longest_of_any_layout
 from eagle3.planning.memory import Planned
 from eagle3.recipe import Claim, Recipe, apply_override, checked_recipe
 from eagle3.states.capture import token_bytes
@@ -178,7 +178,7 @@ def findings(recipe: Recipe, facts: TargetFacts, deepspeed_file: Path) -> str:
 
 def windows(recipe: Recipe, facts: TargetFacts, tokens: int, deepspeed_file: Path) -> list[str]:
     """What a window saves where a prompt is long and its answer is not."""
-    stream = Stream(tokens, 1, ANSWER / tokens)
+    stream = PlannedStream(tokens, 1, ANSWER / tokens)
     lines = [
         f"of {tokens:,} tokens the last {ANSWER:,} supervised; 1,000 samples on disk, a rank of {NODE} GPUs, its step (estimated):"
     ]
@@ -218,7 +218,7 @@ def rope_in_words(draft: DraftConfig) -> str:
 
 def _fitting(recipe: Recipe, facts: TargetFacts, gpus: int, tokens: int, deepspeed_file: Path) -> Fitted | None:
     wanted = planned(recipe, facts, gpus, deepspeed_file)
-    return best_layout(wanted, gpus, lambda _sizes: Stream(tokens, 1, 1.0), _usable())
+    return best_layout(wanted, gpus, lambda _sizes: PlannedStream(tokens, 1, 1.0), _usable())
 
 
 def _usable() -> float:

@@ -12,7 +12,7 @@ from eagle3.jobs.provenance import store_encoding
 from eagle3.objective.model import MemoryPlan
 from eagle3.parallel.sizes import check_sizes
 from eagle3.planning.costs import Machine, sent_bytes, step_flops, step_seconds
-from eagle3.planning.fitting import MOST_TOKENS, RESERVED, Stream, best_layout, longest_context, variants
+from eagle3.planning.fitting import MOST_TOKENS, RESERVED, PlannedStream, best_layout, longest_context, variants
 from eagle3.planning.memory import Planned, Sizes, host_bytes, rank_bytes
 from eagle3.recipe import Recipe, Spans
 from eagle3.states.capture import token_bytes
@@ -54,17 +54,17 @@ def planned_step(prospect: Prospect, gpus: int, deepspeed_file: Path, packed: bo
     )
 
 
-def recipe_stream(recipe: Recipe, data_ranks: int, supervised: float) -> Stream | None:
+def recipe_stream(recipe: Recipe, data_ranks: int, supervised: float) -> PlannedStream | None:
     """The longest stream that the recipe can pack: all samples at data.max_length. None where the batch cannot be dealt
     to so many data ranks."""
     training = recipe.training
     documents, left = divmod(training.global_batch_size, data_ranks * training.accumulation)
     if left:
         return None
-    return spanned(Stream(documents * recipe.data.max_length, documents, supervised), recipe.data.spans)
+    return spanned(PlannedStream(documents * recipe.data.max_length, documents, supervised), recipe.data.spans)
 
 
-def spanned(stream: Stream, spans: Spans | None) -> Stream:
+def spanned(stream: PlannedStream, spans: Spans | None) -> PlannedStream:
     """The stream with no more supervised tokens than these spans hold."""
     if spans is None:
         return stream
@@ -78,10 +78,10 @@ def plan(prospect: Prospect, wanted: Planned, memory: float, context: int | None
     """Everything that is said, as numbers (bytes, tokens, seconds)."""
     recipe, usable = prospect.recipe, memory * (1 - RESERVED)
 
-    def document(tokens: int) -> Stream:
-        return spanned(Stream(tokens, 1, supervised), recipe.data.spans)
+    def document(tokens: int) -> PlannedStream:
+        return spanned(PlannedStream(tokens, 1, supervised), recipe.data.spans)
 
-    def stream_of(sizes: Sizes) -> Stream | None:
+    def stream_of(sizes: Sizes) -> PlannedStream | None:
         return recipe_stream(recipe, sizes.data, supervised) if context is None else document(context)
 
     stream = stream_of(wanted.sizes)
@@ -125,7 +125,7 @@ def plan(prospect: Prospect, wanted: Planned, memory: float, context: int | None
 KINDS_OF_TOKENS = {"supervised": (1.0, 1.0), "prompt": (0.0, 1.0), "unseen": (0.0, 0.0)}
 
 
-def seen_share(encoding: Encoding, stream: Stream) -> float:
+def seen_share(encoding: Encoding, stream: PlannedStream) -> float:
     """Of a stream's tokens, those that a window reaches from supervised ones."""
     if encoding.window is None:
         return 1.0

@@ -41,7 +41,7 @@ class PartGradients(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Part:
+class ChunkedWork:
     """Position-wise work: function(cut, *inputs[cut.rows]) -> tuple of outputs[cut.outputs]. `weights`: whatever of them
     it uses. A call is differentiable and runs the function again, chunk by chunk, in its backward pass; a call of
     `plainly` keeps what autograd keeps."""
@@ -51,7 +51,7 @@ class Part:
     weights: tuple[Tensor, ...]
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        return _Part.apply(self, len(inputs), *inputs, *self.weights)
+        return _ChunkedWork.apply(self, len(inputs), *inputs, *self.weights)
 
     def plainly(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         (whole,) = self.cuts
@@ -108,7 +108,7 @@ class Part:
         return total.add_(part)
 
 
-class _Part(torch.autograd.Function):
+class _ChunkedWork(torch.autograd.Function):
     @staticmethod
     def forward(ctx, part, count, *inputs_and_weights):
         ctx.part = part
@@ -135,9 +135,9 @@ class Step:
     """One TTT step. project: hidden -> (q, K_k, V_k), at step 0 (q,). attend(q, shared, own) -> attended, with all own keys
     and values so far. finish: (hidden, attended) -> (output,)."""
 
-    project: Part
+    project: ChunkedWork
     attend: Callable[[Tensor, SharedKeyValue, tuple[KeyValue, ...]], Tensor]
-    finish: Part
+    finish: ChunkedWork
 
     def run(self, hidden: Tensor, exchange: Exchange, own: tuple[KeyValue, ...], recompute: Recompute) -> StepResult:
         """hidden [Q, H]; exchange: of K_0, V_0; own: of the steps before. Keeps for the backward pass everything (none), the

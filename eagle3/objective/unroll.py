@@ -10,7 +10,7 @@ from eagle3.attention.ring import SharedKeyValue
 from eagle3.attention.schedule import PrefixSchedule, schedule_prefix
 from eagle3.attention.ttt import KeyValue, TTTAttention
 from eagle3.draft.model import Eagle3Draft
-from eagle3.objective.recompute import Cut, Part, Recompute, Step, cut_rows
+from eagle3.objective.recompute import ChunkedWork, Cut, Recompute, Step, cut_rows
 from eagle3.objective.streaming import StreamedRows
 from eagle3.parallel.sequence import SequencePlan, Stream
 
@@ -98,7 +98,7 @@ def unroll(
     weights = tuple(weight for weight in draft.parameters() if weight.requires_grad)
     rows, queries = len(inputs.plan.rows), len(inputs.query_positions)
     chunk = max(rows, queries) if recompute == "none" or chunk is None else chunk
-    enter = Part(Entry(draft, inputs), inputs.entry_cuts(chunk), weights)
+    enter = ChunkedWork(Entry(draft, inputs), inputs.entry_cuts(chunk), weights)
     hidden, *prefix = (enter.plainly if recompute == "none" else enter)()
     exchange = attention.start(KeyValue(*prefix))
     del prefix
@@ -108,7 +108,9 @@ def unroll(
         work = StepWork(draft, attention, inputs, k)
         projected = cut_rows(queries, chunk, outputs=3 if k else 1)  # q, and from step 1 on K_k and V_k
         finished = cut_rows(queries, chunk, outputs=1)
-        step = Step(Part(work.project, projected, weights), work.attend, Part(work.finish, finished, weights))
+        step = Step(
+            ChunkedWork(work.project, projected, weights), work.attend, ChunkedWork(work.finish, finished, weights)
+        )
         hidden, made = step.run(hidden, exchange, own, recompute)
         own = own if made is None else (*own, made)
         outputs.append(hidden)

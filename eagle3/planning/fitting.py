@@ -15,7 +15,7 @@ RESERVED = 0.08
 
 
 @dataclass(frozen=True)
-class Stream:
+class PlannedStream:
     """tokens of one packed stream, in `documents` equal ones; supervised: the share of them that counts, in `spans` runs a
     document."""
 
@@ -40,7 +40,7 @@ STEP = 1024
 MOST_TOKENS = 2**27
 
 
-def longest_context(planned: Planned, document: Callable[[int], Stream], usable: float) -> int | None:
+def longest_context(planned: Planned, document: Callable[[int], PlannedStream], usable: float) -> int | None:
     """Tokens of the longest single document that a rank holds in `usable` bytes, in whole STEPs; None where that is
     beyond MOST_TOKENS. document: the stream of one with so many tokens."""
     return _longest(lambda tokens: document(tokens).needs(planned) <= usable)
@@ -50,8 +50,8 @@ def longest_of_any_layout(planned: Planned, gpus: int, supervised: float, usable
     """The same, of all layouts and memory settings that so many GPUs may have."""
     most = 0
     for each in layouts(planned, gpus):
-        if Stream(most + STEP, 1, supervised).needs(each) <= usable:
-            longest = longest_context(each, lambda tokens: Stream(tokens, 1, supervised), usable)
+        if PlannedStream(most + STEP, 1, supervised).needs(each) <= usable:
+            longest = longest_context(each, lambda tokens: PlannedStream(tokens, 1, supervised), usable)
             if longest is None:
                 return None
             most = longest
@@ -62,11 +62,11 @@ class Fitted(NamedTuple):
     """A layout under which a stream fits, and that stream: where the recipe packs it, it depends on the layout."""
 
     planned: Planned
-    stream: Stream
+    stream: PlannedStream
 
 
 def best_layout(
-    planned: Planned, gpus: int, stream_of: Callable[[Sizes], Stream | None], usable: float
+    planned: Planned, gpus: int, stream_of: Callable[[Sizes], PlannedStream | None], usable: float
 ) -> Fitted | None:
     """Of all layouts and memory settings under which the stream fits that the layout would have (None: it can have
     none), the one that takes the least GPU time a token."""

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from eagle3.preflight.job import Finding, Job, troubled
+from eagle3.preflight.cluster import Cluster, Finding, troubled
 
 CUDA_BYTES, CPU_BYTES = 256 * 2**20, 8 * 2**20  # long enough that latency does not count
 WARM_UPS, REPETITIONS = 2, 5
@@ -38,26 +38,26 @@ class Reduced(NamedTuple):
     exact: bool
 
 
-def check_all_reduce(job: Job, device: torch.device, timeout: datetime.timedelta) -> list[Finding]:
+def check_all_reduce(cluster: Cluster, device: torch.device, timeout: datetime.timedelta) -> list[Finding]:
     """Collective. timeout: of the groups that are formed for it; above PATIENCE, so that a rank tells what it met."""
-    if len(job.nodes) == 1:
+    if len(cluster.nodes) == 1:
         return [Finding("all-reduce", "note", "one process, nothing to add up")]
     circles: dict[str, list[list[int]]] = {}
-    if any(len(ranks) > 1 for ranks in job.ranks.values()):
-        circles["all-reduce inside a node"] = [ranks for ranks in job.ranks.values() if len(ranks) > 1]
-    if len(job.ranks) > 1:
-        circles["all-reduce between nodes"] = [job.leaders]
-        if len(job.nodes) > len(job.ranks):
-            circles["all-reduce of all"] = [[*range(len(job.nodes))]]
+    if any(len(ranks) > 1 for ranks in cluster.ranks.values()):
+        circles["all-reduce inside a node"] = [ranks for ranks in cluster.ranks.values() if len(ranks) > 1]
+    if len(cluster.ranks) > 1:
+        circles["all-reduce between nodes"] = [cluster.leaders]
+        if len(cluster.nodes) > len(cluster.ranks):
+            circles["all-reduce of all"] = [[*range(len(cluster.nodes))]]
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     findings = []
     for what, rings in circles.items():
         groups = [dist.new_group(ranks, timeout=timeout) for ranks in rings]  # every rank must form all of them
-        mine = [group for ranks, group in zip(rings, groups, strict=True) if job.rank in ranks]
-        measured = job.ask((lambda group=mine[0]: measure(group, device)) if mine else None, Reduced._make)
-        ports = 0.0 if "inside" in what else max(job.gather(port_speed()))
+        mine = [group for ranks, group in zip(rings, groups, strict=True) if cluster.rank in ranks]
+        measured = cluster.ask((lambda group=mine[0]: measure(group, device)) if mine else None, Reduced._make)
+        ports = 0.0 if "inside" in what else max(cluster.gather(port_speed()))
         spec = None if name is None else link_speed(name) if "inside" in what else ports or ETHERNET
-        findings.append(judge_reduction(job, what, measured, spec))
+        findings.append(judge_reduction(cluster, what, measured, spec))
         if troubled(measured):
             break  # the ranks no longer agree on what comes next
     return findings
@@ -82,22 +82,22 @@ def measure(group: ProcessGroup, device: torch.device) -> Reduced:
     return Reduced(moved / statistics.median(seconds[WARM_UPS:]) / 1e9, exact)
 
 
-def judge_reduction(job: Job, name: str, measured: dict[int, Reduced], spec: float | None) -> Finding:
+def judge_reduction(cluster: Cluster, name: str, measured: dict[int, Reduced], spec: float | None) -> Finding:
     """spec: GB/s that the link should have; None where a speed says nothing, as on CPUs."""
     if reasons := troubled(measured):
-        found = f"did not end on {job.named([*reasons])}: {next(iter(reasons.values()))}"
+        found = f"did not end on {cluster.named([*reasons])}: {next(iter(reasons.values()))}"
         return Finding(name, "failed", found, REMEDY)
     if wrong := [rank for rank, reduced in measured.items() if not reduced.exact]:
-        found = f"the sum is wrong on {job.named(wrong)}: a GPU or a link corrupts data"
+        found = f"the sum is wrong on {cluster.named(wrong)}: a GPU or a link corrupts data"
         return Finding(name, "failed", found, "take the node out of the job, and look at dmesg and nvidia-smi -q there")
     rank = min(measured, key=lambda rank: measured[rank].gigabytes)
     speed = measured[rank].gigabytes
-    found = f"{speed:.2f} GB/s of bus bandwidth (least: {job.named([rank])}), the sums are exact"
+    found = f"{speed:.2f} GB/s of bus bandwidth (least: {cluster.named([rank])}), the sums are exact"
     if spec is None:
         return Finding(name, "note", found)
     if speed >= spec * FAR_BELOW:
         return Finding(name, "ok", found)
-    found = f"{speed:.2f} GB/s of bus bandwidth on {job.named([rank])}, far below the {spec:.0f} of a data sheet"
+    found = f"{speed:.2f} GB/s of bus bandwidth on {cluster.named([rank])}, far below the {spec:.0f} of a data sheet"
     return Finding(name, "failed", found, REMEDY)
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from eagle3.preflight.job import Finding, Job, troubled
+from eagle3.preflight.cluster import Cluster, Finding, troubled
 
 MOST_SKEW = 2.0  # seconds
 CLOCK_ROUNDS = 8
@@ -29,26 +29,26 @@ class GpuSeen(NamedTuple):
     total: int
 
 
-def check_gpus(job: Job, device: torch.device) -> Finding:
+def check_gpus(cluster: Cluster, device: torch.device) -> Finding:
     name = "gpus"
-    seen = job.ask((lambda: _look(device)) if device.type == "cuda" else None, GpuSeen._make)
+    seen = cluster.ask((lambda: _look(device)) if device.type == "cuda" else None, GpuSeen._make)
     if not seen:
         return Finding(name, "note", "none: this is a CPU job, for tests and demonstrations")
-    if len(seen) < len(job.nodes):
-        without = [rank for rank in range(len(job.nodes)) if rank not in seen]
+    if len(seen) < len(cluster.nodes):
+        without = [rank for rank in range(len(cluster.nodes)) if rank not in seen]
         return Finding(
-            name, "failed", f"no GPU for {job.named(without)}", "look at nvidia-smi and CUDA_VISIBLE_DEVICES there"
+            name, "failed", f"no GPU for {cluster.named(without)}", "look at nvidia-smi and CUDA_VISIBLE_DEVICES there"
         )
     if reasons := troubled(seen):
         rank, reason = next(iter(reasons.items()))
-        return Finding(name, "failed", f"{job.named([rank])}: {reason}", "look at nvidia-smi there")
+        return Finding(name, "failed", f"{cluster.named([rank])}: {reason}", "look at nvidia-smi there")
     kinds = defaultdict(list)
     for rank, gpu in seen.items():
         kinds[gpu.name].append(rank)
     if len(kinds) > 1:
-        found = "; ".join(f"{kind} on {job.named(ranks)}" for kind, ranks in kinds.items())
+        found = "; ".join(f"{kind} on {cluster.named(ranks)}" for kind, ranks in kinds.items())
         return Finding(name, "failed", found, "use nodes with the same GPUs: the slowest one sets the pace of all")
-    for node, ranks in job.ranks.items():
+    for node, ranks in cluster.ranks.items():
         unit, times = Counter(seen[rank].unit for rank in ranks).most_common(1)[0]
         if times > 1:
             found = f"{times} processes on one GPU of {node} ({unit}), which has {seen[ranks[0]].count}"
@@ -56,8 +56,8 @@ def check_gpus(job: Job, device: torch.device) -> Finding:
     free, rank = min((gpu.free, rank) for rank, gpu in seen.items())
     gib = 2**30
     found = (
-        f"{len(seen)} x {next(iter(kinds))} on {len(job.ranks)} node(s); least free memory {free / gib:.1f} of "
-        f"{seen[rank].total / gib:.1f} GiB ({job.named([rank])})"
+        f"{len(seen)} x {next(iter(kinds))} on {len(cluster.ranks)} node(s); least free memory {free / gib:.1f} of "
+        f"{seen[rank].total / gib:.1f} GiB ({cluster.named([rank])})"
     )
     return Finding(name, "ok", found)
 
@@ -67,16 +67,16 @@ def _look(device: torch.device) -> GpuSeen:
     return GpuSeen(torch.cuda.device_count(), properties.name, str(properties.uuid), free, total)
 
 
-def check_clocks(job: Job, clock: Callable[[], float] = time.time) -> Finding:
+def check_clocks(cluster: Cluster, clock: Callable[[], float] = time.time) -> Finding:
     """Everybody reads the clock when a round of messages is over. A rank's round ends after all others' began, so two
     readings lie at most one round's length apart: that is the uncertainty, and the shortest of some rounds counts."""
     rounds = []
     for _ in range(CLOCK_ROUNDS):
-        job.gather(None)  # they begin together
+        cluster.gather(None)  # they begin together
         began = time.monotonic()
-        job.gather(None)
+        cluster.gather(None)
         took, now = time.monotonic() - began, clock()
-        told = job.gather((took, now))
+        told = cluster.gather((took, now))
         rounds.append((max(took for took, _ in told), [now for _, now in told]))
     uncertainty, clocks = min(rounds)
     early, late = (clocks.index(extreme(clocks)) for extreme in (min, max))
@@ -84,7 +84,7 @@ def check_clocks(job: Job, clock: Callable[[], float] = time.time) -> Finding:
     found = f"at most {skew:.3f} s apart, +- {uncertainty:.3f} s"
     if skew - uncertainty <= MOST_SKEW:
         return Finding("clocks", "ok", found)
-    found = f"{job.named([late])} is {skew:.1f} s ahead of {job.named([early])}, +- {uncertainty:.3f} s"
+    found = f"{cluster.named([late])} is {skew:.1f} s ahead of {cluster.named([early])}, +- {uncertainty:.3f} s"
     remedy = "run chrony or ntpd on every node (chronyc tracking): files' times, logs and TLS go wrong otherwise"
     return Finding("clocks", "failed", found, remedy)
 
@@ -100,7 +100,7 @@ def open_files() -> int:
     return LEAST_OPEN_FILES if soft == resource.RLIM_INFINITY else soft
 
 
-def judge_open_files(job: Job, limits: dict[int, int]) -> Finding:
+def judge_open_files(cluster: Cluster, limits: dict[int, int]) -> Finding:
     """limits: of each rank."""
     least = min(limits.values())
     low = [rank for rank, limit in limits.items() if limit == least]
@@ -109,18 +109,18 @@ def judge_open_files(job: Job, limits: dict[int, int]) -> Finding:
     return Finding(
         "open files",
         "failed",
-        f"{least} allowed on {job.named(low)}, {LEAST_OPEN_FILES} needed",
+        f"{least} allowed on {cluster.named(low)}, {LEAST_OPEN_FILES} needed",
         f"ulimit -n {LEAST_OPEN_FILES} before the start; where that is refused, LimitNOFILE= of the service, "
         "/etc/security/limits.conf, or --ulimit nofile= of the container",
     )
 
 
-def check_shared_memory(job: Job, folder: Path = Path("/dev/shm")) -> Finding:
-    rooms = job.ask_leaders(lambda: _free_and_total(folder))
+def check_shared_memory(cluster: Cluster, folder: Path = Path("/dev/shm")) -> Finding:
+    rooms = cluster.ask_leaders(lambda: _free_and_total(folder))
     if reasons := troubled(rooms):
-        return Finding("shared memory", "note", f"{job.where([*reasons])}: {next(iter(reasons.values()))}")
+        return Finding("shared memory", "note", f"{cluster.where([*reasons])}: {next(iter(reasons.values()))}")
     (free, total), rank = min((room, rank) for rank, room in rooms.items())
-    found = f"{folder}: {free / 2**30:.2f} of {total / 2**30:.2f} GiB free ({job.where([rank])} has least)"
+    found = f"{folder}: {free / 2**30:.2f} of {total / 2**30:.2f} GiB free ({cluster.where([rank])} has least)"
     if free < SMALL_SHARED_MEMORY:
         found += "; NCCL and SGLang's spool use it: a container gets more by --shm-size=16g or --ipc=host"
     return Finding("shared memory", "note", found)

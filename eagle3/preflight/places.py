@@ -15,7 +15,7 @@ from eagle3.console import data_size
 from eagle3.draft.config import DraftConfig
 from eagle3.durable import flush
 from eagle3.planning.memory import Weights
-from eagle3.preflight.job import Finding, Job, Trouble, troubled
+from eagle3.preflight.cluster import Cluster, Finding, Trouble, troubled
 
 PATIENCE = 10.0  # seconds in which a file of another node must appear; network file systems remember folders for some
 PROBE_BYTES = 128 * 2**20
@@ -38,60 +38,60 @@ class Marker(NamedTuple):
         return folder / self.name
 
 
-def check_shared(job: Job, key: str, folder: Path, patience: float = PATIENCE) -> Finding:
+def check_shared(cluster: Cluster, key: str, folder: Path, patience: float = PATIENCE) -> Finding:
     """Collective. A file that the first rank writes into `folder`, or where it will be made, must be seen by every node
     with its content, and the node must be allowed to write there. key: the recipe's. folder: as each node understands
     it (~, and what it is relative to, are a node's own)."""
     marker = None
     try:
-        marker = job.ask((lambda: leave_marker(folder)) if job.rank == 0 else None, Marker._make)[0]
+        marker = cluster.ask((lambda: leave_marker(folder)) if cluster.rank == 0 else None, Marker._make)[0]
         if isinstance(marker, Trouble):
-            return unwritable(job, key, folder, [0], marker.reason)
-        seen = job.ask_leaders(lambda: await_marker(folder, marker, patience))
+            return unwritable(cluster, key, folder, [0], marker.reason)
+        seen = cluster.ask_leaders(lambda: await_marker(folder, marker, patience))
     finally:
-        if job.rank == 0:
+        if cluster.rank == 0:
             remove_marker(folder, marker)
-    return judge_shared(job, key, folder, seen)
+    return judge_shared(cluster, key, folder, seen)
 
 
-def judge_shared(job: Job, key: str, folder: Path, seen: dict[int, str]) -> Finding:
+def judge_shared(cluster: Cluster, key: str, folder: Path, seen: dict[int, str]) -> Finding:
     """seen: of the first rank of each node, what kept it from seeing the marker, or nothing."""
     if reasons := troubled(seen):
-        return unwritable(job, key, folder, [*reasons], next(iter(reasons.values())))
+        return unwritable(cluster, key, folder, [*reasons], next(iter(reasons.values())))
     lacking = [rank for rank, why in seen.items() if why]
     if not lacking:
-        told = "is writable" if len(job.ranks) == 1 else f"is shared by {len(job.ranks)} nodes"
+        told = "is writable" if len(cluster.ranks) == 1 else f"is shared by {len(cluster.ranks)} nodes"
         return Finding(key, "ok", f"the place of {folder} {told}")
-    found = f"{folder}: {seen[lacking[0]]} on {job.where(lacking)}"
+    found = f"{folder}: {seen[lacking[0]]} on {cluster.where(lacking)}"
     return Finding(
         key, "failed", found, f"set {key} to a folder of a file system that every node mounts, and may write"
     )
 
 
-def unwritable(job: Job, key: str, folder: Path, leaders: list[int], reason: str) -> Finding:
-    found = f"{folder}: cannot be written on {job.where(leaders)} ({reason})"
+def unwritable(cluster: Cluster, key: str, folder: Path, leaders: list[int], reason: str) -> Finding:
+    found = f"{folder}: cannot be written on {cluster.where(leaders)} ({reason})"
     return Finding(key, "failed", found, f"set {key} to a place that this user may write on every node")
 
 
-def check_cache(job: Job, key: str, folder: Path, patience: float = PATIENCE) -> Finding:
+def check_cache(cluster: Cluster, key: str, folder: Path, patience: float = PATIENCE) -> Finding:
     """Collective. Every node must be able to write there; that it is the same folder everywhere only saves work."""
-    tokens = job.ask_leaders(lambda: _leave_and_remove(folder))
+    tokens = cluster.ask_leaders(lambda: _leave_and_remove(folder))
     if reasons := troubled(tokens):
-        return unwritable(job, key, folder, [*reasons], next(iter(reasons.values())))
-    if len(job.ranks) == 1:
+        return unwritable(cluster, key, folder, [*reasons], next(iter(reasons.values())))
+    if len(cluster.ranks) == 1:
         return Finding(key, "ok", f"{folder} is writable")
-    shared = check_shared(job, key, folder, patience).state == "ok"
+    shared = check_shared(cluster, key, folder, patience).state == "ok"
     told = "shared: one node's preparation serves all" if shared else "not shared: each node prepares its own copy"
     return Finding(key, "ok" if shared else "note", f"{folder} is writable, and {told}")
 
 
-def check_inputs(job: Job, inputs: dict[str, str]) -> Finding:
+def check_inputs(cluster: Cluster, inputs: dict[str, str]) -> Finding:
     """Collective. What is only read must be there on every node, with the same names and sizes. inputs: recipe key ->
     path; one that exists nowhere and does not look like a path is taken for a hub id or a word of the recipe's."""
-    listings = job.ask_leaders(lambda: {key: listing(Path(path).expanduser()) for key, path in inputs.items()})
+    listings = cluster.ask_leaders(lambda: {key: listing(Path(path).expanduser()) for key, path in inputs.items()})
     remedy = "copy it to every node, or name a place that every node mounts"
     if reasons := troubled(listings):
-        found = f"{job.where([*reasons])}: {next(iter(reasons.values()))}"
+        found = f"{cluster.where([*reasons])}: {next(iter(reasons.values()))}"
         return Finding("inputs", "failed", found, "make them readable for this user on every node")
     local = []
     for key, path in inputs.items():
@@ -102,7 +102,7 @@ def check_inputs(job: Job, inputs: dict[str, str]) -> Finding:
             continue
         local.append(key)
         if len(owners) > 1 or ABSENT in owners:
-            found = "; ".join(f"{what} on {job.where(ranks)}" for what, ranks in owners.items())
+            found = "; ".join(f"{what} on {cluster.where(ranks)}" for what, ranks in owners.items())
             return Finding("inputs", "failed", f"{key} {path}: {found}", remedy)
     told = f"{', '.join(local)}: the same on every node" if local else "none of them is a local file"
     target = inputs.get("model.target", "demo")
@@ -150,9 +150,9 @@ def judge_space(folder: Path, free: int, needed: int, what: str) -> Finding:
     return Finding("disk space", "failed", found, remedy)
 
 
-def check_space(job: Job, folder: Path, checkpoint: int | None, kept: int) -> Finding:
+def check_space(cluster: Cluster, folder: Path, checkpoint: int | None, kept: int) -> Finding:
     """Collective. checkpoint: bytes of one, None where they are not known. kept: checkpoints there at a time."""
-    free = job.ask_leaders(lambda: free_bytes(folder))
+    free = cluster.ask_leaders(lambda: free_bytes(folder))
     if reasons := troubled(free):
         return Finding("disk space", "failed", f"{folder}: {next(iter(reasons.values()))}", "mend output.dir")
     least = min(free.values())
@@ -161,16 +161,16 @@ def check_space(job: Job, folder: Path, checkpoint: int | None, kept: int) -> Fi
     return judge_space(folder, least, kept * checkpoint, f"{kept} checkpoints")
 
 
-def check_write_speed(job: Job, folder: Path, checkpoint: int | None) -> Finding:
+def check_write_speed(cluster: Cluster, folder: Path, checkpoint: int | None) -> Finding:
     """Collective. All nodes at once, as they write a checkpoint: a file written and flushed to the disk by each."""
-    speeds = job.ask_leaders(lambda: _write_speed(existing_parent(folder)))
+    speeds = cluster.ask_leaders(lambda: _write_speed(existing_parent(folder)))
     if reasons := troubled(speeds):
-        return unwritable(job, "output.dir", folder, [*reasons], next(iter(reasons.values())))._replace(
+        return unwritable(cluster, "output.dir", folder, [*reasons], next(iter(reasons.values())))._replace(
             name="write speed"
         )
     rank = min(speeds, key=lambda rank: speeds[rank])
     slowest = speeds[rank]
-    found = f"{data_size(slowest)}/s from {job.where([rank])}"
+    found = f"{data_size(slowest)}/s from {cluster.where([rank])}"
     if len(speeds) > 1:
         found += f", the slowest of {len(speeds)}"
     if checkpoint:

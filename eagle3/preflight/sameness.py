@@ -14,7 +14,7 @@ import yaml
 
 import eagle3
 from eagle3.console import without_passwords
-from eagle3.preflight.job import Finding, Job
+from eagle3.preflight.cluster import Cluster, Finding
 
 # What one rank has: a name (of a package, a file, a key) -> its value, as a person can read it.
 Traits = dict[str, str]
@@ -69,18 +69,18 @@ def own_traits(
     }
 
 
-def compare(job: Job, name: str, mine: Traits) -> Finding:
+def compare(cluster: Cluster, name: str, mine: Traits) -> Finding:
     """Collective. Digests are exchanged, and what they stand for only where they differ."""
-    digests = job.gather(traits_digest(mine))
+    digests = cluster.gather(traits_digest(mine))
     if len(set(digests)) > 1:
-        return difference(job, name, job.gather(mine))
+        return difference(cluster, name, cluster.gather(mine))
     if name == "versions":
         return Finding(name, "ok", ", ".join(f"{key} {value}" for key, value in mine.items()))
     entries = f"{len(mine)} {ENTRIES[name]}"
     return Finding(name, "ok", f"the same on all ranks ({entries}, sha256 {digests[0][:DIGITS]})")
 
 
-def difference(job: Job, name: str, everyones: Sequence[Traits]) -> Finding:
+def difference(cluster: Cluster, name: str, everyones: Sequence[Traits]) -> Finding:
     """Names the first key that differs, with its values and who has which."""
     keys = dict.fromkeys(key for traits in everyones for key in traits)  # in the order of their file
     differing = [key for key in keys if len({traits.get(key) for traits in everyones}) > 1]
@@ -88,7 +88,7 @@ def difference(job: Job, name: str, everyones: Sequence[Traits]) -> Finding:
     ranks: dict[str, list[int]] = defaultdict(list)
     for rank, traits in enumerate(everyones):
         ranks[traits.get(differing[0], ABSENT)].append(rank)
-    held = "; ".join(f"{_shown(value)} on {job.named(owners)}" for value, owners in ranks.items())
+    held = "; ".join(f"{_shown(value)} on {cluster.named(owners)}" for value, owners in ranks.items())
     more = f" (and {len(differing) - 1} more differ)" if len(differing) > 1 else ""
     return Finding(name, "failed", f"{differing[0]}: {held}{more}", REMEDIES[name])
 

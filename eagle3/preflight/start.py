@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from eagle3.errors import SharedUserError
 from eagle3.parallel.topology import node_name
-from eagle3.preflight.job import Finding, Job, Trouble, in_one_line
+from eagle3.preflight.cluster import Cluster, Finding, Trouble, in_one_line
 from eagle3.preflight.machine import judge_open_files, open_files
 from eagle3.preflight.places import (
     Marker,
@@ -44,15 +44,15 @@ def require_sound_start(recipe: str, deepspeed: str, output_dir: Path, packages:
     try:
         told = _gather((mine, left))
         arrivals, marker = [arrival for arrival, _ in told], told[0][1]
-        job = Job(dist.get_rank(), tuple(arrival.node for arrival in arrivals), _gather)
+        cluster = Cluster(dist.get_rank(), tuple(arrival.node for arrival in arrivals), _gather)
         for name, trait in traits.items():
             if len({arrival.digests[name] for arrival in arrivals}) > 1:
-                _require(difference(job, name, _gather(trait)))
-        _require(judge_open_files(job, {rank: arrival.open_files for rank, arrival in enumerate(arrivals)}))
+                _require(difference(cluster, name, _gather(trait)))
+        _require(judge_open_files(cluster, {rank: arrival.open_files for rank, arrival in enumerate(arrivals)}))
         if isinstance(marker, Trouble):
-            _require(unwritable(job, "output.dir", output_dir, [0], marker.reason))
-        seen = job.ask_leaders(lambda: await_marker(output_dir, marker))
-        _require(judge_shared(job, "output.dir", output_dir, seen))
+            _require(unwritable(cluster, "output.dir", output_dir, [0], marker.reason))
+        seen = cluster.ask_leaders(lambda: await_marker(output_dir, marker))
+        _require(judge_shared(cluster, "output.dir", output_dir, seen))
     finally:
         remove_marker(output_dir, left)
 

@@ -129,7 +129,7 @@ class Prepared(BaseModel):
     empty_answers: Count | None = None  # not counted
 
 
-class Part(BaseModel):
+class DataPart(BaseModel):
     samples: Count
     tokens: Count
     supervised: Count
@@ -140,8 +140,8 @@ class Part(BaseModel):
 
 class Data(BaseModel):
     datasets: list[str]
-    train: Part
-    held_out: Part
+    train: DataPart
+    held_out: DataPart
 
 
 class LargestStream(BaseModel):

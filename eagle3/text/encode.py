@@ -42,7 +42,7 @@ class Outcome(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Encoding:
+class SampleEncoder:
     """How to encode. max_length: tokens. too_long: cut a longer sample ("truncate"), leave a text whole for `split` to cut, or
     call it a problem ("refuse"). choices: what of a conversation is rendered and supervised."""
 
@@ -92,7 +92,7 @@ def _refused(kind: Literal["unusable", "too_long", "too_large"], reason: str, de
 
 
 def encode_all(
-    encoding: Encoding, conversations: Sequence[Conversation], workers: int | None = None
+    encoder: SampleEncoder, conversations: Sequence[Conversation], workers: int | None = None
 ) -> Iterator[list[Outcome]]:
     """The outcomes of all conversations in order, chunk by chunk. workers: processes at most; default one a core.
 
@@ -103,14 +103,14 @@ def encode_all(
     useful = min(len(chunks), 1 + characters // CHARACTERS_WORTH_A_PROCESS)
     processes = min(useful, workers or multiprocessing.cpu_count())
     if processes > 1:
-        yield from _encode_in_processes(encoding, chunks, processes)
+        yield from _encode_in_processes(encoder, chunks, processes)
     else:
         for chunk in chunks:
-            yield [encoding.outcome(conversation) for conversation in chunk]
+            yield [encoder.outcome(conversation) for conversation in chunk]
 
 
 def _encode_in_processes(
-    encoding: Encoding, chunks: list[Sequence[Conversation]], processes: int
+    encoder: SampleEncoder, chunks: list[Sequence[Conversation]], processes: int
 ) -> Iterator[list[Outcome]]:
     """Process p encodes chunks p, p + processes, ...; reading them in turn keeps the order and bounds what waits."""
     # spawn: forking a process that has threads (torch's, the tokenizer's) can leave its copy locked for ever.
@@ -119,7 +119,7 @@ def _encode_in_processes(
     try:
         for number in range(processes):
             receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=_work, args=(encoding, chunks[number::processes], sender), daemon=True)
+            process = context.Process(target=_work, args=(encoder, chunks[number::processes], sender), daemon=True)
             process.start()
             sender.close()  # the process has its own copy; with this one open its death would not be noticed
             pipes.append(receiver)
@@ -151,10 +151,10 @@ def _died(process: BaseProcess, rows: Sequence[Conversation], processes: int) ->
     )
 
 
-def _work(encoding: Encoding, chunks: list[Sequence[Conversation]], sender: Connection) -> None:
+def _work(encoder: SampleEncoder, chunks: list[Sequence[Conversation]], sender: Connection) -> None:
     for chunk in chunks:
         try:
-            outcomes = [encoding.outcome(conversation) for conversation in chunk]
+            outcomes = [encoder.outcome(conversation) for conversation in chunk]
         except UserError as mistake:
             sender.send(mistake)
             return

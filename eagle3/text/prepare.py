@@ -17,7 +17,7 @@ from eagle3.console import GREEN, PLAIN, WARNING, Progress, waiting
 from eagle3.errors import UserError
 from eagle3.text.cache import DAMAGE, replacing_folder, sealed, unsealed
 from eagle3.text.conversations import Conversation, read_conversations
-from eagle3.text.encode import Encoding, Outcome, Problem, encode_all, split
+from eagle3.text.encode import Outcome, Problem, SampleEncoder, encode_all, split
 from eagle3.text.limits import Limits
 from eagle3.text.malformed import LISTED, MalformedRows, others
 from eagle3.text.samples import DamagedSamples, Sample, SampleSet
@@ -121,10 +121,10 @@ def prepare_samples(
     _tell_unshown_roles(conversations, tokenizer, chat_template, choices, report)
     _tell_unshown_reasoning(conversations, tokenizer, chat_template, choices, report)
     handling = too_long if too_long in ("truncate", "split") else "refuse"
-    encoding = Encoding(tokenizer, chat_template, max_length, handling, choices)
+    encoder = SampleEncoder(tokenizer, chat_template, max_length, handling, choices)
     progress = Progress(report, "tokenising", len(conversations), "conversations")
     with progress.also_between():
-        outcomes = list(_counted(encode_all(encoding, conversations, workers), progress))
+        outcomes = list(_counted(encode_all(encoder, conversations, workers), progress))
     problems = [(row.origin, got.problem) for row, got in zip(conversations, outcomes, strict=True) if got.problem]
     too_large = "drop" if "drop" in (too_long, malformed) else "stop"
     _stop_at_problem(problems, {"too_large": too_large, "too_long": too_long, "unusable": unusable})

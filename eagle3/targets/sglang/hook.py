@@ -19,7 +19,7 @@ from eagle3.states.spool import Ticket
 from eagle3.states.store.codecs import StoreDtype
 from eagle3.states.store.shard import Encoding
 from eagle3.targets.sglang.spool_writer import SpoolWriter
-from eagle3.targets.sglang.teacher import Teacher, make_teacher
+from eagle3.targets.sglang.teacher import ServedTeacher, make_teacher
 from eagle3.targets.sglang.version import HookCall, hook_call
 
 # Threads that write samples beside each other; one writes about 0.5 GB/s.
@@ -56,7 +56,7 @@ def make(settings: Mapping[str, Any]) -> "CaptureHook":
 class CaptureHook:
     def __init__(self, settings: HookSettings) -> None:
         self.settings = settings
-        self.teacher: Teacher | None = None
+        self.teacher: ServedTeacher | None = None
         self.writers = [SpoolWriter(Path(settings.spool), settings.encoding) for _ in range(WRITERS)]
 
     def writer(self, ticket: Ticket, ranks: int = 1) -> "SpoolWriter":

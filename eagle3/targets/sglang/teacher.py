@@ -28,7 +28,7 @@ class TeacherWords(NamedTuple):
     logsumexp: Tensor
 
 
-class Teacher(Protocol):
+class ServedTeacher(Protocol):
     group: ProcessGroup
 
     def says(self, last: Tensor, rows: Sequence[Tensor]) -> TeacherWords:
@@ -102,7 +102,7 @@ def _summaries(last: Tensor, logits: Callable[[Tensor], Tensor], head: Head) -> 
     return TeacherSummary(*map(torch.cat, zip(*said, strict=True)))
 
 
-def make_teacher(processor: nn.Module, head: Any, draft_vocabulary: str | None) -> Teacher:
+def make_teacher(processor: nn.Module, head: Any, draft_vocabulary: str | None) -> ServedTeacher:
     """Collective over the head's group. processor, head: SGLang's logits processor and lm_head. draft_vocabulary: file with d2t
     where logits are kept, else None. Raises UserError, on every rank or on none, where the target cannot be taught so."""
     if draft_vocabulary is None:

@@ -34,7 +34,7 @@ class Trouble(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Job:
+class Cluster:
     """rank: this process's. nodes: the node of every rank. gather: a collective that gives each rank the values of all,
     in their order, as JSON keeps them: a tuple may come back as a list."""
 
@@ -146,9 +146,9 @@ def store_gather(timeout: datetime.timedelta) -> StoreGather:
     return StoreGather(dist.PrefixStore("preflight", store), rank, world)
 
 
-def join(gather: Gather, rank: int) -> Job:
+def join(gather: Gather, rank: int) -> Cluster:
     """Collective: find out who is where."""
-    return Job(rank, tuple(gather(node_name())), gather)
+    return Cluster(rank, tuple(gather(node_name())), gather)
 
 
 def in_one_line(error: Exception) -> str:

@@ -1,6 +1,6 @@
 """The planner's table for docs/memory.md: what known targets' drafts need on 8 GPUs, by length of the context.
 
-    python benchmarks/contexts.py [--gpus 8] [--gpu-memory 80]
+    python benchmarks/context_table.py [--gpus 8] [--gpu-memory 80]
 
 Nothing is measured here: every number is the planner's. The shapes are the targets' own (their config.json), which is
 what a draft gets unless its recipe says otherwise; DeepSeek-V3, whose attention no draft copies, has the published shape
@@ -14,7 +14,7 @@ import torch
 from eagle3.draft.config import DraftConfig
 from eagle3.errors import run_command
 from eagle3.objective.model import MemoryPlan
-from eagle3.planning.fitting import RESERVED, Stream, best_layout, longest_context
+from eagle3.planning.fitting import RESERVED, PlannedStream, best_layout, longest_context
 from eagle3.planning.memory import Planned, Sizes
 
 STEPS, DRAFT_VOCABULARY = 7, 32000
@@ -63,7 +63,7 @@ def draft(hidden: int, mlp: int, heads: int, kv_heads: int, head_dim: int, vocab
 
 def cell(planned: Planned, gpus: int, tokens: int, supervised: float, usable: float) -> str:
     """Gigabytes of a rank, and the layout that takes the least GPU time."""
-    stream = Stream(tokens, 1, supervised)
+    stream = PlannedStream(tokens, 1, supervised)
     fitted = best_layout(planned, gpus, lambda sizes: stream, usable)
     if fitted is None:
         return "does not fit"
@@ -80,7 +80,7 @@ def longest(planned: Planned, gpus: int, supervised: float, usable: float) -> st
     ulysses = max(u for u in (1, 2, 4, 8) if gpus % u == 0 and planned.draft.num_attention_heads % u == 0)
     sizes = Sizes(1, ulysses, gpus // ulysses)
     planned = Planned(planned.draft, planned.steps, planned.dtype, sizes, "p2p", planned.memory, "host")
-    return f"{longest_context(planned, lambda tokens: Stream(tokens, 1, supervised), usable) / 1e6:.1f}M"
+    return f"{longest_context(planned, lambda tokens: PlannedStream(tokens, 1, supervised), usable) / 1e6:.1f}M"
 
 
 if __name__ == "__main__":
