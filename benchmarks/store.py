@@ -98,7 +98,7 @@ def hidden_states(recipe_file: Path, tokens: int) -> list[Sample]:
 
     from eagle3.jobs.job import choose_draft, gather_inputs, start_target
     from eagle3.parallel.topology import start_distributed
-    from eagle3.recipe import load_recipe
+    from eagle3.recipe.loading import load_recipe
     from eagle3.states.rows import LastHidden, Rows
 
     recipe, topology = load_recipe(recipe_file), start_distributed()

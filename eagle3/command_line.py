@@ -10,7 +10,8 @@ from typing import NoReturn
 
 from eagle3.console import silence_libraries
 from eagle3.errors import SharedUserError, shown
-from eagle3.recipe import OTHER_NAMES, Recipe, keys_of
+from eagle3.recipe.loading import OTHER_NAMES, keys_of
+from eagle3.recipe.schema import Recipe
 
 
 class Parser(argparse.ArgumentParser):

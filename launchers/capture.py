@@ -10,7 +10,8 @@ from eagle3.console import Console, is_first_rank, tell, waiting
 from eagle3.errors import SharedUserError, run_command
 from eagle3.parallel.sizes import check_sizes, launched
 from eagle3.preflight.inputs import require_inputs, require_servers, require_store_place, require_weights
-from eagle3.recipe import Recipe, load_recipe
+from eagle3.recipe.loading import load_recipe
+from eagle3.recipe.schema import Recipe
 from eagle3.states.store.files import is_url
 from eagle3.targets.sglang.installed import require_sglang
 from eagle3.training.stopping import RunStopped, StopSignals

@@ -11,7 +11,8 @@ from eagle3.command_line import RecipeParser, before_imports
 from eagle3.console import GREEN, RED, YELLOW, Console, tell, waiting
 from eagle3.errors import UserError, run_command
 from eagle3.preflight.inputs import inputs_of
-from eagle3.recipe import Recipe, dump_recipe, load_recipe
+from eagle3.recipe.loading import dump_recipe, load_recipe
+from eagle3.recipe.schema import Recipe
 
 if TYPE_CHECKING:
     from eagle3.parallel.topology import Topology

@@ -23,7 +23,8 @@ from eagle3.durable import replace_text, writing
 from eagle3.errors import UserError, run_command
 from eagle3.parsing import parse_json
 from eagle3.preflight.inputs import require_export, require_inputs, require_weights
-from eagle3.recipe import MOST_KEYS, Recipe, load_recipe
+from eagle3.recipe.loading import load_recipe
+from eagle3.recipe.schema import MOST_KEYS, Recipe
 from eagle3.text.files import KINDS
 
 ROOT = Path(__file__).parent.parent

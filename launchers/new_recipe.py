@@ -8,7 +8,7 @@ from eagle3.console import Console, tell, waiting
 from eagle3.durable import writing
 from eagle3.errors import UserError, run_command
 from eagle3.hub import require_target_folder
-from eagle3.recipe import Recipe, load_recipe
+from eagle3.recipe.loading import load_recipe
 from eagle3.targets.sglang.installed import INSTALL, is_installed
 
 ROOT = Path(__file__).parent.parent
@@ -108,7 +108,7 @@ def refresh(options: argparse.Namespace) -> None:
 
 
 def write_table(readme: Path) -> None:
-    from eagle3.jobs.new_recipe import recipes_table
+    from eagle3.jobs.claims import recipes_table
 
     if not readme.is_file():
         raise UserError(f"{readme}: no such file; name the README")
@@ -116,14 +116,9 @@ def write_table(readme: Path) -> None:
     begin, end = (text.find(mark) for mark in TABLE)
     if begin < 0 or end < begin:
         raise UserError(f"{readme}: has no lines {TABLE[0]} and {TABLE[1]} to write between; add them")
-    table = recipes_table(all_recipes())
+    table = recipes_table(ROOT / "recipes")
     readme.write_text(f"{text[: begin + len(TABLE[0])]}\n{table}\n{text[end:]}", encoding="utf-8")
     tell(f"{readme}: table written again")
-
-
-def all_recipes() -> dict[str, Recipe]:
-    """By file name."""
-    return {path.name: load_recipe(path) for path in sorted((ROOT / "recipes").glob("*.yaml"))}
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from eagle3.command_line import RecipeParser, before_imports
 from eagle3.console import GREEN, RED, tell
 from eagle3.errors import SharedUserError, run_command
 from eagle3.parallel.sizes import check_sizes, stream_samples
-from eagle3.recipe import load_recipe
+from eagle3.recipe.loading import load_recipe
 
 ROOT = Path(__file__).parent.parent
 MOST_GB = 2000  # more than any GPU has, and less than the MiB of one

@@ -7,7 +7,7 @@ from eagle3.command_line import RecipeParser, before_imports
 from eagle3.console import Console, shows_colours, tell, waiting
 from eagle3.errors import UserError, run_command
 from eagle3.preflight.inputs import require_inputs
-from eagle3.recipe import load_recipe
+from eagle3.recipe.loading import load_recipe
 
 ROOT = Path(__file__).parent.parent
 

@@ -13,7 +13,8 @@ from eagle3.console import Console, is_first_rank, tell, waiting
 from eagle3.errors import SharedUserError, UserError, run_command
 from eagle3.parallel.sizes import check_sizes, launched, read_job_size
 from eagle3.preflight.inputs import require_inputs, require_servers, require_store, require_trainable, require_weights
-from eagle3.recipe import Recipe, dump_recipe, load_recipe
+from eagle3.recipe.loading import dump_recipe, load_recipe
+from eagle3.recipe.schema import Recipe
 from eagle3.training.deepspeed_file import read_deepspeed_file
 from eagle3.training.run_folder import Resume, RunFolder
 from eagle3.training.stopping import RunStopped, StopSignals

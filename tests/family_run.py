@@ -11,7 +11,8 @@ from eagle3.console import Console
 from eagle3.jobs.capture import fill, watched_capture
 from eagle3.jobs.train import train
 from eagle3.parallel.topology import Topology
-from eagle3.recipe import Recipe, load_recipe
+from eagle3.recipe.loading import load_recipe
+from eagle3.recipe.schema import Recipe
 from eagle3.states.capture import wanted_samples
 from eagle3.states.store.writer import Part
 

@@ -2,7 +2,7 @@
 
 from eagle3.jobs.job import Job, choose_draft, gather_inputs
 from eagle3.parallel.topology import Topology
-from eagle3.recipe import Recipe
+from eagle3.recipe.schema import Recipe
 
 
 def job_of(recipe: Recipe, topology: Topology) -> Job:

@@ -20,7 +20,7 @@ from tiny_run import metrics
 from eagle3.errors import UserError
 from eagle3.jobs.train import train
 from eagle3.parallel.topology import start_distributed, stop_distributed
-from eagle3.recipe import load_recipe
+from eagle3.recipe.loading import load_recipe
 from eagle3.training.run_folder import Resume
 from eagle3.training.stopping import RunStopped, StopSignals
 

@@ -21,7 +21,7 @@ from eagle3.jobs.provenance import store_provenance
 from eagle3.jobs.train import train
 from eagle3.parallel.topology import start_distributed
 from eagle3.preflight.inputs import require_inputs, require_weights
-from eagle3.recipe import dump_recipe, load_recipe
+from eagle3.recipe.loading import dump_recipe, load_recipe
 from eagle3.targets.checkpoint import target_config
 from eagle3.text.conversations import read_conversations
 from eagle3.training.run_folder import Resume

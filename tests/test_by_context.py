@@ -23,7 +23,7 @@ from eagle3.evaluation.drafter import untrained_draft
 from eagle3.evaluation.speculative import DecodedConversation
 from eagle3.jobs.evaluate import judge_contexts
 from eagle3.jobs.job import gather_inputs
-from eagle3.recipe import load_recipe
+from eagle3.recipe.loading import load_recipe
 from eagle3.targets.checkpoint import fingerprint
 from eagle3.targets.transformers import load_target
 from eagle3.text.samples import SampleSet

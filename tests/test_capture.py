@@ -21,7 +21,7 @@ from eagle3.console import Console
 from eagle3.errors import UserError
 from eagle3.jobs.capture import verify
 from eagle3.jobs.provenance import provenance, store_provenance
-from eagle3.recipe import load_recipe
+from eagle3.recipe.loading import load_recipe
 from eagle3.states.capture import ROUND_BATCHES, Wanted, disk_need, prefill_batches, require_disk, wanted_samples
 from eagle3.states.store.check import check_store
 from eagle3.states.store.reader import HiddenStateStore, RowRequest

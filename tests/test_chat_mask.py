@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from eagle3.errors import UserError
 from eagle3.evaluation.prompts import read_prompts
-from eagle3.recipe import TEMPLATE_ARGUMENTS, Data
+from eagle3.recipe.schema import TEMPLATE_ARGUMENTS, Data
 from eagle3.text.chat import Encoded, encode_conversation
 from eagle3.text.conversations import Conversation
 from eagle3.text.template import Choices, Unusable

@@ -1,4 +1,4 @@
-"""A recipe's `about` claims what the tests' own cases show, and no more: a family that leaves a test takes its claim along."""
+"""recipes/claims.toml claims what the tests' own cases show, and no more: a family that leaves a test takes its claim along."""
 
 from typing import Any, get_args
 
@@ -11,7 +11,7 @@ import test_sglang_families
 from family_targets import architecture
 from sglang_cpu.targets import random_model
 
-from eagle3.recipe import Claim
+from eagle3.jobs.claims import Claim
 from eagle3.targets.sglang.version import EAGLE3_TARGETS
 
 
@@ -60,5 +60,5 @@ def shown() -> dict[Claim, set[str]]:
 @pytest.mark.parametrize("recipe", test_recipes.RECIPES)
 def test_a_recipe_claims_what_has_a_test_case_and_no_more(shown, recipe):
     assert shown.keys() == set(get_args(Claim))
-    verified = test_recipes.recipe_of(recipe).about.verified
+    verified = test_recipes.CLAIMS[recipe].verified
     assert {claim: claim in verified for claim in shown} == {claim: recipe in those for claim, those in shown.items()}

@@ -11,7 +11,8 @@ from tiny_run import ROOT
 
 from eagle3.command_line import RecipeParser
 from eagle3.errors import UserError
-from eagle3.recipe import OTHER_NAMES, Recipe, keys_of, load_recipe
+from eagle3.recipe.loading import OTHER_NAMES, keys_of, load_recipe
+from eagle3.recipe.schema import Recipe
 
 QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
 LAUNCHERS = sorted((ROOT / "launchers").glob("*.py"))

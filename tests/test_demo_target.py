@@ -13,7 +13,8 @@ from eagle3.demo.target import ANSWERS, HELD_OUT_ANSWERS, RECORD, byte_level_tok
 from eagle3.demo.training import LanguageModelTraining, batches, rate, train_language_model
 from eagle3.errors import UserError
 from eagle3.jobs.job import gather_inputs
-from eagle3.recipe import Demo, load_recipe
+from eagle3.recipe.loading import load_recipe
+from eagle3.recipe.schema import Demo
 from eagle3.text.standard_library import standard_library_conversations, standard_library_text
 
 TINY = {

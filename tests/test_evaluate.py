@@ -19,7 +19,7 @@ from eagle3.evaluation.judge import Judgement
 from eagle3.evaluation.prompts import read_prompts
 from eagle3.evaluation.sglang_judge import DraftTree, TimedAnswer, check_belongs, count_drafted
 from eagle3.evaluation.speculative import SpeculativeResult
-from eagle3.recipe import dump_recipe, load_recipe
+from eagle3.recipe.loading import dump_recipe, load_recipe
 from eagle3.targets.sglang.version import GreedyAnswer
 
 TURNS = [

@@ -29,7 +29,7 @@ from tiny_run import metrics
 from eagle3.draft.interchange import read_exported
 from eagle3.draft.rope import RotaryEmbedding
 from eagle3.errors import UserError
-from eagle3.recipe import Recipe
+from eagle3.recipe.schema import Recipe
 from eagle3.states.rows import Rows
 from eagle3.targets.aux_layers import default_aux_layers
 from eagle3.targets.checkpoint import target_config

@@ -18,7 +18,7 @@ from eagle3.draft.config import read_draft_config
 from eagle3.errors import UserError
 from eagle3.evaluation.prompts import read_prompts
 from eagle3.parsing import DEEPEST, parse_json
-from eagle3.recipe import load_recipe
+from eagle3.recipe.loading import load_recipe
 from eagle3.regeneration.answers import AnswerFile
 from eagle3.reporting.record import read_run
 from eagle3.states.store.files import open_files

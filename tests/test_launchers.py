@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders
 
 from eagle3.jobs.provenance import store_provenance
 from eagle3.jobs.train import train
-from eagle3.recipe import load_recipe
+from eagle3.recipe.loading import load_recipe
 from eagle3.states.store.reader import HiddenStateStore
 
 

@@ -18,7 +18,7 @@ from eagle3.evaluation.prompts import read_prompts
 from eagle3.jobs.job import gather_inputs
 from eagle3.parallel.topology import agreed
 from eagle3.parsing import array_elements
-from eagle3.recipe import load_recipe
+from eagle3.recipe.loading import load_recipe
 from eagle3.text import files
 from eagle3.text.cache import sealed
 from eagle3.text.conversations import read_conversations

@@ -11,7 +11,7 @@ from tiny_run import ROOT
 
 from eagle3.objective.model import MemoryPlan
 from eagle3.planning.memory import Planned, Share, Sizes, host_bytes, rank_bytes, step_bytes
-from eagle3.recipe import Training
+from eagle3.recipe.schema import Training
 from eagle3.training.engine import deepspeed_config, start_engine
 
 BLOCK = 2**21

@@ -6,7 +6,8 @@ from pydantic import BaseModel
 from tiny_run import ROOT
 
 from eagle3.errors import UserError
-from eagle3.recipe import Recipe, dump_recipe, load_recipe
+from eagle3.recipe.loading import dump_recipe, load_recipe
+from eagle3.recipe.schema import Recipe
 
 SMALLEST = {"model": {"target": "some/model"}, "data": {"train": ["chats.jsonl"]}, "output": {"dir": "runs/one"}}
 

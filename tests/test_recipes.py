@@ -26,6 +26,7 @@ from eagle3.draft.config import drafted_tokens
 from eagle3.draft.derivation import derive_draft, derived_rope
 from eagle3.draft.rope import RotaryEmbedding
 from eagle3.errors import UserError
+from eagle3.jobs.claims import Claim, Claims, read_claims, recipes_table
 from eagle3.jobs.job import Prospect
 from eagle3.jobs.new_recipe import (
     BEGIN,
@@ -33,13 +34,13 @@ from eagle3.jobs.new_recipe import (
     NODE,
     new_recipe_text,
     planned,
-    recipes_table,
     refreshed,
     rope_in_words,
 )
 from eagle3.jobs.plan import planned_step
 from eagle3.planning.fitting import RESERVED, PlannedStream
-from eagle3.recipe import About, Claim, Recipe, load_recipe
+from eagle3.recipe.loading import load_recipe
+from eagle3.recipe.schema import Recipe
 from eagle3.targets.checkpoint import target_config
 from eagle3.targets.facts import TargetFacts, read_facts
 
@@ -47,6 +48,7 @@ FAMILIES = ROOT / "tests" / "families"
 ZERO2 = ROOT / "ds_configs" / "zero2.json"
 OWN_TARGETS = ("quickstart", "long-context-demo")  # recipes whose target is made on the spot
 RECIPES = {path.stem: path for path in sorted((ROOT / "recipes").glob("*.yaml")) if path.stem not in OWN_TARGETS}
+CLAIMS = read_claims(ROOT / "recipes" / "claims.toml")
 NO_CLASS = "ling-flash-2.0"  # its code comes with the checkpoint
 INT4 = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4}}}  # as compressed-tensors says it
 every_recipe = pytest.mark.parametrize("name", RECIPES)
@@ -98,9 +100,9 @@ def test_a_recipe_plans_and_fits_on_one_node(name, facts):
 def test_a_recipe_says_of_its_target_what_the_published_config_says(name, facts):
     recipe, known = recipe_of(name), facts[name]
     assert recipe.model.target == origin_of(name)["model"]
-    assert recipe.about.architecture == known.architecture
-    assert recipe.about.context == known.config.max_position_embeddings >= recipe.data.max_length
-    assert recipe.about.rope == rope_in_words(planned(recipe, known, NODE, ZERO2).draft)
+    assert CLAIMS[name].architecture == known.architecture
+    assert CLAIMS[name].context == known.config.max_position_embeddings >= recipe.data.max_length
+    assert CLAIMS[name].rope == rope_in_words(planned(recipe, known, NODE, ZERO2).draft)
 
 
 @every_recipe
@@ -130,18 +132,18 @@ def test_the_config_of_an_export_is_one_that_transformers_reads(name, facts):
 
 
 def test_readme_has_the_table_of_these_recipes():
-    recipes = {path.name: load_recipe(path) for path in (ROOT / "recipes").glob("*.yaml")}
-    assert recipes_table(recipes) in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert CLAIMS.keys() == RECIPES.keys()
+    assert recipes_table(ROOT / "recipes") in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_a_claim_without_a_word_is_refused():
     claims = dict.fromkeys(get_args(Claim), "unknown")
-    known = {"architecture": "A", "context": 1, "rope": "default", "tested": "-"}
-    About(**known, unverified=claims)
+    known = {"architecture": "A", "context": 1, "rope": "default"}
+    Claims(**known, unverified=claims)
     with pytest.raises(ValueError, match="weights must stand once"):
-        About(**known, unverified={claim: why for claim, why in claims.items() if claim != "weights"})
+        Claims(**known, unverified={claim: why for claim, why in claims.items() if claim != "weights"})
     with pytest.raises(ValueError, match="config must stand once"):
-        About(**known, verified=["config"], unverified=claims)
+        Claims(**known, verified=["config"], unverified=claims)
 
 
 # Derived drafts ------------------------------------------------------------------------------------------------------
@@ -236,7 +238,6 @@ def test_a_new_recipe_is_one_that_plans_and_fits(new_recipe, tmp_path):
     recipe = load_recipe(out)
     assert code == 0 and "Qwen3ForCausalLM, 8B parameters" in said
     assert recipe.model.target == "me/My-Qwen" and recipe.output.dir == Path("runs/my-qwen")
-    assert recipe.about.verified == [] and set(recipe.about.unverified.values()) == {"a new recipe"}
     assert new_recipe("--target", FAMILIES / "qwen3-8b", "--out", out)[0] == 2  # not over what is there
 
 

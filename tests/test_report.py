@@ -24,7 +24,8 @@ from eagle3.errors import UserError
 from eagle3.evaluation.acceptance import GREEDY
 from eagle3.evaluation.by_context import ContextAcceptance, ContextJudgement
 from eagle3.jobs.train import train
-from eagle3.recipe import Recipe, load_recipe
+from eagle3.recipe.loading import load_recipe
+from eagle3.recipe.schema import Recipe
 from eagle3.reporting.advice import advise
 from eagle3.reporting.card import write_card
 from eagle3.reporting.charts import charts

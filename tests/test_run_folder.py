@@ -19,7 +19,7 @@ from eagle3.console import Console
 from eagle3.durable import move_aside
 from eagle3.errors import UserError
 from eagle3.jobs.train import train
-from eagle3.recipe import dump_recipe, load_recipe
+from eagle3.recipe.loading import dump_recipe, load_recipe
 from eagle3.training.claim import CLAIM, PATIENCE, Claim, holder_of
 from eagle3.training.run_folder import Resume, RunFolder
 from eagle3.training.tracking import Tracker

@@ -20,7 +20,7 @@ from eagle3.draft.config import DraftConfig
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
 from eagle3.objective.model import DraftObjective
-from eagle3.recipe import Training
+from eagle3.recipe.schema import Training
 from eagle3.training.checkpoint import Checkpoints, _converted
 from eagle3.training.engine import deepspeed_config, start_engine
 from eagle3.training.safe_loading import FORBID, FORCE, convert, plain_loads, require_obedience, require_plain

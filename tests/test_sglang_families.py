@@ -15,7 +15,7 @@ from tiny_run import ROOT
 
 from eagle3.draft.config import DraftConfig
 from eagle3.jobs.job import Prospect
-from eagle3.recipe import load_recipe
+from eagle3.recipe.loading import load_recipe
 from eagle3.targets.checkpoint import target_config
 from eagle3.targets.sglang.version import EAGLE3_TARGETS
 from eagle3.targets.transformers import load_target

@@ -10,7 +10,7 @@ from tiny_run import ROOT, finish, launch
 
 from eagle3.errors import UserError
 from eagle3.jobs.layout import check_layout
-from eagle3.recipe import load_recipe
+from eagle3.recipe.loading import load_recipe
 
 ZERO2 = ROOT / "ds_configs" / "zero2.json"
 

@@ -25,7 +25,8 @@ from eagle3.jobs.train import train
 from eagle3.objective.distill import Teacher
 from eagle3.parallel.dealing import SequenceSharding
 from eagle3.parallel.topology import Topology
-from eagle3.recipe import Recipe, load_recipe
+from eagle3.recipe.loading import load_recipe
+from eagle3.recipe.schema import Recipe
 from eagle3.states.capture import capture, disk_need, wanted_samples
 from eagle3.states.store.check import check_store
 from eagle3.states.store.reader import HiddenStateStore, RowRequest

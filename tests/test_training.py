@@ -16,7 +16,7 @@ from tiny_run import ROOT, deepspeed, finish, launch, make_target, metrics, writ
 
 from eagle3.errors import UserError
 from eagle3.jobs.train import train
-from eagle3.recipe import load_recipe
+from eagle3.recipe.loading import load_recipe
 
 ZERO2 = ROOT / "ds_configs" / "zero2.json"
 COMPUTED = ("loss", "step_losses", "accuracy", "acceptance_rate", "gradient_norm", "learning_rate", "tokens")

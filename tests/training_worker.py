@@ -15,7 +15,7 @@ from processes import fork_ranks
 
 from eagle3.jobs.train import train
 from eagle3.parallel.topology import start_distributed, stop_distributed
-from eagle3.recipe import load_recipe
+from eagle3.recipe.loading import load_recipe
 from eagle3.training.run_folder import Resume
 
 ZERO2 = Path(__file__).parent.parent / "ds_configs" / "zero2.json"

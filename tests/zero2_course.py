@@ -11,7 +11,7 @@ from eagle3.draft.interchange import exported_tensors, whole_tensors
 from eagle3.objective.metrics import batch_metrics, sum_sums
 from eagle3.objective.model import DraftObjective
 from eagle3.parallel.topology import Topology
-from eagle3.recipe import Training
+from eagle3.recipe.schema import Training
 from eagle3.training.engine import deepspeed_config, full_weights, gradient_scale, start_engine
 
 ZERO2 = Path(__file__).parent.parent / "ds_configs" / "zero2.json"

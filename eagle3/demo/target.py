@@ -19,7 +19,7 @@ from eagle3.demo.answers import greedy_answers
 from eagle3.demo.training import LanguageModelTraining, measure_language_model, train_language_model
 from eagle3.durable import file_digest
 from eagle3.errors import UserError
-from eagle3.recipe import Demo
+from eagle3.recipe.schema import Demo
 from eagle3.text.cache import DAMAGE, replacing_folder, sealed, unsealed
 
 FORMAT = 2  # raise it when this file begins to make another model from the same arguments

@@ -17,7 +17,7 @@ from eagle3.jobs.provenance import capture_record, provenance, store_encoding, s
 from eagle3.jobs.servers import capture_target
 from eagle3.parallel.topology import Topology, agreed
 from eagle3.parallel.watchdog import Watchdog
-from eagle3.recipe import Recipe
+from eagle3.recipe.schema import Recipe
 from eagle3.states.capture import Wanted, capture, capture_arriving, capture_long, prefill_batches, require_disk
 from eagle3.states.store.check import bind_shards, check_store, remove_flawed
 from eagle3.states.store.folder import MANIFEST, unbound_notice

@@ -6,7 +6,7 @@ from eagle3.errors import UserError
 from eagle3.jobs.job import Prospect
 from eagle3.jobs.provenance import require_fitting_store
 from eagle3.parallel.sizes import check_sizes, read_job_size
-from eagle3.recipe import Recipe
+from eagle3.recipe.schema import Recipe
 from eagle3.training.engine import deepspeed_config
 
 

@@ -3,7 +3,6 @@
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
 
 import yaml
 
@@ -16,7 +15,8 @@ from eagle3.jobs.provenance import store_encoding
 from eagle3.planning.costs import step_seconds
 from eagle3.planning.fitting import RESERVED, Fitted, PlannedStream, best_layout, longest_of_any_layout
 from eagle3.planning.memory import Planned
-from eagle3.recipe import Claim, Recipe, apply_override, checked_recipe
+from eagle3.recipe.loading import apply_override, checked_recipe
+from eagle3.recipe.schema import Recipe
 from eagle3.states.capture import token_bytes
 from eagle3.targets.facts import TargetFacts
 
@@ -64,7 +64,6 @@ def new_recipe_text(
     engine = facts.served and (engine or gpus > 1 or facts.quantised_head)
     store = {"mode": "stored", "path": f"states/{name}", "codec": "lossless"}
     values: dict[str, dict] = {
-        "about": {},
         "model": {"target": target, **(model or {}), "draft": draft},
         "data": {"train": ["preset:ultrachat", "preset:longalign"], "too_long": "truncate", "unusable": "drop"},
         "hidden_states": store if engine or gpus > 1 else {"mode": "live"},
@@ -84,14 +83,6 @@ def new_recipe_text(
     shape = planned(_recipe(values), facts, NODE, deepspeed_file).draft
     context = facts.context or shape.max_position_embeddings
     length = values["data"].setdefault("max_length", min(CONTEXTS[1], context))
-    values["about"] = {
-        "architecture": facts.architecture,
-        "context": context,
-        "rope": rope_in_words(shape),
-        "tested": "nothing yet",
-        "verified": [],
-        "unverified": dict.fromkeys(get_args(Claim), "a new recipe"),
-    }
     chosen = _fitting(_recipe(values), facts, NODE, length, deepspeed_file)
     if chosen is not None:
         sizes, memory = chosen.planned.sizes, chosen.planned.memory
@@ -242,36 +233,3 @@ def _section(name: str, values: dict) -> str:
 
 def _commented(text: str) -> str:
     return "\n".join(f"# {line}" for line in textwrap.wrap(text, 116))
-
-
-# README's table ------------------------------------------------------------------------------------------------------
-
-
-def recipes_table(recipes: dict[str, Recipe]) -> str:
-    """Markdown: of each recipe (by its file's name) that has `about`, the target, its rope and context, and each claim: yes
-    or, numbered, why not."""
-    claims, reasons = get_args(Claim), []
-    lines = [
-        "| Recipe | Target | Draft's rope; target's context | "
-        + " | ".join(name.replace("_", " ") for name in claims)
-        + " |",
-        "|---" * (3 + len(claims)) + "|",
-    ]
-    for file, recipe in sorted(recipes.items()):
-        about = recipe.about
-        if about is None:
-            continue
-        cells = []
-        for claim in claims:
-            if claim in about.verified:
-                cells.append("yes")
-                continue
-            reason = about.unverified[claim]
-            if reason not in reasons:
-                reasons.append(reason)
-            cells.append(f"no ({reasons.index(reason) + 1})")
-        lines.append(
-            f"| [`{file}`](recipes/{file}) | {recipe.model.target} | {about.rope}; {about.context:,} | {' | '.join(cells)} |"
-        )
-    numbered = [f"{number}. {reason}" for number, reason in enumerate(reasons, 1)]
-    return "\n".join([*lines, "", "Why not:", "", *numbered])

@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from eagle3.jobs.job import Inputs, Job, Prospect, aux_layers_of, draft_window
-from eagle3.recipe import Recipe
+from eagle3.recipe.schema import Recipe
 from eagle3.states.store.files import open_files
 from eagle3.states.store.folder import WINDOW, Provenance, read_manifest, read_own_manifest
 from eagle3.states.store.shard import Encoding

@@ -32,7 +32,8 @@ from eagle3.parallel.watchdog import Watchdog
 from eagle3.preflight.inputs import require_trainable
 from eagle3.preflight.places import checkpoint_bytes
 from eagle3.preflight.start import require_room, require_sound_start
-from eagle3.recipe import Recipe, dump_recipe
+from eagle3.recipe.loading import dump_recipe
+from eagle3.recipe.schema import Recipe
 from eagle3.states.loader import StreamLoader
 from eagle3.targets.transformers import TransformersTarget
 from eagle3.text.vocabulary import save_vocabulary

@@ -19,7 +19,7 @@ from eagle3.objective.model import BatchMaker, DraftObjective, MemoryPlan, Micro
 from eagle3.parallel.dealing import SequenceSharding
 from eagle3.parallel.sequence import Stream, plan_sequence
 from eagle3.parallel.topology import Topology
-from eagle3.recipe import Training
+from eagle3.recipe.schema import Training
 from eagle3.states.rows import LastHidden, Rows
 from eagle3.targets.interface import summarize_teacher
 from eagle3.text.vocabulary import DraftVocabulary

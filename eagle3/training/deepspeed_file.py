@@ -9,7 +9,7 @@ from typing import Any
 from eagle3.errors import SharedUserError
 from eagle3.parallel.sizes import stream_samples
 from eagle3.parsing import parse_json
-from eagle3.recipe import Training
+from eagle3.recipe.schema import Training
 
 # Sections and keys that are filled here or refused by value, and those that DeepSpeed alone reads.
 OURS = (

@@ -21,7 +21,7 @@ from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import SharedUserError
 from eagle3.objective.model import DraftObjective
 from eagle3.parallel.topology import DeepSpeedGroups, Topology
-from eagle3.recipe import Training
+from eagle3.recipe.schema import Training
 from eagle3.training.deepspeed_file import read_deepspeed_file, refuse_unknown
 
 

@@ -15,7 +15,8 @@ from eagle3.durable import move_aside, write_text, writing
 from eagle3.errors import UserError
 from eagle3.parsing import parse_json, parse_yaml
 from eagle3.preflight.inputs import inputs_of
-from eagle3.recipe import Recipe, dump_recipe
+from eagle3.recipe.loading import dump_recipe
+from eagle3.recipe.schema import Recipe
 from eagle3.training.claim import CLAIM, Claim, holder_of
 from eagle3.training.manifest import Manifest
 

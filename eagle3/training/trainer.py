@@ -21,7 +21,7 @@ from eagle3.objective.model import BatchMaker, MicroBatch
 from eagle3.parallel.agreement import require_agreement
 from eagle3.parallel.topology import Topology, agreed
 from eagle3.parallel.watchdog import Watchdog
-from eagle3.recipe import Recipe, Training
+from eagle3.recipe.schema import Recipe, Training
 from eagle3.states.loader import Drawn, LoadedStream, StreamLoader, draw_batch
 from eagle3.training.checkpoint import Checkpoints, Resumed, other_data
 from eagle3.training.engine import gradient_scale

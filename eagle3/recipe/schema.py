@@ -1,67 +1,24 @@
-"""The recipe: one YAML file, and the single source of every default, check and help text."""
+"""A recipe's sections and keys: the single source of every default, check and help text."""
 
 import datetime
-import difflib
 import os
 import re
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
-    ValidationError,
     field_validator,
     model_validator,
 )
 
 from eagle3.draft.config import check_rope_keys
-from eagle3.errors import SharedUserError, shown
-from eagle3.parsing import DEEPEST, parse_yaml
+from eagle3.recipe.section import Count, Fraction, LocalPath, LocalText, Named, Positive, Precision, Section, no_url
 from eagle3.text.presets import preset_source
 
-Count = Annotated[int, Field(ge=1)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-Positive = Annotated[float, Field(gt=0)]
-Precision = Literal["float32", "bfloat16"]
-
-
-def _no_url(value: Any) -> Any:
-    """A path would take it for folders, and the first of them would be named after whoever the URL lets in."""
-    if isinstance(value, str) and "://" in value:
-        raise ValueError("is a URL; name a file or folder here, and copy to it what is elsewhere")
-    return value
-
-
-def _home(value: Any) -> Any:
-    """A leading ~ as a shell reads it, which it does not do behind the = of an override."""
-    return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~") else value
-
-
-Named = Annotated[str, BeforeValidator(_home)]
-LocalText = Annotated[Named, BeforeValidator(_no_url)]
-LocalPath = Annotated[Path, BeforeValidator(_home), BeforeValidator(_no_url)]
 MOST_KEYS = 10**9  # of a window: longer than any context
-LARGEST = 1 << 18  # bytes of a recipe's file; YAML's reader takes some ten seconds for as many
-LONGEST_KEY = 100  # characters of a key in an error line
-# What other trainers call some of our keys, where the two names look too different to be matched; for error lines.
-OTHER_NAMES = {
-    "lr": "training.learning_rate",
-    **dict.fromkeys(("batch_size", "train_batch_size"), "training.global_batch_size"),
-    **dict.fromkeys(("num_epochs", "num_train_epochs"), "training.epochs"),
-    **dict.fromkeys(("steps", "num_steps", "total_steps"), "training.max_steps"),
-    **dict.fromkeys(("seq_len", "seq_length", "max_seq_length", "max_len", "max_length"), "data.max_length"),
-    "gradient_accumulation_steps": "training.accumulation",
-    **dict.fromkeys(("grad_clip", "max_grad_norm"), "training.gradient_clipping"),
-    "warmup_ratio": "training.warmup_fraction",
-    "save_steps": "training.checkpoint_every",
-    "output_dir": "output.dir",
-}
 # What transformers' apply_chat_template takes by name, and the template's own loop over messages.
 TEMPLATE_ARGUMENTS = (
     *("messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize"),
@@ -69,57 +26,6 @@ TEMPLATE_ARGUMENTS = (
     *("return_assistant_tokens_mask", "tokenizer_kwargs", "strftime_now"),
     *("bos_token", "eos_token", "pad_token", "unk_token"),
 )
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _no_booleans_as_numbers(cls, values: Any) -> Any:
-        for name, value in values.items() if isinstance(values, dict) else ():
-            field = cls.model_fields.get(name)
-            items = value if isinstance(value, list) else [value]
-            if (
-                any(isinstance(item, bool) for item in items)
-                and field
-                and bool not in (field.annotation, *get_args(field.annotation))
-            ):
-                choices = f" ({', '.join(map(str, get_args(field.annotation)))})" * (
-                    get_origin(field.annotation) is Literal
-                )
-                raise ValueError(
-                    f"{name} is {shown(value)}: a number or text was expected{choices}, not true or false (for YAML on, off, "
-                    "yes and no are these, unless quoted)"
-                )
-        return values
-
-
-# What can be verified of a recipe without the weights of its target, and the weights themselves.
-Claim = Literal["config", "chat_template", "training", "serving", "capture", "weights"]
-
-
-class About(Section):
-    """What is known of a recipe for one model. Nothing is computed from it; README's table is made of it."""
-
-    architecture: str = Field(description="the target's class in transformers")
-    context: Count = Field(description="tokens, the target's max_position_embeddings")
-    rope: str = Field(description="of the draft, in words")
-    tested: str = Field(description="versions of the packages that the claims were tested with")
-    verified: list[Claim] = Field(
-        [],
-        description="config: equals a public copy; chat_template: masks by hand under a public copy; training: a tiny model of "
-        "the class is captured, trained and exported; serving: SGLang has EAGLE3 for the class; capture: SGLang's hidden "
-        "states equal transformers'; weights: the target itself was used",
-    )
-    unverified: dict[Claim, str] = Field({}, description="the rest, each with the reason")
-
-    @model_validator(mode="after")
-    def _every_claim_once(self) -> "About":
-        for claim in get_args(Claim):
-            if self.verified.count(claim) + (claim in self.unverified) != 1:
-                raise ValueError(f"{claim} must stand once, in verified or, with the reason, in unverified")
-        return self
 
 
 class Demo(Section):
@@ -243,7 +149,7 @@ class Data(Section):
         "epoch; default: all of it (docs/windows.md)",
     )
     workers: Count | None = Field(None, description="processes that tokenise; default: one a core")
-    cache_dir: Annotated[Path, BeforeValidator(_no_url)] = Field(  # its ~ is read where it is used
+    cache_dir: Annotated[Path, BeforeValidator(no_url)] = Field(  # its ~ is read where it is used
         Path("~/.cache/eagle3"), description="tokenised data and the demo target, by content hash"
     )
     seed: int = Field(0, description="of the order of samples and the held-out split")
@@ -455,7 +361,6 @@ class Recipe(Section):
     evaluation: Evaluation = Evaluation()
     tracking: Tracking = Tracking()
     output: Output
-    about: About | None = None
 
     @model_validator(mode="after")
     def _window_holds_a_chain(self) -> "Recipe":
@@ -474,137 +379,13 @@ class Recipe(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _runs_folder(cls, values: Any) -> Any:
+    def _with_a_run_folder(cls, values: Any) -> Any:
         model, output = (values.get(name) for name in ("model", "output")) if isinstance(values, dict) else (None, None)
         target = model.get("target") if isinstance(model, dict) else None
+        if (
+            isinstance(values, dict) and "about" in values
+        ):  # notes in older recipes, and in the run folders made of them
+            values = {name: section for name, section in values.items() if name != "about"}
         if isinstance(target, str) and isinstance(output, dict | None) and "dir" not in (output or {}):
             values = {**values, "output": {**(output or {}), "dir": f"runs/{Path(target).name.lower()}"}}
         return values
-
-
-def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
-    """Read a YAML recipe and apply `section.key=value` overrides. Raises UserError naming file, key, value, remedy."""
-    path = Path(path)
-    if path.is_dir():
-        raise SharedUserError(f"{path}: is a folder, not a recipe; name a YAML file with --recipe")
-    if not path.is_file():
-        raise SharedUserError(
-            f"{path}: no such recipe; name a YAML file with --recipe, for example recipes/quickstart.yaml"
-        )
-    if path.suffix in (".jsonl", ".parquet"):
-        raise SharedUserError(f"{path}: is data, not a recipe; name it in one, as data.train=[{path}]")
-    if path.stat().st_size > LARGEST:
-        raise SharedUserError(
-            f"{path}: has more than {LARGEST:,} bytes, which no recipe has; name a YAML file with --recipe"
-        )
-    try:
-        values = parse_yaml(path.read_text(encoding="utf-8")) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise SharedUserError(f"{path}: not valid YAML ({error}); fix the file") from error
-    if not isinstance(values, dict):
-        raise SharedUserError(f"{path}: holds {type(values).__name__}, not sections; begin with `model:`")
-    for override in overrides or []:
-        apply_override(values, override)
-    return checked_recipe(values, path, overrides or [])
-
-
-def checked_recipe(values: dict, origin: Path | str, overrides: Sequence[str] = ()) -> Recipe:
-    """The values as a recipe. Raises UserError for what is none, naming the one of the overrides that the values hold, or
-    else `origin`."""
-    try:
-        return Recipe.model_validate(values)
-    except ValidationError as error:
-        found = error.errors()  # an unknown key first: it may be what is missing, misspelt
-        problem = min(found, key=lambda one: one["type"] != "extra_forbidden")
-        place, keys = ".".join(str(part) for part in problem["loc"]), [each.partition("=")[0] for each in overrides]
-        blamed = [
-            each
-            for each, key in zip(overrides, keys, strict=True)
-            if (_within(place, key) if place else key in problem["msg"])  # of several sections, it names their keys
-        ]
-        where, what = (f"command line: {shown(blamed[-1])}", "override") if blamed else (origin, "recipe")
-        raise SharedUserError(_explain(where, problem, f"fix the {what}")) from error
-
-
-def _within(place: str, key: str) -> bool:
-    """Whether a problem at `place` may come of this key: one of the two lies within the other."""
-    return f"{place}.".startswith(f"{key}.") or f"{key}.".startswith(f"{place}.")
-
-
-def dump_recipe(recipe: Recipe) -> str:
-    """The resolved recipe as YAML, every default written out."""
-    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
-
-
-def apply_override(values: dict, override: str) -> None:
-    """Put `section.key=value` into a recipe's values. Raises UserError for what is no such thing."""
-    key, equals, text = override.partition("=")
-    if not equals or not key:
-        raise SharedUserError(f"command line: {shown(override)} is not an override; write section.key=value")
-    if not text.strip():
-        raise SharedUserError(
-            f"command line: {shown(override)} has no value; write {key:.100}=VALUE, or {key:.100}=null for none"
-        )
-    *sections, name = key.split(".")
-    if len(sections) > DEEPEST:
-        raise SharedUserError(f"command line: {shown(override)} has {len(sections)} sections; write section.key=value")
-    for section in sections:
-        values = values.setdefault(section, {})
-        if not isinstance(values, dict):
-            raise SharedUserError(
-                f"command line: {shown(override)}: {section:.60} is not a section; write section.key=value"
-            )
-    try:
-        values[name] = parse_yaml(text)
-    except yaml.YAMLError as error:
-        raise SharedUserError(
-            f"command line: {shown(override)}: the value is not valid YAML ({error}); fix or quote it"
-        ) from error
-
-
-def keys_of(section: type[BaseModel], prefix: str = "") -> list[str]:
-    """Every key below a section, sections among them, as `section.key`."""
-    keys = []
-    for name, field in section.model_fields.items():
-        keys.append(prefix + name)
-        kinds = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
-        for kind in kinds:
-            if issubclass(kind, Section):
-                keys += keys_of(kind, f"{prefix}{name}.")
-    return keys
-
-
-def _explain(where: Path | str, error: dict, remedy: str) -> str:
-    key = ".".join(str(part) for part in error["loc"])[:LONGEST_KEY]
-    value = shown(error["input"])
-    if error["type"] == "extra_forbidden":
-        meant = _key_meant(key)
-        asked = f"did you mean {meant}?" if meant else "train.py --print-recipe shows all keys"
-        return f"{where}: {key}: unknown key (value {value}); {asked}"
-    if error["type"] == "missing" and isinstance(error["loc"][-1], int):
-        return f"{where}: {'.'.join(map(str, error['loc'][:-1]))} (value {value}): too few values; see train.py --print-recipe"
-    if error["type"] == "missing":
-        example = "qwen3-8b" if key.startswith("about") else "quickstart"
-        return f"{where}: {key}: missing; add it, see recipes/{example}.yaml"
-    if not key:
-        return f"{where}: {error['msg'].removeprefix('Value error, '):.300}; {remedy}"
-    given = "" if isinstance(error["input"], dict) else f" (value {value})"
-    problem = error["msg"].removeprefix("Value error, ")
-    if error["type"] == "list_type" and isinstance(error["input"], str):
-        problem += f", as in {key}=[{error['input']:.100}]"
-    if error["type"] == "dict_type":
-        problem += f", as in {key}={{name: value}}"
-    if error["type"] == "model_type":
-        problem = f"is a section; write {key}={{key: value}}, or its keys below it, indented, or leave it out"
-    if error["type"] == "path_type":
-        problem = "is no path; name a file or folder"
-    return f"{where}: {key}{given}: {problem:.300}; {remedy}"
-
-
-def _key_meant(key: str) -> str | None:
-    """The key of a recipe whose last part is like that of `key`, which is none; None where no key is like it."""
-    name = key.rpartition(".")[2]
-    known = keys_of(Recipe)
-    near = difflib.get_close_matches(name, [each.rpartition(".")[2] for each in known], n=1)
-    candidates = [each for each in known if each.rpartition(".")[2] in near]
-    return OTHER_NAMES.get(name) or next(iter(difflib.get_close_matches(key, candidates, n=1, cutoff=0.0)), None)

@@ -1,0 +1,55 @@
+"""What is claimed of the recipes for one model each (recipes/claims.toml), and README's table of it."""
+
+import tomllib
+from pathlib import Path
+from typing import Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
+
+from eagle3.recipe.loading import load_recipe
+
+# What can be verified of a recipe without the weights of its target, and the weights themselves.
+Claim = Literal["config", "chat_template", "training", "serving", "capture", "weights"]
+
+
+class Claims(BaseModel):
+    """What is known of one recipe's target. unverified: each with the reason."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    architecture: str
+    context: int = Field(ge=1)
+    rope: str
+    verified: list[Claim] = []
+    unverified: dict[Claim, str] = {}
+
+    @model_validator(mode="after")
+    def _every_claim_once(self) -> "Claims":
+        for claim in get_args(Claim):
+            if self.verified.count(claim) + (claim in self.unverified) != 1:
+                raise ValueError(f"{claim} must stand once, in verified or, with the reason, in unverified")
+        return self
+
+
+def read_claims(path: Path) -> dict[str, Claims]:
+    """By the recipe's name."""
+    return TypeAdapter(dict[str, Claims]).validate_python(tomllib.loads(path.read_text(encoding="utf-8")))
+
+
+def recipes_table(folder: Path) -> str:
+    """Markdown: of each recipe in the claims of `folder`, the target, its rope and context, and each claim: yes or, numbered,
+    why not."""
+    names, reasons = get_args(Claim), []
+    head = ["Recipe", "Target", "Draft's rope; target's context", *(name.replace("_", " ") for name in names)]
+    rows = []
+    for name, claims in read_claims(folder / "claims.toml").items():
+        reasons = list(dict.fromkeys([*reasons, *filter(None, map(claims.unverified.get, names))]))
+        marks = (
+            f"no ({reasons.index(claims.unverified[each]) + 1})" if each in claims.unverified else "yes"
+            for each in names
+        )
+        target = load_recipe(folder / f"{name}.yaml").model.target
+        rows.append([f"[`{name}.yaml`](recipes/{name}.yaml)", target, f"{claims.rope}; {claims.context:,}", *marks])
+    lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
+    numbered = [f"{number}. {reason}" for number, reason in enumerate(reasons, 1)]
+    return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:], "", "Why not:", "", *numbered])
