@@ -15,7 +15,7 @@ from eagle3.draft.config import DraftConfig
 from eagle3.errors import run_command
 from eagle3.objective.model import MemoryPlan
 from eagle3.planning.fitting import RESERVED, PlannedStream, best_layout, longest_context
-from eagle3.planning.memory import Planned, Sizes
+from eagle3.planning.step import Planned, Sizes
 
 STEPS, DRAFT_VOCABULARY = 7, 32000
 CONTEXTS = {"32k": 2**15, "128k": 2**17, "512k": 2**19, "1M": 2**20}

@@ -20,7 +20,7 @@ from eagle3.objective.unroll import Residence
 from eagle3.parallel.dealing import SequenceSharding
 from eagle3.parallel.sequence import SequencePlan, Stream, plan_sequence
 from eagle3.parallel.topology import Topology, start_distributed
-from eagle3.planning.memory import Planned, Sizes
+from eagle3.planning.step import Planned, Sizes
 from eagle3.states.rows import LastHidden, Rows
 from eagle3.targets.interface import summarize_teacher
 

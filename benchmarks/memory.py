@@ -134,7 +134,8 @@ def _planned_on_gpu(kind: str, recompute: str) -> float:
     import torch
 
     from eagle3.objective.model import MemoryPlan
-    from eagle3.planning.memory import Planned, Share, Sizes, step_bytes
+    from eagle3.planning.memory import step_bytes
+    from eagle3.planning.step import Planned, Share, Sizes
 
     planned, lengths = Planned(draft_of_8b(1), STEPS, torch.bfloat16, memory=MemoryPlan(recompute)), (2**16, 2**17)
     shares = [1.0 if kind == "supervised" else 256 / tokens for tokens in lengths]
@@ -194,7 +195,8 @@ def _planned(draft, dtype, length: Length, memory, device: str) -> int:
     from layouts import pack
 
     from eagle3.parallel.sequence import plan_sequence
-    from eagle3.planning.memory import Planned, Share, step_bytes
+    from eagle3.planning.memory import step_bytes
+    from eagle3.planning.step import Planned, Share
 
     stream = pack(length.documents, draft.vocab_size)
     share = Share.of(plan_sequence(stream, STEPS), stream)

@@ -15,7 +15,8 @@ from eagle3.parallel.dealing import SequenceSharding
 from eagle3.parallel.sequence import Stream, plan_sequence
 from eagle3.planning.costs import sent_bytes, step_flops
 from eagle3.planning.fitting import PlannedStream, best_layout, layouts, longest_context
-from eagle3.planning.memory import Planned, Share, Sizes, Weights, engine_bytes, rank_bytes
+from eagle3.planning.memory import engine_bytes, rank_bytes
+from eagle3.planning.step import Planned, Share, Sizes, Weights
 
 DRAFT = draft_config(heads=8, kv_heads=4, head_dim=16)
 

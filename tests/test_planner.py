@@ -10,7 +10,8 @@ from memory import full_width
 from tiny_run import ROOT
 
 from eagle3.objective.model import MemoryPlan
-from eagle3.planning.memory import Planned, Share, Sizes, host_bytes, rank_bytes, step_bytes
+from eagle3.planning.memory import host_bytes, rank_bytes, step_bytes
+from eagle3.planning.step import Planned, Share, Sizes
 from eagle3.recipe.schema import Training
 from eagle3.training.engine import deepspeed_config, start_engine
 

@@ -81,50 +81,62 @@ def schedule_prefix(
     """
     queries, keys = query_rows[query_rows >= 0], key_rows[key_rows >= 0].contiguous()
     firsts = queries - query_positions[: len(queries)]
+    cutter = _Cutter(queries, firsts, keys, key_block, window)
     pieces: list[Piece] = []
-
-    def add(queries: tuple[int, int], keys: tuple[int, int], visibility: Visibility) -> None:
-        width = key_block if visibility == "full" else max(1, keys[1] - keys[0])
-        pieces.extend(Piece(slice(*queries), slice(*part), visibility) for part in _slices(slice(*keys), width))
-
-    def places(*rows: int) -> list[int]:
-        return torch.searchsorted(keys, torch.tensor(rows)).tolist()
-
-    def add_band(start: int, stop: int) -> bool:
-        """Whether the run is one."""
-        first, last = int(queries[start]), int(queries[stop - 1])
-        low = max(int(firsts[start]), first - window + 1)
-        begin, end = places(low, last + 1)
-        whole = last - first == stop - start - 1 and end - begin == last + 1 - low
-        if whole:
-            add((start, stop), (begin, end), "banded")
-        return whole
-
-    def add_run(start: int, stop: int) -> None:
-        rows, document = queries[start:stop], int(firsts[start])
-        first, last = int(rows[0]), int(rows[-1])
-        low, far = (document if window is None else max(document, row - window + 1) for row in (first, last))
-        low, far, diagonal, after, high = places(low, far, first, first + 1, last + 1)
-        if low < far:  # keys that the run's last queries have left behind
-            seeing = int(torch.searchsorted(rows, keys[far - 1] + window))
-            add((start, start + seeing), (low, far), "masked")
-        if torch.equal(keys[diagonal:high], rows):
-            add((start, stop), (far, diagonal), "full")
-            add((start, stop), (diagonal, high), "causal")
-            return
-        add((start, stop), (far, after), "full")
-        if after < high:
-            blind = int(torch.searchsorted(rows, keys[after]))
-            add((start + blind, stop), (after, high), "masked")
-
     for start, stop in _runs(queries, firsts, block, SPAN_BLOCKS * block):
         if window is None:
-            add_run(start, stop)
-        elif not add_band(start, stop):
+            pieces += cutter.run(start, stop)
+        elif band := cutter.band(start, stop):
+            pieces += band
+        else:
             run = slice(start, stop)
             for begin, end in _runs(queries[run], firsts[run], min(block, _masked_queries(window)), window):
-                add_run(start + begin, start + end)
+                pieces += cutter.run(start + begin, start + end)
     return PrefixSchedule(query_rows, key_rows, tuple(pieces), window)
+
+
+@dataclass(frozen=True)
+class _Cutter:
+    """Cuts what runs of queries see of the keys into pieces. firsts [Q]: the first row of each query's document."""
+
+    queries: Tensor
+    firsts: Tensor
+    keys: Tensor
+    key_block: int
+    window: int | None
+
+    def band(self, start: int, stop: int) -> list[Piece]:
+        """The one piece of a run of consecutive rows of which all keys are here, else none."""
+        first, last = int(self.queries[start]), int(self.queries[stop - 1])
+        low = max(int(self.firsts[start]), first - self.window + 1)
+        begin, end = self._places(low, last + 1)
+        whole = last - first == stop - start - 1 and end - begin == last + 1 - low
+        return self._pieces((start, stop), (begin, end), "banded") if whole else []
+
+    def run(self, start: int, stop: int) -> list[Piece]:
+        rows, document, window = self.queries[start:stop], int(self.firsts[start]), self.window
+        first, last = int(rows[0]), int(rows[-1])
+        low, far = (document if window is None else max(document, row - window + 1) for row in (first, last))
+        low, far, diagonal, after, high = self._places(low, far, first, first + 1, last + 1)
+        pieces = []
+        if low < far:  # keys that the run's last queries have left behind
+            seeing = int(torch.searchsorted(rows, self.keys[far - 1] + window))
+            pieces += self._pieces((start, start + seeing), (low, far), "masked")
+        if torch.equal(self.keys[diagonal:high], rows):
+            pieces += self._pieces((start, stop), (far, diagonal), "full")
+            return pieces + self._pieces((start, stop), (diagonal, high), "causal")
+        pieces += self._pieces((start, stop), (far, after), "full")
+        if after < high:
+            blind = int(torch.searchsorted(rows, self.keys[after]))
+            pieces += self._pieces((start + blind, stop), (after, high), "masked")
+        return pieces
+
+    def _pieces(self, queries: tuple[int, int], keys: tuple[int, int], visibility: Visibility) -> list[Piece]:
+        width = self.key_block if visibility == "full" else max(1, keys[1] - keys[0])
+        return [Piece(slice(*queries), slice(*part), visibility) for part in _slices(slice(*keys), width)]
+
+    def _places(self, *rows: int) -> list[int]:
+        return torch.searchsorted(self.keys, torch.tensor(rows)).tolist()
 
 
 def _masked_queries(window: int) -> int:

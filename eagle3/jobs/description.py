@@ -17,7 +17,8 @@ from eagle3.jobs.job import Job
 from eagle3.jobs.plan import planned_step, spanned
 from eagle3.parallel.topology import usable_cores
 from eagle3.planning.fitting import PlannedStream
-from eagle3.planning.memory import Weights, rank_bytes
+from eagle3.planning.memory import rank_bytes
+from eagle3.planning.step import Weights
 from eagle3.preflight.sameness import ABSENT, PACKAGES, versions
 from eagle3.text.download import is_dataset, source_of_id
 from eagle3.text.prepare import Summary

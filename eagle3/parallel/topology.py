@@ -98,37 +98,19 @@ def start_distributed(
     groups anew in the same job. `timeout` is a collective's, `forming` how long this waits for the other processes. Raises
     UserError where they do not come or end meanwhile, and where the sizes, keys of the recipe's `section`, do not fit the job.
     """
-    cuda = torch.cuda.is_available()
-    if not cuda:  # else DeepSpeed compiles a shared-memory collective, for which a machine may lack the compiler
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if "RANK" not in os.environ:  # started as a plain program: what a launcher would have said
         alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
         os.environ.update({name: str(value) for name, value in alone.items()})
     check_sizes(section, tensor, ulysses, ring, launched("WORLD_SIZE", 1))
-    local, rank, world = launched("LOCAL_RANK", 0), launched("RANK", 0), launched("WORLD_SIZE", 1)
-    if not 0 <= rank < world:
-        raise SharedUserError(f"RANK={rank}: a job of WORLD_SIZE={world} has ranks 0 to {world - 1}; set one of these")
-    beside = launched("LOCAL_WORLD_SIZE", launched("LOCAL_SIZE", 1))
-    if "MASTER_PORT" not in os.environ:
-        raise SharedUserError(
-            "MASTER_PORT: is not set, though RANK is; start with deepspeed or torchrun, which set both, or unset RANK and WORLD_SIZE"
-        )
-    if not 0 < (port := launched("MASTER_PORT", 0)) < 65536:
-        raise SharedUserError(f"MASTER_PORT={port}: is no port; set one of 1 to 65535 that nothing listens on")
-    if cuda and max(beside, local + 1) > torch.cuda.device_count():
-        raise SharedUserError(
-            f"launcher: {beside} processes on a node of {torch.cuda.device_count()} GPUs; start at most one a GPU"
-        )
-    device = torch.device("cuda", local) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(max(1, usable_cores() // beside))
+    device = _own_device()
     forming = min(forming, timeout)
     with meeting():
         if not dist.is_initialized():
             deepspeed.init_distributed(
-                dist_backend="nccl" if cuda else "gloo", auto_mpi_discovery=False, verbose=False, timeout=forming
+                dist_backend="nccl" if device.type == "cuda" else "gloo",
+                auto_mpi_discovery=False,
+                verbose=False,
+                timeout=forming,
             )
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(
@@ -157,6 +139,32 @@ def start_distributed(
     )
     _set_timeout(topology, timeout)
     return topology
+
+
+def _own_device() -> torch.device:
+    """This process's GPU, or the CPU and its share of the cores. Raises UserError for what no launcher says."""
+    local, rank, world = launched("LOCAL_RANK", 0), launched("RANK", 0), launched("WORLD_SIZE", 1)
+    if not 0 <= rank < world:
+        raise SharedUserError(f"RANK={rank}: a job of WORLD_SIZE={world} has ranks 0 to {world - 1}; set one of these")
+    if "MASTER_PORT" not in os.environ:
+        raise SharedUserError(
+            "MASTER_PORT: is not set, though RANK is; start with deepspeed or torchrun, which set both, or unset RANK and WORLD_SIZE"
+        )
+    if not 0 < (port := launched("MASTER_PORT", 0)) < 65536:
+        raise SharedUserError(f"MASTER_PORT={port}: is no port; set one of 1 to 65535 that nothing listens on")
+    beside = launched("LOCAL_WORLD_SIZE", launched("LOCAL_SIZE", 1))
+    if not torch.cuda.is_available():
+        # else DeepSpeed compiles a shared-memory collective, for which a machine may lack the compiler
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        torch.set_num_threads(max(1, usable_cores() // beside))
+        return torch.device("cpu")
+    if max(beside, local + 1) > torch.cuda.device_count():
+        raise SharedUserError(
+            f"launcher: {beside} processes on a node of {torch.cuda.device_count()} GPUs; start at most one a GPU"
+        )
+    device = torch.device("cuda", local)
+    torch.cuda.set_device(device)
+    return device
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from eagle3.planning.memory import Planned, Share
+from eagle3.planning.step import Planned, Share
 
 Phase = Literal["forward", "backward"]
 # (what is sent, phase) -> bytes

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from eagle3.errors import UserError
 from eagle3.planning.costs import Machine, step_seconds
-from eagle3.planning.memory import Planned, Share, Sizes, rank_bytes
+from eagle3.planning.memory import rank_bytes
+from eagle3.planning.step import Planned, Share, Sizes
 
 # Of a GPU's memory: the CUDA context, NCCL's and cuBLAS's buffers, and what the allocator cannot use.
 RESERVED = 0.08

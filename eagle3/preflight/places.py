@@ -14,7 +14,7 @@ from typing import NamedTuple
 from eagle3.console import data_size
 from eagle3.draft.config import DraftConfig
 from eagle3.durable import flush
-from eagle3.planning.memory import Weights
+from eagle3.planning.step import Weights
 from eagle3.preflight.cluster import Cluster, Finding, Trouble, troubled
 
 PATIENCE = 10.0  # seconds in which a file of another node must appear; network file systems remember folders for some
