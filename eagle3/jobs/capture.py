@@ -5,6 +5,7 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
@@ -23,7 +24,6 @@ from eagle3.states.store.check import bind_shards, check_store, remove_flawed
 from eagle3.states.store.folder import MANIFEST, unbound_notice
 from eagle3.states.store.writer import Part, StoreWriter
 from eagle3.targets.long_prefill import LongPrefill
-from eagle3.targets.transformers import TransformersTarget
 from eagle3.training.watched import watched
 
 # Processes end their shares hours apart and then wait for one another; the watchdog sees who will not come.
@@ -115,88 +115,87 @@ def fill(
     watchdog: Watchdog,
 ) -> None:
     """Capture what the store lacks of this job's part; over when every rank has its share."""
-    recipe, hidden, sequence = job.recipe, job.recipe.hidden_states, topology.sequence
+    path, sequence = job.recipe.hidden_states.path, topology.sequence
     together = part.split(topology.data.rank(), topology.data.size())
     alone = together.split(sequence.rank(), sequence.size())
-    encoding = store_encoding(job.prospect)
     watchdog.at("opening the store")
-    with waiting(console, f"opening {hidden.path}"):
+    with waiting(console, f"opening {path}"):
         opened = agreed(
             lambda: StoreWriter(
-                hidden.path,
+                path,
                 provenance(job),
-                encoding,
+                store_encoding(job.prospect),
                 record=capture_record(job),
                 part=alone,
-                shard_tokens=hidden.shard_tokens,
+                shard_tokens=job.recipe.hidden_states.shard_tokens,
                 report=console,
             )
         )
     with opened as writer:
         missing = {sample_id: one for sample_id, one in wanted.items() if sample_id not in writer.known}
-        need = agreed(lambda: require_disk(Path(hidden.path), list(missing.values()), writer.encoding))
-        console(f"{hidden.path}: {len(wanted)} samples, {len(wanted) - len(missing)} already stored; {need}")
-
-        def course(samples: list[str]) -> ShareCourse:
-            tokens = sum(missing[sample_id].tokens for sample_id in samples if sample_id in missing)
-            return ShareCourse(len(samples), tokens, console, watchdog.at)
-
-        # Shares are dealt from all there is, stored or not: so ranks agree that look at the store at different times.
-        if recipe.target.backend == "sglang":
-            own = [sample_id for sample_id in alone.of(wanted) if sample_id in missing]
-            if own:
-                local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-                watchdog.at("starting SGLang")
-                with (
-                    capture_target(job, local_rank, topology.batch.size(), console) as target,
-                    watchdog.watching(),
-                ):
-                    capture_arriving(target, [wanted[sample_id] for sample_id in own], writer, course(own))
+        need = agreed(lambda: require_disk(Path(path), list(missing.values()), writer.encoding))
+        console(f"{path}: {len(wanted)} samples, {len(wanted) - len(missing)} already stored; {need}")
+        filling = _Filling(job, wanted, missing, writer, topology, console, watchdog)
+        if job.recipe.target.backend == "sglang":
+            filling.by_sglang(alone)
         else:
-            batches = alone.of(prefill_batches(wanted, hidden.prefill_tokens))
-            batches = [batch for batch in batches if not missing.keys().isdisjoint(batch)]
-            long = together.of(sample_id for sample_id, one in wanted.items() if one.tokens > hidden.prefill_tokens)
-            # What one rank found stored another may have looked for a moment earlier.
-            chosen = [[sample_id for sample_id in long if sample_id in missing]]
-            dist.broadcast_object_list(chosen, group=sequence, group_src=0)
-            (long,) = chosen
-            watchdog.at("loading the target")
-            with waiting(console, f"loading {job.target}"):
-                target = start_target(job, topology.device, job.vocabulary)
-            _fill_here(
-                target,
-                [[wanted[sample_id] for sample_id in batch] for batch in batches],
-                [wanted[sample_id] for sample_id in long],
-                hidden.prefill_tokens,
-                writer,
-                topology,
-                course([*chain(*batches), *(long if sequence.rank() == 0 else ())]),
-                watchdog,
-            )
+            filling.here(alone, together)
     watchdog.at("the end of its share")
     dist.barrier()
     shares = topology.batch.size() * part.count
-    console.result(f"{hidden.path}: {'complete' if shares == 1 else f'this share of {shares} is complete'}")
+    console.result(f"{path}: {'complete' if shares == 1 else f'this share of {shares} is complete'}")
 
 
-def _fill_here(
-    target: TransformersTarget,
-    batches: list[list[Wanted]],
-    long: list[Wanted],
-    prefill_tokens: int,
-    writer: StoreWriter,
-    topology: Topology,
-    course: ShareCourse,
-    watchdog: Watchdog,
-) -> None:
-    """With the target in these processes: batches of short samples by this rank alone, long samples by the ranks of a
-    sequence group together."""
-    with watchdog.watching():
-        capture(target, batches, writer, course)
-    if not long:
-        return
-    watchdog.at("the end of its short samples")
-    dist.barrier(topology.sequence)  # for hours, maybe: nobody hangs who waits here
-    with watchdog.watching():
-        long_target = LongPrefill(target, topology.ulysses, topology.ring, topology.sequence, prefill_tokens)
-        capture_long(long_target, long, writer, course)
+@dataclass(frozen=True)
+class _Filling:
+    """A rank's work on an open store. wanted: all samples; missing: those that are not stored. Shares are dealt from all there
+    is, stored or not: so ranks agree that look at the store at different times."""
+
+    job: Job
+    wanted: dict[str, Wanted]
+    missing: dict[str, Wanted]
+    writer: StoreWriter
+    topology: Topology
+    console: Console
+    watchdog: Watchdog
+
+    def by_sglang(self, alone: Part) -> None:
+        own = [sample_id for sample_id in alone.of(self.wanted) if sample_id in self.missing]
+        if not own:
+            return
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self.watchdog.at("starting SGLang")
+        with (
+            capture_target(self.job, local_rank, self.topology.batch.size(), self.console) as target,
+            self.watchdog.watching(),
+        ):
+            capture_arriving(target, [self.wanted[sample_id] for sample_id in own], self.writer, self._course(own))
+
+    def here(self, alone: Part, together: Part) -> None:
+        """With the target in these processes: batches of short samples by this rank alone, long samples by the ranks of a
+        sequence group together."""
+        most, sequence, watchdog = self.job.recipe.hidden_states.prefill_tokens, self.topology.sequence, self.watchdog
+        batches = alone.of(prefill_batches(self.wanted, most))
+        batches = [batch for batch in batches if not self.missing.keys().isdisjoint(batch)]
+        long = together.of(sample_id for sample_id, one in self.wanted.items() if one.tokens > most)
+        # What one rank found stored another may have looked for a moment earlier.
+        chosen = [[sample_id for sample_id in long if sample_id in self.missing]]
+        dist.broadcast_object_list(chosen, group=sequence, group_src=0)
+        (long,) = chosen
+        course = self._course([*chain(*batches), *(long if sequence.rank() == 0 else ())])
+        watchdog.at("loading the target")
+        with waiting(self.console, f"loading {self.job.target}"):
+            target = start_target(self.job, self.topology.device, self.job.vocabulary)
+        with watchdog.watching():
+            capture(target, [[self.wanted[sample_id] for sample_id in batch] for batch in batches], self.writer, course)
+        if not long:
+            return
+        watchdog.at("the end of its short samples")
+        dist.barrier(sequence)  # for hours, maybe: nobody hangs who waits here
+        with watchdog.watching():
+            long_target = LongPrefill(target, self.topology.ulysses, self.topology.ring, sequence, most)
+            capture_long(long_target, [self.wanted[sample_id] for sample_id in long], self.writer, course)
+
+    def _course(self, samples: list[str]) -> ShareCourse:
+        tokens = sum(self.missing[sample_id].tokens for sample_id in samples if sample_id in self.missing)
+        return ShareCourse(len(samples), tokens, self.console, self.watchdog.at)

@@ -112,19 +112,8 @@ def gather_inputs(recipe: Recipe, device: torch.device, say: Say, *, judging: bo
 
 def _gather(recipe: Recipe, device: torch.device, say: Say, judging: bool) -> Inputs:
     model, data = recipe.model, recipe.data
-    words: dict[str, str] = {}  # what data.train and data.held_out may name beside files and datasets
-    target = model.target
-    if target == "demo":
-        target = str(_demo(recipe, device, say, make=not judging))
-    answers, held_out_answers = Path(target, ANSWERS), Path(target, HELD_OUT_ANSWERS)
-    if answers.is_file():  # a demo target by that name or by its folder
-        words = {"demo_answers": str(answers), "demo_answers:held_out": str(held_out_answers)}
-    for key, sources in (("data.train", data.train), ("data.held_out", data.held_out or [])):
-        if not words and any(source.startswith("demo_answers") for source in sources):
-            asked = f"model.target is {model.target!r}" if model.target != "demo" else "model.demo.text is 'files'"
-            raise UserError(
-                f"recipe: {key} names demo_answers, but {asked}; name other data there, or write a recipe of your own"
-            )
+    target = str(_demo(recipe, device, say, make=not judging)) if model.target == "demo" else model.target
+    places = _places_of_answers(recipe, target)
     with waiting(say, f"reading the tokenizer of {target}"):
         tokenizer = load_tokenizer(target, revision=model.revision, trust_remote_code=model.trust_remote_code)
     template = read_template(data.chat_template) if data.chat_template else None
@@ -135,7 +124,7 @@ def _gather(recipe: Recipe, device: torch.device, say: Say, judging: bool) -> In
 
     def prepare(what: str, sources: list[str], most: int | None) -> Prepared:
         prepared = prepare_samples(
-            [words.get(source, source) for source in sources],
+            [places.get(source, source) for source in sources],
             tokenizer,
             chat_template=template,
             max_length=data.max_length,
@@ -148,14 +137,7 @@ def _gather(recipe: Recipe, device: torch.device, say: Say, judging: bool) -> In
             report=say,
             choices=choices_of(recipe),
         )
-        say(f"{what}: {prepared.summary}")
-        for reason in prepared.summary.reasons():
-            say(f"{what}: {reason}")
-        if count := prepared.summary.empty_answers:
-            verb = "is" if count == 1 else "are"
-            say(
-                f"{WARNING}{what}: {counted(count, 'answer')} {verb} empty: only the end of the turn is supervised there"
-            )
+        _say_prepared(what, prepared.summary, say)
         return prepared
 
     train, summary = SampleSet.pack([]), None
@@ -172,6 +154,30 @@ def _gather(recipe: Recipe, device: torch.device, say: Say, judging: bool) -> In
             "the draft; name other data there, or leave it out for a share of data.train"
         )
     return Inputs(recipe, target, config, tokenizer, template, train, held_out, summary, held_out_summary)
+
+
+def _places_of_answers(recipe: Recipe, target: str) -> dict[str, str]:
+    """Files of what data.train and data.held_out may name beside files and datasets: a demo target's own answers. Raises
+    UserError where they are named and `target` is none."""
+    answers, held_out_answers = Path(target, ANSWERS), Path(target, HELD_OUT_ANSWERS)
+    if answers.is_file():  # a demo target by that name or by its folder
+        return {"demo_answers": str(answers), "demo_answers:held_out": str(held_out_answers)}
+    model, data = recipe.model, recipe.data
+    for key, sources in (("data.train", data.train), ("data.held_out", data.held_out or [])):
+        if any(source.startswith("demo_answers") for source in sources):
+            asked = f"model.target is {model.target!r}" if model.target != "demo" else "model.demo.text is 'files'"
+            raise UserError(
+                f"recipe: {key} names demo_answers, but {asked}; name other data there, or write a recipe of your own"
+            )
+    return {}
+
+
+def _say_prepared(what: str, summary: Summary, say: Say) -> None:
+    for line in (summary, *summary.reasons()):
+        say(f"{what}: {line}")
+    if count := summary.empty_answers:
+        verb = "is" if count == 1 else "are"
+        say(f"{WARNING}{what}: {counted(count, 'answer')} {verb} empty: only the end of the turn is supervised there")
 
 
 def choices_of(recipe: Recipe) -> Choices:
