@@ -96,14 +96,14 @@ def hidden_states(recipe_file: Path, tokens: int) -> list[Sample]:
     supervised: every row but the first has a last hidden state, as in the field's format."""
     import torch
 
-    from eagle3.jobs.job import choose_draft, gather_inputs, start_target
+    from eagle3.jobs.job import choose_draft, find_target, gather_inputs, start_target
     from eagle3.parallel.topology import start_distributed
     from eagle3.recipe.loading import load_recipe
     from eagle3.states.rows import LastHidden, Rows
 
     recipe, topology = load_recipe(recipe_file), start_distributed()
     say = partial(print, flush=True)
-    job = choose_draft(gather_inputs(recipe, topology.device, say), say)
+    job = choose_draft(gather_inputs(find_target(recipe, topology.device, say), say), say)
     target = start_target(job, topology.device, job.vocabulary)
     taken, total = [], 0
     for place in range(len(job.train)):

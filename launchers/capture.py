@@ -85,8 +85,8 @@ def work(
 ) -> int:
     """What the options ask for; the exit code of this rank."""
     from eagle3.jobs.capture import fill, verify
-    from eagle3.jobs.job import choose_draft, gather_inputs
-    from eagle3.jobs.provenance import require_fitting_store, spans_of
+    from eagle3.jobs.job import choose_draft, find_target, gather_inputs
+    from eagle3.jobs.provenance import require_fitting_settings, require_fitting_store, spans_of
     from eagle3.jobs.servers import server_line
     from eagle3.parallel.topology import agreed
     from eagle3.states.capture import wanted_samples
@@ -94,9 +94,12 @@ def work(
 
     path = recipe.hidden_states.path
     begun = not options.print_server and (is_url(path) or Path(path, "store.json").exists())
-    agreed((lambda: require_fitting_store(recipe)) if begun and topology.is_first else None)
+    begun = begun and topology.is_first
+    agreed((lambda: require_fitting_settings(recipe)) if begun else None)
     watchdog.at("gathering the data")
-    job = choose_draft(gather_inputs(recipe, topology.device, console), console)
+    known = find_target(recipe, topology.device, console)
+    agreed((lambda: require_fitting_store(known)) if begun else None)
+    job = choose_draft(gather_inputs(known, console), console)
     job.shape.check_context(int(job.train.lengths.max()))  # as training will ask
     if options.print_server:
         line = agreed(lambda: server_line(job))

@@ -52,11 +52,11 @@ def main() -> int:
         before_imports(options.quiet)
         from eagle3.evaluation.acceptance import Sampling
         from eagle3.jobs.evaluate import judge, judge_contexts, judge_served, what_is_measured
-        from eagle3.jobs.job import gather_inputs
+        from eagle3.jobs.job import find_target, gather_inputs
         from eagle3.parallel.topology import start_distributed, stop_distributed
 
     topology = start_distributed()
-    inputs = gather_inputs(recipe, topology.device, console, judging=True)
+    inputs = gather_inputs(find_target(recipe, topology.device, console, make=False), console, judging=True)
     sampling = Sampling(options.temperature, seed_of(options, recipe))
     if options.by_context:
         by_context = judge_contexts(

@@ -30,11 +30,13 @@ def main() -> None:
         import torch
 
         from eagle3.draft.config import drafted_tokens
-        from eagle3.jobs.job import gather_inputs
+        from eagle3.jobs.job import find_target, gather_inputs
         from eagle3.text.prepare import preview
         from eagle3.text.vocabulary import choose_vocabulary
 
-    inputs = gather_inputs(recipe, torch.device("cuda" if torch.cuda.is_available() else "cpu"), console)
+    inputs = gather_inputs(
+        find_target(recipe, torch.device("cuda" if torch.cuda.is_available() else "cpu"), console), console
+    )
     console.result(f"{len(inputs.train):,} training samples, {len(inputs.held_out):,} held out")
     drafted = drafted_tokens(recipe.model.draft.vocab_size, inputs.config.vocab_size)
     vocabulary, share = choose_vocabulary(inputs.train, inputs.config.vocab_size, drafted, console)

@@ -8,7 +8,7 @@ import time
 import huggingface_hub
 import pytest
 import torch
-from jobs import job_of
+from jobs import inputs_of, job_of
 from tiny_run import ROOT, conversations, deepspeed, finish, launch, make_target, write_recipe
 
 from eagle3 import hub
@@ -16,7 +16,6 @@ from eagle3.draft.config import DraftConfig
 from eagle3.draft.interchange import export_draft
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
-from eagle3.jobs.job import gather_inputs
 from eagle3.jobs.provenance import store_provenance
 from eagle3.jobs.train import train
 from eagle3.parallel.topology import start_distributed
@@ -170,7 +169,7 @@ def test_a_sample_without_an_assistant_turn_stops_or_is_dropped_and_counted(reci
     assert "data.unusable=drop" in message
 
     said = []
-    kept = gather_inputs(load_recipe(recipe, ["data.unusable=drop"]), topology.device, said.append)
+    kept = inputs_of(load_recipe(recipe, ["data.unusable=drop"]), topology.device, said.append)
     assert len(kept.train) + len(kept.held_out) == 12
     assert any("12 of 14 samples" in line for line in said)
     assert f"training data: 2 dropped: no assistant turn (first {data}:6)" in said
@@ -186,7 +185,7 @@ def test_a_long_sample_stops_is_dropped_or_is_truncated(recipe, topology):
 
     for policy, kept, account in (("drop", 11, "1 dropped: longer than 200 tokens"), ("truncate", 12, "1 truncated")):
         said, changed = [], load_recipe(recipe, ["data.max_length=200", f"data.too_long={policy}"])
-        inputs = gather_inputs(changed, topology.device, said.append)
+        inputs = inputs_of(changed, topology.device, said.append)
         lengths = [*inputs.train.lengths, *inputs.held_out.lengths]
         assert len(lengths) == kept and (max(lengths) == 200) == (policy == "truncate")
         assert any(account in line for line in said)
@@ -196,10 +195,10 @@ def test_held_out_samples_that_are_trained_on_are_warned_of(recipe, topology):
     rows, said = conversations(12), []
     write_rows(recipe, rows)
     path = write_rows(recipe, rows[:3], "held_out.jsonl")
-    gather_inputs(load_recipe(recipe, [f"data.held_out=[{path}]"]), topology.device, said.append)
+    inputs_of(load_recipe(recipe, [f"data.held_out=[{path}]"]), topology.device, said.append)
     assert any("data.held_out: 3 of 3 samples are also trained on" in line for line in said)
     said.clear()
-    gather_inputs(load_recipe(recipe), topology.device, said.append)
+    inputs_of(load_recipe(recipe), topology.device, said.append)
     assert not any("also trained on" in line for line in said)
 
 
@@ -207,7 +206,7 @@ def test_rows_of_which_none_can_be_read_are_of_another_form(recipe, topology):
     data = recipe.parent / "list.jsonl"
     data.write_text(json.dumps(conversations(3), indent=0), encoding="utf-8")
     with pytest.raises(UserError, match="no row can be read, so the files may be of another form") as caught:
-        gather_inputs(load_recipe(recipe, [f"data.train=[{data}]"]), topology.device, print)
+        inputs_of(load_recipe(recipe, [f"data.train=[{data}]"]), topology.device, print)
     assert "data.malformed=drop" not in str(caught.value)
 
 

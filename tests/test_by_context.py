@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from jobs import inputs_of
 from test_evaluate import refused
 from tiny_run import ROOT, finish, launch, make_target, write_recipe
 
@@ -22,7 +23,6 @@ from eagle3.evaluation.decoding import SpeculativeOutput
 from eagle3.evaluation.drafter import untrained_draft
 from eagle3.evaluation.speculative import DecodedConversation
 from eagle3.jobs.evaluate import judge_contexts
-from eagle3.jobs.job import gather_inputs
 from eagle3.recipe.loading import load_recipe
 from eagle3.targets.checkpoint import fingerprint
 from eagle3.targets.transformers import load_target
@@ -229,7 +229,7 @@ def test_a_quiet_judge_says_the_result_alone_and_leaves_examples(run):
 
 def test_contexts_are_judged_by_samples_too_and_not_beyond_the_targets(run, topology):
     recipe, heard = load_recipe(run), Console(speaks=False)
-    inputs = gather_inputs(recipe, topology.device, heard)
+    inputs = inputs_of(recipe, topology.device, heard)
     arguments = (inputs, recipe.output.dir / "export", topology, heard)
     torch.set_num_threads(1)
     judgement = judge_contexts(*arguments, contexts=[32, 64], per_context=2, sampling=Sampling(0.8, seed=3))

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from jobs import inputs_of
 from tiny_run import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -12,7 +13,6 @@ from eagle3.demo.muon import Muon
 from eagle3.demo.target import ANSWERS, HELD_OUT_ANSWERS, RECORD, byte_level_tokenizer, demo_target
 from eagle3.demo.training import LanguageModelTraining, batches, rate, train_language_model
 from eagle3.errors import UserError
-from eagle3.jobs.job import gather_inputs
 from eagle3.recipe.loading import load_recipe
 from eagle3.recipe.schema import Demo
 from eagle3.text.standard_library import standard_library_conversations, standard_library_text
@@ -111,11 +111,11 @@ def test_a_demo_target_named_by_its_folder_still_offers_its_answers(tmp_path):
         ROOT / "recipes" / "quickstart.yaml",
         [f"model.target={folder}", f"data.cache_dir={tmp_path / 'cache'}", "model.draft.vocab_size=null"],
     )
-    inputs = gather_inputs(recipe, torch.device("cpu"), lambda line: None)
+    inputs = inputs_of(recipe, torch.device("cpu"), lambda line: None)
     assert (len(inputs.train), len(inputs.held_out)) == (3, 3)
     (folder / ANSWERS).unlink()
     with pytest.raises(UserError, match=r"data\.train names demo_answers, but model\.target is "):
-        gather_inputs(recipe, torch.device("cpu"), lambda line: None)
+        inputs_of(recipe, torch.device("cpu"), lambda line: None)
 
 
 def test_another_seed_text_or_size_gives_another_folder(tmp_path):

@@ -10,12 +10,12 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from jobs import inputs_of
 from prepare_cases import OPTIONS, byte_tokenizer
 from tiny_run import conversations, make_target, write_recipe
 
 from eagle3.errors import SharedUserError, UserError
 from eagle3.evaluation.prompts import read_prompts
-from eagle3.jobs.job import gather_inputs
 from eagle3.parallel.topology import agreed
 from eagle3.parsing import array_elements
 from eagle3.recipe.loading import load_recipe
@@ -290,9 +290,9 @@ def test_a_recipe_hears_of_both(tmp_path, topology):
     data = tmp_path / "conversations.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows) + "[1]\n")
     with pytest.raises(UserError, match=f"^{data}:13: the row is \\[1\\].*data.malformed=drop$"):
-        gather_inputs(load_recipe(recipe), topology.device, print)
+        inputs_of(load_recipe(recipe), topology.device, print)
     said = []
-    inputs = gather_inputs(load_recipe(recipe, ["data.malformed=drop"]), topology.device, said.append)
+    inputs = inputs_of(load_recipe(recipe, ["data.malformed=drop"]), topology.device, said.append)
     assert len(inputs.train) + len(inputs.held_out) == 12
     assert any("12 of 13 samples" in line and line.endswith("; 1 dropped") for line in said)
     assert f"training data: 1 dropped: malformed row (not an object) (first {data}:13)" in said
@@ -304,5 +304,5 @@ def test_a_judge_with_held_out_data_of_its_own_does_not_mind_malformed_training_
     held_out = (tmp_path / "conversations.jsonl").rename(tmp_path / "held_out.jsonl")
     (tmp_path / "conversations.jsonl").write_text("[1]\n")
     recipe = load_recipe(path, [f"data.held_out=[{held_out}]"])
-    inputs = gather_inputs(recipe, topology.device, print, judging=True)
+    inputs = inputs_of(recipe, topology.device, print, judging=True)
     assert (len(inputs.train), len(inputs.held_out)) == (0, 40)

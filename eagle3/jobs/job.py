@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,8 @@ from eagle3.text.template_source import read_template
 from eagle3.text.vocabulary import DraftVocabulary, choose_vocabulary, coverage, load_vocabulary
 
 Say = Callable[[str], None]
+Answer = TypeVar("Answer")
+Grown = TypeVar("Grown", bound="KnownTarget")
 
 
 @dataclass(frozen=True)
@@ -53,20 +56,15 @@ class Prospect:
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """What a recipe names, found and read. target: folder or hub id. config: of its language part. chat_template: Jinja source,
-    None for the tokenizer's own. held_out may be empty; then nothing is measured on the way. Summaries: of what was read; None
-    for what was not, and for a held-out part of train."""
+class KnownTarget:
+    """A recipe's target, found. target: folder or hub id. config: of its language part. chat_template: Jinja source, None for
+    the tokenizer's own."""
 
     recipe: Recipe
     target: str
     config: PretrainedConfig
     tokenizer: PreTrainedTokenizerBase
     chat_template: str | None
-    train: SampleSet
-    held_out: SampleSet
-    train_summary: Summary | None
-    held_out_summary: Summary | None
 
     @cached_property
     def aux_layers(self) -> tuple[int, int, int]:
@@ -77,6 +75,17 @@ class Inputs:
     def fingerprint(self) -> str:
         """Of the target's weights."""
         return fingerprint(self.target, revision=self.recipe.model.revision)
+
+
+@dataclass(frozen=True)
+class Inputs(KnownTarget):
+    """And its data, read. held_out may be empty; then nothing is measured on the way. Summaries: of what was read; None for what
+    was not, and for a held-out part of train."""
+
+    train: SampleSet
+    held_out: SampleSet
+    train_summary: Summary | None
+    held_out_summary: Summary | None
 
     @property
     def longest(self) -> int:
@@ -98,35 +107,49 @@ class Job(Inputs):
         return Prospect(self.recipe, self.config, self.shape)
 
 
-def gather_inputs(recipe: Recipe, device: torch.device, say: Say, *, judging: bool = False) -> Inputs:
-    """Make or find the target, its tokenizer and the tokenised samples. With several processes the first one on a node
-    does the work and the others find it cached.
-
-    judging: for a draft that is there. Only the demo target that it learnt from will do, and where the recipe names
-    held-out data, data.train is not read: `train` is then empty. Raises UserError.
-    """
-    works = not dist.is_initialized() or os.environ.get("LOCAL_RANK", "0") == "0"
-    inputs = agreed((lambda: _gather(recipe, device, say, judging)) if works else None)
-    return inputs or _gather(recipe, device, say, judging)
+def find_target(recipe: Recipe, device: torch.device, say: Say, *, make: bool = True) -> KnownTarget:
+    """Make or find the target, and read its config and tokenizer; collective. With several processes the first one on a node
+    does the work, and the others find it cached. make: the demo target where it is not there; a draft that is judged wants
+    the one that it learnt from. Raises UserError."""
+    return _first_on_a_node(lambda: _find(recipe, device, say, make))
 
 
-def _gather(recipe: Recipe, device: torch.device, say: Say, judging: bool) -> Inputs:
-    model, data = recipe.model, recipe.data
-    target = str(_demo(recipe, device, say, make=not judging)) if model.target == "demo" else model.target
-    places = _places_of_answers(recipe, target)
+def _find(recipe: Recipe, device: torch.device, say: Say, make: bool) -> KnownTarget:
+    model, template = recipe.model, recipe.data.chat_template
+    target = str(_demo(recipe, device, say, make)) if model.target == "demo" else model.target
     with waiting(say, f"reading the tokenizer of {target}"):
         tokenizer = load_tokenizer(target, revision=model.revision, trust_remote_code=model.trust_remote_code)
-    template = read_template(data.chat_template) if data.chat_template else None
     config = target_config(target, revision=model.revision, trust_remote_code=model.trust_remote_code)
     if model.draft.vocabulary is None and model.draft.init_from is None:
         # a size that cannot be is said before data are read
         drafted_tokens(model.draft.vocab_size, config.vocab_size)
+    return KnownTarget(recipe, target, config, tokenizer, read_template(template) if template else None)
+
+
+def gather_inputs(known: KnownTarget, say: Say, *, judging: bool = False) -> Inputs:
+    """Make or find the tokenised samples; collective, and shared out as in find_target.
+
+    judging: for a draft that is there. Where the recipe names held-out data, data.train is not read: `train` is then empty.
+    Raises UserError.
+    """
+    return _first_on_a_node(lambda: _gather(known, say, judging))
+
+
+def _first_on_a_node(work: Callable[[], Answer]) -> Answer:
+    works = not dist.is_initialized() or os.environ.get("LOCAL_RANK", "0") == "0"
+    done = agreed(work if works else None)
+    return work() if done is None else done
+
+
+def _gather(known: KnownTarget, say: Say, judging: bool) -> Inputs:
+    recipe, data = known.recipe, known.recipe.data
+    places = _places_of_answers(known)
 
     def prepare(what: str, sources: list[str], most: int | None) -> Prepared:
         prepared = prepare_samples(
             [places.get(source, source) for source in sources],
-            tokenizer,
-            chat_template=template,
+            known.tokenizer,
+            chat_template=known.chat_template,
             max_length=data.max_length,
             too_long=data.too_long,
             unusable=data.unusable,
@@ -153,16 +176,25 @@ def _gather(recipe: Recipe, device: torch.device, say: Say, judging: bool) -> In
             f"{WARNING}data.held_out: {shared:,} of {len(held_out):,} samples are also trained on, so held-out numbers flatter "
             "the draft; name other data there, or leave it out for a share of data.train"
         )
-    return Inputs(recipe, target, config, tokenizer, template, train, held_out, summary, held_out_summary)
+    return _grown(
+        known, Inputs, train=train, held_out=held_out, train_summary=summary, held_out_summary=held_out_summary
+    )
 
 
-def _places_of_answers(recipe: Recipe, target: str) -> dict[str, str]:
+def _grown(known: KnownTarget, kind: type[Grown], **more: Any) -> Grown:
+    """The same with more known. A fingerprint that was taken stays: it reads whole checkpoints."""
+    grown = kind(**{field.name: getattr(known, field.name) for field in fields(known)}, **more)
+    vars(grown).update(vars(known))
+    return grown
+
+
+def _places_of_answers(known: KnownTarget) -> dict[str, str]:
     """Files of what data.train and data.held_out may name beside files and datasets: a demo target's own answers. Raises
     UserError where they are named and `target` is none."""
-    answers, held_out_answers = Path(target, ANSWERS), Path(target, HELD_OUT_ANSWERS)
+    answers, held_out_answers = Path(known.target, ANSWERS), Path(known.target, HELD_OUT_ANSWERS)
     if answers.is_file():  # a demo target by that name or by its folder
         return {"demo_answers": str(answers), "demo_answers:held_out": str(held_out_answers)}
-    model, data = recipe.model, recipe.data
+    model, data = known.recipe.model, known.recipe.data
     for key, sources in (("data.train", data.train), ("data.held_out", data.held_out or [])):
         if any(source.startswith("demo_answers") for source in sources):
             asked = f"model.target is {model.target!r}" if model.target != "demo" else "model.demo.text is 'files'"
@@ -229,10 +261,7 @@ def choose_draft(inputs: Inputs, say: Say) -> Job:
     """Choose the draft vocabulary and the draft's shape. Raises UserError."""
     vocabulary, coverage = _pick_vocabulary(inputs, say)
     shape = _shape_draft(inputs.recipe, inputs.config, len(vocabulary.t2d), vocabulary.size)
-    known = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
-    job = Job(**known, vocabulary=vocabulary, coverage=coverage, shape=shape)
-    vars(job).update(vars(inputs))  # a fingerprint that was taken stays: it reads whole checkpoints
-    return job
+    return _grown(inputs, Job, vocabulary=vocabulary, coverage=coverage, shape=shape)
 
 
 def _pick_vocabulary(inputs: Inputs, say: Say) -> tuple[DraftVocabulary, float]:

@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
+import torch
+
 from eagle3.errors import UserError
-from eagle3.jobs.job import Prospect
-from eagle3.jobs.provenance import require_fitting_store
+from eagle3.jobs.job import Prospect, find_target
+from eagle3.jobs.provenance import require_fitting_settings, require_fitting_store
 from eagle3.parallel.sizes import check_sizes, read_job_size
 from eagle3.recipe.schema import Recipe
 from eagle3.training.engine import deepspeed_config
@@ -26,7 +28,9 @@ def check_layout(recipe: Recipe, deepspeed_file: Path, job: str) -> str:
     config = deepspeed_config(deepspeed_file, recipe.training, data)
     _check_heads(recipe)
     if recipe.hidden_states.mode == "stored":
-        require_fitting_store(recipe)
+        require_fitting_settings(recipe)
+        if Path(recipe.model.target).is_dir():
+            require_fitting_store(find_target(recipe, torch.device("cpu"), say=lambda line: None))
     crosses = "crosses nodes" if nodes > 1 and inside * sizes.ring > processes else "inside a node"
     job = f"{nodes} node{'s' * (nodes > 1)} of {processes} process{'es' * (processes > 1)}"
     return (

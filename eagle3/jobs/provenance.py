@@ -4,25 +4,23 @@ import datetime
 import hashlib
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
-from eagle3.jobs.job import Inputs, Job, Prospect, aux_layers_of, draft_window
+from eagle3.jobs.job import Inputs, Job, KnownTarget, Prospect, draft_window
 from eagle3.recipe.schema import Recipe
 from eagle3.states.store.files import open_files
 from eagle3.states.store.folder import WINDOW, Provenance, read_manifest, read_own_manifest
 from eagle3.states.store.shard import Encoding
-from eagle3.targets.checkpoint import fingerprint, target_config
 from eagle3.text.spans import Spans
 
 
-def target_provenance(inputs: Inputs) -> Provenance:
+def target_provenance(known: KnownTarget) -> Provenance:
     """What a target's hidden states of a conversation depend on."""
-    template = inputs.chat_template or inputs.tokenizer.chat_template or ""
-    tokenizer = inputs.tokenizer.backend_tokenizer.to_str()
+    template = known.chat_template or known.tokenizer.chat_template or ""
+    tokenizer = known.tokenizer.backend_tokenizer.to_str()
     return {
-        "target": inputs.fingerprint,
-        "target_dtype": inputs.recipe.model.target_dtype,
-        "aux_layers": list(inputs.aux_layers),
+        "target": known.fingerprint,
+        "target_dtype": known.recipe.model.target_dtype,
+        "aux_layers": list(known.aux_layers),
         "tokenizer": hashlib.sha256(tokenizer.encode()).hexdigest()[:32],
         "chat_template": hashlib.sha256(str(template).encode()).hexdigest()[:32],
     }
@@ -53,19 +51,26 @@ def store_provenance(job: Job) -> Provenance:
     return {**provenance(job), **_written(job.recipe)}
 
 
-def require_fitting_store(recipe: Recipe) -> None:
-    """Raises UserError where the store at hidden_states.path cannot serve this recipe, as far as that shows before data are
-    read: what follows from tokenizer, template and vocabulary is compared when the store is opened."""
-    files = open_files(recipe.hidden_states.path)
-    found = read_manifest(files).provenance
-    rows = dict.fromkeys(WINDOW)  # a run that needs all rows names no window
+def require_fitting_settings(recipe: Recipe) -> None:
+    """Raises UserError where the store at hidden_states.path was written otherwise than this recipe reads it."""
+    _compare(recipe.hidden_states.path, _settings(recipe))
+
+
+def require_fitting_store(known: KnownTarget) -> None:
+    """The same where it is another target's. What follows from template and vocabulary is compared when the store is opened."""
+    target = {"target": known.fingerprint, "aux_layers": list(known.aux_layers)}
+    _compare(known.recipe.hidden_states.path, target)
+
+
+def _compare(path: str, expected: Provenance) -> None:
+    files = open_files(path)
+    read_own_manifest(files, {**read_manifest(files).provenance, **expected})
+
+
+def _settings(recipe: Recipe) -> Provenance:
     teacher = "logits" if recipe.target.teacher == "logits" else None
-    wanted = {"target_dtype": recipe.model.target_dtype, "teacher": teacher, **rows, **_written(recipe)}
-    if Path(recipe.model.target).is_dir():
-        wanted["target"] = fingerprint(recipe.model.target)
-        config = target_config(recipe.model.target, trust_remote_code=recipe.model.trust_remote_code)
-        wanted["aux_layers"] = list(aux_layers_of(recipe, config))
-    read_own_manifest(files, {**found, **wanted})
+    rows = dict.fromkeys(WINDOW)  # a run that needs all rows names no window
+    return {"target_dtype": recipe.model.target_dtype, "teacher": teacher, **rows, **_written(recipe)}
 
 
 def _written(recipe: Recipe) -> dict[str, str | int]:

@@ -22,8 +22,8 @@ from eagle3.evaluation.judge import choose_prompts, longest_prompt
 from eagle3.jobs.description import describe_run
 from eagle3.jobs.draft import build_draft
 from eagle3.jobs.evaluate import judge
-from eagle3.jobs.job import Job, choose_draft, gather_inputs
-from eagle3.jobs.provenance import input_digests, require_fitting_store
+from eagle3.jobs.job import Job, choose_draft, find_target, gather_inputs
+from eagle3.jobs.provenance import input_digests, require_fitting_settings, require_fitting_store
 from eagle3.jobs.supply import HiddenStateSupply, hidden_state_supply
 from eagle3.objective.model import BatchMaker, DraftObjective, MemoryPlan
 from eagle3.parallel.dealing import SequenceSharding
@@ -167,9 +167,13 @@ def _enter(recipe: Recipe, run: _Run, resume: Resume) -> _Start:
 def _resolve(recipe: Recipe, run: _Run, start: _Start) -> Job:
     """What can be refused is refused here, not when a target has been loaded or hours have gone by."""
     console, evaluation, sizes = run.console, recipe.evaluation, recipe.parallelism
-    if recipe.hidden_states.mode == "stored":
-        run.on_first(lambda: require_fitting_store(recipe))
-    inputs = gather_inputs(recipe, run.topology.device, console)
+    stored = recipe.hidden_states.mode == "stored"
+    if stored:
+        run.on_first(lambda: require_fitting_settings(recipe))
+    known = find_target(recipe, run.topology.device, console)
+    if stored:
+        run.on_first(lambda: require_fitting_store(known))
+    inputs = gather_inputs(known, console)
     if evaluation.conversations:
         longest = longest_prompt(inputs.config.max_position_embeddings, evaluation.new_tokens, evaluation.draft_tokens)
         choose_prompts(inputs.held_out, evaluation.conversations, longest)
