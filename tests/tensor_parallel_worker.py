@@ -22,8 +22,7 @@ from eagle3.draft.config import DraftConfig
 from eagle3.draft.interchange import ExportedDraft, load_weights, shard, whole_tensors
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
-from eagle3.objective.blocks import BLOCK_BYTES, loss_row_bytes
-from eagle3.objective.distill import Teacher, distill
+from eagle3.objective.distill import BLOCK_BYTES, Teacher, distill, loss_row_bytes
 from eagle3.parallel.topology import Topology, start_distributed, stop_distributed
 
 TIMEOUT = datetime.timedelta(seconds=20)

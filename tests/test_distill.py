@@ -5,8 +5,7 @@ import torch
 from distill_cases import HIDDEN, STEPS, WEIGHTS, random_rows
 from live_bytes import LargestTensor
 
-from eagle3.objective.blocks import loss_row_bytes, loss_rows
-from eagle3.objective.distill import StepSums, Teacher, distill
+from eagle3.objective.distill import StepSums, Teacher, distill, loss_row_bytes, loss_rows
 
 
 def _dense(outputs, head, teacher, query_of, supervised):

@@ -30,7 +30,7 @@ from tiny_run import ROOT, finish, launch
 from torch import Tensor
 
 from eagle3.draft.interchange import exported_tensors
-from eagle3.objective.blocks import loss_rows
+from eagle3.objective.distill import loss_rows
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 CASES = [(dtype, name) for dtype in DTYPES for name in case_names(dtype)]

@@ -38,7 +38,7 @@ from eagle3.states.loader import StreamLoader
 from eagle3.targets.transformers import TransformersTarget
 from eagle3.text.vocabulary import save_vocabulary
 from eagle3.training.checkpoint import Checkpoints, written_otherwise
-from eagle3.training.engine import deepspeed_config, full_weights, start_engine
+from eagle3.training.engine import deepspeed_config, full_weights, gradient_scale, start_engine
 from eagle3.training.run_folder import Resume, RunFolder
 from eagle3.training.schedule import scheduler
 from eagle3.training.skipping import NormLimit
@@ -231,6 +231,7 @@ def _trainer(
         folder=run.folder,
         engine=engine,
         norms=NormLimit(engine, training.skip_above_norm),
+        gradient_scale=gradient_scale(topology.data.size(), training.accumulation),
         batch_maker=_batch_maker(job, supply, draft, topology),
         train_loader=StreamLoader(train, supply.source, **place),
         held_out_loader=StreamLoader(held_out, supply.held_out_source, **place),

@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from eagle3.objective.blocks import BLOCK_BYTES, loss_rows
 from eagle3.objective.streaming import StreamedRows
 from eagle3.targets.interface import LogitTransform
 
+# What one block of the loss, and one chunk of position-wise work, may hold unless told otherwise.
+BLOCK_BYTES = 2**30
 # Above every draft id, so that it loses when ranks look for the lowest id of the largest logit.
 _ELSEWHERE = torch.iinfo(torch.int64).max
 
@@ -39,6 +40,19 @@ class Distilled(NamedTuple):
     surrogate: Tensor
     sums: StepSums
     correct: Tensor
+
+
+def loss_row_bytes(steps: int, columns: int, hidden: int, dtype: torch.dtype) -> int:
+    """What `distill` holds for one teacher row: K rows of draft logits in fp32 at least (and once more in `dtype`, to be
+    multiplied), five more of that width; K hidden states with their norms (in fp32) and gradients."""
+    exact = max(dtype.itemsize, 4)
+    logits = steps * (exact + (dtype.itemsize if dtype.itemsize < exact else 0)) + 5 * exact
+    return columns * logits + steps * hidden * (4 * dtype.itemsize + 2 * exact)
+
+
+def loss_rows(steps: int, columns: int, hidden: int, dtype: torch.dtype, block_bytes: int) -> int:
+    """Teacher rows of one block of `distill`, for lm_head columns [columns, hidden] of one tensor-parallel rank."""
+    return max(1, block_bytes // loss_row_bytes(steps, columns, hidden, dtype))
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 from eagle3.attention.ring import RingMode
 from eagle3.attention.ttt import TTTAttention
 from eagle3.draft.model import Eagle3Draft
-from eagle3.objective.blocks import BLOCK_BYTES, chunk_tokens
-from eagle3.objective.distill import Distilled, Teacher, distill
+from eagle3.objective.distill import BLOCK_BYTES, Distilled, Teacher, distill
 from eagle3.objective.losses import StepWeights
-from eagle3.objective.recompute import Recompute
+from eagle3.objective.recompute import Recompute, chunk_tokens
 from eagle3.objective.streaming import StreamedRows
 from eagle3.objective.unroll import Residence, UnrollInputs, unroll, unroll_inputs
 from eagle3.parallel.sequence import SequencePlan, Stream

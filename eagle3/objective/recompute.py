@@ -16,8 +16,21 @@ from torch import Tensor
 
 from eagle3.attention.ring import Exchange, SharedKeyValue
 from eagle3.attention.ttt import KeyValue
+from eagle3.draft.config import DraftConfig
 
 Recompute = Literal["none", "attention_kept", "full"]
+
+
+def chunk_token_bytes(config: DraftConfig, tensor: int, dtype: torch.dtype) -> int:
+    """What a chunk holds for one token while it is recomputed and differentiated, in its widest part: what follows
+    attention. The MLP's gate and up, their activation and product, with gradients; six hidden states, two in fp32."""
+    wide = 6 * config.intermediate_size // tensor + 4 * config.hidden_size
+    return dtype.itemsize * wide + 2 * max(4, dtype.itemsize) * config.hidden_size
+
+
+def chunk_tokens(config: DraftConfig, tensor: int, dtype: torch.dtype, block_bytes: int) -> int:
+    """Tokens of one chunk of position-wise work."""
+    return max(1, block_bytes // chunk_token_bytes(config, tensor, dtype))
 
 
 class Cut(NamedTuple):

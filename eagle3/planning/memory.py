@@ -1,7 +1,6 @@
 """Will it fit: what a training step holds on each rank, computes and sends, from shapes alone.
 
-Memory follows the code's own allocations (objective/recompute.py, attention/, objective/distill.py) and its block sizes
-(objective/blocks.py). The step is followed through the phases in which it may hold most; the largest counts.
+Memory follows the code's own allocations and block sizes (objective/recompute.py, attention/, objective/distill.py). The step is followed through the phases in which it may hold most; the largest counts.
 tests/test_planner.py holds the sums to bytes counted in real steps.
 """
 
@@ -9,7 +8,8 @@ import math
 from collections import Counter
 
 from eagle3.attention.schedule import KEY_BLOCK, QUERY_BLOCK
-from eagle3.objective.blocks import chunk_token_bytes, chunk_tokens, loss_row_bytes, loss_rows
+from eagle3.objective.distill import loss_row_bytes, loss_rows
+from eagle3.objective.recompute import chunk_token_bytes, chunk_tokens
 from eagle3.planning.step import Planned, Share, Weights
 
 # What takes memory -> bytes, in the phase of a step that holds most.

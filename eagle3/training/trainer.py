@@ -24,7 +24,6 @@ from eagle3.parallel.watchdog import Watchdog
 from eagle3.recipe.schema import Recipe, Training
 from eagle3.states.loader import Drawn, LoadedStream, StreamLoader, draw_batch
 from eagle3.training.checkpoint import Checkpoints, Resumed, other_data
-from eagle3.training.engine import gradient_scale
 from eagle3.training.run_folder import RunFolder
 from eagle3.training.skipping import NormLimit, Taken, describe_skipped
 from eagle3.training.stopping import RunStopped, StopSignals
@@ -58,6 +57,7 @@ class Trainer:
     folder: RunFolder
     engine: DeepSpeedEngine
     norms: NormLimit
+    gradient_scale: int
     batch_maker: BatchMaker
     train_loader: StreamLoader
     held_out_loader: StreamLoader
@@ -198,13 +198,12 @@ class Trainer:
         counts = self._counts(streams)
         needed = self._sums(streams) if self.loss_config.needs_sums else None
         weights = step_weights(self.loss_config, counts, needed)
-        scale = gradient_scale(self.topology.data.size(), accumulation)
         rate = self.engine.get_lr()[0]
         total: StepSums | None = None
         for number, stream in enumerate(streams):  # on the device one at a time
             self.watchdog.at(f"step {step + 1}, stream {number + 1} of {accumulation}")
             distilled = self.engine(self._micro_batch(stream), weights)
-            self.engine.backward(distilled.surrogate * scale)
+            self.engine.backward(distilled.surrogate * self.gradient_scale)
             self.engine.step()
             total = distilled.sums if total is None else total + distilled.sums
         metrics = batch_metrics(self.loss_config, sum_sums(total, self.topology.batch), counts)
