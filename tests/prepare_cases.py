@@ -1,12 +1,14 @@
 """Conversations and a tokenizer of bytes, for tests that prepare samples in milliseconds."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from eagle3.text.encode import SampleEncoder
 from eagle3.text.prepare import Prepared, prepare_samples
 from eagle3.text.samples import SampleSet
 
@@ -44,9 +46,25 @@ def data(path: Path, *answers: str | None) -> list[str]:
     return [str(path)]
 
 
+def prepare(
+    sources: list[str],
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    max_samples: int | None,
+    workers: int | None,
+    cache_dir: Path,
+    report: Callable[[str], None],
+    **rules: object,
+) -> Prepared:
+    encoder = SampleEncoder(tokenizer, **rules)
+    return prepare_samples(
+        sources, encoder, max_samples=max_samples, workers=workers, cache_dir=cache_dir, report=report
+    )
+
+
 def prepared(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, *answers: str | None, **options: object) -> Prepared:
     sources = data(tmp_path / "data.jsonl", *answers)
-    return prepare_samples(sources, tokenizer, cache_dir=tmp_path / "cache", **{**OPTIONS, **options})
+    return prepare(sources, tokenizer, cache_dir=tmp_path / "cache", **{**OPTIONS, **options})
 
 
 def packed(count: int) -> SampleSet:

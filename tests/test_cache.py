@@ -12,13 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from prepare_cases import OPTIONS, byte_tokenizer, packed, prepared
+from prepare_cases import OPTIONS, byte_tokenizer, packed, prepare, prepared
 
 from eagle3.errors import UserError
 from eagle3.states.store.shard import taught_rows
 from eagle3.text.cache import LOCK, replacing_folder
 from eagle3.text.download import downloaded_rows, source_of_id
-from eagle3.text.prepare import prepare_samples
 from eagle3.text.samples import DamagedSamples, SampleSet
 
 FORK = multiprocessing.get_context("fork")
@@ -296,7 +295,7 @@ def test_another_users_cache_is_one_line(tmp_path, tokenizer):
         os.chdir(tmp_path)  # the folders above it are root's alone
         os.setuid(65534)
         with pytest.raises(UserError, match=r"^data.cache_dir: cache/tokenized cannot be written \(Permission denied"):
-            prepare_samples(["data.jsonl"], tokenizer, cache_dir=Path("cache"), **OPTIONS)
+            prepare(["data.jsonl"], tokenizer, cache_dir=Path("cache"), **OPTIONS)
 
     assert run(ask) == 0
 

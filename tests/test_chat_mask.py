@@ -482,7 +482,7 @@ def test_a_rendered_text_has_the_mask_of_its_messages(tokenizer, name, talk):
     try:
         expected = encode_conversation(tokenizer, chat(*RENDERED_TALKS[talk]), template(name))
     except Unusable as refusal:
-        assert reason and reason in refusal.reason
+        assert reason and reason in str(refusal)
         return
     if reason:
         with pytest.raises(Unusable, match=reason):

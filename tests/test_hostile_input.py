@@ -329,12 +329,7 @@ def prepared(folder: Path, tokenizer, policy: str, malformed: str = "stop"):
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("one two three", "four " * 400)))
     return prepare_samples(
         [str(data)],
-        tokenizer,
-        chat_template=None,
-        max_length=50,
-        too_long=policy,
-        unusable="stop",
-        malformed=malformed,
+        encode.SampleEncoder(tokenizer, None, 50, policy, malformed=malformed),
         max_samples=None,
         workers=1,
         cache_dir=folder / "cache",

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from jobs import inputs_of
-from prepare_cases import OPTIONS, byte_tokenizer
+from prepare_cases import OPTIONS, byte_tokenizer, prepare
 from tiny_run import conversations, make_target, write_recipe
 
 from eagle3.errors import SharedUserError, UserError
@@ -23,7 +23,6 @@ from eagle3.text import files
 from eagle3.text.cache import sealed
 from eagle3.text.conversations import read_conversations
 from eagle3.text.malformed import MalformedRows
-from eagle3.text.prepare import prepare_samples
 from eagle3.text.template import Choices
 
 ROOT = Path(__file__).parents[1]
@@ -211,10 +210,10 @@ def test_prompts_are_never_dropped_and_all_their_mistakes_are_told(mixed):
 def test_samples_are_those_of_the_readable_rows_and_the_account_counts_the_others(mixed, tmp_path):
     path, places = mixed
     tokenizer, options = byte_tokenizer(), {**OPTIONS, "cache_dir": tmp_path / "cache"}
-    built = prepare_samples([str(path)], tokenizer, malformed="drop", **options)
+    built = prepare([str(path)], tokenizer, malformed="drop", **options)
     clean = tmp_path / "clean.jsonl"
     clean.write_text("\n".join(map(talk, range(len(BROKEN)))))
-    alone = prepare_samples([str(clean)], tokenizer, **options)
+    alone = prepare([str(clean)], tokenizer, **options)
     assert [sample.id for sample in built.samples] == [sample.id for sample in alone.samples]
     assert not alone.summary.cached  # what was made under the other choice is not served
     summary = built.summary
@@ -230,10 +229,10 @@ def test_samples_are_those_of_the_readable_rows_and_the_account_counts_the_other
         "2 dropped: j (first x:1)",
         "6 for 3 other reasons, which a run lists in run.json and its report",
     ]
-    assert lines_of(prepare_samples, [str(path)], tokenizer, **options)[-1].endswith("data.malformed=drop")
+    assert lines_of(prepare, [str(path)], tokenizer, **options)[-1].endswith("data.malformed=drop")
     # The account is of the rows that were read now, also where the samples come from the cache.
     path.write_bytes(path.read_bytes() + b"\n[1]")
-    cached = prepare_samples([str(path)], tokenizer, malformed="drop", **options).summary
+    cached = prepare([str(path)], tokenizer, malformed="drop", **options).summary
     assert cached.cached and cached.rows == 25 and cached.dropped["malformed row (not an object)"] == 2
     unchanged = {name: count for name, count in cached.dropped.items() if "unknown role" in name}
     assert unchanged == {"malformed row (unknown role)": 1}
@@ -261,7 +260,7 @@ def test_answers_without_text_are_counted_as_far_as_they_are_supervised(tmp_path
 
     def counted(sources, **options):
         options = {**OPTIONS, "cache_dir": tmp_path / "cache", **options}
-        return prepare_samples(sources, tokenizer, **options).summary.empty_answers
+        return prepare(sources, tokenizer, **options).summary.empty_answers
 
     assert counted(chats) == 4 and counted(chats) == 4  # the second time from the cache
     assert counted(chats, choices=Choices(supervise="last_turn")) == 1
@@ -273,12 +272,12 @@ def test_answers_without_text_are_counted_as_far_as_they_are_supervised(tmp_path
 def test_a_cache_from_before_says_nothing_of_empty_answers(tmp_path):
     tokenizer, options = byte_tokenizer(), {**OPTIONS, "cache_dir": tmp_path / "cache"}
     sources = write(tmp_path / "a.jsonl", {"messages": asked("", "one")})
-    prepare_samples(sources, tokenizer, **options)
+    prepare(sources, tokenizer, **options)
     [path] = (tmp_path / "cache").rglob("summary.json")
     body = json.loads(path.read_text())
     del body["digest"], body["empty_answers"]
     path.write_text(sealed(body))
-    summary = prepare_samples(sources, tokenizer, **options).summary
+    summary = prepare(sources, tokenizer, **options).summary
     assert summary.cached and summary.empty_answers is None
 
 

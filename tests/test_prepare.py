@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from prepare_cases import OPTIONS, TEMPLATE, byte_tokenizer, packed, prepared
+from prepare_cases import OPTIONS, TEMPLATE, byte_tokenizer, packed, prepare, prepared
 from transformers import PreTrainedTokenizerFast
 
 from eagle3.errors import UserError
 from eagle3.text import encode
 from eagle3.text.conversations import Conversation
-from eagle3.text.prepare import prepare_samples, preview
+from eagle3.text.prepare import preview
 from eagle3.text.samples import SampleSet
 from eagle3.text.template import Choices
 
@@ -64,13 +64,13 @@ def test_texts_are_split_into_pieces_that_together_are_the_text(tmp_path, tokeni
     texts = ["ab" * 60, "abc", "xy" * 50 + "z"]  # a byte is a token: 120, 3 and 101 tokens
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     options = {**OPTIONS, "cache_dir": tmp_path / "cache", "max_length": 50, "too_long": "split"}
-    samples, summary = prepare_samples([str(tmp_path / "text.jsonl")], tokenizer, **options)
+    samples, summary = prepare([str(tmp_path / "text.jsonl")], tokenizer, **options)
     assert samples.lengths.tolist() == [50, 50, 20, 3, 50, 50]  # the last token of the third teaches nothing alone
     assert tokenizer.decode(torch.cat([samples[place].ids for place in range(3)]).tolist()) == texts[0]
     assert all(sample.loss_mask.all() for sample in samples)
     assert str(summary).startswith("6 samples from 3 texts, 223 tokens, 223 supervised")
     (tmp_path / "text.jsonl").write_text(json.dumps({"text": "ab" * 50}) + 2 * '\n{"text": ""}')
-    _, summary = prepare_samples([str(tmp_path / "text.jsonl")], tokenizer, **options | {"unusable": "drop"})
+    _, summary = prepare([str(tmp_path / "text.jsonl")], tokenizer, **options | {"unusable": "drop"})
     assert str(summary).startswith("2 samples from 3 texts, 100 tokens, 100 supervised; 2 dropped")
 
 
@@ -88,7 +88,7 @@ def test_a_sample_that_teaches_nothing_is_unusable(tmp_path, tokenizer):
     assert len(prepared(tmp_path, tokenizer, "one", max_length=10, too_long="truncate").samples) == 1
     (tmp_path / "text.jsonl").write_text('{"text": ""}\n{"text": "a"}\n{"text": "ab"}\n')
     options = {**OPTIONS, "cache_dir": tmp_path / "cache", "unusable": "drop"}
-    samples, summary = prepare_samples([str(tmp_path / "text.jsonl")], tokenizer, **options)
+    samples, summary = prepare([str(tmp_path / "text.jsonl")], tokenizer, **options)
     assert len(samples) == 1 and summary.dropped == {"fewer than two tokens": 2}
 
 
@@ -124,7 +124,7 @@ def test_choices_reach_the_samples(tmp_path, tokenizer):
         ("last_turn", ["assistant</s>", "two</s>"]),
     ):
         choices = Choices(supervise=supervise, text="rendered")
-        samples, _ = prepare_samples([str(tmp_path / "rows.jsonl")], tokenizer, choices=choices, **options)
+        samples, _ = prepare([str(tmp_path / "rows.jsonl")], tokenizer, choices=choices, **options)
         assert [tokenizer.decode(sample.ids[sample.loss_mask].tolist()) for sample in samples] == expected
 
 
@@ -145,7 +145,7 @@ def test_thoughts_that_a_template_does_not_show_are_told_of(tmp_path, tokenizer)
     ):
         lines: list[str] = []
         options = {**OPTIONS, "cache_dir": tmp_path / "cache", "report": lines.append}
-        prepare_samples([str(tmp_path / "rows.jsonl")], tokenizer, choices=Choices(reasoning=reasoning), **options)
+        prepare([str(tmp_path / "rows.jsonl")], tokenizer, choices=Choices(reasoning=reasoning), **options)
         warnings = [line for line in lines if line.startswith("warning: ")]  # a busy machine tells of its steps, too
         assert [line[: len(want)] for line, want in zip(warnings, expected, strict=True)] == expected
 
@@ -172,7 +172,7 @@ def test_processes_give_what_one_process_gives_in_order(tokenizer):
         Conversation("x", ({"role": "user", "content": a}, {"role": "assistant", "content": a}), None) for a in answers
     ]
     rows[70] = Conversation("x", ({"role": "user", "content": "?"},), None)
-    encoder = encode.SampleEncoder(tokenizer, TEMPLATE, 100, "refuse")
+    encoder = encode.SampleEncoder(tokenizer, TEMPLATE, 100)
     alone = [outcome for chunk in encode.encode_all(encoder, rows, workers=2) for outcome in chunk]
     chunks = [rows[start : start + 64] for start in range(0, 150, 64)]
     together = [outcome for chunk in encode._encode_in_processes(encoder, chunks, 2) for outcome in chunk]
@@ -180,7 +180,7 @@ def test_processes_give_what_one_process_gives_in_order(tokenizer):
     for a, b in zip(alone, together, strict=True):
         assert a.problem == b.problem and np.array_equal(a.ids, b.ids) and np.array_equal(a.loss_mask, b.loss_mask)
     assert together[70].problem.reason == "no assistant turn"
-    broken = encode.SampleEncoder(tokenizer, "{% for %}", 100, "refuse")
+    broken = encode.SampleEncoder(tokenizer, "{% for %}", 100)
     with pytest.raises(UserError, match="chat template line 1"):
         list(encode._encode_in_processes(broken, chunks, 2))
 

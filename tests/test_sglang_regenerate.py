@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eagle3.targets.sglang.server import SGLangServer
 from eagle3.text.conversations import read_conversations
+from eagle3.text.encode import SampleEncoder
 from eagle3.text.prepare import prepare_samples, preview
 
 pytestmark = pytest.mark.sglang
@@ -118,11 +119,7 @@ def test_answers_are_the_greedy_decoding_of_the_target_and_training_supervises_e
     assert tokenizer.chat_template == TEMPLATE
     samples = prepare_samples(
         [str(out)],
-        tokenizer,
-        chat_template=None,
-        max_length=256,
-        too_long="stop",
-        unusable="stop",
+        SampleEncoder(tokenizer, None, 256),
         max_samples=None,
         workers=1,
         cache_dir=tmp_path / "cache",

@@ -1,6 +1,5 @@
 """Reads the prompts that a draft is judged on from a file of conversations, texts or questions."""
 
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,9 +10,7 @@ from eagle3.errors import UserError
 from eagle3.text.chat import tokenized
 from eagle3.text.conversations import Conversation, read_conversations
 from eagle3.text.files import KINDS
-from eagle3.text.limits import Limits
-from eagle3.text.template import Choices, Unusable, as_template_reads, chosen_template, rendered
-from eagle3.text.template_source import check_variables
+from eagle3.text.template import Choices, Unusable, as_template_reads, chosen_template, renderer
 
 
 def read_prompts(
@@ -78,11 +75,8 @@ def _prompt(
 def _rendered_prompt(
     conversation: Conversation, tokenizer: PreTrainedTokenizerBase, chat_template: str | None, choices: Choices
 ) -> str:
-    tools = conversation.tools
-    template = chosen_template(tokenizer, chat_template, tools, conversation.origin)
-    check_variables(template, choices.template_variables)
-    limits = Limits(conversation.origin, len(conversation.messages), conversation.characters)
-    render = partial(rendered, tokenizer, template, tools, limits, variables=choices.variables())
+    template = chosen_template(tokenizer, chat_template, conversation.tools, conversation.origin)
+    render = renderer(tokenizer, template, conversation, choices)
     asked = as_template_reads(_asked(conversation), template, choices.reasoning, render)
     return render(asked, generation_prompt=True)
 

@@ -22,6 +22,7 @@ from eagle3.recipe.schema import Draft, Recipe
 from eagle3.targets.aux_layers import check_aux_layers, default_aux_layers
 from eagle3.targets.checkpoint import fingerprint, load_tokenizer, target_config
 from eagle3.targets.transformers import TransformersTarget, load_target
+from eagle3.text.encode import SampleEncoder
 from eagle3.text.prepare import Prepared, Summary, prepare_samples
 from eagle3.text.samples import SampleSet
 from eagle3.text.standard_library import standard_library_files, standard_library_text
@@ -145,20 +146,23 @@ def _gather(known: KnownTarget, say: Say, judging: bool) -> Inputs:
     recipe, data = known.recipe, known.recipe.data
     places = _places_of_answers(known)
 
+    encoder = SampleEncoder(
+        known.tokenizer,
+        known.chat_template,
+        data.max_length,
+        data.too_long,
+        data.unusable,
+        data.malformed,
+        choices_of(recipe),
+    )
     def prepare(what: str, sources: list[str], most: int | None) -> Prepared:
         prepared = prepare_samples(
             [places.get(source, source) for source in sources],
-            known.tokenizer,
-            chat_template=known.chat_template,
-            max_length=data.max_length,
-            too_long=data.too_long,
-            unusable=data.unusable,
-            malformed=data.malformed,
+            encoder,
             max_samples=most,
             workers=data.workers,
             cache_dir=data.cache_dir,
             report=say,
-            choices=choices_of(recipe),
         )
         _say_prepared(what, prepared.summary, say)
         return prepared

@@ -11,7 +11,7 @@ from eagle3.recipe.schema import Model, Recipe
 from eagle3.states.store.files import LocalFiles, is_url, no_store
 from eagle3.targets.aux_layers import check_aux_layers, default_aux_layers
 from eagle3.targets.sglang.asking import server_info
-from eagle3.text.conversations import require_source
+from eagle3.text.conversations import dataset_of
 from eagle3.text.template_source import check_variables, read_template
 
 # One of these is in every checkpoint that has a tokenizer.
@@ -47,7 +47,7 @@ def require_inputs(recipe: Recipe) -> None:
     for key, name in inputs_of(recipe).items():
         if key.startswith("data.") and key != "data.chat_template":
             if not name.startswith("demo_answers"):
-                require_source(name)
+                dataset_of(name)
         elif key in ("model.draft.config", "model.draft.vocabulary", "data.chat_template"):
             if not Path(name).is_file():
                 raise SharedUserError(f"{key}: {name}: no such file; fix the path")

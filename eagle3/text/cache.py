@@ -1,7 +1,6 @@
 """Writing below data.cache_dir: beside the final place, renamed when whole; what killed processes left is removed.
 Records that show whether a bit of them has flipped."""
 
-import fcntl
 import hashlib
 import json
 import os
@@ -15,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from eagle3.durable import Lock, lock
 from eagle3.errors import UserError
 
 LOCK = "owner.lock"  # it holds the host's name
@@ -53,11 +53,10 @@ def beside(path: Path) -> Iterator[Path]:
         remove_leftovers(path.parent)
         temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
         try:
-            with (temporary / LOCK).open("w", encoding="utf-8") as lock:
-                with suppress(OSError):  # without locks nobody will take this process for dead
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                lock.write(socket.gethostname())  # after the lock: who reads it and finds the lock free may remove all
-                lock.flush()
+            with (temporary / LOCK).open("wb") as file:
+                lock(file)  # without locks nobody will take this process for dead
+                file.write(socket.gethostname().encode())  # later: who reads it and finds the lock free may remove all
+                file.flush()
                 yield temporary
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -93,6 +92,15 @@ def replacing_folder(folder: Path, keep: Callable[[Path], bool] = lambda _: Fals
                     written = aside
 
 
+def opens(read: Callable[[Path], Any], folder: Path) -> bool:
+    """Whether `read`, which looks at all of a folder, finds it whole, and so one to keep."""
+    try:
+        read(folder)
+    except DAMAGE:
+        return False
+    return True
+
+
 def remove_leftovers(folder: Path) -> None:
     """Remove what processes that were killed while they wrote left in `folder`."""
     for left in folder.iterdir():
@@ -104,11 +112,12 @@ def remove_leftovers(folder: Path) -> None:
 
 def _is_abandoned(left: Path) -> bool:
     """A lock that is free tells that its owner died, if that ran on this host: some file systems keep locks to one host.
-    Where no lock tells, a day without a change does. Raises OSError where the lock is held, or nobody can say."""
+    Where no lock tells, a day without a change does."""
     try:
-        with (left / LOCK).open("r+", encoding="utf-8") as lock:
-            host = lock.read()
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with (left / LOCK).open("r+b") as file:
+            host = file.read().decode()
+            if lock(file) is not Lock.HELD:  # by its owner, or nobody can say
+                return False
             if host == socket.gethostname():
                 return True
     except (FileNotFoundError, NotADirectoryError):

@@ -7,9 +7,9 @@ refused (`Unusable`).
 """
 
 import re
+from bisect import bisect_left
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain, islice, pairwise
+from itertools import accumulate, chain, cycle, islice, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +17,6 @@ from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from eagle3.errors import UserError
 from eagle3.text.conversations import REASONING_KEYS, Conversation
-from eagle3.text.limits import Limits
 from eagle3.text.rendered_text import AddedToken, turn_spans, turns_of
 from eagle3.text.template import (
     Choices,
@@ -25,10 +24,10 @@ from eagle3.text.template import (
     Unusable,
     as_template_reads,
     chosen_template,
-    rendered,
+    renderer,
     require_calls,
 )
-from eagle3.text.template_source import GENERATION, check_variables
+from eagle3.text.template_source import GENERATION
 
 PRIVATE_USE = range(0xE000, 0xF900)
 
@@ -86,51 +85,47 @@ def encode_conversation(
         ids = tokenized(tokenizer, conversation.text, add_special_tokens=True)["input_ids"]
         return Encoded(np.asarray(ids, np.int32), np.ones(len(ids), bool), conversation.text)
     template = chosen_template(tokenizer, chat_template, conversation.tools, conversation.origin)
-    check_variables(template, choices.template_variables)
-    limits = Limits(conversation.origin, len(conversation.messages or ()), conversation.characters)
-    render = partial(rendered, tokenizer, template, conversation.tools, limits, variables=choices.variables())
-    tokens = {number: token.content for number, token in tokenizer.added_tokens_decoder.items()}
-    added = sorted(tokens.values(), key=len, reverse=True)
+    render = renderer(tokenizer, template, conversation, choices)
+    contents = {number: token.content for number, token in tokenizer.added_tokens_decoder.items()}
+    added = sorted(contents.values(), key=len, reverse=True)
     if conversation.messages is None:
-        return _encode_rendered(tokenizer, conversation.text, render, tokens, added, choices)
-    messages = as_template_reads(conversation.messages, template, choices.reasoning, render)
-    assistants = [message for message in messages if message["role"] == "assistant"]
-    if not assistants:
+        text = conversation.text
+        ids, offsets = _with_offsets(tokenizer, text)
+        tokens = _added_tokens(text, ids, offsets, contents)
+        spans = turn_spans(text, tokens, turns_of(render, added), tokenizer.bos_token or "")
+    else:
+        messages = as_template_reads(conversation.messages, template, choices.reasoning, render)
+        text, spans = _talk_spans(messages, template, render, added, choices.supervise)
+        ids, offsets = _with_offsets(tokenizer, text)
+    if choices.supervise == "last_turn":
+        spans = spans[-1:]
+    return _supervised(ids, text, offsets, spans, list(contents))
+
+
+def _added_tokens(text: str, ids: np.ndarray, offsets: np.ndarray, contents: dict[int, str]) -> list[AddedToken]:
+    """Those of a text, in order. contents: of all added tokens by id; one may have taken white space on its left in."""
+    tokens = zip(ids.tolist(), offsets.tolist(), strict=True)
+    found = [(contents[number], start, stop) for number, (start, stop) in tokens if number in contents]
+    return [AddedToken(content, max(text.find(content, start, stop), start), stop) for content, start, stop in found]
+
+
+def _talk_spans(
+    messages: list[dict], template: str, render: Render, added: list[str], supervise: str
+) -> tuple[str, list[Span]]:
+    """The messages' rendering, and the spans of the assistant's turns in it."""
+    count = sum(message["role"] == "assistant" for message in messages)
+    if not count:
         raise Unusable("no assistant turn")
     text = render(messages)
     if GENERATION.search(template):
-        with_marks = _with_marks(template, *_unused(text))
-        marked = partial(rendered, tokenizer, with_marks, conversation.tools, limits, variables=choices.variables())
-        spans = _marked_spans(text, marked(messages), *_unused(text))
-        if choices.supervise == "last_turn" and len(spans) != len(assistants):
+        marks = _unused(text)
+        spans = _marked_spans(text, render(messages, template=_with_marks(template, *marks)), *marks)
+        if supervise == "last_turn" and len(spans) != count:
             raise Unusable("the chat template has not one {% generation %} block for each assistant turn")
     else:
         spans = _assistant_spans(messages, text, render, added)
     require_calls(messages, text, render)
-    if choices.supervise == "last_turn":
-        spans = spans[-1:]
-    ids, offsets = _with_offsets(tokenizer, text)
-    return _supervised(ids, text, offsets, spans, list(tokens))
-
-
-def _encode_rendered(
-    tokenizer: PreTrainedTokenizerBase,
-    text: str,
-    render: Render,
-    contents: dict[int, str],
-    added: list[str],
-    choices: Choices,
-) -> Encoded:
-    """A text that the template has already rendered. contents: of the added tokens by id; added: the same, longest first."""
-    ids, offsets = _with_offsets(tokenizer, text)
-    tokens = []
-    for number, (start, stop) in zip(ids.tolist(), offsets.tolist(), strict=True):
-        if number in contents:  # a token may have taken white space on its left in
-            tokens.append(AddedToken(contents[number], max(text.find(contents[number], start, stop), start), stop))
-    spans = [Span(*span) for span in turn_spans(text, tokens, turns_of(render, added), tokenizer.bos_token or "")]
-    if choices.supervise == "last_turn":
-        spans = spans[-1:]
-    return _supervised(ids, text, offsets, spans, list(contents))
+    return text, spans
 
 
 def tokenized(tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool) -> BatchEncoding:
@@ -180,20 +175,11 @@ def _with_marks(template: str, begin: str, end: str) -> str:
 def _marked_spans(text: str, marked: str, begin: str, end: str) -> list[Span]:
     if marked.replace(begin, "").replace(end, "") != text:
         raise Unusable("the chat template changes what its {% generation %} blocks print")
-    spans = []
-    pieces = re.split(f"([{begin}{end}])", marked)
-    position = 0
-    opened = None
-    for piece in pieces:
-        if piece == begin and opened is None:
-            opened = position
-        elif piece == end and opened is not None:
-            spans.append(Span(opened, position))
-            opened = None
-        elif piece in (begin, end):
-            raise Unusable("the chat template nests its {% generation %} blocks")
-        else:
-            position += len(piece)
+    marks = re.findall(f"[{begin}{end}]", marked)
+    if any(mark != expected for mark, expected in zip(marks, cycle((begin, end)), strict=False)):
+        raise Unusable("the chat template nests its {% generation %} blocks")
+    places = list(accumulate(map(len, re.split(f"[{begin}{end}]", marked))))  # of the marks, and the end
+    spans = [Span(*place) for place in zip(places[:-1:2], places[1:-1:2], strict=False)]
     if not spans:
         raise Unusable("the chat template prints no {% generation %} block")
     return spans
@@ -252,7 +238,8 @@ def _assistant_spans(messages: list[dict], text: str, render: Render, added: lis
             if len(message) == 2 or index not in turns:  # a message of role and content only: there is no other way
                 raise
             regions.append(_prefix_region(chat, index))
-    closer = _closer(chat, [index for index in turns if regions[index].closing is not None])
+    closing = [index for index in turns if regions[index].closing is not None]
+    closer = _closer(chat, closing[-1]) if closing else None
     spans = [Span(region.start, region.stop) for region in regions]
     for index in turns:
         region = regions[index]
@@ -298,15 +285,13 @@ def _prefix_region(chat: _Chat, index: int) -> Region:
     raise Unusable("the chat template does not show where an assistant's tool call begins and ends")
 
 
-def _closer(chat: _Chat, turns: list[int]) -> str | None:
-    """The added token with which the template ends a conversation's last turn, and so the one the target stops at.
+def _closer(chat: _Chat, last: int) -> str | None:
+    """The added token with which the template ends a conversation's `last` turn, and so the one the target stops at.
 
     What only follows turns in the middle is not taken for one: it may be the header of the next message.
     """
-    if not turns:
-        return None
-    rendered = chat.render([*chat.messages[: turns[-1]], chat.marked[turns[-1]]])
-    return chat.leading_token(chat.around_marks(rendered, turns[-1])[1])
+    rendered = chat.render([*chat.messages[:last], chat.marked[last]])
+    return chat.leading_token(chat.around_marks(rendered, last)[1])
 
 
 def _turn_start(chat: _Chat, index: int, previous: int, region: Region) -> int:
@@ -332,16 +317,9 @@ def _turn_start(chat: _Chat, index: int, previous: int, region: Region) -> int:
 
 def _common_prefix(a: str, b: str) -> int:
     """Length of the longest common prefix, by bisection: comparing slices is far faster than a loop."""
-    low, high = 0, min(len(a), len(b))
-    if a.startswith(b[:high]):
-        return high
-    while high - low > 1:
-        middle = (low + high) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle
-    return low
+    if a.startswith(b):
+        return len(b)
+    return bisect_left(range(1, len(b) + 1), True, key=lambda length: not a.startswith(b[:length]))
 
 
 # From characters to tokens -------------------------------------------------------------------------------------------

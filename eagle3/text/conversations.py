@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -12,10 +11,11 @@ from typing import Any
 from eagle3.console import Progress
 from eagle3.errors import UserError, shown
 from eagle3.parsing import parse_json
-from eagle3.text.download import downloaded_rows, is_dataset, is_slice, source_of_id
+from eagle3.text.download import DatasetSource, downloaded_rows, is_dataset, is_slice, source_of_id
 from eagle3.text.files import KINDS, file_rows, require_kind
 from eagle3.text.malformed import LISTED, UNKNOWN_ROLE, Malformed, MalformedRows, by_reason, first_readable
 from eagle3.text.presets import preset_source
+from eagle3.text.standard_library import SOURCES
 
 FORMS = "`messages` (role, content), `conversations` (from, value) or `text`"
 # Where people's data keep an assistant's thoughts: Qwen3 and SGLang, vLLM, gpt-oss. The first is ours.
@@ -66,15 +66,7 @@ def read_conversations(
     downloads: Path | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> list[Conversation]:
-    """The conversations of all sources, in order; with `limit` the first so many.
-
-    A source is a .json, .jsonl or .parquet file, a folder of those, `standard_library` (conversations), `standard_library:files`,
-    `standard_library:held_out_files` (texts), `preset:NAME` (see eagle3.text.presets) or a dataset id; the last two may end in `@revision`, and an id names another split than "train"
-    as `owner/name:split`. A row has `messages` (OpenAI), `conversations` (ShareGPT) or `text`. malformed: counts the rows that
-    cannot be read, which are left out or, at the end, refused together; None to refuse them. downloads: folder where the
-    rows of datasets are kept, so that they travel once; None to keep none. report: gets progress lines. Raises UserError
-    for a source that cannot be read, or of which no row can, and for malformed rows.
-    """
+    """`iterate_conversations`, all at once."""
     return list(iterate_conversations(sources, limit, malformed=malformed, downloads=downloads, report=report))
 
 
@@ -86,16 +78,31 @@ def iterate_conversations(
     downloads: Path | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> Iterator[Conversation]:
-    """`read_conversations` one by one, so that no more than one need be held."""
+    """The conversations of all sources, in order, no more than one of which is held; with `limit` the first so many.
+
+    A source is a .json, .jsonl or .parquet file, a folder of those, `standard_library` (conversations), `standard_library:files`,
+    `standard_library:held_out_files` (texts), `preset:NAME` (see eagle3.text.presets) or a dataset id; the last two may end in `@revision`, and an id names another split than "train"
+    as `owner/name:split`. A row has `messages` (OpenAI), `conversations` (ShareGPT) or `text`. malformed: counts the rows that
+    cannot be read, which are left out or, at the end, refused together; None to refuse them. downloads: folder where the
+    rows of datasets are kept, so that they travel once; None to keep none. report: gets progress lines. Raises UserError
+    for a source that cannot be read, or of which no row can, and for malformed rows.
+    """
     malformed = malformed or MalformedRows()
     done = 0
     for source in sources:
         wanted = None if limit is None else limit - done
-        if wanted == 0 or (malformed.refused and not _is_here(source)):  # no download before a refusal
+        if wanted == 0:
             break
         before, earlier = done, malformed.counts.copy()
         progress = Progress(report, f"reading {source}", wanted, "conversations")
-        for origin, row in _rows(source, wanted, downloads, report):
+        dataset = dataset_of(source)
+        if dataset and malformed.refused:  # no download before a refusal
+            break
+        if dataset:
+            rows = downloaded_rows(dataset, wanted, downloads, report, _conversation)
+        else:
+            rows = first_readable(_local_rows(source), _conversation, wanted)
+        for origin, row in rows:
             if isinstance(row, Malformed):
                 malformed.add(origin, row)
                 if done == before and malformed.refused and (malformed.counts - earlier).total() == LISTED:
@@ -104,51 +111,28 @@ def iterate_conversations(
                 yield row
                 done += 1
                 progress.advance()
-        if done == before:
-            _require_rows(source, malformed, malformed.counts - earlier)
+        flaws = malformed.counts - earlier
+        if done == before and not flaws:
+            raise UserError(f"{source}: holds no rows; give data with at least one conversation")
+        if done == before and malformed.drop:
+            raise UserError(
+                f"{source}: no row can be read ({by_reason(flaws)}); give other data, or leave out {malformed.setting} to see "
+                "what is wrong"
+            )
         progress.end()
     if malformed.refused:
         raise malformed.refusal(sources, done + malformed.counts.total())
 
 
-def _require_rows(source: str, malformed: MalformedRows, flaws: Counter[str]) -> None:
-    """Raises UserError for a source of which no row could be read, unless its malformed rows are refused anyway."""
-    if not flaws:
-        raise UserError(f"{source}: holds no rows; give data with at least one conversation")
-    if malformed.drop:
-        raise UserError(
-            f"{source}: no row can be read ({by_reason(flaws)}); give other data, or leave out {malformed.setting} to see "
-            "what is wrong"
-        )
-
-
-def _is_here(source: str) -> bool:
-    """Whether it needs no download."""
-    return source.partition(":")[0] == "standard_library" or Path(source).expanduser().exists()
-
-
-def _rows(
-    source: str, wanted: int | None, downloads: Path | None, report: Callable[[str], None]
-) -> Iterator[tuple[str, Conversation | Malformed]]:
-    """By origin, up to the `wanted`-th conversation of one source, or all."""
-    require_source(source)
+def dataset_of(source: str) -> DatasetSource | None:
+    """The dataset that a source names; None for what is on this machine. Raises UserError for a source that is none, as far as
+    that can be told without reading it."""
     path = Path(source).expanduser()
     if source.startswith("preset:"):
-        return downloaded_rows(preset_source(source), wanted, downloads, report, _read)
+        return preset_source(source)
     if source.partition(":")[0] == "standard_library":
-        return first_readable(_library_rows(source), _read, wanted)
-    if path.is_dir():
-        return first_readable(chain.from_iterable(map(file_rows, _files(path))), _read, wanted)
-    if path.is_file():
-        return first_readable(file_rows(path), _read, wanted)
-    return downloaded_rows(source_of_id(source), wanted, downloads, report, _read)
-
-
-def require_source(source: str) -> None:
-    """Raises UserError for a source that is none, as far as that can be told without reading it."""
-    path = Path(source).expanduser()
-    if source.startswith("preset:"):
-        preset_source(source)
+        if source not in SOURCES:
+            raise UserError(f"{source}: no such part of the standard library; name one of {', '.join(SOURCES)}")
     elif path.is_dir():
         if not _files(path):
             raise UserError(f"{source}: this folder holds no {', '.join(KINDS)} file; name the folder that does")
@@ -161,49 +145,38 @@ def require_source(source: str) -> None:
             f"{source}: slices of a split are not taken; leave [...] out, and bound the rows with data.max_samples "
             "(regenerate.py: --limit)"
         )
-    elif source.partition(":")[0] != "standard_library" and (
-        not is_dataset(source) or path.suffix in (*KINDS, ".csv", ".txt", ".gz")
-    ):
+    elif not is_dataset(source) or path.suffix in (*KINDS, ".csv", ".txt", ".gz"):
         place = "" if Path(source).is_absolute() else f" in {Path.cwd()}"
         raise UserError(f"{source}: no such file or folder{place}; fix the path in data.train or data.held_out")
+    else:
+        return source_of_id(source)
+    return None
 
 
 def _files(folder: Path) -> list[Path]:
     return sorted(file for file in folder.iterdir() if file.suffix in KINDS)
 
 
-def _library_rows(source: str) -> Iterator[tuple[str, Any]]:
-    from eagle3.text.standard_library import SOURCES
-
-    if source not in SOURCES:
-        raise UserError(f"{source}: no such part of the standard library; name one of {', '.join(SOURCES)}")
-    for number, row in enumerate(SOURCES[source](), 1):
-        yield f"{source} row {number}", row
-
-
-def _read(origin: str, row: Any) -> Conversation | Malformed:
-    if isinstance(row, Malformed):
-        return row
-    try:
-        return _conversation(origin, row)
-    except Malformed as flaw:
-        return flaw
+def _local_rows(source: str) -> Iterator[tuple[str, Any]]:
+    if source in SOURCES:
+        return ((f"{source} row {number}", row) for number, row in enumerate(SOURCES[source](), 1))
+    path = Path(source).expanduser()
+    return chain.from_iterable(map(file_rows, _files(path) if path.is_dir() else [path]))
 
 
 def _conversation(origin: str, row: Any) -> Conversation:
-    if not isinstance(row, dict):
-        raise Malformed("not an object", f"the row is {shown(row)}, not an object with {FORMS}")
+    if isinstance(row, Malformed):
+        raise row
+    _require(row, dict, "not an object", "the row", f"an object with {FORMS}")
     for key in ("messages", "conversations"):
         if row.get(key) is not None:
-            if not isinstance(row[key], list):
-                raise Malformed(f"{key}: not a list", f"{key} is {shown(row[key])}, not a list of messages")
+            _require(row[key], list, f"{key}: not a list", key, "a list of messages")
             messages = [_message(f"{key}[{index}]", message) for index, message in enumerate(row[key])]
             if key == "conversations" and row.get("system"):
                 messages.insert(0, {"role": "system", "content": _content("system", row["system"])})
             return Conversation(origin, tuple(messages), None, _tools(row.get("tools")))
     if row.get("text") is not None:
-        if not isinstance(row["text"], str):
-            raise Malformed("text: not a string", f"text is {shown(row['text'])}, not a string")
+        _require(row["text"], str, "text: not a string", "text", "a string")
         return Conversation(origin, None, row["text"])
     raise Malformed(
         "neither messages, conversations nor text",
@@ -211,10 +184,15 @@ def _conversation(origin: str, row: Any) -> Conversation:
     )
 
 
+def _require(value: Any, kind: type, reason: str, where: str, wanted: str) -> None:
+    """Raises Malformed for a value of another kind than is wanted there."""
+    if not isinstance(value, kind):
+        raise Malformed(reason, f"{where} is {shown(value)}, not {wanted}")
+
+
 def _message(where: str, message: Any) -> dict:
     """The OpenAI form of one message, its further keys (reasoning_content, tool_calls, ...) kept. Raises Malformed, as all below."""
-    if not isinstance(message, dict):
-        raise Malformed("a message is no object", f"{where} is {shown(message)}, not an object with role and content")
+    _require(message, dict, "a message is no object", where, "an object with role and content")
     role_key, content_key = ("from", "value") if "from" in message and "role" not in message else ("role", "content")
     name = message.get(role_key)
     role = ROLES.get(name.lower()) if isinstance(name, str) else None
@@ -225,8 +203,7 @@ def _message(where: str, message: Any) -> dict:
     if reasoning := _reasoning(where, message):
         further["reasoning_content"] = reasoning
     if calls := _parsed(where, "tool_calls", message.get("tool_calls")):
-        if not isinstance(calls, list):
-            raise Malformed("tool_calls: not a list", f"{where}: tool_calls is {shown(calls)}, not a list of calls")
+        _require(calls, list, "tool_calls: not a list", f"{where}: tool_calls", "a list of calls")
         further["tool_calls"] = [_tool_call(f"{where}: tool_calls", call) for call in calls]
     content = message.get(content_key)
     if content is None and not (role == "assistant" and further):
@@ -237,13 +214,11 @@ def _message(where: str, message: Any) -> dict:
 def _content(where: str, content: Any) -> str:
     if isinstance(content, str):
         return content
-    if not isinstance(content, list):
-        raise Malformed(
-            "content: not text", f"{where}: content is {shown(content)}, not a string or a list of text parts"
-        )
+    reason = "content: not text"
+    _require(content, list, reason, f"{where}: content", "a string or a list of text parts")
     for part in content:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise Malformed("content: not text", f"{where}: content part {shown(part)} is not text")
+            raise Malformed(reason, f"{where}: content part {shown(part)} is not text")
     return "".join(part["text"] for part in content)
 
 
@@ -251,8 +226,7 @@ def _reasoning(where: str, message: dict) -> str | None:
     """What a message keeps of its thoughts under any of the names that people's data have for it."""
     found = {key: message[key] for key in REASONING_KEYS if message.get(key)}
     for key, value in found.items():
-        if not isinstance(value, str):
-            raise Malformed(f"{key}: not a string", f"{where}: {key} is {shown(value)}, not a string")
+        _require(value, str, f"{key}: not a string", f"{where}: {key}", "a string")
     if len(set(found.values())) > 1:
         raise Malformed(
             "reasoning under several names", f"{where}: {' and '.join(found)} differ, and one of them is taken"
@@ -282,13 +256,9 @@ def _tool_call(where: str, call: Any) -> dict:
         inner = {key: value for key, value in call.items() if key not in ("id", "type")}
     if not (isinstance(inner.get("name"), str) and inner["name"]):
         raise Malformed("tool_calls: not a call", f"{where}: {shown(call)} names no function")
-    return {**outer, "function": _with_arguments(where, inner)}
-
-
-def _with_arguments(where: str, function: dict) -> dict:
-    if not isinstance(function.get("arguments"), str):
-        return function
-    return {**function, "arguments": _parsed(where, "arguments", function["arguments"]) or {}}
+    if isinstance(inner.get("arguments"), str):
+        inner = {**inner, "arguments": _parsed(where, "arguments", inner["arguments"]) or {}}
+    return {**outer, "function": inner}
 
 
 def _tools(tools: Any) -> list | None:

@@ -89,7 +89,7 @@ def downloaded_rows(
     wanted: int | None,
     folder: Path | None,
     report: Callable[[str], None],
-    read: Callable[[str, Any], Row | Malformed],
+    read: Callable[[str, Any], Row],
 ) -> Iterator[tuple[str, Row | Malformed]]:
     """(origin, what `read` makes of origin and row) of the rows that the source's `convert` lets through, up to the `wanted`-th
     that can be read, or all.
@@ -101,18 +101,17 @@ def downloaded_rows(
     if folder is None:
         yield from first_readable(_converted(source, report), read, wanted)
         return
-    copy = source.copy(folder, wanted)
-    whole = source.copy(folder, None)
-    if not copy.is_file() and not whole.is_file():
-        with beside(copy) as temporary:
-            partial = temporary / copy.name
-            with partial.open("w", encoding="utf-8") as lines:
-                yield from first_readable(_written(_converted(source, report), lines), read, wanted)
-            publish(partial, copy)
+    copy, whole = source.copy(folder, wanted), source.copy(folder, None)
+    kept = next((path for path in (copy, whole) if path.is_file()), None)
+    if kept:
+        report(f"{source.source}: read from {kept}; delete it to download the rows anew")
+        yield from first_readable(_copied(kept), read, wanted)
         return
-    kept = copy if copy.is_file() else whole
-    report(f"{source.source}: read from {kept}; delete it to download the rows anew")
-    yield from first_readable(_copied(kept), read, wanted)
+    with beside(copy) as temporary:
+        partial = temporary / copy.name
+        with partial.open("w", encoding="utf-8") as lines:
+            yield from first_readable(_written(_converted(source, report), lines), read, wanted)
+        publish(partial, copy)
 
 
 def _written(rows: Iterable[tuple[str, Any]], lines: TextIO) -> Iterator[tuple[str, Any]]:

@@ -4,6 +4,7 @@ import multiprocessing
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Literal, NamedTuple
@@ -27,56 +28,62 @@ LONGEST_ROW, LONGEST_TOKEN = 1 << 24, 16
 class Problem(NamedTuple):
     kind: Literal["unusable", "too_long", "too_large"]
     reason: str  # without anything of the sample's own, so that problems can be counted by reason
-    detail: str  # of this sample
+    detail: str = ""  # of this sample
 
 
 class Outcome(NamedTuple):
     """What became of one conversation: ids int32 [T] and loss_mask bool [T], still whole where it is to be split, and how many
     of its answers are empty; or a problem."""
 
-    ids: np.ndarray | None
-    loss_mask: np.ndarray | None
-    truncated: bool
-    problem: Problem | None
+    ids: np.ndarray | None = None
+    loss_mask: np.ndarray | None = None
+    truncated: bool = False
+    problem: Problem | None = None
     empty_answers: int = 0
 
 
 @dataclass(frozen=True)
 class SampleEncoder:
-    """How to encode. max_length: tokens. too_long: cut a longer sample ("truncate"), leave a text whole for `split` to cut, or
-    call it a problem ("refuse"). choices: what of a conversation is rendered and supervised."""
+    """How conversations become samples. chat_template: Jinja source, or None for the tokenizer's own. max_length: tokens.
+    too_long: cut a longer sample ("truncate"), leave a text whole for `split` to cut, or call it a problem. unusable, malformed:
+    what to do with samples for which there is no mask, and rows that cannot be read. choices: what of a conversation is rendered
+    and supervised."""
 
     tokenizer: PreTrainedTokenizerBase
     chat_template: str | None
     max_length: int
-    too_long: Literal["refuse", "truncate", "split"]
+    too_long: Literal["stop", "drop", "truncate", "split"] = "stop"
+    unusable: Literal["stop", "drop"] = "stop"
+    malformed: Literal["stop", "drop"] = "stop"
     choices: Choices = Choices()
 
     def outcome(self, conversation: Conversation) -> Outcome:
         longest = max(LONGEST_ROW, LONGEST_TOKEN * self.max_length)
         if (characters := conversation.characters) > longest:
-            return _refused("too_large", f"more than {longest:,} characters in one row", f"{characters:,} characters")
+            reason = f"more than {longest:,} characters in one row"
+            return Outcome(problem=Problem("too_large", reason, f"{characters:,} characters"))
         try:
             encoded = encode_conversation(self.tokenizer, conversation, self.chat_template, self.choices)
         except Unusable as refusal:
-            return _refused("unusable", refusal.reason)
-        ids, loss_mask, length = encoded.ids, encoded.loss_mask, len(encoded.ids)
+            return Outcome(problem=Problem("unusable", str(refusal)))
+        length = len(encoded.ids)
         too_long = length > self.max_length
-        if too_long and self.too_long == "split":
-            if conversation.messages is not None or self.choices.text == "rendered":
-                reason = f"longer than {self.max_length} tokens, and of conversations a piece would lack its question"
-                return _refused("too_long", reason, f"{length} tokens")
-            return Outcome(ids, loss_mask, False, None)
-        if too_long and self.too_long == "refuse":
-            return _refused("too_long", f"longer than {self.max_length} tokens", f"{length} tokens")
-        ids, loss_mask = ids[: self.max_length], loss_mask[: self.max_length]
+        if too_long and self.too_long != "truncate":
+            reason = f"longer than {self.max_length} tokens"
+            if self.too_long == "split":
+                if conversation.messages is None and self.choices.text == "plain":
+                    return Outcome(encoded.ids, encoded.loss_mask)
+                reason += ", and of conversations a piece would lack its question"
+            return Outcome(problem=Problem("too_long", reason, f"{length} tokens"))
         if length < 2:
-            return _refused("unusable", "fewer than two tokens")
+            return Outcome(problem=Problem("unusable", "fewer than two tokens"))
+        ids, loss_mask = encoded.ids[: self.max_length], encoded.loss_mask[: self.max_length]
         # The draft learns from a supervised token what comes after it, so the last token alone teaches nothing.
         if not loss_mask[:-1].any():
             cut = "all supervised tokens are cut off" if too_long else "no supervised token that another follows"
-            return _refused("unusable", cut)
-        return Outcome(ids, loss_mask, too_long, None, sum(first < self.max_length for first in encoded.empty_answers))
+            return Outcome(problem=Problem("unusable", cut))
+        empty_answers = sum(first < self.max_length for first in encoded.empty_answers)
+        return Outcome(ids, loss_mask, too_long, empty_answers=empty_answers)
 
 
 def split(outcome: Outcome, longest: int) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -85,10 +92,6 @@ def split(outcome: Outcome, longest: int) -> list[tuple[np.ndarray, np.ndarray]]
     starts = range(0, len(outcome.ids), longest)
     pieces = [(outcome.ids[start : start + longest], outcome.loss_mask[start : start + longest]) for start in starts]
     return [piece for piece in pieces if len(piece[0]) > 1]
-
-
-def _refused(kind: Literal["unusable", "too_long", "too_large"], reason: str, detail: str = "") -> Outcome:
-    return Outcome(None, None, False, Problem(kind, reason, detail))
 
 
 def encode_all(
@@ -115,25 +118,24 @@ def _encode_in_processes(
     """Process p encodes chunks p, p + processes, ...; reading them in turn keeps the order and bounds what waits."""
     # spawn: forking a process that has threads (torch's, the tokenizer's) can leave its copy locked for ever.
     context = multiprocessing.get_context("spawn")
-    pipes, started = [], []
+    started: list[tuple[Connection, BaseProcess]] = []
     try:
         for number in range(processes):
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(target=_work, args=(encoder, chunks[number::processes], sender), daemon=True)
             process.start()
             sender.close()  # the process has its own copy; with this one open its death would not be noticed
-            pipes.append(receiver)
-            started.append(process)
-        for number in range(len(chunks)):
+            started.append((receiver, process))
+        for chunk, (receiver, process) in zip(chunks, cycle(started), strict=False):
             try:
-                outcomes = pipes[number % processes].recv()
+                outcomes = receiver.recv()
             except EOFError as error:
-                raise _died(started[number % processes], chunks[number], processes) from error
+                raise _died(process, chunk, processes) from error
             if isinstance(outcomes, Exception):
                 raise outcomes
             yield outcomes
     finally:
-        for process in started:
+        for _, process in started:
             process.terminate()
             process.join()
 

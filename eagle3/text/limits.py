@@ -13,10 +13,8 @@ from eagle3.errors import UserError
 # Llama 3's template, 2 messages of as much 0.1 s.
 SECONDS, SECONDS_A_MESSAGE = 30.0, 0.1
 MEMORY, MEMORY_A_CHARACTER = 1 << 30, 64  # bytes; Python has up to 4 a character, and filters make copies
-CHARACTERS, CHARACTERS_A_CHARACTER = (
-    1 << 20,
-    4,
-)  # of a rendering: JSON escapes, and a system prompt of the template's own
+# Of a rendering: JSON escapes, and a system prompt of the template's own.
+CHARACTERS, CHARACTERS_A_CHARACTER = 1 << 20, 4
 GRACE = 20.0  # seconds, after which the system ends a process whose interpreter never came to take notice
 PAGE = resource.getpagesize()
 

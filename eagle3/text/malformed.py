@@ -78,13 +78,17 @@ def others(counts: Counter[str], named: list[tuple[str, int]]) -> list[str]:
 
 
 def first_readable(
-    rows: Iterable[tuple[str, Any]], read: Callable[[str, Any], Row | Malformed], wanted: int | None
+    rows: Iterable[tuple[str, Any]], read: Callable[[str, Any], Row], wanted: int | None
 ) -> Iterator[tuple[str, Row | Malformed]]:
-    """(origin, what `read` makes of origin and row) up to the `wanted`-th row that can be read, or of all."""
+    """(origin, what `read` makes of origin and row, or the Malformed that it raises) up to the `wanted`-th row that can be read,
+    or of all."""
     readable = 0
     for origin, row in rows:
-        made = read(origin, row)
+        try:
+            made = read(origin, row)
+            readable += 1
+        except Malformed as flaw:
+            made = flaw
         yield origin, made
-        readable += not isinstance(made, Malformed)
         if readable == wanted:
             return

@@ -4,24 +4,23 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from itertools import chain
+from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from eagle3.console import GREEN, PLAIN, WARNING, Progress, waiting
 from eagle3.errors import UserError
-from eagle3.text.cache import DAMAGE, replacing_folder, sealed, unsealed
+from eagle3.text.cache import DAMAGE, opens, replacing_folder, sealed, unsealed
 from eagle3.text.conversations import Conversation, read_conversations
 from eagle3.text.encode import Outcome, Problem, SampleEncoder, encode_all, split
-from eagle3.text.limits import Limits
 from eagle3.text.malformed import LISTED, MalformedRows, others
 from eagle3.text.samples import DamagedSamples, Sample, SampleSet
-from eagle3.text.template import Choices, Unusable, chosen_template, reasoning_key, rendered
+from eagle3.text.template import Unusable, chosen_template, reasoning_key, renderer
 
 SUMMARY = "summary.json"
 FORMAT = 2  # of the cached folders, and of what the mask means; a change makes every cached set be built anew
@@ -80,75 +79,62 @@ class Prepared(NamedTuple):
 
 def prepare_samples(
     sources: list[str],
-    tokenizer: PreTrainedTokenizerBase,
+    encoder: SampleEncoder,
     *,
-    chat_template: str | None,
-    max_length: int,
-    too_long: Literal["stop", "drop", "truncate", "split"],
-    unusable: Literal["stop", "drop"],
     max_samples: int | None,
     workers: int | None,
     cache_dir: Path,
     report: Callable[[str], None],
-    choices: Choices | None = None,
-    malformed: Literal["stop", "drop"] = "stop",
 ) -> Prepared:
     """Read, encode and mask the sources' conversations, or take them from `cache_dir`, where equal work was done before:
     every sample there is compared with its digest, and the set is built anew where one does not fit.
 
-    chat_template: Jinja source, or None for the tokenizer's own. max_length: tokens. max_samples: only the first so many
-    rows that can be read. malformed: what to do with one that cannot; equal work has the same choice. report: gets progress lines and warnings. choices: what is rendered and supervised, default Choices().
-    Raises UserError for what cannot be read or written, for a problem under "stop", and when no sample is left.
+    max_samples: only the first so many rows that can be read. workers: processes at most; default one a core. report: gets
+    progress lines and warnings. Raises UserError for what cannot be read or written, for a problem under "stop", and when no
+    sample is left.
     """
-    choices = choices or Choices()
     cache = Path(cache_dir).expanduser()
-    left_out = MalformedRows(malformed == "drop", "data.malformed=drop")
+    left_out = MalformedRows(encoder.malformed == "drop", "data.malformed=drop")
     conversations = read_conversations(
         sources, max_samples, malformed=left_out, downloads=cache / "downloads", report=report
     )
-    options = [max_length, too_long, unusable, asdict(choices)]
-    if malformed == "drop":  # else the key of sets from before there was a choice
-        options.append("malformed rows dropped")
-    looking = Progress(report, "looking in the cache", len(conversations), "conversations")
-    key = _content_key(conversations, tokenizer, chat_template, options, looking)
-    folder = cache / "tokenized" / key
+    folder = cache / "tokenized" / _content_key(conversations, encoder, report)
     if os.path.exists(folder):
         try:
             found = _open(folder, report)
             return Prepared(found.samples, found.summary.with_malformed(left_out))
         except DamagedSamples as damage:
             report(f"{WARNING}the tokenised data is damaged ({damage.where}: {damage.flaw}); it is built anew")
-    _tell_unshown_roles(conversations, tokenizer, chat_template, choices, report)
-    _tell_unshown_reasoning(conversations, tokenizer, chat_template, choices, report)
-    handling = too_long if too_long in ("truncate", "split") else "refuse"
-    encoder = SampleEncoder(tokenizer, chat_template, max_length, handling, choices)
+    _tell_unshown_roles(conversations, encoder, report)
+    _tell_unshown_reasoning(conversations, encoder, report)
     progress = Progress(report, "tokenising", len(conversations), "conversations")
+    outcomes: list[Outcome] = []
     with progress.also_between():
-        outcomes = list(_counted(encode_all(encoder, conversations, workers), progress))
+        for chunk in encode_all(encoder, conversations, workers):
+            outcomes += chunk
+            progress.advance(len(chunk))
     problems = [(row.origin, got.problem) for row, got in zip(conversations, outcomes, strict=True) if got.problem]
-    too_large = "drop" if "drop" in (too_long, malformed) else "stop"
-    _stop_at_problem(problems, {"too_large": too_large, "too_long": too_long, "unusable": unusable})
+    _stop_at_problem(problems, encoder)
     kept = [outcome for outcome in outcomes if outcome.problem is None]
     dropped = Counter(problem.reason for _, problem in problems)
     if not kept:
-        reason, count = dropped.most_common(1)[0]
+        [(reason, count)] = dropped.most_common(1)
         raise UserError(
             f"{', '.join(sources)}: no usable sample among {len(outcomes)} ({count}: {reason}); give other data"
         )
-    samples = [piece for outcome in kept for piece in split(outcome, max_length)]
+    packed = SampleSet.pack([piece for outcome in kept for piece in split(outcome, encoder.max_length)])
     summary = Summary(
         rows=len(outcomes),
-        kept=len(samples),
+        kept=len(packed),
         truncated=sum(outcome.truncated for outcome in kept),
-        tokens=sum(len(ids) for ids, _ in samples),
-        supervised=sum(int(loss_mask.sum()) for _, loss_mask in samples),
+        tokens=len(packed.ids),
+        supervised=int(packed.loss_mask.sum()),
         dropped=dict(dropped),
         kinds={problem.reason: problem.kind for _, problem in problems},
         examples={problem.reason: origin for origin, problem in reversed(problems)},
         empty_answers=sum(outcome.empty_answers for outcome in kept),
     )
-    with waiting(report, "writing the tokenised data"), replacing_folder(folder, keep=_is_whole) as temporary:
-        packed = SampleSet.pack(samples)
+    with waiting(report, "writing the tokenised data"), replacing_folder(folder, partial(opens, _open)) as temporary:
         packed.write(temporary)
         record = {**asdict(summary), "samples": packed.checksum}
         (temporary / SUMMARY).write_text(sealed(record), encoding="utf-8")
@@ -167,79 +153,58 @@ def preview(sample: Sample, tokenizer: PreTrainedTokenizerBase, color: bool) -> 
     return "".join(shown)
 
 
-def _content_key(
-    conversations: Sequence[Conversation],
-    tokenizer: PreTrainedTokenizerBase,
-    chat_template: str | None,
-    options: list,
-    progress: Progress,
-) -> str:
-    digest = hashlib.sha256()
+def _content_key(conversations: Sequence[Conversation], encoder: SampleEncoder, report: Callable[[str], None]) -> str:
+    """The same for the same conversations under the same rules, 32 hexadecimal digits."""
+    tokenizer = encoder.tokenizer
+    options = [encoder.max_length, encoder.too_long, encoder.unusable, asdict(encoder.choices)]
+    if encoder.malformed == "drop":  # else the key of sets from before there was a choice
+        options.append("malformed rows dropped")
     # The special tokens are template variables beside the vocabulary; JSON keeps the parts apart.
     backend = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else type(tokenizer).__name__
-    template = chat_template or tokenizer.chat_template
-    rules = [FORMAT, options, template, tokenizer.special_tokens_map, backend]
-    for part in chain([rules], _contents(conversations, progress)):
-        digest.update(json.dumps(part, default=str).encode() + b"\n")
+    template = encoder.chat_template or tokenizer.chat_template
+    digest = hashlib.sha256(_json_line([FORMAT, options, template, tokenizer.special_tokens_map, backend]))
+    progress = Progress(report, "looking in the cache", len(conversations), "conversations")
+    for row in conversations:
+        digest.update(_json_line([row.messages, row.text, row.tools]))
+        progress.advance()
     return digest.hexdigest()[:32]
 
 
-def _contents(conversations: Sequence[Conversation], progress: Progress) -> Iterator[tuple]:
-    # Key order counts: templates print tool calls and schemas in it.
-    for row in conversations:
-        yield row.messages, row.text, row.tools
-        progress.advance()
+def _json_line(value: list) -> bytes:
+    """Key order counts: templates print tool calls and schemas in it."""
+    return json.dumps(value, default=str).encode() + b"\n"
 
 
 def _tell_unshown_reasoning(
-    conversations: Sequence[Conversation],
-    tokenizer: PreTrainedTokenizerBase,
-    chat_template: str | None,
-    choices: Choices,
-    report: Callable[[str], None],
+    conversations: Sequence[Conversation], encoder: SampleEncoder, report: Callable[[str], None]
 ) -> None:
     """Thoughts that the template cannot show are lost, which a user who keeps them should know."""
     thinking = sum(any("reasoning_content" in message for message in row.messages or ()) for row in conversations)
-    template = chat_template or tokenizer.chat_template
-    if thinking and choices.reasoning == "keep" and isinstance(template, str) and reasoning_key(template) is None:
+    template = encoder.chat_template or encoder.tokenizer.chat_template
+    if thinking and encoder.choices.reasoning == "keep" and isinstance(template, str) and not reasoning_key(template):
         report(
             f"{WARNING}the chat template shows no reasoning, so that of {thinking:,} conversations is left out of the samples"
         )
 
 
 def _tell_unshown_roles(
-    conversations: Sequence[Conversation],
-    tokenizer: PreTrainedTokenizerBase,
-    chat_template: str | None,
-    choices: Choices,
-    report: Callable[[str], None],
+    conversations: Sequence[Conversation], encoder: SampleEncoder, report: Callable[[str], None]
 ) -> None:
     """A template that prints what is said and not by whom is hardly the one that the target is served with."""
     first = next((row for row in conversations if row.messages), None)
-    if first is None or not (chat_template or tokenizer.chat_template):
+    if first is None or not (encoder.chat_template or encoder.tokenizer.chat_template):
         return
-    template = chosen_template(tokenizer, chat_template, None, first.origin)
-    pair = {"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}
-    texts = []
+    template = chosen_template(encoder.tokenizer, encoder.chat_template, None, first.origin)
+    question, answer = {"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}
+    talk = Conversation(first.origin, (question, answer), None)
+    render = renderer(encoder.tokenizer, template, talk, encoder.choices)
     with suppress(Unusable):  # one that refuses a conversation knows its roles
-        for messages in (pair, ({**pair[0], "role": "assistant"}, {**pair[1], "role": "user"})):
-            limits = Limits(first.origin, len(messages), sum(len(message["content"]) for message in messages))
-            texts.append(rendered(tokenizer, template, None, limits, messages, variables=choices.variables()))
-    if len(texts) == 2 and texts[0] == texts[1]:
-        named = "data.chat_template" if chat_template else "the tokenizer's chat template"
-        report(f"{WARNING}{named} prints a user's and an assistant's messages alike; is the target served with it?")
+        if render(talk.messages) == render([{**question, "role": "assistant"}, {**answer, "role": "user"}]):
+            named = "data.chat_template" if encoder.chat_template else "the tokenizer's chat template"
+            report(f"{WARNING}{named} prints a user's and an assistant's messages alike; is the target served with it?")
 
 
-def _is_whole(folder: Path) -> bool:
-    """Nodes that share a cache make the same set at the same time."""
-    try:
-        _open(folder, lambda line: None)
-    except DamagedSamples:
-        return False
-    return True
-
-
-def _open(folder: Path, report: Callable[[str], None]) -> Prepared:
+def _open(folder: Path, report: Callable[[str], None] = lambda line: None) -> Prepared:
     """What lies in `folder`, after a look at all of it. Raises DamagedSamples."""
     try:
         record, checked = unsealed((folder / SUMMARY).read_text(encoding="utf-8"))
@@ -263,15 +228,11 @@ def _open(folder: Path, report: Callable[[str], None]) -> Prepared:
     return Prepared(samples, replace(summary, cached=True))
 
 
-def _counted(chunks: Iterator[list[Outcome]], progress: Progress) -> Iterator[Outcome]:
-    for chunk in chunks:
-        yield from chunk
-        progress.advance(len(chunk))
-
-
-def _stop_at_problem(problems: list[tuple[str, Problem]], policies: dict[str, str]) -> None:
+def _stop_at_problem(problems: list[tuple[str, Problem]], encoder: SampleEncoder) -> None:
     """Raise for the first problem whose policy is not "drop", and count its like."""
-    stopping = [(origin, problem) for origin, problem in problems if policies[problem.kind] != "drop"]
+    policies = {"unusable": [encoder.unusable], "too_long": [encoder.too_long]}
+    policies["too_large"] = [encoder.too_long, encoder.malformed]
+    stopping = [(origin, problem) for origin, problem in problems if "drop" not in policies[problem.kind]]
     if not stopping:
         return
     origin, problem = stopping[0]

@@ -7,6 +7,7 @@ from functools import cache, partial
 from pathlib import Path
 
 import yaml
+from pydantic import TypeAdapter
 
 from eagle3.errors import UserError
 from eagle3.text.download import DatasetSource
@@ -44,11 +45,7 @@ class Preset:
 def presets() -> dict[str, Preset]:
     """All presets by name."""
     table = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-    return {name: Preset(**{key: _frozen(value) for key, value in of.items()}) for name, of in table.items()}
-
-
-def _frozen(value: str | list[str]) -> str | tuple[str, ...]:
-    return tuple(value) if isinstance(value, list) else value
+    return TypeAdapter(dict[str, Preset]).validate_python(table)
 
 
 def preset_source(source: str) -> DatasetSource:

@@ -27,15 +27,15 @@ class Turns(NamedTuple):
     """How a template writes an assistant's turns.
 
     prompts: what may stand before one: the generation prompt, and what the history shows of it where that is less. anchor: the
-    first added token of each, `before` characters after its beginning. closer: the added token that ends a turn. others:
-    added tokens that begin another message, so that a turn in which one stands has lost its closer.
+    first added token of each, `before` characters after its beginning. closer: the added token that ends a turn. ends: that, and
+    the added tokens that begin another message, so that a turn in which one of those comes first has lost its closer.
     """
 
     prompts: tuple[str, ...]
     anchor: str
     before: int
     closer: str
-    others: frozenset[str]
+    ends: frozenset[str]
 
 
 def turns_of(render: Render, added: Sequence[str]) -> Turns:
@@ -61,9 +61,8 @@ def turns_of(render: Render, added: Sequence[str]) -> Turns:
     short = len(shown) > anchor.start() and prompt.startswith(shown) and token.search(shown)
     following = [found[0] for found in token.finditer(_between(talk, ANSWER, NEXT))]
     others = [*(following[1:2] if following[:1] == [closer[0]] else following[:1]), *_result_token(render, token)]
-    return Turns(
-        (prompt, shown) if short else (prompt,), anchor[0], anchor.start(), closer[0], frozenset([anchor[0], *others])
-    )
+    prompts = (prompt, shown) if short else (prompt,)
+    return Turns(prompts, anchor[0], anchor.start(), closer[0], frozenset([closer[0], anchor[0], *others]))
 
 
 def _result_token(render: Render, token: re.Pattern) -> list[str]:
@@ -85,13 +84,12 @@ def turn_spans(text: str, tokens: Sequence[AddedToken], turns: Turns, bos: str) 
     for number, token in enumerate(tokens):
         opening = token.start - turns.before
         prompt = next((prompt for prompt in turns.prompts if text.startswith(prompt, opening)), None)
-        if token.content != turns.anchor or opening < 0 or prompt is None:
-            continue
-        if not text[:opening].removeprefix(bos).strip():
+        opens_text = opening < 0 or not text[:opening].removeprefix(bos).strip()
+        if token.content != turns.anchor or prompt is None or opens_text:
             continue
         start = opening + len(prompt)
-        ends = (one for one in tokens[number + 1 :] if one.start >= start)
-        end = next((one for one in ends if one.content == turns.closer or one.content in turns.others), None)
+        ends = (one for one in tokens[number + 1 :] if one.start >= start and one.content in turns.ends)
+        end = next(ends, None)
         if end is None or end.content != turns.closer:
             raise Unusable(f"the rendered text has an assistant turn without its {turns.closer}")
         spans.append((start, end.stop))
@@ -112,10 +110,9 @@ def _between(text: str, begin: str, end: str | None = None) -> str:
 
 def _common_pieces(a: str, b: str, token: re.Pattern) -> str:
     """The longest beginning that both have in common and that ends beside an added token, or with one of the texts."""
-    cuts = [0, *(edge for found in token.finditer(a) for edge in found.span()), len(a)]
-    shared = [cut for cut in cuts if b.startswith(a[:cut]) and _is_edge(b, cut, token)]
+    shared = (cut for cut in _edges(a, token) & _edges(b, token) if b.startswith(a[:cut]))
     return a[: max(shared)]
 
 
-def _is_edge(text: str, cut: int, token: re.Pattern) -> bool:
-    return cut in (0, len(text)) or any(cut in found.span() for found in token.finditer(text))
+def _edges(text: str, token: re.Pattern) -> set[int]:
+    return {0, len(text), *(edge for found in token.finditer(text) for edge in found.span())}

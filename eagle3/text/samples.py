@@ -212,11 +212,7 @@ class SampleSet:
         draws = np.array([int.from_bytes(digest[:8], "little") for digest in hashes], np.uint64)
         if (draws == draws[0]).all():
             raise UserError(f"data: all {len(self)} samples are identical, so none can be held out; add other data")
-        held_out = draws < fraction * 2.0**64
-        if not held_out.any():
-            held_out = draws == draws.min()
-        elif held_out.all():
-            held_out = draws != draws.max()
+        held_out = ((draws < fraction * 2.0**64) | (draws == draws.min())) & (draws != draws.max())
         return Split(self.subset(np.flatnonzero(~held_out)), self.subset(np.flatnonzero(held_out)))
 
     def token_chunks(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -5,14 +5,16 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from eagle3.errors import UserError, shown
-from eagle3.text.conversations import REASONING_KEYS
+from eagle3.text.conversations import REASONING_KEYS, Conversation
 from eagle3.text.limits import Limits
+from eagle3.text.template_source import check_variables
 
 THOUGHTS_END = "</think>"
 PROBED, RESULT = "probed_value", "probed_result"
@@ -21,11 +23,7 @@ Render = Callable[..., str]  # (messages, generation_prompt=False) -> text
 
 
 class Unusable(ValueError):
-    """A conversation for which no mask is surely right; `reason` says why, without anything of the sample's own."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+    """A conversation for which no mask is surely right; the message says why, without anything of the sample's own."""
 
 
 @dataclass(frozen=True)
@@ -50,15 +48,16 @@ class Choices:
 
 
 def rendered(
+    messages: Sequence[dict],
+    generation_prompt: bool = False,
+    *,
     tokenizer: PreTrainedTokenizerBase,
     template: str,
     tools: list | None,
     limits: Limits,
-    messages: Sequence[dict],
-    generation_prompt: bool = False,
-    variables: Mapping[str, Any] | None = None,
+    variables: Mapping[str, Any],
 ) -> str:
-    """Messages as text. template: Jinja source; limits: of the row; variables: further ones that it may read. Raises UserError
+    """Messages as text. template: Jinja source; limits: of the row; variables: what it may read beside them. Raises UserError
     where the template is none, or exceeds the limits, and Unusable where it refuses the messages."""
 
     def render() -> str:
@@ -69,7 +68,7 @@ def rendered(
                 chat_template=template,
                 add_generation_prompt=generation_prompt,
                 tokenize=False,
-                **(variables or {}),
+                **variables,
             )
         except MemoryError:  # the limits say what that means
             raise
@@ -81,6 +80,20 @@ def rendered(
             raise Unusable(f"the chat template refuses it ({type(error).__name__}: {error!s:.200})") from error
 
     return limits.keep(render)
+
+
+def renderer(tokenizer: PreTrainedTokenizerBase, template: str, conversation: Conversation, choices: Choices) -> Render:
+    """`rendered` with this template, the conversation's tools, and limits for all of its renderings together. Raises UserError for
+    a variable among the choices that the template does not mention."""
+    check_variables(template, choices.template_variables)
+    return partial(
+        rendered,
+        tokenizer=tokenizer,
+        template=template,
+        tools=conversation.tools,
+        limits=Limits(conversation.origin, len(conversation.messages or ()), conversation.characters),
+        variables=choices.variables(),
+    )
 
 
 def chosen_template(
@@ -118,18 +131,15 @@ def as_template_reads(
     """
     key = reasoning_key(template) or REASONING_KEYS[0]
     form = call_form(render) if any(message.get("tool_calls") for message in messages) else CallForm()
-    changed = []
-    for message in messages:
+    changed = [dict(message) for message in messages]
+    for message in changed:
         if message["role"] == "assistant":
-            thoughts = message.get(REASONING_KEYS[0])
-            message = {name: value for name, value in message.items() if name != REASONING_KEYS[0]}
-            if reasoning == "drop":
-                before, end, answer = message["content"].rpartition(THOUGHTS_END)
-                message["content"] = answer.lstrip("\n") if end else message["content"]
-            elif thoughts is not None:
+            thoughts = message.pop(REASONING_KEYS[0], None)
+            if reasoning == "drop" and THOUGHTS_END in message["content"]:
+                message["content"] = message["content"].rpartition(THOUGHTS_END)[2].lstrip("\n")
+            elif reasoning == "keep" and thoughts is not None:
                 message[key] = thoughts
-            message = form.applied(message)
-        changed.append(message)
+            message.update(form.applied(message))
     return changed
 
 

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
 from eagle3.console import Progress
-from eagle3.durable import publish
+from eagle3.durable import write_bytes
 from eagle3.errors import UserError
 from eagle3.text.samples import SampleSet
 
@@ -36,9 +36,7 @@ class DraftVocabulary:
     @property
     def draft_ids(self) -> torch.Tensor:
         """LongTensor [target vocabulary]: the draft token of each target token, -1 where there is none."""
-        ids = torch.full((len(self.t2d),), -1)
-        ids[self.t2d] = torch.arange(self.size)
-        return ids
+        return torch.where(self.t2d, self.t2d.cumsum(0) - 1, -1)
 
     @property
     def digest(self) -> str:
@@ -61,8 +59,7 @@ def choose_vocabulary(
         )
     counts = _supervised_counts(samples, target_vocab_size, report)
     chosen = np.sort(np.argsort(-counts, kind="stable")[:size])
-    t2d = torch.zeros(target_vocab_size, dtype=torch.bool)
-    t2d[torch.from_numpy(chosen)] = True
+    t2d = torch.from_numpy(np.isin(np.arange(target_vocab_size), chosen))
     vocabulary = DraftVocabulary(torch.from_numpy(chosen - np.arange(size)), t2d)
     return vocabulary, _share(counts, chosen)
 
@@ -77,11 +74,7 @@ def coverage(
 
 def save_vocabulary(vocabulary: DraftVocabulary, path: Path) -> None:
     """Write d2t and t2d as safetensors, under the names they have in an exported draft."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(
-        save({"d2t": vocabulary.d2t, "t2d": vocabulary.t2d})
-    )  # save_file would let its owner alone read it
-    publish(partial, path)
+    write_bytes(path, save({"d2t": vocabulary.d2t, "t2d": vocabulary.t2d}))  # save_file lets its owner alone read it
 
 
 def load_vocabulary(path: Path, target_vocab_size: int) -> DraftVocabulary:
