@@ -14,7 +14,7 @@ from eagle3.console import Console, Say, silence_libraries, waiting
 from eagle3.errors import UserError, run_command, shown
 from eagle3.parsing import parse_json
 from eagle3.regeneration.answers import AnswerFile
-from eagle3.regeneration.endpoint import endpoint_urls, exposed, find_model
+from eagle3.regeneration.endpoint import Endpoint, endpoint_urls, exposed, find_model
 from eagle3.regeneration.regenerate import regenerate
 from eagle3.regeneration.turns import Generation
 from eagle3.text.conversations import Conversation, iterate_conversations
@@ -96,18 +96,12 @@ def main() -> int:
         malformed = MalformedRows(drop, setting)
         total = sum(1 for _ in conversations(malformed, console))
         console(f"{total:,} conversations; {served.model} at {', '.join(served.urls)}")
-        summary = regenerate(
-            conversations(MalformedRows(drop, setting), lambda line: None),
-            total,
-            file,
-            served.urls,
-            generation,
-            key=key,
-            concurrency=options.concurrency,
-            timeout=options.timeout,
-            report=console.warn,
-            progress=console,
-        )
+        endpoints = [
+            Endpoint(url, key, served.model, concurrency=options.concurrency, timeout=options.timeout)
+            for url in served.urls
+        ]
+        prompts = conversations(MalformedRows(drop, setting), lambda line: None)
+        summary = regenerate(prompts, total, file, endpoints, generation, console.warn, console)
         for reason, count in malformed.counts.items():
             summary.left_out[f"malformed row ({reason})"] = count
             summary.examples[f"malformed row ({reason})"] = malformed.examples[reason]

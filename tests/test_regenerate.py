@@ -207,20 +207,13 @@ def ask(
     source = write(out.with_name("prompts.jsonl"), *rows)
     conversations = read_conversations([source])
     generation = settings(**changes)
+    patience, report = (0.01, 0.02, 0.05), (said if said is not None else []).append
     with AnswerFile(out, asdict(generation)) as file:
-        return regenerate(
-            conversations,
-            len(conversations),
-            file,
-            endpoint_urls([server.url for server in servers]),
-            generation,
-            key=None,
-            concurrency=concurrency,
-            timeout=timeout,
-            report=(said if said is not None else []).append,
-            progress=lambda progress: None,
-            patience=(0.01, 0.02, 0.05),
-        )
+        endpoints = [
+            Endpoint(url, None, generation.model, concurrency=concurrency, timeout=timeout, patience=patience)
+            for url in endpoint_urls([server.url for server in servers])
+        ]
+        return regenerate(conversations, len(conversations), file, endpoints, generation, report, lambda progress: None)
 
 
 def answers(tmp_path: Path, server: Server, *rows: dict, **changes) -> list[list[dict]]:
@@ -536,8 +529,9 @@ def test_no_more_requests_are_in_flight_than_asked_for_and_no_more_conversations
             yield conversation
 
     with serving(Server(seconds=0.1)) as server, Counting(tmp_path / "out.jsonl", asdict(settings())) as file:
-        options = {"key": None, "concurrency": 5, "timeout": 20.0, "report": print, "progress": print}
-        regenerate(drawing(), 60, file, endpoint_urls([server.url]), settings(), **options)
+        [url] = endpoint_urls([server.url])
+        endpoint = Endpoint(url, None, "tiny", concurrency=5, timeout=20.0)
+        regenerate(drawing(), 60, file, [endpoint], settings(), print, print)
     assert server.most_at_a_time == 5 and most <= 6 and answered == 60
 
 

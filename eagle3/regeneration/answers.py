@@ -3,13 +3,15 @@
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 from eagle3.durable import write_text
 from eagle3.errors import UserError
 from eagle3.parsing import parse_json
+from eagle3.regeneration.turns import LeftOut, Plan
 from eagle3.states.store.shard import hold
 
 SYNC_SECONDS = 5.0
@@ -20,44 +22,31 @@ class AnswerFile:
     them from being read as data where a whole folder is.
 
     A row is given to the system at once, so that a killed process loses none, and forced to the disk every few seconds.
-    answered: ids of the rows; left_out: id -> (reason, detail) of what gave no row. Raises UserError where another process
+    answered: ids of the rows; left_out: id -> why it gave no row. Raises UserError where another process
     writes, where the file was made with other settings, and where it holds something else.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         _require_writable(path)
         self.path, self.record = path, path.with_name(path.name + ".record")
-        try:
-            self.rows = path.open("a+b")
-        except OSError as error:
-            raise UserError(f"--out: {path}: cannot be written ({error.strerror}); name another file") from error
-        try:
-            self._open(dict(settings))
-        except BaseException:
-            self.rows.close()
-            raise
-        self.synced = time.monotonic()
-
-    def _open(self, settings: dict[str, Any]) -> None:
-        if not hold(self.rows):
-            raise UserError(f"--out: {self.path}: another process writes it; wait for it, or name another file")
-        path = self.record / "settings.json"
-        if self.rows.seek(0, os.SEEK_END) and not path.exists():
-            raise UserError(f"--out: {self.path}: has rows, but no {path} says how they came; name another file")
-        try:
-            self.record.mkdir(exist_ok=True)
-            other = (self.record / "left_out.jsonl").open("a+b")
-        except OSError as error:
-            raise UserError(f"--out: {error.filename}: cannot be made ({error.strerror}); name another file") from error
-        with other:
-            self.left_out = dict(_rows(other, Path(other.name), _left_out))
-            self.answered = {name for name, _ in _rows(self.rows, self.path, _answered)}
+        made = self.record / "settings.json"
+        with ExitStack() as opened:
+            self.rows = opened.enter_context(_open(path, "written"))
+            if not hold(self.rows):
+                raise UserError(f"--out: {path}: another process writes it; wait for it, or name another file")
+            if self.rows.seek(0, os.SEEK_END) and not made.exists():
+                raise UserError(f"--out: {path}: has rows, but no {made} says how they came; name another file")
+            self.other = opened.enter_context(_open(self.record / "left_out.jsonl", "made"))
+            found = _rows(self.other, Path(self.other.name), "id", "reason", "detail")
+            self.left_out = {name: LeftOut(reason, detail) for name, reason, detail in found}
+            self.answered = {name for [name] in _rows(self.rows, path, "id")}
             if self.answered or self.left_out:
                 self._require(settings)
-            write_text(path, json.dumps(settings, indent=1, ensure_ascii=False) + "\n")
-        self.other = (self.record / "left_out.jsonl").open("ab")
+            self._write("settings.json", settings)
+            self.files = opened.pop_all()
+        self.synced = time.monotonic()
 
-    def _require(self, settings: dict[str, Any]) -> None:
+    def _require(self, settings: Mapping[str, Any]) -> None:
         """UserError unless the file was made with these settings."""
         path = self.record / "settings.json"
         try:
@@ -77,14 +66,17 @@ class AnswerFile:
         if time.monotonic() - self.synced > SYNC_SECONDS:
             self.sync()
 
-    def leave_out(self, name: str, origin: str, reason: str, detail: str) -> None:
-        _append(self.other, {"id": name, "origin": origin, "reason": reason, "detail": detail})
-        self.left_out[name] = (reason, detail)
+    def leave_out(self, plan: Plan, reason: LeftOut) -> None:
+        _append(self.other, {"id": plan.id, "origin": plan.origin, "reason": reason.reason, "detail": reason.detail})
+        self.left_out[plan.id] = reason
 
     def summarise(self, summary: Mapping[str, Any]) -> Path:
         """Write summary.json; its path."""
-        path = self.record / "summary.json"
-        write_text(path, json.dumps(dict(summary), indent=1, ensure_ascii=False) + "\n")
+        return self._write("summary.json", summary)
+
+    def _write(self, name: str, value: Mapping[str, Any]) -> Path:
+        path = self.record / name
+        write_text(path, json.dumps(dict(value), indent=1, ensure_ascii=False) + "\n")
         return path
 
     def sync(self) -> None:
@@ -97,8 +89,7 @@ class AnswerFile:
 
     def __exit__(self, *_: object) -> None:
         self.sync()
-        self.other.close()
-        self.rows.close()
+        self.files.close()
 
 
 def _require_writable(path: Path) -> None:
@@ -110,6 +101,15 @@ def _require_writable(path: Path) -> None:
         raise UserError(f"--out: {path}: there is no folder {path.parent}; make it, or mend the path")
 
 
+def _open(path: Path, done: str) -> BinaryIO:
+    """To read and to append."""
+    try:
+        path.parent.mkdir(exist_ok=True)
+        return path.open("a+b")
+    except OSError as error:
+        raise UserError(f"--out: {error.filename}: cannot be {done} ({error.strerror}); name another file") from error
+
+
 def _shown(value: Any) -> str:
     return "not set" if value is None else json.dumps(value, ensure_ascii=False)
 
@@ -119,8 +119,8 @@ def _append(file: BinaryIO, row: dict) -> None:
     file.flush()
 
 
-def _rows(file: BinaryIO, path: Path, read: Callable[[dict], tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """What `read` makes of each row; a last line that a kill tore is then cut off."""
+def _rows(file: BinaryIO, path: Path, *keys: str) -> Iterator[list[str]]:
+    """What stands under these keys in each row; a last line that a kill tore is then cut off."""
     file.seek(0)
     end = 0
     for number, line in enumerate(file, 1):
@@ -128,17 +128,10 @@ def _rows(file: BinaryIO, path: Path, read: Callable[[dict], tuple[str, Any]]) -
             break
         end += len(line)
         try:
-            yield read(parse_json(line))
+            row = parse_json(line)
+            yield [row[key] for key in keys]
         except (ValueError, TypeError, LookupError) as error:
             raise UserError(
                 f"{path}:{number}: is no row of regenerate.py; mend the line or name another --out"
             ) from error
     file.truncate(end)
-
-
-def _answered(row: dict) -> tuple[str, None]:
-    return row["id"], None
-
-
-def _left_out(row: dict) -> tuple[str, tuple[str, str]]:
-    return row["id"], (row["reason"], row["detail"])

@@ -15,6 +15,7 @@ from eagle3.parsing import parse_json
 CONNECT_SECONDS = 10.0
 PROBE_SECONDS = 10.0
 REASON_CHARACTERS = 300
+PATIENCE = (1.0, 2.0, 4.0, 8.0)  # seconds before each look for an endpoint that fell silent
 
 
 class Refused(Exception):
@@ -130,9 +131,16 @@ class Endpoint:
     """
 
     def __init__(
-        self, url: str, key: str | None, model: str, *, concurrency: int, timeout: float, patience: Sequence[float]
+        self,
+        url: str,
+        key: str | None,
+        model: str,
+        *,
+        concurrency: int,
+        timeout: float,
+        patience: Sequence[float] = PATIENCE,
     ) -> None:
-        self.url, self.key, self.model, self.patience = url, key, model, patience
+        self.url, self.key, self.model, self.concurrency, self.patience = url, key, model, concurrency, patience
         self.dead: str | None = None
         self.failures = 0  # requests given up since the last answer
         self._seen = time.monotonic()
@@ -193,10 +201,8 @@ def _require_answer(response: httpx2.Response, key: str | None) -> None:
     if status in (408, 425, 429) or status >= 500:
         raise NoAnswer(said)
     if status in (401, 403):
-        raise Unfit(f"{said}; give its key with --api-key-file or OPENAI_API_KEY")
-    if status < 400 or status in (404, 405):
-        raise Unfit(said)
-    raise Refused(said)
+        said += "; give its key with --api-key-file or OPENAI_API_KEY"
+    raise (Unfit if status < 400 or status in (401, 403, 404, 405) else Refused)(said)
 
 
 def _reason(response: httpx2.Response, key: str | None) -> str:

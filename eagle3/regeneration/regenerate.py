@@ -13,7 +13,6 @@ from eagle3.regeneration.endpoint import Endpoint, NoAnswer, Refused, Unfit
 from eagle3.regeneration.turns import Generation, LeftOut, Plan, Work, plan_of
 from eagle3.text.conversations import Conversation
 
-PATIENCE = (1.0, 2.0, 4.0, 8.0)  # seconds before each look for an endpoint that fell silent
 MOST_TRIES = 4  # of one conversation, before it is given up for this run
 MOST_FAILED = 16  # conversations given up by one endpoint without an answer between them, before it is left out
 MOST_REFUSED = 32  # before this run's first answer: then it is the settings or the server
@@ -46,9 +45,9 @@ class Summary:
     seconds: float = 0.0
     rows: int = 0
 
-    def leave_out(self, origin: str, reason: str, detail: str) -> None:
-        self.left_out[reason] = self.left_out.get(reason, 0) + 1
-        self.examples.setdefault(reason, f"{origin}{': ' if detail else ''}{detail}")
+    def leave_out(self, origin: str, why: LeftOut) -> None:
+        self.left_out[why.reason] = self.left_out.get(why.reason, 0) + 1
+        self.examples.setdefault(why.reason, f"{origin}{': ' if why.detail else ''}{why.detail}")
 
     def __str__(self) -> str:
         parts = [f"{self.rows:,} rows of {self.read:,} conversations", f"{self.answered:,} answered now"]
@@ -125,26 +124,24 @@ class Regeneration:
             try:
                 plan = plan_of(conversation, self.generation)
             except LeftOut as reason:
-                self.summary.leave_out(conversation.origin, reason.reason, reason.detail)
+                self.summary.leave_out(conversation.origin, reason)
                 self.passed += 1
                 continue
-            known = plan.id in self.file.answered or plan.id in self.file.left_out
-            if plan.id in self.seen:
-                self.summary.repeated += 1
-            elif known:
-                self.summary.earlier += 1
-                if plan.id in self.file.left_out:
-                    self.summary.leave_out(plan.origin, *self.file.left_out[plan.id])
-            else:
-                self.seen.add(plan.id)
+            repeated, known = plan.id in self.seen, plan.id in self.file.answered or plan.id in self.file.left_out
+            self.seen.add(plan.id)
+            if not (repeated or known):
                 yield plan
                 continue
-            self.seen.add(plan.id)
             self.passed += 1
+            self.summary.repeated += repeated
+            self.summary.earlier += not repeated
+            if plan.id in self.file.left_out and not repeated:
+                self.summary.leave_out(plan.origin, self.file.left_out[plan.id])
 
-    async def run(self, endpoints: Sequence[Endpoint], concurrency: int) -> None:
+    async def run(self, endpoints: Sequence[Endpoint]) -> None:
         self.queue = Queue(self.plans())
-        tasks = [asyncio.create_task(self.work(endpoint)) for endpoint in endpoints for _ in range(concurrency)]
+        every = (endpoint for endpoint in endpoints for _ in range(endpoint.concurrency))
+        tasks = [asyncio.create_task(self.work(endpoint)) for endpoint in every]
         telling = asyncio.create_task(self.tell())
         try:
             await asyncio.gather(*tasks)
@@ -195,15 +192,15 @@ class Regeneration:
         if work.cut:
             self.summary.cut[work.cut] = self.summary.cut.get(work.cut, 0) + 1
         for plan, reason in self.unrecorded:
-            self.file.leave_out(plan.id, plan.origin, reason.reason, reason.detail)
+            self.file.leave_out(plan, reason)
         self.unrecorded.clear()
 
     def leave_out(self, work: Work, reason: LeftOut, *, answered: int) -> None:
         """answered: rows that show that it is the conversation's own fault; without one it is not recorded yet."""
         self.summary.tokens += work.tokens
-        self.summary.leave_out(work.plan.origin, reason.reason, reason.detail)
+        self.summary.leave_out(work.plan.origin, reason)
         if answered:
-            self.file.leave_out(work.plan.id, work.plan.origin, reason.reason, reason.detail)
+            self.file.leave_out(work.plan, reason)
             return
         self.unrecorded.append((work.plan, reason))
         if len(self.unrecorded) == MOST_REFUSED:
@@ -252,33 +249,20 @@ def regenerate(
     conversations: Iterable[Conversation],
     total: int,
     file: AnswerFile,
-    urls: Sequence[str],
+    endpoints: Sequence[Endpoint],
     generation: Generation,
-    *,
-    key: str | None,
-    concurrency: int,
-    timeout: float,
     report: Callable[[str], None],
     progress: Callable[[str], None],
-    patience: Sequence[float] = PATIENCE,
 ) -> Summary:
-    """Ask the endpoints at `urls` for every conversation that `file` lacks, up to `concurrency` at a time of each. No more
-    conversations are held than are asked for.
+    """Ask the endpoints for every conversation that `file` lacks, as many at a time of each as it takes. No more conversations
+    are held than are asked for.
 
-    total: how many conversations there are, for the time left. timeout: seconds for one answer. report: told which endpoint
+    total: how many conversations there are, for the time left. report: told which endpoint
     is left out. progress: gets a line now and then. Raises UserError where none is left and where nothing but refusals comes; what has come by then is in the
     file. Fewer refusals than that, and no answer: they are counted and not recorded, so that the next run asks again.
     """
     run = Regeneration(conversations, total, file, generation, report, progress)
-
-    async def ask() -> None:
-        endpoints = [
-            Endpoint(url, key, generation.model, concurrency=concurrency, timeout=timeout, patience=patience)
-            for url in urls
-        ]
-        await run.run(endpoints, concurrency)
-
-    asyncio.run(ask())
+    asyncio.run(run.run(endpoints))
     run.summary.seconds = time.monotonic() - run.began
     run.summary.rows, run.summary.unrecorded = len(file.answered), len(run.unrecorded)
     return run.summary

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections import deque
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -11,6 +10,10 @@ from eagle3.regeneration.endpoint import Answer, Endpoint, NoAnswer
 from eagle3.text.conversations import Conversation
 
 SENT = ("role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id")  # of a message
+
+
+WHOLE = ("stop", "tool_calls", "function_call")  # reasons for which an answer ends where it should
+BROKEN_OFF = {"length": "truncated at the length limit", "content_filter": "stopped by the server's content filter"}
 
 
 class LeftOut(Exception):
@@ -72,10 +75,7 @@ def plan_of(conversation: Conversation, generation: Generation) -> Plan:
         raise LeftOut("an assistant's turn that follows another of its own")
     for index in asked:
         messages[index] = {name: messages[index][name] for name in ("role", "tool_calls") if name in messages[index]}
-    try:
-        _json([messages, conversation.tools]).encode()
-    except UnicodeEncodeError:
-        raise LeftOut("half of a surrogate pair in the text, which is no character") from None
+    _json([messages, conversation.tools], "text")
     content = json.dumps([messages, sorted(asked), conversation.tools, asdict(generation)], sort_keys=True)
     digest = hashlib.sha256(content.encode()).hexdigest()[:32]
     return Plan(digest, conversation.origin, messages, frozenset(asked), conversation.tools)
@@ -83,42 +83,44 @@ def plan_of(conversation: Conversation, generation: Generation) -> Plan:
 
 def _sendable(message: dict, reasoning: str) -> dict:
     """The message with the keys that an endpoint knows."""
-    kept = {name: message[name] for name in SENT if message.get(name) is not None}
-    if reasoning == "drop":
-        kept.pop("reasoning_content", None)
-    return kept
+    dropped = ("reasoning_content",) if reasoning == "drop" else ()
+    return {name: message[name] for name in SENT if message.get(name) is not None and name not in dropped}
 
 
 def _name_calls(messages: list[dict]) -> None:
     """Tool calls get their arguments as a JSON string, as OpenAI has it; calls and results without an id get one."""
-    waiting: deque[str] = deque()
+    waiting: list[str] = []
     number = 0
     for message in messages:
-        if message.get("tool_calls"):
-            calls = []
-            for call in message["tool_calls"]:
-                function = call["function"]
-                arguments = function.get("arguments", {})
-                if not isinstance(arguments, str):
-                    arguments = _json(arguments)
-                identity = str(call.get("id") or f"call_{number}")
-                number += 1
-                named = {"name": function["name"], "arguments": arguments}
-                calls.append({"id": identity, "type": "function", "function": named})
-            message["tool_calls"] = calls
-            waiting = deque(call["id"] for call in calls)
+        if calls := message.get("tool_calls"):
+            message["tool_calls"] = [_named_call(call, f"call_{number + place}") for place, call in enumerate(calls)]
+            number += len(calls)
+            waiting = [call["id"] for call in message["tool_calls"]]
         elif message["role"] == "tool":
             identity = message.setdefault("tool_call_id", waiting[0] if waiting else f"call_{number}")
             if identity in waiting:
                 waiting.remove(identity)
 
 
-def _json(value: Any) -> str:
-    """Raises LeftOut for what JSON does not have: rows of a parquet file may hold dates and bytes."""
+def _named_call(call: dict, name: str) -> dict:
+    """name: the id of a call that has none."""
+    arguments = call["function"].get("arguments", {})
+    if not isinstance(arguments, str):
+        arguments = _json(arguments, "text")
+    function = {"name": call["function"]["name"], "arguments": arguments}
+    return {"id": str(call.get("id") or name), "type": "function", "function": function}
+
+
+def _json(value: Any, where: str) -> str:
+    """Raises LeftOut for what cannot be sent: rows of a parquet file may hold dates and bytes, and any text half a character."""
     try:
-        return json.dumps(value, ensure_ascii=False)
+        text = json.dumps(value, ensure_ascii=False)
+        text.encode()
+        return text
     except TypeError as error:
         raise LeftOut("a value that JSON does not have, which cannot be sent", str(error)) from None
+    except UnicodeEncodeError:
+        raise LeftOut(f"half of a surrogate pair in the {where}, which is no character") from None
 
 
 class Work:
@@ -155,12 +157,8 @@ def _turn(answer: Answer, generation: Generation) -> dict:
     finish = answer.finish_reason
     if finish == "abort":  # SGLang's, of what it was answering when it was told to end
         raise NoAnswer("the server broke the answer off (finish_reason abort)")
-    if finish == "length" and generation.truncated == "drop":
-        raise LeftOut("truncated at the length limit")
-    if finish == "content_filter":
-        raise LeftOut("stopped by the server's content filter")
-    if finish not in ("stop", "length", "tool_calls", "function_call"):
-        raise LeftOut(f"finish_reason {finish}")
+    if finish not in WHOLE and not (finish == "length" and generation.truncated == "keep"):
+        raise LeftOut(BROKEN_OFF.get(finish, f"finish_reason {finish}"))
     if not answer.content.strip() and not answer.tool_calls:
         raise LeftOut("an empty answer")
     turn: dict[str, Any] = {"role": "assistant", "content": answer.content}
@@ -170,10 +168,7 @@ def _turn(answer: Answer, generation: Generation) -> dict:
         if not all(isinstance(_arguments(call), dict) for call in answer.tool_calls):
             raise LeftOut("a tool call whose arguments are no JSON object")
         turn["tool_calls"] = answer.tool_calls
-    try:
-        json.dumps(turn, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise LeftOut("half of a surrogate pair in the answer, which is no character") from None
+    _json(turn, "answer")
     return turn
 
 
