@@ -26,9 +26,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from eagle3.demo.muon import Muon
 from eagle3.demo.target import byte_level_tokenizer
-from eagle3.demo.training import LanguageModelTraining, batches, train_language_model
+from eagle3.demo.training import LanguageModelTraining, Muon, batches, train_language_model
 from eagle3.durable import write_text
 from eagle3.errors import run_command
 from eagle3.text.standard_library import standard_library_files

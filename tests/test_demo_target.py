@@ -9,9 +9,8 @@ from jobs import inputs_of
 from tiny_run import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from eagle3.demo.muon import Muon
 from eagle3.demo.target import ANSWERS, HELD_OUT_ANSWERS, RECORD, byte_level_tokenizer, demo_target
-from eagle3.demo.training import LanguageModelTraining, batches, rate, train_language_model
+from eagle3.demo.training import LanguageModelTraining, Muon, batches, rate, train_language_model
 from eagle3.errors import UserError
 from eagle3.recipe.loading import load_recipe
 from eagle3.recipe.schema import Demo

@@ -4,6 +4,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,17 +12,17 @@ import tokenizers
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
-from eagle3.console import WARNING, waiting
-from eagle3.demo.answers import greedy_answers
+from eagle3.console import WARNING, Progress, waiting
 from eagle3.demo.training import LanguageModelTraining, measure_language_model, train_language_model
 from eagle3.durable import file_digest
 from eagle3.errors import UserError
 from eagle3.recipe.schema import Demo
-from eagle3.text.cache import DAMAGE, replacing_folder, sealed, unsealed
+from eagle3.text.cache import DAMAGE, opens, replacing_folder, sealed, unsealed
 
+BATCH = 256  # conversations answered together
 FORMAT = 2  # raise it when this file begins to make another model from the same arguments
 # The chat template spells these out, so that it can be read alone.
 ANSWERS, HELD_OUT_ANSWERS = "answers.jsonl", "held_out_answers.jsonl"
@@ -104,12 +105,12 @@ def demo_target(
             "target's folder as model.target"
         )
     # Where another process was faster its model is as good.
-    with replacing_folder(folder, keep=_is_whole) as unfinished:
+    with replacing_folder(folder, partial(opens, _open)) as unfinished:
         _make(unfinished, rows, held_out, demo, torch.device(device), report)
     return _open(folder, report)._replace(cached=False)
 
 
-def _open(folder: Path, report: Callable[[str], None]) -> DemoTarget:
+def _open(folder: Path, report: Callable[[str], None] = lambda line: None) -> DemoTarget:
     """What lies in `folder`, after a look at all of it. Raises one of DAMAGE."""
     record, checked = unsealed((folder / RECORD).read_text(encoding="utf-8"))
     if checked != ("files" in record):
@@ -123,14 +124,6 @@ def _open(folder: Path, report: Callable[[str], None]) -> DemoTarget:
             "it made anew"
         )
     return DemoTarget(folder, record["loss"], record["held_out_loss"], record["seconds"], cached=True)
-
-
-def _is_whole(folder: Path) -> bool:
-    try:
-        _open(folder, lambda line: None)
-    except DAMAGE:
-        return False
-    return True
 
 
 def demo_shape(demo: Demo) -> dict[str, Any]:
@@ -262,3 +255,43 @@ def _documents(tokenizer: PreTrainedTokenizerFast, rows: list[dict], longest: in
         starts = range(0, len(ids), longest) if "text" in row else (0,)
         documents += [torch.tensor(ids[start : start + longest]) for start in starts]
     return [document for document in documents if len(document) > 1]
+
+
+@torch.no_grad()
+def greedy_answers(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    questions: list[dict],
+    new_tokens: int,
+    report: Callable[[str], None],
+) -> list[list[dict]]:
+    """Answer each opening message greedily; returns [question, answer] in the questions' order.
+
+    An answer longer than `new_tokens` is cut there. Empty answers, which teach nothing, are left out.
+    """
+    prompts = [
+        tokenizer.apply_chat_template([question], tokenize=False, add_generation_prompt=True) for question in questions
+    ]
+    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+    answers: dict[int, str] = {}
+    report(f"answering {len(order):,} questions")
+    progress = Progress(report, "answering", len(order), "questions")
+    for start in range(0, len(order), BATCH):
+        members = order[start : start + BATCH]
+        batch = tokenizer(
+            [prompts[index] for index in members],
+            return_tensors="pt",
+            padding=True,
+            padding_side="left",
+            add_special_tokens=False,
+            return_token_type_ids=False,
+        ).to(model.device)
+        made = model.generate(**batch, max_new_tokens=new_tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id)
+        texts = tokenizer.batch_decode(made[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+        answers.update(zip(members, texts, strict=True))
+        progress.advance(len(members))
+    return [
+        [question, {"role": "assistant", "content": answers[index]}]
+        for index, question in enumerate(questions)
+        if answers[index].strip()
+    ]

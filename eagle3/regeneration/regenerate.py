@@ -16,7 +16,6 @@ from eagle3.text.conversations import Conversation
 MOST_TRIES = 4  # of one conversation, before it is given up for this run
 MOST_FAILED = 16  # conversations given up by one endpoint without an answer between them, before it is left out
 MOST_REFUSED = 32  # before this run's first answer: then it is the settings or the server
-LOOK_SECONDS = 0.5  # between looks whether it is time for a progress line
 
 
 @dataclass
@@ -75,20 +74,20 @@ class Queue:
     """Plans that nobody has taken yet, and works that were put back: those first, for part of them may be done."""
 
     def __init__(self, plans: Iterable[Plan]) -> None:
-        self.plans, self.again, self.taken = iter(plans), deque[Work](), 0
+        self.new, self.again, self.taken = map(Work, plans), deque[Work](), 0
         self.changed = asyncio.Condition()
 
     async def take(self) -> Work | None:
         """None when all is done; while others work, what they may put back is waited for."""
         async with self.changed:
-            while True:
-                plan = None if self.again else next(self.plans, None)
-                if self.again or plan:
-                    self.taken += 1
-                    return self.again.popleft() if self.again else Work(plan)
-                if not self.taken:
-                    return None
+            while (work := self.left()) is None and self.taken:
                 await self.changed.wait()
+            self.taken += work is not None
+            return work
+
+    def left(self) -> Work | None:
+        """What nobody works on now."""
+        return self.again.popleft() if self.again else next(self.new, None)
 
     async def end(self, work: Work, *, again: bool) -> None:
         async with self.changed:
@@ -142,16 +141,16 @@ class Regeneration:
         self.queue = Queue(self.plans())
         every = (endpoint for endpoint in endpoints for _ in range(endpoint.concurrency))
         tasks = [asyncio.create_task(self.work(endpoint)) for endpoint in every]
-        telling = asyncio.create_task(self.tell())
         try:
-            await asyncio.gather(*tasks)
+            with self.progress.also_between():
+                await asyncio.gather(*tasks)
         finally:
-            for task in (*tasks, telling):
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, telling, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             for endpoint in endpoints:
                 await endpoint.close()
-        if self.queue.again or next(self.queue.plans, None):
+        if self.queue.left():
             said = "; ".join(f"{endpoint.url}: {endpoint.dead}" for endpoint in endpoints)
             raise UserError(
                 f"--endpoint: no endpoint is left ({said}); {self.file.path} keeps {len(self.file.answered):,} rows: start one "
@@ -182,6 +181,8 @@ class Regeneration:
                 again = await self.failed(endpoint, work, str(error))
             finally:
                 self.new += not again
+                tokens = self.summary.tokens / (time.monotonic() - self.began)
+                self.progress.at(self.passed + self.new, free=self.passed, extra=f"{tokens:,.0f} tokens/s")
                 await self.queue.end(work, again=again)
 
     def keep(self, work: Work) -> None:
@@ -237,12 +238,6 @@ class Regeneration:
         if endpoint.dead is None:
             endpoint.dead = reason
             self.report(f"{endpoint.url} is left out: {reason}")
-
-    async def tell(self) -> None:
-        while True:
-            await asyncio.sleep(LOOK_SECONDS)
-            tokens = self.summary.tokens / (time.monotonic() - self.began)
-            self.progress.at(self.passed + self.new, free=self.passed, extra=f"{tokens:,.0f} tokens/s")
 
 
 def regenerate(

@@ -2,6 +2,7 @@
 conversations."""
 
 import difflib
+import re
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -11,6 +12,8 @@ from pydantic import TypeAdapter
 
 from eagle3.errors import UserError
 from eagle3.text.download import DatasetSource
+
+FORM = re.compile(r"preset:[^:@]*(?P<held_out>:held_out)?(@(?P<revision>.+))?")
 
 
 @dataclass(frozen=True)
@@ -50,30 +53,28 @@ def presets() -> dict[str, Preset]:
 
 def preset_source(source: str) -> DatasetSource:
     """Of `preset:NAME`, `preset:NAME:held_out`, either with `@REVISION`. Raises UserError for an unknown name or part."""
-    name, at, revision = source.removeprefix("preset:").partition("@")
-    name, colon, part = name.partition(":")
-    known = presets()
+    known, name = presets(), re.split("[:@]", source)[1]
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
         raise UserError(
             f"{source}: there is no preset of that name; did you mean preset:{near}? There are {', '.join(sorted(known))}"
         )
-    preset = known[name]
-    if (colon and part != "held_out") or (at and not revision):
+    preset, parts = known[name], FORM.fullmatch(source)
+    if parts is None:
         raise UserError(
             f"{source}: not the form of a preset; write preset:{name}, preset:{name}:held_out or ...@revision"
         )
-    if part and preset.held_out is None:
+    if parts["held_out"] and preset.held_out is None:
         raise UserError(
             f"{source}: this set has no held-out split; leave data.held_out out, and data.held_out_fraction is held out"
         )
     return DatasetSource(
         source,
         preset.dataset,
-        split=preset.held_out if part else preset.train,
+        split=preset.held_out if parts["held_out"] else preset.train,
         config=preset.config,
         files=preset.files,
-        revision=revision or None,
+        revision=parts["revision"],
         convert=partial(as_conversation, preset),
         columns=preset.columns,
     )

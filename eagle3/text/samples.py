@@ -135,14 +135,15 @@ class SampleSet:
 
     def write(self, folder: Path) -> None:
         """Write the files into an existing folder. Raises OSError."""
-        lengths = self.lengths
-        tokens = (int(lengths.sum()),)
-        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-        digests = self.digests[self.indices]
-        _write_array(folder / "offsets.npy", "<i8", offsets.shape, [offsets])
-        _write_array(folder / "digests.npy", "|u1", digests.shape, [digests])
-        _write_array(folder / "ids.npy", "<i4", tokens, (ids for ids, _ in self.token_chunks()))
-        _write_array(folder / "loss_mask.npy", "|b1", tokens, (loss_mask for _, loss_mask in self.token_chunks()))
+        tokens, digests = int(self.lengths.sum()), self.digests[self.indices]
+        offsets = np.concatenate([[0], np.cumsum(self.lengths)])
+        for name, dtype, shape, parts in (
+            ("offsets", "<i8", offsets.shape, [offsets]),
+            ("digests", "|u1", digests.shape, [digests]),
+            ("ids", "<i4", (tokens,), (ids for ids, _ in self.token_chunks())),
+            ("loss_mask", "|b1", (tokens,), (loss_mask for _, loss_mask in self.token_chunks())),
+        ):
+            _write_array(folder / f"{name}.npy", dtype, shape, parts)
 
     @property
     def checksum(self) -> str:

@@ -140,8 +140,8 @@ def _turns(definition: Definition) -> list[str]:
     """User and assistant turns in alternation; [] where there is nothing to say. The name alone chooses the form."""
     name, code, docstring = definition
     choice = zlib.crc32(name.encode())
-    show, explain = SHOW[choice % len(SHOW)].format(name=name), EXPLAIN[choice % len(EXPLAIN)].format(name=name)
-    then_show, then_explain = THEN_SHOW[choice % len(THEN_SHOW)], THEN_EXPLAIN[choice % len(THEN_EXPLAIN)]
+    questions = (SHOW, EXPLAIN, THEN_SHOW, THEN_EXPLAIN)
+    show, explain, then_show, then_explain = (each[choice % len(each)].format(name=name) for each in questions)
     answer = f"Here is `{name}`:\n\n```python\n{code}\n```"
     if not code:
         return [explain, docstring] if docstring else []
