@@ -128,7 +128,7 @@ QWEN3 = "tests/families/qwen3-8b/chat_template.jinja"
         (("train.py", "model.aux_layers=[1,2,9]"), 2),
         (("train.py", "model.draft.init_from=tests"), 2),
         (("train.py", "model.draft.config=setup.cfg"), 2),
-        (("train.py", "data.chat_template=eagle3/text/template_source.py"), 2),
+        (("train.py", "data.chat_template=eagle3/text/template.py"), 2),
         (("train.py", f"data.chat_template={QWEN3}", "data.template_variables={enable_thinkin: no}"), 2),
         (("train.py", "parallelism.ulysses=4"), 2),
         (("train.py", "training.global_batch_size=7", "--check", "1x2"), 2),

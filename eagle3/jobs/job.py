@@ -26,8 +26,7 @@ from eagle3.text.encode import SampleEncoder
 from eagle3.text.prepare import Prepared, Summary, prepare_samples
 from eagle3.text.samples import SampleSet
 from eagle3.text.standard_library import standard_library_files, standard_library_text
-from eagle3.text.template import Choices
-from eagle3.text.template_source import read_template
+from eagle3.text.template import Choices, read_template
 from eagle3.text.vocabulary import DraftVocabulary, choose_vocabulary, coverage, load_vocabulary
 
 Say = Callable[[str], None]

@@ -12,7 +12,7 @@ from eagle3.states.store.files import LocalFiles, is_url, no_store
 from eagle3.targets.aux_layers import check_aux_layers, default_aux_layers
 from eagle3.targets.sglang.asking import server_info
 from eagle3.text.conversations import dataset_of
-from eagle3.text.template_source import check_variables, read_template
+from eagle3.text.template import check_variables, read_template
 
 # One of these is in every checkpoint that has a tokenizer.
 TOKENIZER_FILES = ("*token*", "vocab*", "*.model")

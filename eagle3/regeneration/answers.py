@@ -4,9 +4,9 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO
 
 from eagle3.durable import write_text
 from eagle3.errors import UserError
@@ -17,7 +17,7 @@ from eagle3.states.store.shard import hold
 SYNC_SECONDS = 5.0
 
 
-class AnswerFile:
+class AnswerFile(AbstractContextManager):
     """`path` (rows) and the folder `path`.record: settings.json, left_out.jsonl and summary.json. The folder's name keeps
     them from being read as data where a whole folder is.
 
@@ -83,9 +83,6 @@ class AnswerFile:
         for file in (self.rows, self.other):
             os.fsync(file.fileno())
         self.synced = time.monotonic()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.sync()

@@ -19,6 +19,7 @@ from eagle3.errors import UserError
 from eagle3.text.conversations import REASONING_KEYS, Conversation
 from eagle3.text.rendered_text import AddedToken, turn_spans, turns_of
 from eagle3.text.template import (
+    GENERATION,
     Choices,
     Render,
     Unusable,
@@ -27,7 +28,6 @@ from eagle3.text.template import (
     renderer,
     require_calls,
 )
-from eagle3.text.template_source import GENERATION
 
 PRIVATE_USE = range(0xE000, 0xF900)
 

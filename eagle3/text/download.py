@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TextIO
 
 from eagle3.console import waiting
 from eagle3.durable import publish
@@ -15,14 +15,12 @@ from eagle3.errors import UserError, shown
 from eagle3.hub import require_hub
 from eagle3.parsing import DEEPEST, is_too_deep, parse_json
 from eagle3.text.cache import beside
-from eagle3.text.malformed import Malformed, first_readable
+from eagle3.text.malformed import Malformed, Row, first_readable
 
 # owner/name, or a name of the hub's early days; then perhaps a split and a revision.
 DATASET = re.compile(r"(?P<id>[\w-][\w.-]*(/[\w-][\w.-]*)?)(:(?P<split>\w+))?(@(?P<revision>[\w./-]+))?")
 HOLDS_ROW = ("messages", "conversations", "text")  # one of which a row has
 READ = (*HOLDS_ROW, "system", "tools")  # of a row
-
-Row = TypeVar("Row")
 
 
 @dataclass(frozen=True)

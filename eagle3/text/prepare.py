@@ -107,12 +107,7 @@ def prepare_samples(
             report(f"{WARNING}the tokenised data is damaged ({damage.where}: {damage.flaw}); it is built anew")
     _tell_unshown_roles(conversations, encoder, report)
     _tell_unshown_reasoning(conversations, encoder, report)
-    progress = Progress(report, "tokenising", len(conversations), "conversations")
-    outcomes: list[Outcome] = []
-    with progress.also_between():
-        for chunk in encode_all(encoder, conversations, workers):
-            outcomes += chunk
-            progress.advance(len(chunk))
+    outcomes = _outcomes(conversations, encoder, workers, report)
     problems = [(row.origin, got.problem) for row, got in zip(conversations, outcomes, strict=True) if got.problem]
     _stop_at_problem(problems, encoder)
     kept = [outcome for outcome in outcomes if outcome.problem is None]
@@ -141,15 +136,26 @@ def prepare_samples(
     return Prepared(_open(folder, report).samples, summary.with_malformed(left_out))
 
 
+def _outcomes(
+    conversations: Sequence[Conversation], encoder: SampleEncoder, workers: int | None, report: Callable[[str], None]
+) -> list[Outcome]:
+    outcomes: list[Outcome] = []
+    progress = Progress(report, "tokenising", len(conversations), "conversations")
+    with progress.also_between():
+        for chunk in encode_all(encoder, conversations, workers):
+            outcomes += chunk
+            progress.advance(len(chunk))
+    return outcomes
+
+
 def preview(sample: Sample, tokenizer: PreTrainedTokenizerBase, color: bool) -> str:
     """The sample's text with the supervised tokens green, or between ⟦ and ⟧."""
     begin, end = (GREEN, PLAIN) if color else ("⟦", "⟧")
     lengths = sample.loss_mask.int().unique_consecutive(return_counts=True)[1].tolist()
-    shown, position = [], 0
-    for length in lengths:
-        text = tokenizer.decode(sample.ids[position : position + length].tolist(), clean_up_tokenization_spaces=False)
-        shown.append(f"{begin}{text}{end}" if sample.loss_mask[position] else text)
-        position += length
+    shown = []
+    for ids, loss_mask in zip(sample.ids.split(lengths), sample.loss_mask.split(lengths), strict=True):
+        text = tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False)
+        shown.append(f"{begin}{text}{end}" if loss_mask[0] else text)
     return "".join(shown)
 
 

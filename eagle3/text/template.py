@@ -1,4 +1,5 @@
-"""Runs chat templates: messages as text, with the choices that a recipe makes for them."""
+"""Chat templates: read and checked before they are run, and run: messages as text, with the choices that a recipe makes
+for them."""
 
 import datetime
 import json
@@ -6,16 +7,21 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jinja2
-from transformers import PreTrainedTokenizerBase
 
 from eagle3.errors import UserError, shown
 from eagle3.text.conversations import REASONING_KEYS, Conversation
 from eagle3.text.limits import Limits
-from eagle3.text.template_source import check_variables
 
+if TYPE_CHECKING:  # what is looked at before anything starts must not wait for transformers
+    from transformers import PreTrainedTokenizerBase
+
+GENERATION = re.compile(r"\{%([-+]?)\s*(generation|endgeneration)\s*([-+]?)%\}")
+# As transformers has it, which adds the tags of GENERATION.
+PARSER = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
 THOUGHTS_END = "</think>"
 PROBED, RESULT = "probed_value", "probed_result"
 
@@ -47,11 +53,40 @@ class Choices:
         return {"strftime_now": self.today.strftime, **self.template_variables}
 
 
+def read_template(path: Path) -> str:
+    """Jinja source. Raises UserError for a file that holds no template, or one that cannot be parsed."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # not UTF-8, or no path
+        raise UserError(f"{path}: cannot be read ({error}); fix data.chat_template") from error
+    if not text.strip():
+        raise UserError(
+            f"{path}: holds no chat template; fix data.chat_template, or leave it out for the tokenizer's own"
+        )
+    tags = {"generation": "if true", "endgeneration": "endif"}
+    plain = GENERATION.sub(lambda found: f"{{%{found[1]} {tags[found[2]]} {found[3]}%}}", text)
+    try:
+        PARSER.parse(plain)
+    except jinja2.TemplateSyntaxError as error:
+        raise UserError(f"{path}:{error.lineno}: {error.message:.200}; fix the chat template there") from error
+    return text
+
+
+def check_variables(template: str, variables: Mapping[str, Any]) -> None:
+    """Raises UserError for a variable that the template does not mention, and which would change nothing."""
+    for name in variables:
+        if not re.search(rf"\b{re.escape(name)}\b", template):
+            raise UserError(
+                f"data.template_variables: {name!r} occurs nowhere in the chat template, so it would change nothing; mend the "
+                "name or leave it out"
+            )
+
+
 def rendered(
     messages: Sequence[dict],
     generation_prompt: bool = False,
     *,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     template: str,
     tools: list | None,
     limits: Limits,
@@ -82,7 +117,9 @@ def rendered(
     return limits.keep(render)
 
 
-def renderer(tokenizer: PreTrainedTokenizerBase, template: str, conversation: Conversation, choices: Choices) -> Render:
+def renderer(
+    tokenizer: "PreTrainedTokenizerBase", template: str, conversation: Conversation, choices: Choices
+) -> Render:
     """`rendered` with this template, the conversation's tools, and limits for all of its renderings together. Raises UserError for
     a variable among the choices that the template does not mention."""
     check_variables(template, choices.template_variables)
@@ -97,7 +134,7 @@ def renderer(tokenizer: PreTrainedTokenizerBase, template: str, conversation: Co
 
 
 def chosen_template(
-    tokenizer: PreTrainedTokenizerBase, chat_template: str | None, tools: list | None, origin: str
+    tokenizer: "PreTrainedTokenizerBase", chat_template: str | None, tools: list | None, origin: str
 ) -> str:
     """Jinja source: `chat_template`, or the tokenizer's own for conversations with such tools. Raises UserError for none."""
     if chat_template is None and not tokenizer.chat_template:
