@@ -70,20 +70,7 @@ def demo_target(
     the same for the same arguments, device and number of threads.
     Raises UserError for shapes that do not fit together, for too little text, and where it is not there and not to be made.
     """
-    if demo.hidden_size % (2 * demo.heads) or demo.heads % demo.key_value_heads:
-        raise UserError(
-            f"model.demo: hidden_size {demo.hidden_size}, heads {demo.heads}, key_value_heads {demo.key_value_heads} do not fit; "
-            "make hidden_size an even multiple of heads, and heads a multiple of key_value_heads"
-        )
-    if demo.batch_tokens < demo.context:
-        raise UserError(
-            f"model.demo.batch_tokens: {demo.batch_tokens} is less than one conversation of {demo.context}; raise it"
-        )
-    if demo.short_steps and (demo.short_context is None or demo.short_steps >= demo.steps):
-        raise UserError(
-            f"model.demo: short_steps {demo.short_steps}, short_context {demo.short_context}, steps {demo.steps} do not fit; give "
-            "short_context, and more steps than short_steps"
-        )
+    _require_shape(demo)
     training = _training(demo)._asdict()
     answering = {"answers": demo.answers, "answer_tokens": demo.answer_tokens}
     versions = [tokenizers.__version__, torch.__version__, transformers.__version__]
@@ -108,6 +95,28 @@ def demo_target(
     with replacing_folder(folder, partial(opens, _open)) as unfinished:
         _make(unfinished, rows, held_out, demo, torch.device(device), report)
     return _open(folder, report)._replace(cached=False)
+
+
+def _require_shape(demo: Demo) -> None:
+    """Raises UserError for numbers that do not fit together."""
+    for wrong, what in (
+        (
+            demo.hidden_size % (2 * demo.heads) or demo.heads % demo.key_value_heads,
+            f": hidden_size {demo.hidden_size}, heads {demo.heads}, key_value_heads {demo.key_value_heads} do not fit; "
+            "make hidden_size an even multiple of heads, and heads a multiple of key_value_heads",
+        ),
+        (
+            demo.batch_tokens < demo.context,
+            f".batch_tokens: {demo.batch_tokens} is less than one conversation of {demo.context}; raise it",
+        ),
+        (
+            demo.short_steps and (demo.short_context is None or demo.short_steps >= demo.steps),
+            f": short_steps {demo.short_steps}, short_context {demo.short_context}, steps {demo.steps} do not fit; give "
+            "short_context, and more steps than short_steps",
+        ),
+    ):
+        if wrong:
+            raise UserError(f"model.demo{what}")
 
 
 def _open(folder: Path, report: Callable[[str], None] = lambda line: None) -> DemoTarget:

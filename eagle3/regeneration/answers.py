@@ -90,12 +90,13 @@ class AnswerFile(AbstractContextManager):
 
 
 def _require_writable(path: Path) -> None:
-    if path.suffix != ".jsonl":
-        raise UserError(f"--out: {path}: has to end in .jsonl, by which it is read as data; rename it")
-    if path.is_dir():
-        raise UserError(f"--out: {path}: is a folder; name a file in it")
-    if not path.parent.is_dir():
-        raise UserError(f"--out: {path}: there is no folder {path.parent}; make it, or mend the path")
+    for wrong, what in (
+        (path.suffix != ".jsonl", "has to end in .jsonl, by which it is read as data; rename it"),
+        (path.is_dir(), "is a folder; name a file in it"),
+        (not path.parent.is_dir(), f"there is no folder {path.parent}; make it, or mend the path"),
+    ):
+        if wrong:
+            raise UserError(f"--out: {path}: {what}")
 
 
 def _open(path: Path, done: str) -> BinaryIO:

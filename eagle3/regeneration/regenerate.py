@@ -49,25 +49,20 @@ class Summary:
         self.examples.setdefault(why.reason, f"{origin}{': ' if why.detail else ''}{why.detail}")
 
     def __str__(self) -> str:
+        counted = [
+            (self.earlier, "done earlier"),
+            (self.repeated, "repeated"),
+            *((count, f"cut short ({reason})") for reason, count in self.cut.items()),
+            *(
+                (count, f"left out: {reason} (first {self.examples[reason]})")
+                for reason, count in self.left_out.items()
+            ),
+            (self.unrecorded, "of those left out are asked again by the next run"),
+            (self.failed, f"failed (first {self.examples.get('failed')}); run again to ask for them"),
+            (self.unparsed_reasoning, "answers hold a think tag, so the server has no reasoning parser; see the docs"),
+        ]
         parts = [f"{self.rows:,} rows of {self.read:,} conversations", f"{self.answered:,} answered now"]
-        parts += [
-            f"{count:,} {word}"
-            for count, word in ((self.earlier, "done earlier"), (self.repeated, "repeated"))
-            if count
-        ]
-        parts += [f"{count:,} cut short ({reason})" for reason, count in self.cut.items()]
-        parts += [
-            f"{count:,} left out: {reason} (first {self.examples[reason]})" for reason, count in self.left_out.items()
-        ]
-        if self.unrecorded:
-            parts.append(f"{self.unrecorded:,} of those left out are asked again by the next run")
-        if self.failed:
-            parts.append(f"{self.failed:,} failed (first {self.examples['failed']}); run again to ask for them")
-        if self.unparsed_reasoning:
-            parts.append(
-                f"{self.unparsed_reasoning:,} answers hold a think tag, so the server has no reasoning parser; see the docs"
-            )
-        return "; ".join(parts)
+        return "; ".join(parts + [f"{count:,} {what}" for count, what in counted if count])
 
 
 class Queue:

@@ -59,9 +59,9 @@ class Summary:
     def __str__(self) -> str:
         were_split = self.kept > self.rows - sum(self.dropped.values())
         were = f"samples from {self.rows:,} texts" if were_split else f"of {self.rows:,} samples"
-        parts = [f"{self.kept:,} {were}, {self.tokens:,} tokens, {self.supervised:,} supervised"]
-        parts += [f"{sum(self.dropped.values()):,} dropped"] if self.dropped else []
-        parts += [f"{self.truncated:,} truncated"] if self.truncated else []
+        told = f"{self.kept:,} {were}, {self.tokens:,} tokens, {self.supervised:,} supervised"
+        counted = (sum(self.dropped.values()), "dropped"), (self.truncated, "truncated")
+        parts = [told, *(f"{count:,} {what}" for count, what in counted if count)]
         return "; ".join(parts) + (" (cached)" if self.cached else "")
 
     def reasons(self) -> list[str]:
