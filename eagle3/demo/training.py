@@ -59,8 +59,7 @@ def train_language_model(
     first = islice(batches(short, batch_tokens, seed), training.short_steps) if training.short_steps else ()
     coming = chain(first, batches(documents, batch_tokens, seed))
     losses, progress = [], Progress(report, "demo target", steps, "steps")
-    for step in range(1, steps + 1):
-        batch = next(coming)
+    for step, batch in enumerate(islice(coming, steps), 1):
         loss = model(input_ids=batch.ids.to(model.device), labels=batch.labels.to(model.device), use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -154,6 +154,7 @@ def _gather(known: KnownTarget, say: Say, judging: bool) -> Inputs:
         data.malformed,
         choices_of(recipe),
     )
+
     def prepare(what: str, sources: list[str], most: int | None) -> Prepared:
         prepared = prepare_samples(
             [places.get(source, source) for source in sources],

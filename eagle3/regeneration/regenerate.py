@@ -247,9 +247,9 @@ def regenerate(
     """Ask the endpoints for every conversation that `file` lacks, as many at a time of each as it takes. No more conversations
     are held than are asked for.
 
-    total: how many conversations there are, for the time left. report: told which endpoint
-    is left out. progress: gets a line now and then. Raises UserError where none is left and where nothing but refusals comes; what has come by then is in the
-    file. Fewer refusals than that, and no answer: they are counted and not recorded, so that the next run asks again.
+    total: how many conversations there are, for the time left. report: told which endpoint is left out. progress: gets a
+    line now and then. Raises UserError where none is left and where nothing but refusals comes; what has come by then is in
+    the file. Fewer refusals than that, and no answer: they are counted and not recorded, so that the next run asks again.
     """
     run = Regeneration(conversations, total, file, generation, report, progress)
     asyncio.run(run.run(endpoints))

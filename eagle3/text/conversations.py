@@ -80,12 +80,13 @@ def iterate_conversations(
 ) -> Iterator[Conversation]:
     """The conversations of all sources, in order, no more than one of which is held; with `limit` the first so many.
 
-    A source is a .json, .jsonl or .parquet file, a folder of those, `standard_library` (conversations), `standard_library:files`,
-    `standard_library:held_out_files` (texts), `preset:NAME` (see eagle3.text.presets) or a dataset id; the last two may end in `@revision`, and an id names another split than "train"
-    as `owner/name:split`. A row has `messages` (OpenAI), `conversations` (ShareGPT) or `text`. malformed: counts the rows that
-    cannot be read, which are left out or, at the end, refused together; None to refuse them. downloads: folder where the
-    rows of datasets are kept, so that they travel once; None to keep none. report: gets progress lines. Raises UserError
-    for a source that cannot be read, or of which no row can, and for malformed rows.
+    A source is a .json, .jsonl or .parquet file, a folder of those, `standard_library` (conversations),
+    `standard_library:files`, `standard_library:held_out_files` (texts), `preset:NAME` (see eagle3.text.presets) or a
+    dataset id; the last two may end in `@revision`, and an id names another split than "train" as `owner/name:split`. A row
+    has `messages` (OpenAI), `conversations` (ShareGPT) or `text`. malformed: counts the rows that cannot be read, which are
+    left out or, at the end, refused together; None to refuse them. downloads: folder where the rows of datasets are kept,
+    so that they travel once; None to keep none. report: gets progress lines. Raises UserError for a source that cannot be
+    read, or of which no row can, and for malformed rows.
     """
     malformed = malformed or MalformedRows()
     done = 0

@@ -17,7 +17,8 @@ MOST_CHARACTERS = 1 << 27
 
 
 def file_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """(origin, row as it stands, or Malformed) of a file of one of KINDS. Raises UserError where its rows cannot be told apart."""
+    """(origin, row as it stands, or Malformed) of a file of one of KINDS. Raises UserError where its rows cannot be told
+    apart."""
     readers = {".json": _json_rows, ".jsonl": _line_rows, ".parquet": _parquet_rows}
     try:
         yield from readers[path.suffix](path)

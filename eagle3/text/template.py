@@ -120,8 +120,8 @@ def rendered(
 def renderer(
     tokenizer: "PreTrainedTokenizerBase", template: str, conversation: Conversation, choices: Choices
 ) -> Render:
-    """`rendered` with this template, the conversation's tools, and limits for all of its renderings together. Raises UserError for
-    a variable among the choices that the template does not mention."""
+    """`rendered` with this template, the conversation's tools, and limits for all of its renderings together. Raises
+    UserError for a variable among the choices that the template does not mention."""
     check_variables(template, choices.template_variables)
     return partial(
         rendered,
