@@ -144,7 +144,7 @@ def run(recipe: Recipe, options: argparse.Namespace, stop: StopSignals) -> int:
         from eagle3.jobs.layout import check_layout
         from eagle3.jobs.train import train
         from eagle3.parallel.topology import FORMING, start_distributed, stop_distributed
-        from eagle3.reporting.finish import write_up
+        from eagle3.reporting.report import write_up
 
     if options.check:
         layout = check_layout(recipe, options.deepspeed, options.check)

@@ -212,4 +212,4 @@ def test_a_short_judgement_is_not_sold_as_a_long_one(run):
     assert "Acceptance at long contexts was not measured" not in card(run)
     run.by_context.unlink()
     assert "Acceptance at long contexts was not measured" in card(run)
-    assert read_run(run.path).by_context is None
+    assert not read_run(run.path).by_context

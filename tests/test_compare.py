@@ -11,7 +11,6 @@ from eagle3.errors import UserError
 from eagle3.reporting.compare import (
     compared_plots,
     contexts_table,
-    in_markdown,
     read_compared,
     runs_table,
     write_comparison,
@@ -82,9 +81,9 @@ def test_runs_that_minimise_different_losses_are_compared_with_a_warning(tmp_pat
     recipe["training"]["step_decay"] = 1.0
     other.recipe.write_text(yaml.safe_dump(recipe), encoding="utf-8")
     compared = read_compared([one.path, other.path], None)
-    assert "training.step_decay DIFFERS: 0.8 (one), 1.0 (other)" in in_markdown(runs_table(compared)).replace("\\", "")
+    assert "training.step_decay DIFFERS: 0.8 (one), 1.0 (other)" in runs_table(compared).markdown().replace("\\", "")
     assert "NOT the same for all" in compared_plots(compared)[0].about
-    assert "DIFFERS" not in in_markdown(runs_table(compared[:1] * 2))
+    assert "DIFFERS" not in runs_table(compared[:1] * 2).markdown()
 
 
 def test_a_runs_name_is_text_in_table_and_chart(report, tmp_path):
@@ -125,11 +124,11 @@ def test_runs_measured_in_different_ways_are_compared_with_a_warning(tmp_path):
     contexts = json.loads(other.by_context.read_text(encoding="utf-8"))["contexts"]
     change(other.by_context, contexts=[contexts[4] | {"interval": None}, contexts[0]])
     compared = read_compared([one.path, other.path], None)
-    written = in_markdown(contexts_table(compared))
+    written = contexts_table(compared).markdown()
     assert "temperature DIFFERS: 0.0 (one), 0.8 (other)" in written
     assert "target " not in written  # neither file knows it
     change(one.by_context, target="acme/tiny-8B", seed=3)
-    written = in_markdown(contexts_table(read_compared([one.path, other.path], None)))
+    written = contexts_table(read_compared([one.path, other.path], None)).markdown()
     assert "target DIFFERS: acme/tiny-8B (one), None (other); " in written
     assert "seed DIFFERS: 3 (one), 0 (other); " in written
     assert "| 1k | 2.80 [2.70, 2.90] (300) | – |" in written and "| 2.70 (300) |" in written

@@ -30,11 +30,10 @@ from eagle3.reporting.advice import advise
 from eagle3.reporting.card import write_card
 from eagle3.reporting.charts import charts
 from eagle3.reporting.curves import estimated_curve, simulated_positions
-from eagle3.reporting.finish import write_up
 from eagle3.reporting.page import page as page_of
 from eagle3.reporting.plot import MOST_POINTS, thinned
 from eagle3.reporting.record import read_run
-from eagle3.reporting.report import write_report
+from eagle3.reporting.report import write_report, write_up
 from eagle3.training.run_folder import Resume, RunFolder
 
 ZERO2 = ROOT / "ds_configs" / "zero2.json"

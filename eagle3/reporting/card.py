@@ -12,14 +12,24 @@ from huggingface_hub import ModelCardData
 from eagle3.console import counted
 from eagle3.durable import write_text
 from eagle3.errors import UserError
-from eagle3.reporting.curves import context_rows, rule, simulated_positions
+from eagle3.reporting.curves import context_rows, number, rule, simulated_positions
 from eagle3.reporting.markdown import Markdown, escaped, fenced_command, one_line
-from eagle3.reporting.record import RunRecord, hub_id_of, read_run, source_name, target_name, yielded
-from eagle3.reporting.summary import spans_in_words
+from eagle3.reporting.record import Record, RunRecord, hub_id_of, read_run, source_name, target_name
+from eagle3.reporting.summary import layout_in_words, spans_in_words
 from eagle3.targets.sglang.version import speculative_flags
 
 TEMPLATE = Path(__file__).with_name("card.md")
 TAGS = ["eagle3", "speculative-decoding", "draft-model", "sglang", "vllm"]
+VERSIONS = ("eagle3-recipes", "torch", "deepspeed", "megatron-core", "transformers")
+AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"  # the key that vLLM reads, and in eagle_config SGLang
+FROM_RECIPE = (
+    ("samples a step", "training.global_batch_size", "{:,}"),
+    ("TTT steps", "training.ttt_steps", "{}"),
+    ("loss", "training.loss", "{}"),
+    ("weight of a TTT step", "training.step_decay", "{} of the one before"),
+    ("learning rate", "training.learning_rate", "{}"),
+    ("longest sample allowed", "data.max_length", "{:,} tokens"),
+)
 LONG = 4096  # tokens of context; a draft that was judged on less says nothing of long ones
 SEAL = re.compile(r"\n<!-- written from the run's files; sha256 of the lines above: (\w{64}) -->\n\Z")
 
@@ -32,7 +42,7 @@ def write_card(path: Path) -> Path | None:
     """The card of the run in folder `path`, which is returned; None where no draft was exported yet. Raises UserError where
     there is no run, Edited where somebody has changed the card."""
     run = read_run(path)
-    if run.draft is None:
+    if not run.draft:
         return None
     card = run.folder.card
     if card.exists() and not _untouched(card.read_text(encoding="utf-8")):
@@ -58,11 +68,10 @@ def _digest(text: str) -> str:
 def card_text(run: RunRecord) -> str:
     """Markdown with YAML front matter, in which every value is escaped. No path of the machine is told: of a folder only
     its last part."""
-    target, hub_id = target_name(run), hub_id_of(run)
-    datasets = ((run.started or {}).get("data") or {}).get("datasets") or []
+    hub_id = hub_id_of(run)
     data = ModelCardData(
         base_model=hub_id and one_line(hub_id),
-        datasets=[one_line(name) for name in datasets] or None,
+        datasets=[one_line(name) for name in run.started.get("data", {}).get("datasets", [])] or None,
         library_name="sglang",
         license="other",
         pipeline_tag="text-generation",
@@ -77,7 +86,7 @@ def card_text(run: RunRecord) -> str:
     )
     return template.render(
         card_data=Markdown(data.to_yaml()),
-        target=target,
+        target=target_name(run),
         hub_id=hub_id,
         facts=_facts(run),
         training=_training(run),
@@ -89,90 +98,71 @@ def card_text(run: RunRecord) -> str:
     )
 
 
-def _facts(run: RunRecord) -> list[tuple[str, str]]:
-    draft, started = run.draft, run.started or {}
-    rope, layers = draft.get("rope_parameters") or {}, (draft.get("eagle_config") or {})
-    facts = [("target", target_name(run))]
-    if "target" in started:
+def _facts(run: RunRecord) -> dict[str, str]:
+    draft, started = run.draft, run.started
+    rope, layers = draft.get("rope_parameters") or {}, (draft.get("eagle_config") or {}).get(AUX_LAYERS)
+    vocabulary, window = f"{draft['draft_vocab_size']:,} of {draft['vocab_size']:,} tokens", draft.get("sliding_window")
+    facts = {"target": target_name(run), "the target's class": "", "layers read (0-based)": "", "trained weights": ""}
+    if layers:
+        facts["layers read (0-based)"] = ", ".join(map(str, layers))
+    if started:
         of = started["target"]
-        facts.append(("the target's class", f"{of['architecture']}, {of['layers']} layers of {of['hidden_size']}"))
-    if layers.get("eagle_aux_hidden_state_layer_ids"):
-        facts.append(("layers read (0-based)", ", ".join(map(str, layers["eagle_aux_hidden_state_layer_ids"]))))
-    if "draft" in started:
-        facts.append(("trained weights", f"{started['draft']['parameters']:,}"))
-    facts.append(
-        ("draft vocabulary", f"{draft['draft_vocab_size']:,} of {draft['vocab_size']:,} tokens{_coverage(run)}")
-    )
-    facts.append(("context", f"{draft['max_position_embeddings']:,} tokens"))
-    if window := draft.get("sliding_window"):
-        facts.append(("attention", f"the last {window:,} keys, a query's own included, in training and so in serving"))
-    kind = rope.get("rope_type", "default")
-    facts.append(("rope", kind + (f" x{rope['factor']:g}" if rope.get("factor") else "")))
-    facts.append(("number format", str(draft.get("dtype") or draft.get("torch_dtype"))))
-    return facts
+        facts["the target's class"] = f"{of['architecture']}, {of['layers']} layers of {of['hidden_size']}"
+        facts["trained weights"] = f"{started['draft']['parameters']:,}"
+        vocabulary += f", {started['vocabulary']['coverage']:.2%} of the supervised ones in training"
+    facts |= {
+        "draft vocabulary": vocabulary,
+        "context": f"{draft['max_position_embeddings']:,} tokens",
+        "attention": f"the last {window:,} keys, a query's own included, in training and so in serving"
+        if window
+        else "",
+        "rope": rope.get("rope_type", "default") + (f" x{rope['factor']:g}" if rope.get("factor") else ""),
+        "number format": str(draft.get("dtype") or draft.get("torch_dtype")),
+    }
+    return {name: told for name, told in facts.items() if told}
 
 
-def _coverage(run: RunRecord) -> str:
-    share = ((run.started or {}).get("vocabulary") or {}).get("coverage")
-    return "" if share is None else f", {share:.2%} of the supervised ones in training"
-
-
-def _training(run: RunRecord) -> list[tuple[str, str]]:
-    started, pace = run.started or {}, run.pace
-    data = started.get("data") or {}
-    sources = [source_name(source) for source in run.key("data.train") or []]
-    rows = [("data", ", ".join(sources))] if sources else []
-    if data:
-        train = data["train"]
-        rows.append(
-            (
-                "samples",
-                f"{train['samples']:,} with {train['tokens']:,} tokens, {train['supervised']:,} supervised; the longest has "
-                f"{train['longest']:,}",
-            )
+def _training(run: RunRecord) -> dict[str, str]:
+    started, pace, spans = run.started, run.pace, run.key("data.spans")
+    rows = {"data": ", ".join(map(source_name, run.key("data.train") or []))}
+    if started:
+        train = started["data"]["train"]
+        rows["samples"] = (
+            f"{train['samples']:,} with {train['tokens']:,} tokens, {train['supervised']:,} supervised; the longest has "
+            f"{train['longest']:,}"
         )
-    if spans := run.key("data.spans"):
-        rows.append(("learnt from", spans_in_words(spans)))
+    rows["learnt from"] = spans_in_words(spans) if spans else ""
     if run.train:
-        rows.append(("steps", f"{len(run.train):,}"))
-        rows.append(("seen", f"{pace.tokens:,} tokens, {pace.supervised:,} supervised"))
-    for name, key, told in (
-        ("samples a step", "training.global_batch_size", "{:,}"),
-        ("TTT steps", "training.ttt_steps", "{}"),
-        ("loss", "training.loss", "{}"),
-        ("weight of a TTT step", "training.step_decay", "{} of the one before"),
-        ("learning rate", "training.learning_rate", "{}"),
-        ("longest sample allowed", "data.max_length", "{:,} tokens"),
-    ):
-        if run.key(key) is not None:
-            rows.append((name, told.format(run.key(key))))
-    if "layout" in started:
-        rows.append(("layout", " x ".join(f"{name} {size}" for name, size in started["layout"].items())))
-    if "versions" in started:
-        shown = ("eagle3-recipes", "torch", "deepspeed", "megatron-core", "transformers")
-        rows.append(
-            (
-                "made with",
-                ", ".join(f"{name} {started['versions'][name]}" for name in shown if name in started["versions"]),
-            )
-        )
-    return rows
+        rows["steps"] = f"{len(run.train):,}"
+        rows["seen"] = f"{pace.tokens:,} tokens, {pace.supervised:,} supervised"
+    for name, key, told in FROM_RECIPE:
+        rows[name] = "" if run.key(key) is None else told.format(run.key(key))
+    if started:
+        rows["layout"] = layout_in_words(started["layout"])
+        versions = started["versions"]
+        rows["made with"] = ", ".join(f"{name} {versions[name]}" for name in VERSIONS if name in versions)
+    return {name: told for name, told in rows.items() if told}
 
 
 def _judged(run: RunRecord) -> dict[str, Any] | None:
     found = run.evaluation
-    if not found or found.get("acceptance_length") is None:
+    if found.get("acceptance_length") is None:
         return None
     shares, untrained = found.get("position_acceptance") or [], found.get("untrained")
+    # What all verifications added, without the first tokens, which prefills give.
+    yielded = round(found["acceptance_length"] * found["verifications"])
+    drafted = f"{found['draft_tokens']} drafted tokens"
+    if found.get("topk", 1) > 1:
+        drafted = f"trees of {found.get('tree_tokens')} tokens, {found['topk']} branches a node"
     return {
-        "length": f"{found['acceptance_length']:.2f}",
+        "length": number(found["acceptance_length"]),
         "conditions": (
-            f"Measured by {found.get('engine')} {found.get('engine_version')}, {_drafted(found)}, {rule(found)}, one conversation at a "
-            f"time, on {counted(found['conversations'], 'conversation')}: {yielded(found):,} tokens from {found['verifications']:,} "
+            f"Measured by {found.get('engine')} {found.get('engine_version')}, {drafted}, {rule(found)}, one conversation at a "
+            f"time, on {counted(found['conversations'], 'conversation')}: {yielded:,} tokens from {found['verifications']:,} "
             "verifications."
         ),
-        "positions": [str(place) for place in range(1, len(shares) + 1)],
-        "shares": [f"{share:.2f}" for share in shares],
+        "positions": [*range(1, len(shares) + 1)],
+        "shares": [*map(number, shares)],
         "lossless": _lossless(found),
         "untrained": f"An untrained draft of the same shape: {untrained['acceptance_length']:.2f}."
         if untrained
@@ -180,7 +170,7 @@ def _judged(run: RunRecord) -> dict[str, Any] | None:
     }
 
 
-def _lossless(found: dict[str, Any]) -> str:
+def _lossless(found: Record) -> str:
     """How the output compared with the target's alone; sampled outputs are not compared."""
     if found.get("temperature") or found.get("compared") is False:
         return "The outputs were sampled, so they were not compared with plain decoding."
@@ -191,17 +181,10 @@ def _lossless(found: dict[str, Any]) -> str:
     return f"Output equal to plain decoding in all conversations{tied}."
 
 
-def _drafted(found: dict[str, Any]) -> str:
-    if (found.get("topk") or 1) > 1:
-        return f"trees of {found.get('tree_tokens')} tokens, {found['topk']} branches a node"
-    return f"{found['draft_tokens']} drafted tokens"
-
-
 def _held_out(run: RunRecord) -> str | None:
-    best, shares = run.exported, simulated_positions(run)
-    if best is None:
+    if not (best := run.exported):
         return None
-    positions = " ".join(f"{share:.2f}" for share in shares)
+    positions = " ".join(map(number, simulated_positions(run)))
     return (
         f"{best['simulated_acceptance_length']:.2f} drafted tokens accepted (simulated, greedy, the target's own not counted; by "
         f"position {positions}) at step {best['step']:,}, whose weights these are"
@@ -210,7 +193,7 @@ def _held_out(run: RunRecord) -> str | None:
 
 def _contexts(run: RunRecord) -> dict[str, Any] | None:
     found = run.by_context
-    if not found or not found.get("contexts"):
+    if not found.get("contexts"):
         return None
     told = f"{found.get('engine')} {found.get('engine_version')}, {found.get('draft_tokens')} drafted tokens"
     return {"rows": [row for row, _ in context_rows(found)], "conditions": f"{told}, {rule(found)}"}
@@ -242,11 +225,11 @@ def _of_window(window: int | None) -> str | None:
     )
 
 
-def _of_vllm(draft: dict[str, Any]) -> Markdown:
+def _of_vllm(draft: Record) -> Markdown:
     """What is known of vLLM with this draft; exports once lacked the key that it reads."""
-    key, eagle = "eagle_aux_hidden_state_layer_ids", draft.get("eagle_config") or {}
-    if eagle.get(key) and not draft.get(key):
-        values = json.dumps({key: [layer + 1 for layer in eagle[key]]})[1:-1]
+    layers = (draft.get("eagle_config") or {}).get(AUX_LAYERS)
+    if layers and not draft.get(AUX_LAYERS):
+        values = json.dumps({AUX_LAYERS: [layer + 1 for layer in layers]})[1:-1]
         return Markdown(
             f"It needs one more key in `config.json`, without which it hands the draft layers of its own choice: `{values}`."
         )
@@ -257,8 +240,8 @@ def _of_vllm(draft: dict[str, Any]) -> Markdown:
 
 
 def _limits(run: RunRecord) -> list[str]:
-    longest = (((run.started or {}).get("data") or {}).get("train") or {}).get("longest")
-    contexts = max((row["context"] for row in (run.by_context or {}).get("contexts") or []), default=0)
+    longest = run.started["data"]["train"]["longest"] if run.started else 0
+    contexts = max((row["context"] for row in run.by_context.get("contexts", [])), default=0)
     limits = []
     if longest:
         known = "only the table by context tells how it does" if contexts > longest else "nothing is known of it"
@@ -267,6 +250,8 @@ def _limits(run: RunRecord) -> list[str]:
         limits.append("Acceptance at long contexts was not measured.")
     if run.key("model.target") == "demo":
         limits.append("A demonstration: its target is a few million weights trained for minutes, and of no use.")
-    limits.append("Speed depends on engine, hardware and load; nothing is promised by an acceptance length.")
-    limits.append("The output is the target's own, with its knowledge and faults: a draft changes its speed alone.")
-    return limits
+    return [
+        *limits,
+        "Speed depends on engine, hardware and load; nothing is promised by an acceptance length.",
+        "The output is the target's own, with its knowledge and faults: a draft changes its speed alone.",
+    ]

@@ -1,6 +1,7 @@
 """Several runs beside one another: their courses and their acceptance by context in charts, their key numbers in tables."""
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,8 +12,8 @@ from eagle3.errors import UserError
 from eagle3.reporting.charts import ABOUT_ACCEPTED, about_loss, contexts_plot, curve_series, loss_label
 from eagle3.reporting.curves import measured_curve, tokens_label, told_curve
 from eagle3.reporting.drawing import png
-from eagle3.reporting.markdown import Markdown, escaped
-from eagle3.reporting.page import Table, comparison
+from eagle3.reporting.markdown import Markdown, Table, escaped
+from eagle3.reporting.page import comparison
 from eagle3.reporting.plot import COLOURS, Colour, Plot, Series, count_axis, number_axis, step_axis, thinned
 from eagle3.reporting.record import Record, RunRecord, column, read_run
 from eagle3.reporting.summary import summary_rows
@@ -55,10 +56,9 @@ class Compared(NamedTuple):
     run: RunRecord
 
     @property
-    def found(self) -> Record | None:
-        """Its by_context.json, where it measured something."""
-        found = self.run.by_context
-        return found if found and found["contexts"] else None
+    def found(self) -> Record:
+        """Its by_context.json; empty where it measured nothing."""
+        return self.run.by_context if self.run.by_context.get("contexts") else {}
 
 
 def read_compared(folders: Sequence[Path], names: Sequence[str] | None) -> list[Compared]:
@@ -74,16 +74,6 @@ def read_compared(folders: Sequence[Path], names: Sequence[str] | None) -> list[
             f"--names {','.join(names)}: {len(folders)} runs need {len(folders)} different names; write --names {wanted}, with names of yours"
         )
     return [Compared(name, read_run(folder)) for name, folder in zip(names, folders, strict=True)]
-
-
-def in_markdown(table: Table) -> str:
-    """With its note below."""
-    lines = [
-        "| " + " | ".join(map(escaped, table.head)) + " |",
-        "|---" * len(table.head) + "|",
-        *("| " + " | ".join(map(escaped, row)) + " |" for row in table.rows),
-    ]
-    return "\n".join([*lines, *(["", escaped(table.note)] if table.note else [])]) + "\n"
 
 
 def runs_table(compared: Sequence[Compared]) -> Table:
@@ -140,75 +130,67 @@ def _condition(found: Record, name: str) -> Any:
     return f"{counts[0]} a context" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} a context"
 
 
-class Along(NamedTuple):
-    """What courses are drawn over. place: of steps of a run."""
+class Course(NamedTuple):
+    """A number of metrics.jsonl over the steps of the runs. unit: of its axis."""
 
     name: str
-    label: str
-    place: Callable[[RunRecord, np.ndarray], np.ndarray]
-
-
-ALONG = (
-    Along("step", "optimiser step", lambda _, steps: steps),
-    Along("tokens", "supervised tokens", RunRecord.supervised_until),
-)
+    key: str
+    title: str
+    unit: str
+    about: str
 
 
 def compared_plots(compared: Sequence[Compared]) -> list[Plot]:
     """Loss and accepted drafts over steps and over supervised tokens, and acceptance by context, as far as runs have them."""
-    colours = [COLOURS[place % len(COLOURS)] for place in range(len(compared))]
-    abouts = list(dict.fromkeys(about_loss(each.run) for each in compared))
-    about = abouts[0] if len(abouts) == 1 else "What training minimises, which is NOT the same for all: see the table."
-    label = loss_label(compared[0].run)
-    plots = []
-    for name, key, title, unit, told in (
-        ("loss", "loss", "Loss", label, about),
-        (
-            "accepted",
-            "simulated_acceptance_length",
-            "Accepted drafts, simulated",
-            "drafts a verification",
-            ABOUT_ACCEPTED,
-        ),
-    ):
-        plots += [_course(compared, colours, along, name, key, title, unit, told) for along in ALONG]
-    measured = [(each, colour) for each, colour in zip(compared, colours, strict=True) if each.found]
-    if measured:
-        curves = [(each.name, measured_curve(each.found), colour) for each, colour in measured]
+    coloured = [*zip(compared, itertools.cycle(COLOURS), strict=False)]
+    abouts = {about_loss(each.run) for each in compared}
+    about = (
+        abouts.pop() if len(abouts) == 1 else "What training minimises, which is NOT the same for all: see the table."
+    )
+    accepted = "simulated_acceptance_length"
+    courses = (
+        Course("loss", "loss", "Loss", loss_label(compared[0].run), about),
+        Course("accepted", accepted, "Accepted drafts, simulated", "drafts a verification", ABOUT_ACCEPTED),
+    )
+    plots = [_drawn(coloured, course, over) for course in courses for over in ("step", "tokens")]
+    if curves := [(each.name, measured_curve(each.found), colour) for each, colour in coloured if each.found]:
         told = "; ".join(f"{name} {told_curve(curve)}" for name, curve, _ in curves)
         plots.append(contexts_plot(CONTEXTS, [curve_series(*each) for each in curves], told))
     return [plot for plot in plots if plot]
 
 
-def _course(
-    compared: Sequence[Compared],
-    colours: Sequence[Colour],
-    along: Along,
-    name: str,
-    key: str,
-    title: str,
-    unit: str,
-    about: str,
-) -> Plot | None:
-    """Lines of training, pale, and dots of what was held out; None where no run has any."""
+def _drawn(coloured: Sequence[tuple[Compared, Colour]], course: Course, over: str) -> Plot | None:
+    """Lines of training, pale, and dots of what was held out, over optimiser steps or supervised tokens; None where no run has
+    any."""
     training, held_out, told = [], [], []
-    for each, colour in zip(compared, colours, strict=True):
-        steps, values = thinned(column(each.run.train, "step"), column(each.run.train, key))
-        measured, found = column(each.run.held_out, "step"), column(each.run.held_out, key)
+    for (name, run), colour in coloured:
+        steps, values = thinned(column(run.train, "step"), column(run.train, course.key))
+        measured, found = column(run.held_out, "step"), column(run.held_out, course.key)
+        if over == "tokens":
+            steps, measured = run.supervised_until(steps), run.supervised_until(measured)
         if np.isfinite(values).any():
-            training.append(Series(each.name, along.place(each.run, steps), values, colour, "pale", group="training"))
+            training.append(Series(name, steps, values, colour, "pale", group="training"))
         if np.isfinite(found).any():
-            place = along.place(each.run, measured)
-            held_out.append(Series(each.name, place, found, colour, dotted=True, group="held out"))
-            told.append(f"{each.name} ends at {found[np.isfinite(found)][-1]:.3g}")
+            held_out.append(Series(name, measured, found, colour, dotted=True, group="held out"))
+            told.append(f"{name} ends at {found[np.isfinite(found)][-1]:.3g}")
     if not (series := training + held_out):
         return None
     places = np.concatenate([each.x for each in series])
-    axis = step_axis(places) if along.name == "step" else count_axis(along.label, places)
-    alt = f"{title} of the runs over {along.label}s; held out " + ", ".join(told or ["nothing was measured"]) + "."
-    about += " Pale: training; with dots: held out."
-    whole = f"{title}, by {along.label}"
-    return Plot(f"{name}-by-{along.name}", whole, about, alt, axis, number_axis(unit, [s.y for s in series]), series)
+    axis = step_axis(places) if over == "step" else count_axis("supervised tokens", places)
+    alt = (
+        f"{course.title} of the runs over {axis.label.removesuffix('s')}s; held out "
+        + ", ".join(told or ["nothing was measured"])
+        + "."
+    )
+    return Plot(
+        f"{course.name}-by-{over}",
+        f"{course.title}, by {axis.label}",
+        f"{course.about} Pale: training; with dots: held out.",
+        alt,
+        axis,
+        number_axis(course.unit, [each.y for each in series]),
+        series,
+    )
 
 
 def write_comparison(compared: Sequence[Compared], out: Path) -> str:
@@ -219,13 +201,11 @@ def write_comparison(compared: Sequence[Compared], out: Path) -> str:
         raise UserError(f"--out {out}: cannot be made ({error.strerror}); name another folder") from error
     plots, measured = compared_plots(compared), [each for each in compared if each.found]
     tables = [runs_table(compared), *([contexts_table(measured)] if measured else [])]
-    runs, *contexts = map(in_markdown, tables)
+    written = [table.markdown() for table in tables]
     for plot in plots:
         write_bytes(out / f"{plot.name}.png", png(plot, WIDE))
-    write_text(out / RUNS, runs)
-    for text in contexts:
-        write_text(out / f"{CONTEXTS}.md", text)
-    written = [runs, *contexts]
+    for name, text in zip((RUNS, f"{CONTEXTS}.md"), written, strict=False):
+        write_text(out / name, text)
     if unmeasured := [each.name for each in compared if not each.found]:
         names = ", ".join(map(escaped, unmeasured))
         written.append(f"No acceptance by context of {names}: launchers/evaluate.py --by-context measures it.\n")

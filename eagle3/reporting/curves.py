@@ -21,29 +21,23 @@ class Curve(NamedTuple):
 def measured_curve(by_context: Record) -> Curve:
     """Of a by_context.json."""
     rows = sorted(by_context["contexts"], key=lambda row: row["context"])
-    interval = [row.get("interval") or [None, None] for row in rows]
-    low, high = (column([{"edge": edges[side]} for edges in interval], "edge") for side in (0, 1))
-    lengths = column(rows, "acceptance_length")
-    return Curve(column(rows, "context"), lengths, np.stack((low, high), axis=1))
+    return Curve(column(rows, "context"), column(rows, "acceptance_length"), columns(rows, "interval", least=2))
 
 
 def estimated_curve(run: RunRecord) -> Curve | None:
     """From the held-out record of the exported draft: drafted tokens that would be accepted, and the target's own. Nan where
     fewer than FEW positions tell; None where no context has more."""
-    if run.exported is None or not run.exported.get("contexts"):
-        return None
     names = ("contexts", "acceptance_by_context", "supervised_by_context")
     contexts, accepted, supervised = (columns([run.exported], name)[0] for name in names)
-    accepted = np.where(supervised >= FEW, accepted, np.nan)
-    if np.isnan(accepted).all():
+    known = supervised >= FEW
+    if not len(contexts) or not (known & np.isfinite(accepted)).any():
         return None
-    return Curve(contexts, 1 + accepted, np.full((len(contexts), 2), np.nan))
+    return Curve(contexts, np.where(known, 1 + accepted, np.nan), np.full((len(contexts), 2), np.nan))
 
 
 def simulated_positions(run: RunRecord) -> list[float]:
     """The share of verifications that would accept drafts 0..i, by the held-out accuracies of the exported draft."""
-    accuracy = columns([run.exported], "accuracy") if run.exported else np.zeros((1, 0))
-    return np.cumprod(accuracy[0]).tolist()
+    return np.cumprod(columns([run.exported], "accuracy")[0]).tolist()
 
 
 def rule(judged: Record) -> str:
@@ -51,28 +45,19 @@ def rule(judged: Record) -> str:
     return f"at temperature {judged['temperature']:g}" if judged.get("temperature") else "greedy"
 
 
-class ContextRow(NamedTuple):
-    """What is told of one context of a by_context.json, as text."""
-
-    context: str
-    length: str
-    interval: str
-    prompts: str
-    verifications: str
-
-
-def context_rows(by_context: Record) -> list[tuple[ContextRow, list[float]]]:
-    """Of a by_context.json, contexts ascending; and the share of the verifications that accepted drafts 0..i."""
+def context_rows(by_context: Record) -> list[tuple[list[str], list[float]]]:
+    """What is told of each context of a by_context.json, ascending: its tokens, acceptance length, 95% interval, prompts and
+    verifications; and the share of the verifications that accepted drafts 0..i."""
     rows = []
     for row in sorted(by_context["contexts"], key=lambda row: row["context"]):
         low, high = row.get("interval") or (None, None)
-        told = ContextRow(
+        told = [
             tokens_label(row["context"]),
             number(row.get("acceptance_length")),
             "–" if low is None or high is None else f"{low:.2f} to {high:.2f}",
             f"{row['conversations']:,}",
             f"{row['verifications']:,}",
-        )
+        ]
         rows.append((told, row.get("position_acceptance") or []))
     return rows
 
@@ -92,6 +77,14 @@ def tokens_label(tokens: float) -> str:
         if tokens >= size:
             return f"{tokens / size:.3g}{letter}"
     return f"{tokens:g}"
+
+
+def short(value: float, digits: int = 3) -> str:
+    """1,234 as it is; 372,235 as 372k; 1,234,567 as 1.23M."""
+    for least, unit, letter in ((10**9, 10**9, "G"), (10**6, 10**6, "M"), (10**4, 10**3, "k")):
+        if abs(value) >= least:
+            return f"{value / unit:.{digits}g}{letter}"
+    return f"{value:,}"
 
 
 def mean(values: np.ndarray) -> np.ndarray:

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from eagle3.reporting.plot import GREY, Axis, Plot, Series
+from eagle3.reporting.plot import GREY, Plot, Series
 
 # Narrow, so that its letters keep their size on a phone: 340 CSS pixels there are 340 points.
 WIDTH, HEIGHT, DPI = 4.7, 3.5, 180  # inches, dots an inch
@@ -33,7 +33,14 @@ STYLE = {
     "text.parse_math": False,  # a $ in a run's name is a $
     "figure.facecolor": "white",
 }
-LINES = {"line": "-", "dashed": "--", "rule": ":"}
+LOOKS = {
+    "line": {},
+    "pale": {"alpha": 0.45},
+    "dashed": {"linestyle": "--"},
+    "rule": {"linestyle": ":"},
+    "dots": {"linestyle": "", "marker": "o", "markersize": 6, "markeredgecolor": "white"},
+    "stairs": {"linewidth": 4},
+}
 MARKERS = "osD^vP"  # of series whose points show
 
 
@@ -43,7 +50,9 @@ def png(plot: Plot, width: float = WIDTH) -> bytes:
         axes = figure.add_subplot()
         axes.set_title(plot.title, loc="left")
         for axis, name in ((plot.x, "x"), (plot.y, "y")):
-            _set_axis(axes, axis, name)
+            values, names = ([tick[side] for tick in axis.ticks] for side in (0, 1))
+            axes.set(**{f"{name}label": axis.label, f"{name}scale": "log" if axis.base else "linear"})
+            axes.set(**{f"{name}lim": (axis.low, axis.high), f"{name}ticks": values, f"{name}ticklabels": names})
         axes.minorticks_off()
         groups = [list(members) for _, members in itertools.groupby(plot.series, key=lambda series: series.group)]
         entries = [
@@ -64,29 +73,13 @@ def png(plot: Plot, width: float = WIDTH) -> bytes:
     return written.getvalue()
 
 
-def _set_axis(axes: Axes, axis: Axis, name: str) -> None:
-    axes.set(**{f"{name}label": axis.label})
-    if axis.base:
-        axes.set(**{f"{name}scale": "log"})
-    axes.set(**{f"{name}lim": (axis.low, axis.high)})
-    axes.set(**{f"{name}ticks": [value for value, _ in axis.ticks], f"{name}ticklabels": [n for _, n in axis.ticks]})
-
-
 def _label(plot: Plot, series: Series) -> str:
     return f"{series.label} {plot.y.tell(float(series.y[0]))}" if series.look == "rule" else series.label
 
 
 def _look(series: Series, place: int = 0) -> dict:
-    look = {"color": series.colour.light, "linestyle": LINES.get(series.look, "-"), "linewidth": 1.6}
-    if series.look == "stairs":
-        return look | {"linewidth": 4}
-    if series.look == "dots":
-        look |= {"linestyle": "", "marker": "o", "markersize": 6, "markeredgecolor": "white"}
-    elif series.dotted:
-        look |= {"marker": MARKERS[place % len(MARKERS)], "markersize": 5}
-    if series.look == "pale":
-        look["alpha"] = 0.45
-    return look
+    marked = {"marker": MARKERS[place % len(MARKERS)], "markersize": 5} if series.dotted else {}
+    return {"color": series.colour.light, "linewidth": 1.6} | marked | LOOKS[series.look]
 
 
 def _draw(axes: Axes, series: Series, place: int) -> None:
@@ -96,7 +89,6 @@ def _draw(axes: Axes, series: Series, place: int) -> None:
         return
     if series.band is not None:
         axes.fill_between(series.x, *series.band.T, color=series.colour.light, alpha=0.18, linewidth=0)
-    dense = series.look in ("line", "pale") and not series.dotted
-    look = _look(series, place) | ({"linewidth": 1} if dense else {})
     dots = series.look == "dots" or series.dotted
-    axes.plot(series.x, series.y, zorder=3 if dots else 2, clip_on=not dots, **look)
+    dense = {"linewidth": 1} if series.look in ("line", "pale") and not dots else {}
+    axes.plot(series.x, series.y, zorder=3 if dots else 2, clip_on=not dots, **_look(series, place) | dense)

@@ -4,7 +4,7 @@ import base64
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jinja2
 from markupsafe import Markup
@@ -12,11 +12,12 @@ from markupsafe import Markup
 from eagle3.console import counted, duration, memory_size
 from eagle3.reporting.advice import Advice, advise
 from eagle3.reporting.charts import Absent
-from eagle3.reporting.curves import context_rows, number, rule
+from eagle3.reporting.curves import context_rows, number, rule, short
+from eagle3.reporting.markdown import Table
 from eagle3.reporting.plot import Plot
 from eagle3.reporting.record import Record, RunRecord, target_name
-from eagle3.reporting.summary import short, summary
-from eagle3.reporting.vector import HEIGHT, WIDTH, vector
+from eagle3.reporting.summary import layout_in_words, speed_gain, summary
+from eagle3.reporting.vector import vector
 
 SECTIONS = {  # title -> names of its charts
     "Training": ("total_loss", "accepted", "loss", "acceptance", "learning_rate", "gradient_norm"),
@@ -24,23 +25,10 @@ SECTIONS = {  # title -> names of its charts
     "Speed and memory": ("throughput", "memory"),
     "Data": ("lengths",),
 }
+PARTS = {"train": "training", "held_out": "held out"}
 MOST_EXAMPLES = 8
 MOST_PROMPT, OPENING, MOST_VALUE = 2000, 90, 60  # characters
-
-
-class Tile(NamedTuple):
-    name: str
-    value: str
-    note: str = ""
-
-
-class Table(NamedTuple):
-    """note: what stands below it."""
-
-    title: str
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    note: str = ""
+Tile = tuple[str, str, str]  # name, value and a note, which may be empty
 
 
 def rendered(template: str, **values: Any) -> str:
@@ -55,12 +43,12 @@ def rendered(template: str, **values: Any) -> str:
     )
     script = (folder / "page.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return environment.get_template(template).render(
-        script=Markup(script), script_digest=digest, width=WIDTH, height=HEIGHT, **values
-    )
+    return environment.get_template(template).render(script=Markup(script), script_digest=digest, **values)
 
 
 def page(run: RunRecord, plots: Sequence[Plot | Absent]) -> str:
+    tables = {"Data": _data_table(run), "Speed and memory": _memory_table(run), "Acceptance": _contexts_table(run)}
+    notes = {"Data": _data_notes(run), "Speed and memory": _memory_notes(run)}
     return rendered(
         "page.html",
         title=run.folder.path.resolve().name,
@@ -68,9 +56,18 @@ def page(run: RunRecord, plots: Sequence[Plot | Absent]) -> str:
         tiles=_tiles(run),
         advice=[_shown(run, advice) for advice in advise(run)],
         absent=run.absent,
-        sections=[_section(run, title, plots) for title in SECTIONS],
+        sections=[
+            {
+                "title": title,
+                "charts": [vector(plot) for plot in plots if plot.name in names and isinstance(plot, Plot)],
+                "missing": [plot for plot in plots if plot.name in names and isinstance(plot, Absent)],
+                "table": tables.get(title),
+                "notes": notes.get(title, []),
+            }
+            for title, names in SECTIONS.items()
+        ],
         summary=summary(run),
-        examples=[_example(one) for one in ((run.evaluation or {}).get("examples") or [])[:MOST_EXAMPLES]],
+        examples=[_example(one) for one in (run.evaluation.get("examples") or [])[:MOST_EXAMPLES]],
         recipe=run.recipe_text,
         facts=_facts(run),
     )
@@ -91,47 +88,33 @@ def _subtitle(run: RunRecord) -> str:
 
 
 def _tiles(run: RunRecord) -> list[Tile]:
-    judged, best, pace = run.evaluation or {}, run.exported or {}, run.pace
-    untrained = (judged.get("untrained") or {}).get("acceptance_length")
-    steps, all_steps = len(run.train), (run.started or {}).get("steps")
-    note = (
-        f"{counted(judged['conversations'], 'conversation')}{_rule(judged)}, by {judged.get('engine')} {judged.get('engine_version')}"
-        if judged
-        else ""
-    )
-    if untrained is not None:
-        note += f"; untrained {untrained:.2f}"
+    judged, best, pace, all_steps = run.evaluation, run.exported, run.pace, run.started.get("steps")
+    length_note, best_note, speed = "by context, below" if run.by_context else "not judged yet", "not measured", []
+    if judged:
+        length_note = (
+            f"tokens a verification, the target's own counted; {counted(judged['conversations'], 'conversation')}{_rule(judged)}, "
+            f"by {judged.get('engine')} {judged.get('engine_version')}"
+        )
+    if untrained := judged.get("untrained"):
+        length_note += f"; untrained {untrained['acceptance_length']:.2f}"
+    if best:
+        best_note = (
+            "a verification, simulated, the target's own token not counted; "
+            f"loss {number(best.get('loss'))}, at step {best['step']}"
+        )
+    if found := judged.get("speed"):
+        plain = f"{found['plain']:,.1f} without, one conversation at a time"
+        note = f"{found['speculative']:,.1f} tokens a second with the draft, {plain}"
+        speed = [("Speed by the draft", f"{speed_gain(found):.2f}x", note)]
+    seen = f"{short(pace.supervised)} supervised, each counted as often as seen"
     return [
-        Tile(
-            "Acceptance length",
-            number(judged.get("acceptance_length")),
-            f"tokens a verification, the target's own counted; {note}"
-            if note
-            else ("by context, below" if run.by_context else "not judged yet"),
-        ),
-        Tile(
-            "Accepted drafts, held out",
-            number(best.get("simulated_acceptance_length")),
-            f"a verification, simulated, the target's own token not counted; loss {number(best.get('loss'))}, at step {best['step']}"
-            if best
-            else "not measured",
-        ),
-        *_speed(judged),
-        Tile("Steps", f"{steps:,}", f"of {all_steps:,}" if all_steps else ""),
-        Tile(
-            "Tokens trained on",
-            short(pace.tokens),
-            f"{short(pace.supervised)} supervised, each counted as often as seen",
-        ),
-        Tile("Time in steps", duration(pace.seconds), "without measurements, checkpoints and judging"),
+        ("Acceptance length", number(judged.get("acceptance_length")), length_note),
+        ("Accepted drafts, held out", number(best.get("simulated_acceptance_length")), best_note),
+        *speed,
+        ("Steps", f"{len(run.train):,}", f"of {all_steps:,}" if all_steps else ""),
+        ("Tokens trained on", short(pace.tokens), seen),
+        ("Time in steps", duration(pace.seconds), "without measurements, checkpoints and judging"),
     ]
-
-
-def _speed(judged: Record) -> list[Tile]:
-    if not (found := judged.get("speed")):
-        return []
-    note = f"{found['speculative']:,.1f} tokens a second with the draft, {found['plain']:,.1f} without, one conversation at a time"
-    return [Tile("Speed by the draft", f"{found['speculative'] / found['plain']:.2f}x", note)]
 
 
 def _rule(judged: Record) -> str:
@@ -142,33 +125,15 @@ def _rule(judged: Record) -> str:
 def _shown(run: RunRecord, advice: Advice) -> dict[str, Any]:
     """With the values that the keys have now."""
     values = {name: "null" if run.key(name) is None else str(run.key(name)) for name in advice.keys}
-    keys = [{"name": name, "value": shortened(value, MOST_VALUE)} for name, value in values.items()]
-    return advice._asdict() | {"keys": keys}
-
-
-def shortened(text: str, most: int) -> str:
-    """At most so many characters."""
-    return text if len(text) <= most else f"{text[: most - 1]}…"
-
-
-def _section(run: RunRecord, title: str, plots: Sequence[Plot | Absent]) -> dict[str, Any]:
-    mine = [plot for plot in plots if plot.name in SECTIONS[title]]
-    return {
-        "title": title,
-        "charts": [vector(plot) for plot in mine if isinstance(plot, Plot)],
-        "missing": [plot for plot in mine if isinstance(plot, Absent)],
-        "table": {
-            "Data": _data_table,
-            "Speed and memory": _memory_table,
-            "Acceptance": _contexts_table,
-        }.get(title, lambda _: None)(run),
-        "notes": {"Data": _data_notes, "Speed and memory": _memory_notes}.get(title, lambda _: [])(run),
+    keys = {
+        name: value if len(value) <= MOST_VALUE else f"{value[: MOST_VALUE - 1]}…" for name, value in values.items()
     }
+    return advice._asdict() | {"keys": keys}
 
 
 def _contexts_table(run: RunRecord) -> Table | None:
     """Of by_context.json: what the chart shows, in numbers, and acceptance by draft position."""
-    if not run.by_context or not run.by_context["contexts"]:
+    if not run.by_context.get("contexts"):
         return None
     found = context_rows(run.by_context)
     positions = max(len(shares) for _, shares in found)
@@ -178,47 +143,48 @@ def _contexts_table(run: RunRecord) -> Table | None:
 
 
 def _data_table(run: RunRecord) -> Table | None:
-    data = (run.started or {}).get("data")
-    if not data:
+    if not run.started:
         return None
-    rows = [
-        ("samples", *(f"{data[part]['samples']:,}" for part in PARTS)),
-        ("tokens", *(f"{data[part]['tokens']:,}" for part in PARTS)),
-        ("supervised", *(f"{data[part]['supervised']:,}" for part in PARTS)),
-        ("their share", *(f"{data[part]['supervised'] / max(1, data[part]['tokens']):.1%}" for part in PARTS)),
-        ("longest, tokens", *(f"{data[part]['longest']:,}" for part in PARTS)),
-    ]
-    read = [data[part].get("prepared") for part in PARTS]
-    for name, take in (
-        ("rows read", lambda each: each["rows"]),
-        ("dropped", lambda each: sum(each["dropped"].values())),
-        ("truncated", lambda each: each["truncated"]),
-        ("empty answers", lambda each: each.get("empty_answers")),  # not counted by older runs
-    ):
-        found = [each and take(each) for each in read]
-        rows.append((name, *("–" if count is None else f"{count:,}" for count in found)))
-    return Table("Samples", ("", "training", "held out"), rows)
+    parts = [run.started["data"][part] for part in PARTS]
+    read = [part.get("prepared") or {} for part in parts]
+    counts = {
+        "samples": [part["samples"] for part in parts],
+        "tokens": [part["tokens"] for part in parts],
+        "supervised": [part["supervised"] for part in parts],
+        "their share": [f"{part['supervised'] / max(1, part['tokens']):.1%}" for part in parts],
+        "longest, tokens": [part["longest"] for part in parts],
+        "rows read": [rows.get("rows") for rows in read],
+        "dropped": [sum(rows["dropped"].values()) if rows else None for rows in read],
+        "truncated": [rows.get("truncated") for rows in read],
+        "empty answers": [rows.get("empty_answers") for rows in read],  # not counted by older runs
+    }
+    rows = [(name, *map(_cell, found)) for name, found in counts.items()]
+    return Table("Samples", ("", *PARTS.values()), rows)
 
 
-PARTS = ("train", "held_out")
+def _cell(found: int | str | None) -> str:
+    if found is None:
+        return "–"
+    return found if isinstance(found, str) else f"{found:,}"
 
 
 def _data_notes(run: RunRecord) -> list[str]:
     if not run.started:
         return []
     vocabulary, data = run.started["vocabulary"], run.started["data"]
-    notes = [
+    return [
         f"Draft vocabulary: {vocabulary['size']:,} of the target's {vocabulary['target_size']:,} tokens, "
-        f"{vocabulary['coverage']:.2%} of the supervised ones."
+        f"{vocabulary['coverage']:.2%} of the supervised ones.",
+        *(
+            f"Dropped ({name}): {count:,} for {reason}."
+            for part, name in PARTS.items()
+            for reason, count in (data[part].get("prepared") or {"dropped": {}})["dropped"].items()
+        ),
     ]
-    for part, name in zip(PARTS, ("training", "held out"), strict=True):
-        for reason, count in ((data[part].get("prepared") or {}).get("dropped") or {}).items():
-            notes.append(f"Dropped ({name}): {count:,} for {reason}.")
-    return notes
 
 
 def _memory_table(run: RunRecord) -> Table | None:
-    memory = (run.started or {}).get("memory") or {}
+    memory = run.started.get("memory", {})
     if memory.get("estimate_gib") is None:
         return None
     parts = memory["parts_gib"] | {"all": memory["estimate_gib"]}
@@ -227,14 +193,14 @@ def _memory_table(run: RunRecord) -> Table | None:
 
 
 def _memory_notes(run: RunRecord) -> list[str]:
-    memory = (run.started or {}).get("memory") or {}
+    memory = run.started.get("memory", {})
     if memory.get("estimate_gib") is None:
         return [f"The planner made no estimate: {memory['why']}"] if memory.get("why") else []
     stream = memory["stream"]
-    documents = counted(stream["documents"], "document")
     return [
         f"Measured is what is {memory['measured']}, at its peak so far. The estimate is for the largest stream that the "
-        f"samples can make: {stream['tokens']:,} tokens of {documents}, {stream['supervised']:.0%} "
+        f"samples can make: {stream['tokens']:,} tokens of {counted(stream['documents'], 'document')}, "
+        f"{stream['supervised']:.0%} "
         "supervised. It covers the draft, its optimiser, DeepSpeed's buffers and the step; not Python, libraries, the target "
         "where it runs in the same process, or the data, most of which were there before the draft was made. Buffers count whole, "
         "though memory that was never written to is not resident."
@@ -256,23 +222,17 @@ def _example(example: Record) -> dict[str, Any]:
     }
 
 
-def _facts(run: RunRecord) -> list[tuple[str, str]]:
+def _facts(run: RunRecord) -> dict[str, str]:
     if not run.started:
-        return []
-    machine, layout, target = (run.started[name] for name in ("machine", "layout", "target"))
-    processor = f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']:.0f} GiB"
-    return [
-        (
-            "target",
-            f"{target['architecture']}, {target['layers']} layers of {target['hidden_size']}, context {target['context']:,}",
-        ),
-        (
-            "draft",
-            f"{run.started['draft']['parameters']:,} trained weights, context {run.started['draft']['context']:,}"
-            + (f", window {window:,}" if (window := run.key("model.draft.window")) else ""),
-        ),
-        ("processes", f"{machine['processes']}: " + " x ".join(f"{name} {size}" for name, size in layout.items())),
-        ("accelerator", machine["gpu"] or "none"),
-        ("machine", f"{processor}, {machine['system']}"),
-        *run.started["versions"].items(),
-    ]
+        return {}
+    machine, layout, target, draft = (run.started[name] for name in ("machine", "layout", "target", "draft"))
+    window = run.key("model.draft.window")
+    return {
+        "target": f"{target['architecture']}, {target['layers']} layers of {target['hidden_size']}, context {target['context']:,}",
+        "draft": f"{draft['parameters']:,} trained weights, context {draft['context']:,}"
+        + (f", window {window:,}" if window else ""),
+        "processes": f"{machine['processes']}: {layout_in_words(layout)}",
+        "accelerator": machine["gpu"] or "none",
+        "machine": f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']:.0f} GiB, {machine['system']}",
+        **run.started["versions"],
+    }

@@ -9,7 +9,7 @@ import matplotlib
 import numpy as np
 from matplotlib.ticker import LogLocator, MaxNLocator
 
-from eagle3.reporting.curves import mean, tokens_label
+from eagle3.reporting.curves import mean, short, tokens_label
 
 MOST_POINTS = 500  # of a series; more than a chart has dots to show
 WIDE = 20  # from the least to the greatest value: from here on an axis is logarithmic, where it may be
@@ -97,19 +97,35 @@ def thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarr
     return np.array([steps[run].mean() for run in runs]), np.array([mean(values[run]) for run in runs])
 
 
-def rule(label: str, x: Axis, level: float, colour: Colour = GREY) -> Series:
-    return Series(label, np.array([x.low, x.high]), np.array([level, level]), colour, "rule")
+def level(label: str, x: Axis, height: float, colour: Colour = GREY) -> Series:
+    """The same everywhere."""
+    return Series(label, np.array([x.low, x.high]), np.array([height, height]), colour, "rule")
+
+
+def tick_name(value: float) -> str:
+    """Of one tick among others: 0.25, 4012, 12k, 1.5M, 5e-5."""
+    if 0 < abs(value) < 1e-3:
+        mantissa, exponent = f"{value:.2e}".split("e")
+        return f"{float(mantissa):g}e{int(exponent)}"
+    return f"{value:.10g}" if abs(value) < 1e4 else short(value, 4)
+
+
+def short_number(value: float) -> str:
+    """In four digits or so: 0.3612, 21.05, 2.000, 4,012, 9.86e-5."""
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return tick_name(value) if 0 < abs(value) < 1e-3 else f"{value:#.4g}"
 
 
 def step_axis(steps: np.ndarray) -> Axis:
     return count_axis("optimiser step", steps, lambda step: f"{step:,.0f}")
 
 
-def count_axis(label: str, counts: np.ndarray, tell: Callable[[float], str] | None = None) -> Axis:
+def count_axis(label: str, counts: np.ndarray, tell: Callable[[float], str] = tick_name) -> Axis:
     """Of whole numbers, as they are."""
     low, high = _ends([counts])
     ticks = MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]).tick_values(low, high)
-    return Axis(label, low, high, _within(ticks, low, high, big), tell or big)
+    return Axis(label, low, high, _within(ticks, low, high), tell)
 
 
 def number_axis(label: str, values: Sequence[np.ndarray], *, zero: bool = False, logarithmic: bool = False) -> Axis:
@@ -118,11 +134,11 @@ def number_axis(label: str, values: Sequence[np.ndarray], *, zero: bool = False,
     if logarithmic and low > 0 and high > WIDE * low:
         low, high = max(low, high / MOST_SPREAD) / 1.1, high * 1.1
         ticks = LogLocator(subs=(1, 2, 5) if high < 200 * low else (1,)).tick_values(low, high)
-        return Axis(label, low, high, _within(ticks, low, high, tick_name), short_number, base=10)
+        return Axis(label, low, high, _within(ticks, low, high), short_number, base=10)
     low = min(0.0, low) if zero else low - MARGIN * (high - low)
     high += MARGIN * (high - low)
     ticks = MaxNLocator(nbins=6, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
-    return Axis(label, low, high, _within(ticks, low, high, tick_name), short_number)
+    return Axis(label, low, high, _within(ticks, low, high), short_number)
 
 
 def share_axis(label: str, most: float = 1.0) -> Axis:
@@ -146,29 +162,8 @@ def _ends(values: Sequence[np.ndarray]) -> tuple[float, float]:
     return (low, high) if high > low else (low - (abs(low) / 2 or 0.5), high + (abs(high) / 2 or 0.5))
 
 
-def _within(ticks: np.ndarray, low: float, high: float, name: Callable[[float], str]) -> list[tuple[float, str]]:
+def _within(
+    ticks: np.ndarray, low: float, high: float, name: Callable[[float], str] = tick_name
+) -> list[tuple[float, str]]:
     slack = 1e-9 * (high - low)
     return [(float(tick), name(float(tick))) for tick in ticks if low - slack <= tick <= high + slack]
-
-
-def tick_name(value: float) -> str:
-    """Of one tick among others: 0.25, 12k, 5e-5."""
-    if value and abs(value) < 1e-3:
-        mantissa, exponent = f"{value:.2e}".split("e")
-        return f"{float(mantissa):g}e{int(exponent)}"
-    return big(value)
-
-
-def big(value: float) -> str:
-    """As it is below 10,000; then 12k, 1.5M, 2G."""
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= size:
-            return f"{value / (1e3 if letter == 'k' else size):.4g}{letter}"
-    return f"{value:.10g}"
-
-
-def short_number(value: float) -> str:
-    """In four digits or so: 0.3612, 21.05, 2.000, 4,012, 9.86e-5."""
-    if abs(value) >= 1000:
-        return f"{value:,.0f}"
-    return tick_name(value) if value and abs(value) < 1e-3 else f"{value:#.4g}"

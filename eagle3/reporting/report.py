@@ -1,11 +1,15 @@
-"""Makes the report of a run: report.html, and in report/ its charts as PNG files and its key numbers as Markdown."""
+"""Makes the report of a run: report.html, and in report/ its charts as PNG files and its key numbers as Markdown; and what a run
+leaves for people when it ends, the model card of its draft beside that report."""
 
 import importlib.util
 from pathlib import Path
 
+from eagle3.console import Console, waiting
 from eagle3.durable import write_bytes, write_text
 from eagle3.errors import UserError, extra_command
+from eagle3.reporting.card import Edited, write_card
 from eagle3.reporting.record import read_run
+from eagle3.reporting.summary import summary
 
 
 class NoMatplotlib(UserError):
@@ -28,7 +32,6 @@ def write_report(path: Path) -> Path:
     from eagle3.reporting.drawing import png
     from eagle3.reporting.page import page
     from eagle3.reporting.plot import Plot
-    from eagle3.reporting.summary import summary
 
     plots = list(charts(run))
     written = page(run, plots)
@@ -39,3 +42,19 @@ def write_report(path: Path) -> Path:
     write_text(run.folder.summary, summary(run))
     write_text(run.folder.report, written)
     return run.folder.report
+
+
+def write_up(run: Path, console: Console) -> None:
+    """Card and page of the run in folder `run`. Whatever hinders them, the run is whole, and a line says how to make them."""
+    for what, write in (("model card", write_card), ("report", write_report)):
+        try:
+            with waiting(console, f"writing the {what}"):
+                written = write(run)
+            console.result(f"{what}: {written}")
+        except Edited as kept:
+            console(str(kept))
+        except NoMatplotlib as lack:
+            console(f"no {what}: {lack}, then python launchers/report.py {run}")
+        except Exception as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            console.warn(f"no {what}: {reason}; the run is whole, and python launchers/report.py {run} makes it")

@@ -235,8 +235,10 @@ class Metrics(BaseModel):
     supervised_by_context: Numbers | None = None
 
 
-def first_problem(error: ValidationError) -> str:
-    """`key: what should be, not what is`."""
+def first_problem(error: ValueError) -> str:
+    """`key: what should be, not what is`; of what is no JSON what the parser says."""
+    if not isinstance(error, ValidationError):
+        return str(error)
     first = error.errors()[0]
     place, value = ".".join(map(str, first["loc"])), first["input"]
     what = first["msg"] if first["type"] == "missing" else f"{first['msg']}, not {value!r:.60}"

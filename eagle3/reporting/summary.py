@@ -3,8 +3,8 @@
 import numpy as np
 
 from eagle3.console import counted, duration, memory_size
-from eagle3.reporting.curves import mean, number, rule
-from eagle3.reporting.markdown import escaped, one_line
+from eagle3.reporting.curves import mean, number, rule, short
+from eagle3.reporting.markdown import Table, one_line
 from eagle3.reporting.record import Record, RunRecord, column, source_name, target_name
 
 VERSIONS = ("eagle3-recipes", "python", "torch", "deepspeed", "transformers", "sglang")
@@ -19,50 +19,57 @@ def summary_rows(run: RunRecord) -> dict[str, str]:
 
 def summary(run: RunRecord) -> str:
     """Markdown."""
-    lines = [f"| {escaped(run.folder.path.resolve().name)} | |", "|---|---|"]
-    lines += [f"| {name} | {escaped(value)} |" for name, value in summary_rows(run).items()]
-    return "\n".join(lines) + "\n"
+    return Table("", [run.folder.path.resolve().name, ""], summary_rows(run).items()).markdown()
+
+
+def layout_in_words(layout: dict[str, int]) -> str:
+    return " x ".join(f"{name} {size}" for name, size in layout.items())
+
+
+def spans_in_words(spans: Record) -> str:
+    return (
+        f"{counted(spans['per_document'], 'random span')} of {spans['length']:,} supervised tokens, where it has more"
+    )
+
+
+def speed_gain(speed: Record) -> float:
+    return speed["speculative"] / speed["plain"]
 
 
 def _made_of(run: RunRecord) -> dict[str, str]:
-    started, pace = run.started or {}, run.pace
-    target, draft, vocabulary = (started.get(name) for name in ("target", "draft", "vocabulary"))
-    train, sources = (started.get("data") or {}).get("train"), run.key("data.train") or []
-    shape = f" ({target['architecture']}, {target['layers']} layers of {target['hidden_size']:,})" if target else ""
-    size = f"{short(draft['parameters'])} parameters, context {draft['context']:,}" if draft else ""
-    if window := run.key("model.draft.window"):
-        size += f", window {window:,}"
-    if vocabulary:
-        size += f", {vocabulary['size']:,} of {vocabulary['target_size']:,} tokens"
-    data = ", ".join(map(source_name, sources))
-    if train:
-        samples = f"{counted(train['samples'], 'sample')}, {short(train['tokens'])} tokens, {short(train['supervised'])} supervised"
-        data = f"{data}: {samples}" if data else samples
-    if spans := run.key("data.spans"):
-        data += f"; of each sample {spans_in_words(spans)}"
-    steps, planned = len(run.train), started.get("steps")
-    return {
-        "target": target_name(run) + shape,
-        "draft": size,
-        "data": data,
-        "steps": f"{steps:,}" + (f" of {planned:,}" if planned else ""),
+    started, pace = run.started, run.pace
+    rows = {
+        "target": target_name(run),
+        "draft": "",
+        "data": ", ".join(map(source_name, run.key("data.train") or [])),
+        "steps": f"{len(run.train):,}",
         "tokens seen": f"{short(pace.tokens)}, {short(pace.supervised)} supervised" if pace.tokens else "",
-        "layout": _layout(started),
     }
-
-
-def _layout(started: Record) -> str:
-    layout, machine = started.get("layout"), started.get("machine")
-    if not layout:
-        return ""
-    processes = f" on {machine['processes']:,} process{'' if machine['processes'] == 1 else 'es'}" if machine else ""
-    return " x ".join(f"{name} {size}" for name, size in layout.items()) + processes
+    if started:
+        target, draft, vocabulary, train = (
+            *(started[name] for name in ("target", "draft", "vocabulary")),
+            started["data"]["train"],
+        )
+        window = run.key("model.draft.window")
+        rows["target"] += f" ({target['architecture']}, {target['layers']} layers of {target['hidden_size']:,})"
+        rows["draft"] = f"{short(draft['parameters'])} parameters, context {draft['context']:,}"
+        rows["draft"] += f", window {window:,}" if window else ""
+        rows["draft"] += f", {vocabulary['size']:,} of {vocabulary['target_size']:,} tokens"
+        rows["data"] += ": " if rows["data"] else ""
+        rows["data"] += f"{counted(train['samples'], 'sample')}, {short(train['tokens'])} tokens, "
+        rows["data"] += f"{short(train['supervised'])} supervised"
+        rows["steps"] += f" of {started['steps']:,}" if started["steps"] else ""
+        processes = started["machine"]["processes"]
+        told = f" on {processes:,} process{'' if processes == 1 else 'es'}"
+        rows["layout"] = started["layout"] and layout_in_words(started["layout"]) + told
+    if spans := run.key("data.spans"):
+        rows["data"] += f"; of each sample {spans_in_words(spans)}"
+    return rows
 
 
 def _came_of(run: RunRecord) -> dict[str, str]:
-    judged, best = run.evaluation or {}, run.exported or {}
+    judged, best, rows = run.evaluation, run.exported, {}
     loss, untrained = mean(column(run.train[-LAST:], "loss")), judged.get("untrained")
-    rows = {}
     if np.isfinite(loss):
         rows[f"loss in training, {WEIGHTED}"] = f"{loss:#.5g} (mean of the last {min(LAST, len(run.train))} steps)"
     if best.get("loss") is not None:
@@ -77,44 +84,27 @@ def _came_of(run: RunRecord) -> dict[str, str]:
             f"{counted(judged['conversations'], 'conversation')})"
             + (f"; untrained draft {untrained['acceptance_length']:.2f}" if untrained else "")
         )
-        rows["accepted by draft position"] = " ".join(
-            f"{share:.2f}" for share in judged.get("position_acceptance") or []
-        )
+        rows["accepted by draft position"] = " ".join(map(number, judged.get("position_acceptance") or []))
     if found := judged.get("speed"):
         rows["decoding speed"] = (
-            f"{found['speculative']:,.1f} tokens/s, {found['plain']:,.1f} without the draft: "
-            f"{found['speculative'] / found['plain']:.2f} times as fast ({judged.get('engine')} {judged.get('engine_version')})"
+            f"{found['speculative']:,.1f} tokens/s, {found['plain']:,.1f} without the draft: {speed_gain(found):.2f} times as "
+            f"fast ({judged.get('engine')} {judged.get('engine_version')})"
         )
     return rows
 
 
 def _ran_on(run: RunRecord) -> dict[str, str]:
-    started, used = run.started or {}, column(run.train, "memory_gib")
-    speeds, pace = column(run.train, "tokens_per_second"), run.pace
-    machine, versions = started.get("machine"), started.get("versions") or {}
-    rows = {}
+    started, used, rows = run.started, column(run.train, "memory_gib"), {}
+    speeds = column(run.train, "tokens_per_second")
     if np.isfinite(speeds).any():
-        rows["training speed"] = f"{np.nanmedian(speeds):,.0f} tokens/s (median), {duration(pace.seconds)} in steps"
+        rows["training speed"] = f"{np.nanmedian(speeds):,.0f} tokens/s (median), {duration(run.pace.seconds)} in steps"
     if np.isfinite(used).any():
-        estimate = (started.get("memory") or {}).get("estimate_gib")
+        estimate = started.get("memory", {}).get("estimate_gib")
         rows["peak memory, first rank"] = memory_size(np.nanmax(used) * 2**30) + (
             f" (planner's estimate for the draft {memory_size(estimate * 2**30)})" if estimate is not None else ""
         )
-    if machine:
+    if started:
+        machine, versions = started["machine"], started["versions"]
         rows["machine"] = machine["gpu"] or f"{machine['processor']}, {machine['cores']} cores"
-    rows["versions"] = ", ".join(f"{name} {versions[name]}" for name in VERSIONS if name in versions)
+        rows["versions"] = ", ".join(f"{name} {versions[name]}" for name in VERSIONS if name in versions)
     return rows
-
-
-def spans_in_words(spans: Record) -> str:
-    return (
-        f"{counted(spans['per_document'], 'random span')} of {spans['length']:,} supervised tokens, where it has more"
-    )
-
-
-def short(count: int) -> str:
-    """1,234 as it is; 372,235 as 372k; 1,234,567 as 1.23M."""
-    for size, letter in ((10**9, "G"), (10**6, "M"), (10**4, "k")):
-        if count >= size:
-            return f"{count / (1000 if letter == 'k' else size):.3g}{letter}"
-    return f"{count:,}"

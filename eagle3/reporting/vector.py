@@ -1,39 +1,25 @@
 """A chart as the shapes and words of an SVG drawing and its legend, in which the page's script finds the values to show."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from eagle3.reporting.plot import Axis, Colour, Plot, Series
+from eagle3.reporting.plot import Colour, Plot, Series
 
-WIDTH, HEIGHT = 440, 270  # of the drawing; the page scales it
-TOP, RIGHT, BOTTOM, LETTER = 26, 14, 42, 8.5
+LETTER = 8.5  # width of one, in the drawing
 SEPARATOR = ";"
 Place = Callable[[np.ndarray], np.ndarray]  # of values, in the drawing
-
-
-class Tick(NamedTuple):
-    place: float
-    name: str
-
-
-class Shape(NamedTuple):
-    """kind: its class in the page's style. path: of SVG."""
-
-    kind: str
-    path: str
-    colour: Colour
+Tick = tuple[float, str]  # its place and its name
+Shape = tuple[str, str, Colour]  # its class in the page's style, and a path of SVG
 
 
 class Entry(NamedTuple):
     """Of the legend: a series, with its last value and where that is. xs, ys: places of its points in the drawing; ats, values:
     what they are, in words. Each is one text with separators, and empty for a rule, which is the same everywhere."""
 
-    label: str
-    colour: Colour
-    look: str
+    series: Series
     value: str
     at: str
     xs: str
@@ -42,120 +28,85 @@ class Entry(NamedTuple):
     values: str
 
 
-class Row(NamedTuple):
-    """Entries that are read together, and where: `lead` and then `at`, the first one's."""
-
-    lead: str
-    at: str
-    entries: Sequence[Entry]
-
-
 class Vector(NamedTuple):
-    title: str
-    about: str
-    alt: str
+    """A plot as the page draws it. left: where its axes begin. rows: entries that are read together, each with what leads them."""
+
+    plot: Plot
     left: float
-    right: float
-    top: float
-    bottom: float
-    xlabel: str
-    ylabel: str
     xticks: Sequence[Tick]
     yticks: Sequence[Tick]
     shapes: Sequence[Shape]
-    rows: Sequence[Row]
+    rows: Sequence[tuple[str, Sequence[Entry]]]
+
+    # The drawing's size, which the page scales, and where its axes end.
+    width, height = 440, 270
+    top, right, bottom = 26, 426, 228
 
 
 def vector(plot: Plot) -> Vector:
     left = 12 + LETTER * max((len(name) for _, name in plot.y.ticks), default=0)
-    right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
 
     def across(values: np.ndarray) -> np.ndarray:
-        return left + plot.x.place(values) * (right - left)
+        return left + plot.x.place(values) * (Vector.right - left)
 
     def down(values: np.ndarray) -> np.ndarray:
-        return bottom - plot.y.place(values).clip(0, 1) * (bottom - TOP)
+        return Vector.bottom - plot.y.place(values).clip(0, 1) * (Vector.bottom - Vector.top)
 
-    rows = []
-    for group, members in itertools.groupby(plot.series, key=lambda series: series.group):
-        entries = [_entry(plot, series, across(series.x), down(series.y)) for series in members]
-        rows.append(Row(f"{group}, {plot.x.label}" if group else plot.x.label, entries[0].at, entries))
-    return Vector(
-        plot.title,
-        plot.about,
-        plot.alt,
-        round(left, 1),
-        right,
-        TOP,
-        bottom,
-        plot.x.label,
-        plot.y.label,
-        _ticks(plot.x, across),
-        _ticks(plot.y, down),
-        [shape for series in plot.series for shape in _shapes(series, across, down, bottom)],
-        rows,
+    xticks, yticks = (
+        [(round(float(place(np.array(value))), 1), name) for value, name in axis.ticks]
+        for axis, place in ((plot.x, across), (plot.y, down))
     )
-
-
-def _ticks(axis: Axis, place: Place) -> list[Tick]:
-    return [Tick(round(float(place(np.array(value))), 1), name) for value, name in axis.ticks]
+    rows = [
+        (
+            f"{group}, {plot.x.label}" if group else plot.x.label,
+            [_entry(plot, series, across(series.x), down(series.y)) for series in members],
+        )
+        for group, members in itertools.groupby(plot.series, key=lambda series: series.group)
+    ]
+    shapes = [(*shape, series.colour) for series in plot.series for shape in _shapes(series, across, down)]
+    return Vector(plot, round(left, 1), xticks, yticks, shapes, rows)
 
 
 def _entry(plot: Plot, series: Series, xs: np.ndarray, ys: np.ndarray) -> Entry:
     known = np.flatnonzero(np.isfinite(xs) & np.isfinite(ys))
-    values, ats = [_value(plot.y, series, place) for place in known], [plot.x.tell(series.x[place]) for place in known]
+    values, ats = [_value(plot, series, place) for place in known], [plot.x.tell(series.x[place]) for place in known]
     last = (values[-1], ats[-1]) if len(known) else ("–", "")
     if series.look == "rule":  # nothing to point at
         known, values, ats = [], [], []
-    return Entry(
-        series.label,
-        series.colour,
-        series.look,
-        *last,
-        " ".join(f"{xs[place]:.1f}" for place in known),
-        " ".join(f"{ys[place]:.1f}" for place in known),
-        SEPARATOR.join(ats),
-        SEPARATOR.join(values),
-    )
+    places = (" ".join(f"{each[place]:.1f}" for place in known) for each in (xs, ys))
+    return Entry(series, *last, *places, SEPARATOR.join(ats), SEPARATOR.join(values))
 
 
-def _value(axis: Axis, series: Series, place: int) -> str:
-    told = axis.tell(float(series.y[place]))
+def _value(plot: Plot, series: Series, place: int) -> str:
+    told = plot.y.tell(float(series.y[place]))
     if series.band is None or not np.isfinite(series.band[place]).all():
         return told
-    low, high = series.band[place]
-    return f"{told} ({axis.tell(float(low))} to {axis.tell(float(high))})"
+    low, high = (plot.y.tell(float(edge)) for edge in series.band[place])
+    return f"{told} ({low} to {high})"
 
 
-def _shapes(series: Series, across: Place, down: Place, bottom: float) -> list[Shape]:
+def _shapes(series: Series, across: Place, down: Place) -> Iterator[tuple[str, str]]:
+    """Kind and path of each."""
     xs, ys = across(series.x), down(series.y)
     if series.look == "stairs":
-        edges = across(series.edges)
-        top = "".join(f"V{y:.1f}H{edge:.1f}" for y, edge in zip(ys, edges[1:], strict=True))
-        return [Shape("stairs", f"M{edges[0]:.1f} {bottom}{top}V{bottom}", series.colour)]
-    shapes = []
+        first, *edges = across(series.edges)
+        top = "".join(f"V{y:.1f}H{edge:.1f}" for y, edge in zip(ys, edges, strict=True))
+        yield "stairs", f"M{first:.1f} {Vector.bottom}{top}V{Vector.bottom}"
+        return
     if series.band is not None:
-        low, high = (down(edge) for edge in series.band.T)
-        known = np.isfinite(xs) & np.isfinite(low) & np.isfinite(high)
-        around = [*zip(xs[known], high[known], strict=True), *zip(xs[known][::-1], low[known][::-1], strict=True)]
+        low, high = (_points(xs, down(edge)) for edge in series.band.T)
+        around = [both for both in zip(high, low, strict=True) if all(both)]
         if around:
-            shapes.append(Shape("band", "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in around) + "z", series.colour))
-    if series.look != "dots":
-        shapes.append(Shape(series.look, _line(xs, ys), series.colour))
+            yield "band", "M" + "L".join([up for up, _ in around] + [down for _, down in around[::-1]]) + "z"
+    points = _points(xs, ys)
+    if series.look != "dots":  # a curve with gaps where a point has no place
+        runs = (list(run) for known, run in itertools.groupby(points, key=bool) if known)
+        yield series.look, "".join("M" + "L".join(run) for run in runs)
     if series.dotted or series.look == "dots":
-        known = np.isfinite(xs) & np.isfinite(ys)
-        dots = "".join(f"M{x:.1f} {y:.1f}h0" for x, y in zip(xs[known], ys[known], strict=True))
-        shapes.append(Shape("dots", dots, series.colour))
-    return shapes
+        yield "dots", "".join(f"M{point}h0" for point in points if point)
 
 
-def _line(xs: np.ndarray, ys: np.ndarray) -> str:
-    """A curve with gaps where a point has no place."""
-    path, pen = [], "M"
-    for x, y in zip(xs, ys, strict=True):
-        if np.isfinite(x) and np.isfinite(y):
-            path.append(f"{pen}{x:.1f} {y:.1f}")
-            pen = "L"
-        else:
-            pen = "M"
-    return "".join(path)
+def _points(xs: np.ndarray, ys: np.ndarray) -> list[str]:
+    """Empty where one has no place."""
+    known = np.isfinite(xs) & np.isfinite(ys)
+    return [f"{x:.1f} {y:.1f}" if there else "" for x, y, there in zip(xs, ys, known, strict=True)]
