@@ -199,10 +199,13 @@ def _contexts(run: RunRecord) -> dict[str, Any] | None:
     return {"rows": [row for row, _ in context_rows(found)], "conditions": f"{told}, {rule(found)}"}
 
 
-def _serving(run: RunRecord, target: str) -> dict[str, str]:
-    steps, context = run.key("evaluation.draft_tokens") or 4, run.draft["max_position_embeddings"]
-    flags = speculative_flags("DRAFT", steps, 1, steps + 1, run.draft.get("sliding_window"))
+def _serving(run: RunRecord, target: str) -> dict[str, Any]:
+    """vllm_key: what config.json lacks for vLLM; exports once did without."""
+    draft, steps = run.draft, run.key("evaluation.draft_tokens") or 4
+    window, context = draft.get("sliding_window"), draft["max_position_embeddings"]
+    flags = speculative_flags("DRAFT", steps, 1, steps + 1, window)
     speculative = json.dumps({"method": "eagle3", "model": "DRAFT", "num_speculative_tokens": steps})
+    layers = None if draft.get(AUX_LAYERS) else (draft.get("eagle_config") or {}).get(AUX_LAYERS)
     return {
         "sglang": fenced_command(
             ["python", "-m", "sglang.launch_server", "--model-path", target, *flags, "--context-length", str(context)]
@@ -210,33 +213,10 @@ def _serving(run: RunRecord, target: str) -> dict[str, str]:
         "vllm": fenced_command(
             ["vllm", "serve", target, "--speculative-config", speculative, "--max-model-len", str(context)]
         ),
-        "sglang_line": _of_window(run.draft.get("sliding_window")),
-        "vllm_line": _of_vllm(run.draft),
-        "context_line": f"The draft has positions for {context:,} tokens: do not serve it with a longer context.",
+        "window": f"{window:,}" if window else None,
+        "vllm_key": layers and Markdown(json.dumps({AUX_LAYERS: [layer + 1 for layer in layers]})[1:-1]),
+        "context": f"{context:,}",
     }
-
-
-def _of_window(window: int | None) -> str | None:
-    if window is None:
-        return None
-    return (
-        f"The draft sees the last {window:,} keys. SGLang takes that from the flag alone, which counts the keys before a query's "
-        "own; its Triton backend hides one more of them while it drafts. vLLM reads the window in config.json."
-    )
-
-
-def _of_vllm(draft: Record) -> Markdown:
-    """What is known of vLLM with this draft; exports once lacked the key that it reads."""
-    layers = (draft.get("eagle_config") or {}).get(AUX_LAYERS)
-    if layers and not draft.get(AUX_LAYERS):
-        values = json.dumps({AUX_LAYERS: [layer + 1 for layer in layers]})[1:-1]
-        return Markdown(
-            f"It needs one more key in `config.json`, without which it hands the draft layers of its own choice: `{values}`."
-        )
-    return Markdown(
-        "The draft was not run in vLLM. One thing was checked, with the functions of vLLM 0.33.0: from such a `config.json` it "
-        "hands the draft the layers that it was trained on."
-    )
 
 
 def _limits(run: RunRecord) -> list[str]:

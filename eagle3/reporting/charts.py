@@ -1,6 +1,7 @@
 """The charts of one run, each from what its folder holds; where that lacks what a chart needs, the chart says so."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -36,6 +37,7 @@ ABOUT_RATE = (
     "How probably sampling at temperature 1 accepts the draft of each TTT step, those before it taken as accepted. Early in "
     "training it is far above accepted drafts: flat distributions overlap though their best tokens differ."
 )
+ABOUT_LEARNING = "Of each step, as its optimiser used it."
 ABOUT_POSITIONS = (
     "Share of the verifications that accepted a draft and all before it. Their sum is the accepted drafts a verification. "
     "Simulated: over held-out samples as they are written; real: in the target's own continuations, of fewer conversations."
@@ -64,10 +66,6 @@ def about_loss(run: RunRecord) -> str:
 
 def _loss(run: RunRecord, name: str, title: str) -> Plot | None:
     return _course(run, name, title, "loss", loss_label(run), about_loss(run))
-
-
-def _accepted(run: RunRecord, name: str, title: str) -> Plot | None:
-    return _course(run, name, title, "simulated_acceptance_length", "drafts a verification", ABOUT_ACCEPTED)
 
 
 def _course(run: RunRecord, name: str, title: str, key: str, label: str, about: str) -> Plot | None:
@@ -99,10 +97,6 @@ def _step_losses(run: RunRecord, name: str, title: str) -> Plot | None:
     return _by_ttt_step(run, name, title, "step_losses", unit, "Each TTT step's own loss, without a weight.")
 
 
-def _acceptance(run: RunRecord, name: str, title: str) -> Plot | None:
-    return _by_ttt_step(run, name, title, "acceptance_rate", "probability", ABOUT_RATE)
-
-
 def _by_ttt_step(run: RunRecord, name: str, title: str, key: str, label: str, about: str) -> Plot | None:
     """Training as lines, held out as dots, a colour a TTT step."""
     curves, held_out = columns(run.train, key), columns(run.held_out, key)
@@ -124,11 +118,6 @@ def _by_ttt_step(run: RunRecord, name: str, title: str, key: str, label: str, ab
         alt += f"; held out they end at {_told(held_out[-1][0])} and {_told(held_out[-1][-1])}"
     axis = number_axis(label, [each.y for each in series])
     return Plot(name, title, about, f"{alt}.", step_axis(all_steps), axis, series)
-
-
-def _rate(run: RunRecord, name: str, title: str) -> Plot | None:
-    about = "Of each step, as its optimiser used it."
-    return _of_steps(run, name, title, "learning_rate", "learning rate", about, GREEN, zero=True)
 
 
 def _norm(run: RunRecord, name: str, title: str) -> Plot | None:
@@ -273,9 +262,24 @@ NO_NUMBERS = "metrics.jsonl has no such numbers yet"
 CHARTS: tuple[tuple[str, str, Callable[[RunRecord, str, str], Plot | None], str], ...] = (
     ("total_loss", "Loss", _loss, NO_NUMBERS),
     ("loss", "Loss by TTT step", _step_losses, NO_NUMBERS),
-    ("accepted", "Accepted drafts, simulated", _accepted, NO_NUMBERS),
-    ("acceptance", "Acceptance rate by TTT step", _acceptance, NO_NUMBERS),
-    ("learning_rate", "Learning rate", _rate, NO_NUMBERS),
+    (
+        "accepted",
+        "Accepted drafts, simulated",
+        partial(_course, key="simulated_acceptance_length", label="drafts a verification", about=ABOUT_ACCEPTED),
+        NO_NUMBERS,
+    ),
+    (
+        "acceptance",
+        "Acceptance rate by TTT step",
+        partial(_by_ttt_step, key="acceptance_rate", label="probability", about=ABOUT_RATE),
+        NO_NUMBERS,
+    ),
+    (
+        "learning_rate",
+        "Learning rate",
+        partial(_of_steps, key="learning_rate", label="learning rate", about=ABOUT_LEARNING, colour=GREEN, zero=True),
+        NO_NUMBERS,
+    ),
     ("gradient_norm", "Gradient norm", _norm, NO_NUMBERS),
     (
         "positions",

@@ -130,16 +130,6 @@ def _condition(found: Record, name: str) -> Any:
     return f"{counts[0]} a context" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} a context"
 
 
-class Course(NamedTuple):
-    """A number of metrics.jsonl over the steps of the runs. unit: of its axis."""
-
-    name: str
-    key: str
-    title: str
-    unit: str
-    about: str
-
-
 def compared_plots(compared: Sequence[Compared]) -> list[Plot]:
     """Loss and accepted drafts over steps and over supervised tokens, and acceptance by context, as far as runs have them."""
     coloured = [*zip(compared, itertools.cycle(COLOURS), strict=False)]
@@ -149,46 +139,48 @@ def compared_plots(compared: Sequence[Compared]) -> list[Plot]:
     )
     accepted = "simulated_acceptance_length"
     courses = (
-        Course("loss", "loss", "Loss", loss_label(compared[0].run), about),
-        Course("accepted", accepted, "Accepted drafts, simulated", "drafts a verification", ABOUT_ACCEPTED),
+        ("loss", "loss", "Loss", loss_label(compared[0].run), about),
+        ("accepted", accepted, "Accepted drafts, simulated", "drafts a verification", ABOUT_ACCEPTED),
     )
-    plots = [_drawn(coloured, course, over) for course in courses for over in ("step", "tokens")]
+    plots = [_course(coloured, over, *course) for course in courses for over in ("step", "tokens")]
     if curves := [(each.name, measured_curve(each.found), colour) for each, colour in coloured if each.found]:
         told = "; ".join(f"{name} {told_curve(curve)}" for name, curve, _ in curves)
         plots.append(contexts_plot(CONTEXTS, [curve_series(*each) for each in curves], told))
     return [plot for plot in plots if plot]
 
 
-def _drawn(coloured: Sequence[tuple[Compared, Colour]], course: Course, over: str) -> Plot | None:
+def _course(
+    coloured: Sequence[tuple[Compared, Colour]], over: str, name: str, key: str, title: str, unit: str, about: str
+) -> Plot | None:
     """Lines of training, pale, and dots of what was held out, over optimiser steps or supervised tokens; None where no run has
-    any."""
+    any. key: of metrics.jsonl. unit: of its axis."""
     training, held_out, told = [], [], []
-    for (name, run), colour in coloured:
-        steps, values = thinned(column(run.train, "step"), column(run.train, course.key))
-        measured, found = column(run.held_out, "step"), column(run.held_out, course.key)
+    for (label, run), colour in coloured:
+        steps, values = thinned(column(run.train, "step"), column(run.train, key))
+        measured, found = column(run.held_out, "step"), column(run.held_out, key)
         if over == "tokens":
             steps, measured = run.supervised_until(steps), run.supervised_until(measured)
         if np.isfinite(values).any():
-            training.append(Series(name, steps, values, colour, "pale", group="training"))
+            training.append(Series(label, steps, values, colour, "pale", group="training"))
         if np.isfinite(found).any():
-            held_out.append(Series(name, measured, found, colour, dotted=True, group="held out"))
-            told.append(f"{name} ends at {found[np.isfinite(found)][-1]:.3g}")
+            held_out.append(Series(label, measured, found, colour, dotted=True, group="held out"))
+            told.append(f"{label} ends at {found[np.isfinite(found)][-1]:.3g}")
     if not (series := training + held_out):
         return None
     places = np.concatenate([each.x for each in series])
     axis = step_axis(places) if over == "step" else count_axis("supervised tokens", places)
     alt = (
-        f"{course.title} of the runs over {axis.label.removesuffix('s')}s; held out "
+        f"{title} of the runs over {axis.label.removesuffix('s')}s; held out "
         + ", ".join(told or ["nothing was measured"])
         + "."
     )
     return Plot(
-        f"{course.name}-by-{over}",
-        f"{course.title}, by {axis.label}",
-        f"{course.about} Pale: training; with dots: held out.",
+        f"{name}-by-{over}",
+        f"{title}, by {axis.label}",
+        f"{about} Pale: training; with dots: held out.",
         alt,
         axis,
-        number_axis(course.unit, [each.y for each in series]),
+        number_axis(unit, [each.y for each in series]),
         series,
     )
 

@@ -16,7 +16,7 @@ from eagle3.reporting.curves import context_rows, number, rule, short
 from eagle3.reporting.markdown import Table
 from eagle3.reporting.plot import Plot
 from eagle3.reporting.record import Record, RunRecord, target_name
-from eagle3.reporting.summary import layout_in_words, speed_gain, summary
+from eagle3.reporting.summary import layout_in_words, summary
 from eagle3.reporting.vector import vector
 
 SECTIONS = {  # title -> names of its charts
@@ -28,7 +28,6 @@ SECTIONS = {  # title -> names of its charts
 PARTS = {"train": "training", "held_out": "held out"}
 MOST_EXAMPLES = 8
 MOST_PROMPT, OPENING, MOST_VALUE = 2000, 90, 60  # characters
-Tile = tuple[str, str, str]  # name, value and a note, which may be empty
 
 
 def rendered(template: str, **values: Any) -> str:
@@ -47,8 +46,14 @@ def rendered(template: str, **values: Any) -> str:
 
 
 def page(run: RunRecord, plots: Sequence[Plot | Absent]) -> str:
-    tables = {"Data": _data_table(run), "Speed and memory": _memory_table(run), "Acceptance": _contexts_table(run)}
-    notes = {"Data": _data_notes(run), "Speed and memory": _memory_notes(run)}
+    numbers = {"Data": _data(run), "Speed and memory": _memory(run), "Acceptance": (_contexts_table(run), [])}
+    sections = []
+    for title, names in SECTIONS.items():
+        mine = [plot for plot in plots if plot.name in names]
+        charts = [vector(plot) for plot in mine if isinstance(plot, Plot)]
+        missing = [plot for plot in mine if isinstance(plot, Absent)]
+        table, notes = numbers.get(title, (None, []))
+        sections.append({"title": title, "charts": charts, "missing": missing, "table": table, "notes": notes})
     return rendered(
         "page.html",
         title=run.folder.path.resolve().name,
@@ -56,16 +61,7 @@ def page(run: RunRecord, plots: Sequence[Plot | Absent]) -> str:
         tiles=_tiles(run),
         advice=[_shown(run, advice) for advice in advise(run)],
         absent=run.absent,
-        sections=[
-            {
-                "title": title,
-                "charts": [vector(plot) for plot in plots if plot.name in names and isinstance(plot, Plot)],
-                "missing": [plot for plot in plots if plot.name in names and isinstance(plot, Absent)],
-                "table": tables.get(title),
-                "notes": notes.get(title, []),
-            }
-            for title, names in SECTIONS.items()
-        ],
+        sections=sections,
         summary=summary(run),
         examples=[_example(one) for one in (run.evaluation.get("examples") or [])[:MOST_EXAMPLES]],
         recipe=run.recipe_text,
@@ -87,7 +83,8 @@ def _subtitle(run: RunRecord) -> str:
     return ", ".join(parts)
 
 
-def _tiles(run: RunRecord) -> list[Tile]:
+def _tiles(run: RunRecord) -> list[tuple[str, str, str]]:
+    """Name, value, and a note, which may be empty."""
     judged, best, pace, all_steps = run.evaluation, run.exported, run.pace, run.started.get("steps")
     length_note, best_note, speed = "by context, below" if run.by_context else "not judged yet", "not measured", []
     if judged:
@@ -105,7 +102,7 @@ def _tiles(run: RunRecord) -> list[Tile]:
     if found := judged.get("speed"):
         plain = f"{found['plain']:,.1f} without, one conversation at a time"
         note = f"{found['speculative']:,.1f} tokens a second with the draft, {plain}"
-        speed = [("Speed by the draft", f"{speed_gain(found):.2f}x", note)]
+        speed = [("Speed by the draft", f"{found['speculative'] / found['plain']:.2f}x", note)]
     seen = f"{short(pace.supervised)} supervised, each counted as often as seen"
     return [
         ("Acceptance length", number(judged.get("acceptance_length")), length_note),
@@ -142,9 +139,10 @@ def _contexts_table(run: RunRecord) -> Table | None:
     return Table(f"By context, {rule(run.by_context)}", head, rows)
 
 
-def _data_table(run: RunRecord) -> Table | None:
+def _data(run: RunRecord) -> tuple[Table | None, list[str]]:
+    """What the samples are, and how they were made."""
     if not run.started:
-        return None
+        return None, []
     parts = [run.started["data"][part] for part in PARTS]
     read = [part.get("prepared") or {} for part in parts]
     counts = {
@@ -159,7 +157,15 @@ def _data_table(run: RunRecord) -> Table | None:
         "empty answers": [rows.get("empty_answers") for rows in read],  # not counted by older runs
     }
     rows = [(name, *map(_cell, found)) for name, found in counts.items()]
-    return Table("Samples", ("", *PARTS.values()), rows)
+    vocabulary = run.started["vocabulary"]
+    notes = [
+        f"Draft vocabulary: {vocabulary['size']:,} of the target's {vocabulary['target_size']:,} tokens, "
+        f"{vocabulary['coverage']:.2%} of the supervised ones."
+    ]
+    for rows_read, name in zip(read, PARTS.values(), strict=True):
+        dropped = rows_read.get("dropped", {})
+        notes += [f"Dropped ({name}): {count:,} for {reason}." for reason, count in dropped.items()]
+    return Table("Samples", ("", *PARTS.values()), rows), notes
 
 
 def _cell(found: int | str | None) -> str:
@@ -168,43 +174,22 @@ def _cell(found: int | str | None) -> str:
     return found if isinstance(found, str) else f"{found:,}"
 
 
-def _data_notes(run: RunRecord) -> list[str]:
-    if not run.started:
-        return []
-    vocabulary, data = run.started["vocabulary"], run.started["data"]
-    return [
-        f"Draft vocabulary: {vocabulary['size']:,} of the target's {vocabulary['target_size']:,} tokens, "
-        f"{vocabulary['coverage']:.2%} of the supervised ones.",
-        *(
-            f"Dropped ({name}): {count:,} for {reason}."
-            for part, name in PARTS.items()
-            for reason, count in (data[part].get("prepared") or {"dropped": {}})["dropped"].items()
-        ),
-    ]
-
-
-def _memory_table(run: RunRecord) -> Table | None:
+def _memory(run: RunRecord) -> tuple[Table | None, list[str]]:
+    """The planner's estimate, and what it covers."""
     memory = run.started.get("memory", {})
     if memory.get("estimate_gib") is None:
-        return None
-    parts = memory["parts_gib"] | {"all": memory["estimate_gib"]}
-    rows = [(name, memory_size(gib * 2**30)) for name, gib in parts.items()]
-    return Table("The planner's estimate", ("what a rank holds", "memory"), rows)
-
-
-def _memory_notes(run: RunRecord) -> list[str]:
-    memory = run.started.get("memory", {})
-    if memory.get("estimate_gib") is None:
-        return [f"The planner made no estimate: {memory['why']}"] if memory.get("why") else []
-    stream = memory["stream"]
-    return [
+        return None, [f"The planner made no estimate: {memory['why']}"] if memory.get("why") else []
+    parts, stream = memory["parts_gib"] | {"all": memory["estimate_gib"]}, memory["stream"]
+    note = (
         f"Measured is what is {memory['measured']}, at its peak so far. The estimate is for the largest stream that the "
         f"samples can make: {stream['tokens']:,} tokens of {counted(stream['documents'], 'document')}, "
         f"{stream['supervised']:.0%} "
         "supervised. It covers the draft, its optimiser, DeepSpeed's buffers and the step; not Python, libraries, the target "
         "where it runs in the same process, or the data, most of which were there before the draft was made. Buffers count whole, "
         "though memory that was never written to is not resident."
-    ]
+    )
+    rows = [(name, memory_size(gib * 2**30)) for name, gib in parts.items()]
+    return Table("The planner's estimate", ("what a rank holds", "memory"), rows), [note]
 
 
 def _example(example: Record) -> dict[str, Any]:

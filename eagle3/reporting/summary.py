@@ -32,10 +32,6 @@ def spans_in_words(spans: Record) -> str:
     )
 
 
-def speed_gain(speed: Record) -> float:
-    return speed["speculative"] / speed["plain"]
-
-
 def _made_of(run: RunRecord) -> dict[str, str]:
     started, pace = run.started, run.pace
     rows = {
@@ -87,8 +83,8 @@ def _came_of(run: RunRecord) -> dict[str, str]:
         rows["accepted by draft position"] = " ".join(map(number, judged.get("position_acceptance") or []))
     if found := judged.get("speed"):
         rows["decoding speed"] = (
-            f"{found['speculative']:,.1f} tokens/s, {found['plain']:,.1f} without the draft: {speed_gain(found):.2f} times as "
-            f"fast ({judged.get('engine')} {judged.get('engine_version')})"
+            f"{found['speculative']:,.1f} tokens/s, {found['plain']:,.1f} without the draft: "
+            f"{found['speculative'] / found['plain']:.2f} times as fast ({judged.get('engine')} {judged.get('engine_version')})"
         )
     return rows
 
