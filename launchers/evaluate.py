@@ -51,13 +51,13 @@ def main() -> int:
     with waiting(console, "loading PyTorch and transformers"):
         before_imports(options.quiet)
         from eagle3.evaluation.acceptance import Sampling
-        from eagle3.jobs.evaluate import judge, judge_contexts, judge_served, what_is_measured
+        from eagle3.jobs.evaluate import decoding_of, judge, judge_contexts, judge_served, what_is_measured
         from eagle3.jobs.job import find_target, gather_inputs
         from eagle3.parallel.topology import start_distributed, stop_distributed
 
     topology = start_distributed()
     inputs = gather_inputs(find_target(recipe, topology.device, console, make=False), console, judging=True)
-    sampling = Sampling(options.temperature, seed_of(options, recipe))
+    decoding = decoding_of(recipe, Sampling(options.temperature, seed_of(options, recipe)), options.window)
     if options.by_context:
         by_context = judge_contexts(
             inputs,
@@ -67,8 +67,7 @@ def main() -> int:
             contexts=contexts_of(options),
             per_context=options.per_context or PER_CONTEXT,
             prompts_file=options.prompts,
-            sampling=sampling,
-            window=options.window,
+            decoding=decoding,
         )
         if topology.is_first:
             for line in by_context.lines():
@@ -79,7 +78,7 @@ def main() -> int:
         if options.engine == "sglang":
             judgement = judge_served(inputs, draft, tree_of(options, recipe), console, options.prompts, options.window)
         else:
-            judgement = judge(inputs, None, draft, topology, console, options.prompts, sampling, options.window)
+            judgement = judge(inputs, None, draft, topology, console, options.prompts, decoding)
         lossless, result = judgement.trained.lossless, judgement.as_dict()
     # A run may have ended meanwhile: beside its new export the result would be taken for that one's.
     if stamp(draft) != judged:

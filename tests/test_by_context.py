@@ -16,13 +16,13 @@ from eagle3.console import Console
 from eagle3.draft.derivation import derive_draft
 from eagle3.draft.interchange import export_draft
 from eagle3.errors import UserError
-from eagle3.evaluation.acceptance import Sampling, Verification
+from eagle3.evaluation.acceptance import Decoding, Sampling, Verification
 from eagle3.evaluation.by_context import ContextAcceptance, ContextJudgement, ratio_intervals
 from eagle3.evaluation.context_prompts import prompt_contexts, sample_contexts
 from eagle3.evaluation.decoding import SpeculativeOutput
 from eagle3.evaluation.drafter import untrained_draft
 from eagle3.evaluation.speculative import DecodedConversation
-from eagle3.jobs.evaluate import judge_contexts
+from eagle3.jobs.evaluate import decoding_of, judge_contexts
 from eagle3.recipe.loading import load_recipe
 from eagle3.targets.checkpoint import fingerprint
 from eagle3.targets.transformers import load_target
@@ -152,7 +152,7 @@ def test_the_tables_fit_60_columns_and_say_what_differs():
         ContextAcceptance.over(size, [decoded(3, 1, verdict=each) for each in some], 3, seed=0)
         for size, some in zip((512, 131_072, 1_048_576), verdicts, strict=True)
     ]
-    judgement = ContextJudgement(contexts, [1024], "transformers", "5", Sampling(), 3, 64)
+    judgement = ContextJudgement(contexts, [1024], "transformers", "5", Decoding(3, 64))
     lines = judgement.lines()
     assert max(map(len, lines)) <= 60 and judgement.lossless is False
     assert [line.split()[-1] for line in lines[2:5]] == ["equal", "tied", "DIFFER"]
@@ -232,10 +232,11 @@ def test_contexts_are_judged_by_samples_too_and_not_beyond_the_targets(run, topo
     inputs = inputs_of(recipe, topology.device, heard)
     arguments = (inputs, recipe.output.dir / "export", topology, heard)
     torch.set_num_threads(1)
-    judgement = judge_contexts(*arguments, contexts=[32, 64], per_context=2, sampling=Sampling(0.8, seed=3))
+    decoding = decoding_of(recipe, Sampling(0.8, seed=3))
+    judgement = judge_contexts(*arguments, contexts=[32, 64], per_context=2, decoding=decoding)
     assert [each.conversations for each in judgement.contexts] == [2, 2] and judgement.lossless is None
     assert judgement.lines()[0] == "acceptance length by context (temperature 0.8, 12 new tokens)"
-    again = judge_contexts(*arguments, contexts=[32, 64], per_context=2, sampling=Sampling(0.8, seed=3))
+    again = judge_contexts(*arguments, contexts=[32, 64], per_context=2, decoding=decoding)
     assert again == judgement
     with pytest.raises(UserError, match="--contexts: 512 is beyond the target's context of 256; name smaller ones"):
         judge_contexts(*arguments, contexts=[64, 512], per_context=2)

@@ -14,10 +14,11 @@ from transformers import AutoConfig, AutoTokenizer
 from eagle3.console import Console
 from eagle3.draft.derivation import derive_draft
 from eagle3.errors import UserError
+from eagle3.evaluation.drafter import check_belongs
 from eagle3.evaluation.export_check import NotInstalled, check_export
 from eagle3.evaluation.judge import Judgement
 from eagle3.evaluation.prompts import read_prompts
-from eagle3.evaluation.sglang_judge import DraftTree, TimedAnswer, check_belongs, count_drafted
+from eagle3.evaluation.sglang_judge import DraftTree, TimedAnswer, count_drafted
 from eagle3.evaluation.speculative import SpeculativeResult
 from eagle3.recipe.loading import dump_recipe, load_recipe
 from eagle3.targets.sglang.version import GreedyAnswer

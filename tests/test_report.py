@@ -21,7 +21,7 @@ from tiny_run import ROOT, conversations, make_target, metrics, write_recipe
 from eagle3.console import Console
 from eagle3.draft.interchange import read_exported
 from eagle3.errors import UserError
-from eagle3.evaluation.acceptance import GREEDY
+from eagle3.evaluation.acceptance import Decoding
 from eagle3.evaluation.by_context import ContextAcceptance, ContextJudgement
 from eagle3.jobs.train import train
 from eagle3.recipe.loading import load_recipe
@@ -522,7 +522,7 @@ def test_a_chart_tells_step_and_values_under_the_pointer_and_by_keys_and_no_othe
 
 
 def test_the_case_by_hand_is_as_evaluation_by_context_writes_it():
-    written = ContextJudgement([], [], "transformers", "5.19.0", GREEDY, 4, 64).as_dict().keys()
+    written = ContextJudgement([], [], "transformers", "5.19.0", Decoding(4, 64)).as_dict().keys()
     case = by_context([2, 2, 2, 2, 2])
     assert case.keys() <= {*written, "draft"}
     assert case["contexts"][0].keys() <= {field.name for field in dataclasses.fields(ContextAcceptance)}

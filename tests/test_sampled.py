@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle3.draft.derivation import derive_draft
 from eagle3.draft.model import Eagle3Draft
-from eagle3.evaluation.acceptance import AcceptanceRule, Proposal, Sampled, Sampling, Verification
+from eagle3.evaluation.acceptance import AcceptanceRule, Decoding, Drawn, Sampled, Sampling, Verification
 from eagle3.evaluation.decoding import plain_sampled, speculative
 from eagle3.evaluation.drafter import ChainDrafter, untrained_draft
 from eagle3.evaluation.speculative import chain_drafter, decode_conversations
@@ -26,7 +26,7 @@ LIKELY, UNLIKELY = 1e-3, 1e-6
 class KeepsAll(Sampled):
     """Wrong: every draft is kept."""
 
-    def verify(self, proposal: Proposal, logits: Tensor) -> Verification:
+    def verify(self, proposal: Drawn, logits: Tensor) -> Verification:
         drafts = proposal.tokens.tolist()
         return Verification(drafts, len(drafts), drafts + self.draw(logits[-1:]).tokens.tolist())
 
@@ -34,7 +34,7 @@ class KeepsAll(Sampled):
 class WithoutResidual(Sampled):
     """Wrong: what was rejected is replaced by a draw from p, not from what q left of it."""
 
-    def verify(self, proposal: Proposal, logits: Tensor) -> Verification:
+    def verify(self, proposal: Drawn, logits: Tensor) -> Verification:
         drafts, accepted, tokens = super().verify(proposal, logits)
         return Verification(
             drafts, accepted, tokens[:accepted] + self.draw(logits[accepted : accepted + 1]).tokens.tolist()
@@ -175,7 +175,7 @@ def verified(kind: type[Sampled], draws: int) -> tuple[list[Verification], Tenso
     made = []
     for _ in range(draws):
         drawn = judge.draw(proposed)
-        made.append(judge.verify(Proposal(*drawn), logits))
+        made.append(judge.verify(drawn, logits))
     return made, judge.probabilities(logits), judge.probabilities(proposed)
 
 
@@ -206,9 +206,7 @@ def test_nothing_after_a_sampled_eos_counts(pair, monkeypatch):
         pair.target,
         chain_drafter(pair.target, pair.draft, pair.d2t),
         [PROMPT] * 60,
-        draft_tokens=3,
-        new_tokens=20,
-        sampling=Sampling(1.0, seed=31),
+        Decoding(3, 20, Sampling(1.0, seed=31)),
     )
     ended = {"drafted": 0, "own": 0, "not": 0}
     for each in decoded:

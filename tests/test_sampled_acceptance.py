@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle3.draft.derivation import derive_draft
 from eagle3.draft.model import Eagle3Draft
-from eagle3.evaluation.acceptance import AcceptanceRule, Proposal, Sampling
+from eagle3.evaluation.acceptance import AcceptanceRule, Decoding, Drawn, Sampling
 from eagle3.evaluation.decoding import TargetSession
 from eagle3.evaluation.drafter import NewDrafter, untrained_draft
 from eagle3.evaluation.speculative import SpeculativeResult, chain_drafter, decode_conversations
@@ -91,7 +91,7 @@ class TargetDrafter:
         self.logits = self.session.forward(tokens, rows=1)
         self.read += len(tokens)
 
-    def propose(self, count: int, rule: AcceptanceRule) -> Proposal:
+    def propose(self, count: int, rule: AcceptanceRule) -> Drawn:
         logits, drawn = self.logits, []
         for _ in range(count):
             drawn.append(rule.draw(logits))
@@ -99,12 +99,11 @@ class TargetDrafter:
         self.session.forget(count)
         tokens = (torch.cat([each.tokens for each in drawn]) + self.shift) % self.vocab_size
         sampled = drawn[0].probabilities is not None
-        return Proposal(tokens, torch.cat([each.probabilities for each in drawn]) if sampled else None)
+        return Drawn(tokens, torch.cat([each.probabilities for each in drawn]) if sampled else None)
 
 
 def decode(target: TransformersTarget, drafter: NewDrafter, prompts: list[Tensor], sampling: Sampling):
-    lengths = {"draft_tokens": DRAFT_TOKENS, "new_tokens": NEW_TOKENS}
-    decoded = decode_conversations(target, drafter, prompts, sampling=sampling, **lengths)
+    decoded = decode_conversations(target, drafter, prompts, Decoding(DRAFT_TOKENS, NEW_TOKENS, sampling))
     return decoded, SpeculativeResult.over(decoded, DRAFT_TOKENS)
 
 

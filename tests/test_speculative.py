@@ -27,7 +27,7 @@ from eagle3.draft.derivation import derive_draft
 from eagle3.draft.interchange import export_draft, read_exported
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
-from eagle3.evaluation.acceptance import GREEDY, Greedy
+from eagle3.evaluation.acceptance import Decoding, Greedy
 from eagle3.evaluation.decoding import SpeculativeOutput, TargetSession, plain_greedy, speculative, tie_resolution
 from eagle3.evaluation.drafter import ChainDrafter, LoadedDraft, load_draft, untrained_draft
 from eagle3.evaluation.judge import judge_export
@@ -99,10 +99,17 @@ def speculative_greedy(
 
 
 def decode_speculatively(
-    target: TransformersTarget, draft: Eagle3Draft, d2t: Tensor, prompts: list[Tensor], *, draft_tokens: int, **options
+    target: TransformersTarget,
+    draft: Eagle3Draft,
+    d2t: Tensor,
+    prompts: list[Tensor],
+    *,
+    draft_tokens: int,
+    new_tokens: int,
+    **options,
 ) -> SpeculativeResult:
     drafter = chain_drafter(target, draft, d2t)
-    decoded = decode_conversations(target, drafter, prompts, draft_tokens=draft_tokens, **options)
+    decoded = decode_conversations(target, drafter, prompts, Decoding(draft_tokens, new_tokens), **options)
     return SpeculativeResult.over(decoded, draft_tokens)
 
 
@@ -321,9 +328,9 @@ def test_a_draft_is_judged_with_another_window_as_if_it_had_that_and_the_result_
 
     def judged(folder, window):
         fast = byte_tokenizer()
-        lengths = {"draft_tokens": DRAFT_TOKENS, "new_tokens": NEW_TOKENS}
-        options = {"seed": 0, "sampling": GREEDY, "window": window, "report": lambda line: None}
-        return judge_export(folder, pair.target, pair.prompts[:2], pair.topology.modules, fast, **lengths, **options)
+        decoding = Decoding(DRAFT_TOKENS, NEW_TOKENS, window=window)
+        options = {"seed": 0, "report": lambda line: None}
+        return judge_export(folder, pair.target, pair.prompts[:2], pair.topology.modules, fast, decoding, **options)
 
     own, other, full = judged(tmp_path, None), judged(pair.folder, 6), judged(pair.folder, None)
     assert own.trained.accepted == other.trained.accepted and own.trained.verifications == other.trained.verifications

@@ -9,16 +9,9 @@ from torch import Tensor
 
 
 class Drawn(NamedTuple):
-    """Choices from N rows of logits. tokens [N] int64: indices into a row. probabilities [N, V] fp64: what they were drawn
-    from, None where the best were taken."""
-
-    tokens: Tensor
-    probabilities: Tensor | None
-
-
-class Proposal(NamedTuple):
-    """A chain of K drafts. tokens [K] int64: target ids. probabilities [K, V] fp64: what each was drawn from, over the target's
-    whole vocabulary; None where the draft's best tokens were taken."""
+    """Choices from N rows of logits, or a chain of N drafts. tokens [N] int64: indices into a row; of a chain target ids.
+    probabilities [N, V] fp64: what they were drawn from, of a chain over the target's whole vocabulary; None where the best were
+    taken."""
 
     tokens: Tensor
     probabilities: Tensor | None
@@ -42,12 +35,10 @@ class Verification(NamedTuple):
 class AcceptanceRule(Protocol):
     def draw(self, logits: Tensor) -> Drawn:
         """A token for each row of logits [N, V], of the target or of a draft."""
-        ...
 
-    def verify(self, proposal: Proposal, logits: Tensor) -> Verification:
+    def verify(self, proposal: Drawn, logits: Tensor) -> Verification:
         """What becomes of a chain of K drafts. logits [K + 1, V]: the target's before each draft, and after the last. The
         verification is not yet cut at an EOS: it has accepted + 1 tokens."""
-        ...
 
 
 class Greedy:
@@ -56,7 +47,7 @@ class Greedy:
     def draw(self, logits: Tensor) -> Drawn:
         return Drawn(logits.argmax(-1), None)
 
-    def verify(self, proposal: Proposal, logits: Tensor) -> Verification:
+    def verify(self, proposal: Drawn, logits: Tensor) -> Verification:
         count = len(proposal.tokens)
         both = torch.cat((proposal.tokens, logits.argmax(-1))).tolist()  # at once: it waits for the device
         drafts, choices = both[:count], both[count:]
@@ -82,7 +73,7 @@ class Sampled:
         probabilities = self.probabilities(logits)
         return Drawn(self.pick(probabilities), probabilities)
 
-    def verify(self, proposal: Proposal, logits: Tensor) -> Verification:
+    def verify(self, proposal: Drawn, logits: Tensor) -> Verification:
         count, q = len(proposal.tokens), proposal.probabilities
         assert q is not None, "a sampled chain brings the probabilities that it was drawn from"
         p = self.probabilities(logits)
@@ -123,3 +114,14 @@ class Sampling:
 
 
 GREEDY = Sampling()
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How conversations are decoded to judge a draft. draft_tokens: of a verification. new_tokens: of an answer. window: of keys
+    that the draft's queries see, in place of its own."""
+
+    draft_tokens: int
+    new_tokens: int
+    sampling: Sampling = GREEDY
+    window: int | None = None

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from eagle3.evaluation.acceptance import Sampling
+from eagle3.evaluation.acceptance import Decoding
 from eagle3.evaluation.drafter import FULL, Window
 from eagle3.evaluation.speculative import DecodedConversation, SpeculativeResult
 
@@ -69,9 +69,7 @@ class ContextJudgement:
     left_out: list[int]
     engine: str
     version: str
-    sampling: Sampling
-    draft_tokens: int
-    new_tokens: int
+    decoding: Decoding
     window: Window = FULL
 
     @property
@@ -85,10 +83,9 @@ class ContextJudgement:
         return {
             "engine": self.engine,
             "engine_version": self.version,
-            "temperature": self.sampling.temperature,
-            "seed": self.sampling.seed,
-            "draft_tokens": self.draft_tokens,
-            "new_tokens": self.new_tokens,
+            **asdict(self.decoding.sampling),
+            "draft_tokens": self.decoding.draft_tokens,
+            "new_tokens": self.decoding.new_tokens,
             **self.window.as_dict(),
             "contexts": [asdict(each) for each in self.contexts],
             "left_out": self.left_out,
@@ -97,7 +94,7 @@ class ContextJudgement:
     def lines(self) -> list[str]:
         """Two tables of at most 60 columns (of up to 10 draft positions): acceptance lengths, and shares by position."""
         lengths = [["context", "conv.", "verified", "length", "95% interval", "output"]]
-        shares = [["context", *(f"{place + 1}" for place in range(self.draft_tokens))]]
+        shares = [["context", *(f"{place + 1}" for place in range(self.decoding.draft_tokens))]]
         for each in self.contexts:
             low, high = each.interval or (None, None)
             lengths.append(
@@ -111,9 +108,10 @@ class ContextJudgement:
                 ]
             )
             shares.append([f"{each.context:,}", *(f"{share:.2f}" for share in each.position_acceptance)])
-        rule = "greedy" if self.sampling.greedy else f"temperature {self.sampling.temperature:g}"
+        sampling = self.decoding.sampling
+        rule = "greedy" if sampling.greedy else f"temperature {sampling.temperature:g}"
         return [
-            f"acceptance length by context ({rule}, {self.new_tokens} new tokens)",
+            f"acceptance length by context ({rule}, {self.decoding.new_tokens} new tokens)",
             *self.window.lines(),
             *_aligned(lengths),
             "accepted by draft position",

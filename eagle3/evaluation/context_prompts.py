@@ -7,7 +7,7 @@ import numpy as np
 from torch import Tensor
 
 from eagle3.errors import UserError
-from eagle3.objective.context_counts import contexts_up_to
+from eagle3.objective.context_counts import SHORTEST, contexts_up_to
 from eagle3.text.samples import SampleSet
 
 
@@ -27,39 +27,43 @@ def sample_contexts(
 
     contexts: ascending; None for 512, 1024, ... as far as there are prompts. Raises UserError where no bucket has one.
     """
-    buckets = contexts_up_to(longest) if contexts is None else contexts
-    cuts = np.array(
-        [_cuts(np.flatnonzero(sample.loss_mask), buckets, longest) for sample in samples], dtype=np.int64
-    ).reshape(-1, len(buckets))
-    if not cuts.any():
-        raise UserError(
-            f"--by-context: no answer in {len(samples)} held-out samples goes on after more than {buckets[0] // 2} tokens (and "
-            f"at most {longest}, for the target's context); name longer samples in data.held_out, raise data.max_length, or "
-            "name shorter contexts in --contexts"
-        )
-    found = []
-    for bucket, chosen in zip(buckets, _chosen(cuts, per_context), strict=True):
-        lengths = cuts[:, len(found)]
-        found.append(ContextPrompts(bucket, [samples[index].ids[: lengths[index]] for index in chosen]))
-    return found if contexts is not None else _to_the_longest(found)
+    texts = [(sample.ids, np.flatnonzero(sample.loss_mask)) for sample in samples]
+    if found := _bucketed(texts, contexts, per_context, longest):
+        return found
+    raise UserError(
+        f"--by-context: no answer in {len(samples)} held-out samples goes on after more than "
+        f"{(contexts or [SHORTEST])[0] // 2} tokens (and at most {longest}, for the target's context); name longer samples in "
+        "data.held_out, raise data.max_length, or name shorter contexts in --contexts"
+    )
 
 
 def prompt_contexts(
     prompts: Sequence[Tensor], contexts: Sequence[int] | None, per_context: int, longest: int
 ) -> list[ContextPrompts]:
     """As `sample_contexts`, of whole prompts: each belongs to the bucket of its length."""
+    texts = [(prompt, np.array([len(prompt)])) for prompt in prompts]
+    if found := _bucketed(texts, contexts, per_context, longest):
+        return found
+    raise UserError(
+        f"--by-context: none of {len(prompts)} prompts belongs to a context, which takes those of more than half its length (the "
+        f"longest has {max(map(len, prompts))} tokens); use longer prompts, or name shorter contexts in --contexts"
+    )
+
+
+def _bucketed(
+    texts: Sequence[tuple[Tensor, np.ndarray]], contexts: Sequence[int] | None, per_context: int, longest: int
+) -> list[ContextPrompts]:
+    """Of texts, each with the places where it may be cut, ascending. Empty where no bucket has a prompt; without contexts no
+    empty bucket comes last."""
     buckets = contexts_up_to(longest) if contexts is None else contexts
-    cuts = np.array([_cuts(np.array([len(prompt)]), buckets, longest) for prompt in prompts], dtype=np.int64)
+    cuts = np.array([_cuts(places, buckets, longest) for _, places in texts], np.int64).reshape(-1, len(buckets))
     if not cuts.any():
-        raise UserError(
-            f"--by-context: none of {len(prompts)} prompts belongs to a context, which takes those of more than half its length (the "
-            f"longest has {max(map(len, prompts))} tokens); use longer prompts, or name shorter contexts in --contexts"
-        )
-    chosen = _chosen(cuts, per_context)
+        return []
     found = [
-        ContextPrompts(bucket, [prompts[index] for index in some]) for bucket, some in zip(buckets, chosen, strict=True)
+        ContextPrompts(bucket, [texts[index][0][: lengths[index]] for index in chosen])
+        for bucket, lengths, chosen in zip(buckets, cuts.T, _chosen(cuts, per_context), strict=True)
     ]
-    return found if contexts is not None else _to_the_longest(found)
+    return found if contexts is not None else found[: 1 + int(cuts.any(0).nonzero()[0][-1])]
 
 
 def _cuts(rows: np.ndarray, buckets: Sequence[int], longest: int) -> list[int]:
@@ -82,9 +86,3 @@ def _chosen(cuts: np.ndarray, count: int) -> list[list[int]]:
         chosen.append(sorted([*kept, *(int(others[place]) for place in spread)]))
         earlier += [index for index in chosen[-1] if index not in earlier]
     return chosen[::-1]
-
-
-def _to_the_longest(found: list[ContextPrompts]) -> list[ContextPrompts]:
-    """Without the empty buckets behind the last one that has prompts."""
-    last = max(place for place, bucket in enumerate(found) if bucket.prompts)
-    return found[: last + 1]

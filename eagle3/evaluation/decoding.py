@@ -1,7 +1,6 @@
 """One conversation decoded by a target, one token at a time or by verified drafts."""
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -79,9 +78,9 @@ def speculative(
     ends, session = end_tokens(target), TargetSession(target, can_forget=True)
     prompt = prompt.to(target.device)
     verifications = []
-    with _recorded_aux(target) as recorded:
+    with target.captured_layers() as captured:
         chosen = rule.draw(session.forward(prompt, rows=1)).tokens
-        aux, following = recorded(), torch.cat((prompt[1:], chosen))
+        aux, following = _aux(captured, target), torch.cat((prompt[1:], chosen))
         tokens = chosen.tolist()
         while len(tokens) < new_tokens and tokens[-1] not in ends:
             drafter.extend(aux, following)
@@ -89,7 +88,7 @@ def speculative(
             logits = session.forward(torch.cat((following[-1:], proposal.tokens)), rows=draft_tokens + 1)
             verified = rule.verify(proposal, logits)
             session.forget(draft_tokens - verified.accepted)
-            aux, following = recorded()[: verified.accepted + 1], following.new_tensor(verified.tokens)
+            aux, following = _aux(captured, target)[: verified.accepted + 1], following.new_tensor(verified.tokens)
             verified = _cut_at_end(verified, ends)
             verifications.append(verified)
             tokens += verified.tokens
@@ -160,20 +159,6 @@ def end_tokens(target: TransformersTarget) -> frozenset[int]:
     return frozenset([ids] if isinstance(ids, int) else ids)
 
 
-@contextlib.contextmanager
-def _recorded_aux(target: TransformersTarget) -> Iterator[Callable[[], Tensor]]:
-    """Inside, the function gives aux [T, 3Ht] of the target's last forward (batch 1)."""
-    streams: dict[int, Tensor] = {}
-
-    def hook_of(layer: int) -> Callable:
-        def hook(_module, _arguments, output) -> None:
-            streams[layer] = output[0] if isinstance(output, tuple) else output
-
-        return hook
-
-    handles = [target.layers[layer].register_forward_hook(hook_of(layer)) for layer in target.aux_layers]
-    try:
-        yield lambda: torch.cat([streams[layer][0] for layer in target.aux_layers], dim=-1)
-    finally:
-        for handle in handles:
-            handle.remove()
+def _aux(captured: dict[int, Tensor], target: TransformersTarget) -> Tensor:
+    """[T, 3Ht] of the last forward (batch 1)."""
+    return torch.cat([captured[layer][0] for layer in target.aux_layers], dim=-1)

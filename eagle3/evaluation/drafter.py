@@ -16,8 +16,10 @@ from eagle3.draft.config import DraftConfig
 from eagle3.draft.interchange import EMBEDDING, load_weights, read_exported
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
-from eagle3.evaluation.acceptance import AcceptanceRule, Proposal
+from eagle3.evaluation.acceptance import AcceptanceRule, Drawn
 from eagle3.targets.interface import TargetHead
+
+REMEDY = "name the target it was trained for"
 
 
 class Drafter(Protocol):
@@ -25,11 +27,9 @@ class Drafter(Protocol):
 
     def extend(self, aux: Tensor, next_tokens: Tensor) -> None:
         """Append rows whose tokens the target has read: its aux [N, 3Ht] of them, and next_tokens [N] that followed each."""
-        ...
 
-    def propose(self, count: int, rule: AcceptanceRule) -> Proposal:
+    def propose(self, count: int, rule: AcceptanceRule) -> Drawn:
         """A chain of `count` drafts after the last of next_tokens, each drawn by the rule."""
-        ...
 
 
 NewDrafter = Callable[[int], Drafter]  # one for a conversation of so many tokens at most
@@ -105,22 +105,25 @@ def _empty_draft(
     dtype: torch.dtype,
 ) -> Eagle3Draft:
     assert groups.tp.size() == 1, "speculative decoding runs in one process"
-    vocabulary, hidden = target_head.vocab_size, target_head.hidden_size
-    remedy = "name the target it was trained for"
-    if (config.vocab_size, config.target_hidden_size) != (vocabulary, hidden):
-        raise UserError(
-            f"{origin}: is for a target with vocabulary {config.vocab_size} and hidden size "
-            f"{config.target_hidden_size}, this one has {vocabulary} and {hidden}; {remedy}"
-        )
+    check_belongs(config, origin, target_head.vocab_size, target_head.hidden_size)
     draft = Eagle3Draft(config, groups, dtype).eval().requires_grad_(False)
     if not has_embedding:
         if target_head.embedding.shape != draft.embedding.weight.shape:
             raise UserError(
                 f"{origin}: has no {EMBEDDING}, and the target's is {list(target_head.embedding.shape)}, not "
-                f"{list(draft.embedding.weight.shape)}; {remedy}, or export with output.export_embedding=true"
+                f"{list(draft.embedding.weight.shape)}; {REMEDY}, or export with output.export_embedding=true"
             )
         draft.embedding.weight.copy_(target_head.embedding)
     return draft
+
+
+def check_belongs(config: DraftConfig, origin: object, vocab_size: int, hidden_size: int) -> None:
+    """Raises UserError where a draft was made for another target than the one of these sizes."""
+    if (config.vocab_size, config.target_hidden_size) != (vocab_size, hidden_size):
+        raise UserError(
+            f"{origin}: is for a target with vocabulary {config.vocab_size} and hidden size {config.target_hidden_size}, "
+            f"this one has {vocab_size} and {hidden_size}; {REMEDY}"
+        )
 
 
 class ChainDrafter:
@@ -147,7 +150,7 @@ class ChainDrafter:
         self.rows += len(fused)
         self.hidden, self.next_token, self.position = fused[-1:], next_tokens[-1:], positions[-1:]
 
-    def propose(self, count: int, rule: AcceptanceRule) -> Proposal:
+    def propose(self, count: int, rule: AcceptanceRule) -> Drawn:
         """See `Drafter.propose`: `count` training-time-test steps of the last row."""
         self.draft.draft_config.check_chain(count, "drafted tokens", "draft")
         shared = SharedKeyValue(self.prefix[None, :, : self.rows])
@@ -162,7 +165,7 @@ class ChainDrafter:
             tokens.append(token)
             probabilities.append(drawn.probabilities)
         drawn_from = None if probabilities[0] is None else self._over_target(torch.cat(probabilities))
-        return Proposal(torch.cat(tokens), drawn_from)
+        return Drawn(torch.cat(tokens), drawn_from)
 
     def _schedules(self, step: int) -> tuple[PrefixSchedule]:
         """The last row's query at `step` against the keys that its window reaches beside the chain's own."""

@@ -1,7 +1,7 @@
 """Judge an exported draft by transformers: on prompts, with an untrained draft beside it, or by context."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -11,20 +11,22 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from eagle3.console import counted
+from eagle3.console import Say, counted
 from eagle3.draft.config import read_draft_config
 from eagle3.errors import UserError, first_sentence
-from eagle3.evaluation.acceptance import GREEDY, Sampling
+from eagle3.evaluation.acceptance import GREEDY, Decoding, Sampling
 from eagle3.evaluation.by_context import ContextAcceptance, ContextJudgement
 from eagle3.evaluation.context_prompts import ContextPrompts
 from eagle3.evaluation.drafter import FULL, LoadedDraft, Window, load_draft, untrained_draft
-from eagle3.evaluation.examples import example_texts
-from eagle3.evaluation.speculative import SpeculativeResult, chain_drafter, decode_conversations
+from eagle3.evaluation.speculative import DecodedConversation, SpeculativeResult, chain_drafter, decode_conversations
 from eagle3.targets.transformers import TransformersTarget
 from eagle3.text.samples import SampleSet
 
 Engine = Literal["transformers", "sglang"]
 UNTRAINED_CONVERSATIONS = 8  # enough to see that it accepts nothing; it needs a verification for every token
+EXAMPLES = 4
+PROMPT_CHARACTERS = 300  # of an example, from its end
+LONGEST_CHARACTER = 4  # tokens that one character may take: the bytes of UTF-8
 
 
 @dataclass(frozen=True)
@@ -44,17 +46,17 @@ class Judgement:
     window: Window = FULL
 
     def as_dict(self) -> dict[str, Any]:
-        made = {
+        return self.trained.as_dict() | {
             "engine": self.engine,
             "engine_version": self.version,
             "topk": self.topk,
             "tree_tokens": self.tree_tokens,
-            "temperature": self.sampling.temperature,
-            "seed": self.sampling.seed,
+            **asdict(self.sampling),
+            **self.window.as_dict(),
+            "speed": self.speed._asdict(),
+            "untrained": self.untrained and self.untrained.as_dict(),
+            "examples": list(self.examples),
         }
-        untrained = self.untrained and self.untrained.as_dict()
-        others = {"speed": self.speed._asdict(), "untrained": untrained, "examples": list(self.examples)}
-        return self.trained.as_dict() | made | self.window.as_dict() | others
 
     @property
     def speed(self) -> "Speed":
@@ -119,40 +121,63 @@ def judge_export(
     prompts: Sequence[Tensor],
     groups: ProcessGroupCollection,
     tokenizer: PreTrainedTokenizerBase,
+    decoding: Decoding,
     *,
-    draft_tokens: int,
-    new_tokens: int,
     seed: int,
-    sampling: Sampling,
-    window: int | None = None,
-    report: Callable[[str], None],
+    report: Say,
 ) -> Judgement:
     """Decode prompts (int64 [P]) by transformers with the draft in folder `exported`, loaded afresh. tokenizer: for the
-    examples' texts. seed: of the untrained draft. window: of keys, in place of the draft's own.
+    examples' texts. seed: of the untrained draft.
 
     Raises UserError when the draft does not belong to the target, or a prompt does not fit the target's context.
     """
-    loaded, weights = _load(exported, target, groups, window), target.weights()
-    options = {"draft_tokens": draft_tokens, "new_tokens": new_tokens, "sampling": sampling, "report": report}
-    decoded = decode_conversations(target, chain_drafter(target, loaded.draft, loaded.d2t), prompts, **options)
-    trained = SpeculativeResult.over(decoded, draft_tokens)
+    (draft, d2t, _), window = _load(exported, target, groups, decoding.window)
+    decoded = decode_conversations(target, chain_drafter(target, draft, d2t), prompts, decoding, report=report)
+    trained = SpeculativeResult.over(decoded, decoding.draft_tokens)
+    weights = target.weights()
     dtype, device = weights.embedding.dtype, weights.embedding.device
-    fresh = untrained_draft(loaded.draft.draft_config, weights, groups, seed=seed, dtype=dtype, device=device)
+    fresh = untrained_draft(draft.draft_config, weights, groups, seed=seed, dtype=dtype, device=device)
     report("the same with an untrained draft, on the first few conversations")
     few = prompts[:UNTRAINED_CONVERSATIONS]
-    untrained = decode_conversations(target, chain_drafter(target, fresh, loaded.d2t), few, **options)
+    untrained = decode_conversations(target, chain_drafter(target, fresh, d2t), few, decoding, report=report)
     told = any(each.verifications for each in untrained)  # else the target ends these few with their first tokens
     return Judgement(
         trained,
-        SpeculativeResult.over(untrained, draft_tokens) if told else None,
+        SpeculativeResult.over(untrained, decoding.draft_tokens) if told else None,
         "transformers",
         version("transformers"),
         topk=1,
-        tree_tokens=draft_tokens + 1,
-        sampling=sampling,
+        tree_tokens=decoding.draft_tokens + 1,
+        sampling=decoding.sampling,
         examples=example_texts(decoded, prompts, tokenizer),
-        window=_window(exported, loaded),
+        window=window,
     )
+
+
+def example_texts(
+    decoded: Sequence[DecodedConversation], prompts: Sequence[Tensor], tokenizer: PreTrainedTokenizerBase
+) -> list[dict[str, Any]]:
+    """The first few conversations: the end of the prompt (its last 300 characters), the prefill's token `first`, and of each
+    verification the accepted drafts, the rejected ones, and the target's own token after them (null where an accepted EOS
+    ended the text). Each token's text is what it alone decodes to."""
+    return [
+        {
+            "prompt": tokenizer.decode(prompt[-PROMPT_CHARACTERS * LONGEST_CHARACTER :].tolist())[-PROMPT_CHARACTERS:],
+            "first": tokenizer.decode([each.output.tokens[0]]),
+            "verifications": [
+                {
+                    "accepted": [tokenizer.decode([token]) for token in verified.drafts[: verified.accepted]],
+                    # Drafts behind an accepted EOS were not rejected: nobody asked for them.
+                    "rejected": []
+                    if verified.own is None
+                    else [tokenizer.decode([token]) for token in verified.drafts[verified.accepted :]],
+                    "own": None if verified.own is None else tokenizer.decode([verified.own]),
+                }
+                for verified in each.verifications
+            ],
+        }
+        for each, prompt in zip(decoded[:EXAMPLES], prompts[:EXAMPLES], strict=True)
+    ]
 
 
 def judge_by_context(
@@ -160,35 +185,30 @@ def judge_by_context(
     target: TransformersTarget,
     buckets: Sequence[ContextPrompts],
     groups: ProcessGroupCollection,
-    *,
-    draft_tokens: int,
-    new_tokens: int,
-    sampling: Sampling,
-    window: int | None = None,
-    report: Callable[[str], None],
+    decoding: Decoding,
+    report: Say,
 ) -> ContextJudgement:
-    """Decode the prompts of each bucket by transformers with the draft in folder `exported`, loaded afresh. window: of keys, in
-    place of the draft's own. A bucket that has none, or whose conversations all end at once, is left out, and `report` is told.
+    """Decode the prompts of each bucket by transformers with the draft in folder `exported`, loaded afresh. A bucket that has
+    none, or whose conversations all end at once, is left out, and `report` is told.
 
     Raises UserError as `judge_export` does, and where nothing is left.
     """
-    loaded = _load(exported, target, groups, window)
-    drafter = chain_drafter(target, loaded.draft, loaded.d2t)
-    options = {"draft_tokens": draft_tokens, "new_tokens": new_tokens, "sampling": sampling, "report": report}
+    (draft, d2t, _), window = _load(exported, target, groups, decoding.window)
+    drafter = chain_drafter(target, draft, d2t)
     contexts, left_out = [], []
     for context, prompts in buckets:
-        what = f"context {context:,}"
+        what, why, decoded = f"context {context:,}", "no text is of that length", []
         if prompts:
             report(f"{what}: {counted(len(prompts), 'prompt')}")
-        why, decoded = "no text is of that length", []
-        try:
-            if prompts:
-                why = "the target ends all with their first token"
-                decoded = decode_conversations(target, drafter, prompts, what=what, timed=False, **options)
-        except torch.OutOfMemoryError as error:  # what was measured before is kept
-            why = f"out of memory ({first_sentence(error)})"
+            why = "the target ends all with their first token"
+            try:
+                decoded = decode_conversations(
+                    target, drafter, prompts, decoding, what=what, timed=False, report=report
+                )
+            except torch.OutOfMemoryError as error:  # what was measured before is kept
+                why = f"out of memory ({first_sentence(error)})"
         if any(each.verifications for each in decoded):
-            contexts.append(ContextAcceptance.over(context, decoded, draft_tokens, sampling.seed))
+            contexts.append(ContextAcceptance.over(context, decoded, decoding.draft_tokens, decoding.sampling.seed))
             continue
         report(f"{what}: left out, {why}")
         left_out.append(context)
@@ -196,16 +216,7 @@ def judge_by_context(
         raise UserError(
             "--by-context: nothing could be measured, see above; use other conversations, or shorter --contexts"
         )
-    return ContextJudgement(
-        contexts,
-        left_out,
-        "transformers",
-        version("transformers"),
-        sampling,
-        draft_tokens,
-        new_tokens,
-        _window(exported, loaded),
-    )
+    return ContextJudgement(contexts, left_out, "transformers", version("transformers"), decoding, window)
 
 
 def longest_prompt(context: int, new_tokens: int, room: int) -> int:
@@ -238,10 +249,7 @@ def choose_prompts(samples: SampleSet, count: int, longest: int) -> list[Tensor]
 
 def _load(
     exported: Path, target: TransformersTarget, groups: ProcessGroupCollection, window: int | None
-) -> LoadedDraft:
-    embedding = target.weights().embedding
-    return load_draft(exported, target.weights(), groups, embedding.dtype, embedding.device, window)
-
-
-def _window(exported: Path, loaded: LoadedDraft) -> Window:
-    return Window(loaded.draft.draft_config.window, read_draft_config(exported / "config.json").window)
+) -> tuple[LoadedDraft, Window]:
+    weights = target.weights()
+    loaded = load_draft(exported, weights, groups, weights.embedding.dtype, weights.embedding.device, window)
+    return loaded, Window(loaded.draft.draft_config.window, read_draft_config(exported / "config.json").window)

@@ -16,21 +16,20 @@ mean here what they mean in eagle3/evaluation/speculative.py:
 One conversation is decoded at a time, so that tokens per second are those of one user.
 """
 
-import os.path
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from eagle3.console import WARNING, Progress
-from eagle3.draft.config import DraftConfig
 from eagle3.errors import UserError
 from eagle3.evaluation.decoding import tie_resolution
-from eagle3.evaluation.speculative import SpeculativeResult
+from eagle3.evaluation.speculative import SpeculativeResult, Verdict, first_difference
 from eagle3.targets.sglang.asking import ask
 from eagle3.targets.sglang.server import EngineOptions, SGLangServer
 from eagle3.targets.sglang.version import (
@@ -154,9 +153,10 @@ def decode_by_server(
 
 def count_drafted(drafted: Sequence[TimedAnswer], steps: int) -> SpeculativeResult:
     """The figures of a server with a draft (see this file's head for how it counts), all else left at 0."""
-    histogram = [
-        sum(column) for column in zip(*(_padded(each.answer.histogram, steps + 1) for each in drafted), strict=True)
-    ]
+    histograms = [each.answer.histogram for each in drafted]
+    most = max(map(len, histograms))
+    assert most <= steps + 1, f"SGLang accepted {most - 1} drafts at once, drafted were {steps}"
+    histogram = [sum(counts) for counts in itertools.zip_longest(*histograms, fillvalue=0)]
     if not sum(histogram):
         raise UserError(
             f"evaluation: the target ends all {len(drafted)} conversations with their first token, so nothing can be "
@@ -185,40 +185,24 @@ def _yielded(answer: GreedyAnswer) -> int:
     return put_out if answer.stopped else counted
 
 
-def _padded(histogram: Sequence[int], length: int) -> list[int]:
-    assert len(histogram) <= length, f"SGLang accepted {len(histogram) - 1} drafts at once, drafted were {length - 1}"
-    return [*histogram, *[0] * (length - len(histogram))]
-
-
 def compare_by_server(
     server: SGLangServer, prompt: Tensor, tokens: Sequence[int], plain: Sequence[int], logits: Logits
-) -> Literal["identical", "tie", "mismatch"]:
+) -> Verdict:
     """As `eagle3.evaluation.speculative.compare` says it.
 
     Where they differ first, the server is asked for the scores of both tokens. SGLang gives log-probabilities, not logits:
     they differ by a constant, so a sample of them over the vocabulary, less its mean, stands for the logits whose size and
     spread say what rounding may do.
     """
-    first = len(os.path.commonprefix([list(tokens), list(plain)]))
-    if first == len(tokens) == len(plain):
-        return "identical"
-    if first == min(len(tokens), len(plain)):
-        return "mismatch"
+    verdict, first = first_difference(tokens, plain)
+    if verdict:
+        return verdict
     known = [*prompt.tolist(), *plain[:first]]
     sample = torch.linspace(0, logits.vocab_size - 1, min(SAMPLED_SCORES, logits.vocab_size)).long().tolist()
     scores, best = scores_answer(_generate(server, scores_request(known, [tokens[first], plain[first], *sample])))
     spread = torch.tensor([*scores[2:], best])
     resolution = tie_resolution((spread - spread[:-1].mean()).to(logits.dtype), logits.layers)
     return "tie" if min(scores[:2]) >= best - float(resolution) else "mismatch"
-
-
-def check_belongs(config: DraftConfig, origin: Path, vocab_size: int, hidden_size: int) -> None:
-    """Raises UserError where a draft was made for another target than the one of these sizes."""
-    if (config.vocab_size, config.target_hidden_size) != (vocab_size, hidden_size):
-        raise UserError(
-            f"{origin}: is for a target with vocabulary {config.vocab_size} and hidden size {config.target_hidden_size}, "
-            f"this one has {vocab_size} and {hidden_size}; name the target it was trained for"
-        )
 
 
 def _generate(server: SGLangServer, body: dict) -> dict:

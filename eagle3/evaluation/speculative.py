@@ -3,17 +3,17 @@
 import itertools
 import os.path
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor
 
-from eagle3.console import WARNING, Progress
+from eagle3.console import WARNING, Progress, Say
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
-from eagle3.evaluation.acceptance import GREEDY, Sampling, Verification
+from eagle3.evaluation.acceptance import Decoding, Verification
 from eagle3.evaluation.decoding import PlainOutput, SpeculativeOutput, plain_greedy, plain_sampled, speculative
 from eagle3.evaluation.drafter import ChainDrafter, NewDrafter
 from eagle3.targets.transformers import TransformersTarget
@@ -138,12 +138,10 @@ def decode_conversations(
     target: TransformersTarget,
     new_drafter: NewDrafter,
     prompts: Sequence[Tensor],
+    decoding: Decoding,
     *,
-    draft_tokens: int,
-    new_tokens: int,
-    sampling: Sampling = GREEDY,
     timed: bool = True,
-    report: Callable[[str], None] | None = None,
+    report: Say = lambda _: None,
     what: str = "speculative decoding",
 ) -> list[DecodedConversation]:
     """Decode every prompt (int64 [P]) speculatively and plainly. timed: plainly, too, where that is of use for its seconds
@@ -151,10 +149,10 @@ def decode_conversations(
 
     Raises UserError for a prompt that is empty or has no room for its answer in the target's context.
     """
+    draft_tokens, new_tokens, sampling = decoding.draft_tokens, decoding.new_tokens, decoding.sampling
     _check(target, prompts, draft_tokens, new_tokens)
     rule = sampling.rule(target.device)
-    say = report or (lambda _: None)
-    progress = Progress(say, what, len(prompts), "conversations")
+    progress = Progress(report, what, len(prompts), "conversations")
     decoded: list[DecodedConversation] = []
     for number, prompt in enumerate(prompts, start=1):
         start = time.perf_counter()
@@ -170,8 +168,8 @@ def decode_conversations(
             plain_tokens = len(plain_sampled(target, prompt, rule, new_tokens=new_tokens))
         decoded.append(DecodedConversation(output, verdict, plain_tokens, middle - start, time.perf_counter() - began))
         if verdict == "mismatch":
-            place = _common_prefix(output.tokens, plain.tokens)
-            say(f"{WARNING}{what}: conversation {number} differs from plain decoding at new token {place}")
+            _, place = first_difference(output.tokens, plain.tokens)
+            report(f"{WARNING}{what}: conversation {number} differs from plain decoding at new token {place}")
         length = sum(each.yielded for each in decoded) / max(1, sum(len(each.verifications) for each in decoded))
         progress.at(number, extra=f"acceptance length {length:.2f}")
     return decoded
@@ -183,11 +181,9 @@ def compare(tokens: Sequence[int], plain: PlainOutput) -> Verdict:
     A first difference is a tie where plain decoding rated the other token within its resolution of the best; what
     follows a tie are two equally right texts, and is not compared. All else is a mismatch, a different length included.
     """
-    first = _common_prefix(tokens, plain.tokens)
-    if first == len(tokens) == len(plain.tokens):
-        return "identical"
-    if first == min(len(tokens), len(plain.tokens)):
-        return "mismatch"
+    verdict, first = first_difference(tokens, plain.tokens)
+    if verdict:
+        return verdict
     near = plain.logits[first] >= plain.logits[first, 0] - plain.resolution[first]
     return "tie" if tokens[first] in plain.candidates[first][near].tolist() else "mismatch"
 
@@ -209,6 +205,9 @@ def _check(target: TransformersTarget, prompts: Sequence[Tensor], draft_tokens: 
             )
 
 
-def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many elements, from the first, two sequences share."""
-    return len(os.path.commonprefix([list(a), list(b)]))
+def first_difference(tokens: Sequence[int], plain: Sequence[int]) -> tuple[Verdict | None, int]:
+    """How many tokens, from the first, two outputs share; and the verdict, None where it depends on the logits there."""
+    first = len(os.path.commonprefix([list(tokens), list(plain)]))
+    if first == len(tokens) == len(plain):
+        return "identical", first
+    return ("mismatch" if first == min(len(tokens), len(plain)) else None), first

@@ -11,22 +11,28 @@ from torch import Tensor
 from eagle3.console import Console, waiting
 from eagle3.draft.interchange import read_exported
 from eagle3.errors import UserError, first_sentence
-from eagle3.evaluation.acceptance import GREEDY, Sampling
+from eagle3.evaluation.acceptance import GREEDY, Decoding, Sampling
 from eagle3.evaluation.by_context import ContextJudgement
 from eagle3.evaluation.context_prompts import prompt_contexts, sample_contexts
-from eagle3.evaluation.drafter import Window
+from eagle3.evaluation.drafter import Window, check_belongs
 from eagle3.evaluation.judge import Judgement, choose_prompts, judge_by_context, judge_export, longest_prompt
 from eagle3.evaluation.prompts import read_prompts
-from eagle3.evaluation.sglang_judge import DraftTree, Logits, check_belongs, judge_by_sglang
+from eagle3.evaluation.sglang_judge import DraftTree, Logits, judge_by_sglang
 from eagle3.jobs.job import Inputs, choices_of, start_target
 from eagle3.jobs.servers import engine_options
 from eagle3.parallel.topology import Topology
+from eagle3.recipe import Recipe
 from eagle3.targets.sglang.server import EngineOptions
 from eagle3.targets.sglang.version import CONTEXT_RESERVE, require_captured
 from eagle3.targets.transformers import TransformersTarget
 from eagle3.text.vocabulary import DraftVocabulary
 
 CPU_KV_TOKENS = 4096  # of a server on a CPU beyond what it needs; SGLang wants more than one request's
+
+
+def decoding_of(recipe: Recipe, sampling: Sampling = GREEDY, window: int | None = None) -> Decoding:
+    """As the recipe's evaluation section says. window: of keys, in place of the draft's own."""
+    return Decoding(recipe.evaluation.draft_tokens, recipe.evaluation.new_tokens, sampling, window)
 
 
 def judge(
@@ -36,17 +42,15 @@ def judge(
     topology: Topology,
     console: Console,
     prompts_file: Path | None = None,
-    sampling: Sampling = GREEDY,
-    window: int | None = None,
+    decoding: Decoding | None = None,
 ) -> Judgement:
     """Judge an exported draft by transformers as the recipe's evaluation section says, and say the result.
 
-    target: None to load it. prompts_file: see read_prompts; None for held-out conversations. window: of keys, in place of the
-    draft's own. Raises UserError for what the
-    user can mend, memory that does not suffice among it.
+    target: None to load it. prompts_file: see read_prompts; None for held-out conversations. decoding: None for the recipe's,
+    greedily. Raises UserError for what the user can mend, memory that does not suffice among it.
     """
-    wanted = inputs.recipe.evaluation
-    prompts = _prompts_to_judge(inputs, prompts_file, wanted.draft_tokens)
+    decoding = decoding or decoding_of(inputs.recipe)
+    prompts = _prompts_to_judge(inputs, prompts_file, decoding.draft_tokens)
     try:
         target = target or _target_of(inputs, exported, topology, console)
         console(f"decoding {len(prompts)} {'prompts' if prompts_file else 'held-out conversations'} speculatively")
@@ -56,11 +60,8 @@ def judge(
             prompts,
             topology.modules_alone,
             inputs.tokenizer,
-            draft_tokens=wanted.draft_tokens,
-            new_tokens=wanted.new_tokens,
+            decoding,
             seed=inputs.recipe.training.seed,
-            sampling=sampling,
-            window=window,
             report=console,
         )
     except torch.OutOfMemoryError as error:
@@ -82,30 +83,20 @@ def judge_contexts(
     contexts: Sequence[int] | None,
     per_context: int,
     prompts_file: Path | None = None,
-    sampling: Sampling = GREEDY,
-    window: int | None = None,
+    decoding: Decoding | None = None,
 ) -> ContextJudgement:
     """As `judge`, by context: see sample_contexts, for prompts_file prompt_contexts. The result is left to be said."""
-    wanted, most = inputs.recipe.evaluation, inputs.config.max_position_embeddings
+    decoding, most = decoding or decoding_of(inputs.recipe), inputs.config.max_position_embeddings
     if contexts is not None and contexts[-1] > most:
         raise UserError(f"--contexts: {contexts[-1]} is beyond the target's context of {most}; name smaller ones")
-    longest = longest_prompt(most, wanted.new_tokens, wanted.draft_tokens)
+    longest = longest_prompt(most, decoding.new_tokens, decoding.draft_tokens)
     if prompts_file is None:
         buckets = sample_contexts(inputs.held_out, contexts, per_context, longest)
     else:
         prompts = read_prompts(prompts_file, inputs.tokenizer, inputs.chat_template, longest, choices_of(inputs.recipe))
         buckets = prompt_contexts(prompts, contexts, per_context, longest)
-    return judge_by_context(
-        exported,
-        _target_of(inputs, exported, topology, console),
-        buckets,
-        topology.modules_alone,
-        draft_tokens=wanted.draft_tokens,
-        new_tokens=wanted.new_tokens,
-        sampling=sampling,
-        window=window,
-        report=console,
-    )
+    target = _target_of(inputs, exported, topology, console)
+    return judge_by_context(exported, target, buckets, topology.modules_alone, decoding, console)
 
 
 def what_is_measured(inputs: Inputs, prompts_file: Path | None) -> dict[str, str]:
