@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ FROM_RECIPE = (
     ("longest sample allowed", "data.max_length", "{:,} tokens"),
 )
 LONG = 4096  # tokens of context; a draft that was judged on less says nothing of long ones
-SEAL = re.compile(r"\n<!-- written from the run's files; sha256 of the lines above: (\w{64}) -->\n\Z")
+SEAL = "\n<!-- written from the run's files; sha256 of the lines above: "
 
 
 class Edited(UserError):
@@ -53,16 +52,11 @@ def write_card(path: Path) -> Path | None:
 
 def sealed(text: str) -> str:
     """With a last line by which a later change is seen."""
-    return f"{text}\n<!-- written from the run's files; sha256 of the lines above: {_digest(text)} -->\n"
+    return f"{text}{SEAL}{hashlib.sha256(text.encode()).hexdigest()} -->\n"
 
 
 def _untouched(text: str) -> bool:
-    seal = SEAL.search(text)
-    return seal is not None and seal[1] == _digest(text[: seal.start()])
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+    return text == sealed(text.rpartition(SEAL)[0])
 
 
 def card_text(run: RunRecord) -> str:

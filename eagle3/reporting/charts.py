@@ -26,7 +26,7 @@ from eagle3.reporting.plot import (
     step_axis,
     thinned,
 )
-from eagle3.reporting.record import Record, RunRecord, column, columns
+from eagle3.reporting.record import RunRecord, column, columns
 
 TRAINING, HELD_OUT = "training", "held out"
 ABOUT_ACCEPTED = (
@@ -224,37 +224,30 @@ def _memory(run: RunRecord, name: str, title: str) -> Plot | None:
 def _lengths(run: RunRecord, name: str, title: str) -> Plot | None:
     data = run.started.get("data", {})
     parts = {"train": (TRAINING, BLUE), "held_out": (HELD_OUT, ORANGE)}
-    known = [part for part in parts if data and data[part].get("lengths")]
+    known = {part: data[part]["lengths"] for part in parts if data and data[part].get("lengths")}
     if not known:
         return None
-    histograms = [data[part]["lengths"] for part in known]
-    ends = [edge for each in histograms for edge in (each["edges"][0], each["edges"][-1])]
-    logarithmic = 0 < 2 * min(ends) <= max(ends) and any(_grows(each) for each in histograms)
+    all_edges = [histogram["edges"] for histogram in known.values()]
+    least, most = min(edges[0] for edges in all_edges), max(edges[-1] for edges in all_edges)
+    grow = any(edges[-1] - edges[-2] > 1.5 * (edges[1] - edges[0]) for edges in all_edges)  # the bins
+    logarithmic = 0 < 2 * least <= most and grow
     series = []
-    for part, histogram in zip(known, histograms, strict=True):
+    for part, histogram in known.items():
         edges, counts = np.array(histogram["edges"]), np.array(histogram["counts"], float)
         middles = np.sqrt(edges[1:] * edges[:-1]) if logarithmic else (edges[1:] + edges[:-1]) / 2
-        series.append(
-            Series(parts[part][0], middles, counts / max(1, counts.sum()), parts[part][1], "stairs", edges=edges)
-        )
-    edges = np.concatenate([each.edges for each in series])
-    label, most = "tokens of a sample", 1.05 * max(each.y.max() for each in series)
+        label, colour = parts[part]
+        series.append(Series(label, middles, counts / max(1, counts.sum()), colour, "stairs", edges=edges))
+    label, highest = "tokens of a sample", 1.05 * max(each.y.max() for each in series)
     if logarithmic:
-        powers = 2.0 ** np.arange(np.ceil(np.log2(edges.min())), np.floor(np.log2(edges.max())) + 1)
-        axis = context_axis(label, powers)._replace(low=float(edges.min()), high=float(edges.max()))
+        powers = 2.0 ** np.arange(np.ceil(np.log2(least)), np.floor(np.log2(most)) + 1)
+        axis = context_axis(label, powers)._replace(low=least, high=most)
     else:
-        axis = count_axis(label, edges)
+        axis = count_axis(label, np.concatenate(all_edges))
     axis = axis._replace(tell=lambda tokens: f"{tokens:,.0f}")
     longest = max(data[part]["longest"] for part in known)
     alt = f"Histogram of {title.lower()}: the longest has {longest:,} tokens."
     about = "After truncation; by the middle of each bin."
-    return Plot(name, title, about, alt, axis, share_axis("of samples", most or 1.0), series)
-
-
-def _grows(histogram: Record) -> bool:
-    """Whether the bins do."""
-    edges = histogram["edges"]
-    return edges[-1] - edges[-2] > 1.5 * (edges[1] - edges[0])
+    return Plot(name, title, about, alt, axis, share_axis("of samples", highest or 1.0), series)
 
 
 NO_NUMBERS = "metrics.jsonl has no such numbers yet"

@@ -42,22 +42,19 @@ def _made_of(run: RunRecord) -> dict[str, str]:
         "tokens seen": f"{short(pace.tokens)}, {short(pace.supervised)} supervised" if pace.tokens else "",
     }
     if started:
-        target, draft, vocabulary, train = (
-            *(started[name] for name in ("target", "draft", "vocabulary")),
-            started["data"]["train"],
-        )
-        window = run.key("model.draft.window")
+        target, draft, vocabulary, machine = (started[name] for name in ("target", "draft", "vocabulary", "machine"))
+        train, window = started["data"]["train"], run.key("model.draft.window")
+        samples = f"{counted(train['samples'], 'sample')}, {short(train['tokens'])} tokens, {short(train['supervised'])} supervised"
+        processes = f"{machine['processes']:,} process{'' if machine['processes'] == 1 else 'es'}"
         rows["target"] += f" ({target['architecture']}, {target['layers']} layers of {target['hidden_size']:,})"
-        rows["draft"] = f"{short(draft['parameters'])} parameters, context {draft['context']:,}"
-        rows["draft"] += f", window {window:,}" if window else ""
-        rows["draft"] += f", {vocabulary['size']:,} of {vocabulary['target_size']:,} tokens"
-        rows["data"] += ": " if rows["data"] else ""
-        rows["data"] += f"{counted(train['samples'], 'sample')}, {short(train['tokens'])} tokens, "
-        rows["data"] += f"{short(train['supervised'])} supervised"
+        rows["draft"] = (
+            f"{short(draft['parameters'])} parameters, context {draft['context']:,}"
+            + (f", window {window:,}" if window else "")
+            + f", {vocabulary['size']:,} of {vocabulary['target_size']:,} tokens"
+        )
+        rows["data"] += f": {samples}" if rows["data"] else samples
         rows["steps"] += f" of {started['steps']:,}" if started["steps"] else ""
-        processes = started["machine"]["processes"]
-        told = f" on {processes:,} process{'' if processes == 1 else 'es'}"
-        rows["layout"] = started["layout"] and layout_in_words(started["layout"]) + told
+        rows["layout"] = started["layout"] and f"{layout_in_words(started['layout'])} on {processes}"
     if spans := run.key("data.spans"):
         rows["data"] += f"; of each sample {spans_in_words(spans)}"
     return rows

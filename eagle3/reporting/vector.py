@@ -16,16 +16,14 @@ Shape = tuple[str, str, Colour]  # its class in the page's style, and a path of 
 
 
 class Entry(NamedTuple):
-    """Of the legend: a series, with its last value and where that is. xs, ys: places of its points in the drawing; ats, values:
-    what they are, in words. Each is one text with separators, and empty for a rule, which is the same everywhere."""
+    """Of the legend: a series, with its last value and where that is. points: for the page's script, places in the drawing (x, y)
+    and what they are, in words (at, values). Each is one text with separators, and empty for a rule, which is the same
+    everywhere."""
 
     series: Series
     value: str
     at: str
-    xs: str
-    ys: str
-    ats: str
-    values: str
+    points: dict[str, str]
 
 
 class Vector(NamedTuple):
@@ -73,8 +71,8 @@ def _entry(plot: Plot, series: Series, xs: np.ndarray, ys: np.ndarray) -> Entry:
     last = (values[-1], ats[-1]) if len(known) else ("–", "")
     if series.look == "rule":  # nothing to point at
         known, values, ats = [], [], []
-    places = (" ".join(f"{each[place]:.1f}" for place in known) for each in (xs, ys))
-    return Entry(series, *last, *places, SEPARATOR.join(ats), SEPARATOR.join(values))
+    x, y = (" ".join(f"{each[place]:.1f}" for place in known) for each in (xs, ys))
+    return Entry(series, *last, {"x": x, "y": y, "at": SEPARATOR.join(ats), "values": SEPARATOR.join(values)})
 
 
 def _value(plot: Plot, series: Series, place: int) -> str:
