@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eagle3.reporting.curves import Curve, estimated_curve, mean, measured_curve, simulated_positions, tokens_label
+from eagle3.reporting.curves import estimated_curve, mean, measured_curve, simulated_positions, tokens_label
 from eagle3.reporting.record import RunRecord, column
 
 LEAST_SUPERVISED = 0.05  # share of the tokens
@@ -187,23 +187,17 @@ def _far_from_simulated(run: RunRecord) -> Iterator[Advice]:
 
 
 def _falls_with_context(run: RunRecord) -> Iterator[Advice]:
+    """Of a curve whose end lies well below its best, beyond what chance explains."""
     curve, how = (measured_curve(run.by_context), "measured") if run.by_context else (estimated_curve(run), "estimated")
-    if curve and (fallen := _fall(curve)):
-        near, far = (f"{curve.lengths[place]:.2f} at {tokens_label(curve.contexts[place])}" for place in fallen)
+    known = np.flatnonzero(np.isfinite(curve.lengths)) if curve else []
+    if len(known) < 2:
+        return
+    best, last = known[np.argmax(curve.lengths[known])], known[-1]
+    chance = curve.interval[last][1] >= curve.interval[best][0]  # False where an interval is not known
+    if curve.lengths[last] < FALL * curve.lengths[best] and not chance:
+        near, far = (f"{curve.lengths[place]:.2f} at {tokens_label(curve.contexts[place])}" for place in (best, last))
         yield Advice(
             f"Acceptance length falls from {near} tokens to {far} ({how}).",
             "Train on samples as long as those to be served, and look at the draft's rope.",
             ("data.max_length", "data.train", "model.draft.rope_parameters"),
         )
-
-
-def _fall(curve: Curve) -> tuple[int, int] | None:
-    """(best, last) context of a curve whose end lies well below its best, beyond what chance explains."""
-    known = np.flatnonzero(np.isfinite(curve.lengths))
-    if len(known) < 2:
-        return None
-    best, last = int(known[np.argmax(curve.lengths[known])]), int(known[-1])
-    above = curve.interval[last][1] >= curve.interval[best][0]  # False where an interval is not known
-    if curve.lengths[last] >= FALL * curve.lengths[best] or above:
-        return None
-    return best, last

@@ -18,7 +18,6 @@ from eagle3.reporting.summary import layout_in_words, spans_in_words
 from eagle3.targets.sglang.version import speculative_flags
 
 TEMPLATE = Path(__file__).with_name("card.md")
-TAGS = ["eagle3", "speculative-decoding", "draft-model", "sglang", "vllm"]
 VERSIONS = ("eagle3-recipes", "torch", "deepspeed", "megatron-core", "transformers")
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"  # the key that vLLM reads, and in eagle_config SGLang
 FROM_RECIPE = (
@@ -69,7 +68,7 @@ def card_text(run: RunRecord) -> str:
         library_name="sglang",
         license="other",
         pipeline_tag="text-generation",
-        tags=TAGS,
+        tags=["eagle3", "speculative-decoding", "draft-model", "sglang", "vllm"],
     )
     template = jinja2.Template(
         TEMPLATE.read_text(encoding="utf-8"),
@@ -189,8 +188,11 @@ def _contexts(run: RunRecord) -> dict[str, Any] | None:
     found = run.by_context
     if not found.get("contexts"):
         return None
-    told = f"{found.get('engine')} {found.get('engine_version')}, {found.get('draft_tokens')} drafted tokens"
-    return {"rows": [row for row, _ in context_rows(found)], "conditions": f"{told}, {rule(found)}"}
+    return {
+        "rows": [row for row, _ in context_rows(found)],
+        "conditions": f"{found.get('engine')} {found.get('engine_version')}, {found.get('draft_tokens')} drafted tokens, "
+        f"{rule(found)}",
+    }
 
 
 def _serving(run: RunRecord, target: str) -> dict[str, Any]:

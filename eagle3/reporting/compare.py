@@ -137,10 +137,15 @@ def compared_plots(compared: Sequence[Compared]) -> list[Plot]:
     about = (
         abouts.pop() if len(abouts) == 1 else "What training minimises, which is NOT the same for all: see the table."
     )
-    accepted = "simulated_acceptance_length"
     courses = (
         ("loss", "loss", "Loss", loss_label(compared[0].run), about),
-        ("accepted", accepted, "Accepted drafts, simulated", "drafts a verification", ABOUT_ACCEPTED),
+        (
+            "accepted",
+            "simulated_acceptance_length",
+            "Accepted drafts, simulated",
+            "drafts a verification",
+            ABOUT_ACCEPTED,
+        ),
     )
     plots = [_course(coloured, over, *course) for course in courses for over in ("step", "tokens")]
     if curves := [(each.name, measured_curve(each.found), colour) for each, colour in coloured if each.found]:

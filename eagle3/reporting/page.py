@@ -71,8 +71,13 @@ def page(run: RunRecord, plots: Sequence[Plot | Absent]) -> str:
 
 def comparison(names: Sequence[str], plots: Sequence[Plot], tables: Sequence[Table], markdown: str) -> str:
     """The page of several runs. markdown: the tables again, to be pasted."""
-    charts = [vector(plot) for plot in plots]
-    return rendered("comparison.html", title=", ".join(names), charts=charts, tables=tables, markdown=markdown)
+    return rendered(
+        "comparison.html",
+        title=", ".join(names),
+        charts=[vector(plot) for plot in plots],
+        tables=tables,
+        markdown=markdown,
+    )
 
 
 def _subtitle(run: RunRecord) -> str:

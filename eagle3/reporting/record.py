@@ -19,7 +19,6 @@ from eagle3.training.run_folder import RunFolder
 
 Record = dict[str, Any]
 
-KINDS = ("train", "held_out", "skipped")
 MOVE_AWAY = "move it away, and report and card are made without it"
 
 
@@ -87,8 +86,11 @@ def read_run(path: Path) -> RunRecord:
         raise UserError(f"{path}: holds no run (neither recipe.yaml nor metrics.jsonl); name a run's output.dir")
     text, recipe = _read_recipe(folder.recipe)
     records = _read_metrics(folder.metrics)
-    by_kind = {kind: tuple(record for record in records if record["kind"] == kind) for kind in KINDS}
-    exports = tuple(record["step"] for record in records if record["kind"] == "exported")
+    by_kind = {
+        kind: tuple(record for record in records if record["kind"] == kind)
+        for kind in ("train", "held_out", "skipped", "exported")
+    }
+    exports = tuple(record["step"] for record in by_kind.pop("exported"))
     files = {
         "started": (folder.run, Started, "written at the start of a run; this one began before that was so"),
         "evaluation": (
