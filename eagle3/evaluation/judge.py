@@ -232,11 +232,8 @@ def longest_prompt(context: int, new_tokens: int, room: int) -> int:
 
 def choose_prompts(samples: SampleSet, count: int, longest: int) -> list[Tensor]:
     """Prompts [P] of up to `count` samples spread evenly over the set: all tokens before the first supervised one."""
-    fitting = []
-    for sample in samples:
-        start = int(sample.loss_mask.int().argmax())
-        if 0 < start <= longest:
-            fitting.append(sample.ids[:start])
+    starts = [(sample.ids, int(sample.loss_mask.int().argmax())) for sample in samples]
+    fitting = [ids[:start] for ids, start in starts if 0 < start <= longest]
     if not fitting:
         found = f"none of {len(samples)} held-out samples has a prompt of 1 to {longest} tokens"
         raise UserError(
