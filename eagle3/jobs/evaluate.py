@@ -21,7 +21,7 @@ from eagle3.evaluation.sglang_judge import DraftTree, Logits, judge_by_sglang
 from eagle3.jobs.job import Inputs, choices_of, start_target
 from eagle3.jobs.servers import engine_options
 from eagle3.parallel.topology import Topology
-from eagle3.recipe import Recipe
+from eagle3.recipe.schema import Recipe
 from eagle3.targets.sglang.server import EngineOptions
 from eagle3.targets.sglang.version import CONTEXT_RESERVE, require_captured
 from eagle3.targets.transformers import TransformersTarget
