@@ -19,9 +19,9 @@ from eagle3.durable import create_text
 from eagle3.errors import UserError
 from eagle3.parallel.dealing import SequenceSharding
 from eagle3.parallel.sequence import Stream, plan_sequence
+from eagle3.states.loader import SpooledSource
 from eagle3.states.rows import Rows
 from eagle3.states.spool import Spool, SpoolReader
-from eagle3.states.spooled import SpooledSource
 from eagle3.states.store.folder import MANIFEST, Manifest
 from eagle3.states.store.reader import HiddenStateStore, RowRequest
 from eagle3.targets.sglang.asking import ask

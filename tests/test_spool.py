@@ -14,9 +14,9 @@ import torch
 from store_cases import sample
 
 from eagle3.errors import UserError
+from eagle3.states.loader import SpooledSource
 from eagle3.states.rows import Rows
 from eagle3.states.spool import GONE, HELD, LOCK, Spool, SpoolReader, Ticket, sweep
-from eagle3.states.spooled import SpooledSource
 from eagle3.states.store.shard import Encoding
 from eagle3.targets.sglang.client import Producer, Servers
 from eagle3.targets.sglang.hook import HookSettings

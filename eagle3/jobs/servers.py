@@ -14,9 +14,9 @@ from eagle3.durable import publish
 from eagle3.errors import SharedUserError, UserError
 from eagle3.jobs.job import Inputs, Job
 from eagle3.parallel.topology import Topology, agreed
+from eagle3.states.loader import SpooledSource
 from eagle3.states.rows import DraftLogits
 from eagle3.states.spool import Spool, SpoolReader, Ticket, own_folder
-from eagle3.states.spooled import SpooledSource
 from eagle3.targets.interface import TargetHead, summarize_teacher
 from eagle3.targets.sglang.client import Producer, Servers, require_capture, require_room
 from eagle3.targets.sglang.hook import HookSettings

@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -42,7 +42,6 @@ class LongTarget(Protocol):
 
     def chunks(self, document: Tensor) -> Iterator[Rows | None]:
         """Consecutive rows, together the document; None as many times on ranks other than the first."""
-        ...
 
 
 class ArrivingTarget(Protocol):
@@ -50,7 +49,6 @@ class ArrivingTarget(Protocol):
 
     def arriving(self, documents: Iterable[Tensor]) -> Iterator[tuple[int, Iterator[Rows]]]:
         """The place of a document and consecutive rows of it, together the document."""
-        ...
 
 
 def wanted_samples(sets: Iterable[SampleSet]) -> dict[str, Wanted]:
@@ -102,11 +100,9 @@ class Course(Protocol):
 
     def begin(self, samples: int) -> None:
         """The capturing thread goes on to the next `samples`."""
-        ...
 
     def advance(self, tokens: int) -> None:
         """So many more tokens are captured; 0 where another rank writes them."""
-        ...
 
 
 def prefill_batches(wanted: dict[str, Wanted], prefill_tokens: int) -> list[list[str]]:
@@ -133,16 +129,14 @@ def capture(target: Target, batches: Iterable[Sequence[Wanted]], writer: StoreWr
                 course.advance(len(sample.ids))
 
     with ThreadPoolExecutor(1, thread_name_prefix="write") as background:
-        writing: Future[None] | None = None
+        writing = background.submit(write, [], [])
         for batch in batches:
             course.begin(len(batch))
             loaded = [one.load() for one in batch]
             rows = target.prefill([sample.ids for sample in loaded])
-            if writing:
-                writing.result()
-            writing = background.submit(write, loaded, rows)
-        if writing:
             writing.result()
+            writing = background.submit(write, loaded, rows)
+        writing.result()
 
 
 def capture_long(target: LongTarget, samples: Sequence[Wanted], writer: StoreWriter, course: Course) -> None:

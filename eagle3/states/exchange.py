@@ -8,9 +8,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-# What a rank that holds no document is told about the rows it will receive, by place in this tuple.
-NUMBER_FORMATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64)
-
 
 @dataclass(frozen=True)
 class RowRequests:
@@ -47,14 +44,10 @@ class RowRequests:
 
     def _row_format(self, held: Sequence[Tensor]) -> Tensor:
         """An empty tensor like one row. The group's first rank, which always owns a document, tells the others."""
-        told = torch.zeros(2, dtype=torch.int64, device=self.asked.device)
-        if held:
-            width = held[0].shape[1] if held[0].dim() == 2 else 0  # 0: a row is one number
-            told = torch.tensor([NUMBER_FORMATS.index(held[0].dtype), width], device=self.asked.device)
-        dist.broadcast(told, group=self.group, group_src=0)
-        number_format, width = told.tolist()
-        shape = (width,) if width else ()
-        return torch.empty(shape, dtype=NUMBER_FORMATS[number_format], device=self.asked.device)
+        told = [(held[0].shape[1:], held[0].dtype) if held else None]
+        dist.broadcast_object_list(told, group=self.group, group_src=0, device=self.asked.device)
+        shape, number_format = told[0]
+        return torch.empty(shape, dtype=number_format, device=self.asked.device)
 
 
 def request_rows(

@@ -1,6 +1,7 @@
 """From a step's number to its packed streams with the rows of hidden states that this rank's plans name."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,11 +15,16 @@ from torch.distributed import ProcessGroup
 from eagle3.parallel.dealing import SequenceSharding
 from eagle3.parallel.sequence import SequencePlan, Stream, plan_sequence
 from eagle3.parallel.topology import agreed
+from eagle3.states.batches import deal_streams
 from eagle3.states.exchange import request_rows
 from eagle3.states.rows import Rows, Target
+from eagle3.states.spool import SpoolReader, Ticket
 from eagle3.states.store.reader import HiddenStateStore, RowRequest, StoredTokens
 from eagle3.text.samples import Sample, SampleSet
 from eagle3.text.spans import Spans
+
+# Times that a loader may ask for one sample, below 2**28, and the channel share eight hexadecimal digits.
+CHANNEL_SHIFT = 28
 
 
 class HiddenStateSource(Protocol):
@@ -29,7 +35,6 @@ class HiddenStateSource(Protocol):
     def rows(self, samples: Sequence[Sample], aux: Sequence[Tensor], teacher: Sequence[Tensor]) -> list[Rows]:
         """For each sample the auxiliary states at rows aux[i] and what the teacher needs at rows teacher[i] (int64 on
         the CPU, maybe none). All ranks of a stream call it together, unless `alone`: same samples, rows of their own."""
-        ...
 
 
 class LiveSource:
@@ -79,6 +84,47 @@ class StoredSource:
         return self.store.read([RowRequest(one.id, a, b, StoredTokens(one.ids, one.loss_mask)) for one, a, b in asked])
 
 
+class SpooledSource:
+    """A `HiddenStateSource` in which no rank talks to another: they meet in the job's folder of a spool.
+
+    All ranks of a stream call `rows` for the same samples, so that they come to the same tickets; the samples are read in
+    the order of the call, whatever order they arrive in. ask: on the one rank that asks the target for them, else None; told
+    a ticket and its token ids, it returns at once. channel: another one for each loader, so that what one thread asks for
+    names no file of another's, whichever of them comes first on a rank.
+    """
+
+    alone = True
+
+    def __init__(
+        self, reader: SpoolReader, job: str, ask: Callable[[Ticket, Tensor], None] | None, channel: int = 0
+    ) -> None:
+        self.reader, self.job, self.ask, self.channel = reader, job, ask, channel
+        self._asked: Counter[tuple[str, int]] = Counter()
+
+    def beside(self, channel: int) -> "SpooledSource":
+        """The same for another loader."""
+        return SpooledSource(self.reader, self.job, self.ask, channel)
+
+    def rows(self, samples: Sequence[Sample], aux: Sequence[Tensor], teacher: Sequence[Tensor]) -> list[Rows]:
+        tickets = [self._ticket(sample) for sample in samples]
+        if self.ask:
+            for ticket, sample in zip(tickets, samples, strict=True):
+                self.ask(ticket, sample.ids)
+        found = []
+        for ticket, sample, a, b in zip(tickets, samples, aux, teacher, strict=True):
+            location = self.reader.wait(ticket)
+            self.reader.require_tokens(location, sample.ids)
+            found.append(self.reader.read(location, a, b))
+            self.reader.done(ticket)
+        return found
+
+    def _ticket(self, sample: Sample) -> Ticket:
+        tokens = len(sample.ids)
+        time_asked = self._asked[sample.id, tokens]
+        self._asked[sample.id, tokens] += 1
+        return Ticket.of(self.job, sample.id, tokens, self.channel << CHANNEL_SHIFT | time_asked)
+
+
 @dataclass(frozen=True)
 class LoadedStream:
     """One micro-batch before it goes to the draft's device. rows: aux at plan.rows, teacher at plan.teacher."""
@@ -103,19 +149,6 @@ def draw_batch(step: int, samples: int, batch_size: int, seed: int) -> list[Draw
         generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
         orders[epoch] = torch.randperm(samples, generator=generator).tolist()
     return [Drawn(orders[place // samples][place % samples], place // samples) for place in places]
-
-
-def deal_streams(lengths: Sequence[int], streams: int) -> list[list[int]]:
-    """Deal samples to `streams` packed streams of about equal length: longest first, each to the shortest stream.
-
-    With at least as many samples as streams none stays empty. Within a stream the samples keep their order.
-    """
-    totals, dealt = [0] * streams, [[] for _ in range(streams)]
-    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
-        shortest = min(range(streams), key=lambda stream: (totals[stream], stream))
-        totals[shortest] += lengths[index]
-        dealt[shortest].append(index)
-    return [sorted(members) for members in dealt]
 
 
 class StreamLoader:

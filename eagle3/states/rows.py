@@ -81,4 +81,3 @@ class Target(Protocol):
 
         Raises UserError for an empty document and for a token id outside the vocabulary.
         """
-        ...
