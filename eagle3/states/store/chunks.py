@@ -68,20 +68,19 @@ class ChunkReads(NamedTuple):
         return self.buffer[torch.searchsorted(self.decoded, self.wanted)]
 
 
-def plan_reads(rows: Tensor, table: ChunkTable, encoding: Encoding, codec: Codec, width: int) -> ChunkReads:
-    """rows [n] int64: of the sample in this tensor, any order, all inside it."""
+def plan_reads(rows: Tensor, table: ChunkTable, encoding: Encoding, name: str) -> ChunkReads:
+    """rows [n] int64: of the sample in this tensor, `aux` or `last` by its name, any order, all inside it."""
     wanted, size = rows.numpy(), table.chunk_rows
     chunks = np.unique(wanted // size)
     counts = np.minimum(size, table.rows - chunks * size)
     edges = np.concatenate(([0], counts.cumsum()))
     most = max(1, RUN_BYTES * len(table.sums) // max(1, int(table.bounds[-1] - table.bounds[0])))
-    runs, begin = [], 0
-    while begin < len(chunks):
-        stop = begin + 1
-        while stop < len(chunks) and chunks[stop] == chunks[stop - 1] + 1 and stop - begin < most:
-            stop += 1
-        runs.append(Run(int(chunks[begin]), int(chunks[stop - 1]) + 1, slice(int(edges[begin]), int(edges[stop]))))
-        begin = stop
+    runs = []
+    for consecutive in np.split(np.arange(len(chunks)), np.flatnonzero(np.diff(chunks) != 1) + 1):
+        for begin in range(0, len(consecutive), most):
+            places = consecutive[begin : begin + most]
+            first, stop = int(chunks[places[0]]), int(chunks[places[-1]]) + 1
+            runs.append(Run(first, stop, slice(int(edges[places[0]]), int(edges[places[-1] + 1]))))
     decoded = (np.repeat(chunks * size - edges[:-1], counts) + np.arange(edges[-1])).astype(np.int64)
-    buffer = torch.empty(int(edges[-1]), width, dtype=encoding.number_format)
-    return ChunkReads(codec, table, runs, buffer, torch.from_numpy(decoded), rows)
+    buffer = torch.empty(int(edges[-1]), encoding.width(name), dtype=encoding.number_format)
+    return ChunkReads(encoding.make_codec(name), table, runs, buffer, torch.from_numpy(decoded), rows)

@@ -31,12 +31,10 @@ class Codec(Protocol):
 
     def encode(self, rows: Tensor) -> memoryview | bytes:
         """rows [n, width], contiguous, on the CPU, in the store's number format; n > 0."""
-        ...
 
     def decode(self, data: memoryview, sizes: Sequence[int], out: Tensor) -> None:
         """Fill out [n, width], contiguous, of the encoded rows' number and format. data: consecutive encodings of `sizes`
         bytes. Raises ValueError where they do not encode as many rows."""
-        ...
 
 
 class Raw:

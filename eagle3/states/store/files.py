@@ -53,19 +53,15 @@ class StoreFiles(Protocol):
 
     def sizes(self) -> dict[str, int | None]:
         """Bytes of every file, by name; None where the protocol does not tell. Empty where there is no such folder."""
-        ...
 
     def read(self, names: Sequence[str]) -> list[bytes]:
         """Whole files."""
-        ...
 
     def fetch(self, ranges: Sequence[Range]) -> list[memoryview]:
         """Those bytes."""
-        ...
 
     def forget(self, name: str) -> None:
         """Hold nothing of a file any more."""
-        ...
 
 
 def no_store(where: str) -> UserError:
@@ -179,7 +175,7 @@ class RemoteFiles:
     def read(self, names: Sequence[str]) -> list[bytes]:
         if not names:
             return []
-        paths = [self._path(name) for name in names]
+        paths = [f"{self.root}/{name}" for name in names]
         try:
             found = self.files.cat(paths, recursive=False)
         except OSError as error:
@@ -192,7 +188,7 @@ class RemoteFiles:
             return []
         try:
             found = self.files.cat_ranges(
-                [self._path(run.name) for run in runs],
+                [f"{self.root}/{run.name}" for run in runs],
                 [run.start for run in runs],
                 [run.stop for run in runs],
                 on_error="raise",
@@ -215,9 +211,6 @@ class RemoteFiles:
 
     def forget(self, name: str) -> None:
         """Nothing is held."""
-
-    def _path(self, name: str) -> str:
-        return f"{self.root}/{name}"
 
 
 def _merged(ranges: Sequence[Range]) -> list[Range]:

@@ -8,7 +8,7 @@ from eagle3.console import counted
 from eagle3.errors import UserError, shown
 from eagle3.parsing import parse_json
 from eagle3.states.store.files import DamagedStore, ForeignShards, Range, StoreFiles, first_words, no_store
-from eagle3.states.store.shard import DATA_START, Header, ShardIndex, is_index, json_digest, parse_header
+from eagle3.states.store.shard import DATA_START, ShardIndex, is_index, json_digest, parse_header
 
 FORMAT = 2
 MANIFEST = "store.json"
@@ -86,7 +86,7 @@ def read_own_manifest(files: StoreFiles, provenance: Provenance) -> Manifest:
             values = (
                 f"{shown(name)} as target (fingerprint {found.get(field)}), this run's model.target has {wanted[field]}"
             )
-        shards = find_indexes(files).readable
+        shards, _ = find_indexes(files)
         if {index.provenance_digest for index in shards} == {Manifest(wanted, {}).digest}:
             raise UserError(
                 f"{files.where}/{MANIFEST}: says {values}, and so had all shards beside it when they were captured; restore "
@@ -113,22 +113,17 @@ def _window_in_words(provenance: Provenance) -> str:
     return f"a window of {provenance['window']:,} keys and {provenance['ttt_steps']} TTT steps"
 
 
-class FoundIndexes(NamedTuple):
-    """broken: by name, what is said of those that cannot be parsed."""
-
-    readable: list[ShardIndex]
-    broken: dict[str, DamagedStore]
-
-
-def find_indexes(files: StoreFiles) -> FoundIndexes:
-    """All indexes of a folder, by name."""
-    names, found = sorted(filter(is_index, files.sizes())), FoundIndexes([], {})
+def find_indexes(files: StoreFiles) -> tuple[list[ShardIndex], dict[str, DamagedStore]]:
+    """All indexes of a folder, in the order of their names; and by name what is said of those that cannot be parsed."""
+    readable: list[ShardIndex] = []
+    broken: dict[str, DamagedStore] = {}
+    names = sorted(filter(is_index, files.sizes()))
     for name, text in zip(names, files.read(names), strict=True):
         try:
-            found.readable.append(ShardIndex.parse(text, name, files.where))
+            readable.append(ShardIndex.parse(text, name, files.where))
         except DamagedStore as error:
-            found.broken[name] = error
-    return found
+            broken[name] = error
+    return readable, broken
 
 
 def read_indexes(files: StoreFiles, manifest: Manifest) -> list[ShardIndex]:
@@ -140,8 +135,7 @@ def read_indexes(files: StoreFiles, manifest: Manifest) -> list[ShardIndex]:
     _require_digest(files.where, indexes, manifest.digest)
     sizes = files.sizes()  # looked at after the indexes, before which their shards were there
     for index in indexes:
-        flaw = shard_flaw(index, sizes)
-        if flaw:
+        if flaw := shard_flaw(index, sizes):
             raise DamagedStore(f"{files.where}/{index.shard}", flaw)
     return indexes
 
@@ -178,16 +172,14 @@ def foreign_flaw(found: str | None, provenance_digest: str | None) -> str | None
     )
 
 
-def read_headers(files: StoreFiles, shards: Sequence[str], provenance_digest: str | None) -> list[Header]:
-    """What these shards say themselves. Raises DamagedStore; ForeignShards where one carries another digest."""
-    texts = files.fetch([Range(shard, 0, DATA_START) for shard in shards])
-    headers = []
-    for shard, text in zip(shards, texts, strict=True):
-        headers.append(parse_header(text, f"{files.where}/{shard}"))
-        flaw = foreign_flaw(headers[-1].provenance_digest, provenance_digest)
-        if flaw:
+def read_headers(files: StoreFiles, shards: Sequence[str], provenance_digest: str | None) -> dict[str, dict[str, int]]:
+    """By shard, where each of its tensors begins. Raises DamagedStore; ForeignShards where one carries another digest."""
+    starts: dict[str, dict[str, int]] = {}
+    for shard, text in zip(shards, files.fetch([Range(shard, 0, DATA_START) for shard in shards]), strict=True):
+        starts[shard], digest = parse_header(text, f"{files.where}/{shard}")
+        if flaw := foreign_flaw(digest, provenance_digest):
             raise ForeignShards(f"{files.where}/{shard}", flaw)
-    return headers
+    return starts
 
 
 def unbound_notice(where: str, indexes: Iterable[ShardIndex]) -> str | None:

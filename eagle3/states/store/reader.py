@@ -12,8 +12,7 @@ from torch import Tensor
 from eagle3.console import WARNING
 from eagle3.errors import UserError
 from eagle3.states.rows import Rows
-from eagle3.states.store.chunks import ChunkReads, ChunkTable, Run, plan_reads
-from eagle3.states.store.codecs import Codec
+from eagle3.states.store.chunks import ChunkReads, ChunkTable, plan_reads
 from eagle3.states.store.files import DamagedStore, Range, StoreFiles, open_files
 from eagle3.states.store.folder import Provenance, read_headers, read_indexes, read_own_manifest, unbound_notice
 from eagle3.states.store.shard import (
@@ -71,7 +70,6 @@ class HiddenStateStore:
         self.files, self.locations, self.record = files, locations, record
         self.where, self.provenance_digest = files.where, provenance_digest
         self._starts: dict[str, dict[str, int]] = {}
-        self._codecs: dict[tuple[Encoding, str], Codec] = {}
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="store")
 
     @classmethod
@@ -101,7 +99,7 @@ class HiddenStateStore:
     def prepare(self, encoding: Encoding) -> None:
         """Raises UserError where this machine cannot decode it."""
         for name in HIDDEN:
-            self._codec(encoding, name)
+            encoding.make_codec(name)
 
     def __contains__(self, sample_id: str) -> bool:
         return sample_id in self.locations
@@ -122,10 +120,7 @@ class HiddenStateStore:
 
     def tokens_at(self, locations: Sequence[Location]) -> list[StoredTokens]:
         """The same of samples at given places."""
-        return [
-            StoredTokens(torch.from_numpy(facts.ids.astype(np.int64)), torch.from_numpy(facts.loss_mask.copy()))
-            for facts in self._facts(locations)
-        ]
+        return [facts.tokens for facts in self._facts(locations)]
 
     def read(self, requests: Sequence[RowRequest]) -> list[Rows]:
         """The rows of all requests, hidden states and logits in the store's number format; two rounds of reads, however many
@@ -138,26 +133,16 @@ class HiddenStateStore:
         wanted: list[ChunkReads] = []
         for location, request, facts in zip(locations, requests, known, strict=True):
             if request.tokens is not None:
-                self._require_tokens(location, facts, request.tokens)
-            encoding, loss_mask = location.index.encoding, torch.from_numpy(facts.loss_mask.copy())
+                self._require_tokens(location, facts.tokens, request.tokens)
+            encoding, loss_mask = location.index.encoding, facts.tokens.loss_mask
             kept = {"aux": encoding.seen_rows(loss_mask), "last": kept_rows(location.entry, loss_mask)}
             for name, asked in zip(HIDDEN, (request.aux, request.teacher), strict=True):
                 inside = asked.numel() == 0 or 0 <= int(asked.min()) <= int(asked.max()) < len(loss_mask)
                 assert inside, f"rows asked for, outside a sample of {len(loss_mask)} rows"
                 assert bool(kept[name][asked].all()), f"{name} hidden states are stored where they teach or are seen"
                 rows = (kept[name].cumsum(0) - 1)[asked]
-                codec, width = self._codec(encoding, name), encoding.width(name)
-                wanted.append(plan_reads(rows, facts.tables[name], encoding, codec, width))
-        jobs = [
-            (location, name, reads, run)
-            for (location, name), reads in zip(product(locations, HIDDEN), wanted, strict=True)
-            for run in reads.runs
-        ]
-        data = self.files.fetch([self._range(*job) for job in jobs])
-        flaws = list(self._threads.map(lambda job, of_run: job[2].decode(job[3], of_run), jobs, data))
-        for (location, name, _, _), flaw in zip(jobs, flaws, strict=True):  # when all have ended
-            if flaw:
-                raise self._damaged(location, f"{name} hidden states", flaw)
+                wanted.append(plan_reads(rows, facts.tables[name], encoding, name))
+        self._decode([*zip(product(locations, HIDDEN), wanted, strict=True)])
         found = iter(reads.rows() for reads in wanted)
         rows = []
         for location, request, facts in zip(locations, requests, known, strict=True):
@@ -166,6 +151,19 @@ class HiddenStateStore:
             kind = location.index.encoding.teacher
             rows.append(Rows(aux, kind(values, torch.from_numpy(argmax), torch.from_numpy(logsumexp))))
         return rows
+
+    def _decode(self, wanted: Sequence[tuple[tuple[Location, str], ChunkReads]]) -> None:
+        """Read all chunks of tensors of samples, in one round, and decode them. Raises DamagedStore."""
+        jobs = [(place, reads, run) for place, reads in wanted for run in reads.runs]
+        ranges = []
+        for (location, name), reads, run in jobs:
+            start = self._starts[location.index.shard][name]
+            ranges.append(Range(location.index.shard, *(start + edge for edge in reads.bytes_of(run))))
+        data = self.files.fetch(ranges)
+        flaws = list(self._threads.map(lambda job, of_run: job[1].decode(job[2], of_run), jobs, data))
+        for ((location, name), _, _), flaw in zip(jobs, flaws, strict=True):  # when all have ended
+            if flaw:
+                raise self._damaged(location, f"{name} hidden states", flaw)
 
     def forget(self, shard: str) -> None:
         """Let go of a shard that is about to be deleted."""
@@ -177,46 +175,42 @@ class HiddenStateStore:
             raise UserError(f"{self.where}: sample {sample_id!r} is not in the store; run capture.py, which adds it")
         return self.locations[sample_id]
 
-    def _range(self, location: Location, name: str, reads: ChunkReads, run: Run) -> Range:
-        shard = location.index.shard
-        start = self._starts[shard][name]
-        return Range(shard, *(start + edge for edge in reads.bytes_of(run)))
-
-    def _codec(self, encoding: Encoding, name: str) -> Codec:
-        if (encoding, name) not in self._codecs:
-            self._codecs[encoding, name] = encoding.make_codec(name)
-        return self._codecs[encoding, name]
-
     def _facts(self, locations: Sequence[Location]) -> list["SampleFacts"]:
         """All that is small of some samples, checked against the digests in the index."""
         self.read_headers(location.index.shard for location in locations)
-        ranges = [self._fact_ranges(location) for location in locations]
-        found = iter(self.files.fetch([place for places in ranges for place in places]))
+        found = iter(self.files.fetch([each for location in locations for each in self._fact_ranges(location)]))
         facts = []
-        for location, places in zip(locations, ranges, strict=True):
-            kinds = [*NUMPY_TYPES.values(), *4 * ["<u8"]]
-            columns = [np.frombuffer(next(found), kind) for _, kind in zip(places, kinds, strict=True)]
-            facts.append(SampleFacts.of(location, columns))
-            if facts[-1].digest() != location.entry.digest:
+        for location in locations:
+            columns = [np.frombuffer(next(found), kind) for kind in NUMPY_TYPES.values()]
+            tables, chunks = {}, []
+            for name in HIDDEN:
+                ends, sums = np.frombuffer(next(found), "<u8"), np.frombuffer(next(found), "<u8")
+                bounds = ends if len(ends) > len(sums) else np.concatenate((np.zeros(1, "<u8"), ends))
+                rows = location.entry.rows(name), location.index.encoding.chunk_rows(name)
+                tables[name] = ChunkTable(bounds, sums, *rows)
+                chunks += [bounds[1:], sums]
+            if sample_digest((*columns, *chunks)) != location.entry.digest:
                 raise self._damaged(location, "tokens or checksums", "their digest does not fit")
+            ids, argmax, logsumexp, loss_mask = columns
+            tokens = StoredTokens(torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(loss_mask.copy()))
+            facts.append(SampleFacts(tokens, argmax, logsumexp, tables))
         return facts
 
     def read_headers(self, shards: Iterable[str]) -> None:
         """Know where each tensor of these shards begins; UserError naming one whose header is broken or another store's."""
         new = sorted(set(shards) - self._starts.keys())
-        headers = read_headers(self.files, new, self.provenance_digest)
-        self._starts.update((shard, header.starts) for shard, header in zip(new, headers, strict=True))
+        self._starts |= read_headers(self.files, new, self.provenance_digest)
 
-    def _require_tokens(self, location: Location, facts: "SampleFacts", tokens: StoredTokens) -> None:
+    def _require_tokens(self, location: Location, stored: StoredTokens, wanted: StoredTokens) -> None:
         """Raises UserError unless the sample begins with these."""
-        for what, found, expected in zip(("token", "loss mask"), (facts.ids, facts.loss_mask), tokens, strict=True):
-            found, expected = found[: len(expected)], expected.numpy()
-            if np.array_equal(found, expected):
-                continue
+        for what, found, expected in zip(("token", "loss mask"), stored, wanted, strict=True):
             differing = "has fewer tokens"
-            if len(found) == len(expected):
-                row = int(np.flatnonzero(found != expected)[0])
-                differing = f"{what} {row} is {found[row]} here and {expected[row]} in the data"
+            if len(found) >= len(expected):
+                others = (found[: len(expected)] != expected).nonzero().flatten().tolist()
+                if not others:
+                    continue
+                row = others[0]
+                differing = f"{what} {row} is {found[row].item()} here and {expected[row].item()} in the data"
             shard = location.index.shard
             raise UserError(
                 f"{self.where}/{shard}: sample {location.entry.id}: its hidden states were captured from other tokens "
@@ -231,8 +225,8 @@ class HiddenStateStore:
             return Range(index.shard, starts[name] + first * itemsize, starts[name] + (first + count) * itemsize)
 
         ranges = [of(name, np.dtype(kind).itemsize, entry.row, entry.tokens) for name, kind in NUMPY_TYPES.items()]
-        for name, first in (("aux", entry.aux_chunk), ("last", entry.last_chunk)):
-            chunks = -(-entry.rows(name) // index.encoding.chunk_rows(name))
+        for name in HIDDEN:
+            first, chunks = entry.first_chunk(name), -(-entry.rows(name) // index.encoding.chunk_rows(name))
             before = min(first, 1)  # the end of the chunk before is where the first one starts
             ranges += [of(f"{name}_ends", 8, first - before, chunks + before), of(f"{name}_sums", 8, first, chunks)]
         return ranges
@@ -243,25 +237,10 @@ class HiddenStateStore:
 
 
 class SampleFacts(NamedTuple):
-    """What is small of one sample: [T] each, and where its chunks of aux and last lie."""
+    """What is small of one sample of T tokens: argmax [T] int32, logsumexp [T] fp32, and where its chunks of aux and last
+    lie."""
 
-    ids: np.ndarray
+    tokens: StoredTokens
     argmax: np.ndarray
     logsumexp: np.ndarray
-    loss_mask: np.ndarray
     tables: dict[str, ChunkTable]
-
-    @staticmethod
-    def of(location: Location, columns: list[np.ndarray]) -> "SampleFacts":
-        """columns: in the order of the ranges read."""
-        (index, entry), tables = location, {}
-        for place, name in enumerate(HIDDEN):
-            ends, sums = columns[4 + 2 * place : 6 + 2 * place]
-            bounds = ends if len(ends) > len(sums) else np.concatenate((np.zeros(1, "<u8"), ends))
-            tables[name] = ChunkTable(bounds, sums, entry.rows(name), index.encoding.chunk_rows(name))
-        return SampleFacts(*columns[:4], tables)
-
-    def digest(self) -> str:
-        """As `ShardWriter` made it."""
-        chunks = [part for table in self.tables.values() for part in (table.bounds[1:], table.sums)]
-        return sample_digest((*self[:4], *chunks))

@@ -107,6 +107,10 @@ class Entry(NamedTuple):
             return self.taught
         return self.tokens if self.seen is None else self.seen
 
+    def first_chunk(self, name: str) -> int:
+        """Of `aux` or `last`."""
+        return self.aux_chunk if name == "aux" else self.last_chunk
+
 
 @dataclass(frozen=True)
 class ShardIndex:
@@ -227,21 +231,14 @@ def remove_abandoned(folder: Path, shard: str) -> None:
             path.unlink(missing_ok=True)
 
 
-class Header(NamedTuple):
-    """starts: where each tensor begins in the shard. provenance_digest: as in `ShardIndex`."""
-
-    starts: dict[str, int]
-    provenance_digest: str | None
-
-
-def parse_header(text: memoryview, where: str) -> Header:
-    """text: the first DATA_START bytes of a shard. Raises DamagedStore."""
+def parse_header(text: memoryview, where: str) -> tuple[dict[str, int], str | None]:
+    """From text, the first DATA_START bytes of a shard: where each tensor begins in it, and its provenance_digest, as in
+    `ShardIndex`. Raises DamagedStore."""
     try:
         if int.from_bytes(text[:8], "little") != DATA_START - 8:
             raise ValueError("not written by this project")
         described = parse_json(bytes(text[8:]))
-        names = (*HIDDEN, *TABLES, *NUMPY_TYPES)
-        starts = {name: DATA_START + described[name]["data_offsets"][0] for name in names}
-        return Header(starts, described["__metadata__"].get("provenance_digest"))
+        starts = {name: DATA_START + described[name]["data_offsets"][0] for name in (*HIDDEN, *TABLES, *NUMPY_TYPES)}
+        return starts, described["__metadata__"].get("provenance_digest")
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise DamagedStore(where, f"broken header ({first_words(error)})") from error

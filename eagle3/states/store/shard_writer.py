@@ -4,11 +4,11 @@ import json
 import shutil
 import tempfile
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Executor, Future
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -66,7 +66,9 @@ class ShardWriter:
             "aux": Blob(self.file, encoding, "aux", threads),
             "last": Blob(self.aside, encoding, "last", threads),
         }
-        self.columns: dict[str, list[np.ndarray]] = {name: [] for name in NUMPY_TYPES}
+        self.columns: dict[str, list[np.ndarray]] = {
+            name: [] for name in NUMPY_TYPES
+        }  # of the rows so far, some at a time
         self.samples: list[Entry] = []
         self.tokens = 0
 
@@ -75,26 +77,21 @@ class ShardWriter:
 
         Raises UserError where a hidden state is not finite. After an exception the writer can only be discarded.
         """
-        seen, taught, sample = self.encoding.seen_rows(loss_mask), taught_rows(loss_mask), self.begin(sample_id)
+        seen, taught, sample = self.encoding.seen_rows(loss_mask), taught_rows(loss_mask), OpenSample(self, sample_id)
         for part in parts:
             rows = slice(sample.rows, sample.rows + len(part.aux))
             sample.append(ids[rows], loss_mask[rows], seen[rows], taught[rows], part)
         assert sample.rows == len(ids) == len(loss_mask) > 0, f"{sample_id}: {sample.rows} rows of {len(ids)} tokens"
         sample.end()
 
-    def begin(self, sample_id: str) -> "OpenSample":
-        """The next sample, whose rows are handed over as they come; `end` it before another one begins."""
-        return OpenSample(self, sample_id)
-
-    def _entries(self) -> Iterator[Entry]:
-        """The samples with their digests, which want all chunks written."""
-        for place, entry in enumerate(self.samples):
-            parts = [self.columns[name][place] for name in NUMPY_TYPES]
-            for name, first in (("aux", entry.aux_chunk), ("last", entry.last_chunk)):
-                blob = self.blobs[name]
-                chunks = slice(first, first - (-entry.rows(name) // blob.chunk_rows))
-                parts += [np.array(blob.ends[chunks], "<u8"), np.array(blob.sums[chunks], "<u8")]
-            yield entry._replace(digest=sample_digest(parts))
+    def _with_digest(self, entry: Entry, arrays: Mapping[str, np.ndarray]) -> Entry:
+        """arrays: all that is small of the shard, by name."""
+        parts = [arrays[name][entry.row : entry.row + entry.tokens] for name in NUMPY_TYPES]
+        for name, blob in self.blobs.items():
+            first = entry.first_chunk(name)
+            chunks = slice(first, first - (-entry.rows(name) // blob.chunk_rows))
+            parts += [arrays[f"{name}_ends"][chunks], arrays[f"{name}_sums"][chunks]]
+        return entry._replace(digest=sample_digest(parts))
 
     def publish(self) -> None:
         """Give the shard its name, then write its index. Raises OSError."""
@@ -110,9 +107,8 @@ class ShardWriter:
             shape = [blob.bytes] if flat else [blob.rows, self.encoding.width(name)]
             header[name] = _described("U8" if flat else number_format, shape, start, blob.bytes)
             start += blob.bytes
-        tables = {f"{name}_ends": blob.ends for name, blob in self.blobs.items()}
-        tables |= {f"{name}_sums": blob.sums for name, blob in self.blobs.items()}
-        arrays = {name: np.array(values, "<u8") for name, values in tables.items()}
+        arrays = {f"{name}_ends": np.array(blob.ends, "<u8") for name, blob in self.blobs.items()}
+        arrays |= {f"{name}_sums": np.array(blob.sums, "<u8") for name, blob in self.blobs.items()}
         arrays |= {name: np.concatenate(columns) for name, columns in self.columns.items()}
         for name, array in arrays.items():
             kind = SAFETENSORS_NAMES[NUMPY_TYPES.get(name, "<u8")]
@@ -126,27 +122,25 @@ class ShardWriter:
         self.file.write((DATA_START - 8).to_bytes(8, "little") + text.ljust(DATA_START - 8))
         self.file.flush()
         publish(self.partial, self.folder / self.shard)
-        samples = tuple(self._entries())
+        samples = tuple(self._with_digest(entry, arrays) for entry in self.samples)
         ShardIndex(index_name(self.shard), size, self.encoding, self.provenance_digest, samples).write(self.folder)
         self.file.close()
         self.aside.close()
 
     def discard(self) -> None:
         """Leave nothing behind, unless it was published."""
-        with suppress(OSError):  # what is still in a buffer may not fit, which is why we are here
-            self.file.close()
-        with suppress(OSError):
-            self.aside.close()
+        for file in (self.file, self.aside):
+            with suppress(OSError):  # what is still in a buffer may not fit, which is why we are here
+                file.close()
         remove_abandoned(self.folder, self.shard)
 
 
 class OpenSample:
-    """A sample of a shard while its rows come."""
+    """The next sample of a shard, whose rows are handed over as they come; `end` it before another one begins."""
 
     def __init__(self, shard: ShardWriter, sample_id: str) -> None:
         self.shard, self.id, self.rows, self.seen, self.taught = shard, sample_id, 0, 0, 0
         self.firsts = [shard.blobs[name].chunks for name in HIDDEN]
-        self.columns: dict[str, list[np.ndarray]] = {name: [] for name in NUMPY_TYPES}
 
     def append(self, ids: Tensor, loss_mask: Tensor, seen: Tensor, taught: Tensor, rows: Rows) -> None:
         """The next n rows: ids [n] int, loss_mask [n], seen [n] and taught [n] bool on the CPU, and what the target says of them, on any
@@ -157,7 +151,7 @@ class OpenSample:
             self.shard.blobs[name].append(wide if kept.all() else wide[kept.to(wide.device)], self.id)
         small = {"ids": ids, "loss_mask": loss_mask.bool(), "argmax": teacher.argmax, "logsumexp": teacher.logsumexp}
         for name, column in small.items():
-            self.columns[name].append(column.cpu().numpy())
+            self.shard.columns[name].append(column.cpu().numpy().astype(NUMPY_TYPES[name]))
         self.rows += len(ids)
         self.seen += int(seen.sum())
         self.taught += int(taught.sum())
@@ -166,8 +160,6 @@ class OpenSample:
         shard = self.shard
         for blob in shard.blobs.values():
             blob.end_sample()
-        for name, kind in NUMPY_TYPES.items():
-            shard.columns[name].append(np.concatenate(self.columns[name]).astype(kind))
         seen = None if shard.encoding.window is None else self.seen
         shard.samples.append(Entry(self.id, shard.tokens, self.rows, self.taught, *self.firsts, digest="", seen=seen))
         shard.tokens += self.rows
@@ -180,7 +172,7 @@ class Blob:
         self.file, self.name, self.threads, self.dtype = file, name, threads, encoding.number_format
         self.codec, self.chunk_rows = encoding.make_codec(name), encoding.chunk_rows(name)
         self.waiting: list[Tensor] = []  # rows of a chunk that is not yet full
-        self.jobs: deque[Job] = deque()
+        self.jobs: deque[tuple[Future[list[memoryview | bytes]], int]] = deque()  # chunks under way, their bytes before
         self.in_work = self.rows = self.chunks = self.bytes = 0
         self.ends: list[int] = []
         self.sums: list[int] = []
@@ -209,27 +201,20 @@ class Blob:
         chunks = -(-len(rows) // self.chunk_rows)
         self.rows, self.chunks = self.rows + len(rows), self.chunks + chunks
         for piece in rows.split(JOB_CHUNKS * self.chunk_rows) if chunks else ():
-            self.jobs.append(Job(self.threads.submit(encode_chunks, self.codec, piece, self.chunk_rows), piece.nbytes))
+            self.jobs.append((self.threads.submit(encode_chunks, self.codec, piece, self.chunk_rows), piece.nbytes))
             self.in_work += piece.nbytes
         self.write(MOST_IN_WORK)
 
     def write(self, in_work: int = 0) -> None:
         """Write encoded chunks until no more raw bytes than this are in work. Raises OSError."""
         while self.in_work > in_work:
-            job = self.jobs.popleft()
-            self.in_work -= job.raw
-            for chunk in job.encoded.result():
+            encoded, raw_bytes = self.jobs.popleft()
+            self.in_work -= raw_bytes
+            for chunk in encoded.result():
                 self.file.write(chunk)
                 self.bytes += len(chunk)
                 self.ends.append(self.bytes)
                 self.sums.append(xxhash.xxh3_64_intdigest(chunk))
-
-
-class Job(NamedTuple):
-    """Chunks under way, and their bytes before."""
-
-    encoded: Future[list[memoryview | bytes]]
-    raw: int
 
 
 def encode_chunks(codec: Codec, rows: Tensor, chunk_rows: int) -> list[memoryview | bytes]:

@@ -3,10 +3,11 @@
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from secrets import token_hex
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -59,7 +60,7 @@ EVERYTHING = Part()
 LOCK = ".part-{}-of-{}.lock"
 
 
-class StoreWriter:
+class StoreWriter(AbstractContextManager):
     """Writes captured samples.
 
     provenance: what the hidden states depend on (target, aux layers, tokenizer, ...), what `encoding` says excluded.
@@ -195,21 +196,15 @@ class StoreWriter:
         """Publish the samples that are not yet in a shard, and let others have the part."""
         if self._shard:
             self._publish()
-        self._release()
+        self.discard()
 
     def discard(self) -> None:
         """Forget the samples that are not yet in a shard, and let others have the part."""
         if self._shard:
             self._shard.discard()
-        self._release()
-
-    def _release(self) -> None:
         self._shard = None
         self._threads.shutdown()
         self._lock.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
