@@ -31,9 +31,9 @@ from eagle3.draft.rope import RotaryEmbedding
 from eagle3.errors import UserError
 from eagle3.recipe.schema import Recipe
 from eagle3.states.rows import Rows
-from eagle3.targets.aux_layers import default_aux_layers
 from eagle3.targets.checkpoint import target_config
 from eagle3.targets.head import load_target_head
+from eagle3.targets.interface import default_aux_layers
 from eagle3.targets.long_prefill import LongPrefill
 from eagle3.targets.transformers import TransformersTarget, load_target
 

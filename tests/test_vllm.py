@@ -13,7 +13,7 @@ from transformers import AutoConfig, DeepseekV2Config, LlamaConfig, LlamaForCaus
 from vllm_source import VLLMSource, installed
 
 from eagle3.draft.derivation import derive_draft
-from eagle3.targets.aux_layers import default_aux_layers
+from eagle3.targets.interface import default_aux_layers
 from eagle3.targets.transformers import TransformersTarget
 
 LAYERS = 10

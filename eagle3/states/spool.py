@@ -17,10 +17,10 @@ import shutil
 import stat
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from secrets import token_hex
-from typing import NamedTuple, Self
+from typing import BinaryIO, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -79,7 +79,7 @@ class Ticket(NamedTuple):
         return self.shard.removesuffix(".safetensors") + f".{kind}"
 
 
-class Spool:
+class Spool(AbstractContextManager):
     """A job's own folder, made by its owner and removed by `close`, with whatever is in it.
 
     Raises UserError where `folder` cannot be written, is not this user's alone, or has no room for the `most_bytes` that
@@ -109,10 +109,6 @@ class Spool:
         if swept:
             report(f"{folder}: removed what {swept} ended job{'s' if swept > 1 else ''} had left")
 
-    def fail(self, ticket: Ticket, reason: str) -> None:
-        """Tell all who wait for it that a sample will not come."""
-        fail(self.path, ticket, reason)
-
     def readers(self, ticket: Ticket, count: int) -> int:
         """How many of `count` readers have what they want."""
         return sum((self.path / ticket.mark(f"read-{reader}")).exists() for reader in range(count))
@@ -126,9 +122,6 @@ class Spool:
     def close(self) -> None:
         _remove(self.path)
         self._lock.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -192,11 +185,8 @@ def sweep(folder: Path) -> int:
 
 def _abandoned(job: Path) -> bool:
     """Whether a job's owner has locked this folder once and is dead."""
-    descriptor = os.open(job / LOCK, os.O_RDONLY | os.O_NOFOLLOW)
-    try:
-        return os.read(descriptor, len(HELD) + 1) == HELD and not _is_held(descriptor)
-    finally:
-        os.close(descriptor)
+    with open(job / LOCK, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW)) as file:
+        return file.read(len(HELD) + 1) == HELD and not _is_held(file)
 
 
 def _remove(job: Path) -> None:
@@ -265,15 +255,10 @@ class SpoolReader:
         self.store.forget(ticket.shard)
 
     def _require_owner(self) -> None:
-        try:
-            descriptor = os.open(self.path / LOCK, os.O_RDONLY)
-        except FileNotFoundError:
-            held = False
-        else:
-            held = _is_held(descriptor)
-            os.close(descriptor)
-        if not held:
-            raise self._owner_gone()
+        with suppress(FileNotFoundError), (self.path / LOCK).open("rb") as file:
+            if _is_held(file):
+                return
+        raise self._owner_gone()
 
     def _owner_gone(self) -> SharedUserError:
         return SharedUserError(
@@ -282,11 +267,11 @@ class SpoolReader:
         )
 
 
-def _is_held(descriptor: int) -> bool:
+def _is_held(file: BinaryIO) -> bool:
     """Whether a live process holds the lock; True where the file system cannot say."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
         return True
-    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    fcntl.flock(file, fcntl.LOCK_UN)
     return False

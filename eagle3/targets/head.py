@@ -1,10 +1,9 @@
 """A target's embedding and lm_head, of a model that is loaded or straight from the files of its checkpoint."""
 
-import contextlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -105,24 +104,9 @@ class _Stored(NamedTuple):
     revision: str | None
     files: dict[str, str]
 
-    @contextlib.contextmanager
-    def opened(self, tensor: str) -> Iterator[safe_open]:
-        """The file that has this tensor."""
-        with safe_open(fetched(self.name, self.files[tensor], self.revision), "pt") as file:
-            yield file
-
-    def dtype(self, tensor: str) -> str:
-        """In safetensors' words."""
-        with self.opened(tensor) as file:
-            return file.get_slice(tensor).get_dtype()
-
-    def shape(self, tensor: str) -> list[int]:
-        with self.opened(tensor) as file:
-            return file.get_slice(tensor).get_shape()
-
-    def read(self, tensor: str) -> Tensor:
-        with self.opened(tensor) as file:
-            return file.get_tensor(tensor)
+    def slice(self, tensor: str) -> Any:
+        """safetensors' slice of this tensor, which is read as far as it is asked for."""
+        return safe_open(fetched(self.name, self.files[tensor], self.revision), "pt").get_slice(tensor)
 
 
 class _Place(NamedTuple):
@@ -182,7 +166,9 @@ def _place(stored: _Stored, names: dict[str, str], model: PreTrainedModel, modul
     quantised = any(f".{stem}" in f".{name}" and not name.endswith((".weight", ".bias")) for name in names)
     if found is None:
         return _Place(parameter, shape, None, quantised)
-    return _Place(parameter, shape, names[found], quantised or stored.dtype(names[found]) not in NUMBER_FORMATS)
+    return _Place(
+        parameter, shape, names[found], quantised or stored.slice(names[found]).get_dtype() not in NUMBER_FORMATS
+    )
 
 
 def _alike(stored: _Stored, names: dict[str, str], parameter: str, shape: list[int]) -> str | None:
@@ -193,7 +179,7 @@ def _alike(stored: _Stored, names: dict[str, str], parameter: str, shape: list[i
     for start in range(len(ends) - 1):
         ending = "." + ".".join(ends[start:])
         alike = [name for name in names if f".{name}".endswith(ending) and not re.search(r"\.\d+\.", name)]
-        found = [name for name in alike if stored.shape(names[name]) == shape]
+        found = [name for name in alike if stored.slice(names[name]).get_shape() == shape]
         if len(found) > 1:
             raise UserError(
                 f"target {stored.name!r}: {names[found[0]]} and {names[found[1]]} in its checkpoint could both be "
@@ -215,11 +201,11 @@ def _read(stored: _Stored, place: _Place, dtype: str | torch.dtype | None) -> Te
             f"target {stored.name!r}: its checkpoint lacks {place.parameter}; name the checkpoint of a whole causal "
             "language model in model.target"
         )
-    shape = stored.shape(place.tensor)
+    found = stored.slice(place.tensor)
+    shape = found.get_shape()
     if shape != place.shape:
         raise UserError(
             f"target {stored.name!r}: {place.tensor} is {shape} in its checkpoint, {place.shape} by its config; name the "
             "folder of a complete checkpoint in model.target"
         )
-    tensor = stored.read(place.tensor)
-    return tensor if dtype is None else tensor.to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
+    return found[:] if dtype is None else found[:].to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from eagle3.states.batches import deal_streams
 from eagle3.targets.interface import BLOCK_ROWS, TeacherSummary
 
 # Above every token id, so that it loses when ranks look for the lowest id of the largest logit.
@@ -132,18 +133,9 @@ class DraftColumns:
 def document_rows(lengths: Sequence[int], ranks: int) -> list[Tensor]:
     """Without sequence parallelism: the rows of each rank, whole documents of a batch that lie one after the other.
     Longest first, each to the rank with the fewest rows; with more ranks than documents some get none."""
-    ends = torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()
-    dealt: list[list[int]] = [[] for _ in range(ranks)]
-    totals = [0] * ranks
-    for document in sorted(range(len(lengths)), key=lambda document: (-lengths[document], document)):
-        rank = min(range(ranks), key=lambda rank: (totals[rank], rank))
-        totals[rank] += lengths[document]
-        dealt[rank].append(document)
-    nothing = torch.empty(0, dtype=torch.int64)
-    return [
-        torch.cat([nothing, *(torch.arange(ends[each] - lengths[each], ends[each]) for each in sorted(documents))])
-        for documents in dealt
-    ]
+    rows, nothing = torch.arange(sum(lengths)).split(list(lengths)), torch.arange(0)
+    dealt = deal_streams(lengths, ranks)
+    return [torch.cat([nothing, *(rows[document] for document in documents)]) for documents in dealt]
 
 
 def sequence_rows(shares: Sequence[int], ranks: int, divided: bool = False) -> list[Tensor]:

@@ -12,13 +12,14 @@ from transformers.modeling_outputs import BaseModelOutput
 from eagle3.errors import UserError
 from eagle3.states.batches import length_buckets
 from eagle3.states.rows import DraftLogits, LastHidden, Rows, TeacherRows
-from eagle3.targets.aux_layers import check_aux_layers, default_aux_layers
 from eagle3.targets.checkpoint import load_causal_lm
 from eagle3.targets.head import model_head
 from eagle3.targets.interface import (
     BLOCK_ROWS,
     TargetHead,
     TeacherSummary,
+    check_aux_layers,
+    default_aux_layers,
     summarize_teacher,
 )
 
@@ -100,12 +101,10 @@ class TransformersTarget:
             output = self.decoder(input_ids=ids, attention_mask=None, use_cache=False)
         # Cut the padding off before the head sees it; every tensor returned is a copy, so the batch can be freed.
         rows = torch.cat([output.last_hidden_state[b, :length] for b, length in enumerate(lengths)])
-        teacher, found, start = self.teach(output, rows), [], 0
-        for b, length in enumerate(lengths):
-            aux = torch.cat([captured[layer][b, :length] for layer in self.aux_layers], dim=-1)
-            own = slice(start, start + length)
-            found.append(Rows(aux, teacher[own].map(torch.clone)))
-            start += length
+        teacher, found = self.teach(output, rows), []
+        for b, own in enumerate(torch.arange(len(rows), device=self.device).split(lengths)):
+            aux = torch.cat([captured[layer][b, : len(own)] for layer in self.aux_layers], dim=-1)
+            found.append(Rows(aux, teacher[own]))
         return found
 
     def teach(self, output: BaseModelOutput, last: Tensor) -> TeacherRows:
@@ -157,12 +156,10 @@ class TransformersTarget:
 
             return hook
 
-        handles = [self.layers[layer].register_forward_hook(hook_of(layer)) for layer in self.aux_layers]
-        try:
+        with contextlib.ExitStack() as hooks:
+            for layer in self.aux_layers:
+                hooks.enter_context(self.layers[layer].register_forward_hook(hook_of(layer)))
             yield captured
-        finally:
-            for handle in handles:
-                handle.remove()
 
     @torch.no_grad()
     def _check_logits(self, name: str) -> None:
@@ -170,12 +167,9 @@ class TransformersTarget:
         logits in code, under a name that no list of config fields knows, and then the teacher would be wrong without a
         word."""
         outputs = []
-        hook = self.decoder.register_forward_hook(lambda _m, _a, output: outputs.append(output))
         ids = torch.arange(min(8, self.vocab_size), device=self.device)[None]
-        try:
+        with self.decoder.register_forward_hook(lambda _m, _a, output: outputs.append(output)):
             logits = self.model(input_ids=ids, use_cache=False).logits[0].float()
-        finally:
-            hook.remove()
         last, remedy = outputs[0].last_hidden_state[0], "choose another target"
         if self.draft_ids is None:
             expected = self.head.transform.apply(last.float() @ self.head.head.float().T)

@@ -8,14 +8,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
 from eagle3.console import WARNING
 from eagle3.errors import SharedUserError, UserError
-from eagle3.states.spool import Spool, Ticket
+from eagle3.states.spool import Spool, Ticket, fail
 from eagle3.targets.sglang.asking import ask, server_info
 from eagle3.targets.sglang.hook import HookSettings
 from eagle3.targets.sglang.installed import require_supported
@@ -39,8 +40,6 @@ def require_capture(
     longest: tokens of the longest sample."""
     info = server_info(url, f"start it, for example: {command}")
     require_supported(str(info.get("version")), url)
-    found: dict[str, Any] = {name: info.get(name) for name in REQUIRED_SETTINGS}
-    wanted: dict[str, Any] = dict(REQUIRED_SETTINGS)
     hook = hook_settings(info)
     if hook is None:
         raise SharedUserError(f"target.servers: {url} was started without this project's hook; start it so: {command}")
@@ -57,21 +56,23 @@ def require_capture(
             f"target.servers: {url} was started with --context-length {context}, too short for a sample of {longest:,} tokens; "
             f"start it so: {command}; or lower data.max_length"
         )
-    found |= {"aux layers": list(info.get("return_aux_hidden_state_layer_ids") or []), **hook}
-    wanted |= {"aux layers": list(aux_layers), **settings._asdict()}
-    for name in wanted:
-        if found.get(name) != wanted[name]:
+    found = {name: info.get(name) for name in REQUIRED_SETTINGS} | dict(hook)
+    found["aux layers"] = list(info.get("return_aux_hidden_state_layer_ids") or [])
+    wanted = {**REQUIRED_SETTINGS, "aux layers": list(aux_layers), **settings._asdict()}
+    for name, value in wanted.items():
+        if found.get(name) != value:
             raise SharedUserError(
-                f"target.servers: {url} was started with {name} {found.get(name)!r}, this recipe wants {wanted[name]!r}; "
+                f"target.servers: {url} was started with {name} {found.get(name)!r}, this recipe wants {value!r}; "
                 f"start it so: {command}"
             )
 
 
 class Request(NamedTuple):
-    """failures: how often a server gave no answer to it."""
+    """ids: of a sample, [T]. there: done when it lies in the spool; its exception is a UserError. failures: how often a server
+    gave no answer."""
 
     ticket: Ticket
-    ids: list[int]
+    ids: Tensor
     there: "Future[None]"
     failures: int = 0
 
@@ -97,16 +98,15 @@ class Servers:
             for _ in range(in_flight):
                 threading.Thread(target=self._serve, args=(url,), name=f"ask {url}", daemon=True).start()
 
-    def request(self, ticket: Ticket, ids: Tensor) -> "Future[None]":
-        """Ask for a sample; done when it lies in the spool. Its exception is a UserError."""
-        request = Request(ticket, ids.tolist(), Future())
+    def request(self, request: Request) -> None:
+        """Ask for a sample; at once where it was asked for before."""
         with self.changed:
             if self.lost:
                 request.there.set_exception(SharedUserError(self.lost))
-            else:
-                self.waiting.append(request)
-                self.changed.notify()
-        return request.there
+                return
+            add = self.waiting.appendleft if request.failures else self.waiting.append
+            add(request)
+            self.changed.notify()
 
     def close(self) -> None:
         with self.changed:
@@ -138,25 +138,21 @@ class Servers:
 
     def _again(self, url: str, request: Request, error: OSError) -> None:
         request = request._replace(failures=request.failures + 1)
-        with self.changed:
-            if self.lost:
-                request.there.set_exception(SharedUserError(self.lost))
-            elif request.failures == MOST_FAILURES:
-                request.there.set_exception(
-                    UserError(
-                        f"{url}: gave no answer to a sample of {request.ticket.tokens:,} tokens, for the {MOST_FAILURES}th time "
-                        f"({error}); look at the server's log, and lower target.memory_fraction or the sample's length"
-                    )
-                )
-            else:
-                self.waiting.appendleft(request)
-                self.changed.notify()
+        if request.failures < MOST_FAILURES:
+            self.request(request)
+            return
+        request.there.set_exception(
+            UserError(
+                f"{url}: gave no answer to a sample of {request.ticket.tokens:,} tokens, for the {MOST_FAILURES}th time "
+                f"({error}); look at the server's log, and lower target.memory_fraction or the sample's length"
+            )
+        )
 
     def _fetch(self, url: str, request: Request) -> None:
         ticket = request.ticket
         body = {
             "rid": ticket.text,
-            "input_ids": request.ids,
+            "input_ids": request.ids.tolist(),
             "sampling_params": {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True},
         }
         index, failed = self.folder / ticket.index, self.folder / ticket.mark("failed")
@@ -226,14 +222,6 @@ def require_room(tokens: int, size: int, most_bytes: int) -> None:
         )
 
 
-class Asked(NamedTuple):
-    """A sample that waits for room."""
-
-    ticket: Ticket
-    ids: Tensor
-    there: "Future[None]"
-
-
 class Producer:
     """Asks for samples in the order given, as far as the spool has room; readers make room by being done.
 
@@ -243,7 +231,7 @@ class Producer:
 
     def __init__(self, servers: Servers, spool: Spool, most_bytes: int, readers: int) -> None:
         self.servers, self.spool, self.most_bytes, self.readers = servers, spool, most_bytes, readers
-        self.asked: queue.SimpleQueue[tuple[Asked, int] | None] = queue.SimpleQueue()
+        self.asked: queue.SimpleQueue[tuple[Request, int] | None] = queue.SimpleQueue()
         self.held: dict[Ticket, int] = {}  # bytes of what is in the spool, or on its way
         self.room = threading.Condition()
         self.closed = False
@@ -254,9 +242,10 @@ class Producer:
     def ask(self, ticket: Ticket, ids: Tensor, size: int) -> "Future[None]":
         """Done when the sample is there. size: its bytes in the spool. Raises UserError where it never fits."""
         require_room(ticket.tokens, size, self.most_bytes)
-        asked = Asked(ticket, ids, Future())
-        self.asked.put((asked, size))
-        return asked.there
+        there: Future[None] = Future()
+        there.add_done_callback(partial(self._tell_readers, ticket))
+        self.asked.put((Request(ticket, ids, there), size))
+        return there
 
     def release(self, ticket: Ticket) -> None:
         """Delete a sample and use its room."""
@@ -274,33 +263,21 @@ class Producer:
 
     def _dispatch(self) -> None:
         while (item := self.asked.get()) is not None:
-            asked, size = item
+            request, size = item
             with self.room:
                 self.room.wait_for(lambda size=size: self.closed or sum(self.held.values()) + size <= self.most_bytes)
                 if self.closed:
                     return
-                self.held[asked.ticket] = size
-            try:
-                self.servers.request(asked.ticket, asked.ids).add_done_callback(
-                    lambda done, asked=asked: self._arrived(asked.ticket, asked.there, done)
-                )
-            except Exception as error:  # else whoever waits for it would wait for ever
-                self._failed(asked.ticket, asked.there, UserError(f"target: {error!r}; this is a mistake, report it"))
+                self.held[request.ticket] = size
+            self.servers.request(request)
 
-    def _arrived(self, ticket: Ticket, there: "Future[None]", done: "Future[None]") -> None:
-        error = done.exception()
-        if error is None:
-            there.set_result(None)
-        else:
-            self._failed(ticket, there, error)
-
-    def _failed(self, ticket: Ticket, there: "Future[None]", error: BaseException) -> None:
+    def _tell_readers(self, ticket: Ticket, done: "Future[None]") -> None:
+        """Of a sample that failed."""
         try:
-            self.spool.fail(ticket, str(error))
+            if error := done.exception():
+                fail(self.spool.path, ticket, str(error))
         except OSError:
             self.spool.close()  # readers then see that its owner is gone
-        finally:
-            there.set_exception(error)
 
     def _reap(self) -> None:
         while not self.closed:

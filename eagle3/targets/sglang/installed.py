@@ -1,5 +1,6 @@
 """Which SGLang this project works with, and whether it is installed; without importing it, or anything else that is large."""
 
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 
 from packaging.specifiers import SpecifierSet
@@ -28,11 +29,9 @@ def require_sglang(instead: str) -> None:
 
 def require_supported(version: str, where: str) -> None:
     """Raises UserError. where: what has that version."""
-    try:
-        supported = Version(version) in SUPPORTED
-    except InvalidVersion:
-        supported = False
-    if not supported:
-        raise SharedUserError(
-            f"{where}: SGLang {version}, this project was proven with {SUPPORTED}; install one of those, for example {INSTALL}"
-        )
+    with suppress(InvalidVersion):
+        if Version(version) in SUPPORTED:
+            return
+    raise SharedUserError(
+        f"{where}: SGLang {version}, this project was proven with {SUPPORTED}; install one of those, for example {INSTALL}"
+    )

@@ -11,10 +11,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 import torch
 
@@ -82,7 +81,7 @@ def as_typed(command: Sequence[str]) -> str:
     return shlex.join([*settings, *("python" if word == sys.executable else word for word in command)])
 
 
-class SGLangServer:
+class SGLangServer(AbstractContextManager):
     """A running server, stopped when the `with` block ends or the thread that started it dies: a killed job must not leave one
     on the GPU. url: where it answers.
 
@@ -162,9 +161,6 @@ class SGLangServer:
         self.process.wait()
         if not keep_log:
             self.log.unlink(missing_ok=True)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.stop(keep_log=kind is not None and self.process.poll() is not None)  # what it died of

@@ -1,7 +1,6 @@
 """Writes what a hook saw into jobs' folders: a sample's rows as they come, whole samples under their names."""
 
 import logging
-import queue
 import shutil
 import threading
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -46,11 +45,10 @@ class SpoolWriter:
     def __init__(self, folder: Path, encoding: Encoding) -> None:
         self.folder, self.encoding, self.dtype = folder, encoding, encoding.number_format
         self.open: dict[Ticket, OpenShard] = {}
-        self.queue: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
         self.waiting = 0
         self.room = threading.Condition()
         self.encoders = ThreadPoolExecutor(ENCODING_THREADS, thread_name_prefix="spool-encode")
-        threading.Thread(target=self._run, name="spool", daemon=True).start()
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="spool")
 
     def take(self, ticket: Ticket, before: int, ids: Tensor, rows: Rows) -> None:
         """Rows `before` and on of a request; returns when their copy to the host is on its way."""
@@ -64,19 +62,17 @@ class SpoolWriter:
         with self.room:
             self.room.wait_for(lambda: not self.waiting or self.waiting + delivery.bytes <= MOST_WAITING)
             self.waiting += delivery.bytes
-        self.queue.put(delivery)
+        self.thread.submit(self._deliver, delivery)
 
-    def _run(self) -> None:
-        while True:
-            delivery = self.queue.get()
-            try:
-                self._write(delivery)
-            except Exception as error:  # whatever it is, this thread must go on, and the job must hear of it
-                self.give_up(delivery.ticket, str(error) or repr(error))
-            finally:
-                with self.room:
-                    self.waiting -= delivery.bytes
-                    self.room.notify_all()
+    def _deliver(self, delivery: Delivery) -> None:
+        try:
+            self._write(delivery)
+        except Exception as error:  # whatever it is, the job must hear of it
+            self.give_up(delivery.ticket, str(error) or repr(error))
+        finally:
+            with self.room:
+                self.waiting -= delivery.bytes
+                self.room.notify_all()
 
     def _write(self, delivery: Delivery) -> None:
         ticket, job = delivery.ticket, self.folder / delivery.ticket.job
@@ -88,8 +84,7 @@ class SpoolWriter:
             self.open.pop(ended).discard()
         if not self._there(job):  # ended, or on a machine that does not share this folder
             return
-        shard = self.open.get(ticket)
-        if shard is None:
+        if ticket not in self.open:
             if delivery.before:
                 if not (job / ticket.mark("failed")).exists():
                     self.give_up(
@@ -97,7 +92,8 @@ class SpoolWriter:
                         f"sglang: row {delivery.before} of a sample came first; start the server with --disable-radix-cache",
                     )
                 return
-            shard = self.open[ticket] = OpenShard(job, ticket, self.encoding, self.encoders)
+            self.open[ticket] = OpenShard(job, ticket, self.encoding, self.encoders)
+        shard = self.open[ticket]
         if shard.sample.rows != delivery.before:
             self.give_up(ticket, f"sglang: rows {shard.sample.rows} to {delivery.before} of a sample never came")
             return
@@ -135,7 +131,7 @@ class OpenShard:
         except OSError:
             shutil.rmtree(self.folder, ignore_errors=True)
             raise
-        self.sample: OpenSample = self.shard.begin(ticket.sample_id)
+        self.sample = OpenSample(self.shard, ticket.sample_id)
 
     def append(self, delivery: Delivery) -> None:
         nothing = torch.zeros(len(delivery.ids), dtype=torch.bool)

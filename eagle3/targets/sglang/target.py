@@ -4,7 +4,6 @@ import queue
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from itertools import count
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,14 +27,6 @@ def spool_bytes(encoding: Encoding, tokens: int) -> int:
     return DATA_START + round(tokens * token_bytes(encoding))
 
 
-class Arrived(NamedTuple):
-    """place: in the row of documents asked for. parts: its rows, some at a time; to be read once, before the
-    next document is asked for."""
-
-    place: int
-    parts: Iterator[Rows]
-
-
 class SGLangTarget:
     """A `Target` behind running servers: hidden states come through a spool, in its number format.
 
@@ -57,16 +48,17 @@ class SGLangTarget:
         found = {place: Rows.cat([*parts]) for place, parts in self.arriving(documents)}
         return [found[place] for place in range(len(documents))]
 
-    def arriving(self, documents: Iterable[Tensor]) -> Iterator[Arrived]:
-        """Hidden states of documents (token ids [T] each) in the order in which they come. Documents are taken from the
-        iterable as the servers can take more."""
+    def arriving(self, documents: Iterable[Tensor]) -> Iterator[tuple[int, Iterator[Rows]]]:
+        """Hidden states of documents (token ids [T] each) in the order in which they come: a document's place in the row of
+        documents, and its rows, some at a time; to be read once, before the next document is asked for. Documents are taken
+        from the iterable as the servers can take more."""
         there: queue.SimpleQueue[tuple[int, Ticket, Tensor, Future[None]]] = queue.SimpleQueue()
         waiting, asked = 0, enumerate(documents)
         while True:
             while waiting < AHEAD and (following := next(asked, None)) is not None:
                 place, ids = following
                 self._check(place, ids)
-                ticket = self._ticket(len(ids))
+                ticket = Ticket.of(self.producer.spool.job, f"{next(self._numbers):032x}", len(ids), time_asked=0)
                 future = self.producer.ask(ticket, ids, spool_bytes(self.encoding, len(ids)))
                 future.add_done_callback(lambda done, p=place, t=ticket, i=ids: there.put((p, t, i, done)))
                 waiting += 1
@@ -77,17 +69,13 @@ class SGLangTarget:
             future.result()
             location = self.reader.wait(ticket)
             self.reader.require_tokens(location, ids)
-            yield Arrived(place, self._parts(location))
+            yield place, self._parts(location)
             self.reader.forget(ticket)
             self.producer.release(ticket)
 
     def _parts(self, location: Location) -> Iterator[Rows]:
         for rows in torch.arange(location.entry.tokens).split(PART_ROWS):
             yield self.reader.read(location, rows, rows)
-
-    def _ticket(self, tokens: int) -> Ticket:
-        number = next(self._numbers)
-        return Ticket.of(self.producer.spool.job, f"{number:032x}", tokens, time_asked=0)
 
     def _check(self, place: int, ids: Tensor) -> None:
         if not len(ids):

@@ -33,7 +33,6 @@ class ServedTeacher(Protocol):
 
     def says(self, last: Tensor, rows: Sequence[Tensor]) -> TeacherWords:
         """Collective over `group`. last [N, H]; rows: for each rank, int64, the rows that it writes."""
-        ...
 
 
 class HiddenTeacher:

@@ -136,11 +136,6 @@ def hook_settings(info: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return None
 
 
-def accepted_histogram(meta: Mapping[str, Any]) -> list[int]:
-    """From an answer's meta_info: how many verifications accepted 0, 1, 2, ... drafts."""
-    return list(meta.get("spec_correct_drafts_histogram") or [])
-
-
 # What the judge and the export check need ------------------------------------------------------------------------------
 
 DRAFT_CLASS = "LlamaForCausalLMEagle3"  # as an export's config.json names it
@@ -189,7 +184,9 @@ def greedy_answer(answer: Mapping[str, Any]) -> GreedyAnswer:
     reason = meta["finish_reason"]["type"]
     if reason not in ("stop", "length"):
         raise UserError(f"sglang: a request ended by {reason!r} ({meta['finish_reason']}); look at the server's log")
-    return GreedyAnswer(list(answer["output_ids"]), reason == "stop", accepted_histogram(meta))
+    return GreedyAnswer(
+        list(answer["output_ids"]), reason == "stop", list(meta.get("spec_correct_drafts_histogram") or [])
+    )
 
 
 def scores_request(ids: Sequence[int], of: Sequence[int]) -> dict[str, Any]:
