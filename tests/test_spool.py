@@ -19,9 +19,8 @@ from eagle3.states.rows import Rows
 from eagle3.states.spool import GONE, HELD, LOCK, Spool, SpoolReader, Ticket, sweep
 from eagle3.states.store.shard import Encoding
 from eagle3.targets.sglang.client import Producer, Servers
-from eagle3.targets.sglang.hook import HookSettings
+from eagle3.targets.sglang.hook import HookSettings, SpoolWriter
 from eagle3.targets.sglang.installed import require_supported
-from eagle3.targets.sglang.spool_writer import SpoolWriter
 from eagle3.targets.sglang.target import spool_bytes
 from eagle3.targets.sglang.version import require_captured
 from eagle3.text.samples import Sample

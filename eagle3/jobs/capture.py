@@ -19,7 +19,7 @@ from eagle3.jobs.servers import capture_target
 from eagle3.parallel.topology import Topology, agreed
 from eagle3.parallel.watchdog import Watchdog
 from eagle3.recipe.schema import Recipe
-from eagle3.states.capture import Wanted, capture, capture_arriving, capture_long, prefill_batches, require_disk
+from eagle3.states.capture import Wanted, capture, capture_arriving, prefill_batches, require_disk
 from eagle3.states.store.check import bind_shards, check_store, remove_flawed
 from eagle3.states.store.folder import MANIFEST, unbound_notice
 from eagle3.states.store.writer import Part, StoreWriter
@@ -194,7 +194,7 @@ class _Filling:
         dist.barrier(sequence)  # for hours, maybe: nobody hangs who waits here
         with watchdog.watching():
             long_target = LongPrefill(target, self.topology.ulysses, self.topology.ring, sequence, most)
-            capture_long(long_target, [self.wanted[sample_id] for sample_id in long], self.writer, course)
+            capture_arriving(long_target, [self.wanted[sample_id] for sample_id in long], self.writer, course)
 
     def _course(self, samples: list[str]) -> ShareCourse:
         tokens = sum(self.missing[sample_id].tokens for sample_id in samples if sample_id in self.missing)

@@ -14,7 +14,6 @@ from eagle3.console import data_size
 from eagle3.errors import UserError
 from eagle3.states.batches import length_buckets
 from eagle3.states.rows import Rows, Target
-from eagle3.states.store.codecs import expected_bytes
 from eagle3.states.store.shard import Encoding, taught_rows
 from eagle3.states.store.writer import StoreWriter
 from eagle3.text.samples import Sample, SampleSet
@@ -37,18 +36,12 @@ class Wanted(NamedTuple):
         return self.samples[self.place]
 
 
-class LongTarget(Protocol):
-    """Prefills one document chunk by chunk, maybe on several ranks together."""
-
-    def chunks(self, document: Tensor) -> Iterator[Rows | None]:
-        """Consecutive rows, together the document; None as many times on ranks other than the first."""
-
-
 class ArrivingTarget(Protocol):
-    """Prefills documents in an order of its own."""
+    """Prefills documents in an order of its own, some rows at a time, maybe on several ranks together."""
 
-    def arriving(self, documents: Iterable[Tensor]) -> Iterator[tuple[int, Iterator[Rows]]]:
-        """The place of a document and consecutive rows of it, together the document."""
+    def arriving(self, documents: Iterable[Tensor]) -> Iterator[tuple[int, Iterator[Rows | None]]]:
+        """The place of a document and consecutive rows of it, together the document; None as many times on ranks other than
+        the first."""
 
 
 def wanted_samples(sets: Iterable[SampleSet]) -> dict[str, Wanted]:
@@ -63,11 +56,7 @@ def wanted_samples(sets: Iterable[SampleSet]) -> dict[str, Wanted]:
 def token_bytes(encoding: Encoding, taught: float = 1.0, seen: float = 1.0) -> float:
     """What a token takes in a store, where a share `taught` of them have last hidden states and a share `seen` auxiliary ones;
     for `lossless` an estimate."""
-    dtype, hidden = encoding.number_format, encoding.hidden_size
-    aux, last = (
-        expected_bytes(encoding.codec_of(name), dtype, encoding.width(name), hidden) for name in ("aux", "last")
-    )
-    return TOKEN_BYTES + seen * aux + taught * last
+    return TOKEN_BYTES + seen * encoding.expected_bytes("aux") + taught * encoding.expected_bytes("last")
 
 
 def disk_need(samples: Iterable[Wanted], encoding: Encoding) -> int:
@@ -139,20 +128,9 @@ def capture(target: Target, batches: Iterable[Sequence[Wanted]], writer: StoreWr
         writing.result()
 
 
-def capture_long(target: LongTarget, samples: Sequence[Wanted], writer: StoreWriter, course: Course) -> None:
-    """Prefill samples one after another, chunk by chunk; the ranks that share `target` call it with the same samples.
-    What the target hands this rank goes to the disk as it comes."""
-    for one in samples:
-        course.begin(1)
-        sample = one.load()
-        handed = _followed(target.chunks(sample.ids), course)
-        first = next(handed, None)
-        if first is not None:
-            writer.add(sample.id, sample.ids, sample.loss_mask, chain([first], handed))
-
-
 def capture_arriving(target: ArrivingTarget, samples: Sequence[Wanted], writer: StoreWriter, course: Course) -> None:
-    """Write samples in the order in which the target has them."""
+    """Write samples in the order in which the target has them; the ranks that share `target` call it with the same samples.
+    What the target hands this rank goes to the disk as it comes."""
     loaded: dict[int, Sample] = {}
 
     def documents() -> Iterator[Tensor]:
@@ -163,7 +141,10 @@ def capture_arriving(target: ArrivingTarget, samples: Sequence[Wanted], writer: 
     for place, parts in target.arriving(documents()):
         course.begin(1)
         sample = loaded.pop(place)
-        writer.add(sample.id, sample.ids, sample.loss_mask, _followed(parts, course))
+        handed = _followed(parts, course)
+        first = next(handed, None)
+        if first is not None:
+            writer.add(sample.id, sample.ids, sample.loss_mask, chain([first], handed))
 
 
 def _followed(parts: Iterable[Rows | None], course: Course) -> Iterator[Rows]:

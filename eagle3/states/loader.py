@@ -200,10 +200,10 @@ class StreamLoader:
             aux += _by_document(stream, plan.rows)
             teacher += _by_document(stream, plan.teacher)
         found = iter(self.source.rows([sample for stream in members for sample, _ in stream], aux, teacher))
-        loaded = []
-        for samples, stream, plan in zip(members, streams, plans, strict=True):
-            loaded.append(LoadedStream(stream, plan, Rows.cat([next(found) for _ in samples])))
-        return loaded
+        return [
+            LoadedStream(stream, plan, Rows.cat([next(found) for _ in samples]))
+            for samples, stream, plan in zip(members, streams, plans, strict=True)
+        ]
 
     def order_identity(self, batch: Sequence[Drawn]) -> bytes:
         """What must be the same on every rank of the job: ids and lengths of all samples, and a global batch. Ids stand for

@@ -253,6 +253,7 @@ class SpoolReader:
     def forget(self, ticket: Ticket) -> None:
         """Let go of the sample's memory map: on tmpfs a deleted file takes memory while it is mapped."""
         self.store.forget(ticket.shard)
+        self.files.forget(ticket.shard)
 
     def _require_owner(self) -> None:
         with suppress(FileNotFoundError), (self.path / LOCK).open("rb") as file:

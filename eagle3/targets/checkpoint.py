@@ -32,6 +32,9 @@ from eagle3.parsing import DEEPEST, is_too_deep, parse_json
 
 PICKLED = ("*.bin", "*.bin.index.json", "*.pth", "*.pt", "*.ckpt", "*.pkl")  # PyTorch's own formats
 MOST_LAYERS = 1000
+QUANTISED_REMEDY = (
+    "set target.backend=sglang, which runs it as it is, or name a copy that is not quantised in model.target"
+)
 
 
 def target_config(
@@ -52,7 +55,16 @@ def whole_config(name: str, revision: str | None, trust_remote_code: bool) -> Pr
         architectures = values.get("architectures") or []
         types = [kind for kind, model in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if model in architectures]
         if not types:
-            raise UserError(_unknown(name, values))
+            own = (
+                " or set model.trust_remote_code=true to run the code that comes with this checkpoint, if you trust it,"
+                if values.get("auto_map")
+                else ""
+            )
+            raise UserError(
+                f"target {name!r}: transformers {transformers.__version__} has no model class for architecture "
+                f"{', '.join(architectures or ['(none named)'])} (model_type {values['model_type']!r}); install a "
+                f"transformers that has it,{own} or choose another target (docs/new-model.md says what a target must have)"
+            )
         config = CONFIG_MAPPING[types[0]].from_dict(
             {key: value for key, value in values.items() if key not in ("model_type", "auto_map")}
         )
@@ -143,19 +155,6 @@ def sound_config(name: str, file: str = "config.json") -> Iterator[None]:
         ) from error
 
 
-def _unknown(name: str, values: dict) -> str:
-    own = (
-        " or set model.trust_remote_code=true to run the code that comes with this checkpoint, if you trust it,"
-        if values.get("auto_map")
-        else ""
-    )
-    return (
-        f"target {name!r}: transformers {transformers.__version__} has no model class for architecture "
-        f"{', '.join(values.get('architectures') or ['(none named)'])} (model_type {values['model_type']!r}); install a "
-        f"transformers that has it,{own} or choose another target (docs/new-model.md says what a target must have)"
-    )
-
-
 def load_tokenizer(
     name_or_path: str | Path, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
@@ -188,9 +187,7 @@ def fingerprint(name_or_path: str | Path, *, revision: str | None = None) -> str
         digest.update(config.read_bytes())
         for pattern in ("*.index.json", "*.safetensors", "*.bin"):
             for file in sorted(Path(name).glob(pattern)):
-                digest.update(f"{file.name} {file.stat().st_size}".encode())
-                for chunk in _sampled_bytes(file):
-                    digest.update(chunk)
+                digest.update(f"{file.name} {file.stat().st_size}".encode() + b"".join(_sampled_bytes(file)))
     return digest.hexdigest()[:32]
 
 
@@ -211,12 +208,8 @@ def load_causal_lm(
     # Of what transformers attends with, sdpa drops this cap without a word.
     capped = getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None
     disable_progress_bar()  # it garbles a log, and loading says nothing worth a bar
-    remedy = None
-    if getattr(config, "quantization_config", None):
-        remedy = (
-            "set target.backend=sglang, which runs it as it is, or name a copy that is not quantised in model.target"
-        )
-    with readable(name, "causal language model", remedy), _without_reports():
+    quantised = getattr(config, "quantization_config", None)
+    with readable(name, "causal language model", QUANTISED_REMEDY if quantised else None), _without_reports():
         weight_files(name, revision)
         # Some models of several parts are no causal language models by transformers' tables, though they decode text.
         several = (
@@ -241,8 +234,7 @@ def load_causal_lm(
             f"target {name!r}: {len(mismatched)} of its weights have other sizes than config.json says ({key}: {list(found)}, not "
             f"{list(wanted)}); copy the config.json that belongs to the weights"
         )
-    missing = sorted(str(key) for key in loading["missing_keys"])
-    if missing:
+    if missing := sorted(map(str, loading["missing_keys"])):
         raise UserError(
             f"target {name!r}: its checkpoint lacks {len(missing)} weights of {type(model).__name__} ({missing[0]} "
             "first); name the checkpoint of a whole causal language model in model.target"

@@ -65,20 +65,15 @@ def model_head(name: str, model: PreTrainedModel, required: bool) -> TargetHead:
     return TargetHead(embedding, head.weight.detach() if plain else None, _transform_of(model))
 
 
-def logit_transform(config: PretrainedConfig) -> LogitTransform:
-    """What a model with this config, of its language part, does to its logits after the lm_head."""
-    values = config.to_dict()
-    scale = 1.0
+def _transform_of(model: PreTrainedModel) -> LogitTransform:
+    """What a model does to its logits after the lm_head, by the config of its language part."""
+    values, scale = model.config.get_text_config(decoder=True).to_dict(), 1.0
     for field in (*SCALES, *DIVISORS):
         factor = 1.0 if values.get(field) is None else values[field]
         divides = field in DIVISORS and not str(values.get("model_type")).startswith(MULTIPLYING)
         scale *= 1 / factor if divides else factor
     caps = [values[field] for field in CAPS if values.get(field) is not None]
     return LogitTransform(scale, caps[0] if caps else None)
-
-
-def _transform_of(model: PreTrainedModel) -> LogitTransform:
-    return logit_transform(model.config.get_text_config(decoder=True))
 
 
 def _is_linear(head: nn.Module | None) -> bool:

@@ -40,6 +40,18 @@ def check_aux_layers(aux_layers: Sequence[int], num_layers: int) -> tuple[int, i
     return layers
 
 
+def check_tokens(ids: Tensor, number: int, limit: int) -> None:
+    """UserError for document `number` without tokens, or with a token id outside the embedding, of `limit` rows."""
+    if ids.numel() == 0:
+        raise UserError(f"target: document {number} has no tokens; leave it out")
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= limit:
+        raise UserError(
+            f"target: document {number} has token id {low if low < 0 else high}, outside the vocabulary of "
+            f"{limit}; tokenise with this target's own tokenizer"
+        )
+
+
 @dataclass(frozen=True)
 class LogitTransform:
     """What a model does to its logits after the lm_head: times `scale`, then softly capped at +-`cap`. The order is that of
@@ -99,15 +111,9 @@ def summarize_teacher(
     # a fraction of the time. torch has it on CUDA only; elsewhere the head is widened, once for all blocks.
     half_matmul = last.is_cuda and last.dtype == head.dtype and last.dtype in (torch.bfloat16, torch.float16)
     weight = (head if half_matmul else head.to(accumulate)).T
-    argmax = torch.empty(len(last), dtype=torch.int64, device=last.device)
-    logsumexp = torch.empty(len(last), dtype=accumulate, device=last.device)
-    for start in range(0, len(last), block_rows):
-        rows = slice(start, start + block_rows)
-        if half_matmul:
-            logits = torch.mm(last[rows], weight, out_dtype=torch.float32)
-        else:
-            logits = last[rows].to(accumulate) @ weight
-        transform.apply(logits)
-        argmax[rows] = logits.argmax(-1)
-        logsumexp[rows] = logits.logsumexp(-1)
-    return TeacherSummary(argmax, logsumexp)
+    blocks = []
+    for rows in last.split(block_rows):
+        product = torch.mm(rows, weight, out_dtype=torch.float32) if half_matmul else rows.to(accumulate) @ weight
+        logits = transform.apply(product)
+        blocks.append(TeacherSummary(logits.argmax(-1), logits.logsumexp(-1)))
+    return TeacherSummary(*map(torch.cat, zip(*blocks, strict=True)))

@@ -19,6 +19,7 @@ from eagle3.targets.interface import (
     TargetHead,
     TeacherSummary,
     check_aux_layers,
+    check_tokens,
     default_aux_layers,
     summarize_teacher,
 )
@@ -81,14 +82,7 @@ class TransformersTarget:
     def check_tokens(self, documents: Sequence[Tensor]) -> None:
         """UserError for an empty document and for a token id outside the vocabulary."""
         for number, document in enumerate(documents):
-            if document.numel() == 0:
-                raise UserError(f"target: document {number} has no tokens; leave it out")
-            low, high, limit = int(document.min()), int(document.max()), len(self.head.embedding)
-            if low < 0 or high >= limit:
-                raise UserError(
-                    f"target: document {number} has token id {low if low < 0 else high}, outside the vocabulary of "
-                    f"{limit}; tokenise with this target's own tokenizer"
-                )
+            check_tokens(document, number, len(self.head.embedding))
 
     # no_grad, not inference_mode: training saves these tensors for its backward, which inference tensors refuse.
     @torch.no_grad()

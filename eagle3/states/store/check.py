@@ -1,7 +1,8 @@
 """Looks a whole store through, byte by byte, and takes out what is damaged, so that it can be captured anew."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -38,8 +39,8 @@ class Findings:
     """samples, tokens: what is whole and counts. indexes: those that can be read."""
 
     provenance_digest: str
-    problems: list[Problem] = field(default_factory=list)
-    indexes: list[ShardIndex] = field(default_factory=list)
+    problems: list[Problem]
+    indexes: list[ShardIndex]
     samples: int = 0
     tokens: int = 0
 
@@ -53,10 +54,9 @@ def check_store(path: str, provenance: Provenance, wanted: Iterable[str], report
     files = open_files(path)
     manifest = read_own_manifest(files, provenance)
     reader = HiddenStateStore(files, {}, manifest.record, manifest.digest)
-    findings, seen = Findings(manifest.digest), set()
     indexes, broken = find_indexes(files)
-    findings.indexes = indexes
-    findings.problems = [Problem("damaged", name, None, error.flaw) for name, error in broken.items()]
+    problems, seen = [Problem("damaged", name, None, error.flaw) for name, error in broken.items()], set()
+    findings = Findings(manifest.digest, problems, indexes)
     sizes = files.sizes()  # looked at after the indexes, before which their shards were there
     progress = Progress(report, "checking the store", len(indexes), "shards")
     for index in indexes:
@@ -64,23 +64,28 @@ def check_store(path: str, provenance: Provenance, wanted: Iterable[str], report
             if isinstance(found, Entry) and found.id in seen:
                 found = Problem("duplicate", index.name, found.id, "an earlier shard has it too")
             if isinstance(found, Problem):
-                findings.problems.append(found)
+                problems.append(found)
                 continue
             seen.add(found.id)
             findings.samples += 1
             findings.tokens += found.tokens
         progress.advance()
-    reported = seen | {problem.sample_id for problem in findings.problems}
+    reported = seen | {problem.sample_id for problem in problems}
     missing = (sample_id for sample_id in wanted if sample_id not in reported)
-    findings.problems += [Problem("missing", None, sample_id, "no shard has it whole") for sample_id in missing]
+    problems += [Problem("missing", None, sample_id, "no shard has it whole") for sample_id in missing]
     return findings
 
 
 def _examine(reader: HiddenStateStore, index: ShardIndex, sizes: Mapping[str, int | None]) -> Iterator[Entry | Problem]:
     """The samples of one shard that are whole, and what is wrong with the others."""
+    where = f"{reader.where}/{index.shard}"
     try:
-        _require_shard(reader, index, sizes)
-    except DamagedStore as error:
+        if flaw := foreign_flaw(index.provenance_digest, reader.provenance_digest):
+            raise ForeignShards(where, flaw)
+        if flaw := shard_flaw(index, sizes):
+            raise DamagedStore(where, flaw)
+        reader.read_headers([index.shard])
+    except DamagedStore as error:  # of none of its samples
         yield Problem(error.kind, index.name, None, f"{index.shard}: {error.flaw}")
         return
     reader.prepare(index.encoding)
@@ -94,16 +99,6 @@ def _examine(reader: HiddenStateStore, index: ShardIndex, sizes: Mapping[str, in
                     yield from _look_through(reader, [member])
                 except DamagedStore as error:
                     yield Problem(error.kind, index.name, member.entry.id, f"{index.shard}: {error.flaw}")
-
-
-def _require_shard(reader: HiddenStateStore, index: ShardIndex, sizes: Mapping[str, int | None]) -> None:
-    """Raises DamagedStore where none of a shard's samples can be read, ForeignShards where none may be."""
-    where = f"{reader.where}/{index.shard}"
-    if flaw := foreign_flaw(index.provenance_digest, reader.provenance_digest):
-        raise ForeignShards(where, flaw)
-    if flaw := shard_flaw(index, sizes):
-        raise DamagedStore(where, flaw)
-    reader.read_headers([index.shard])
 
 
 def _look_through(reader: HiddenStateStore, locations: list[Location]) -> list[Entry | Problem]:
@@ -141,12 +136,11 @@ def _judged(location: Location, tokens: StoredTokens, infinite: str | None) -> E
 def remove_flawed(folder: Path, problems: Iterable[Problem]) -> None:
     """Take what `check_store` found out of the store: whole shards that cannot be read, and of the others the samples in
     question, by a new index. A kill leaves each index as it was or as it shall be."""
-    by_index: dict[str, list[Problem]] = {}
+    flawed: defaultdict[str | None, set[str | None]] = defaultdict(set)  # samples by index
     for problem in problems:
-        if problem.index is not None:
-            by_index.setdefault(problem.index, []).append(problem)
-    for name, found in by_index.items():
-        ids = {problem.sample_id for problem in found}
+        flawed[problem.index].add(problem.sample_id)
+    flawed.pop(None, None)
+    for name, ids in flawed.items():
         kept: tuple[Entry, ...] = ()
         if None not in ids:
             index = ShardIndex.parse((folder / name).read_bytes(), name, str(folder))

@@ -102,11 +102,8 @@ class Fp8:
     def __init__(self, width: int, dtype: torch.dtype, hidden_size: int) -> None:
         self.width = width
         self.block = max(divisor for divisor in range(1, SCALE_BLOCK + 1) if hidden_size % divisor == 0)
+        self.row_bytes = width + width // self.block
         self.numbers = _bits_of(torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(dtype))
-
-    @property
-    def row_bytes(self) -> int:
-        return self.width + self.width // self.block
 
     def encode(self, rows: Tensor) -> memoryview:
         runs = rows.view(len(rows), -1, self.block)
@@ -133,30 +130,9 @@ def _powers_of_two(exponents: Tensor) -> Tensor:
     return ((exponents + EXPONENT_BIAS) << 23).to(torch.int32).view(torch.float32)
 
 
-def make_codec(name: CodecName, dtype: torch.dtype, width: int, hidden_size: int) -> Codec:
-    """The codec of rows [n, width] of the given number format, where width is a multiple of the target's hidden_size.
-    Raises UserError where its package is not installed."""
-    match name:
-        case "none":
-            return Raw()
-        case "lossless":
-            return Lossless(dtype.itemsize)
-        case "fp8":
-            return Fp8(width, dtype, hidden_size)
-
-
 def chunk_rows(width: int, dtype: torch.dtype, chunk_bytes: int = CHUNK_BYTES) -> int:
     """Rows of a chunk: a power of two, so that chunks keep step with the runs in which rows are dealt to ranks."""
     return 2 ** int(math.log2(max(1, chunk_bytes // (width * dtype.itemsize))))
-
-
-def expected_bytes(name: CodecName, dtype: torch.dtype, width: int, hidden_size: int) -> float:
-    """Encoded bytes of a row, checksums included; for `lossless` what a trained model's bf16 states take (measured:
-    67 to 70%, benchmarks/store.py), and all of it in float32, whose mantissas do not compress."""
-    raw = width * dtype.itemsize
-    share = {"none": 1.0, "lossless": 0.7 if dtype == torch.bfloat16 else 0.9, "fp8": 0.0}[name]
-    encoded = Fp8(width, dtype, hidden_size).row_bytes if name == "fp8" else raw * share
-    return encoded + 16 / chunk_rows(width, dtype)
 
 
 def _bits_of(tensor: Tensor) -> np.ndarray:

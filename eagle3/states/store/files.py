@@ -60,9 +60,6 @@ class StoreFiles(Protocol):
     def fetch(self, ranges: Sequence[Range]) -> list[memoryview]:
         """Those bytes."""
 
-    def forget(self, name: str) -> None:
-        """Hold nothing of a file any more."""
-
 
 def no_store(where: str) -> UserError:
     return UserError(
@@ -126,6 +123,7 @@ class LocalFiles:
         return [memoryview(maps[wanted.name])[wanted.start : wanted.stop] for wanted in ranges]
 
     def forget(self, name: str) -> None:
+        """Hold nothing of a file any more."""
         with self._lock:
             self._maps.pop(name, None)
 
@@ -208,9 +206,6 @@ class RemoteFiles:
             begin = wanted.start - runs[place].start
             pieces.append(memoryview(found[place])[begin : begin + wanted.stop - wanted.start])
         return pieces
-
-    def forget(self, name: str) -> None:
-        """Nothing is held."""
 
 
 def _merged(ranges: Sequence[Range]) -> list[Range]:

@@ -1,10 +1,10 @@
 """A store's folder: `store.json`, which says what the hidden states were captured from, and the indexes of its shards."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from eagle3.console import counted
+from eagle3.console import WARNING, counted
 from eagle3.errors import UserError, shown
 from eagle3.parsing import parse_json
 from eagle3.states.store.files import DamagedStore, ForeignShards, Range, StoreFiles, first_words, no_store
@@ -126,9 +126,9 @@ def find_indexes(files: StoreFiles) -> tuple[list[ShardIndex], dict[str, Damaged
     return readable, broken
 
 
-def read_indexes(files: StoreFiles, manifest: Manifest) -> list[ShardIndex]:
+def read_indexes(files: StoreFiles, manifest: Manifest, report: Callable[[str], None]) -> list[ShardIndex]:
     """The indexes of all shards, each of which is this store's, there, and as long as its index says; else ForeignShards or
-    DamagedStore. What the shards say themselves is another matter (`read_headers`)."""
+    DamagedStore. What the shards say themselves is another matter (`read_headers`). report: receives `unbound_notice`."""
     indexes, broken = find_indexes(files)
     for error in broken.values():
         raise error
@@ -137,6 +137,8 @@ def read_indexes(files: StoreFiles, manifest: Manifest) -> list[ShardIndex]:
     for index in indexes:
         if flaw := shard_flaw(index, sizes):
             raise DamagedStore(f"{files.where}/{index.shard}", flaw)
+    if notice := unbound_notice(files.where, indexes):
+        report(WARNING + notice)
     return indexes
 
 

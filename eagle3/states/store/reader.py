@@ -9,12 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eagle3.console import WARNING
 from eagle3.errors import UserError
 from eagle3.states.rows import Rows
 from eagle3.states.store.chunks import ChunkReads, ChunkTable, plan_reads
 from eagle3.states.store.files import DamagedStore, Range, StoreFiles, open_files
-from eagle3.states.store.folder import Provenance, read_headers, read_indexes, read_own_manifest, unbound_notice
+from eagle3.states.store.folder import Provenance, read_headers, read_indexes, read_own_manifest
 from eagle3.states.store.shard import (
     HIDDEN,
     NUMPY_TYPES,
@@ -85,9 +84,7 @@ class HiddenStateStore:
         files = open_files(path)
         manifest = read_own_manifest(files, provenance)
         locations: dict[str, Location] = {}
-        indexes = read_indexes(files, manifest)
-        if notice := unbound_notice(files.where, indexes):
-            report(WARNING + notice)
+        indexes = read_indexes(files, manifest, report)
         for index in indexes:
             for entry in index.samples:
                 locations.setdefault(entry.id, Location(index, entry))
@@ -166,9 +163,8 @@ class HiddenStateStore:
                 raise self._damaged(location, f"{name} hidden states", flaw)
 
     def forget(self, shard: str) -> None:
-        """Let go of a shard that is about to be deleted."""
+        """Know nothing more of a shard that is about to be deleted."""
         self._starts.pop(shard, None)
-        self.files.forget(shard)
 
     def _locate(self, sample_id: str) -> Location:
         if sample_id not in self.locations:

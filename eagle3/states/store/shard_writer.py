@@ -70,19 +70,46 @@ class ShardWriter:
             name: [] for name in NUMPY_TYPES
         }  # of the rows so far, some at a time
         self.samples: list[Entry] = []
-        self.tokens = 0
+        self.sample: Entry | None = None  # under way
+        self.tokens = 0  # of the samples that have ended
 
     def add(self, sample_id: str, ids: Tensor, loss_mask: Tensor, parts: Iterable[Rows]) -> None:
         """ids [T], loss_mask [T]; parts: consecutive rows, together T, on any device.
 
         Raises UserError where a hidden state is not finite. After an exception the writer can only be discarded.
         """
-        seen, taught, sample = self.encoding.seen_rows(loss_mask), taught_rows(loss_mask), OpenSample(self, sample_id)
+        seen, taught = self.encoding.seen_rows(loss_mask), taught_rows(loss_mask)
+        self.begin(sample_id)
         for part in parts:
-            rows = slice(sample.rows, sample.rows + len(part.aux))
-            sample.append(ids[rows], loss_mask[rows], seen[rows], taught[rows], part)
-        assert sample.rows == len(ids) == len(loss_mask) > 0, f"{sample_id}: {sample.rows} rows of {len(ids)} tokens"
-        sample.end()
+            rows = slice(self.sample.tokens, self.sample.tokens + len(part.aux))
+            self.append(ids[rows], loss_mask[rows], seen[rows], taught[rows], part)
+        tokens = self.sample.tokens
+        assert tokens == len(ids) == len(loss_mask) > 0, f"{sample_id}: {tokens} rows of {len(ids)} tokens"
+        self.end()
+
+    def begin(self, sample_id: str) -> None:
+        """The next sample, whose rows are handed over as they come; `end` it before another one begins."""
+        firsts = [self.blobs[name].chunks for name in HIDDEN]
+        self.sample = Entry(sample_id, self.tokens, 0, 0, *firsts, digest="", seen=0)
+
+    def append(self, ids: Tensor, loss_mask: Tensor, seen: Tensor, taught: Tensor, rows: Rows) -> None:
+        """The next n rows: ids [n] int, loss_mask [n], seen [n] and taught [n] bool on the CPU, and what the target says of them, on any
+        device. seen: rows whose auxiliary states are kept (`Encoding.seen_rows`). taught: rows whose last hidden state is kept; those that
+        follow supervised rows, or all of a sample's."""
+        sample, teacher = self.sample, rows.teacher
+        for name, wide, kept in (("aux", rows.aux, seen), ("last", teacher.values, taught)):
+            self.blobs[name].append(wide if kept.all() else wide[kept.to(wide.device)], sample.id)
+        small = {"ids": ids, "loss_mask": loss_mask.bool(), "argmax": teacher.argmax, "logsumexp": teacher.logsumexp}
+        for name, column in small.items():
+            self.columns[name].append(column.cpu().numpy().astype(NUMPY_TYPES[name]))
+        counts = {"tokens": len(ids), "taught": int(taught.sum()), "seen": int(seen.sum())}
+        self.sample = sample._replace(**{name: getattr(sample, name) + count for name, count in counts.items()})
+
+    def end(self) -> None:
+        for blob in self.blobs.values():
+            blob.end_sample()
+        self.samples.append(self.sample._replace(seen=None) if self.encoding.window is None else self.sample)
+        self.tokens += self.sample.tokens
 
     def _with_digest(self, entry: Entry, arrays: Mapping[str, np.ndarray]) -> Entry:
         """arrays: all that is small of the shard, by name."""
@@ -133,36 +160,6 @@ class ShardWriter:
             with suppress(OSError):  # what is still in a buffer may not fit, which is why we are here
                 file.close()
         remove_abandoned(self.folder, self.shard)
-
-
-class OpenSample:
-    """The next sample of a shard, whose rows are handed over as they come; `end` it before another one begins."""
-
-    def __init__(self, shard: ShardWriter, sample_id: str) -> None:
-        self.shard, self.id, self.rows, self.seen, self.taught = shard, sample_id, 0, 0, 0
-        self.firsts = [shard.blobs[name].chunks for name in HIDDEN]
-
-    def append(self, ids: Tensor, loss_mask: Tensor, seen: Tensor, taught: Tensor, rows: Rows) -> None:
-        """The next n rows: ids [n] int, loss_mask [n], seen [n] and taught [n] bool on the CPU, and what the target says of them, on any
-        device. seen: rows whose auxiliary states are kept (`Encoding.seen_rows`). taught: rows whose last hidden state is kept; those that
-        follow supervised rows, or all of a sample's."""
-        teacher = rows.teacher
-        for name, wide, kept in (("aux", rows.aux, seen), ("last", teacher.values, taught)):
-            self.shard.blobs[name].append(wide if kept.all() else wide[kept.to(wide.device)], self.id)
-        small = {"ids": ids, "loss_mask": loss_mask.bool(), "argmax": teacher.argmax, "logsumexp": teacher.logsumexp}
-        for name, column in small.items():
-            self.shard.columns[name].append(column.cpu().numpy().astype(NUMPY_TYPES[name]))
-        self.rows += len(ids)
-        self.seen += int(seen.sum())
-        self.taught += int(taught.sum())
-
-    def end(self) -> None:
-        shard = self.shard
-        for blob in shard.blobs.values():
-            blob.end_sample()
-        seen = None if shard.encoding.window is None else self.seen
-        shard.samples.append(Entry(self.id, shard.tokens, self.rows, self.taught, *self.firsts, digest="", seen=seen))
-        shard.tokens += self.rows
 
 
 class Blob:

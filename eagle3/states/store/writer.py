@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from eagle3.console import WARNING
 from eagle3.durable import create_text, write_text
 from eagle3.errors import UserError
 from eagle3.states.rows import Rows
@@ -24,7 +23,6 @@ from eagle3.states.store.folder import (
     read_headers,
     read_indexes,
     read_own_manifest,
-    unbound_notice,
 )
 from eagle3.states.store.shard import (
     SHARD_NAME,
@@ -90,8 +88,7 @@ class StoreWriter(AbstractContextManager):
             )
         encoding.make_codec("aux")  # a package that is missing is told before anything is left in the folder
         self.folder, self.shard_tokens = Path(path), shard_tokens
-        written = ("codec", "dtype", *WINDOW)
-        wanted = {**provenance, **{field: getattr(encoding, field) for field in written}}
+        wanted = {**provenance, **{field: getattr(encoding, field) for field in ("codec", "dtype", *WINDOW)}}
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = (self.folder / LOCK.format(part.index, part.count)).open("ab")
@@ -120,16 +117,17 @@ class StoreWriter(AbstractContextManager):
 
     def _begin(self, files: LocalFiles, manifest: Manifest) -> Manifest:
         """Say what the store is captured from, or find it said; what is said then. Raises UserError where that differs."""
-        described = self.folder / MANIFEST
         if any(map(SHARD_NAME.fullmatch, files.sizes())):
             return read_own_manifest(files, manifest.provenance)
-        create_text(described, manifest.dump())
+        create_text(self.folder / MANIFEST, manifest.dump())
         try:
             return read_own_manifest(files, manifest.provenance)
         except UserError:
             if self._others_live():
                 raise
-            write_text(described, manifest.dump())  # left by one who was refused, or gave up, before the first shard
+            write_text(
+                self.folder / MANIFEST, manifest.dump()
+            )  # left by one who was refused, or gave up, before the first shard
             return manifest
 
     def _others_live(self) -> bool:
@@ -151,11 +149,9 @@ class StoreWriter(AbstractContextManager):
                 lost = ShardIndex.parse(files.read([name])[0], name, files.where).samples
                 (self.folder / name).unlink(missing_ok=True)
                 report(f"{shard}: gone; its {len(lost)} samples will be captured again")
-        indexes = read_indexes(files, manifest)
+        indexes = read_indexes(files, manifest, report)
         for index in indexes:  # one by one: a folder's files are mapped, and mappings are limited
             read_headers(files, [index.shard], manifest.digest)
-        if notice := unbound_notice(files.where, indexes):
-            report(WARNING + notice)
         return {entry.id for index in indexes for entry in index.samples}
 
     def add(self, sample_id: str, ids: Tensor, loss_mask: Tensor, rows: Rows | Iterable[Rows]) -> bool:

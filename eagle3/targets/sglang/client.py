@@ -1,7 +1,6 @@
 """Asks running SGLang servers for hidden states: shares out the work, and goes on without servers that died."""
 
 import os
-import queue
 import threading
 import time
 from collections import deque
@@ -188,11 +187,9 @@ class Servers:
             time.sleep(seconds)
             if self.closed or url not in self.live:
                 return False
-            try:
+            with suppress(OSError):
                 ask(url, "/model_info", timeout=5)
                 return True
-            except OSError:
-                continue
         return False
 
     def _leave_out(self, url: str, error: OSError) -> None:
@@ -231,11 +228,10 @@ class Producer:
 
     def __init__(self, servers: Servers, spool: Spool, most_bytes: int, readers: int) -> None:
         self.servers, self.spool, self.most_bytes, self.readers = servers, spool, most_bytes, readers
-        self.asked: queue.SimpleQueue[tuple[Request, int] | None] = queue.SimpleQueue()
+        self.asked: deque[tuple[Request, int]] = deque()  # with their bytes; they wait for room
         self.held: dict[Ticket, int] = {}  # bytes of what is in the spool, or on its way
-        self.room = threading.Condition()
+        self.lock = threading.Lock()
         self.closed = False
-        threading.Thread(target=self._dispatch, name="dispatch", daemon=True).start()
         if readers:
             threading.Thread(target=self._reap, name="reap", daemon=True).start()
 
@@ -244,31 +240,27 @@ class Producer:
         require_room(ticket.tokens, size, self.most_bytes)
         there: Future[None] = Future()
         there.add_done_callback(partial(self._tell_readers, ticket))
-        self.asked.put((Request(ticket, ids, there), size))
+        with self.lock:
+            self.asked.append((Request(ticket, ids, there), size))
+            self._use_room()
         return there
 
     def release(self, ticket: Ticket) -> None:
         """Delete a sample and use its room."""
         self.spool.remove(ticket, self.readers)
-        with self.room:
+        with self.lock:
             self.held.pop(ticket, None)
-            self.room.notify_all()
+            self._use_room()
 
     def close(self) -> None:
-        with self.room:
-            self.closed = True
-            self.room.notify_all()
-        self.asked.put(None)
+        self.closed = True
         self.servers.close()
 
-    def _dispatch(self) -> None:
-        while (item := self.asked.get()) is not None:
-            request, size = item
-            with self.room:
-                self.room.wait_for(lambda size=size: self.closed or sum(self.held.values()) + size <= self.most_bytes)
-                if self.closed:
-                    return
-                self.held[request.ticket] = size
+    def _use_room(self) -> None:
+        """Under the lock."""
+        while self.asked and sum(self.held.values()) + self.asked[0][1] <= self.most_bytes:
+            request, size = self.asked.popleft()
+            self.held[request.ticket] = size
             self.servers.request(request)
 
     def _tell_readers(self, ticket: Ticket, done: "Future[None]") -> None:
@@ -281,7 +273,7 @@ class Producer:
 
     def _reap(self) -> None:
         while not self.closed:
-            with self.room:
+            with self.lock:
                 held = list(self.held)
             for ticket in held:
                 if self.spool.readers(ticket, self.readers) == self.readers:

@@ -1,7 +1,7 @@
 """Which SGLang this project works with, and whether it is installed; without importing it, or anything else that is large."""
 
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions, version
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
@@ -14,10 +14,7 @@ INSTALL = 'pip install -e ".[sglang]" -c constraints/cuda.txt'
 
 
 def is_installed() -> bool:
-    try:
-        return bool(version("sglang"))
-    except PackageNotFoundError:
-        return False
+    return any(distributions(name="sglang"))
 
 
 def require_sglang(instead: str) -> None:

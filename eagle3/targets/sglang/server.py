@@ -27,6 +27,15 @@ STOP_SECONDS = 30.0
 PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG, prctl(2)
 SPARE_TOKENS = 16  # more than version.CONTEXT_RESERVE, and the token that every request decodes
 PORT_TAKEN = "address already in use"
+CPU_FLAGS = (
+    "--device",
+    "cpu",
+    "--sampling-backend",
+    "pytorch",
+    "--grammar-backend",
+    "none",
+    "--disable-overlap-schedule",
+)
 LONGER_CONTEXT = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
 
 
@@ -63,10 +72,7 @@ class EngineOptions:
         flags = [word for name, value in given.items() if value is not None for word in (name, str(value))]
         if self.trust_remote_code:
             flags.append("--trust-remote-code")
-        if not torch.cuda.is_available():
-            flags += ["--device", "cpu", "--sampling-backend", "pytorch", "--grammar-backend", "none"]
-            flags += ["--disable-overlap-schedule"]
-        return flags
+        return flags if torch.cuda.is_available() else [*flags, *CPU_FLAGS]
 
 
 def server_command(options: EngineOptions, flags: Sequence[str], port: int, host: str = "127.0.0.1") -> list[str]:
@@ -99,18 +105,16 @@ class SGLangServer(AbstractContextManager):
         require_sglang("name running servers in target.servers")
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
-        descriptor, name = tempfile.mkstemp(prefix="sglang-", suffix=".log")
-        self.log = Path(name)
-        environment = without_launcher(os.environ) | LONGER_CONTEXT
-        environment |= {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
+        visible = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
         prctl = ctypes.CDLL(None).prctl  # looked up before the fork, where another thread may hold the loader's lock
-        with os.fdopen(descriptor, "wb") as log:
+        with tempfile.NamedTemporaryFile(prefix="sglang-", suffix=".log", delete=False) as log:
+            self.log = Path(log.name)
             self.process = subprocess.Popen(
                 server_command(options, flags, port),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=environment,
+                env=without_launcher(os.environ) | LONGER_CONTEXT | visible,
                 start_new_session=True,
                 preexec_fn=lambda: prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL),
             )
@@ -174,9 +178,7 @@ def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
 
 def _free_port() -> int:
     """Below the ports that systems hand to outgoing connections, any of which could take it before the server does."""
-    ports = list(range(20000, 30000))
-    random.shuffle(ports)
-    for port in ports:
+    for port in random.sample(range(20000, 30000), 10000):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port

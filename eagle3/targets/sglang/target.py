@@ -8,12 +8,12 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from eagle3.errors import UserError
 from eagle3.states.capture import token_bytes
 from eagle3.states.rows import Rows
 from eagle3.states.spool import SpoolReader, Ticket
 from eagle3.states.store.reader import Location
 from eagle3.states.store.shard import DATA_START, Encoding
+from eagle3.targets.interface import check_tokens
 from eagle3.targets.sglang.client import Producer
 
 # Rows that are read at a time from a sample in the spool.
@@ -57,7 +57,7 @@ class SGLangTarget:
         while True:
             while waiting < AHEAD and (following := next(asked, None)) is not None:
                 place, ids = following
-                self._check(place, ids)
+                check_tokens(ids, place, self.vocab_size)
                 ticket = Ticket.of(self.producer.spool.job, f"{next(self._numbers):032x}", len(ids), time_asked=0)
                 future = self.producer.ask(ticket, ids, spool_bytes(self.encoding, len(ids)))
                 future.add_done_callback(lambda done, p=place, t=ticket, i=ids: there.put((p, t, i, done)))
@@ -76,12 +76,3 @@ class SGLangTarget:
     def _parts(self, location: Location) -> Iterator[Rows]:
         for rows in torch.arange(location.entry.tokens).split(PART_ROWS):
             yield self.reader.read(location, rows, rows)
-
-    def _check(self, place: int, ids: Tensor) -> None:
-        if not len(ids):
-            raise UserError(f"target: document {place} has no tokens; leave it out")
-        if int(ids.min()) < 0 or int(ids.max()) >= self.vocab_size:
-            raise UserError(
-                f"target: document {place} has a token id outside the vocabulary of {self.vocab_size}; tokenise with this "
-                "target's own tokenizer"
-            )

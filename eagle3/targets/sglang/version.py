@@ -130,10 +130,8 @@ def local_logits(processor: nn.Module, head: nn.Module, last: Tensor) -> Tensor:
 
 def hook_settings(info: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """From a server's /server_info: the settings of our hook, None where it has none."""
-    for spec in info.get("forward_hooks") or []:
-        if spec.get("name") == HOOK:
-            return spec.get("config") or {}
-    return None
+    configs = (spec.get("config") or {} for spec in info.get("forward_hooks") or [] if spec.get("name") == HOOK)
+    return next(configs, None)
 
 
 # What the judge and the export check need ------------------------------------------------------------------------------
@@ -155,12 +153,11 @@ def speculative_flags(draft: str, steps: int, topk: int, tree_tokens: int, windo
     """Flags with which a server decodes with an EAGLE3 draft. tree_tokens: verified at a time, the last token put out
     included, so steps + 1 for a chain. window: keys that a query of the draft sees, its own included; None for all, whatever
     config.json says, which SGLang does not read for it. Its flag counts the keys before a query's own (docs/windows.md)."""
-    windowed = [] if window is None else ["--speculative-draft-window-size", str(window - 1)]
     return [
         *("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", draft),
         *("--speculative-num-steps", str(steps), "--speculative-eagle-topk", str(topk)),
         *("--speculative-num-draft-tokens", str(tree_tokens)),
-        *windowed,
+        *([] if window is None else ["--speculative-draft-window-size", str(window - 1)]),
     ]
 
 
