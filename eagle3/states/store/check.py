@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -34,15 +34,14 @@ class Problem(NamedTuple):
         return f"{self.kind}: {where}: {self.detail}"
 
 
-@dataclass
-class Findings:
+class Findings(NamedTuple):
     """samples, tokens: what is whole and counts. indexes: those that can be read."""
 
     provenance_digest: str
     problems: list[Problem]
     indexes: list[ShardIndex]
-    samples: int = 0
-    tokens: int = 0
+    samples: int
+    tokens: int
 
 
 def check_store(path: str, provenance: Provenance, wanted: Iterable[str], report: Callable[[str], None]) -> Findings:
@@ -55,25 +54,23 @@ def check_store(path: str, provenance: Provenance, wanted: Iterable[str], report
     manifest = read_own_manifest(files, provenance)
     reader = HiddenStateStore(files, {}, manifest.record, manifest.digest)
     indexes, broken = find_indexes(files)
-    problems, seen = [Problem("damaged", name, None, error.flaw) for name, error in broken.items()], set()
-    findings = Findings(manifest.digest, problems, indexes)
+    problems = [Problem("damaged", name, None, error.flaw) for name, error in broken.items()]
+    whole: dict[str, int] = {}  # tokens by sample
     sizes = files.sizes()  # looked at after the indexes, before which their shards were there
     progress = Progress(report, "checking the store", len(indexes), "shards")
     for index in indexes:
         for found in _examine(reader, index, sizes):
-            if isinstance(found, Entry) and found.id in seen:
+            if isinstance(found, Entry) and found.id in whole:
                 found = Problem("duplicate", index.name, found.id, "an earlier shard has it too")
             if isinstance(found, Problem):
                 problems.append(found)
-                continue
-            seen.add(found.id)
-            findings.samples += 1
-            findings.tokens += found.tokens
+            else:
+                whole[found.id] = found.tokens
         progress.advance()
-    reported = seen | {problem.sample_id for problem in problems}
+    reported = whole.keys() | {problem.sample_id for problem in problems}
     missing = (sample_id for sample_id in wanted if sample_id not in reported)
     problems += [Problem("missing", None, sample_id, "no shard has it whole") for sample_id in missing]
-    return findings
+    return Findings(manifest.digest, problems, indexes, len(whole), sum(whole.values()))
 
 
 def _examine(reader: HiddenStateStore, index: ShardIndex, sizes: Mapping[str, int | None]) -> Iterator[Entry | Problem]:
@@ -88,7 +85,6 @@ def _examine(reader: HiddenStateStore, index: ShardIndex, sizes: Mapping[str, in
     except DamagedStore as error:  # of none of its samples
         yield Problem(error.kind, index.name, None, f"{index.shard}: {error.flaw}")
         return
-    reader.prepare(index.encoding)
     for start in range(0, len(index.samples), SAMPLES_AT_ONCE):
         members = [Location(index, entry) for entry in index.samples[start : start + SAMPLES_AT_ONCE]]
         try:

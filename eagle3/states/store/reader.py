@@ -17,7 +17,6 @@ from eagle3.states.store.folder import Provenance, read_headers, read_indexes, r
 from eagle3.states.store.shard import (
     HIDDEN,
     NUMPY_TYPES,
-    Encoding,
     Entry,
     ShardIndex,
     kept_rows,
@@ -88,15 +87,9 @@ class HiddenStateStore:
         for index in indexes:
             for entry in index.samples:
                 locations.setdefault(entry.id, Location(index, entry))
-        store = cls(files, locations, manifest.record, manifest.digest, threads)
-        for encoding in {index.encoding for index in indexes}:
-            store.prepare(encoding)
-        return store
-
-    def prepare(self, encoding: Encoding) -> None:
-        """Raises UserError where this machine cannot decode it."""
-        for name in HIDDEN:
-            encoding.make_codec(name)
+        for encoding, name in product({index.encoding for index in indexes}, HIDDEN):
+            encoding.make_codec(name)  # raises UserError where this machine cannot decode it
+        return cls(files, locations, manifest.record, manifest.digest, threads)
 
     def __contains__(self, sample_id: str) -> bool:
         return sample_id in self.locations
