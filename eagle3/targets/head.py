@@ -100,8 +100,14 @@ class _Stored(NamedTuple):
     files: dict[str, str]
 
     def slice(self, tensor: str) -> Any:
-        """safetensors' slice of this tensor, which is read as far as it is asked for."""
-        return safe_open(fetched(self.name, self.files[tensor], self.revision), "pt").get_slice(tensor)
+        """safetensors' slice of this tensor, which tells shape and number format before any of it is read."""
+        return self._file(tensor).get_slice(tensor)
+
+    def read(self, tensor: str) -> Tensor:
+        return self._file(tensor).get_tensor(tensor)
+
+    def _file(self, tensor: str) -> safe_open:
+        return safe_open(fetched(self.name, self.files[tensor], self.revision), "pt")
 
 
 class _Place(NamedTuple):
@@ -196,11 +202,11 @@ def _read(stored: _Stored, place: _Place, dtype: str | torch.dtype | None) -> Te
             f"target {stored.name!r}: its checkpoint lacks {place.parameter}; name the checkpoint of a whole causal "
             "language model in model.target"
         )
-    found = stored.slice(place.tensor)
-    shape = found.get_shape()
+    shape = stored.slice(place.tensor).get_shape()
     if shape != place.shape:
         raise UserError(
             f"target {stored.name!r}: {place.tensor} is {shape} in its checkpoint, {place.shape} by its config; name the "
             "folder of a complete checkpoint in model.target"
         )
-    return found[:] if dtype is None else found[:].to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
+    tensor = stored.read(place.tensor)
+    return tensor if dtype is None else tensor.to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
