@@ -151,7 +151,7 @@ def running(
 
     from eagle3.states.spool import Spool
     from eagle3.states.store.writer import StoreWriter
-    from eagle3.targets.interface import default_aux_layers
+    from eagle3.targets.aux_layers import default_aux_layers
     from eagle3.targets.sglang.client import Producer, Servers
     from eagle3.targets.sglang.hook import HookSettings
     from eagle3.targets.sglang.server import EngineOptions, SGLangServer

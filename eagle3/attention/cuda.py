@@ -5,7 +5,7 @@ the flash-attn package's FlashAttention 3 where `take_installed_flash` finds it.
 efficient: fp32 as well, and any mask. In fp32 its products are split TF32 on tensor cores, near fp32 in accuracy.
 
 Layouts, padding and the arguments that go unread without dropout follow torch's C++ sources. Checked so far without a
-GPU (tests/test_cuda_attention.py): schemas, shapes, number formats, and the layouts against the operators' definitions.
+GPU (tests/attention/test_cuda_attention.py): schemas, shapes, number formats, and the layouts against the operators' definitions.
 What the kernels themselves compute for these calls, in what time, has not been measured yet.
 """
 

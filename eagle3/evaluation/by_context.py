@@ -125,7 +125,7 @@ def ratio_intervals(counts: np.ndarray, verifications: np.ndarray, seed: int) ->
     By a bootstrap over the C conversations, whose verifications are not independent of one another. Its percentiles alone
     are too narrow for few conversations; they are taken further out, by what Student's t and the factor
     sqrt(C / (C - 1)) ask for (the expanded percentile interval of Hesterberg 2015, arXiv:1411.5279, section 4.3). In
-    tests/test_by_context.py 24 conversations then hold the truth in 94 of 100 cases and 8 in 91; two or three can only give
+    tests/evaluation/test_by_context.py 24 conversations then hold the truth in 94 of 100 cases and 8 in 91; two or three can only give
     what they span, which is less. Conversations without a verification say nothing; None where fewer than two are left.
     """
     told = verifications > 0

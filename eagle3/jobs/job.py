@@ -19,8 +19,8 @@ from eagle3.draft.interchange import read_exported
 from eagle3.errors import UserError
 from eagle3.parallel.topology import agreed, every_core
 from eagle3.recipe.schema import Draft, Recipe
+from eagle3.targets.aux_layers import check_aux_layers, default_aux_layers
 from eagle3.targets.checkpoint import fingerprint, load_tokenizer, target_config
-from eagle3.targets.interface import check_aux_layers, default_aux_layers
 from eagle3.targets.transformers import TransformersTarget, load_target
 from eagle3.text.encode import SampleEncoder
 from eagle3.text.prepare import Prepared, Summary, prepare_samples

@@ -1,7 +1,7 @@
 """Will it fit: what a training step holds on each rank, computes and sends, from shapes alone.
 
 Memory follows the code's own allocations and block sizes (objective/recompute.py, attention/, objective/distill.py). The step is followed through the phases in which it may hold most; the largest counts.
-tests/test_planner.py holds the sums to bytes counted in real steps.
+tests/planning/test_planner.py holds the sums to bytes counted in real steps.
 """
 
 import math

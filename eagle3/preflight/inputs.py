@@ -9,7 +9,7 @@ from eagle3.hub import require_target_folder
 from eagle3.parsing import parse_json
 from eagle3.recipe.schema import Model, Recipe
 from eagle3.states.store.files import LocalFiles, is_url, no_store
-from eagle3.targets.interface import check_aux_layers, default_aux_layers
+from eagle3.targets.aux_layers import check_aux_layers, default_aux_layers
 from eagle3.targets.sglang.asking import server_info
 from eagle3.text.conversations import dataset_of
 from eagle3.text.template import check_variables, read_template

@@ -1,0 +1,32 @@
+"""Which layers of a target feed a draft: read without PyTorch, by launchers before anything heavy is imported."""
+
+from collections.abc import Sequence
+
+from eagle3.errors import UserError
+
+
+def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
+    """The layers EAGLE3 reads: 1, n//2-1 and n-4, 0-based; moved as little as keeps them distinct below 8 layers.
+
+    The choice is that of the EAGLE3 reference implementation and of the engines that serve its drafts. The last layer is left
+    out, for SGLang captures what a layer is given, and none is given the last one's output; three layers leave no choice.
+    """
+    if num_layers < 3:
+        raise UserError(f"target: has {num_layers} layers, EAGLE3 reads three; choose a target with at least 3 layers")
+    if num_layers == 3:
+        return 0, 1, 2
+    low = min(1, num_layers - 4)
+    middle = min(max(num_layers // 2 - 1, low + 1), num_layers - 3)
+    high = max(num_layers - 4, middle + 1)
+    return low, middle, high
+
+
+def check_aux_layers(aux_layers: Sequence[int], num_layers: int) -> tuple[int, int, int]:
+    """`aux_layers` as a tuple; UserError unless they are three ascending layers of a target with `num_layers`."""
+    layers = tuple(aux_layers)
+    if len(layers) != 3 or list(layers) != sorted(set(layers)) or layers[0] < 0 or layers[-1] >= num_layers:
+        raise UserError(
+            f"model.aux_layers: {list(layers)} does not fit a target with {num_layers} layers; "
+            f"name three different layers of 0..{num_layers - 1}, low to high"
+        )
+    return layers
