@@ -6,13 +6,12 @@ import subprocess
 import sys
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
+from places import LAUNCHERS, TESTS
 
-TESTS = Path(__file__).parent
-SHIMS, LAUNCHERS = str(TESTS / "sglang_cpu" / "shims"), TESTS.parent / "launchers"
+SHIMS = str(TESTS / "sglang_cpu" / "shims")
 
 
 def pytest_addoption(parser) -> None:

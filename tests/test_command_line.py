@@ -7,14 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny_run import ROOT
+from places import RECIPES, ROOT
 
 from eagle3.command_line import RecipeParser
 from eagle3.errors import UserError
 from eagle3.recipe.loading import OTHER_NAMES, keys_of, load_recipe
 from eagle3.recipe.schema import Recipe
 
-QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
+QUICKSTART = RECIPES / "quickstart.yaml"
 LAUNCHERS = sorted((ROOT / "launchers").glob("*.py"))
 
 

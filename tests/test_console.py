@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from typing import NamedTuple, TextIO
 
 import pytest
-from tiny_run import ROOT, finish, launch, make_target, write_recipe
+from places import LAUNCHERS
+from tiny_run import finish, launch, make_target, write_recipe
 
 from eagle3.console import (
     GREEN,
@@ -325,7 +326,7 @@ def run_here(monkeypatch, stdout: TextIO, name: str, *arguments: str) -> None:
     monkeypatch.setattr(sys, "argv", [name, *arguments])
     monkeypatch.setattr(sys, "stdout", stdout)
     with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(ROOT / "launchers" / name), run_name="__main__")
+        runpy.run_path(str(LAUNCHERS / name), run_name="__main__")
     assert ended.value.code == 0
 
 

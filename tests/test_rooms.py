@@ -8,7 +8,8 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 from deepspeed.runtime.engine import DeepSpeedEngine
-from tiny_run import ROOT, finish, launch, make_target, write_recipe
+from places import ROOT, ZERO2
+from tiny_run import finish, launch, make_target, write_recipe
 
 from eagle3.jobs.train import train
 from eagle3.recipe.loading import load_recipe
@@ -65,7 +66,7 @@ def test_a_stored_step_goes_through_twenty_files_and_the_recipe_is_resolved_once
     threading.setprofile(hook)
     sys.setprofile(hook)
     try:
-        train(load_recipe(recipe, chosen), ROOT / "ds_configs" / "zero2.json", topology)
+        train(load_recipe(recipe, chosen), ZERO2, topology)
     finally:
         sys.setprofile(None)
         threading.setprofile(None)

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 from tiny_run import make_target, metrics, write_recipe  # noqa: E402
 

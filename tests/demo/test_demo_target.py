@@ -1,0 +1,329 @@
+"""The quickstart's target: trained once, found again, and a chat model that the rest can load."""
+
+import json
+import math
+
+import pytest
+import torch
+from jobs import inputs_of
+from places import RECIPES
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from eagle3.demo.target import ANSWERS, HELD_OUT_ANSWERS, RECORD, byte_level_tokenizer, demo_target
+from eagle3.demo.training import LanguageModelTraining, Muon, batches, rate, train_language_model
+from eagle3.errors import UserError
+from eagle3.recipe.loading import load_recipe
+from eagle3.recipe.schema import Demo
+from eagle3.text.standard_library import standard_library_conversations, standard_library_text
+
+TINY = {
+    "vocab_size": 300,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "layers": 4,
+    "heads": 2,
+    "key_value_heads": 1,
+    "context": 32,
+    "batch_tokens": 64,
+    "steps": 2,
+    "learning_rate": 0.02,
+    "adam_learning_rate": 0.01,
+    "answers": 3,
+    "answer_tokens": 4,
+    "seed": 0,
+}
+
+
+def _talk(number):
+    answer = f"The goose number {number} swam over the pond and came back with {number * 7} feathers."
+    return {
+        "messages": [
+            {"role": "user", "content": f"What did goose {number} do?"},
+            {"role": "assistant", "content": answer},
+        ]
+    }
+
+
+TALKS = [_talk(number) for number in range(40)]
+HELD_OUT = [_talk(number) for number in range(90, 96)]
+
+
+def _demo(cache_dir, report=lambda line: None, make=True, **changes):
+    return demo_target(TALKS, HELD_OUT, Demo(**TINY | changes), cache_dir=cache_dir, report=report, make=make)
+
+
+def test_a_second_call_returns_the_same_folder_without_training(tmp_path):
+    first = _demo(tmp_path)
+    lines = []
+    second = _demo(tmp_path, lines.append)
+    assert not first.cached and second.cached and lines == []
+    assert second == first._replace(cached=True)
+
+
+def test_a_cache_that_cannot_be_written_is_said_before_anything_is_trained(tmp_path):
+    (tmp_path / "cache").touch()
+    with pytest.raises(
+        UserError, match=r"^data.cache_dir: .*/cache cannot be written \(.*\); free space there, or set data."
+    ):
+        _demo(tmp_path / "cache", lambda line: pytest.fail(line))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", ANSWERS, RECORD])
+def test_a_flipped_bit_in_a_cached_target_is_found_and_the_target_made_anew(tmp_path, name):
+    made = _demo(tmp_path)
+    path = made.folder / name
+    whole, lines = path.read_bytes(), []
+    damaged = bytearray(whole)
+    damaged[len(whole) // 2] ^= 1
+    path.write_bytes(damaged)
+    with pytest.raises(UserError, match=r"model\.target: demo: .* is damaged \(.*, and one made anew"):
+        _demo(tmp_path, make=False)
+    assert path.read_bytes() == damaged
+    assert not _demo(tmp_path, lines.append).cached and _demo(tmp_path).cached
+    assert lines[0].startswith(f"warning: the demo target {made.folder} is damaged (")
+    assert lines[0].endswith("; it is made anew")
+    assert name == RECORD or path.read_bytes() == whole  # its seconds differ
+
+
+def test_a_cached_target_from_before_digests_is_taken_with_one_line(tmp_path):
+    made, lines = _demo(tmp_path), []
+    record = json.loads((made.folder / RECORD).read_text())
+    (made.folder / RECORD).write_text(
+        json.dumps({name: record[name] for name in record if name not in ("files", "digest")})
+    )
+    assert _demo(tmp_path, lines.append, make=False) == made._replace(cached=True)
+    (line,) = lines
+    assert line.startswith(f"{made.folder}: from before demo targets had digests")
+
+
+def test_who_wants_the_target_of_an_earlier_run_gets_no_new_one(tmp_path):
+    with pytest.raises(UserError, match=r"model\.target: demo: .* is not there, .* set data\.cache_dir"):
+        _demo(tmp_path, make=False)
+    assert not list(tmp_path.iterdir())
+    made = _demo(tmp_path)
+    assert _demo(tmp_path, make=False).folder == made.folder
+
+
+def test_a_demo_target_named_by_its_folder_still_offers_its_answers(tmp_path):
+    folder = _demo(tmp_path).folder
+    recipe = load_recipe(
+        RECIPES / "quickstart.yaml",
+        [f"model.target={folder}", f"data.cache_dir={tmp_path / 'cache'}", "model.draft.vocab_size=null"],
+    )
+    inputs = inputs_of(recipe, torch.device("cpu"), lambda line: None)
+    assert (len(inputs.train), len(inputs.held_out)) == (3, 3)
+    (folder / ANSWERS).unlink()
+    with pytest.raises(UserError, match=r"data\.train names demo_answers, but model\.target is "):
+        inputs_of(recipe, torch.device("cpu"), lambda line: None)
+
+
+def test_another_seed_text_or_size_gives_another_folder(tmp_path):
+    folders = {_demo(tmp_path).folder, _demo(tmp_path, seed=1).folder, _demo(tmp_path, layers=5).folder}
+    folders.add(demo_target(TALKS[1:], HELD_OUT, Demo(**TINY), cache_dir=tmp_path, report=lambda line: None).folder)
+    assert len(folders) == 4
+
+
+def test_the_same_arguments_give_the_same_weights_and_leave_the_callers_random_state_alone(tmp_path):
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    one = _demo(tmp_path / "one")
+    assert torch.rand(1) == expected
+    two = _demo(tmp_path / "two")
+    left = AutoModelForCausalLM.from_pretrained(one.folder).state_dict()
+    right = AutoModelForCausalLM.from_pretrained(two.folder).state_dict()
+    assert one.folder.name == two.folder.name
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_a_run_stopped_half_way_leaves_no_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr("eagle3.console.QUIET_SECONDS", 0.0)
+
+    def stop(line):
+        if " steps, loss " in line:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        _demo(tmp_path, stop)
+    assert list(tmp_path.iterdir()) == []
+    assert not _demo(tmp_path).cached
+
+
+def test_what_a_killed_run_left_is_not_taken_for_a_target(tmp_path):
+    name = _demo(tmp_path / "elsewhere").folder.name
+    leftover = tmp_path / f".{name}-abc" / name
+    leftover.mkdir(parents=True)
+    (leftover / "config.json").write_text("{}")
+    target = _demo(tmp_path)
+    assert not target.cached
+    assert target.folder == tmp_path / name and (target.folder / "training.json").is_file()
+
+
+def test_the_held_out_loss_is_that_of_the_saved_model(tmp_path):
+    target = _demo(tmp_path, steps=8)
+    model = AutoModelForCausalLM.from_pretrained(target.folder)
+    tokenizer = AutoTokenizer.from_pretrained(target.folder)
+    nats, count = 0.0, 0
+    for talk in HELD_OUT:
+        ids = torch.tensor([tokenizer.apply_chat_template(talk["messages"])["input_ids"][:32]])
+        with torch.no_grad():
+            logprobs = model(input_ids=ids).logits[:, :-1].log_softmax(-1)
+        nats -= logprobs.gather(-1, ids[:, 1:, None]).sum().item()
+        count += ids.shape[1] - 1
+    assert target.held_out_loss == pytest.approx(nats / count, abs=1e-4)
+    assert target.held_out_loss < math.log(300)
+    record = json.loads((target.folder / "training.json").read_text())
+    assert record["steps"] == 8 and record["loss"] == target.loss
+
+
+def test_training_learns(tmp_path):
+    short, long = _demo(tmp_path, steps=2), _demo(tmp_path, steps=30, adam_learning_rate=0.03)
+    assert long.loss < short.loss - 1.0
+    assert long.held_out_loss < short.held_out_loss - 1.0
+
+
+def test_the_tokenizer_gives_back_any_text(tmp_path):
+    tokenizer = byte_level_tokenizer(TALKS, 300, 32)
+    for text in ["def f(x):\n\t return  x  \n\n", "Grüße, 鵞鳥 🪿 , end .", " \r\n'quoted' it's"]:
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert len(tokenizer) == 300
+
+
+def test_the_chat_template_marks_turns_and_ends_them_with_eos(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(_demo(tmp_path).folder)
+    messages = [{"role": "user", "content": " Where? "}, {"role": "assistant", "content": "There.\n"}]
+    rendered = "<|im_start|>user\n Where? <|im_end|>\n<|im_start|>assistant\nThere.\n<|im_end|>\n"
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == rendered
+    prompt = tokenizer.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
+    assert rendered.startswith(prompt) and prompt.endswith("<|im_start|>assistant\n")
+    ids = tokenizer(rendered)["input_ids"]
+    assert ids.count(tokenizer.eos_token_id) == 2 and tokenizer.decode(ids) == rendered
+    assert tokenizer.eos_token == "<|im_end|>" and "generation %" not in tokenizer.chat_template
+
+
+def test_every_document_comes_once_an_epoch_in_batches_of_bounded_size():
+    lengths = [3, 9, 1, 4, 4, 12, 7, 2, 5, 8]
+    documents = [torch.full((length,), number) for number, length in enumerate(lengths)]
+    endless, epochs = batches(documents, 12, seed=3), []
+    for _ in range(2):
+        order = []
+        while len(order) < len(documents):
+            batch = next(endless)
+            assert batch.ids.numel() <= 12
+            for ids, labels in zip(*batch, strict=True):
+                number = int(ids[0])
+                assert int((labels != -100).sum()) == lengths[number]
+                assert ids[: lengths[number]].tolist() == labels[: lengths[number]].tolist()
+                assert (ids[lengths[number] :] == 0).all()
+                order.append(number)
+        epochs.append(order)
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(10))
+    assert epochs[0] != epochs[1]
+
+
+def test_files_are_learnt_whole_in_pieces_of_the_context_and_the_first_steps_see_short_ones(tmp_path):
+    texts = [{"text": f"def goose_{number}():\n    return {number * 7}\n" * 9} for number in range(30)]
+    lines, changes = [], {"context": 48, "short_context": 8, "short_steps": 3, "steps": 5}
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 12, "rope_theta": 10000.0}
+    options = {**TINY, **changes, "rope_parameters": rope}
+    made = demo_target(texts, texts[:3], Demo(**options), cache_dir=tmp_path, report=lines.append)
+    config = AutoModelForCausalLM.from_pretrained(made.folder).config
+    assert (config.max_position_embeddings, config.rope_parameters["rope_type"]) == (48, "yarn")
+    assert not (made.folder / ANSWERS).exists()
+    tokenizer = AutoTokenizer.from_pretrained(made.folder)
+    tokens = sum(len(tokenizer(row["text"])["input_ids"]) for row in texts)
+    assert any(f"{tokens:,} tokens of text" in line for line in lines)  # none is cut off
+    assert demo_target(texts, texts[:3], Demo(**options | {"short_steps": 2}), cache_dir=tmp_path).folder != made.folder
+
+
+@pytest.mark.parametrize(
+    "rope", [{"rope_type": "foo"}, {"rope_type": "yarn"}, {"rope_type": "linear", "factor": "two"}]
+)
+def test_a_rope_that_transformers_does_not_take_is_refused_in_one_line(tmp_path, rope):
+    with pytest.raises(UserError, match=rf"^model.demo.rope_parameters: .*{rope['rope_type']}.* leave it out$"):
+        _demo(tmp_path, rope_parameters=rope)
+
+
+def test_the_first_steps_take_the_short_documents(tmp_path):
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=16,
+            hidden_size=8,
+            intermediate_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+        )
+    )
+    seen = []
+    model.register_forward_pre_hook(lambda _, __, given: seen.append(given["input_ids"].shape[1]), with_kwargs=True)
+    training = LanguageModelTraining(12, 5, learning_rate=0.01, adam_learning_rate=0.01, seed=0, short_steps=3)
+    short, whole = [torch.arange(4)] * 6, [torch.arange(12)] * 2
+    train_language_model(model, whole, training, lambda line: None, short)
+    assert seen == [4, 4, 4, 12, 12]
+
+
+@pytest.mark.parametrize("shape", [(24, 24), (48, 16), (16, 48)])
+def test_muon_is_torch_s_but_for_the_rounding_of_bfloat16(shape):
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(shape, generator=generator)
+    ours, theirs = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
+    pair = [(ours, Muon([ours], lr=0.1)), (theirs, torch.optim.Muon([theirs], lr=0.1, weight_decay=0.0))]
+    for _ in range(3):
+        gradient = torch.randn(shape, generator=generator)
+        for weight, optimizer in pair:
+            weight.grad = gradient.clone()
+            optimizer.step()
+    moved = (theirs - start).norm()
+    assert (ours - theirs).norm() < 0.02 * moved
+
+
+def test_the_rate_rises_to_one_and_falls_towards_zero():
+    rates = [rate(step, 100) for step in range(100)]
+    top = rates.index(1.0)
+    assert rates[: top + 1] == sorted(rates[: top + 1]) and rates[top:] == sorted(rates[top:], reverse=True)
+    assert 0 < rates[-1] < 0.02 and max(rates) == 1.0
+    assert all(rate(step, 2) > 0 for step in range(2))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"heads": 3}, "heads 3"),
+        ({"key_value_heads": 4}, "key_value_heads 4"),
+        ({"batch_tokens": 31}, "batch_tokens: 31"),
+        ({"vocab_size": 258}, "vocab_size: 258"),
+        ({"vocab_size": 30000}, "vocab_size: 30000"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_its_name_and_value(tmp_path, changes, named):
+    with pytest.raises(UserError, match=named):
+        _demo(tmp_path, **changes)
+
+
+def test_no_held_out_text_is_refused(tmp_path):
+    with pytest.raises(UserError, match="data.held_out"):
+        demo_target(TALKS, [], Demo(**TINY), cache_dir=tmp_path, report=lambda line: None)
+
+
+def test_the_answers_are_what_the_saved_target_says_when_asked_alone(tmp_path):
+    folder = _demo(tmp_path, steps=20, answers=3, answer_tokens=6).folder
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder).eval()
+    rows = [json.loads(line) for name in (ANSWERS, HELD_OUT_ANSWERS) for line in (folder / name).open(encoding="utf-8")]
+    assert rows
+    for question, answer in (row["messages"] for row in rows):
+        ids = tokenizer.apply_chat_template([question], add_generation_prompt=True, return_tensors="pt")["input_ids"]
+        prompt = ids.shape[1]
+        for _ in range(6):
+            best = model(ids).logits[0, -1].argmax()
+            ids = torch.cat((ids, best.view(1, 1)), 1)
+            if best == tokenizer.eos_token_id:
+                break
+        assert answer == {"role": "assistant", "content": tokenizer.decode(ids[0, prompt:], skip_special_tokens=True)}
+
+
+def test_the_library_text_is_held_out_by_whole_modules():
+    text = standard_library_text()
+    module = [{row["messages"][0]["content"].split("`")[1].split(".")[0] for row in part} for part in text]
+    assert text.held_out and not module[0] & module[1]
+    assert len(text.train) + len(text.held_out) == len(standard_library_conversations())

@@ -1,0 +1,160 @@
+"""vLLM reads an export's auxiliary layers as training did: by its own functions where its files are, and by what they compute."""
+
+import json
+from bisect import bisect_right
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+import torch
+from transformers import AutoConfig, DeepseekV2Config, LlamaConfig, LlamaForCausalLM, PreTrainedConfig
+from vllm_source import VLLMSource, installed
+
+from eagle3.draft.derivation import derive_draft
+from eagle3.targets.aux_layers import default_aux_layers
+from eagle3.targets.transformers import TransformersTarget
+
+LAYERS = 10
+CHOICES = [default_aux_layers(LAYERS), (0, 4, 9), (2, 3, 7)]
+every_choice = pytest.mark.parametrize("aux_layers", CHOICES, ids=str)
+RUNNERS = {
+    "V2 runner": ("v1/worker/gpu/spec_decode/eagle/eagle3_utils.py", "get_eagle3_aux_layers_from_config"),
+    "V1 runner": ("v1/worker/gpu_model_runner.py", "GPUModelRunner._get_eagle3_aux_layers_from_config"),
+}
+
+
+@pytest.fixture(scope="module")
+def vllm(request) -> VLLMSource:
+    chosen = request.config.getoption("--vllm")
+    root = Path(chosen) if chosen else installed()
+    if root is None:
+        pytest.skip("vLLM is not installed, and --vllm names no wheel of it (pip download vllm --no-deps)")
+    return VLLMSource(root)
+
+
+@pytest.fixture(scope="module")
+def target() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(
+        **sizes, vocab_size=50, num_hidden_layers=LAYERS, max_position_embeddings=64, initializer_range=0.2
+    )
+    return LlamaForCausalLM(config).double()
+
+
+def exported_config(folder: Path, target: LlamaForCausalLM, aux_layers: tuple[int, ...]) -> dict:
+    """What an export of a draft for `target` writes; it is in folder/config.json too."""
+    draft = derive_draft(target.config, draft_vocab_size=30, aux_layers=aux_layers)
+    (folder / "config.json").write_text(json.dumps(draft.to_json("float32")))
+    return json.loads((folder / "config.json").read_text())
+
+
+@every_choice
+def test_by_the_rule_of_vllm_0_33_0_an_export_reads_the_layers_it_was_trained_on(tmp_path, target, aux_layers):
+    """The rule, as `get_eagle3_aux_layers_from_config` and `set_eagle3_aux_hidden_state_layers` have it in
+    vllm/v1/worker/gpu/spec_decode/eagle/eagle3_utils.py of 0.33.0: the ids at the top level, else the target's default; and
+    LlamaModel.forward in vllm/model_executor/models/llama.py: after layer i, where i + 1 is among them."""
+    exported = exported_config(tmp_path, target, aux_layers)
+    ids = exported.get("eagle_aux_hidden_state_layer_ids") or (2, LAYERS // 2, LAYERS - 3)
+    assert tuple(layer for layer in range(LAYERS) if layer + 1 in ids) == aux_layers
+
+
+@every_choice
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_vllms_own_functions_capture_the_layers_that_the_draft_was_trained_on(
+    vllm, tmp_path, target, aux_layers, runner
+):
+    """From config.json, by vLLM's config class, to the tensors that its loop over a target's layers hands to the draft, which are
+    those of training. The layers are transformers'; pipeline ranks, logging and compilation are left out."""
+    exported_config(tmp_path, target, aux_layers)
+    own = vllm.definition(
+        "transformers_utils/configs/eagle.py",
+        "EAGLEConfig",
+        AutoConfig=AutoConfig,
+        DeepseekV2Config=DeepseekV2Config,
+        PreTrainedConfig=PreTrainedConfig,
+    )
+    config = own(AutoConfig.from_pretrained(tmp_path), method="eagle3", model_type="eagle")
+    speculative = SimpleNamespace(draft_model_config=SimpleNamespace(hf_config=config))
+    chosen = vllm.definition(*RUNNERS[runner])(
+        SimpleNamespace(speculative_config=speculative) if runner == "V1 runner" else speculative
+    )
+    ids = torch.randint(50, (17,), generator=torch.Generator().manual_seed(1))
+    (trained,) = TransformersTarget(target, aux_layers=aux_layers, prefill_tokens=64).prefill([ids])
+    captured = vllm_forward(vllm, target, ids, chosen)
+    assert len(captured) == 3
+    assert torch.allclose(torch.cat(captured, dim=-1), trained.aux, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_vllms_own_functions_give_an_export_the_window_that_it_was_trained_with(vllm, tmp_path, target, window):
+    """From config.json, by vLLM's attention of a draft's layer, to what flash attention is asked for: so many keys before a
+    query's own, which makes W of them. Layers stand in for vLLM's, and kernels are not run."""
+    draft = derive_draft(target.config, draft_vocab_size=30, aux_layers=CHOICES[0], window=window)
+    (tmp_path / "config.json").write_text(json.dumps(draft.to_json("float32")))
+    config = AutoConfig.from_pretrained(tmp_path)
+    config.target_layer_count = LAYERS  # as vLLM numbers a draft's layers
+    kinds, asked = SimpleNamespace(DECODER="decoder", ENCODER_ONLY="encoder_only"), {}
+    nothing = dict.fromkeys(("QKVParallelLinear", "RowParallelLinear", "get_rope"), lambda *_, **__: None)
+    attention = vllm.definition(
+        "model_executor/models/llama.py",
+        "LlamaAttention",
+        nn=torch.nn,
+        AttentionType=kinds,
+        Attention=lambda *_, **given: asked.update(given),
+        EncoderOnlyAttention=None,
+        extract_layer_index=lambda prefix: int(prefix.split(".")[2]),
+        get_tensor_model_parallel_world_size=lambda: 1,
+        **nothing,
+    )
+    attention(config, draft.hidden_size, 4, 2, prefix=f"model.layers.{LAYERS}.self_attn")
+    start = vllm.definition(
+        "v1/attention/backends/flash_attn.py", "FlashAttentionImpl.__init__", AttentionType=kinds, torch=torch
+    )
+    flash = SimpleNamespace()
+    with pytest.raises(NameError):  # at what comes after the window, the platform among it
+        start(flash, 4, draft.head_dim, 1.0, 2, None, asked["per_layer_sliding_window"], "auto")
+    assert flash.sliding_window == ((-1, -1) if window is None else (window - 1, 0))
+
+
+def vllm_forward(
+    vllm: VLLMSource, target: LlamaForCausalLM, ids: torch.Tensor, layers: tuple[int, ...]
+) -> list[torch.Tensor]:
+    """The auxiliary states of vLLM's LlamaModel.forward."""
+    mixin = vllm.definition(
+        "model_executor/models/interfaces.py", "EagleModelMixin", ClassVar=ClassVar, bisect_right=bisect_right
+    )
+    alone = SimpleNamespace(is_first_rank=True, is_last_rank=True)
+    forward = vllm.definition(
+        "model_executor/models/llama.py", "LlamaModel.forward", islice=islice, get_pp_group=lambda: alone
+    )
+    decoder = target.model
+    angles = decoder.rotary_emb(torch.zeros(1, dtype=torch.double), torch.arange(len(ids))[None])
+
+    class Model(mixin):
+        start_layer, end_layer = 0, LAYERS
+
+        def _cache_aux_pp_layout(self):
+            """Of pipeline ranks, of which there is one."""
+
+        def embed_input_ids(self, ids):
+            return decoder.embed_tokens(ids)
+
+        def norm(self, hidden, residual):
+            return decoder.norm(hidden + residual), hidden + residual
+
+    def layer(own):
+        def apply(positions, hidden, residual):
+            stream = hidden if residual is None else hidden + residual
+            return own(stream[None], position_embeddings=angles)[0] - stream, stream
+
+        return apply
+
+    model = Model()
+    model.layers = [layer(own) for own in decoder.layers]
+    model._set_aux_hidden_state_layers(layers)
+    with torch.no_grad():
+        _, captured = forward(model, ids, torch.arange(len(ids)), None, None)
+    return captured

@@ -1,0 +1,264 @@
+"""Acceptance by context: which prompts a bucket takes, intervals that hold what they promise, and the launcher from end to end."""
+
+import json
+import re
+import runpy
+import sys
+
+import numpy as np
+import pytest
+import torch
+from jobs import inputs_of
+from places import LAUNCHERS
+from test_evaluate import refused
+from tiny_run import finish, launch, make_target, write_recipe
+
+from eagle3.console import Console
+from eagle3.draft.derivation import derive_draft
+from eagle3.draft.interchange import export_draft
+from eagle3.errors import UserError
+from eagle3.evaluation.acceptance import Decoding, Sampling, Verification
+from eagle3.evaluation.by_context import ContextAcceptance, ContextJudgement, ratio_intervals
+from eagle3.evaluation.context_prompts import prompt_contexts, sample_contexts
+from eagle3.evaluation.decoding import SpeculativeOutput
+from eagle3.evaluation.drafter import untrained_draft
+from eagle3.evaluation.speculative import DecodedConversation
+from eagle3.jobs.evaluate import decoding_of, judge_contexts
+from eagle3.recipe.loading import load_recipe
+from eagle3.targets.checkpoint import fingerprint
+from eagle3.targets.transformers import load_target
+from eagle3.text.samples import SampleSet
+
+
+def samples(*answers: list[tuple[int, int]], tokens: int = 100) -> SampleSet:
+    """One for each list of answers (begin, end), of tokens 0, 1, 2, ..."""
+    masks = [np.zeros(tokens, bool) for _ in answers]
+    for mask, ranges in zip(masks, answers, strict=True):
+        for begin, end in ranges:
+            mask[begin:end] = True
+    return SampleSet.pack([(np.arange(tokens), mask) for mask in masks])
+
+
+def lengths(buckets) -> dict[int, list[int]]:
+    return {bucket.context: [len(prompt) for prompt in bucket.prompts] for bucket in buckets}
+
+
+def test_a_prompt_is_as_long_as_its_bucket_allows_and_an_answer_goes_on_after_it():
+    held_out = samples([(20, 30), (60, 70)], [(5, 9)], [(40, 41)], [])
+    buckets = sample_contexts(held_out, [8, 16, 32, 64, 128], per_context=8, longest=99)
+    assert lengths(buckets) == {8: [8], 16: [], 32: [29], 64: [64, 40], 128: [69]}
+    assert all(torch.equal(prompt, torch.arange(len(prompt))) for _, prompts in buckets for prompt in prompts)
+    assert lengths(sample_contexts(held_out, [64, 128], 8, longest=62)) == {64: [62, 40], 128: []}
+
+
+def test_buckets_take_the_same_samples_where_these_are_long_enough():
+    """Ten samples, every second of which is long: two long ones are chosen, and stand in the short bucket, too."""
+    held_out = samples(*([(10, 90)] if number % 2 else [(10, 30)] for number in range(10)))
+    (_, short), (_, long) = sample_contexts(held_out, [32, 64], per_context=2, longest=99)
+    assert [len(prompt) for prompt in short] == [32, 32] and [len(prompt) for prompt in long] == [64, 64]
+    (_, more), _ = sample_contexts(held_out, [32, 64], per_context=7, longest=99)
+    assert sorted(len(prompt) for prompt in more) == [29, 29, 32, 32, 32, 32, 32]
+
+
+def test_buckets_double_as_far_as_texts_and_target_go():
+    held_out = samples([(300, 2000)], [(100, 700)], tokens=3000)
+    assert lengths(sample_contexts(held_out, None, 8, longest=10_000)) == {
+        512: [512, 512],
+        1024: [1024, 699],
+        2048: [1999],
+    }
+    assert lengths(sample_contexts(held_out, None, 8, longest=900)) == {512: [512, 512], 1024: [900, 699]}
+
+
+def test_a_prompt_of_a_file_belongs_to_the_bucket_of_its_length():
+    prompts = [torch.arange(length) for length in (300, 512, 600, 257, 256)]
+    assert lengths(prompt_contexts(prompts, None, 8, longest=4000)) == {512: [300, 512, 257], 1024: [600]}
+    assert lengths(prompt_contexts(prompts, None, 2, longest=4000))[512] == [300, 257], "spread evenly"
+
+
+def test_texts_that_are_all_too_short_are_refused():
+    with pytest.raises(UserError, match="no answer in 1 held-out samples goes on after more than 256 tokens"):
+        sample_contexts(samples([(10, 90)]), None, 8, longest=4000)
+    with pytest.raises(UserError, match="none of 1 prompts .* longest has 90 tokens"):
+        prompt_contexts([torch.arange(90)], None, 8, longest=4000)
+
+
+def clusters(conversations: int, generator: np.random.Generator) -> list[np.ndarray]:
+    """What each verification yields, of conversations whose acceptance differs, and with it how many verifications their 60
+    tokens need."""
+    yields = [1 + generator.binomial(3, share, size=60) for share in generator.beta(3, 2, size=conversations)]
+    return [each[: np.searchsorted(each.cumsum(), 60) + 1] for each in yields]
+
+
+def totals(yields: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """(yielded [C, 1], verifications [C])"""
+    return np.array([[each.sum()] for each in yields]), np.array([len(each) for each in yields])
+
+
+@pytest.mark.parametrize("conversations", [8, 24])
+def test_intervals_hold_the_truth_as_often_as_they_promise(conversations):
+    """95% of 400, to four standard deviations (1.1% each), and 2% less for a distribution that is not quite normal.
+    Verifications taken for independent of one another hold it far less often."""
+    generator = np.random.default_rng(1)
+    counts, verifications = totals(clusters(20_000, generator))
+    truth = counts.sum() / verifications.sum()
+    held, independent = [], []
+    for seed in range(400):
+        yields = clusters(conversations, generator)
+        ((low, high),) = ratio_intervals(*totals(yields), seed)
+        held.append(low <= truth <= high)
+        if seed < 100:
+            ((low, high),) = ratio_intervals(*totals(np.concatenate(yields)[:, None]), seed)
+            independent.append(low <= truth <= high)
+    assert 0.95 - 0.044 - 0.02 < np.mean(held) < 0.95 + 0.044
+    assert np.mean(independent) < 0.75
+
+
+def test_intervals_of_many_conversations_are_those_of_the_ratio_estimator():
+    """Its variance (Cochran 1977, section 6.3): sum of (y - r x)^2 / (C - 1), over C times the square of the mean of x. The
+    2,000 resamples leave a standard error of 2% in each end."""
+    counts, verifications = totals(clusters(400, np.random.default_rng(2)))
+    ratio = counts[:, 0].sum() / verifications.sum()
+    error = (((counts[:, 0] - ratio * verifications) ** 2).sum() / 399 / 400) ** 0.5 / verifications.mean()
+    ((low, high),) = ratio_intervals(counts, verifications, seed=3)
+    assert (low, high) == pytest.approx((ratio - 1.966 * error, ratio + 1.966 * error), abs=0.25 * error)
+    assert ratio_intervals(counts, verifications, seed=3).tolist() == [[low, high]], "a seed makes the interval"
+
+
+def test_one_conversation_has_no_interval_and_two_have_all_that_they_span():
+    assert ratio_intervals(np.array([[30]]), np.array([10]), seed=0) is None
+    assert ratio_intervals(np.array([[30], [0]]), np.array([10, 0]), seed=0) is None, "one that says nothing"
+    assert ratio_intervals(np.array([[30], [20]]), np.array([10, 10]), seed=0).tolist() == [[2, 3]]
+
+
+def decoded(*accepted: int, verdict: str | None = "identical") -> DecodedConversation:
+    made = [Verification([5, 5, 5], count, [5] * (count + 1)) for count in accepted]
+    return DecodedConversation(SpeculativeOutput([5], made), verdict, 1, 1.0, 1.0)
+
+
+def test_a_bucket_is_counted_over_its_conversations():
+    found = ContextAcceptance.over(512, [decoded(3, 0), decoded(1, verdict="tie"), decoded()], draft_tokens=3, seed=0)
+    assert (found.conversations, found.verifications, found.acceptance_length) == (3, 3, 7 / 3)
+    assert found.position_acceptance == [2 / 3, 1 / 3, 1 / 3]
+    assert found.interval == [2, 2.5] and found.position_intervals == [[0.5, 1], [0, 0.5], [0, 0.5]]
+    assert found.of_each == [(5, 2), (2, 1), (0, 0)]
+    assert (found.mismatches, found.ties, found.compared) == (0, 1, True)
+    alone = ContextAcceptance.over(512, [decoded(3, 0, verdict=None)], draft_tokens=3, seed=0)
+    assert alone.interval is alone.position_intervals is None and not alone.compared
+
+
+def test_the_tables_fit_60_columns_and_say_what_differs():
+    verdicts = (["identical"] * 9, ["identical", "tie"], ["mismatch"] * 12)
+    contexts = [
+        ContextAcceptance.over(size, [decoded(3, 1, verdict=each) for each in some], 3, seed=0)
+        for size, some in zip((512, 131_072, 1_048_576), verdicts, strict=True)
+    ]
+    judgement = ContextJudgement(contexts, [1024], "transformers", "5", Decoding(3, 64))
+    lines = judgement.lines()
+    assert max(map(len, lines)) <= 60 and judgement.lossless is False
+    assert [line.split()[-1] for line in lines[2:5]] == ["equal", "tied", "DIFFER"]
+    assert len({len(line) for line in lines[1:5]}) == 1, "aligned"
+    assert json.loads(json.dumps(judgement.as_dict()))["left_out"] == [1024]
+
+
+@pytest.fixture(scope="module")
+def run(topology, tmp_path_factory):
+    """The recipe of a run whose draft has learnt nothing."""
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("run")
+    target = load_target(make_target(folder / "target"), dtype="float32")
+    shape = derive_draft(target.model.config, draft_vocab_size=200, aux_layers=target.aux_layers)
+    draft = untrained_draft(
+        shape, target.weights(), topology.modules, seed=0, dtype=torch.float32, device=torch.device("cpu")
+    )
+    t2d = torch.arange(shape.vocab_size) < 200
+    weights = dict(draft.named_parameters())
+    export_draft(
+        folder / "run" / "export",
+        draft,
+        weights,
+        d2t=torch.zeros(200, dtype=torch.long),
+        t2d=t2d,
+        dtype=torch.float32,
+        with_embedding=False,
+    )
+    evaluation = {"conversations": 2, "new_tokens": 12}
+    return write_recipe(folder, folder / "target", model={"draft": {"vocab_size": 200}}, evaluation=evaluation)
+
+
+def test_by_context_writes_and_prints_every_bucket(run):
+    command = ["launchers/evaluate.py", "--recipe", str(run), "--by-context", "--contexts", "16,32,64,128"]
+    said = finish(launch(sys.executable, *command, "--per-context", "3"))
+    folder = run.parent / "run"
+    result = json.loads((folder / "by_context.json").read_text())
+    assert (result["engine"], result["temperature"], result["seed"]) == ("transformers", 0, 0)
+    assert (result["draft_tokens"], result["new_tokens"], result["draft"]) == (4, 12, str(folder / "export"))
+    target = fingerprint(run.parent / "target")[:8]
+    assert result["target"] == f"target ({target})" and re.fullmatch(
+        r"\d+ held-out samples of [\d,]+ tokens", result["texts"]
+    )
+    assert ([each["context"] for each in result["contexts"]], result["left_out"]) == ([32, 64], [16, 128])
+    assert "context 128: left out, no text is of that length" in said
+    rows = {line.split()[0]: line.split() for line in said.splitlines() if line.startswith("     ")}
+    for each in result["contexts"]:
+        assert each["conversations"] == 3 and each["mismatches"] == 0 and each["compared"]
+        assert each["interval"][0] <= each["acceptance_length"] <= each["interval"][1]
+        assert len(each["position_acceptance"]) == len(each["position_intervals"]) == 4
+        assert rows[str(each["context"])] == [str(each["context"]), *(f"{x:.2f}" for x in each["position_acceptance"])]
+    # a second judge would not call this something else than an evaluation
+    runpy.run_path(str(LAUNCHERS / "evaluate.py"))["check_out"](folder / "by_context.json")
+
+
+def test_a_quiet_judge_says_the_result_alone_and_leaves_examples(run):
+    """Sampled, so that there is nothing to compare with."""
+    command = ["launchers/evaluate.py", "--recipe", str(run), "--temperature", "1", "--quiet"]
+    said = finish(launch(sys.executable, *command))
+    folder = run.parent / "run"
+    assert said.startswith("acceptance length ") and said.endswith(f"written to {folder / 'evaluation.json'}\n")
+    assert "sampled at temperature 1, seed 0: not compared with plain sampling" in said
+    result = json.loads((folder / "evaluation.json").read_text())
+    assert result["lossless"] is None and (result["temperature"], result["compared"]) == (1, False)
+    assert len(result["examples"]) == 2
+    for example in result["examples"]:
+        assert example["prompt"].endswith("<|im_start|>assistant\n") and len(example["prompt"]) <= 300
+        assert example["first"] and all(verified["own"] != "" for verified in example["verifications"])
+    made = [verified for example in result["examples"] for verified in example["verifications"]]
+    assert len(made) == result["verifications"]
+    assert sum(len(verified["accepted"]) for verified in made) == sum(result["accepted"])
+    assert all(len(each["accepted"]) + len(each["rejected"]) == 4 for each in made if each["own"] is not None)
+
+
+def test_contexts_are_judged_by_samples_too_and_not_beyond_the_targets(run, topology):
+    recipe, heard = load_recipe(run), Console(speaks=False)
+    inputs = inputs_of(recipe, topology.device, heard)
+    arguments = (inputs, recipe.output.dir / "export", topology, heard)
+    torch.set_num_threads(1)
+    decoding = decoding_of(recipe, Sampling(0.8, seed=3))
+    judgement = judge_contexts(*arguments, contexts=[32, 64], per_context=2, decoding=decoding)
+    assert [each.conversations for each in judgement.contexts] == [2, 2] and judgement.lossless is None
+    assert judgement.lines()[0] == "acceptance length by context (temperature 0.8, 12 new tokens)"
+    again = judge_contexts(*arguments, contexts=[32, 64], per_context=2, decoding=decoding)
+    assert again == judgement
+    with pytest.raises(UserError, match="--contexts: 512 is beyond the target's context of 256; name smaller ones"):
+        judge_contexts(*arguments, contexts=[64, 512], per_context=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--by-context", "--contexts", "0"], "--contexts 0: name lengths in tokens, ascending"),
+        (["--by-context", "--contexts", "64,32"], "--contexts 64,32: name lengths"),
+        (["--by-context", "--contexts", "64,64"], "--contexts 64,64: name lengths"),
+        (["--by-context", "--contexts", "512,1k"], "--contexts 512,1k: name lengths"),
+        (["--by-context", "--per-context", "0"], "--per-context 0: a length has 1 prompt or more"),
+        (["--contexts", "64"], "--contexts 64: is for --by-context"),
+        (["--temperature", "-1"], "--temperature -1.0: use 0 for greedy"),
+        (["--temperature", "nan"], "--temperature nan: use 0 for greedy"),
+        (["--temperature", "inf"], "--temperature inf: use 0 for greedy"),
+        (["--seed", "-1"], "--seed -1: use a number from 0"),
+        (["--temperature", "1", "--engine", "sglang"], "--temperature 1: SGLang is judged greedily"),
+        (["--by-context", "--engine", "sglang"], "--by-context: SGLang is judged greedily"),
+    ],
+)
+def test_evaluate_refuses_at_once_what_no_bucket_or_sample_can_be(run, monkeypatch, capsys, arguments, said):
+    assert said in refused(monkeypatch, capsys, "evaluate.py", "--recipe", run, *arguments)

@@ -1,0 +1,289 @@
+"""The prompts of a judged draft, trees of drafts, and what evaluate.py refuses before anything is loaded."""
+
+import json
+import re
+import runpy
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import pytest
+from places import LAUNCHERS
+from tiny_run import make_target, write_recipe
+from transformers import AutoConfig, AutoTokenizer
+
+from eagle3.console import Console
+from eagle3.draft.derivation import derive_draft
+from eagle3.errors import UserError
+from eagle3.evaluation.drafter import check_belongs
+from eagle3.evaluation.export_check import NotInstalled, check_export
+from eagle3.evaluation.judge import Judgement
+from eagle3.evaluation.prompts import read_prompts
+from eagle3.evaluation.sglang_judge import DraftTree, TimedAnswer, count_drafted
+from eagle3.evaluation.speculative import SpeculativeResult
+from eagle3.recipe.loading import dump_recipe, load_recipe
+from eagle3.targets.sglang.version import GreedyAnswer
+
+TURNS = [
+    {"role": "user", "content": "Who sat on the mat?"},
+    {"role": "assistant", "content": "The cat."},
+    {"role": "user", "content": "And why?"},
+    {"role": "assistant", "content": "Nobody could say."},
+]
+PROMPT = (
+    "<|im_start|>user\nWho sat on the mat?<|im_end|>\n<|im_start|>assistant\nThe cat.<|im_end|>\n"
+    "<|im_start|>user\nAnd why?<|im_end|>\n<|im_start|>assistant\n"
+)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return make_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(target):
+    return AutoTokenizer.from_pretrained(target)
+
+
+def read(tmp_path, tokenizer, name: str, text: str, longest: int = 200, template: str | None = None) -> list[list[int]]:
+    path = tmp_path / name
+    path.write_text(text, encoding="utf-8")
+    return [prompt.tolist() for prompt in read_prompts(path, tokenizer, template, longest)]
+
+
+def ids(tokenizer, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def test_a_prompt_is_all_before_the_last_answer(tmp_path, tokenizer):
+    for turns in (TURNS, TURNS[:3]):  # answered, and asked only
+        rows = json.dumps({"messages": turns})
+        assert read(tmp_path, tokenizer, "a.jsonl", rows) == [ids(tokenizer, PROMPT)]
+    shared = [{"from": "human", "value": "And why?"}, {"from": "gpt", "value": "So early."}]
+    asked = "<|im_start|>user\nAnd why?<|im_end|>\n<|im_start|>assistant\n"
+    assert read(tmp_path, tokenizer, "a.json", json.dumps([{"conversations": shared}])) == [ids(tokenizer, asked)]
+
+
+def test_a_text_is_continued_and_a_line_is_a_question(tmp_path, tokenizer):
+    rows = "".join(json.dumps({"text": text}) + "\n" for text in ("The cat sat", "and rain fell"))
+    assert read(tmp_path, tokenizer, "a.jsonl", rows) == [
+        ids(tokenizer, "The cat sat"),
+        ids(tokenizer, "and rain fell"),
+    ]
+    asked = "<|im_start|>user\nAnd why?<|im_end|>\n<|im_start|>assistant\n"
+    assert read(tmp_path, tokenizer, "a.txt", "\nAnd why?  \n\nAnd why?") == [ids(tokenizer, asked)] * 2
+
+
+def test_a_template_given_replaces_the_tokenizers(tmp_path, tokenizer):
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    assert read(tmp_path, tokenizer, "a.txt", "And why?", template=template) == [ids(tokenizer, "And why?")]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.jsonl", "", "a.jsonl: holds no rows"),
+        ("a.txt", "\n \n", "a.txt: holds no lines"),
+        ("a.jsonl", '{"text": "a"}\n{"text"\n', "a.jsonl:2: not valid JSON"),
+        ("a.csv", "text\n", "are not read"),
+        ("a.jsonl", '{"question": "why?"}', "none of `messages`"),
+        ("a.jsonl", '{"messages": [{"role": "assistant", "content": "So."}]}', "a.jsonl:1: asks nothing"),
+        ("a.jsonl", '{"text": ""}', "a.jsonl:1: the prompt has no tokens"),
+        ("a.jsonl", json.dumps({"text": "rain fell " * 60}), "at most 50 leave room"),
+    ],
+)
+def test_a_file_that_holds_no_prompts_is_refused_in_one_line(tmp_path, tokenizer, name, text, said):
+    with pytest.raises(UserError) as refusal:
+        read(tmp_path, tokenizer, name, text, longest=50)
+    assert said in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_a_conversation_without_a_template_is_refused(tmp_path, tokenizer):
+    bare = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
+    bare.chat_template = None
+    with pytest.raises(UserError, match="no chat template"):
+        read(tmp_path, bare, "a.txt", "And why?")
+    assert read(tmp_path, bare, "a.jsonl", '{"text": "And why?"}') == [ids(bare, "And why?")]
+
+
+def test_a_tree_has_what_its_steps_can_open():
+    assert DraftTree.of(4, 1, None) == DraftTree.of(4, 1, 5) == (4, 1, 5)
+    assert DraftTree.of(3, 4, None) == (3, 4, 13)
+    assert DraftTree.of(2, 3, 13) == (2, 3, 13)  # 3 nodes after the root, 9 after those
+    for steps, topk, tokens in ((2, 3, 14), (3, 2, 1), (3, 1, 5), (3, 0, None)):
+        with pytest.raises(UserError):
+            DraftTree.of(steps, topk, tokens)
+
+
+def served(histogram: list[int], tokens: int, stopped: bool) -> TimedAnswer:
+    return TimedAnswer(GreedyAnswer([7] * tokens, stopped, histogram), 1.0)
+
+
+def test_verifications_are_counted_in_full_up_to_an_eos():
+    """8 = 1 of the prefill + 7; the first answer's last verification reached one token beyond, the second's ended early."""
+    cut, ended = served([1, 0, 1, 1], 8, False), served([1, 0, 0, 2], 8, True)
+    alone = count_drafted([cut], 3)
+    assert (alone.verifications, alone.yielded, alone.accepted) == (3, 1 + 3 + 4, [2, 2, 1])
+    both = count_drafted([cut, ended], 3)
+    assert (both.verifications, both.yielded, both.accepted) == (6, 8 + 7, [4, 4, 3])
+    assert both.new_tokens == 16 and both.seconds_speculative == 2.0
+
+
+def test_what_people_read_names_engine_and_speed():
+    result = SpeculativeResult(2, 2, 60, 20, 58, [12, 8], 2, 0, 0, seconds_speculative=2.0, seconds_plain=3.0)
+    judgement = Judgement(result, None, "sglang", "0.5.23", topk=1, tree_tokens=3)
+    lines = judgement.lines()
+    assert "30.0 tokens/s, 20.0 without the draft: 1.50 times as fast (by sglang 0.5.23" in lines[-1]
+    assert not any("untrained" in line for line in lines)
+    kept = judgement.as_dict()
+    assert kept["engine"] == "sglang" and kept["speed"] == {"speculative": 30.0, "plain": 20.0}
+    assert json.loads(json.dumps(kept)) == kept
+
+
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        ((3, 4, 48, 45, 45, [0, 0, 0, 0]), "45 tokens from 45 verifications, and 3 from the prefills: 48 put out"),
+        (
+            (24, 4, 1941, 799, 1936, [495, 328, 192, 128]),
+            "1,936 tokens from 799 verifications, and 24 from the prefills, less 19 beyond the answers' length: 1,941 put out",
+        ),
+    ],
+)
+def test_the_judges_counts_add_up_and_give_the_acceptance_length(result, said):
+    counts = SpeculativeResult(*result, 0, 0, 0, seconds_speculative=1.0, seconds_plain=1.0)
+    lines = Judgement(counts, None, "transformers", "5", topk=1, tree_tokens=5).lines()
+    assert said in lines
+    yielded, verifications, prefills, *less, put_out = [
+        int(number.replace(",", "")) for number in re.findall(r"[\d,]*\d", said)
+    ]
+    assert yielded + prefills - sum(less) == put_out
+    assert lines[0].startswith(f"acceptance length {yielded / verifications:.2f} (")
+
+
+def test_a_draft_of_another_target_is_refused(tmp_path, target):
+    config = derive_draft(AutoConfig.from_pretrained(target), draft_vocab_size=64, aux_layers=(1, 2, 3))
+    check_belongs(config, tmp_path, config.vocab_size, 32)
+    with pytest.raises(UserError, match=f"vocabulary {config.vocab_size} and hidden size 32, this one has .* and 64"):
+        check_belongs(config, tmp_path, config.vocab_size, 64)
+
+
+def make_export(run: Path) -> None:
+    """As far as a launcher looks before it loads anything."""
+    (run / "export").mkdir(parents=True)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": 300}
+    shape |= {"layer_types": ["sliding_attention"], "sliding_window": 6}
+    (run / "export" / "config.json").write_text(json.dumps(shape))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--engine", "vllm"], "--engine vllm: there is none of that name"),
+        (["--topk", "2"], "use --engine sglang"),
+        (["--tree-tokens", "5"], "use --engine sglang"),
+        (["--prompts", __file__], "is no file of such a kind; name a .jsonl"),
+        (["--prompts", "/nowhere.jsonl"], "--prompts /nowhere.jsonl: no such file"),
+        (["--draft", "/nowhere"], "/nowhere: no exported draft here"),
+        (
+            ["--window", "3"],
+            "--window 3: a window of 3 keys cannot hold a chain of 4 (evaluation.draft_tokens); lower that, or take",
+        ),
+        (["--window", "0"], "--window 0: not a number of keys, 1 or more; leave it out for the draft's own"),
+        (["--window", "9" * 24], "not a number of keys"),
+        (["evaluation.draft_tokens=7"], "config.json: a window of 6 keys cannot hold a chain of 7"),
+        (["evaluation.conversations=0"], "evaluation.conversations is 0"),
+    ],
+)
+def test_evaluate_refuses_at_once(tmp_path, target, monkeypatch, capsys, arguments, said):
+    recipe = write_recipe(tmp_path, target, evaluation={"conversations": 2})
+    make_export(tmp_path / "run")
+    assert said in refused(monkeypatch, capsys, "evaluate.py", "--recipe", recipe, *arguments)
+
+
+def test_a_run_or_a_target_in_the_place_of_a_draft_is_told_from_one(tmp_path, target, monkeypatch, capsys):
+    make_export(tmp_path)
+    said = refused(monkeypatch, capsys, "evaluate.py", "--check", "--draft", tmp_path)
+    assert f"{tmp_path}: is a run's folder; its draft is in there: --draft {tmp_path / 'export'}" in said
+    said = refused(monkeypatch, capsys, "evaluate.py", "--check", "--draft", target)
+    assert f"{target}/config.json: has 5 layers, so this is no EAGLE3 draft" in said
+
+
+def test_a_result_displaces_nothing_but_an_earlier_result(tmp_path, target, monkeypatch, capsys):
+    recipe = write_recipe(tmp_path, target, evaluation={"conversations": 2})
+    make_export(tmp_path / "run")
+    for out, said in (
+        (tmp_path, "is there, and is no file"),
+        ("/dev/null", "is there, and is no file"),
+        (recipe, "holds something else than an evaluation"),
+        (tmp_path / "run" / "export" / "config.json", "holds something else than an evaluation"),
+        (tmp_path / "none" / "x.json", f"there is no folder {tmp_path / 'none'}"),
+        (recipe / "x.json", f"there is no folder {recipe}"),
+    ):
+        assert said in refused(monkeypatch, capsys, "evaluate.py", "--recipe", recipe, "--out", out)
+
+
+def test_a_draft_of_a_run_with_another_target_is_judged_with_a_warning_that_names_both(tmp_path, target, capsys):
+    warn = runpy.run_path(str(LAUNCHERS / "evaluate.py"))["warn_of_another_target"]
+    path, draft, console = write_recipe(tmp_path, target), tmp_path / "run" / "export", Console(speaks=True)
+    recipe = load_recipe(path)
+    warn(recipe, draft, console)  # a draft without a run
+    draft.mkdir(parents=True)
+    beside = draft.parent / "recipe.yaml"
+    for trained, warned in ((target, False), (tmp_path / "link", False), ("acme/other", True)):
+        (tmp_path / "link").unlink(missing_ok=True)
+        (tmp_path / "link").symlink_to(target)
+        beside.write_text(dump_recipe(load_recipe(path, [f"model.target={trained}"])))
+        warn(recipe, draft, console)
+        said = capsys.readouterr().err
+        assert said == (
+            f"warning: {draft}: was trained for the target acme/other ({beside}), and is judged with {target}\n"
+            if warned
+            else ""
+        )
+    beside.write_text("no: recipe")
+    warn(recipe, draft, console)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_window_that_the_recipe_names_and_the_draft_has_not_is_said(tmp_path, target, capsys):
+    warn = runpy.run_path(str(LAUNCHERS / "evaluate.py"))["warn_of_another_window"]
+    path, draft, console = write_recipe(tmp_path, target), tmp_path / "run" / "export", Console(speaks=True)
+    make_export(tmp_path / "run")
+    for window, warned in ((None, False), (6, False), (9, True)):
+        warn(load_recipe(path, [f"model.draft.window={'null' if window is None else window}"]), draft, console)
+        said = capsys.readouterr().err
+        assert ("model.draft.window: 9, but" in said and "a window of 6 and is judged so; --window 9" in said) == warned
+
+
+def test_export_refuses_at_once(tmp_path, monkeypatch, capsys):
+    assert "no exported draft here" in refused(monkeypatch, capsys, "evaluate.py", "--check", "--draft", tmp_path)
+
+
+def refused(monkeypatch, capsys, launcher: str, *arguments) -> str:
+    """The one line that a launcher says before it ends with exit code 2."""
+    monkeypatch.setattr(sys, "argv", [launcher, *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(LAUNCHERS / launcher), run_name="__main__")
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and said.count("\n") == 1
+    return said
+
+
+def test_without_sglang_nothing_is_checked_or_decoded(tmp_path, target, monkeypatch, capsys):
+    if installed():
+        pytest.skip("SGLang is installed")
+    with pytest.raises(NotInstalled, match="not checked: SGLang is not installed;"):
+        check_export(tmp_path)
+    recipe = write_recipe(tmp_path, target, evaluation={"conversations": 2})
+    make_export(tmp_path / "run")
+    said = refused(monkeypatch, capsys, "evaluate.py", "--recipe", recipe, "--engine", "sglang")
+    assert "SGLang is not installed: pip install -e" in said and "--engine transformers" in said
+
+
+def installed() -> bool:
+    try:
+        return bool(version("sglang"))
+    except PackageNotFoundError:
+        return False

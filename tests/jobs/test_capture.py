@@ -1,0 +1,219 @@
+"""Capturing for real: killed, split over jobs and ranks, checked and repaired; and what it takes on the disk."""
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from functools import partial
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from jobs import job_of
+from store_cases import HIDDEN, PROVENANCE, sample, unbind_all
+from tiny_run import deepspeed, finish, launch, make_target, write_recipe
+
+from eagle3.console import Console
+from eagle3.errors import UserError
+from eagle3.jobs.capture import verify
+from eagle3.jobs.provenance import provenance, store_provenance
+from eagle3.recipe.loading import load_recipe
+from eagle3.states.capture import ROUND_BATCHES, Wanted, disk_need, prefill_batches, require_disk, wanted_samples
+from eagle3.states.store.check import check_store
+from eagle3.states.store.reader import HiddenStateStore, RowRequest
+from eagle3.states.store.shard import Encoding, taught_rows
+from eagle3.states.store.writer import StoreWriter
+from eagle3.text.samples import SampleSet
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("work")
+    return write_recipe(folder, make_target(folder / "target"))
+
+
+def command(recipe: Path, store: Path, *arguments: str) -> tuple[str, ...]:
+    store_keys = (f"hidden_states.path={store}", "hidden_states.shard_tokens=60", "hidden_states.prefill_tokens=64")
+    return (sys.executable, "launchers/capture.py", "--recipe", str(recipe), *store_keys, *arguments)
+
+
+def checked(recipe: Path, store: Path, topology, *overrides: str):
+    """What a check finds of a store that should hold all samples of the recipe."""
+    loaded = load_recipe(recipe, list(overrides))
+    job = job_of(loaded, topology)
+    wanted = wanted_samples((job.train, job.held_out))
+    assert len(wanted) == 40
+    return check_store(str(store), store_provenance(job), wanted, lambda done, shards: None)
+
+
+def test_a_capture_split_killed_damaged_and_repaired_ends_complete_without_duplicates(tmp_path, recipe, topology):
+    store = tmp_path / "store"
+    victim, other = (launch(*command(recipe, store, "--part", f"{index}/2")) for index in range(2))
+    deadline = time.monotonic() + 200
+    while not list(store.glob("shard-*.json")):
+        assert time.monotonic() < deadline
+        assert victim.poll() is None or not victim.returncode, victim.communicate()[0]
+        time.sleep(0.002)
+    os.kill(victim.pid, signal.SIGKILL)
+    victim.communicate()
+    finish(other)
+    before = {path: path.read_bytes() for path in store.glob("shard-*.json")}
+    said = finish(launch(*command(recipe, store, "--part", "0/2")))
+    assert "this share of 2 is complete" in said and "already stored" in said
+    assert checked(recipe, store, topology).problems == []
+    assert all(path.read_bytes() == text for path, text in before.items())
+
+    first, second, third, *_ = sorted(store.glob("*.safetensors"))
+    content = bytearray(first.read_bytes())
+    content[5000] ^= 1
+    first.write_bytes(content)
+    second.unlink()
+    os.truncate(third, third.stat().st_size // 2)
+    said = finish(launch(*command(recipe, store, "--verify")), code=1)
+    assert (
+        "damaged: sample " in said and f"damaged: {second.stem}.json" in said and f"damaged: {third.stem}.json" in said
+    )
+    assert "missing: sample " in said and "damaged, " in said and "Traceback" not in said
+    said = finish(launch(*command(recipe, store, "--repair")))
+    assert "complete" in said and " 0 already stored" not in said
+    assert checked(recipe, store, topology).problems == []
+
+
+def test_a_verify_says_what_is_not_bound_and_binds_it_where_asked_and_nothing_is_wrong(
+    tmp_path, recipe, topology, capsys
+):
+    loaded = load_recipe(recipe, [f"hidden_states.path={tmp_path}"])
+    job = job_of(loaded, topology)
+    wanted = wanted_samples((job.train, job.held_out))
+    encoding = Encoding(loaded.hidden_states.codec, loaded.hidden_states.dtype, HIDDEN)
+    with StoreWriter(tmp_path, provenance(job), encoding, shard_tokens=500) as writer:
+        for name, one in wanted.items():
+            writer.add(name, one.load().ids, one.load().loss_mask, sample(1, tokens=one.tokens)[3])
+    verified = partial(verify, job, wanted, Console(True))
+    assert verified(repair=False, bind=False) and "not say" not in capsys.readouterr().out
+    shards = sorted(tmp_path.glob("*.safetensors"))
+    unbind_all(tmp_path)
+    for _ in range(2):
+        assert verified(repair=False, bind=False)
+        assert f"{len(shards)} of {len(shards)} shards do not say" in capsys.readouterr().out
+    lost = shards[0].rename(tmp_path / "lost")
+    assert not verified(repair=False, bind=True) and "nothing was bound" in capsys.readouterr().out
+    lost.rename(shards[0])
+    obstacle = tmp_path / f"{shards[-1].stem}.json.partial"
+    obstacle.mkdir()
+    with pytest.raises(UserError, match="cannot be written .*; free space or change its rights"):
+        verified(repair=False, bind=True)
+    obstacle.rmdir()
+    unbind_all(tmp_path)
+    assert verified(repair=False, bind=True)
+    assert f"{len(shards)} shards newly bound to store.json" in capsys.readouterr().out
+    assert verified(repair=False, bind=True) and ": 0 shards newly bound" in capsys.readouterr().out
+    described = json.loads((tmp_path / "store.json").read_text())
+    described["provenance"]["target"] = "another"
+    (tmp_path / "store.json").write_text(json.dumps(described))
+    with pytest.raises(UserError, match="store.json: says target='another'.*restore the store.json"):
+        verified(repair=True, bind=False)
+
+
+def test_what_is_stored_is_the_same_bit_for_bit_whoever_captures_it_and_whatever_was_killed(tmp_path, recipe):
+    """Batches of 400 tokens, several samples each: last bits show in which batch a sample was prefilled."""
+    said = finish(launch(sys.executable, "tests/support/capture_worker.py", "same", str(recipe), str(tmp_path)))
+    found = json.loads(said.splitlines()[-1])
+    assert 0 < found["stored when killed"] < 40
+    undisturbed = found["stores"].pop("undisturbed")
+    assert len(undisturbed) == 40 and set(found["stores"]) == {"three ranks", "two parts", "killed"}
+    for name, content in found["stores"].items():
+        differ = [sample_id for sample_id in undisturbed if content.get(sample_id) != undisturbed[sample_id]]
+        assert not differ and len(content) == 40, (name, len(differ))
+
+
+def test_a_rank_that_is_killed_is_named_and_ends_the_others_and_one_that_is_slow_does_not(tmp_path, recipe):
+    """As under srun, where nobody else would end them; a capture's ranks wait for one another for days. The slow one is late for
+    longer than hang_minutes."""
+    said = finish(launch(sys.executable, "tests/support/capture_worker.py", "killed", str(recipe), str(tmp_path)))
+    codes = dict(re.findall(r"^(.+): ended with (\[.*\])$", said, re.MULTILINE))
+    assert codes.pop("unequal") == "[0, 0]", said
+    assert sorted(codes.values()) == ["[-9, 1]", "[-9, 1]", "[1, -9]", "[1, -9]"], said
+    for rank, place, advice in (
+        (1, "loading the target", "run capture.py again, which continues"),
+        (1, r"capturing sample \d+ of \d+", "run capture.py again, which continues"),
+        (0, r"capturing sample \d+ of \d+", "run capture.py again, which continues"),
+        (0, "step 2, .+", "continue with --resume auto"),
+    ):
+        named = (
+            rf"^error: rank {rank} \(process \d+ on .+\) has ended, at {place}; see its own last words, and {advice}$"
+        )
+        assert len(re.findall(named, said, re.MULTILINE)) == 1, (rank, place, said)
+
+
+@pytest.mark.parametrize("prefill_tokens", [24, 60, 1000])
+def test_batches_hold_each_short_sample_once_and_more_data_change_the_last_ones_alone(prefill_tokens):
+    generator = np.random.default_rng(5)
+    encoded = [
+        (generator.integers(0, 99, length, np.int32), np.ones(length, bool))
+        for length in generator.integers(8, 60, 400)
+    ]
+    train, more, held_out = (SampleSet.pack(part) for part in (encoded[:200], encoded[:300], encoded[300:]))
+    wanted, grown = wanted_samples((train, held_out)), wanted_samples((more, held_out))
+    batches, after = (prefill_batches(samples, prefill_tokens) for samples in (wanted, grown))
+    assert sorted(chain(*batches)) == sorted(name for name, one in wanted.items() if one.tokens <= prefill_tokens)
+    for batch in batches:
+        assert len(batch) * max(wanted[sample_id].tokens for sample_id in batch) <= prefill_tokens
+    gone = [batch for batch in batches if batch not in after]
+    tokens = sum(wanted[sample_id].tokens for sample_id in chain(*gone))
+    assert tokens <= ROUND_BATCHES * prefill_tokens and not set(chain(*gone)) & set(held_out.sample_ids)
+
+
+def test_ranks_that_prefill_long_samples_together_capture_what_one_process_does(tmp_path, recipe, topology):
+    """Samples of up to 150 tokens in chunks of 16, on two ranks as a ring; the short ones on either rank alone."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    finish(launch(*command(recipe, one, "hidden_states.prefill_tokens=1000")))
+    keys = ("hidden_states.ring=2", "hidden_states.prefill_tokens=40", "hidden_states.codec=lossless")
+    job = (*deepspeed(2), *command(recipe, two, *keys)[1:])
+    said = finish(launch(*job))
+    assert "this share of 2 is complete" in said
+    assert checked(recipe, two, topology, "hidden_states.codec=lossless").problems == []
+    loaded = load_recipe(recipe)
+    needed = store_provenance(job_of(loaded, topology))
+    stores = [
+        HiddenStateStore.open(str(path), {**needed, "codec": codec})
+        for path, codec in ((one, "none"), (two, "lossless"))
+    ]
+    lengths = [len(stores[0].tokens(sample_id).ids) for sample_id in stores[0]]
+    assert min(lengths) <= 40 < max(lengths)
+    for sample_id in stores[0]:
+        tokens = stores[0].tokens(sample_id)
+        teacher = taught_rows(tokens.loss_mask).nonzero().flatten()
+        request = RowRequest(sample_id, torch.arange(len(tokens.ids)), teacher)
+        alone, together = (store.read([request])[0] for store in stores)
+        assert torch.equal(alone.teacher.argmax, together.teacher.argmax)
+        for name in ("aux", "values", "logsumexp"):
+            expected, found = alone.named()[name], together.named()[name]
+            assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("codec", ["none", "fp8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_disk_need_is_what_a_store_takes(tmp_path, codec, dtype):
+    encoding, samples = Encoding(codec, dtype, HIDDEN), [sample(number, tokens=300) for number in range(5)]
+    with StoreWriter(tmp_path, PROVENANCE, encoding) as writer:
+        for one in samples:
+            writer.add(*one)
+    packed = SampleSet.pack([(ids.numpy().astype(np.int32), mask.numpy()) for _, ids, mask, _ in samples])
+    need = disk_need(wanted_samples([packed, packed]).values(), encoding)
+    (shard,) = tmp_path.glob("*.safetensors")
+    assert need == pytest.approx(shard.stat().st_size - 4096, rel=0.01)
+
+
+def test_a_disk_that_cannot_hold_the_samples_is_refused_before_the_first(tmp_path):
+    one = SampleSet.pack([(np.zeros(2, np.int32), np.ones(2, bool))])
+    huge = [Wanted(one, 0, 10**12)] * 3
+    with pytest.raises(UserError, match=r"3 samples take .* TB more, the disk has .*hidden_states.codec to lossless"):
+        require_disk(tmp_path, huge, Encoding("none", "bfloat16", 4096))
+    with pytest.raises(UserError, match=r"take about .* TB more, .*set hidden_states.path to another disk"):
+        require_disk(tmp_path, huge, Encoding("lossless", "bfloat16", 4096))
+    assert "free" in require_disk(tmp_path, huge[:0], Encoding("none", "bfloat16", 4096))

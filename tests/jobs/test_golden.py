@@ -1,0 +1,147 @@
+"""The golden cases through the training code: they pass in every number format, and a wrong number does not pass."""
+
+import runpy
+import sys
+
+import pytest
+import torch
+from places import GOLDEN, LAUNCHERS, ZERO2
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tiny_run import deepspeed, finish, launch
+
+from eagle3.errors import UserError
+from eagle3.jobs.verify import read_case, read_tensors, relative_errors, run_case, tolerance
+
+CASES = ("dense", "ragged", "windowed")
+GRADIENT = "grad.midlayer.self_attn.k_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def outcomes(topology):
+    """(case, dtype) -> what run_case gave, each run once."""
+    torch.set_num_threads(1)
+    return {
+        (case, dtype): run_case(read_case(GOLDEN / case), topology, 7, dtype, ZERO2)
+        for case in CASES
+        for dtype in (torch.float64, torch.float32, torch.bfloat16)
+    }
+
+
+def beyond(actual, expected, dtype):
+    """The names whose error is not allowed in `dtype`."""
+    errors = relative_errors(actual, expected)
+    return {name for name, error in errors.items() if not error <= tolerance(name, dtype)}
+
+
+def link_case(folder, expected):
+    """The ragged case in `folder`, with other expectations."""
+    folder.mkdir()
+    for name in ("config.json", "draft.safetensors", "inputs.safetensors"):
+        (folder / name).symlink_to(GOLDEN / "ragged" / name)
+    save_file(expected, folder / "expected.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_loss_steps_and_every_gradient_are_the_golden_ones(outcomes, case, dtype):
+    """In bf16 single gradients of `windowed` are worth nothing: see BFLOAT16_GRADIENTS."""
+    actual, expected = outcomes[case, dtype], read_tensors(GOLDEN / case / "expected.safetensors")
+    assert actual.keys() == expected.keys()
+    noisy = (case, dtype) == ("windowed", torch.bfloat16)
+    assert {name for name in beyond(actual, expected, dtype) if not (noisy and name.startswith("grad."))} == set()
+    # What is counted does not depend on the draft, and so not on rounding.
+    for name in ("acc_denom", "position_count"):
+        assert torch.equal(actual[name].double(), expected[name].double()), name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_fp64_is_exact_far_beyond_fp32(outcomes, case):
+    """Arithmetic in fp64 comes as near as the expectations, which are stored in fp32, allow: a rounding step of fp32 is
+    6e-8. A cast to fp32 on the way would show."""
+    expected = read_tensors(GOLDEN / case / "expected.safetensors")
+    errors = relative_errors(outcomes[case, torch.float64], expected)
+    assert max(errors.values()) < 2e-7, errors
+
+
+@pytest.mark.parametrize("name", ["loss", "ploss", "acceptance_rate", "position_count", GRADIENT, "grad.fc.weight"])
+def test_a_single_entry_wrong_by_thirty_millionths_is_found(outcomes, name):
+    """Three times what fp32 is allowed, in the largest entry, in the two precise formats."""
+    expected = read_tensors(GOLDEN / "ragged" / "expected.safetensors")
+    wrong = expected[name].double().clone()
+    wrong.view(-1)[wrong.abs().argmax()] *= 1 + 3e-5
+    for dtype in (torch.float64, torch.float32):
+        assert beyond(outcomes["ragged", dtype], expected | {name: wrong}, dtype) == {name}
+
+
+def test_gradients_of_twice_the_size_are_found_by_their_norm_too(outcomes):
+    """As when gradients are summed over two ranks instead of averaged."""
+    expected = read_tensors(GOLDEN / "ragged" / "expected.safetensors")
+    gradients = {name for name in expected if name.startswith("grad.")}
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        actual = outcomes["ragged", dtype]
+        doubled = {name: tensor * 2 if name in gradients else tensor for name, tensor in actual.items()}
+        assert beyond(doubled, expected, dtype) == gradients | {"gradient norm"}
+        assert relative_errors(doubled, expected)["gradient norm"] == pytest.approx(1, abs=tolerance("loss", dtype))
+
+
+def test_a_gradient_that_is_absent_misshapen_or_not_finite_is_found(outcomes):
+    actual = outcomes["ragged", torch.float32]
+    expected = read_tensors(GOLDEN / "ragged" / "expected.safetensors")
+    hole = actual[GRADIENT].clone()
+    hole[0, 0] = torch.nan
+    for wrong in (
+        {name: tensor for name, tensor in actual.items() if name != GRADIENT},
+        actual | {GRADIENT: actual[GRADIENT].T},
+        actual | {GRADIENT: hole},
+    ):
+        assert GRADIENT in beyond(wrong, expected, torch.bfloat16)
+
+
+def test_two_processes_under_deepspeed_pass_and_write_every_tensor(tmp_path):
+    said = finish(launch(*deepspeed(2), "launchers/verify.py", "tests/golden/ragged", "--out", str(tmp_path / "out")))
+    assert "tests/golden/ragged: passed" in said
+    with safe_open(GOLDEN / "ragged" / "expected.safetensors", "pt") as expected:
+        written = load_file(tmp_path / "out" / "actual.safetensors")
+        assert written.keys() == set(expected.keys())
+        assert all(list(written[name].shape) == expected.get_slice(name).get_shape() for name in written)
+    assert not (GOLDEN / "ragged" / "actual.safetensors").exists()
+
+
+def test_a_damaged_expectation_makes_verify_fail_and_name_it(tmp_path):
+    expected = read_tensors(GOLDEN / "ragged" / "expected.safetensors")
+    expected[GRADIENT] = expected[GRADIENT] * (1 + 3e-5)
+    case = link_case(tmp_path / "case", expected)
+    said = finish(launch(sys.executable, "launchers/verify.py", str(case)), code=1)
+    assert f"{case}: failed" in said
+    assert [line.split()[0] for line in said.splitlines() if "BEYOND" in line] == [GRADIENT]
+    assert (case / "actual.safetensors").is_file()
+
+
+@pytest.mark.parametrize("option", ["--tp", "--ulysses", "--ring"])
+def test_sizes_that_the_job_cannot_have_are_refused_in_one_line(monkeypatch, capsys, topology, option):
+    monkeypatch.setattr(sys, "argv", ["verify.py", str(GOLDEN / "ragged"), option, "2"])
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(str(LAUNCHERS / "verify.py"), run_name="__main__")
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and said.startswith("error: parallelism: ") and "start 2" in said
+
+
+@pytest.mark.parametrize("name", ["config.json", "draft.safetensors", "inputs.safetensors"])
+def test_an_incomplete_case_names_the_file_that_is_missing(tmp_path, name):
+    case = link_case(tmp_path / "case", {})
+    (case / name).unlink()
+    with pytest.raises(UserError, match=f"{case / name}: no such file; name"):
+        read_case(case)
+
+
+def test_damaged_and_incomplete_tensors_are_named(tmp_path):
+    case, inputs = link_case(tmp_path / "case", {}), load_file(GOLDEN / "ragged" / "inputs.safetensors")
+    (case / "inputs.safetensors").unlink()
+    save_file({name: inputs[name] for name in inputs if name != "loss_mask"}, case / "inputs.safetensors")
+    with pytest.raises(UserError, match=r"inputs\.safetensors: loss_mask is missing; a case holds"):
+        read_case(case)
+    (case / "inputs.safetensors").write_bytes(b"\x10" * 40)
+    with pytest.raises(UserError, match=r"inputs\.safetensors: damaged .*; copy"):
+        read_case(case)

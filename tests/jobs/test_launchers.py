@@ -1,0 +1,213 @@
+"""The launchers beside train.py's own work: what they print, what they write, and what they leave out the second time."""
+
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+
+import pytest
+from jobs import job_of
+from places import LAUNCHERS, ROOT, ZERO2
+from safetensors.torch import load_file
+from tiny_run import conversations, finish, launch, make_target, write_recipe
+from tokenizers import Tokenizer, decoders
+
+from eagle3.jobs.provenance import store_provenance
+from eagle3.jobs.train import train
+from eagle3.recipe.loading import load_recipe
+from eagle3.states.store.reader import HiddenStateStore
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    """A recipe with a store and two conversations to judge."""
+    folder = tmp_path_factory.mktemp("work")
+    target = make_target(folder / "target")
+    tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
+    tokenizer.decoder = decoders.ByteLevel()  # for the preview, which decodes
+    tokenizer.save(str(target / "tokenizer.json"))
+    hidden_states = {"path": str(folder / "store")}
+    training = {"max_steps": 2, "global_batch_size": 4}
+    return write_recipe(folder, target, hidden_states=hidden_states, training=training, evaluation={"conversations": 2})
+
+
+@pytest.fixture
+def here(monkeypatch, capsys):
+    """Runs a launcher in this process (for what ends before a job is started), and gives exit code, stdout, stderr."""
+
+    def run(name, *arguments):
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(LAUNCHERS / name), run_name="__main__")
+        said = capsys.readouterr()
+        return ended.value.code, said.out, said.err
+
+    return run
+
+
+def test_the_printed_recipe_loads_again_and_is_the_recipe(here, recipe, tmp_path):
+    overrides = ["training.ttt_steps=2", "model.aux_layers=[0, 1, 4]"]
+    code, printed, _ = here("train.py", "--recipe", recipe, "--print-recipe", *overrides)
+    assert code == 0
+    copy = tmp_path / "printed.yaml"
+    copy.write_text(printed, encoding="utf-8")
+    assert load_recipe(copy) == load_recipe(recipe, overrides) != load_recipe(recipe)
+    assert here("train.py", "--recipe", copy, "--print-recipe")[1] == printed
+    assert not (recipe.parent / "run").exists()
+
+
+def test_without_a_recipe_the_quickstart_is_meant(here):
+    _, printed, _ = here("train.py", "--print-recipe")
+    assert "target: demo" in printed.splitlines()[1]
+
+
+def test_a_preview_marks_what_is_supervised_and_nothing_else(here, recipe):
+    code, printed, _ = here("prepare.py", "--recipe", recipe, "--preview", "2")
+    assert code == 0 and "\033" not in printed  # no colours where nobody sees them
+    account, *samples = re.split(r"^--- sample \w+: (.*)$", printed, flags=re.MULTILINE)
+    assert "training data: 40 of 40 samples" in account
+    train, held_out = map(int, re.search(r"(\d+) training samples, (\d+) held out", account).groups())
+    assert train + held_out == 40 and train > held_out > 0
+    assert "a draft vocabulary of 200 covers " in account
+    assert len(samples) == 4  # two times a header and a text
+    for header, text in zip(samples[::2], samples[1::2], strict=True):
+        user, assistant = conversations(40)[int(re.search(r"story (\d+)", text)[1])]["messages"]
+        assert text.strip() == (
+            f"<|im_start|>user\n{user['content']}<|im_end|>\n<|im_start|>assistant\n⟦{assistant['content']}<|im_end|>⟧"
+        )
+        tokens, supervised = map(int, re.fullmatch(r"(\d+) tokens, (\d+) supervised", header).groups())
+        assert tokens > supervised > 1
+
+
+def test_a_preview_counts_what_was_dropped(here, recipe, tmp_path):
+    silent = {"messages": [{"role": "user", "content": "Is anybody there?"}]}
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in [silent, *conversations(8)]), encoding="utf-8")
+    code, printed, _ = here("prepare.py", "--recipe", recipe, f"data.train=[{data}]", "data.unusable=drop")
+    assert code == 0 and "8 of 9 samples" in printed
+    assert f"1 dropped: no assistant turn (first {data}:1)" in printed
+    assert "--- sample" not in printed
+
+
+def test_a_second_capture_captures_nothing(recipe, topology):
+    command = (sys.executable, "launchers/capture.py", "--recipe", str(recipe))
+    store = recipe.parent / "store"
+    said = finish(launch(*command))
+    assert "40 samples, 0 already stored" in said
+    assert "\033" not in said and "\r" not in said  # in a log neither colours nor bars
+    written = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in store.iterdir()}
+    assert len([name for name in written if name.endswith(".safetensors")]) > 1
+    assert "40 samples, 40 already stored" in finish(launch(*command))
+    assert {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in store.iterdir()} == written
+
+    job = job_of(load_recipe(recipe), topology)
+    opened = HiddenStateStore.open(str(store), store_provenance(job))
+    assert opened.missing(sample.id for part in (job.train, job.held_out) for sample in part) == []
+
+
+def test_an_export_is_judged_by_itself_as_after_training(recipe, topology):
+    assert train(load_recipe(recipe), ZERO2, topology)
+    run = recipe.parent / "run"
+    assert load_file(run / "export" / "model.safetensors")["d2t"].shape == (200,)
+    after_training = json.loads((run / "evaluation.json").read_text(encoding="utf-8"))
+    said = finish(launch(sys.executable, "launchers/evaluate.py", "--recipe", str(recipe)))
+    judged = json.loads((run / "evaluation.json").read_text(encoding="utf-8"))
+    assert json.loads((run / "evaluation.1.json").read_text(encoding="utf-8")) == after_training
+    assert "evaluation.json held an earlier result: moved to " in said
+    assert judged["conversations"] == 2 and judged["lossless"]
+    assert f"acceptance length {judged['acceptance_length']:.2f}" in said
+    exact = ("conversations", "identical", "ties", "acceptance_length", "position_acceptance", "lossless")
+    assert {name: judged[name] for name in exact} == {name: after_training[name] for name in exact}
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "said"),
+    [
+        ("train.py", ["training.learning_rat=1"], "did you mean training.learning_rate?"),
+        ("train.py", ["training.ttt_steps=none"], "training.ttt_steps"),
+        ("capture.py", ["hidden_states.path=null"], "hidden_states.path is not set"),
+        ("capture.py", ["--part", "4/4"], "--part: '4/4' is not a share; write I/N"),
+        ("capture.py", ["--part", "half"], "--part: 'half' is not a share; write I/N"),
+        ("capture.py", ["--part", "٠/٢"], "is not a share; write I/N"),
+        ("capture.py", ["--part", "0/2", "--verify"], "--verify checks the whole store; leave it out"),
+        ("capture.py", ["--bind"], "--bind: marks shards only once the whole store is verified; add --verify"),
+        ("capture.py", ["--repair", "--bind"], "--bind: marks shards only once the whole store is verified"),
+        ("capture.py", ["--verify", "--bind", "hidden_states.path=s3://a/b"], "a store is written to a folder"),
+        ("capture.py", ["hidden_states.ulysses=2"], "hidden_states: tensor 1 x ulysses 2 x ring 1 takes 2 processes"),
+        ("capture.py", ["hidden_states.path=s3://bucket/states"], "a store is written to a folder"),
+        ("capture.py", ["hidden_states.codec=gzip"], "hidden_states.codec"),
+        ("evaluate.py", ["evaluation.conversations=0"], "evaluation.conversations is 0"),
+        ("evaluate.py", ["output.dir=/nowhere"], "/nowhere/export: no exported draft here"),
+        ("prepare.py", ["data.train=[/nowhere.jsonl]"], "/nowhere.jsonl: no such file"),
+        ("prepare.py", ["--preview=-1"], "--preview -1: a number of samples is 0 or more"),
+        ("prepare.py", ["data.trian=[x]"], "did you mean data.train?"),
+    ],
+)
+def test_every_launcher_says_a_mistake_in_one_line(here, recipe, name, overrides, said):
+    code, _, error = here(name, "--recipe", recipe, *overrides)
+    assert code == 2 and error.count("\n") == 1 and error.startswith("error: ") and said in error
+
+
+def test_of_a_jobs_processes_only_the_first_says_what_all_find(here, recipe, monkeypatch):
+    for rank, lines in (("0", 1), ("1", 0)):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        code, _, error = here("train.py", "--recipe", recipe, "training.learning_rat=1")
+        assert code == 2 and error.count("error:") == lines
+
+
+def read_by_head(lines, *command):
+    """Exit code and stderr of a command of which a reader takes so many lines of stdout, and goes."""
+    job = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # left in this process by other tests
+    environment = {name: value for name, value in os.environ.items() if name not in job}
+    process = subprocess.Popen(
+        [sys.executable, *map(str, command)],
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    for _ in range(lines):
+        process.stdout.readline()
+    process.stdout.close()
+    error = process.stderr.read()
+    return process.wait(timeout=120), [line for line in error.splitlines() if "real_accelerator" not in line]
+
+
+RUN = "from eagle3.errors import run_command\nimport os, sys, threading, time\n"
+PIPED = {
+    "a line at a time": "def main():\n  for n in range(10 ** 9): print(n, flush=True)",
+    "what the interpreter would write at its end": "def main():\n  print(1, flush=True)\n  time.sleep(1)\n  print(2)",
+    "help": "def main():\n  print(1, flush=True)\n  time.sleep(1)\n  print(2)\n  sys.exit()",
+}
+
+
+@pytest.mark.parametrize("main", PIPED.values(), ids=PIPED)
+def test_whoever_reads_no_further_ends_a_command_as_shells_expect(main):
+    assert read_by_head(1, "-c", f"{RUN}{main}\nrun_command(main)") == (141, [])
+    assert read_by_head(1, "-c", f"{RUN}{main}\nrun_command(main, 'why')") == (141, ["error: why"])
+
+
+def test_a_line_that_another_thread_loses_is_no_traceback():
+    main = "def main():\n  tell('1')\n  time.sleep(1)\n  thread = threading.Thread(target=tell, args=('2',))\n  thread.start()"
+    code, error = read_by_head(
+        1, "-c", f"{RUN}from eagle3.console import tell\n{main}\n  thread.join()\nrun_command(main)"
+    )
+    assert code in (0, 141) and error == []
+
+
+def test_another_pipe_that_breaks_is_no_reader_that_left():
+    main = "def main():\n  there, here = os.pipe()\n  os.close(there)\n  os.write(here, b'x')"
+    said = subprocess.run([sys.executable, "-c", f"{RUN}{main}\nrun_command(main)"], capture_output=True, text=True)
+    assert said.returncode == 1 and said.stderr.splitlines()[-1].startswith("BrokenPipeError")
+
+
+def test_a_run_whose_reader_left_says_that_it_can_be_continued(recipe, tmp_path):
+    """In the middle of its steps; the preview of samples ends silently."""
+    command = ("launchers/train.py", recipe, f"output.dir={tmp_path / 'run'}")
+    code, error = read_by_head(5, *command, "training.max_steps=1000")
+    assert (code, len(error)) == (141, 1) and "--resume" in error[0], error
+    assert read_by_head(1, "launchers/prepare.py", recipe, "--preview", "50") == (141, [])

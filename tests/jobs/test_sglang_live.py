@@ -1,0 +1,263 @@
+"""Training beside running SGLang servers: the same losses as from a store, whoever is killed and however small the spool."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from places import ROOT
+from sglang_case import capturing_server, cpu_environment, left_in, options, target_behind
+from tiny_run import deepspeed, finish, launch, make_target, metrics, write_recipe
+
+from eagle3.durable import create_text
+from eagle3.errors import UserError
+from eagle3.parallel.dealing import SequenceSharding
+from eagle3.parallel.sequence import Stream, plan_sequence
+from eagle3.states.loader import SpooledSource
+from eagle3.states.rows import Rows
+from eagle3.states.spool import Spool, SpoolReader
+from eagle3.states.store.folder import MANIFEST, Manifest
+from eagle3.states.store.reader import HiddenStateStore, RowRequest
+from eagle3.targets.sglang.asking import ask
+from eagle3.targets.sglang.client import Producer, Servers
+from eagle3.targets.sglang.hook import HookSettings
+from eagle3.targets.sglang.server import SGLangServer
+from eagle3.targets.sglang.target import spool_bytes
+from eagle3.targets.transformers import load_target
+from eagle3.text.samples import Sample
+
+pytestmark = pytest.mark.sglang
+
+PORT = 21437
+LAYERS = (1, 2, 3)
+VOCABULARY = 300
+START_SECONDS = 300
+DEEPSPEED = ("--deepspeed", "ds_configs/zero2.json")
+
+
+class Case:
+    """A recipe whose servers run: one started by the line that capture.py prints."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.spool = folder, folder / "spool"
+        make_target(folder / "target")
+        self.recipe = write_recipe(folder, folder / "target")
+        values = yaml.safe_load(self.recipe.read_text())
+        values["data"]["max_length"] = 256
+        values["output"]["check_export"] = False  # tests/draft/test_sglang_export.py does
+        values["target"] = {
+            **{"backend": "sglang", "servers": [f"http://127.0.0.1:{PORT}"], "attention": "intel_amx"},
+            **{"memory_fraction": 0.2, "kv_tokens": 4096, "spool": str(self.spool)},
+        }
+        self.recipe.write_text(yaml.safe_dump(values))
+
+    def run(self, launcher: str, *words: str, code: int = 0) -> str:
+        return finish(self.start(launcher, *words), code)
+
+    def start(self, launcher: str, *words: str) -> subprocess.Popen:
+        return launch(sys.executable, f"launchers/{launcher}.py", "--recipe", str(self.recipe), *words)
+
+    def settings(self) -> HookSettings:
+        """Of the server's hook, as it says them itself."""
+        (hook,) = ask(f"http://127.0.0.1:{PORT}", "/server_info")["forward_hooks"]
+        return HookSettings(**hook["config"])
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory):
+    made = Case(tmp_path_factory.mktemp("live"))
+    line = made.run("capture", "--print-server").splitlines()[-1]
+    words = shlex.split(line)
+    settings = dict(word.split("=", 1) for word in words[: words.index("python")])
+    command = [sys.executable, *words[words.index("python") + 1 :]]
+    command[command.index("--port") + 1] = str(PORT)
+    with cpu_environment():
+        server = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=os.environ | settings,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    try:
+        began = time.monotonic()
+        while True:
+            assert server.poll() is None and time.monotonic() - began < START_SECONDS, line
+            try:
+                ask(f"http://127.0.0.1:{PORT}", "/model_info")
+                break
+            except OSError:
+                time.sleep(0.5)
+        yield made
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+@pytest.fixture(scope="module")
+def stored(case):
+    """Metrics of a run from a store that was captured from the server, in fp32."""
+    said = case.run("capture", f"hidden_states.path={case.folder}/store")
+    assert "complete" in said and left_in(case.spool) == []
+    case.run("train", *DEEPSPEED, "hidden_states.mode=stored", f"hidden_states.path={case.folder}/store")
+    return metrics(case.folder / "run")
+
+
+def require_same_course(found: list[dict], wanted: list[dict]) -> None:
+    assert [each["step"] for each in found] == [each["step"] for each in wanted]
+    for mine, other in zip(found, wanted, strict=True):
+        for name in ("loss", "gradient_norm"):
+            assert mine[name] == pytest.approx(other[name], rel=1e-5), (name, mine["step"])
+
+
+def test_a_store_captured_from_a_server_has_the_rows_that_transformers_gives(case, stored):
+    store = HiddenStateStore.open(str(case.folder / "store"), provenance_of(case.folder / "store"))
+    target = load_target(case.folder / "target", aux_layers=LAYERS)
+    for sample_id in list(store)[:10]:
+        ids, mask = store.tokens(sample_id)
+        taught = torch.arange(1, len(ids))[mask[:-1]]
+        found = store.read([RowRequest(sample_id, torch.arange(len(ids)), taught)])[0]
+        (wanted,) = target.prefill([ids])
+        assert torch.allclose(found.aux, wanted.aux, atol=3e-6 * float(wanted.aux.abs().max()))
+        assert torch.allclose(
+            found.teacher.values, wanted.teacher.values[taught], atol=3e-6 * float(wanted.teacher.values.abs().max())
+        )
+        assert torch.equal(found.teacher.argmax, wanted.teacher.argmax[taught])
+
+
+def provenance_of(store: Path) -> dict:
+    return json.loads((store / MANIFEST).read_text())["provenance"]
+
+
+def test_live_training_with_ulysses_follows_a_run_from_a_store(case, stored):
+    process = launch(
+        *deepspeed(2),
+        *("launchers/train.py", "--recipe", str(case.recipe)),
+        *(*DEEPSPEED, "parallelism.ulysses=2", f"output.dir={case.folder}/live2", "target.spool_gib=0.0005"),
+    )
+    finish(process)
+    require_same_course(metrics(case.folder / "live2"), stored)
+    assert left_in(case.spool) == []
+
+
+def test_a_trainer_killed_in_the_middle_goes_on_to_the_same_end_and_its_rows_are_swept(case, stored):
+    words = (*DEEPSPEED, f"output.dir={case.folder}/killed")
+    process = case.start("train", *words)
+    for line in process.stdout:
+        if "step 5/8" in line:
+            os.killpg(process.pid, signal.SIGKILL)
+            break
+    process.wait()
+    process.stdout.close()
+    assert any(name.endswith("owner.lock") for name in left_in(case.spool)), "a kill leaves its folder"
+    said = case.run("train", *words, "--resume")
+    assert "removed what 1 ended job had left" in said and "resumed after step 4" in said
+    require_same_course(metrics(case.folder / "killed"), stored)
+    assert left_in(case.spool) == []
+
+
+def test_without_a_server_training_and_capture_end_with_the_line_that_starts_one(case, stored):
+    for launcher, words in (("train", DEEPSPEED), ("capture", (f"hidden_states.path={case.folder}/other",))):
+        said = case.run(
+            launcher, *words, f"output.dir={case.folder}/none", "target.servers=['http://127.0.0.1:9']", code=2
+        )
+        (line,) = [line for line in said.splitlines() if line.startswith("error:")]
+        assert "target.servers: http://127.0.0.1:9 does not answer" in line and "capture.py --print-server" in line
+        assert "Traceback" not in said
+    said = case.run("train", *DEEPSPEED, f"output.dir={case.folder}/none", "target.servers=[]", code=2)
+    assert "live training with SGLang wants servers" in said and "Traceback" not in said
+
+
+class KeepingReader(SpoolReader):
+    """Links every sample into a folder before it may go, so that it can be replayed."""
+
+    def __init__(self, path: Path, keep: Path) -> None:
+        super().__init__(path, 0)
+        self.keep = keep
+
+    def done(self, ticket) -> None:
+        for name in (ticket.shard, ticket.index):
+            os.link(self.path / name, self.keep / name)
+        super().done(ticket)
+
+
+def test_rows_of_a_plan_are_bit_for_bit_those_of_a_store_of_the_spooled_samples(case):
+    settings, keep = case.settings(), case.folder / "kept"
+    keep.mkdir()
+    generator = torch.Generator().manual_seed(2)
+    samples = []
+    for number in range(6):
+        ids = torch.randint(3, VOCABULARY, (20 + 9 * number,), generator=generator)
+        samples.append(Sample(f"{number:032x}", ids, torch.rand(len(ids), generator=generator) < 0.4))
+    stream = Stream.pack([one.ids for one in samples], [one.loss_mask for one in samples])
+    with Spool(settings.spool) as spool:
+        servers = Servers([f"http://127.0.0.1:{PORT}"], spool.path, 4)
+        producer = Producer(servers, spool, 2**30, readers=1)
+        source = SpooledSource(
+            KeepingReader(spool.path, keep),
+            spool.job,
+            lambda ticket, ids: producer.ask(ticket, ids, spool_bytes(settings.encoding, len(ids))),
+        )
+        plans = [plan_sequence(stream, 3, SequenceSharding(2, 1, "zigzag", "supervised"), rank) for rank in range(2)]
+        asked = [[by_document(stream, plan.rows), by_document(stream, plan.teacher)] for plan in plans]
+        live = [source.rows(samples, *wanted) for wanted in asked]
+        producer.close()
+    create_text(keep / MANIFEST, Manifest({}, {}).dump())
+    for shard in sorted(keep.glob("shard-00000001-*")):  # asked twice, once for each rank; both are the same samples
+        shard.unlink()
+    store = HiddenStateStore.open(str(keep), {})
+    for (aux, teacher), found in zip(asked, live, strict=True):
+        requests = [RowRequest(one.id, a, b) for one, a, b in zip(samples, aux, teacher, strict=True)]
+        for mine, other in zip(found, store.read(requests), strict=True):
+            assert type(mine.teacher) is type(other.teacher)
+            assert all(torch.equal(tensor, other.named()[name]) for name, tensor in mine.named().items())
+
+
+def by_document(stream: Stream, rows: torch.Tensor) -> list[torch.Tensor]:
+    return [stream.position[rows][stream.document[rows] == number] for number in range(len(stream.starts))]
+
+
+def test_killed_servers_lose_nothing_while_one_is_left_and_then_the_job_ends_with_the_remedy(case):
+    settings = case.settings()
+    generator = torch.Generator().manual_seed(4)
+    asked = [torch.randint(3, VOCABULARY, (60 + number,), generator=generator) for number in range(120)]
+    wanted = load_target(case.folder / "target", aux_layers=LAYERS).prefill(asked)
+    first = f"http://127.0.0.1:{PORT}"
+    # without the hook it answers and leaves no rows, as one does that dies between the two
+    with (
+        cpu_environment(),
+        SGLangServer(options(case.folder / "target")) as second,
+        target_behind([first, second.url], settings, LAYERS, vocab_size=VOCABULARY) as target,
+    ):
+        arrived: dict[int, Rows] = {}
+        for place, parts in target.arriving(asked):
+            (arrived[place],) = parts
+            if len(arrived) == 5:
+                os.killpg(second.process.pid, signal.SIGKILL)
+        assert sorted(arrived) == list(range(120))
+        for place, other in enumerate(wanted):
+            assert torch.allclose(arrived[place].aux, other.aux, atol=3e-6 * float(other.aux.abs().max()))
+        left = time.monotonic() + 20  # it is asked some more times before it is left out
+        while target.producer.servers.live != {first} and time.monotonic() < left:
+            time.sleep(0.2)
+        assert target.producer.servers.live == {first}
+    with (
+        capturing_server(case.folder / "target", settings, LAYERS) as only,
+        target_behind([only.url], settings, LAYERS, vocab_size=VOCABULARY) as target,
+        pytest.raises(
+            UserError, match="no server is left.*capture.py goes on where it stopped, train.py with --resume"
+        ),
+    ):
+        for count, (_, parts) in enumerate(target.arriving(asked)):
+            list(parts)
+            if count == 5:
+                os.killpg(only.process.pid, signal.SIGKILL)
+    assert left_in(Path(settings.spool)) == []

@@ -1,0 +1,115 @@
+"""Runs that are killed, stopped by a signal or meet a full disk end soon, lose nothing, and go on to the same weights."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_run import finish, launch, make_target, metrics, write_recipe
+
+TRAINING = {"ttt_steps": 3, "global_batch_size": 4, "learning_rate": 2e-3, "max_steps": 8, "checkpoint_every": 2}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return make_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture
+def recipe(tmp_path, target):
+    return str(write_recipe(tmp_path, target, training=TRAINING, output={"check_export": False}))
+
+
+def work(case, recipe, *arguments, timeout=240):
+    return finish(launch(sys.executable, "tests/support/survival_worker.py", case, recipe, *arguments), timeout=timeout)
+
+
+def require_same_run(one, other):
+    """Bit for bit."""
+    mine, theirs = (load_file(folder / "export" / "model.safetensors") for folder in (one, other))
+    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+    computed = ("step", "loss", "gradient_norm", "learning_rate")
+    courses = [[[record[name] for name in computed] for record in metrics(folder)] for folder in (one, other)]
+    assert courses[0] == courses[1] and len(courses[0]) > 1
+
+
+def require_named(said):
+    """Every job that broke names the rank that ended, unless its draft was out already: then only goodbyes were left to say."""
+    jobs = re.split(r"killed rank .*: exit codes \[", said)
+    for output, codes in zip(jobs, [after.partition("]")[0] for after in jobs[1:]], strict=False):
+        whole = {*codes.split(", ")} == {"0"}
+        assert whole or "has ended" in output or "/killed/export" in output, said
+
+
+def test_any_rank_killed_at_five_moments_resumes_to_the_same_weights(tmp_path, recipe):
+    said = work("killed", recipe, "2", "5", "11", "parallelism.ulysses=2")
+    require_named(said)
+    require_same_run(tmp_path / "killed", tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_any_of_four_ranks_killed_at_twenty_moments_resumes_to_the_same_weights(tmp_path, recipe):
+    layout = ("parallelism.ulysses=2", "parallelism.ring=2")
+    said = work("killed", recipe, "4", "20", "42", *layout, timeout=1800)
+    require_named(said)
+    require_same_run(tmp_path / "killed", tmp_path / "whole")
+
+
+def test_a_signal_to_one_rank_stops_all_after_a_checkpoint(tmp_path, recipe):
+    said = work("stopped", recipe)
+    assert said.count("stopped by SIGTERM after step") == said.count("stopped by SIGUSR1 after step") == 2
+    assert said.count("resumed after step") == 2
+    finish(launch(sys.executable, "tests/support/training_worker.py", recipe, f"2:output.dir={tmp_path / 'whole'}"))
+    require_same_run(tmp_path / "stopped", tmp_path / "whole")
+
+
+def test_a_signalled_run_exits_cleanly_or_with_the_code_asked_for(tmp_path, recipe):
+    command = (sys.executable, "launchers/train.py", "--recipe", recipe, "training.max_steps=200", "--resume", "auto")
+
+    def begin(*words: str) -> subprocess.Popen:
+        """The run, which has made some steps."""
+        process, steps = launch(*command, *words), 0
+        while steps < 3:
+            line = process.stdout.readline()
+            assert line, "it has ended"
+            steps += "] step " in line
+        return process
+
+    continuing = f"continue with python launchers/train.py --recipe {recipe} training.max_steps=200 --resume auto\n"
+    for number, words, code in (
+        (signal.SIGTERM, (), 0),
+        (signal.SIGUSR1, ("--stop-code", "75"), 75),
+        (signal.SIGINT, (), 130),
+    ):
+        process = begin(*words)
+        os.kill(process.pid, number)
+        said = finish(process, code)
+        name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        assert f"stopped by {name} after step" in said and "Traceback" not in said
+        assert words or said.endswith(continuing), said
+    process = begin()
+    for _ in range(2):
+        os.kill(process.pid, signal.SIGINT)
+        time.sleep(0.05)
+    said = finish(process, -signal.SIGINT)
+    assert "stopped" not in said and "--resume then takes the last checkpoint" in said
+    (early,) = [launch(*command, f"output.dir={tmp_path / 'early'}", "--stop-code", "75")]
+    early.stdout.readline()
+    os.kill(early.pid, signal.SIGTERM)
+    assert "what was being made begins again" in finish(early, 75)
+
+
+def test_a_full_disk_keeps_the_older_checkpoint_and_with_room_the_run_goes_on(tmp_path, recipe, small_disk):
+    finish(launch(sys.executable, "tests/support/training_worker.py", recipe, f"2:output.dir={tmp_path / 'whole'}"))
+    checkpoint = max((tmp_path / "whole" / "checkpoints").glob("step-*"))
+    size = sum(path.stat().st_size for path in checkpoint.iterdir())
+    subprocess.run(["mount", "-o", f"remount,size={int(1.6 * size)}", str(small_disk)], check=True)
+    said = work("full", recipe, str(small_disk), str(10 * size))
+    assert "the checkpoint of step 4 cannot be written" in said and "GiB are free" in said and "Traceback" not in said
+    assert "kept ['step-00000002']" in said and "resumed after step 2" in said
+    require_same_run(small_disk / "run", tmp_path / "whole")

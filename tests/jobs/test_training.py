@@ -1,0 +1,261 @@
+"""Whole runs of a tiny target: live and stored, one process and two, killed and resumed."""
+
+import json
+import math
+import os
+import shutil
+import signal
+import sys
+import time
+
+import pytest
+import torch
+from places import ZERO2
+from processes import free_port
+from safetensors.torch import load, load_file
+from tiny_run import deepspeed, finish, launch, make_target, metrics, write_recipe
+
+from eagle3.errors import UserError
+from eagle3.jobs.train import train
+from eagle3.recipe.loading import load_recipe
+
+COMPUTED = ("loss", "step_losses", "accuracy", "acceptance_rate", "gradient_norm", "learning_rate", "tokens")
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return make_target(tmp_path_factory.mktemp("target"))
+
+
+def assert_same_course(one, other, tolerance):
+    """Every computed number of every step agrees to a relative tolerance (accuracies are compared as they are)."""
+    assert len(one) == len(other) > 0
+    for a, b in zip(one, other, strict=True):
+        for name in COMPUTED:
+            left, right = torch.tensor(a[name]).double(), torch.tensor(b[name]).double()
+            assert torch.allclose(left, right, rtol=tolerance, atol=tolerance * 1e-2), (a["step"], name, left, right)
+
+
+def test_stored_training_follows_live_training_and_compressed_is_bit_identical(tmp_path, target, topology):
+    live = load_recipe(write_recipe(tmp_path, target))
+    train(live, ZERO2, topology)
+    stored = ["hidden_states.mode=stored", f"hidden_states.path={tmp_path / 'store'}", f"output.dir={tmp_path / 'two'}"]
+    recipe = str(tmp_path / "recipe.yaml")
+    finish(launch(sys.executable, "launchers/capture.py", "--recipe", recipe, *stored))
+    train(load_recipe(recipe, stored), ZERO2, topology)
+    assert_same_course(metrics(tmp_path / "run"), metrics(tmp_path / "two"), 1e-5)
+    assert_same_course(
+        [record | {"gradient_norm": 0, "learning_rate": 0} for record in metrics(tmp_path / "run", "held_out")],
+        [record | {"gradient_norm": 0, "learning_rate": 0} for record in metrics(tmp_path / "two", "held_out")],
+        1e-5,
+    )
+
+    lossless = [*stored[:1], f"hidden_states.path={tmp_path / 'small'}", "hidden_states.codec=lossless"]
+    finish(launch(sys.executable, "launchers/capture.py", "--recipe", recipe, *lossless))
+    train(load_recipe(recipe, [*lossless, f"output.dir={tmp_path / 'four'}"]), ZERO2, topology)
+    for kind in ("train", "held_out"):
+        two, four = (
+            [{name: record[name] for name in COMPUTED if name in record} for record in metrics(tmp_path / run, kind)]
+            for run in ("two", "four")
+        )
+        assert two == four and len(two) > 1
+
+    shard = sorted((tmp_path / "store").glob("*.safetensors"))[0]
+    shard.write_bytes(shard.read_bytes()[:-100])
+    with pytest.raises(UserError, match=f"{shard.name}.*capture.py --repair"):
+        train(load_recipe(recipe, [*stored[:2], f"output.dir={tmp_path / 'three'}"]), ZERO2, topology)
+    assert not (tmp_path / "three").exists()
+
+
+def test_training_under_a_window_from_the_rows_that_it_sees_is_bit_identical(tmp_path, target, topology):
+    """And live training follows it; the store is refused where more rows are wanted."""
+    recipe = str(write_recipe(tmp_path, target))
+    window = "model.draft.window=6"
+    for name, chosen in (("full", []), ("windowed", [window])):
+        path = f"hidden_states.path={tmp_path / name}"
+        finish(launch(sys.executable, "launchers/capture.py", "--recipe", recipe, path, *chosen))
+        stored = ["hidden_states.mode=stored", path, window, f"output.dir={tmp_path / f'from {name}'}"]
+        train(load_recipe(recipe, stored), ZERO2, topology)
+    train(load_recipe(recipe, [window]), ZERO2, topology)
+    sizes = [sum(file.stat().st_size for file in (tmp_path / name).iterdir()) for name in ("windowed", "full")]
+    assert sizes[0] < 0.9 * sizes[1]
+    for kind in ("train", "held_out"):
+        full, windowed, live = (
+            [{name: record[name] for name in COMPUTED if name in record} for record in metrics(tmp_path / run, kind)]
+            for run in ("from full", "from windowed", "run")
+        )
+        assert full == windowed and len(full) > 1
+        for a, b in zip(windowed, live, strict=True):
+            assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+    config = json.loads((tmp_path / "from windowed" / "export" / "config.json").read_text(encoding="utf-8"))
+    assert (config["sliding_window"], config["layer_types"]) == (6, ["sliding_attention"])
+    for more in ("model.draft.window=null", "model.draft.window=7", "parallelism.query_selection=all"):
+        with pytest.raises(UserError, match="has the rows of a window of 6 keys and 3 TTT steps, this run needs"):
+            train(load_recipe(recipe, [*stored[:-1], more, f"output.dir={tmp_path / 'more'}"]), ZERO2, topology)
+
+
+def test_spans_are_drawn_anew_live_and_from_whole_samples_and_stay_in_a_store_of_their_own(tmp_path, target, topology):
+    """A store of whole samples gives what live training gives; of one that was captured with spans the first epoch does."""
+    recipe = str(write_recipe(tmp_path, target))
+    spans = ["data.spans={length: 3, per_document: 2}", "model.draft.window=6"]
+    train(load_recipe(recipe, [*spans, "training.max_steps=14"]), ZERO2, topology)
+    for name, chosen in (("whole", ["model.draft.window=6"]), ("spans", spans)):
+        path = f"hidden_states.path={tmp_path / name}"
+        finish(launch(sys.executable, "launchers/capture.py", "--recipe", recipe, path, *chosen))
+        assert "nothing wrong" in finish(
+            launch(sys.executable, "launchers/capture.py", "--recipe", recipe, path, *chosen, "--verify")
+        )
+        output = f"output.dir={tmp_path / f'from {name}'}"
+        train(
+            load_recipe(recipe, ["hidden_states.mode=stored", path, *spans, "training.max_steps=14", output]),
+            ZERO2,
+            topology,
+        )
+    others = [
+        "hidden_states.mode=stored",
+        path,
+        "data.spans={length: 4, per_document: 2}",
+        f"output.dir={tmp_path / 'x'}",
+    ]
+    with pytest.raises(
+        UserError,
+        match=r"captured with data.spans={length: 3, per_document: 2} and data.seed=0; this run has data.spans={length: 4, ",
+    ):
+        train(load_recipe(recipe, [*others, "model.draft.window=6"]), ZERO2, topology)
+    live, whole, spanned = (metrics(tmp_path / run) for run in ("run", "from whole", "from spans"))
+    assert_same_course(live, whole, 1e-5)
+    assert_same_course(live[:7], spanned[:7], 1e-5)
+    assert live[-1]["loss"] != pytest.approx(spanned[-1]["loss"], rel=1e-4), "fourteen steps are more than an epoch"
+
+
+@pytest.mark.parametrize("loss", ["kl", "lk_alpha", "lk_lambda"])
+def test_two_processes_and_accumulation_follow_one_process(tmp_path, target, topology, loss):
+    recipe = str(write_recipe(tmp_path, target, training={**SHORT, "loss": loss}))
+    train(load_recipe(recipe), ZERO2, topology)
+    if loss == "kl":
+        split = deepspeed(2)
+    elif loss == "lk_alpha":
+        ranks = ("--nproc-per-node=2", f"--master-port={free_port()}")
+        split = (sys.executable, "-m", "torch.distributed.run", *ranks)
+    else:
+        split = (sys.executable,)
+    accumulation = "training.accumulation=2"
+    output = f"output.dir={tmp_path / 'two'}"
+    finish(launch(*split, "launchers/train.py", "--deepspeed", str(ZERO2), "--recipe", recipe, accumulation, output))
+    assert_same_course(metrics(tmp_path / "run"), metrics(tmp_path / "two"), 1e-5)
+
+
+def test_sequence_and_tensor_parallel_runs_follow_one_process(tmp_path, target, topology):
+    """Live hidden states, accumulation, held-out measurements and the exported draft; and a run resumed half-way."""
+    training = {**SHORT, "accumulation": 2, "checkpoint_every": 2}
+    recipe = str(write_recipe(tmp_path, target, training=training, evaluation={"conversations": 2, "every": 2}))
+    assert train(load_recipe(recipe), ZERO2, topology)
+    runs = {
+        "ulysses": "2:parallelism.ulysses=2",
+        "ring": "2:parallelism.ring=2,parallelism.ring_mode=p2p",
+        "tensor": "2:parallelism.tensor=2",
+        "all": "8:parallelism.tensor=2,parallelism.ulysses=2,parallelism.ring=2,training.loss=kl",
+    }
+    wanted = [f"{run},output.dir={tmp_path / name}" for name, run in runs.items()]
+    finish(launch(sys.executable, "tests/support/training_worker.py", recipe, *wanted))
+    expected = load_file(tmp_path / "run" / "export" / "model.safetensors")
+    for name in runs:
+        assert_same_course(metrics(tmp_path / "run"), metrics(tmp_path / name), 1e-5)
+        for record in metrics(tmp_path / name, "held_out"):  # all of these samples lie in the shortest context
+            assert record["acceptance_by_context"] == [pytest.approx(record["simulated_acceptance_length"], rel=1e-12)]
+            assert record["supervised_by_context"] == [record["supervised"]] and record["contexts"] == [512]
+        exported = load_file(tmp_path / name / "export" / "model.safetensors")
+        assert exported.keys() == expected.keys()
+        assert all(torch.allclose(exported[key], expected[key], rtol=1e-4, atol=1e-4) for key in expected)
+        results = [json.loads((tmp_path / each / "evaluation.json").read_text()) for each in ("run", name)]
+        assert results[0]["acceptance_length"] == pytest.approx(results[1]["acceptance_length"], rel=0.1)
+
+    shutil.rmtree(tmp_path / "tensor" / "checkpoints" / "step-00000004")
+    before = load((tmp_path / "tensor" / "export" / "model.safetensors").read_bytes())
+    said = finish(
+        launch(sys.executable, "tests/support/training_worker.py", recipe, wanted[2].replace("2:", "2+resume:"))
+    )
+    assert "resumed after step 2" in said
+    assert [record["step"] for record in metrics(tmp_path / "tensor")] == [1, 2, 3, 4]
+    resumed = load_file(tmp_path / "tensor" / "export" / "model.safetensors")
+    assert all(torch.equal(resumed[key], before[key]) for key in resumed)
+
+
+SHORT = {"ttt_steps": 3, "global_batch_size": 4, "max_steps": 4, "learning_rate": 2e-3, "checkpoint_every": 10}
+
+
+def test_killed_runs_resume_to_the_same_weights_bit_for_bit(tmp_path, target):
+    """Killed once in the middle of a step, once while a checkpoint is being written; the newest checkpoint is then
+    damaged by hand, so the one before it serves."""
+    recipe = str(write_recipe(tmp_path, target, training={**SHORT, "max_steps": 12, "checkpoint_every": 2}))
+    command = (sys.executable, "launchers/train.py", "--recipe", recipe)
+    finish(launch(*command, f"output.dir={tmp_path / 'undisturbed'}"))
+    run = tmp_path / "run"
+
+    process = launch(*command)
+    kill_when(process, lambda: (run / "metrics.jsonl").exists() and len(metrics(run)) >= 3)
+    process = launch(*command, "--resume")
+    kill_when(process, lambda: any((run / "checkpoints").glob("step-*6.partial")) or len(metrics(run)) >= 7)
+    newest = sorted(path for path in (run / "checkpoints").glob("step-*") if path.suffix != ".partial")[-1]
+    weights = max(newest.rglob("*.pt"), key=lambda path: path.stat().st_size)
+    weights.write_bytes(weights.read_bytes()[:-1])
+    said = finish(launch(*command, "--resume"))
+    assert f"{newest}: {weights.name} is damaged; renamed damaged-step" in said
+
+    expected, found = (load_file(folder / "export" / "model.safetensors") for folder in (tmp_path / "undisturbed", run))
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert [record["step"] for record in metrics(run)] == list(range(1, 13))
+    assert [record["loss"] for record in metrics(run)] == [
+        record["loss"] for record in metrics(tmp_path / "undisturbed")
+    ]
+    assert (
+        len([path for path in (run / "checkpoints").glob("step-*") if path.suffix != ".partial"]) <= 3
+    )  # two and the best
+
+
+def kill_when(process, happened):
+    deadline = time.monotonic() + 240
+    while not happened():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+
+
+def test_a_run_exports_a_draft_and_judges_it_with_its_target(tmp_path, target, topology):
+    recipe = load_recipe(write_recipe(tmp_path, target, evaluation={"conversations": 3}))
+    assert train(recipe, ZERO2, topology)
+    run = tmp_path / "run"
+    result = json.loads((run / "evaluation.json").read_text())
+    assert result["lossless"] and result["identical"] + result["ties"] == result["conversations"] == 3
+    assert math.isclose(result["acceptance_length"], 1 + sum(result["position_acceptance"]), rel_tol=0.2)
+    assert (run / "recipe.yaml").exists() and load_file(run / "export" / "model.safetensors")["t2d"].sum() == 200
+
+    warm = [f"model.draft.init_from={run / 'export'}", "training.learning_rate=1e-9", f"output.dir={tmp_path / 'warm'}"]
+    train(load_recipe(tmp_path / "recipe.yaml", warm), ZERO2, topology)
+    best = max(metrics(run, "held_out"), key=lambda record: record["simulated_acceptance_length"])
+    assert math.isclose(metrics(tmp_path / "warm", "held_out")[0]["loss"], best["loss"], rel_tol=1e-5)
+
+    narrowed = [*warm[:2], "model.draft.window=6", "training.max_steps=2", f"output.dir={tmp_path / 'narrowed'}"]
+    train(load_recipe(tmp_path / "recipe.yaml", narrowed), ZERO2, topology)
+    assert json.loads((tmp_path / "narrowed" / "export" / "config.json").read_text())["sliding_window"] == 6
+
+
+def test_a_second_run_moves_the_first_aside_and_a_profile_is_written_where_asked(tmp_path, target, topology):
+    profiled = {**SHORT, "max_steps": 2, "profile": {"start": 2, "steps": 1}}
+    recipe = load_recipe(write_recipe(tmp_path, target, training=profiled))
+    train(recipe, ZERO2, topology)
+    assert json.loads((tmp_path / "run" / "profile" / "trace-rank0.json").read_text())["traceEvents"]
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    train(recipe, ZERO2, topology)
+    assert (tmp_path / "run.1" / "metrics.jsonl").read_bytes() == before
+    assert len(metrics(tmp_path / "run")) == 2
+
+
+def test_training_lowers_the_held_out_loss(tmp_path, target, topology):
+    recipe = load_recipe(write_recipe(tmp_path, target, training={**SHORT, "max_steps": 40, "learning_rate": 1e-2}))
+    train(recipe, ZERO2, topology)
+    measured = [record["loss"] for record in metrics(tmp_path / "run", "held_out")]
+    assert measured[-1] < metrics(tmp_path / "run")[0]["loss"] - 0.3

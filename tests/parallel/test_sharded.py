@@ -1,0 +1,179 @@
+"""Ulysses x ring x tensor x data parallelism gives the loss and gradients of one process, in every layout."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from counted_bytes import WAYS
+from definition import Loss, define
+from places import GOLDEN, ROOT
+from safetensors import safe_open
+from safetensors.torch import load_file
+from sharded_cases import AXES, LARGEST, MOST_PROCESSES, STEPS, base_cases, covering_cases, pairs_of, possible_pairs
+from sharded_worker import GOLDEN_CASES, bytes_file, case_file, course_file, golden_file, in_bfloat16, on_golden
+from tiny_run import finish, launch
+from torch import Tensor
+from training_path import train_case
+from zero2_course import COURSES, LEARNING_RATE, reference
+from zero2_course import STEPS as STEPS_OF_COURSE
+
+from eagle3.jobs.verify import read_tensors, relative_errors, tolerance
+
+CASES = base_cases() + covering_cases()
+
+
+@pytest.fixture(scope="module")
+def computed(tmp_path_factory):
+    """The folder with what every case computed, all of them in one launch."""
+    folder = tmp_path_factory.mktemp("sharded")
+    path = f"PYTHONPATH={ROOT / 'benchmarks'}:{os.environ.get('PYTHONPATH', '')}"  # for sent_bytes
+    finish(launch("env", path, sys.executable, "tests/support/sharded_worker.py", str(folder)), timeout=600)
+    return folder
+
+
+every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+@every_case
+def test_every_layout_gives_the_loss_and_gradients_of_the_definition_in_fp64(computed, case):
+    data = case.case()
+    defined = define(data, STEPS, Loss(case.config.name, None, 0.8, case.config.kl_scale, case.config.kl_decay))
+    numbers, gradients = read(computed / case_file(case, torch.float64))
+    assert numbers["tokens"] == sum(len(document.ids) for document in data.documents)
+    assert numbers["step_counts"] == defined.counted.tolist() and numbers["counted"] > 0
+    assert close(numbers["loss"], defined.loss, 1e-10)
+    assert close(numbers["step_losses"], defined.step_losses, 1e-10)
+    assert close(numbers["accuracy"], defined.accuracy, 1e-10)
+    assert close(numbers["acceptance_rate"], defined.acceptance, 1e-10)
+    assert_same_gradients(gradients, defined.gradients, 1e-10)
+    assert numbers["replicas_differ"] <= 1e-10  # fc, fc_norm and norms, which every tensor-parallel rank holds
+
+
+@every_case
+def test_every_layout_rounds_in_fp32_about_as_much_as_one_process(computed, case, topology):
+    """Each gradient, as a vector, is at most three times as far from the same in fp64, which the definition gives, as that of
+    one process. (Both are sums of the same terms, rounded in other orders: of 761 gradients on one machine the median ratio was
+    0.97 and the largest 1.9.) One process is held to the definition in test_definition.py."""
+    data = case.case()
+    alone = train_case(data, topology, torch.float32, STEPS, case.config, case.dealt(data))
+    _, exact = read(computed / case_file(case, torch.float64))
+    numbers, gradients = read(computed / case_file(case, torch.float32))
+    assert numbers["step_counts"] == alone.counts.counted.tolist()
+    assert close(numbers["loss"], alone.metrics.loss, 1e-5)
+    assert close(numbers["step_losses"], alone.metrics.step_losses, 1e-5)
+    assert gradients.keys() == exact.keys()
+    for name, wanted in exact.items():
+        errors = [float((side[name].double() - wanted).norm() / wanted.norm()) for side in (gradients, alone.gradients)]
+        assert errors[0] <= 3 * errors[1] + 2e-7, (name, errors)  # three units in the last place beside
+    assert close(norm(gradients), norm(exact), 1e-5)
+    assert numbers["replicas_differ"] <= 1e-5
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if in_bfloat16(case)], ids=lambda case: case.name)
+def test_layouts_in_bfloat16_round_no_more_than_one_process(computed, case, topology):
+    """Losses and gradient norm within 2% of one process; each gradient (as a vector) as far from fp32 as one process in
+    bfloat16 is, give or take 2%: single gradients are 4% off in either."""
+    data = case.case()
+    alone, exact = (
+        train_case(data, topology, dtype, STEPS, case.config, case.dealt(data))
+        for dtype in (torch.bfloat16, torch.float32)
+    )
+    numbers, gradients = read(computed / case_file(case, torch.bfloat16))
+    assert close(numbers["loss"], alone.metrics.loss, 2e-2)
+    assert close(numbers["step_losses"], alone.metrics.step_losses, 2e-2)
+    assert close(norm(gradients), norm(alone.gradients), 2e-2)
+    for name, wanted in exact.gradients.items():
+        errors = [float((side[name] - wanted).norm() / wanted.norm()) for side in (gradients, alone.gradients)]
+        assert errors[0] <= errors[1] + 2e-2, (name, errors)
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_ulysses_equals_deepspeeds_distributed_attention(computed, degree):
+    found = sorted(computed.glob(f"distributed_attention-u{degree}-rank*.json"))
+    assert len(found) == degree
+    for path in found:
+        for differences in json.loads(path.read_text()).values():
+            assert differences.keys() == {"out", "q", "k", "v"} and max(differences.values()) < 1e-12
+
+
+@pytest.mark.parametrize(("mode", "recompute"), WAYS, ids=" ".join)
+@pytest.mark.parametrize("rank", range(4))
+def test_keys_and_values_cross_the_ring_once_in_gather_and_in_every_step_in_p2p(computed, rank, mode, recompute):
+    """Counted at the collectives of Ulysses 2 x ring 2 in bfloat16. A ring of two: `gather` sends K_0, V_0 forward once and their
+    gradient, in fp32, home once, whatever is recomputed. `p2p` sends K_0, V_0 in each of the K steps forward and again backward,
+    in which the gradient makes two hops, and a third time where whole steps are recomputed."""
+    found = json.loads((computed / bytes_file(rank)).read_text())[f"{mode} {recompute}"]
+    counted, keys, gradient = found["counted"], 2 * found["shared"], 4 * found["shared"]
+    sent = counted["ring K0,V0 forward"], counted["ring K0,V0 backward"]
+    again = STEPS * keys if recompute == "full" else 0
+    assert keys > 0
+    assert sent == ((keys, gradient) if mode == "gather" else (STEPS * keys, STEPS * (keys + 2 * gradient) + again))
+    assert counted == found["expected"]  # what the planner says of each kind, to the byte
+
+
+def read(path: Path) -> tuple[dict, dict[str, Tensor]]:
+    """The numbers and the gradients of one case."""
+    with safe_open(path, "pt") as file:
+        names = file.keys()  # noqa: SIM118 - not a dictionary
+        return json.loads(file.metadata()["numbers"]), {name: file.get_tensor(name) for name in names}
+
+
+def close(found, wanted, tolerance: float) -> bool:
+    """Each number to the tolerance, relative to its own size."""
+    found, wanted = (torch.as_tensor(each, dtype=torch.float64) for each in (found, wanted))
+    return bool(((found - wanted).abs() <= tolerance * wanted.abs()).all())
+
+
+def assert_same_gradients(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float) -> None:
+    """Every gradient, relative to its largest entry, and the norm of all of them."""
+    assert found.keys() == wanted.keys()
+    errors = {name: float((found[name] - each).abs().max() / each.abs().max()) for name, each in wanted.items()}
+    assert {name: error for name, error in errors.items() if not error <= tolerance} == {}
+    assert close(norm(found), norm(wanted), tolerance)
+
+
+def norm(gradients: dict[str, Tensor]) -> float:
+    return sum(float(gradient.double().square().sum()) for gradient in gradients.values()) ** 0.5
+
+
+@pytest.mark.parametrize("name", GOLDEN_CASES)
+@pytest.mark.parametrize("case", [case for case in CASES if on_golden(case)], ids=lambda case: case.name)
+def test_every_layout_passes_the_golden_cases_through_the_engine(computed, case, name):
+    """launchers/verify.py is run by test_golden.py; here the function under it, for all layouts."""
+    actual = load_file(computed / golden_file(case, name))
+    errors = relative_errors(actual, read_tensors(GOLDEN / name / "expected.safetensors"))
+    assert {key: error for key, error in errors.items() if not error <= tolerance(key, torch.float32)} == {}
+
+
+@pytest.mark.parametrize("course", COURSES, ids=lambda course: course.name)
+def test_twenty_zero2_steps_follow_one_process(computed, course):
+    """Losses, gradient norms before clipping, and the weights at the end."""
+    found, wanted = (load_file(computed / course_file(each)) for each in (course, reference(course)))
+    assert found.keys() == wanted.keys() and len(wanted["losses"]) == STEPS_OF_COURSE
+    assert float(wanted["losses"].max() - wanted["losses"].min()) > 0.1 and float(wanted["norms"].min()) > 0
+    for name, tensor in wanted.items():
+        difference = found[name] - tensor
+        if name in ("losses", "norms"):
+            assert difference.abs().max() <= 1e-5 * tensor.abs().max(), name
+            continue
+        # AdamW divides each gradient by its own size: an element whose gradient is hardly more than rounding moves as far as any
+        # other, where rounding sends it. So a weight is compared as a whole, and no element is further off than one step.
+        assert difference.double().norm() <= 1e-5 * tensor.double().norm(), name
+        assert difference.abs().max() <= LEARNING_RATE, name
+
+
+def test_the_cases_hold_every_layout_and_every_pair_of_values():
+    sizes = {(case.tensor, case.ulysses, case.ring, case.data) for case in base_cases()}
+    assert sizes == {
+        (tensor, ulysses, ring, data)
+        for tensor in AXES["tensor"]
+        for ulysses in AXES["ulysses"]
+        for ring in AXES["ring"]
+        for data in AXES["data"]
+        if 1 < tensor * ulysses * ring * data <= MOST_PROCESSES
+    } | {LARGEST}
+    assert possible_pairs() == set().union(*map(pairs_of, covering_cases()))
+    assert len(possible_pairs()) > 200

@@ -1,0 +1,248 @@
+"""Two and four tensor-parallel ranks distil as one process does, and share a draft's weights out and put them together.
+
+Independent of the ranks are: distil on one process (which tests/objective/test_distill.py compares with dense softmaxes) and the
+exported tensors, cut here by hand.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from distill_cases import HIDDEN, STEPS, WEIGHTS
+from places import SUPPORT
+from safetensors import safe_open
+from safetensors.torch import load_file
+from tensor_parallel_worker import (
+    DRAFTS,
+    DTYPES,
+    WORLDS,
+    Compared,
+    case_names,
+    compare,
+    draft_config,
+    exported_draft,
+    make_case,
+    rank_file,
+    run_draft,
+)
+from tiny_run import finish, launch
+from torch import Tensor
+
+from eagle3.draft.interchange import exported_tensors
+from eagle3.objective.distill import loss_rows
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
+CASES = [(dtype, name) for dtype in DTYPES for name in case_names(dtype)]
+every_world = pytest.mark.parametrize("world", WORLDS, ids="tensor {}".format)
+every_case = pytest.mark.parametrize(("dtype", "name"), CASES, ids=lambda value: str(value))
+every_draft = pytest.mark.parametrize("name", DRAFTS)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+@dataclass(frozen=True, repr=False)  # a failing test prints its arguments, and these are a thousand tensors
+class Computed:
+    """What each rank computed, by world and rank, and what each was refused."""
+
+    tensors: dict[int, list[dict[str, Tensor]]]
+    refusals: dict[int, list[str]]
+
+    def of(self, world: int, name: str, dtype: torch.dtype) -> list[dict[str, Tensor]]:
+        """Each rank's tensors of one case or draft."""
+        start = f"{name} {dtype} "
+        return [
+            {key.removeprefix(start): tensor for key, tensor in rank.items() if key.startswith(start)}
+            for rank in self.tensors[world]
+        ]
+
+
+@pytest.fixture(scope="module")
+def computed(tmp_path_factory) -> Computed:
+    folder = tmp_path_factory.mktemp("tensor_parallel")
+    finish(launch(sys.executable, str(SUPPORT / "tensor_parallel_worker.py"), str(folder)), timeout=120)
+    files = {world: [folder / rank_file(world, rank) for rank in range(world)] for world in WORLDS}
+    return Computed(
+        {world: [load_file(path) for path in paths] for world, paths in files.items()},
+        {world: [_refusal(path) for path in paths] for world, paths in files.items()},
+    )
+
+
+def _refusal(path: Path) -> str:
+    with safe_open(path, "pt") as file:
+        return file.metadata()["refusal"]
+
+
+def _close(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> bool:
+    """Within the tolerance of the largest entry; where that is 0, exactly."""
+    assert found.shape == wanted.shape and found.dtype == wanted.dtype
+    difference, scale = (found - wanted).abs(), wanted.abs()
+    return not found.numel() or bool(difference.max() <= TOLERANCE[dtype] * scale.max())
+
+
+@every_world
+@every_case
+def test_sums_surrogate_and_gradients_are_those_of_one_process(computed, topology, world, dtype, name):
+    """The sums step by step; the gradient of the outputs whole on every rank, that of the head by rows."""
+    wanted = compare(make_case(name, dtype), topology.tensor)
+    ranks = [Compared(**rank) for rank in computed.of(world, name, dtype)]
+    for rank in ranks:
+        assert _close(rank.surrogate, wanted.surrogate, dtype)
+        assert torch.allclose(rank.sums[:2], wanted.sums[:2], rtol=TOLERANCE[dtype], atol=0)
+        assert torch.equal(rank.sums[2], wanted.sums[2])
+        assert _close(rank.d_outputs, wanted.d_outputs, dtype)
+    assert {rank.d_head.shape[0] for rank in ranks} == {len(wanted.d_head) // world}
+    assert _close(torch.cat([rank.d_head for rank in ranks]), wanted.d_head, dtype)
+
+
+@every_world
+@every_case
+def test_every_rank_has_the_same_bits(computed, world, dtype, name):
+    first, *others = (Compared(**rank) for rank in computed.of(world, name, dtype))
+    for other in others:
+        for part in ("surrogate", "sums", "d_outputs", "sums_alone", "collectives"):
+            assert torch.equal(getattr(other, part), getattr(first, part)), part
+
+
+@every_world
+@every_case
+def test_without_autograd_the_sums_are_the_same(computed, world, dtype, name):
+    for rank in computed.of(world, name, dtype):
+        assert torch.equal(rank["sums_alone"], rank["sums"])
+
+
+def test_the_cases_hold_what_they_are_named_for():
+    for dtype, name in CASES:
+        rows = make_case(name, dtype).rows
+        teacher = rows.teacher
+        if name in WEIGHTS:
+            assert (rows.query_of == -1).any() and (teacher.best == -1).any()
+            assert (~rows.supervised & (rows.query_of >= 0)).any()
+            assert (rows.supervised & (teacher.best == -1)).any()
+        if name == "several blocks":
+            assert blocks_of_several(1) > blocks_of_several(2) > 1
+        if name == "logits that overflow exp":
+            logits = rows.outputs @ rows.head.T
+            assert logits.max().exp().isinf()
+    given = {name: tuple(bool(weight.any()) for weight in make_case(name, torch.float64).weights) for name in WEIGHTS}
+    assert given == {"cross-entropy": (True, False), "overlap": (False, True), "both": (True, True)}
+
+
+def blocks_of_several(world: int) -> int:
+    """How many blocks the case of several blocks has on each rank."""
+    case = make_case("several blocks", torch.float64)
+    rows = loss_rows(STEPS, len(case.rows.head) // world, HIDDEN, torch.float64, case.block_bytes)
+    return -(-len(case.rows.teacher.best) // rows)
+
+
+@every_world
+@every_dtype
+def test_of_equal_logits_the_lowest_id_wins_on_whichever_rank_it_is(computed, world, dtype):
+    """At step 0 the teacher says the lowest of the tied ids, at step 1 another one, at step 2 each of them once."""
+    rows = make_case("ties", dtype).rows
+    logits = torch.einsum("kqh,vh->kqv", rows.outputs, rows.head)[0]
+    assert torch.equal((logits == logits.amax(-1, keepdim=True)).sum(-1), torch.tensor([3, 2, 2, 8]))
+    for rank in computed.of(world, "ties", dtype):
+        assert rank["sums"][2].tolist() == [4.0, 0.0, 4.0]
+
+
+@every_world
+def test_a_block_takes_two_all_reduces_three_with_overlap_and_a_call_two_more_and_one_a_step(computed, world):
+    """MAX and SUM of the softmaxes, one more for the overlap's gradient; then best ids, sums, each step's gradient."""
+
+    def taken(name):
+        return {int(rank["collectives"]) for rank in computed.of(world, name, torch.float64)}
+
+    assert taken("cross-entropy") == {2 + 2 + STEPS}
+    assert taken("both") == {3 + 2 + STEPS}
+    assert taken("several blocks") == {3 * blocks_of_several(world) + 2 + STEPS}
+    assert taken("no teacher rows") == {0}
+
+
+@every_case
+def test_one_process_takes_no_collective(topology, dtype, name):
+    assert compare(make_case(name, dtype), topology.tensor).collectives == 0
+
+
+# parameters by how a rank's part comes from the exported tensors, each with those it is made of
+CUT = {
+    "rows": {
+        "layer.self_attention.linear_q.weight": ["midlayer.self_attn.q_proj.weight"],
+        "layer.self_attention.linear_k.weight": ["midlayer.self_attn.k_proj.weight"],
+        "layer.self_attention.linear_v.weight": ["midlayer.self_attn.v_proj.weight"],
+        "layer.mlp.linear_fc1.weight": ["midlayer.mlp.gate_proj.weight", "midlayer.mlp.up_proj.weight"],
+        "lm_head.weight": ["lm_head.weight"],
+        "embedding.weight": ["embed_tokens.weight"],
+    },
+    "columns": {
+        "layer.self_attention.linear_proj.weight": ["midlayer.self_attn.o_proj.weight"],
+        "layer.mlp.linear_fc2.weight": ["midlayer.mlp.down_proj.weight"],
+    },
+    "not at all": {
+        "fc.weight": ["fc.weight"],
+        "norm.weight": ["norm.weight"],
+        "layer.hidden_norm.weight": ["midlayer.hidden_norm.weight"],
+    },
+}
+
+
+def _part(whole: Tensor, how: str, rank: int, world: int) -> Tensor:
+    if how == "not at all":
+        return whole
+    if how == "columns":
+        return _part(whole.T, "rows", rank, world).T
+    size = len(whole) // world
+    return whole[rank * size : (rank + 1) * size]
+
+
+@every_world
+@every_dtype
+@every_draft
+def test_each_rank_loads_its_part_and_padding_is_zero(computed, world, dtype, name):
+    weights = dict(exported_draft(draft_config(name), dtype).weights)
+    embedding = weights["embed_tokens.weight"]
+    missing = -len(embedding) % world
+    assert bool(missing) == (name != "even vocabulary")
+    weights["embed_tokens.weight"] = torch.cat((embedding, torch.zeros(missing, 16, dtype=dtype)))
+    for rank, found in enumerate(computed.of(world, name, dtype)):
+        for how, parameters in CUT.items():
+            for parameter, sources in parameters.items():
+                wanted = torch.cat([_part(weights[source], how, rank, world) for source in sources])
+                assert torch.equal(found[f"part {parameter}"], wanted), parameter
+        assert torch.equal(found["part of lm_head "], found["part lm_head.weight"])
+
+
+@every_world
+@every_dtype
+@every_draft
+def test_whole_tensors_gives_back_what_was_loaded_on_every_rank(computed, world, dtype, name):
+    """Bit for bit, gate and up in their places, the embedding without its padding."""
+    weights = exported_draft(draft_config(name), dtype).weights
+    for found in computed.of(world, name, dtype):
+        whole = {key: tensor for key, tensor in found.items() if key.startswith("whole ")}
+        exported = exported_tensors({key.removeprefix("whole "): tensor for key, tensor in whole.items()})
+        assert exported.keys() == weights.keys()
+        assert [key for key, tensor in exported.items() if not torch.equal(tensor, weights[key])] == []
+
+
+@every_world
+@every_dtype
+@every_draft
+def test_the_cut_modules_compute_what_the_whole_ones_do_and_so_do_their_gradients(
+    computed, topology, world, dtype, name
+):
+    wanted = dict(run_draft(name, dtype, topology))
+    compared = [key for key in wanted if key.startswith(("output ", "gradient "))]
+    assert {key for key in compared if key.startswith("gradient ")} == {
+        "gradient layer.mlp.linear_fc1.weight",
+        "gradient layer.mlp.linear_fc2.weight",
+        "gradient layer.self_attention.linear_proj.weight",
+    }
+    for found in computed.of(world, name, dtype):
+        assert [key for key in compared if not _close(found[key], wanted[key], dtype)] == []
+
+
+def test_a_misshapen_tensor_is_refused_with_whole_shapes_on_every_rank(computed):
+    for refusals in computed.refusals.values():
+        for refusal in refusals:
+            assert "midlayer.mlp.gate_proj.weight" in refusal and "[26, 16]" in refusal and "[24, 16]" in refusal

@@ -1,0 +1,107 @@
+"""The planner against bytes counted in real steps, and against what it may not get wrong in words."""
+
+import dataclasses
+
+import pytest
+import torch
+from layouts import Layout, draft_config, pack, prepare
+from live_bytes import LiveBytes, device_tensors
+from memory import full_width
+from places import ZERO2
+
+from eagle3.objective.model import MemoryPlan
+from eagle3.planning.memory import host_bytes, rank_bytes, step_bytes
+from eagle3.planning.step import Planned, Share, Sizes
+from eagle3.recipe.schema import Training
+from eagle3.training.engine import deepspeed_config, start_engine
+
+BLOCK = 2**21
+STREAMS = {
+    "one short document": [[(300, True)]],
+    "packed documents": [[(512, True)]] * 4,
+    "an answer after a long prompt": [[(3000, False), (300, True)]],
+}
+
+
+def config(hidden_times: int = 1):
+    small = draft_config(heads=4, kv_heads=2, head_dim=32 * hidden_times)
+    wide = 3 * small.hidden_size
+    return dataclasses.replace(small, intermediate_size=wide, vocab_size=1000, draft_vocab_size=500)
+
+
+def measured(prepared) -> int:
+    """Peak bytes of a forward and backward pass, weights and inputs included."""
+    with LiveBytes([*device_tensors(prepared.batch), *prepared.objective.parameters()]) as bytes_:
+        prepared.objective(prepared.batch, prepared.weights).surrogate.backward()
+    return bytes_.peak
+
+
+@pytest.mark.parametrize("recompute", ["full", "attention_kept", "none"])
+@pytest.mark.parametrize("name", STREAMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_planned_peak_is_within_ten_percent_of_the_bytes_of_a_step(topology, dtype, name, recompute):
+    torch.set_num_threads(1)
+    memory, draft = MemoryPlan(recompute, BLOCK), config()
+    stream = pack(STREAMS[name], draft.vocab_size)
+    prepared = prepare(stream, draft, 5, Layout(), topology, dtype, memory=memory)
+    planned = step_bytes(
+        Planned(draft, 5, dtype, memory=memory, device=topology.device.type), Share.of(prepared.plan, stream)
+    ).total()
+    assert abs(planned / measured(prepared) - 1) < 0.1
+
+
+@pytest.mark.parametrize("hidden_times", [1, 2])
+@pytest.mark.parametrize("steps", [1, 2, 7])
+def test_the_plan_follows_the_number_of_steps_and_the_width(topology, steps, hidden_times):
+    torch.set_num_threads(1)
+    memory, draft = MemoryPlan("full", BLOCK), config(hidden_times)
+    stream = pack(STREAMS["packed documents"], draft.vocab_size)
+    prepared = prepare(stream, draft, steps, Layout(), topology, memory=memory)
+    share = Share.of(prepared.plan, stream)
+    planned = step_bytes(Planned(draft, steps, torch.float32, memory=memory, device=topology.device.type), share)
+    assert abs(planned.total() / measured(prepared) - 1) < 0.1
+
+
+@pytest.mark.parametrize("logits", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_teacher_of_logits_is_planned_for(topology, name, logits):
+    torch.set_num_threads(1)
+    memory, draft = MemoryPlan("full", BLOCK), config()
+    stream = pack(STREAMS[name], draft.vocab_size)
+    prepared = prepare(stream, draft, 5, Layout(), topology, memory=memory)
+    teacher = prepared.batch.teacher
+    kept = dataclasses.replace(teacher, last=(teacher.last @ teacher.head.T).to(logits), head=None)
+    prepared = prepared._replace(batch=dataclasses.replace(prepared.batch, teacher=kept))
+    plan = Planned(draft, 5, torch.float32, memory=memory, device=topology.device.type, logit_bytes=logits.itemsize)
+    share = Share.of(prepared.plan, stream)
+    assert abs(step_bytes(plan, share).total() / measured(prepared) - 1) < 0.1
+    waiting = dataclasses.replace(plan, residence="host", sizes=Sizes(tensor=2))
+    rows = 3 * share.rows * draft.target_hidden_size * 4
+    assert host_bytes(waiting, share) == rows + share.teacher * 250 * logits.itemsize  # a rank's half of the columns
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_with_the_engine_around_it_the_peak_of_a_step_is_within_ten_percent_of_the_plan(topology, dtype):
+    """DeepSpeed's masters, moments, reduced gradients and buckets; from the second step on, when all of them exist."""
+    torch.set_num_threads(1)
+    memory, draft, number = MemoryPlan("full", BLOCK), config(2), getattr(torch, dtype)
+    stream = pack([[(256, True)]], draft.vocab_size)
+    prepared = prepare(stream, draft, 3, Layout(), topology, number, memory=memory)
+    settings = deepspeed_config(ZERO2, Training(global_batch_size=1, dtype=dtype), 1)
+    settings["zero_optimization"]["reduce_bucket_size"] = bucket = 500_000
+    with LiveBytes([*device_tensors(prepared.batch), *prepared.objective.parameters()]) as bytes_:
+        engine = start_engine(prepared.objective, topology, settings)
+        for _ in range(2):
+            bytes_.restart()
+            engine.backward(engine(prepared.batch, prepared.weights).surrogate)
+            engine.step()
+    planned = Planned(draft, 3, number, memory=memory, device=topology.device.type, bucket=2 * bucket)
+    assert abs(rank_bytes(planned, Share.of(prepared.plan, stream)).total() / bytes_.peak - 1) < 0.1
+
+
+@pytest.mark.slow
+def test_a_step_at_the_width_of_an_8b_target_takes_what_is_planned(topology):
+    """fp32, some 20 GFLOP a token: minutes, and 10 GB of memory."""
+    torch.set_num_threads(2)
+    (row,) = full_width(topology, tokens=512)
+    assert abs(row["ratio"] - 1) < 0.1

@@ -1,0 +1,299 @@
+"""The preflight: a sound job passes, and every flaw is found, named with its node, and comes with its remedy."""
+
+import os
+import pickle
+import re
+import resource
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from places import SUPPORT
+from tiny_run import deepspeed, finish, launch, make_target, write_recipe
+
+from eagle3.errors import SharedUserError
+from eagle3.preflight import bandwidth, machine, places, sameness
+from eagle3.preflight.cluster import Cluster, StoreGather, join
+from eagle3.preflight.start import require_room
+
+
+def as_ranks(work, nodes=("a", "b"), timeout=10.0):
+    """What `work(cluster)` returns on each rank of a job whose ranks are threads over one real store."""
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=timeout))
+
+    def rank(number):
+        return work(Cluster(number, tuple(nodes), StoreGather(store, number, len(nodes))))
+
+    with ThreadPoolExecutor(len(nodes)) as ranks:
+        return list(ranks.map(rank, range(len(nodes))))
+
+
+def only(findings):
+    """What every rank found, which must be one thing."""
+    assert len(set(findings)) == 1
+    return findings[0]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("job")
+    write_recipe(folder, make_target(folder / "target"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def started(folder):
+    """Both at once: they mostly import."""
+    options = ("--recipe", str(folder / "recipe.yaml"))
+    sound = launch(*deepspeed(2), "launchers/doctor.py", *options)
+    worker = str(SUPPORT / "doctor_worker.py")
+    flawed = launch("env", "CUDA_VISIBLE_DEVICES=", sys.executable, worker, str(folder))
+    yield sound, flawed
+    for process in (sound, flawed):
+        process.kill()
+
+
+@pytest.fixture(scope="module")
+def said(started):
+    """By the flawed job: what each of its acts printed."""
+    acts = re.split(r"^== (.*)\n", finish(started[1]), flags=re.MULTILINE)
+    return dict(zip(acts[1::2], acts[2::2], strict=True))
+
+
+def test_a_sound_job_passes_and_no_job_leaves_anything_behind(started, said, folder):
+    output = finish(started[0])
+    lines = re.findall(r"^(ok|note|FAILED) +([^:]+): (.*)$", output, re.MULTILINE)
+    found = {name: (state, text) for state, name, text in lines}
+    assert [name for name, (state, _) in found.items() if state == "FAILED"] == []
+    assert {"versions", "code", "recipe", "clocks", "output.dir", "disk space", "write speed"} <= found.keys()
+    assert found["gpus"][0] in ("note", "ok")
+    assert "sums are exact" in found["all-reduce inside a node"][1]
+    assert "model.target, data.train[0]: the same on every node" in found["inputs"][1]
+    assert f"sound: {len(found)} checks, none failed" in output
+    # the flawed job, which `said` has waited for, writes its probes below the same folder
+    assert not (folder / "run").exists() and not list(folder.glob("**/.preflight*"))
+
+
+def test_the_doctor_names_the_node_and_the_first_thing_that_differs(said):
+    output = said["doctor"]
+    assert "processes: 2, nodes: 2" in output
+    assert re.search(r"^FAILED recipe: training.ttt_steps: 3 on node a\S*; 2 on node b\S*$", output, re.MULTILINE)
+    assert re.search(r"^FAILED code: launchers/doctor.py: \w+ on node a\S*; \w+ on node b", output, re.MULTILINE)
+    assert re.search(
+        r"^FAILED open files: 512 allowed on node b\S*, 4096 needed\n +remedy: ulimit -n 4096", output, re.MULTILINE
+    )
+    assert re.search(r"^(ok|note) +all-reduce between nodes: .* exact$", output, re.MULTILINE)  # they went on together
+    assert set(re.findall(r"^FAILED ([^:]+):", output, re.MULTILINE)) == {"recipe", "code", "open files"}
+    assert "exit codes [1, 1]" in output
+
+
+def test_a_sound_start_takes_about_a_second(said):
+    assert float(re.search(r"sound in (\S+) s", said["sound start"])[1]) < 3
+    assert "exit codes [0, 0]" in said["sound start"]
+
+
+@pytest.mark.parametrize(
+    ("act", "line"),
+    [
+        ("start, other recipe", r"recipe: training.ttt_steps: 3 on node a\S*; 4 on node b\S*; pass the same --recipe"),
+        ("start, other deepspeed file", r"deepspeed file: line 2: .* on node a\S*; '' on node b\S* .*; pass the same"),
+        ("start, other code", r"code: launchers/train.py: \w+ on node a\S*; absent on node b\S*; start every node"),
+        ("start, few files", r"open files: 512 allowed on node b\S*, 4096 needed; ulimit -n 4096"),
+        ("start, nowhere to write", r"output.dir: /proc/run: cannot be written on node a\S* \(.*\); set output.dir"),
+        ("start, a file in the way", r"output.dir: \S+: cannot be written on node a\S* \(.*file is in the way\)"),
+        (
+            "start, not shared",
+            r"output.dir: elsewhere/run: \S+ is not the first node's folder .* on node b\S*; set output",
+        ),
+    ],
+)
+def test_training_refuses_an_unsound_start_in_one_line_on_every_rank(said, act, line):
+    output = said[act]
+    assert len(re.findall(rf"^error: {line}.*$", output, re.MULTILINE)) == 1, output
+    assert output.count("error:") == 1 and "Traceback" not in output and "exit codes [2, 2]" in output
+
+
+def test_a_rank_that_does_not_come_is_named():
+    def work(cluster):
+        if cluster.rank == 2:
+            return None
+        with pytest.raises(SharedUserError) as raised:
+            cluster.gather("here")
+        return str(raised.value)
+
+    said, *_ = as_ranks(work, nodes=("a", "a", "b"), timeout=0.5)
+    assert "rank 2 did not answer within" in said
+
+
+class Payload:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.folder),)
+
+
+@pytest.mark.parametrize(("rank", "key"), [(0, "round 0 of 1"), (1, "round 0")])
+def test_what_somebody_puts_into_the_jobs_store_runs_nothing(tmp_path, rank, key):
+    store = dist.HashStore()
+    store.set(key, pickle.dumps(Payload(tmp_path / "it-ran"), protocol=0))
+    with pytest.raises(SharedUserError, match="job: its store holds what none of its processes wrote"):
+        StoreGather(store, rank, 2)("here")
+    assert not list(tmp_path.iterdir())
+
+
+def test_nodes_and_parts_of_nodes_are_named():
+    cluster = Cluster(0, ("a", "a", "b", "b", "c"), list)
+    assert cluster.named([4]) == "node c"
+    assert cluster.named([0, 1, 4]) == "nodes a, c"
+    assert cluster.named([1, 4]) == "node c, rank 1 on a"
+    assert cluster.named(range(5)) == "every node"
+    assert cluster.leaders == [0, 2, 4] and cluster.where([2]) == "node b"
+
+
+def test_slurm_tells_two_nodes_of_one_host_apart(monkeypatch):
+    monkeypatch.delenv("SLURMD_NODENAME", raising=False)
+    host = join(lambda value: [value], 0).nodes
+    monkeypatch.setenv("SLURMD_NODENAME", host[0])
+    assert join(lambda value: [value], 0).nodes == host
+    monkeypatch.setenv("SLURMD_NODENAME", "lab-1")
+    assert join(lambda value: [value], 0).nodes == (f"lab-1@{host[0]}",)
+
+
+def test_a_version_that_one_node_lacks_is_named():
+    here = sameness.versions(["torch", "no-such-package"])
+    assert here["no-such-package"] == "absent" and here["python"] == ".".join(map(str, sys.version_info[:3]))
+    newer = here | {"torch": "99.0"}
+    finding = only(
+        as_ranks(
+            lambda cluster: sameness.compare(cluster, "versions", newer if cluster.nodes[cluster.rank] == "b" else here)
+        )
+    )
+    assert finding.state == "failed" and finding.found == f"torch: {here['torch']} on node a; 99.0 on node b"
+    assert only(as_ranks(lambda cluster: sameness.compare(cluster, "versions", here))).state == "ok"
+
+
+def test_a_clock_that_is_ahead_is_named_with_its_seconds():
+    def work(cluster, ahead):
+        return machine.check_clocks(cluster, (lambda: time.time() + ahead) if cluster.rank == 1 else time.time)
+
+    finding = only(as_ranks(lambda cluster: work(cluster, 7.0)))
+    seconds, uncertainty = map(float, re.search(r"is (\S+) s ahead of node a, \+- (\S+) s", finding.found).groups())
+    assert finding.state == "failed" and finding.found.startswith("node b") and "chrony" in finding.remedy
+    assert abs(seconds - 7) <= uncertainty + 0.1
+    assert only(as_ranks(lambda cluster: work(cluster, 0.5))).state == "ok"
+
+
+def test_a_folder_of_the_same_name_on_another_disk_is_not_shared(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+
+    def shared(folders):
+        return as_ranks(
+            lambda cluster: places.check_shared(
+                cluster, "output.dir", folders[cluster.rank] / "x" / "run", patience=0.3
+            )
+        )
+
+    assert only(shared([tmp_path / "a"] * 2))._replace(found="") == ("output.dir", "ok", "", "")
+    apart = shared([tmp_path / "a", tmp_path / "b"])[0]
+    assert apart.state == "failed" and "is not the first node's folder" in apart.found and "on node b" in apart.found
+    missing = shared([tmp_path / "a", tmp_path / "c" / "d"])[0]
+    assert missing.state == "failed" and f"no folder {tmp_path / 'c'}" in missing.found
+    assert not list(tmp_path.glob("**/.preflight*"))
+
+
+def test_an_input_that_differs_between_nodes_is_named(tmp_path):
+    for name, text in (("a", "one"), ("b", "three")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "data.jsonl").write_text(text, encoding="utf-8")
+
+    def check(folders, **more):
+        return as_ranks(
+            lambda cluster: places.check_inputs(cluster, {"data.train[0]": str(folders[cluster.rank]), **more})
+        )
+
+    same = only(check([tmp_path / "a"] * 2, target="owner/model"))
+    assert same.state == "ok" and same.found.startswith("data.train[0]:")
+    other = check([tmp_path / "a", tmp_path / "b"])[0]
+    assert other.state == "failed" and re.search(r"3 bytes .* on node a; 1 files, 5 bytes .* on node b$", other.found)
+    absent = check([tmp_path / "a", tmp_path / "nothing"])[0]
+    assert absent.state == "failed" and "absent on node b" in absent.found
+    assert only(check([tmp_path / "nothing"] * 2)).state == "failed"
+
+
+def test_a_refusal_on_one_node_is_a_finding_and_nobody_waits(tmp_path):
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    folders = [tmp_path, tmp_path / "file"]
+    finding = as_ranks(lambda cluster: places.check_write_speed(cluster, folders[cluster.rank], None))[0]
+    assert finding.state == "failed" and "file is in the way" in finding.found and "node b" in finding.found
+
+
+@pytest.fixture
+def tiny_disk(tmp_path):
+    """A file system of 1 MiB."""
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path], check=False, capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip("mounting is not allowed here")
+    yield tmp_path
+    subprocess.run(["umount", tmp_path], check=True)
+
+
+def test_a_disk_that_checkpoints_would_fill_is_found_before_they_do(tiny_disk):
+    run = tiny_disk / "run"
+    found = only(as_ranks(lambda cluster: places.check_space(cluster, run, 300_000, 4)))
+    assert found.state == "failed" and "training.keep_checkpoints" in found.remedy
+    assert only(as_ranks(lambda cluster: places.check_space(cluster, run, 250_000, 4))).state == "ok"
+    full = only(as_ranks(lambda cluster: places.check_write_speed(cluster, run, None), nodes=["a"]))
+    assert full.state == "failed" and "No space left" in full.found
+    require_room(run, 1_000_000)
+    with pytest.raises(SharedUserError, match="disk space: .* free, a checkpoint takes 1.1 MB; free some"):
+        require_room(run, 1_100_000)
+    assert list(tiny_disk.iterdir()) == []
+
+
+def test_a_wrong_sum_and_a_detour_fail_and_a_fast_link_does_not():
+    cluster, spec = Cluster(0, ("a", "b"), list), bandwidth.link_speed("NVIDIA H100 80GB HBM3")
+
+    def judged(speed, exact, spec):
+        measured = {0: bandwidth.Reduced(400.0, True), 1: bandwidth.Reduced(speed, exact)}
+        return bandwidth.judge_reduction(cluster, "all-reduce", measured, spec)
+
+    assert judged(300.0, True, spec).state == "ok"
+    slow = judged(12.0, True, spec)
+    assert slow.state == "failed" and "node b" in slow.found and "NCCL_DEBUG=INFO" in slow.remedy
+    assert "NCCL_SOCKET_IFNAME" in slow.remedy and "NCCL_IB_HCA" in slow.remedy
+    assert judged(12.0, True, bandwidth.link_speed("NVIDIA H100 PCIe")).state == "ok"
+    assert judged(0.01, True, None).state == "note"
+    assert "corrupts" in judged(400.0, False, None).found
+
+
+def test_a_port_that_is_up_gives_its_speed(tmp_path):
+    for card, rate, state in (("mlx5_0", "400 Gb/sec (4X NDR)", "4: ACTIVE"), ("mlx5_1", "800 Gb/sec", "1: DOWN")):
+        port = tmp_path / card / "ports" / "1"
+        port.mkdir(parents=True)
+        (port / "rate").write_text(f"{rate}\n", encoding="utf-8")
+        (port / "state").write_text(f"{state}\n", encoding="utf-8")
+    assert bandwidth.port_speed(tmp_path) == 50.0
+    assert bandwidth.port_speed(tmp_path / "nothing") == 0.0
+
+
+def test_a_soft_limit_of_open_files_is_raised_where_it_may_be():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if before[1] != resource.RLIM_INFINITY and before[1] < machine.LEAST_OPEN_FILES:
+        pytest.skip("the hard limit is too low here")
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
+        assert machine.open_files() == machine.LEAST_OPEN_FILES
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (machine.LEAST_OPEN_FILES, before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

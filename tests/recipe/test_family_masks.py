@@ -1,0 +1,67 @@
+"""The loss mask under the chat templates that model families publish, against spans written by hand.
+
+Each `families/<recipe>/masks.yaml` holds what the template's tokenizer calls its special tokens and a list of cases: the
+messages and tools of one row, and either `supervised`, the text of each run of supervised tokens in order, or
+`unusable: true` with `why`, words of the refusal. A family whose template is another's says `same_as: <recipe>` alone.
+"""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from places import FAMILIES
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from eagle3.text.chat import Unusable, encode_conversation
+from eagle3.text.conversations import Conversation, read_conversations
+
+MASKS = {path.parent.name: yaml.safe_load(path.read_text("utf-8")) for path in sorted(FAMILIES.glob("*/masks.yaml"))}
+CASES = [
+    pytest.param(recipe, case, id=f"{recipe}-{case['name']}")
+    for recipe, masks in MASKS.items()
+    for case in masks.get("cases", ())
+]
+
+
+def family_tokenizer(masks: dict) -> PreTrainedTokenizerFast:
+    """The family's special tokens, and a token for every other byte: each character of the mask is compared."""
+    bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={byte: number for number, byte in enumerate(bytes_)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(masks["special_tokens"])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=masks["bos_token"], eos_token=masks["eos_token"])
+
+
+def as_read_from_a_file(case: dict, folder: Path) -> Conversation:
+    """The case's conversation as a row of training data becomes it."""
+    row = {"messages": case["messages"], "tools": case.get("tools")}
+    (folder / "rows.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    return read_conversations([str(folder / "rows.jsonl")])[0]
+
+
+@pytest.mark.parametrize(("recipe", "case"), CASES)
+def test_mask_covers_exactly_what_the_target_generates(recipe, case, tmp_path):
+    tokenizer = family_tokenizer(MASKS[recipe])
+    template = (FAMILIES / recipe / "chat_template.jinja").read_text("utf-8")
+    conversation = as_read_from_a_file(case, tmp_path)
+    if case.get("unusable"):
+        with pytest.raises(Unusable, match=re.escape(case["why"])):
+            encode_conversation(tokenizer, conversation, template)
+        return
+    encoded = encode_conversation(tokenizer, conversation, template)
+    assert tokenizer.decode(encoded.ids.tolist()) == encoded.text  # nothing added, nothing lost
+    edges = np.flatnonzero(np.diff(encoded.loss_mask.astype(int), prepend=0, append=0)).reshape(-1, 2)
+    runs = [tokenizer.decode(encoded.ids[start:stop].tolist()) for start, stop in edges]
+    assert runs == case["supervised"]
+
+
+@pytest.mark.parametrize("recipe", [recipe for recipe, masks in MASKS.items() if "same_as" in masks])
+def test_a_family_that_shares_a_template_names_one_with_cases(recipe):
+    assert MASKS[recipe].keys() == {"same_as"}
+    assert MASKS[MASKS[recipe]["same_as"]]["cases"]
+    assert not (FAMILIES / recipe / "chat_template.jinja").exists()

@@ -1,0 +1,253 @@
+"""The recipe: what is left out, what is given in odd spellings, and what a person sees again."""
+
+import pytest
+import yaml
+from places import RECIPES
+from pydantic import BaseModel
+
+from eagle3.errors import UserError
+from eagle3.recipe.loading import dump_recipe, load_recipe
+from eagle3.recipe.schema import Recipe
+
+SMALLEST = {"model": {"target": "some/model"}, "data": {"train": ["chats.jsonl"]}, "output": {"dir": "runs/one"}}
+
+
+def read(folder, **sections):
+    """The recipe of the three required keys with `sections` added, through a file as users have it."""
+    values = {name: SMALLEST.get(name, {}) | sections.get(name, {}) for name in SMALLEST | sections}
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(values), encoding="utf-8")
+    return load_recipe(path)
+
+
+def every_field(section: type[BaseModel], prefix=""):
+    for name, field in section.model_fields.items():
+        yield prefix + name
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from every_field(field.annotation, f"{prefix}{name}.")
+
+
+def test_three_keys_are_a_recipe_and_a_dumped_recipe_is_the_same_recipe(tmp_path):
+    recipe = read(tmp_path)
+    dumped = tmp_path / "dumped.yaml"
+    dumped.write_text(dump_recipe(recipe), encoding="utf-8")
+    assert load_recipe(dumped) == recipe
+    assert dump_recipe(load_recipe(dumped)) == dump_recipe(recipe)
+
+
+def test_a_dumped_recipe_writes_out_every_default(tmp_path):
+    written = yaml.safe_load(dump_recipe(read(tmp_path)))
+    for key in every_field(Recipe):
+        section = written
+        for part in key.split("."):
+            assert part in section, key
+            section = section[part]
+    assert written["training"]["betas"] == [0.9, 0.95] and written["data"]["cache_dir"] == "~/.cache/eagle3"
+
+
+def test_values_far_from_the_defaults_survive_the_round_trip(tmp_path):
+    recipe = read(
+        tmp_path,
+        model={"aux_layers": [0, 2, 4], "draft": {"rope_parameters": {"rope_type": "yarn", "factor": 8.0}}},
+        data={"held_out": ["a.parquet", "b.json"], "chat_template": "chat.jinja", "max_samples": 7},
+        training={"learning_rate": 3.14159e-7, "betas": [0.8, 0.999], "profile": {"start": 5}, "loss": "lk_lambda"},
+        tracking={"wandb_project": "null"},
+    )
+    assert recipe.training.profile.steps == 3 and recipe.tracking.wandb_project == "null"
+    dumped = tmp_path / "dumped.yaml"
+    dumped.write_text(dump_recipe(recipe), encoding="utf-8")
+    assert load_recipe(dumped) == recipe
+
+
+@pytest.mark.parametrize("path", sorted((RECIPES).glob("*.yaml")), ids=lambda path: path.name)
+def test_every_recipe_that_is_shipped_loads(path):
+    recipe = load_recipe(path)
+    assert recipe.training.global_batch_size % recipe.training.accumulation == 0
+
+
+def test_overrides_change_single_keys_and_the_last_one_wins(tmp_path):
+    plain = read(tmp_path)
+    changed = load_recipe(
+        tmp_path / "recipe.yaml",
+        [
+            "training.ttt_steps=3",
+            "training.ttt_steps=5",  # the last one
+            "model.draft.vocab_size=1000",  # two sections deep, neither in the file
+            "data.train=[a.jsonl, b.jsonl]",
+            "model.aux_layers=[1, 3, 5]",
+            "output.dir=runs/a=b",  # only the first = separates
+            "training.profile={start: 2, steps: 1}",
+            "data.seed=-3",
+        ],
+    )
+    assert changed.training.ttt_steps == 5
+    assert changed.model.draft.vocab_size == 1000
+    assert changed.data.train == ["a.jsonl", "b.jsonl"]
+    assert changed.model.aux_layers == [1, 3, 5]
+    assert str(changed.output.dir) == "runs/a=b"
+    assert (changed.training.profile.start, changed.training.profile.steps) == (2, 1)
+    assert changed.data.seed == -3
+    untouched = ("hidden_states", "evaluation", "tracking", "parallelism")
+    assert all(getattr(changed, name) == getattr(plain, name) for name in untouched)
+    assert changed.training.learning_rate == plain.training.learning_rate
+
+
+def test_an_override_can_put_a_key_back_to_nothing(tmp_path):
+    assert read(tmp_path, training={"max_steps": 9}).training.max_steps == 9
+    assert load_recipe(tmp_path / "recipe.yaml", ["training.max_steps=null"]).training.max_steps is None
+    with pytest.raises(UserError, match=r"'training.max_steps=' has no value; .* training.max_steps=null for none"):
+        load_recipe(tmp_path / "recipe.yaml", ["training.max_steps="])  # a shell's variable may have been empty
+
+
+def test_a_mistake_in_two_sections_is_blamed_on_the_override_that_made_it(tmp_path):
+    read(tmp_path, training={"ttt_steps": 7})
+    with pytest.raises(
+        UserError, match=r"^command line: 'model.draft.window=3': model.draft.window is 3 but .* the override$"
+    ):
+        load_recipe(tmp_path / "recipe.yaml", ["training.seed=1", "model.draft.window=3"])
+    with pytest.raises(
+        UserError, match=r"^command line: 'evaluation.draft_tokens=8': model.draft.window is 7 but .*lower evaluation"
+    ):
+        load_recipe(tmp_path / "recipe.yaml", ["model.draft.window=7", "evaluation.draft_tokens=8"])
+
+
+@pytest.mark.parametrize("spelling", ["1e-4", "1E-4", "0.0001", "1.0e-4", "'1e-4'"])
+def test_a_learning_rate_is_a_number_however_it_is_written(tmp_path, spelling):
+    """YAML 1.1 reads `1e-4`, without a dot, as text."""
+    read(tmp_path)
+    path = tmp_path / "recipe.yaml"
+    assert load_recipe(path, [f"training.learning_rate={spelling}"]).training.learning_rate == 1e-4
+    path.write_text(path.read_text(encoding="utf-8") + f"training:\n  learning_rate: {spelling}\n", encoding="utf-8")
+    assert load_recipe(path).training.learning_rate == 1e-4
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "training.ttt_steps=true",
+        "training.learning_rate=yes",  # YAML 1.1 for true
+        "training.max_steps=true",
+        "training.gradient_clipping=false",
+        "model.draft.hidden_size=true",
+        "data.held_out_fraction=false",
+        "data.max_length=on",
+        "training.betas=[false, 0.9]",
+        "model.aux_layers=[false, 1, 2]",
+    ],
+)
+def test_true_and_false_are_not_numbers(tmp_path, override):
+    read(tmp_path)
+    name = override.partition("=")[0].rpartition(".")[2]
+    with pytest.raises(UserError, match=name):
+        load_recipe(tmp_path / "recipe.yaml", [override])
+
+
+def test_true_and_false_are_taken_where_they_belong(tmp_path):
+    recipe = read(tmp_path, model={"draft": {"fc_norm": True}}, tracking={"tensorboard": False})
+    assert recipe.model.draft.fc_norm and not recipe.tracking.tensorboard
+
+
+@pytest.mark.parametrize("layers", [[3, 1, 2], [1, 1, 2], [1, 2], [1, 2, 3, 4], [-1, 1, 2], [1, 2.5, 3]])
+def test_aux_layers_are_three_different_ones_low_to_high(tmp_path, layers):
+    with pytest.raises(UserError, match="aux_layers"):
+        read(tmp_path, model={"aux_layers": layers})
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("training", "ttt_steps", 0),
+        ("training", "step_decay", 0),
+        ("training", "step_decay", 1.1),
+        ("training", "learning_rate", 0),
+        ("training", "learning_rate", ".nan"),
+        ("training", "learning_rate", ".inf"),
+        ("training", "weight_decay", ".nan"),
+        ("training", "gradient_clipping", ".inf"),
+        ("training", "betas", [0.9, 1.0]),
+        ("training", "betas", [0.9]),
+        ("training", "warmup_fraction", 1),
+        ("training", "loss", "mse"),
+        ("data", "held_out_fraction", 1),
+        ("data", "train", []),
+        ("data", "max_length", 1),
+        ("model", "target_dtype", "int8"),
+        ("evaluation", "new_tokens", 1),
+    ],
+)
+def test_values_out_of_range_are_refused_with_their_key(tmp_path, section, key, value):
+    read(tmp_path)
+    with pytest.raises(UserError, match=rf"command line: .*: {section}\.{key}.*; "):
+        load_recipe(tmp_path / "recipe.yaml", [f"{section}.{key}={value}"])
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:30000", "http://host:30000/v1", "host", ""])
+def test_a_server_that_is_no_url_of_a_root_is_refused_with_the_form(tmp_path, url):
+    with pytest.raises(UserError, match="target.servers.*write http://host:port"):
+        read(tmp_path, target={"servers": [url]})
+
+
+def test_a_servers_url_may_end_with_a_slash(tmp_path):
+    assert read(tmp_path, target={"backend": "sglang", "servers": ["http://host:30000/"]}).target.servers == [
+        "http://host:30000"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rope", "said"),
+    [
+        ({"type": "linear", "factor": 4}, "write rope_type"),
+        (
+            {"rope_type": "default", "facter": 8},
+            "'facter' is no key of rope_type default, which takes rope_type, rope_theta;",
+        ),
+        ({"factor": 8}, "'factor' is no key of rope_type default"),
+        ({"rope_type": "linear", "factor": 2, "beta_fast": 32}, "'beta_fast' is no key of rope_type linear.*factor;"),
+        ({"rope_type": "longrope"}, "'longrope' is not supported; use one of default, linear, llama3, yarn;"),
+        ({"rope_type": ["yarn"]}, "is not supported"),
+        ({"full_attention": {"rope_theta": 1e6}}, "'full_attention' is no key"),
+    ],
+    ids=str,
+)
+def test_a_rope_key_that_would_change_nothing_is_refused_with_those_that_do(tmp_path, rope, said):
+    with pytest.raises(UserError, match=f"model.draft.rope_parameters: .*{said}"):
+        read(tmp_path, model={"target": "some/model", "draft": {"rope_parameters": rope}})
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_theta": 1e6},
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 1.1},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "truncate": False},
+    ],
+    ids=str,
+)
+def test_a_rope_with_the_keys_of_its_type_is_taken_as_it_is(tmp_path, rope):
+    recipe = read(tmp_path, model={"target": "some/model", "draft": {"rope_parameters": rope}})
+    assert recipe.model.draft.rope_parameters == rope
+
+
+PATHS = (
+    "model.draft.config",
+    "model.draft.init_from",
+    "model.draft.vocabulary",
+    "data.chat_template",
+    "data.cache_dir",
+)
+
+
+@pytest.mark.parametrize("key", [*PATHS, "target.spool", "output.dir"])
+def test_a_url_in_the_place_of_a_path_is_refused_without_its_password(tmp_path, key):
+    read(tmp_path)
+    password = "secret" * 12  # longer than what a line shows of a value
+    with pytest.raises(UserError, match=rf"{key} .*\*\*\*@host.*: is a URL; name a file or folder") as caught:
+        load_recipe(tmp_path / "recipe.yaml", [f"{key}=https://user:{password}@host/x?token={password}"])
+    assert "secret" not in str(caught.value)
+    load_recipe(tmp_path / "recipe.yaml", [f"{key}=some/folder"])
+
+
+def test_servers_that_nobody_would_ask_are_refused(tmp_path):
+    with pytest.raises(UserError, match="servers are named but backend is 'transformers'.*set target.backend=sglang"):
+        read(tmp_path, target={"servers": ["http://host:30000"]})

@@ -1,0 +1,125 @@
+"""What SGLang makes of the families: its draft class of the drafts that their recipes export, and which targets take drafts."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from family_run import run_recipe
+from family_targets import VOCABULARY, architecture, make_family_target, recipes, with_class
+from places import FAMILIES, RECIPES, ROOT
+from sglang_case import capturing_server, hook_of, largest_errors, target_behind
+from sglang_cpu.environment import sglang_environment
+from test_sglang_capture import ALLOWED
+
+from eagle3.draft.config import DraftConfig
+from eagle3.jobs.job import Prospect
+from eagle3.recipe.loading import load_recipe
+from eagle3.targets.checkpoint import target_config
+from eagle3.targets.sglang.version import EAGLE3_TARGETS
+from eagle3.targets.transformers import load_target
+
+pytestmark = pytest.mark.sglang
+
+# Prints of each architecture in SGLang's registry whether its class can hand over hidden states of layers.
+CAPTURING = """
+import json
+from sglang.srt.models.registry import ModelRegistry
+print(json.dumps({name: hasattr(model, "set_eagle3_layers_to_capture") for name, model in ModelRegistry.models.items()}))
+"""
+# Beside the four families of test_sglang_capture.
+COMPARED = ("qwen2.5-7b", "phi-4", "glm-4.5-air", "deepseek-v2-lite", "kimi-k2")
+
+
+def in_sglang(*command: str) -> list | dict:
+    """What a process that imports SGLang prints in its last line."""
+    run = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=sglang_environment(), capture_output=True, text=True, timeout=300
+    )
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def said(topology, tmp_path_factory) -> dict[str, tuple[int, str]]:
+    """By recipe, exit code and line of the check of its export."""
+    work, exports = tmp_path_factory.mktemp("runs"), tmp_path_factory.mktemp("exports")
+    for recipe in with_class():
+        (work / recipe).mkdir()
+        run_recipe(recipe, make_family_target(recipe, work / recipe / "target"), work / recipe, topology)
+        (work / recipe / "run" / "export").rename(exports / recipe)
+    return in_sglang("tests/support/draft_check_worker.py", *(str(exports / recipe) for recipe in with_class()))
+
+
+@pytest.mark.parametrize("recipe", with_class())
+def test_the_draft_of_every_recipe_is_taken_whole(said, recipe):
+    code, line = said[recipe]
+    assert code == 0, line
+    assert "takes all 15 tensors" in line
+
+
+@pytest.fixture(scope="module")
+def registry() -> dict[str, bool]:
+    return in_sglang("-c", CAPTURING)
+
+
+@pytest.mark.parametrize("recipe", recipes())
+def test_the_targets_that_take_a_draft_are_those_that_sglang_has(registry, recipe):
+    name = architecture(recipe)
+    assert registry[name] == (name in EAGLE3_TARGETS)  # a class that cannot be imported here would be missing
+
+
+@pytest.mark.parametrize("recipe", COMPARED)
+def test_captured_hidden_states_are_those_of_transformers(recipe, tmp_path):
+    model, settings = make_family_target(recipe, tmp_path / "target"), hook_of(tmp_path / "spool")
+    generator = torch.Generator().manual_seed(1)
+    asked = [torch.randint(3, VOCABULARY, (length,), generator=generator) for length in (17, 5, 200, 31)]
+    own = load_target(model)
+    wanted, layers = own.prefill(asked), own.aux_layers
+    with (
+        capturing_server(model, settings, layers) as server,
+        target_behind([server.url], settings, layers, vocab_size=own.vocab_size) as target,
+    ):
+        for mine, other in zip(target.prefill(asked), wanted, strict=True):
+            errors = largest_errors(mine, other)
+            assert errors.pop("argmax") == 0 and max(errors.values()) < ALLOWED, errors
+
+
+def test_sglang_rotates_every_draft_as_training_does_at_the_size_of_the_model(tmp_path):
+    """The tables of all positions that it makes, without a model of that size."""
+    for recipe in with_class():
+        read, target = load_recipe(RECIPES / f"{recipe}.yaml"), target_config(FAMILIES / recipe)
+        draft = Prospect.of(read, target).shape
+        (tmp_path / recipe).mkdir()
+        (tmp_path / recipe / "config.json").write_text(json.dumps(draft.to_json("bfloat16")))
+    found = in_sglang("tests/support/rotation_worker.py", *(str(tmp_path / recipe) for recipe in with_class()))
+    assert {recipe: of_recipe["apart"] for recipe, of_recipe in found.items()} == dict.fromkeys(with_class(), None)
+
+
+def test_the_rotation_at_the_last_of_a_million_positions_is_sglangs_bit_for_bit(tmp_path):
+    """Of 2^20 positions, whatever the training length was. In fp32 an angle of a million radians is known to a sixteenth: that
+    both round it alike is what keeps a draft's keys those that it was trained with."""
+    original = {"original_max_position_embeddings": 8192}
+    ropes = {
+        "plain": {"rope_type": "default", "rope_theta": 10000.0},
+        "plain, theta 5e6": {"rope_type": "default", "rope_theta": 5e6},
+        "llama3": {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 128.0, "low_freq_factor": 1.0}
+        | {"high_freq_factor": 4.0, **original},
+        "yarn": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 128.0, **original},
+    }
+    sizes = {
+        "hidden_size": 256,
+        "target_hidden_size": 256,
+        "intermediate_size": 32,
+        "vocab_size": 8,
+        "draft_vocab_size": 8,
+    }
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 2**20}
+    for name, rope in ropes.items():
+        (tmp_path / name).mkdir()
+        draft = DraftConfig(**sizes, **heads, rope_parameters=rope)
+        (tmp_path / name / "config.json").write_text(json.dumps(draft.to_json("float32")))
+    found = in_sglang("tests/support/rotation_worker.py", *(str(tmp_path / name) for name in ropes))
+    assert {name: each["differing"] for name, each in found.items()} == dict.fromkeys(ropes, 0)
+    assert max(each["error"] for each in found.values()) < 1 / 16

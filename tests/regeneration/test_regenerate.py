@@ -1,0 +1,719 @@
+"""Regenerating data: whose words stand in a row, what is left out and counted, and that a kill neither loses nor doubles a row.
+
+The server is a small real one on this machine that speaks the protocol, and fails where a prompt tells it to.
+"""
+
+import asyncio
+import fcntl
+import json
+import math
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict
+from datetime import date
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from places import LAUNCHERS
+from tiny_run import launch
+
+from eagle3.errors import UserError
+from eagle3.regeneration.answers import AnswerFile
+from eagle3.regeneration.endpoint import Endpoint, endpoint_urls, exposed, find_model
+from eagle3.regeneration.regenerate import Queue, Regeneration, Summary, regenerate
+from eagle3.regeneration.turns import Generation, LeftOut, Work, plan_of
+from eagle3.text.conversations import Conversation, read_conversations
+
+KEY = "sk-nobody-may-see-this"
+LAUNCHER = LAUNCHERS / "regenerate.py"
+LOOKUP = {"type": "function", "function": {"name": "lookup", "parameters": {"type": "object", "properties": {}}}}
+
+
+class Server(ThreadingHTTPServer):
+    """Answers "A2 to <prompt>", 2 being how many messages it was sent, unless the prompt begins with a word it knows."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, model: str = "tiny", key: str | None = None, seconds: float = 0.0) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.model, self.key, self.seconds = model, key, seconds
+        self.bodies: list[dict] = []
+        self.at_a_time = self.most_at_a_time = 0
+        self.dying, self.dies_after = False, math.inf
+        self.refusing = False
+        self.failing: Counter[str] = Counter()
+        self.lock = threading.Lock()
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+    def handle_error(self, request, client_address) -> None:
+        """A client that was killed is no mistake of the server's."""
+
+    def prompts(self) -> list[str]:
+        return [body["messages"][-1]["content"] for body in self.bodies]
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_) -> None: ...
+
+    def say(self, status: int, value: dict) -> None:
+        content = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def refuses(self) -> bool:
+        server = self.server
+        if server.dying:
+            self.close_connection = True
+            return True
+        if server.key and self.headers["Authorization"] != f"Bearer {server.key}":
+            self.say(401, {"error": {"message": f"wrong key {self.headers['Authorization']}"}})
+            return True
+        return False
+
+    def do_GET(self) -> None:
+        if not self.refuses():
+            self.say(200, {"data": [{"id": self.server.model}]} if self.path == "/v1/models" else {})
+
+    def do_POST(self) -> None:
+        server = self.server
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with server.lock:
+            server.bodies.append(body)
+            server.at_a_time += 1
+            server.most_at_a_time = max(server.most_at_a_time, server.at_a_time)
+            server.dying |= len(server.bodies) > server.dies_after
+        time.sleep(server.seconds)
+        with server.lock:
+            server.at_a_time -= 1
+        if not self.refuses():
+            self.answer(body["messages"])
+
+    def answer(self, messages: list[dict]) -> None:
+        prompt = messages[-1]["content"]
+        word = "REFUSE" if self.server.refusing else prompt.split()[0] if prompt else ""
+        message, finish_reason = {"role": "assistant", "content": f"A{len(messages)} to {prompt}"}, "stop"
+        match word:
+            case "REFUSE":
+                return self.say(
+                    400, {"object": "error", "message": f"too long\nby far, {self.headers['Authorization']}"}
+                )
+            case "FAIL" | "FAILTWICE":
+                with self.server.lock:
+                    self.server.failing[prompt] += 1
+                if word == "FAIL" or self.server.failing[prompt] <= 2:
+                    return self.say(500, {"error": {"message": "out of memory"}})
+            case "DIE":
+                self.server.dying = True
+                self.close_connection = True
+                return None
+            case "CUT":
+                finish_reason = "length"
+            case "FILTER":
+                finish_reason = "content_filter"
+            case "ODD":
+                finish_reason = "repetition"
+            case "EMPTY":
+                message["content"] = None
+            case "THINK":
+                message["reasoning_content"] = "Let me see."
+            case "TAG":
+                message["content"] = "<think>Hm.</think>Yes."
+            case "PARTS":
+                message["content"] = [{"type": "text", "text": "Yes."}]
+            case "CALL" | "BADCALL" | "OBJECTCALL" | "NULLCALL":
+                arguments = {
+                    "CALL": '{"place": "Ghent"}',
+                    "BADCALL": '{"place": """}',
+                    "OBJECTCALL": {"place": "Ghent"},
+                    "NULLCALL": None,
+                }[word]
+                call = {
+                    "id": "own",
+                    "index": 0,
+                    "type": "function",
+                    "function": {"name": "lookup", "arguments": arguments},
+                }
+                message |= {"content": None, "tool_calls": [call]}
+                finish_reason = "tool_calls"
+            case _:
+                pass
+        choice = {"index": 0, "message": message, "finish_reason": finish_reason}
+        self.say(200, {"choices": [choice], "usage": {"completion_tokens": 3}})
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with serving(Server()) as started:
+        yield started
+
+
+class serving:
+    def __init__(self, server: Server) -> None:
+        self.server = server
+
+    def __enter__(self) -> Server:
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
+        return self.server
+
+    def __exit__(self, *_) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+
+def user(content: str) -> dict:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: str, **further) -> dict:
+    return {"role": "assistant", "content": content, **further}
+
+
+def called(identity: str, place: str) -> dict:
+    function = {"name": "lookup", "arguments": json.dumps({"place": place})}
+    return {"id": identity, "type": "function", "function": function}
+
+
+def write(path: Path, *rows: dict) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def rows_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def settings(**changes) -> Generation:
+    return Generation(
+        **{"model": "tiny", "turns": "all", "reasoning": "keep", "truncated": "drop", "max_tokens": 50, **changes}
+    )
+
+
+def ask(
+    out: Path, rows: list[dict], *servers: Server, concurrency: int = 4, timeout: float = 20, said=None, **changes
+) -> Summary:
+    source = write(out.with_name("prompts.jsonl"), *rows)
+    conversations = read_conversations([source])
+    generation = settings(**changes)
+    patience, report = (0.01, 0.02, 0.05), (said if said is not None else []).append
+    with AnswerFile(out, asdict(generation)) as file:
+        endpoints = [
+            Endpoint(url, None, generation.model, concurrency=concurrency, timeout=timeout, patience=patience)
+            for url in endpoint_urls([server.url for server in servers])
+        ]
+        return regenerate(conversations, len(conversations), file, endpoints, generation, report, lambda progress: None)
+
+
+def answers(tmp_path: Path, server: Server, *rows: dict, **changes) -> list[list[dict]]:
+    """The messages of the rows, in the order of their prompts."""
+    ask(tmp_path / "out.jsonl", list(rows), server, concurrency=1, **changes)
+    return [row["messages"] for row in rows_of(tmp_path / "out.jsonl")]
+
+
+# Whose words stand in a row ----------------------------------------------------------------------------------------------
+
+TALK = [{"role": "system", "content": "Be brief."}, user("one"), assistant("old 1"), user("two"), assistant("old 2")]
+
+
+def test_by_default_every_answer_is_the_targets_own_given_its_own_earlier_ones(tmp_path, server):
+    [messages] = answers(tmp_path, server, {"messages": TALK})
+    assert messages == [TALK[0], user("one"), assistant("A2 to one"), user("two"), assistant("A4 to two")]
+    assert [body["messages"] for body in server.bodies] == [messages[:2], messages[:4]]
+
+
+def test_the_last_turn_alone_is_asked_for_after_the_original_ones(tmp_path, server):
+    [messages] = answers(tmp_path, server, {"messages": TALK}, turns="last")
+    assert messages == [*TALK[:4], assistant("A4 to two")]
+    assert [body["messages"] for body in server.bodies] == [TALK[:4]]
+
+
+@pytest.mark.parametrize("turns", ["all", "last"])
+def test_a_prompt_without_an_answer_gets_one_and_a_greeting_that_opens_stays(tmp_path, server, turns):
+    prompt, greeted = [user("one")], [assistant("Hello!"), user("two"), assistant("old")]
+    found = answers(tmp_path, server, {"messages": prompt}, {"messages": greeted}, turns=turns)
+    assert found == [[user("one"), assistant("A1 to one")], [assistant("Hello!"), user("two"), assistant("A2 to two")]]
+
+
+def test_rows_are_read_back_as_they_are_and_the_same_prompt_is_asked_for_once(tmp_path, server):
+    rows = [{"messages": [user("one"), assistant(f"old {number}")]} for number in range(3)]
+    summary = ask(tmp_path / "out.jsonl", [*rows, {"messages": [user("two")]}], server)
+    assert (summary.answered, summary.repeated, summary.rows, summary.tokens) == (2, 2, 2, 6)
+    found = {one.messages for one in map(Hashable, read_conversations([str(tmp_path / "out.jsonl")]))}
+    assert found == {repr((user(word), assistant(f"A1 to {word}"))) for word in ("one", "two")}
+    assert all(list(row) == ["id", "messages"] for row in rows_of(tmp_path / "out.jsonl"))
+    # a folder with the answers is data: nothing beside them is taken for rows
+    (tmp_path / "prompts.jsonl").unlink()
+    assert len(read_conversations([str(tmp_path)])) == 2
+
+
+class Hashable:
+    def __init__(self, conversation) -> None:
+        self.messages = repr(conversation.messages)
+
+
+def test_reasoning_stands_apart_or_is_dropped_also_from_the_context(tmp_path, server):
+    row = {"messages": [user("one"), assistant("old", reasoning_content="Old thought."), user("THINK")]}
+    [kept] = answers(tmp_path, server, row, turns="last")
+    assert kept == [*row["messages"], assistant("A3 to THINK", reasoning_content="Let me see.")]
+    (tmp_path / "drop").mkdir()
+    [dropped] = answers(tmp_path / "drop", server, row, turns="last", reasoning="drop")
+    assert dropped == [user("one"), assistant("old"), user("THINK"), assistant("A3 to THINK")]
+    assert [body["messages"] for body in server.bodies] == [kept[:3], dropped[:3]]
+
+
+def test_a_think_tag_in_the_content_is_left_there_and_counted(tmp_path, server):
+    summary = ask(tmp_path / "out.jsonl", [{"messages": [user("TAG")]}], server)
+    assert summary.unparsed_reasoning == 1 and "reasoning parser" in str(summary)
+    assert rows_of(tmp_path / "out.jsonl")[0]["messages"][1]["content"] == "<think>Hm.</think>Yes."
+
+
+def tool_talk(place: str) -> dict:
+    call = {"type": "function", "function": {"name": "lookup", "arguments": {"place": place}}}
+    messages = [
+        user("CALL it"),
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "content": "rain"},
+        assistant("old"),
+        user("two"),
+        assistant("old 2"),
+    ]
+    return {"messages": messages, "tools": [LOOKUP]}
+
+
+def test_arguments_that_are_no_string_become_one_and_an_odd_content_is_a_failure(tmp_path, server):
+    rows = [{"messages": [user(word)], "tools": [LOOKUP]} for word in ("OBJECTCALL", "NULLCALL", "PARTS")]
+    summary = ask(tmp_path / "out.jsonl", rows, server, concurrency=1)
+    calls = [row["messages"][1]["tool_calls"][0]["function"] for row in rows_of(tmp_path / "out.jsonl")]
+    assert [call["arguments"] for call in calls] == ['{"place": "Ghent"}', "{}"]
+    assert summary.failed == 1 and "not of the OpenAI form" in summary.examples["failed"]
+
+
+def test_a_tool_that_is_no_function_is_sent_as_it_is(tmp_path, server):
+    tools = [{"type": "web_search"}, {"type": "web_search_2", "name": "search"}, LOOKUP["function"]]
+    ask(tmp_path / "out.jsonl", [{"messages": [user("one")], "tools": tools}], server)
+    assert server.bodies[0]["tools"] == [*tools[:2], LOOKUP]
+
+
+def test_a_value_that_json_does_not_have_is_left_out(tmp_path, server):
+    arguments = {"place": "Ghent", "day": date(2020, 2, 3)}
+    call = {"type": "function", "function": {"name": "lookup", "arguments": arguments}}
+    odd = [{**user("one"), "name": date(2020, 2, 3)}], [user("one"), {"role": "assistant", "tool_calls": [call]}]
+    for place, messages in enumerate(odd):
+        path = tmp_path / f"{place}.parquet"
+        pq.write_table(pa.Table.from_pylist([{"messages": messages}]), path)
+        [conversation] = read_conversations([str(path)])
+        with pytest.raises(LeftOut, match="a value that JSON does not have") as left_out:
+            plan_of(conversation, settings())
+        assert "date" in left_out.value.detail
+
+
+def test_half_a_surrogate_pair_counts_only_where_it_would_be_sent():
+    half = {"role": "user", "content": "\ud83d"}
+    with pytest.raises(LeftOut, match="surrogate"):
+        plan_of(Conversation("here", (half,), None), settings())
+    assert plan_of(Conversation("here", (user("one"), {**half, "role": "assistant"}), None), settings()).asked == {1}
+
+
+def test_results_follow_a_call_that_the_target_makes_too_and_carry_its_id(tmp_path, server):
+    ask(tmp_path / "out.jsonl", [tool_talk("Ghent")], server)
+    [row] = rows_of(tmp_path / "out.jsonl")
+    result = {"role": "tool", "content": "rain", "tool_call_id": "call_0"}
+    answer = assistant("", tool_calls=[called("call_0", "Ghent")])
+    assert row["messages"] == [
+        *(user("CALL it"), answer, result, assistant("A3 to rain"), user("two"), assistant("A5 to two"))
+    ]
+    assert row["tools"] == [LOOKUP] and all(body["tools"] == [LOOKUP] for body in server.bodies)
+
+
+def test_a_row_ends_where_the_target_calls_otherwise_than_the_original(tmp_path, server):
+    plain = {"messages": [user("CALL now"), assistant("old"), user("two"), assistant("old")], "tools": [LOOKUP]}
+    answering = {"messages": [user("one"), *tool_talk("Ghent")["messages"][1:]], "tools": [LOOKUP]}
+    summary = ask(tmp_path / "out.jsonl", [tool_talk("Bruges"), plain, answering], server, concurrency=1)
+    first, second, third = (row["messages"] for row in rows_of(tmp_path / "out.jsonl"))
+    assert first == [user("CALL it"), assistant("", tool_calls=[called("own", "Ghent")])]
+    assert second == [user("CALL now"), assistant("", tool_calls=[called("own", "Ghent")])]
+    assert third == [user("one"), assistant("A1 to one")]
+    assert list(summary.cut.values()) == [3] and "3 cut short" in str(summary)
+
+
+def test_with_the_last_turn_alone_original_calls_and_results_are_context(tmp_path, server):
+    row = tool_talk("Bruges")
+    [messages] = answers(tmp_path, server, row, turns="last")
+    assert messages[1]["tool_calls"] == [called("call_0", "Bruges")] and messages[2]["tool_call_id"] == "call_0"
+    assert [messages[3], messages[5]] == [assistant("old"), assistant("A5 to two")] and len(server.bodies) == 1
+
+
+def test_what_decides_the_answers_is_sent_and_what_is_not_given_is_left_to_the_server(tmp_path, server):
+    ask(tmp_path / "a.jsonl", [{"messages": [user("one")]}], server)
+    assert server.bodies.pop() == {"model": "tiny", "messages": [user("one")], "max_tokens": 50}
+    given = {"temperature": 0.0, "top_p": 0.9, "seed": 7}
+    variables = {"enable_thinking": False}
+    ask(tmp_path / "b.jsonl", [{"messages": [user("one")]}], server, **given, template_variables=variables)
+    sent = server.bodies.pop()
+    assert {name: sent[name] for name in given} == given and sent["chat_template_kwargs"] == variables
+
+
+# What is left out ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_answer_that_is_none_to_learn_from_is_counted_by_reason_and_not_asked_for_again(tmp_path, server):
+    words = ["REFUSE", "CUT", "CUT again", "FILTER", "ODD", "EMPTY", "BADCALL"]
+    rows = [{"messages": [user(word)]} for word in [*words, "one"]]
+    rows += [
+        {"text": "No turns."},
+        {"messages": [{"role": "system", "content": "Be brief."}, user("a"), assistant("b"), assistant("c")]},
+    ]
+    summary = ask(tmp_path / "out.jsonl", rows, server, concurrency=1)
+    expected = {
+        "refused by the server": 1,
+        "truncated at the length limit": 2,
+        "stopped by the server's content filter": 1,
+        "finish_reason repetition": 1,
+        "an empty answer": 1,
+        "a tool call whose arguments are no JSON object": 1,
+        "plain text, which has no turns": 1,
+        "an assistant's turn that follows another of its own": 1,
+    }
+    assert summary.left_out == expected and summary.rows == summary.answered == 1
+    assert "prompts.jsonl:1: 400: too long by far" in summary.examples["refused by the server"]
+    asked = len(server.bodies)
+    again = ask(tmp_path / "out.jsonl", rows, server)
+    assert len(server.bodies) == asked and again.left_out == expected and again.rows == 1
+    assert (again.answered, again.earlier) == (0, 8)
+
+
+def test_truncated_answers_are_kept_on_demand_and_end_their_row(tmp_path, server):
+    row = {"messages": [user("CUT"), assistant("old"), user("two"), assistant("old")]}
+    [messages] = answers(tmp_path, server, row, truncated="keep")
+    assert messages == [user("CUT"), assistant("A1 to CUT")]
+
+
+def test_a_run_that_is_only_refused_ends_with_the_servers_reason_and_records_nothing(tmp_path, server):
+    rows = [{"messages": [user(f"REFUSE {number}")]} for number in range(60)]
+    with pytest.raises(
+        UserError, match="first 32 conversations asked for gave no row .refused by the server: 400: too long"
+    ):
+        ask(tmp_path / "out.jsonl", rows, server)
+    assert (tmp_path / "out.jsonl.record" / "left_out.jsonl").read_text() == ""
+    ask(
+        tmp_path / "out.jsonl", [{"messages": [user("one")]}], server, max_tokens=20
+    )  # other settings: nothing was kept
+
+
+def test_rows_of_an_earlier_run_do_not_show_that_this_runs_server_is_right(tmp_path, server):
+    out, left_out = tmp_path / "out.jsonl", tmp_path / "out.jsonl.record" / "left_out.jsonl"
+    ask(out, [{"messages": [user("one")]}], server)
+    rows = [{"messages": [user(f"prompt {number}")]} for number in range(60)]
+    server.refusing = True
+    with pytest.raises(UserError, match="first 32 conversations asked for gave no row"):
+        ask(out, rows, server)
+    assert left_out.read_text() == ""
+    server.refusing = False
+    assert ask(out, rows, server).rows == 61
+
+
+def test_a_few_refusals_without_an_answer_are_counted_and_asked_again(tmp_path, server):
+    out, left_out = tmp_path / "out.jsonl", tmp_path / "out.jsonl.record" / "left_out.jsonl"
+    first, tail = {"messages": [user("one")]}, [{"messages": [user(f"REFUSE {number}")]} for number in range(3)]
+    ask(out, [first], server)
+    cut = {"messages": [user("CUT")]}
+    summary = ask(out, [first, *tail, cut], server, concurrency=1)
+    assert (summary.left_out["refused by the server"], summary.unrecorded, summary.rows) == (3, 3, 1)
+    assert "3 of those left out are asked again by the next run" in str(summary)
+    assert [row["reason"] for row in rows_of(left_out)] == ["truncated at the length limit"]  # the server answered that
+    summary = ask(out, [*tail, {"messages": [user("two")]}], server, concurrency=1)
+    assert (summary.unrecorded, summary.rows) == (0, 2) and len(rows_of(left_out)) == 4
+
+
+# Servers that fail --------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_that_fails_is_tried_again_and_one_that_always_does_is_left_to_the_next_run(tmp_path, server):
+    rows = [{"messages": [user(word)]} for word in ("one", "FAILTWICE", "FAIL")]
+    summary = ask(tmp_path / "out.jsonl", rows, server)
+    assert (summary.answered, summary.failed, summary.left_out) == (2, 1, {})
+    assert "FAIL" not in str(summary) and "500: out of memory" in str(summary)
+    assert server.failing == {"FAILTWICE": 3, "FAIL": 4}
+    ask(tmp_path / "out.jsonl", rows, server)
+    assert server.failing["FAIL"] == 8 and server.failing["FAILTWICE"] == 3
+
+
+def test_a_slow_answer_is_a_failure_after_the_time_limit(tmp_path):
+    with serving(Server(seconds=0.6)) as server:
+        summary = ask(tmp_path / "out.jsonl", [{"messages": [user("one")]}], server, timeout=0.1)
+    assert summary.failed == 1 and "ReadTimeout" in summary.examples["failed"]
+
+
+def test_an_endpoint_that_dies_is_named_and_the_other_does_its_work(tmp_path, server):
+    said = []
+    with serving(Server(seconds=0.01)) as dying:
+        rows = [{"messages": [user(f"prompt {number}")]} for number in range(80)]
+        dying.dies_after = 10
+        server.seconds = 0.03
+        summary = ask(tmp_path / "out.jsonl", rows, dying, server, said=said)
+    assert summary.rows == summary.answered == 80 and server.bodies
+    prompts = sorted(row["messages"][0]["content"] for row in rows_of(tmp_path / "out.jsonl"))
+    assert prompts == sorted(f"prompt {number}" for number in range(80))
+    assert len(said) == 1 and said[0].startswith(f"{dying.url}/v1 is left out: ")
+    assert len(dying.bodies) > 10
+
+
+def test_when_the_last_endpoint_dies_all_that_came_is_kept_and_a_rerun_asks_for_the_rest(tmp_path, server):
+    rows = [{"messages": [user(word)]} for word in ["one", "two", "DIE", *(f"prompt {number}" for number in range(20))]]
+    with pytest.raises(UserError, match=r"no endpoint is left .*keeps 2 rows.*run the same command again"):
+        ask(tmp_path / "out.jsonl", rows, server, concurrency=1)
+    server.dying = False
+    summary = ask(tmp_path / "out.jsonl", [row for row in rows if row["messages"][0]["content"] != "DIE"], server)
+    assert (summary.earlier, summary.answered, summary.rows) == (2, 20, 22)
+
+
+def test_an_endpoint_that_died_while_it_waited_for_work_puts_it_back(tmp_path, server):
+    [conversation] = read_conversations([write(tmp_path / "prompts.jsonl", {"messages": [user("one")]})])
+    [url] = endpoint_urls([server.url])
+
+    async def waits() -> tuple[Regeneration, Work]:
+        with AnswerFile(tmp_path / "out.jsonl", asdict(settings())) as file:
+            run = Regeneration([conversation], 1, file, settings(), print, print)
+            run.queue = Queue(run.plans())
+            endpoint = Endpoint(url, None, "tiny", concurrency=1, timeout=20.0, patience=())
+            work = await run.queue.take()
+            waiting = asyncio.create_task(run.work(endpoint))
+            await asyncio.sleep(0.01)
+            endpoint.dead = "gone"
+            await run.queue.end(work, again=True)
+            await asyncio.wait_for(waiting, 20)
+            await endpoint.close()
+            return run, work
+
+    run, work = asyncio.run(waits())
+    assert list(run.queue.again) == [work] and run.queue.taken == 0 and not server.bodies
+
+
+def test_an_endpoint_that_comes_back_with_another_model_is_left_out(tmp_path, server):
+    said = []
+    with serving(Server()) as other:
+        rows = [{"messages": [user(word)]} for word in ("FAILTWICE now", *(f"prompt {number}" for number in range(6)))]
+        server.model = "replaced"
+        summary = ask(tmp_path / "out.jsonl", rows, server, other, concurrency=1, said=said)
+    assert summary.rows == 7 and said == [f"{server.url}/v1 is left out: it now serves replaced"]
+
+
+def test_no_more_requests_are_in_flight_than_asked_for_and_no_more_conversations_held(tmp_path):
+    drawn = answered = most = 0
+    rows = [{"messages": [user(f"prompt {number}")]} for number in range(60)]
+    conversations = read_conversations([write(tmp_path / "prompts.jsonl", *rows)])
+
+    class Counting(AnswerFile):
+        def add(self, row: dict) -> None:
+            nonlocal answered
+            answered += 1
+            super().add(row)
+
+    def drawing():
+        nonlocal drawn, most
+        for conversation in conversations:
+            drawn += 1
+            most = max(most, drawn - answered)
+            yield conversation
+
+    with serving(Server(seconds=0.1)) as server, Counting(tmp_path / "out.jsonl", asdict(settings())) as file:
+        [url] = endpoint_urls([server.url])
+        endpoint = Endpoint(url, None, "tiny", concurrency=5, timeout=20.0)
+        regenerate(drawing(), 60, file, [endpoint], settings(), print, print)
+    assert server.most_at_a_time == 5 and most <= 6 and answered == 60
+
+
+# The launcher -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def called_here(monkeypatch, capfd):
+    """The launcher, run in this process: its exit code and what it said."""
+
+    def call(*words: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", [str(LAUNCHER), *words])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(LAUNCHER), run_name="__main__")
+        out, err = capfd.readouterr()
+        return ended.value.code, out + err
+
+    return call
+
+
+def test_after_a_kill_rows_are_neither_lost_nor_doubled_and_the_key_is_seen_nowhere(tmp_path, called_here, monkeypatch):
+    rows = [{"messages": [user(f"prompt {number}")]} for number in range(60)] + [{"messages": [user("REFUSE it")]}]
+    source, out = write(tmp_path / "prompts.jsonl", *rows), tmp_path / "out.jsonl"
+    with serving(Server(key=KEY, seconds=0.1)) as server:
+        words = ("--data", source, "--out", str(out), "--endpoint", server.url, "--concurrency", "3")
+        monkeypatch.setenv("OPENAI_API_KEY", KEY)
+        process = launch(sys.executable, str(LAUNCHER), *words)
+        limit = time.monotonic() + 120
+        while not (out.exists() and out.read_bytes().count(b"\n") >= 10):
+            assert process.poll() is None and time.monotonic() < limit
+            time.sleep(0.01)
+        server.seconds = 60.0  # so that it is in the middle when it is killed
+        try:
+            code, second = called_here(*words)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        assert code == 2 and "another process writes it; wait for it" in second
+        said = process.stdout.read()
+        process.stdout.close()
+
+        whole = out.read_bytes()
+        kept = whole[: whole.rindex(b"\n") + 1]
+        out.write_bytes(kept + b'{"id": "torn", "mess')
+        server.bodies.clear()
+        server.seconds = 0.0
+        monkeypatch.delenv("OPENAI_API_KEY")
+        (tmp_path / "key").write_text(KEY + "\n")
+        code, resumed = called_here(*words, "--api-key-file", str(tmp_path / "key"))
+        (tmp_path / "key").unlink()
+        assert code == 0 and f"data.train=[{out}]" in resumed and "400: too long by far, Bearer [key]" in resumed
+        assert out.read_bytes().startswith(kept), "what was there stays as it was"
+        assert len(server.bodies) == 61 - kept.count(b"\n"), "asked for what was missing and no more"
+        prompts = [row["messages"][0]["content"] for row in rows_of(out)]
+        assert sorted(prompts) == sorted(f"prompt {number}" for number in range(60))
+        summary = json.loads((tmp_path / "out.jsonl.record" / "summary.json").read_text())
+        assert summary["rows"] == 60 and summary["left_out"] == {"refused by the server": 1}
+
+        monkeypatch.setenv("OPENAI_API_KEY", KEY)
+        code, other = called_here(*words, "--temperature", "0")
+        assert code == 2 and "temperature not set, now it is 0.0; give that again, or name another file" in other
+        server.key = "another"
+        code, wrong = called_here(*words)
+        assert code == 2 and "no endpoint can be used" in wrong and "401" in wrong and "--api-key-file" in wrong
+    texts = [file.read_text() for file in tmp_path.rglob("*") if file.is_file()]
+    assert not any(KEY in text for text in [*texts, said, second, resumed, other, wrong])
+
+
+def test_a_dead_endpoint_at_the_start_is_named_and_last_turn_supervision_is_recommended(tmp_path, server, called_here):
+    source = write(tmp_path / "prompts.jsonl", {"messages": TALK})
+    words = ("--data", source, "--out", str(tmp_path / "out.jsonl"), "--turns", "last")
+    code, said = called_here(*words, "--endpoint", "http://127.0.0.1:9", server.url)
+    assert code == 0 and "warning: http://127.0.0.1:9/v1 is left out: ConnectError" in said
+    assert "data.supervise=last_turn" in said and "1 rows of 1 conversations" in said
+
+
+def test_a_run_with_failures_ends_with_exit_code_1_and_one_without_a_row_with_2(
+    tmp_path, server, called_here, monkeypatch
+):
+    words = ("--out", str(tmp_path / "out.jsonl"), "--endpoint", server.url)
+    source = write(tmp_path / "prompts.jsonl", *({"messages": [user(word)]} for word in ("one", "FAIL")))
+    code, said = called_here("--data", source, *words)
+    assert code == 1 and "1 failed" in said
+    source = write(tmp_path / "text.jsonl", {"text": "No turns."})
+    code, said = called_here("--data", source, "--out", str(tmp_path / "none.jsonl"), "--endpoint", server.url)
+    assert code == 2 and "has no row" in said and "1 left out: plain text" in said
+
+
+def test_malformed_rows_are_listed_before_anything_is_asked_for_or_left_out_and_counted(tmp_path, server, called_here):
+    source = tmp_path / "prompts.jsonl"
+    source.write_text(json.dumps({"messages": [user("one")]}) + '\n\n[1]\n{"messages": [\n')
+    words = ("--data", str(source), "--out", str(tmp_path / "out.jsonl"), "--endpoint", server.url)
+    code, said = called_here(*words)
+    assert code == 2 and not server.bodies
+    assert f"error: {source}: 2 of 3 rows read are malformed" in said
+    assert f"  {source}:3: the row is [1]" in said and f"  {source}:4: not valid JSON" in said
+    assert said.endswith("  fix them, or leave malformed rows out with --malformed drop\n")
+    code, said = called_here(*words, "--malformed", "drop")
+    assert code == 0 and f"1 left out: malformed row (not an object) (first {source}:3)" in said
+    summary = json.loads((tmp_path / "out.jsonl.record" / "summary.json").read_text())
+    assert (summary["read"], summary["rows"], sum(summary["left_out"].values())) == (1, 1, 2)
+
+
+def test_every_mistake_is_one_line_with_the_value_and_the_remedy(tmp_path, server, called_here):
+    source = write(tmp_path / "prompts.jsonl", {"messages": [user("one")]})
+    good = {"--data": source, "--out": str(tmp_path / "out.jsonl"), "--endpoint": server.url}
+    (tmp_path / "folder.jsonl").mkdir()
+    (tmp_path / "other.jsonl").write_text('{"messages": []}\n')
+    (tmp_path / "key").write_text("two words")
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"id": "1", "messages": []}\n')
+    (tmp_path / "broken.jsonl.record").mkdir()
+    (tmp_path / "broken.jsonl.record" / "settings.json").write_text("{")
+    (tmp_path / "blocked.jsonl.record" / "left_out.jsonl").mkdir(parents=True)
+    (tmp_path / "data").mkdir()
+    cases = [
+        ({"--data": str(tmp_path / "none.jsonl")}, "none.jsonl: no such file"),
+        ({"--endpoint": "localhost:30000"}, "not an address of the form http://host:port"),
+        ({"--endpoint": "30000"}, "'30000' is not an address"),
+        ({"--endpoint": "http://host:99999"}, "http://host:port"),
+        ({"--endpoint": "http://me:secret@host:1"}, "use --api-key-file"),
+        ({"--endpoint": "http://me:secret@host:port"}, "address 1 holds an @"),
+        ({"--endpoint": "http://me:secret/x@host:1"}, "use --api-key-file"),
+        ({"--endpoint": f"{server.url}/v1/chat/completions"}, "leave /chat/completions out"),
+        ({"--endpoint": f"{server.url}/elsewhere"}, "not answered as OpenAI does"),
+        ({"--endpoint": "http://127.0.0.1:9"}, "no endpoint can be used (http://127.0.0.1:9/v1: ConnectError"),
+        ({"--out": str(tmp_path / "missing" / "out.jsonl")}, "there is no folder"),
+        ({"--out": str(tmp_path / "folder.jsonl")}, "is a folder"),
+        ({"--out": str(tmp_path / "out.json")}, "has to end in .jsonl"),
+        ({"--out": source}, "is among the data that is read"),
+        ({"--data": str(tmp_path)}, "is among the data that is read"),
+        ({"--out": str(tmp_path / "other.jsonl")}, "says how they came"),
+        ({"--out": str(broken)}, "settings.json: cannot be read"),
+        ({"--out": str(tmp_path / "blocked.jsonl")}, "left_out.jsonl: cannot be made (Is a directory)"),
+        ({"--max-tokens": "0"}, "--max-tokens: 0 is no value for it; give 1 or more"),
+        ({"--concurrency": "-3"}, "--concurrency: -3"),
+        ({"--temperature": "nan"}, "--temperature: nan"),
+        ({"--top-p": "0"}, "--top-p: 0.0"),
+        ({"--timeout": "0"}, "--timeout: 0.0"),
+        ({"--model": "unknown"}, "does not serve 'unknown' but tiny; name that"),
+        ({"--template-variables": "{x}"}, "is no JSON"),
+        ({"--template-variables": "3"}, "is no JSON object"),
+        ({"--api-key-file": str(tmp_path / "nokey")}, "cannot be read (FileNotFoundError)"),
+        ({"--api-key-file": str(tmp_path / "key")}, "write the key alone into it"),
+    ]
+    for changes, expected in cases:
+        code, said = called_here(*(word for pair in (good | changes).items() for word in pair))
+        lines = said.splitlines()
+        assert code == 2 and lines[-1].startswith("error: ") and expected in lines[-1], (changes, said)
+        assert len(lines) == 1 and "two words" not in said and "secret" not in said, said
+
+
+def test_the_key_of_the_environment_does_not_travel_in_the_clear(tmp_path, server, called_here, monkeypatch):
+    words = ("--data", write(tmp_path / "a.jsonl", {"messages": TALK}), "--out", str(tmp_path / "out.jsonl"))
+    far = (*words, "--endpoint", server.url, "http://192.0.2.1:9")
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    code, said = called_here(*far)
+    assert code == 2 and "OPENAI_API_KEY: would go unencrypted to http://192.0.2.1:9/v1; unset it, or give" in said
+    assert KEY not in said and not server.bodies
+    monkeypatch.setattr("eagle3.regeneration.endpoint.PROBE_SECONDS", 0.1)
+    (tmp_path / "key").write_text(KEY)
+    assert called_here(*far, "--api-key-file", str(tmp_path / "key"))[0] == 0
+    urls = ["https://host/v1", "http://localhost:1/v1", "http://127.0.0.2:1/v1", "http://[::1]:1/v1"]
+    assert not any(map(exposed, urls)) and exposed("http://localhost.example:1/v1")
+
+
+def test_endpoints_of_unlike_models_are_refused_and_v1_may_be_written(server):
+    assert endpoint_urls([server.url, "https://host/llm/v1/"]) == [f"{server.url}/v1", "https://host/llm/v1"]
+    with serving(Server("other")) as other:
+        urls = endpoint_urls([server.url, other.url])
+        with pytest.raises(UserError, match="unlike models"):
+            find_model(urls, None, None)
+    with pytest.raises(UserError, match="named twice"):
+        endpoint_urls([server.url, f"{server.url}/v1"])
+
+
+def test_a_file_locked_by_another_is_left_as_it_is(tmp_path):
+    out = tmp_path / "out.jsonl"
+    out.write_bytes(b'{"id": "torn')
+    with out.open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="another process writes it; wait for it, or name another file"):
+            AnswerFile(out, {})
+    assert out.read_bytes() == b'{"id": "torn'

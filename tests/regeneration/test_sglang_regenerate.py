@@ -1,0 +1,136 @@
+"""A real SGLang's answers are the target's greedy decoding, and training supervises exactly them."""
+
+import json
+import runpy
+import sys
+
+import pytest
+import torch
+from places import LAUNCHERS
+from sglang_case import cpu_environment, options
+from tiny_run import TEMPLATE, conversations, make_target
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from eagle3.targets.sglang.server import SGLangServer
+from eagle3.text.conversations import read_conversations
+from eagle3.text.encode import SampleEncoder
+from eagle3.text.prepare import prepare_samples, preview
+
+pytestmark = pytest.mark.sglang
+
+NEW_TOKENS = 60
+PROMPTS = 6
+LOOKUP = {"name": "lookup", "parameters": {"type": "object", "properties": {"place": {"type": "string"}}}}
+WITH_TOOLS = {
+    "messages": [
+        {"role": "user", "content": "Rain?"},
+        {
+            "role": "assistant",
+            "reasoning_content": "It may rain.",
+            "tool_calls": [{"type": "function", "function": {"name": "lookup", "arguments": '{"place": "Ghent"}'}}],
+        },
+        {"role": "tool", "content": "rain"},
+        {"role": "assistant", "content": "Yes."},
+    ],
+    "tools": [{"type": "function", "function": LOOKUP}],
+}
+
+
+def teach(folder, steps: int = 150) -> None:
+    """Let the random target learn its conversations, so that its answers are words and come to an end."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    texts = [tokenizer.apply_chat_template(row["messages"], tokenize=False) for row in conversations(40)]
+    batch = tokenizer(texts, return_tensors="pt", padding=True)
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(steps):
+        optimiser.zero_grad()
+        model(**batch, labels=labels).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+    model.save_pretrained(folder)
+
+
+def greedy(folder, messages: list[dict]) -> tuple[str, bool]:
+    """What transformers decodes after these messages, and whether it came to an end."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    given = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
+    tokens = model.generate(**given, max_new_tokens=NEW_TOKENS, do_sample=False)[0, given["input_ids"].shape[1] :]
+    ended = tokens[-1].item() == tokenizer.eos_token_id
+    return tokenizer.decode(tokens, skip_special_tokens=True), ended
+
+
+def test_answers_are_the_greedy_decoding_of_the_target_and_training_supervises_exactly_them(
+    tmp_path, monkeypatch, capfd
+):
+    target, source, out = make_target(tmp_path / "target"), tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    teach(target)
+    rows = conversations(PROMPTS)
+    follow_up = [{"role": "user", "content": "Tell me story 9."}, {"role": "assistant", "content": "No."}]
+    rows[0]["messages"] += follow_up
+    rows.append({"messages": [{"role": "user", "content": "Tell me " * 200}]})  # longer than the context
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+    def regenerate(url: str, out=out, source=source, temperature: float = 0, further: tuple[str, ...] = ()) -> str:
+        words = ["--data", source, "--out", out, "--endpoint", url, "--temperature", temperature]
+        words += ["--max-tokens", NEW_TOKENS, *further]
+        monkeypatch.setattr(sys, "argv", ["regenerate.py", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(LAUNCHERS / "regenerate.py"), run_name="__main__")
+        said, mistakes = capfd.readouterr()
+        assert ended.value.code == 0, said + mistakes
+        return said
+
+    with cpu_environment(), SGLangServer(options(target)) as server:
+        first = regenerate(server.url)
+        content = out.read_bytes()
+        again = regenerate(server.url)
+        source.with_name("tools.jsonl").write_text(json.dumps(WITH_TOOLS))
+        further = ("--turns", "last", "--truncated", "keep", "--seed", "3", "--top-p", "0.9")
+        further += ("--template-variables", '{"enable_thinking": false}')
+        regenerate(server.url, tmp_path / "more.jsonl", source.with_name("tools.jsonl"), 0.7, further)
+    assert out.read_bytes() == content and "0 answered now" in again
+
+    (row,) = read_conversations([str(tmp_path / "more.jsonl")])
+    (original,) = read_conversations([str(tmp_path / "tools.jsonl")])
+    assert [message["content"] for message in row.messages[:-1]] == [one["content"] for one in original.messages[:-1]]
+    assert row.messages[1]["reasoning_content"] == "It may rain." and row.tools == original.tools
+    assert row.messages[-1]["content"] not in ("", "Yes.")
+
+    answered = [json.loads(line) for line in content.splitlines()]
+    wanted, truncated = {}, 0
+    for row in rows[:PROMPTS]:
+        messages, whole = [], True
+        for message in row["messages"]:
+            if message["role"] == "assistant" and whole:
+                text, whole = greedy(target, messages)
+                message = {"role": "assistant", "content": text}
+            messages.append(message)
+        truncated += not whole
+        if whole:
+            wanted[messages[0]["content"]] = messages
+    assert len(wanted) >= PROMPTS - 2, "the target has learnt to end its answers"
+    assert {row["messages"][0]["content"]: row["messages"] for row in answered} == wanted
+    summary = json.loads((tmp_path / "answers.jsonl.record" / "summary.json").read_text())
+    counts = {"refused by the server": 1} | ({"truncated at the length limit": truncated} if truncated else {})
+    assert summary["left_out"] == counts and "1 left out: refused by the server" in first
+
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    assert tokenizer.chat_template == TEMPLATE
+    samples = prepare_samples(
+        [str(out)],
+        SampleEncoder(tokenizer, None, 256),
+        max_samples=None,
+        workers=1,
+        cache_dir=tmp_path / "cache",
+        report=print,
+    ).samples
+    shown = [preview(samples[index], tokenizer, color=False) for index in range(len(samples))]
+    assert shown == ["".join(map(marked, row["messages"])) for row in answered]
+
+
+def marked(message: dict) -> str:
+    """A message in the template, what the target said between the marks of `preview`."""
+    body = f"{message['content']}<|im_end|>"
+    return f"<|im_start|>{message['role']}\n" + (f"⟦{body}⟧" if message["role"] == "assistant" else body) + "\n"

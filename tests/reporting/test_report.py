@@ -1,0 +1,625 @@
+"""The report of a run: what it says, that it says so without what is absent, and that it can be read on a phone."""
+
+import base64
+import dataclasses
+import hashlib
+import html
+import json
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from places import ZERO2
+from report_case import HOSTILE, STEPS, by_context, change, started, write_json, write_run
+from tiny_run import conversations, make_target, metrics, write_recipe
+
+from eagle3.console import Console
+from eagle3.draft.interchange import read_exported
+from eagle3.errors import UserError
+from eagle3.evaluation.acceptance import Decoding
+from eagle3.evaluation.by_context import ContextAcceptance, ContextJudgement
+from eagle3.jobs.train import train
+from eagle3.recipe.loading import load_recipe
+from eagle3.recipe.schema import Recipe
+from eagle3.reporting.advice import advise
+from eagle3.reporting.card import write_card
+from eagle3.reporting.charts import charts
+from eagle3.reporting.curves import estimated_curve, simulated_positions
+from eagle3.reporting.page import page as page_of
+from eagle3.reporting.plot import MOST_POINTS, thinned
+from eagle3.reporting.record import read_run
+from eagle3.reporting.report import write_report, write_up
+from eagle3.training.run_folder import Resume, RunFolder
+
+CHARTS = {"total_loss", "accepted", "loss", "acceptance", "learning_rate", "gradient_norm"}
+CHARTS |= {"positions", "contexts", "throughput", "memory", "lengths"}
+VOID = {"meta", "img", "br"}
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+class Page(HTMLParser):
+    """Every element with its attributes, and the text outside of style and script; fails where tags do not close in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open, self.elements, self.said = [], [], ""
+        self.feed(text)
+        self.close()
+        assert not self.open, self.open
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag, (tag, self.getpos())
+
+    def handle_data(self, text):
+        if not {"style", "script"} & {*self.open}:
+            self.said += text
+
+    def all(self, tag):
+        return [attributes for name, attributes in self.elements if name == tag]
+
+
+@pytest.fixture
+def run(tmp_path):
+    return write_run(tmp_path / "mine")
+
+
+def said(folder):
+    """The page, without the charts' files, which take longer."""
+    run = read_run(folder.path)
+    folder.report.write_text(page_of(run, list(charts(run))), encoding="utf-8")
+    return Page(folder.report.read_text(encoding="utf-8"))
+
+
+def test_the_page_has_the_runs_numbers_and_every_chart_as_a_file_too(run):
+    page = said(run)
+    text = run.report.read_text(encoding="utf-8")
+    assert write_report(run.path) == run.report and run.report.read_text(encoding="utf-8") == text
+    for number in ("2.77", "1.80", "800k", "320k supervised", "98.70%", "untrained 1.00", "10,100", "TTT", "8,192"):
+        assert number in page.said or any(number in chart["aria-label"] for chart in page.all("svg")), number
+    assert {path.stem for path in run.charts.glob("*.png")} == CHARTS and len(page.all("svg")) == len(CHARTS)
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in run.charts.glob("*.png"))
+
+
+def test_a_curve_goes_through_the_runs_numbers_and_the_legend_has_its_last(run):
+    """Each point's place in the drawing, by the places of the axes' named ticks, is its value in metrics.jsonl."""
+    said(run)
+    text = run.report.read_text(encoding="utf-8")
+    figure = re.search(r"<h3>Gradient norm</h3>.*?</figure>", text, re.DOTALL)[0]
+    norms = [record["gradient_norm"] for record in metrics(run.path)]
+    ticks = re.findall(r'<text x="[\d.]+" y="([\d.]+)" text-anchor="end">([\d.]+)</text>', figure)
+    places, values = np.array([[float(y) - 4, np.log(float(name))] for y, name in ticks]).T  # a logarithmic axis
+    slope, origin = np.polyfit(places, values, 1)
+    drawn = [float(y) for y in re.search(r'data-y="([^"]*)"', figure)[1].split(" ")]
+    assert np.exp(slope * np.array(drawn) + origin) == pytest.approx(norms, rel=0.02)
+    told = re.search(r'data-values="([^"]*)"', figure)[1].split(";")
+    assert [float(value) for value in told] == pytest.approx(norms, rel=1e-3)
+    assert f"optimiser step <b>{STEPS}</b>" in figure and f"<b>{told[-1]}</b>" in figure
+
+
+def test_every_chart_of_training_says_what_its_number_is(run):
+    page = said(run)
+    for told in (
+        "each weighted 0.8 times the one before, summed",
+        "Each TTT step's own loss, without a weight",
+        "accepted drafts in the step lines. An acceptance length counts the target's own token, too: it is 1 more.",
+        "How probably sampling at temperature 1 accepts the draft of each TTT step",
+    ):
+        assert told in page.said, told
+
+
+def test_the_key_numbers_are_there_to_be_pasted(run):
+    write_report(run.path)
+    text = run.summary.read_text(encoding="utf-8")
+    assert text in said(run).said
+    cells = [re.split(r" ?\| ?", line)[1:-1] for line in text.splitlines()]
+    assert cells[0] == ["mine", ""] and cells[1] == ["---", "---"] and {len(row) for row in cells} == {2}
+    rows = dict(cells[2:])
+    assert rows["target"].startswith("acme/tiny-8B ") and rows["draft"].startswith("123M parameters")
+    assert rows["steps"] == "400 of 400" and rows["tokens seen"] == "800k, 320k supervised"
+    assert rows["acceptance length"].startswith("2.77 ") and "1.00" in rows["acceptance length"]
+    assert rows["decoding speed"].startswith("104.7 tokens/s, 157.9 without the draft: 0.66 times as fast")
+    assert "own.jsonl" in rows["data"] and "/home" not in text and rows["peak memory, first rank"].startswith("2.4 GiB")
+
+
+def test_a_run_with_hardly_any_numbers_has_its_summary_too(run):
+    change(run.run, versions={"torch": f"a | b {HOSTILE}"})
+    for path in (run.metrics, run.evaluation, run.by_context):
+        path.unlink()
+    page = said(run)
+    assert r"| versions | torch a \| b \<script\>alert(1)\</script\> |" in page.said
+    assert "acceptance length |" not in page.said and len(page.all("svg")) == 1  # of the sample lengths
+
+
+def test_the_page_is_well_formed_and_loads_nothing(run):
+    page, text = said(run), run.report.read_text(encoding="utf-8")
+    assert len(text) < 2_000_000
+    assert not page.all("link") and "url(" not in text and "@import" not in text
+    for _, attributes in page.elements:
+        assert not {"src", "href", "xlink:href"} & {*attributes} and not any(
+            name.startswith("on") for name in attributes
+        )
+    assert all(len(chart["aria-label"]) > 20 for chart in page.all("svg"))
+    # No script runs but the page's own, which its policy knows by its digest, and nothing may be loaded.
+    (script,) = re.findall(r"<script>(.*)</script>", text, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    (policy,) = [meta["content"] for meta in page.all("meta") if "http-equiv" in meta]
+    assert policy == f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    assert not any(word in script for word in ("fetch", "XMLHttp", "import", "innerHTML", "eval"))
+    assert len(page.all("h1")) == 1 and len(page.all("main")) == 1 and page.all("html") == [{"lang": "en"}]
+
+
+def test_text_from_data_is_escaped_wherever_it_stands(run):
+    run.recipe.write_text(yaml.safe_dump({"model": {"target": HOSTILE}}), encoding="utf-8")
+    change(run.run, versions={"torch": HOSTILE})
+    page = said(run)
+    assert HOSTILE not in run.report.read_text(encoding="utf-8")
+    # in an example's tokens and its prompt (twice each), a reason, the recipe, a version; the header has the hub's id
+    assert page.said.count(HOSTILE) >= 2 + 2 + 1 + 1 + 1
+
+
+def test_accepted_rejected_and_own_tokens_are_told_apart(run):
+    text = html.unescape(said(run) and run.report.read_text(encoding="utf-8"))
+    answer = "<b>A</b><ins> red</ins><ins> square</ins><ins> on</ins><del>↵</del><b> grey</b>"
+    assert text.count(answer) == 2  # both examples
+
+
+@pytest.mark.parametrize(
+    "name", ["recipe", "metrics", "run", "evaluation", "by_context", "export/config.json", "all but recipe"]
+)
+def test_what_a_run_folder_lacks_is_named_and_the_rest_is_shown(run, name):
+    if name == "all but recipe":
+        for path in (run.metrics, run.run, run.evaluation, run.by_context, run.export / "config.json"):
+            path.unlink()
+        assert set(re.findall(r"(\S+\.jsonl?): ", said(run).said)) >= {"metrics.jsonl", "run.json", "evaluation.json"}
+        return
+    path = run.path / name if "/" in name else getattr(run, name)
+    path.unlink()
+    page = said(run)
+    assert f"{path.relative_to(run.path)}: " in page.said
+    assert len(page.all("svg")) >= 3
+
+
+def test_numbers_that_are_not_finite_leave_gaps(run):
+    records = [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
+    for record in records[:50]:
+        record |= {"loss": None, "step_losses": [None] * 4, "tokens_per_second": None, "memory_gib": None}
+    records[-1] |= {"simulated_acceptance_length": None, "accuracy": [None] * 4}  # a held-out one
+    records.append({"step": 9, "kind": "skipped", "gradient_norm": None, "samples": ["ab"]})
+    lines = [json.dumps(record) for record in records]
+    run.metrics.write_text("\n".join([*lines, '{"step": 10, "ki']), encoding="utf-8")  # and a line cut off by a kill
+    change(run.by_context, contexts=[by_context([2, 2, 2, 2, 2])["contexts"][0] | {"interval": None}])
+    page = said(run)
+    assert len(page.all("svg")) == len(CHARTS) and "nan" not in page.said
+    assert read_run(run.path).exported["step"] == 300
+    # 350 steps of 2,000 tokens at 4,000 a second or so
+    assert read_run(run.path).pace.seconds == pytest.approx(175, rel=0.05)
+
+
+@pytest.mark.parametrize("loss", [1e308, -1e308, 0.0, 1e-300])
+def test_numbers_of_a_run_gone_wrong_are_drawn_too(run, loss):
+    records = [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
+    records[7] |= {"loss": loss, "gradient_norm": abs(loss)}
+    run.metrics.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    page = said(run)
+    assert len(page.all("svg")) == len(CHARTS)
+    drawn = " ".join(shape["d"] for shape in page.all("path"))
+    assert "nan" not in drawn and "inf" not in drawn and re.search(r"[-\d]\d{4}", drawn) is None
+
+
+def test_the_draft_is_described_by_the_step_that_was_exported_not_by_the_best(run):
+    with run.metrics.open("a", encoding="utf-8") as file:
+        for step in (400, 200):  # of two exports, the later one lies there
+            file.write(json.dumps({"step": step, "kind": "exported"}) + "\n")
+    assert read_run(run.path).exported["step"] == 200
+    assert "at step 200" in said(run).said
+
+
+def test_passwords_in_the_recipe_stay_out_of_the_page(run):
+    recipe = yaml.safe_load(run.recipe.read_text(encoding="utf-8"))
+    recipe["target"] = {"servers": ["http://ann:hunter2@host:30000"]}
+    recipe["data"]["train"].append("https://ghp_hunter2@host/own.jsonl")
+    recipe["hidden_states"] = {
+        "path": "https://host/states?version=3&token=hunter2" + "\u00e9hunter2" * 20
+    }  # YAML breaks it
+    run.recipe.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    write_card(run.path)
+    page = said(run)
+    assert all("hunter2" not in path.read_text(encoding="utf-8") for path in (run.report, run.card))
+    assert "http://***@host:30000" in page.said and "https://***@host/own.jsonl" in page.said
+    assert "https://host/states?version=***&token=***" in page.said
+
+
+def test_only_their_owner_reads_the_passwords_of_a_recipe_and_run_json_has_none(tmp_path):
+    url = "https://host/states?token=secret"
+    for path, private in ((None, False), (url, True)):
+        recipe = Recipe.model_validate(
+            {"model": {"target": "demo"}, "hidden_states": {"path": path}, "output": {"dir": tmp_path / str(private)}}
+        )
+        folder = RunFolder(recipe.output.dir)
+        folder.hold("node", print)
+        folder.begin(recipe, False, folder.identify(False), {}, print)
+        folder.write_run({"why": f"{path}: not there", "processes": [1, None]})
+        assert (folder.recipe.stat().st_mode & 0o077 == 0) == private
+        assert folder.check(recipe, Resume.YES), "what is kept is what the recipe says"
+        folder.close()
+    assert folder.run.read_text(encoding="utf-8").count("token=***: not there") == 1
+
+
+def test_a_damaged_file_is_named_with_its_line(run):
+    lines = run.metrics.read_text(encoding="utf-8").splitlines()
+    run.metrics.write_text("\n".join([lines[0], "{", *lines[1:]]), encoding="utf-8")
+    with pytest.raises(UserError, match=r"metrics\.jsonl:2: damaged"):
+        read_run(run.path)
+    run.metrics.write_text("\n".join([*lines, "[[", ""]), encoding="utf-8")  # no kill cut that line off
+    with pytest.raises(UserError, match=rf"metrics\.jsonl:{len(lines) + 1}: damaged"):
+        read_run(run.path)
+    run.metrics.write_text("\n".join([lines[0].replace('"loss": ', '"loss": "x", "was": '), *lines]), encoding="utf-8")
+    with pytest.raises(UserError, match=r"metrics\.jsonl:1: damaged \(loss: Input should be a valid number, not 'x'\)"):
+        read_run(run.path)
+    run.metrics.write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match=r"metrics\.jsonl: damaged \(not UTF-8: .* at byte 0\); move it away"):
+        read_run(run.path)
+    run.metrics.unlink()
+    recipe = run.recipe.read_bytes()
+    run.recipe.write_bytes(b"\xff")
+    with pytest.raises(UserError, match=r"recipe\.yaml: damaged \(not UTF-8: .*\); put the run's recipe there"):
+        read_run(run.path)
+    run.recipe.write_bytes(recipe)
+    run.evaluation.write_text("[]", encoding="utf-8")
+    with pytest.raises(UserError, match=r"evaluation\.json: damaged"):
+        read_run(run.path)
+
+
+@pytest.mark.parametrize(
+    ("file", "values", "said"),
+    [
+        ("evaluation.json", {"acceptance_length": "x"}, "acceptance_length: Input should be a valid number"),
+        ("evaluation.json", {"acceptance_length": float("nan")}, "acceptance_length: Input should be a finite number"),
+        ("evaluation.json", {"position_acceptance": [0.5, 1.5]}, "position_acceptance.1: "),
+        ("evaluation.json", {"position_acceptance": [0.5, None]}, "position_acceptance.1: Input should be a valid "),
+        ("evaluation.json", {"topk": None}, "topk: Input should be a valid integer, not None"),
+        ("evaluation.json", {"untrained": 3}, "untrained: Input should be "),
+        ("evaluation.json", {"untrained": {"acceptance_length": None}}, "untrained.acceptance_length: "),
+        ("evaluation.json", {"examples": [{}]}, "examples.0.prompt: Field required"),
+        ("run.json", {"data": {}}, "data.datasets: Field required"),
+        ("run.json", {"memory": {"before_gib": 1, "estimate_gib": 1}}, "memory: Value error, An estimate should have "),
+        ("by_context.json", {"contexts": 3}, "contexts: Input should be a valid "),
+        ("by_context.json", {"contexts": [{"context": 512}]}, "contexts.0.conversations: Field required"),
+        ("export/config.json", {"draft_vocab_size": None}, "draft_vocab_size: Input should be a valid integer"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_file_key_and_value(report, run, file, values, said):
+    change(run.path / file, **values)
+    code, _, error = report(run.path)
+    assert code == 2 and error.count("\n") == 1 and f"{file}: damaged ({said}" in error and "move it away" in error
+
+
+def test_what_is_in_the_way_of_the_report_is_said_in_a_line(report, run):
+    run.charts.write_text("mine", encoding="utf-8")
+    code, _, error = report(run.path)
+    assert code == 2 and error.count("\n") == 1 and f"{run.charts}: cannot be written" in error
+    run.charts.unlink()
+    run.report.mkdir()
+    code, _, error = report(run.path)
+    assert code == 2 and error.count("\n") == 1 and "cannot be written" in error
+
+
+def test_the_page_has_acceptance_by_context_in_numbers(run):
+    page = said(run)
+    for told in ("By context, greedy", "2.60 to 2.80", "draft 2", "8k"):
+        assert told in page.said, told
+
+
+def test_a_folder_that_is_no_run_is_refused_in_one_line(report, tmp_path):
+    code, _, error = report(tmp_path)
+    assert code == 2 and error.count("\n") == 1 and "holds no run" in error and str(tmp_path) in error
+
+
+def test_the_options_of_one_run_and_of_a_comparison_are_not_mixed(report, run):
+    for arguments in ([run.path, run.path], [run.path, "--out", run.path], [run.path, "--compare"]):
+        code, _, error = report(*arguments)
+        assert code == 2 and error.count("\n") == 1, arguments
+
+
+def test_without_matplotlib_the_launcher_says_how_to_install_it(report, run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as where it is not installed
+    code, _, error = report(run.path)
+    assert code == 2 and 'pip install -e ".[report]"' in error and error.count("\n") == 1
+
+
+def test_simulated_acceptance_is_that_of_the_exported_draft(run):
+    record = read_run(run.path)
+    assert record.exported["step"] == STEPS
+    assert simulated_positions(record) == pytest.approx(np.cumprod(record.exported["accuracy"]))
+    curve = estimated_curve(record)
+    assert curve.lengths[:4] == pytest.approx([2.8, 2.75, 2.7, 2.7]) and np.isnan(curve.lengths[4])
+
+
+def test_long_curves_are_drawn_by_the_means_of_equal_runs():
+    steps = np.arange(1, 2 * MOST_POINTS + 1, dtype=float)
+    values = np.stack((steps, np.where(steps % 2 == 0, np.nan, 7.0)), axis=1)
+    few, means = thinned(steps, values)
+    assert len(few) == MOST_POINTS
+    assert (few == np.arange(1.5, 2 * MOST_POINTS, 2)).all()
+    assert (means[:, 0] == few).all() and (means[:, 1] == 7).all()
+
+
+def test_nothing_looks_wrong_in_a_good_run(run):
+    assert advise(read_run(run.path)) == []
+
+
+def _with_started(run, **train):
+    described = started()
+    described["data"]["train"] |= train
+    write_json(run.run, described)
+
+
+def _with_records(run, change_record, *more):
+    records = [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
+    for record in records:
+        change_record(record)
+    run.metrics.write_text("".join(json.dumps(record) + "\n" for record in [*records, *more]), encoding="utf-8")
+
+
+def _prepared(truncated=0, **dropped):
+    return {"rows": 1000, "truncated": truncated, **dropped}
+
+
+def _rising(record):
+    if record["kind"] == "held_out" and record["step"] == STEPS:
+        record["loss"] += 2
+
+
+def _diverging(record):
+    if record["kind"] == "train":
+        record["loss"] = 5.0 + record["step"]
+
+
+TROUBLES = {
+    "supervised share": (lambda run: _with_started(run, tokens=100_000_000), "4.0%", "data.supervise"),
+    "supervised tokens": (lambda run: _with_started(run, tokens=9000, supervised=4000), "4,000", "data.train"),
+    "coverage": (
+        lambda run: change(run.run, vocabulary={"size": 100, "target_size": 4000, "coverage": 0.949}),
+        "94.9%",
+        "model.draft.vocab_size",
+    ),
+    "left out": (
+        lambda run: _with_started(run, prepared={"rows": 1000, "truncated": 20, "dropped": {"empty": 31}}),
+        "31 were dropped",
+        "data.too_long",
+    ),
+    "held-out loss": (lambda run: _with_records(run, _rising), "at step 300", "training.epochs"),
+    "skipped": (
+        lambda run: _with_records(run, lambda _: None, {"step": 9, "kind": "skipped"}),
+        "1 of 400",
+        "training.skip_above_norm",
+    ),
+    "simulated": (lambda run: change(run.evaluation, position_acceptance=[0.6, 0.3]), "60%", "data.train"),
+    "untrained": (
+        lambda run: change(run.evaluation, untrained={"acceptance_length": 2.7}),
+        "2.70",
+        "training.max_steps",
+    ),
+    "diverged": (lambda run: _with_records(run, _diverging), "to 385", "training.learning_rate"),
+    "lossless": (lambda run: change(run.evaluation, mismatches=2), "2 of 24", "model.target_dtype"),
+    "context": (
+        lambda run: write_json(run.by_context, by_context([2.9, 2.8, 2.5, 2.4, 1.9])),
+        "1.90 at 8k",
+        "model.draft.rope_parameters",
+    ),
+}
+
+
+@pytest.mark.parametrize("trouble", TROUBLES)
+def test_what_looks_wrong_is_told_with_its_number_and_the_key_to_change(run, trouble):
+    damage, number, key = TROUBLES[trouble]
+    damage(run)
+    (found,) = advise(read_run(run.path))
+    assert number in found.finding and key in found.keys
+    page = said(run)
+    assert found.finding in page.said and f"{key}: " in page.said
+
+
+def test_what_was_left_out_is_answered_by_its_reasons_alone(run):
+    remedies = {
+        "malformed": ("Malformed rows", {"data.malformed"}),
+        "too_long": ("raise the length", {"data.max_length", "data.too_long"}),
+        "unusable": ("nothing to learn from", {"data.unusable", "data.chat_template"}),
+    }
+    for kind, (remedy, keys) in remedies.items():
+        _with_started(run, prepared=_prepared(dropped={"a reason": 60}, kinds={"a reason": kind}))
+        (found,) = advise(read_run(run.path))
+        assert remedy in found.change and set(found.keys) == keys
+    _with_started(run, prepared=_prepared(60, dropped={"a reason": 9}, kinds={"a reason": "malformed"}))
+    (found,) = advise(read_run(run.path))
+    assert {"data.malformed", "data.max_length"} <= set(found.keys) and "unusable" not in found.change
+
+
+def test_malformed_rows_and_empty_answers_stand_in_the_section_on_data(run):
+    assert "empty answers–" in said(run).said.replace("\n", ""), "a run from before did not count them"
+    left_out = {"malformed row (unknown role)": 310}
+    _with_started(run, prepared={"rows": 1000, "truncated": 0, "dropped": left_out, "empty_answers": 4711})
+    page = said(run)
+    assert "4,711" in page.said and "Dropped (training): 310 for malformed row (unknown role)." in page.said
+    assert "data.malformed" in page.said
+
+
+def test_a_fall_that_chance_explains_is_no_advice(run):
+    write_json(run.by_context, by_context([2.9, 2.8, 2.5, 2.4, 2.2], half=0.4))
+    assert advise(read_run(run.path)) == []
+
+
+def in_browser(tmp_path, page, width, script):
+    """What `script` makes of the page in a frame of this width, in which it is `page`: its value as text."""
+    frame = f'<iframe id="f" style="border:0;width:{width}px;height:900px" srcdoc="{html.escape(page)}"></iframe>'
+    asked = f"""<script>onload = () => {{ const page = document.getElementById("f").contentDocument;
+      {script} }};</script>"""
+    outer = tmp_path / "frame.html"
+    outer.write_text(f'<!doctype html><meta charset="utf-8"><title></title>{frame}{asked}', encoding="utf-8")
+    options = [
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        f"--user-data-dir={tmp_path / 'c'}",
+    ]
+    command = [BROWSER, *options, "--window-size=1600,1000", "--dump-dom", outer.as_uri()]
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    return html.unescape(re.search(r"<title>(.*)</title>", dom)[1])
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed here")
+@pytest.mark.parametrize("width", [390, 1440])
+def test_the_page_does_not_scroll_sideways(run, tmp_path, width):
+    change(run.run, versions={"a-package": "x" * 300})
+    recipe = run.recipe.read_text(encoding="utf-8")
+    run.recipe.write_text(recipe + f"about: {'y' * 400}\n", encoding="utf-8")
+    said(run)
+    page = run.report.read_text(encoding="utf-8").replace("<details", "<details open")
+    script = 'const root = page.scrollingElement; document.title = root.clientWidth + " " + root.scrollWidth;'
+    visible, whole = map(int, in_browser(tmp_path, page, width, script).split())
+    assert whole <= visible == width
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed here")
+def test_a_chart_tells_step_and_values_under_the_pointer_and_by_keys_and_no_other_script_runs(run, tmp_path):
+    said(run)
+    page = run.report.read_text(encoding="utf-8")
+    page = page.replace("</main>", "</main><script>document.body.textContent = 'gone'</script>")  # as if injected
+    script = """
+      const figure = [...page.querySelectorAll("figure")].find((each) => each.textContent.includes("Loss by TTT step"));
+      const svg = figure.querySelector("svg"), frame = page.defaultView, told = [];
+      const tell = () => told.push([...figure.querySelectorAll(".key")].map((row) => row.textContent.replace(/\\s+/g, " ").trim()));
+      svg.scrollIntoView();
+      const box = svg.getBoundingClientRect(), first = figure.querySelector("[data-x]").dataset.x.split(" ")[98];
+      svg.dispatchEvent(new frame.PointerEvent("pointermove", { clientX: box.left + (first / 440) * box.width, clientY: box.top + 50 }));
+      tell();
+      svg.dispatchEvent(new frame.KeyboardEvent("keydown", { key: "ArrowRight" }));
+      tell();
+      svg.dispatchEvent(new frame.PointerEvent("pointerleave"));
+      tell();
+      document.title = JSON.stringify(told);"""
+    pointed, stepped, left = json.loads(in_browser(tmp_path, page, 390, script))
+    for (training, held_out), step, measured in ((pointed, 99, 100), (stepped, 100, 100), (left, STEPS, STEPS)):
+        for row, name, kind, at in (
+            (training, "training", "train", step),
+            (held_out, "held out", "held_out", measured),
+        ):
+            (losses,) = [each["step_losses"] for each in metrics(run.path, kind) if each["step"] == at]
+            values = " ".join(f"step {place} {loss:#.4g}" for place, loss in enumerate(losses, 1))
+            assert row == f"{name}, optimiser step {at} {values}"
+
+
+def test_the_case_by_hand_is_as_evaluation_by_context_writes_it():
+    written = ContextJudgement([], [], "transformers", "5.19.0", Decoding(4, 64)).as_dict().keys()
+    case = by_context([2, 2, 2, 2, 2])
+    assert case.keys() <= {*written, "draft"}
+    assert case["contexts"][0].keys() <= {field.name for field in dataclasses.fields(ContextAcceptance)}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, topology):
+    """A real run of four steps with one conversation too long, and its recipe."""
+    folder = tmp_path_factory.mktemp("trained")
+    recipe = write_recipe(
+        folder,
+        make_target(folder / "target"),
+        data={"max_length": 100, "too_long": "drop"},
+        training={"max_steps": 4},
+        evaluation={"conversations": 1, "every": 2},
+    )
+    rows = conversations(40)
+    rows[3]["messages"][1]["content"] *= 9
+    data = folder / "conversations.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    assert train(load_recipe(recipe), ZERO2, topology, console=Console(speaks=False), finish=write_up)
+    return load_recipe(recipe)
+
+
+def test_a_run_writes_down_what_it_is_made_of(trained):
+    folder = RunFolder(trained.output.dir)
+    found = json.loads(folder.run.read_text(encoding="utf-8"))
+    train_set, held_out = found["data"]["train"], found["data"]["held_out"]
+    prepared = train_set["prepared"]
+    assert (prepared["rows"], prepared["kept"], prepared["truncated"]) == (40, 39, 0)
+    assert list(prepared["dropped"].values()) == [1] and prepared["empty_answers"] == 0
+    assert train_set["samples"] + held_out["samples"] == 39
+    for part in (train_set, held_out):
+        assert sum(part["lengths"]["counts"]) == part["samples"]
+        assert 0 < part["supervised"] < part["tokens"] <= part["samples"] * part["longest"]
+    tensors = read_exported(folder.export)  # which the card beside it does not disturb
+    assert found["draft"]["parameters"] == sum(tensor.numel() for tensor in tensors.weights.values())
+    assert found["memory"]["estimate_gib"] > 0 and found["steps"] == 4 and not found["continues"]
+    assert "/" not in json.dumps(found["target"]) and found["target"]["hub_id"] is None
+
+
+def test_a_run_ends_with_its_report_and_its_card(trained):
+    folder = RunFolder(trained.output.dir)
+    page = Page(folder.report.read_text(encoding="utf-8"))
+    assert len(page.all("svg")) == len(CHARTS - {"contexts"})  # its few positions say nothing by context
+    judged = json.loads(folder.evaluation.read_text(encoding="utf-8"))
+    assert f"{judged['acceptance_length']:.2f}" in page.said and "Acceptance length" in page.said
+    assert judged["position_acceptance"] and f"{judged['acceptance_length']:.2f}" in folder.card.read_text(
+        encoding="utf-8"
+    )
+
+
+@pytest.mark.parametrize(
+    ("raised", "told"),
+    [
+        (UserError("the judge: refuses"), "the judge: refuses"),
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried"),
+            r"out of memory on cpu \(CUDA.*\); .* launchers/evaluate\.py",
+        ),
+    ],
+)
+def test_a_judge_that_refuses_costs_no_report(trained, topology, monkeypatch, raised, told):
+    folder = RunFolder(trained.output.dir)
+    folder.report.unlink()
+    folder.card.unlink()
+    exports = read_run(folder.path).exports
+
+    def refuse(*_, **__):
+        raise raised
+
+    monkeypatch.setattr("eagle3.jobs.evaluate.judge_export", refuse)
+    with pytest.raises(UserError, match=told):
+        train(trained, ZERO2, topology, Resume.YES, console=Console(speaks=False), finish=write_up)
+    assert folder.report.exists() and folder.card.exists()
+    assert read_run(folder.path).exports == (*exports, exports[-1])
+
+
+def test_a_resumed_run_describes_its_later_start(trained, topology):
+    folder = RunFolder(trained.output.dir)
+    before = json.loads(folder.run.read_text(encoding="utf-8"))
+    assert train(trained, ZERO2, topology, Resume.YES)
+    after = json.loads(folder.run.read_text(encoding="utf-8"))
+    assert after["continues"] and after["started"] >= before["started"]
+    assert after["data"] == before["data"] and len(metrics(folder.path)) == 4
+
+
+def test_a_report_that_cannot_be_made_is_told_and_raises_nothing(trained, capsys, monkeypatch):
+    folder = RunFolder(trained.output.dir)
+    folder.report.unlink()
+    folder.report.mkdir()
+    write_up(folder.path, Console(speaks=True))
+    (warning,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: no report")]
+    assert f"launchers/report.py {folder.path}" in warning
+    folder.report.rmdir()
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    write_up(folder.path, Console(speaks=True))
+    (told,) = [line for line in capsys.readouterr().out.splitlines() if "no report" in line]
+    assert 'pip install -e ".[report]"' in told and f"launchers/report.py {folder.path}" in told
+    assert not folder.report.exists() and folder.card.exists()

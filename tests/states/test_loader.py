@@ -1,0 +1,202 @@
+"""Streams as several ranks load them, against whole documents prefilled one by one in this process."""
+
+import sys
+from collections import Counter
+from dataclasses import fields
+
+import pytest
+import torch
+from loader_worker import (
+    CASES,
+    LENGTHS,
+    ONE_TOKEN,
+    PROVENANCE,
+    STEPS,
+    encoded_documents,
+    outcome_of,
+    sample_set,
+    store_of,
+)
+from places import SUPPORT
+from tiny_run import finish, launch, make_target
+
+from eagle3.parallel.sequence import Stream, plan_sequence
+from eagle3.states.store.shard import Encoding
+from eagle3.states.store.writer import StoreWriter
+from eagle3.targets.transformers import load_target
+
+FIELDS = ("aux", "values", "argmax", "logsumexp")
+STREAM = fields(Stream)
+by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("loader")
+    make_target(folder / "target")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prefill_alone(folder):
+    """prefill_alone(dtype, ids): the states of one document, of the ids given, prefilled by itself."""
+    targets = {dtype: load_target(folder / "target", dtype=dtype) for dtype in ("float32", "bfloat16")}
+    known = {}
+
+    def prefill(dtype, ids):
+        key = dtype, tuple(ids.tolist())
+        if key not in known:
+            known[key] = targets[dtype].prefill([ids])[0]
+        return known[key]
+
+    return prefill
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder, prefill_alone):
+    """outcomes(name): what each rank kept of a case, by rank."""
+    samples = sample_set(range(len(LENGTHS)))
+    for dtype in ("float32", "bfloat16"):
+        for codec in ("none", "lossless"):
+            encoding = Encoding(codec, dtype, prefill_alone(dtype, samples[0].ids).teacher.values.shape[1])
+            with StoreWriter(store_of(folder, dtype, codec), PROVENANCE, encoding, shard_tokens=150) as writer:
+                for sample in samples:
+                    writer.add(sample.id, sample.ids, sample.loss_mask, prefill_alone(dtype, sample.ids))
+    finish(launch(sys.executable, str(SUPPORT / "loader_worker.py"), str(folder)), timeout=120)
+
+    def of_case(name, world):
+        return [torch.load(outcome_of(folder, name, rank), weights_only=False) for rank in range(world)]
+
+    return of_case
+
+
+def documents_of(stream):
+    return list(stream.ids.split(torch.bincount(stream.document).tolist()))
+
+
+def expected_rows(loaded, states):
+    """What a LoadedStream must hold, from the states of its stream's documents."""
+    whole = {name: torch.cat([held.named()[name] for held in states]) for name in FIELDS}
+    rows = {"aux": loaded.plan.rows} | dict.fromkeys(FIELDS[1:], loaded.plan.teacher)
+    return {name: whole[name][rows[name]] for name in FIELDS}
+
+
+@by_case
+def test_rows_that_other_ranks_prefilled_arrive_bit_for_bit(outcomes, prefill_alone, case):
+    for outcome in outcomes(case.name, case.world):
+        assert len(outcome["alone"]) == case.accumulation
+        for loaded in outcome["alone"]:
+            states = [prefill_alone(case.dtype, ids) for ids in documents_of(loaded.stream)]
+            for name, rows in expected_rows(loaded, states).items():
+                found = loaded.rows.named()[name]
+                assert found.dtype == rows.dtype and torch.equal(found, rows), name
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.dtype == "float32"], ids=lambda case: case.name)
+def test_rows_of_batches_agree_to_rounding(outcomes, prefill_alone, case):
+    """A batch has other matrix shapes than a document by itself, so sums are taken in another order."""
+    for outcome in outcomes(case.name, case.world):
+        for loaded in outcome["batched"]:
+            states = [prefill_alone(case.dtype, ids) for ids in documents_of(loaded.stream)]
+            for name, rows in expected_rows(loaded, states).items():
+                torch.testing.assert_close(loaded.rows.named()[name], rows, rtol=1e-5, atol=1e-5)
+
+
+@by_case
+def test_stored_rows_are_the_live_ones_and_those_of_a_compressed_store_read_ahead(outcomes, case):
+    for outcome in outcomes(case.name, case.world):
+        for live, stored, compressed in zip(*(outcome[name] for name in ("alone", "stored", "lossless")), strict=True):
+            # The one token of a stream without samples is prefilled by itself, but stored with its document.
+            spare = live.stream.tokens == 1 and case.documents != (ONE_TOKEN,)
+            tolerance = 1e-5 if spare else 0.0
+            for name in FIELDS:
+                torch.testing.assert_close(
+                    live.rows.named()[name], stored.rows.named()[name], rtol=tolerance, atol=tolerance
+                )
+                assert torch.equal(stored.rows.named()[name], compressed.rows.named()[name])
+
+
+def stream_groups(case, outcomes):
+    """The outcomes of the ranks that share streams, one list a data-parallel rank: neighbours in the order of ranks."""
+    return [outcomes[first : first + case.stream_ranks] for first in range(0, case.world, case.stream_ranks)]
+
+
+@by_case
+def test_each_document_is_prefilled_by_one_rank_of_its_stream(outcomes, case):
+    for group in stream_groups(case, outcomes(case.name, case.world)):
+        found = Counter(tuple(ids) for outcome in group for ids in outcome["prefilled"])
+        streams = [loaded.stream for loaded in group[0]["alone"]]
+        assert found == Counter(tuple(ids.tolist()) for stream in streams for ids in documents_of(stream))
+        shares = [len(outcome["prefilled"]) for outcome in group]
+        assert min(shares) > 0 or max(shares) == 1, "a rank is idle only where documents are fewer than ranks"
+
+
+@by_case
+def test_ranks_that_read_samples_in_different_orders_load_each_of_the_batch_once(outcomes, case):
+    documents, loaded = encoded_documents(), []
+    for group in stream_groups(case, outcomes(case.name, case.world)):
+        for outcome in group:
+            for ours, first in zip(outcome["alone"], group[0]["alone"], strict=True):
+                assert all(torch.equal(getattr(ours.stream, f.name), getattr(first.stream, f.name)) for f in STREAM)
+        loaded += group[0]["alone"]
+    found = []
+    for stream in (one.stream for one in loaded):
+        masks = stream.supervised.split(torch.bincount(stream.document).tolist())
+        found += [(*ids.tolist(), *mask.tolist()) for ids, mask in zip(documents_of(stream), masks, strict=True)]
+    expected = []
+    for place in case.documents or range(len(LENGTHS)):
+        ids, mask = documents[place]
+        expected.append((*ids.tolist(), *mask[:-1].tolist(), False))  # a last row is never supervised
+    spare = Counter(found) - Counter(expected)
+    assert not Counter(expected) - Counter(found)
+    assert all(len(document) == 2 and not document[1] for document in spare), "one unsupervised token"
+    assert spare.total() == max(0, len(loaded) - len(expected))
+
+
+@by_case
+def test_every_rank_plans_its_own_place_in_the_sequence(outcomes, case):
+    """Ranks of a tensor group plan the same, and sequence ranks unroll each query of one process once."""
+    ranks = outcomes(case.name, case.world)
+    for rank, outcome in enumerate(ranks):
+        for loaded in outcome["alone"]:
+            plan = plan_sequence(loaded.stream, STEPS, case.sharding, case.sequence_rank(rank))
+            assert all(
+                torch.equal(getattr(plan, f.name), getattr(loaded.plan, f.name))
+                for f in fields(plan)
+                if f.type is torch.Tensor
+            )
+    for group in stream_groups(case, ranks):
+        for number, loaded in enumerate(group[0]["alone"]):
+            dealt = torch.cat([outcome["alone"][number].plan.queries for outcome in group[:: case.tensor]])
+            whole = plan_sequence(loaded.stream, STEPS).queries
+            assert sorted(dealt[dealt >= 0].tolist()) == whole[whole >= 0].tolist()
+
+
+@pytest.mark.parametrize("name", ["nothing supervised", "one token"])
+def test_a_stream_without_supervision_has_a_row_to_run_on_and_no_teacher(outcomes, name):
+    case = next(case for case in CASES if case.name == name)
+    for outcome in outcomes(name, case.world):
+        (loaded,) = outcome["alone"]
+        assert loaded.plan.rows.tolist() == [0] and loaded.rows.aux.shape[0] == 1
+        assert not len(loaded.plan.teacher)
+        assert loaded.rows.teacher.values.shape == (0, loaded.rows.aux.shape[1] // 3)
+        assert loaded.rows.teacher.argmax.shape == loaded.rows.teacher.logsumexp.shape == (0,)
+
+
+def test_agreeing_ranks_hear_nothing(outcomes):
+    for said in outcomes("agreement", 4):
+        assert said["same order"] is None
+
+
+@pytest.mark.parametrize(
+    ("check", "names"),
+    [
+        ("another mask on rank 3", "rank 3 differs from ranks 0-2"),
+        ("rank 0 has one sample fewer", "rank 0 differs from ranks 1-3"),
+        ("another batch on ranks 1 and 3", "ranks 1, 3 differ from ranks 0, 2"),
+        ("everyone differs", "ranks 1-3 differ from rank 0"),
+    ],
+)
+def test_all_ranks_are_told_in_one_line_which_of_them_differ(outcomes, check, names):
+    (line,) = {said[check] for said in outcomes("agreement", 4)}
+    assert line == f"samples: not the same on all ranks, {names}; prepare again"

@@ -1,0 +1,393 @@
+"""A spool: what a hook in SGLang writes is what readers read; nothing is lost without a word, nothing stays behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from places import ROOT
+from store_cases import sample
+
+from eagle3.errors import UserError
+from eagle3.states.loader import SpooledSource
+from eagle3.states.rows import Rows
+from eagle3.states.spool import GONE, HELD, LOCK, Spool, SpoolReader, Ticket, sweep
+from eagle3.states.store.shard import Encoding
+from eagle3.targets.sglang.client import Producer, Servers
+from eagle3.targets.sglang.hook import HookSettings, SpoolWriter
+from eagle3.targets.sglang.installed import require_supported
+from eagle3.targets.sglang.target import spool_bytes
+from eagle3.targets.sglang.version import require_captured
+from eagle3.text.samples import Sample
+
+HIDDEN = 16
+
+
+def a_sample(number: int, tokens: int) -> tuple[Sample, Rows]:
+    _, ids, mask, states = sample(number, tokens, HIDDEN)
+    return Sample(f"{number:032x}", ids, mask), states
+
+
+def ticket_of(job: str, one: Sample, time_asked: int = 0) -> Ticket:
+    return Ticket.of(job, one.id, len(one.ids), time_asked)
+
+
+def hook_writer(spool: Spool) -> SpoolWriter:
+    return SpoolWriter(spool.folder, HookSettings(str(spool.folder), "float32", "target", HIDDEN).encoding)
+
+
+def feed(writer: SpoolWriter, ticket: Ticket, one: Sample, states: Rows, cuts: list[int]) -> None:
+    """As chunked prefill does: rows up to each cut, one forward after the other."""
+    for start, stop in zip([0, *cuts], [*cuts, len(one.ids)], strict=True):
+        part = states[start:stop]
+        writer.take(ticket, start, one.ids[start:stop], part)
+
+
+@pytest.mark.parametrize("cuts", [[], [1], [7, 8, 30]])
+def test_every_row_of_a_sample_comes_back_bit_for_bit_however_prefill_was_cut(tmp_path, cuts):
+    one, states = a_sample(3, 40)
+    with Spool(tmp_path) as spool:
+        ticket = ticket_of(spool.job, one)
+        feed(hook_writer(spool), ticket, one, states, cuts)
+        reader = SpoolReader(spool.path, 0)
+        location = reader.wait(ticket)
+        reader.require_tokens(location, one.ids)
+        every = torch.arange(40)
+        got = reader.read(location, every, every)
+        for name, kind in states.named().items():
+            assert torch.equal(got.named()[name], kind), name
+        some = torch.tensor([5, 0, 39])
+        assert torch.equal(reader.read(location, some[:0], some).teacher.values, states.teacher.values[some])
+
+
+def test_a_request_id_says_all_and_other_requests_are_none_of_ours(tmp_path):
+    one, _ = a_sample(1, 9)
+    job = "0123456789abcdef"
+    ticket = ticket_of(job, one, 7)
+    assert Ticket.parse(ticket.text) == ticket
+    for text in ("9f3c", "HEALTH_CHECK_1", ticket.text.replace(job, "../../../../../etc"), ticket.text + "x"):
+        assert Ticket.parse(text) is None, text
+    other = ticket_of(job, replace(one, ids=one.ids[:4]), 7)
+    assert other.shard != ticket.shard, "two lengths of one sample must not meet in one file"
+
+
+def test_rows_that_a_cache_swallowed_fail_the_sample_and_not_the_job(tmp_path):
+    one, states = a_sample(3, 40)
+    another, its_states = a_sample(4, 5)
+    with Spool(tmp_path) as spool:
+        writer, reader = hook_writer(spool), SpoolReader(spool.path, 0)
+        lost, whole = ticket_of(spool.job, one), ticket_of(spool.job, another)
+        tail = states[8:]
+        writer.take(lost, 8, one.ids[8:], tail)
+        feed(writer, whole, another, its_states, [])
+        with pytest.raises(UserError, match="row 8 of a sample came first.*--disable-radix-cache"):
+            reader.wait(lost)
+        reader.wait(whole)
+
+
+def test_a_gap_between_chunks_fails_the_sample(tmp_path):
+    one, states = a_sample(3, 40)
+    with Spool(tmp_path) as spool:
+        writer, ticket = hook_writer(spool), ticket_of(spool.job, one)
+        for start, stop in ((0, 8), (16, 40)):
+            part = states[start:stop]
+            writer.take(ticket, start, one.ids[start:stop], part)
+        with pytest.raises(UserError, match="rows 8 to 16 of a sample never came"):
+            SpoolReader(spool.path, 0).wait(ticket)
+
+
+def test_a_request_that_begins_again_replaces_what_it_had(tmp_path):
+    one, states = a_sample(3, 40)
+    with Spool(tmp_path) as spool:
+        writer, ticket = hook_writer(spool), ticket_of(spool.job, one)
+        writer.take(ticket, 0, one.ids[:8], states.map(lambda kind: kind[:8] + 1))
+        feed(writer, ticket, one, states, [20])
+        reader = SpoolReader(spool.path, 0)
+        every = torch.arange(40)
+        assert torch.equal(reader.read(reader.wait(ticket), every, every).aux, states.aux)
+
+
+def test_two_servers_with_the_same_request_do_not_disturb_each_other(tmp_path):
+    one, states = a_sample(3, 40)
+    with Spool(tmp_path) as spool:
+        ticket = ticket_of(spool.job, one)
+        slow, quick = hook_writer(spool), hook_writer(spool)
+        slow.take(ticket, 0, one.ids[:8], states[:8])
+        feed(quick, ticket, one, states, [])
+        reader, every = SpoolReader(spool.path, 0), torch.arange(40)
+        location = reader.wait(ticket)
+        slow.take(ticket, 8, one.ids[8:], states[8:])
+        time.sleep(0.3)
+        assert torch.equal(reader.read(reader.wait(ticket), every, every).teacher.values, states.teacher.values)
+        assert torch.equal(reader.read(location, every, every).aux, states.aux)
+
+
+def test_a_sample_that_is_not_finite_is_told_to_the_job(tmp_path):
+    one, states = a_sample(3, 12)
+    states.teacher.values[4, 2] = float("nan")
+    with Spool(tmp_path) as spool:
+        ticket = ticket_of(spool.job, one)
+        feed(hook_writer(spool), ticket, one, states, [6])
+        with pytest.raises(UserError, match="last hidden states are not finite"):
+            SpoolReader(spool.path, 0).wait(ticket)
+        assert not list(spool.path.glob("writing-*"))
+
+
+def test_hidden_states_of_other_tokens_are_refused(tmp_path):
+    one, states = a_sample(3, 12)
+    with Spool(tmp_path) as spool:
+        ticket = ticket_of(spool.job, one)
+        feed(hook_writer(spool), ticket, replace(one, ids=one.ids + 1), states, [])
+        reader = SpoolReader(spool.path, 0)
+        with pytest.raises(UserError, match="belong to other tokens"):
+            reader.require_tokens(reader.wait(ticket), one.ids)
+
+
+def test_a_server_whose_job_is_gone_writes_nothing(tmp_path):
+    one, states = a_sample(3, 40)
+    with Spool(tmp_path) as spool:
+        writer, ticket = hook_writer(spool), ticket_of(spool.job, one)
+        writer.take(ticket, 0, one.ids[:8], states[:8])
+        SpoolReader(spool.path, 0)
+        time.sleep(0.2)
+    writer.take(ticket, 8, one.ids[8:], states[8:])
+    time.sleep(0.3)
+    assert not list(tmp_path.iterdir())
+
+
+HOLDER = """
+import sys, time
+sys.path.insert(0, sys.argv[2])
+from eagle3.states.spool import Spool
+spool = Spool(sys.argv[1])
+(spool.path / "shard-00000000-00000.safetensors").write_bytes(b"rows")
+print(spool.job, flush=True)
+time.sleep(60)
+"""
+
+
+def test_what_a_killed_job_left_is_swept_by_the_next_and_a_live_job_is_left_alone(tmp_path):
+    holders = [
+        subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path, str(ROOT)], stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    try:
+        dead, live = (holder.stdout.readline().strip() for holder in holders)
+        reader = SpoolReader(tmp_path / dead, 1)
+        holders[0].send_signal(signal.SIGKILL)
+        holders[0].wait()
+        one, _ = a_sample(1, 4)
+        with pytest.raises(UserError, match="has ended.*--resume"):
+            reader.wait(ticket_of(dead, one))
+        (tmp_path / f"{GONE}0123456789abcdef").mkdir()
+        said = []
+        with Spool(tmp_path, said.append) as spool:
+            assert sorted(os.listdir(tmp_path)) == sorted([live, spool.job])
+        assert said == [f"{tmp_path}: removed what 1 ended job had left"]
+    finally:
+        for holder in holders:
+            holder.kill()
+            holder.wait()
+            holder.stdout.close()
+
+
+def test_a_sweep_takes_only_what_is_recognisably_a_dead_job_of_this_user(tmp_path):
+    spool, elsewhere, dead = tmp_path / "spool", tmp_path / "elsewhere", "0123456789abcdef"
+    for folder in (
+        elsewhere,
+        spool / dead,
+        spool / "precious",
+        spool / ("a" * 16),
+        spool / ("b" * 16),
+        spool / ".gone-x",
+    ):
+        folder.mkdir(parents=True)
+        (folder / "kept").write_bytes(b"kept")
+    for folder in (elsewhere, spool / dead, spool / "precious"):
+        (folder / LOCK).write_bytes(HELD)
+    (spool / ("a" * 16) / LOCK).write_bytes(b"of another program")
+    (spool / ("b" * 16) / LOCK).symlink_to(elsewhere / LOCK)
+    (spool / ("c" * 16)).symlink_to(elsewhere)
+    (spool / f"{GONE}{'d' * 16}").symlink_to(elsewhere)
+    (spool / dead / "link").symlink_to(elsewhere)
+    before = set(os.listdir(spool))
+    assert sweep(spool) == 1
+    assert set(os.listdir(spool)) == before - {dead}
+    assert sorted(os.listdir(elsewhere)) == ["kept", LOCK]
+
+
+def test_a_sweep_leaves_another_users_job_alone(tmp_path):
+    if os.geteuid():
+        pytest.skip("only root makes folders of others")
+    folder = tmp_path / "0123456789abcdef"
+    folder.mkdir()
+    (folder / LOCK).write_bytes(HELD)
+    os.chown(folder, 12345, -1)
+    assert sweep(tmp_path) == 0 and folder.is_dir()
+
+
+def test_a_spool_and_its_jobs_are_for_their_owner_alone(tmp_path):
+    before = os.umask(0)
+    try:
+        with Spool(tmp_path / "above" / "spool") as spool:
+            assert [folder.stat().st_mode & 0o777 for folder in (spool.folder, spool.path)] == [0o700, 0o700]
+    finally:
+        os.umask(before)
+
+
+def foreign(folder):
+    folder.mkdir()
+    os.chown(folder, 12345, -1)
+
+
+def writable_by_all(folder):
+    folder.mkdir()
+    folder.chmod(0o777)
+
+
+def link(folder):
+    folder.with_name("real").mkdir()
+    folder.symlink_to(folder.with_name("real"))
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (foreign, "belongs to user 12345, not to"),
+        (writable_by_all, r"may be written by others \(mode 777\)"),
+        (link, "is a symbolic link"),
+    ],
+)
+def test_a_folder_that_others_may_write_is_refused_by_jobs_and_servers(tmp_path, make, problem):
+    if make is foreign and os.geteuid():
+        pytest.skip("only root makes folders of others")
+    folder, (one, states) = tmp_path / "spool", a_sample(3, 4)
+    make(folder)
+    with pytest.raises(UserError, match=f"target.spool: {folder} {problem}.*; name a folder that is not there yet"):
+        Spool(folder)
+    assert not list(folder.iterdir())
+    job = folder / "0123456789abcdef"
+    job.mkdir()
+    writer = SpoolWriter(folder, Encoding("none", "float32", HIDDEN))
+    feed(writer, ticket_of(job.name, one), one, states, [])
+    writer.give_up(ticket_of(job.name, one), "a reason")
+    time.sleep(0.2)
+    assert not list(job.iterdir())
+
+
+def test_readers_of_a_stream_get_samples_in_their_own_order_and_the_last_one_frees_them(tmp_path):
+    """Two ranks, samples written in the reverse order; each reads rows of its own; then the folder is empty."""
+    made = [a_sample(number, 6 + number) for number in range(5)]
+    samples = [one for one, _ in made]
+    with Spool(tmp_path) as spool:
+        writer = hook_writer(spool)
+        sources = [SpooledSource(SpoolReader(spool.path, rank), spool.job, None) for rank in range(2)]
+        rows = [[torch.arange(len(one.ids))[rank::2] for one in samples] for rank in range(2)]
+        found: dict[int, list] = {}
+        threads = [
+            threading.Thread(target=lambda r=rank: found.update({r: sources[r].rows(samples, rows[r], rows[r])}))
+            for rank in range(2)
+        ]
+        for thread in threads:
+            thread.start()
+        for one, states in reversed(made):
+            feed(writer, ticket_of(spool.job, one), one, states, [])
+        for thread in threads:
+            thread.join(20)
+        for rank, wanted in enumerate(rows):
+            for (_, states), got, each in zip(made, found[rank], wanted, strict=True):
+                assert torch.equal(got.aux, states.aux[each]) and torch.equal(
+                    got.teacher.values, states.teacher.values[each]
+                )
+                assert torch.equal(got.teacher.argmax, states.teacher.argmax[each])
+        for one in samples:
+            ticket = ticket_of(spool.job, one)
+            assert spool.readers(ticket, 2) == 2
+            spool.remove(ticket, 2)
+        assert os.listdir(spool.path) == ["owner.lock"]
+
+
+def test_a_folder_without_room_for_what_may_wait_is_refused(tmp_path):
+    with pytest.raises(UserError, match="GiB free, .* may wait there; lower target.spool_gib"):
+        Spool(tmp_path, most_bytes=2**60)
+    assert not list(tmp_path.iterdir())
+
+
+def test_training_and_held_out_samples_never_meet_in_one_file(tmp_path):
+    """The same sample in both, asked for in either order."""
+    one, states = a_sample(3, 12)
+    with Spool(tmp_path) as spool:
+        writer, asked = hook_writer(spool), []
+
+        def ask(ticket, ids) -> None:
+            asked.append(ticket.shard)
+            feed(writer, ticket, one, states, [])
+
+        train = SpooledSource(SpoolReader(spool.path, 0), spool.job, ask)
+        held_out, rows = train.beside(1), [torch.arange(3)]
+        for source in (held_out, train, train, held_out):
+            assert torch.equal(source.rows([one], rows, rows)[0].aux, states.aux[:3])
+        assert len(set(asked)) == 4
+
+
+def test_a_sample_that_never_fits_the_spool_is_refused_with_the_size_it_needs(tmp_path):
+    encoding = Encoding("none", "float32", HIDDEN)
+    one, _ = a_sample(1, 4000)
+    with Spool(tmp_path) as spool:
+        servers = Servers(["http://127.0.0.1:9"], spool.path, 1)
+        producer = Producer(servers, spool, most_bytes=2**20, readers=0)
+        with pytest.raises(
+            UserError, match=r"target.spool_gib: leaves this process 0.000977 GiB, but a sample of 4,000 tokens takes"
+        ):
+            producer.ask(ticket_of(spool.job, one), one.ids, spool_bytes(encoding, 4000))
+        producer.close()
+
+
+def test_with_no_server_left_every_request_fails_with_the_remedy(tmp_path):
+    one, _ = a_sample(1, 4)
+    said = []
+    with Spool(tmp_path) as spool:
+        servers = Servers(["http://127.0.0.1:9", "http://127.0.0.1:10"], spool.path, 2, said.append)
+        producer = Producer(servers, spool, most_bytes=2**30, readers=1)
+        asked = [producer.ask(ticket_of(spool.job, one, time), one.ids, 10_000) for time in range(3)]
+        for future in asked:
+            with pytest.raises(UserError, match="no server is left.*--resume"):
+                future.result(60)
+        with pytest.raises(UserError, match="no server is left"):
+            SpoolReader(spool.path, 0).wait(ticket_of(spool.job, one, 0))
+        producer.close()
+    assert len(said) == 1 and "left out; 1 servers go on" in said[0]
+
+
+def test_a_mistake_in_the_thread_that_asks_ends_the_wait_of_who_asked(tmp_path):
+    """Ids that are no tensor: the request cannot even be written down."""
+    one, _ = a_sample(1, 4)
+    with Spool(tmp_path) as spool:
+        producer = Producer(Servers(["http://127.0.0.1:9"], spool.path, 1), spool, most_bytes=2**30, readers=1)
+        with pytest.raises(UserError, match="AttributeError.*this is a mistake"):
+            producer.ask(ticket_of(spool.job, one), [1, 2, 3, 4], 10_000).result(30)
+        with pytest.raises(UserError, match="this is a mistake"):
+            SpoolReader(spool.path, 0).wait(ticket_of(spool.job, one))
+        producer.close()
+
+
+@pytest.mark.parametrize("version", ["0.5.22", "0.6.0", "unknown"])
+def test_an_sglang_that_was_not_proven_is_refused_with_the_range(version):
+    with pytest.raises(UserError, match=r">=0.5.23.*install"):
+        require_supported(version, "http://host:30000")
+
+
+def test_the_proven_sglang_is_taken():
+    require_supported("0.5.23", "here")
+    require_supported("0.5.23.post1", "here")
+
+
+def test_layers_that_sglang_does_not_capture_are_refused():
+    require_captured((1, 2, 3), 5)
+    with pytest.raises(UserError, match=r"model.aux_layers: \[1, 2, 4\] has the last of the target's 5 layers"):
+        require_captured((1, 2, 4), 5)

@@ -1,0 +1,478 @@
+"""What a store goes through: killed writers, full disks, damage, two writers; nothing goes unnoticed and nothing is lost."""
+
+import errno
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from places import ROOT, SUPPORT
+from store_cases import (
+    FORK,
+    HIDDEN,
+    PLAIN,
+    PROVENANCE,
+    assert_holds,
+    check,
+    killed_at_call,
+    open_store,
+    read_whole,
+    run,
+    same_rows,
+    sample,
+    sample_id,
+    write,
+)
+
+from eagle3.errors import UserError
+from eagle3.states.store.check import remove_flawed
+from eagle3.states.store.files import DamagedStore
+from eagle3.states.store.shard import Encoding
+from eagle3.states.store.writer import Part, StoreWriter
+
+
+def killed_at_byte(number: int, path: Path) -> None:
+    """The same; the kernel kills it in the middle of the write that would make a file longer than `number` bytes."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (number, number))
+    write(path, range(8))
+
+
+def test_a_writer_killed_at_any_call_leaves_a_store_that_continues(tmp_path):
+    """A shard that was published stays, one that was not leaves nothing behind."""
+    number, stored_before = 0, 0
+    while True:
+        number += 1
+        path = tmp_path / f"call-{number}"
+        code = run(killed_at_call, number, write, path, range(8), PLAIN, 60)
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL
+        published = list(path.glob("shard-*.json"))
+        stored = {entry["id"] for index in published for entry in json.loads(index.read_text())["samples"]}
+        assert len(stored) >= stored_before  # later deaths lose no more
+        stored_before = len(stored)
+        kept = {index.name: index.read_bytes() for index in published}
+        write(path, range(9))
+        assert_holds(path, range(9))
+        assert all((path / name).read_bytes() == text for name, text in kept.items())
+        assert not list(path.glob("*.partial")) and len(list(path.glob("*.safetensors"))) == len(
+            list(path.glob("shard-*.json"))
+        )
+        shutil.rmtree(path)
+    assert number > 60 and stored_before > 4  # several shards, each with its calls
+
+
+def test_a_writer_killed_in_the_middle_of_a_write_leaves_a_store_that_continues(tmp_path):
+    whole = tmp_path / "whole"
+    write(whole, range(8))
+    largest = max(path.stat().st_size for path in whole.iterdir())
+    for number in [1, 100, 4095, 4096, *range(4500, largest, 2500), largest - 1]:
+        path = tmp_path / f"byte-{number}"
+        assert run(killed_at_byte, number, path) == -signal.SIGXFSZ
+        write(path, range(8))
+        assert_holds(path, range(8))
+        assert not list(path.glob("*.partial"))
+    assert run(killed_at_byte, largest, tmp_path / "enough") == 0
+
+
+SMALL_DISK = """
+set -e
+mount -t tmpfs -o size=100k none "$1"
+cd "$2"
+"$3" -c 'from test_store_survival import fill_the_disk; fill_the_disk()' "$1"
+mount -o remount,size=10m none "$1"
+"$3" -c 'from test_store_survival import continue_with_room; continue_with_room()' "$1"
+"""
+
+
+def fill_the_disk() -> None:
+    path = Path(sys.argv[1])
+    with pytest.raises(
+        UserError, match="cannot be written .*No space left on device.*; free disk space and run capture.py"
+    ):
+        write(path, range(60))
+    held = sum(-(-file.stat().st_size // 4096) * 4096 for file in path.iterdir())
+    assert (
+        not list(path.glob("*.partial")) and shutil.disk_usage(path).used <= held + 8192
+    )  # what was unfinished is gone
+    stored = len(open_store(path))
+    assert 5 < stored < 60
+    print("stored", stored)
+
+
+def continue_with_room() -> None:
+    path = Path(sys.argv[1])
+    before = set(open_store(path))
+    write(path, range(60))
+    assert before < set(open_store(path))
+    assert_holds(path, range(60))
+    print("continued")
+
+
+def test_a_full_disk_loses_the_shard_in_flight_and_no_more(tmp_path):
+    """A real one: a tmpfs of 100 KB, which then grows."""
+    namespace = ["unshare", "--user", "--map-root-user", "--mount"]
+    allowed = (
+        shutil.which("unshare")
+        and subprocess.run([*namespace, "mount", "-t", "tmpfs", "none", str(tmp_path)]).returncode == 0
+    )
+    if not allowed:
+        pytest.skip("this machine lets nobody mount a small disk")
+    environment = os.environ | {"PYTHONPATH": f"{SUPPORT}:{Path(__file__).parent}:{ROOT}"}
+    command = [*namespace, "bash", "-c", SMALL_DISK, "_", str(tmp_path), str(SUPPORT), sys.executable]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "stored" in done.stdout and "continued" in done.stdout
+
+
+def test_a_file_size_limit_is_told_like_a_full_disk(tmp_path):
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))  # Python ignores the signal and sees EFBIG
+        with pytest.raises(UserError, match=f"cannot be written .*{os.strerror(errno.EFBIG)}"):
+            write(tmp_path, range(8))
+        assert not list(tmp_path.glob("shard-*.partial"))
+
+    assert run(limited) == 0
+    write(tmp_path, range(8))
+    assert_holds(tmp_path, range(8))
+
+
+def flip(path: Path, place: int, bit: int = 0) -> None:
+    with path.open("r+b") as file:
+        file.seek(place)
+        byte = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([byte ^ 1 << bit]))
+
+
+@pytest.mark.parametrize(
+    "encoding", [PLAIN, Encoding("lossless", "bfloat16", HIDDEN), Encoding("fp8", "bfloat16", HIDDEN)]
+)
+def test_a_flipped_byte_anywhere_is_found_by_whoever_reads_it_and_by_the_check(tmp_path, encoding):
+    """All over a shard's data. (In the header some bytes say nothing that a reader needs.)"""
+    write(tmp_path, range(5), encoding, shard_tokens=1000)
+    shard = next(tmp_path.glob("*.safetensors"))
+    original, expected = shard.read_bytes(), {n: read_whole(open_store(tmp_path, encoding), n) for n in range(5)}
+    for place in [3, 40, *range(4096, len(original), max(1, len(original) // 150))]:
+        flip(shard, place, place % 8)
+        refused = 0
+        for number in range(5):
+            try:
+                stored = read_whole(open_store(tmp_path, encoding), number)
+            except UserError as error:
+                refused += "run capture.py --repair" in str(error)
+            else:
+                assert same_rows(stored, expected[number])
+        found = check(tmp_path, range(5), encoding).problems
+        assert bool(refused) == bool(found)
+        assert refused or place < 4096
+        shard.write_bytes(original)
+
+
+def test_a_flipped_byte_in_an_index_is_found(tmp_path):
+    write(tmp_path, range(20))
+    index = sorted(tmp_path.glob("shard-*.json"))[0]
+    original = index.read_bytes()
+    for place in range(0, len(original) - 1, 97):
+        flip(index, place)
+        with pytest.raises(UserError, match=f"{index.name}: broken index .*--repair"):
+            open_store(tmp_path)
+        index.write_bytes(original)
+    assert_holds(tmp_path, range(20))
+
+
+def cut(shard: Path) -> None:
+    os.truncate(shard, shard.stat().st_size - 1)
+
+
+def cut_inside_the_header(shard: Path) -> None:
+    os.truncate(shard, 20)
+
+
+def empty(shard: Path) -> None:
+    os.truncate(shard, 0)
+
+
+def garble(shard: Path) -> None:
+    shard.write_bytes(b"\xff" * shard.stat().st_size)
+
+
+def cut_index(shard: Path) -> None:
+    os.truncate(shard.with_suffix(".json"), 100)
+
+
+def nest_index(shard: Path) -> None:
+    shard.with_suffix(".json").write_text("[" * 200_000)
+
+
+def exchange(shard: Path) -> None:
+    other = next(path for path in shard.parent.glob("*.safetensors") if path != shard)
+    shutil.copyfile(other, shard)
+
+
+@pytest.mark.parametrize(
+    "damage", [cut, cut_inside_the_header, empty, garble, Path.unlink, cut_index, nest_index, exchange]
+)
+def test_a_damaged_shard_is_named_and_repaired_with_its_samples_alone(tmp_path, damage):
+    write(tmp_path, range(20))
+    shard = sorted(tmp_path.glob("*.safetensors"))[1]
+    lost = {entry["id"] for entry in json.loads(shard.with_suffix(".json").read_text())["samples"]}
+    kept = {path: path.read_bytes() for path in tmp_path.glob("shard-*") if path.stem != shard.stem}
+    damage(shard)
+    with pytest.raises(UserError, match=f"{shard.stem}.*run capture.py --repair"):
+        store = open_store(tmp_path)
+        for number in range(20):
+            read_whole(store, number)
+    findings = check(tmp_path, range(21))
+    assert {problem.sample_id for problem in findings.problems if problem.kind == "missing"} == lost | {sample_id(20)}
+    assert any(shard.stem in str(problem) for problem in findings.problems) and findings.samples == 20 - len(lost)
+    remove_flawed(tmp_path, findings.problems)
+    with StoreWriter(tmp_path, PROVENANCE, PLAIN, shard_tokens=100) as writer:
+        assert writer.known == set(map(sample_id, range(20))) - lost and lost
+        assert {sample_id(number) for number in range(20) if writer.add(*sample(number))} == lost
+    assert_holds(tmp_path, range(20))
+    assert all(path.read_bytes() == content for path, content in kept.items())
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".json"])
+def test_a_folder_in_the_place_of_a_stores_file_is_named_and_nothing_is_removed(tmp_path, suffix):
+    write(tmp_path, range(20))
+    file = sorted(tmp_path.glob("*.safetensors"))[1].with_suffix(suffix)
+    file.unlink(), file.mkdir()
+    before = sorted(tmp_path.iterdir())
+    for read in (open_store, lambda path: check(path, range(20)), lambda path: StoreWriter(path, PROVENANCE, PLAIN)):
+        with pytest.raises(UserError, match=f"^{file}: is a folder .*; move it away, and run capture.py --repair$"):
+            read(tmp_path)
+    assert sorted(path for path in tmp_path.iterdir() if path.suffix != ".lock") == [
+        path for path in before if path.suffix != ".lock"
+    ]
+
+
+def test_a_long_sample_is_checked_some_rows_at_a_time(tmp_path, monkeypatch):
+    write(tmp_path, range(10), shard_tokens=10_000)
+    whole, shard = check(tmp_path, range(11)), next(tmp_path.glob("*.safetensors"))
+    monkeypatch.setattr("eagle3.states.store.check.ROWS_AT_ONCE", 7)
+    assert check(tmp_path, range(11)) == whole and whole.samples == 10
+    flip(shard, 4096 + 200)
+    assert [problem.kind for problem in check(tmp_path, range(10)).problems] == ["damaged"]
+
+
+def test_repairing_a_damaged_sample_leaves_its_neighbours_where_they_are(tmp_path):
+    write(tmp_path, range(10), shard_tokens=10_000)
+    shard = next(tmp_path.glob("*.safetensors"))
+    flip(shard, 4096 + 200)
+    findings = check(tmp_path, range(10))
+    (damaged,) = findings.problems
+    assert damaged.kind == "damaged" and damaged.sample_id in map(sample_id, range(10))
+    remove_flawed(tmp_path, findings.problems)
+    assert len(open_store(tmp_path)) == 9 and shard.exists()
+    write(tmp_path, range(10))
+    assert len(list(tmp_path.glob("*.safetensors"))) == 2
+    assert_holds(tmp_path, range(10))
+
+
+def test_a_shard_cut_while_the_store_is_open_is_named(tmp_path):
+    write(tmp_path, [1])
+    store, shard = open_store(tmp_path), next(tmp_path.glob("*.safetensors"))
+    read_whole(store, 1)
+    os.truncate(shard, 4200)
+    with pytest.raises(UserError, match=f"{shard.name}: is shorter than its index says; run capture.py --repair"):
+        read_whole(store, 1)
+
+
+def test_numbers_that_are_not_finite_in_a_store_are_reported(tmp_path, monkeypatch):
+    """As an older or another writer may have left them: written through a writer that does not look."""
+    monkeypatch.setattr(torch.Tensor, "isfinite", lambda tensor: torch.ones((), dtype=torch.bool))
+    name, ids, mask, states = sample(3)
+    states.teacher.values[1:] = float("nan")
+    with StoreWriter(tmp_path, PROVENANCE, PLAIN) as writer:
+        writer.add(name, ids, mask, states)
+        writer.add(*sample(4))
+    monkeypatch.undo()
+    findings = check(tmp_path, [3, 4])
+    assert [(problem.kind, problem.sample_id) for problem in findings.problems] == [("not finite", name)]
+    assert findings.samples == 1
+
+
+def test_a_second_writer_of_the_same_part_is_turned_away_while_the_first_lives(tmp_path):
+    with StoreWriter(tmp_path, PROVENANCE, PLAIN) as writer:
+        writer.add(*sample(1))
+        with pytest.raises(UserError, match="part 0/1 is being captured by another process"):
+            StoreWriter(tmp_path, PROVENANCE, PLAIN)
+        assert run(refused, tmp_path) == 0
+    write(tmp_path, [1, 2])
+    assert_holds(tmp_path, [1, 2])
+
+
+def refused(path: Path) -> None:
+    with pytest.raises(UserError, match="part 0/1 is being captured"):
+        StoreWriter(path, PROVENANCE, PLAIN)
+
+
+def write_beside(path: Path, part: Part, ready, go) -> None:
+    with StoreWriter(path, PROVENANCE, PLAIN, shard_tokens=50, part=part) as writer:
+        ready.release()
+        go.wait()
+        for number in range(30):
+            writer.add(*sample(number))
+
+
+def test_two_writers_of_one_sample_leave_it_whole_and_a_repair_leaves_it_once(tmp_path):
+    """Jobs that were split differently do not know of each other, and here write every sample at the same time."""
+    ready, go = FORK.Semaphore(0), FORK.Event()
+    writers = [FORK.Process(target=write_beside, args=(tmp_path, Part(0, count), ready, go)) for count in (1, 2, 3)]
+    for writer in writers:
+        writer.start()
+    for _ in writers:
+        ready.acquire()
+    go.set()
+    for writer in writers:
+        writer.join(60)
+        assert writer.exitcode == 0
+    store = open_store(tmp_path)
+    for number in range(30):
+        assert torch.equal(read_whole(store, number).aux, sample(number)[3].aux)
+    findings = check(tmp_path, range(30))
+    assert findings.samples == 30 and len(findings.problems) == 60
+    assert {problem.kind for problem in findings.problems} == {"duplicate"}
+    remove_flawed(tmp_path, findings.problems)
+    assert_holds(tmp_path, range(30))
+
+
+def test_a_writer_does_not_clear_away_what_a_living_one_is_writing(tmp_path):
+    with StoreWriter(tmp_path, PROVENANCE, PLAIN, part=Part(0, 2)) as living:
+        living.add(*sample(1))
+        assert len(list(tmp_path.glob("*.partial"))) == 1
+        assert run(partial(write, tmp_path, [2], part=Part(1, 2))) == 0
+        assert len(list(tmp_path.glob("*.partial"))) == 1
+    assert_holds(tmp_path, [1, 2])
+
+
+def test_a_store_opens_at_any_moment_while_others_write_into_it(tmp_path):
+    """Readers, and writers that recover what others may have left, between any two steps of writers that publish."""
+
+    def write_many(part: Part) -> None:
+        with StoreWriter(tmp_path, PROVENANCE, PLAIN, shard_tokens=1, part=part) as writer:
+            for number in filter(lambda number: number % 2 == part.index, range(120)):
+                writer.add(*sample(number))
+
+    write(tmp_path, [0], shard_tokens=1, part=Part(2, 3))
+    writers = [FORK.Process(target=write_many, args=(Part(index, 2),)) for index in range(2)]
+    for writer in writers:
+        writer.start()
+    seen = [1]
+    while any(writer.is_alive() for writer in writers):
+        assert write(tmp_path, [], part=Part(2, 3)) == []  # reports nothing gone
+        seen.append(len(open_store(tmp_path)))
+    for writer in writers:
+        writer.join()
+        assert writer.exitcode == 0
+    assert seen == sorted(seen) and len(set(seen)) > 5
+    assert_holds(tmp_path, range(120))
+
+
+def test_writers_that_begin_a_store_at_the_same_time_agree_on_what_it_is(tmp_path):
+    def begin(count: int, target: str) -> None:
+        try:
+            with StoreWriter(tmp_path, {**PROVENANCE, "target": target}, PLAIN, part=Part(0, count)) as writer:
+                writer.add(*sample(count))
+        except UserError as error:
+            sys.exit(3 if "captured with target=" in str(error) else 4)
+
+    writers = [FORK.Process(target=begin, args=(count, "a1b2" if count % 2 else "other")) for count in range(1, 9)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(60)
+    codes = [writer.exitcode for writer in writers]
+    assert sorted(codes) == [0] * 4 + [3] * 4 and codes[::2] in ([0] * 4, [3] * 4)
+
+
+def test_a_shard_whose_index_cannot_be_written_is_no_part_of_the_store(tmp_path):
+    writer = StoreWriter(tmp_path, PROVENANCE, PLAIN)
+    writer.add(*sample(1))
+    name = next(tmp_path.glob("*.partial")).name.removesuffix(".safetensors.partial")
+    (tmp_path / f"{name}.json.partial").mkdir()
+    with pytest.raises(UserError, match="cannot be written .*; free disk space"):
+        writer.close()
+    (tmp_path / f"{name}.json.partial").rmdir()
+    writer.discard()
+    assert not list(tmp_path.glob("shard-*"))
+    write(tmp_path, [1, 2])
+    assert_holds(tmp_path, [1, 2])
+
+
+def test_what_is_not_a_store_is_refused(tmp_path):
+    with pytest.raises(UserError, match="no hidden-state store here; run capture.py"):
+        open_store(tmp_path / "nowhere")
+    write(tmp_path, range(5))
+    (tmp_path / "store.json").unlink()
+    for attempt in (open_store, partial(write, numbers=range(5))):
+        with pytest.raises(UserError, match="has shards but no store.json"):
+            attempt(tmp_path)
+    assert list(tmp_path.glob("*.safetensors"))
+    (tmp_path / "store.json").write_text('{"format": 1}')
+    with pytest.raises(UserError, match="store format 1, this version reads 2"):
+        open_store(tmp_path)
+
+
+def test_what_cannot_be_read_here_is_not_taken_for_damage(tmp_path, monkeypatch):
+    """A machine without the codec's package must not repair away what is whole, nor leave a store that it cannot write."""
+    encoding = Encoding("lossless", "bfloat16", HIDDEN)
+    write(tmp_path / "store", range(10), encoding)
+    monkeypatch.setitem(sys.modules, "blosc2", None)
+    for attempt in (check, lambda path, *rest: open_store(path, encoding)):
+        with pytest.raises(UserError, match="'lossless' needs the package blosc2") as told:
+            attempt(tmp_path / "store", range(10), encoding)
+        assert not isinstance(told.value, DamagedStore)
+    with pytest.raises(UserError, match="needs the package blosc2"):
+        write(tmp_path / "new", range(10), encoding)
+    assert not (tmp_path / "new").exists()
+    monkeypatch.undo()
+    assert_holds(tmp_path / "store", range(10), encoding)
+
+
+def test_a_store_without_shards_may_become_another_one_unless_its_writer_lives(tmp_path):
+    """After `the disk cannot hold it; set hidden_states.codec to fp8` the same folder will do."""
+    fp8 = Encoding("fp8", "float32", HIDDEN)
+    told = pytest.raises(UserError, match="captured with codec='none', this run has 'fp8'")
+    with StoreWriter(tmp_path, PROVENANCE, PLAIN, part=Part(0, 2)), told:
+        StoreWriter(tmp_path, PROVENANCE, fp8, part=Part(1, 2))
+    write(tmp_path, [1], fp8)
+    with pytest.raises(UserError, match="captured with codec='fp8', this run has 'none'"):
+        write(tmp_path, [1])
+    assert list(open_store(tmp_path, fp8)) == [sample_id(1)]
+
+
+def test_renamed_shards_are_read_and_files_of_others_left_alone(tmp_path):
+    write(tmp_path, range(20))
+    for path in sorted(tmp_path.glob("shard-*"))[:2]:
+        path.rename(tmp_path / ("shard-00000000-99999" + path.suffix))
+    foreign = ("shard-notes.safetensors", "shard-notes.json", "shard-list.partial", "notes.txt")
+    for name in foreign:
+        (tmp_path / name).write_text("mine")
+    write(tmp_path, range(20))
+    findings = check(tmp_path, range(20))
+    assert findings.problems == [] and findings.samples == 20
+    assert all((tmp_path / name).read_text() == "mine" for name in foreign)
+
+
+def test_an_exception_leaves_whole_shards_only(tmp_path):
+    with pytest.raises(ZeroDivisionError), StoreWriter(tmp_path, PROVENANCE, PLAIN, shard_tokens=100) as writer:
+        for number in range(20):
+            writer.add(*sample(number))
+            if number == 15:
+                raise ZeroDivisionError
+    assert not list(tmp_path.glob("*.partial"))
+    assert 0 < len(open_store(tmp_path)) < 16
+    write(tmp_path, range(20))
+    assert_holds(tmp_path, range(20))

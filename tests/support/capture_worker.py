@@ -1,0 +1,153 @@
+"""Runs launchers (capture.py, train.py) in processes that this one forks, as a plain `srun` would: no launcher of launchers
+that ends the others. Some are killed on the way. For tests/jobs/test_capture.py.
+
+python tests/support/capture_worker.py same RECIPE FOLDER      what stores hold, by the way in which they were captured
+python tests/support/capture_worker.py killed RECIPE FOLDER    how ranks end, and what they say, where one of two is killed or slow
+"""
+
+import hashlib
+import json
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+from places import LAUNCHERS
+from processes import begin_ranks
+
+import eagle3.jobs.capture
+import eagle3.jobs.layout
+import eagle3.jobs.train  # noqa: F401
+
+# What the launchers import, so that the processes need not.
+from eagle3.states.store.files import open_files
+from eagle3.states.store.folder import read_manifest
+from eagle3.states.store.reader import HiddenStateStore, RowRequest
+from eagle3.states.store.shard import taught_rows
+
+WRITES = {"rename", "replace", "link", "fsync", "write", "open"}
+
+
+def launcher(script: str, arguments: list[str], *manner) -> None:
+    """One rank. manner: what makes it kill itself on the way, or be slow, and the arguments of that."""
+    if manner:
+        manner[0](*manner[1:])
+    sys.argv = [script, *arguments]
+    runpy.run_path(str(LAUNCHERS / script), run_name="__main__")
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dies_at_write(number: int) -> None:
+    """At that call to the disk of the thread that writes samples."""
+    calls = 0
+
+    def watch(_frame, event, function) -> None:
+        nonlocal calls
+        if event == "c_call" and function.__name__ in WRITES and threading.current_thread().name.startswith("write"):
+            calls += 1
+            if calls == number:
+                die()
+
+    threading.setprofile(watch)
+
+
+def dies_at_place(rank: int, place: str) -> None:
+    """Some beats after `rank` has come to that place."""
+
+    def watch(frame, event, _argument) -> None:
+        if event == "return" and frame.f_code.co_name == "at" and frame.f_locals.get("place", "").startswith(place):
+            time.sleep(2.5)
+            die()
+
+    if int(os.environ["RANK"]) == rank:
+        sys.setprofile(watch)
+
+
+def takes_longer(rank: int) -> None:
+    """`rank` does, for each of its batches of short samples."""
+
+    def watch(frame, event, _argument) -> None:
+        if event == "return" and frame.f_code.co_name == "begin" and frame.f_back.f_code.co_name == "capture":
+            time.sleep(1.5)
+
+    if int(os.environ["RANK"]) == rank:
+        sys.setprofile(watch)
+
+
+def begin_capture(recipe: str, store: Path, *arguments: str, ranks: int = 1, manner: tuple = ()) -> list:
+    keys = [f"hidden_states.path={store}", "hidden_states.shard_tokens=120", "hidden_states.prefill_tokens=400"]
+    return begin_ranks(
+        ranks, partial(launcher, "capture.py", ["--recipe", recipe, "--quiet", *keys, *arguments], *manner)
+    )
+
+
+def exit_codes(processes: list, seconds: float = 120) -> list[int | None]:
+    """None for who is still there then, and is killed."""
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    return codes
+
+
+def content(store: Path) -> dict[str, str]:
+    """A digest of all that is stored of each sample."""
+    opened = HiddenStateStore.open(str(store), read_manifest(open_files(str(store))).provenance)
+    digests = {}
+    for sample_id in opened:
+        tokens = opened.tokens(sample_id)
+        teacher = taught_rows(tokens.loss_mask).nonzero().flatten()
+        (rows,) = opened.read([RowRequest(sample_id, torch.arange(len(tokens.ids)), teacher)])
+        data = b"".join(rows_of.numpy().tobytes() for rows_of in (*rows.named().values(), tokens.ids))
+        digests[sample_id] = hashlib.sha256(data).hexdigest()
+    return digests
+
+
+def same(recipe: str, folder: Path) -> None:
+    jobs = [
+        begin_capture(recipe, folder / "undisturbed"),
+        begin_capture(recipe, folder / "three ranks", ranks=3),
+        begin_capture(recipe, folder / "two parts", "--part", "0/2"),
+        begin_capture(recipe, folder / "two parts", "--part", "1/2", ranks=2),
+    ]
+    store = folder / "killed"
+    for number in (40, 90, 140):
+        assert exit_codes(begin_capture(recipe, store, manner=(dies_at_write, number))) == [-signal.SIGKILL]
+    stored = len(content(store))
+    jobs.append(begin_capture(recipe, store, ranks=2))
+    assert not any(code for job in jobs for code in exit_codes(job))
+    stores = {path.name: content(path) for path in folder.iterdir()}
+    print(json.dumps({"stored when killed": stored, "stores": stores}))
+
+
+def killed(recipe: str, folder: Path) -> None:
+    jobs = {}
+    for script, rank, place in (
+        ("capture.py", 1, "loading the target"),
+        ("capture.py", 1, "capturing sample"),
+        ("capture.py", 0, "capturing sample"),
+        ("train.py", 0, "step 2"),
+    ):
+        name = f"{script} {rank} {place}"
+        keys = [f"hidden_states.path={folder / name}", f"output.dir={folder / name}"]
+        arguments = ["--recipe", recipe, "--quiet", *keys]
+        jobs[name] = begin_ranks(2, partial(launcher, script, arguments, dies_at_place, rank, place))
+    short = ("hidden_states.prefill_tokens=44", "hidden_states.ring=2", "training.hang_minutes=0.1")
+    jobs["unequal"] = begin_capture(recipe, folder / "unequal", *short, ranks=2, manner=(takes_longer, 1))
+    for name, processes in jobs.items():
+        print(f"{name}: ended with {exit_codes(processes)}", flush=True)
+
+
+if __name__ == "__main__":
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # one thread a process, however many there are
+    {"same": same, "killed": killed}[sys.argv[1]](sys.argv[2], Path(sys.argv[3]))

@@ -1,0 +1,93 @@
+"""A family's recipe, run on the family's tiny target: captured by the launcher's own code, trained for two steps, exported."""
+
+import json
+from pathlib import Path
+
+from family_targets import conversations
+from jobs import job_of
+from places import RECIPES, ZERO2
+
+from eagle3.console import Console
+from eagle3.jobs.capture import fill, watched_capture
+from eagle3.jobs.train import train
+from eagle3.parallel.topology import Topology
+from eagle3.recipe.loading import load_recipe
+from eagle3.recipe.schema import Recipe
+from eagle3.states.capture import wanted_samples
+from eagle3.states.store.writer import Part
+
+DRAFT_VOCABULARY = 200
+# What a recipe may say of its draft that no draft of a tiny target could have.
+DRAFT_SIZES = (
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("config", "init_from", "vocabulary"),
+)
+
+
+def run_recipe(name: str, target: Path, folder: Path, topology: Topology) -> Recipe:
+    """The recipe as it was run. The run is in folder/run, the store in folder/store."""
+    recipe = load_recipe(recipe_file(name, folder), overrides(target, folder))
+    job = job_of(recipe, topology)
+    assert len(job.train) + len(job.held_out) == len(conversations())
+    wanted = wanted_samples((job.train, job.held_out))
+    console = Console(topology.is_first)
+    with watched_capture(recipe, topology, console) as watchdog:
+        fill(job, wanted, Part(0, 1), topology, console, watchdog)
+    train(recipe, ZERO2, topology)
+    return recipe
+
+
+def recipe_file(name: str, folder: Path) -> Path:
+    """The repository's recipe; for a family without one, the shortest there can be."""
+    published = RECIPES / f"{name}.yaml"
+    if published.exists():
+        return published
+    shortest = folder / "recipe.yaml"
+    shortest.write_text("model: {target: ''}\ndata: {train: ['']}\noutput: {dir: ''}\n", encoding="utf-8")
+    return shortest
+
+
+def overrides(target: Path, folder: Path) -> list[str]:
+    """Small data, a tiny target and one process, whatever the recipe says."""
+    data = folder / "conversations.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in conversations()), encoding="utf-8")
+    values = {
+        "model.target": target,
+        "model.revision": None,
+        "model.trust_remote_code": False,
+        "model.target_dtype": "float32",
+        "model.aux_layers": None,
+        "model.draft.vocab_size": DRAFT_VOCABULARY,
+        **{f"model.draft.{size}": None for size in DRAFT_SIZES},
+        "data.train": [str(data)],
+        "data.held_out": None,
+        "data.held_out_fraction": 0.2,
+        "data.max_samples": None,
+        "data.max_length": 512,
+        "data.workers": 1,
+        "data.cache_dir": folder / "cache",
+        "hidden_states.mode": "stored",
+        "hidden_states.path": folder / "store",
+        "hidden_states.dtype": "float32",
+        "hidden_states.codec": "none",
+        "hidden_states.ulysses": 1,
+        "hidden_states.ring": 1,
+        "target.backend": "transformers",
+        "target.servers": [],
+        "parallelism.tensor": 1,
+        "parallelism.ulysses": 1,
+        "parallelism.ring": 1,
+        "training.dtype": "float32",
+        "training.ttt_steps": 3,
+        "training.global_batch_size": 2,
+        "training.accumulation": 1,
+        "training.max_steps": 2,
+        "evaluation.conversations": 0,
+        "evaluation.held_out_samples": 2,
+        "tracking.tensorboard": False,
+        "tracking.wandb_project": None,
+        "output.dir": folder / "run",
+        "output.export_dtype": "float32",
+        "output.check_export": False,
+    }
+    return [f"{key}={json.dumps(value, default=str)}" for key, value in values.items()]

@@ -1,0 +1,219 @@
+"""Loads streams on several ranks, all cases in one launch, and keeps what each rank got for tests/states/test_loader.py.
+
+python tests/support/loader_worker.py FOLDER    with `target` and the stores of `store_of` in it
+"""
+
+import itertools
+import random
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from processes import fork_ranks
+from torch import Tensor
+
+from eagle3.errors import SharedUserError
+from eagle3.parallel.agreement import require_agreement
+from eagle3.parallel.dealing import SequenceSharding
+from eagle3.states.loader import Drawn, LiveSource, StoredSource, StreamLoader
+from eagle3.states.rows import Rows
+from eagle3.states.store.reader import HiddenStateStore
+from eagle3.targets.transformers import TransformersTarget, load_target
+from eagle3.text.samples import SampleSet
+
+if TYPE_CHECKING:
+    from eagle3.parallel.topology import Topology
+
+STEPS = 3
+PROVENANCE = {"target": "tiny"}
+TIMEOUT = timedelta(seconds=20)
+LENGTHS = [97, 3, 41, 1, 66, 18, 41, 120, 9, 30]
+ONE_TOKEN, UNSUPERVISED = 3, 4  # places in LENGTHS: the document of one token, and one in which nothing is supervised
+
+
+@dataclass(frozen=True)
+class Case:
+    """documents: places in LENGTHS of one optimiser step's samples, None for all. dtype: the target's and the store's.
+    What the layout leaves of `world` is data-parallel."""
+
+    name: str
+    world: int
+    tensor: int = 1
+    ulysses: int = 1
+    ring: int = 1
+    accumulation: int = 1
+    documents: tuple[int, ...] | None = None
+    dtype: str = "float32"
+    layout: str = "zigzag"
+
+    @property
+    def sharding(self) -> SequenceSharding:
+        return SequenceSharding(self.ulysses, self.ring, self.layout, query_block=8)
+
+    @property
+    def stream_ranks(self) -> int:
+        return self.tensor * self.ulysses * self.ring
+
+    def sequence_rank(self, rank: int) -> int:
+        """Ranks are ordered tensor, sequence, data, fastest first."""
+        return rank // self.tensor % (self.ulysses * self.ring)
+
+
+CASES = [
+    Case("ring", 2, ring=2),
+    Case("ulysses in bfloat16", 2, ulysses=2, dtype="bfloat16", layout="contiguous"),
+    Case("tensor", 2, tensor=2, accumulation=2),
+    Case("tensor and ulysses", 4, tensor=2, ulysses=2, accumulation=2),
+    Case("tensor and ulysses in bfloat16", 4, tensor=2, ulysses=2, dtype="bfloat16"),
+    Case("ring and data", 4, ring=2, accumulation=2, layout="contiguous"),
+    Case("ulysses and ring", 4, ulysses=2, ring=2),
+    Case("tensor and data", 4, tensor=2),
+    Case("data", 4, accumulation=2),
+    Case("one document", 4, ulysses=2, ring=2, documents=(7,)),
+    Case("one token", 4, tensor=2, ring=2, documents=(ONE_TOKEN,)),
+    Case("one document, two data ranks", 4, ring=2, documents=(0,)),
+    Case("nothing supervised", 4, tensor=2, ring=2, documents=(UNSUPERVISED,)),
+    Case("nothing supervised in a stream", 4, ulysses=2, documents=(0, UNSUPERVISED)),
+]
+
+
+def encoded_documents() -> list[tuple[Tensor, Tensor]]:
+    """(ids, loss mask) of each document: answers after a prompt, single rows, everything, nothing."""
+    generator = torch.Generator().manual_seed(11)
+    documents = []
+    for place, length in enumerate(LENGTHS):
+        ids = torch.randint(2, 290, (length,), generator=generator)
+        share = 0.0 if place == UNSUPERVISED else [0.5, 0.1, 1.0][place % 3]
+        mask = torch.rand(length, generator=generator) < share
+        if place == 0:
+            mask = torch.arange(length) >= 60
+        documents.append((ids, mask))
+    return documents
+
+
+def sample_set(order: Sequence[int]) -> SampleSet:
+    documents = encoded_documents()
+    return SampleSet.pack([tuple(part.numpy() for part in documents[place]) for place in order])
+
+
+def batch_of(case: Case) -> list[Drawn]:
+    """The case's documents as places among all of them, sorted by id, whatever order a rank reads them in."""
+    ids = [sample.id for sample in sample_set(range(len(LENGTHS)))]
+    return [Drawn(sorted(ids).index(ids[place]), 0) for place in case.documents or range(len(LENGTHS))]
+
+
+def store_of(folder: Path, dtype: str, codec: str) -> Path:
+    return folder / f"store-{dtype}-{codec}"
+
+
+def outcome_of(folder: Path, name: str, rank: int) -> Path:
+    return folder / f"{name.replace(' ', '_')}-{rank}.pt"
+
+
+class CountingTarget(TransformersTarget):
+    """Remembers what it prefilled."""
+
+    prefilled: list[list[int]]
+
+    def prefill(self, documents: Sequence[Tensor]) -> list[Rows]:
+        self.prefilled += [document.tolist() for document in documents]
+        return super().prefill(documents)
+
+
+def main(folder: Path) -> int:
+    import eagle3.parallel.topology  # noqa: F401  before the fork, that the ranks share its seconds
+
+    return fork_ranks(2, partial(run, folder, 2)) or fork_ranks(4, partial(run, folder, 4))
+
+
+def run(folder: Path, world: int) -> None:
+    # here, for DeepSpeed takes seconds to import, and who reads the cases does not need it
+    from eagle3.parallel.topology import start_distributed, stop_distributed
+
+    models = {dtype: load_target(folder / "target", dtype=dtype).model for dtype in ("float32", "bfloat16")}
+
+    def load(case: Case, topology: "Topology") -> dict:
+        """The same step four times: live with each document prefilled alone, live in batches, and from two stores."""
+        order = random.Random(dist.get_rank()).sample(range(len(LENGTHS)), len(LENGTHS))
+        alone, batched = (
+            CountingTarget(models[case.dtype], aux_layers=None, prefill_tokens=tokens) for tokens in (1, 256)
+        )
+        alone.prefilled, batched.prefilled = [], []
+        stores = {
+            codec: HiddenStateStore.open(
+                str(store_of(folder, case.dtype, codec)), {**PROVENANCE, "codec": codec, "dtype": case.dtype}
+            )
+            for codec in ("none", "lossless")
+        }
+        found = {}
+        for name, source in {
+            "alone": LiveSource(alone, topology.stream, topology.device),
+            "batched": LiveSource(batched, topology.stream, topology.device),
+            "stored": StoredSource(stores["none"]),
+            "lossless": StoredSource(stores["lossless"]),
+        }.items():
+            loader = StreamLoader(
+                sample_set(order).sorted_by_id(),  # every rank reads the samples in an order of its own
+                source,
+                steps=STEPS,
+                sharding=case.sharding,
+                data=topology.data,
+                sequence=topology.sequence,
+            )
+            if name == "lossless":
+                loader.read_ahead(batch_of(case), case.accumulation)
+            found[name] = loader.load(batch_of(case), case.accumulation)
+        assert alone.prefilled == batched.prefilled
+        return found | {"prefilled": alone.prefilled}
+
+    cases = sorted((case for case in CASES if case.world == world), key=_sizes)
+    for sizes, alike in itertools.groupby(cases, _sizes):  # groups are formed once a layout
+        topology = start_distributed(*sizes, timeout=TIMEOUT)
+        for case in alike:
+            torch.save(load(case, topology), outcome_of(folder, case.name, dist.get_rank()))
+    if world == 4:
+        topology = start_distributed(tensor=2, timeout=TIMEOUT)
+        torch.save(agree(topology), outcome_of(folder, "agreement", dist.get_rank()))
+    stop_distributed()
+
+
+def _sizes(case: Case) -> tuple[int, int, int]:
+    return case.tensor, case.ulysses, case.ring
+
+
+def agree(topology: "Topology") -> dict[str, str | None]:
+    """What require_agreement says, None for nothing."""
+    rank = dist.get_rank()
+    order = random.Random(rank).sample(range(len(LENGTHS)), len(LENGTHS))
+    whole, batch = sample_set(order), [Drawn(index, 0) for index in range(len(LENGTHS))]
+    other_mask = SampleSet.pack([(ids.numpy(), mask.numpy() ^ (len(ids) == 9)) for ids, mask in encoded_documents()])
+
+    def said(identity: bytes) -> str | None:
+        try:
+            require_agreement("samples", identity, topology.device, "prepare again")
+        except SharedUserError as mistake:
+            return str(mistake)
+        return None
+
+    def order_of(samples: SampleSet, batch: list[Drawn] = batch[:4]) -> bytes:
+        place = {"sharding": SequenceSharding(), "data": topology.data, "sequence": topology.sequence}
+        return StreamLoader(samples.sorted_by_id(), None, steps=STEPS, **place).order_identity(batch)
+
+    checks: dict[str, Callable[[], str | None]] = {
+        "same order": lambda: said(order_of(whole)),
+        "another mask on rank 3": lambda: said(order_of(other_mask if rank == 3 else whole)),
+        "rank 0 has one sample fewer": lambda: said(order_of(sample_set(order[1:]) if rank == 0 else whole)),
+        "another batch on ranks 1 and 3": lambda: said(order_of(whole, [Drawn(rank % 2, 0)])),
+        "everyone differs": lambda: said(bytes([rank])),
+    }
+    return {name: check() for name, check in checks.items()}
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

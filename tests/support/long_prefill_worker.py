@@ -1,0 +1,206 @@
+"""Prefills documents over four processes in every layout, and writes for tests/targets/test_long_prefill.py how far each is from
+one process.
+
+python tests/support/long_prefill_worker.py FOLDER
+"""
+
+import datetime
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from processes import fork_ranks
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from eagle3.errors import UserError
+from eagle3.parallel.topology import Topology, start_distributed, stop_distributed
+from eagle3.targets.long_prefill import LongPrefill
+from eagle3.targets.transformers import TransformersTarget
+
+TIMEOUT = datetime.timedelta(seconds=20)
+WORLD = 4
+# (Ulysses, ring); of two ranks there are two groups, each with documents of its own
+LAYOUTS = ((2, 1), (4, 1), (1, 2), (1, 4), (2, 2))
+CHUNK_TOKENS = 6
+# shorter than the ranks, no multiple of them, and exactly several chunks of any number of them
+LENGTHS = (1, 3, 37, 72)
+VOCAB = 96
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+}
+ALTERNATING = ["sliding_attention", "full_attention"] * 2
+
+
+def llama(**changes) -> PreTrainedModel:
+    return LlamaForCausalLM(LlamaConfig(**{**SHAPE, "num_key_value_heads": 2, **changes}))
+
+
+def qwen3(**changes) -> PreTrainedModel:
+    """One key/value head for all, as no Ulysses degree likes it."""
+    return Qwen3ForCausalLM(Qwen3Config(**{**SHAPE, "num_key_value_heads": 1, "head_dim": 16, **changes}))
+
+
+def gpt_oss(**changes) -> PreTrainedModel:
+    """Sinks, a window smaller than a chunk in every other layer, experts."""
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 48}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8}
+    config = GptOssConfig(**{**SHAPE, **experts, **heads, "sliding_window": 5, "layer_types": ALTERNATING, **changes})
+    model = GptOssForCausalLM(config)
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.sinks, 1.0, 1.0)
+    return model
+
+
+def gemma3(**changes) -> PreTrainedModel:
+    """Windows that reach over several chunks of one process; another rope in each kind of layer."""
+    rope = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4}}
+    rope["sliding_attention"] = {"rope_type": "default", "rope_theta": 100.0}
+    own = {"head_dim": 16, "query_pre_attn_scalar": 9, "sliding_window": 14, "rope_parameters": rope}
+    heads = {"num_key_value_heads": 2, "layer_types": ALTERNATING}
+    return Gemma3ForCausalLM(Gemma3TextConfig(**{**SHAPE, **own, **heads, **changes}))
+
+
+def gemma2(**changes) -> PreTrainedModel:
+    """Capped scores, which only transformers' plain attention knows."""
+    own = {"head_dim": 16, "sliding_window": 9, "attn_logit_softcapping": 0.5, "final_logit_softcapping": None}
+    config = Gemma2Config(**{**SHAPE, **own, "num_key_value_heads": 2, **changes}, attn_implementation="eager")
+    return Gemma2ForCausalLM(config)
+
+
+def deepseek_v3(**changes) -> PreTrainedModel:
+    """Latent attention: keys wider than values."""
+    ranks = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12}
+    experts = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
+    more = {"moe_intermediate_size": 32, "first_k_dense_replace": 2, "num_key_value_heads": 4}
+    return DeepseekV3ForCausalLM(DeepseekV3Config(**{**SHAPE, **ranks, **experts, **more, **changes}))
+
+
+def opt(**changes) -> PreTrainedModel:
+    """Learned positions, which rope, being relative, cannot stand in for."""
+    own = {"ffn_dim": 96, "word_embed_proj_dim": 64, "init_std": 0.2}
+    return OPTForCausalLM(OPTConfig(**{**SHAPE, **own, **changes}))
+
+
+FAMILIES = {make.__name__: make for make in (llama, qwen3, gpt_oss, gemma3, gemma2, deepseek_v3, opt)}
+
+
+def families(ulysses: int, ring: int) -> list[str]:
+    """What a layout is tried on: the rarer ones once among several processes."""
+    return [*FAMILIES] if (ulysses, ring) == (2, 2) else ["llama", "qwen3", "gpt_oss", "gemma3"]
+
+
+def target_of(family: str, dtype: torch.dtype = torch.float32, **changes) -> TransformersTarget:
+    torch.manual_seed(5)
+    model = FAMILIES[family](**changes).to(dtype)
+    return TransformersTarget(model, aux_layers=(0, 1, 3), prefill_tokens=64)
+
+
+def target_of_logits() -> TransformersTarget:
+    """Its lm_head is one that only the model itself can apply."""
+    torch.manual_seed(5)
+    model = llama()
+    model.lm_head = torch.nn.Linear(model.config.hidden_size, VOCAB)
+    return TransformersTarget(model, aux_layers=(0, 1, 3), prefill_tokens=64, draft_ids=torch.arange(1, VOCAB, 2))
+
+
+def document_of(length: int) -> torch.Tensor:
+    return torch.randint(VOCAB, (length,), generator=torch.Generator().manual_seed(length))
+
+
+def differences(prefill: LongPrefill, document: torch.Tensor) -> dict[str, float] | None:
+    """On the first rank of a sequence: each tensor's largest difference from the target's own prefill, relative to its
+    largest magnitude; for argmax the number of differing rows."""
+    chunks = list(prefill.chunks(document))
+    assert len(chunks) == -(-len(document) // (prefill.chunk_tokens * prefill.sequence.size()))
+    if prefill.sequence.rank() > 0:
+        assert chunks == [None] * len(chunks)
+        return None
+    (expected,) = prefill.target.prefill([document])
+    found = {name: torch.cat([chunk.named()[name] for chunk in chunks]) for name in expected.named()}
+    for name, tensor in expected.named().items():
+        assert found[name].shape == tensor.shape and found[name].dtype == tensor.dtype
+    relative = {
+        name: float((found[name] - tensor).abs().max() / tensor.abs().max())
+        for name, tensor in expected.named().items()
+        if name != "argmax"
+    }
+    return relative | {"argmax": float((found["argmax"] != expected.teacher.argmax).sum())}
+
+
+def long_prefill(target: TransformersTarget, topology: Topology) -> LongPrefill:
+    return LongPrefill(target, topology.ulysses, topology.ring, topology.sequence, CHUNK_TOKENS)
+
+
+def refusals(topology: Topology) -> dict[str, str]:
+    """What every rank is told, where only one meets the mistake; each is followed by a document that is well."""
+    told = {}
+
+    def record(name: str, work) -> None:
+        try:
+            work()
+        except UserError as error:
+            told[name] = str(error)
+
+    last = topology.sequence.rank() == topology.sequence.size() - 1
+    prefill = long_prefill(target_of("llama"), topology)
+    document = document_of(11)
+    if last:
+        document[3] = VOCAB
+    record("token id on one rank", lambda: list(prefill.chunks(document)))
+    with torch.no_grad():  # 95 is in no short document; in this one only the last rank of the second chunk has it
+        prefill.target.head.embedding[95] = float("inf")
+    document = torch.arange(2 * CHUNK_TOKENS * topology.sequence.size()) % 90
+    document[-1] = 95
+    record("overflow on one rank", lambda: list(prefill.chunks(document)))
+    record("well again", lambda: list(prefill.chunks(document[:-1])))
+    if topology.ulysses.size() == 4:
+        record("heads", lambda: long_prefill(target_of("llama", num_attention_heads=6, hidden_size=96), topology))
+    return told
+
+
+def run(folder: Path) -> None:
+    for ulysses, ring in LAYOUTS:
+        topology = start_distributed(1, ulysses, ring, timeout=TIMEOUT)
+        # Two groups that differ in what they do: nothing may wait for a rank outside its own.
+        lengths = LENGTHS[:: -1 if topology.data.rank() else 1]
+        found = {"refusals": refusals(topology)}
+        for family in families(ulysses, ring):
+            prefill = long_prefill(target_of(family), topology)
+            found[family] = {length: differences(prefill, document_of(length)) for length in lengths}
+        prefill = long_prefill(target_of_logits(), topology)
+        found["logits"] = {length: differences(prefill, document_of(length)) for length in lengths}
+        result_file(folder, ulysses, ring, dist.get_rank()).write_text(json.dumps(found))
+    stop_distributed()
+
+
+def result_file(folder: Path, ulysses: int, ring: int, rank: int) -> Path:
+    return folder / f"ulysses{ulysses}-ring{ring}-rank{rank}.json"
+
+
+if __name__ == "__main__":
+    fork_ranks(WORLD, partial(run, Path(sys.argv[1])))

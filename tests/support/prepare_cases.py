@@ -1,0 +1,75 @@
+"""Conversations and a tokenizer of bytes, for tests that prepare samples in milliseconds."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from places import CHAT_TEMPLATES
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from eagle3.text.encode import SampleEncoder
+from eagle3.text.prepare import Prepared, prepare_samples
+from eagle3.text.samples import SampleSet
+
+TEMPLATE = (CHAT_TEMPLATES / "zephyr.jinja").read_text()
+OPTIONS = {
+    "chat_template": TEMPLATE,
+    "max_length": 100,
+    "too_long": "stop",
+    "unusable": "stop",
+    "max_samples": None,
+    "workers": 1,
+    "report": print,
+}
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["</s>", "<|user|>", "<|assistant|>"])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+
+
+def data(path: Path, *answers: str | None) -> list[str]:
+    """A file of one-question conversations; None for one without an answer."""
+    rows = []
+    for answer in answers:
+        question = {"role": "user", "content": "Hi"}
+        rows.append(
+            {"messages": [question] if answer is None else [question, {"role": "assistant", "content": answer}]}
+        )
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [str(path)]
+
+
+def prepare(
+    sources: list[str],
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    max_samples: int | None,
+    workers: int | None,
+    cache_dir: Path,
+    report: Callable[[str], None],
+    **rules: object,
+) -> Prepared:
+    encoder = SampleEncoder(tokenizer, **rules)
+    return prepare_samples(
+        sources, encoder, max_samples=max_samples, workers=workers, cache_dir=cache_dir, report=report
+    )
+
+
+def prepared(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, *answers: str | None, **options: object) -> Prepared:
+    sources = data(tmp_path / "data.jsonl", *answers)
+    return prepare(sources, tokenizer, cache_dir=tmp_path / "cache", **{**OPTIONS, **options})
+
+
+def packed(count: int) -> SampleSet:
+    rng = np.random.default_rng(0)
+    return SampleSet.pack(
+        [(rng.integers(0, 50, n).astype(np.int32), rng.random(n) < 0.5) for n in rng.integers(2, 9, count)]
+    )

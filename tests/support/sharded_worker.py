@@ -1,0 +1,114 @@
+"""Runs the cases of sharded_cases.py, all in one launch, and writes what each computed for tests/parallel/test_sharded.py.
+
+python tests/support/sharded_worker.py FOLDER [name ...]
+"""
+
+import datetime
+import itertools
+import json
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from counted_bytes import count_bytes
+from distributed_attention import differences
+from places import GOLDEN, ZERO2
+from processes import fork_ranks
+from safetensors.torch import save_file
+from sharded_cases import MOST_PROCESSES, STEPS, Sharded, base_cases, covering_cases
+from training_path import Trained, train_case
+from zero2_course import COURSES, reference, run_course
+
+from eagle3.jobs.verify import read_case, run_case
+from eagle3.parallel.topology import start_distributed, stop_distributed
+
+TIMEOUT = datetime.timedelta(seconds=30)
+GOLDEN_CASES = ("dense", "ragged", "windowed")
+
+
+def main(folder: Path, names: list[str]) -> None:
+    cases = [case for case in base_cases() + covering_cases() if not names or case.name in names]
+    courses = [course for course in COURSES if not names or course.name in names]
+    courses = list(dict.fromkeys([*courses, *map(reference, courses)]))
+    began = time.monotonic()
+    for sizes in sorted({case.sizes for case in cases + courses}):
+        # processes of their own for each layout: groups that are formed anew would leave the old ones' threads behind
+        mine, own_courses = ([each for each in every if each.sizes == sizes] for every in (cases, courses))
+        fork_ranks(mine[0].world if mine else own_courses[0].world, partial(run, mine, own_courses, folder))
+        print(f"{time.monotonic() - began:6.1f} s  {sizes}: {len(mine)} cases, {len(own_courses)} courses", flush=True)
+
+
+def run(cases: list[Sharded], courses: list[Sharded], folder: Path) -> None:
+    tensor, ulysses, ring, _ = (cases + courses)[0].sizes
+    topology = start_distributed(tensor, ulysses, ring, timeout=TIMEOUT)
+    for case in cases:
+        data = case.case()
+        for dtype in dtypes(case):
+            trained = train_case(
+                data, topology, dtype, STEPS, case.config, case.dealt(data), case.sharding, case.ring_mode, case.memory
+            )
+            if dist.get_rank() == 0:
+                write(folder / case_file(case, dtype), trained)
+    if ulysses > 1 and (cases + courses)[0].world == ulysses:
+        beside = {heads: differences(topology, heads) for heads in (ulysses, 8)}
+        Path(folder / f"distributed_attention-u{ulysses}-rank{dist.get_rank()}.json").write_text(json.dumps(beside))
+    for case in filter(on_counted_bytes, cases):
+        Path(folder / bytes_file(dist.get_rank())).write_text(json.dumps(count_bytes(case, topology)))
+    for case, name in itertools.product(filter(on_golden, cases), GOLDEN_CASES):
+        golden = read_case(GOLDEN / name)
+        found = run_case(golden, topology, 7, torch.float32, ZERO2, case.sharding, case.ring_mode, case.memory)
+        if dist.get_rank() == 0:
+            save_file(found, folder / golden_file(case, name))
+    for course in courses:
+        found = run_course(course, topology)
+        if dist.get_rank() == 0:
+            save_file(found, folder / course_file(course))
+    stop_distributed()
+
+
+def dtypes(case: Sharded) -> tuple[torch.dtype, ...]:
+    return (torch.float64, torch.float32, torch.bfloat16) if in_bfloat16(case) else (torch.float64, torch.float32)
+
+
+def in_bfloat16(case: Sharded) -> bool:
+    """The layouts of 8 processes on one data-parallel rank."""
+    return case in base_cases() and case.world == 8 and case.data == 1
+
+
+def on_golden(case: Sharded) -> bool:
+    """Each layout of up to 8 processes once, where the golden cases' 4 query and 2 key/value heads can be dealt."""
+    return case in base_cases() and case.world <= MOST_PROCESSES and 4 % (case.tensor * case.ulysses) == 0
+
+
+def on_counted_bytes(case: Sharded) -> bool:
+    return case in base_cases() and case.sizes == (1, 2, 2, 1)
+
+
+def bytes_file(rank: int) -> str:
+    return f"bytes-rank{rank}.json"
+
+
+def golden_file(case: Sharded, name: str) -> str:
+    return f"golden {name} {case.name}.safetensors".replace(" ", "_")
+
+
+def course_file(course: Sharded) -> str:
+    return f"course {course.name}.safetensors".replace(" ", "_")
+
+
+def case_file(case: Sharded, dtype: torch.dtype) -> str:
+    return f"{case.name} {dtype}.safetensors".replace(" ", "_")
+
+
+def write(path: Path, trained: Trained) -> None:
+    numbers = trained.metrics.as_dict() | {"step_counts": trained.counts.counted.tolist()}
+    numbers["replicas_differ"] = trained.replicas_differ
+    tensors = {name: gradient.contiguous() for name, gradient in trained.gradients.items()}
+    save_file(tensors, path, metadata={"numbers": json.dumps(numbers)})
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

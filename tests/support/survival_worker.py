@@ -1,0 +1,136 @@
+"""Runs of two and more ranks that are killed, stopped, or meet a full disk, for tests/jobs/test_survival.py.
+
+python tests/support/survival_worker.py CASE RECIPE ARGUMENT...
+"""
+
+import datetime
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from places import ZERO2
+from processes import begin_ranks
+from tiny_run import metrics
+
+from eagle3.errors import UserError
+from eagle3.jobs.train import train
+from eagle3.parallel.topology import start_distributed, stop_distributed
+from eagle3.recipe.loading import load_recipe
+from eagle3.training.run_folder import Resume
+from eagle3.training.stopping import RunStopped, StopSignals
+
+MINUTE = 60
+
+
+def train_ranks(recipe_file: str, overrides: list[str]) -> None:
+    """As launchers/train.py --resume auto does; exit code 75 where a signal stopped the run, 2 for a UserError."""
+    recipe = load_recipe(recipe_file, overrides)
+    sizes = recipe.parallelism
+    with StopSignals() as stop:
+        topology = start_distributed(
+            sizes.tensor, sizes.ulysses, sizes.ring, timeout=datetime.timedelta(seconds=MINUTE)
+        )
+        try:
+            assert train(recipe, ZERO2, topology, Resume.AUTO, stop)
+        except RunStopped as stopped:
+            print(stopped, flush=True)
+            assert stopped.together
+            stop_distributed()
+            sys.exit(75)
+        except UserError as error:
+            print(error, flush=True)
+            sys.exit(2)
+    stop_distributed()
+
+
+def run(world: int, recipe: str, overrides: list[str], meanwhile: Callable = lambda processes: None) -> list[int]:
+    """The exit codes of the ranks, all of which end within a minute of the first; `meanwhile` does something to them."""
+    processes = begin_ranks(world, partial(train_ranks, recipe, overrides))
+    threading.Thread(target=meanwhile, args=(processes,), daemon=True).start()
+    while all(process.exitcode is None for process in processes):
+        time.sleep(0.01)
+    deadline = time.monotonic() + MINUTE
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    late = [rank for rank, process in enumerate(processes) if process.exitcode is None]
+    for process in processes:
+        process.kill()
+    assert not late, f"ranks {late} were still there a minute after the first had ended"
+    return [process.exitcode for process in processes]
+
+
+def killed(recipe: str, world: str, moments: str, steps: str, *overrides: str) -> None:
+    """Runs that are killed at seeded moments and resumed, beside one that is not: folders `killed` and `whole`."""
+    folder, dice, world = Path(recipe).parent, random.Random(7), int(world)
+    wanted = [*overrides, f"training.max_steps={steps}"]
+    began = time.monotonic()
+    assert run(world, recipe, [*wanted, f"output.dir={folder / 'whole'}"]) == [0] * world
+    pace = (time.monotonic() - began) / int(steps)
+    for moment in range(int(moments)):
+        step = (moment + 1) * (int(steps) - 1) // int(moments)
+        rank, delay = dice.randrange(world), dice.uniform(0, pace)
+
+        def kill(processes, rank=rank, step=step, delay=delay, before=changed(folder / "killed")) -> None:
+            # of this part of the run: while a job forms it is its launcher that ends it
+            while changed(folder / "killed") == before or steps_done(folder / "killed") < step:
+                time.sleep(0.002)
+            time.sleep(delay)
+            os.kill(processes[rank].pid, signal.SIGKILL)
+
+        codes = run(world, recipe, [*wanted, f"output.dir={folder / 'killed'}"], kill)
+        print(f"killed rank {rank} {delay:.3f} s after step {step}: exit codes {codes}", flush=True)
+        assert codes[rank] == -signal.SIGKILL or codes == [0] * world, "the last moment may come after the end"
+        assert codes == [0] * world or all(codes), "nobody ends well in a broken job"
+    assert run(world, recipe, [*wanted, f"output.dir={folder / 'killed'}"]) == [0] * world
+
+
+def stopped(recipe: str, *overrides: str) -> None:
+    """One of two ranks gets a signal, twice; then the run goes on to its end."""
+    run_folder = Path(recipe).parent / "stopped"
+    wanted = [*overrides, f"output.dir={run_folder}"]
+    for number, after in ((signal.SIGTERM, 2), (signal.SIGUSR1, 5)):
+
+        def send(processes, number=number, after=after) -> None:
+            while steps_done(run_folder) < after:
+                time.sleep(0.002)
+            os.kill(processes[1].pid, number)
+
+        assert run(2, recipe, wanted, send) == [75, 75]
+        newest = max(path.name for path in (run_folder / "checkpoints").glob("step-*"))
+        assert newest == f"step-{steps_done(run_folder):08d}", newest
+    assert run(2, recipe, wanted) == [0, 0]
+
+
+def full(recipe: str, mounted: str, larger: str, *overrides: str) -> None:
+    """The disk is full at the second checkpoint; with more room the run goes on."""
+    wanted = [*overrides, f"output.dir={mounted}/run"]
+    assert run(2, recipe, wanted) == [2, 2]
+    kept = [path.name for path in Path(mounted, "run", "checkpoints").iterdir() if path.name.startswith("step-")]
+    print(f"kept {kept}", flush=True)
+    assert os.system(f"mount -o remount,size={larger} {mounted}") == 0
+    assert run(2, recipe, wanted) == [0, 0]
+
+
+def changed(folder: Path) -> int:
+    """When the run last wrote its metrics, in nanoseconds."""
+    try:
+        return (folder / "metrics.jsonl").stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
+
+
+def steps_done(folder: Path) -> int:
+    try:
+        return max((record["step"] for record in metrics(folder)), default=0)
+    except (FileNotFoundError, ValueError):  # not there yet, or half a line
+        return 0
+
+
+if __name__ == "__main__":
+    {"killed": killed, "stopped": stopped, "full": full}[sys.argv[1]](*sys.argv[2:])

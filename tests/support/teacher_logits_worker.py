@@ -1,0 +1,102 @@
+"""A teacher of logits and one of hidden states on two ranks, all cases in one launch, for tests/targets/test_teacher_logits.py.
+
+python tests/support/teacher_logits_worker.py FOLDER
+"""
+
+import datetime
+import json
+import sys
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from definition import Case, random_case
+from processes import fork_ranks
+from safetensors.torch import save_file
+from training_path import TeacherKind, Trained, train_case
+
+from eagle3.objective.losses import LossConfig
+from eagle3.objective.model import MemoryPlan
+from eagle3.objective.unroll import Residence
+from eagle3.parallel.dealing import SequenceSharding
+from eagle3.parallel.topology import Topology, start_distributed, stop_distributed
+
+STEPS = 4
+TIMEOUT = datetime.timedelta(seconds=30)
+KINDS: tuple[TeacherKind, ...] = ("hidden", "logits")
+# What the target does to its logits: scale and cap.
+TRANSFORMS = {"plain": (1.0, None), "scaled": (0.3, None), "capped": (1.0, 2.5), "both": (1.7, 3.0)}
+# Degrees of tensor and Ulysses.
+LAYOUTS = {"tensor": (2, 1), "ulysses": (1, 2)}
+DTYPES = (torch.float64, torch.float32)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One batch by one teacher."""
+
+    transform: str
+    loss: str
+    dtype: torch.dtype
+    kind: TeacherKind
+    residence: Residence = "device"
+
+    @property
+    def name(self) -> str:
+        return f"{self.transform} {self.loss} {str(self.dtype)[6:]} {self.kind} {self.residence}"
+
+    @property
+    def case(self) -> Case:
+        """Three documents, of which one is supervised to its end and one has a prompt."""
+        masks = ([0] * 5 + [1] * 12, [1] * 9, [0, 1, 1, 0, 0, 1, 1, 1, 0, 1, 1])
+        scale, cap = TRANSFORMS[self.transform]
+        return replace(random_case(masks, seed=11), scale=scale, cap=cap)
+
+
+def runs() -> list[Run]:
+    every = [Run(transform, "kl", dtype, kind) for transform in TRANSFORMS for dtype in DTYPES for kind in KINDS]
+    every += [Run("both", "lk_lambda", dtype, kind) for dtype in DTYPES for kind in KINDS]
+    return [*every, Run("both", "kl", torch.float64, "logits", "host")]
+
+
+def on_two_ranks(run: Run) -> bool:
+    """Scale and cap together show what one of them would."""
+    return run.transform in ("plain", "both")
+
+
+def execute(run: Run, topology: Topology, sharding: SequenceSharding) -> Trained:
+    """In blocks of a few rows."""
+    return train_case(
+        run.case,
+        topology,
+        run.dtype,
+        STEPS,
+        LossConfig(run.loss),
+        sharding=sharding,
+        memory=MemoryPlan("full", block_bytes=40_000),
+        residence=run.residence,
+        teacher_kind=run.kind,
+    )
+
+
+def work(layout: str, folder: Path) -> None:
+    tensor, ulysses = LAYOUTS[layout]
+    topology = start_distributed(tensor, ulysses, timeout=TIMEOUT)
+    for run in filter(on_two_ranks, runs()):
+        trained = execute(run, topology, SequenceSharding(ulysses, query_block=4))
+        if dist.get_rank() == 0:
+            tensors = {name: gradient.contiguous() for name, gradient in trained.gradients.items()}
+            metadata = {"numbers": json.dumps(trained.metrics.as_dict())}
+            save_file(tensors, folder / run_file(layout, run), metadata=metadata)
+    stop_distributed()
+
+
+def run_file(layout: str, run: Run) -> str:
+    return f"{layout} {run.name}.safetensors"
+
+
+if __name__ == "__main__":
+    for layout in LAYOUTS:
+        fork_ranks(2, partial(work, layout, Path(sys.argv[1])))

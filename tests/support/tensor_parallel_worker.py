@@ -1,0 +1,226 @@
+"""Distillation and the exchange of weights in tensor-parallel groups, for tests/parallel/test_tensor_parallel.py to judge.
+
+python tests/support/tensor_parallel_worker.py FOLDER
+"""
+
+import datetime
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from distill_cases import HIDDEN, STEPS, WEIGHTS, Rows, random_rows
+from processes import fork_ranks
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor.debug import CommDebugMode
+
+from eagle3.draft.config import DraftConfig
+from eagle3.draft.interchange import ExportedDraft, load_weights, shard, whole_tensors
+from eagle3.draft.model import Eagle3Draft
+from eagle3.errors import UserError
+from eagle3.objective.distill import BLOCK_BYTES, Teacher, distill, loss_row_bytes
+from eagle3.parallel.topology import Topology, start_distributed, stop_distributed
+
+TIMEOUT = datetime.timedelta(seconds=20)
+WORLDS = (2, 4)
+DTYPES = (torch.float64, torch.float32)
+SIXTEEN_ROWS = 16 * loss_row_bytes(STEPS, 64, HIDDEN, torch.float64)  # for one process
+UPSTREAM = 3.0  # gradient of the surrogate, as accumulation or data parallelism would have it
+# The vocabularies divide by neither world: 29 rows lack one and three, and of 9 rows the last rank of four has none.
+DRAFTS = {
+    "odd vocabulary": {"vocab_size": 29, "fc_norm": True},
+    "a rank of padding": {"vocab_size": 9},
+    "even vocabulary": {"vocab_size": 32},
+}
+
+
+class Case(NamedTuple):
+    """weights: of the cross-entropy and of the overlap, [K] each. block_bytes: of distill's blocks."""
+
+    rows: Rows
+    weights: tuple[Tensor, Tensor]
+    block_bytes: int = BLOCK_BYTES
+
+
+class Compared(NamedTuple):
+    """What distill gives: surrogate; sums [3, K]; gradients under UPSTREAM; sums_alone: without autograd; collectives."""
+
+    surrogate: Tensor
+    sums: Tensor
+    d_outputs: Tensor
+    d_head: Tensor
+    sums_alone: Tensor
+    collectives: Tensor
+
+
+def case_names(dtype: torch.dtype) -> list[str]:
+    """fp64 alone has the smaller blocks, and holds logits that overflow to the tolerance."""
+    names = [*WEIGHTS, "ties", "no teacher rows", "nothing supervised"]
+    return [*names, "several blocks", "logits that overflow exp"] if dtype == torch.float64 else names
+
+
+def make_case(name: str, dtype: torch.dtype) -> Case:
+    weights = WEIGHTS.get(name, WEIGHTS["both"])
+    if name == "ties":
+        return Case(_ties(dtype), weights)
+    sizes = {"no teacher rows": (0, 5, 24), "several blocks": (40, 50, 64)}
+    rows = random_rows(*sizes.get(name, (37, 29, 24)), dtype)
+    if name == "nothing supervised":
+        rows = rows._replace(supervised=torch.zeros_like(rows.supervised))
+    if name == "logits that overflow exp":
+        rows = rows._replace(outputs=(400 * rows.outputs).detach().requires_grad_())
+    block_bytes = SIXTEEN_ROWS if name == "several blocks" else BLOCK_BYTES
+    return Case(rows, weights, block_bytes)
+
+
+def _ties(dtype: torch.dtype) -> Rows:
+    """Small whole numbers, so that equal logits are equal bits. Four queries, whose largest logits are at the draft ids
+    (1, 3, 6), (5, 7), (0, 2) and everywhere; the teacher says one of these ids, at step 0 the lowest, at step 1 another,
+    at step 2 any."""
+    best, queries = [1, 3, 6, 5, 7, 0, 2, *range(8)], [0, 0, 0, 1, 1, 2, 2, *[3] * 8]
+    lowest = torch.tensor([each in (0, 3, 5, 7) for each in range(len(best))])
+    outputs = torch.eye(4, 8).repeat(STEPS, 1, 1)
+    head = torch.zeros(8, 8)
+    head[[1, 3, 6], 0] = head[[5, 7], 1] = head[[0, 2], 2] = 4
+    teacher = Teacher(
+        last=torch.eye(len(best), 6).to(dtype),
+        head=(torch.arange(48).reshape(8, 6) % 5 / 4).to(dtype),
+        best=torch.tensor(best),
+        logsumexp=torch.full((len(best),), 4.0, dtype=dtype),
+    )
+    return Rows(
+        outputs.to(dtype).requires_grad_(),
+        head.to(dtype).requires_grad_(),
+        teacher,
+        torch.tensor(queries).repeat(STEPS, 1),
+        torch.stack((lowest, ~lowest, torch.ones_like(lowest))),
+    )
+
+
+def compare(case: Case, group: ProcessGroup) -> Compared:
+    """Distil with this rank's rows of both heads."""
+    rows, teacher = case.rows, case.rows.teacher
+    head, teacher_head = (each.detach().chunk(group.size())[group.rank()] for each in (rows.head, teacher.head))
+    part = rows._replace(
+        head=head.requires_grad_(), teacher=Teacher(teacher.last, teacher_head, teacher.best, teacher.logsumexp)
+    )
+    with CommDebugMode() as collectives:
+        distilled = distill(*part, *case.weights, group, block_bytes=case.block_bytes)
+    d_outputs, d_head = torch.autograd.grad(UPSTREAM * distilled.surrogate, (part.outputs, part.head))
+    with torch.no_grad():
+        alone = distill(*part, *case.weights, group, block_bytes=case.block_bytes)
+    return Compared(
+        distilled.surrogate.detach(),
+        torch.stack(distilled.sums),
+        d_outputs,
+        d_head,
+        torch.stack(alone.sums),
+        torch.tensor(collectives.get_total_counts()),
+    )
+
+
+def draft_config(name: str) -> DraftConfig:
+    sizes = {
+        "hidden_size": 16,
+        "target_hidden_size": 20,
+        "intermediate_size": 24,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 6,
+        "draft_vocab_size": 8,
+        "max_position_embeddings": 64,
+    }
+    return DraftConfig(**sizes | DRAFTS[name])
+
+
+def exported_draft(config: DraftConfig, dtype: torch.dtype) -> ExportedDraft:
+    """Random weights of the whole draft under exported names."""
+    hidden, wide, mlp = config.hidden_size, config.target_hidden_size, config.intermediate_size
+    query, key = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    shapes = {
+        "embed_tokens.weight": (config.vocab_size, hidden),
+        "fc.weight": (hidden, 3 * wide),
+        "midlayer.self_attn.q_proj.weight": (query, 2 * hidden),
+        "midlayer.self_attn.k_proj.weight": (key, 2 * hidden),
+        "midlayer.self_attn.v_proj.weight": (key, 2 * hidden),
+        "midlayer.self_attn.o_proj.weight": (hidden, query),
+        "midlayer.mlp.gate_proj.weight": (mlp, hidden),
+        "midlayer.mlp.up_proj.weight": (mlp, hidden),
+        "midlayer.mlp.down_proj.weight": (hidden, mlp),
+        "lm_head.weight": (config.draft_vocab_size, hidden),
+    }
+    for name in ("midlayer.hidden_norm", "midlayer.input_layernorm", "midlayer.post_attention_layernorm", "norm"):
+        shapes[f"{name}.weight"] = (hidden,)
+    if config.fc_norm:
+        shapes |= {f"fc_norm.{third}.weight": (wide,) for third in range(3)}
+    generator = torch.Generator().manual_seed(7)
+    weights = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+    t2d = torch.arange(config.vocab_size) < config.draft_vocab_size
+    return ExportedDraft(config, weights, torch.zeros(config.draft_vocab_size, dtype=torch.int64), t2d, "the draft")
+
+
+def run_draft(name: str, dtype: torch.dtype, topology: Topology) -> Iterator[tuple[str, Tensor]]:
+    """A loaded draft's parts, whole weights and whole gradients by parameter name, and what its cut modules compute."""
+    config = draft_config(name)
+    draft = Eagle3Draft(config, topology.modules, dtype)
+    exported = exported_draft(config, dtype)
+    load_weights(draft, exported, topology.tensor)
+    generator = torch.Generator().manual_seed(8)
+    x, attended = (torch.randn(5, width, generator=generator).to(dtype) for width in (16, 8 * 6))
+    heads = attended.unflatten(-1, (topology.tensor.size(), -1, config.head_dim))[:, topology.tensor.rank()]
+    outputs = {
+        "embedding": draft.embedding(torch.arange(config.vocab_size)),
+        "mlp": draft.layer.mlp(x)[0],
+        "attention output": draft.layer.self_attention.output(heads),
+    }
+    (outputs["mlp"].square().sum() + outputs["attention output"].square().sum()).backward()
+    weights = dict(draft.named_parameters())
+    gradients = {key: parameter.grad for key, parameter in weights.items() if parameter.grad is not None}
+    kinds = {
+        "output": outputs,
+        "part": weights,
+        "part of lm_head": {"": shard(exported.weights["lm_head.weight"], draft.lm_head.weight, topology.tensor)},
+        "whole": whole_tensors(weights, draft, topology.tensor),
+        "gradient": whole_tensors(gradients, draft, topology.tensor),
+    }
+    for kind, tensors in kinds.items():
+        yield from ((f"{kind} {key}", tensor.detach()) for key, tensor in tensors.items())
+
+
+def refusal(topology: Topology) -> str:
+    """What a person reads whose exported draft has another shape than the draft here."""
+    draft = Eagle3Draft(draft_config("odd vocabulary"), topology.modules, torch.float32)
+    exported = exported_draft(draft.draft_config, torch.float32)
+    exported.weights["midlayer.mlp.gate_proj.weight"] = torch.zeros(26, 16)
+    try:
+        load_weights(draft, exported, topology.tensor)
+    except UserError as error:
+        return str(error)
+    return "nothing"
+
+
+def work(world: int, folder: Path) -> None:
+    topology = start_distributed(tensor=world, timeout=TIMEOUT)
+    found = {}
+    for dtype in DTYPES:
+        for name in case_names(dtype):
+            compared = compare(make_case(name, dtype), topology.tensor)
+            found |= {f"{name} {dtype} {key}": tensor for key, tensor in compared._asdict().items()}
+        for name in DRAFTS:
+            found |= {f"{name} {dtype} {key}": tensor for key, tensor in run_draft(name, dtype, topology)}
+    found = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in found.items()}
+    save_file(found, folder / rank_file(world, topology.tensor.rank()), metadata={"refusal": refusal(topology)})
+    stop_distributed()
+
+
+def rank_file(world: int, rank: int) -> str:
+    return f"{rank} of {world}.safetensors"
+
+
+if __name__ == "__main__":
+    for world in WORLDS:
+        fork_ranks(world, partial(work, world, Path(sys.argv[1])))

@@ -1,0 +1,162 @@
+"""A case of tests/support/definition.py through the code that training uses, in one process or as one rank of many."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from definition import Case, Document
+from torch import Tensor
+
+from eagle3.draft.interchange import ExportedDraft, exported_tensors, load_weights, whole_tensors
+from eagle3.draft.model import Eagle3Draft
+from eagle3.objective.losses import BatchCounts, LossConfig, StepWeights, step_weights
+from eagle3.objective.metrics import Metrics, batch_metrics, sum_counts, sum_sums
+from eagle3.objective.model import BatchMaker, DraftObjective, MemoryPlan, MicroBatch
+from eagle3.objective.unroll import Residence
+from eagle3.parallel.dealing import SequenceSharding
+from eagle3.parallel.sequence import Stream, plan_sequence
+from eagle3.parallel.topology import Topology
+from eagle3.states.rows import DraftLogits, LastHidden, Rows
+from eagle3.targets.interface import LogitTransform, summarize_teacher
+from eagle3.text.vocabulary import DraftVocabulary
+
+ALONE = SequenceSharding()
+TeacherKind = Literal["hidden", "logits"]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What training computed of a case, whole on every rank: metrics, counts, gradients by exported name, and how far
+    the gradients of weights that tensor-parallel ranks hold alike differ between them."""
+
+    metrics: Metrics
+    counts: BatchCounts
+    gradients: dict[str, Tensor]
+    replicas_differ: float
+
+
+def load_draft(case: Case, topology: Topology, dtype: torch.dtype) -> Eagle3Draft:
+    draft = Eagle3Draft(case.config, topology.modules, dtype)
+    load_weights(draft, ExportedDraft(case.config, case.weights, case.d2t, case.t2d, "case"), topology.tensor)
+    return draft
+
+
+def stream_batch(
+    case: Case,
+    documents: Sequence[Document],
+    steps: int,
+    dtype: torch.dtype,
+    topology: Topology,
+    sharding: SequenceSharding = ALONE,
+    residence: Residence = "device",
+    teacher_kind: TeacherKind = "hidden",
+) -> MicroBatch:
+    """This rank's part of one packed stream. teacher_kind: what is known of the teacher's rows."""
+    stream = Stream.pack([each.ids for each in documents], [each.loss_mask for each in documents])
+    plan = plan_sequence(stream, steps, sharding, topology.sequence.rank(), case.config.window)
+    aux, last = (torch.cat([getattr(each, name) for each in documents]) for name in ("aux", "last"))
+    exact = torch.promote_types(dtype, torch.float32)  # as a capture would have it, whatever the draft trains in
+    taught, transform = last[plan.teacher], LogitTransform(case.scale, case.cap)
+    teacher = summarize_teacher(taught.to(exact), case.target_head.to(exact), transform=transform)
+    ranks, rank = topology.tensor.size(), topology.tensor.rank()
+    logits, width = teacher_kind == "logits", case.config.draft_vocab_size // ranks
+    maker = BatchMaker(
+        DraftVocabulary(case.d2t, case.t2d).draft_ids,
+        None if logits else case.target_head[case.t2d].chunk(ranks)[rank].to(dtype),
+        dtype,
+        topology.device,
+        residence,
+        transform,
+        slice(rank * width, (rank + 1) * width),
+    )
+    said = (
+        DraftLogits(case.teacher_logits(taught.to(exact))[:, case.t2d], *teacher)
+        if logits
+        else LastHidden(taught, *teacher)
+    )
+    return maker.micro_batch(stream, plan, Rows(aux[plan.rows], said))
+
+
+def batch_counts(batches: Sequence[MicroBatch], topology: Topology) -> BatchCounts:
+    """Over the global batch."""
+    counts = BatchCounts(
+        counted=torch.stack([batch.counted() for batch in batches]).sum(0),
+        supervised=torch.stack([batch.supervised.sum(1) for batch in batches]).sum(0),
+        tokens=sum(batch.tokens for batch in batches) if topology.sequence.rank() == 0 else 0,
+    )
+    return sum_counts(counts, topology.batch, topology.device)
+
+
+def batch_weights(
+    objective: DraftObjective,
+    batches: Sequence[MicroBatch],
+    counts: BatchCounts,
+    config: LossConfig,
+    topology: Topology,
+) -> StepWeights:
+    if not config.needs_sums:
+        return step_weights(config, counts, None)
+    zeros = torch.zeros(len(counts.counted), dtype=torch.float64)
+    with torch.no_grad():
+        sums = total([objective(batch, StepWeights(zeros, zeros)).sums for batch in batches])
+    return step_weights(config, counts, sum_sums(sums, topology.batch))
+
+
+def train_case(
+    case: Case,
+    topology: Topology,
+    dtype: torch.dtype,
+    steps: int,
+    config: LossConfig,
+    streams: Sequence[Sequence[Document]] | None = None,
+    sharding: SequenceSharding = ALONE,
+    ring_mode: str = "gather",
+    memory: MemoryPlan = MemoryPlan(),
+    residence: Residence = "device",
+    teacher_kind: TeacherKind = "hidden",
+) -> Trained:
+    """One global batch: packed into one stream, or into `streams`, dealt to the data-parallel ranks in order."""
+    draft = load_draft(case, topology, dtype)
+    objective = DraftObjective(draft, topology, ring_mode, memory)
+    streams = streams or [case.documents]
+    each = len(streams) // topology.data.size()
+    mine = streams[topology.data.rank() * each :][:each]
+    batches = [
+        stream_batch(case, documents, steps, dtype, topology, sharding, residence, teacher_kind) for documents in mine
+    ]
+    counts = batch_counts(batches, topology)
+    weights = batch_weights(objective, batches, counts, config, topology)
+    distilled = [objective(batch, weights) for batch in batches]
+    for part in distilled:
+        part.surrogate.backward()
+    trained = {name: parameter for name, parameter in draft.named_parameters() if parameter.requires_grad}
+    assert draft.embedding.weight.grad is None
+    assert [name for name, parameter in trained.items() if parameter.grad is None] == []
+    gradients = {name: parameter.grad for name, parameter in trained.items()}
+    for gradient in gradients.values():
+        dist.all_reduce(gradient, group=topology.batch)
+    return Trained(
+        metrics=batch_metrics(config, sum_sums(total([part.sums for part in distilled]), topology.batch), counts),
+        counts=counts,
+        gradients=exported_tensors(whole_tensors(gradients, draft, topology.tensor)),
+        replicas_differ=replicas_differ(draft, gradients, topology),
+    )
+
+
+def replicas_differ(draft: Eagle3Draft, gradients: dict[str, Tensor], topology: Topology) -> float:
+    """Largest difference between tensor-parallel ranks in a gradient that all of them hold, relative to its largest
+    entry."""
+    worst = 0.0
+    for name, parameter in draft.named_parameters():
+        if name in gradients and not getattr(parameter, "tensor_model_parallel", False):
+            high, low = gradients[name].clone(), gradients[name].clone()
+            dist.all_reduce(high, dist.ReduceOp.MAX, group=topology.tensor)
+            dist.all_reduce(low, dist.ReduceOp.MIN, group=topology.tensor)
+            worst = max(worst, float((high - low).max() / high.abs().max().clamp(min=1e-30)))
+    return worst
+
+
+def total(parts: list):
+    return sum(parts[1:], start=parts[0])

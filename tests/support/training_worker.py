@@ -1,0 +1,45 @@
+"""Whole runs of one recipe on several ranks, one after another, and what tests do to their folders in between.
+
+python tests/support/training_worker.py RECIPE (PROCESSES[+resume]:OVERRIDE,... | cut:RUN,STEP | copy:RUN,COPY) ...
+
+cut: as if the run had been killed right after its checkpoint of STEP.
+"""
+
+import datetime
+import shutil
+import sys
+from functools import partial
+from pathlib import Path
+
+from places import ZERO2
+from processes import fork_ranks
+
+from eagle3.jobs.train import train
+from eagle3.parallel.topology import start_distributed, stop_distributed
+from eagle3.recipe.loading import load_recipe
+from eagle3.training.run_folder import Resume
+
+
+def run(recipe_file: str, overrides: list[str], resume: Resume) -> None:
+    recipe = load_recipe(recipe_file, overrides)
+    sizes = recipe.parallelism
+    topology = start_distributed(sizes.tensor, sizes.ulysses, sizes.ring, timeout=datetime.timedelta(seconds=60))
+    assert train(recipe, ZERO2, topology, resume)
+    stop_distributed()
+
+
+def cut(folder: str, step: str) -> None:
+    for checkpoint in Path(folder, "checkpoints").glob("step-*"):
+        if int(checkpoint.name.removeprefix("step-")) > int(step):
+            shutil.rmtree(checkpoint)
+    shutil.rmtree(Path(folder, "export"))
+
+
+if __name__ == "__main__":
+    for wanted in sys.argv[2:]:
+        processes, _, overrides = wanted.partition(":")
+        if processes in ("cut", "copy"):
+            {"cut": cut, "copy": shutil.copytree}[processes](*overrides.split(","))
+            continue
+        count, _, resume = processes.partition("+")
+        fork_ranks(int(count), partial(run, sys.argv[1], overrides.split(","), Resume.YES if resume else Resume.NO))

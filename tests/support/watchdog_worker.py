@@ -1,0 +1,155 @@
+"""Ranks that die, hang or leave in the ways of tests/training/test_watchdog.py, each watched by a real watchdog once there is one.
+
+python tests/support/watchdog_worker.py CASE...
+"""
+
+import datetime
+import os
+import signal
+import sys
+import time
+from contextlib import nullcontext
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from processes import begin_ranks
+
+from eagle3.errors import SharedUserError, UserError
+from eagle3.parallel.topology import Topology, patient, start_distributed, stop_distributed
+from eagle3.parallel.watchdog import Watchdog
+
+RANKS = 3
+SILENT, ASLEEP, HANGS = 5.0, 7.0, 8.0
+PATIENCE = datetime.timedelta(seconds=4)  # of a job that forms, and of collectives where a rank works for longer
+# The node of each rank, where it is not the same.
+NODES = {"killed elsewhere": "011", "first killed elsewhere": "011", "stopped": "012", "asleep": "012"}
+# They end before there is a watchdog.
+FORMING = ("never comes", "dies while the job forms", "dies before the watchdog")
+WORKING = ("first works", "first works and dies", "works for long")
+FIRST = ("first killed", "first killed elsewhere", "first stopped")
+
+
+def ranks(case: str) -> None:
+    rank = int(os.environ["RANK"])
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where PyTorch writes of lost connections, in pieces of lines
+    if case in NODES:
+        nodes = NODES[case]
+        os.environ["SLURMD_NODENAME"] = f"n{nodes[rank]}"
+        os.environ["LOCAL_RANK"] = str(nodes[:rank].count(nodes[rank]))
+    try:
+        topology = begin(case, rank)
+        with (
+            Watchdog(
+                address=os.environ["MASTER_ADDR"],
+                port=int(os.environ["MASTER_PORT"]),
+                hang_seconds=HANGS,
+                silent_seconds=SILENT,
+                asleep_seconds=ASLEEP,
+                local_rank=int(os.environ["LOCAL_RANK"]),
+                report=lambda verdict: say(f"{case}: {verdict}"),
+            ) as watchdog,
+            patient(topology, PATIENCE) if case in WORKING else nullcontext(),
+        ):
+            work(case, rank, topology, watchdog)
+    except Exception as error:
+        if case in FORMING and isinstance(error, UserError):
+            say(f"{case}: {error}")
+        say(f"(rank {rank} of {case}: {error!r})")  # for whoever looks into a failure
+        raise
+    stop_distributed()
+
+
+def say(line: str) -> None:
+    """In one piece: print writes a line and its end apart, where nothing buffers them, and other ranks may come between."""
+    os.write(sys.stdout.fileno(), f"{line}\n".encode())
+
+
+def begin(case: str, rank: int) -> Topology:
+    if rank == 1 and case == "never comes":
+        die()
+    if rank == 1 and case == "dies while the job forms":
+        dist.init_process_group("gloo", timeout=PATIENCE)
+        die()
+    topology = start_distributed(timeout=PATIENCE, forming=PATIENCE) if case in FORMING else start_distributed()
+    if rank == 1 and case == "dies before the watchdog":
+        die()
+    return topology
+
+
+def work(case: str, rank: int, topology: Topology, watchdog: Watchdog) -> None:
+    if case == "shared mistake":
+        time.sleep(0.7 * rank)
+        raise SharedUserError("all ranks make it")
+    if case == "asleep":
+        time.sleep(2.5)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(30.0)
+    try:  # as training does
+        with watchdog.watching():
+            for step in range(10 if case == "sound" else 1):  # a sound job takes longer than HANGS in all
+                watchdog.at(f"step {step}, stream 1 of 2")
+                time.sleep(1.0 if case == "sound" else 2.5)  # some beats
+                if rank == (0 if case in FIRST else 1):
+                    misbehave(case)
+                add_up()
+        if case.startswith("first works"):
+            work_alone(case, watchdog)
+            add_up()
+        if case == "works for long":
+            with patient(topology, 10 * PATIENCE):
+                time.sleep(2.5 * PATIENCE.total_seconds() * (rank == 1))
+                add_up()
+    except RuntimeError:
+        watchdog.await_verdict()
+        raise
+
+
+def work_alone(case: str, watchdog: Watchdog) -> None:
+    if dist.get_rank():
+        watchdog.await_first()
+        return
+    time.sleep(2.5 * PATIENCE.total_seconds())
+    if case == "first works and dies":
+        die()
+    watchdog.first_is_done()
+
+
+def misbehave(case: str) -> None:
+    if "killed" in case:
+        die()
+    if "stopped" in case:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if case == "own mistake":
+        raise UserError("this rank alone makes it")
+    if case == "hangs":
+        load_for_ever()
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def load_for_ever() -> None:
+    while True:
+        time.sleep(0.1)
+
+
+def add_up() -> None:
+    dist.all_reduce(torch.ones(1))
+
+
+if __name__ == "__main__":
+    began = time.monotonic()
+    jobs = {case: begin_ranks(RANKS, partial(ranks, case)) for case in sys.argv[1:]}
+    stopped = {"stopped": 1, "asleep": 1, "first stopped": 0}
+    waited_for = [process for case in jobs for rank, process in enumerate(jobs[case]) if stopped.get(case) != rank]
+    for process in waited_for:
+        process.join(max(0.0, began + 60 - time.monotonic()))
+    for case, processes in jobs.items():
+        late = [rank for rank, process in enumerate(processes) if process.exitcode is None]
+        for process in processes:
+            process.kill()
+            process.join()
+        print(f"{case}: ended with {[process.exitcode for process in processes]}, late {late}", flush=True)

@@ -1,0 +1,245 @@
+"""A prompt prefilled in chunks over ranks gives what the target gives in one piece, or is refused."""
+
+import gc
+import json
+import sys
+
+import pytest
+import torch
+from long_prefill_worker import (
+    ALTERNATING,
+    CHUNK_TOKENS,
+    FAMILIES,
+    LAYOUTS,
+    LENGTHS,
+    WORLD,
+    differences,
+    document_of,
+    families,
+    long_prefill,
+    result_file,
+    target_of,
+    target_of_logits,
+)
+from places import SUPPORT
+from tiny_run import finish, launch
+from torch import nn
+from transformers import (
+    DogeConfig,
+    DogeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
+
+from eagle3.errors import UserError
+from eagle3.targets.long_prefill import LongPrefill
+from eagle3.targets.transformers import TransformersTarget
+
+TOLERANCE = 1e-5
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+@pytest.fixture(scope="module")
+def computed(tmp_path_factory):
+    """The folder with what every layout computed, all of them in one launch."""
+    folder = tmp_path_factory.mktemp("long_prefill")
+    finish(launch(sys.executable, str(SUPPORT / "long_prefill_worker.py"), str(folder)), timeout=200)
+    return folder
+
+
+every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"ulysses{layout[0]}-ring{layout[1]}")
+every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+@every_layout
+def test_every_layout_gives_the_hidden_states_of_one_process(computed, layout):
+    ranks = layout[0] * layout[1]
+    for rank in range(0, WORLD, ranks):
+        found = json.loads(result_file(computed, *layout, rank).read_text())
+        for family in (*families(*layout), "logits"):
+            assert set(found[family]) == {str(length) for length in LENGTHS}
+            for length, errors in found[family].items():
+                assert_same(errors, f"{family}, {length} tokens")
+
+
+@every_layout
+def test_what_one_rank_finds_wrong_is_said_by_all_and_leaves_none_waiting(computed, layout):
+    for rank in range(WORLD):
+        told = json.loads(result_file(computed, *layout, rank).read_text())["refusals"]
+        assert "document 0 has token id 96, outside the vocabulary of 96" in told["token id on one rank"]
+        assert "its logits are not finite" in told["overflow on one rank"]
+        assert "well again" not in told
+        assert ("heads" in told) == (layout[0] == 4)
+
+
+def test_heads_that_the_ulysses_ranks_cannot_share_are_refused_with_the_degrees_that_can(computed):
+    told = json.loads(result_file(computed, 4, 1, rank=3).read_text())["refusals"]
+    assert told["heads"].startswith(
+        "hidden_states.ulysses: 4 does not divide the target's 6 attention heads; use one of 1, 2, 3, 6,"
+    )
+
+
+@every_family
+def test_chunks_of_one_process_give_the_whole(family, topology):
+    prefill = long_prefill(target_of(family), topology)
+    for length in (1, CHUNK_TOKENS - 1, CHUNK_TOKENS, CHUNK_TOKENS + 1, 40):
+        assert_same(differences(prefill, document_of(length)), f"{length} tokens")
+
+
+def test_a_teacher_of_logits_gives_those_of_the_whole_in_chunks(topology):
+    prefill = long_prefill(target_of_logits(), topology)
+    for length in (1, CHUNK_TOKENS + 1, 40):
+        assert_same(differences(prefill, document_of(length)), f"{length} tokens")
+    (states,) = prefill.chunks(document_of(5))
+    assert states.teacher.values.shape == (5, 48)
+
+
+def test_chunk_sizes_and_scaled_rope_change_nothing(topology):
+    target = target_of("llama", rope_parameters=YARN)
+    for chunk_tokens in (1, 7, 64):
+        prefill = LongPrefill(target, topology.alone, topology.alone, topology.alone, chunk_tokens)
+        assert_same(differences(prefill, document_of(50)), f"chunks of {chunk_tokens}")
+
+
+@every_family
+def test_the_targets_own_prefill_is_bit_for_bit_what_it_was(family, topology):
+    target, document = target_of(family), document_of(30)
+    implementation = target.model.config._attn_implementation
+    (before,) = target.prefill([document])
+    prefill = long_prefill(target, topology)
+    chunks = prefill.chunks(document)
+    next(chunks)
+    (during,) = target.prefill([document])
+    list(chunks)
+    (after,) = target.prefill([document])
+    for name, tensor in before.named().items():
+        assert torch.equal(tensor, during.named()[name]) and torch.equal(tensor, after.named()[name])
+    assert target.model.config._attn_implementation == implementation
+
+
+def test_documents_taken_in_turns_do_not_mix(topology):
+    target = target_of("gpt_oss")
+    one, other = (long_prefill(target, topology) for _ in range(2))
+    documents = [document_of(length) for length in (40, 39, 38)]
+    runs = [one.chunks(documents[0]), other.chunks(documents[1]), one.chunks(documents[2])]
+    for chunks, document in zip(zip(*runs, strict=True), range(7), strict=True):
+        taken = [chunk.named() for chunk in chunks]
+        rows = slice(document * CHUNK_TOKENS, (document + 1) * CHUNK_TOKENS)
+        for found, states in zip(taken, target.prefill(documents), strict=True):
+            torch.testing.assert_close(found["values"], states.teacher.values[rows], rtol=1e-4, atol=1e-4)
+
+
+@every_family
+def test_bfloat16_is_taken_and_stays(family, topology):
+    prefill = long_prefill(target_of(family, torch.bfloat16), topology)
+    (states,) = prefill.chunks(document_of(5))
+    assert (
+        states.aux.dtype == states.teacher.values.dtype == torch.bfloat16
+        and states.teacher.logsumexp.dtype == torch.float32
+    )
+
+
+def test_sliding_layers_keep_no_key_that_nothing_sees_any_more(topology):
+    """Counts tokens held in tensors of the cache's shape [key and value, tokens, kv_heads, d]. After chunk c a layer
+    without a window holds all of them; one with window 5 the last two chunks of 6, whose first no token sees later."""
+    prefill = long_prefill(target_of("gpt_oss"), topology)
+    gc.collect()
+    for number, _ in enumerate(prefill.chunks(document_of(10 * CHUNK_TOKENS)), start=1):
+        shapes = [each.shape for each in gc.get_objects() if type(each) is torch.Tensor and each.dim() == 4]
+        held = sum(shape[1] for shape in shapes if shape[0] == 2 and shape[2:] == (2, 8))
+        assert held == CHUNK_TOKENS * (2 * number + 2 * min(number, 2))
+
+
+@pytest.mark.parametrize("ropes", [{"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, "longrope"])
+def test_rope_that_depends_on_the_prompts_length_is_refused(ropes, topology):
+    if ropes == "longrope":
+        factors = {"short_factor": [1.0] * 8, "long_factor": [3.0] * 8}
+        ropes = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32, **factors}
+    refused("by the length of the whole prompt", target_of("llama", rope_parameters=ropes), topology)
+
+
+def test_layers_that_are_no_attention_are_refused(topology):
+    shape = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 96, "num_hidden_layers": 4, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2}
+    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "moe_intermediate_size": 32}
+    next_model = Qwen3NextForCausalLM(Qwen3NextConfig(**shape, **heads, **linear))
+    refused("Qwen3NextForCausalLM has layers of type linear_attention", of(next_model), topology)
+    doge = DogeForCausalLM(DogeConfig(**shape, num_attention_heads=4, num_key_value_heads=2))
+    refused("DogeForCausalLM has attention functions of its own", of(doge), topology)
+
+
+def test_attention_that_does_more_than_is_known_is_refused(topology):
+    class Biased(LlamaAttention):
+        def forward(self, *arguments, **keywords):
+            return super().forward(*arguments, position_bias=torch.ones(1), **keywords)
+
+    class BothWays(LlamaAttention):
+        def forward(self, *arguments, **keywords):
+            return super().forward(*arguments, is_causal=False, **keywords)
+
+    class Plain(LlamaAttention):
+        def forward(self, hidden_states, **keywords):
+            return self.o_proj(hidden_states), None
+
+    class Twice(LlamaAttention):
+        def forward(self, *arguments, **keywords):
+            return super().forward(*arguments, **keywords)[0] + super().forward(*arguments, **keywords)[0], None
+
+    for attention, said in (
+        (Biased, "LlamaForCausalLM attends with position_bias"),
+        (BothWays, "attends with is_causal=False"),
+        (Plain, "has 4 layers, of which 3 attend"),
+        (Twice, "attends in Twice twice in a layer"),
+    ):
+        target = target_of("llama")
+        target.layers[2].self_attn.__class__ = attention
+        refused(said, target, topology)
+
+
+def test_masks_that_hide_other_keys_are_refused(topology):
+    """A window that a layer and its mask do not agree on; tokens that look ahead."""
+    target = target_of("qwen3", use_sliding_window=True, sliding_window=7, layer_types=ALTERNATING)
+    target.layers[0].self_attn.sliding_window = 8
+    refused("hides other keys", target, topology)
+    refused("hides other keys", target_of("gemma3", use_bidirectional_attention=True), topology)
+
+
+def test_a_layer_that_mixes_tokens_past_its_attention_is_refused(topology):
+    class Shifted(LlamaDecoderLayer):
+        def forward(self, hidden_states, *arguments, **keywords):
+            before = nn.functional.pad(hidden_states, (0, 0, 1, 0))[:, :-1]
+            return super().forward(hidden_states + 0.1 * before, *arguments, **keywords)
+
+    target = target_of("llama")
+    target.layers[1].__class__ = Shifted
+    refused(r"gives other hidden states in chunks at \d of 9 tokens", target, topology)
+
+
+def test_capped_scores_are_refused_where_the_targets_own_attention_drops_the_cap(topology):
+    target = target_of("gemma2")
+    target.model.set_attn_implementation("sdpa")
+    refused("gives other hidden states in chunks", target, topology)
+
+
+def test_tokens_that_prefill_refuses_are_refused(topology):
+    prefill = long_prefill(target_of("llama"), topology)
+    with pytest.raises(UserError, match="document 0 has token id -1"):
+        prefill.chunks(torch.tensor([3, -1]))
+    with pytest.raises(UserError, match="document 0 has no tokens"):
+        prefill.chunks(torch.tensor([], dtype=torch.int64))
+
+
+def of(model) -> TransformersTarget:
+    return TransformersTarget(model, aux_layers=(0, 1, 3), prefill_tokens=64)
+
+
+def refused(said: str, target: TransformersTarget, topology) -> None:
+    with pytest.raises(UserError, match=said) as mistake:
+        long_prefill(target, topology)
+    assert "choose another target" in str(mistake.value)
+
+
+def assert_same(errors: dict[str, float], where: str) -> None:
+    assert errors["argmax"] == 0, where
+    assert max(errors[name] for name in ("aux", "values", "logsumexp")) <= TOLERANCE, (where, errors)

@@ -1,0 +1,130 @@
+"""What tensor-parallel ranks of a target make of their vocabulary shards, against the whole logits in one process."""
+
+import os
+import sys
+from typing import NamedTuple
+
+import pytest
+import torch
+from places import ROOT, SUPPORT
+from safetensors.torch import load_file
+from sharding_worker import (
+    MEASURED,
+    MEASURED_WORLD,
+    REDISTRIBUTIONS,
+    SUMMARIES,
+    WORLDS,
+    Dealt,
+    Measured,
+    Rows,
+    rank_file,
+)
+from tiny_run import finish, launch
+from torch import Tensor
+
+from eagle3.targets.sharding import document_rows, sequence_rows
+
+
+class Ranks(NamedTuple):
+    """What each rank of each world has written."""
+
+    tensors: dict[int, list[dict[str, Tensor]]]
+
+    def of(self, world: int, name: str) -> list[Tensor]:
+        return [rank[name] for rank in self.tensors[world]]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> Ranks:
+    folder = tmp_path_factory.mktemp("sharding")
+    path = f"PYTHONPATH={ROOT / 'benchmarks'}:{os.environ.get('PYTHONPATH', '')}"  # for live_bytes
+    worker = str(SUPPORT / "sharding_worker.py")
+    finish(launch("env", path, sys.executable, worker, str(folder)), timeout=120)
+    return Ranks({world: [load_file(folder / rank_file(world, rank)) for rank in range(world)] for world in WORLDS})
+
+
+every_world = pytest.mark.parametrize("world", WORLDS, ids="{} ranks".format)
+every_summary = pytest.mark.parametrize("rows", SUMMARIES, ids=lambda rows: rows.name)
+DEALT = [(world, case) for case in REDISTRIBUTIONS for world in case.worlds]
+every_dealing = pytest.mark.parametrize(("world", "case"), DEALT, ids=lambda each: getattr(each, "name", each))
+
+
+@every_world
+@every_summary
+def test_every_rank_knows_the_argmax_and_logsumexp_of_the_whole_vocabulary(ranks: Ranks, world: int, rows: Rows):
+    logits = rows.logits()
+    exact = torch.promote_types(rows.dtype, torch.float32)
+    expected = logits.to(exact).logsumexp(-1)
+    # sums of positive numbers, in another order: a few roundings of each
+    tolerance = {"rtol": 8 * torch.finfo(exact).eps, "atol": 8 * torch.finfo(exact).eps}
+    for argmax in ranks.of(world, f"summary {rows.name} argmax"):
+        # the lowest id of the largest logit, said without argmax
+        lowest = torch.where(logits == logits.amax(-1, keepdim=True), torch.arange(rows.vocabulary), rows.vocabulary)
+        assert torch.equal(argmax, lowest.amin(-1))
+    for logsumexp in ranks.of(world, f"summary {rows.name} logsumexp"):
+        torch.testing.assert_close(logsumexp, expected, **tolerance)
+
+
+@every_world
+@every_summary
+def test_a_summary_takes_three_collectives_however_many_rows(ranks: Ranks, world: int, rows: Rows):
+    assert {int(count) for count in ranks.of(world, f"summary {rows.name} collectives")} == {3}
+
+
+def test_ties_lie_on_both_sides_of_shard_borders():
+    """Or the tests of them would say nothing."""
+    for rows in (rows for rows in SUMMARIES if rows.kind == "ties"):
+        largest = rows.logits() == rows.logits().amax(-1, keepdim=True)
+        for world in WORLDS:
+            shards = torch.stack([part.any(-1) for part in largest.split(rows.width(world), 1)])
+            assert int((shards.sum(0) > 1).sum()) > rows.rows / 4 and not bool(shards[0].all())
+
+
+@every_dealing
+def test_each_rank_gets_its_rows_of_all_draft_columns_bit_for_bit(ranks: Ranks, world: int, case: Dealt):
+    expected = case.rows.logits()[:, list(case.drafted)]
+    found = ranks.of(world, f"columns {case.name} columns")
+    for columns, rows in zip(found, case.rows_of(world), strict=True):
+        assert columns.dtype == case.rows.dtype and torch.equal(columns, expected[rows])
+
+
+@every_dealing
+def test_no_rank_ever_holds_a_row_of_the_whole_vocabulary(ranks: Ranks, world: int, case: Dealt):
+    most = max(case.rows.width(world), len(case.drafted))
+    assert most < case.rows.vocabulary
+    assert all(int(widest) <= most for widest in ranks.of(world, f"columns {case.name} widest"))
+
+
+@pytest.mark.parametrize("case", MEASURED, ids=lambda case: case.name)
+def test_a_rank_holds_the_bytes_that_were_said(ranks: Ranks, case: Measured):
+    for peak, said in (found.tolist() for found in ranks.of(MEASURED_WORLD, f"bytes {case.name} measured")):
+        assert peak == said
+
+
+def test_peak_bytes_fall_with_the_sequence_degree(ranks: Ranks):
+    """As 1/SP where the target's ranks of a share all hold it; divided, they hold 1/tp whatever SP is."""
+    for divided, expected in ((False, [1, 1 / 2, 1 / 4]), (True, [1 / 4] * 3)):
+        cases = [case for case in MEASURED if case.divided == divided]
+        for rank in range(MEASURED_WORLD):
+            peaks = [ranks.of(MEASURED_WORLD, f"bytes {case.name} measured")[rank][0] for case in cases]
+            whole = ranks.of(MEASURED_WORLD, "bytes 1 shares measured")[rank][0]
+            assert [float(peak / whole) for peak in peaks] == expected
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_documents_are_dealt_whole_and_evenly(count: int):
+    lengths = [7, 1, 20, 9, 3, 0]
+    dealt = document_rows(lengths, count)
+    assert sorted(torch.cat(dealt).tolist()) == list(range(sum(lengths)))
+    documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    owners = [set(documents[rows].tolist()) for rows in dealt]
+    assert sum(map(len, owners)) == 5 and all(rows.equal(rows.sort().values) for rows in dealt)
+    assert max(map(len, dealt)) - min(map(len, dealt)) <= max(lengths)
+
+
+def test_ranks_of_a_share_hold_it_all_or_a_part_each():
+    assert [rows.tolist() for rows in sequence_rows((3, 2), 4)] == [[0, 1, 2], [0, 1, 2], [3, 4], [3, 4]]
+    divided = [rows.tolist() for rows in sequence_rows((3, 2), 4, divided=True)]
+    assert divided == [[0, 1], [2], [3], [4]]
+    with pytest.raises(AssertionError, match="3 ranks of the target for 2 shares"):
+        sequence_rows((3, 2), 3)

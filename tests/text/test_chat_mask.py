@@ -1,0 +1,549 @@
+"""The loss mask against spans written by hand, for every kind of chat template and for conversations built to mislead."""
+
+import inspect
+import json
+
+import numpy as np
+import pytest
+from places import CHAT_TEMPLATES
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from eagle3.errors import UserError
+from eagle3.evaluation.prompts import read_prompts
+from eagle3.recipe.schema import TEMPLATE_ARGUMENTS, Data
+from eagle3.text.chat import Encoded, encode_conversation
+from eagle3.text.conversations import Conversation
+from eagle3.text.template import Choices, Unusable
+
+SPECIAL = [
+    "<s>",
+    "</s>",
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<think>",
+    "</think>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+    "<start_of_turn>",
+    "<end_of_turn>",
+    "<|User|>",
+    "<|Assistant|>",
+    "<|end_of_sentence|>",
+    "<|tool_call|>",
+    "<|tool_output|>",
+    "<|tool_output_end|>",
+    "<|start|>",
+    "<|end|>",
+    "<|message|>",
+    "<|channel|>",
+    "<|return|>",
+    "<|call|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|system|>",
+    "[gMASK]",
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE in the manner of Qwen and Llama 3, trained on a few lines."""
+    lines = [
+        "What is the capital of France? Paris.",
+        "And of Italy? Rome.",
+        "assistant\nuser\n\nsystem\n",
+        "Hello there",
+    ]
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=500, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(lines * 10, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+
+
+def template(name: str) -> str:
+    return (CHAT_TEMPLATES / f"{name}.jinja").read_text()
+
+
+def chat(*turns: tuple[str, str] | dict) -> Conversation:
+    names = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
+    messages = [turn if isinstance(turn, dict) else {"role": names[turn[0]], "content": turn[1]} for turn in turns]
+    return Conversation("chat.jsonl:1", tuple(messages), None)
+
+
+def supervised(encoded: Encoded, tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    """The decoded text of each run of supervised tokens."""
+    edges = np.flatnonzero(np.diff(encoded.loss_mask.astype(int), prepend=0, append=0)).reshape(-1, 2)
+    return [tokenizer.decode(encoded.ids[start:stop].tolist()) for start, stop in edges]
+
+
+QUESTIONS = (("u", "Capital of France?"), ("a", "Paris."), ("u", "And of Italy?"), ("a", "Rome."))
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
+CALL_TEXT = '{"name": "add", "arguments": {"a": 1}}'
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("chatml", ["Paris.<|im_end|>", "Rome.<|im_end|>"]),
+        ("thinking", ["Paris.<|im_end|>", "<think>\n\n</think>\n\nRome.<|im_end|>"]),
+        ("opened_thinking", ["Paris.<|end_of_sentence|>", "Rome.<|end_of_sentence|>"]),
+        ("llama3", ["Paris.<|eot_id|>", "Rome.<|eot_id|>"]),
+        ("llama2", [" Paris. </s>", " Rome. </s>"]),
+        ("gemma", ["Paris.<end_of_turn>", "Rome.<end_of_turn>"]),
+        # The target ends a turn with <|return|>; the <|end|> of the history is the template's.
+        ("channels", ["<|channel|>final<|message|>Paris.", "<|channel|>final<|message|>Rome.<|return|>"]),
+        ("marked", ["Paris.</s>\n", "Rome.</s>\n"]),
+        ("zephyr", ["Paris.</s>", "Rome.</s>"]),
+        ("phi3", ["Paris.<|end|>", "Rome.<|end|>"]),
+        ("open_turns", ["Paris.", "Rome."]),
+    ],
+)
+def test_mask_covers_exactly_the_assistant_turns(tokenizer, name, expected):
+    encoded = encode_conversation(tokenizer, chat(*QUESTIONS), template(name))
+    assert supervised(encoded, tokenizer) == expected
+    assert tokenizer.decode(encoded.ids.tolist()) == encoded.text  # nothing added, nothing lost
+
+
+HEADER = "<|im_start|>assistant\nfake<|im_end|>\n"
+MISLEADING = {
+    "identical turns": ((("u", "Hi"), ("a", "Hi"), ("u", "Hi"), ("a", "Hi")), ["Hi{end}", "Hi{end}"]),
+    "empty answer": ((("u", "Hi"), ("a", ""), ("u", "Hi"), ("a", "Yes")), ["{end}", "Yes{end}"]),
+    "everything empty": ((("u", ""), ("a", "")), ["{end}"]),
+    "header in the question": ((("u", HEADER), ("a", "no"), ("u", HEADER * 2), ("a", "no")), ["no{end}", "no{end}"]),
+    "header in the system prompt": ((("s", HEADER), ("u", "a"), ("a", "b")), ["b{end}"]),
+    "header in the answer": (
+        (("u", "Hi"), ("a", f"x{HEADER}y"), ("u", "Hi"), ("a", "z")),
+        [f"x{HEADER}y{{end}}", "z{end}"],
+    ),
+    "closer in the answer": ((("u", "Hi"), ("a", "{end}{end}")), ["{end}{end}{end}"]),
+    "consecutive answers": ((("u", "Hi"), ("a", "one"), ("a", "two")), ["one{end}", "two{end}"]),
+    "question last": ((("u", "Hi"), ("a", "one"), ("u", "one")), ["one{end}"]),
+    "answer first": ((("a", "Welcome"), ("u", "Hi"), ("a", "Welcome")), ["Welcome{end}"]),
+    "emoji": ((("u", "🎈é"), ("a", "🎈é🧵"), ("u", "e\u0301"), ("a", "e\u0301中")), ["🎈é🧵{end}", "e\u0301中{end}"]),
+    "private-use characters": ((("u", "\ue000\ue001"), ("a", "\ue001x\ue000")), ["\ue001x\ue000{end}"]),
+}
+
+
+@pytest.mark.parametrize(("name", "end"), [("chatml", "<|im_end|>"), ("llama3", "<|eot_id|>"), ("zephyr", "</s>")])
+@pytest.mark.parametrize("case", MISLEADING)
+def test_no_content_can_mislead_the_mask(tokenizer, name, end, case):
+    turns, expected = MISLEADING[case]
+    turns = [(role, content.replace("{end}", end)) for role, content in turns]
+    encoded = encode_conversation(tokenizer, chat(*turns), template(name))
+    assert supervised(encoded, tokenizer) == [span.replace("{end}", end) for span in expected]
+
+
+@pytest.mark.parametrize("name", [path.stem for path in CHAT_TEMPLATES.glob("*.jinja")])
+def test_an_injected_generation_prompt_stays_unsupervised_under_every_template(tokenizer, name):
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "x"}], chat_template=template(name), add_generation_prompt=True, tokenize=False
+    )
+    injected = prompt.replace("<s>", "") + "poison"
+    encoded = encode_conversation(
+        tokenizer, chat(("u", injected), ("a", "good"), ("u", injected), ("a", "fine")), template(name)
+    )
+    spans = supervised(encoded, tokenizer)
+    assert len(spans) == 2 and "good" in spans[0] and "fine" in spans[1]
+    assert not any("poison" in span or "<|user|>" in span or "INST" in span for span in spans)
+
+
+def test_white_space_around_an_answer_is_kept_or_trimmed_with_the_template(tokenizer):
+    turns = chat(("u", "Hi"), ("a", "  \n yes \n"), ("u", "  "), ("a", "\n\n"))
+    kept = supervised(encode_conversation(tokenizer, turns, template("chatml")), tokenizer)
+    assert kept == ["  \n yes \n<|im_end|>", "\n\n<|im_end|>"]
+    trimmed = supervised(encode_conversation(tokenizer, turns, template("llama3")), tokenizer)
+    assert trimmed == ["yes<|eot_id|>", "<|eot_id|>"]
+
+
+def test_thinking_is_supervised_where_the_template_shows_it(tokenizer):
+    thought = {"role": "assistant", "content": "Rome.", "reasoning_content": "Italy"}
+    inline = ("a", "<think>\nFrance\n</think>\n\nParis.")
+    for turns, expected in [
+        (
+            (("u", "x"), inline, ("u", "y"), thought),
+            ["Paris.<|im_end|>", "<think>\nItaly\n</think>\n\nRome.<|im_end|>"],
+        ),
+        (
+            (("u", "x"), thought, ("u", "y"), inline),
+            ["Rome.<|im_end|>", "<think>\nFrance\n</think>\n\nParis.<|im_end|>"],
+        ),
+    ]:
+        encoded = encode_conversation(tokenizer, chat(*turns), template("thinking"))
+        assert supervised(encoded, tokenizer) == expected
+    encoded = encode_conversation(tokenizer, chat(("u", "x"), ("a", "so</think>Yes")), template("opened_thinking"))
+    assert supervised(encoded, tokenizer) == ["Yes<|end_of_sentence|>"]
+    encoded = encode_conversation(tokenizer, chat(("u", "x"), thought), template("channels"))
+    assert supervised(encoded, tokenizer) == [
+        "<|channel|>analysis<|message|>Italy<|end|><|start|>assistant<|channel|>final<|message|>Rome.<|return|>"
+    ]
+
+
+def test_a_generation_prompt_that_opens_thinking_is_not_supervised(tokenizer):
+    opened = template("thinking").replace(
+        "{{- '<|im_start|>assistant\\n' -}}\n{%- endif", "{{- '<|im_start|>assistant\\n<think>\\n' -}}\n{%- endif"
+    )
+    assert opened != template("thinking")
+    encoded = encode_conversation(tokenizer, chat(*QUESTIONS), opened)
+    assert supervised(encoded, tokenizer) == ["Paris.<|im_end|>", "\n</think>\n\nRome.<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("chatml", [f"<tool_call>\n{CALL_TEXT}\n</tool_call><|im_end|>", "one<|im_end|>", "Bye<|im_end|>"]),
+        (
+            "thinking",
+            [
+                f"\n<tool_call>\n{CALL_TEXT}\n</tool_call><|im_end|>",
+                "one<|im_end|>",
+                "<think>\n\n</think>\n\nBye<|im_end|>",
+            ],
+        ),
+        (
+            "opened_thinking",
+            [f"<|tool_call|>{CALL_TEXT}<|end_of_sentence|>", "one<|end_of_sentence|>", "Bye<|end_of_sentence|>"],
+        ),
+        ("llama3", [f"{CALL_TEXT}<|eot_id|>", "one<|eot_id|>", "Bye<|eot_id|>"]),
+        (
+            "channels",
+            [
+                ' to=functions.add<|channel|>commentary json<|message|>{"a": 1}<|call|>',
+                "<|channel|>final<|message|>one",
+                "<|channel|>final<|message|>Bye<|return|>",
+            ],
+        ),
+    ],
+)
+def test_tool_calls_are_supervised_and_tool_results_are_not(tokenizer, name, expected):
+    turns = chat(("u", "1?"), CALL, ("t", "one"), ("a", "one"), ("u", "Thanks"), ("a", "Bye"))
+    encoded = encode_conversation(tokenizer, turns, template(name))
+    assert supervised(encoded, tokenizer) == expected
+
+
+WITH_CALLS = """{%- for m in messages -%}{{ '<|im_start|>' + m.role + '\n' }}{%- if m.tool_calls -%}
+{%- for call in m.tool_calls -%}{{ '<tool_call>' + ARGUMENTS + '</tool_call>' }}{%- endfor -%}
+{%- else -%}{{ m.content }}{%- endif -%}{{ '<|im_end|>\n' }}{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"""
+
+
+@pytest.mark.parametrize(
+    "jinja",
+    [
+        WITH_CALLS.replace("ARGUMENTS", "call.function.arguments | tojson"),
+        WITH_CALLS.replace("ARGUMENTS", "call.function.arguments"),  # text: an object cannot be joined to text
+        WITH_CALLS.replace("ARGUMENTS", "call.function.arguments | string"),  # an object would be Python's, no JSON
+        WITH_CALLS.replace("if m.tool_calls", "if m.tool_calls and m.content is none").replace(
+            "ARGUMENTS", "call.function.arguments"
+        ),
+    ],
+)
+def test_a_template_gets_calls_in_the_form_that_it_shows(tokenizer, jinja):
+    turns = chat(("u", "1?"), CALL, ("t", "one"), ("a", "one"))
+    encoded = encode_conversation(tokenizer, turns, jinja)
+    assert supervised(encoded, tokenizer) == ['<tool_call>{"a": 1}</tool_call><|im_end|>', "one<|im_end|>"]
+
+
+def test_a_call_that_the_template_leaves_out_is_refused(tokenizer):
+    first_only = WITH_CALLS.replace("in m.tool_calls", "in m.tool_calls[:1]").replace(
+        "ARGUMENTS", "call.function.arguments | tojson"
+    )
+    twice = {**CALL, "tool_calls": CALL["tool_calls"] * 2}
+    assert supervised(encode_conversation(tokenizer, chat(("u", "1?"), CALL), first_only), tokenizer)
+    with pytest.raises(Unusable, match="leaves out a tool call"):
+        encode_conversation(tokenizer, chat(("u", "1?"), twice), first_only)
+
+
+def test_generation_blocks_inside_a_macro_are_found_where_transformers_misplaces_them(tokenizer):
+    encoding = tokenizer.apply_chat_template(
+        list(chat(*QUESTIONS).messages),
+        chat_template=template("marked"),
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+    )
+    theirs = Encoded(np.array(encoding["input_ids"]), np.array(encoding["assistant_masks"], bool), "")
+    ours = encode_conversation(tokenizer, chat(*QUESTIONS), template("marked"))
+    assert ours.ids.tolist() == encoding["input_ids"]
+    assert supervised(ours, tokenizer) == ["Paris.</s>\n", "Rome.</s>\n"] != supervised(theirs, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("jinja", "turns", "reason"),
+    [
+        (template("chatml"), (("u", "Hi"),), "no assistant turn"),
+        (template("zephyr"), (("a", "Hi"), ("u", "Hi")), "no assistant turn that answers"),
+        (template("gemma"), (("s", "Be kind."), ("u", "Hi"), ("a", "yes")), "System role not supported"),
+        (template("llama2"), (("u", "Hi"), ("a", "yes"), ("a", "no")), "roles must alternate"),
+        ("{% for m in messages %}{{ m.role }}:{{ m.content[:3] }}\n{% endfor %}", QUESTIONS, "leaves out or repeats"),
+        ("{% for m in messages %}{{ m.content }} {{ m.content }}\n{% endfor %}", QUESTIONS, "leaves out or repeats"),
+        ("{{ messages[-1].content.absent.deeper }}", QUESTIONS, "UndefinedError"),
+        # The length of the answer is printed before it: where the turn begins cannot be told.
+        (
+            "{% for m in messages %}<|{{ m.role }}|>{{ m.content | length }}:{{ m.content }}{% endfor %}",
+            QUESTIONS,
+            "where an assistant's turn begins",
+        ),
+        # The footer repeats nothing but changes with the answer.
+        (
+            "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}{{ messages[-1].content | length }}",
+            QUESTIONS,
+            "when that message changes",
+        ),
+        # Tool results appear only after a call: without the call the tool message would be taken for the turn's own.
+        (
+            "{% for m in messages if m.role != 'tool' %}<|{{ m.role }}|>{{ m.content }}"
+            + "{% if m.tool_calls %}call{{ messages[loop.index].content }}{% endif %}{% endfor %}",
+            (("u", "1?"), CALL, ("t", "one"), ("a", "one")),
+            "reaches into another's",
+        ),
+        ("{# {% generation %} #}none", QUESTIONS, "prints no"),
+        (template("chatml"), (("u", "Hi"), ("a", "half \ud83d")), "surrogate"),
+    ],
+)
+def test_what_cannot_be_masked_rightly_is_refused(tokenizer, jinja, turns, reason):
+    with pytest.raises(Unusable, match=reason):
+        encode_conversation(tokenizer, chat(*turns), jinja)
+
+
+def test_plain_text_is_supervised_whole_with_the_tokenizers_own_special_tokens(tokenizer):
+    from tokenizers.processors import TemplateProcessing
+
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    encoded = encode_conversation(wrapped, Conversation("a:1", None, "Paris."), None)
+    assert supervised(encoded, wrapped) == ["<s>Paris.</s>"]
+    # A chat template writes its own special tokens, so none are added to its rendering.
+    chatted = encode_conversation(wrapped, chat(*QUESTIONS), template("llama2"))
+    assert wrapped.decode(chatted.ids.tolist()) == chatted.text
+
+
+def test_tokens_with_metaspaces_byte_fallback_and_greedy_special_tokens_are_masked_rightly():
+    """The manner of Llama 2: `▁` for spaces, bytes for unknown characters, a special token that eats white space."""
+    from tokenizers import AddedToken, normalizers
+
+    letters = sorted(set("▁ParisRomequthCplnceofFrAdIty?.<>SYINT[]/x"))
+    vocab = {
+        token: index for index, token in enumerate(["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters])
+    }
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.add_special_tokens(["<s>", AddedToken("</s>", rstrip=True), AddedToken("<|assistant|>", rstrip=True)])
+    metaspace = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    turns = chat(("u", "🎈"), ("a", "Paris 🎈é"), ("u", "x"), ("a", "Rome"))
+    encoded = encode_conversation(metaspace, turns, template("llama2"))
+    assert [span.strip() for span in supervised(encoded, metaspace)] == ["Paris 🎈é </s>", "Rome </s>"]
+    encoded = encode_conversation(metaspace, turns, template("zephyr"))
+    assert [span.strip() for span in supervised(encoded, metaspace)] == ["Paris 🎈é</s>", "Rome</s>"]
+
+
+def test_a_tokenizer_without_a_template_or_with_a_broken_one_is_the_users_to_mend(tokenizer):
+    with pytest.raises(UserError, match=r"chat.jsonl:1: .*data.chat_template"):
+        encode_conversation(tokenizer, chat(*QUESTIONS), None)
+    with pytest.raises(UserError, match="chat template line 1"):
+        encode_conversation(tokenizer, chat(*QUESTIONS), "{% for %}")
+
+
+def test_a_slow_tokenizer_is_refused():
+    from transformers import PreTrainedTokenizer
+
+    class Letters(PreTrainedTokenizer):
+        vocab_size = 0
+
+        def get_vocab(self) -> dict[str, int]:
+            return {}
+
+    with pytest.raises(UserError, match="tokenizer Letters: a slow one"):
+        encode_conversation(Letters(), chat(*QUESTIONS), template("chatml"))
+
+
+def test_only_the_last_turn_is_supervised_by_choice(tokenizer):
+    last = Choices(supervise="last_turn")
+    for name, expected in [
+        ("chatml", "Rome.<|im_end|>"),
+        ("llama2", " Rome. </s>"),
+        ("marked", "Rome.</s>\n"),
+        ("channels", "<|channel|>final<|message|>Rome.<|return|>"),
+    ]:
+        encoded = encode_conversation(tokenizer, chat(*QUESTIONS), template(name), last)
+        assert supervised(encoded, tokenizer) == [expected]
+    # A question may follow it; a call and the answer to its result are two turns.
+    asked_on = chat(("u", "1?"), CALL, ("t", "one"), ("a", "one"), ("u", "Thanks"))
+    assert supervised(encode_conversation(tokenizer, asked_on, template("chatml"), last), tokenizer) == [
+        "one<|im_end|>"
+    ]
+    twice = "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+    twice += "{% generation %}!{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    with pytest.raises(Unusable, match="not one .* block for each assistant turn"):
+        encode_conversation(tokenizer, chat(*QUESTIONS), twice, last)
+
+
+def test_reasoning_is_read_under_the_templates_own_name_and_dropped_by_choice(tokenizer):
+    thought = chat(("u", "x"), {"role": "assistant", "content": "Rome.", "reasoning_content": "Italy"})
+    inline = chat(("u", "x"), ("a", "<think>\nItaly\n</think>\n\nRome."))
+    shown, empty = "<think>\nItaly\n</think>\n\nRome.<|im_end|>", "<think>\n\n</think>\n\nRome.<|im_end|>"
+    for name in ("reasoning_content", "reasoning", "thinking"):
+        for access in (f"message.{name}", f"message['{name}']"):
+            jinja = template("thinking").replace("message.reasoning_content", access)
+            assert supervised(encode_conversation(tokenizer, thought, jinja), tokenizer) == [shown]
+            dropped = encode_conversation(tokenizer, thought, jinja, Choices(reasoning="drop"))
+            assert supervised(dropped, tokenizer) == [empty]
+    assert supervised(encode_conversation(tokenizer, inline, template("chatml")), tokenizer) == [
+        "<think>\nItaly\n</think>\n\nRome.<|im_end|>"
+    ]
+    dropped = encode_conversation(tokenizer, inline, template("chatml"), Choices(reasoning="drop"))
+    assert supervised(dropped, tokenizer) == ["Rome.<|im_end|>"]
+    # A question that speaks of the tag is left alone.
+    asked = chat(("u", "What is </think>?"), ("a", "A tag."))
+    text = encode_conversation(tokenizer, asked, template("chatml"), Choices(reasoning="drop")).text
+    assert "What is </think>?" in text
+
+
+SWITCHED = """{%- for m in messages -%}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}
+{%- if enable_thinking is defined and not enable_thinking -%}{{ '<think>\\n\\n</think>\\n\\n' }}{%- endif -%}{%- endif -%}"""
+
+
+def test_template_variables_reach_the_generation_prompt(tokenizer):
+    turns = chat(("u", "x"), ("a", "<think>\n\n</think>\n\nRome."))
+    plain = encode_conversation(tokenizer, turns, SWITCHED)
+    assert supervised(plain, tokenizer) == ["<think>\n\n</think>\n\nRome.<|im_end|>"]
+    # With thinking switched off the prompt holds the empty block, so that the target does not generate it.
+    off = Choices(template_variables={"enable_thinking": False})
+    assert supervised(encode_conversation(tokenizer, turns, SWITCHED, off), tokenizer) == ["Rome.<|im_end|>"]
+    greeting = "{{ greeting }}" + SWITCHED
+    hello = encode_conversation(tokenizer, turns, greeting, Choices(template_variables={"greeting": "Hello"}))
+    assert hello.text.startswith("Hello<|im_start|>")
+    with pytest.raises(UserError, match="data.template_variables: 'enable_thinkin' occurs nowhere"):
+        encode_conversation(tokenizer, turns, SWITCHED, Choices(template_variables={"enable_thinkin": False}))
+
+
+def test_the_recipe_refuses_template_variables_that_transformers_takes_itself(tokenizer):
+    parameters = inspect.signature(tokenizer.apply_chat_template).parameters
+    named = {name for name, one in parameters.items() if one.kind is not one.VAR_KEYWORD}
+    tokens = {"bos_token", "eos_token", "pad_token", "unk_token"}  # which a template reads of the tokenizer
+    assert named | tokens | {"messages", "strftime_now"} == set(TEMPLATE_ARGUMENTS)
+    with pytest.raises(ValueError, match="tools is no variable of yours"):
+        Data(train=["a.jsonl"], template_variables={"tools": []})
+
+
+def as_rendered(tokenizer: PreTrainedTokenizerFast, text: str, jinja: str, **choices: object) -> Encoded:
+    return encode_conversation(tokenizer, Conversation("a:1", None, text), jinja, Choices(text="rendered", **choices))
+
+
+RENDERED_TALKS = {
+    "one turn": (("u", "Hi"), ("a", "Yes")),
+    "two turns": QUESTIONS,
+    "system": (("s", "Be kind."), *QUESTIONS),
+    "tools": (("u", "1?"), CALL, ("t", "one"), ("a", "one"), ("u", "Thanks"), ("a", "Bye")),
+    "thoughts": (("u", "x"), {"role": "assistant", "content": "Rome.", "reasoning_content": "Italy"}),
+    "white space": (("u", "Hi"), ("a", "  \n yes \n"), ("u", " "), ("a", "\n\n")),
+    "empty": (("u", ""), ("a", "")),
+    "question last": (("u", "Hi"), ("a", "one"), ("u", "one")),
+}
+# Templates and talks for which a rendered text cannot give the mask of the messages, and why.
+NOT_FROM_TEXT = {
+    ("llama2", None): "generation prompt holds no added token",
+    ("open_turns", None): "ends turns with no added token",
+    # A closer of its own for the last turn: earlier ones, and channels before the answer, look unclosed.
+    ("channels", "two turns"): "without its",
+    ("channels", "system"): "without its",
+    ("channels", "tools"): "without its",
+    ("channels", "thoughts"): "without its",
+    ("channels", "white space"): "without its",
+    ("channels", "question last"): "without its",
+    # The answer to a tool's result has no header there, so it is no turn.
+    ("opened_thinking", "tools"): "",
+    ("gemma", "system"): "refuses",
+    ("gemma", "tools"): "refuses",
+    ("llama2", "tools"): "refuses",
+    ("marked", "tools"): "leaves out a tool call",
+    ("open_turns", "tools"): "leaves out a tool call",
+    ("phi3", "tools"): "leaves out a tool call",
+    ("zephyr", "tools"): "leaves out a tool call",
+    # Its {% generation %} blocks take in the line's end.
+    ("marked", None): "",
+}
+
+
+@pytest.mark.parametrize("talk", RENDERED_TALKS)
+@pytest.mark.parametrize("name", sorted(path.stem for path in CHAT_TEMPLATES.glob("*.jinja")))
+def test_a_rendered_text_has_the_mask_of_its_messages(tokenizer, name, talk):
+    reason = NOT_FROM_TEXT.get((name, talk), NOT_FROM_TEXT.get((name, None)))
+    try:
+        expected = encode_conversation(tokenizer, chat(*RENDERED_TALKS[talk]), template(name))
+    except Unusable as refusal:
+        assert reason and reason in str(refusal)
+        return
+    if reason:
+        with pytest.raises(Unusable, match=reason):
+            as_rendered(tokenizer, expected.text, template(name))
+        return
+    got = as_rendered(tokenizer, expected.text, template(name))
+    assert got.ids.tolist() == expected.ids.tolist()
+    if reason is None:
+        assert got.loss_mask.tolist() == expected.loss_mask.tolist()
+    else:  # less, but nothing that the target does not generate
+        assert 0 < got.loss_mask.sum() < expected.loss_mask.sum() and not (got.loss_mask & ~expected.loss_mask).any()
+
+
+def test_a_tools_result_in_a_rendered_text_is_never_supervised(tokenizer):
+    """In the manner of DeepSeek-V3: neither a call nor its result ends with the closer, and the answer has no header."""
+    jinja = """{%- for m in messages -%}{%- if m.role == 'user' -%}{{ '<|User|>' + m.content }}{%- elif m.role == 'tool' -%}
+{{- '<|tool_output|>' + m.content + '<|tool_output_end|>' -}}{%- elif m.tool_calls -%}
+{{- '<|Assistant|><|tool_call|>' + (m.tool_calls[0].function | tojson) -}}{%- else -%}
+{{- ('' if loop.previtem.role == 'tool' else '<|Assistant|>') + m.content + '<|end_of_sentence|>' -}}{%- endif -%}{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|Assistant|>' }}{%- endif -%}"""
+    messages = list(chat(("u", "1?"), CALL, ("t", "one"), ("a", "It is.")).messages)
+    text = tokenizer.apply_chat_template(messages, chat_template=jinja, tokenize=False)
+    assert text.endswith("}<|tool_output|>one<|tool_output_end|>It is.<|end_of_sentence|>")
+    with pytest.raises(Unusable, match="without its"):
+        as_rendered(tokenizer, text, jinja)
+    asked = as_rendered(tokenizer, "<|User|>1?<|Assistant|>It is.<|end_of_sentence|>", jinja)
+    assert supervised(asked, tokenizer) == ["It is.<|end_of_sentence|>"]
+
+
+def test_special_tokens_in_a_rendered_text_are_special_tokens_and_an_unclosed_turn_is_refused(tokenizer):
+    chatml = template("chatml")
+    asked, header = "<|im_start|>user\nHi<|im_end|>\n", "<|im_start|>assistant\n"
+    encoded = as_rendered(tokenizer, f"{asked}{header}Yes<|im_end|>\n{header}No<|im_end|>\n", chatml)
+    assert supervised(encoded, tokenizer) == ["Yes<|im_end|>", "No<|im_end|>"]
+    assert np.isin(encoded.ids, tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])).sum() == 6
+    last = as_rendered(tokenizer, f"{asked}{header}Yes<|im_end|>\n{header}No<|im_end|>", chatml, supervise="last_turn")
+    assert supervised(last, tokenizer) == ["No<|im_end|>"]
+    for text in (f"{asked}{header}Yes", f"{asked}{header}Yes\n{asked}{header}No<|im_end|>\n"):
+        with pytest.raises(Unusable, match="an assistant turn without its <|im_end|>".replace("|", r"\|")):
+            as_rendered(tokenizer, text, chatml)
+    for text in (asked, "Paris.", f"{header}Welcome<|im_end|>\n{asked}"):  # the last one answers nothing
+        with pytest.raises(Unusable, match="no assistant turn in the rendered text"):
+            as_rendered(tokenizer, text, chatml)
+    with pytest.raises(UserError, match="data.chat_template"):
+        as_rendered(tokenizer, asked, None)
+
+
+def test_prompts_of_a_file_are_what_samples_hold_before_the_answer(tokenizer, tmp_path):
+    thought = {"role": "assistant", "content": "Rome.", "reasoning_content": "Italy"}
+    turns = chat(("u", "1?"), CALL, ("t", "one"), ("u", "And of Italy?"), thought)
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"messages": turns.messages}) + "\n")
+    named = template("thinking").replace("message.reasoning_content", "message.thinking")
+    for jinja, choices in (
+        (
+            SWITCHED.replace("m.content", "(m.content or m.tool_calls[0].function.arguments)"),
+            {"enable_thinking": False},
+        ),
+        (named, {}),
+    ):
+        chosen = Choices(template_variables=choices)
+        answer = chat(*turns.messages[:-1], ("a", "<think>\n\n</think>\n\nRome.")) if choices else turns
+        encoded = encode_conversation(tokenizer, answer, jinja, chosen)
+        last = np.flatnonzero(np.diff(encoded.loss_mask.astype(int)) == 1)[-1] + 1
+        [prompt] = read_prompts(tmp_path / "prompts.jsonl", tokenizer, jinja, 1000, chosen)
+        assert prompt.tolist() == encoded.ids[:last].tolist()

@@ -1,0 +1,224 @@
+"""Reading conversations: every form and source, and one clear line for every mistake."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from places import ROOT
+
+from eagle3.errors import UserError
+from eagle3.text.conversations import Conversation, iterate_conversations, read_conversations
+
+OPENAI = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]}
+EXPECTED = ({"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"})
+
+
+def jsonl(path: Path, *rows: object) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def only(path: Path, row: object) -> Conversation:
+    [conversation] = read_conversations([jsonl(path, row)])
+    return conversation
+
+
+def test_every_file_kind_gives_the_same_conversations_and_names_their_origin(tmp_path):
+    jsonl(tmp_path / "a.jsonl", OPENAI, OPENAI)
+    (tmp_path / "b.json").write_text(json.dumps([OPENAI, OPENAI], indent=2))
+    jsonl(tmp_path / "c.json", OPENAI, OPENAI)
+    pq.write_table(pa.Table.from_pylist([OPENAI, OPENAI]), tmp_path / "d.parquet")
+    (tmp_path / "notes.txt").write_text("not data")
+    conversations = read_conversations([str(tmp_path)])
+    assert [conversation.messages for conversation in conversations] == [EXPECTED] * 8
+    origins = ["a.jsonl:1", "a.jsonl:2", "b.json row 1", "b.json row 2", "c.json:1", "c.json:2"]
+    assert [Path(conversation.origin).name for conversation in conversations[:6]] == origins
+    assert conversations[7].origin.endswith("d.parquet row 2")
+    assert (
+        read_conversations([str(tmp_path / "a.jsonl"), str(tmp_path)], limit=3)
+        == read_conversations([str(tmp_path / "a.jsonl"), str(tmp_path / "a.jsonl")])[:3]
+    )
+
+
+def test_sharegpt_names_become_openai_roles(tmp_path):
+    names = ["human", "gpt", "observation", "gpt", "user", "assistant"]
+    row = {"conversations": [{"from": name, "value": name.upper()} for name in names], "system": "Be kind."}
+    messages = only(tmp_path / "a.jsonl", row).messages
+    roles = ["system", "user", "assistant", "tool", "assistant", "user", "assistant"]
+    assert [message["role"] for message in messages] == roles
+    assert [message["content"] for message in messages] == ["Be kind.", *(name.upper() for name in names)]
+
+
+def test_text_parts_are_joined_and_further_keys_kept(tmp_path):
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"b": 1, "a": 2}'}}
+    row = {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": None},
+            {"role": "assistant", "content": None, "reasoning_content": "why", "tool_calls": [call]},
+        ],
+        "tools": json.dumps([{"name": "add"}]),
+    }
+    conversation = only(tmp_path / "a.jsonl", row)
+    parsed = {"type": "function", "function": {"name": "add", "arguments": {"b": 1, "a": 2}}}
+    assert conversation.messages == (
+        {"role": "user", "content": "ab"},
+        {"role": "assistant", "content": "", "reasoning_content": "why", "tool_calls": [parsed]},
+    )
+    assert conversation.tools == [{"type": "function", "function": {"name": "add"}}]
+
+
+def messages_of(path: Path, *messages: dict) -> list[dict]:
+    return list(only(path, {"messages": list(messages)}).messages)
+
+
+def test_thoughts_have_one_name_whatever_the_data_call_them(tmp_path):
+    expected = {"role": "assistant", "content": "Rome.", "reasoning_content": "Italy"}
+    for names in (["reasoning_content"], ["reasoning"], ["thinking"], ["reasoning", "reasoning_content"]):
+        message = {"role": "assistant", "content": "Rome.", **dict.fromkeys(names, "Italy")}
+        assert messages_of(tmp_path / "a.jsonl", message) == [expected]
+    without = {"role": "assistant", "content": "Rome.", "reasoning": None, "reasoning_content": ""}
+    assert messages_of(tmp_path / "a.jsonl", without) == [{"role": "assistant", "content": "Rome."}]
+    assert messages_of(tmp_path / "a.jsonl", {"role": "assistant", "thinking": "Italy"}) == [
+        {**expected, "content": ""}
+    ]
+
+
+def test_calls_and_schemas_have_openais_form_whatever_form_they_came_in(tmp_path):
+    expected = {"type": "function", "id": "c1", "function": {"name": "add", "arguments": {"b": 1, "a": [2]}}}
+    text = '{"b": 1, "a": [2]}'
+    for call in (
+        {"type": "function", "id": "c1", "function": {"name": "add", "arguments": text}},
+        {"type": "function", "id": "c1", "function": {"name": "add", "arguments": {"b": 1, "a": [2]}}},
+        {"id": "c1", "name": "add", "arguments": text},
+    ):
+        for calls in ([call], json.dumps([call])):
+            [message] = messages_of(tmp_path / "a.jsonl", {"role": "assistant", "tool_calls": calls})
+            assert message == {"role": "assistant", "content": "", "tool_calls": [expected]}
+    [message] = messages_of(
+        tmp_path / "a.jsonl", {"role": "assistant", "tool_calls": [{"name": "now", "arguments": ""}]}
+    )
+    assert message["tool_calls"] == [{"type": "function", "function": {"name": "now", "arguments": {}}}]
+    [message] = messages_of(tmp_path / "a.jsonl", {"role": "assistant", "content": "Yes", "tool_calls": []})
+    assert message == {"role": "assistant", "content": "Yes"}
+    schema = {"name": "add", "parameters": {"type": "object"}}
+    whole = {"type": "function", "function": schema}
+    for tools in ([schema], [whole], [{"type": "function", **schema}], [json.dumps(whole)], json.dumps([schema])):
+        assert only(tmp_path / "a.jsonl", {**OPENAI, "tools": tools}).tools == [whole]
+    for other in ({"type": "web_search"}, {"type": "web_search_2", "name": "search"}):  # no function: as it is
+        assert only(tmp_path / "a.jsonl", {**OPENAI, "tools": [other, schema]}).tools == [other, whole]
+    for tools in ([], "", None):
+        assert only(tmp_path / "a.jsonl", {**OPENAI, "tools": tools}).tools is None
+
+
+def test_conversations_can_be_read_one_by_one(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", OPENAI, "no row")
+    reading = iterate_conversations([path])
+    assert next(reading).messages == EXPECTED  # before the second row is looked at
+    with pytest.raises(UserError, match="a.jsonl:2: the row is 'no row'"):
+        next(reading)
+
+
+def test_messages_of_differing_keys_keep_their_own_in_parquet(tmp_path):
+    rows = [
+        {"messages": [{"role": "user", "content": "Hi", "name": "Ann"}]},
+        {
+            "messages": [
+                {
+                    "role": "assistant",
+                    "content": "Yes",
+                    "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}],
+                }
+            ]
+        },
+        {"text": "plain"},
+    ]
+    pq.write_table(
+        pa.Table.from_pylist([{"messages": None, "text": None, **row} for row in rows]), tmp_path / "a.parquet"
+    )
+    first, second, third = read_conversations([str(tmp_path / "a.parquet")])
+    assert first.messages == ({"role": "user", "content": "Hi", "name": "Ann"},)
+    assert set(second.messages[0]) == {"role", "content", "tool_calls"}
+    assert (third.messages, third.text) == (None, "plain")
+
+
+def test_the_standard_library_is_a_source():
+    conversations = read_conversations(["standard_library"], limit=2)
+    assert [len(conversation.messages) >= 2 for conversation in conversations] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ([1], r"a.jsonl:1: the row is \[1\], not an object"),
+        ({"prompt": "Hi"}, r"a.jsonl:1: the row has the keys \['prompt'\] and none of"),
+        ({"messages": "Hi"}, "a.jsonl:1: messages is 'Hi', not a list"),
+        ({"messages": ["Hi"]}, r"a.jsonl:1: messages\[0\] is 'Hi', not an object"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, r"messages\[0\]: unknown role 'robot', none of user"),
+        ({"conversations": [{"from": 3, "value": "x"}]}, r"conversations\[0\]: unknown role 3"),
+        ({"messages": [{"role": "user"}]}, r"messages\[0\] has no content"),
+        ({"messages": [{"role": "user", "content": 5}]}, "content is 5, not a string"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content part .* is not text"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}]},
+            "arguments '{' are not valid JSON",
+        ),
+        ({"messages": [], "tools": "{"}, "tools '{' are not valid JSON"),
+        ({"messages": [], "tools": 5}, "tools is 5, not a list"),
+        ({"text": 5}, "text is 5, not a string"),
+        (
+            {"messages": [{"role": "assistant", "thinking": {"a": 1}}]},
+            r"messages\[0\]: thinking is {'a': 1}, not a string",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "x", "thinking": "a", "reasoning": "b"}]},
+            r"messages\[0\]: reasoning and thinking differ, and one of them is taken; fix the row$",
+        ),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "c1"}]}]}, "{'id': 'c1'} names no function"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}]},
+            r"a.jsonl:1: messages\[0\]: tool_calls: .* names no function",
+        ),
+        ({"messages": [{"role": "assistant", "tool_calls": {"a": 1}}]}, "tool_calls is {'a': 1}, not a list"),
+    ],
+)
+def test_a_row_of_another_form_is_named_with_its_value(tmp_path, row, message):
+    with pytest.raises(UserError, match=message):
+        only(tmp_path / "a.jsonl", row)
+
+
+def test_what_cannot_be_read_is_named_with_the_remedy(tmp_path):
+    def refused(name: str, content: bytes, message: str) -> None:
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UserError, match=message):
+            read_conversations([str(tmp_path / name)])
+
+    refused("a.jsonl", b'{"text": "x"}\n\n{"text": \n', "a.jsonl:3: not valid JSON")
+    refused("a.json", b'[\n{"text": "x"},\n{"text": }]', r"a.json row 2: not valid JSON \(line 3: ")
+    refused(
+        "a.json", b'[\n{"text": "x},\n{"text": "y"}]', r"a.json: not valid JSON \(line 2: .*cannot be told apart; fix"
+    )
+    refused("b.jsonl", b"\xff\xfe", "b.jsonl:1: not UTF-8")
+    refused("b.json", b"\xff\xfe", "b.json: not UTF-8")
+    refused("c.parquet", b"not parquet", "c.parquet: not a readable parquet file")
+    refused("d.csv", b"a,b", "files of kind '.csv' are not read; convert")
+    refused("e.jsonl", b"\n", "e.jsonl: holds no rows")
+    refused("e.json", b"[]", "e.json: holds no rows")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="empty: this folder holds no .json"):
+        read_conversations([str(tmp_path / "empty")])
+    for missing in (str(tmp_path / "absent.jsonl"), "absent.jsonl", "./absent"):
+        with pytest.raises(UserError, match="no such file or folder"):
+            read_conversations([missing])
+
+
+def test_a_dataset_id_that_cannot_be_loaded_is_one_line():
+    code = "from eagle3.text.conversations import read_conversations as r; r(['nobody/nothing-of-this-name'])"
+    offline = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=offline, check=False)
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("eagle3.errors.UserError: nobody/nothing-of-this-name: no file or folder here")

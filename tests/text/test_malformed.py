@@ -1,0 +1,306 @@
+"""Rows that cannot be read: listed together with their places, or left out, counted and otherwise without effect."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from jobs import inputs_of
+from places import ROOT
+from prepare_cases import OPTIONS, byte_tokenizer, prepare
+from tiny_run import conversations, make_target, write_recipe
+
+from eagle3.errors import SharedUserError, UserError
+from eagle3.evaluation.prompts import read_prompts
+from eagle3.parallel.topology import agreed
+from eagle3.parsing import array_elements
+from eagle3.recipe.loading import load_recipe
+from eagle3.text import files
+from eagle3.text.cache import sealed
+from eagle3.text.conversations import read_conversations
+from eagle3.text.malformed import MalformedRows
+from eagle3.text.template import Choices
+
+
+def talk(number: int) -> str:
+    messages = [{"role": "user", "content": f"{number}?"}, {"role": "assistant", "content": f"{number}."}]
+    return json.dumps({"messages": messages})
+
+
+# Each with its reason and with what is said of it.
+BROKEN = [
+    (b"{'text': 'x'}", "not valid JSON", "column 2: Expecting property name"),
+    (b'{"text": "x', "not valid JSON", "column 10: Unterminated string"),
+    (b'{"text": "\xe9"}', "not UTF-8 text", "column 11: byte 0xe9"),
+    (b"[" * 900 + b"]" * 900, "not valid JSON", "nested deeper than 100 levels"),
+    (b"1" * 5000, "not valid JSON", "a whole number of 5,000 digits"),
+    (b"[1]", "not an object", "the row is [1]"),
+    (b'{"prompt": "x"}', "neither messages, conversations nor text", "the keys ['prompt']"),
+    (b'{"messages": "x"}', "messages: not a list", "messages is 'x'"),
+    (b'{"messages": [{"role": "robot", "content": "x"}]}', "unknown role", "messages[0]: unknown role 'robot'"),
+    (b'{"text": 5}', "text: not a string", "text is 5"),
+    (b'{"messages": [{"role": "user"}]}', "a message without content", "messages[0] has no content"),
+    (b'{"messages": [], "tools": "{"}', "tools: not valid JSON", "tools '{'"),
+]
+REASONS = Counter(reason for _, reason, _ in BROKEN)
+
+
+@pytest.fixture
+def mixed(tmp_path):
+    """A file in which a blank line, a readable row and a broken one alternate, and the lines of the broken ones."""
+    lines, places = [], []
+    for number, (row, _, _) in enumerate(BROKEN):
+        lines += [b"  " if number % 2 else b"", talk(number).encode(), row]
+        places.append(len(lines))
+    path = tmp_path / "mixed.jsonl"
+    path.write_bytes(b"\n".join(lines))  # the last line, which is broken, has no end
+    return path, places
+
+
+def lines_of(call, *arguments, **options) -> list[str]:
+    with pytest.raises(UserError) as caught:
+        call(*arguments, **options)
+    lines = str(caught.value).split("\n")
+    assert all(line.strip().isprintable() and len(line) < 1300 for line in lines)
+    return [line.strip() for line in lines]
+
+
+def test_the_refusal_counts_the_most_frequent_reasons_and_names_the_first_ten_and_the_remedy(mixed):
+    path, places = mixed
+    account, *rows, remedy = lines_of(
+        read_conversations, [str(path)], malformed=MalformedRows(setting="data.malformed=drop")
+    )
+    assert account.startswith(f"{path}: 12 of 24 rows read are malformed (4: not valid JSON, ")
+    frequent, rest = REASONS.most_common(3), 12 - sum(count for _, count in REASONS.most_common(3))
+    assert all(f"{count}: {reason}" in account for reason, count in frequent)
+    assert f", {rest} for {len(REASONS) - 3} other reasons)" in account and len(account) < 300 + len(str(path))
+    assert account.endswith("; the first 10 are") and len(rows) == 10
+    for line, place, (_, _, said) in zip(rows, places, BROKEN, strict=False):
+        assert line.startswith(f"{path}:{place}: ") and said in line, line
+    assert remedy == "fix them, or leave malformed rows out with data.malformed=drop"
+
+
+def test_all_lines_of_a_refusal_reach_every_rank_and_the_terminal(mixed):
+    expected = lines_of(read_conversations, [str(mixed[0])])
+    with pytest.raises(SharedUserError) as caught:
+        agreed(lambda: read_conversations([str(mixed[0])]))
+    assert str(caught.value).split("\n  ") == expected
+    code = f"from eagle3.errors import run_command as r; from eagle3.text.conversations import *; r(lambda: read_conversations([{str(mixed[0])!r}]))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr == "error: " + "\n  ".join(expected) + "\n"
+
+
+def test_what_is_dropped_is_counted_and_the_rest_is_as_without_it(mixed):
+    path, places = mixed
+    dropped = MalformedRows(drop=True)
+    found = read_conversations([str(path)], malformed=dropped)
+    clean = path.with_name("clean.jsonl")
+    clean.write_text("\n".join(map(talk, range(len(BROKEN)))))
+    assert [row.messages for row in found] == [row.messages for row in read_conversations([str(clean)])]
+    assert [row.origin for row in found] == [f"{path}:{place - 1}" for place in places]
+    assert dropped.counts == REASONS and dropped.examples["not UTF-8 text"] == f"{path}:{places[2]}"
+
+
+def test_a_limit_counts_the_rows_that_can_be_read_and_nothing_behind_them_is_looked_at(mixed):
+    path, _ = mixed
+    dropped = MalformedRows(drop=True)
+    assert len(read_conversations([str(path)], 3, malformed=dropped)) == 3
+    assert dropped.counts.total() == 2
+    assert len(read_conversations([str(path)], 1)) == 1  # the broken rows stand behind it
+    assert "2 of 5 rows read" in lines_of(read_conversations, [str(path)], 3)[0]
+
+
+def test_rows_of_every_kind_of_file_are_named_by_their_place(tmp_path):
+    broken = '{"text": }'
+    (tmp_path / "a.jsonl").write_text(f"\ufeff\r\n{talk(1)}\r\n\r\n{broken}\r\n", encoding="utf-8", newline="")
+    (tmp_path / "b.json").write_text(f"[\n{talk(2)},\n\n{broken}, [\n1,\n2],\n{talk(3)}\n]\n")
+    (tmp_path / "c.json").write_text(f"{talk(4)}\n\n{broken}\n")
+    (tmp_path / "d.json").write_text(f"{broken}\n{talk(5)}\n")
+    (tmp_path / "e.json").write_bytes(b'[{"text": "\xe9"}, {"text": "b"}]')
+    rows = [{"text": text} for text in ("x", None, "y")]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "f.parquet")
+    strings = pa.Array.from_buffers(
+        pa.string(), 2, [None, pa.py_buffer(b"\0\0\0\0\1\0\0\0\2\0\0\0"), pa.py_buffer(b"a\xff")]
+    )
+    pq.write_table(pa.table({"text": strings}), tmp_path / "g.parquet")
+    account, *found, _ = lines_of(read_conversations, [str(tmp_path)])
+    assert "8 of 17 rows" in account
+    assert [line.removeprefix(f"{tmp_path}/").partition(": ")[0] for line in found] == [
+        "a.jsonl:4", "b.json row 2", "b.json row 3", "c.json:3", "d.json:1", "e.json row 1", "f.parquet row 2", "g.parquet row 2"
+    ]  # fmt: skip
+    assert "(line 4: Expecting value" in found[1] and "the row is [1, 2]" in found[2]
+    assert len(read_conversations([str(tmp_path)], malformed=MalformedRows(drop=True))) == 9
+
+
+def test_rows_that_are_too_large_to_be_read_are_malformed(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "MOST_CHARACTERS", 1000)
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join([talk(1), json.dumps({"text": "x" * 5000}), talk(2), json.dumps({"text": "x" * 5000})]))
+    dropped = MalformedRows(drop=True)
+    assert len(read_conversations([str(path)], malformed=dropped)) == 2
+    assert dropped.counts == {"a line of 1,000 characters or more": 2}
+    assert [line.split(": ")[0] for line in lines_of(read_conversations, [str(path)])[1:-1]] == [
+        f"{path}:2",
+        f"{path}:4",
+    ]
+
+
+def test_a_source_of_another_form_is_given_up_after_ten_rows_and_others_are_still_looked_at(tmp_path):
+    other, good, mixed = (tmp_path / f"{name}.jsonl" for name in ("other", "good", "mixed"))
+    other.write_text('{"prompt": "x"}\n' * 50)
+    good.write_text(talk(1))
+    mixed.write_text(talk(1) + "\n[2]")
+    account, *rows, _ = lines_of(read_conversations, [str(other), str(good), str(mixed), "nobody/would-be-downloaded"])
+    assert account.startswith(f"{other}, ") and "11 of 13 rows read are malformed" in account and len(rows) == 10
+
+
+def test_what_is_no_matter_of_rows_is_refused_whatever_is_dropped(tmp_path):
+    def refused(name: str, content: bytes, said: str) -> None:
+        (tmp_path / name).write_bytes(content)
+        dropped = MalformedRows(drop=True, setting="data.malformed=drop")
+        (tmp_path / "good.jsonl").write_text(talk(1))
+        [line] = lines_of(read_conversations, [str(tmp_path / "good.jsonl"), str(tmp_path / name)], malformed=dropped)
+        assert line.startswith(f"{tmp_path / name}: ") and said in line, line
+
+    refused("a.jsonl", b"", "holds no rows")
+    refused("b.csv", b"a,b", "files of kind '.csv' are not read")
+    refused("c.parquet", b"PAR1", "not a readable parquet file")
+    refused("d.json", b'[{"text": "x}, {"text": "y"}]', "cannot be told apart")
+    refused(
+        "e.jsonl",
+        b'{"prompt": 1}\n[]\n',
+        "no row can be read (1: neither messages, conversations nor text, 1: not an object)",
+    )
+    refused("f.jsonl", "Grüße".encode("utf-16"), "no row can be read (1: not UTF-8 text)")
+
+
+@pytest.mark.parametrize(
+    ("text", "elements"),
+    [
+        ("[]", [""]),
+        (' [1, {"a": [2, "],"]}, "\\"," ] ', ["1", ' {"a": [2, "],"]}', ' "\\"," ']),
+        ("[{'a': ], }, b]", None),
+        ("[1, {'a': x}, b]", ["1", " {'a': x}", " b"]),
+        ("[1]]", None),
+        ("[1] [2]", None),
+        ("{}", None),
+        ("x [1]", None),
+        ("[[1]", None),
+        ('["a, {}]', None),
+        ('["a\n", 1]', None),
+        ("", None),
+    ],
+)
+def test_the_elements_of_an_array_are_told_apart_or_it_is_no_array(text, elements):
+    found = array_elements(text)
+    assert elements == (found and [text[start:stop] for start, stop in found])
+
+
+def test_prompts_are_never_dropped_and_all_their_mistakes_are_told(mixed):
+    account, *rows, remedy = lines_of(read_prompts, mixed[0], byte_tokenizer(), OPTIONS["chat_template"], 99)
+    assert len(rows) == 10 and remedy == "fix them"
+
+
+def test_samples_are_those_of_the_readable_rows_and_the_account_counts_the_others(mixed, tmp_path):
+    path, places = mixed
+    tokenizer, options = byte_tokenizer(), {**OPTIONS, "cache_dir": tmp_path / "cache"}
+    built = prepare([str(path)], tokenizer, malformed="drop", **options)
+    clean = tmp_path / "clean.jsonl"
+    clean.write_text("\n".join(map(talk, range(len(BROKEN)))))
+    alone = prepare([str(clean)], tokenizer, **options)
+    assert [sample.id for sample in built.samples] == [sample.id for sample in alone.samples]
+    assert not alone.summary.cached  # what was made under the other choice is not served
+    summary = built.summary
+    assert (summary.rows, summary.kept) == (24, 12) and sum(summary.dropped.values()) == 12
+    assert summary.dropped["malformed row (unknown role)"] == 1
+    assert set(summary.kinds) == set(summary.dropped) and set(summary.kinds.values()) == {"malformed"}
+    assert str(summary).endswith("; 12 dropped")
+    reasons = summary.reasons()
+    assert reasons[0] == f"4 dropped: malformed row (not valid JSON) (first {path}:{places[0]})"
+    assert len(reasons) == len(REASONS) == 9
+    many = replace(summary, dropped=dict.fromkeys("abcdefghijklm", 2), examples=dict.fromkeys("abcdefghijklm", "x:1"))
+    assert many.reasons()[9:] == [
+        "2 dropped: j (first x:1)",
+        "6 for 3 other reasons, which a run lists in run.json and its report",
+    ]
+    assert lines_of(prepare, [str(path)], tokenizer, **options)[-1].endswith("data.malformed=drop")
+    # The account is of the rows that were read now, also where the samples come from the cache.
+    path.write_bytes(path.read_bytes() + b"\n[1]")
+    cached = prepare([str(path)], tokenizer, malformed="drop", **options).summary
+    assert cached.cached and cached.rows == 25 and cached.dropped["malformed row (not an object)"] == 2
+    unchanged = {name: count for name, count in cached.dropped.items() if "unknown role" in name}
+    assert unchanged == {"malformed row (unknown role)": 1}
+
+
+# Empty answers --------------------------------------------------------------------------------------------------------
+
+
+def asked(*answers: str) -> list[dict]:
+    turns = [({"role": "user", "content": "Hi"}, {"role": "assistant", "content": answer}) for answer in answers]
+    return [message for turn in turns for message in turn]
+
+
+def write(path: Path, *rows: dict) -> list[str]:
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return [str(path)]
+
+
+def test_answers_without_text_are_counted_as_far_as_they_are_supervised(tmp_path):
+    tokenizer, template = byte_tokenizer(), OPTIONS["chat_template"]
+    talks = [asked("one", "so"), asked("", "so"), asked(" \n ", "so"), asked("</s>", "so"), asked("two", "")]
+    chats = write(tmp_path / "chats.jsonl", *({"messages": messages} for messages in talks))
+    texts = [tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False) for messages in talks[:2]]
+    rendered = write(tmp_path / "texts.jsonl", *({"text": text} for text in texts))
+
+    def counted(sources, **options):
+        options = {**OPTIONS, "cache_dir": tmp_path / "cache", **options}
+        return prepare(sources, tokenizer, **options).summary.empty_answers
+
+    assert counted(chats) == 4 and counted(chats) == 4  # the second time from the cache
+    assert counted(chats, choices=Choices(supervise="last_turn")) == 1
+    assert counted(rendered, choices=Choices(text="rendered")) == 1
+    assert counted(rendered) == 0  # plain text has no answers
+    assert counted(chats, too_long="truncate", max_length=20) == 3  # the fifth conversation's is cut off
+
+
+def test_a_cache_from_before_says_nothing_of_empty_answers(tmp_path):
+    tokenizer, options = byte_tokenizer(), {**OPTIONS, "cache_dir": tmp_path / "cache"}
+    sources = write(tmp_path / "a.jsonl", {"messages": asked("", "one")})
+    prepare(sources, tokenizer, **options)
+    [path] = (tmp_path / "cache").rglob("summary.json")
+    body = json.loads(path.read_text())
+    del body["digest"], body["empty_answers"]
+    path.write_text(sealed(body))
+    summary = prepare(sources, tokenizer, **options).summary
+    assert summary.cached and summary.empty_answers is None
+
+
+def test_a_recipe_hears_of_both(tmp_path, topology):
+    target = make_target(tmp_path / "target")
+    recipe = write_recipe(tmp_path, target)
+    rows = conversations(12)
+    rows[3]["messages"][1]["content"] = ""
+    data = tmp_path / "conversations.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows) + "[1]\n")
+    with pytest.raises(UserError, match=f"^{data}:13: the row is \\[1\\].*data.malformed=drop$"):
+        inputs_of(load_recipe(recipe), topology.device, print)
+    said = []
+    inputs = inputs_of(load_recipe(recipe, ["data.malformed=drop"]), topology.device, said.append)
+    assert len(inputs.train) + len(inputs.held_out) == 12
+    assert any("12 of 13 samples" in line and line.endswith("; 1 dropped") for line in said)
+    assert f"training data: 1 dropped: malformed row (not an object) (first {data}:13)" in said
+    assert "warning: training data: 1 answer is empty: only the end of the turn is supervised there" in said
+
+
+def test_a_judge_with_held_out_data_of_its_own_does_not_mind_malformed_training_rows(tmp_path, topology):
+    path = write_recipe(tmp_path, make_target(tmp_path / "target"))
+    held_out = (tmp_path / "conversations.jsonl").rename(tmp_path / "held_out.jsonl")
+    (tmp_path / "conversations.jsonl").write_text("[1]\n")
+    recipe = load_recipe(path, [f"data.held_out=[{held_out}]"])
+    inputs = inputs_of(recipe, topology.device, print, judging=True)
+    assert (len(inputs.train), len(inputs.held_out)) == (0, 40)

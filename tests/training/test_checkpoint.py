@@ -1,0 +1,405 @@
+"""Checkpoints, the learning rate and the run folder: what a killed or damaged run finds again."""
+
+import json
+import math
+import random
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from places import ZERO2
+
+from eagle3.draft.config import DraftConfig
+from eagle3.draft.model import Eagle3Draft
+from eagle3.errors import UserError
+from eagle3.objective.model import DraftObjective
+from eagle3.recipe.schema import Training
+from eagle3.training.checkpoint import Checkpoints
+from eagle3.training.engine import deepspeed_config, full_weights, start_engine
+from eagle3.training.run_folder import RunFolder
+from eagle3.training.schedule import scheduler, warmup_cosine
+
+RUN = "0123456789abcdef" * 2
+SHAPE = {
+    "hidden_size": 16,
+    "target_hidden_size": 16,
+    "intermediate_size": 24,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "vocab_size": 30,
+    "draft_vocab_size": 12,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.fixture(scope="module")
+def engine(topology):
+    torch.manual_seed(1)
+    draft = Eagle3Draft(DraftConfig(**SHAPE), topology.modules, torch.float32)
+    training = Training(global_batch_size=1, learning_rate=1e-2, max_steps=100)
+    config = deepspeed_config(ZERO2, training, data_ranks=1)
+    return start_engine(DraftObjective(draft, topology), topology, config, scheduler(100, 0.1, 0.0))
+
+
+def advance(engine, steps=1):
+    """Optimiser steps towards random weights: each depends on the weights, on Adam's state, the rate and on torch's
+    random numbers."""
+    for _ in range(steps):
+        trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
+        engine.backward(sum((weight - torch.randn_like(weight)).square().sum() for weight in trained))
+        engine.step()
+
+
+def weights(engine):
+    return {name: tensor.clone() for name, tensor in full_weights(engine.module.draft).items()}
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.fixture
+def warnings():
+    return []
+
+
+@pytest.fixture
+def checkpoints(tmp_path, warnings):
+    return Checkpoints(tmp_path, keep=2, run=RUN, warn=warnings.append)
+
+
+def at(checkpoints, step):
+    return checkpoints.folder / f"step-{step:08d}"
+
+
+def names(checkpoints):
+    """Finished and unfinished; DeepSpeed leaves scripts of its own beside them."""
+    return sorted(path.name for path in checkpoints.folder.glob("step-*"))
+
+
+def steps(*numbers):
+    return [f"step-{number:08d}" for number in numbers]
+
+
+def test_a_loaded_checkpoint_continues_bit_for_bit(engine, checkpoints):
+    advance(engine, 3)
+    checkpoints.save(engine, 3, {"best_step": 2, "best_acceptance": 1.5}, None)
+    saved, rate = weights(engine), engine.get_lr()
+
+    def go_on():
+        advance(engine, 2)
+        return weights(engine), engine.get_lr(), random.random(), np.random.random(), torch.rand(3).tolist()
+
+    undisturbed = go_on()
+    assert not same(undisturbed[0], saved) and undisturbed[1] != rate
+    advance(engine)  # a third step, which loading must undo
+    assert checkpoints.load_newest(engine) == (3, {"best_step": 2, "best_acceptance": 1.5})
+    assert same(weights(engine), saved) and engine.get_lr() == rate
+    again = go_on()
+    assert same(undisturbed[0], again[0]) and undisturbed[1:] == again[1:]
+
+
+def test_pruning_keeps_the_last_two_and_the_best(engine, checkpoints):
+    kept = []
+    for step, best in ((1, None), (2, 2), (3, 2), (4, 2), (5, 5), (6, 5), (12, 5), (13, 5)):
+        checkpoints.save(engine, step, {}, best)
+        kept.append(names(checkpoints))
+    expected = [(1,), (1, 2), (2, 3), (2, 3, 4), (4, 5), (5, 6), (5, 6, 12), (5, 12, 13)]
+    assert kept == [steps(*numbers) for numbers in expected]
+    assert checkpoints.load_whole(engine, 5).step == 5
+
+
+def remove(path):
+    path.unlink()
+
+
+def empty(path):
+    path.write_bytes(b"")
+
+
+def garble(path):
+    path.write_bytes(b"\xff\xfe\x00")
+
+
+def cut_off(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip_a_bit(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def double(path):
+    shutil.copy(path, path.with_name(path.name.replace("rank_0", "rank_1", 1)))
+
+
+def says(content):
+    """Replaces a manifest by what `content` makes of its run and files; a text replaces it as it is."""
+
+    def damage(path):
+        manifest = json.loads(path.read_text())
+        path.write_text(content if isinstance(content, str) else json.dumps(content(**manifest)))
+
+    damage.__name__ = "says"
+    return damage
+
+
+def without(files, kind):
+    return {name: digest for name, digest in files.items() if not name.endswith(f"_{kind}_states.pt")}
+
+
+# Each is valid JSON, or nearly, and says less than a manifest does.
+MANIFESTS = [
+    "[]",
+    "null",
+    "{}",
+    "4",
+    '"files"',
+    "[" * 200_000,
+    '{"files":' * 100_000,
+    "9" * 5000,
+    '{"files": []}',
+    '{"files": {}}',
+    '{"run": null, "files": null}',
+    lambda run, files: {"run": run, "files": {}},
+    lambda run, files: {"run": 7, "files": files},
+    lambda run, files: {"run": run.upper(), "files": files},
+    lambda run, files: {"run": [run], "files": files},
+    lambda run, files: {"files": files},
+    lambda run, files: {"run": run, "files": [*files]},
+    lambda run, files: {"run": run, "files": {name: [digest] for name, digest in files.items()}},
+    lambda run, files: {"run": run, "files": dict.fromkeys(files, "")},
+    lambda run, files: {"run": run, "files": without(files, "model")},
+    lambda run, files: {"run": run, "files": without(files, "optim")},
+    lambda run, files: without(files, "optim"),
+    lambda run, files: {"run": run, "files": files | {"../step-00000001/manifest.json": 64 * "0"}},
+    lambda run, files: {"run": run, "files": files | {"/etc/hostname": 64 * "0"}},
+    lambda run, files: {"run": run, "files": {name.replace("rank_0_", "rank_1_"): files[name] for name in files}},
+]
+
+
+@pytest.mark.parametrize(
+    ("victim", "damage", "problem"),
+    [
+        ("manifest.json", remove, "manifest.json is missing or damaged"),
+        ("manifest.json", empty, "manifest.json is missing or damaged"),
+        ("manifest.json", garble, "manifest.json is missing or damaged"),
+        ("manifest.json", cut_off, "manifest.json is missing or damaged"),
+        ("*_optim_states.pt", remove, "_optim_states.pt is missing"),
+        ("*_model_states.pt", remove, "_model_states.pt is missing"),
+        ("*_optim_states.pt", cut_off, "_optim_states.pt is damaged"),
+        ("*_model_states.pt", flip_a_bit, "_model_states.pt is damaged"),
+        ("*_optim_states.pt", double, "_optim_states.pt is not in manifest.json"),
+        *(("manifest.json", says(content), "manifest.json is missing or damaged") for content in MANIFESTS),
+    ],
+)
+def test_a_damaged_newest_is_passed_over_with_a_warning(engine, checkpoints, warnings, victim, damage, problem):
+    checkpoints.save(engine, 1, {"of": "one"}, None)
+    before = weights(engine)
+    advance(engine)
+    checkpoints.save(engine, 2, {"of": "two"}, None)
+    (damaged,) = at(checkpoints, 2).glob(victim)
+    damage(damaged)
+    assert checkpoints.load_newest(engine) == (1, {"of": "one"})
+    assert same(weights(engine), before)
+    assert len(warnings) == 1
+    assert warnings[0].startswith(f"{at(checkpoints, 2)}: ") and f"{problem}; renamed damaged-step" in warnings[0]
+    checkpoints.keep = 1
+    checkpoints.save(engine, 2, {}, None)
+    assert names(checkpoints) == steps(2)
+    checkpoints.save(engine, 3, {}, None)
+    assert names(checkpoints) == steps(3) and checkpoints.load_newest(engine).step == 3
+
+
+def test_damaged_ones_do_not_push_out_what_a_resumed_run_writes(engine, checkpoints, warnings):
+    checkpoints.keep = 3
+    for step in (1, 8, 9):
+        checkpoints.save(engine, step, {}, None)
+    checkpoints.keep = 2
+    for step in (8, 9):
+        (at(checkpoints, step) / "manifest.json").unlink()
+    assert checkpoints.load_newest(engine).step == 1 and len(warnings) == 2
+    checkpoints.save(engine, 2, {}, None)
+    assert names(checkpoints) == steps(1, 2)
+
+
+def test_nothing_is_loaded_where_there_is_none_and_nothing_begun_where_every_one_is_damaged(
+    engine, checkpoints, warnings
+):
+    assert checkpoints.load_newest(engine) is None and not warnings
+    for step in (1, 2):
+        checkpoints.save(engine, step, {}, None)
+        (at(checkpoints, step) / "manifest.json").unlink()
+    before = weights(engine)
+    with pytest.raises(UserError, match="no checkpoint is whole .*step-00000002: .*step-00000001: .*without --resume"):
+        checkpoints.load_newest(engine)
+    assert same(weights(engine), before) and names(checkpoints) == steps(1, 2)
+
+
+def test_the_best_is_passed_over_with_a_warning_where_it_is_gone_or_damaged(engine, checkpoints, warnings):
+    checkpoints.save(engine, 1, {}, None)
+    (model,) = at(checkpoints, 1).glob("*_model_states.pt")
+    cut_off(model)
+    advance(engine)
+    before = weights(engine)
+    assert checkpoints.load_whole(engine, 1) is None and checkpoints.load_whole(engine, 7) is None
+    assert [warning.partition(": ")[0] for warning in warnings] == [str(at(checkpoints, step)) for step in (1, 7)]
+    assert same(weights(engine), before)
+
+
+def test_a_checkpoint_of_more_processes_is_refused_before_anything_is_loaded(engine, checkpoints):
+    checkpoints.save(engine, 1, {}, None)
+    (first,) = at(checkpoints, 1).glob("*_optim_states.pt")
+    second = first.with_name(first.name.replace("rank_0", "rank_1", 1))
+    shutil.copy(first, second)
+    manifest = json.loads((at(checkpoints, 1) / "manifest.json").read_text())
+    manifest["files"][second.name] = manifest["files"][first.name]
+    (at(checkpoints, 1) / "manifest.json").write_text(json.dumps(manifest))
+    advance(engine)
+    before = weights(engine)
+    with pytest.raises(UserError, match=f"{at(checkpoints, 1)}: written by 2 processes .*, this job has 1 .*; start"):
+        checkpoints.load_newest(engine)
+    assert same(weights(engine), before)
+
+
+def test_names_that_no_file_can_have_are_damage(engine, checkpoints, warnings):
+    checkpoints.save(engine, 1, {}, None)
+    path = at(checkpoints, 1) / "manifest.json"
+    whole = json.loads(path.read_text())
+    for name in ("a\0b", "\ud800", "x" * 5000, "zero_pp_rank_" + "9" * 5000 + "_mp_rank_00_optim_states.pt", ""):
+        path.write_text(json.dumps(whole | {"files": whole["files"] | {name: 64 * "0"}}))
+        with pytest.raises(UserError, match="no checkpoint is whole"):
+            checkpoints.load_newest(engine)
+    path.write_text(json.dumps(whole))
+    (path.parent / ".nfs0000000000000001").write_text("left by a file system")
+    assert checkpoints.load_newest(engine).step == 1 and not warnings
+
+
+def test_another_runs_checkpoint_is_never_loaded(engine, checkpoints, warnings):
+    """Neither as the newest, nor as the best at the export, and the line names both runs."""
+    own, other = checkpoints.run, RUN[::-1]
+    checkpoints.save(engine, 1, {"of": "own"}, None)
+    before = weights(engine)
+    advance(engine)
+    checkpoints.run = other
+    checkpoints.save(engine, 2, {"of": "other"}, None)
+    checkpoints.run = own
+    assert checkpoints.load_whole(engine, 2) is None
+    assert checkpoints.load_newest(engine) == (1, {"of": "own"}) and same(weights(engine), before)
+    said = f"{at(checkpoints, 2)}: written by run {other}, this is run {own}; "
+    assert [warning.removeprefix(said) for warning in warnings] == [
+        "the last weights serve instead",
+        "renamed foreign-step-00000002, the checkpoint before it serves",
+    ]
+    shutil.rmtree(at(checkpoints, 1))
+    (checkpoints.folder / "foreign-step-00000002").rename(at(checkpoints, 2))
+    with pytest.raises(UserError, match=f"of this run .*written by run {other}, this is run {own}"):
+        checkpoints.load_newest(engine)
+    assert same(weights(engine), before) and names(checkpoints) == steps(2)
+
+
+def test_a_checkpoint_from_before_runs_had_identities_is_loaded_with_one_line(engine, checkpoints, warnings):
+    checkpoints.save(engine, 1, {}, None)
+    path = at(checkpoints, 1) / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text())["files"]))
+    assert checkpoints.load_newest(engine).step == 1
+    (warning,) = warnings
+    assert warning.startswith(f"{at(checkpoints, 1)}: from before checkpoints named their run") and RUN in warning
+    checkpoints.save(engine, 2, {}, None)
+    assert json.loads((at(checkpoints, 2) / "manifest.json").read_text())["run"] == RUN
+    assert checkpoints.load_newest(engine).step == 2 and len(warnings) == 1
+
+
+def test_an_unfinished_checkpoint_is_ignored_and_then_overwritten(engine, checkpoints, warnings):
+    checkpoints.save(engine, 1, {}, None)
+    unfinished = checkpoints.folder / "step-00000002.partial"
+    shutil.copytree(at(checkpoints, 1), unfinished)  # even one that looks whole
+    (unfinished / "leftover").write_text("of a killed writer")
+    assert checkpoints.load_newest(engine).step == 1 and not warnings
+    checkpoints.save(engine, 2, {}, None)
+    assert names(checkpoints) == steps(1, 2)
+    assert not (at(checkpoints, 2) / "leftover").exists()
+    assert checkpoints.load_newest(engine).step == 2 and not warnings
+
+
+def test_the_same_step_is_replaced_by_a_resumed_run(engine, checkpoints):
+    checkpoints.save(engine, 1, {"run": "first"}, None)
+    advance(engine)
+    again = weights(engine)
+    checkpoints.save(engine, 1, {"run": "second"}, None)
+    assert names(checkpoints) == steps(1)
+    advance(engine)
+    assert checkpoints.load_newest(engine).progress == {"run": "second"}
+    assert same(weights(engine), again)
+
+
+# The learning rate ----------------------------------------------------------------------------------------------------
+
+
+def test_the_rate_rises_in_equal_parts_peaks_and_ends_low():
+    share = warmup_cosine(steps=100, warmup_fraction=0.1, final_fraction=0.2)
+    rates = [share(step) for step in range(100)]
+    assert rates[:10] == pytest.approx([number / 11 for number in range(1, 11)])  # never 0
+    assert rates[10] == max(rates) == 1
+    assert rates[55] == pytest.approx(0.6)  # halfway down: the mean of 1 and 0.2
+    for step in range(10, 100):
+        assert rates[step] == pytest.approx(0.2 + 0.8 * (1 + math.cos(math.pi * (step - 10) / 90)) / 2)
+    assert 0.2 < rates[99] < 0.2 + 0.8 * 0.0004
+    assert share(100) == share(1000) == pytest.approx(0.2)  # DeepSpeed asks for the rate after the last step
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+@pytest.mark.parametrize("warmup", [0, 0.015, 0.5, 0.99])
+def test_runs_of_a_few_steps_waste_none(steps, warmup):
+    share = warmup_cosine(steps, warmup, final_fraction=0)
+    assert all(0 < share(step) <= 1 for step in range(steps))
+
+
+def test_the_engine_takes_the_schedules_rates(engine, topology, checkpoints):
+    torch.manual_seed(1)
+    draft = Eagle3Draft(DraftConfig(**SHAPE), topology.modules, torch.float32)
+    training = Training(global_batch_size=1, learning_rate=1e-2, max_steps=10)
+    config = deepspeed_config(ZERO2, training, data_ranks=1)
+    fresh, share = start_engine(DraftObjective(draft, topology), topology, config, scheduler(10, 0.3, 0.1)), []
+    for _ in range(10):
+        share.append(fresh.get_lr()[0] / 1e-2)
+        before = weights(fresh)
+        advance(fresh)
+        assert not same(before, weights(fresh))
+    assert share == pytest.approx([warmup_cosine(10, 0.3, 0.1)(step) for step in range(10)])
+
+
+# metrics.jsonl of a killed run ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cut", ['{"step": 4, "kind": "tr', '{"step": 4', "{", "\0\0\0\0"])
+def test_a_line_cut_off_by_a_kill_is_dropped(tmp_path, cut):
+    folder = RunFolder(tmp_path)
+    lines = [json.dumps({"step": step, "kind": "train", "loss": 1 / step}) for step in (1, 2, 3)]
+    folder.metrics.write_text("\n".join([*lines, cut]), encoding="utf-8")
+    folder.keep_metrics_until(3)
+    assert folder.metrics.read_text(encoding="utf-8") == "".join(f"{line}\n" for line in lines)
+
+
+def test_records_after_the_checkpoint_are_dropped_and_the_file_ends_with_a_line(tmp_path):
+    folder = RunFolder(tmp_path)
+    records = [(1, "train"), (2, "train"), (2, "held_out"), (3, "train")]
+    lines = [json.dumps({"step": step, "kind": kind}) for step, kind in records]
+    folder.metrics.write_text("\n".join(lines), encoding="utf-8")  # the last newline did not reach the disk
+    folder.keep_metrics_until(3)
+    assert folder.metrics.read_text(encoding="utf-8").splitlines() == lines
+    assert folder.metrics.read_text(encoding="utf-8").endswith("\n")
+    folder.keep_metrics_until(2)
+    assert folder.metrics.read_text(encoding="utf-8").splitlines() == lines[:3]
+    folder.keep_metrics_until(0)
+    assert folder.metrics.read_text(encoding="utf-8") == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_folder_without_metrics_stays_without(tmp_path):
+    RunFolder(tmp_path).keep_metrics_until(3)
+    assert not list(tmp_path.iterdir())

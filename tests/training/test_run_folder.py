@@ -1,0 +1,438 @@
+"""No two runs write one folder, a checkpoint is its own run's, and a full disk at the end of a run takes nothing away."""
+
+import json
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from places import ZERO2
+from safetensors.torch import load, load_file
+from tiny_run import finish, launch, make_target, metrics, write_recipe
+
+from eagle3.console import Console
+from eagle3.durable import move_aside
+from eagle3.errors import UserError
+from eagle3.jobs.train import train
+from eagle3.recipe.loading import dump_recipe, load_recipe
+from eagle3.training.claim import CLAIM, PATIENCE, Claim, holder_of
+from eagle3.training.run_folder import Resume, RunFolder
+from eagle3.training.tracking import Tracker
+
+WAYS = ("fresh", "resumed", "auto", "link", "relative", "two ranks")
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return make_target(tmp_path_factory.mktemp("target"))
+
+
+def test_a_run_does_not_write_into_its_target(tmp_path):
+    target = make_target(tmp_path / "target")
+    recipe = load_recipe(write_recipe(tmp_path, target))
+    for place in (target, target / "run"):
+        with pytest.raises(UserError, match="lies in the target's own folder"):
+            RunFolder(place).check(recipe, Resume.NO)
+    assert not RunFolder(tmp_path / "run").check(recipe, Resume.NO)
+
+
+def test_a_run_has_a_folder_of_its_own(tmp_path, monkeypatch):
+    """Not that of its data, nor of what it is started in; and what lies in a folder called checkpoints may be somebody else's."""
+    path = write_recipe(tmp_path, make_target(tmp_path / "target"))
+    rows = tmp_path / "data" / "rows.jsonl"
+    rows.parent.mkdir()
+    (tmp_path / "conversations.jsonl").rename(rows)
+    recipe = load_recipe(path, [f"data.train=[{rows}]"])
+    with pytest.raises(
+        UserError, match="holds data.train.0. .*rows.jsonl.*which a run there would lie beside, or move away"
+    ):
+        RunFolder(rows.parent).check(recipe, Resume.NO)
+    (tmp_path / "deep" / "deeper").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "deep" / "deeper")
+    with pytest.raises(UserError, match="holds the folder that this was started in"):
+        RunFolder(tmp_path / "deep").check(recipe, Resume.NO)
+    theirs = tmp_path / "theirs" / "checkpoints"
+    theirs.mkdir(parents=True)
+    assert not RunFolder(theirs.parent).check(recipe, Resume.AUTO)
+    (theirs / "mine.pt").touch()
+    for resume in (Resume.NO, Resume.AUTO):
+        with pytest.raises(UserError, match="checkpoints: has a name that a run would use, and no run left it"):
+            RunFolder(theirs.parent).check(recipe, resume)
+
+
+def test_an_exported_run_without_checkpoints_is_not_begun_over(tmp_path):
+    path = write_recipe(tmp_path, make_target(tmp_path / "target"))
+    recipe, folder = load_recipe(path), RunFolder(tmp_path / "run")
+    folder.export.mkdir(parents=True)
+    folder.checkpoints.mkdir()
+    folder.recipe.write_text(dump_recipe(recipe), encoding="utf-8")
+    folder.identity.touch()
+    assert folder.check(recipe, Resume.YES)  # killed before its first checkpoint
+    (folder.export / "config.json").touch()
+    for resume in (Resume.YES, Resume.AUTO):
+        with pytest.raises(UserError, match="checkpoints: holds none, though this run exported its draft"):
+            folder.check(recipe, resume)
+    assert not folder.check(recipe, Resume.NO)
+
+
+def test_a_store_that_live_training_does_not_read_may_change_its_place(tmp_path):
+    path = write_recipe(tmp_path, make_target(tmp_path / "target"))
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    folder.identity.touch()
+    folder.recipe.write_text(dump_recipe(load_recipe(path)), encoding="utf-8")
+    assert folder.check(load_recipe(path, ["hidden_states.path=states"]), Resume.YES)
+    with pytest.raises(UserError, match="hidden_states.mode was 'live'"):
+        folder.check(load_recipe(path, ["hidden_states.path=states", "hidden_states.mode=stored"]), Resume.YES)
+
+
+# Two runs, one folder: processes of launchers/train.py ------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory, target):
+    """What the runs of tests/support/shared_folder_worker.py said, by case, and each case's folder."""
+    base = tmp_path_factory.mktemp("shared")
+    folders = {name: base / name for name in ("entered", "at_once", "unlocked", "torn")}
+    for folder in folders.values():
+        folder.mkdir()
+    recipes = [str(write_recipe(folder, target, output={"check_export": False})) for folder in folders.values()]
+    said = finish(launch(sys.executable, "tests/support/shared_folder_worker.py", *recipes), timeout=600)
+    return json.loads(said.splitlines()[-1]), folders
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_second_run_is_refused_with_the_holder_before_anything_is_written(shared, way):
+    """The worker has compared what is in the folder; and every rank has ended with the same code."""
+    found, _ = shared
+    code, said = found["entered"][way]
+    *_, line = said.splitlines()
+    assert code == 2 and line.startswith("error: ") and "another run writes this folder" in line
+    assert f"(process {found['entered']['holder']} on " in line and ", since 20" in line and "set output.dir" in line
+
+
+def test_the_check_before_a_job_names_the_holder_and_passes(shared):
+    found, _ = shared
+    code, said = found["entered"]["check"]
+    assert code == 0 and "begins " in said
+    assert f"warning: {shared[1]['entered'] / 'run'}: another run writes this folder (process" in said
+
+
+def test_a_dead_holders_folder_is_free_at_once_and_the_run_goes_on_under_its_identity(shared):
+    found, _ = shared
+    code, said = found["entered"]["after"]
+    assert code == 0 and "checkpoint written" in said and "moved to" not in said
+    assert CLAIM not in found["entered"]["left"] and "run_id.txt" in found["entered"]["left"]
+
+
+def test_of_runs_that_start_together_one_wins_and_the_others_move_nothing(shared):
+    found, folders = shared
+    code, said = found["at_once"]["winner"]
+    assert code == 0 and "checkpoint written" in said and said.count("moved to") == 1
+    for code, said in found["at_once"]["others"]:
+        assert code == 2 and "another run writes this folder" in said and said.count("error: ") == 1
+    aside = sorted(path.name for path in folders["at_once"].glob("run*"))
+    assert aside == ["run", "run.1"]
+    assert [path.name for path in (folders["at_once"] / "run.1").iterdir()] == ["checkpoints", "recipe.yaml"]
+
+
+def test_without_locks_both_runs_say_so_and_the_first_ends_before_it_writes_into_the_seconds_folder(shared):
+    found, folders = shared
+    (code, said), (second_code, second_said) = found["unlocked"]["one"], found["unlocked"]["two"]
+    assert "warning: " in said and said.count("has no locks") == second_said.count("has no locks") == 1
+    assert code == 2 and "no longer this run's (taken by process" in said.splitlines()[-1] and "Traceback" not in said
+    assert second_code == 0 and "moved to" in second_said
+    assert found["unlocked"]["of"] == [(folders["unlocked"] / "run" / "run_id.txt").read_text().strip()]
+
+
+def test_a_checkpoint_of_which_one_rank_cannot_write_its_part_is_none(shared):
+    found, _ = shared
+    code, said = found["torn"]["torn"]
+    assert code == 2 and "the checkpoint of step 2 cannot be written" in said and "Traceback" not in said
+    assert found["torn"]["left"] == []
+
+
+# The claim ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_claim_leaves_no_trace_where_nothing_was_written(tmp_path):
+    folder = tmp_path / "a" / "b"
+    Claim(folder, "node").release()
+    assert not list(tmp_path.iterdir())
+    folder.mkdir(parents=True)
+    Claim(folder, "node").release()
+    assert not list(folder.iterdir())
+
+
+def test_who_holds_a_folder_is_said_and_a_stranger_cannot_say_more_than_a_line(tmp_path):
+    assert holder_of(tmp_path) is None and holder_of(tmp_path / "absent") is None
+    claim = Claim(tmp_path, "n1")
+    assert " on n1, since 20" in holder_of(tmp_path)
+    (tmp_path / CLAIM).write_bytes(b"\x1b[2J\xff" + 500 * b"x" + b"\nmore")
+    said = holder_of(tmp_path)
+    assert said.isprintable() and len(said) <= 200
+    began = time.monotonic()
+    with pytest.raises(UserError, match="another run writes this folder"):
+        Claim(tmp_path, "n2")
+    assert PATIENCE <= time.monotonic() - began < PATIENCE + 5
+    with pytest.raises(UserError, match="no longer this run's .taken by"):
+        claim.require()
+    (tmp_path / CLAIM).unlink()
+    with pytest.raises(UserError, match="was moved, or its run.lock removed"):
+        claim.require()
+    claim.release()
+
+
+def take_turns(folder: Path, alone: Path, turns: int) -> None:
+    for turn in range(turns):
+        while True:
+            try:
+                claim = Claim(folder, "node")
+                break
+            except UserError:
+                continue
+        alone.touch(exist_ok=False)
+        if turn % 2:
+            (folder / "result").touch()
+            shutil.move(folder / "result", folder.with_name(f"{alone.name}.moved"))
+        alone.unlink()
+        claim.release()
+
+
+def test_claims_that_come_and_go_together_never_overlap(tmp_path):
+    """Each removes the file and the folder at its end, which others may have opened just before."""
+    folder, alone = tmp_path / "run", tmp_path / "alone"
+    fork = multiprocessing.get_context("fork")
+    processes = [fork.Process(target=take_turns, args=(folder, alone, 60)) for _ in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0] * 4
+    assert not alone.exists() and not list(folder.glob("*"))
+
+
+def test_a_fresh_run_finishes_what_a_kill_left_half_moved_aside(tmp_path, target):
+    recipe = load_recipe(write_recipe(tmp_path, target))
+    folder = RunFolder(recipe.output.dir)
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run.aside").mkdir()
+    (tmp_path / "run.aside" / "recipe.yaml").write_text("of the earlier run")
+    assert not folder.check(recipe, Resume.AUTO)  # nobody continues a half of it
+    folder.hold("node", print)
+    folder.begin(recipe, False, folder.identify(False), {}, print)
+    folder.close()
+    assert sorted(path.name for path in (tmp_path / "run.1").iterdir()) == ["checkpoints", "recipe.yaml"]
+    assert folder.check(recipe, Resume.AUTO) and not (tmp_path / "run.aside").exists()
+
+
+def test_what_no_run_left_stays_where_it_is(copied, topology):
+    """A target, a store or a user's files, where output.dir names their folder."""
+    recipe = copied()
+    folder = recipe.output.dir
+    others = {
+        "config.json": "{}",
+        "notes.txt": "mine",
+        "store.json": "{}",
+        "shards/a.safetensors": "x",
+        "export.zip": "z",
+    }
+    for name, text in others.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    train(recipe, ZERO2, topology)
+    assert {name: (folder / name).read_text() for name in others} == others
+    aside = {path.name for path in folder.with_name("run.1").iterdir()}
+    assert {"recipe.yaml", "checkpoints", "export", "run_id.txt"} <= aside and not aside & {*others, "shards"}
+
+
+def test_a_folder_that_a_run_would_spoil_is_refused(tmp_path, target):
+    recipe = load_recipe(write_recipe(tmp_path, target))
+
+    def said(path: Path, resume: Resume = Resume.NO) -> str:
+        with pytest.raises(UserError) as caught:
+            RunFolder(path).check(recipe, resume)
+        return str(caught.value)
+
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "recipe.yaml").write_text("model: {target: x}")
+    assert said(mine).startswith(f"{mine}/recipe.yaml: has a name that a run would use, and no run left it; ")
+    other = tmp_path / "other"
+    other.mkdir()
+    for name in ("recipe.yaml", "run_id.txt"):
+        (other / name).write_text("")
+    assert said(other / "checkpoints").startswith(f"{other}/checkpoints: lies in the folder of another run, {other}; ")
+    odd = tmp_path / "odd"
+    odd.mkdir()
+    os.mkfifo(odd / "metrics.jsonl")
+    assert said(odd).startswith(f"{odd}/metrics.jsonl: is no file, which a run would write there; ")
+
+
+@pytest.mark.parametrize("resume", [Resume.YES, Resume.AUTO])
+def test_a_run_whose_recipe_or_identity_is_lost_is_not_begun_anew(copied, resume):
+    recipe = copied()
+    folder = RunFolder(recipe.output.dir)
+    identity = folder.identity.read_text().strip()
+    folder.identity.unlink()
+    with pytest.raises(UserError, match=rf"run_id.txt: is missing; put the identity there .*\({identity}\)"):
+        folder.identify(folder.check(recipe, resume))
+    folder.recipe.unlink()
+    with pytest.raises(UserError, match=r"recipe.yaml: is missing, though there are checkpoints; put the run's recipe"):
+        folder.check(recipe, resume)
+
+
+@pytest.mark.parametrize(
+    ("key", "file", "change"),
+    [
+        ("model.target", "target/model.safetensors", lambda content: content[:-1] + bytes([content[-1] ^ 1])),
+        (
+            "model.target's tokenizer",
+            "target/tokenizer.json",
+            lambda content: content.replace(b'"<|im_end|>"', b'"<|im_over|>"'),
+        ),
+        ("data.chat_template", "target/chat_template.jinja", lambda content: content + b"{# changed #}"),
+        ("data.train", "conversations.jsonl", lambda content: content.replace(b"story 3.", b"story three.")),
+    ],
+)
+def test_a_run_is_not_continued_with_another_target_or_other_data(copied, trained, target, topology, key, file, change):
+    path = target / file.removeprefix("target/") if file.startswith("target/") else trained.parent / file
+    content, recipe = path.read_bytes(), copied()
+    before = RunFolder(recipe.output.dir).metrics.read_bytes()
+    assert change(content) != content
+    try:
+        path.write_bytes(change(content))
+        with pytest.raises(UserError, match=rf"inputs.json: {key} was [0-9a-f]{{32}} when the run began, now it is "):
+            train(recipe, ZERO2, topology, Resume.AUTO)
+    finally:
+        path.write_bytes(content)
+    assert RunFolder(recipe.output.dir).metrics.read_bytes() == before
+
+
+# Identity, and the end of a run --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, target, topology):
+    """The recipe of a run that has ended."""
+    path = write_recipe(tmp_path_factory.mktemp("trained"), target, output={"check_export": False})
+    train(load_recipe(path), ZERO2, topology)
+    return path
+
+
+@pytest.fixture
+def copied(tmp_path, trained) -> Callable:
+    """The recipe over a copy of that run in a folder, of a disk of its own perhaps."""
+
+    def copy(folder: Path = tmp_path):
+        shutil.copytree(trained.parent / "run", folder / "run")
+        return load_recipe(trained, [f"output.dir={folder / 'run'}"])
+
+    return copy
+
+
+def test_a_run_from_before_identities_goes_on_with_one_line_a_checkpoint_and_has_one_from_then_on(
+    copied, topology, capsys
+):
+    recipe = copied()
+    folder = RunFolder(recipe.output.dir)
+    folder.identity.unlink()
+    for path in folder.checkpoints.glob("step-*/manifest.json"):
+        path.write_text(json.dumps(json.loads(path.read_text())["files"]))
+    shutil.rmtree(folder.checkpoints / "step-00000008")
+    train(recipe, ZERO2, topology, Resume.YES)
+    said = capsys.readouterr().err
+    assert said.count("from before checkpoints named their run") == 2  # the newest, and the best for the export
+    identity = folder.identity.read_text().strip()
+    assert json.loads((folder.checkpoints / "step-00000008" / "manifest.json").read_text())["run"] == identity
+    train(recipe, ZERO2, topology, Resume.YES)
+    assert folder.identity.read_text().strip() == identity
+
+
+def test_another_runs_newer_checkpoint_is_set_aside_and_a_damaged_identity_is_a_line(copied, trained, topology, capsys):
+    recipe = copied()
+    folder = RunFolder(recipe.output.dir)
+    own, other = folder.identity.read_text().strip(), 32 * "a"
+    shutil.copytree(folder.checkpoints / "step-00000008", folder.checkpoints / "step-00000099")
+    manifest = folder.checkpoints / "step-00000099" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace(own, other))
+    train(recipe, ZERO2, topology, Resume.AUTO)
+    said = capsys.readouterr().err
+    assert f"step-00000099: written by run {other}, this is run {own}; renamed foreign-step-00000099" in said
+    assert (folder.checkpoints / "foreign-step-00000099").is_dir()
+    folder.identity.write_bytes(b"\xff")
+    with pytest.raises(UserError, match="run_id.txt: damaged; .*manifest.json"):
+        train(recipe, ZERO2, topology, Resume.AUTO)
+
+
+def test_a_full_disk_leaves_the_earlier_export_and_with_room_a_resumed_run_whose_steps_are_done_exports(
+    copied, topology, small_disk
+):
+    """Full of files, so that what is small before the export still finds room."""
+    subprocess.run(["mount", "-o", "remount,size=20m", str(small_disk)], check=True)
+    recipe = copied(small_disk)
+    folder = RunFolder(recipe.output.dir)
+    expected = load((folder.export / "model.safetensors").read_bytes())
+    (folder.export / "notes.md").write_text("somebody's")
+    before = {path.name: path.read_bytes() for path in folder.export.iterdir()}
+    inodes = (
+        1 + sum(1 for _ in small_disk.rglob("*")) + 2
+    )  # run.lock and one more: a file that replaces another, or a folder
+    subprocess.run(["mount", "-o", f"remount,nr_inodes={inodes}", str(small_disk)], check=True)
+    with pytest.raises(UserError, match=r"export: cannot be written \(No space left.* GiB are free\); .*--resume"):
+        train(recipe, ZERO2, topology, Resume.YES)
+    assert before == {path.name: path.read_bytes() for path in folder.export.iterdir()}
+    assert not list(folder.path.glob("*.partial"))
+    subprocess.run(["mount", "-o", "remount,nr_inodes=10000", str(small_disk)], check=True)
+    (folder.export / "model.safetensors").write_bytes(b"")
+    train(recipe, ZERO2, topology, Resume.YES)
+    found = load_file(folder.export / "model.safetensors")
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    assert (folder.export / "notes.md").read_text() == "somebody's" and CLAIM not in {*folder.path.iterdir()}
+
+
+def test_at_the_end_of_a_run_a_full_disk_is_a_line_and_takes_nothing(tmp_path, target, small_disk):
+    recipe = load_recipe(write_recipe(tmp_path, target), [f"output.dir={small_disk / 'run'}"])
+    folder = RunFolder(recipe.output.dir)
+    folder.hold("node", print)
+    identity = folder.identify(False)
+    folder.begin(recipe, False, identity, {}, print)
+    folder.write_evaluation({"of": "before"})
+    tracker = Tracker(folder.path, tensorboard=False, wandb_project=None, console=Console(False), run_id="", config={})
+    tracker.write(1, "train", {"loss": 1.0})
+    before = {path.name: path.read_bytes() for path in folder.path.iterdir() if path.is_file()}
+    with (small_disk / "filler").open("wb", buffering=0) as filler, pytest.raises(OSError, match="No space"):
+        while True:
+            filler.write(bytes(4096))
+    much = {"losses": [1 / 3] * 1000}
+    for write in (
+        lambda: folder.write_evaluation(much),
+        lambda: folder.begin(recipe, True, identity, {}, print),
+        lambda: folder.keep_metrics_until(1),
+        lambda: tracker.write(2, "train", much),
+    ):
+        with pytest.raises(
+            UserError, match=r"cannot be written \(No space left on device; 0 GiB are free\); free space"
+        ):
+            write()
+    with pytest.raises(OSError, match="No space"):
+        folder.write_run(much)
+    after = {path.name: path.read_bytes() for path in folder.path.iterdir() if path.is_file()}
+    assert after.keys() == before.keys() and all(after[name].startswith(before[name]) for name in before)
+    (small_disk / "filler").unlink()
+    tracker.close()
+    folder.close()
+    folder.keep_metrics_until(1)
+    assert [record["step"] for record in metrics(folder.path)] == [1]
+
+
+def test_names_of_what_is_moved_aside_do_not_meet(tmp_path):
+    (tmp_path / "run.1").mkdir()
+    (tmp_path / "staging").mkdir()
+    assert move_aside(tmp_path / "staging", tmp_path / "run") == tmp_path / "run.2"

@@ -1,0 +1,106 @@
+"""Steps with a gradient that is not finite, or far too large, change nothing, are counted, and stop a run that has only such."""
+
+import math
+
+import pytest
+import torch
+from places import ZERO2
+from test_checkpoint import SHAPE, advance, same, weights
+from tiny_run import make_target, metrics, write_recipe
+
+from eagle3.draft.config import DraftConfig
+from eagle3.draft.model import Eagle3Draft
+from eagle3.errors import UserError
+from eagle3.jobs.train import train
+from eagle3.objective.model import DraftObjective
+from eagle3.recipe.loading import load_recipe
+from eagle3.recipe.schema import Training
+from eagle3.training.engine import deepspeed_config, start_engine
+from eagle3.training.schedule import scheduler
+from eagle3.training.skipping import NormLimit
+
+LIMIT = 1e6
+
+
+def fresh_engine(topology, dtype):
+    torch.manual_seed(1)
+    draft = Eagle3Draft(DraftConfig(**SHAPE), topology.modules, getattr(torch, dtype))
+    training = Training(global_batch_size=1, learning_rate=1e-2, max_steps=10, dtype=dtype)
+    config = deepspeed_config(ZERO2, training, data_ranks=1)
+    return start_engine(DraftObjective(draft, topology), topology, config, scheduler(10, 0.1, 0.0))
+
+
+def spoil(engine, factor):
+    """A step whose gradients are multiplied."""
+    trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
+    engine.backward(sum(weight.square().sum() for weight in trained) * factor)
+    engine.step()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("factor", [math.nan, math.inf, 1e9])
+def test_a_bad_step_changes_neither_weights_nor_moments(topology, dtype, factor):
+    torch.manual_seed(3)
+    engine = fresh_engine(topology, dtype)
+    norms = NormLimit(engine, LIMIT)
+    advance(engine, 2)
+    assert not norms.taken().skipped
+    before, state = weights(engine), torch.get_rng_state()
+    spoil(engine, factor)
+    taken = norms.taken()
+    assert (
+        taken.skipped and (taken.norm > LIMIT or math.isnan(taken.norm)) and math.isnan(taken.norm) == (factor != 1e9)
+    )
+    assert same(weights(engine), before)
+    advance(engine)
+    after = weights(engine)
+
+    torch.manual_seed(3)
+    undisturbed = fresh_engine(topology, dtype)
+    advance(undisturbed, 2)
+    torch.set_rng_state(state)
+    advance(undisturbed)
+    assert same(weights(undisturbed), after)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_norm_is_the_one_before_clipping(topology, dtype):
+    engine = fresh_engine(topology, dtype)
+    norms = NormLimit(engine, LIMIT)
+    wanted = 2 * math.sqrt(sum(float(weight.double().square().sum()) for weight in weights(engine).values()))
+    spoil(engine, 1.0)
+    assert norms.taken().norm == pytest.approx(wanted, rel=1e-5 if dtype == "float32" else 1e-2)
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    training = {"ttt_steps": 3, "global_batch_size": 4, "learning_rate": 2e-3, "max_steps": 16, "checkpoint_every": 2}
+    return write_recipe(tmp_path, make_target(tmp_path / "target"), training=training, output={"check_export": False})
+
+
+def test_skipped_steps_are_counted_and_named_and_the_schedule_goes_on(tmp_path, recipe, topology):
+    small = (
+        "training.learning_rate=1e-9"  # so that a step has about the same norm, whether those before were taken or not
+    )
+    train(load_recipe(recipe, [small, f"output.dir={tmp_path / 'whole'}"]), ZERO2, topology)
+    whole = metrics(tmp_path / "whole")
+    limit = sum(sorted(record["gradient_norm"] for record in whole)[-5:-3]) / 2
+    train(
+        load_recipe(recipe, [small, f"training.skip_above_norm={limit}", "training.most_skipped=16"]), ZERO2, topology
+    )
+    course, skipped = metrics(tmp_path / "run"), metrics(tmp_path / "run", "skipped")
+    assert [record["learning_rate"] for record in course] == [record["learning_rate"] for record in whole]
+    assert [record["step"] for record in skipped] == [one["step"] for one in course if one["gradient_norm"] > limit]
+    assert [record["skipped"] for record in skipped] == [1, 2, 3, 4]
+    assert all(len(set(record["samples"])) == 4 for record in skipped)
+
+
+def test_only_bad_steps_stop_the_run_with_the_samples_named(tmp_path, recipe, topology):
+    words = ["training.skip_above_norm=1e-3", "training.most_skipped=3"]
+    with pytest.raises(
+        UserError, match="3 steps in a row were skipped.*above training.skip_above_norm 0.001"
+    ) as caught:
+        train(load_recipe(recipe, words), ZERO2, topology)
+    skipped = metrics(tmp_path / "run", "skipped")
+    assert [record["in_a_row"] for record in skipped] == [1, 2, 3]
+    assert all(sample in str(caught.value) for sample in skipped[-1]["samples"])
