@@ -4,6 +4,7 @@ import os
 import runpy
 import subprocess
 import sys
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -49,17 +50,34 @@ def one_thread():
 
 
 @pytest.fixture
-def report(monkeypatch, capsys):
-    """launchers/report.py in this process: exit code, stdout, stderr."""
+def launcher(monkeypatch, capsys):
+    """Runs a launcher in this process: exit code, stdout, stderr."""
 
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["report.py", *map(str, arguments)])
+    def call(name, *arguments):
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:
-            runpy.run_path(str(LAUNCHERS / "report.py"), run_name="__main__")
+            runpy.run_path(str(LAUNCHERS / name), run_name="__main__")
         said = capsys.readouterr()
         return ended.value.code, said.out, said.err
 
     return call
+
+
+@pytest.fixture
+def report(launcher):
+    return partial(launcher, "report.py")
+
+
+@pytest.fixture
+def refused(launcher):
+    """The one line that a launcher says before it ends with exit code 2."""
+
+    def line(name: str, *arguments) -> str:
+        code, _, said = launcher(name, *arguments)
+        assert code == 2 and said.count("\n") == 1
+        return said
+
+    return line
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import pytest
 import torch
 from jobs import inputs_of
 from places import LAUNCHERS
-from test_evaluate import refused
 from tiny_run import finish, launch, make_target, write_recipe
 
 from eagle3.console import Console
@@ -260,5 +259,5 @@ def test_contexts_are_judged_by_samples_too_and_not_beyond_the_targets(run, topo
         (["--by-context", "--engine", "sglang"], "--by-context: SGLang is judged greedily"),
     ],
 )
-def test_evaluate_refuses_at_once_what_no_bucket_or_sample_can_be(run, monkeypatch, capsys, arguments, said):
-    assert said in refused(monkeypatch, capsys, "evaluate.py", "--recipe", run, *arguments)
+def test_evaluate_refuses_at_once_what_no_bucket_or_sample_can_be(refused, run, arguments, said):
+    assert said in refused("evaluate.py", "--recipe", run, *arguments)

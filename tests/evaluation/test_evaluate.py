@@ -3,7 +3,6 @@
 import json
 import re
 import runpy
-import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -196,21 +195,21 @@ def make_export(run: Path) -> None:
         (["evaluation.conversations=0"], "evaluation.conversations is 0"),
     ],
 )
-def test_evaluate_refuses_at_once(tmp_path, target, monkeypatch, capsys, arguments, said):
+def test_evaluate_refuses_at_once(refused, tmp_path, target, arguments, said):
     recipe = write_recipe(tmp_path, target, evaluation={"conversations": 2})
     make_export(tmp_path / "run")
-    assert said in refused(monkeypatch, capsys, "evaluate.py", "--recipe", recipe, *arguments)
+    assert said in refused("evaluate.py", "--recipe", recipe, *arguments)
 
 
-def test_a_run_or_a_target_in_the_place_of_a_draft_is_told_from_one(tmp_path, target, monkeypatch, capsys):
+def test_a_run_or_a_target_in_the_place_of_a_draft_is_told_from_one(refused, tmp_path, target):
     make_export(tmp_path)
-    said = refused(monkeypatch, capsys, "evaluate.py", "--check", "--draft", tmp_path)
+    said = refused("evaluate.py", "--check", "--draft", tmp_path)
     assert f"{tmp_path}: is a run's folder; its draft is in there: --draft {tmp_path / 'export'}" in said
-    said = refused(monkeypatch, capsys, "evaluate.py", "--check", "--draft", target)
+    said = refused("evaluate.py", "--check", "--draft", target)
     assert f"{target}/config.json: has 5 layers, so this is no EAGLE3 draft" in said
 
 
-def test_a_result_displaces_nothing_but_an_earlier_result(tmp_path, target, monkeypatch, capsys):
+def test_a_result_displaces_nothing_but_an_earlier_result(refused, tmp_path, target):
     recipe = write_recipe(tmp_path, target, evaluation={"conversations": 2})
     make_export(tmp_path / "run")
     for out, said in (
@@ -221,7 +220,7 @@ def test_a_result_displaces_nothing_but_an_earlier_result(tmp_path, target, monk
         (tmp_path / "none" / "x.json", f"there is no folder {tmp_path / 'none'}"),
         (recipe / "x.json", f"there is no folder {recipe}"),
     ):
-        assert said in refused(monkeypatch, capsys, "evaluate.py", "--recipe", recipe, "--out", out)
+        assert said in refused("evaluate.py", "--recipe", recipe, "--out", out)
 
 
 def test_a_draft_of_a_run_with_another_target_is_judged_with_a_warning_that_names_both(tmp_path, target, capsys):
@@ -257,28 +256,18 @@ def test_a_window_that_the_recipe_names_and_the_draft_has_not_is_said(tmp_path, 
         assert ("model.draft.window: 9, but" in said and "a window of 6 and is judged so; --window 9" in said) == warned
 
 
-def test_export_refuses_at_once(tmp_path, monkeypatch, capsys):
-    assert "no exported draft here" in refused(monkeypatch, capsys, "evaluate.py", "--check", "--draft", tmp_path)
+def test_export_refuses_at_once(refused, tmp_path):
+    assert "no exported draft here" in refused("evaluate.py", "--check", "--draft", tmp_path)
 
 
-def refused(monkeypatch, capsys, launcher: str, *arguments) -> str:
-    """The one line that a launcher says before it ends with exit code 2."""
-    monkeypatch.setattr(sys, "argv", [launcher, *map(str, arguments)])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(LAUNCHERS / launcher), run_name="__main__")
-    said = capsys.readouterr().err
-    assert ended.value.code == 2 and said.count("\n") == 1
-    return said
-
-
-def test_without_sglang_nothing_is_checked_or_decoded(tmp_path, target, monkeypatch, capsys):
+def test_without_sglang_nothing_is_checked_or_decoded(refused, tmp_path, target):
     if installed():
         pytest.skip("SGLang is installed")
     with pytest.raises(NotInstalled, match="not checked: SGLang is not installed;"):
         check_export(tmp_path)
     recipe = write_recipe(tmp_path, target, evaluation={"conversations": 2})
     make_export(tmp_path / "run")
-    said = refused(monkeypatch, capsys, "evaluate.py", "--recipe", recipe, "--engine", "sglang")
+    said = refused("evaluate.py", "--recipe", recipe, "--engine", "sglang")
     assert "SGLang is not installed: pip install -e" in said and "--engine transformers" in said
 
 

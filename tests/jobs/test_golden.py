@@ -1,11 +1,10 @@
 """The golden cases through the training code: they pass in every number format, and a wrong number does not pass."""
 
-import runpy
 import sys
 
 import pytest
 import torch
-from places import GOLDEN, LAUNCHERS, ZERO2
+from places import GOLDEN, ZERO2
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_run import deepspeed, finish, launch
@@ -120,12 +119,9 @@ def test_a_damaged_expectation_makes_verify_fail_and_name_it(tmp_path):
 
 
 @pytest.mark.parametrize("option", ["--tp", "--ulysses", "--ring"])
-def test_sizes_that_the_job_cannot_have_are_refused_in_one_line(monkeypatch, capsys, topology, option):
-    monkeypatch.setattr(sys, "argv", ["verify.py", str(GOLDEN / "ragged"), option, "2"])
-    with pytest.raises(SystemExit, match="2"):
-        runpy.run_path(str(LAUNCHERS / "verify.py"), run_name="__main__")
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and said.startswith("error: parallelism: ") and "start 2" in said
+def test_sizes_that_the_job_cannot_have_are_refused_in_one_line(launcher, topology, option):
+    code, _, said = launcher("verify.py", GOLDEN / "ragged", option, 2)
+    assert code == 2 and said.count("\n") == 1 and said.startswith("error: parallelism: ") and "start 2" in said
 
 
 @pytest.mark.parametrize("name", ["config.json", "draft.safetensors", "inputs.safetensors"])

@@ -3,13 +3,12 @@
 import json
 import os
 import re
-import runpy
 import subprocess
 import sys
 
 import pytest
 from jobs import job_of
-from places import LAUNCHERS, ROOT, ZERO2
+from places import ROOT, ZERO2
 from safetensors.torch import load_file
 from tiny_run import conversations, finish, launch, make_target, write_recipe
 from tokenizers import Tokenizer, decoders
@@ -33,38 +32,24 @@ def recipe(tmp_path_factory):
     return write_recipe(folder, target, hidden_states=hidden_states, training=training, evaluation={"conversations": 2})
 
 
-@pytest.fixture
-def here(monkeypatch, capsys):
-    """Runs a launcher in this process (for what ends before a job is started), and gives exit code, stdout, stderr."""
-
-    def run(name, *arguments):
-        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            runpy.run_path(str(LAUNCHERS / name), run_name="__main__")
-        said = capsys.readouterr()
-        return ended.value.code, said.out, said.err
-
-    return run
-
-
-def test_the_printed_recipe_loads_again_and_is_the_recipe(here, recipe, tmp_path):
+def test_the_printed_recipe_loads_again_and_is_the_recipe(launcher, recipe, tmp_path):
     overrides = ["training.ttt_steps=2", "model.aux_layers=[0, 1, 4]"]
-    code, printed, _ = here("train.py", "--recipe", recipe, "--print-recipe", *overrides)
+    code, printed, _ = launcher("train.py", "--recipe", recipe, "--print-recipe", *overrides)
     assert code == 0
     copy = tmp_path / "printed.yaml"
     copy.write_text(printed, encoding="utf-8")
     assert load_recipe(copy) == load_recipe(recipe, overrides) != load_recipe(recipe)
-    assert here("train.py", "--recipe", copy, "--print-recipe")[1] == printed
+    assert launcher("train.py", "--recipe", copy, "--print-recipe")[1] == printed
     assert not (recipe.parent / "run").exists()
 
 
-def test_without_a_recipe_the_quickstart_is_meant(here):
-    _, printed, _ = here("train.py", "--print-recipe")
+def test_without_a_recipe_the_quickstart_is_meant(launcher):
+    _, printed, _ = launcher("train.py", "--print-recipe")
     assert "target: demo" in printed.splitlines()[1]
 
 
-def test_a_preview_marks_what_is_supervised_and_nothing_else(here, recipe):
-    code, printed, _ = here("prepare.py", "--recipe", recipe, "--preview", "2")
+def test_a_preview_marks_what_is_supervised_and_nothing_else(launcher, recipe):
+    code, printed, _ = launcher("prepare.py", "--recipe", recipe, "--preview", "2")
     assert code == 0 and "\033" not in printed  # no colours where nobody sees them
     account, *samples = re.split(r"^--- sample \w+: (.*)$", printed, flags=re.MULTILINE)
     assert "training data: 40 of 40 samples" in account
@@ -81,11 +66,11 @@ def test_a_preview_marks_what_is_supervised_and_nothing_else(here, recipe):
         assert tokens > supervised > 1
 
 
-def test_a_preview_counts_what_was_dropped(here, recipe, tmp_path):
+def test_a_preview_counts_what_was_dropped(launcher, recipe, tmp_path):
     silent = {"messages": [{"role": "user", "content": "Is anybody there?"}]}
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in [silent, *conversations(8)]), encoding="utf-8")
-    code, printed, _ = here("prepare.py", "--recipe", recipe, f"data.train=[{data}]", "data.unusable=drop")
+    code, printed, _ = launcher("prepare.py", "--recipe", recipe, f"data.train=[{data}]", "data.unusable=drop")
     assert code == 0 and "8 of 9 samples" in printed
     assert f"1 dropped: no assistant turn (first {data}:1)" in printed
     assert "--- sample" not in printed
@@ -145,16 +130,16 @@ def test_an_export_is_judged_by_itself_as_after_training(recipe, topology):
         ("prepare.py", ["data.trian=[x]"], "did you mean data.train?"),
     ],
 )
-def test_every_launcher_says_a_mistake_in_one_line(here, recipe, name, overrides, said):
-    code, _, error = here(name, "--recipe", recipe, *overrides)
+def test_every_launcher_says_a_mistake_in_one_line(launcher, recipe, name, overrides, said):
+    code, _, error = launcher(name, "--recipe", recipe, *overrides)
     assert code == 2 and error.count("\n") == 1 and error.startswith("error: ") and said in error
 
 
-def test_of_a_jobs_processes_only_the_first_says_what_all_find(here, recipe, monkeypatch):
+def test_of_a_jobs_processes_only_the_first_says_what_all_find(launcher, recipe, monkeypatch):
     for rank, lines in (("0", 1), ("1", 0)):
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("LOCAL_RANK", rank)
-        code, _, error = here("train.py", "--recipe", recipe, "training.learning_rat=1")
+        code, _, error = launcher("train.py", "--recipe", recipe, "training.learning_rat=1")
         assert code == 2 and error.count("error:") == lines
 
 

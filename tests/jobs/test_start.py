@@ -1,12 +1,12 @@
 """What train.py says before a job begins: its layout, how it resumes, and why its processes cannot meet."""
 
 import os
-import runpy
 import socket
 import sys
+from functools import partial
 
 import pytest
-from places import LAUNCHERS, RECIPES, ZERO2
+from places import RECIPES, ZERO2
 from tiny_run import finish, launch
 
 from eagle3.errors import UserError
@@ -58,15 +58,8 @@ def test_a_layout_that_does_not_fit_is_refused_with_the_remedy(job, said, chosen
 
 
 @pytest.fixture
-def here(monkeypatch, capsys):
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["train.py", *words])
-        with pytest.raises(SystemExit) as ended:
-            runpy.run_path(str(LAUNCHERS / "train.py"), run_name="__main__")
-        said = capsys.readouterr()
-        return ended.value.code, said.out, said.err
-
-    return run
+def here(launcher):
+    return partial(launcher, "train.py")
 
 
 @pytest.mark.parametrize(

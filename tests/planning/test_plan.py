@@ -2,13 +2,11 @@
 
 import dataclasses
 import json
-import runpy
-import sys
+from functools import partial
 
 import pytest
 import torch
 from layouts import draft_config
-from places import LAUNCHERS
 from tiny_run import make_target, write_recipe
 
 from eagle3.objective.model import MemoryPlan
@@ -29,17 +27,8 @@ def recipe(tmp_path_factory):
 
 
 @pytest.fixture
-def plan(monkeypatch, capsys):
-    """Runs the launcher in this process, and gives exit code, stdout, stderr."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["plan.py", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            runpy.run_path(str(LAUNCHERS / "plan.py"), run_name="__main__")
-        said = capsys.readouterr()
-        return ended.value.code, said.out, said.err
-
-    return run
+def plan(launcher):
+    return partial(launcher, "plan.py")
 
 
 def test_what_fits_is_said_with_every_part_and_exit_code_0(plan, recipe):
@@ -200,17 +189,13 @@ def test_each_span_of_a_document_costs_a_window_of_keys(ulysses, ring):
     assert 0.7 * expected.rows < max(share.rows for share in shares) < 1.05 * expected.rows
 
 
-def test_the_planner_knows_spans(tmp_path, capsys, monkeypatch):
+def test_the_planner_knows_spans(tmp_path, plan):
     """Ten spans of 100 tokens, a window of 50: a document of a million costs 1,500 rows, however much of it is supervised."""
     recipe = write_recipe(tmp_path, make_target(tmp_path / "target"))
     chosen = ["data.spans={length: 100, per_document: 10}", "model.draft.window=50"]
     reports = []
     for context, words in (("1000000", chosen), ("2000000", chosen), ("1000000", chosen[1:])):
-        arguments = ["plan.py", "--recipe", str(recipe), "--json", "--gpus", "1", "--context", context, *words]
-        monkeypatch.setattr(sys, "argv", arguments)
-        with pytest.raises(SystemExit):
-            runpy.run_path(str(LAUNCHERS / "plan.py"), run_name="__main__")
-        reports.append(json.loads(capsys.readouterr().out))
+        reports.append(json.loads(plan("--recipe", recipe, "--json", "--gpus", "1", "--context", context, *words)[1]))
     spanned, longer, whole = reports
     assert spanned["stream"] == {"tokens": 1_000_000, "documents": 1, "supervised": 1e-3, "spans": 10}
     assert longer["memory"]["all"] < 1.05 * spanned["memory"]["all"] < 0.2 * whole["memory"]["all"]

@@ -2,16 +2,15 @@
 
 import json
 import re
-import runpy
 import shutil
-import sys
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
 import pytest
 import torch
 import yaml
-from places import FAMILIES, LAUNCHERS, ROOT, ZERO2
+from places import FAMILIES, ROOT, ZERO2
 from transformers import (
     Gemma4TextConfig,
     GptOssConfig,
@@ -67,17 +66,8 @@ def origin_of(name: str) -> dict:
 
 
 @pytest.fixture
-def new_recipe(monkeypatch, capsys):
-    """Runs the launcher in this process, and gives exit code, stdout, stderr."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["new_recipe.py", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            runpy.run_path(str(LAUNCHERS / "new_recipe.py"), run_name="__main__")
-        said = capsys.readouterr()
-        return ended.value.code, said.out, said.err
-
-    return run
+def new_recipe(launcher):
+    return partial(launcher, "new_recipe.py")
 
 
 def test_every_published_config_has_a_recipe_but_the_one_without_a_class():
