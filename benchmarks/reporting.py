@@ -2,11 +2,14 @@
 
 import argparse
 import datetime
+import json
 import os
 import platform
 import re
 import shlex
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,3 +49,25 @@ def table(title: str, head: list[str], rows: list[list[Any]]) -> str:
     """In Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join([title, "", *(f"| {' | '.join(map(str, line))} |" for line in lines)])
+
+
+def report_parts(
+    parts: dict[str, Callable[[], Any]],
+    options: argparse.Namespace,
+    drafts: dict[str, Any],
+    markdown: Callable[[dict[str, Any]], str],
+    stdout: int,
+) -> None:
+    """Measure the parts one after another, and write the document to the descriptor `stdout`: as JSON with options.json, else
+    what `markdown` makes of it. How long a part took goes to stderr."""
+    loads, results = {}, {}
+    for part, measure in parts.items():
+        loads[part], began = os.getloadavg()[0], time.monotonic()
+        results[part] = measure()
+        print(f"{part}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    document = origin(load_before=loads) | {
+        "settings": {key: value for key, value in vars(options).items() if key != "json"} | {"drafts": drafts},
+        "results": results,
+    }
+    with os.fdopen(stdout, "w") as out:
+        print(json.dumps(document, indent=1) if options.json else markdown(document), file=out)

@@ -11,15 +11,13 @@ import argparse
 import json
 import os
 import socket
-import sys
 import tempfile
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from reporting import headline, origin, positive, table
+from reporting import headline, positive, report_parts, table
 
 from eagle3.errors import run_command
 
@@ -39,17 +37,8 @@ def main() -> int:
     options = _options()
     stdout = os.dup(1)  # kept for the result: DeepSpeed logs to what is stdout when it is imported
     os.dup2(2, 1)
-    parts, loads, results = _parts(options), {}, {}
-    for part in options.only:
-        loads[part], began = os.getloadavg()[0], time.monotonic()
-        results[part] = parts[part]()
-        print(f"{part}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-    document = origin(load_before=loads) | {
-        "settings": {key: value for key, value in vars(options).items() if key != "json"} | {"drafts": DRAFTS},
-        "results": results,
-    }
-    with os.fdopen(stdout, "w") as out:
-        print(json.dumps(document, indent=1) if options.json else _markdown(document), file=out)
+    parts = _parts(options)
+    report_parts({part: parts[part] for part in options.only}, options, DRAFTS, _markdown, stdout)
     return 0
 
 

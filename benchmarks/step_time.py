@@ -10,13 +10,11 @@ assertion error. Progress and logs go to stderr. It takes some minutes, and time
 """
 
 import argparse
-import json
 import os
-import sys
-import time
+from functools import partial
 from typing import Any
 
-from reporting import headline, origin, positive, table
+from reporting import headline, positive, report_parts, table
 
 from eagle3.errors import run_command
 
@@ -34,17 +32,8 @@ def main() -> int:
     os.dup2(2, 1)
     import step_time_measures as measures  # only now, for the same reason
 
-    loads, results = {}, {}
-    for part in options.only:
-        loads[part], began = os.getloadavg()[0], time.monotonic()
-        results[part] = getattr(measures, f"measure_{part}")(DRAFTS[part], options)
-        print(f"{part}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-    document = origin(load_before=loads) | {
-        "settings": {key: value for key, value in vars(options).items() if key != "json"} | {"drafts": DRAFTS},
-        "results": results,
-    }
-    with os.fdopen(stdout, "w") as out:
-        print(json.dumps(document, indent=1) if options.json else _markdown(document), file=out)
+    parts = {part: partial(getattr(measures, f"measure_{part}"), DRAFTS[part], options) for part in options.only}
+    report_parts(parts, options, DRAFTS, _markdown, stdout)
     return 0
 
 

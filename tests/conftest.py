@@ -49,6 +49,21 @@ def one_thread():
     torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="session")
+def target(tmp_path_factory):
+    """A tiny target, to read: who changes a file of it takes a copy."""
+    from tiny_run import make_target
+
+    return make_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="session")
+def tokenizer(target):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(target)
+
+
 @pytest.fixture
 def launcher(monkeypatch, capsys):
     """Runs a launcher in this process: exit code, stdout, stderr."""

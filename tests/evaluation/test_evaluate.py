@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from places import LAUNCHERS
-from tiny_run import make_target, write_recipe
+from tiny_run import write_recipe
 from transformers import AutoConfig, AutoTokenizer
 
 from eagle3.console import Console
@@ -33,16 +33,6 @@ PROMPT = (
     "<|im_start|>user\nWho sat on the mat?<|im_end|>\n<|im_start|>assistant\nThe cat.<|im_end|>\n"
     "<|im_start|>user\nAnd why?<|im_end|>\n<|im_start|>assistant\n"
 )
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    return make_target(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="module")
-def tokenizer(target):
-    return AutoTokenizer.from_pretrained(target)
 
 
 def read(tmp_path, tokenizer, name: str, text: str, longest: int = 200, template: str | None = None) -> list[list[int]]:

@@ -27,11 +27,6 @@ from eagle3.text.conversations import read_conversations
 from eagle3.training.run_folder import Resume
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    return make_target(tmp_path_factory.mktemp("target"))
-
-
 @pytest.fixture
 def recipe(tmp_path, target):
     """The path of a recipe that would train, beside an earlier run in its output.dir."""

@@ -10,14 +10,9 @@ import time
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_run import finish, launch, make_target, metrics, write_recipe
+from tiny_run import finish, launch, metrics, write_recipe
 
 TRAINING = {"ttt_steps": 3, "global_batch_size": 4, "learning_rate": 2e-3, "max_steps": 8, "checkpoint_every": 2}
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    return make_target(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture

@@ -13,18 +13,13 @@ import torch
 from places import ZERO2
 from processes import free_port
 from safetensors.torch import load, load_file
-from tiny_run import deepspeed, finish, launch, make_target, metrics, write_recipe
+from tiny_run import deepspeed, finish, launch, metrics, write_recipe
 
 from eagle3.errors import UserError
 from eagle3.jobs.train import train
 from eagle3.recipe.loading import load_recipe
 
 COMPUTED = ("loss", "step_losses", "accuracy", "acceptance_rate", "gradient_norm", "learning_rate", "tokens")
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    return make_target(tmp_path_factory.mktemp("target"))
 
 
 def assert_same_course(one, other, tolerance):

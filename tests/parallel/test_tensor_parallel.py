@@ -12,6 +12,7 @@ import pytest
 import torch
 from distill_cases import HIDDEN, STEPS, WEIGHTS
 from places import SUPPORT
+from processes import rank_file
 from safetensors import safe_open
 from safetensors.torch import load_file
 from tensor_parallel_worker import (
@@ -24,7 +25,6 @@ from tensor_parallel_worker import (
     draft_config,
     exported_draft,
     make_case,
-    rank_file,
     run_draft,
 )
 from tiny_run import finish, launch

@@ -30,6 +30,11 @@ def _be(rank: int, world: int, port: int, work: Callable[[], None]) -> None:
     work()
 
 
+def rank_file(world: int, rank: int) -> str:
+    """What a rank of a job of `world` writes its findings to."""
+    return f"{rank} of {world}.safetensors"
+
+
 def free_port() -> int:
     """Below the ports that a system gives to whoever asks for any: of those, a connection of another job could take it before
     this job does. Never one that this process gave to a job before, which may not have taken it yet."""

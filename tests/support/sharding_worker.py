@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from live_bytes import LiveBytes
-from processes import fork_ranks
+from processes import fork_ranks, rank_file
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -197,10 +197,6 @@ def work(world: int, folder: Path) -> None:
     flat = {f"{case} {name}": tensor for case, tensors in found.items() for name, tensor in tensors.items()}
     save_file({name: tensor.contiguous() for name, tensor in flat.items()}, folder / rank_file(world, group.rank()))
     stop_distributed()
-
-
-def rank_file(world: int, rank: int) -> str:
-    return f"{rank} of {world}.safetensors"
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 from distill_cases import HIDDEN, STEPS, WEIGHTS, Rows, random_rows
-from processes import fork_ranks
+from processes import fork_ranks, rank_file
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -215,10 +215,6 @@ def work(world: int, folder: Path) -> None:
     found = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in found.items()}
     save_file(found, folder / rank_file(world, topology.tensor.rank()), metadata={"refusal": refusal(topology)})
     stop_distributed()
-
-
-def rank_file(world: int, rank: int) -> str:
-    return f"{rank} of {world}.safetensors"
 
 
 if __name__ == "__main__":

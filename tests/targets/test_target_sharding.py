@@ -7,6 +7,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from places import ROOT, SUPPORT
+from processes import rank_file
 from safetensors.torch import load_file
 from sharding_worker import (
     MEASURED,
@@ -17,7 +18,6 @@ from sharding_worker import (
     Dealt,
     Measured,
     Rows,
-    rank_file,
 )
 from tiny_run import finish, launch
 from torch import Tensor

@@ -14,7 +14,7 @@ from places import SUPPORT, ZERO2
 from safetensors import safe_open
 from safetensors.torch import load_file
 from teacher_logits_worker import LAYOUTS, STEPS, Run, execute, on_two_ranks, run_file, runs
-from tiny_run import finish, launch, make_target, metrics, write_recipe
+from tiny_run import finish, launch, metrics, write_recipe
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -137,11 +137,6 @@ def test_a_transform_scales_and_then_caps():
 
 
 # Whole runs.
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    return make_target(tmp_path_factory.mktemp("target"))
 
 
 def capture_logits(recipe: Recipe, topology: Topology) -> None:

@@ -11,8 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from report_case import write_run
-from tiny_run import TEMPLATE, make_target, write_recipe
-from transformers import AutoTokenizer
+from tiny_run import TEMPLATE, write_recipe
 
 from eagle3.draft.config import read_draft_config
 from eagle3.errors import UserError
@@ -41,16 +40,6 @@ def line_of(call, *arguments):
     line = str(caught.value)
     assert line and line.isprintable() and len(line) <= 1250, line[:2000]
     return line
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    return make_target(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="module")
-def tokenizer(target):
-    return AutoTokenizer.from_pretrained(target)
 
 
 # JSON -----------------------------------------------------------------------------------------------------------------
