@@ -3,7 +3,7 @@
     python benchmarks/step_time.py          tables in Markdown
     python benchmarks/step_time.py --json   one JSON document
 
-Part `marks` times this step and the dense one of benchmarks/dense.py in turn, at one length and each number of threads;
+Part `marks` times this step and the dense one of tests/support/definition.py in turn, at one length and each number of threads;
 part `lengths` follows both as the document grows, until the dense one no longer fits. Peak memory is of tensors that
 are alive at once, in a step of its own that is not timed. A loss or a gradient that is not the dense one's ends it with an
 assertion error. Progress and logs go to stderr. It takes some minutes, and times want an otherwise idle machine.
@@ -11,7 +11,9 @@ assertion error. Progress and logs go to stderr. It takes some minutes, and time
 
 import argparse
 import os
+import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from reporting import headline, positive, report_parts, table
@@ -30,7 +32,8 @@ def main() -> int:
     options = _options()
     stdout = os.dup(1)  # kept for the result: DeepSpeed logs to what is stdout when it is imported
     os.dup2(2, 1)
-    import step_time_measures as measures  # only now, for the same reason
+    sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))  # the definition is there
+    import step_time_measures as measures  # only now, as DeepSpeed logs
 
     parts = {part: partial(getattr(measures, f"measure_{part}"), DRAFTS[part], options) for part in options.only}
     report_parts(parts, options, DRAFTS, _markdown, stdout)

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from dense import DenseInputs, dense_bytes, dense_inputs, dense_loss
+from definition import Case, Document, Loss, dense_loss
 from layouts import Layout, Prepared, Runs, draft_config, pack, prepare
 from live_bytes import LiveBytes
 from torch import Tensor
@@ -24,6 +24,7 @@ from eagle3.objective.losses import LossConfig, loss_value
 from eagle3.objective.model import DraftObjective, MemoryPlan
 from eagle3.objective.recompute import Recompute
 from eagle3.objective.unroll import unroll
+from eagle3.parallel.sequence import Stream
 from eagle3.parallel.topology import Topology, stop_distributed
 from eagle3.targets.interface import summarize_teacher
 
@@ -107,7 +108,7 @@ def measure_lengths(sizes: dict[str, int], options: argparse.Namespace) -> list[
     """At each length, with the most threads; the dense step as long as it fits."""
     topology, config, found = Layout().start(), _config(**sizes), []
     for tokens in options.lengths:
-        estimate = dense_bytes(config, options.steps, tokens, FP32_BYTES)
+        estimate = _dense_bytes(config, options.steps, tokens)
         dense, repeats = estimate <= options.dense_gib * 2**30, options.repeats if tokens <= options.repeat_up_to else 1
         for mask, runs in masks(tokens).items():
             contenders = _contenders(runs, config, options, topology, dense)
@@ -139,8 +140,10 @@ def _contenders(
 
     found = [this(recompute) for recompute in RECOMPUTES]
     if dense:
-        whole = dense_inputs(stream, prepared.plan, batch)
-        found.append(Contender("dense", partial(_dense_step, draft, whole, options.steps), weights, [*weights, *whole]))
+        case = _dense_case(stream, prepared, config)
+        (document,) = case.documents
+        mine = [*weights, case.target_head, *vars(document).values()]
+        found.append(Contender("dense", partial(_dense_step, draft, case, options.steps), weights, mine))
     return found
 
 
@@ -168,14 +171,34 @@ def _step(objective: DraftObjective, prepared: Prepared) -> Timed:
     return laps.timed(loss_value(LossConfig(), distilled.sums, prepared.counts).loss)
 
 
-def _dense_step(draft: Eagle3Draft, inputs: DenseInputs, steps: int) -> Timed:
+def _dense_case(stream: Stream, prepared: Prepared, config: DraftConfig) -> Case:
+    """The stream's one document. Rows that the plan skips are zeros: they change no result."""
+    batch, plan = prepared.batch, prepared.plan
+    aux, last = (
+        part.new_zeros(stream.tokens, part.shape[1]).index_copy_(0, rows, part)
+        for part, rows in ((batch.inputs.aux, plan.rows), (batch.teacher.last, plan.teacher))
+    )
+    document = Document(stream.ids, stream.supervised, aux, last)
+    return Case(config, {}, torch.ones(config.vocab_size, dtype=torch.bool), batch.teacher.head, (document,))
+
+
+def _dense_bytes(config: DraftConfig, steps: int, tokens: int) -> int:
+    """About what a dense step holds at its peak: of [T, Vd] the log-probabilities of every step, both softmaxes of the teacher
+    and three gradients under way; of [heads, T, T] the attention of every step and three more."""
+    logits = (steps + 5) * config.draft_vocab_size
+    scores = (steps + 3) * config.num_attention_heads * tokens
+    return FP32_BYTES * tokens * (logits + scores)
+
+
+def _dense_step(draft: Eagle3Draft, case: Case, steps: int) -> Timed:
+    """The tests' definition, as training computes it."""
     draft.zero_grad()
     laps = _Laps()
-    result = dense_loss(exported_tensors(dict(draft.named_parameters())), draft.draft_config, inputs, steps)
+    loss, _, _ = dense_loss(case, exported_tensors(dict(draft.named_parameters())), steps, Loss())
     laps.lap("forward")
-    result.loss.backward()
+    loss.backward()
     laps.lap("backward")
-    return laps.timed(result.loss.detach())
+    return laps.timed(loss.detach())
 
 
 class Warm(NamedTuple):

@@ -1,11 +1,12 @@
-"""The definition of EAGLE3 draft training in the plainest torch: dense, one document at a time, fp64, autograd.
+"""The definition of EAGLE3 draft training in the plainest torch: dense, one document at a time, autograd.
 
-Nothing here is packed, skipped, blocked or shared with the code under test, so that agreement means something.
+Nothing here is packed, skipped, blocked or shared with the code under test, so that agreement means something. Tests take it
+in fp64; benchmarks/step_time.py times it in fp32 as what one would write, so nothing is computed twice that is cheap to keep.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,6 +59,17 @@ class Loss:
     step_decay: float = 0.8
     kl_scale: float = 1.0
     kl_decay: float = 3.0
+
+
+class Sums(NamedTuple):
+    """[K] over positions: cross_entropy and, with a gradient where the loss has one of it, overlap (the acceptance rate); int64
+    correct, counted, supervised."""
+
+    cross_entropy: Tensor
+    overlap: Tensor
+    correct: Tensor
+    counted: Tensor
+    supervised: Tensor
 
 
 @dataclass(frozen=True)
@@ -138,23 +150,28 @@ def define(case: Case, steps: int, loss: Loss) -> Defined:
     leaves = {name: weight.double().clone() for name, weight in case.weights.items()}
     for name, leaf in leaves.items():
         leaf.requires_grad_(name != "embed_tokens.weight")
-    found = [_document(case, leaves, document, steps) for document in case.documents]
-    cross_entropy, overlap, correct, counted, supervised = (
-        torch.stack(parts).sum(0) for parts in zip(*found, strict=True)
-    )
-    step_losses = torch.stack([_step_loss(loss, *sums) for sums in zip(cross_entropy, overlap, counted, strict=True)])
-    total = sum(loss.step_decay**step * step_loss for step, step_loss in enumerate(step_losses))
+    total, step_losses, sums = dense_loss(case, leaves, steps, loss)
     trained = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
     gradients = torch.autograd.grad(total, trained.values())
     return Defined(
         loss=total.detach(),
         step_losses=step_losses.detach(),
-        correct=correct.double(),
-        acceptance=(overlap / counted.clamp(min=1)).detach(),
-        counted=counted,
-        supervised=supervised,
+        correct=sums.correct.double(),
+        acceptance=(sums.overlap / sums.counted.clamp(min=1)).detach(),
+        counted=sums.counted,
+        supervised=sums.supervised,
         gradients=dict(zip(trained, gradients, strict=True)),
     )
+
+
+def dense_loss(case: Case, weights: dict[str, Tensor], steps: int, loss: Loss) -> tuple[Tensor, Tensor, Sums]:
+    """The global batch's loss, for autograd, its [K] step losses, and what they are made of; in the number format of `weights`,
+    which have exported names."""
+    found = [_document(case, weights, document, steps, loss) for document in case.documents]
+    sums = Sums(*(torch.stack(parts).sum(0) for parts in zip(*found, strict=True)))
+    step_losses = torch.stack([_step_loss(loss, *of_step) for of_step in zip(*sums[:2], sums.counted, strict=True)])
+    total = sum(loss.step_decay**step * step_loss for step, step_loss in enumerate(step_losses))
+    return total, step_losses, sums
 
 
 def _step_loss(loss: Loss, cross_entropy: Tensor, overlap: Tensor, counted: Tensor) -> Tensor:
@@ -170,29 +187,28 @@ def _step_loss(loss: Loss, cross_entropy: Tensor, overlap: Tensor, counted: Tens
     return kl
 
 
-def _document(
-    case: Case, w: dict[str, Tensor], document: Document, steps: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """[K] summed cross-entropy, summed acceptance rate, correct, counted and supervised positions."""
-    config, t2d = case.config, case.t2d
+def _document(case: Case, w: dict[str, Tensor], document: Document, steps: int, loss: Loss) -> Sums:
+    config, t2d, dtype = case.config, case.t2d, w["fc.weight"].dtype
     length, target_id = len(document.ids), t2d.nonzero().flatten()
     mask = document.loss_mask.bool().clone()
     mask[-1] = False
     u = _shift(document.ids)
-    z = case.teacher_logits(_shift(document.last.double()))
+    # Of position t: what the target says of the row after it, and whether that counts. At step k, position t + k's.
+    z = case.teacher_logits(_shift(document.last.to(dtype)))
     y = z.argmax(-1)
     m = t2d[y] & mask
-    q = z[:, target_id].softmax(-1)
     q_full = (z[:, target_id] - z.logsumexp(-1, keepdim=True)).exp()
+    q = z[:, target_id].softmax(-1)
+    del z
 
-    aux, eps = document.aux.double(), config.rms_norm_eps
+    aux, eps = document.aux.to(dtype), config.rms_norm_eps
     if config.fc_norm:
         thirds = aux.chunk(3, -1)
         aux = torch.cat([_rms(third, w[f"fc_norm.{i}.weight"], eps) for i, third in enumerate(thirds)], -1)
     h = aux @ w["fc.weight"].T
     group = config.num_attention_heads // config.num_key_value_heads
-    causal = torch.ones(length, length, dtype=torch.bool).tril()
     distance = torch.arange(length)[:, None] - torch.arange(length)
+    cos, sin = _rotation(config, torch.arange(length + steps), dtype)
     keys, values, sums = [], [], []
     for step in range(steps):
         x = torch.cat(
@@ -203,15 +219,16 @@ def _document(
             -1,
         )
         query, key, value = (_heads(x @ w[f"midlayer.self_attn.{name}_proj.weight"].T, config) for name in "qkv")
-        positions = torch.arange(length) + step
-        query = _rotate(query, positions, config)
-        keys.append(_rotate(key, positions, config).repeat_interleave(group, 0))
+        rotation = cos[step : step + length], sin[step : step + length]
+        query = _rotate(query, *rotation) * config.head_dim**-0.5
+        keys.append(_rotate(key, *rotation).repeat_interleave(group, 0))
         values.append(value.repeat_interleave(group, 0))
-        seen = causal if config.window is None else causal & (distance + step < config.window)
-        prefix = (query @ keys[0].transpose(1, 2)).masked_fill(~seen, float("-inf"))
+        unseen = distance < 0
+        if config.window is not None:
+            unseen = unseen | (distance + step >= config.window)
+        prefix = (query @ keys[0].transpose(1, 2)).masked_fill(unseen, float("-inf"))
         own = [(query * own_key).sum(-1, keepdim=True) for own_key in keys[1:]]
-        scores = torch.cat([prefix, *own], -1) * config.head_dim**-0.5
-        p = scores.softmax(-1)
+        p = torch.cat([prefix, *own], -1).softmax(-1)
         o = p[..., :length] @ values[0]
         for i, own_value in enumerate(values[1:]):
             o = o + p[..., length + i : length + i + 1] * own_value
@@ -219,17 +236,20 @@ def _document(
         normed = _rms(h, w["midlayer.post_attention_layernorm.weight"], eps)
         gate, up = (normed @ w[f"midlayer.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
         h = h + (torch.nn.functional.silu(gate) * up) @ w["midlayer.mlp.down_proj.weight"].T
-        final = _rms(h, w["norm.weight"], eps)
-        lg = final @ w["lm_head.weight"].T
-        cross_entropy = -(q * lg.log_softmax(-1)).sum(-1)
-        overlap = torch.minimum(q_full, lg.softmax(-1)).sum(-1)
-        right = target_id[lg.argmax(-1)] == y
-        sums.append(((m * cross_entropy).sum(), (m * overlap).sum(), (mask & right).sum(), m.sum(), mask.sum()))
         if config.norm_output:
-            h = final
-        # The text moves u, m and mask left by one; the teacher's rows belong to the same t + k, so they move along.
-        u, m, mask, y, q, q_full = (_shift(tensor) for tensor in (u, m, mask, y, q, q_full))
-    return tuple(torch.stack(column) for column in zip(*sums, strict=True))
+            h = _rms(h, w["norm.weight"], eps)
+        # Positions whose text ends before t + k have no row.
+        rows = h[: max(0, length - step)]
+        final = rows if config.norm_output else _rms(rows, w["norm.weight"], eps)
+        log_p = (final @ w["lm_head.weight"].T).log_softmax(-1)
+        counts, taught = m[step:], mask[step:]
+        cross_entropy = -(q[step:] * log_p).sum(-1)[counts].sum()
+        with torch.set_grad_enabled(torch.is_grad_enabled() and loss.name != "kl"):
+            overlap = torch.minimum(q_full[step:], log_p.exp()).sum(-1)[counts].sum()
+        correct = (taught & (target_id[log_p.argmax(-1)] == y[step:])).sum()
+        sums.append((cross_entropy, overlap, correct, counts.sum(), taught.sum()))
+        u = _shift(u)
+    return Sums(*(torch.stack(column) for column in zip(*sums, strict=True)))
 
 
 def _shift(x: Tensor) -> Tensor:
@@ -246,8 +266,8 @@ def _heads(x: Tensor, config: DraftConfig) -> Tensor:
     return x.unflatten(-1, (-1, config.head_dim)).transpose(0, 1)
 
 
-def _rotate(x: Tensor, positions: Tensor, config: DraftConfig) -> Tensor:
-    """x [heads, T, d]: half-rotation. Only the frequencies of the scaled kinds come from transformers (fp32 there)."""
+def _rotation(config: DraftConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin [positions, d]. Only the frequencies of the scaled kinds come from transformers (fp32 there)."""
     rope, half = config.rope_parameters, config.head_dim // 2
     frequencies = rope["rope_theta"] ** (-torch.arange(half, dtype=torch.float64) / half)
     scaling = 1.0
@@ -260,5 +280,10 @@ def _rotate(x: Tensor, positions: Tensor, config: DraftConfig) -> Tensor:
         reference = LlamaRotaryEmbedding(llama)
         frequencies, scaling = reference.inv_freq.double(), reference.attention_scaling
     angles = positions[:, None].double() * frequencies
-    cos, sin = angles.cos().tile(2) * scaling, angles.sin().tile(2) * scaling
-    return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
+    return (angles.cos().tile(2) * scaling).to(dtype), (angles.sin().tile(2) * scaling).to(dtype)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [heads, T, d]: half-rotation."""
+    low, high = x.chunk(2, -1)
+    return x * cos + torch.cat((-high, low), -1) * sin
