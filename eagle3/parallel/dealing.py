@@ -1,7 +1,7 @@
 """How the rows of a stream are dealt to the ranks that share it: keys by their layout, queries by their work."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, assert_never
 
 import torch
 from torch import Tensor
@@ -41,13 +41,16 @@ def deal_keys(rows: Tensor, sharding: SequenceSharding) -> Tensor:
     """Ascending key rows [N] -> those of each ring rank [ring, n], ascending, -1 pads at the end; n is a multiple of
     the Ulysses degree, whose ranks take equal runs of them."""
     ring = sharding.ring
-    if sharding.layout == "contiguous":
-        run = _ceil(len(rows), sharding.ranks) * sharding.ulysses
-        dealt = torch.arange(len(rows)) // max(run, 1)
-    else:
-        turns = _ceil(len(rows), 2 * ring * ZIGZAG_ROWS)
-        run = _ceil(len(rows), 2 * ring * turns) if turns else 1
-        dealt = _there_and_back(torch.arange(len(rows)) // run, ring)
+    match sharding.layout:
+        case "contiguous":
+            run = _ceil(len(rows), sharding.ranks) * sharding.ulysses
+            dealt = torch.arange(len(rows)) // max(run, 1)
+        case "zigzag":
+            turns = _ceil(len(rows), 2 * ring * ZIGZAG_ROWS)
+            run = _ceil(len(rows), 2 * ring * turns) if turns else 1
+            dealt = _there_and_back(torch.arange(len(rows)) // run, ring)
+        case unknown:
+            assert_never(unknown)
     return _stacked([rows[dealt == rank] for rank in range(ring)], sharding.ulysses)
 
 
