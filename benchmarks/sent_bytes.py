@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from eagle3.planning.costs import Phase, Traffic
+from eagle3.planning.step import Phase, Traffic
 
 KINDS = ("Ulysses K0,V0", "Ulysses q,out", "Ulysses lse", "ring K0,V0", "tensor")
 

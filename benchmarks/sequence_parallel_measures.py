@@ -18,8 +18,7 @@ from eagle3.objective.model import DraftObjective, MemoryPlan
 from eagle3.parallel.dealing import SequenceSharding
 from eagle3.parallel.sequence import SequencePlan, Stream, plan_sequence
 from eagle3.parallel.topology import stop_distributed
-from eagle3.planning.costs import sent_bytes
-from eagle3.planning.step import Share
+from eagle3.planning.step import Share, sent_bytes
 
 # How far losses and gradients of fp32 runs may be apart, relative to the largest number among them.
 TOLERANCE = 1e-5

@@ -11,10 +11,9 @@ from eagle3.jobs.job import Prospect
 from eagle3.jobs.provenance import store_encoding
 from eagle3.objective.model import MemoryPlan
 from eagle3.parallel.sizes import check_sizes
-from eagle3.planning.costs import Machine, sent_bytes, step_flops, step_seconds
 from eagle3.planning.fitting import MOST_TOKENS, RESERVED, PlannedStream, best_layout, longest_context, variants
 from eagle3.planning.memory import host_bytes, rank_bytes
-from eagle3.planning.step import Planned, Sizes
+from eagle3.planning.step import Machine, Planned, Sizes, sent_bytes, step_flops, step_seconds
 from eagle3.recipe.schema import Recipe, Spans
 from eagle3.states.capture import token_bytes
 from eagle3.states.store.shard import Encoding

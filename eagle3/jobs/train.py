@@ -29,6 +29,7 @@ from eagle3.objective.model import BatchMaker, DraftObjective, MemoryPlan
 from eagle3.parallel.dealing import SequenceSharding
 from eagle3.parallel.topology import Topology, agreed, node_name
 from eagle3.parallel.watchdog import Watchdog
+from eagle3.patches import NormLimit
 from eagle3.preflight.inputs import require_trainable
 from eagle3.preflight.places import checkpoint_bytes
 from eagle3.preflight.start import require_room, require_sound_start
@@ -38,10 +39,8 @@ from eagle3.states.loader import StreamLoader
 from eagle3.targets.transformers import TransformersTarget
 from eagle3.text.vocabulary import save_vocabulary
 from eagle3.training.checkpoint import Checkpoints, written_otherwise
-from eagle3.training.engine import deepspeed_config, full_weights, gradient_scale, start_engine
+from eagle3.training.engine import deepspeed_config, full_weights, gradient_scale, scheduler, start_engine
 from eagle3.training.run_folder import Resume, RunFolder
-from eagle3.training.schedule import scheduler
-from eagle3.training.skipping import NormLimit
 from eagle3.training.stopping import RunStopped, StopSignals
 from eagle3.training.tracking import memory_gib, require_account
 from eagle3.training.trainer import Trainer

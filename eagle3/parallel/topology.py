@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import deepspeed
-import deepspeed.ops
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
-from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed import ProcessGroup
 
 from eagle3.errors import SharedUserError, UserError
 from eagle3.parallel.sizes import check_sizes, launched
+from eagle3.patches import require_relied, set_timeout, without_compiled_collective
 
 # How long a job's processes wait for one another until a watchdog sees those that die: a start may differ by minutes where
 # nodes read their packages from one busy disk.
@@ -98,6 +98,7 @@ def start_distributed(
     groups anew in the same job. `timeout` is a collective's, `forming` how long this waits for the other processes. Raises
     UserError where they do not come or end meanwhile, and where the sizes, keys of the recipe's `section`, do not fit the job.
     """
+    require_relied()
     if "RANK" not in os.environ:  # started as a plain program: what a launcher would have said
         alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
         os.environ.update({name: str(value) for name, value in alone.items()})
@@ -154,8 +155,7 @@ def _own_device() -> torch.device:
         raise SharedUserError(f"MASTER_PORT={port}: is no port; set one of 1 to 65535 that nothing listens on")
     beside = launched("LOCAL_WORLD_SIZE", launched("LOCAL_SIZE", 1))
     if not torch.cuda.is_available():
-        # else DeepSpeed compiles a shared-memory collective, for which a machine may lack the compiler
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        without_compiled_collective()
         torch.set_num_threads(max(1, usable_cores() // beside))
         return torch.device("cpu")
     if max(beside, local + 1) > torch.cuda.device_count():
@@ -199,10 +199,8 @@ def patient(topology: Topology, timeout: datetime.timedelta) -> Iterator[None]:
 
 
 def _set_timeout(topology: Topology, timeout: datetime.timedelta) -> None:
-    """Of collectives, and of NCCL's first ones, which meet through the job's store. Nothing public in torch does this."""
-    for group in {dist.group.WORLD, *(part for part in vars(topology).values() if isinstance(part, ProcessGroup))}:
-        distributed_c10d._set_pg_timeout(timeout, group)
-    distributed_c10d._get_default_store().set_timeout(timeout)
+    own = (part for part in vars(topology).values() if isinstance(part, ProcessGroup))
+    set_timeout({dist.group.WORLD, *own}, timeout)
 
 
 def _collection(tensor: ProcessGroup, sequence: ProcessGroup) -> ProcessGroupCollection:

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from eagle3.errors import UserError
-from eagle3.planning.costs import Machine, step_seconds
 from eagle3.planning.memory import rank_bytes
-from eagle3.planning.step import Planned, Share, Sizes
+from eagle3.planning.step import Machine, Planned, Share, Sizes, step_seconds
 
 # Of a GPU's memory: the CUDA context, NCCL's and cuBLAS's buffers, and what the allocator cannot use.
 RESERVED = 0.08
@@ -44,7 +43,19 @@ MOST_TOKENS = 2**27
 def longest_context(planned: Planned, document: Callable[[int], PlannedStream], usable: float) -> int | None:
     """Tokens of the longest single document that a rank holds in `usable` bytes, in whole STEPs; None where that is
     beyond MOST_TOKENS. document: the stream of one with so many tokens."""
-    return _longest(lambda tokens: document(tokens).needs(planned) <= usable)
+
+    def fits(steps: int) -> bool:
+        return document(steps * STEP).needs(planned) <= usable
+
+    low, high = 0, 1
+    while fits(high):
+        low, high = high, 2 * high
+        if high * STEP > MOST_TOKENS:
+            return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low * STEP
 
 
 def longest_of_any_layout(planned: Planned, gpus: int, supervised: float, usable: float) -> int | None:
@@ -106,18 +117,6 @@ def _cost(fitted: Fitted) -> tuple[float, float]:
     streamed = 1.001 if planned.residence == "host" else 1  # copies that compute hides, if all goes well
     seconds = step_seconds(planned, stream.share(planned)) * streamed
     return seconds * planned.sizes.tensor * planned.sizes.sequence / stream.tokens, stream.needs(planned)
-
-
-def _longest(fits: Callable[[int], bool]) -> int | None:
-    low, high = 0, 1
-    while fits(high * STEP):
-        low, high = high, 2 * high
-        if high * STEP > MOST_TOKENS:
-            return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle * STEP) else (low, middle)
-    return low * STEP
 
 
 def _divisors(number: int) -> list[int]:

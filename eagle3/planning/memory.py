@@ -10,7 +10,7 @@ from collections import Counter
 from eagle3.attention.schedule import KEY_BLOCK, QUERY_BLOCK
 from eagle3.objective.distill import loss_row_bytes, loss_rows
 from eagle3.objective.recompute import chunk_token_bytes, chunk_tokens
-from eagle3.planning.step import Planned, Share, Weights
+from eagle3.planning.step import Planned, Share
 
 # What takes memory -> bytes, in the phase of a step that holds most.
 Bytes = Counter[str]
@@ -25,7 +25,7 @@ def step_bytes(planned: Planned, share: Share) -> Bytes:
 def engine_bytes(planned: Planned) -> Bytes:
     """What DeepSpeed ZeRO-2 holds beside the draft's own weights: fp32 masters and AdamW's two moments and the reduced
     gradients, dealt to data and sequence ranks; buckets for gradients under way."""
-    trained = Weights.of(planned.draft, planned.sizes.tensor).trained
+    trained = planned.weights.trained
     part = math.ceil(trained / (planned.sizes.data * planned.sizes.sequence))
     return Counter(
         {
@@ -67,20 +67,20 @@ def _phases(planned: Planned, share: Share) -> list[Bytes]:
 def _held(planned: Planned, share: Share) -> Bytes:
     """From the begin of the step to its end."""
     draft, size, steps = planned.draft, planned.itemsize, planned.steps
-    weights = Weights.of(draft, planned.sizes.tensor)
     group = planned.sizes.ulysses
     index = 3 * share.keys + (2 + 2 * steps + 2 * group) * share.queries + group * planned.sizes.ring * share.keys
     streamed = planned.residence == "host"
     chunk = min(share.rows, chunk_tokens(draft, planned.sizes.tensor, planned.dtype, planned.memory.block_bytes))
     aux, logits = 2 * chunk if streamed else share.rows, planned.logit_bytes is not None
     last = 0 if streamed and not logits else share.teacher
-    columns = draft.draft_vocab_size // planned.sizes.tensor
     if streamed:  # two blocks of the loss; of hidden states they are not worth counting
-        last = min(last, 2 * loss_rows(steps, columns, draft.hidden_size, planned.dtype, planned.memory.block_bytes))
+        last = min(
+            last, 2 * loss_rows(steps, planned.columns, draft.hidden_size, planned.dtype, planned.memory.block_bytes)
+        )
     return Counter(
         {
-            "weights": (weights.trained + weights.embedding) * size,
-            "teacher head": 0 if logits else columns * draft.target_hidden_size * size,
+            "weights": (planned.weights.trained + planned.weights.embedding) * size,
+            "teacher head": 0 if logits else planned.columns * draft.target_hidden_size * size,
             "hidden states": 3 * aux * draft.target_hidden_size * size + last * planned.teacher_bytes,
             "indices": INDEX * index + share.teacher * (9 * steps + INDEX + planned.exact),
             "keys": _shared_keys(planned, share) * size,
@@ -125,20 +125,17 @@ def _norm_bytes(planned: Planned, states: int, learned: int, results: int) -> in
     """What norms of `states` hidden states (`learned` of which have a gradient) keep for their backward pass, beside the
     input, when `results` of their outputs are kept. On CPUs a norm is several operations, in fp32 at least."""
     width, size, exact = planned.draft.hidden_size, planned.itemsize, planned.exact
-    kept = results * size * width
-    if planned.device == "cpu":
-        kept += width * exact * (states if size == exact else states + learned)
-    return kept
+    widened = (states if size == exact else states + learned) if planned.device == "cpu" else 0
+    return width * (results * size + exact * widened)
 
 
 def _distilling(planned: Planned, share: Share) -> Bytes:
     """At the end of the forward pass: all steps' outputs, their gradients, a block of the loss."""
-    draft, size, sizes = planned.draft, planned.itemsize, planned.sizes
-    columns = draft.draft_vocab_size // sizes.tensor
+    draft, size = planned.draft, planned.itemsize
     outputs = share.queries * draft.hidden_size * size
-    rows = loss_rows(planned.steps, columns, draft.hidden_size, planned.dtype, planned.memory.block_bytes)
-    block = min(rows, share.teacher) * loss_row_bytes(planned.steps, columns, draft.hidden_size, planned.dtype)
-    head = columns * draft.hidden_size
+    rows = loss_rows(planned.steps, planned.columns, draft.hidden_size, planned.dtype, planned.memory.block_bytes)
+    block = min(rows, share.teacher) * loss_row_bytes(planned.steps, planned.columns, draft.hidden_size, planned.dtype)
+    head = planned.columns * draft.hidden_size
     return Counter(
         {
             "queries": _kept(planned, share, 0, planned.steps - 1) + (1 + planned.steps) * outputs,
@@ -156,11 +153,11 @@ def _backward_base(planned: Planned, share: Share, step: int) -> Bytes:
     hidden = share.queries * draft.hidden_size * size
     own = 2 * planned.key_width * size * share.queries
     later = step < planned.steps - 1
-    weights = Weights.of(draft, planned.sizes.tensor)
     return Counter(
         {
             "queries": _kept(planned, share, 0, step) + (step + 1) * hidden + (step * own if later else 0),
-            "gradients": (weights.head + (weights.project + weights.finish if later else 0)) * size,
+            "gradients": (planned.weights.head + (planned.weights.project + planned.weights.finish if later else 0))
+            * size,
         }
     )
 
@@ -178,9 +175,8 @@ def _parts(planned: Planned, rows: int, weights: int, wide: bool = True) -> Byte
 
 def _rebuilt_attention(planned: Planned, share: Share, step: int) -> int:
     """q, out and the merged output that full recompute has made again."""
-    if planned.memory.recompute != "full":
-        return 0
-    return (3 if step else 2) * share.queries * planned.query_width * planned.itemsize
+    rebuilt = (3 if step else 2) if planned.memory.recompute == "full" else 0
+    return rebuilt * share.queries * planned.query_width * planned.itemsize
 
 
 def _freed(planned: Planned, share: Share, step: int, attended: bool) -> int:
@@ -193,10 +189,13 @@ def _freed(planned: Planned, share: Share, step: int, attended: bool) -> int:
 
 
 def _finishing(planned: Planned, share: Share, step: int) -> Bytes:
-    weights = Weights.of(planned.draft, planned.sizes.tensor)
     made = share.queries * (planned.draft.hidden_size + planned.query_width) * planned.itemsize
-    queries = Counter({"queries": made + _rebuilt_attention(planned, share, step)})
-    return _backward_base(planned, share, step) + queries + _parts(planned, share.queries, weights.finish)
+    made += _rebuilt_attention(planned, share, step)
+    return (
+        _backward_base(planned, share, step)
+        + Counter({"queries": made})
+        + _parts(planned, share.queries, planned.weights.finish)
+    )
 
 
 def _attending(planned: Planned, share: Share, step: int) -> Bytes:
@@ -207,7 +206,6 @@ def _attending(planned: Planned, share: Share, step: int) -> Bytes:
     # gradients of the merged output (gone already where autograd alone holds it), of out, and q's from either
     upstream = (3 if planned.memory.recompute == "full" else 2) if step else 1
     attention = one * size * upstream + one * (exact + (size if size < exact else 0))
-    weights = Weights.of(draft, planned.sizes.tensor)
     tile = min(KEY_BLOCK, share.longest), min(QUERY_BLOCK, share.queries)
     widths = (draft.num_key_value_heads, draft.num_attention_heads)
     # gradients of a block's keys, values and queries; in half precision a CPU has fp32 copies of all
@@ -220,7 +218,7 @@ def _attending(planned: Planned, share: Share, step: int) -> Bytes:
             + _rebuilt_attention(planned, share, step)
             - _freed(planned, share, step, attended=False),
             "keys": _key_gradient(planned, share),
-            "gradients": weights.finish * size,
+            "gradients": planned.weights.finish * size,
             "attention block": working * draft.head_dim // planned.sizes.tensor // planned.sizes.ulysses,
         }
     )
@@ -228,45 +226,49 @@ def _attending(planned: Planned, share: Share, step: int) -> Bytes:
 
 def _projecting(planned: Planned, share: Share, step: int) -> Bytes:
     draft, size = planned.draft, planned.itemsize
-    weights = Weights.of(draft, planned.sizes.tensor)
     own = 2 * planned.key_width * size * share.queries * step
     made = share.queries * (2 * draft.hidden_size + planned.query_width) * size + own
     made -= _freed(planned, share, step, attended=True)
-    held = Counter({"queries": made, "keys": _key_gradient(planned, share), "gradients": weights.finish * size})
-    return _backward_base(planned, share, step) + held + _parts(planned, share.queries, weights.project, wide=False)
+    held = Counter({"queries": made, "keys": _key_gradient(planned, share), "gradients": planned.weights.finish * size})
+    return (
+        _backward_base(planned, share, step)
+        + held
+        + _parts(planned, share.queries, planned.weights.project, wide=False)
+    )
 
 
 def _homing(planned: Planned, share: Share) -> Bytes:
     """After the last step: the gradients of K_0, V_0 go home, in the keys' number format; all others are there."""
-    home = 2 * share.keys * planned.key_width * planned.itemsize
-    return _entered(planned, share) + Counter({"keys": home + _key_gradient(planned, share)})
+    return _entered(planned, share) + Counter({"keys": _home(planned, share) + _key_gradient(planned, share)})
 
 
 def _entering(planned: Planned, share: Share) -> Bytes:
     """At the very end: chunks of what became K_0, V_0 and the queries' first states."""
-    home = 2 * share.keys * planned.key_width * planned.itemsize
-    weights = Weights.of(planned.draft, planned.sizes.tensor)
-    parts = _parts(planned, share.rows, weights.entry, wide=False)
-    return _entered(planned, share) + Counter({"keys": 2 * home}) + parts
+    parts = _parts(planned, share.rows, planned.weights.entry, wide=False)
+    return _entered(planned, share) + Counter({"keys": 2 * _home(planned, share)}) + parts
+
+
+def _home(planned: Planned, share: Share) -> int:
+    return 2 * share.keys * planned.key_width * planned.itemsize
 
 
 def _entered(planned: Planned, share: Share) -> Bytes:
-    weights = Weights.of(planned.draft, planned.sizes.tensor)
-    made = weights.head + weights.project + weights.finish
-    hidden = share.queries * planned.draft.hidden_size
-    return Counter({"queries": hidden * planned.itemsize, "gradients": made * planned.itemsize})
+    made, size = planned.weights.head + planned.weights.project + planned.weights.finish, planned.itemsize
+    return Counter({"queries": share.queries * planned.draft.hidden_size * size, "gradients": made * size})
 
 
 def _kept_entry(planned: Planned, share: Share) -> Bytes:
     """Where nothing is recomputed: the keys' fused states and the input of their projections."""
-    width, size = planned.draft.hidden_size, planned.itemsize
-    kept = share.keys * (3 * width * size + _norm_bytes(planned, 2, 1, 0))
-    return Counter({"queries": kept})
+    states = 3 * planned.draft.hidden_size * planned.itemsize
+    return Counter({"queries": share.keys * (states + _norm_bytes(planned, 2, 1, 0))})
 
 
 def _plainly(planned: Planned, share: Share, step: int) -> Bytes:
     """With nothing recomputed: a gradient of the MLP's width beside what was kept."""
-    weights = Weights.of(planned.draft, planned.sizes.tensor)
     made = share.queries * planned.itemsize * planned.draft.intermediate_size // planned.sizes.tensor
-    held = {"queries": made, "keys": _key_gradient(planned, share), "gradients": weights.finish * planned.itemsize}
+    held = {
+        "queries": made,
+        "keys": _key_gradient(planned, share),
+        "gradients": planned.weights.finish * planned.itemsize,
+    }
     return _backward_base(planned, share, step) + Counter(held)

@@ -3,6 +3,7 @@
 import datetime
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,19 +43,19 @@ def check_all_reduce(cluster: Cluster, device: torch.device, timeout: datetime.t
     """Collective. timeout: of the groups that are formed for it; above PATIENCE, so that a rank tells what it met."""
     if len(cluster.nodes) == 1:
         return [Finding("all-reduce", "note", "one process, nothing to add up")]
-    circles: dict[str, list[list[int]]] = {}
-    if any(len(ranks) > 1 for ranks in cluster.ranks.values()):
-        circles["all-reduce inside a node"] = [ranks for ranks in cluster.ranks.values() if len(ranks) > 1]
-    if len(cluster.ranks) > 1:
-        circles["all-reduce between nodes"] = [cluster.leaders]
-        if len(cluster.nodes) > len(cluster.ranks):
-            circles["all-reduce of all"] = [[*range(len(cluster.nodes))]]
+    inside = [ranks for ranks in cluster.ranks.values() if len(ranks) > 1]
+    between = [cluster.leaders] if len(cluster.ranks) > 1 else []
+    circles = {
+        "all-reduce inside a node": inside,
+        "all-reduce between nodes": between,
+        "all-reduce of all": [[*range(len(cluster.nodes))]] if inside and between else [],
+    }
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     findings = []
-    for what, rings in circles.items():
+    for what, rings in ((what, rings) for what, rings in circles.items() if rings):
         groups = [dist.new_group(ranks, timeout=timeout) for ranks in rings]  # every rank must form all of them
         mine = [group for ranks, group in zip(rings, groups, strict=True) if cluster.rank in ranks]
-        measured = cluster.ask((lambda group=mine[0]: measure(group, device)) if mine else None, Reduced._make)
+        measured = cluster.ask(partial(measure, mine[0], device) if mine else None, Reduced._make)
         ports = 0.0 if "inside" in what else max(cluster.gather(port_speed()))
         spec = None if name is None else link_speed(name) if "inside" in what else ports or ETHERNET
         findings.append(judge_reduction(cluster, what, measured, spec))
@@ -85,18 +86,16 @@ def measure(group: ProcessGroup, device: torch.device) -> Reduced:
 def judge_reduction(cluster: Cluster, name: str, measured: dict[int, Reduced], spec: float | None) -> Finding:
     """spec: GB/s that the link should have; None where a speed says nothing, as on CPUs."""
     if reasons := troubled(measured):
-        found = f"did not end on {cluster.named([*reasons])}: {next(iter(reasons.values()))}"
-        return Finding(name, "failed", found, REMEDY)
+        return Finding(
+            name, "failed", f"did not end on {cluster.named([*reasons])}: {next(iter(reasons.values()))}", REMEDY
+        )
     if wrong := [rank for rank, reduced in measured.items() if not reduced.exact]:
         found = f"the sum is wrong on {cluster.named(wrong)}: a GPU or a link corrupts data"
         return Finding(name, "failed", found, "take the node out of the job, and look at dmesg and nvidia-smi -q there")
-    rank = min(measured, key=lambda rank: measured[rank].gigabytes)
-    speed = measured[rank].gigabytes
+    speed, rank = min((reduced.gigabytes, rank) for rank, reduced in measured.items())
     found = f"{speed:.2f} GB/s of bus bandwidth (least: {cluster.named([rank])}), the sums are exact"
-    if spec is None:
-        return Finding(name, "note", found)
-    if speed >= spec * FAR_BELOW:
-        return Finding(name, "ok", found)
+    if spec is None or speed >= spec * FAR_BELOW:
+        return Finding(name, "note" if spec is None else "ok", found)
     found = f"{speed:.2f} GB/s of bus bandwidth on {cluster.named([rank])}, far below the {spec:.0f} of a data sheet"
     return Finding(name, "failed", found, REMEDY)
 

@@ -4,9 +4,9 @@ as missing, whatever state the job's collectives are in."""
 import datetime
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from eagle3.errors import SharedUserError
 from eagle3.parallel.topology import node_name
 
 Gather = Callable[[Any], list[Any]]
+Value = TypeVar("Value")
 SHOWN = 4  # nodes or ranks named in one line
 
 
@@ -48,27 +49,18 @@ class Cluster:
         return [self.nodes.index(node) for node in self.ranks]
 
     @property
-    def leads(self) -> bool:
-        return self.rank in self.leaders
-
-    @property
     def ranks(self) -> dict[str, list[int]]:
         """Of each node."""
-        ranks: dict[str, list[int]] = {}
-        for rank, node in enumerate(self.nodes):
-            ranks.setdefault(node, []).append(rank)
-        return ranks
+        return owners(enumerate(self.nodes))
 
     def ask(self, work: Callable[[], Any] | None, kind: Callable[[Any], Any] = lambda value: value) -> dict[int, Any]:
         """Collective: what `work` returned on each rank that has some. A Trouble stands for an answer that the system,
         the GPU or a collective refused, so that no rank waits for one that failed. kind: makes the answer of what JSON
         keeps of it; by default it stays that."""
-        answer = None
-        if work is not None:
-            try:
-                answer = {"answer": work()}
-            except (OSError, torch.OutOfMemoryError, torch.AcceleratorError, dist.DistError) as error:
-                answer = {"trouble": in_one_line(error)}
+        try:
+            answer = None if work is None else {"answer": work()}
+        except (OSError, torch.OutOfMemoryError, torch.AcceleratorError, dist.DistError) as error:
+            answer = {"trouble": in_one_line(error)}
         return {
             rank: Trouble(each["trouble"]) if "trouble" in each else kind(each["answer"])
             for rank, each in enumerate(self.gather(answer))
@@ -77,7 +69,7 @@ class Cluster:
 
     def ask_leaders(self, work: Callable[[], Any]) -> dict[int, Any]:
         """Collective: `work` on the first rank of each node."""
-        return self.ask(work if self.leads else None)
+        return self.ask(work if self.rank in self.leaders else None)
 
     def named(self, ranks: Sequence[int]) -> str:
         """`node a`, `nodes a, b`, or `rank 3 on a` for a part of a node's ranks."""
@@ -93,6 +85,14 @@ class Cluster:
     def where(self, leaders: Sequence[int]) -> str:
         """The nodes that these ranks lead, for what is asked once a node."""
         return self.named([rank for leader in leaders for rank in self.ranks[self.nodes[leader]]])
+
+
+def owners(values: Iterable[tuple[int, Value]]) -> dict[Value, list[int]]:
+    """Of (rank, what it has): which ranks have the same."""
+    found: dict[Value, list[int]] = {}
+    for rank, value in values:
+        found.setdefault(value, []).append(rank)
+    return found
 
 
 def troubled(answers: dict[int, Any]) -> dict[int, str]:

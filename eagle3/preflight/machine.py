@@ -3,14 +3,14 @@
 import resource
 import shutil
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from eagle3.preflight.cluster import Cluster, Finding, troubled
+from eagle3.preflight.cluster import Cluster, Finding, owners, troubled
 
 MOST_SKEW = 2.0  # seconds
 CLOCK_ROUNDS = 8
@@ -42,22 +42,23 @@ def check_gpus(cluster: Cluster, device: torch.device) -> Finding:
     if reasons := troubled(seen):
         rank, reason = next(iter(reasons.items()))
         return Finding(name, "failed", f"{cluster.named([rank])}: {reason}", "look at nvidia-smi there")
-    kinds = defaultdict(list)
-    for rank, gpu in seen.items():
-        kinds[gpu.name].append(rank)
+    kinds = owners((rank, gpu.name) for rank, gpu in seen.items())
     if len(kinds) > 1:
-        found = "; ".join(f"{kind} on {cluster.named(ranks)}" for kind, ranks in kinds.items())
-        return Finding(name, "failed", found, "use nodes with the same GPUs: the slowest one sets the pace of all")
+        return Finding(
+            name,
+            "failed",
+            "; ".join(f"{kind} on {cluster.named(ranks)}" for kind, ranks in kinds.items()),
+            "use nodes with the same GPUs: the slowest one sets the pace of all",
+        )
     for node, ranks in cluster.ranks.items():
         unit, times = Counter(seen[rank].unit for rank in ranks).most_common(1)[0]
         if times > 1:
-            found = f"{times} processes on one GPU of {node} ({unit}), which has {seen[ranks[0]].count}"
-            return Finding(name, "failed", found, "start at most one process a GPU")
+            shared = f"{times} processes on one GPU of {node} ({unit}), which has {seen[ranks[0]].count}"
+            return Finding(name, "failed", shared, "start at most one process a GPU")
     free, rank = min((gpu.free, rank) for rank, gpu in seen.items())
-    gib = 2**30
     found = (
-        f"{len(seen)} x {next(iter(kinds))} on {len(cluster.ranks)} node(s); least free memory {free / gib:.1f} of "
-        f"{seen[rank].total / gib:.1f} GiB ({cluster.named([rank])})"
+        f"{len(seen)} x {next(iter(kinds))} on {len(cluster.ranks)} node(s); least free memory {free / 2**30:.1f} of "
+        f"{seen[rank].total / 2**30:.1f} GiB ({cluster.named([rank])})"
     )
     return Finding(name, "ok", found)
 
@@ -81,9 +82,8 @@ def check_clocks(cluster: Cluster, clock: Callable[[], float] = time.time) -> Fi
     uncertainty, clocks = min(rounds)
     early, late = (clocks.index(extreme(clocks)) for extreme in (min, max))
     skew = clocks[late] - clocks[early]
-    found = f"at most {skew:.3f} s apart, +- {uncertainty:.3f} s"
     if skew - uncertainty <= MOST_SKEW:
-        return Finding("clocks", "ok", found)
+        return Finding("clocks", "ok", f"at most {skew:.3f} s apart, +- {uncertainty:.3f} s")
     found = f"{cluster.named([late])} is {skew:.1f} s ahead of {cluster.named([early])}, +- {uncertainty:.3f} s"
     remedy = "run chrony or ntpd on every node (chronyc tracking): files' times, logs and TLS go wrong otherwise"
     return Finding("clocks", "failed", found, remedy)
@@ -102,8 +102,7 @@ def open_files() -> int:
 
 def judge_open_files(cluster: Cluster, limits: dict[int, int]) -> Finding:
     """limits: of each rank."""
-    least = min(limits.values())
-    low = [rank for rank, limit in limits.items() if limit == least]
+    least, low = min(owners(limits.items()).items())
     if least >= LEAST_OPEN_FILES:
         return Finding("open files", "ok", f"{least} allowed")
     return Finding(
@@ -116,16 +115,11 @@ def judge_open_files(cluster: Cluster, limits: dict[int, int]) -> Finding:
 
 
 def check_shared_memory(cluster: Cluster, folder: Path = Path("/dev/shm")) -> Finding:
-    rooms = cluster.ask_leaders(lambda: _free_and_total(folder))
+    rooms = cluster.ask_leaders(lambda: [*shutil.disk_usage(folder)])
     if reasons := troubled(rooms):
         return Finding("shared memory", "note", f"{cluster.where([*reasons])}: {next(iter(reasons.values()))}")
-    (free, total), rank = min((room, rank) for rank, room in rooms.items())
+    free, total, rank = min((free, total, rank) for rank, (total, _, free) in rooms.items())
     found = f"{folder}: {free / 2**30:.2f} of {total / 2**30:.2f} GiB free ({cluster.where([rank])} has least)"
     if free < SMALL_SHARED_MEMORY:
         found += "; NCCL and SGLang's spool use it: a container gets more by --shm-size=16g or --ipc=host"
     return Finding("shared memory", "note", found)
-
-
-def _free_and_total(folder: Path) -> tuple[int, int]:
-    usage = shutil.disk_usage(folder)
-    return usage.free, usage.total

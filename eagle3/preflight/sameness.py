@@ -3,7 +3,6 @@
 import hashlib
 import platform
 import sys
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -14,7 +13,7 @@ import yaml
 
 import eagle3
 from eagle3.console import without_passwords
-from eagle3.preflight.cluster import Cluster, Finding
+from eagle3.preflight.cluster import Cluster, Finding, owners
 
 # What one rank has: a name (of a package, a file, a key) -> its value, as a person can read it.
 Traits = dict[str, str]
@@ -76,8 +75,8 @@ def compare(cluster: Cluster, name: str, mine: Traits) -> Finding:
         return difference(cluster, name, cluster.gather(mine))
     if name == "versions":
         return Finding(name, "ok", ", ".join(f"{key} {value}" for key, value in mine.items()))
-    entries = f"{len(mine)} {ENTRIES[name]}"
-    return Finding(name, "ok", f"the same on all ranks ({entries}, sha256 {digests[0][:DIGITS]})")
+    same = f"the same on all ranks ({len(mine)} {ENTRIES[name]}, sha256 {digests[0][:DIGITS]})"
+    return Finding(name, "ok", same)
 
 
 def difference(cluster: Cluster, name: str, everyones: Sequence[Traits]) -> Finding:
@@ -85,10 +84,8 @@ def difference(cluster: Cluster, name: str, everyones: Sequence[Traits]) -> Find
     keys = dict.fromkeys(key for traits in everyones for key in traits)  # in the order of their file
     differing = [key for key in keys if len({traits.get(key) for traits in everyones}) > 1]
     assert differing, f"{name}: digests differ and traits do not"
-    ranks: dict[str, list[int]] = defaultdict(list)
-    for rank, traits in enumerate(everyones):
-        ranks[traits.get(differing[0], ABSENT)].append(rank)
-    held = "; ".join(f"{_shown(value)} on {cluster.named(owners)}" for value, owners in ranks.items())
+    having = owners((rank, traits.get(differing[0], ABSENT)) for rank, traits in enumerate(everyones))
+    held = "; ".join(f"{_shown(value)} on {cluster.named(ranks)}" for value, ranks in having.items())
     more = f" (and {len(differing) - 1} more differ)" if len(differing) > 1 else ""
     return Finding(name, "failed", f"{differing[0]}: {held}{more}", REMEDIES[name])
 

@@ -20,6 +20,7 @@ from eagle3.console import waiting
 from eagle3.durable import file_digest, flush, publish
 from eagle3.errors import SharedUserError, UserError, shown
 from eagle3.parallel.topology import agreed
+from eagle3.patches import noted_failures
 from eagle3.training import safe_loading
 from eagle3.training.manifest import DAMAGED, MANIFEST, Manifest, Problem
 from eagle3.training.safe_loading import plain_loads, require_plain
@@ -72,7 +73,7 @@ class Checkpoints:
         _remove(partial if first else None)
         dist.barrier()
         state = {"step": step, "progress": progress, **_random_state()}
-        with _noting(engine) as failures:
+        with noted_failures(engine) as failures:
             try:
                 engine.save_checkpoint(
                     str(self.folder),
@@ -282,26 +283,6 @@ def _converted(path: Path) -> Iterator[Path]:
         dist.barrier()  # all have read it
     finally:
         _remove(folder if first else None)
-
-
-@contextmanager
-def _noting(engine: DeepSpeedEngine) -> Iterator[list[str]]:
-    """Inside, what cannot be written is noted and not raised: no rank leaves the others in DeepSpeed's barriers."""
-    failures: list[str] = []
-    writer = engine.checkpoint_engine
-    write = writer.save
-
-    def noted(state_dict: dict[str, Any], path: str) -> None:
-        try:
-            write(state_dict, path)
-        except (OSError, RuntimeError) as error:  # the second is how torch's own writer says that a disk is full
-            failures.append(f"{path}: {error}")
-
-    writer.save = noted
-    try:
-        yield failures
-    finally:
-        del writer.save
 
 
 def _remove(folder: Path | None) -> None:

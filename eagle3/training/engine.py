@@ -1,7 +1,9 @@
-"""The DeepSpeed engine: its file filled from the recipe, its groups from the topology, its gradients read back."""
+"""The DeepSpeed engine: its file filled from the recipe, its groups from the topology, its learning rate over a run, its gradients
+read back."""
 
 import inspect
 import logging
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from pydantic import ValidationError
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
 
 from eagle3.draft.interchange import is_cut
 from eagle3.draft.model import Eagle3Draft
@@ -46,7 +49,7 @@ def start_engine(
     objective: DraftObjective,
     topology: Topology,
     config: dict[str, Any],
-    schedule: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None,
+    schedule: Callable[[torch.optim.Optimizer], LambdaLR] | None = None,
 ) -> DeepSpeedEngine:
     """Wrap the objective in DeepSpeed (ZeRO, AdamW) with this topology's groups. `schedule` makes the rate's schedule."""
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
@@ -59,6 +62,25 @@ def start_engine(
         lr_scheduler=schedule,
     )
     return engine
+
+
+def warmup_cosine(steps: int, warmup_fraction: float, final_fraction: float) -> Callable[[int], float]:
+    """Share of the learning rate for step 0..steps-1: rises over the first warmup_fraction of the steps (never from 0
+    itself, which would waste a step), then falls as a cosine to final_fraction."""
+    warmup = round(steps * warmup_fraction)
+
+    def share(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
+        progress = min(1.0, (step - warmup) / max(1, steps - warmup))
+        return final_fraction + (1 - final_fraction) * 0.5 * (1 + math.cos(math.pi * progress))
+
+    return share
+
+
+def scheduler(steps: int, warmup_fraction: float, final_fraction: float) -> Callable[[torch.optim.Optimizer], LambdaLR]:
+    """What DeepSpeed takes as lr_scheduler: it steps and checkpoints it."""
+    return lambda optimizer: LambdaLR(optimizer, warmup_cosine(steps, warmup_fraction, final_fraction))
 
 
 def gradient_scale(data_ranks: int, accumulation: int) -> int:

@@ -12,9 +12,7 @@ numpy's array, and an array of objects over bytes of a file's choice is a pointe
 is DeepSpeed's conversion to a universal checkpoint, guarded in the same way.
 """
 
-import copyreg
 import io
-import os
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -29,8 +27,8 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from eagle3.errors import UserError
+from eagle3.patches import FORCE, loads_restricted_to
 
-FORCE, FORBID = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"  # torch takes one of them at most
 UINT32 = "u4"
 Readable = Callable[..., Any] | tuple[Callable[..., Any], str]
 
@@ -58,9 +56,6 @@ def _old_array(*_: Any) -> OldArray:
     return OldArray()
 
 
-# By its value on every Python: 3.11.0 to 3.11.4 pickle members as getattr(class, name), and getattr is nothing to let a file call.
-copyreg.pickle(ZeroStageEnum, lambda member: (ZeroStageEnum, (member.value,)))
-
 READABLE: list[Readable] = [
     LossScaler,
     ZeroStageEnum,
@@ -76,17 +71,9 @@ READABLE: list[Readable] = [
 def plain_loads() -> Iterator[None]:
     """Inside, every torch.load of this process, and of those it starts, takes plain data and what is READABLE, whatever
     its caller asks for. Raises UserError where this torch does not obey."""
-    environment = {name: os.environ.pop(name, None) for name in (FORCE, FORBID)}
-    others = torch.serialization.get_safe_globals()
-    _allow(READABLE)
-    os.environ[FORCE] = "1"
-    try:
+    with loads_restricted_to(READABLE):
         require_obedience()
         yield
-    finally:
-        del os.environ[FORCE]
-        os.environ.update({name: value for name, value in environment.items() if value is not None})
-        _allow(others)
 
 
 def require_plain(folder: Path) -> None:
@@ -109,11 +96,6 @@ def _unreadable(file: Path, error: Exception) -> str:
         if named := torch.serialization.get_unsafe_globals_in_checkpoint(file):
             return ", ".join(sorted(named))
     return type(error).__name__
-
-
-def _allow(names: list[Readable]) -> None:
-    torch.serialization.clear_safe_globals()
-    torch.serialization.add_safe_globals(names)
 
 
 def require_obedience() -> None:

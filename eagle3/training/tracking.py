@@ -100,26 +100,21 @@ def _does_not_begin(project: str, why: str) -> UserError:
 
 
 class Profiler:
-    """Traces steps start..start+steps-1 (counted from 1) into `folder`/trace-rank*.json, for chrome://tracing or Perfetto."""
+    """Traces `steps` (counted from 1) into `folder`/trace-rank*.json, for chrome://tracing or Perfetto."""
 
-    def __init__(self, folder: Path | None, start: int, steps: int) -> None:
-        self.folder, self.first, self.last, self.trace = folder, start, start + steps - 1, None
-
-    @classmethod
-    def off(cls) -> "Profiler":
-        return cls(None, 0, 0)
+    def __init__(self, folder: Path, steps: range) -> None:
+        self.folder, self.steps, self.trace = folder, steps, None
 
     def before(self, step: int) -> None:
-        if self.folder and step == self.first:
+        if self.steps and step == self.steps[0]:
             self.trace = torch.profiler.profile(record_shapes=True, profile_memory=True)
             self.trace.start()
 
     def after(self, step: int) -> None:
-        if self.trace and step == self.last:
+        if self.trace and step == self.steps[-1]:
             self.trace.stop()
             self.folder.mkdir(exist_ok=True)
-            rank = torch.distributed.get_rank()
-            self.trace.export_chrome_trace(str(self.folder / f"trace-rank{rank}.json"))
+            self.trace.export_chrome_trace(str(self.folder / f"trace-rank{torch.distributed.get_rank()}.json"))
             self.trace = None
 
 

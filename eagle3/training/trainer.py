@@ -4,7 +4,8 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
+from operator import add
 
 import torch
 import torch.distributed as dist
@@ -21,11 +22,11 @@ from eagle3.objective.model import BatchMaker, MicroBatch
 from eagle3.parallel.agreement import require_agreement
 from eagle3.parallel.topology import Topology, agreed
 from eagle3.parallel.watchdog import Watchdog
+from eagle3.patches import NormLimit, Taken
 from eagle3.recipe.schema import Recipe, Training
 from eagle3.states.loader import Drawn, LoadedStream, StreamLoader, draw_batch
 from eagle3.training.checkpoint import Checkpoints, Resumed, other_data
 from eagle3.training.run_folder import RunFolder
-from eagle3.training.skipping import NormLimit, Taken, describe_skipped
 from eagle3.training.stopping import RunStopped, StopSignals
 from eagle3.training.tracking import Profiler, Tracker, memory_gib
 
@@ -90,7 +91,8 @@ class Trainer:
         )
         pace = Pace(start, self.steps)
         profile = self.training.profile
-        profiler = Profiler(self.folder.profile, profile.start, profile.steps) if profile else Profiler.off()
+        traced = range(profile.start, profile.start + profile.steps) if profile else range(0)
+        profiler = Profiler(self.folder.profile, traced)
         stop.stepping = True
         for step in range(start, self.steps):
             profiler.before(step + 1)
@@ -99,8 +101,7 @@ class Trainer:
             profiler.after(done)
             if tracker:
                 seconds, left = pace.after(done)
-                speed = metrics.tokens / seconds
-                memory = memory_gib(self.topology.device)
+                speed, memory = metrics.tokens / seconds, memory_gib(self.topology.device)
                 numbers = {
                     "learning_rate": rate,
                     "gradient_norm": taken.norm,
@@ -120,7 +121,8 @@ class Trainer:
             asked = self._asked(stop)
             if best or last or asked or done % self.training.checkpoint_every == 0:
                 self.watchdog.at(f"the checkpoint of step {done}", quiet=True)
-                self._require_folder()
+                # where the folder is another run's now, nothing is written there
+                agreed(self.folder.require_held if self.topology.is_first else None)
                 self.checkpoints.save(self.engine, done, vars(self.course), self.course.best_step)
             if asked:
                 raise RunStopped(asked, f"after step {done} of {self.steps}: checkpoint written", together=True)
@@ -142,10 +144,6 @@ class Trainer:
             return self.steps
         self.console(f"exporting the checkpoint of step {best}: the most accepted drafts held out")
         return best
-
-    def _require_folder(self) -> None:
-        """Raises UserError on every rank where the folder is another run's now: nothing is written there."""
-        agreed(self.folder.require_held if self.topology.is_first else None)
 
     def _resume(self) -> int:
         self.watchdog.at("loading a checkpoint", quiet=True)
@@ -199,14 +197,14 @@ class Trainer:
         needed = self._sums(streams) if self.loss_config.needs_sums else None
         weights = step_weights(self.loss_config, counts, needed)
         rate = self.engine.get_lr()[0]
-        total: StepSums | None = None
+        sums: list[StepSums] = []
         for number, stream in enumerate(streams):  # on the device one at a time
             self.watchdog.at(f"step {step + 1}, stream {number + 1} of {accumulation}")
             distilled = self.engine(self._micro_batch(stream), weights)
             self.engine.backward(distilled.surrogate * self.gradient_scale)
             self.engine.step()
-            total = distilled.sums if total is None else total + distilled.sums
-        metrics = batch_metrics(self.loss_config, sum_sums(total, self.topology.batch), counts)
+            sums.append(distilled.sums)
+        metrics = batch_metrics(self.loss_config, sum_sums(reduce(add, sums), self.topology.batch), counts)
         taken = self.norms.taken()
         if taken.skipped:
             self.engine.lr_scheduler.step()  # the rate follows the steps, taken or not
@@ -227,7 +225,9 @@ class Trainer:
         if tracker:
             counted = {"skipped": self.course.skipped, "in_a_row": self.course.skipped_in_a_row}
             tracker.write(step + 1, "skipped", {"gradient_norm": taken.norm, **counted, "samples": samples})
-        warning = describe_skipped(step + 1, taken, self.training.skip_above_norm, samples)
+        limit = f"{taken.norm:.4g}, above training.skip_above_norm {self.training.skip_above_norm:g}"
+        norm = limit if math.isfinite(taken.norm) else "not finite"
+        warning = f"step {step + 1}, skipped for its gradient norm, {norm}, with the samples {', '.join(samples)}"
         self.console.warn(warning)
         if self.course.skipped_in_a_row >= self.training.most_skipped:
             raise SharedUserError(
@@ -244,7 +244,7 @@ class Trainer:
             return False
         size = self.training.global_batch_size
         contexts = contexts_up_to(int(loader.samples.lengths[:count].max()))
-        sums, counts, by_context = None, None, None
+        sums, counts, by_context = [], [], []
         progress = Progress(self.console, "measuring on held-out samples", count, "samples")
         for start in range(0, count, size):
             self.watchdog.at(f"the held-out measurement of step {step}, from sample {start}")
@@ -252,19 +252,18 @@ class Trainer:
             streams = loader.load(batch, accumulation=1)
             for stream in streams:
                 distilled = self._without_gradients(stream)
-                sums = _added(sums, distilled.sums)
-                found = count_by_context(stream.stream, stream.plan, distilled.correct, contexts)
-                by_context = _added(by_context, found)
-            counts = _added(counts, self._counts(streams))
+                sums.append(distilled.sums)
+                by_context.append(count_by_context(stream.stream, stream.plan, distilled.correct, contexts))
+            counts.append(self._counts(streams))
             progress.advance(len(batch))
-        metrics = batch_metrics(self.loss_config, sum_sums(sums, self.topology.batch), counts)
-        by_context = sum_context_counts(by_context, self.topology.batch, self.topology.device)
+        metrics = batch_metrics(self.loss_config, sum_sums(reduce(add, sums), self.topology.batch), reduce(add, counts))
+        counted = sum_context_counts(reduce(add, by_context), self.topology.batch, self.topology.device)
         best = self.course.see(step, metrics)
         if tracker:
             numbers = {
                 "contexts": contexts,
-                "acceptance_by_context": by_context.acceptance(),
-                "supervised_by_context": by_context.supervised[:, 0].tolist(),
+                "acceptance_by_context": counted.acceptance(),
+                "supervised_by_context": counted.supervised[:, 0].tolist(),
             }
             tracker.write(step, "held_out", metrics.as_dict() | numbers)
             self.console(
@@ -275,10 +274,8 @@ class Trainer:
 
     def _sums(self, streams: Sequence[LoadedStream]) -> StepSums:
         """Global sums of a batch, without gradients."""
-        total = None
-        for stream in streams:
-            total = _added(total, self._without_gradients(stream).sums)
-        return sum_sums(total, self.topology.batch)
+        sums = (self._without_gradients(stream).sums for stream in streams)
+        return sum_sums(reduce(add, sums), self.topology.batch)
 
     @torch.no_grad()
     def _without_gradients(self, stream: LoadedStream) -> Distilled:
@@ -312,7 +309,3 @@ class Pace:
 
     def resume(self) -> None:
         self.mark = time.monotonic()
-
-
-def _added(total, part):
-    return part if total is None else total + part

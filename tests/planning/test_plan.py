@@ -12,10 +12,9 @@ from tiny_run import make_target, write_recipe
 from eagle3.objective.model import MemoryPlan
 from eagle3.parallel.dealing import SequenceSharding
 from eagle3.parallel.sequence import Stream, plan_sequence
-from eagle3.planning.costs import sent_bytes, step_flops
 from eagle3.planning.fitting import PlannedStream, best_layout, layouts, longest_context
 from eagle3.planning.memory import engine_bytes, rank_bytes
-from eagle3.planning.step import Planned, Share, Sizes, Weights
+from eagle3.planning.step import Planned, Share, Sizes, Weights, sent_bytes, step_flops
 
 DRAFT = draft_config(heads=8, kv_heads=4, head_dim=16)
 

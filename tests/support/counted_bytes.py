@@ -14,8 +14,7 @@ from eagle3.objective.model import DraftObjective, MemoryPlan
 from eagle3.objective.recompute import Recompute
 from eagle3.parallel.sequence import Stream, plan_sequence
 from eagle3.parallel.topology import Topology
-from eagle3.planning.costs import Traffic, sent_bytes
-from eagle3.planning.step import Planned, Share, Sizes
+from eagle3.planning.step import Planned, Share, Sizes, Traffic, sent_bytes
 
 # In bfloat16 a gradient in fp32 has twice the bytes of what it is the gradient of.
 DTYPE = torch.bfloat16

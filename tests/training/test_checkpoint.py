@@ -16,9 +16,8 @@ from eagle3.errors import UserError
 from eagle3.objective.model import DraftObjective
 from eagle3.recipe.schema import Training
 from eagle3.training.checkpoint import Checkpoints
-from eagle3.training.engine import deepspeed_config, full_weights, start_engine
+from eagle3.training.engine import deepspeed_config, full_weights, scheduler, start_engine, warmup_cosine
 from eagle3.training.run_folder import RunFolder
-from eagle3.training.schedule import scheduler, warmup_cosine
 
 RUN = "0123456789abcdef" * 2
 SHAPE = {

@@ -20,11 +20,11 @@ from eagle3.draft.config import DraftConfig
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
 from eagle3.objective.model import DraftObjective
+from eagle3.patches import FORBID, FORCE
 from eagle3.recipe.schema import Training
 from eagle3.training.checkpoint import Checkpoints, _converted
-from eagle3.training.engine import deepspeed_config, start_engine
-from eagle3.training.safe_loading import FORBID, FORCE, convert, plain_loads, require_obedience, require_plain
-from eagle3.training.schedule import scheduler
+from eagle3.training.engine import deepspeed_config, scheduler, start_engine
+from eagle3.training.safe_loading import convert, plain_loads, require_obedience, require_plain
 
 FILES = ("mp_rank_*_model_states.pt", "*_optim_states.pt")
 

@@ -13,11 +13,10 @@ from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
 from eagle3.jobs.train import train
 from eagle3.objective.model import DraftObjective
+from eagle3.patches import NormLimit
 from eagle3.recipe.loading import load_recipe
 from eagle3.recipe.schema import Training
-from eagle3.training.engine import deepspeed_config, start_engine
-from eagle3.training.schedule import scheduler
-from eagle3.training.skipping import NormLimit
+from eagle3.training.engine import deepspeed_config, scheduler, start_engine
 
 LIMIT = 1e6
 

@@ -1,0 +1,35 @@
+"""What other libraries keep to themselves is looked for before a job relies on it."""
+
+from importlib.metadata import version
+
+import pytest
+
+from eagle3.errors import UserError
+from eagle3.patches import OPERATIONS, RELIED, Relied, require_relied
+
+
+def test_the_installed_libraries_have_all_that_is_patched():
+    require_relied([*RELIED, OPERATIONS])
+
+
+@pytest.mark.parametrize(
+    ("place", "shape", "said"),
+    [
+        ("torch.distributed.distributed_c10d:_no_such", (), "is not there"),
+        ("torch.no_such_module:anything", (), "is not there"),
+        ("torch.distributed.distributed_c10d:_set_pg_timeout", ("group",), r"has another shape \(.*'timeout'"),
+        ("torch:float32", dict, r"has another shape \(<class 'torch.dtype'>, not <class 'dict'>\)"),
+    ],
+)
+def test_another_version_is_refused_by_library_version_and_attribute(place, shape, said):
+    named = f"torch {version('torch')}: {place.replace(':', '.')} {said}".replace("+", r"\+")
+    with pytest.raises(UserError, match=f"^{named}.*constraints/"):
+        require_relied([Relied("torch", place, shape)])
+
+
+def test_a_job_looks_before_it_begins(monkeypatch):
+    from eagle3.parallel import topology
+
+    monkeypatch.setattr(topology, "require_relied", lambda: require_relied([Relied("torch", "torch:gone", ())]))
+    with pytest.raises(UserError, match="torch.gone is not there"):
+        topology.start_distributed()
