@@ -27,9 +27,10 @@ from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from eagle3.demo.target import byte_level_tokenizer
-from eagle3.demo.training import LanguageModelTraining, Muon, batches, train_language_model
+from eagle3.demo.training import Muon, batches, train_language_model
 from eagle3.durable import write_text
 from eagle3.errors import run_command
+from eagle3.recipe.schema import Demo
 from eagle3.text.standard_library import standard_library_files
 
 LONGEST, PIECE = 16384, 512  # tokens of a conversation
@@ -161,8 +162,8 @@ def make(folder: Path) -> dict[str, Any]:
     point(model, batches(written(writer, 2000, 256, 768), 4096, seed=0), steps=250)
     for seed, (count, least, most, batch_tokens, steps) in enumerate(LENGTHS, start=1):
         texts = written(writer, count, least, most)
-        training = LanguageModelTraining(batch_tokens, steps, seed=seed, **RATES)
-        loss = train_language_model(model, texts, training, print)
+        demo = Demo(batch_tokens=batch_tokens, steps=steps, seed=seed, **RATES)
+        loss = train_language_model(model, texts, demo, print)
     trained = time.process_time() - began
     model.save_pretrained(folder / "target")
     tokenizer.save_pretrained(folder / "target")

@@ -15,6 +15,7 @@ from eagle3.parallel.sizes import check_sizes, launched, read_job_size
 from eagle3.preflight.inputs import require_inputs, require_servers, require_store, require_trainable, require_weights
 from eagle3.recipe.loading import dump_recipe, load_recipe
 from eagle3.recipe.schema import Recipe
+from eagle3.training.claim import holder_of
 from eagle3.training.deepspeed_file import read_deepspeed_file
 from eagle3.training.run_folder import Resume, RunFolder
 from eagle3.training.stopping import RunStopped, StopSignals
@@ -148,7 +149,7 @@ def run(recipe: Recipe, options: argparse.Namespace, stop: StopSignals) -> int:
 
     if options.check:
         layout = check_layout(recipe, options.deepspeed, options.check)
-        if holder := folder.holder():  # no mistake: the job that is checked may begin after that one's end
+        if holder := holder_of(folder.path):  # no mistake: the job that is checked may begin after that one's end
             Console(True).warn(
                 f"{folder.path}: another run writes this folder ({holder}); until its end a second is refused"
             )

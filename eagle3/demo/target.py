@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 from transformers.utils.logging import disable_progress_bar
 
 from eagle3.console import WARNING, Progress, waiting
-from eagle3.demo.training import LanguageModelTraining, measure_language_model, train_language_model
+from eagle3.demo.training import TRAINED_BY, measure_language_model, train_language_model
 from eagle3.durable import file_digest
 from eagle3.errors import UserError
 from eagle3.recipe.schema import Demo
@@ -71,7 +71,7 @@ def demo_target(
     Raises UserError for shapes that do not fit together, for too little text, and where it is not there and not to be made.
     """
     _require_shape(demo)
-    training = _training(demo)._asdict()
+    training = {name: getattr(demo, name) for name in TRAINED_BY}
     answering = {"answers": demo.answers, "answer_tokens": demo.answer_tokens}
     versions = [tokenizers.__version__, torch.__version__, transformers.__version__]
     told = [FORMAT, versions, demo_shape(demo), demo.short_context, training, answering, rows, held_out]
@@ -149,10 +149,6 @@ def demo_shape(demo: Demo) -> dict[str, Any]:
     }
 
 
-def _training(demo: Demo) -> LanguageModelTraining:
-    return LanguageModelTraining(**{name: getattr(demo, name) for name in LanguageModelTraining._fields})
-
-
 def _make(
     folder: Path,
     rows: list[dict],
@@ -183,7 +179,7 @@ def _make(
         f"demo target: {model.num_parameters() / 1e6:.1f}M parameters, {sum(map(len, documents)):,} tokens of text, "
         f"{demo.steps} steps of up to {demo.batch_tokens} tokens"
     )
-    loss = train_language_model(model, documents, _training(demo), report, short=short)
+    loss = train_language_model(model, documents, demo, report, short=short)
     held_out_loss, accuracy = measure_language_model(model, held_out_documents, demo.batch_tokens, report)
     seconds = time.monotonic() - began
     report(
@@ -229,9 +225,11 @@ def byte_level_tokenizer(rows: list[dict], vocab_size: int, context: int) -> Pre
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab_size,
+        special_tokens=special,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
     )
     bpe.train_from_iterator((text for row in rows for text in _texts(row)), trainer)
     if bpe.get_vocab_size() < vocab_size:

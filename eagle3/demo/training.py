@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaForCausalLM
 
 from eagle3.console import Progress
+from eagle3.recipe.schema import Demo
 
 WINDOW = 1024  # documents sorted by length together, so that batches carry little padding
 IGNORED = -100  # the label that transformers' loss leaves out
@@ -27,36 +28,28 @@ class Batch(NamedTuple):
     labels: torch.Tensor
 
 
-class LanguageModelTraining(NamedTuple):
-    """batch_tokens: most tokens of a step, padding included. learning_rate: of Muon, for matrices; adam_learning_rate: of AdamW,
-    for the rest. short_steps: how many of the steps come first, on short documents."""
-
-    batch_tokens: int
-    steps: int
-    learning_rate: float
-    adam_learning_rate: float
-    seed: int
-    short_steps: int = 0
+# What of a recipe's model.demo the training depends on.
+TRAINED_BY = ("batch_tokens", "steps", "learning_rate", "adam_learning_rate", "seed", "short_steps")
 
 
 def train_language_model(
     model: LlamaForCausalLM,
     documents: Sequence[torch.Tensor],
-    training: LanguageModelTraining,
+    demo: Demo,
     report: Callable[[str], None],
     short: Sequence[torch.Tensor] = (),
 ) -> float:
-    """Train in place on `documents` (int64 [T] each), the first steps on `short`. Returns the mean loss of the last tenth of
-    the steps, in nats a token."""
-    batch_tokens, steps, seed = training.batch_tokens, training.steps, training.seed
+    """Train in place on `documents` (int64 [T] each), the first steps on `short`, as `demo` says (TRAINED_BY). Returns the mean loss of
+    the last tenth of the steps, in nats a token."""
+    batch_tokens, steps, seed = demo.batch_tokens, demo.steps, demo.seed
     matrices = [weight for name, weight in model.named_parameters() if weight.ndim == 2 and ".layers." in name]
     others = [weight for name, weight in model.named_parameters() if weight.ndim != 2 or ".layers." not in name]
     optimizers = [
-        Muon(matrices, lr=training.learning_rate),
-        torch.optim.AdamW(others, lr=training.adam_learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+        Muon(matrices, lr=demo.learning_rate),
+        torch.optim.AdamW(others, lr=demo.adam_learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
     ]
     schedules = [torch.optim.lr_scheduler.LambdaLR(each, lambda step: rate(step, steps)) for each in optimizers]
-    first = islice(batches(short, batch_tokens, seed), training.short_steps) if training.short_steps else ()
+    first = islice(batches(short, batch_tokens, seed), demo.short_steps) if demo.short_steps else ()
     coming = chain(first, batches(documents, batch_tokens, seed))
     losses, progress = [], Progress(report, "demo target", steps, "steps")
     for step, batch in enumerate(islice(coming, steps), 1):

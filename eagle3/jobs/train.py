@@ -289,7 +289,7 @@ def _export(job: Job, run: _Run, step: int, draft: Eagle3Draft) -> None:
         weights = whole_tensors(weights, draft, run.topology.tensor)
 
         def write() -> None:
-            folder.require_held()
+            folder.claim.require()
             with writing(folder.export, "free space and continue with --resume, which exports the draft"):
                 export_draft(
                     folder.export,
@@ -313,7 +313,7 @@ def _judge(job: Job, run: _Run, target: TransformersTarget | None) -> bool:
     if not job.recipe.evaluation.conversations:
         return True
     judgement = judge(job, target, folder.export, run.topology, console)
-    folder.require_held()
+    folder.claim.require()
     folder.write_evaluation(judgement.as_dict())
     return judgement.trained.lossless
 

@@ -90,11 +90,15 @@ def judge_reduction(cluster: Cluster, name: str, measured: dict[int, Reduced], s
             name, "failed", f"did not end on {cluster.named([*reasons])}: {next(iter(reasons.values()))}", REMEDY
         )
     if wrong := [rank for rank, reduced in measured.items() if not reduced.exact]:
-        found = f"the sum is wrong on {cluster.named(wrong)}: a GPU or a link corrupts data"
-        return Finding(name, "failed", found, "take the node out of the job, and look at dmesg and nvidia-smi -q there")
+        return Finding(
+            name,
+            "failed",
+            f"the sum is wrong on {cluster.named(wrong)}: a GPU or a link corrupts data",
+            "take the node out of the job, and look at dmesg and nvidia-smi -q there",
+        )
     speed, rank = min((reduced.gigabytes, rank) for rank, reduced in measured.items())
-    found = f"{speed:.2f} GB/s of bus bandwidth (least: {cluster.named([rank])}), the sums are exact"
     if spec is None or speed >= spec * FAR_BELOW:
+        found = f"{speed:.2f} GB/s of bus bandwidth (least: {cluster.named([rank])}), the sums are exact"
         return Finding(name, "note" if spec is None else "ok", found)
     found = f"{speed:.2f} GB/s of bus bandwidth on {cluster.named([rank])}, far below the {spec:.0f} of a data sheet"
     return Finding(name, "failed", found, REMEDY)

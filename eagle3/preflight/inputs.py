@@ -14,6 +14,7 @@ from eagle3.targets.sglang.asking import server_info
 from eagle3.text.conversations import dataset_of
 from eagle3.text.template import check_variables, read_template
 
+FILES = ("model.draft.config", "model.draft.vocabulary", "data.chat_template")
 # One of these is in every checkpoint that has a tokenizer.
 TOKENIZER_FILES = ("*token*", "vocab*", "*.model")
 LONGEST_HEADER = 100_000_000  # bytes, as safetensors itself allows
@@ -45,12 +46,10 @@ def require_inputs(recipe: Recipe) -> None:
     sound, is said by who reads it."""
     _require_target(recipe.model)
     for key, name in inputs_of(recipe).items():
-        if key.startswith("data.") and key != "data.chat_template":
-            if not name.startswith("demo_answers"):
-                dataset_of(name)
-        elif key in ("model.draft.config", "model.draft.vocabulary", "data.chat_template"):
-            if not Path(name).is_file():
-                raise SharedUserError(f"{key}: {name}: no such file; fix the path")
+        if key.startswith(("data.train", "data.held_out")) and not name.startswith("demo_answers"):
+            dataset_of(name)
+        elif key in FILES and not Path(name).is_file():
+            raise SharedUserError(f"{key}: {name}: no such file; fix the path")
         elif key == "model.draft.init_from" and not Path(name).is_dir():
             raise SharedUserError(f"{key}: {name}: no such folder; name the export of a run")
     draft, data = recipe.model.draft, recipe.data
@@ -140,28 +139,26 @@ def require_export(draft: Path, named: str = "--draft ") -> DraftConfig:
 
 
 def _require_target(model: Model) -> None:
+    folder = Path(model.target)
     if model.target != "demo":
         require_target_folder(model.target)
-        _require_tokenizer(Path(model.target))
+    if model.target != "demo" and folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise SharedUserError(
+                f"target '{folder}': no config.json in this folder; copy it from where the weights come from"
+            )
+        if not any(
+            any(folder.glob(pattern)) for pattern in TOKENIZER_FILES
+        ):  # transformers would make one that knows no tokens
+            raise SharedUserError(
+                f"target '{folder}': no tokenizer in this folder (tokenizer.json, for example); copy it from where the weights "
+                "come from"
+            )
     size, layers = _sizes_of(model)
     if size and not (model.draft.vocabulary or model.draft.init_from):
         drafted_tokens(model.draft.vocab_size, size)
     if layers:
         check_aux_layers(model.aux_layers or default_aux_layers(layers), layers)
-
-
-def _require_tokenizer(folder: Path) -> None:
-    """Raises UserError for a target's folder without config.json, or without a tokenizer: transformers would make one that knows
-    no tokens."""
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise SharedUserError(
-            f"target '{folder}': no config.json in this folder; copy it from where the weights come from"
-        )
-    if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
-        raise SharedUserError(
-            f"target '{folder}': no tokenizer in this folder (tokenizer.json, for example); copy it from where the weights "
-            "come from"
-        )
 
 
 def _sizes_of(model: Model) -> tuple[int | None, int | None]:

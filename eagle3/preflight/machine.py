@@ -53,14 +53,19 @@ def check_gpus(cluster: Cluster, device: torch.device) -> Finding:
     for node, ranks in cluster.ranks.items():
         unit, times = Counter(seen[rank].unit for rank in ranks).most_common(1)[0]
         if times > 1:
-            shared = f"{times} processes on one GPU of {node} ({unit}), which has {seen[ranks[0]].count}"
-            return Finding(name, "failed", shared, "start at most one process a GPU")
+            return Finding(
+                name,
+                "failed",
+                f"{times} processes on one GPU of {node} ({unit}), which has {seen[ranks[0]].count}",
+                "start at most one process a GPU",
+            )
     free, rank = min((gpu.free, rank) for rank, gpu in seen.items())
-    found = (
+    return Finding(
+        name,
+        "ok",
         f"{len(seen)} x {next(iter(kinds))} on {len(cluster.ranks)} node(s); least free memory {free / 2**30:.1f} of "
-        f"{seen[rank].total / 2**30:.1f} GiB ({cluster.named([rank])})"
+        f"{seen[rank].total / 2**30:.1f} GiB ({cluster.named([rank])})",
     )
-    return Finding(name, "ok", found)
 
 
 def _look(device: torch.device) -> GpuSeen:
@@ -84,9 +89,12 @@ def check_clocks(cluster: Cluster, clock: Callable[[], float] = time.time) -> Fi
     skew = clocks[late] - clocks[early]
     if skew - uncertainty <= MOST_SKEW:
         return Finding("clocks", "ok", f"at most {skew:.3f} s apart, +- {uncertainty:.3f} s")
-    found = f"{cluster.named([late])} is {skew:.1f} s ahead of {cluster.named([early])}, +- {uncertainty:.3f} s"
-    remedy = "run chrony or ntpd on every node (chronyc tracking): files' times, logs and TLS go wrong otherwise"
-    return Finding("clocks", "failed", found, remedy)
+    return Finding(
+        "clocks",
+        "failed",
+        f"{cluster.named([late])} is {skew:.1f} s ahead of {cluster.named([early])}, +- {uncertainty:.3f} s",
+        "run chrony or ntpd on every node (chronyc tracking): files' times, logs and TLS go wrong otherwise",
+    )
 
 
 def open_files() -> int:

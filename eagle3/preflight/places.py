@@ -5,7 +5,6 @@ import hashlib
 import os
 import shutil
 import time
-from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
@@ -15,7 +14,7 @@ from eagle3.console import data_size
 from eagle3.draft.config import DraftConfig
 from eagle3.durable import flush
 from eagle3.planning.step import Weights
-from eagle3.preflight.cluster import Cluster, Finding, Trouble, troubled
+from eagle3.preflight.cluster import Cluster, Finding, Trouble, owners, troubled
 
 PATIENCE = 10.0  # seconds in which a file of another node must appear; network file systems remember folders for some
 PROBE_BYTES = 128 * 2**20
@@ -32,10 +31,8 @@ class Marker(NamedTuple):
 
     def path(self, folder: Path) -> Path:
         """Where this node has it."""
-        folder = folder.expanduser().absolute()
-        for _ in range(self.above):
-            folder = folder.parent
-        return folder / self.name
+        own = folder.expanduser().absolute()
+        return [own, *own.parents][self.above] / self.name
 
 
 def check_shared(cluster: Cluster, key: str, folder: Path, patience: float = PATIENCE) -> Finding:
@@ -44,40 +41,40 @@ def check_shared(cluster: Cluster, key: str, folder: Path, patience: float = PAT
     it (~, and what it is relative to, are a node's own)."""
     marker = None
     try:
-        marker = cluster.ask((lambda: leave_marker(folder)) if cluster.rank == 0 else None, Marker._make)[0]
+        marker = cluster.ask((lambda: _leave_marker(folder)) if cluster.rank == 0 else None, Marker._make)[0]
         if isinstance(marker, Trouble):
-            return unwritable(cluster, key, folder, [0], marker.reason)
-        seen = cluster.ask_leaders(lambda: await_marker(folder, marker, patience))
+            return _unwritable(cluster, key, folder, [0], marker.reason)
+        seen = cluster.ask_leaders(lambda: _await_marker(folder, marker, patience))
     finally:
         if cluster.rank == 0:
-            remove_marker(folder, marker)
-    return judge_shared(cluster, key, folder, seen)
-
-
-def judge_shared(cluster: Cluster, key: str, folder: Path, seen: dict[int, str]) -> Finding:
-    """seen: of the first rank of each node, what kept it from seeing the marker, or nothing."""
+            _remove_marker(folder, marker)
     if reasons := troubled(seen):
-        return unwritable(cluster, key, folder, [*reasons], next(iter(reasons.values())))
+        return _unwritable(cluster, key, folder, [*reasons], next(iter(reasons.values())))
     lacking = [rank for rank, why in seen.items() if why]
     if not lacking:
         told = "is writable" if len(cluster.ranks) == 1 else f"is shared by {len(cluster.ranks)} nodes"
         return Finding(key, "ok", f"the place of {folder} {told}")
-    found = f"{folder}: {seen[lacking[0]]} on {cluster.where(lacking)}"
     return Finding(
-        key, "failed", found, f"set {key} to a folder of a file system that every node mounts, and may write"
+        key,
+        "failed",
+        f"{folder}: {seen[lacking[0]]} on {cluster.where(lacking)}",
+        f"set {key} to a folder of a file system that every node mounts, and may write",
     )
 
 
-def unwritable(cluster: Cluster, key: str, folder: Path, leaders: list[int], reason: str) -> Finding:
-    found = f"{folder}: cannot be written on {cluster.where(leaders)} ({reason})"
-    return Finding(key, "failed", found, f"set {key} to a place that this user may write on every node")
+def _unwritable(cluster: Cluster, key: str, folder: Path, leaders: list[int], reason: str) -> Finding:
+    return Finding(
+        key,
+        "failed",
+        f"{folder}: cannot be written on {cluster.where(leaders)} ({reason})",
+        f"set {key} to a place that this user may write on every node",
+    )
 
 
 def check_cache(cluster: Cluster, key: str, folder: Path, patience: float = PATIENCE) -> Finding:
     """Collective. Every node must be able to write there; that it is the same folder everywhere only saves work."""
-    tokens = cluster.ask_leaders(lambda: _leave_and_remove(folder))
-    if reasons := troubled(tokens):
-        return unwritable(cluster, key, folder, [*reasons], next(iter(reasons.values())))
+    if reasons := troubled(cluster.ask_leaders(lambda: _remove_marker(folder, _leave_marker(folder)))):
+        return _unwritable(cluster, key, folder, [*reasons], next(iter(reasons.values())))
     if len(cluster.ranks) == 1:
         return Finding(key, "ok", f"{folder} is writable")
     shared = check_shared(cluster, key, folder, patience).state == "ok"
@@ -88,22 +85,28 @@ def check_cache(cluster: Cluster, key: str, folder: Path, patience: float = PATI
 def check_inputs(cluster: Cluster, inputs: dict[str, str]) -> Finding:
     """Collective. What is only read must be there on every node, with the same names and sizes. inputs: recipe key ->
     path; one that exists nowhere and does not look like a path is taken for a hub id or a word of the recipe's."""
-    listings = cluster.ask_leaders(lambda: {key: listing(Path(path).expanduser()) for key, path in inputs.items()})
-    remedy = "copy it to every node, or name a place that every node mounts"
+    listings = cluster.ask_leaders(lambda: {key: _listing(Path(path).expanduser()) for key, path in inputs.items()})
     if reasons := troubled(listings):
-        found = f"{cluster.where([*reasons])}: {next(iter(reasons.values()))}"
-        return Finding("inputs", "failed", found, "make them readable for this user on every node")
+        return Finding(
+            "inputs",
+            "failed",
+            f"{cluster.where([*reasons])}: {next(iter(reasons.values()))}",
+            "make them readable for this user on every node",
+        )
     local = []
     for key, path in inputs.items():
-        owners: dict[str, list[int]] = defaultdict(list)
-        for rank, listed in listings.items():
-            owners[listed[key]].append(rank)
-        if [*owners] == [ABSENT] and not looks_local(path):
+        having = owners((rank, listed[key]) for rank, listed in listings.items())
+        if [*having] == [ABSENT] and not path.startswith(("/", ".", "~")) and path.count("/") < 2:
             continue
         local.append(key)
-        if len(owners) > 1 or ABSENT in owners:
-            found = "; ".join(f"{what} on {cluster.where(ranks)}" for what, ranks in owners.items())
-            return Finding("inputs", "failed", f"{key} {path}: {found}", remedy)
+        if len(having) > 1 or ABSENT in having:
+            found = "; ".join(f"{what} on {cluster.where(ranks)}" for what, ranks in having.items())
+            return Finding(
+                "inputs",
+                "failed",
+                f"{key} {path}: {found}",
+                "copy it to every node, or name a place that every node mounts",
+            )
     told = f"{', '.join(local)}: the same on every node" if local else "none of them is a local file"
     target = inputs.get("model.target", "demo")
     if target != "demo" and "model.target" not in local:
@@ -111,7 +114,7 @@ def check_inputs(cluster: Cluster, inputs: dict[str, str]) -> Finding:
     return Finding("inputs", "ok", told)
 
 
-def listing(path: Path) -> str:
+def _listing(path: Path) -> str:
     """A file's size; a folder's number of files and their bytes, and a digest of their names and sizes."""
     if path.is_file():
         return f"{path.stat().st_size} bytes"
@@ -126,10 +129,6 @@ def listing(path: Path) -> str:
     return f"{len(files)} files, {sum(size for _, size in files)} bytes ({digest})"
 
 
-def looks_local(path: str) -> bool:
-    return path.startswith(("/", ".", "~")) or path.count("/") > 1
-
-
 def checkpoint_bytes(draft: DraftConfig, tensor: int, itemsize: int) -> int:
     """Of one checkpoint: the trained weights as they are used, `itemsize` bytes each, and AdamW's fp32 masters and two
     moments, from all tensor-parallel ranks. (The frozen embedding is not written.)"""
@@ -138,7 +137,7 @@ def checkpoint_bytes(draft: DraftConfig, tensor: int, itemsize: int) -> int:
 
 def free_bytes(folder: Path) -> int:
     """Where `folder` is or will be. A quota of the file system's is not seen."""
-    return shutil.disk_usage(existing_parent(folder)).free
+    return shutil.disk_usage(_existing_parent(folder)).free
 
 
 def judge_space(folder: Path, free: int, needed: int, what: str) -> Finding:
@@ -146,8 +145,12 @@ def judge_space(folder: Path, free: int, needed: int, what: str) -> Finding:
     found = f"{folder}: {data_size(free)} free, {what} {takes} {data_size(needed)}"
     if free >= needed:
         return Finding("disk space", "ok", found)
-    remedy = "free some, set output.dir to a larger place, or lower training.keep_checkpoints"
-    return Finding("disk space", "failed", found, remedy)
+    return Finding(
+        "disk space",
+        "failed",
+        found,
+        "free some, set output.dir to a larger place, or lower training.keep_checkpoints",
+    )
 
 
 def check_space(cluster: Cluster, folder: Path, checkpoint: int | None, kept: int) -> Finding:
@@ -163,13 +166,12 @@ def check_space(cluster: Cluster, folder: Path, checkpoint: int | None, kept: in
 
 def check_write_speed(cluster: Cluster, folder: Path, checkpoint: int | None) -> Finding:
     """Collective. All nodes at once, as they write a checkpoint: a file written and flushed to the disk by each."""
-    speeds = cluster.ask_leaders(lambda: _write_speed(existing_parent(folder)))
+    speeds = cluster.ask_leaders(lambda: _write_speed(_existing_parent(folder)))
     if reasons := troubled(speeds):
-        return unwritable(cluster, "output.dir", folder, [*reasons], next(iter(reasons.values())))._replace(
+        return _unwritable(cluster, "output.dir", folder, [*reasons], next(iter(reasons.values())))._replace(
             name="write speed"
         )
-    rank = min(speeds, key=lambda rank: speeds[rank])
-    slowest = speeds[rank]
+    slowest, rank = min((speed, rank) for rank, speed in speeds.items())
     found = f"{data_size(slowest)}/s from {cluster.where([rank])}"
     if len(speeds) > 1:
         found += f", the slowest of {len(speeds)}"
@@ -177,11 +179,15 @@ def check_write_speed(cluster: Cluster, folder: Path, checkpoint: int | None) ->
         found += f": a checkpoint takes about {checkpoint / slowest / len(speeds):.1f} s"
     if slowest >= LEAST_WRITE_SPEED:
         return Finding("write speed", "ok", found)
-    remedy = "set output.dir to a faster file system, or checkpoint less often (training.checkpoint_every)"
-    return Finding("write speed", "failed", f"{found}; less than {data_size(LEAST_WRITE_SPEED)}/s", remedy)
+    return Finding(
+        "write speed",
+        "failed",
+        f"{found}; less than {data_size(LEAST_WRITE_SPEED)}/s",
+        "set output.dir to a faster file system, or checkpoint less often (training.checkpoint_every)",
+    )
 
 
-def existing_parent(folder: Path) -> Path:
+def _existing_parent(folder: Path) -> Path:
     """The folder itself or, where it is yet to be made, the nearest one above it. Raises OSError where a file is in the
     way."""
     folder = folder.expanduser().absolute()
@@ -191,28 +197,27 @@ def existing_parent(folder: Path) -> Path:
     return nearest
 
 
-def leave_marker(folder: Path) -> Marker:
+def _leave_marker(folder: Path) -> Marker:
     """Write a file that holds its own name into `folder`, or where that will be made."""
-    place = existing_parent(folder)
     own = folder.expanduser().absolute()
-    marker = Marker(_probe_name(), [own, *own.parents].index(place))
+    marker = Marker(_probe_name(), [own, *own.parents].index(_existing_parent(folder)))
     path = marker.path(folder)
     try:
         path.write_text(marker.name, encoding="utf-8")
         flush(path)
     except OSError:
-        remove_marker(folder, marker)
+        _remove_marker(folder, marker)
         raise
     return marker
 
 
-def remove_marker(folder: Path, marker: Marker | Trouble | None) -> None:
+def _remove_marker(folder: Path, marker: Marker | Trouble | None) -> None:
     if isinstance(marker, Marker):
         with suppress(OSError):  # it was never written
             marker.path(folder).unlink()
 
 
-def await_marker(folder: Path, marker: Marker, patience: float = PATIENCE) -> str:
+def _await_marker(folder: Path, marker: Marker, patience: float = PATIENCE) -> str:
     """Why the marker that another node left is not here with its content, or nothing may be written beside it; nothing
     where all is well. patience: seconds."""
     path = marker.path(folder)
@@ -232,10 +237,6 @@ def await_marker(folder: Path, marker: Marker, patience: float = PATIENCE) -> st
 
 def _probe_name() -> str:
     return f".preflight-{token_hex(16)}"
-
-
-def _leave_and_remove(folder: Path) -> None:
-    remove_marker(folder, leave_marker(folder))
 
 
 def _write_speed(place: Path) -> float:

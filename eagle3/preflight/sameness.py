@@ -75,8 +75,7 @@ def compare(cluster: Cluster, name: str, mine: Traits) -> Finding:
         return difference(cluster, name, cluster.gather(mine))
     if name == "versions":
         return Finding(name, "ok", ", ".join(f"{key} {value}" for key, value in mine.items()))
-    same = f"the same on all ranks ({len(mine)} {ENTRIES[name]}, sha256 {digests[0][:DIGITS]})"
-    return Finding(name, "ok", same)
+    return Finding(name, "ok", f"the same on all ranks ({len(mine)} {ENTRIES[name]}, sha256 {digests[0][:DIGITS]})")
 
 
 def difference(cluster: Cluster, name: str, everyones: Sequence[Traits]) -> Finding:

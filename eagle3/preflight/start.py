@@ -7,18 +7,9 @@ import torch.distributed as dist
 
 from eagle3.errors import SharedUserError
 from eagle3.parallel.topology import node_name
-from eagle3.preflight.cluster import Cluster, Finding, Trouble, in_one_line
+from eagle3.preflight.cluster import Cluster, Finding, in_one_line
 from eagle3.preflight.machine import judge_open_files, open_files
-from eagle3.preflight.places import (
-    Marker,
-    await_marker,
-    free_bytes,
-    judge_shared,
-    judge_space,
-    leave_marker,
-    remove_marker,
-    unwritable,
-)
+from eagle3.preflight.places import check_shared, free_bytes, judge_space
 from eagle3.preflight.sameness import PACKAGES, difference, own_traits, traits_digest
 
 
@@ -31,7 +22,7 @@ class Arrival(NamedTuple):
 
 
 def require_sound_start(recipe: str, deepspeed: str, output_dir: Path, packages: tuple[str, ...] = ()) -> None:
-    """Collective, after start_distributed, with two small exchanges of objects. Raises SharedUserError on every rank at
+    """Collective, after start_distributed, with a few small exchanges of objects. Raises SharedUserError on every rank at
     the first of these that fails: versions, code, recipe and DeepSpeed file are the same on all ranks; files enough may
     be open (the soft limit is raised where it can be); every node sees, and may write, the place of the run folder.
 
@@ -40,21 +31,13 @@ def require_sound_start(recipe: str, deepspeed: str, output_dir: Path, packages:
     """
     traits = own_traits(recipe, deepspeed, (*PACKAGES, *packages))
     mine = Arrival(node_name(), open_files(), {name: traits_digest(trait) for name, trait in traits.items()})
-    left = _left(output_dir) if dist.get_rank() == 0 else None
-    try:
-        told = _gather((mine, left))
-        arrivals, marker = [arrival for arrival, _ in told], told[0][1]
-        cluster = Cluster(dist.get_rank(), tuple(arrival.node for arrival in arrivals), _gather)
-        for name, trait in traits.items():
-            if len({arrival.digests[name] for arrival in arrivals}) > 1:
-                _require(difference(cluster, name, _gather(trait)))
-        _require(judge_open_files(cluster, {rank: arrival.open_files for rank, arrival in enumerate(arrivals)}))
-        if isinstance(marker, Trouble):
-            _require(unwritable(cluster, "output.dir", output_dir, [0], marker.reason))
-        seen = cluster.ask_leaders(lambda: await_marker(output_dir, marker))
-        _require(judge_shared(cluster, "output.dir", output_dir, seen))
-    finally:
-        remove_marker(output_dir, left)
+    arrivals = _gather(mine)
+    cluster = Cluster(dist.get_rank(), tuple(arrival.node for arrival in arrivals), _gather)
+    for name, trait in traits.items():
+        if len({arrival.digests[name] for arrival in arrivals}) > 1:
+            _require(difference(cluster, name, _gather(trait)))
+    _require(judge_open_files(cluster, {rank: arrival.open_files for rank, arrival in enumerate(arrivals)}))
+    _require(check_shared(cluster, "output.dir", output_dir))
 
 
 def require_room(output_dir: Path, checkpoint: int) -> None:
@@ -65,13 +48,6 @@ def require_room(output_dir: Path, checkpoint: int) -> None:
     except OSError as error:
         raise SharedUserError(f"{output_dir}: {in_one_line(error)}; mend output.dir") from error
     _require(judge_space(output_dir, free, checkpoint, "a checkpoint"))
-
-
-def _left(output_dir: Path) -> Marker | Trouble:
-    try:
-        return leave_marker(output_dir)
-    except OSError as error:
-        return Trouble(in_one_line(error))
 
 
 def _require(finding: Finding) -> None:

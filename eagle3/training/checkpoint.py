@@ -66,46 +66,43 @@ class Checkpoints:
         Raises UserError on every rank where it cannot be written; older checkpoints stay as they are.
         """
         with waiting(self.say, f"writing the checkpoint of step {step}"):
-            self._save(engine, step, progress, best_step)
-
-    def _save(self, engine: DeepSpeedEngine, step: int, progress: dict[str, Any], best_step: int | None) -> None:
-        partial, first = self.folder / f"{_name(step)}.partial", dist.get_rank() == 0
-        _remove(partial if first else None)
-        dist.barrier()
-        state = {"step": step, "progress": progress, **_random_state()}
-        with noted_failures(engine) as failures:
-            try:
-                engine.save_checkpoint(
-                    str(self.folder),
-                    partial.name,
-                    client_state=state,
-                    save_latest=False,
-                    exclude_frozen_parameters=True,
-                )
-            except OSError as error:  # of the first rank's last act there, for which the others wait
-                failures.append(str(error))
-                dist.barrier()
-
-        def require_written() -> None:
-            if failures:
-                raise UserError(failures[0])
-
-        def finish() -> None:
-            _await_files(partial, Sizes.of(engine))
-            self._publish(partial, self.path(step))
-            self._prune(best_step)
-
-        try:
-            agreed(require_written)  # by every rank, before any of it is taken for whole
-            agreed(finish if first else None)
-        except UserError as error:
-            free = shutil.disk_usage(self.folder).free / 2**30
-            dist.barrier()
+            partial, first = self.folder / f"{_name(step)}.partial", dist.get_rank() == 0
             _remove(partial if first else None)
-            raise SharedUserError(
-                f"{self.folder}: the checkpoint of step {step} cannot be written ({error}; {free:.3g} GiB are free); the ones "
-                "before it are whole: free space, or lower training.keep_checkpoints, and continue with --resume"
-            ) from error
+            dist.barrier()
+            state = {"step": step, "progress": progress, **_random_state()}
+            with noted_failures(engine) as failures:
+                try:
+                    engine.save_checkpoint(
+                        str(self.folder),
+                        partial.name,
+                        client_state=state,
+                        save_latest=False,
+                        exclude_frozen_parameters=True,
+                    )
+                except OSError as error:  # of the first rank's last act there, for which the others wait
+                    failures.append(str(error))
+                    dist.barrier()
+
+            def require_written() -> None:
+                if failures:
+                    raise UserError(failures[0])
+
+            def finish() -> None:
+                _await_files(partial, Sizes.of(engine))
+                self._publish(partial, self.path(step))
+                self._prune(best_step)
+
+            try:
+                agreed(require_written)  # by every rank, before any of it is taken for whole
+                agreed(finish if first else None)
+            except UserError as error:
+                free = shutil.disk_usage(self.folder).free / 2**30
+                dist.barrier()
+                _remove(partial if first else None)
+                raise SharedUserError(
+                    f"{self.folder}: the checkpoint of step {step} cannot be written ({error}; {free:.3g} GiB are free); the "
+                    "ones before it are whole: free space, or lower training.keep_checkpoints, and continue with --resume"
+                ) from error
 
     def _publish(self, partial: Path, final: Path) -> None:
         try:
@@ -113,7 +110,7 @@ class Checkpoints:
             for path in files:
                 flush(path)
             digests = {path.relative_to(partial).as_posix(): file_digest(path) for path in files}
-            Manifest(self.run, digests).write(partial)
+            Manifest(run=self.run, files=digests).write(partial)
             _remove(final)  # the same step of a run that was resumed from before it
             publish(partial, final)
         except OSError as error:
@@ -123,11 +120,9 @@ class Checkpoints:
         """Load the newest whole checkpoint of this run; None where there is none at all. Damaged and foreign ones after it
         are renamed, with a warning, so that they do not count among those that are kept. Raises UserError where all are
         such."""
-        found = _finished(self.folder)
         refused: dict[Path, Problem] = {}
-        for path in reversed(found):
-            problem = self._problem(path)
-            if problem is None:
+        for path in reversed(_finished(self.folder)):
+            if (problem := self._problem(path)) is None:
                 self._set_aside(refused)
                 return self._load(engine, path)
             refused[path] = problem
@@ -152,8 +147,7 @@ class Checkpoints:
     def load_whole(self, engine: DeepSpeedEngine, step: int) -> Resumed | None:
         """Load the checkpoint of one step; None, with a warning, where it is damaged or another run's."""
         path = self.path(step)
-        problem = self._problem(path)
-        if problem is not None:
+        if problem := self._problem(path):
             self.warn(f"{path}: {problem.text}; the last weights serve instead")
             return None
         return self._load(engine, path)
@@ -162,8 +156,9 @@ class Checkpoints:
         """Why the checkpoint is not to be loaded, or None."""
         with waiting(self.say, f"checking {path}"):
             manifest = Manifest.read(path)
-            missing = Problem(DAMAGED, f"{MANIFEST} is missing or damaged")
-            problem = manifest.problem(path, self.run) if manifest else missing
+            if manifest is None:
+                return Problem(DAMAGED, f"{MANIFEST} is missing or damaged")
+            problem = manifest.problem(path, self.run)
         if problem is None and manifest.run is None:
             self.warn(
                 f"{path}: from before checkpoints named their run, so nothing could check that it is this one's "
@@ -176,9 +171,7 @@ class Checkpoints:
         if engine.load_universal_checkpoint():
             with waiting(self.say, f"loading {path}, of another number of processes"), _converted(path) as universal:
                 return _read(engine, universal, path)
-        written = _sizes(path)
-        here = Sizes.of(engine)
-        if written != here:
+        if (written := _sizes(path)) != (here := Sizes.of(engine)):
             raise SharedUserError(
                 f"{path}: written by {written.processes} processes (parallelism.tensor {written.tensor}), this job has "
                 f"{here.processes} (parallelism.tensor {here.tensor}); start as many as before, in the same way"
@@ -265,9 +258,18 @@ def _converted(path: Path) -> Iterator[Path]:
     def convert() -> None:
         _remove(folder)
         folder.mkdir()
-        names = ("--input_folder", str(path), "--output_folder", str(universal))
-        workers = ("--num_extract_workers", "1", "--num_merge_workers", "1")  # no more processes
-        command = (sys.executable, "-m", safe_loading.__name__, *names, *workers)
+        command = (
+            *(
+                sys.executable,
+                "-m",
+                safe_loading.__name__,
+                "--input_folder",
+                str(path),
+                "--output_folder",
+                str(universal),
+            ),
+            *("--num_extract_workers", "1", "--num_merge_workers", "1"),  # no more processes
+        )
         ended = subprocess.run(command, capture_output=True, text=True, check=False)
         if ended.returncode:
             said = (ended.stderr.strip().splitlines() or ["it said nothing"])[-1]
@@ -323,11 +325,10 @@ def _sizes(path: Path) -> Sizes:
 
 
 def _random_state() -> dict[str, Any]:
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
     name, numbers, *rest = np.random.get_state()
     return {
         "torch_rng": torch.get_rng_state(),
-        "cuda_rng": cuda,
+        "cuda_rng": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
         "python_rng": random.getstate(),
         "numpy_rng": (name, numbers.tolist(), *rest),  # an array could not be read back as plain data
     }

@@ -36,8 +36,7 @@ class Claim:
 
     def __init__(self, folder: Path, node: str) -> None:
         self.folder, self.path = folder, folder / CLAIM
-        since = time.strftime("%Y-%m-%d %H:%M:%S %z")
-        self.text = f"process {os.getpid()} on {node}, since {since}\n{token_hex(16)}\n".encode()
+        self.text = f"process {os.getpid()} on {node}, since {time.strftime('%Y-%m-%d %H:%M:%S %z')}\n{token_hex(16)}\n".encode()
         self.made = [place for place in (folder, *folder.absolute().parents) if not place.exists()]
         until = time.monotonic() + PATIENCE
         with writing(folder, "free space, or set output.dir to another place"):

@@ -4,7 +4,9 @@ import json
 import re
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple
+
+from pydantic import AfterValidator, BaseModel, StringConstraints
 
 from eagle3.durable import file_digest, write_text
 
@@ -13,7 +15,6 @@ DAMAGED, FOREIGN = "damaged", "foreign"
 # DeepSpeed's names. Numbers: tensor-parallel rank; data-parallel and tensor-parallel rank.
 MODEL_STATES = re.compile(r"mp_rank_(\d{2,6})_model_states\.pt")
 OPTIMIZER_STATES = re.compile(r"(?:bf16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{2,6})_optim_states\.pt")
-RUN, SHA256 = re.compile("[0-9a-f]{32}"), re.compile("[0-9a-f]{64}")
 
 
 class Problem(NamedTuple):
@@ -23,34 +24,34 @@ class Problem(NamedTuple):
     text: str
 
 
-class Manifest(NamedTuple):
+def _inside(name: str) -> str:
+    """A path of a file below the checkpoint."""
+    if name.startswith("/") or ".." in PurePosixPath(name).parts:
+        raise ValueError("leads out of the checkpoint")
+    return name
+
+
+class Manifest(BaseModel, strict=True):
     """run: the identity of the run that wrote the checkpoint; None from before that was noted. files: SHA-256 by name."""
 
-    run: str | None
-    files: dict[str, str]
+    run: Annotated[str, StringConstraints(pattern="^[0-9a-f]{32}$")] | None
+    files: dict[Annotated[str, AfterValidator(_inside)], Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]]
 
     def write(self, checkpoint: Path) -> None:
-        write_text(checkpoint / MANIFEST, json.dumps(self._asdict(), indent=1))
+        write_text(checkpoint / MANIFEST, json.dumps(self.model_dump(), indent=1))
 
     @classmethod
     def read(cls, checkpoint: Path) -> "Manifest | None":
         """None where it is missing or damaged, or lists less than a checkpoint has."""
+        if not (checkpoint / MANIFEST).is_file():
+            return None
         try:
-            if not (checkpoint / MANIFEST).is_file():
-                return None
             content = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
+            names_run = "files" in content
+            found = cls.model_validate(content if names_run else {"run": None, "files": content})
+        except (OSError, ValueError, TypeError, RecursionError):
             return None
-        if not isinstance(content, dict):
-            return None
-        if "files" not in content:
-            content = {"run": None, "files": content}
-        elif not (isinstance(content.get("run"), str) and RUN.fullmatch(content["run"])):
-            return None
-        files = content["files"]
-        if not isinstance(files, dict) or not all(map(_is_entry, files.items())) or not _complete(files):
-            return None
-        return cls(content["run"], files)
+        return found if bool(found.run) == names_run and _complete(found.files) else None
 
     def problem(self, checkpoint: Path, run: str) -> Problem | None:
         """Why `run` should not load the checkpoint, or None."""
@@ -72,13 +73,6 @@ class Manifest(NamedTuple):
         present = {path for path in checkpoint.rglob("*") if path.is_file() and not path.name.startswith(".")}
         unknown = {path.relative_to(checkpoint).as_posix() for path in present} - {*self.files, MANIFEST}
         return f"{min(unknown)} is not in {MANIFEST}" if unknown else None
-
-
-def _is_entry(entry: tuple[str, Any]) -> bool:
-    """Whether it is the path of a file below the checkpoint, and a SHA-256."""
-    name, expected = entry
-    inside = not name.startswith("/") and ".." not in PurePosixPath(name).parts
-    return inside and isinstance(expected, str) and SHA256.fullmatch(expected) is not None
 
 
 def _complete(names: Iterable[str]) -> bool:

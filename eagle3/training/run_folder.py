@@ -17,18 +17,21 @@ from eagle3.parsing import parse_json, parse_yaml
 from eagle3.preflight.inputs import inputs_of
 from eagle3.recipe.loading import dump_recipe
 from eagle3.recipe.schema import Recipe
-from eagle3.training.claim import CLAIM, Claim, holder_of
+from eagle3.training.claim import CLAIM, Claim
 from eagle3.training.manifest import Manifest
 
 # What may differ when a run is resumed: it changes what is reported or kept, or who computes what, not what is computed.
-FREE_ON_RESUME = ("about", "tracking", "output")
-FREE_ON_RESUME += ("evaluation.conversations", "evaluation.draft_tokens", "evaluation.new_tokens")
-FREE_ON_RESUME += ("training.profile", "training.keep_checkpoints", "data.workers", "data.cache_dir")
-FREE_ON_RESUME += ("parallelism", "memory", "training.accumulation", "training.hang_minutes", "training.most_skipped")
-FREE_ON_RESUME += ("target.servers", "target.spool", "target.spool_gib", "target.in_flight", "training.skip_above_norm")
-
-FILES = ("recipe.yaml", "run_id.txt", "inputs.json", "metrics.jsonl", "draft_vocabulary.safetensors", "run.json")
-FILES += ("evaluation.json", "by_context.json", "report.html")
+FREE_ON_RESUME = (
+    *("about", "tracking", "output", "parallelism", "memory", "data.workers", "data.cache_dir"),
+    *("evaluation.conversations", "evaluation.draft_tokens", "evaluation.new_tokens"),
+    *("target.servers", "target.spool", "target.spool_gib", "target.in_flight"),
+    *("training.accumulation", "training.hang_minutes", "training.keep_checkpoints", "training.most_skipped"),
+    *("training.profile", "training.skip_above_norm"),
+)
+FILES = (
+    *("recipe.yaml", "run_id.txt", "inputs.json", "metrics.jsonl", "draft_vocabulary.safetensors", "run.json"),
+    *("evaluation.json", "by_context.json", "report.html"),
+)
 FOLDERS = ("checkpoints", "export", "report", "profile", "tensorboard", "wandb")
 # What a run leaves in its folder, half-written and numbered ones too. All else in there is somebody else's, and stays.
 OWN = re.compile(
@@ -45,7 +48,7 @@ class Resume(Enum):
 
 
 class RunFolder:
-    """Paths of one run. Only the first rank calls what writes."""
+    """Paths of one run, and its claim on them while it runs. Only the first rank calls what writes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -80,14 +83,6 @@ class RunFolder:
         if self.claim:
             self.claim.release()
 
-    def require_held(self) -> None:
-        """Raises UserError where another run has taken the folder nevertheless, or somebody has moved it."""
-        self.claim.require()
-
-    def holder(self) -> str | None:
-        """The run that is in the folder, in words; None where there is none, or the file system cannot say."""
-        return holder_of(self.path)
-
     def identify(self, continues: bool) -> str:
         """The identity of the run that is about to begin or continue, which its checkpoints bear: that in the folder; a new
         one for a new run, and for one that began before runs had any. Raises UserError where the file is damaged or lost."""
@@ -120,8 +115,8 @@ class RunFolder:
             write_text(self.identity, f"{identity}\n")
             write_text(self.inputs, json.dumps(inputs, indent=2) + "\n")
             resolved = dump_recipe(recipe)  # as it is: a resumed run compares it with its own
-            private = resolved != without_passwords(resolved)
-            write_text(self.recipe, resolved, private)  # last: where it is, --resume continues
+            # last: where it is, --resume continues
+            write_text(self.recipe, resolved, private=resolved != without_passwords(resolved))
 
     def _empty(self) -> Path | None:
         """Move what a run left in the folder to a new folder beside it, which is returned if there was anything. What a kill
@@ -159,35 +154,32 @@ class RunFolder:
             )
         if resume is Resume.YES and not self.recipe.exists():
             raise UserError(f"{self.path}: holds no run to resume; fix output.dir, or leave out --resume")
-        continues = resume is not Resume.NO and self.recipe.exists()
-        if not continues:
+        if resume is Resume.NO or not self.recipe.exists():
             self._require_place_of_its_own(recipe)
-        if continues and (self.export / "config.json").exists() and not self._steps():
+            return False
+        if (self.export / "config.json").exists() and not self._steps():
             raise UserError(
                 f"{self.checkpoints}: holds none, though this run exported its draft; set output.dir to another place, or start afresh "
                 "without --resume, which moves aside what is there"
             )
-        if continues:
-            now = yaml.safe_load(dump_recipe(recipe))
-            try:
-                before = parse_yaml(self.recipe.read_text(encoding="utf-8"))
-            except (yaml.YAMLError, UnicodeDecodeError):
-                before = None
-            if not isinstance(before, dict):
+        self._require_same_recipe(recipe, resume)
+        return True
+
+    def _require_same_recipe(self, recipe: Recipe, resume: Resume) -> None:
+        """Raises UserError where a key has changed that changes what is computed."""
+        before = _mapping(self.recipe, parse_yaml)
+        if before is None:
+            raise UserError(f"{self.recipe}: damaged; put the run's recipe there (train.py --print-recipe prints it)")
+        free = (*FREE_ON_RESUME, *(() if recipe.hidden_states.mode == "stored" else ("hidden_states.path",)))
+        for key, old, new in _differences(before, yaml.safe_load(dump_recipe(recipe))):
+            if not any(key == each or key.startswith(f"{each}.") for each in free):
+                afresh = "start afresh: without --resume, or with another output.dir"
+                if resume is Resume.AUTO:
+                    afresh = "start afresh with another output.dir (slurm_multi.sh adds --resume auto by itself)"
                 raise UserError(
-                    f"{self.recipe}: damaged; put the run's recipe there (train.py --print-recipe prints it)"
+                    f"{self.recipe}: {key} was {_value(old)}, now it is {_value(new)}; resume with the value the run "
+                    f"began with, or {afresh}"
                 )
-            unread = () if recipe.hidden_states.mode == "stored" else ("hidden_states.path",)
-            for key, old, new in _differences(before, now):
-                if not any(key == free or key.startswith(f"{free}.") for free in (*FREE_ON_RESUME, *unread)):
-                    afresh = "start afresh: without --resume, or with another output.dir"
-                    if resume is Resume.AUTO:
-                        afresh = "start afresh with another output.dir (slurm_multi.sh adds --resume auto by itself)"
-                    raise UserError(
-                        f"{self.recipe}: {key} was {_value(old)}, now it is {_value(new)}; resume with the value the run "
-                        f"began with, or {afresh}"
-                    )
-        return continues
 
     def _require_place_of_its_own(self, recipe: Recipe) -> None:
         """Raises UserError where the folder holds what a run is started from, or reads."""
@@ -215,11 +207,8 @@ class RunFolder:
                 f"{self.inputs}: is not there, so target and data were not compared with those that the run began with"
             )
             return
-        try:
-            before = parse_json(self.inputs.read_text(encoding="utf-8"))
-        except ValueError:
-            before = None
-        if not isinstance(before, dict):
+        before = _mapping(self.inputs, parse_json)
+        if before is None:
             raise UserError(f"{self.inputs}: damaged; remove it to resume without comparing target and data")
         for key, now in inputs.items():
             if before.get(key) != now:
@@ -282,6 +271,15 @@ class RunFolder:
     def write_evaluation(self, result: dict[str, Any]) -> None:
         with writing(self.evaluation, "free space, and judge the draft again with launchers/evaluate.py"):
             write_text(self.evaluation, json.dumps(result, indent=2) + "\n")
+
+
+def _mapping(file: Path, parse: Callable[[str], Any]) -> dict[str, Any] | None:
+    """What the file holds; None where it is damaged."""
+    try:
+        value = parse(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def _value(value: Any) -> str:

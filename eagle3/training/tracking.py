@@ -65,7 +65,7 @@ class Tracker:
     def write(self, step: int, kind: str, values: dict[str, Any]) -> None:
         """Raises UserError where the disk is full."""
         values = {name: _finite(value) for name, value in values.items()}
-        flat = {f"{kind}/{name}": number for name, number in _flat(values) if isinstance(number, int | float)}
+        flat = {f"{kind}/{name}": number for name, number in _flat(values).items() if isinstance(number, int | float)}
         with writing(self.folder, "free space and continue with --resume"):
             self.file.write(json.dumps({"step": step, "kind": kind, **values}) + "\n")
             self.file.flush()
@@ -82,9 +82,8 @@ class Tracker:
 
 def require_account(wandb_project: str | None) -> None:
     """Raises UserError where Weights & Biases would refuse to begin for want of a key: asked before anything is moved aside."""
-    if not wandb_project or not importlib.util.find_spec("wandb"):
-        return
-    if os.environ.get("WANDB_MODE", "online") in ("offline", "disabled", "dryrun"):
+    offline = os.environ.get("WANDB_MODE", "online") in ("offline", "disabled", "dryrun")
+    if not wandb_project or offline or not importlib.util.find_spec("wandb"):
         return
     import wandb
 
@@ -125,18 +124,15 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _flat(values: dict[str, Any]) -> list[tuple[str, float]]:
+def _flat(values: dict[str, Any]) -> dict[str, Any]:
     """A list as its elements by place, those by context by their context, which itself is no number to follow."""
-    found = []
+    found = {}
     for name, value in values.items():
-        if name == "contexts":
-            continue
-        if name.endswith("_by_context"):
-            found += [(f"{name}/{context}", number) for context, number in zip(values["contexts"], value, strict=True)]
-        elif isinstance(value, list):
-            found += [(f"{name}/{place}", number) for place, number in enumerate(value)]
-        else:
-            found.append((name, value))
+        if not isinstance(value, list):
+            found[name] = value
+        elif name != "contexts":
+            places = values["contexts"] if name.endswith("_by_context") else range(len(value))
+            found |= {f"{name}/{place}": number for place, number in zip(places, value, strict=True)}
     return found
 
 

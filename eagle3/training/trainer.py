@@ -89,18 +89,20 @@ class Trainer:
             f"in step lines loss is the weighted sum over {self.training.ttt_steps} TTT steps; accepted drafts are simulated, "
             "without the target's own token"
         )
-        pace = Pace(start, self.steps)
+        busy = 0.0  # seconds of the steps so far, from whose mean follows what is left
         profile = self.training.profile
         traced = range(profile.start, profile.start + profile.steps) if profile else range(0)
         profiler = Profiler(self.folder.profile, traced)
         stop.stepping = True
         for step in range(start, self.steps):
+            began = time.monotonic()
             profiler.before(step + 1)
             metrics, rate, taken = self._train_step(step)
             done = step + 1
             profiler.after(done)
             if tracker:
-                seconds, left = pace.after(done)
+                seconds = time.monotonic() - began
+                busy += seconds
                 speed, memory = metrics.tokens / seconds, memory_gib(self.topology.device)
                 numbers = {
                     "learning_rate": rate,
@@ -112,7 +114,7 @@ class Trainer:
                 self.console(
                     f"step {done}/{self.steps}  loss {metrics.loss:.4f}  "
                     f"accepted drafts {metrics.simulated_acceptance_length:.3f}  rate {rate:.2e}  norm {taken.norm:.3f}  "
-                    f"{speed:,.0f} tokens/s  {memory:.1f} GiB  {duration(left)} left"
+                    f"{speed:,.0f} tokens/s  {memory:.1f} GiB  {duration(busy / (done - start) * (self.steps - done))} left"
                 )
             self._see_skipped(step, taken, tracker)
             last = done == self.steps
@@ -122,11 +124,10 @@ class Trainer:
             if best or last or asked or done % self.training.checkpoint_every == 0:
                 self.watchdog.at(f"the checkpoint of step {done}", quiet=True)
                 # where the folder is another run's now, nothing is written there
-                agreed(self.folder.require_held if self.topology.is_first else None)
+                agreed(self.folder.claim.require if self.topology.is_first else None)
                 self.checkpoints.save(self.engine, done, vars(self.course), self.course.best_step)
             if asked:
                 raise RunStopped(asked, f"after step {done} of {self.steps}: checkpoint written", together=True)
-            pace.resume()
         stop.stepping = False
         if tracker:
             tracker.close()
@@ -167,9 +168,12 @@ class Trainer:
 
     def _require_agreement(self, step: int) -> None:
         """Raises on every rank where ranks are about to train on different samples at `step`."""
-        identity = self.train_loader.order_identity(self._batch(step))
-        remedy = "clear data.cache_dir on that node and start again"
-        require_agreement("order of the samples", identity, self.topology.device, remedy)
+        require_agreement(
+            "order of the samples",
+            self.train_loader.order_identity(self._batch(step)),
+            self.topology.device,
+            "clear data.cache_dir on that node and start again",
+        )
 
     def _batch(self, step: int) -> list[Drawn]:
         return draw_batch(step, len(self.train_loader.samples), self.training.global_batch_size, self.recipe.data.seed)
@@ -294,18 +298,3 @@ class Trainer:
 
     def _micro_batch(self, loaded: LoadedStream) -> MicroBatch:
         return self.batch_maker.micro_batch(loaded.stream, loaded.plan, loaded.rows)
-
-
-class Pace:
-    """Seconds of the last step, and an estimate of what is left from the mean so far."""
-
-    def __init__(self, start: int, steps: int) -> None:
-        self.start, self.steps, self.busy, self.mark = start, steps, 0.0, time.monotonic()
-
-    def after(self, done: int) -> tuple[float, float]:
-        seconds = time.monotonic() - self.mark
-        self.busy += seconds
-        return seconds, self.busy / (done - self.start) * (self.steps - done)
-
-    def resume(self) -> None:
-        self.mark = time.monotonic()

@@ -38,23 +38,16 @@ def watched(
     )
     with watchdog, patient(topology, patience):
         try:
-            with _broken_collectives(watchdog, topology, less_memory):
-                yield watchdog
+            yield watchdog
+        except torch.OutOfMemoryError as error:
+            raise UserError(
+                f"{topology.device}: out of memory at {watchdog.place} ({first_sentence(error)}); {less_memory}"
+            ) from error
+        except RuntimeError as error:
+            if is_broken(error):
+                watchdog.await_verdict()
+            raise
         except RunStopped as stopped:
             if not stopped.together:  # maybe by a launcher, because of the death of another rank
                 watchdog.end_if_broken()
             raise
-
-
-@contextmanager
-def _broken_collectives(watchdog: Watchdog, topology: Topology, less_memory: str) -> Iterator[None]:
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise UserError(
-            f"{topology.device}: out of memory at {watchdog.place} ({first_sentence(error)}); {less_memory}"
-        ) from error
-    except RuntimeError as error:
-        if is_broken(error):
-            watchdog.await_verdict()
-        raise

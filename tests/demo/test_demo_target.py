@@ -10,7 +10,7 @@ from places import RECIPES
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from eagle3.demo.target import ANSWERS, HELD_OUT_ANSWERS, RECORD, byte_level_tokenizer, demo_target
-from eagle3.demo.training import LanguageModelTraining, Muon, batches, rate, train_language_model
+from eagle3.demo.training import Muon, batches, rate, train_language_model
 from eagle3.errors import UserError
 from eagle3.recipe.loading import load_recipe
 from eagle3.recipe.schema import Demo
@@ -257,7 +257,7 @@ def test_the_first_steps_take_the_short_documents(tmp_path):
     )
     seen = []
     model.register_forward_pre_hook(lambda _, __, given: seen.append(given["input_ids"].shape[1]), with_kwargs=True)
-    training = LanguageModelTraining(12, 5, learning_rate=0.01, adam_learning_rate=0.01, seed=0, short_steps=3)
+    training = Demo(batch_tokens=12, steps=5, learning_rate=0.01, adam_learning_rate=0.01, seed=0, short_steps=3)
     short, whole = [torch.arange(4)] * 6, [torch.arange(12)] * 2
     train_language_model(model, whole, training, lambda line: None, short)
     assert seen == [4, 4, 4, 12, 12]
