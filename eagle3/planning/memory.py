@@ -6,6 +6,7 @@ tests/planning/test_planner.py holds the sums to bytes counted in real steps.
 
 import math
 from collections import Counter
+from dataclasses import dataclass
 
 from eagle3.attention.schedule import KEY_BLOCK, QUERY_BLOCK
 from eagle3.objective.distill import loss_row_bytes, loss_rows
@@ -19,7 +20,7 @@ INDEX = 8  # bytes of a row number, token id or position
 
 def step_bytes(planned: Planned, share: Share) -> Bytes:
     """What a rank holds at most between the begin of a forward pass and the end of its backward pass."""
-    return max(_phases(planned, share), key=Counter.total)
+    return max(_Rank(planned, share).phases(), key=Counter.total)
 
 
 def engine_bytes(planned: Planned) -> Bytes:
@@ -48,227 +49,201 @@ def host_bytes(planned: Planned, share: Share) -> int:
     return 3 * share.rows * planned.draft.target_hidden_size * planned.itemsize + share.teacher * planned.teacher_bytes
 
 
-def _phases(planned: Planned, share: Share) -> list[Bytes]:
-    """What a rank holds in each phase of a step that may be the largest."""
-    held = _held(planned, share)
-    if planned.memory.recompute == "none":
-        held += _kept_entry(planned, share)
-        backwards = (_plainly(planned, share, k) for k in range(planned.steps))
-        return [held + _distilling(planned, share), *(held + backward for backward in backwards)]
-    backward = (_finishing, _attending, _projecting)
-    return [
-        held + _distilling(planned, share),
-        *(held + phase(planned, share, k) for k in range(planned.steps) for phase in backward),
-        held + _homing(planned, share),
-        held + _entering(planned, share),
-    ]
+@dataclass(frozen=True)
+class _Rank:
+    """What one rank holds in each phase of a step: numbers are bytes."""
 
+    planned: Planned
+    share: Share
 
-def _held(planned: Planned, share: Share) -> Bytes:
-    """From the begin of the step to its end."""
-    draft, size, steps = planned.draft, planned.itemsize, planned.steps
-    group = planned.sizes.ulysses
-    index = 3 * share.keys + (2 + 2 * steps + 2 * group) * share.queries + group * planned.sizes.ring * share.keys
-    streamed = planned.residence == "host"
-    chunk = min(share.rows, chunk_tokens(draft, planned.sizes.tensor, planned.dtype, planned.memory.block_bytes))
-    aux, logits = 2 * chunk if streamed else share.rows, planned.logit_bytes is not None
-    last = 0 if streamed and not logits else share.teacher
-    if streamed:  # two blocks of the loss; of hidden states they are not worth counting
-        last = min(
-            last, 2 * loss_rows(steps, planned.columns, draft.hidden_size, planned.dtype, planned.memory.block_bytes)
+    @property
+    def hidden(self) -> int:
+        """One hidden state of every query."""
+        return self.share.queries * self.planned.draft.hidden_size * self.planned.itemsize
+
+    @property
+    def attention(self) -> int:
+        """q of one step, or what attention makes of it."""
+        return self.share.queries * self.planned.query_width * self.planned.itemsize
+
+    @property
+    def own(self) -> int:
+        """Own keys and values of one step."""
+        return 2 * self.share.queries * self.planned.key_width * self.planned.itemsize
+
+    @property
+    def home(self) -> int:
+        """K_0, V_0 of this rank's keys."""
+        return 2 * self.share.keys * self.planned.key_width * self.planned.itemsize
+
+    @property
+    def key_gradient(self) -> int:
+        """The sum of the gradient of the K_0, V_0 that this rank sees, and for `p2p` what is under way of it."""
+        ring = self.planned.sizes.ring
+        shares = 1 if ring == 1 else ring if self.planned.ring_mode == "gather" else 4
+        return 2 * self.share.keys * self.planned.shared_width * shares * self.planned.exact
+
+    def phases(self) -> list[Bytes]:
+        """Of the phases of a step those that may be the largest."""
+        held, steps = self.held(), range(self.planned.steps)
+        if self.planned.memory.recompute == "none":
+            held += self.kept_entry()
+            return [held + self.distilling(), *(held + self.plainly(step) for step in steps)]
+        backward = (self.finishing, self.attending, self.projecting)
+        parts = (
+            self.distilling(),
+            *(phase(step) for step in steps for phase in backward),
+            self.homing(),
+            self.entering(),
         )
-    return Counter(
-        {
-            "weights": (planned.weights.trained + planned.weights.embedding) * size,
-            "teacher head": 0 if logits else planned.columns * draft.target_hidden_size * size,
-            "hidden states": 3 * aux * draft.target_hidden_size * size + last * planned.teacher_bytes,
-            "indices": INDEX * index + share.teacher * (9 * steps + INDEX + planned.exact),
-            "keys": _shared_keys(planned, share) * size,
-        }
-    )
+        return [held + part for part in parts]
 
+    def held(self) -> Bytes:
+        """From the begin of the step to its end."""
+        planned, share, draft, steps = self.planned, self.share, self.planned.draft, self.planned.steps
+        ulysses, ring, streamed = planned.sizes.ulysses, planned.sizes.ring, planned.residence == "host"
+        index = 3 * share.keys + (2 + 2 * steps + 2 * ulysses) * share.queries + ulysses * ring * share.keys
+        chunk = min(share.rows, chunk_tokens(draft, planned.sizes.tensor, planned.dtype, planned.memory.block_bytes))
+        aux, logits = 2 * chunk if streamed else share.rows, planned.logit_bytes is not None
+        last = 0 if streamed and not logits else share.teacher
+        if streamed:  # two blocks of the loss; of hidden states they are not worth counting
+            last = min(last, 2 * self.loss_rows())
+        copies = (
+            1 if ring == 1 else 1 + ring if planned.ring_mode == "gather" else 2
+        )  # everyone's, and its own once more
+        return Counter(
+            {
+                "weights": (planned.weights.trained + planned.weights.embedding) * planned.itemsize,
+                "teacher head": 0 if logits else planned.columns * draft.target_hidden_size * planned.itemsize,
+                "hidden states": 3 * aux * draft.target_hidden_size * planned.itemsize + last * planned.teacher_bytes,
+                "indices": INDEX * index + share.teacher * (9 * steps + INDEX + planned.exact),
+                "keys": 2 * share.keys * planned.shared_width * copies * planned.itemsize,
+            }
+        )
 
-def _shared_keys(planned: Planned, share: Share) -> int:
-    """Numbers in the K_0, V_0 that this rank sees: its own, and with `gather` everyone's (its own twice)."""
-    ring = planned.sizes.ring
-    copies = 1 if ring == 1 else 1 + ring if planned.ring_mode == "gather" else 2
-    return 2 * share.keys * planned.shared_width * copies
+    def loss_rows(self) -> int:
+        """Rows in a block of the loss."""
+        planned, hidden = self.planned, self.planned.draft.hidden_size
+        return loss_rows(planned.steps, planned.columns, hidden, planned.dtype, planned.memory.block_bytes)
 
-
-def _key_gradient(planned: Planned, share: Share) -> int:
-    """Bytes of the sum of their gradient, and for `p2p` what is under way of it."""
-    shares = 1 if planned.sizes.ring == 1 else planned.sizes.ring if planned.ring_mode == "gather" else 4
-    return 2 * share.keys * planned.shared_width * shares * planned.exact
-
-
-def _kept(planned: Planned, share: Share, first: int, last: int) -> int:
-    """Bytes that steps first..last have kept for their backward pass: own keys and values, and what depends on the
-    mode."""
-    draft, size, queries = planned.draft, planned.itemsize, share.queries
-    own = 2 * planned.key_width * size * queries
-    attention = queries * (
-        planned.query_width * size + draft.num_attention_heads // planned.sizes.tensor * planned.exact
-    )
-    per_step = queries * draft.hidden_size * size
-    total = 0
-    for k in range(first, last + 1):
-        total += per_step + (own if k else 0)
-        if planned.memory.recompute != "full":  # q, out and what own keys turned it into
-            total += (3 if k else 2) * attention
+    def kept(self, steps: int) -> int:
+        """What the first `steps` steps have kept for their backward pass: own keys and values, and what depends on the mode."""
+        planned, draft, tensor = self.planned, self.planned.draft, self.planned.sizes.tensor
+        total = steps * self.hidden + (steps - 1) * self.own
+        if planned.memory.recompute != "full":  # q, out and, but in the first, what own keys turned it into
+            lse = self.share.queries * (draft.num_attention_heads // tensor) * planned.exact
+            total += (3 * steps - 1) * (self.attention + lse)
         if planned.memory.recompute == "none":
-            wide = 5 * draft.intermediate_size // planned.sizes.tensor + 4 * draft.hidden_size + draft.head_dim
-            total += queries * (size * wide + _norm_bytes(planned, 3, 2, 1))
-    return total
+            wide = 5 * draft.intermediate_size // tensor + 4 * draft.hidden_size + draft.head_dim
+            total += steps * self.share.queries * (planned.itemsize * wide + self.norm(3, 2, 1))
+        return total
 
+    def norm(self, states: int, learned: int, results: int) -> int:
+        """What norms of `states` hidden states (`learned` of which have a gradient) keep of a row for their backward pass, beside
+        the input, when `results` of their outputs are kept. On CPUs a norm is several operations, in fp32 at least."""
+        size, exact = self.planned.itemsize, self.planned.exact
+        widened = (states if size == exact else states + learned) if self.planned.device == "cpu" else 0
+        return self.planned.draft.hidden_size * (results * size + exact * widened)
 
-def _norm_bytes(planned: Planned, states: int, learned: int, results: int) -> int:
-    """What norms of `states` hidden states (`learned` of which have a gradient) keep for their backward pass, beside the
-    input, when `results` of their outputs are kept. On CPUs a norm is several operations, in fp32 at least."""
-    width, size, exact = planned.draft.hidden_size, planned.itemsize, planned.exact
-    widened = (states if size == exact else states + learned) if planned.device == "cpu" else 0
-    return width * (results * size + exact * widened)
+    def distilling(self) -> Bytes:
+        """At the end of the forward pass: all steps' outputs, their gradients, a block of the loss."""
+        planned, width, steps, size = (
+            self.planned,
+            self.planned.draft.hidden_size,
+            self.planned.steps,
+            self.planned.itemsize,
+        )
+        row = loss_row_bytes(steps, planned.columns, width, planned.dtype)
+        return Counter(
+            {
+                "queries": self.kept(steps) + (1 + steps) * self.hidden,
+                "gradients": planned.columns * width * (planned.exact + (size if size < planned.exact else 0)),
+                "loss block": min(self.loss_rows(), self.share.teacher) * row,
+                "indices": INDEX * steps * self.share.teacher,
+            }
+        )
 
+    def backward(self, step: int) -> Bytes:
+        """In step `step`'s backward pass: what it and earlier steps kept, gradients of their outputs, of own keys (twice:
+        those of later steps are added to its own) and of weights."""
+        weights, later = self.planned.weights, step < self.planned.steps - 1
+        made = weights.head + (weights.project + weights.finish if later else 0)
+        kept = self.kept(step + 1) + (step + 1) * self.hidden + (step * self.own if later else 0)
+        return Counter({"queries": kept, "gradients": made * self.planned.itemsize})
 
-def _distilling(planned: Planned, share: Share) -> Bytes:
-    """At the end of the forward pass: all steps' outputs, their gradients, a block of the loss."""
-    draft, size = planned.draft, planned.itemsize
-    outputs = share.queries * draft.hidden_size * size
-    rows = loss_rows(planned.steps, planned.columns, draft.hidden_size, planned.dtype, planned.memory.block_bytes)
-    block = min(rows, share.teacher) * loss_row_bytes(planned.steps, planned.columns, draft.hidden_size, planned.dtype)
-    head = planned.columns * draft.hidden_size
-    return Counter(
-        {
-            "queries": _kept(planned, share, 0, planned.steps - 1) + (1 + planned.steps) * outputs,
-            "gradients": head * (planned.exact + (size if size < planned.exact else 0)),
-            "loss block": block,
-            "indices": INDEX * planned.steps * share.teacher,
-        }
-    )
+    def parts(self, rows: int, weights: int, wide: bool = True) -> Bytes:
+        """A chunk of position-wise work, and the gradients of its weights: the chunk's and, of several, their sum. wide: with
+        the MLP."""
+        planned, tensor = self.planned, self.planned.sizes.tensor
+        each = chunk_token_bytes(planned.draft, tensor, planned.dtype)
+        if not wide:
+            each = 10 * planned.draft.hidden_size * planned.itemsize + self.norm(2, 1, 2)
+        chunk = chunk_tokens(planned.draft, tensor, planned.dtype, planned.memory.block_bytes)
+        several = planned.exact if rows > chunk else 0
+        return Counter({"chunks": min(rows, chunk) * each, "gradients": weights * (planned.itemsize + several)})
 
+    def rebuilt(self, step: int) -> int:
+        """q, out and the merged output that full recompute has made again."""
+        return (3 if step else 2) * self.attention if self.planned.memory.recompute == "full" else 0
 
-def _backward_base(planned: Planned, share: Share, step: int) -> Bytes:
-    """In step `step`'s backward pass: what it and earlier steps kept, gradients of their outputs, of own keys (twice:
-    those of later steps are added to its own) and of weights."""
-    draft, size = planned.draft, planned.itemsize
-    hidden = share.queries * draft.hidden_size * size
-    own = 2 * planned.key_width * size * share.queries
-    later = step < planned.steps - 1
-    return Counter(
-        {
-            "queries": _kept(planned, share, 0, step) + (step + 1) * hidden + (step * own if later else 0),
-            "gradients": (planned.weights.head + (planned.weights.project + planned.weights.finish if later else 0))
-            * size,
-        }
-    )
+    def freed(self, step: int, attended: bool) -> int:
+        """What autograd has let go of a step that it holds in several nodes: the gradient of its output and the merged
+        attention; once `attended`, q and out as well. (A step recomputed whole is one node.)"""
+        tensors = (2 if attended else 0) + (1 if step else 0)
+        return 0 if self.planned.memory.recompute == "full" else tensors * self.attention + self.hidden
 
+    def finishing(self, step: int) -> Bytes:
+        made = Counter({"queries": self.hidden + self.attention + self.rebuilt(step)})
+        return self.backward(step) + made + self.parts(self.share.queries, self.planned.weights.finish)
 
-def _parts(planned: Planned, rows: int, weights: int, wide: bool = True) -> Bytes:
-    """A chunk of position-wise work, and the gradients of its weights: the chunk's and, of several, their sum. wide: with
-    the MLP."""
-    each = chunk_token_bytes(planned.draft, planned.sizes.tensor, planned.dtype)
-    if not wide:
-        each = 10 * planned.draft.hidden_size * planned.itemsize + _norm_bytes(planned, 2, 1, 2)
-    chunk = chunk_tokens(planned.draft, planned.sizes.tensor, planned.dtype, planned.memory.block_bytes)
-    several = planned.exact if rows > chunk else 0
-    return Counter({"chunks": min(rows, chunk) * each, "gradients": weights * (planned.itemsize + several)})
+    def attending(self, step: int) -> Bytes:
+        """When the gradient of the queries is complete."""
+        planned, draft, size, exact = self.planned, self.planned.draft, self.planned.itemsize, self.planned.exact
+        # gradients of the merged output (gone already where autograd alone holds it), of out, and q's from either
+        upstream = (3 if planned.memory.recompute == "full" else 2) if step else 1
+        gradients = self.share.queries * planned.query_width * (exact + (size if size < exact else 0))
+        tile = min(KEY_BLOCK, self.share.longest), min(QUERY_BLOCK, self.share.queries)
+        widths = (draft.num_key_value_heads, draft.num_attention_heads)
+        # gradients of a block's keys, values and queries; in half precision a CPU has fp32 copies of all
+        working = sum(n * w for n, w in zip(tile, widths, strict=True)) * exact * (4 if planned.widens else 2)
+        made = self.hidden + upstream * self.attention + gradients + step * self.own
+        return self.backward(step) + Counter(
+            {
+                "queries": made + self.rebuilt(step) - self.freed(step, attended=False),
+                "keys": self.key_gradient,
+                "gradients": planned.weights.finish * size,
+                "attention block": working * draft.head_dim // planned.sizes.tensor // planned.sizes.ulysses,
+            }
+        )
 
+    def projecting(self, step: int) -> Bytes:
+        made = 2 * self.hidden + self.attention + step * self.own - self.freed(step, attended=True)
+        weights, size = self.planned.weights, self.planned.itemsize
+        held = Counter({"queries": made, "keys": self.key_gradient, "gradients": weights.finish * size})
+        return self.backward(step) + held + self.parts(self.share.queries, weights.project, wide=False)
 
-def _rebuilt_attention(planned: Planned, share: Share, step: int) -> int:
-    """q, out and the merged output that full recompute has made again."""
-    rebuilt = (3 if step else 2) if planned.memory.recompute == "full" else 0
-    return rebuilt * share.queries * planned.query_width * planned.itemsize
+    def homing(self) -> Bytes:
+        """After the last step: the gradients of K_0, V_0 go home, in the keys' number format; all others are there."""
+        return self.entered() + Counter({"keys": self.home + self.key_gradient})
 
+    def entering(self) -> Bytes:
+        """At the very end: chunks of what became K_0, V_0 and the queries' first states."""
+        parts = self.parts(self.share.rows, self.planned.weights.entry, wide=False)
+        return self.entered() + Counter({"keys": 2 * self.home}) + parts
 
-def _freed(planned: Planned, share: Share, step: int, attended: bool) -> int:
-    """What autograd has let go of a step that it holds in several nodes: the gradient of its output and the merged
-    attention; once `attended`, q and out as well. (A step recomputed whole is one node.)"""
-    if planned.memory.recompute == "full":
-        return 0
-    tensors = (2 if attended else 0) + (1 if step else 0)
-    return share.queries * planned.itemsize * (tensors * planned.query_width + planned.draft.hidden_size)
+    def entered(self) -> Bytes:
+        weights = self.planned.weights
+        made = (weights.head + weights.project + weights.finish) * self.planned.itemsize
+        return Counter({"queries": self.hidden, "gradients": made})
 
+    def kept_entry(self) -> Bytes:
+        """Where nothing is recomputed: the keys' fused states and the input of their projections."""
+        states = 3 * self.planned.draft.hidden_size * self.planned.itemsize
+        return Counter({"queries": self.share.keys * (states + self.norm(2, 1, 0))})
 
-def _finishing(planned: Planned, share: Share, step: int) -> Bytes:
-    made = share.queries * (planned.draft.hidden_size + planned.query_width) * planned.itemsize
-    made += _rebuilt_attention(planned, share, step)
-    return (
-        _backward_base(planned, share, step)
-        + Counter({"queries": made})
-        + _parts(planned, share.queries, planned.weights.finish)
-    )
-
-
-def _attending(planned: Planned, share: Share, step: int) -> Bytes:
-    """When the gradient of the queries is complete."""
-    draft, size, exact = planned.draft, planned.itemsize, planned.exact
-    one = share.queries * planned.query_width
-    own = 2 * planned.key_width * size * share.queries * step
-    # gradients of the merged output (gone already where autograd alone holds it), of out, and q's from either
-    upstream = (3 if planned.memory.recompute == "full" else 2) if step else 1
-    attention = one * size * upstream + one * (exact + (size if size < exact else 0))
-    tile = min(KEY_BLOCK, share.longest), min(QUERY_BLOCK, share.queries)
-    widths = (draft.num_key_value_heads, draft.num_attention_heads)
-    # gradients of a block's keys, values and queries; in half precision a CPU has fp32 copies of all
-    working = sum(n * w for n, w in zip(tile, widths, strict=True)) * exact * (4 if planned.widens else 2)
-    return _backward_base(planned, share, step) + Counter(
-        {
-            "queries": share.queries * draft.hidden_size * size
-            + attention
-            + own
-            + _rebuilt_attention(planned, share, step)
-            - _freed(planned, share, step, attended=False),
-            "keys": _key_gradient(planned, share),
-            "gradients": planned.weights.finish * size,
-            "attention block": working * draft.head_dim // planned.sizes.tensor // planned.sizes.ulysses,
-        }
-    )
-
-
-def _projecting(planned: Planned, share: Share, step: int) -> Bytes:
-    draft, size = planned.draft, planned.itemsize
-    own = 2 * planned.key_width * size * share.queries * step
-    made = share.queries * (2 * draft.hidden_size + planned.query_width) * size + own
-    made -= _freed(planned, share, step, attended=True)
-    held = Counter({"queries": made, "keys": _key_gradient(planned, share), "gradients": planned.weights.finish * size})
-    return (
-        _backward_base(planned, share, step)
-        + held
-        + _parts(planned, share.queries, planned.weights.project, wide=False)
-    )
-
-
-def _homing(planned: Planned, share: Share) -> Bytes:
-    """After the last step: the gradients of K_0, V_0 go home, in the keys' number format; all others are there."""
-    return _entered(planned, share) + Counter({"keys": _home(planned, share) + _key_gradient(planned, share)})
-
-
-def _entering(planned: Planned, share: Share) -> Bytes:
-    """At the very end: chunks of what became K_0, V_0 and the queries' first states."""
-    parts = _parts(planned, share.rows, planned.weights.entry, wide=False)
-    return _entered(planned, share) + Counter({"keys": 2 * _home(planned, share)}) + parts
-
-
-def _home(planned: Planned, share: Share) -> int:
-    return 2 * share.keys * planned.key_width * planned.itemsize
-
-
-def _entered(planned: Planned, share: Share) -> Bytes:
-    made, size = planned.weights.head + planned.weights.project + planned.weights.finish, planned.itemsize
-    return Counter({"queries": share.queries * planned.draft.hidden_size * size, "gradients": made * size})
-
-
-def _kept_entry(planned: Planned, share: Share) -> Bytes:
-    """Where nothing is recomputed: the keys' fused states and the input of their projections."""
-    states = 3 * planned.draft.hidden_size * planned.itemsize
-    return Counter({"queries": share.keys * (states + _norm_bytes(planned, 2, 1, 0))})
-
-
-def _plainly(planned: Planned, share: Share, step: int) -> Bytes:
-    """With nothing recomputed: a gradient of the MLP's width beside what was kept."""
-    made = share.queries * planned.itemsize * planned.draft.intermediate_size // planned.sizes.tensor
-    held = {
-        "queries": made,
-        "keys": _key_gradient(planned, share),
-        "gradients": planned.weights.finish * planned.itemsize,
-    }
-    return _backward_base(planned, share, step) + Counter(held)
+    def plainly(self, step: int) -> Bytes:
+        """With nothing recomputed: a gradient of the MLP's width beside what was kept."""
+        planned, size = self.planned, self.planned.itemsize
+        made = self.share.queries * size * planned.draft.intermediate_size // planned.sizes.tensor
+        held = {"queries": made, "keys": self.key_gradient, "gradients": planned.weights.finish * size}
+        return self.backward(step) + Counter(held)
