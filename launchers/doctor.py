@@ -84,8 +84,7 @@ def findings(cluster: "Cluster", topology: "Topology", recipe: Recipe, deepspeed
         (lambda: recipe.model_dump(mode="json")) if topology.is_first else None, Recipe.model_validate
     )[0]
     yield machine.check_gpus(cluster, topology.device)
-    limits = cluster.ask(machine.open_files)
-    yield machine.judge_open_files(cluster, limits)
+    yield machine.check_open_files(cluster)
     yield machine.check_shared_memory(cluster)
     yield machine.check_clocks(cluster)
     yield places.check_shared(cluster, "output.dir", recipe.output.dir)

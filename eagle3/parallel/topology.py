@@ -184,7 +184,8 @@ def meeting() -> Iterator[None]:
 
 
 def is_broken(error: RuntimeError) -> bool:
-    """Whether it comes of a process that has ended, or never came. (Gloo has no class for that.)"""
+    """Whether it comes of a process that has ended, or never came. (Gloo raises a plain RuntimeError,
+    of which nothing but the text tells what it is.)"""
     return isinstance(error, dist.DistError) or "gloo" in str(error).lower()
 
 

@@ -108,9 +108,9 @@ def open_files() -> int:
     return LEAST_OPEN_FILES if soft == resource.RLIM_INFINITY else soft
 
 
-def judge_open_files(cluster: Cluster, limits: dict[int, int]) -> Finding:
-    """limits: of each rank."""
-    least, low = min(owners(limits.items()).items())
+def check_open_files(cluster: Cluster) -> Finding:
+    """Collective."""
+    least, low = min(owners(cluster.ask(open_files).items()).items())
     if least >= LEAST_OPEN_FILES:
         return Finding("open files", "ok", f"{least} allowed")
     return Finding(

@@ -5,7 +5,9 @@ import hashlib
 import os
 import shutil
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from secrets import token_hex
 from typing import NamedTuple
@@ -39,15 +41,12 @@ def check_shared(cluster: Cluster, key: str, folder: Path, patience: float = PAT
     """Collective. A file that the first rank writes into `folder`, or where it will be made, must be seen by every node
     with its content, and the node must be allowed to write there. key: the recipe's. folder: as each node understands
     it (~, and what it is relative to, are a node's own)."""
-    marker = None
-    try:
-        marker = cluster.ask((lambda: _leave_marker(folder)) if cluster.rank == 0 else None, Marker._make)[0]
+    with ExitStack() as left:
+        leave = partial(left.enter_context, _marker(folder))
+        marker = cluster.ask(leave if cluster.rank == 0 else None, Marker._make)[0]
         if isinstance(marker, Trouble):
             return _unwritable(cluster, key, folder, [0], marker.reason)
         seen = cluster.ask_leaders(lambda: _await_marker(folder, marker, patience))
-    finally:
-        if cluster.rank == 0:
-            _remove_marker(folder, marker)
     if reasons := troubled(seen):
         return _unwritable(cluster, key, folder, [*reasons], next(iter(reasons.values())))
     lacking = [rank for rank, why in seen.items() if why]
@@ -73,7 +72,12 @@ def _unwritable(cluster: Cluster, key: str, folder: Path, leaders: list[int], re
 
 def check_cache(cluster: Cluster, key: str, folder: Path, patience: float = PATIENCE) -> Finding:
     """Collective. Every node must be able to write there; that it is the same folder everywhere only saves work."""
-    if reasons := troubled(cluster.ask_leaders(lambda: _remove_marker(folder, _leave_marker(folder)))):
+
+    def write() -> None:
+        with _marker(folder):
+            pass
+
+    if reasons := troubled(cluster.ask_leaders(write)):
         return _unwritable(cluster, key, folder, [*reasons], next(iter(reasons.values())))
     if len(cluster.ranks) == 1:
         return Finding(key, "ok", f"{folder} is writable")
@@ -197,24 +201,19 @@ def _existing_parent(folder: Path) -> Path:
     return nearest
 
 
-def _leave_marker(folder: Path) -> Marker:
-    """Write a file that holds its own name into `folder`, or where that will be made."""
+@contextmanager
+def _marker(folder: Path) -> Iterator[Marker]:
+    """Inside, a file that holds its own name lies in `folder`, or where that will be made."""
     own = folder.expanduser().absolute()
     marker = Marker(_probe_name(), [own, *own.parents].index(_existing_parent(folder)))
     path = marker.path(folder)
     try:
         path.write_text(marker.name, encoding="utf-8")
         flush(path)
-    except OSError:
-        _remove_marker(folder, marker)
-        raise
-    return marker
-
-
-def _remove_marker(folder: Path, marker: Marker | Trouble | None) -> None:
-    if isinstance(marker, Marker):
+        yield marker
+    finally:
         with suppress(OSError):  # it was never written
-            marker.path(folder).unlink()
+            path.unlink()
 
 
 def _await_marker(folder: Path, marker: Marker, patience: float = PATIENCE) -> str:

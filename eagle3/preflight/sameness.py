@@ -29,7 +29,7 @@ REMEDIES = {
 }
 
 
-def versions(packages: Sequence[str] = PACKAGES) -> Traits:
+def versions(packages: Sequence[str]) -> Traits:
     """Of Python, of these packages as installed here, and of NCCL on a machine with GPUs."""
     found = {"python": platform.python_version()}
     for package in packages:
@@ -42,25 +42,22 @@ def versions(packages: Sequence[str] = PACKAGES) -> Traits:
     return found
 
 
-def running_code(program: Path) -> Traits:
-    """Digests of the package's modules, and of the scripts beside `program`, where it is a script: what Python imports
+def running_code() -> Traits:
+    """Digests of the package's modules, and of the scripts beside this process's, where it is a script: what Python imports
     here, which an installed package may make another than what lies beside the recipe."""
-    package = Path(eagle3.__file__).parent
+    package, program = Path(eagle3.__file__).parent, Path(sys.argv[0])
     files = {f"{package.name}/{path.relative_to(package)}": path for path in package.rglob("*.py")}
     if program.suffix == ".py":
         beside = program.resolve().parent
         files |= {f"{beside.name}/{path.name}": path for path in beside.glob("*.py")}
-    return {name: digest(path.read_bytes()) for name, path in sorted(files.items())}
+    return {name: _digest(path.read_bytes()) for name, path in sorted(files.items())}
 
 
-def own_traits(
-    recipe: str, deepspeed: str, packages: Sequence[str] = PACKAGES, program: Path | None = None
-) -> dict[str, Traits]:
-    """All that must agree. recipe: resolved, as YAML. deepspeed: the text of its file. program: the script that was
-    started, default this process's."""
+def own_traits(recipe: str, deepspeed: str, packages: Sequence[str]) -> dict[str, Traits]:
+    """All that must agree. recipe: resolved, as YAML. deepspeed: the text of its file."""
     return {
         "versions": versions(packages),
-        "code": running_code(program or Path(sys.argv[0])),
+        "code": running_code(),
         "recipe": dict(_leaves(yaml.safe_load(recipe), "")),
         "deepspeed file": {
             f"line {number}": repr(line.strip()) for number, line in enumerate(deepspeed.splitlines(), 1)
@@ -69,17 +66,14 @@ def own_traits(
 
 
 def compare(cluster: Cluster, name: str, mine: Traits) -> Finding:
-    """Collective. Digests are exchanged, and what they stand for only where they differ."""
-    digests = cluster.gather(traits_digest(mine))
-    if len(set(digests)) > 1:
-        return difference(cluster, name, cluster.gather(mine))
-    if name == "versions":
-        return Finding(name, "ok", ", ".join(f"{key} {value}" for key, value in mine.items()))
-    return Finding(name, "ok", f"the same on all ranks ({len(mine)} {ENTRIES[name]}, sha256 {digests[0][:DIGITS]})")
-
-
-def difference(cluster: Cluster, name: str, everyones: Sequence[Traits]) -> Finding:
-    """Names the first key that differs, with its values and who has which."""
+    """Collective. Digests are exchanged, and what they stand for only where they differ: the finding then names the first key
+    that does, with its values and who has which."""
+    digests = cluster.gather(hashlib.sha256(repr(sorted(mine.items())).encode()).hexdigest())
+    if len(set(digests)) == 1:
+        if name == "versions":
+            return Finding(name, "ok", ", ".join(f"{key} {value}" for key, value in mine.items()))
+        return Finding(name, "ok", f"the same on all ranks ({len(mine)} {ENTRIES[name]}, sha256 {digests[0][:DIGITS]})")
+    everyones = cluster.gather(mine)
     keys = dict.fromkeys(key for traits in everyones for key in traits)  # in the order of their file
     differing = [key for key in keys if len({traits.get(key) for traits in everyones}) > 1]
     assert differing, f"{name}: digests differ and traits do not"
@@ -89,11 +83,7 @@ def difference(cluster: Cluster, name: str, everyones: Sequence[Traits]) -> Find
     return Finding(name, "failed", f"{differing[0]}: {held}{more}", REMEDIES[name])
 
 
-def traits_digest(traits: Traits) -> str:
-    return hashlib.sha256(repr(sorted(traits.items())).encode()).hexdigest()
-
-
-def digest(content: bytes) -> str:
+def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:DIGITS]
 
 
@@ -101,7 +91,7 @@ def _shown(value: str) -> str:
     """Long ones by their beginning and a digest, for they may differ at their end. Passwords go first:
     a URL that is cut off no longer shows that one stood there."""
     value = without_passwords(value)
-    return value if len(value) <= 60 else f"{value[:40]}... ({digest(value.encode())})"
+    return value if len(value) <= 60 else f"{value[:40]}... ({_digest(value.encode())})"
 
 
 def _leaves(value: Any, key: str) -> Iterator[tuple[str, str]]:

@@ -1,24 +1,15 @@
 """What every job proves in its first second: that its processes run the same thing and can write their run folder."""
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
 from eagle3.errors import SharedUserError
-from eagle3.parallel.topology import node_name
-from eagle3.preflight.cluster import Cluster, Finding, in_one_line
-from eagle3.preflight.machine import judge_open_files, open_files
+from eagle3.preflight.cluster import Finding, in_one_line, join
+from eagle3.preflight.machine import check_open_files
 from eagle3.preflight.places import check_shared, free_bytes, judge_space
-from eagle3.preflight.sameness import PACKAGES, difference, own_traits, traits_digest
-
-
-class Arrival(NamedTuple):
-    """What a rank says of itself. digests: of its traits, by what they are of."""
-
-    node: str
-    open_files: int
-    digests: dict[str, str]
+from eagle3.preflight.sameness import PACKAGES, compare, own_traits
 
 
 def require_sound_start(recipe: str, deepspeed: str, output_dir: Path, packages: tuple[str, ...] = ()) -> None:
@@ -29,14 +20,10 @@ def require_sound_start(recipe: str, deepspeed: str, output_dir: Path, packages:
     recipe: resolved, as YAML (dump_recipe). deepspeed: the text of its file. packages: whose versions count beside
     the usual ones. launchers/doctor.py makes more checks, and takes longer.
     """
-    traits = own_traits(recipe, deepspeed, (*PACKAGES, *packages))
-    mine = Arrival(node_name(), open_files(), {name: traits_digest(trait) for name, trait in traits.items()})
-    arrivals = _gather(mine)
-    cluster = Cluster(dist.get_rank(), tuple(arrival.node for arrival in arrivals), _gather)
-    for name, trait in traits.items():
-        if len({arrival.digests[name] for arrival in arrivals}) > 1:
-            _require(difference(cluster, name, _gather(trait)))
-    _require(judge_open_files(cluster, {rank: arrival.open_files for rank, arrival in enumerate(arrivals)}))
+    cluster = join(_gather, dist.get_rank())
+    for name, traits in own_traits(recipe, deepspeed, (*PACKAGES, *packages)).items():
+        _require(compare(cluster, name, traits))
+    _require(check_open_files(cluster))
     _require(check_shared(cluster, "output.dir", output_dir))
 
 
