@@ -75,8 +75,8 @@ def demo_target(
     answering = {"answers": demo.answers, "answer_tokens": demo.answer_tokens}
     versions = [tokenizers.__version__, torch.__version__, transformers.__version__]
     told = [FORMAT, versions, demo_shape(demo), demo.short_context, training, answering, rows, held_out]
-    identity = json.dumps(told, sort_keys=True)
-    folder = Path(cache_dir).expanduser() / f"demo-target-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+    identity = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+    folder = Path(cache_dir).expanduser() / f"demo-target-{identity}"
     damage = "is not there"
     if (folder / RECORD).is_file():
         try:
@@ -195,8 +195,8 @@ def _make(
             continue  # nobody asks anything
         questions = [talk["messages"][0] for talk in _spread(talks, demo.answers)]
         answered = greedy_answers(model, tokenizer, questions, demo.answer_tokens, report)
-        lines = [json.dumps({"messages": messages}) + "\n" for messages in answered]
-        (folder / name).write_text("".join(lines), encoding="utf-8")
+        text = "".join(json.dumps({"messages": messages}) + "\n" for messages in answered)
+        (folder / name).write_text(text, encoding="utf-8")
     record = {
         "loss": loss,
         "held_out_loss": held_out_loss,

@@ -25,9 +25,14 @@ class PlannedStream:
     spans: int = 1
 
     def share(self, planned: Planned) -> Share:
-        window, selection = planned.draft.window, planned.query_selection
         return Share.expected(
-            self.tokens, self.supervised, planned.sizes, self.documents, window, self.spans, selection
+            self.tokens,
+            self.supervised,
+            planned.sizes,
+            self.documents,
+            planned.draft.window,
+            self.spans,
+            planned.query_selection,
         )
 
     def needs(self, planned: Planned) -> int:

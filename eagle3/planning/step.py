@@ -280,6 +280,5 @@ def step_seconds(planned: Planned, share: Share, machine: Machine = Machine()) -
     inside = planned.sizes.tensor * planned.sizes.sequence <= machine.node
     sent = sent_bytes(planned, share)
     ring = sum(number for (kind, _), number in sent.items() if kind.startswith("ring"))
-    rest = sent.total() - ring
     computed = step_flops(planned, share).executed / (machine.flops * machine.utilisation)
-    return computed + rest / machine.near + ring / (machine.near if inside else machine.far)
+    return computed + (sent.total() - ring) / machine.near + ring / (machine.near if inside else machine.far)

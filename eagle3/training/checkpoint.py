@@ -87,14 +87,9 @@ class Checkpoints:
                 if failures:
                     raise UserError(failures[0])
 
-            def finish() -> None:
-                _await_files(partial, Sizes.of(engine))
-                self._publish(partial, self.path(step))
-                self._prune(best_step)
-
             try:
                 agreed(require_written)  # by every rank, before any of it is taken for whole
-                agreed(finish if first else None)
+                agreed((lambda: self._finish(partial, Sizes.of(engine), step, best_step)) if first else None)
             except UserError as error:
                 free = shutil.disk_usage(self.folder).free / 2**30
                 dist.barrier()
@@ -104,17 +99,22 @@ class Checkpoints:
                     "ones before it are whole: free space, or lower training.keep_checkpoints, and continue with --resume"
                 ) from error
 
-    def _publish(self, partial: Path, final: Path) -> None:
+    def _finish(self, partial: Path, sizes: "Sizes", step: int, best_step: int | None) -> None:
+        """Give the files of all ranks their name, and remove the checkpoints that are no longer kept."""
+        _await_files(partial, sizes)
         try:
             files = sorted(path for path in partial.rglob("*") if path.is_file())
             for path in files:
                 flush(path)
             digests = {path.relative_to(partial).as_posix(): file_digest(path) for path in files}
             Manifest(run=self.run, files=digests).write(partial)
-            _remove(final)  # the same step of a run that was resumed from before it
-            publish(partial, final)
+            _remove(self.path(step))  # the same step of a run that was resumed from before it
+            publish(partial, self.path(step))
         except OSError as error:
             raise UserError(str(error)) from error
+        for path in _finished(self.folder)[: -self.keep]:
+            if best_step is None or path != self.path(best_step):
+                shutil.rmtree(path)
 
     def load_newest(self, engine: DeepSpeedEngine) -> Resumed | None:
         """Load the newest whole checkpoint of this run; None where there is none at all. Damaged and foreign ones after it
@@ -178,11 +178,6 @@ class Checkpoints:
             )
         with waiting(self.say, f"loading {path}"):
             return _read(engine, path, path)
-
-    def _prune(self, best_step: int | None) -> None:
-        for path in _finished(self.folder)[: -self.keep]:
-            if path.name != (None if best_step is None else _name(best_step)):
-                shutil.rmtree(path)
 
 
 def written_otherwise(folder: Path, processes: int, tensor: int) -> bool:

@@ -58,21 +58,17 @@ class Manifest(BaseModel, strict=True):
         if self.run not in (None, run):
             return Problem(FOREIGN, f"written by run {self.run}, this is run {run}")
         try:
-            damage = self._damage(checkpoint)
+            for name, expected in self.files.items():
+                if not (checkpoint / name).is_file():
+                    return Problem(DAMAGED, f"{name} is missing")
+                if file_digest(checkpoint / name) != expected:
+                    return Problem(DAMAGED, f"{name} is damaged")
+            # File systems and desktops leave hidden files (.nfs..., .DS_Store), which DeepSpeed does not look at.
+            present = {path for path in checkpoint.rglob("*") if path.is_file() and not path.name.startswith(".")}
         except (OSError, ValueError) as error:  # of names that are none, too
-            damage = f"cannot be read ({error})"
-        return Problem(DAMAGED, damage) if damage else None
-
-    def _damage(self, checkpoint: Path) -> str | None:
-        for name, expected in self.files.items():
-            if not (checkpoint / name).is_file():
-                return f"{name} is missing"
-            if file_digest(checkpoint / name) != expected:
-                return f"{name} is damaged"
-        # File systems and desktops leave hidden files (.nfs..., .DS_Store), which DeepSpeed does not look at.
-        present = {path for path in checkpoint.rglob("*") if path.is_file() and not path.name.startswith(".")}
+            return Problem(DAMAGED, f"cannot be read ({error})")
         unknown = {path.relative_to(checkpoint).as_posix() for path in present} - {*self.files, MANIFEST}
-        return f"{min(unknown)} is not in {MANIFEST}" if unknown else None
+        return Problem(DAMAGED, f"{min(unknown)} is not in {MANIFEST}") if unknown else None
 
 
 def _complete(names: Iterable[str]) -> bool:

@@ -30,8 +30,7 @@ class RunStopped(BaseException):
     @property
     def exit_code(self) -> int:
         """0 where a batch system asked and nothing was lost; else as shells count signals."""
-        asked = self.together and self.number != signal.SIGINT
-        return 0 if asked else 128 + self.number
+        return 0 if self.together and self.number != signal.SIGINT else 128 + self.number
 
 
 class StopSignals:

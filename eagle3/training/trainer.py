@@ -104,13 +104,13 @@ class Trainer:
                 seconds = time.monotonic() - began
                 busy += seconds
                 speed, memory = metrics.tokens / seconds, memory_gib(self.topology.device)
-                numbers = {
+                measured = {
                     "learning_rate": rate,
                     "gradient_norm": taken.norm,
                     "tokens_per_second": speed,
                     "memory_gib": memory,
                 }
-                tracker.write(done, "train", metrics.as_dict() | numbers)
+                tracker.write(done, "train", metrics.as_dict() | measured)
                 self.console(
                     f"step {done}/{self.steps}  loss {metrics.loss:.4f}  "
                     f"accepted drafts {metrics.simulated_acceptance_length:.3f}  rate {rate:.2e}  norm {taken.norm:.3f}  "
