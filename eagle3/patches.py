@@ -7,7 +7,7 @@ import inspect
 import math
 import os
 import pkgutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any, NamedTuple
@@ -25,36 +25,24 @@ from eagle3.errors import SharedUserError
 FORCE, FORBID = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"  # torch takes one of them at most
 
 
-class Relied(NamedTuple):
-    """Something of another library that is changed or called here. place: module:attribute. shape: the class of an object, the
-    parameters of a function."""
-
-    library: str
-    place: str
-    shape: type | tuple[str, ...]
-
-
-RELIED = (
-    Relied("torch", "torch.distributed.distributed_c10d:_set_pg_timeout", ("timeout", "group")),
-    Relied("torch", "torch.distributed.distributed_c10d:_get_default_store", ()),
-    Relied(
-        "deepspeed",
-        "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.scaled_global_norm",
-        ("self", "norm_type"),
+# What is changed or called here, as module:attribute -> the parameters of a function, or the class of an object.
+RELIED = {
+    "torch.distributed.distributed_c10d:_set_pg_timeout": ("timeout", "group"),
+    "torch.distributed.distributed_c10d:_get_default_store": (),
+    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.scaled_global_norm": ("self", "norm_type"),
+    "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine:TorchCheckpointEngine.save": (
+        "self",
+        "state_dict",
+        "path",
     ),
-    Relied(
-        "deepspeed",
-        "deepspeed.runtime.checkpoint_engine.checkpoint_engine:CheckpointEngine.save",
-        ("self", "state_dict", "path"),
-    ),
-)
+}
 # By itself: DeepSpeed makes it when it is first asked for, by a look at the compilers of the machine.
-OPERATIONS = Relied("deepspeed", "deepspeed.ops:__compatible_ops__", dict)
+OPERATIONS = {"deepspeed.ops:__compatible_ops__": dict}
 
 
-def require_relied(relied: Sequence[Relied] = RELIED) -> None:
+def require_relied(relied: Mapping[str, Any] = RELIED) -> None:
     """Raises UserError where an installed library has another thing at one of these places, or nothing."""
-    for library, place, shape in relied:
+    for place, shape in relied.items():
         try:
             found = pkgutil.resolve_name(place)
             seen = tuple(inspect.signature(found).parameters) if callable(found) else type(found)
@@ -62,9 +50,11 @@ def require_relied(relied: Sequence[Relied] = RELIED) -> None:
             seen = None
         if seen != shape:
             is_now = "is not there" if seen is None else f"has another shape ({seen}, not {shape})"
+            attribute = place.replace(":", ".")
+            library = attribute.partition(".")[0]
             raise SharedUserError(
-                f"{library} {version(library)}: {place.replace(':', '.')} {is_now}, which this project relies on; install the "
-                "version that constraints/ names"
+                f"{library} {version(library)}: {attribute} {is_now}, which this project relies on; install the version that "
+                "constraints/ names"
             )
 
 
@@ -76,7 +66,7 @@ copyreg.pickle(ZeroStageEnum, lambda member: (ZeroStageEnum, (member.value,)))
 def without_compiled_collective() -> None:
     """On CPUs DeepSpeed would compile a collective over shared memory, for which a machine may lack the compiler, and no argument
     stops it."""
-    require_relied([OPERATIONS])
+    require_relied(OPERATIONS)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 

@@ -5,11 +5,12 @@ from importlib.metadata import version
 import pytest
 
 from eagle3.errors import UserError
-from eagle3.patches import OPERATIONS, RELIED, Relied, require_relied
+from eagle3.parallel import topology
+from eagle3.patches import OPERATIONS, RELIED, require_relied
 
 
 def test_the_installed_libraries_have_all_that_is_patched():
-    require_relied([*RELIED, OPERATIONS])
+    require_relied(RELIED | OPERATIONS)
 
 
 @pytest.mark.parametrize(
@@ -24,12 +25,10 @@ def test_the_installed_libraries_have_all_that_is_patched():
 def test_another_version_is_refused_by_library_version_and_attribute(place, shape, said):
     named = f"torch {version('torch')}: {place.replace(':', '.')} {said}".replace("+", r"\+")
     with pytest.raises(UserError, match=f"^{named}.*constraints/"):
-        require_relied([Relied("torch", place, shape)])
+        require_relied({place: shape})
 
 
 def test_a_job_looks_before_it_begins(monkeypatch):
-    from eagle3.parallel import topology
-
-    monkeypatch.setattr(topology, "require_relied", lambda: require_relied([Relied("torch", "torch:gone", ())]))
+    monkeypatch.setattr(topology, "require_relied", lambda: require_relied({"torch:gone": ()}))
     with pytest.raises(UserError, match="torch.gone is not there"):
         topology.start_distributed()

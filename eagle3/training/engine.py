@@ -93,19 +93,16 @@ def gradient_scale(data_ranks: int, accumulation: int) -> int:
 def universal_checkpoint_info(draft: Eagle3Draft, prefix: str) -> dict[str, Any]:
     """How DeepSpeed's universal checkpoints join the parts that tensor-parallel ranks hold of the trained parameters, whose
     names it sees behind `prefix`."""
-    halves, rows, whole = [], [], []
-    for name, parameter in _trained(draft):
-        pattern = f"^{re.escape(prefix + name)}$"
-        if not is_cut(parameter):
-            whole.append(pattern)
-        elif parameter.partition_stride == 2:  # [gate; up], each cut by itself
-            halves.append(pattern)
-        elif parameter.partition_dim == 1:
-            rows.append(pattern)
+    trained = {f"^{re.escape(prefix + name)}$": parameter for name, parameter in _trained(draft)}
+    cut = {pattern: parameter for pattern, parameter in trained.items() if is_cut(parameter)}
+    halves = [
+        pattern for pattern, parameter in cut.items() if parameter.partition_stride == 2
+    ]  # [gate; up], each by itself
+    rows = [pattern for pattern, parameter in cut.items() if parameter.partition_dim == 1 and pattern not in halves]
     return {
         constants.UNIVERSAL_CHECKPOINT_VERSION_KEY: constants.UNIVERSAL_CHECKPOINT_VERSION_VALUE,
         # equal on all ranks, up to the rounding of a GPU's reductions; "replicated" would be refused for that
-        constants.PARAMETER_TO_AVERAGE_PATTERNS: whole,
+        constants.PARAMETER_TO_AVERAGE_PATTERNS: [pattern for pattern in trained if pattern not in cut],
         constants.PARAMETER_WITH_ROW_PARALLELISM_PATTERNS: rows,
         constants.PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0: halves,
     }

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import Enum
 from pathlib import Path
 from secrets import token_hex
@@ -286,10 +286,9 @@ def _value(value: Any) -> str:
     return "not set" if value is None else repr(value)
 
 
-def _differences(before: Any, now: Any, key: str = "") -> list[tuple[str, Any, Any]]:
+def _differences(before: Any, now: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
     if isinstance(before, dict) and isinstance(now, dict):
-        found = []
         for name in [*now, *(name for name in before if name not in now)]:
-            found += _differences(before.get(name), now.get(name), f"{key}.{name}" if key else name)
-        return found
-    return [] if before == now else [(key, before, now)]
+            yield from _differences(before.get(name), now.get(name), f"{key}.{name}" if key else name)
+    elif before != now:
+        yield key, before, now
