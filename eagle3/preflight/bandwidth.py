@@ -45,14 +45,16 @@ def check_all_reduce(cluster: Cluster, device: torch.device, timeout: datetime.t
         return [Finding("all-reduce", "note", "one process, nothing to add up")]
     inside = [ranks for ranks in cluster.ranks.values() if len(ranks) > 1]
     between = [cluster.leaders] if len(cluster.ranks) > 1 else []
-    circles = {
-        "all-reduce inside a node": inside,
-        "all-reduce between nodes": between,
-        "all-reduce of all": [[*range(len(cluster.nodes))]] if inside and between else [],
-    }
+    circles = (
+        ("all-reduce inside a node", inside),
+        ("all-reduce between nodes", between),
+        ("all-reduce of all", [[*range(len(cluster.nodes))]] if inside and between else []),
+    )
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     findings = []
-    for what, rings in ((what, rings) for what, rings in circles.items() if rings):
+    for what, rings in circles:
+        if not rings:
+            continue
         groups = [dist.new_group(ranks, timeout=timeout) for ranks in rings]  # every rank must form all of them
         mine = [group for ranks, group in zip(rings, groups, strict=True) if cluster.rank in ranks]
         measured = cluster.ask(partial(measure, mine[0], device) if mine else None, Reduced._make)
@@ -113,11 +115,12 @@ def link_speed(gpu: str) -> float:
 
 def port_speed(root: Path = Path("/sys/class/infiniband")) -> float:
     """GB/s of the fastest InfiniBand or RoCE port that is up here, as the kernel names it ("400 Gb/sec (4X NDR)")."""
-    speeds = [0.0]
-    for rate in root.glob("*/ports/*/rate"):
-        if "ACTIVE" in (rate.parent / "state").read_text(encoding="utf-8"):
-            speeds.append(float(rate.read_text(encoding="utf-8").split()[0]) / 8)
-    return max(speeds)
+    speeds = (
+        float(rate.read_text(encoding="utf-8").split()[0]) / 8
+        for rate in root.glob("*/ports/*/rate")
+        if "ACTIVE" in (rate.parent / "state").read_text(encoding="utf-8")
+    )
+    return max(speeds, default=0.0)
 
 
 def _finish(device: torch.device) -> None:
