@@ -25,7 +25,7 @@ from eagle3.errors import SharedUserError
 FORCE, FORBID = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"  # torch takes one of them at most
 
 
-# What is changed or called here, as module:attribute -> the parameters of a function, or the class of an object.
+# What is changed or called here, as module:attribute -> the first parameters of a function, or the class of an object.
 RELIED = {
     "torch.distributed.distributed_c10d:_set_pg_timeout": ("timeout", "group"),
     "torch.distributed.distributed_c10d:_get_default_store": (),
@@ -45,7 +45,7 @@ def require_relied(relied: Mapping[str, Any] = RELIED) -> None:
     for place, shape in relied.items():
         try:
             found = pkgutil.resolve_name(place)
-            seen = tuple(inspect.signature(found).parameters) if callable(found) else type(found)
+            seen = tuple(inspect.signature(found).parameters)[: len(shape)] if callable(found) else type(found)
         except (ImportError, AttributeError):
             seen = None
         if seen != shape:
