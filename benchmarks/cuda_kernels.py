@@ -31,7 +31,7 @@ from eagle3.attention.block import (
     kernel_name,
     merge_blocks,
 )
-from eagle3.attention.plain import BlockGradients, BlockOutput, Visibility
+from eagle3.attention.plain import BlockGradients, BlockOutput, Scoring, Visibility
 from eagle3.draft.config import DraftConfig
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import run_command
@@ -136,14 +136,14 @@ class Call:
         self.block, self.given = block, given
         half = block.keys // 2
         self.parts = [slice(0, half), slice(half, block.keys)] if block.merged else [slice(0, block.keys)]
-        self.scale = given.q.shape[-1] ** -0.5
-        self.visible = given.visible if block.visibility == "masked" else None
+        visible = given.visible if block.visibility == "masked" else None
+        self.scoring = Scoring(given.q.shape[-1] ** -0.5, block.visibility, visible)
 
     def forward(self) -> BlockOutput:
         merged = None
         for keys in self.parts:
             q, k, v = self.given.q, self.given.k[keys], self.given.v[keys]
-            part = block_attention(q, k, v, self.scale, self.block.visibility, self.visible)
+            part = block_attention(q, k, v, self.scoring)
             if not self.block.merged:
                 return part
             part = BlockOutput(part.out.to(part.lse.dtype), part.lse)
@@ -155,17 +155,7 @@ class Call:
         if self.block.merged:
             out = absorb_lse_gradient(out, given.grad, given.grad_lse)
         found = [
-            block_attention_backward(
-                given.grad,
-                given.q,
-                given.k[keys],
-                given.v[keys],
-                out,
-                made.lse,
-                self.scale,
-                self.block.visibility,
-                self.visible,
-            )
+            block_attention_backward(given.grad, given.q, given.k[keys], given.v[keys], out, made.lse, self.scoring)
             for keys in self.parts
         ]
         if not self.block.merged:

@@ -1,6 +1,7 @@
 """One block of attention with its log-sum-exp, forward and backward: the unit that every layout is made of."""
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from eagle3.attention.cuda import (
 from eagle3.attention.plain import (
     BlockGradients,
     BlockOutput,
+    Scoring,
     Visibility,
     plain_attention,
     plain_attention_backward,
@@ -40,46 +42,18 @@ def takes_bands(q: Tensor, softcap: float | None = None) -> bool:
     return kernel_name(q.device, q.dtype, q.shape[-1], "banded", softcap) == "cuda flash"
 
 
-def block_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    visibility: Visibility,
-    visible: Tensor | None = None,
-    softcap: float | None = None,
-    window: int | None = None,
-) -> BlockOutput:
+def block_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> BlockOutput:
     """softmax(scale q k^T) v over one block.
 
-    q [Q, heads, d]; k, v [S, kv_heads, d] with heads a multiple of kv_heads; visible [Q, S] bool for `masked`, in which
-    every query must see some key (a row that sees none has no softmax; callers leave such blocks out). window: of a
-    `banded` block, which only what `takes_bands` names may be. softcap: scaled scores s become softcap tanh(s / softcap), as
-    some targets' do; without a backward.
+    q [Q, heads, d]; k, v [S, kv_heads, d] with heads a multiple of kv_heads. Only what `takes_bands` names may be `banded`.
     """
-    assert visibility != "banded" or takes_bands(q, softcap)
-    match kernel_name(q.device, q.dtype, q.shape[-1], visibility, softcap):
-        case "cpu":
-            return _cpu_attention(q, k, v, scale, visibility, visible)
-        case "cuda flash":
-            return flash_attention(q, k, v, scale, visibility, window)
-        case "cuda efficient":
-            return efficient_attention(q, k, v, scale, visibility, visible)
-        case "plain":
-            return plain_attention(q, k, v, scale, visibility, visible, softcap)
+    assert scoring.visibility != "banded" or takes_bands(q, scoring.softcap)
+    forward, _ = _KERNELS[kernel_name(q.device, q.dtype, q.shape[-1], scoring.visibility, scoring.softcap)]
+    return forward(q, k, v, scoring)
 
 
 def block_attention_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    visibility: Visibility,
-    visible: Tensor | None = None,
-    window: int | None = None,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scoring: Scoring
 ) -> BlockGradients:
     """This block's share of the gradients.
 
@@ -87,15 +61,8 @@ def block_attention_backward(
     (P = exp(scale q k^T - lse), dS = P * (grad v^T - sum(grad * out))). A CUDA kernel rounds `out` to q's number format;
     that of `absorb_lse_gradient` is in it already.
     """
-    match kernel_name(q.device, q.dtype, q.shape[-1], visibility):
-        case "cpu":
-            return _cpu_attention_backward(grad, q, k, v, out, lse, scale, visibility, visible)
-        case "cuda flash":
-            return flash_attention_backward(grad, q, k, v, out, lse, scale, visibility, window)
-        case "cuda efficient":
-            return efficient_attention_backward(grad, q, k, v, out, lse, scale, visibility, visible)
-        case "plain":
-            return plain_attention_backward(grad, q, k, v, out, lse, scale, visibility, visible)
+    _, backward = _KERNELS[kernel_name(q.device, q.dtype, q.shape[-1], scoring.visibility)]
+    return backward(grad, q, k, v, out, lse, scoring)
 
 
 def absorb_lse_gradient(out: Tensor, grad: Tensor, grad_lse: Tensor) -> Tensor:
@@ -132,28 +99,24 @@ def merge_blocks(a: BlockOutput, b: BlockOutput) -> BlockOutput:
     return BlockOutput(out, lse)
 
 
-def _cpu_attention(q, k, v, scale, visibility, visible) -> BlockOutput:
+def _cpu_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> BlockOutput:
     """By torch's flash kernel, in fp32 at least: in bf16 it sums the gradients of keys and values in bf16, and without
     matrix instructions for bf16 it is slower besides."""
     exact = torch.promote_types(q.dtype, torch.float32)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *(_cpu_layout(x, exact) for x in (q, k, v)),
-        is_causal=visibility == "causal",
-        attn_mask=_cpu_mask(visible, exact) if visibility == "masked" else None,
-        scale=scale,
+        *(_cpu_layout(x, exact) for x in (q, k, v)), **_cpu_arguments(scoring, exact)
     )
     return BlockOutput(out[0].transpose(0, 1).to(q.dtype), lse[0].transpose(0, 1))
 
 
-def _cpu_attention_backward(grad, q, k, v, out, lse, scale, visibility, visible) -> BlockGradients:
+def _cpu_attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scoring: Scoring
+) -> BlockGradients:
     exact = torch.promote_types(q.dtype, torch.float32)
     gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         *(_cpu_layout(x, exact) for x in (grad, q, k, v, out)),
         lse.transpose(0, 1)[None].contiguous(),
-        dropout_p=0.0,
-        is_causal=visibility == "causal",
-        attn_mask=_cpu_mask(visible, exact) if visibility == "masked" else None,
-        scale=scale,
+        **_cpu_arguments(scoring, exact),
     )
     return BlockGradients(*(gradient[0].transpose(0, 1).to(q.dtype) for gradient in gradients))
 
@@ -163,5 +126,15 @@ def _cpu_layout(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.transpose(0, 1)[None].to(dtype, memory_format=torch.contiguous_format)
 
 
-def _cpu_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, float("-inf"))[None, None]
+def _cpu_arguments(scoring: Scoring, dtype: torch.dtype) -> dict[str, Any]:
+    causal = scoring.visibility == "causal"
+    return {"dropout_p": 0.0, "is_causal": causal, "attn_mask": scoring.bias(dtype), "scale": scoring.scale}
+
+
+# Forward and backward, which take what `block_attention` and `block_attention_backward` do.
+_KERNELS: dict[Kernel, tuple[Callable[..., BlockOutput], Callable[..., BlockGradients]]] = {
+    "cpu": (_cpu_attention, _cpu_attention_backward),
+    "cuda flash": (flash_attention, flash_attention_backward),
+    "cuda efficient": (efficient_attention, efficient_attention_backward),
+    "plain": (plain_attention, plain_attention_backward),
+}

@@ -16,7 +16,7 @@ import torch
 import torch.nn.attention
 from torch import Tensor
 
-from eagle3.attention.plain import BlockGradients, BlockOutput, Visibility
+from eagle3.attention.plain import BlockGradients, BlockOutput, Scoring
 
 # The efficient kernel reads lse in whole blocks of its backward, and a mask in whole vectors of 16 bytes at least.
 LSE_MULTIPLE, MASK_MULTIPLE = 32, 16
@@ -31,119 +31,84 @@ def take_installed_flash(device: torch.device) -> str:
     return torch.nn.attention.current_flash_attention_impl() or "FA2"
 
 
-def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, visibility: Visibility, window: int | None = None
-) -> BlockOutput:
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> BlockOutput:
     """`block_attention` in fp16 or bf16 where nothing is masked; head_dim a multiple of 8, at most 256."""
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q[None],
-        k[None],
-        v[None],
-        **_lengths(q, k),
-        dropout_p=0.0,
-        is_causal=visibility == "causal",
-        return_debug_mask=False,
-        scale=scale,
-        **_band(visibility, window),
+        q[None], k[None], v[None], **_flash_arguments(q, k, scoring), return_debug_mask=False
     )
     return BlockOutput(out[0], lse[0].transpose(0, 1))
 
 
 def flash_attention_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    visibility: Visibility,
-    window: int | None = None,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scoring: Scoring
 ) -> BlockGradients:
     """`block_attention_backward` where `flash_attention` goes forward."""
     unread = torch.empty(0, dtype=torch.uint64, device=q.device)  # dropout's seed and offset
     gradients = torch.ops.aten._flash_attention_backward(
         *(x[None] for x in (grad, q, k, v, out.to(q.dtype))),
         lse.transpose(0, 1)[None].contiguous(),
-        **_lengths(q, k),
-        dropout_p=0.0,
-        is_causal=visibility == "causal",
+        **_flash_arguments(q, k, scoring),
         rng_state=unread,
         unused=unread,
-        scale=scale,
-        **_band(visibility, window),
     )
     return BlockGradients(*(gradient[0] for gradient in gradients))
 
 
-def _lengths(q: Tensor, k: Tensor) -> dict[str, Any]:
-    return {"cum_seq_q": None, "cum_seq_k": None, "max_q": len(q), "max_k": len(k)}  # no packed sequences
+def _flash_arguments(q: Tensor, k: Tensor, scoring: Scoring) -> dict[str, Any]:
+    """No packed sequences, no dropout. Of a window as the kernels count: keys beside a query's own, with the last query
+    at the last key."""
+    banded = {"window_size_left": scoring.window - 1, "window_size_right": 0} if scoring.visibility == "banded" else {}
+    return {
+        **{"cum_seq_q": None, "cum_seq_k": None, "max_q": len(q), "max_k": len(k)},
+        **{"dropout_p": 0.0, "is_causal": scoring.visibility == "causal", "scale": scoring.scale},
+        **banded,
+    }
 
 
-def _band(visibility: Visibility, window: int | None) -> dict[str, int]:
-    """As the kernels count: keys beside a query's own, with the last query at the last key."""
-    return {"window_size_left": window - 1, "window_size_right": 0} if visibility == "banded" else {}
-
-
-def efficient_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, visibility: Visibility, visible: Tensor | None = None
-) -> BlockOutput:
+def efficient_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> BlockOutput:
     """`block_attention` in fp16, bf16 or fp32; head_dim a multiple of 8."""
-    q, k, v = _groups_as_batch(q, k, v)
-    mask = _mask(q, k, visible) if visibility == "masked" else None
+    q, k, v, mask = _groups_as_batch(q, k, v, scoring)
     out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-        q, k, v, mask, compute_log_sumexp=True, is_causal=visibility == "causal", scale=scale
+        q, k, v, mask, compute_log_sumexp=True, is_causal=scoring.visibility == "causal", scale=scoring.scale
     )
     lse = lse[..., : q.shape[2]].flatten(0, 1)
     return BlockOutput(out.permute(2, 0, 1, 3).flatten(1, 2), lse.transpose(0, 1))
 
 
 def efficient_attention_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    visibility: Visibility,
-    visible: Tensor | None = None,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scoring: Scoring
 ) -> BlockGradients:
     """`block_attention_backward` where `efficient_attention` goes forward."""
     kv_heads = k.shape[1]
     grad, out = (x.to(q.dtype).unflatten(1, (kv_heads, -1)).transpose(0, 1) for x in (grad, out))
     lse = lse.transpose(0, 1).unflatten(0, (kv_heads, -1))
     lse = torch.nn.functional.pad(lse, (0, -len(q) % LSE_MULTIPLE), value=float("inf"))
-    q, k, v = _groups_as_batch(q, k, v)
+    q, k, v, mask = _groups_as_batch(q, k, v, scoring)
     unread = torch.empty(0, dtype=torch.int64, device=q.device)  # dropout's seed and offset
     dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
         grad.transpose(1, 2),
         q,
         k,
         v,
-        _mask(q, k, visible) if visibility == "masked" else None,
+        mask,
         out.contiguous().transpose(1, 2),  # taken to be contiguous as [batch, queries, heads, d]
         lse.contiguous(),
         unread,
         unread,
         dropout_p=0.0,
         grad_input_mask=[True, True, True, False],
-        is_causal=visibility == "causal",
-        scale=scale,
+        is_causal=scoring.visibility == "causal",
+        scale=scoring.scale,
     )
     dk, dv = (x.sum(1, dtype=torch.float32).transpose(0, 1).to(x.dtype) for x in (dk, dv))
     return BlockGradients(dq.permute(2, 0, 1, 3).flatten(1, 2), dk, dv)
 
 
-def _groups_as_batch(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _groups_as_batch(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """q, k, v as views [kv_heads, group, tokens, d]: the efficient kernel knows no groups, but reads a key/value head
-    that all query heads of a batch entry share (stride 0)."""
+    that all query heads of a batch entry share (stride 0). And what to add to the scores [kv_heads, group, queries,
+    keys], one mask for all heads."""
     q, k, v = (x.unflatten(1, (k.shape[1], -1)).permute(1, 2, 0, 3) for x in (q, k, v))
-    return q, k.expand(-1, q.shape[1], -1, -1), v.expand(-1, q.shape[1], -1, -1)
-
-
-def _mask(q: Tensor, k: Tensor, visible: Tensor) -> Tensor:
-    """What to add to the scores [kv_heads, group, queries, keys], one mask for all heads; rows padded to alignment."""
-    queries, keys = visible.shape
-    mask = torch.zeros(queries, keys + -keys % MASK_MULTIPLE, dtype=q.dtype, device=q.device)[:, :keys]
-    return mask.masked_fill_(~visible, float("-inf")).expand(*q.shape[:2], -1, -1)
+    bias = scoring.bias(q.dtype, MASK_MULTIPLE)
+    mask = None if bias is None else bias.expand(*q.shape[:2], -1, -1)
+    return q, k.expand(-1, q.shape[1], -1, -1), v.expand(-1, q.shape[1], -1, -1), mask

@@ -14,6 +14,29 @@ Visibility = Literal["full", "causal", "masked", "banded"]
 CHUNK_BYTES = 64 * 2**20
 
 
+class Scoring(NamedTuple):
+    """How a block's scores follow from q and k, and which of them count.
+
+    scale: of the scores. visible [Q, S] bool: for `masked`, in which every query must see some key (a row that sees none
+    has no softmax; callers leave such blocks out). softcap: scaled scores s become softcap tanh(s / softcap), as some
+    targets' do; without a backward. window: of a `banded` block.
+    """
+
+    scale: float
+    visibility: Visibility
+    visible: Tensor | None = None
+    softcap: float | None = None
+    window: int | None = None
+
+    def bias(self, dtype: torch.dtype, multiple: int = 1) -> Tensor | None:
+        """What to add to the scores [Q, S] of a `masked` block, in memory with rows of a `multiple` of numbers; else None."""
+        if self.visibility != "masked":
+            return None
+        queries, keys = self.visible.shape
+        bias = torch.zeros(queries, keys + -keys % multiple, dtype=dtype, device=self.visible.device)[:, :keys]
+        return bias.masked_fill_(~self.visible, float("-inf"))
+
+
 class BlockOutput(NamedTuple):
     """out [queries, heads, head_dim]; lse [queries, heads], the log of the softmax's denominator, fp32 at least."""
 
@@ -33,10 +56,7 @@ def plain_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    scale: float,
-    visibility: Visibility,
-    visible: Tensor | None = None,
-    softcap: float | None = None,
+    scoring: Scoring,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> BlockOutput:
     """`block_attention` in fp32 at least; out is rounded once, to q's number format."""
@@ -44,10 +64,7 @@ def plain_attention(
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], dtype=exact, device=q.device)
     q, grouped_out, grouped_lse = (x.unflatten(1, (k.shape[1], -1)) for x in (q, out, lse))
     for heads, rows in _chunks(q, k, chunk_bytes):
-        scores = _scores(q[rows, heads], k[:, heads], scale)
-        if softcap is not None:
-            scores.div_(softcap).tanh_().mul_(softcap)
-        scores = _hide(scores, rows, visibility, visible)
+        scores = _scores(q[rows, heads].to(exact), k[:, heads].to(exact), rows, scoring)
         denominators = scores.logsumexp(-1, keepdim=True)
         p = (scores - denominators).exp()
         grouped_out[rows, heads] = torch.einsum("ngqs,snd->qngd", p, v[:, heads].to(exact)).to(q.dtype)
@@ -62,9 +79,7 @@ def plain_attention_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    scale: float,
-    visibility: Visibility,
-    visible: Tensor | None = None,
+    scoring: Scoring,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> BlockGradients:
     """`block_attention_backward` in fp32 at least; each gradient is rounded once, to its tensor's number format."""
@@ -74,10 +89,9 @@ def plain_attention_backward(
     q, grad, lse, delta, grouped_dq = (x.unflatten(1, (k.shape[1], -1)) for x in (q, grad, lse, delta, dq))
     for heads, rows in _chunks(q, k, chunk_bytes):
         queries, keys, upstream = (x.to(exact) for x in (q[rows, heads], k[:, heads], grad[rows, heads]))
-        scores = _hide(_scores(queries, keys, scale), rows, visibility, visible)
-        p = (scores - lse[rows, heads].to(exact).permute(1, 2, 0)[..., None]).exp()
+        p = (_scores(queries, keys, rows, scoring) - lse[rows, heads].to(exact).permute(1, 2, 0)[..., None]).exp()
         ds = torch.einsum("qngd,snd->ngqs", upstream, v[:, heads].to(exact))
-        ds = scale * p * (ds - delta[rows, heads].permute(1, 2, 0)[..., None])
+        ds = scoring.scale * p * (ds - delta[rows, heads].permute(1, 2, 0)[..., None])
         grouped_dq[rows, heads] = torch.einsum("ngqs,snd->qngd", ds, keys).to(dq.dtype)
         dk[:, heads] += torch.einsum("ngqs,qngd->snd", ds, queries)
         dv[:, heads] += torch.einsum("ngqs,qngd->snd", p, upstream)
@@ -96,18 +110,15 @@ def _chunks(q: Tensor, k: Tensor, chunk_bytes: int) -> Iterator[tuple[slice, sli
             yield slice(head, head + heads), slice(start, min(start + rows, queries))
 
 
-def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """Scores [kv_heads, group, Q, S] in fp32 at least."""
-    exact = torch.promote_types(q.dtype, torch.float32)
-    return torch.einsum("qngd,snd->ngqs", q.to(exact), k.to(exact)) * scale
-
-
-def _hide(scores: Tensor, rows: slice, visibility: Visibility, visible: Tensor | None) -> Tensor:
-    """-inf where unseen."""
-    if visibility == "full":
+def _scores(q: Tensor, k: Tensor, rows: slice, scoring: Scoring) -> Tensor:
+    """Scores [kv_heads, group, Q, S] of queries `rows` of the block, -inf where unseen."""
+    scores = torch.einsum("qngd,snd->ngqs", q, k) * scoring.scale
+    if scoring.softcap is not None:
+        scores.div_(scoring.softcap).tanh_().mul_(scoring.softcap)
+    if scoring.visibility == "full":
         return scores
-    if visibility == "causal":
+    if scoring.visibility == "causal":
         seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(rows.start)
     else:
-        seen = visible[rows]
+        seen = scoring.visible[rows]
     return scores.masked_fill(~seen, float("-inf"))

@@ -23,7 +23,8 @@ from eagle3.attention.block import (
     merge_blocks,
     takes_bands,
 )
-from eagle3.attention.schedule import PrefixSchedule
+from eagle3.attention.plain import Scoring
+from eagle3.attention.schedule import Piece, PrefixSchedule
 
 RingMode = Literal["gather", "p2p"]
 
@@ -47,6 +48,9 @@ class RingAttention:
         """q [Q, heads, d] -> out [Q, heads, d] and lse [Q, heads], both differentiable without a softcap; 0 and -inf for a
         query that sees nothing (a pad). schedules: these queries against the keys of each ring rank."""
         return BlockOutput(*_RingAttention.apply(q, shared.key_value, shared.gradient, self, schedules))
+
+    def scoring(self, schedule: PrefixSchedule, piece: Piece) -> Scoring:
+        return Scoring(self.scale, piece.visibility, schedule.visible(piece), self.softcap, schedule.window)
 
 
 @dataclass
@@ -188,17 +192,7 @@ class _RingAttention(torch.autograd.Function):
             schedule = schedules[source]
             for piece in schedule.dense_pieces(takes_bands(q, ring.softcap)):
                 rows, keys = piece.queries, piece.keys
-                part = block_attention(
-                    q[rows],
-                    key[keys],
-                    value[keys],
-                    ring.scale,
-                    piece.visibility,
-                    schedule.visible(piece),
-                    ring.softcap,
-                    schedule.window,
-                )
-                part = BlockOutput(part.out.to(exact), part.lse.to(exact))
+                part = block_attention(q[rows], key[keys], value[keys], ring.scoring(schedule, piece))
                 out[rows], lse[rows] = merge_blocks(BlockOutput(out[rows], lse[rows]), part)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, key_value, out, lse)
@@ -224,10 +218,7 @@ class _RingAttention(torch.autograd.Function):
                     value[keys],
                     out[rows] if grad_lse is None else absorb_lse_gradient(out[rows], grad[rows], grad_lse[rows]),
                     lse[rows],
-                    ring.scale,
-                    piece.visibility,
-                    schedule.visible(piece),
-                    schedule.window,
+                    ring.scoring(schedule, piece),
                 )
                 dq[rows] += part.q
                 gradient[0, keys] += part.k

@@ -1,7 +1,7 @@
 """Attention of one training-time-test step: the causal prefix K_0, V_0 over all ranks and the position's own K_1..K_k, in one
 softmax."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -68,18 +68,8 @@ class TTTAttention:
         if not own:
             return out
         lse = self.ulysses.to_tokens(part.lse[..., None])[..., 0]
-        keys, values = tuple(kv.key for kv in own), tuple(kv.value for kv in own)
-        return _MergeOwn.apply(out, lse, q, _Merge(self.ring.scale, self.chunk), *keys, *values)
-
-
-class _Merge(NamedTuple):
-    """How to merge. rows: of queries at once."""
-
-    scale: float
-    rows: int
-
-    def chunks(self, queries: int) -> Iterator[slice]:
-        return (slice(start, start + self.rows) for start in range(0, queries, self.rows))
+        keys, values = zip(*own, strict=True)
+        return _MergeOwn.apply(out, lse, q, self.ring.scale, self.chunk, *keys, *values)
 
 
 class _MergeOwn(torch.autograd.Function):
@@ -87,85 +77,61 @@ class _MergeOwn(torch.autograd.Function):
     so in chunks of rows, whose fp32 copies are all that there is beside the results."""
 
     @staticmethod
-    def forward(ctx, out, lse, q, merge, *own):
+    def forward(ctx, out, lse, q, scale, chunk, *own):
         merged, total = torch.empty_like(q), torch.empty_like(lse)
-        for rows in merge.chunks(len(q)):
-            merged[rows], total[rows] = _merge_rows(out, lse, q, merge, own, rows)
+        ctx.scale, ctx.chunks = scale, [slice(start, start + chunk) for start in range(0, len(q), chunk)]
+        for rows in ctx.chunks:
+            merged[rows], total[rows] = _merge_rows(out[rows], lse[rows], q[rows], [x[rows] for x in own], scale)
         ctx.save_for_backward(out, lse, q, total, *own)
-        ctx.merge = merge
         return merged
 
     @staticmethod
     def backward(ctx, grad):
         out, lse, q, total, *own = ctx.saved_tensors
-        d_out, d_lse, dq = torch.empty_like(out), torch.empty_like(lse), torch.empty_like(q)
-        d_own = [torch.empty_like(tensor) for tensor in own]
-        for rows in ctx.merge.chunks(len(q)):
-            made = _merge_rows_backward(grad, out, lse, q, total, ctx.merge, own, rows)
-            d_out[rows], d_lse[rows], dq[rows] = made.out, made.lse, made.q
-            for whole, part in zip(d_own, made.own, strict=True):
+        gradients = [torch.empty_like(tensor) for tensor in (out, lse, q, *own)]
+        for rows in ctx.chunks:
+            saved = (tensor[rows] for tensor in (grad, out, lse, q, total))
+            made = _merge_rows_backward(*saved, [x[rows] for x in own], ctx.scale)
+            for whole, part in zip(gradients, made, strict=True):
                 whole[rows] = part
-            del made
-        return d_out, d_lse, dq, None, *d_own
+            del made, part
+        return *gradients[:3], None, None, *gradients[3:]
 
 
-def _merge_rows(out: Tensor, lse: Tensor, q: Tensor, merge: _Merge, own: Sequence[Tensor], rows: slice) -> BlockOutput:
-    _, values, grouped, logits = _own_logits(q, own, rows, merge.scale, lse.dtype)
-    total = torch.cat((lse[None, rows], logits)).logsumexp(0)
+def _merge_rows(out: Tensor, lse: Tensor, q: Tensor, own: Sequence[Tensor], scale: float) -> BlockOutput:
+    _, values, grouped, logits = _own_logits(q, own, scale, lse.dtype)
+    total = torch.cat((lse[None], logits)).logsumexp(0)
     p = (logits - total).exp().unflatten(-1, grouped.shape[1:3])
     own_part = torch.einsum("kqng,kqnd->qngd", p, values).flatten(1, 2)
-    return BlockOutput(out[rows] * (lse[rows] - total).exp()[..., None] + own_part, total)
-
-
-class _RowGradients(NamedTuple):
-    out: Tensor
-    lse: Tensor
-    q: Tensor
-    own: tuple[Tensor, ...]
+    return BlockOutput(out * (lse - total).exp()[..., None] + own_part, total)
 
 
 def _merge_rows_backward(
-    grad: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    total: Tensor,
-    merge: _Merge,
-    own: Sequence[Tensor],
-    rows: slice,
-) -> _RowGradients:
-    keys, values, grouped, logits = _own_logits(q, own, rows, merge.scale, lse.dtype)
-    upstream, lse, total = grad[rows].to(lse.dtype), lse[rows], total[rows]
-    share, p = (lse - total).exp(), (logits - total).exp()
+    grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, total: Tensor, own: Sequence[Tensor], scale: float
+) -> tuple[Tensor, ...]:
+    """Gradients of out, lse, q and each of `own`."""
+    keys, values, grouped, logits = _own_logits(q, own, scale, lse.dtype)
+    upstream, share, p = grad.to(lse.dtype), (lse - total).exp(), (logits - total).exp()
     split = upstream.unflatten(1, grouped.shape[1:3])
-    prefix_dot = (upstream * out[rows]).sum(-1)
+    prefix_dot = (upstream * out).sum(-1)
     dots = torch.einsum("qngd,kqnd->kqng", split, values).flatten(2)
     delta = share * prefix_dot + (p * dots).sum(0)  # sum(grad * merged)
     d_logits = p * (dots - delta)
-    d_logits, p = ((merge.scale * d_logits).unflatten(-1, grouped.shape[1:3]), p.unflatten(-1, grouped.shape[1:3]))
-    return _RowGradients(
-        out=upstream * share[..., None],
-        lse=share * (prefix_dot - delta),
-        q=torch.einsum("kqng,kqnd->qngd", d_logits, keys).flatten(1, 2),
-        own=(
-            *torch.einsum("kqng,qngd->kqnd", d_logits, grouped),
-            *torch.einsum("kqng,qngd->kqnd", p, split),
-        ),
+    d_logits, p = ((scale * d_logits).unflatten(-1, grouped.shape[1:3]), p.unflatten(-1, grouped.shape[1:3]))
+    return (
+        upstream * share[..., None],
+        share * (prefix_dot - delta),
+        torch.einsum("kqng,kqnd->qngd", d_logits, keys).flatten(1, 2),
+        *torch.einsum("kqng,qngd->kqnd", d_logits, grouped),
+        *torch.einsum("kqng,qngd->kqnd", p, split),
     )
 
 
-class _OwnLogits(NamedTuple):
-    """Of a chunk of rows, in fp32 at least: keys, values [k, rows, kv_heads, d], q grouped [rows, kv_heads, group, d],
-    logits [k, rows, heads]."""
-
-    keys: Tensor
-    values: Tensor
-    q: Tensor
-    logits: Tensor
-
-
-def _own_logits(q: Tensor, own: Sequence[Tensor], rows: slice, scale: float, dtype: torch.dtype) -> _OwnLogits:
-    count, kv_heads = len(own) // 2, own[0].shape[1]
-    q = q[rows].to(dtype).unflatten(1, (kv_heads, -1))
-    keys, values = (torch.stack([t[rows].to(dtype) for t in part]) for part in (own[:count], own[count:]))
-    return _OwnLogits(keys, values, q, torch.einsum("qngd,kqnd->kqng", q, keys).flatten(2) * scale)
+def _own_logits(
+    q: Tensor, own: Sequence[Tensor], scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """keys, values [k, rows, kv_heads, d], q grouped [rows, kv_heads, group, d], logits [k, rows, heads], all in `dtype`."""
+    q = q.to(dtype).unflatten(1, (own[0].shape[1], -1))
+    halves = own[: len(own) // 2], own[len(own) // 2 :]
+    keys, values = (torch.stack([tensor.to(dtype) for tensor in half]) for half in halves)
+    return keys, values, q, torch.einsum("qngd,kqnd->kqng", q, keys).flatten(2) * scale

@@ -17,7 +17,7 @@ from eagle3.attention.block import (
     block_attention_backward,
     merge_blocks,
 )
-from eagle3.attention.plain import BlockGradients, plain_attention, plain_attention_backward
+from eagle3.attention.plain import BlockGradients, Scoring, plain_attention, plain_attention_backward
 from eagle3.attention.ring import RingMode
 from eagle3.attention.schedule import schedule_prefix
 from eagle3.attention.ttt import KeyValue, TTTAttention
@@ -89,9 +89,9 @@ def test_a_block_equals_softmax_and_its_gradients_equal_autograd(path, visibilit
     leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
     expected, expected_lse = _softmax_attention(*leaves, seen)
     gradients = torch.autograd.grad(expected, leaves, grad)
-    out, lse = path.forward(q, k, v, SCALE, visibility, visible)
+    out, lse = path.forward(q, k, v, Scoring(SCALE, visibility, visible))
     assert _close(out, expected, 1e-13) and _close(lse, expected_lse, 1e-13)
-    found = path.backward(grad, q, k, v, out, lse, SCALE, visibility, visible)
+    found = path.backward(grad, q, k, v, out, lse, Scoring(SCALE, visibility, visible))
     for part, wanted in zip(found, gradients, strict=True):
         # where a query sees one key alone the gradient of the scores is nothing but rounding
         assert part.shape == wanted.shape and (part - wanted).abs().max() < 1e-12
@@ -101,7 +101,7 @@ def test_a_block_equals_softmax_and_its_gradients_equal_autograd(path, visibilit
 @every_shape
 def test_a_softcap_changes_scaled_scores_before_the_softmax(visibility, queries, keys, heads, kv_heads, dim):
     q, k, v, _, visible, seen = _block(visibility, queries, keys, heads, kv_heads, dim)
-    found = block_attention(q, k, v, SCALE, visibility, visible, 0.8)
+    found = block_attention(q, k, v, Scoring(SCALE, visibility, visible, 0.8))
     for part, wanted in zip(found, _softmax_attention(q, k, v, seen, 0.8), strict=True):
         assert _close(part, wanted, 1e-13)
 
@@ -112,9 +112,9 @@ def test_a_softcap_changes_scaled_scores_before_the_softmax(visibility, queries,
 def test_the_plain_path_equals_the_kernel_path(visibility, queries, keys, heads, kv_heads, dim, dtype):
     q, k, v, grad, visible, _ = _block(visibility, queries, keys, heads, kv_heads, dim, dtype)
     tolerance = 1e-12 if dtype == torch.float64 else 2e-5
-    kernel = block_attention(q, k, v, SCALE, visibility, visible)
-    plain = plain_attention(q, k, v, SCALE, visibility, visible)
-    back = (grad, q, k, v, *kernel, SCALE, visibility, visible)
+    kernel = block_attention(q, k, v, Scoring(SCALE, visibility, visible))
+    plain = plain_attention(q, k, v, Scoring(SCALE, visibility, visible))
+    back = (grad, q, k, v, *kernel, Scoring(SCALE, visibility, visible))
     pairs = [
         *zip(kernel, plain, strict=True),
         *zip(block_attention_backward(*back), plain_attention_backward(*back), strict=True),
@@ -144,10 +144,10 @@ def test_a_block_in_half_precision_is_fp32_arithmetic_rounded_once(visibility, q
     leaves = [tensor.double().requires_grad_() for tensor in (q, k, v)]
     expected, expected_lse = _softmax_attention(*leaves, seen)
     gradients = torch.autograd.grad(expected, leaves, grad.double())
-    out, lse = path.forward(q, k, v, SCALE, visibility, visible)
+    out, lse = path.forward(q, k, v, Scoring(SCALE, visibility, visible))
     assert _rounded_once(out, expected, dtype) and lse.dtype == torch.float32 and _close(lse, expected_lse, 1e-5)
     # fed with the exact out, whose rounding would otherwise show in sum(grad * out)
-    found = path.backward(grad, q, k, v, expected.detach(), lse, SCALE, visibility, visible)
+    found = path.backward(grad, q, k, v, expected.detach(), lse, Scoring(SCALE, visibility, visible))
     for part, wanted in zip(found, gradients, strict=True):
         assert _rounded_once(part, wanted, dtype, noise=2e-5)
 
@@ -156,13 +156,14 @@ def test_a_block_in_half_precision_is_fp32_arithmetic_rounded_once(visibility, q
 @pytest.mark.parametrize("chunk_bytes", [1, 700, 6000])
 def test_the_plain_path_gives_the_same_in_chunks_of_any_size(chunk_bytes, visibility, queries, keys):
     q, k, v, grad, visible, _ = _block(visibility, queries, keys, 6, 2, 5)
-    block, chunked = (SCALE, visibility, visible), {"chunk_bytes": chunk_bytes}
-    whole, capped = (plain_attention(q, k, v, *block, softcap) for softcap in (None, 0.8))
-    gradients = plain_attention_backward(grad, q, k, v, *whole, *block)
+    block, chunked = Scoring(SCALE, visibility, visible), {"chunk_bytes": chunk_bytes}
+    softened = block._replace(softcap=0.8)
+    whole, capped = (plain_attention(q, k, v, each) for each in (block, softened))
+    gradients = plain_attention_backward(grad, q, k, v, *whole, block)
     found = (
-        *plain_attention(q, k, v, *block, **chunked),
-        *plain_attention(q, k, v, *block, 0.8, **chunked),
-        *plain_attention_backward(grad, q, k, v, *whole, *block, **chunked),
+        *plain_attention(q, k, v, block, **chunked),
+        *plain_attention(q, k, v, softened, **chunked),
+        *plain_attention_backward(grad, q, k, v, *whole, block, **chunked),
     )
     for part, wanted in zip(found, (*whole, *capped, *gradients), strict=True):
         assert (part - wanted).abs().max() < 1e-13
@@ -186,8 +187,8 @@ def test_the_plain_path_holds_no_more_scores_than_its_chunk(visibility):
     q, k, v, grad, visible, _ = _block(visibility, 512, 512, 4, 2, 8, torch.bfloat16)
     limit, whole = 2**18, 4 * 512 * 512 * 4  # the keys in fp32 are smaller than the limit, all scores are not
     with _Largest() as largest:
-        out, lse = plain_attention(q, k, v, SCALE, visibility, visible, chunk_bytes=limit)
-        plain_attention_backward(grad, q, k, v, out, lse, SCALE, visibility, visible, limit)
+        out, lse = plain_attention(q, k, v, Scoring(SCALE, visibility, visible), chunk_bytes=limit)
+        plain_attention_backward(grad, q, k, v, out, lse, Scoring(SCALE, visibility, visible), limit)
     assert limit / 2 < largest.size <= limit < whole
 
 
@@ -200,9 +201,9 @@ def _both_gradients(grad, grad_lse, shape, path, dtype, exact_out=False):
     leaves = [tensor.double().requires_grad_() for tensor in (q, k, v)]
     expected = _softmax_attention(*leaves, seen)
     wanted = torch.autograd.grad(expected, leaves, (grad.double(), grad_lse.double()))
-    out, lse = path.forward(q, k, v, SCALE, shape[0], visible)
+    out, lse = path.forward(q, k, v, Scoring(SCALE, shape[0], visible))
     stand_in = absorb_lse_gradient(expected[0].detach() if exact_out else out, grad, grad_lse)
-    return path.backward(grad, q, k, v, stand_in, lse, SCALE, shape[0], visible), wanted
+    return path.backward(grad, q, k, v, stand_in, lse, Scoring(SCALE, shape[0], visible)), wanted
 
 
 def _upstream(shape, dtype):
@@ -283,16 +284,16 @@ def test_gradients_in_half_precision_beside_one_of_lse_are_rounded_once(path, dt
 def test_merged_parts_of_the_keys_equal_one_block_forward_and_backward(heads, kv_heads, dim):
     """Each part's backward with the merged out and lse is its exact share: dq adds up, dk and dv lie side by side."""
     q, k, v, grad, _, _ = _block("full", 6, 31, heads, kv_heads, dim)
-    whole = block_attention(q, k, v, SCALE, "full")
+    whole = block_attention(q, k, v, Scoring(SCALE, "full"))
     parts = [slice(0, 1), slice(1, 17), slice(17, 31)]
-    outputs = [block_attention(q, k[part], v[part], SCALE, "full") for part in parts]
+    outputs = [block_attention(q, k[part], v[part], Scoring(SCALE, "full")) for part in parts]
     for order in ((0, 1, 2), (2, 0, 1)):
         merged = outputs[order[0]]
         for index in order[1:]:
             merged = merge_blocks(merged, outputs[index])
         assert _close(merged.out, whole.out, 1e-13) and _close(merged.lse, whole.lse, 1e-13)
-    expected = block_attention_backward(grad, q, k, v, *whole, SCALE, "full")
-    found = [block_attention_backward(grad, q, k[part], v[part], *merged, SCALE, "full") for part in parts]
+    expected = block_attention_backward(grad, q, k, v, *whole, Scoring(SCALE, "full"))
+    found = [block_attention_backward(grad, q, k[part], v[part], *merged, Scoring(SCALE, "full")) for part in parts]
     assert _close(sum(each.q for each in found), expected.q, 1e-12)
     assert _close(torch.cat([each.k for each in found]), expected.k, 1e-12)
     assert _close(torch.cat([each.v for each in found]), expected.v, 1e-12)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle3.attention import cuda
 from eagle3.attention.block import absorb_lse_gradient, block_attention, block_attention_backward, kernel_name
-from eagle3.attention.plain import plain_attention, plain_attention_backward
+from eagle3.attention.plain import Scoring, plain_attention, plain_attention_backward
 
 aten = torch.ops.aten
 FLASH = aten._flash_attention_forward.default
@@ -95,9 +95,9 @@ def test_a_block_on_cuda_has_the_shapes_and_number_formats_of_its_inputs_and_nev
     exact = torch.promote_types(dtype, torch.float32)
     with _cuda_without_gpu():
         q, grad, k, v, visible = _inputs(visibility, queries, keys, heads, kv_heads, dim, dtype, "cuda")
-        out, lse = block_attention(q, k, v, SCALE, visibility, visible)
+        out, lse = block_attention(q, k, v, Scoring(SCALE, visibility, visible))
         stand_in = absorb_lse_gradient(out.to(exact), grad, torch.zeros_like(lse))
-        gradients = block_attention_backward(grad, q, k, v, stand_in, lse, SCALE, visibility, visible)
+        gradients = block_attention_backward(grad, q, k, v, stand_in, lse, Scoring(SCALE, visibility, visible))
     for found, like in ((out, q), (stand_in, q), *zip(gradients, (q, k, v), strict=True)):
         assert found.shape == like.shape and found.dtype == dtype and found.device.type == "cuda"
     assert lse.shape == (queries, heads) and lse.dtype == exact and lse.device.type == "cuda"
@@ -126,9 +126,9 @@ def test_the_named_kernel_is_the_one_that_runs(device, dtype, dim, visibility, s
     with _cuda_without_gpu():
         q, grad, k, v, visible = _inputs(visibility, 16, 16, 4, 2, dim, dtype, device)
         with _Calls() as calls:
-            out, lse = block_attention(q, k, v, SCALE, visibility, visible, softcap, window=5)
+            out, lse = block_attention(q, k, v, Scoring(SCALE, visibility, visible, softcap, 5))
             if softcap is None:  # else there is no backward
-                block_attention_backward(grad, q, k, v, out, lse, SCALE, visibility, visible, window=5)
+                block_attention_backward(grad, q, k, v, out, lse, Scoring(SCALE, visibility, visible, window=5))
     fused = [func for func in calls.operators if "_attention" in str(func) and "cpu" not in str(func)]
     assert tuple(fused) == operators.get(kernel, ())
 
@@ -138,10 +138,10 @@ def test_flash_reads_rows_of_longer_tensors_in_place(visibility):
     with _cuda_without_gpu():
         q, grad, k, v, _ = _inputs(visibility, 64, 64, 6, 2, 16, torch.bfloat16, "cuda")
         with _Calls() as calls:
-            out, lse = cuda.flash_attention(q, k, v, SCALE, visibility)
+            out, lse = cuda.flash_attention(q, k, v, Scoring(SCALE, visibility))
         assert calls.operators == [FLASH]
         with _Calls() as calls:
-            cuda.flash_attention_backward(grad, q, k, v, out, lse, SCALE, visibility)
+            cuda.flash_attention_backward(grad, q, k, v, out, lse, Scoring(SCALE, visibility))
     assert set(calls.operators) == {FLASH_BACKWARD, aten.empty.memory_format}  # that of the seed, which nobody reads
     given = calls.arguments[FLASH_BACKWARD]
     assert given["logsumexp"].is_contiguous() and given["logsumexp"].shape == (1, 6, 64)
@@ -154,8 +154,8 @@ def test_the_efficient_kernel_gets_the_layouts_that_it_takes_for_granted(visibil
     with _cuda_without_gpu():
         q, grad, k, v, visible = _inputs(visibility, queries, keys, 6, 2, 16, torch.bfloat16, "cuda")
         with _Calls() as calls:
-            out, lse = cuda.efficient_attention(q, k, v, SCALE, visibility, visible)
-            cuda.efficient_attention_backward(grad, q, k, v, out, lse, SCALE, visibility, visible)
+            out, lse = cuda.efficient_attention(q, k, v, Scoring(SCALE, visibility, visible))
+            cuda.efficient_attention_backward(grad, q, k, v, out, lse, Scoring(SCALE, visibility, visible))
     forward, backward = (calls.arguments[operator] for operator in (EFFICIENT, EFFICIENT_BACKWARD))
     for given in (forward, backward):
         for x in (given["query"], given["key"], given["value"]):
@@ -236,13 +236,13 @@ def test_both_kernels_calls_mean_the_block_that_plain_products_compute(
     """With out and lse of more keys than the block's, as the backward gets them."""
     torch.manual_seed(queries + keys)
     q, grad, k, v, visible = _inputs(visibility, queries, keys, heads, kv_heads, dim, torch.float64, "cpu")
-    block = (SCALE, visibility) if kernel == "flash" else (SCALE, visibility, visible)
-    wanted = plain_attention(q, k, v, SCALE, visibility, visible)
+    block = Scoring(SCALE, visibility, visible)
+    wanted = plain_attention(q, k, v, Scoring(SCALE, visibility, visible))
     merged = wanted.out * 0.8 + 0.1, wanted.lse + 0.3
-    wanted_gradients = plain_attention_backward(grad, q, k, v, *merged, SCALE, visibility, visible)
+    wanted_gradients = plain_attention_backward(grad, q, k, v, *merged, Scoring(SCALE, visibility, visible))
     with _ByDefinition():
-        found = getattr(cuda, f"{kernel}_attention")(q, k, v, *block)
-        gradients = getattr(cuda, f"{kernel}_attention_backward")(grad, q, k, v, *merged, *block)
+        found = getattr(cuda, f"{kernel}_attention")(q, k, v, block)
+        gradients = getattr(cuda, f"{kernel}_attention_backward")(grad, q, k, v, *merged, block)
     for part, exact in zip((*found, *gradients), (*wanted, *wanted_gradients), strict=True):
         # grouped keys are summed in fp32
         assert part.shape == exact.shape and (part - exact).abs().max() < 1e-5 * exact.abs().max()
@@ -255,13 +255,13 @@ def test_flashs_call_for_a_band_means_the_mask_of_its_window(heads, kv_heads, di
     torch.manual_seed(queries + keys)
     q, grad, k, v, _ = _inputs("full", queries, keys, heads, kv_heads, dim, torch.float64, "cpu")
     back = torch.arange(queries)[:, None] + keys - queries - torch.arange(keys)
-    masked = SCALE, "masked", (back >= 0) & (back < window)
-    wanted = plain_attention(q, k, v, *masked)
+    masked = Scoring(SCALE, "masked", (back >= 0) & (back < window))
+    wanted = plain_attention(q, k, v, masked)
     merged = wanted.out * 0.8 + 0.1, wanted.lse + 0.3
-    wanted_gradients = plain_attention_backward(grad, q, k, v, *merged, *masked)
+    wanted_gradients = plain_attention_backward(grad, q, k, v, *merged, masked)
     with _ByDefinition():
-        found = cuda.flash_attention(q, k, v, SCALE, "banded", window)
-        gradients = cuda.flash_attention_backward(grad, q, k, v, *merged, SCALE, "banded", window)
+        found = cuda.flash_attention(q, k, v, Scoring(SCALE, "banded", window=window))
+        gradients = cuda.flash_attention_backward(grad, q, k, v, *merged, Scoring(SCALE, "banded", window=window))
     for part, exact in zip((*found, *gradients), (*wanted, *wanted_gradients), strict=True):
         assert part.shape == exact.shape and torch.allclose(part, exact, rtol=1e-12, atol=1e-12)
 
