@@ -13,7 +13,8 @@ from eagle3.attention.ring import RingMode
 from eagle3.draft.config import DraftConfig
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
-from eagle3.objective.losses import BatchCounts, LossConfig, StepWeights, loss_value, step_weights
+from eagle3.objective.distill import StepWeights
+from eagle3.objective.losses import BatchCounts, LossConfig, loss_value, step_weights
 from eagle3.objective.metrics import sum_counts, sum_sums
 from eagle3.objective.model import BatchMaker, DraftObjective, MemoryPlan, MicroBatch
 from eagle3.objective.unroll import Residence

@@ -33,6 +33,14 @@ class StepSums(NamedTuple):
         return StepSums(*(a + b for a, b in zip(self, other, strict=True)))
 
 
+class StepWeights(NamedTuple):
+    """[K] fp64 on the CPU: what a step's summed cross-entropy and summed acceptance rate are multiplied by in the surrogate
+    loss."""
+
+    cross_entropy: Tensor
+    overlap: Tensor
+
+
 class Distilled(NamedTuple):
     """surrogate: scalar whose gradient is this stream's share of the loss's. sums: what losses and metrics need.
     correct [K, M] bool: the positions that `sums.correct` counts."""
@@ -84,9 +92,7 @@ def distill(
     head: Tensor,
     teacher: Teacher,
     query_of: Tensor,
-    supervised: Tensor,
-    cross_entropy_weights: Tensor,
-    overlap_weights: Tensor,
+    weights: StepWeights,
     group: ProcessGroup,
     norm: nn.Module | None = None,
     block_bytes: int = BLOCK_BYTES,
@@ -94,34 +100,21 @@ def distill(
     """Compare K steps of draft outputs with the teacher.
 
     outputs: K hidden states [Q, H], which `norm` turns into lm_head's input; head [Vd/tp, H] this rank's rows of the
-    draft's lm_head, rank r's the r-th part; query_of, supervised [K, M] of the SequencePlan; weights [K] fp64 of
-    StepWeights, on the CPU. Gradients of `outputs`, `head` and `norm` are made block by block on the way, when autograd
+    draft's lm_head, rank r's the r-th part; query_of [K, M] of the SequencePlan: the outputs' rows, -1 where nothing is
+    supervised. Gradients of `outputs`, `head` and `norm` are made block by block on the way, when autograd
     wants them, and can be asked for once; a block takes about `block_bytes`, and no tensor of [tokens, vocabulary] exists.
 
     group: the tensor-parallel group. All its ranks call this with the same arguments, the heads apart, and get the same
     surrogate, sums and gradients of `outputs` and `norm`, all of them whole; the gradient of `head` is that of the
     rank's rows.
     """
-    settings = _Settings(
-        weights=tuple(zip(cross_entropy_weights.tolist(), overlap_weights.tolist(), strict=True)),
-        group=group,
-        norm=norm,
-        rows=loss_rows(len(outputs), *head.shape, head.dtype, block_bytes),
-    )
+    weights_by_step = tuple(zip(*(part.tolist() for part in weights), strict=True))
+    rows = loss_rows(len(outputs), *head.shape, head.dtype, block_bytes)
     norm_weights = () if norm is None else norm.parameters()
     surrogate, cross_entropy, overlap, correct = _Distill.apply(
-        settings, head, teacher, query_of, supervised, *outputs, *norm_weights
+        weights_by_step, group, norm, rows, head, teacher, query_of, *outputs, *norm_weights
     )
     return Distilled(surrogate, StepSums(cross_entropy, overlap, correct.sum(1).double()), correct)
-
-
-class _Settings(NamedTuple):
-    """weights: of each step's cross-entropy and overlap. rows: of a block."""
-
-    weights: tuple[tuple[float, float], ...]
-    group: ProcessGroup
-    norm: nn.Module | None
-    rows: int
 
 
 class _Softmaxes(NamedTuple):
@@ -187,16 +180,16 @@ class _Distill(torch.autograd.Function):
     d(-sum q log p)/dlogits = p - q ;  da/dlogits_v = p_v * ([p_v < f_v] - sum_u p_u [p_u < f_u]).
 
     A rank's columns give its rows of d_head, and terms of the other gradients and of the sums, which are added up at the
-    end."""
+    end. weights: of each step's cross-entropy and overlap. rows: of a block."""
 
     @staticmethod
-    def forward(ctx, settings, head, teacher, query_of, supervised, *outputs_and_norm):
-        weights, group, norm, rows = settings
+    def forward(ctx, weights, group, norm, rows, head, teacher, query_of, *outputs_and_norm):
         outputs = outputs_and_norm[: len(weights)]
         exact = torch.promote_types(head.dtype, torch.float32)
         best = query_of.new_empty(query_of.shape)  # draft id of the largest logit
         sums = torch.zeros(2, len(weights), dtype=torch.float64, device=head.device)
         gradients = _Gradients(outputs, head, norm) if any(ctx.needs_input_grad) else None
+        supervised = query_of >= 0
         counted = supervised & (teacher.best >= 0)
         for start in range(0, len(teacher.best), rows):
             block = slice(start, start + rows)
@@ -233,7 +226,7 @@ class _Distill(torch.autograd.Function):
     def backward(ctx, grad, *_):
         # In place: there is no second copy of them. A second backward finds them changed, which autograd refuses.
         head, *others = (gradient.mul_(grad.to(gradient.dtype)) for gradient in ctx.saved_tensors)
-        return None, head, None, None, None, *others
+        return None, None, None, None, head, None, None, *others
 
 
 def _products(rows: Tensor, columns: Tensor) -> Tensor:
@@ -245,11 +238,8 @@ def _products(rows: Tensor, columns: Tensor) -> Tensor:
 
 def _overlap(softmaxes: _Softmaxes, q_full: Tensor) -> Tensor:
     """sum_v min(f, p) over this rank's columns, [K, m]; a step at a time."""
-    found = []
-    for exp, total in zip(softmaxes.exp, softmaxes.total, strict=True):
-        scaled = q_full * total[:, None]
-        found.append(torch.minimum(exp, scaled, out=scaled).sum(-1) / total)
-    return torch.stack(found)
+    steps = zip(softmaxes.exp, softmaxes.total, strict=True)
+    return torch.stack([(q_full * total[:, None]).clamp_(max=exp).sum(-1) / total for exp, total in steps])
 
 
 def _differentiate(
@@ -261,13 +251,10 @@ def _differentiate(
 ) -> None:
     """Turn `softmaxes.exp` into the gradient of the draft's logits, 0 in rows that are not counted; a step at a time."""
     overlapping = any(overlap for _, overlap in weights)
-    below_sums = None
     if overlapping:
+        steps = zip(softmaxes.exp, softmaxes.total, strict=True)
         below_sums = torch.stack(
-            [
-                torch.where(exp < q_full * total[:, None], exp, 0).sum(-1) / total
-                for exp, total in zip(softmaxes.exp, softmaxes.total, strict=True)
-            ]
+            [torch.where(exp < q_full * total[:, None], exp, 0).sum(-1) / total for exp, total in steps]
         )
         if group.size() > 1:
             dist.all_reduce(below_sums, group=group)
@@ -276,5 +263,5 @@ def _differentiate(
         factor = counted[step, :, None].to(p.dtype)
         term = p * ((p < q_full).to(p.dtype) - below_sums[step, :, None]) * overlap if overlapping else None
         p.sub_(softmaxes.q).mul_(factor * cross_entropy)
-        if term is not None:
+        if overlapping:
             p.add_(term.mul_(factor))

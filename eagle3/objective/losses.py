@@ -1,16 +1,12 @@
 """The losses of one step as functions of two means, and the weights that make one backward pass exact for them."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from eagle3.objective.distill import StepSums
-
-# (mean cross-entropy, mean acceptance rate) of a step, fp64 scalars over the global batch -> the step's loss
-StepLoss = Callable[[Tensor, Tensor], Tensor]
+from eagle3.objective.distill import StepSums, StepWeights
 
 
 @dataclass(frozen=True)
@@ -28,20 +24,14 @@ class LossConfig:
         """True where the gradient's weights depend on the batch's acceptance rate, so a forward pass must come first."""
         return self.name != "kl"
 
-    def step_loss(self) -> StepLoss:
-        return {"kl": _kl, "lk_alpha": _lk_alpha, "lk_lambda": self._lk_lambda}[self.name]
-
-    def _lk_lambda(self, cross_entropy: Tensor, acceptance: Tensor) -> Tensor:
+    def step_loss(self, cross_entropy: Tensor, acceptance: Tensor) -> Tensor:
+        """Of a step, from its mean cross-entropy and mean acceptance rate over the global batch, fp64 scalars."""
+        if self.name == "kl":
+            return cross_entropy
+        if self.name == "lk_alpha":
+            return -torch.log(acceptance)
         weight = self.kl_scale * torch.exp(-self.kl_decay * acceptance.detach())
         return weight * cross_entropy + (1 - weight) * (1 - acceptance)
-
-
-def _kl(cross_entropy: Tensor, acceptance: Tensor) -> Tensor:
-    return cross_entropy
-
-
-def _lk_alpha(cross_entropy: Tensor, acceptance: Tensor) -> Tensor:
-    return -torch.log(acceptance)
 
 
 class BatchCounts(NamedTuple):
@@ -53,13 +43,6 @@ class BatchCounts(NamedTuple):
 
     def __add__(self, other: "BatchCounts") -> "BatchCounts":
         return BatchCounts(*(a + b for a, b in zip(self, other, strict=True)))
-
-
-class StepWeights(NamedTuple):
-    """[K] fp64: what a step's summed cross-entropy and summed acceptance rate are multiplied by in the surrogate loss."""
-
-    cross_entropy: Tensor
-    overlap: Tensor
 
 
 class LossValue(NamedTuple):
@@ -83,14 +66,13 @@ def step_weights(config: LossConfig, counts: BatchCounts, sums: StepSums | None)
     cross ranks. `sums` over the global batch are needed where `config.needs_sums`.
     """
     assert sums is not None or not config.needs_sums
-    zeros = torch.zeros(len(counts.counted), dtype=torch.float64)
-    cross_entropy = (zeros if sums is None else sums.cross_entropy).clone().requires_grad_()
-    overlap = (zeros if sums is None else sums.overlap).clone().requires_grad_()
+    at = (
+        torch.zeros(2, len(counts.counted), dtype=torch.float64) if sums is None else (sums.cross_entropy, sums.overlap)
+    )
+    leaves = [part.clone().requires_grad_() for part in at]
     with torch.enable_grad():
-        steps = _step_losses(config, cross_entropy, overlap, counts)
-        loss = _decayed(config, steps)
-        found = torch.autograd.grad(loss, (cross_entropy, overlap), allow_unused=True)
-    return StepWeights(*(zeros if gradient is None else gradient for gradient in found))
+        loss = _decayed(config, _step_losses(config, *leaves, counts))
+        return StepWeights(*torch.autograd.grad(loss, leaves, materialize_grads=True))
 
 
 def _decayed(config: LossConfig, steps: Tensor) -> Tensor:
@@ -98,11 +80,8 @@ def _decayed(config: LossConfig, steps: Tensor) -> Tensor:
 
 
 def _step_losses(config: LossConfig, cross_entropy: Tensor, overlap: Tensor, counts: BatchCounts) -> Tensor:
-    loss, losses = config.step_loss(), []
-    for step, counted in enumerate(counts.counted.tolist()):
-        if not counted:
-            losses.append(0 * cross_entropy[step])
-            continue
+    losses = []
+    for summed, accepted, counted in zip(cross_entropy, overlap, counts.counted.tolist(), strict=True):
         divisor = counts.tokens if config.normalization == "tokens" else counted
-        losses.append(loss(cross_entropy[step] / divisor, overlap[step] / counted))
+        losses.append(config.step_loss(summed / divisor, accepted / counted) if counted else 0 * summed)
     return torch.stack(losses)

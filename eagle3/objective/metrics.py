@@ -1,7 +1,9 @@
-"""What is reported of a batch: loss, accuracies, acceptance, and the acceptance length that they simulate."""
+"""What is reported of a batch: loss, accuracies, acceptance, the acceptance length that they simulate, and that length by
+the context of the positions."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -10,6 +12,9 @@ from torch.distributed import ProcessGroup
 
 from eagle3.objective.distill import StepSums
 from eagle3.objective.losses import BatchCounts, LossConfig, loss_value
+from eagle3.parallel.sequence import SequencePlan, Stream
+
+SHORTEST = 512  # tokens; the first context of every list
 
 
 @dataclass(frozen=True)
@@ -58,8 +63,45 @@ def sum_counts(counts: BatchCounts, group: ProcessGroup, device: torch.device) -
     return BatchCounts(packed[:steps], packed[steps : 2 * steps], int(packed[-1]))
 
 
-def sum_sums(sums: StepSums, group: ProcessGroup) -> StepSums:
-    """The sum over the ranks of `group`, on the CPU."""
-    packed: Tensor = torch.stack(tuple(sums))
+class ContextCounts(NamedTuple):
+    """Positions by context, [B, K] int64, one column a TTT step: supervised ones, and those of them where the draft's best
+    token is the teacher's."""
+
+    correct: Tensor
+    supervised: Tensor
+
+    def __add__(self, other: "ContextCounts") -> "ContextCounts":
+        return ContextCounts(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def acceptance(self) -> list[float | None]:
+        """Of each context: the drafted tokens that greedy verification would accept, as in Metrics; None where nothing of
+        that context is supervised."""
+        accuracy = self.correct.double() / self.supervised.clamp(min=1)  # of integers alone it would be fp32
+        lengths = accuracy.cumprod(1).sum(1).tolist()
+        return [length if seen else None for length, seen in zip(lengths, self.supervised[:, 0].tolist(), strict=True)]
+
+
+def contexts_up_to(longest: int) -> list[int]:
+    """512, 1024, 2048, ... tokens, the last at least `longest`."""
+    found = [SHORTEST]
+    while found[-1] < longest:
+        found.append(2 * found[-1])
+    return found
+
+
+def count_by_context(stream: Stream, plan: SequencePlan, correct: Tensor, contexts: Sequence[int]) -> ContextCounts:
+    """This rank's part of one stream. correct [K, M] bool: of Distilled. contexts [B]: ascending; a position belongs to the
+    first one that is not below it, and all must be below the last."""
+    context = torch.bucketize(stream.position[plan.teacher], torch.tensor(contexts))
+    nothing = torch.zeros(len(contexts), len(correct), dtype=torch.int64)
+    return ContextCounts(*(nothing.index_add(0, context, hits.cpu().t().long()) for hits in (correct, plan.supervised)))
+
+
+Sums = TypeVar("Sums", StepSums, ContextCounts)
+
+
+def sum_sums(sums: Sums, group: ProcessGroup, device: torch.device | None = None) -> Sums:
+    """The sum over the ranks of `group`, on the CPU. device: where the group exchanges tensors, None for where they are."""
+    packed = torch.stack(tuple(sums)).to(device)
     dist.all_reduce(packed, group=group)
-    return StepSums(*packed.cpu())
+    return type(sums)(*packed.cpu())

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from eagle3.attention.ring import RingMode
 from eagle3.attention.ttt import TTTAttention
 from eagle3.draft.model import Eagle3Draft
-from eagle3.objective.distill import BLOCK_BYTES, Distilled, Teacher, distill
-from eagle3.objective.losses import StepWeights
+from eagle3.objective.distill import BLOCK_BYTES, Distilled, StepWeights, Teacher, distill
 from eagle3.objective.recompute import Recompute, chunk_tokens
 from eagle3.objective.streaming import StreamedRows
 from eagle3.objective.unroll import Residence, UnrollInputs, unroll, unroll_inputs
@@ -24,15 +23,18 @@ from eagle3.targets.interface import LogitTransform
 class MicroBatch:
     """This rank's part of one stream, cut by its plan, with its hidden states, on the draft's device.
 
-    query_of, supervised [K, M] and teacher are the SequencePlan's, in the order of its teacher rows. tokens: of the
-    whole stream.
+    query_of [K, M] and teacher are the SequencePlan's, in the order of its teacher rows. tokens: of the whole stream.
     """
 
     inputs: UnrollInputs
     teacher: Teacher
     query_of: Tensor
-    supervised: Tensor
     tokens: int
+
+    @property
+    def supervised(self) -> Tensor:
+        """[K, M], as in the SequencePlan."""
+        return self.query_of >= 0
 
     def counted(self) -> Tensor:
         """[K] int64: supervised positions whose teacher token is in the draft vocabulary."""
@@ -75,7 +77,6 @@ class BatchMaker:
             inputs=unroll_inputs(stream, plan, len(plan.query_of), aux, device, residence=self.residence),
             teacher=teacher,
             query_of=plan.query_of.to(device),
-            supervised=plan.supervised.to(device),
             tokens=stream.tokens,
         )
 
@@ -118,9 +119,7 @@ class DraftObjective(nn.Module):
             self.draft.lm_head.weight,
             batch.teacher,
             batch.query_of,
-            batch.supervised,
-            weights.cross_entropy,
-            weights.overlap,
+            weights,
             self.tensor,
             self.draft.output_norm,
             self.memory.block_bytes,

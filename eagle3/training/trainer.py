@@ -14,10 +14,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from eagle3.console import Console, Progress, duration
 from eagle3.errors import SharedUserError
-from eagle3.objective.context_counts import contexts_up_to, count_by_context, sum_context_counts
-from eagle3.objective.distill import Distilled, StepSums
-from eagle3.objective.losses import BatchCounts, LossConfig, StepWeights, step_weights
-from eagle3.objective.metrics import Metrics, batch_metrics, sum_counts, sum_sums
+from eagle3.objective.distill import Distilled, StepSums, StepWeights
+from eagle3.objective.losses import BatchCounts, LossConfig, step_weights
+from eagle3.objective.metrics import Metrics, batch_metrics, contexts_up_to, count_by_context, sum_counts, sum_sums
 from eagle3.objective.model import BatchMaker, MicroBatch
 from eagle3.parallel.agreement import require_agreement
 from eagle3.parallel.topology import Topology, agreed
@@ -261,7 +260,7 @@ class Trainer:
             counts.append(self._counts(streams))
             progress.advance(len(batch))
         metrics = batch_metrics(self.loss_config, sum_sums(reduce(add, sums), self.topology.batch), reduce(add, counts))
-        counted = sum_context_counts(reduce(add, by_context), self.topology.batch, self.topology.device)
+        counted = sum_sums(reduce(add, by_context), self.topology.batch, self.topology.device)
         best = self.course.see(step, metrics)
         if tracker:
             numbers = {

@@ -8,13 +8,13 @@ from live_bytes import LargestTensor
 from eagle3.objective.distill import StepSums, Teacher, distill, loss_row_bytes, loss_rows
 
 
-def _dense(outputs, head, teacher, query_of, supervised):
+def _dense(outputs, head, teacher, query_of):
     """StepSums, one (step, row) after another with dense rows of the vocabulary."""
     z = teacher.last @ teacher.head.T
     q, q_full = z.softmax(-1), (z - teacher.logsumexp[:, None]).exp()
     sums = [[], [], []]
     for step in range(STEPS):
-        rows = supervised[step].nonzero().flatten()
+        rows = (query_of[step] >= 0).nonzero().flatten()
         counted = rows[teacher.best[rows] >= 0]
         logits = outputs[step, query_of[step, counted]] @ head.T
         sums[0].append(-(q[counted] * logits.log_softmax(-1)).sum())
@@ -44,7 +44,7 @@ def test_sums_and_gradients_equal_dense_softmaxes(topology, rows, queries, block
     expected = _dense(*case)
     surrogate = (weights[0] * expected.cross_entropy + weights[1] * expected.overlap).sum()
     wanted = torch.autograd.grad(surrogate, (outputs, head))
-    distilled = distill(*case, *weights, topology.tensor, block_bytes=block_bytes)
+    distilled = distill(*case, weights, topology.tensor, block_bytes=block_bytes)
     assert torch.equal(distilled.sums.correct, expected.correct) and expected.correct.min() > 0
     assert torch.allclose(distilled.sums.cross_entropy, expected.cross_entropy, rtol=1e-12)
     assert torch.allclose(distilled.sums.overlap, expected.overlap, rtol=1e-12)
@@ -57,15 +57,15 @@ def test_sums_and_gradients_equal_dense_softmaxes(topology, rows, queries, block
 
 def test_rows_of_several_blocks_add_up_to_the_same_sums_as_their_parts(topology):
     """The rows in one call of three blocks, and in calls of less than one block."""
-    outputs, head, teacher, query_of, supervised = random_rows(48, 60, VOCABULARY, seed=1)
-    case = outputs, head, teacher, query_of, supervised
-    whole = distill(*case, *WEIGHTS["both"], topology.tensor, block_bytes=SIXTEEN_ROWS)
+    outputs, head, teacher, query_of = random_rows(48, 60, VOCABULARY, seed=1)
+    case = outputs, head, teacher, query_of
+    whole = distill(*case, WEIGHTS["both"], topology.tensor, block_bytes=SIXTEEN_ROWS)
     gradients = torch.autograd.grad(whole.surrogate, (outputs, head))
     sums, added = [], [torch.zeros_like(outputs), torch.zeros_like(head)]
     for start in range(0, 48, 6):
         rows = slice(start, start + 6)
         part = Teacher(teacher.last[rows], teacher.head, teacher.best[rows], teacher.logsumexp[rows])
-        one = distill(outputs, head, part, query_of[:, rows], supervised[:, rows], *WEIGHTS["both"], topology.tensor)
+        one = distill(outputs, head, part, query_of[:, rows], WEIGHTS["both"], topology.tensor)
         sums.append(one.sums)
         for total, gradient in zip(added, torch.autograd.grad(one.surrogate, (outputs, head)), strict=True):
             total += gradient
@@ -78,13 +78,13 @@ def test_rows_of_several_blocks_add_up_to_the_same_sums_as_their_parts(topology)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_lower_precision_stays_within_its_rounding_of_fp64(topology, dtype):
     case = random_rows(40, 30, 64, dtype, seed=2)
-    outputs, head, teacher, query_of, supervised = case
+    outputs, head, teacher, query_of = case
     exact = Teacher(teacher.last.double(), teacher.head.double(), teacher.best, teacher.logsumexp.double())
     leaves = [tensor.detach().double().requires_grad_() for tensor in (outputs, head)]
-    expected = _dense(*leaves, exact, query_of, supervised)
+    expected = _dense(*leaves, exact, query_of)
     weights = WEIGHTS["cross-entropy"]
     wanted = torch.autograd.grad((weights[0] * expected.cross_entropy).sum(), leaves)
-    distilled = distill(*case, *weights, topology.tensor)
+    distilled = distill(*case, weights, topology.tensor)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     assert distilled.sums.cross_entropy.dtype == torch.float64
     assert torch.allclose(distilled.sums.cross_entropy, expected.cross_entropy, rtol=tolerance)
@@ -93,30 +93,25 @@ def test_lower_precision_stays_within_its_rounding_of_fp64(topology, dtype):
 
 
 def test_no_supervised_row_at_all_gives_zeros(topology):
-    outputs, head, teacher, query_of, supervised = random_rows(0, 1, 20)
-    distilled = distill(outputs, head, teacher, query_of, supervised, *WEIGHTS["both"], topology.tensor)
+    outputs, head, teacher, query_of = random_rows(0, 1, 20)
+    distilled = distill(outputs, head, teacher, query_of, WEIGHTS["both"], topology.tensor)
     assert distilled.surrogate == 0 and not torch.stack(tuple(distilled.sums)).any()
     gradients = torch.autograd.grad(distilled.surrogate, (outputs, head))
     assert all(not gradient.any() for gradient in gradients)
 
 
-def test_rows_without_a_query_and_rows_not_supervised_change_nothing(topology):
+def test_rows_without_a_query_change_nothing(topology):
     """Whatever the teacher says there, even where its probabilities overflow."""
-    outputs, head, teacher, query_of, supervised = random_rows(12, 8, 20, seed=3)
-    supervised[:, [2, 5]] = False
-    query_of[:, 5] = -1
-    nobody = ~supervised.any(0)
-    assert nobody[2] and bool((query_of[:, 2] >= 0).any())
+    outputs, head, teacher, query_of = random_rows(12, 8, 20, seed=3)
+    query_of[:, [2, 5]] = -1
+    nobody = (query_of < 0).all(0)
     other = Teacher(
         torch.where(nobody[:, None], 1e6, teacher.last),
         teacher.head,
         torch.where(nobody, 3, teacher.best),
         teacher.logsumexp,
     )
-    found = [
-        distill(outputs, head, each, query_of, supervised, *WEIGHTS["both"], topology.tensor)
-        for each in (teacher, other)
-    ]
+    found = [distill(outputs, head, each, query_of, WEIGHTS["both"], topology.tensor) for each in (teacher, other)]
     assert all(torch.equal(a, b) for a, b in zip(found[0].sums, found[1].sums, strict=True))
     gradients = [torch.autograd.grad(each.surrogate, (outputs, head)) for each in found]
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
@@ -124,9 +119,9 @@ def test_rows_without_a_query_and_rows_not_supervised_change_nothing(topology):
 
 def test_without_autograd_the_sums_are_the_same(topology):
     case = random_rows(30, 30, 40, seed=4)
-    sums = distill(*case, *WEIGHTS["both"], topology.tensor).sums
+    sums = distill(*case, WEIGHTS["both"], topology.tensor).sums
     with torch.no_grad():
-        alone = distill(*case, *WEIGHTS["both"], topology.tensor)
+        alone = distill(*case, WEIGHTS["both"], topology.tensor)
     assert not alone.surrogate.requires_grad
     assert all(torch.equal(a, b) for a, b in zip(alone.sums, sums, strict=True))
 
@@ -136,7 +131,7 @@ def test_no_tensor_of_tokens_by_vocabulary_exists_forward_or_backward(topology):
     case = random_rows(tokens, tokens, vocabulary, torch.float32)
     block_bytes = 16 * loss_row_bytes(STEPS, vocabulary, HIDDEN, torch.float32)
     with LargestTensor() as largest:
-        distill(*case, *WEIGHTS["both"], topology.tensor, block_bytes=block_bytes).surrogate.backward()
+        distill(*case, WEIGHTS["both"], topology.tensor, block_bytes=block_bytes).surrogate.backward()
     allowed = max(STEPS * 16 * vocabulary, vocabulary * HIDDEN)
     assert allowed < tokens * vocabulary / 2
     assert 0 < largest.elements <= allowed
@@ -157,9 +152,9 @@ def test_the_norm_before_lm_head_is_differentiated_too(topology, weights):
     with torch.no_grad():
         norm.weight.copy_(torch.linspace(0.5, 2, HIDDEN))
     leaves = (outputs, head, norm.weight)
-    normed = distill(norm(outputs), head, *rest, *weights, topology.tensor).surrogate
+    normed = distill(norm(outputs), head, *rest, weights, topology.tensor).surrogate
     wanted = torch.autograd.grad(normed, leaves)
-    within = distill(outputs, head, *rest, *weights, topology.tensor, norm, SIXTEEN_ROWS).surrogate
+    within = distill(outputs, head, *rest, weights, topology.tensor, norm, SIXTEEN_ROWS).surrogate
     assert torch.allclose(within, normed, rtol=1e-13)
     for found, gradient in zip(torch.autograd.grad(within, leaves), wanted, strict=True):
         assert (found - gradient).abs().max() < 1e-12 * gradient.abs().max()
@@ -167,7 +162,7 @@ def test_the_norm_before_lm_head_is_differentiated_too(topology, weights):
 
 def test_gradients_are_handed_out_once(topology):
     """They are scaled in place; a second backward must not scale them again."""
-    surrogate = distill(*random_rows(8, 9, VOCABULARY), *WEIGHTS["both"], topology.tensor).surrogate
+    surrogate = distill(*random_rows(8, 9, VOCABULARY), WEIGHTS["both"], topology.tensor).surrogate
     (2 * surrogate).backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         (2 * surrogate).backward()

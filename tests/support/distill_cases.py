@@ -5,14 +5,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from eagle3.objective.distill import Teacher
+from eagle3.objective.distill import StepWeights, Teacher
 
 STEPS, HIDDEN, WIDE = 3, 8, 6
 # of the cross-entropy and of the overlap, for each step
 WEIGHTS = {
-    "cross-entropy": (torch.tensor([1.0, 0.8, 0.0], dtype=torch.float64), torch.zeros(3, dtype=torch.float64)),
-    "overlap": (torch.zeros(3, dtype=torch.float64), torch.tensor([-0.3, 0.0, -2.0], dtype=torch.float64)),
-    "both": (torch.tensor([0.5, 2.0, 1.0], dtype=torch.float64), torch.tensor([-1.0, 0.1, -0.7], dtype=torch.float64)),
+    "cross-entropy": StepWeights(*torch.tensor([[1.0, 0.8, 0.0], [0.0, 0.0, 0.0]], dtype=torch.float64)),
+    "overlap": StepWeights(*torch.tensor([[0.0, 0.0, 0.0], [-0.3, 0.0, -2.0]], dtype=torch.float64)),
+    "both": StepWeights(*torch.tensor([[0.5, 2.0, 1.0], [-1.0, 0.1, -0.7]], dtype=torch.float64)),
 }
 
 
@@ -23,7 +23,6 @@ class Rows(NamedTuple):
     head: Tensor
     teacher: Teacher
     query_of: Tensor
-    supervised: Tensor
 
 
 def random_rows(
@@ -44,9 +43,9 @@ def random_rows(
         [torch.randperm(max(queries, teacher_rows), generator=generator)[:teacher_rows] for _ in range(STEPS)]
     )
     query_of[query_of >= queries] = -1
-    supervised = (query_of >= 0) & (torch.rand(STEPS, teacher_rows, generator=generator) < 0.9)
+    query_of[torch.rand(STEPS, teacher_rows, generator=generator) >= 0.9] = -1
     for step in range(STEPS):
-        agreeing = supervised[step] & (best < draft_vocabulary) & (torch.arange(teacher_rows) % 2 == 0)
+        agreeing = (query_of[step] >= 0) & (best < draft_vocabulary) & (torch.arange(teacher_rows) % 2 == 0)
         outputs[step, query_of[step, agreeing]] = 2 * head[best[agreeing]]
     teacher = Teacher(
         last=last,
@@ -54,4 +53,4 @@ def random_rows(
         best=torch.where(best < draft_vocabulary, best, -1),
         logsumexp=z.logsumexp(-1),
     )
-    return Rows(outputs.requires_grad_(), head.requires_grad_(), teacher, query_of, supervised)
+    return Rows(outputs.requires_grad_(), head.requires_grad_(), teacher, query_of)

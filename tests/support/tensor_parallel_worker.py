@@ -22,7 +22,7 @@ from eagle3.draft.config import DraftConfig
 from eagle3.draft.interchange import ExportedDraft, load_weights, shard, whole_tensors
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
-from eagle3.objective.distill import BLOCK_BYTES, Teacher, distill, loss_row_bytes
+from eagle3.objective.distill import BLOCK_BYTES, StepWeights, Teacher, distill, loss_row_bytes
 from eagle3.parallel.topology import Topology, start_distributed, stop_distributed
 
 TIMEOUT = datetime.timedelta(seconds=20)
@@ -39,10 +39,10 @@ DRAFTS = {
 
 
 class Case(NamedTuple):
-    """weights: of the cross-entropy and of the overlap, [K] each. block_bytes: of distill's blocks."""
+    """block_bytes: of distill's blocks."""
 
     rows: Rows
-    weights: tuple[Tensor, Tensor]
+    weights: StepWeights
     block_bytes: int = BLOCK_BYTES
 
 
@@ -70,7 +70,7 @@ def make_case(name: str, dtype: torch.dtype) -> Case:
     sizes = {"no teacher rows": (0, 5, 24), "several blocks": (40, 50, 64)}
     rows = random_rows(*sizes.get(name, (37, 29, 24)), dtype)
     if name == "nothing supervised":
-        rows = rows._replace(supervised=torch.zeros_like(rows.supervised))
+        rows = rows._replace(query_of=torch.full_like(rows.query_of, -1))
     if name == "logits that overflow exp":
         rows = rows._replace(outputs=(400 * rows.outputs).detach().requires_grad_())
     block_bytes = SIXTEEN_ROWS if name == "several blocks" else BLOCK_BYTES
@@ -96,8 +96,7 @@ def _ties(dtype: torch.dtype) -> Rows:
         outputs.to(dtype).requires_grad_(),
         head.to(dtype).requires_grad_(),
         teacher,
-        torch.tensor(queries).repeat(STEPS, 1),
-        torch.stack((lowest, ~lowest, torch.ones_like(lowest))),
+        torch.tensor(queries).where(torch.stack((lowest, ~lowest, torch.ones_like(lowest))), -1),
     )
 
 
@@ -109,10 +108,10 @@ def compare(case: Case, group: ProcessGroup) -> Compared:
         head=head.requires_grad_(), teacher=Teacher(teacher.last, teacher_head, teacher.best, teacher.logsumexp)
     )
     with CommDebugMode() as collectives:
-        distilled = distill(*part, *case.weights, group, block_bytes=case.block_bytes)
+        distilled = distill(*part, case.weights, group, block_bytes=case.block_bytes)
     d_outputs, d_head = torch.autograd.grad(UPSTREAM * distilled.surrogate, (part.outputs, part.head))
     with torch.no_grad():
-        alone = distill(*part, *case.weights, group, block_bytes=case.block_bytes)
+        alone = distill(*part, case.weights, group, block_bytes=case.block_bytes)
     return Compared(
         distilled.surrogate.detach(),
         torch.stack(distilled.sums),

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from eagle3.draft.interchange import ExportedDraft, exported_tensors, load_weights, whole_tensors
 from eagle3.draft.model import Eagle3Draft
-from eagle3.objective.losses import BatchCounts, LossConfig, StepWeights, step_weights
+from eagle3.objective.distill import StepWeights
+from eagle3.objective.losses import BatchCounts, LossConfig, step_weights
 from eagle3.objective.metrics import Metrics, batch_metrics, sum_counts, sum_sums
 from eagle3.objective.model import BatchMaker, DraftObjective, MemoryPlan, MicroBatch
 from eagle3.objective.unroll import Residence
