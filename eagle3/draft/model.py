@@ -1,8 +1,6 @@
 """The EAGLE3 draft as a Megatron-core module: fuse the target's states, make K_0 and V_0, and the parts of a TTT step
 before and after attention."""
 
-from typing import NamedTuple
-
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
@@ -17,13 +15,6 @@ from eagle3.draft.layer import eagle3_layer_spec, transformer_config
 from eagle3.draft.rope import RotaryEmbedding
 
 AUX_LAYERS = 3
-
-
-class Projected(NamedTuple):
-    """q [Q, local heads, d]; own: K_k, V_k of the same rows, None at step 0 (they are in K_0, V_0)."""
-
-    q: Tensor
-    own: KeyValue | None
 
 
 class Eagle3Draft(MegatronModule):
@@ -85,12 +76,13 @@ class Eagle3Draft(MegatronModule):
         x = self.layer.attention_input(self.embedding(next_tokens), hidden)
         return self.layer.self_attention.key_value(x, self.rope.at(positions, x.dtype))
 
-    def project(self, hidden: Tensor, next_tokens: Tensor, positions: Tensor, first: bool) -> Projected:
+    def project(self, hidden: Tensor, next_tokens: Tensor, positions: Tensor, first: bool) -> tuple[Tensor, ...]:
         """The part of a TTT step before attention. At step k: hidden [Q, H] of step k-1 (fused states at k = 0),
-        next_tokens [Q] the token k+1 after each query, positions [Q] already moved on by k, `first` for k = 0."""
+        next_tokens [Q] the token k+1 after each query, positions [Q] already moved on by k, `first` for k = 0. -> q [Q, local heads, d], and K_k, V_k of the same rows but at step 0 (they
+        are in K_0, V_0)."""
         x = self.layer.attention_input(self.embedding(next_tokens), hidden)
         rotation, attention = self.rope.at(positions, x.dtype), self.layer.self_attention
-        return Projected(attention.query(x, rotation), None if first else attention.key_value(x, rotation))
+        return attention.query(x, rotation), *(() if first else attention.key_value(x, rotation))
 
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """The part after attention: hidden [Q, H] as given to `project`, attended [Q, local heads, d] -> the step's

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from eagle3.attention.ring import SharedKeyValue
 from eagle3.attention.schedule import Piece, PrefixSchedule
-from eagle3.attention.ttt import TTTAttention
+from eagle3.attention.ttt import KeyValue, TTTAttention
 from eagle3.draft.config import DraftConfig
 from eagle3.draft.interchange import EMBEDDING, load_weights, read_exported
 from eagle3.draft.model import Eagle3Draft
@@ -157,9 +157,9 @@ class ChainDrafter:
         hidden, token, own = self.hidden, self.next_token, ()
         tokens, probabilities = [], []
         for step in range(count):
-            projected = self.draft.project(hidden, token, self.position + step, first=step == 0)
-            own = own if projected.own is None else (*own, projected.own)
-            hidden = self.draft.finish(hidden, self.attention(projected.q, shared, self._schedules(step), own))
+            q, *made = self.draft.project(hidden, token, self.position + step, first=step == 0)
+            own = (*own, KeyValue(*made)) if made else own
+            hidden = self.draft.finish(hidden, self.attention(q, shared, self._schedules(step), own))
             drawn = rule.draw(self.draft.logits(hidden))
             token = drawn.tokens + self.d2t[drawn.tokens]
             tokens.append(token)

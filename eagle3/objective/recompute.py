@@ -46,13 +46,6 @@ def cut_rows(rows: int, chunk: int, outputs: int) -> tuple[Cut, ...]:
     return tuple(Cut(each, (each,) * outputs) for each in slices)
 
 
-class PartGradients(NamedTuple):
-    """Of a part's inputs, and of its weights (None for one that it does not use)."""
-
-    inputs: list[Tensor]
-    weights: list[Tensor | None]
-
-
 @dataclass(frozen=True)
 class ChunkedWork:
     """Position-wise work: function(cut, *inputs[cut.rows]) -> tuple of outputs[cut.outputs]. `weights`: whatever of them
@@ -72,11 +65,11 @@ class ChunkedWork:
 
     @torch.no_grad()
     def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        if len(self.cuts) == 1:
+            return self.plainly(*inputs)
         outputs: list[Tensor] = []
         for cut in self.cuts:
             made = self.function(cut, *(tensor[cut.rows] for tensor in inputs))
-            if len(self.cuts) == 1:
-                return made
             if not outputs:
                 rows = (last.stop for last in self.cuts[-1].outputs)
                 outputs = [part.new_empty(count, *part.shape[1:]) for count, part in zip(rows, made, strict=True)]
@@ -84,8 +77,11 @@ class ChunkedWork:
                 whole[rows] = part
         return tuple(outputs)
 
-    def backward(self, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> PartGradients:
-        """gradients: of the outputs, None where nobody used one."""
+    def backward(
+        self, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Gradients of the inputs, and of the weights (None for one that the function does not use). gradients: of the
+        outputs, None where nobody used one."""
         d_inputs = [torch.empty_like(tensor) for tensor in inputs]
         d_weights: list[Tensor | None] = [None] * len(self.weights)
         for cut in self.cuts:
@@ -103,22 +99,14 @@ class ChunkedWork:
             for whole, part in zip(d_inputs, found, strict=False):
                 whole[cut.rows] = part
             for index, part in enumerate(found[len(inputs) :]):
-                d_weights[index] = self._sum(d_weights[index], part)
-            del found
-        rounded = [
-            None if sum_ is None else sum_.to(weight.dtype)
-            for sum_, weight in zip(d_weights, self.weights, strict=True)
+                if part is not None and d_weights[index] is None and len(self.cuts) > 1:
+                    part = part.to(torch.promote_types(part.dtype, torch.float32))  # in which chunks add up
+                d_weights[index] = _added(d_weights[index], part)
+            del found, part
+        return d_inputs, [
+            None if total is None else total.to(weight.dtype)
+            for total, weight in zip(d_weights, self.weights, strict=True)
         ]
-        return PartGradients(d_inputs, rounded)
-
-    def _sum(self, total: Tensor | None, part: Tensor | None) -> Tensor | None:
-        """Over chunks, in fp32 at least; one chunk alone is not widened. In place: what autograd.grad has just made for one
-        weight is nobody else's."""
-        if total is None or part is None:
-            if part is None or len(self.cuts) == 1:
-                return total if part is None else part
-            return part.to(torch.promote_types(part.dtype, torch.float32))
-        return total.add_(part)
 
 
 class _ChunkedWork(torch.autograd.Function):
@@ -132,15 +120,8 @@ class _ChunkedWork(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients):
-        found = ctx.part.backward(ctx.saved_tensors, gradients)
-        return None, None, *found.inputs, *found.weights
-
-
-class StepResult(NamedTuple):
-    """output [Q, H] of a TTT step; own: K_k, V_k, None at step 0."""
-
-    output: Tensor
-    own: KeyValue | None
+        d_inputs, d_weights = ctx.part.backward(ctx.saved_tensors, gradients)
+        return None, None, *d_inputs, *d_weights
 
 
 @dataclass(frozen=True)
@@ -152,21 +133,24 @@ class Step:
     attend: Callable[[Tensor, SharedKeyValue, tuple[KeyValue, ...]], Tensor]
     finish: ChunkedWork
 
-    def run(self, hidden: Tensor, exchange: Exchange, own: tuple[KeyValue, ...], recompute: Recompute) -> StepResult:
-        """hidden [Q, H]; exchange: of K_0, V_0; own: of the steps before. Keeps for the backward pass everything (none), the
+    def run(
+        self, hidden: Tensor, exchange: Exchange, own: tuple[KeyValue, ...], recompute: Recompute
+    ) -> tuple[Tensor, tuple[KeyValue, ...]]:
+        """hidden [Q, H] -> the step's output [Q, H], and all own keys and values so far.
+
+        exchange: of K_0, V_0; own: of the steps before. Keeps for the backward pass everything (none), the
         inputs of what is position-wise and what attention needs (attention_kept), or `hidden` alone (full)."""
         if recompute == "full":
             flat, prefix = [tensor for pair in own for tensor in pair], exchange.shared
             output, *made = _Step.apply(
                 self, prefix.gradient, hidden, prefix.key_value, len(flat), *flat, *self.project.weights
             )
-            return StepResult(output, KeyValue(*made) if made else None)
-        kept = recompute == "none"
-        q, *made = (self.project.plainly if kept else self.project)(hidden)
-        mine = KeyValue(*made) if made else None
-        attended = self.attend(q, exchange.shared, own if mine is None else (*own, mine))
-        (output,) = (self.finish.plainly if kept else self.finish)(hidden, attended)
-        return StepResult(output, mine)
+            return output, own + _pairs(made)
+        project, finish = (part.plainly if recompute == "none" else part for part in (self.project, self.finish))
+        q, *made = project(hidden)
+        own += _pairs(made)
+        (output,) = finish(hidden, self.attend(q, exchange.shared, own))
+        return output, own
 
 
 class _Step(torch.autograd.Function):
@@ -191,19 +175,21 @@ class _Step(torch.autograd.Function):
             q, *own_and_made = (tensor.detach().requires_grad_() for tensor in (q, *own, *made))
             shared = SharedKeyValue(key_value, ctx.gradient).detached()
             attended = step.attend(q, shared, _pairs(own_and_made))
-        finished = step.finish.backward((hidden, attended.detach()), (d_output,))
-        d_hidden, d_attended = finished.inputs
+        (d_hidden, d_attended), finishing = step.finish.backward((hidden, attended.detach()), (d_output,))
         d_q, *d_own = torch.autograd.grad(attended, (q, *own_and_made), d_attended)
         del attended, q, made, own_and_made, d_attended
         d_own, from_here = d_own[: len(own)], d_own[len(own) :]
-        d_made = [here if later is None else here.add_(later) for here, later in zip(from_here, d_made, strict=True)]
-        projected = step.project.backward((hidden,), (d_q, *d_made))
-        d_hidden += projected.inputs[0]
-        weights = [
-            a if b is None else b if a is None else a.add_(b)
-            for a, b in zip(finished.weights, projected.weights, strict=True)
-        ]
-        return None, None, d_hidden, None, None, *d_own, *weights
+        d_made = map(_added, from_here, d_made)
+        (d_projected,), projecting = step.project.backward((hidden,), (d_q, *d_made))
+        d_hidden += d_projected
+        return None, None, d_hidden, None, None, *d_own, *map(_added, finishing, projecting)
+
+
+def _added(total: Tensor | None, part: Tensor | None) -> Tensor | None:
+    """In place: what autograd.grad has just made for one tensor is nobody else's."""
+    if total is None or part is None:
+        return part if total is None else total
+    return total.add_(part)
 
 
 def _pairs(flat: Sequence[Tensor]) -> tuple[KeyValue, ...]:
