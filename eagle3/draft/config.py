@@ -1,28 +1,20 @@
 """The draft's shape: its sizes and rope, from an exported config.json, and back to one."""
 
-import dataclasses
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from eagle3.errors import SharedUserError, UserError, shown
 from eagle3.parsing import parse_json
 
-
-class RopeKeys(NamedTuple):
-    """A rope type's own keys: those that it cannot do without, and those that it reads where they are given."""
-
-    needed: tuple[str, ...] = ()
-    optional: tuple[str, ...] = ()
-
-
-ROPE_TYPES = {
-    "default": RopeKeys(),
-    "linear": RopeKeys(("factor",)),
-    "llama3": RopeKeys(("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")),
-    "yarn": RopeKeys(
+# of each type its own keys: those that it cannot do without, and those that it reads where they are given
+ROPE_TYPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+    "yarn": (
         ("factor", "original_max_position_embeddings"),
         ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "attn_factor", "truncate"),
     ),
@@ -44,9 +36,8 @@ class DraftConfig:
     """Sizes of one EAGLE3 draft.
 
     `rope_parameters` is transformers' dictionary (rope_type, rope_theta and the type's own keys); `aux_layers` are the
-    0-based target layers whose outputs the draft reads.
-    `window`: how many keys a query sees at most, its own included; None for all. Raises UserError where the sizes contradict
-    each other.
+    0-based target layers whose outputs the draft reads; `window`: how many keys a query sees at most, its own included,
+    None for all. Raises UserError where the sizes contradict each other.
     """
 
     hidden_size: int
@@ -59,7 +50,7 @@ class DraftConfig:
     draft_vocab_size: int
     max_position_embeddings: int
     rms_norm_eps: float = 1e-6
-    rope_parameters: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
+    rope_parameters: dict[str, Any] = field(default_factory=dict)
     aux_layers: tuple[int, ...] | None = None
     fc_norm: bool = False
     norm_output: bool = False
@@ -67,59 +58,44 @@ class DraftConfig:
     token_ids: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in (*_SHAPE, "target_hidden_size", "vocab_size", "draft_vocab_size", "max_position_embeddings"):
-            size = getattr(self, name)
-            if not (_is_number(size) and isinstance(size, int) and size > 0):
-                raise UserError(
-                    f"draft config: {name} is {shown(size)}, not a number of 1 or more; give one under model.draft"
+        names = (*_SHAPE, "target_hidden_size", "vocab_size", "draft_vocab_size", "max_position_embeddings")
+        sizes = {name: getattr(self, name) for name in names}
+        _refuse(
+            "draft config",
+            *(
+                (
+                    not (_is_number(size) and isinstance(size, int) and size > 0),
+                    f"{name} is {shown(size)}, not a number of 1 or more; give one under model.draft",
                 )
-        if not (_is_number(self.rms_norm_eps) and self.rms_norm_eps > 0):
-            raise UserError(
-                f"draft config: rms_norm_eps is {shown(self.rms_norm_eps)}, not a positive number; give one under model.draft"
-            )
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise UserError(
-                f"draft config: num_attention_heads {self.num_attention_heads} is not a multiple of "
-                f"num_key_value_heads {self.num_key_value_heads}; change one of them under model.draft"
-            )
-        if self.hidden_size % self.num_attention_heads:
-            raise UserError(
-                f"draft config: num_attention_heads {self.num_attention_heads} does not divide hidden_size {self.hidden_size}, "
-                "which no serving engine loads; change it under model.draft"
-            )
-        if self.draft_vocab_size > self.vocab_size:
-            raise UserError(
-                f"draft config: draft vocabulary {self.draft_vocab_size} exceeds the target's {self.vocab_size}; "
-                f"set model.draft.vocab_size to at most {self.vocab_size}"
-            )
+                for name, size in sizes.items()
+            ),
+            (
+                not (_is_number(self.rms_norm_eps) and self.rms_norm_eps > 0),
+                f"rms_norm_eps is {shown(self.rms_norm_eps)}, not a positive number; give one under model.draft",
+            ),
+        )
+        _refuse(
+            "draft config",
+            (
+                self.num_attention_heads % self.num_key_value_heads,
+                f"num_attention_heads {self.num_attention_heads} is not a multiple of "
+                f"num_key_value_heads {self.num_key_value_heads}; change one of them under model.draft",
+            ),
+            (
+                self.hidden_size % self.num_attention_heads,
+                f"num_attention_heads {self.num_attention_heads} does not divide hidden_size {self.hidden_size}, "
+                "which no serving engine loads; change it under model.draft",
+            ),
+            (
+                self.draft_vocab_size > self.vocab_size,
+                f"draft vocabulary {self.draft_vocab_size} exceeds the target's {self.vocab_size}; "
+                f"set model.draft.vocab_size to at most {self.vocab_size}",
+            ),
+        )
         rope = {"rope_type": "default", "rope_theta": 10000.0, **self.rope_parameters}
-        object.__setattr__(self, "rope_parameters", rope)
-        nested = [name for name, value in rope.items() if isinstance(value, dict)]
-        if nested:
-            raise UserError(
-                f"draft config: rope_parameters differ by layer type ({', '.join(nested)}); give the draft's one layer one of "
-                "them"
-            )
-        for name in _ROPE_NUMBERS:
-            value = rope.get(name)
-            zero_is_right = name.startswith("mscale")
-            if value is not None and not (_is_number(value) and (value > 0 or value == 0 and zero_is_right)):
-                raise UserError(
-                    f"draft config: {name} of its rope is {shown(value)}, not a positive number; fix rope_parameters"
-                )
-        kind = rope["rope_type"]
-        if not isinstance(kind, str) or kind not in ROPE_TYPES:
-            raise UserError(f"draft config: {_no_such_rope(kind)}")
-        absent = [key for key in ROPE_TYPES[kind].needed if rope.get(key) is None]
-        if absent:
-            raise UserError(f"draft config: rope_type {kind!r} needs {absent[0]}; add it to rope_parameters")
-        if kind == "yarn":
-            object.__setattr__(self, "rope_parameters", _with_attention_factor(rope))
-        if rope.get("partial_rotary_factor") not in (None, 1, 1.0):
-            raise UserError(
-                "draft config: partial_rotary_factor is not 1; serving engines rotate the whole head of an EAGLE3 "
-                "draft: set model.draft.rope_parameters without it"
-            )
+        _check_rope(rope)
+        whole = _with_attention_factor(rope) if rope["rope_type"] == "yarn" else rope
+        object.__setattr__(self, "rope_parameters", whole)
 
     def check_parallel(self, tensor: int, ulysses: int) -> None:
         """Raises UserError where the sizes do not divide, naming sizes that do. Key/value heads fewer than `tensor` are
@@ -164,27 +140,33 @@ class DraftConfig:
     def from_json(cls, values: dict[str, Any], origin: str) -> "DraftConfig":
         """Read an exported config.json (`values`); `origin` names the file in errors."""
         needed = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
-        missing = [name for name in needed if name not in values]
-        if missing:
-            raise UserError(f"{origin}: {missing[0]} is missing; this is not the config.json of an EAGLE3 draft")
-        wrong = [name for name in needed if not isinstance(values[name], int) or values[name] < 1]
-        if wrong:
-            raise UserError(
-                f"{origin}: {wrong[0]} is {shown(values[wrong[0]])}, not a number of 1 or more; fix the file"
-            )
-        heads, eagle = values["num_attention_heads"], values.get("eagle_config") or {}
-        if not isinstance(eagle, dict):
-            raise UserError(f"{origin}: eagle_config is {shown(eagle)}, not a dictionary; fix the file")
-        if values.get("attention_bias") or values.get("partial_rotary_factor", 1.0) != 1.0:
-            raise UserError(
-                f"{origin}: attention_bias and partial_rotary_factor are not supported; use a draft without"
-            )
-        if (layers := values.get("num_hidden_layers", 1)) != 1:
-            raise UserError(
-                f"{origin}: has {shown(layers)} layers, so this is no EAGLE3 draft, which has one; name the export of a run"
-            )
-        if (act := values.get("hidden_act", "silu")) != "silu":
-            raise UserError(f"{origin}: hidden_act is {shown(act)}, and only silu is supported; use a draft with that")
+        eagle = values.get("eagle_config") or {}
+        layers, act = values.get("num_hidden_layers", 1), values.get("hidden_act", "silu")
+        _refuse(
+            origin,
+            *(
+                (name not in values, f"{name} is missing; this is not the config.json of an EAGLE3 draft")
+                for name in needed
+            ),
+            *(
+                (
+                    not isinstance(values.get(name), int) or values[name] < 1,
+                    f"{name} is {shown(values.get(name))}, not a number of 1 or more; fix the file",
+                )
+                for name in needed
+            ),
+            (not isinstance(eagle, dict), f"eagle_config is {shown(eagle)}, not a dictionary; fix the file"),
+            (
+                values.get("attention_bias") or values.get("partial_rotary_factor", 1.0) != 1.0,
+                "attention_bias and partial_rotary_factor are not supported; use a draft without",
+            ),
+            (
+                layers != 1,
+                f"has {shown(layers)} layers, so this is no EAGLE3 draft, which has one; name the export of a run",
+            ),
+            (act != "silu", f"hidden_act is {shown(act)}, and only silu is supported; use a draft with that"),
+        )
+        heads = values["num_attention_heads"]
         return cls(
             hidden_size=values["hidden_size"],
             target_hidden_size=values.get("target_hidden_size") or values["hidden_size"],
@@ -207,7 +189,6 @@ class DraftConfig:
     def to_json(self, dtype: str) -> dict[str, Any]:
         """config.json as SGLang and vLLM read it; the rope fields in both spellings (transformers 4 and 5)."""
         rope = dict(self.rope_parameters)
-        kind, theta = rope.get("rope_type", "default"), rope.get("rope_theta", 10000.0)
         scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
         return {
             "architectures": ["LlamaForCausalLMEagle3"],
@@ -219,9 +200,9 @@ class DraftConfig:
             "target_hidden_size": self.target_hidden_size,
             "max_position_embeddings": self.max_position_embeddings,
             "rms_norm_eps": self.rms_norm_eps,
-            "rope_theta": theta,
-            "rope_scaling": None if kind == "default" else scaling,
-            "rope_parameters": {**rope, "rope_type": kind, "rope_theta": theta},
+            "rope_theta": rope["rope_theta"],
+            "rope_scaling": None if rope["rope_type"] == "default" else scaling,
+            "rope_parameters": rope,
             "hidden_act": "silu",
             "attention_bias": False,
             "mlp_bias": False,
@@ -243,8 +224,46 @@ class DraftConfig:
         """Names of the fields in which another config describes other weights, or another computation by them; but for the
         window, which any weights can be trained on with."""
         ignored = ("token_ids", "window", "aux_layers" if None in (self.aux_layers, other.aux_layers) else "")
-        names = [item.name for item in dataclasses.fields(self) if item.name not in ignored]
+        names = [item.name for item in fields(self) if item.name not in ignored]
         return [name for name in names if getattr(self, name) != getattr(other, name)]
+
+
+def _refuse(where: str, *mistakes: tuple[Any, str]) -> None:
+    """Raise UserError for the first of (whether it is so, what is wrong)."""
+    for wrong, message in mistakes:
+        if wrong:
+            raise UserError(f"{where}: {message}")
+
+
+def _check_rope(rope: dict[str, Any]) -> None:
+    """Raises UserError for a rope that no draft can have."""
+    kind = rope["rope_type"]
+    nested = [name for name, value in rope.items() if isinstance(value, dict)]
+    numbers = {name: rope[name] for name in _ROPE_NUMBERS if rope.get(name) is not None}
+    _refuse(
+        "draft config",
+        (nested, f"rope_parameters differ by layer type ({', '.join(nested)}); give the draft's one layer one of them"),
+        *(
+            (
+                not (_is_number(value) and (value > 0 or value == 0 and name.startswith("mscale"))),
+                f"{name} of its rope is {shown(value)}, not a positive number; fix rope_parameters",
+            )
+            for name, value in numbers.items()
+        ),
+        (not isinstance(kind, str) or kind not in ROPE_TYPES, _no_such_rope(kind)),
+    )
+    _refuse(
+        "draft config",
+        *(
+            (rope.get(key) is None, f"rope_type {kind!r} needs {key}; add it to rope_parameters")
+            for key in ROPE_TYPES[kind][0]
+        ),
+        (
+            rope.get("partial_rotary_factor") not in (None, 1, 1.0),
+            "partial_rotary_factor is not 1; serving engines rotate the whole head of an EAGLE3 "
+            "draft: set model.draft.rope_parameters without it",
+        ),
+    )
 
 
 def check_rope_keys(rope: dict[str, Any]) -> dict[str, Any]:
@@ -255,7 +274,8 @@ def check_rope_keys(rope: dict[str, Any]) -> dict[str, Any]:
         raise ValueError("type is no key here; write rope_type")
     if not isinstance(kind, str) or kind not in ROPE_TYPES:
         raise ValueError(_no_such_rope(kind))
-    own = ("rope_type", "rope_theta", *ROPE_TYPES[kind].needed, *ROPE_TYPES[kind].optional)
+    needed, optional = ROPE_TYPES[kind]
+    own = ("rope_type", "rope_theta", *needed, *optional)
     for name in rope:
         if name not in own:
             raise ValueError(f"{shown(name)} is no key of rope_type {kind}, which takes {', '.join(own)}")
@@ -315,21 +335,26 @@ def _window(values: dict[str, Any], origin: str) -> int | None:
     off = values.get("use_sliding_window") is False
     if not isinstance(kinds, list) or any(kind not in (_SLIDING, _FULL) for kind in kinds):
         raise UserError(f"{origin}: layer_types is {shown(kinds)}; a draft's layer is {_SLIDING} or {_FULL}")
-    if len(set(kinds)) > 1:
-        raise UserError(f"{origin}: layer_types is {shown(kinds)}, but a draft has one layer; name its kind alone")
-    if not kinds and window is not None and not off:
-        raise UserError(
-            f"{origin}: sliding_window is {shown(window)} but layer_types does not say whether the layer has it; add "
-            f'"layer_types": ["{_SLIDING}"], or take sliding_window out'
-        )
+    _refuse(
+        origin,
+        (len(set(kinds)) > 1, f"layer_types is {shown(kinds)}, but a draft has one layer; name its kind alone"),
+        (
+            not kinds and window is not None and not off,
+            f"sliding_window is {shown(window)} but layer_types does not say whether the layer has it; add "
+            f'"layer_types": ["{_SLIDING}"], or take sliding_window out',
+        ),
+    )
     if _SLIDING not in kinds:
         return None
-    if off:
-        raise UserError(f"{origin}: layer_types says {_SLIDING}, but use_sliding_window is false; take one of them out")
-    if window is None:
-        raise UserError(f"{origin}: layer_types says {_SLIDING}, but sliding_window is missing; add the number of keys")
-    if not (type(window) is int and window > 0):
-        raise UserError(f"{origin}: sliding_window is {shown(window)}, not a number of keys, 1 or more; fix the file")
+    _refuse(
+        origin,
+        (off, f"layer_types says {_SLIDING}, but use_sliding_window is false; take one of them out"),
+        (window is None, f"layer_types says {_SLIDING}, but sliding_window is missing; add the number of keys"),
+        (
+            not (type(window) is int and window > 0),
+            f"sliding_window is {shown(window)}, not a number of keys, 1 or more; fix the file",
+        ),
+    )
     return window
 
 

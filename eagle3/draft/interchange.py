@@ -21,23 +21,22 @@ from eagle3.errors import UserError
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 DIGEST = "sha256_of_tensors"  # in the weights' metadata, which engines do not read
 EMBEDDING = "embed_tokens.weight"
-# exported name <- parameter of Eagle3Draft; gate_proj and up_proj are the halves of linear_fc1 and are dealt with apart
+# parameter of Eagle3Draft -> names of its equal parts in an export; fc_norm's have the same names in both
 _NAMES = {
-    EMBEDDING: "embedding.weight",
-    "fc.weight": "fc.weight",
-    "midlayer.input_layernorm.weight": "layer.input_layernorm.weight",
-    "midlayer.hidden_norm.weight": "layer.hidden_norm.weight",
-    "midlayer.post_attention_layernorm.weight": "layer.pre_mlp_layernorm.weight",
-    "midlayer.self_attn.q_proj.weight": "layer.self_attention.linear_q.weight",
-    "midlayer.self_attn.k_proj.weight": "layer.self_attention.linear_k.weight",
-    "midlayer.self_attn.v_proj.weight": "layer.self_attention.linear_v.weight",
-    "midlayer.self_attn.o_proj.weight": "layer.self_attention.linear_proj.weight",
-    "midlayer.mlp.down_proj.weight": "layer.mlp.linear_fc2.weight",
-    "norm.weight": "norm.weight",
-    "lm_head.weight": "lm_head.weight",
+    "embedding.weight": (EMBEDDING,),
+    "fc.weight": ("fc.weight",),
+    "layer.input_layernorm.weight": ("midlayer.input_layernorm.weight",),
+    "layer.hidden_norm.weight": ("midlayer.hidden_norm.weight",),
+    "layer.pre_mlp_layernorm.weight": ("midlayer.post_attention_layernorm.weight",),
+    "layer.self_attention.linear_q.weight": ("midlayer.self_attn.q_proj.weight",),
+    "layer.self_attention.linear_k.weight": ("midlayer.self_attn.k_proj.weight",),
+    "layer.self_attention.linear_v.weight": ("midlayer.self_attn.v_proj.weight",),
+    "layer.self_attention.linear_proj.weight": ("midlayer.self_attn.o_proj.weight",),
+    "layer.mlp.linear_fc1.weight": ("midlayer.mlp.gate_proj.weight", "midlayer.mlp.up_proj.weight"),
+    "layer.mlp.linear_fc2.weight": ("midlayer.mlp.down_proj.weight",),
+    "norm.weight": ("norm.weight",),
+    "lm_head.weight": ("lm_head.weight",),
 }
-_FC1 = "layer.mlp.linear_fc1.weight"
-_GATE, _UP = "midlayer.mlp.gate_proj.weight", "midlayer.mlp.up_proj.weight"
 
 
 @dataclass(frozen=True)
@@ -53,15 +52,10 @@ class ExportedDraft:
 
 def exported_tensors(named: dict[str, Tensor]) -> dict[str, Tensor]:
     """Tensors by parameter name of Eagle3Draft (weights or gradients, a subset will do) under their exported names."""
-    exported = {}
-    inverse = {parameter: name for name, parameter in _NAMES.items()}
+    exported: dict[str, Tensor] = {}
     for parameter, tensor in named.items():
-        if parameter == _FC1:
-            exported[_GATE], exported[_UP] = tensor.chunk(2)
-        elif parameter.startswith("fc_norm."):
-            exported[parameter] = tensor
-        else:
-            exported[inverse[parameter]] = tensor
+        names = _NAMES.get(parameter, (parameter,))
+        exported |= zip(names, tensor.chunk(len(names)), strict=True)
     return exported
 
 
@@ -115,8 +109,7 @@ def load_weights(draft: Eagle3Draft, exported: ExportedDraft, group: ProcessGrou
     """Copy an exported draft into `draft`, of each tensor the part of this rank of the tensor-parallel `group`. Raises
     UserError on a missing, unknown or misshapen tensor; a missing embedding is left as it is (the caller takes the
     target's)."""
-    names = {parameter: (name,) for name, parameter in _NAMES.items()} | {_FC1: (_GATE, _UP)}
-    sources = [(parameter, names.get(name, (name,))) for name, parameter in draft.named_parameters()]
+    sources = [(parameter, _NAMES.get(name, (name,))) for name, parameter in draft.named_parameters()]
     shapes = {}
     for parameter, exported_names in sources:
         rows, *others = _whole_shape(parameter, draft, group)
@@ -219,12 +212,9 @@ def read_exported(folder: Path, weights_name: str = WEIGHTS) -> ExportedDraft:
         if name not in tensors or tensors[name].dtype != kind:
             raise UserError(f"{path}: {name} ({kind}) is missing; this is not an EAGLE3 draft")
     d2t, t2d = tensors.pop("d2t"), tensors.pop("t2d")
-    targets = torch.arange(len(d2t)) + d2t
-    if (
-        len(d2t) != config.draft_vocab_size
-        or len(t2d) != config.vocab_size
-        or not torch.equal(t2d.nonzero().flatten(), targets)
-    ):
+    sizes = len(d2t), len(t2d)
+    agreeing = torch.equal(t2d.nonzero().flatten(), torch.arange(len(d2t)) + d2t)
+    if sizes != (config.draft_vocab_size, config.vocab_size) or not agreeing:
         raise UserError(f"{path}: d2t and t2d do not agree with each other or with config.json; export the draft again")
     return ExportedDraft(config, tensors, d2t, t2d, str(folder))
 

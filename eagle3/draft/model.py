@@ -1,20 +1,86 @@
 """The EAGLE3 draft as a Megatron-core module: fuse the target's states, make K_0 and V_0, and the parts of a TTT step
-before and after attention."""
+before and after attention, in one decoder layer of Megatron-core's parts."""
 
 import torch
+import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from eagle3.attention.ttt import KeyValue
 from eagle3.draft.config import DraftConfig
-from eagle3.draft.layer import eagle3_layer_spec, transformer_config
-from eagle3.draft.rope import RotaryEmbedding
+from eagle3.draft.rope import RotaryEmbedding, Rotation
 
 AUX_LAYERS = 3
+INITIAL_SCALE = 0.02
+
+
+class Eagle3Attention(MegatronModule):
+    """Projections only. Keys apart from queries, so that skipped positions pay for k and v alone."""
+
+    def __init__(self, config: TransformerConfig, tensor: ProcessGroup) -> None:
+        super().__init__(config=config)
+        self.head_dim = config.kv_channels
+        linear = {"config": config, "bias": False, "tp_group": tensor}
+        self.linear_q, self.linear_k, self.linear_v = (
+            ColumnParallelLinear(
+                2 * config.hidden_size,
+                heads * self.head_dim,
+                init_method=config.init_method,
+                gather_output=False,
+                **linear,
+            )
+            for heads in (config.num_attention_heads, config.num_query_groups, config.num_query_groups)
+        )
+        self.linear_proj = RowParallelLinear(
+            config.num_attention_heads * self.head_dim,
+            config.hidden_size,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            **linear,
+        )
+
+    def query(self, x: Tensor, rotation: Rotation) -> Tensor:
+        """x [Q, 2H] -> rotated q [Q, local heads, d]."""
+        return rotation(self._heads(self.linear_q, x))
+
+    def key_value(self, x: Tensor, rotation: Rotation) -> KeyValue:
+        return KeyValue(rotation(self._heads(self.linear_k, x)), self._heads(self.linear_v, x))
+
+    def output(self, out: Tensor) -> Tensor:
+        """out [Q, local heads, d] -> [Q, H], summed over the tensor-parallel group."""
+        return self.linear_proj(out.flatten(1))[0]
+
+    def _heads(self, linear: nn.Module, x: Tensor) -> Tensor:
+        return linear(x)[0].unflatten(-1, (-1, self.head_dim))
+
+
+class Eagle3Layer(MegatronModule):
+    """x = [RMS(embedding), RMS(hidden)]; h = hidden + attention(x); h + MLP(RMS(h))."""
+
+    def __init__(self, config: TransformerConfig, tensor: ProcessGroup) -> None:
+        super().__init__(config=config)
+        norm = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
+        self.input_layernorm, self.hidden_norm = WrappedTorchNorm(**norm), WrappedTorchNorm(**norm)
+        self.self_attention = Eagle3Attention(config, tensor)
+        self.pre_mlp_layernorm = WrappedTorchNorm(**norm)
+        parts = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        self.mlp = MLP(config, parts, ffn_hidden_size=config.ffn_hidden_size, tp_group=tensor)
+
+    def attention_input(self, embedding: Tensor, hidden: Tensor) -> Tensor:
+        """embedding, hidden [tokens, H] -> [tokens, 2H], the embedding first."""
+        return torch.cat((self.input_layernorm(embedding), self.hidden_norm(hidden)), dim=-1)
+
+    def forward(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """What follows attention: hidden [Q, H], attended [Q, local heads, d] -> the layer's un-normed output [Q, H]."""
+        hidden = hidden + self.self_attention.output(attended)
+        return hidden + self.mlp(self.pre_mlp_layernorm(hidden))[0]
 
 
 class Eagle3Draft(MegatronModule):
@@ -42,7 +108,7 @@ class Eagle3Draft(MegatronModule):
             self.fc_norm = nn.ModuleList(WrappedTorchNorm(hidden_size=wide, **norm) for _ in range(AUX_LAYERS))
         self.fc = nn.Linear(AUX_LAYERS * wide, hidden, bias=False, dtype=dtype)
         config.init_method(self.fc.weight)
-        self.layer = build_module(eagle3_layer_spec(), config=config, pg_collection=groups)
+        self.layer = Eagle3Layer(config, groups.tp)
         self.norm = WrappedTorchNorm(hidden_size=hidden, **norm)
         self.lm_head = ColumnParallelLinear(
             hidden,
@@ -105,3 +171,35 @@ class Eagle3Draft(MegatronModule):
         for name in [name for name in state if name.endswith("_extra_state")]:
             del state[name]
         return state
+
+
+def transformer_config(draft: DraftConfig, tensor_parallel: int, dtype: torch.dtype) -> TransformerConfig:
+    """Megatron-core's config for the layer. Weights are made on the CPU from torch's generator, so that they depend on
+    the seed alone; fusions that need CUDA extensions are off."""
+    return TransformerConfig(
+        num_layers=1,
+        hidden_size=draft.hidden_size,
+        num_attention_heads=draft.num_attention_heads,
+        num_query_groups=draft.num_key_value_heads,
+        kv_channels=draft.head_dim,
+        ffn_hidden_size=draft.intermediate_size,
+        tensor_model_parallel_size=tensor_parallel,
+        use_cpu_initialization=True,
+        init_method_std=INITIAL_SCALE,
+        normalization="RMSNorm",
+        layernorm_epsilon=draft.rms_norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        cuda_graph_scope=[],
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+    )

@@ -47,12 +47,12 @@ class Topology:
     @property
     def modules(self) -> ProcessGroupCollection:
         """The groups as Megatron-core's modules take them."""
-        return _collection(self.tensor, self.sequence)
+        return ProcessGroupCollection(tp=self.tensor, cp=self.sequence)
 
     @property
     def modules_alone(self) -> ProcessGroupCollection:
         """For a module that is whole on this rank, whatever the others do."""
-        return _collection(self.alone, self.alone)
+        return ProcessGroupCollection(tp=self.alone, cp=self.alone)
 
     @property
     def is_first(self) -> bool:
@@ -202,12 +202,6 @@ def patient(topology: Topology, timeout: datetime.timedelta) -> Iterator[None]:
 def _set_timeout(topology: Topology, timeout: datetime.timedelta) -> None:
     own = (part for part in vars(topology).values() if isinstance(part, ProcessGroup))
     set_timeout({dist.group.WORLD, *own}, timeout)
-
-
-def _collection(tensor: ProcessGroup, sequence: ProcessGroup) -> ProcessGroupCollection:
-    groups = ProcessGroupCollection()
-    groups.tp, groups.cp = tensor, sequence
-    return groups
 
 
 def stop_distributed() -> None:

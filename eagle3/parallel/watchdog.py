@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -64,13 +65,6 @@ class Beat(NamedTuple):
         return f"(process {self.pid} on {self.node})"
 
 
-class Heard(NamedTuple):
-    """A rank's last beat, and when it came."""
-
-    beat: Beat
-    at: float
-
-
 class Verdict(NamedTuple):
     """Why the job ends. first_gone: the first rank, which else says it, cannot."""
 
@@ -103,18 +97,18 @@ class Watchdog:
         self.main, self.place, self.since = threading.get_ident(), "starting", time.monotonic()
         self.watched = self.quiet = self.left = self.broken = False
         self.node = node_name()
-        patience = timedelta(seconds=silent_seconds)
-        alone = self.world == 1
         self.count = self.exchanges = 0
         with meeting():
+            alone = self.world == 1
             store = dist.HashStore() if alone else dist.TCPStore(address, port, is_master=False, timeout=CONNECT)
             token = [token_hex(8)]
             dist.broadcast_object_list(token)
             self.store = dist.PrefixStore(f"watchdog/{token[0]}", store)  # the store may have served a run before
             self._beat()
             dist.barrier()  # every rank has beaten once
-            self.heard = {rank: Heard(self._heard_of(rank), time.monotonic()) for rank in self._listens_to()}
-        store.set_timeout(patience)
+            # of every rank that this one listens to: its last beat, and when it came
+            self.heard = {rank: (self._heard_of(rank), time.monotonic()) for rank in self._listens_to()}
+        store.set_timeout(timedelta(seconds=silent_seconds))
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self.watcher = threading.Thread(target=self._watch_store, name="watchdog's watchdog", daemon=True)
@@ -224,13 +218,16 @@ class Watchdog:
     def _without_store(self) -> Verdict:
         """The first rank kept it, unless a launcher did."""
         time.sleep(BEAT_SECONDS)  # it closes some moments before its process has ended
-        if self.rank == 0 or (self.heard[0].beat.node == self.node and _lives(self.heard[0].beat.pid)):
+        if self.rank == 0 or (self._first.node == self.node and _lives(self._first.pid)):
             return Verdict("the launcher that keeps the job's store has ended", first_gone=True)
         return self._first_gone("has ended,")
 
     def _first_gone(self, what: str) -> Verdict:
-        beat = self.heard[0].beat
-        return Verdict(f"rank 0 {beat.who} {what} at {beat.place}", first_gone=True)
+        return Verdict(f"rank 0 {self._first.who} {what} at {self._first.place}", first_gone=True)
+
+    @property
+    def _first(self) -> Beat:
+        return self.heard[0][0]
 
     def _beat(self) -> None:
         self.count += 1
@@ -247,22 +244,22 @@ class Watchdog:
             quiet=self.quiet,
             left=self.left,
         )
-        self.store.set(_key(self.rank), json.dumps(beat))
+        self.store.set(f"beat/{self.rank}", json.dumps(beat))
 
     def _verdict(self) -> Verdict | None:
         if self.store.check([VERDICT]):
             return Verdict(*json.loads(self.store.get(VERDICT)))
         now = time.monotonic()
-        for rank, heard in self.heard.items():
+        for rank, (last, at) in self.heard.items():
             beat = self._heard_of(rank)
-            self.heard[rank] = Heard(beat, heard.at if beat.count == heard.beat.count else now)
+            self.heard[rank] = beat, at if beat.count == last.count else now
         verdict = self._died(now) or (self._hangs(now) if self.rank == 0 else None)
         if verdict:
             self.store.set(VERDICT, json.dumps(verdict))
         return verdict
 
     def _heard_of(self, rank: int) -> Beat:
-        return Beat(*json.loads(self.store.get(_key(rank))))
+        return Beat(*json.loads(self.store.get(f"beat/{rank}")))
 
     def _died(self, now: float) -> Verdict | None:
         for rank, (beat, at) in self.heard.items():
@@ -300,10 +297,6 @@ class Watchdog:
         os._exit(1)
 
 
-def _key(rank: int) -> str:
-    return f"beat/{rank}"
-
-
 def _doing(beat: Beat) -> str:
     return f"{beat.collective + ', ' if beat.collective else ''}{beat.where}, at {beat.place}"
 
@@ -311,19 +304,15 @@ def _doing(beat: Beat) -> str:
 def _whereabouts(main: int) -> tuple[str | None, str]:
     """The collective that a thread of this process waits in, if any, and the innermost function of this package there;
     else where the main thread is. (Backward runs in threads of its own on a GPU.)"""
-    stacks = sys._current_frames()
-    stacks.pop(threading.get_ident() if threading.get_ident() != main else None, None)
-    for frame in stacks.values():
-        frames = list(_outward(frame))
+    stacks = {
+        thread: [frame for frame, _ in traceback.walk_stack(innermost)]
+        for thread, innermost in sys._current_frames().items()
+        if thread == main or thread != threading.get_ident()
+    }
+    for frames in stacks.values():
         if collective := _collective(frames):
             return collective, _where(frames)
-    return None, _where(list(_outward(stacks.get(main))))
-
-
-def _outward(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame:
-        yield frame
-        frame = frame.f_back
+    return None, _where(stacks.get(main, []))
 
 
 def _collective(frames: list[FrameType]) -> str | None:
