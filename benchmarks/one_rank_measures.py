@@ -14,8 +14,7 @@ import torch
 from emulated_ring import EmulatedRing, joined, thinned
 from torch import Tensor
 
-from eagle3.attention.ttt import TTTAttention
-from eagle3.attention.ulysses import Ulysses
+from eagle3.attention.ttt import TTTAttention, Ulysses
 from eagle3.draft.config import DraftConfig
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError

@@ -151,8 +151,6 @@ def _slices(whole: slice, width: int) -> Iterator[tuple[int, int]]:
 def _runs(queries: Tensor, firsts: Tensor, block: int, span: int) -> list[tuple[int, int]]:
     """[start, stop) of runs of at most `block` queries in one document, cut where more than `block` rows lie between two
     and where they reach over more than `span` rows."""
-    if not len(queries):
-        return []
     cut = (firsts.diff() != 0) | (queries.diff() > block)
     bounds = [0, *(cut.nonzero().flatten() + 1).tolist(), len(queries)]
     reach = torch.searchsorted(queries.contiguous(), queries + span).tolist()

@@ -47,14 +47,11 @@ class RotaryEmbedding:
             self.frequencies[torch.float64] = rope["rope_theta"] ** -exponents
         self.placed: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
-    def _frequencies(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """On the device, where they are copied once: a copy in every step would make the host wait."""
-        if (dtype, device) not in self.placed:
-            self.placed[dtype, device] = self.frequencies[dtype].to(device)
-        return self.placed[dtype, device]
-
     def at(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
         """The rotation of `positions` [tokens] (int64, any value), cos and sin rounded to `dtype` at the very end."""
         exact = torch.promote_types(dtype, torch.float32)
-        angles = positions.to(exact)[:, None, None] * self._frequencies(exact, positions.device)
+        place = exact, positions.device
+        if place not in self.placed:  # copied once: a copy in every step would make the host wait
+            self.placed[place] = self.frequencies[exact].to(positions.device)
+        angles = positions.to(exact)[:, None, None] * self.placed[place]
         return Rotation((angles.cos() * self.scaling).to(dtype), (angles.sin() * self.scaling).to(dtype))

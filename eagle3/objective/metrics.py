@@ -83,10 +83,8 @@ class ContextCounts(NamedTuple):
 
 def contexts_up_to(longest: int) -> list[int]:
     """512, 1024, 2048, ... tokens, the last at least `longest`."""
-    found = [SHORTEST]
-    while found[-1] < longest:
-        found.append(2 * found[-1])
-    return found
+    doublings = ((longest - 1) // SHORTEST).bit_length() if longest > SHORTEST else 0
+    return [SHORTEST * 2**doubling for doubling in range(doublings + 1)]
 
 
 def count_by_context(stream: Stream, plan: SequencePlan, correct: Tensor, contexts: Sequence[int]) -> ContextCounts:

@@ -84,10 +84,7 @@ def _there_and_back(turn: Tensor, ring: int) -> Tensor:
 
 def _stacked(parts: list[Tensor], ulysses: int) -> Tensor:
     length = max(1, _ceil(max(len(part) for part in parts), ulysses)) * ulysses
-    stacked = torch.full((len(parts), length), -1)
-    for place, part in zip(stacked, parts, strict=True):
-        place[: len(part)] = part
-    return stacked
+    return torch.stack([torch.nn.functional.pad(part, (0, length - len(part)), value=-1) for part in parts])
 
 
 def _ceil(number: int, divisor: int) -> int:

@@ -1,9 +1,12 @@
-"""Which rank is what: process groups from Megatron-core, handed to modules, and the adapter that DeepSpeed asks."""
+"""Which rank is what: process groups from Megatron-core, handed to modules, and the adapter that DeepSpeed asks; and what
+the ranks of a group agree on."""
 
 import datetime
+import hashlib
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -250,6 +253,38 @@ def agreed(work: Callable[[], Any] | None, group: ProcessGroup | None = None) ->
     if mistake:
         raise SharedUserError(*mistake)
     return result
+
+
+def require_agreement(what: str, identity: bytes, device: torch.device, remedy: str) -> None:
+    """Raise SharedUserError on every rank of the job, which all call this, unless `identity` is the same on all.
+
+    device: where the job's backend exchanges tensors. The line names the ranks that differ from most (of two, the higher),
+    and those that they differ from.
+    """
+    mine = torch.frombuffer(bytearray(hashlib.sha256(identity).digest()), dtype=torch.int64).to(device)
+    everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyones, mine)
+    digests = [tuple(digest) for digest in torch.stack(everyones).tolist()]
+    (common, _), *others = Counter(digests).most_common()
+    if others:
+        differing = [rank for rank, digest in enumerate(digests) if digest != common]
+        usual = [rank for rank, digest in enumerate(digests) if digest == common]
+        raise SharedUserError(
+            f"{what}: not the same on all ranks, {_named(differing)} {'differs' if len(differing) == 1 else 'differ'} "
+            f"from {_named(usual)}; {remedy}"
+        )
+
+
+def _named(ranks: Sequence[int]) -> str:
+    """`rank 3`, or `ranks 0-3, 8`."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    shown = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"
 
 
 def _free_port() -> int:

@@ -14,12 +14,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from secrets import token_hex
 from types import FrameType
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import psutil
 import torch.distributed as dist
@@ -72,7 +72,7 @@ class Verdict(NamedTuple):
     first_gone: bool = False
 
 
-class Watchdog:
+class Watchdog(AbstractContextManager):
     """Watches a job from every rank while entered. `at` says where a rank is.
 
     report: told why the job ends, on one rank (where the first rank died, on the first two of each node); then the process
@@ -149,12 +149,8 @@ class Watchdog:
 
     def end_if_broken(self) -> None:
         """End this process, the cause named, if another rank has died: a launcher then tells the others to stop."""
-        verdict = self._exchange()
-        if verdict:
+        if verdict := self._exchange():
             self._end(verdict)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """A rank that leaves because of a mistake of its own has died, for the others: they wait for it in vain."""
@@ -253,8 +249,7 @@ class Watchdog:
         for rank, (last, at) in self.heard.items():
             beat = self._heard_of(rank)
             self.heard[rank] = beat, at if beat.count == last.count else now
-        verdict = self._died(now) or (self._hangs(now) if self.rank == 0 else None)
-        if verdict:
+        if verdict := self._died(now) or (self._hangs(now) if self.rank == 0 else None):
             self.store.set(VERDICT, json.dumps(verdict))
         return verdict
 

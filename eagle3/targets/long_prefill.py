@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from eagle3.attention.ring import RingAttention, SharedKeyValue
 from eagle3.attention.schedule import PrefixSchedule, schedule_prefix
-from eagle3.attention.ulysses import Ulysses
+from eagle3.attention.ttt import Ulysses
 from eagle3.errors import SharedUserError, UserError
 from eagle3.parallel.topology import agreed
 from eagle3.states.rows import Rows

@@ -18,8 +18,7 @@ from eagle3.objective.distill import Distilled, StepSums, StepWeights
 from eagle3.objective.losses import BatchCounts, LossConfig, step_weights
 from eagle3.objective.metrics import Metrics, batch_metrics, contexts_up_to, count_by_context, sum_counts, sum_sums
 from eagle3.objective.model import BatchMaker, MicroBatch
-from eagle3.parallel.agreement import require_agreement
-from eagle3.parallel.topology import Topology, agreed
+from eagle3.parallel.topology import Topology, agreed, require_agreement
 from eagle3.parallel.watchdog import Watchdog
 from eagle3.patches import NormLimit, Taken
 from eagle3.recipe.schema import Recipe, Training
