@@ -15,8 +15,7 @@ from torch import Tensor
 
 from eagle3.draft.config import DraftConfig
 from eagle3.objective.model import DraftObjective, MemoryPlan
-from eagle3.parallel.dealing import SequenceSharding
-from eagle3.parallel.sequence import SequencePlan, Stream, plan_sequence
+from eagle3.parallel.sequence import SequencePlan, SequenceSharding, Stream, plan_sequence
 from eagle3.parallel.topology import stop_distributed
 from eagle3.planning.step import Share, sent_bytes
 

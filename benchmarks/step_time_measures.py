@@ -20,7 +20,7 @@ from eagle3.attention.ttt import KeyValue, TTTAttention
 from eagle3.draft.config import DraftConfig
 from eagle3.draft.interchange import exported_tensors
 from eagle3.draft.model import Eagle3Draft
-from eagle3.objective.losses import LossConfig, loss_value
+from eagle3.objective.metrics import LossConfig, loss_value
 from eagle3.objective.model import DraftObjective, MemoryPlan
 from eagle3.objective.recompute import Recompute
 from eagle3.objective.unroll import unroll

@@ -51,7 +51,7 @@ def main() -> int:
 
     from eagle3.jobs.verify import read_case, read_tensors, relative_errors, run_case, tolerance
     from eagle3.objective.model import MemoryPlan
-    from eagle3.parallel.dealing import SequenceSharding
+    from eagle3.parallel.sequence import SequenceSharding
     from eagle3.parallel.topology import start_distributed, stop_distributed
 
     case, expected = read_case(options.case), read_tensors(options.case / "expected.safetensors")

@@ -228,17 +228,15 @@ class _RingAttention(torch.autograd.Function):
 
 def _shares(key_value: Tensor, ring: RingAttention) -> Iterator[tuple[int, Tensor]]:
     """(ring rank, its keys and values [2, S, kv_heads, d]), own share first; `p2p` passes each on while it is used."""
-    size, rank = ring.group.size(), ring.group.rank()
-    block = key_value
-    for hop in range(size):
-        source = (rank - hop) % size
-        if ring.mode == "gather":
-            yield source, key_value[source]
-            continue
-        coming = _PassedOn(block, ring.group) if hop + 1 < size else None
-        yield source, block
-        if coming:
-            block = coming.wait()
+    sources = [(ring.group.rank() - hop) % ring.group.size() for hop in range(ring.group.size())]
+    if ring.mode == "gather":
+        yield from ((source, key_value[source]) for source in sources)
+        return
+    for source in sources[:-1]:
+        coming = _PassedOn(key_value, ring.group)
+        yield source, key_value
+        key_value = coming.wait()
+    yield sources[-1], key_value
 
 
 def _shares_with_gradients(

@@ -224,7 +224,7 @@ class DraftConfig:
         """Names of the fields in which another config describes other weights, or another computation by them; but for the
         window, which any weights can be trained on with."""
         ignored = ("token_ids", "window", "aux_layers" if None in (self.aux_layers, other.aux_layers) else "")
-        names = [item.name for item in fields(self) if item.name not in ignored]
+        names = (item.name for item in fields(self) if item.name not in ignored)
         return [name for name in names if getattr(self, name) != getattr(other, name)]
 
 

@@ -1,5 +1,6 @@
 """The draft's shape from its target's config, of whatever family; each rule names the config keys that it reads."""
 
+from functools import partial
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -36,14 +37,12 @@ def derive_draft(
         **chosen,
     }
     values.setdefault("hidden_size", values["target_hidden_size"])
-    for name, derived in (
-        ("intermediate_size", _intermediate_size),
-        ("rope_parameters", derived_rope),
-        ("max_position_embeddings", lambda config: _of(config, "max_position_embeddings")),
-    ):
-        if name not in values:
-            values[name] = derived(target)
-    return DraftConfig(**values)
+    derived = {
+        "intermediate_size": _intermediate_size,
+        "rope_parameters": derived_rope,
+        "max_position_embeddings": partial(_of, name="max_position_embeddings"),
+    }
+    return DraftConfig(**values, **{name: rule(target) for name, rule in derived.items() if name not in values})
 
 
 def _full_attention_layer(target: PretrainedConfig) -> PretrainedConfig:
@@ -85,8 +84,7 @@ def _heads(target: PretrainedConfig) -> dict[str, int]:
     widths and a key for each, which no Llama layer has, and one whose heads do not divide its hidden size (GLM-4.5) has what
     no Llama config takes: their drafts get hidden_size / 128 heads."""
     hidden = _of(target, "hidden_size")
-    latent = bool(getattr(target, "kv_lora_rank", None))
-    if latent or hidden % _of(target, "num_attention_heads"):
+    if getattr(target, "kv_lora_rank", None) or hidden % _of(target, "num_attention_heads"):
         heads = max(hidden // HEAD_DIM, 1)
         keys = KEY_VALUE_HEADS if heads % KEY_VALUE_HEADS == 0 else heads
         return {"num_attention_heads": heads, "num_key_value_heads": keys, "head_dim": min(HEAD_DIM, hidden)}

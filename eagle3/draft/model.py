@@ -103,9 +103,8 @@ class Eagle3Draft(MegatronModule):
         )
         self.embedding.weight.requires_grad_(False)
         norm = {"config": config, "eps": config.layernorm_epsilon}
-        self.fc_norm = None
-        if draft_config.fc_norm:
-            self.fc_norm = nn.ModuleList(WrappedTorchNorm(hidden_size=wide, **norm) for _ in range(AUX_LAYERS))
+        norms = (WrappedTorchNorm(hidden_size=wide, **norm) for _ in range(AUX_LAYERS))
+        self.fc_norm = nn.ModuleList(norms) if draft_config.fc_norm else None
         self.fc = nn.Linear(AUX_LAYERS * wide, hidden, bias=False, dtype=dtype)
         config.init_method(self.fc.weight)
         self.layer = Eagle3Layer(config, groups.tp)

@@ -26,7 +26,7 @@ from eagle3.jobs.job import Job, choose_draft, find_target, gather_inputs
 from eagle3.jobs.provenance import input_digests, require_fitting_settings, require_fitting_store
 from eagle3.jobs.supply import HiddenStateSupply, hidden_state_supply
 from eagle3.objective.model import BatchMaker, DraftObjective, MemoryPlan
-from eagle3.parallel.dealing import SequenceSharding
+from eagle3.parallel.sequence import SequenceSharding
 from eagle3.parallel.topology import Topology, agreed, node_name
 from eagle3.parallel.watchdog import Watchdog
 from eagle3.patches import NormLimit

@@ -13,11 +13,9 @@ from eagle3.attention.ring import RingMode
 from eagle3.draft.interchange import ExportedDraft, exported_tensors, load_weights, read_exported, shard, whole_tensors
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
-from eagle3.objective.losses import BatchCounts, LossConfig, step_weights
-from eagle3.objective.metrics import batch_metrics, sum_counts, sum_sums
+from eagle3.objective.metrics import BatchCounts, LossConfig, batch_metrics, step_weights, sum_counts, sum_sums
 from eagle3.objective.model import BatchMaker, DraftObjective, MemoryPlan, MicroBatch
-from eagle3.parallel.dealing import SequenceSharding
-from eagle3.parallel.sequence import Stream, plan_sequence
+from eagle3.parallel.sequence import SequenceSharding, Stream, plan_sequence
 from eagle3.parallel.topology import Topology
 from eagle3.recipe.schema import Training
 from eagle3.states.rows import LastHidden, Rows

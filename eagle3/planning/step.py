@@ -12,8 +12,7 @@ from eagle3.attention.ring import RingMode
 from eagle3.draft.config import DraftConfig
 from eagle3.objective.model import MemoryPlan
 from eagle3.objective.unroll import Residence
-from eagle3.parallel.dealing import QuerySelection
-from eagle3.parallel.sequence import SequencePlan, Stream
+from eagle3.parallel.sequence import QuerySelection, SequencePlan, Stream
 
 Phase = Literal["forward", "backward"]
 # (what is sent, phase) -> bytes

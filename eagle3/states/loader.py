@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from eagle3.parallel.dealing import SequenceSharding
-from eagle3.parallel.sequence import SequencePlan, Stream, plan_sequence
+from eagle3.parallel.sequence import SequencePlan, SequenceSharding, Stream, plan_sequence
 from eagle3.parallel.topology import agreed
 from eagle3.states.batches import deal_streams
 from eagle3.states.exchange import request_rows

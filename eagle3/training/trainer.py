@@ -15,8 +15,17 @@ from pydantic import TypeAdapter, ValidationError
 from eagle3.console import Console, Progress, duration
 from eagle3.errors import SharedUserError
 from eagle3.objective.distill import Distilled, StepSums, StepWeights
-from eagle3.objective.losses import BatchCounts, LossConfig, step_weights
-from eagle3.objective.metrics import Metrics, batch_metrics, contexts_up_to, count_by_context, sum_counts, sum_sums
+from eagle3.objective.metrics import (
+    BatchCounts,
+    LossConfig,
+    Metrics,
+    batch_metrics,
+    contexts_up_to,
+    count_by_context,
+    step_weights,
+    sum_counts,
+    sum_sums,
+)
 from eagle3.objective.model import BatchMaker, MicroBatch
 from eagle3.parallel.topology import Topology, agreed, require_agreement
 from eagle3.parallel.watchdog import Watchdog

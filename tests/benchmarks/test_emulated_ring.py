@@ -6,8 +6,7 @@ from emulated_ring import joined
 
 from eagle3.attention.ring import RingAttention, SharedKeyValue
 from eagle3.attention.schedule import schedule_prefix
-from eagle3.parallel.dealing import SequenceSharding
-from eagle3.parallel.sequence import Stream, plan_sequence
+from eagle3.parallel.sequence import SequenceSharding, Stream, plan_sequence
 
 
 @pytest.mark.parametrize("supervised", [1.0, 0.3])

@@ -18,8 +18,7 @@ from tiny_run import deepspeed, finish, launch, make_target, metrics, write_reci
 
 from eagle3.durable import create_text
 from eagle3.errors import UserError
-from eagle3.parallel.dealing import SequenceSharding
-from eagle3.parallel.sequence import Stream, plan_sequence
+from eagle3.parallel.sequence import SequenceSharding, Stream, plan_sequence
 from eagle3.states.loader import SpooledSource
 from eagle3.states.rows import Rows
 from eagle3.states.spool import Spool, SpoolReader

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagle3.parallel.dealing import SequenceSharding, deal_keys, deal_queries
-from eagle3.parallel.sequence import Stream, plan_sequence
+from eagle3.parallel.sequence import SequenceSharding, Stream, deal_keys, deal_queries, plan_sequence
 
 
 def _mask(*spans: tuple[int, bool]) -> Tensor:

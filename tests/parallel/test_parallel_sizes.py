@@ -9,7 +9,7 @@ from eagle3.draft.config import DraftConfig
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
 from eagle3.jobs.verify import read_case, run_case
-from eagle3.parallel.dealing import SequenceSharding
+from eagle3.parallel.sequence import SequenceSharding
 from eagle3.parallel.topology import every_core, start_distributed, usable_cores
 
 SHAPE = {

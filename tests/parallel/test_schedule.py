@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from eagle3.attention.schedule import PrefixSchedule, schedule_prefix
-from eagle3.parallel.dealing import SequenceSharding, deal_keys
+from eagle3.parallel.sequence import SequenceSharding, deal_keys
 
 Pair = tuple[int, int]
 

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from eagle3.parallel.dealing import SequenceSharding
-from eagle3.parallel.sequence import SequencePlan, Stream, plan_sequence
+from eagle3.parallel.sequence import SequencePlan, SequenceSharding, Stream, plan_sequence
 
 
 def _random_masks(source: random.Random) -> list[list[bool]]:

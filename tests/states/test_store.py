@@ -24,8 +24,7 @@ from store_cases import (
 )
 
 from eagle3.errors import UserError
-from eagle3.parallel.dealing import SequenceSharding
-from eagle3.parallel.sequence import Stream, plan_sequence
+from eagle3.parallel.sequence import SequenceSharding, Stream, plan_sequence
 from eagle3.states.loader import StoredSource
 from eagle3.states.rows import DraftLogits, LastHidden, Rows
 from eagle3.states.store.codecs import Fp8, chunk_rows

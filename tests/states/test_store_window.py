@@ -7,8 +7,7 @@ import torch
 from store_cases import HIDDEN, PLAIN, PROVENANCE, check, open_store, same_rows, sample, wanted, write
 
 from eagle3.errors import UserError
-from eagle3.parallel.dealing import SequenceSharding
-from eagle3.parallel.sequence import Stream, plan_sequence
+from eagle3.parallel.sequence import SequenceSharding, Stream, plan_sequence
 from eagle3.states.capture import Wanted, disk_need
 from eagle3.states.rows import LastHidden, Rows
 from eagle3.states.store.reader import HiddenStateStore, RowRequest

@@ -19,7 +19,7 @@ from processes import fork_ranks
 from torch import Tensor
 
 from eagle3.errors import SharedUserError
-from eagle3.parallel.dealing import SequenceSharding
+from eagle3.parallel.sequence import SequenceSharding
 from eagle3.parallel.topology import require_agreement
 from eagle3.states.loader import Drawn, LiveSource, StoredSource, StreamLoader
 from eagle3.states.rows import Rows

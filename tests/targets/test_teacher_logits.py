@@ -24,7 +24,7 @@ from eagle3.jobs.job import start_target
 from eagle3.jobs.provenance import provenance, store_encoding, store_provenance
 from eagle3.jobs.train import train
 from eagle3.objective.distill import Teacher
-from eagle3.parallel.dealing import SequenceSharding
+from eagle3.parallel.sequence import SequenceSharding
 from eagle3.parallel.topology import Topology
 from eagle3.recipe.loading import load_recipe
 from eagle3.recipe.schema import Recipe
