@@ -84,8 +84,7 @@ def absorb_lse_gradient(out: Tensor, grad: Tensor, grad_lse: Tensor) -> Tensor:
         places = grad.abs().topk(2, -1).indices
     limit = torch.finfo(grad.dtype).max
     entries = []
-    for factor in grad.gather(-1, places).split(1, -1):
-        factor = factor.to(exact)
+    for factor in grad.gather(-1, places).to(exact).split(1, -1):
         entry = torch.where(factor != 0, rest / factor, 0).clamp(-limit, limit).to(grad.dtype)
         rest = rest - entry.to(exact) * factor
         entries.append(entry)

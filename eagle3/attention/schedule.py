@@ -51,11 +51,11 @@ class PrefixSchedule:
         for piece in self.pieces:
             if bands or piece.visibility != "banded":
                 yield piece
-                continue
-            own = piece.keys.stop - piece.queries.stop  # from a query's place to that of its own row's key
-            for start, stop in _slices(piece.queries, _masked_queries(self.window)):
-                first = max(piece.keys.start, start + own - self.window + 1)
-                yield Piece(slice(start, stop), slice(first, stop + own), "masked")
+            else:
+                own = piece.keys.stop - piece.queries.stop  # from a query's place to that of its own row's key
+                for start, stop in _slices(piece.queries, _masked_queries(self.window)):
+                    first = max(piece.keys.start, start + own - self.window + 1)
+                    yield Piece(slice(start, stop), slice(first, stop + own), "masked")
 
     def to(self, device: torch.device) -> "PrefixSchedule":
         return PrefixSchedule(self.query_rows.to(device), self.key_rows.to(device), self.pieces, self.window)

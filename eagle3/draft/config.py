@@ -371,8 +371,7 @@ def rope_parameters(values: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(rope, dict):
         raise UserError(f"config.json: the rope parameters are {shown(rope)}, not a dictionary; fix the file")
     rope, theta = dict(rope), values.get("rope_theta") or 10000.0
-    kind = rope.pop("type", None)
-    rope.setdefault("rope_type", kind or "default")
+    rope.setdefault("rope_type", rope.pop("type", None) or "default")
     rope.setdefault("rope_theta", float(theta) if _is_number(theta) else theta)
     if rope["rope_type"] == "yarn" and values.get("max_position_embeddings"):  # as transformers and SGLang take it
         rope.setdefault("original_max_position_embeddings", values["max_position_embeddings"])

@@ -32,14 +32,15 @@ class RotaryEmbedding:
 
     def __init__(self, config: DraftConfig) -> None:
         rope = {name: value for name, value in config.rope_parameters.items() if name != "attn_factor"}  # engines' word
-        reference = LlamaConfig(
-            hidden_size=config.hidden_size,
-            num_attention_heads=config.num_attention_heads,
-            head_dim=config.head_dim,
-            max_position_embeddings=config.max_position_embeddings,
-            rope_parameters=rope,
+        embedding = LlamaRotaryEmbedding(
+            LlamaConfig(
+                hidden_size=config.hidden_size,
+                num_attention_heads=config.num_attention_heads,
+                head_dim=config.head_dim,
+                max_position_embeddings=config.max_position_embeddings,
+                rope_parameters=rope,
+            )
         )
-        embedding = LlamaRotaryEmbedding(reference)
         self.scaling = float(embedding.attention_scaling)
         self.frequencies = {torch.float32: embedding.inv_freq, torch.float64: embedding.inv_freq.double()}
         if rope["rope_type"] == "default":  # in fp64 the definition itself, not transformers' fp32 rounding of it

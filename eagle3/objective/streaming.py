@@ -41,7 +41,10 @@ class StreamedRows:
         wanted = slice(rows.start, min(rows.stop, len(self.held)))
         width, here = wanted.stop - wanted.start, torch.cuda.current_stream(self.device)
         if not self.slots or len(self.slots[0].buffer) < width:
-            self._allocate(width, here)
+            self.slots = [_Slot(self.held.new_empty(width, *self.held.shape[1:], device=self.device)) for _ in range(2)]
+            for slot in self.slots:
+                slot.buffer.record_stream(self.copies)
+            self.copies.wait_stream(here)  # the memory may be that of work still queued
         self.slots[self.turn].used = here.record_event()  # all that reads the last slice has been queued
         self.turn = 1 - self.turn
         slot, other = self.slots[self.turn], self.slots[1 - self.turn]
@@ -53,12 +56,6 @@ class StreamedRows:
         if following.start < following.stop:
             self._fill(other, following)
         return slot.buffer[:width]
-
-    def _allocate(self, width: int, here: "torch.cuda.Stream") -> None:
-        self.slots = [_Slot(self.held.new_empty(width, *self.held.shape[1:], device=self.device)) for _ in range(2)]
-        for slot in self.slots:
-            slot.buffer.record_stream(self.copies)
-        self.copies.wait_stream(here)  # the memory may be that of work still queued
 
     def _fill(self, slot: _Slot, rows: slice) -> None:
         with torch.cuda.stream(self.copies):

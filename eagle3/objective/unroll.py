@@ -65,8 +65,9 @@ def unroll_inputs(
     positions = stream.position[ring_queries]
 
     def schedules(window: int | None) -> tuple[PrefixSchedule, ...]:
-        shares = (schedule_prefix(plan.ring_queries, positions, share, window=window) for share in plan.ring_keys)
-        return tuple(share.to(device) for share in shares)
+        return tuple(
+            schedule_prefix(plan.ring_queries, positions, share, window=window).to(device) for share in plan.ring_keys
+        )
 
     every = (schedules(None),) * steps if window is None else tuple(schedules(window - k) for k in range(steps))
     return UnrollInputs(

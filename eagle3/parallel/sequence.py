@@ -124,9 +124,7 @@ def plan_sequence(
     that no query sees belong to nobody. (At step k it sees k keys fewer, for its own K_1..K_k.)
     """
     chosen = _queries(stream, steps, sharding.query_selection)
-    visible = stream.position[chosen] + 1
-    if window is not None:
-        visible = visible.clamp(max=window)
+    visible = (stream.position[chosen] + 1).clamp(max=stream.tokens if window is None else window)
     ring_keys = deal_keys(_covered(chosen + 1 - visible, chosen + 1, stream.tokens), sharding)
     dealt_queries = deal_queries(chosen, visible, sharding)
     ring, ulysses = divmod(rank, sharding.ulysses)

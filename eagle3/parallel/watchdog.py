@@ -99,8 +99,9 @@ class Watchdog(AbstractContextManager):
         self.node = node_name()
         self.count = self.exchanges = 0
         with meeting():
-            alone = self.world == 1
-            store = dist.HashStore() if alone else dist.TCPStore(address, port, is_master=False, timeout=CONNECT)
+            store = (
+                dist.TCPStore(address, port, is_master=False, timeout=CONNECT) if self.world > 1 else dist.HashStore()
+            )
             token = [token_hex(8)]
             dist.broadcast_object_list(token)
             self.store = dist.PrefixStore(f"watchdog/{token[0]}", store)  # the store may have served a run before
@@ -271,8 +272,9 @@ class Watchdog(AbstractContextManager):
         return None
 
     def _hangs(self, now: float) -> Verdict | None:
-        beats = {rank: beat._replace(seconds=beat.seconds + now - at) for rank, (beat, at) in self.heard.items()}
-        beats = {self.rank: self._heard_of(self.rank), **beats}
+        beats = {self.rank: self._heard_of(self.rank)} | {
+            rank: beat._replace(seconds=beat.seconds + now - at) for rank, (beat, at) in self.heard.items()
+        }
         longest = max((beat.seconds for beat in beats.values() if beat.watched), default=0.0)
         if self.hang_seconds is None or longest < self.hang_seconds:
             return None
