@@ -24,19 +24,25 @@ CLOSING = ".,:;!?)]}>'\"`"  # ends a sentence or a quotation, as a rule, and no 
 BETWEEN_FIELDS = re.compile(r"((?<=[,;]) |  +)")
 
 
+class Warned(str):
+    """A line that warns, for what is given no more than something to call; printed as it is, it says so in front."""
+
+    def __str__(self) -> str:
+        return WARNING + self
+
+
 class Console:
     """Prints on the first rank only. Information and progress by a call, what the command was started for by `result`.
 
-    quiet: no information; results stay, without the time in front, and so do warnings and errors. A line that begins with
-    `warning: ` is a warning: so the functions that are given no more than something to call can warn, too.
+    quiet: no information; results stay, without the time in front, and so do warnings (calls with `Warned`) and errors.
     """
 
     def __init__(self, speaks: bool, quiet: bool = False) -> None:
         self.speaks, self.quiet, self.began = speaks, quiet, time.monotonic()
 
     def __call__(self, line: str) -> None:
-        if line.startswith(WARNING):
-            self.warn(line.removeprefix(WARNING))
+        if isinstance(line, Warned):
+            self.warn(line)
         elif self.speaks and not self.quiet:
             self._timed(line)
 

@@ -1,5 +1,6 @@
 """Check the training code against a golden case: loss, every step, every gradient. Exit code 1 beyond the tolerance."""
 
+import argparse
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,8 +23,10 @@ def main() -> int:
     parser.add_argument("--ulysses", type=int, default=1, help="Ulysses ranks of a sequence")
     parser.add_argument("--ring", type=int, default=1, help="ring ranks of a sequence; what is left is data-parallel")
     parser.add_argument("--ring-mode", choices=["gather", "p2p"], default="gather")
-    parser.add_argument("--layout", choices=["contiguous", "zigzag"], default="zigzag")
-    parser.add_argument("--query-selection", choices=["supervised", "all"], default="supervised")
+    parser.add_argument("--layout", choices=["contiguous", "zigzag"], default="zigzag", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--query-selection", choices=["supervised", "all"], default="supervised", help=argparse.SUPPRESS
+    )
     parser.add_argument("--recompute", choices=["none", "attention_kept", "full"], default="full")
     parser.add_argument("--block-mib", type=int, default=1024, help="MiB of a block of the loss and a chunk of tokens")
     parser.add_argument("--quiet", action="store_true", help="print only what is beyond its tolerance, and the verdict")

@@ -23,6 +23,7 @@ from eagle3.console import (
     YELLOW,
     Console,
     Progress,
+    Warned,
     data_size,
     fitted,
     memory_size,
@@ -219,7 +220,7 @@ def speak(quiet: bool = False) -> None:
     console = Console(speaks=True, quiet=quiet)
     console(STEP)
     console.warn(PROSE)
-    console("warning: from a function that can only say")
+    console(Warned("from a function that can only say"))
     console.result("acceptance length 2.42")
     tell_error(PROSE)
 

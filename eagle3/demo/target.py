@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
-from eagle3.console import WARNING, Progress, waiting
+from eagle3.console import Progress, Warned, waiting
 from eagle3.demo.training import TRAINED_BY, measure_language_model, train_language_model
 from eagle3.durable import file_digest
 from eagle3.errors import UserError
@@ -84,7 +84,7 @@ def demo_target(
         except DAMAGE as error:
             damage = f"is damaged ({error!s:.200})"
             if make:
-                report(f"{WARNING}the demo target {folder} {damage}; it is made anew")
+                report(Warned(f"the demo target {folder} {damage}; it is made anew"))
     if not make:
         raise UserError(
             f"model.target: demo: {folder} {damage}, and one made anew would not be the target that the draft learnt "

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from eagle3.console import WARNING, Progress
+from eagle3.console import Progress, Warned
 from eagle3.errors import UserError
 from eagle3.evaluation.decoding import tie_resolution
 from eagle3.evaluation.speculative import SpeculativeResult, Verdict, first_difference
@@ -121,7 +121,7 @@ def judge_by_sglang(
         ]
     for number, verdict in enumerate(verdicts, start=1):
         if verdict == "mismatch":
-            report(f"{WARNING}SGLang: conversation {number} differs from plain decoding")
+            report(Warned(f"SGLang: conversation {number} differs from plain decoding"))
     return replace(
         result,
         identical=verdicts.count("identical"),

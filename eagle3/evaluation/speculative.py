@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from eagle3.console import WARNING, Progress, Say
+from eagle3.console import Progress, Say, Warned
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
 from eagle3.evaluation.acceptance import Decoding, Verification
@@ -169,7 +169,7 @@ def decode_conversations(
         decoded.append(DecodedConversation(output, verdict, plain_tokens, middle - start, time.perf_counter() - began))
         if verdict == "mismatch":
             _, place = first_difference(output.tokens, plain.tokens)
-            report(f"{WARNING}{what}: conversation {number} differs from plain decoding at new token {place}")
+            report(Warned(f"{what}: conversation {number} differs from plain decoding at new token {place}"))
         length = sum(each.yielded for each in decoded) / max(1, sum(len(each.verifications) for each in decoded))
         progress.at(number, extra=f"acceptance length {length:.2f}")
     return decoded

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from eagle3.console import WARNING, counted, waiting
+from eagle3.console import Warned, counted, waiting
 from eagle3.demo.target import ANSWERS, HELD_OUT_ANSWERS, demo_shape, demo_target
 from eagle3.draft.config import DraftConfig, drafted_tokens, read_draft_config
 from eagle3.draft.derivation import derive_draft
@@ -176,10 +176,11 @@ def _gather(known: KnownTarget, say: Say, judging: bool) -> Inputs:
         train, held_out = train.split_held_out(data.held_out_fraction, data.seed)
         held_out_summary = None
     if shared := len(set(held_out.sample_ids) & set(train.sample_ids)):
-        say(
-            f"{WARNING}data.held_out: {shared:,} of {len(held_out):,} samples are also trained on, so held-out numbers flatter "
-            "the draft; name other data there, or leave it out for a share of data.train"
+        warning = (
+            f"data.held_out: {shared:,} of {len(held_out):,} samples are also trained on, so held-out numbers flatter the "
+            "draft; name other data there, or leave it out for a share of data.train"
         )
+        say(Warned(warning))
     return _grown(
         known, Inputs, train=train, held_out=held_out, train_summary=summary, held_out_summary=held_out_summary
     )
@@ -213,7 +214,7 @@ def _say_prepared(what: str, summary: Summary, say: Say) -> None:
         say(f"{what}: {line}")
     if count := summary.empty_answers:
         verb = "is" if count == 1 else "are"
-        say(f"{WARNING}{what}: {counted(count, 'answer')} {verb} empty: only the end of the turn is supervised there")
+        say(Warned(f"{what}: {counted(count, 'answer')} {verb} empty: only the end of the turn is supervised there"))
 
 
 def choices_of(recipe: Recipe) -> Choices:

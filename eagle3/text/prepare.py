@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from eagle3.console import GREEN, PLAIN, WARNING, Progress, waiting
+from eagle3.console import GREEN, PLAIN, Progress, Warned, waiting
 from eagle3.errors import UserError
 from eagle3.text.cache import DAMAGE, opens, replacing_folder, sealed, unsealed
 from eagle3.text.conversations import Conversation, read_conversations
@@ -104,7 +104,7 @@ def prepare_samples(
             found = _open(folder, report)
             return Prepared(found.samples, found.summary.with_malformed(left_out))
         except DamagedSamples as damage:
-            report(f"{WARNING}the tokenised data is damaged ({damage.where}: {damage.flaw}); it is built anew")
+            report(Warned(f"the tokenised data is damaged ({damage.where}: {damage.flaw}); it is built anew"))
     _tell_unshown_roles(conversations, encoder, report)
     _tell_unshown_reasoning(conversations, encoder, report)
     outcomes = _outcomes(conversations, encoder, workers, report)
@@ -188,9 +188,10 @@ def _tell_unshown_reasoning(
     thinking = sum(any("reasoning_content" in message for message in row.messages or ()) for row in conversations)
     template = encoder.chat_template or encoder.tokenizer.chat_template
     if thinking and encoder.choices.reasoning == "keep" and isinstance(template, str) and not reasoning_key(template):
-        report(
-            f"{WARNING}the chat template shows no reasoning, so that of {thinking:,} conversations is left out of the samples"
+        unshown = (
+            f"the chat template shows no reasoning, so that of {thinking:,} conversations is left out of the samples"
         )
+        report(Warned(unshown))
 
 
 def _tell_unshown_roles(
@@ -207,7 +208,7 @@ def _tell_unshown_roles(
     with suppress(Unusable):  # one that refuses a conversation knows its roles
         if render(talk.messages) == render([{**question, "role": "assistant"}, {**answer, "role": "user"}]):
             named = "data.chat_template" if encoder.chat_template else "the tokenizer's chat template"
-            report(f"{WARNING}{named} prints a user's and an assistant's messages alike; is the target served with it?")
+            report(Warned(f"{named} prints a user's and an assistant's messages alike; is the target served with it?"))
 
 
 def _open(folder: Path, report: Callable[[str], None] = lambda line: None) -> Prepared:

@@ -80,7 +80,7 @@ def test_a_flipped_bit_in_a_cached_target_is_found_and_the_target_made_anew(tmp_
         _demo(tmp_path, make=False)
     assert path.read_bytes() == damaged
     assert not _demo(tmp_path, lines.append).cached and _demo(tmp_path).cached
-    assert lines[0].startswith(f"warning: the demo target {made.folder} is damaged (")
+    assert str(lines[0]).startswith(f"warning: the demo target {made.folder} is damaged (")
     assert lines[0].endswith("; it is made anew")
     assert name == RECORD or path.read_bytes() == whole  # its seconds differ
 

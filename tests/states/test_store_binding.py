@@ -245,9 +245,9 @@ def test_a_store_of_an_older_version_is_used_with_one_line_and_bound_once_it_is_
     open_store(ours)
     assert re.fullmatch(said.format(3, 3), capsys.readouterr().out.strip())
     (line,) = write(ours, [*NUMBERS, 12])
-    assert re.fullmatch(said.format(3, 3), line)
+    assert re.fullmatch(said.format(3, 3), str(line))
     (line,) = write(ours, [*NUMBERS, 12])
-    assert re.fullmatch(said.format(3, 4), line)
+    assert re.fullmatch(said.format(3, 4), str(line))
     findings = check(ours, [*NUMBERS, 12])
     assert not findings.problems
     before = {path: path.read_bytes() for path in ours.glob("*.safetensors")}

@@ -10,6 +10,7 @@ import torch
 from prepare_cases import OPTIONS, TEMPLATE, byte_tokenizer, packed, prepare, prepared
 from transformers import PreTrainedTokenizerFast
 
+from eagle3.console import Warned
 from eagle3.errors import UserError
 from eagle3.text import encode
 from eagle3.text.conversations import Conversation
@@ -140,13 +141,13 @@ def test_thoughts_that_a_template_does_not_show_are_told_of(tmp_path, tokenizer)
     row = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "a", "reasoning": "b"}]}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     for reasoning, expected in (
-        ("keep", ["warning: the chat template shows no reasoning, so that of 1 conversations"]),
+        ("keep", ["the chat template shows no reasoning, so that of 1 conversations"]),
         ("drop", []),
     ):
         lines: list[str] = []
         options = {**OPTIONS, "cache_dir": tmp_path / "cache", "report": lines.append}
         prepare([str(tmp_path / "rows.jsonl")], tokenizer, choices=Choices(reasoning=reasoning), **options)
-        warnings = [line for line in lines if line.startswith("warning: ")]  # a busy machine tells of its steps, too
+        warnings = [line for line in lines if isinstance(line, Warned)]  # a busy machine tells of its steps, too
         assert [line[: len(want)] for line, want in zip(warnings, expected, strict=True)] == expected
 
 

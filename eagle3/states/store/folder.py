@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from eagle3.console import WARNING, counted
+from eagle3.console import Warned, counted
 from eagle3.errors import UserError, shown
 from eagle3.parsing import parse_json
 from eagle3.states.store.files import DamagedStore, ForeignShards, Range, StoreFiles, first_words, no_store
@@ -138,7 +138,7 @@ def read_indexes(files: StoreFiles, manifest: Manifest, report: Callable[[str], 
         if flaw := shard_flaw(index, sizes):
             raise DamagedStore(f"{files.where}/{index.shard}", flaw)
     if notice := unbound_notice(files.where, indexes):
-        report(WARNING + notice)
+        report(Warned(notice))
     return indexes
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from eagle3.console import WARNING
+from eagle3.console import Warned
 from eagle3.errors import SharedUserError, UserError
 from eagle3.states.spool import Spool, Ticket, fail
 from eagle3.targets.sglang.asking import ask, server_info
@@ -198,7 +198,7 @@ class Servers:
                 return
             self.live.discard(url)
             if self.live:
-                self.report(f"{WARNING}{url} does not answer ({error}): left out; {len(self.live)} servers go on")
+                self.report(Warned(f"{url} does not answer ({error}): left out; {len(self.live)} servers go on"))
             else:
                 self.lost = (
                     f"target.servers: no server is left ({url}: {error}); start one and continue: capture.py goes on where it "
