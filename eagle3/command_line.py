@@ -52,18 +52,19 @@ class RecipeParser(Parser):
             self._refuse(unknown[0], words)
         options.overrides = [word for word in options.words if "=" in word]
         recipes = [word for word in options.words if "=" not in word]
-        for word in recipes:
-            if word in keys_of(Recipe) and not Path(word).exists():
+        for word in (word for word in recipes if not Path(word).exists()):
+            if word in keys_of(Recipe):
                 raise SharedUserError(f"command line: {word} has no value; write {word}={_value_of(word, words)}")
-            if f"--{word}" in self._option_string_actions and not Path(word).exists():
+            if f"--{word}" in self._option_string_actions:
                 raise SharedUserError(f"command line: {word} is no recipe; did you mean --{word}?")
         recipes = [*(options.recipe or []), *map(Path, recipes)]
         if len(recipes) > 1:
             raise SharedUserError(
                 f"command line: two recipes, {recipes[0]} and {shown(str(recipes[1]))}; name one, and quote a value with spaces"
             )
-        options.recipe, options.named = recipes[0] if recipes else _shortest(self.default), bool(recipes)
-        del options.words
+        here = Path.cwd()  # the default is named as a user would name it from here
+        default = self.default.relative_to(here) if self.default.is_relative_to(here) else self.default
+        options.recipe, options.named = recipes[0] if recipes else default, bool(recipes)
         return options
 
     def _refuse(self, option: str, words: list[str]) -> NoReturn:
@@ -76,8 +77,7 @@ class RecipeParser(Parser):
                 by_name.setdefault(each, []).append(key)
         by_name |= {other: [key] for other, key in OTHER_NAMES.items()}
         meant = by_name.get(name) or [key for near in get_close_matches(name, by_name, 1, 0.8) for key in by_name[near]]
-        known = [text for action in self._actions for text in action.option_strings]
-        near = get_close_matches(option.partition("=")[0], known, 1, 0.8)
+        near = get_close_matches(option.partition("=")[0], self._option_string_actions, 1, 0.8)
         if near and name not in by_name:
             raise SharedUserError(f"command line: {shown(option)} is no option; did you mean {near[0]}?")
         if not meant:
@@ -91,11 +91,6 @@ def _value_of(word: str, words: list[str]) -> str:
     """What follows the word, where it may be meant as its value."""
     following = words[words.index(word) + 1 :][:1]
     return following[0] if following and "=" not in following[0] and following[0][:1] != "-" else "VALUE"
-
-
-def _shortest(path: Path) -> Path:
-    """As a user would name it from here."""
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def before_imports(quiet: bool = False) -> None:

@@ -96,9 +96,7 @@ def _exit_code(main: Callable[[], int | None]) -> int | str | None:
         if rank == "0":
             tell_error(str(mistake))
         elif local_rank == "0" or not isinstance(mistake, SharedUserError):
-            text = without_passwords(f"rank {rank}: {mistake}\n")
-            sys.stderr.write(text)  # in one piece: the other ranks may speak, too
-            sys.stderr.flush()
+            tell_error(str(mistake), lead=f"rank {rank}:")
         return 2
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):

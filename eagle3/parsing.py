@@ -4,6 +4,7 @@ there."""
 import json
 import re
 import sys
+from itertools import chain
 from typing import Any
 
 import yaml
@@ -60,13 +61,9 @@ def is_too_deep(value: Any) -> bool:
     """Whether a parsed value has more than DEEPEST levels."""
     level = [value]
     for _ in range(DEEPEST):
-        level = [item for outer in level for item in _containers_in(outer)]
+        inner = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
+        level = [*chain.from_iterable(inner)]
     return any(isinstance(item, dict | list) for item in level)
-
-
-def _containers_in(value: Any) -> list[Any]:
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return [item for item in items if isinstance(item, dict | list)]
 
 
 def _too_much(text: str) -> json.JSONDecodeError:

@@ -6,10 +6,7 @@ from pathlib import Path
 from typing import get_args
 
 import yaml
-from pydantic import (
-    BaseModel,
-    ValidationError,
-)
+from pydantic import BaseModel, ValidationError
 
 from eagle3.errors import SharedUserError, shown
 from eagle3.parsing import DEEPEST, parse_yaml
@@ -17,6 +14,7 @@ from eagle3.recipe.schema import Recipe
 from eagle3.recipe.section import Section
 
 LARGEST = 1 << 18  # bytes of a recipe's file; YAML's reader takes some ten seconds for as many
+NAME = "name a YAML file with --recipe"  # a remedy
 LONGEST_KEY = 100  # characters of a key in an error line
 # What other trainers call some of our keys, where the two names look too different to be matched; for error lines.
 OTHER_NAMES = {
@@ -36,18 +34,15 @@ OTHER_NAMES = {
 def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
     """Read a YAML recipe and apply `section.key=value` overrides. Raises UserError naming file, key, value, remedy."""
     path = Path(path)
-    if path.is_dir():
-        raise SharedUserError(f"{path}: is a folder, not a recipe; name a YAML file with --recipe")
-    if not path.is_file():
-        raise SharedUserError(
-            f"{path}: no such recipe; name a YAML file with --recipe, for example recipes/quickstart.yaml"
-        )
-    if path.suffix in (".jsonl", ".parquet"):
-        raise SharedUserError(f"{path}: is data, not a recipe; name it in one, as data.train=[{path}]")
-    if path.stat().st_size > LARGEST:
-        raise SharedUserError(
-            f"{path}: has more than {LARGEST:,} bytes, which no recipe has; name a YAML file with --recipe"
-        )
+    there = path.is_file()
+    for wrong, how in (
+        (path.is_dir(), f"is a folder, not a recipe; {NAME}"),
+        (not there, f"no such recipe; {NAME}, for example recipes/quickstart.yaml"),
+        (path.suffix in (".jsonl", ".parquet"), f"is data, not a recipe; name it in one, as data.train=[{path}]"),
+        (there and path.stat().st_size > LARGEST, f"has more than {LARGEST:,} bytes, which no recipe has; {NAME}"),
+    ):
+        if wrong:
+            raise SharedUserError(f"{path}: {how}")
     try:
         values = parse_yaml(path.read_text(encoding="utf-8")) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -67,19 +62,21 @@ def checked_recipe(values: dict, origin: Path | str, overrides: Sequence[str] = 
     except ValidationError as error:
         found = error.errors()  # an unknown key first: it may be what is missing, misspelt
         problem = min(found, key=lambda one: one["type"] != "extra_forbidden")
-        place, keys = ".".join(str(part) for part in problem["loc"]), [each.partition("=")[0] for each in overrides]
-        blamed = [
-            each
-            for each, key in zip(overrides, keys, strict=True)
-            if (_within(place, key) if place else key in problem["msg"])  # of several sections, it names their keys
-        ]
+        blamed = [override for override in overrides if _may_cause(problem, override.partition("=")[0])]
         where, what = (f"command line: {shown(blamed[-1])}", "override") if blamed else (origin, "recipe")
         raise SharedUserError(_explain(where, problem, f"fix the {what}")) from error
 
 
-def _within(place: str, key: str) -> bool:
-    """Whether a problem at `place` may come of this key: one of the two lies within the other."""
+def _may_cause(problem: dict, key: str) -> bool:
+    """Whether this key and the problem's place lie one within the other; a problem of several sections names their keys."""
+    place = _key_of(problem)
+    if not place:
+        return key in problem["msg"]
     return f"{place}.".startswith(f"{key}.") or f"{key}.".startswith(f"{place}.")
+
+
+def _key_of(problem: dict) -> str:
+    return ".".join(map(str, problem["loc"]))
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -118,43 +115,40 @@ def keys_of(section: type[BaseModel], prefix: str = "") -> list[str]:
     keys = []
     for name, field in section.model_fields.items():
         keys.append(prefix + name)
-        kinds = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
-        for kind in kinds:
-            if issubclass(kind, Section):
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, Section):
                 keys += keys_of(kind, f"{prefix}{name}.")
     return keys
 
 
 def _explain(where: Path | str, error: dict, remedy: str) -> str:
-    key = ".".join(str(part) for part in error["loc"])[:LONGEST_KEY]
-    value = shown(error["input"])
-    if error["type"] == "extra_forbidden":
-        meant = _key_meant(key)
-        asked = f"did you mean {meant}?" if meant else "train.py --print-recipe shows all keys"
-        return f"{where}: {key}: unknown key (value {value}); {asked}"
-    if error["type"] == "missing" and isinstance(error["loc"][-1], int):
-        return f"{where}: {'.'.join(map(str, error['loc'][:-1]))} (value {value}): too few values; see train.py --print-recipe"
-    if error["type"] == "missing":
-        return f"{where}: {key}: missing; add it, see recipes/quickstart.yaml"
+    key, given, problem = _key_of(error)[:LONGEST_KEY], error["input"], error["msg"].removeprefix("Value error, ")
+    value = f" (value {shown(given)})"
+    match error["type"]:
+        case "extra_forbidden":
+            meant = _key_meant(key)
+            asked = f"did you mean {meant}?" if meant else "train.py --print-recipe shows all keys"
+            return f"{where}: {key}: unknown key{value}; {asked}"
+        case "missing" if isinstance(error["loc"][-1], int):
+            return f"{where}: {key.rpartition('.')[0]}{value}: too few values; see train.py --print-recipe"
+        case "missing":
+            return f"{where}: {key}: missing; add it, see recipes/quickstart.yaml"
+        case "list_type" if isinstance(given, str):
+            problem += f", as in {key}=[{given:.100}]"
+        case "dict_type":
+            problem += f", as in {key}={{name: value}}"
+        case "model_type":
+            problem = f"is a section; write {key}={{key: value}}, or its keys below it, indented, or leave it out"
+        case "path_type":
+            problem = "is no path; name a file or folder"
     if not key:
-        return f"{where}: {error['msg'].removeprefix('Value error, '):.300}; {remedy}"
-    given = "" if isinstance(error["input"], dict) else f" (value {value})"
-    problem = error["msg"].removeprefix("Value error, ")
-    if error["type"] == "list_type" and isinstance(error["input"], str):
-        problem += f", as in {key}=[{error['input']:.100}]"
-    if error["type"] == "dict_type":
-        problem += f", as in {key}={{name: value}}"
-    if error["type"] == "model_type":
-        problem = f"is a section; write {key}={{key: value}}, or its keys below it, indented, or leave it out"
-    if error["type"] == "path_type":
-        problem = "is no path; name a file or folder"
-    return f"{where}: {key}{given}: {problem:.300}; {remedy}"
+        return f"{where}: {problem:.300}; {remedy}"
+    return f"{where}: {key}{'' if isinstance(given, dict) else value}: {problem:.300}; {remedy}"
 
 
 def _key_meant(key: str) -> str | None:
     """The key of a recipe whose last part is like that of `key`, which is none; None where no key is like it."""
-    name = key.rpartition(".")[2]
-    known = keys_of(Recipe)
+    name, known = key.rpartition(".")[2], keys_of(Recipe)
     names = [each.rpartition(".")[2] for each in known]
     near = difflib.get_close_matches(name, names, n=1) or [each for each in names if each.startswith(name)]
     candidates = [each for each in known if each.rpartition(".")[2] in near]

@@ -6,13 +6,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from eagle3.draft.config import check_rope_keys
 from eagle3.recipe.section import Count, Fraction, LocalPath, LocalText, Named, Positive, Precision, Section, no_url
@@ -364,11 +358,10 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _window_holds_a_chain(self) -> "Recipe":
         window = self.model.draft.window
-        chains = {
-            "training.ttt_steps": self.training.ttt_steps,
-            "evaluation.draft_tokens": self.evaluation.draft_tokens,
-        }
-        for key, steps in chains.items():
+        for key, steps in (
+            ("training.ttt_steps", self.training.ttt_steps),
+            ("evaluation.draft_tokens", self.evaluation.draft_tokens),
+        ):
             if window is not None and window < steps:
                 raise ValueError(
                     f"model.draft.window is {window} but {key} is {steps}, and a query sees the keys of its own chain; make the "
@@ -379,12 +372,12 @@ class Recipe(Section):
     @model_validator(mode="before")
     @classmethod
     def _with_a_run_folder(cls, values: Any) -> Any:
-        model, output = (values.get(name) for name in ("model", "output")) if isinstance(values, dict) else (None, None)
-        target = model.get("target") if isinstance(model, dict) else None
-        if (
-            isinstance(values, dict) and "about" in values
-        ):  # notes in older recipes, and in the run folders made of them
-            values = {name: section for name, section in values.items() if name != "about"}
-        if isinstance(target, str) and isinstance(output, dict | None) and "dir" not in (output or {}):
-            values = {**values, "output": {**(output or {}), "dir": f"runs/{Path(target).name.lower()}"}}
+        if not isinstance(values, dict):
+            return values
+        # `about`: notes in older recipes, and in the run folders made of them
+        values = {name: section for name, section in values.items() if name != "about"}
+        output = values.get("output")
+        match values:
+            case {"model": {"target": str(target)}} if isinstance(output, dict | None):
+                values["output"] = {"dir": f"runs/{Path(target).name.lower()}", **(output or {})}
         return values

@@ -4,13 +4,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from eagle3.errors import shown
 
@@ -44,16 +38,10 @@ class Section(BaseModel):
     @classmethod
     def _no_booleans_as_numbers(cls, values: Any) -> Any:
         for name, value in values.items() if isinstance(values, dict) else ():
-            field = cls.model_fields.get(name)
-            items = value if isinstance(value, list) else [value]
-            if (
-                any(isinstance(item, bool) for item in items)
-                and field
-                and bool not in (field.annotation, *get_args(field.annotation))
-            ):
-                choices = f" ({', '.join(map(str, get_args(field.annotation)))})" * (
-                    get_origin(field.annotation) is Literal
-                )
+            kind = cls.model_fields[name].annotation if name in cls.model_fields else bool
+            given = any(isinstance(item, bool) for item in (value if isinstance(value, list) else [value]))
+            if given and bool not in (kind, *get_args(kind)):
+                choices = f" ({', '.join(map(str, get_args(kind)))})" * (get_origin(kind) is Literal)
                 raise ValueError(
                     f"{name} is {shown(value)}: a number or text was expected{choices}, not true or false (for YAML on, off, "
                     "yes and no are these, unless quoted)"
