@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TextIO
 
 Say = Callable[[str], None]
@@ -43,25 +43,16 @@ class Console:
     def __call__(self, line: str) -> None:
         if isinstance(line, Warned):
             self.warn(line)
-        elif self.speaks and not self.quiet:
-            self._timed(line)
+        elif not self.quiet:
+            self.result(line)
 
     def result(self, line: str) -> None:
-        if self.speaks and self.quiet:
-            tell(line)
-        elif self.speaks:
-            self._timed(line)
+        if self.speaks:
+            tell(line, lead="" if self.quiet else f"[{duration(time.monotonic() - self.began):>7s}] ")
 
     def warn(self, line: str) -> None:
         if self.speaks:
             tell(line, lead=WARNING, colour=YELLOW, stream=sys.stderr)
-
-    def fail(self, line: str) -> None:
-        """On whichever rank has to say it."""
-        tell_error(line)
-
-    def _timed(self, line: str) -> None:
-        tell(line, lead=f"[{duration(time.monotonic() - self.began):>7s}] ")
 
 
 class Progress:
@@ -74,9 +65,8 @@ class Progress:
         self, say: Say, what: str, total: int | None, unit: str, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.say, self.what, self.total, self.unit, self.clock = say, what, total, unit, clock
-        self.done = self.free = 0
-        self.began = clock()
-        self.next, self.spoke = self.began + QUIET_SECONDS, False
+        self.done, self.free, self.began, self.spoke = 0, 0, clock(), False
+        self.next = self.began + QUIET_SECONDS
 
     def advance(self, count: int = 1, extra: str = "") -> None:
         """So many more are done. extra: more numbers, for the line."""
@@ -90,72 +80,69 @@ class Progress:
         elif now >= self.next:
             self._tell(now, extra)
 
-    @contextmanager
-    def also_between(self) -> Iterator[None]:
+    def also_between(self) -> AbstractContextManager[None]:
         """In the block the state is said, too, where a single thing takes long and no call comes."""
-        over = threading.Event()
 
         def speak() -> None:
-            while not over.wait(max(self.next - self.clock(), FIRST_GAP)):
-                if (now := self.clock()) >= self.next and self.done != self.total:
-                    self._tell(now, f"{duration(now - self.began)} so far")
+            if (now := self.clock()) >= self.next and self.done != self.total:
+                self._tell(now, f"{duration(now - self.began)} so far")
 
-        speaker = threading.Thread(target=speak, name=f"progress: {self.what}", daemon=True)
-        speaker.start()
-        try:
-            yield
-        finally:
-            over.set()
-            speaker.join()
+        return _now_and_then(speak, lambda: max(self.next - self.clock(), FIRST_GAP))
 
     def end(self, extra: str = "") -> None:
         """Nothing more comes; to be called where no total was known."""
         if self.spoke:
             self.spoke, seconds = False, self.clock() - self.began
-            took = f"{duration(seconds)} in all"
-            self.say(", ".join(filter(None, [self._counted(), extra, *self._pace(seconds)[:1], took])))
+            self._say(extra, *self._pace(seconds)[:1], f"{duration(seconds)} in all")
 
     def _tell(self, now: float, extra: str) -> None:
         self.spoke, self.next = True, now + _gap(now - self.began)
-        self.say(", ".join(filter(None, [self._counted(), extra, *self._pace(now - self.began)])))
+        self._say(extra, *self._pace(now - self.began))
 
-    def _counted(self) -> str:
+    def _say(self, *numbers: str) -> None:
         total = "" if self.total is None else f"/{self.total:,}"
-        return f"{self.what}: {self.done:,}{total} {self.unit}"
+        self.say(", ".join(filter(None, [f"{self.what}: {self.done:,}{total} {self.unit}", *numbers])))
 
     def _pace(self, seconds: float) -> list[str]:
         rate = (self.done - self.free) / seconds if seconds else 0.0
         if not rate:
             return []
-        said = [f"{rate:,.0f} {self.unit}/s" if rate >= 10 else f"{rate:.2g} {self.unit}/s"]
-        if self.total is not None:
-            said.append(f"{duration((self.total - self.done) / rate)} left")
-        return said
+        left = [] if self.total is None else [f"{duration((self.total - self.done) / rate)} left"]
+        return [f"{rate:{',.0f' if rate >= 10 else '.2g'}} {self.unit}/s", *left]
 
 
 @contextmanager
 def waiting(say: Say, what: str) -> Iterator[None]:
     """Around a step whose length nobody knows: where it takes more than two seconds, `what` is said, now and then how long
     it has taken, and that it is over."""
-    began, over, spoke = time.monotonic(), threading.Event(), threading.Event()
+    began, spoke = time.monotonic(), threading.Event()
 
     def speak() -> None:
-        seconds = QUIET_SECONDS
-        while not over.wait(seconds):
-            taken = time.monotonic() - began
-            say(f"{what}: {duration(taken)} so far" if spoke.is_set() else what)
-            spoke.set()
-            seconds = _gap(taken)
+        say(f"{what}: {duration(time.monotonic() - began)} so far" if spoke.is_set() else what)
+        spoke.set()
 
-    speaker = threading.Thread(target=speak, name=f"waiting: {what}", daemon=True)
+    with _now_and_then(speak, lambda: _gap(time.monotonic() - began) if spoke.is_set() else QUIET_SECONDS):
+        yield
+    if spoke.is_set():
+        say(f"{what}: took {duration(time.monotonic() - began)}")
+
+
+@contextmanager
+def _now_and_then(speak: Callable[[], None], gap: Callable[[], float]) -> Iterator[None]:
+    """In the block `speak` is called in a thread, each time when `gap` seconds are over."""
+    over = threading.Event()
+
+    def speaking() -> None:
+        while not over.wait(gap()):
+            speak()
+
+    speaker = threading.Thread(target=speaking, name="progress", daemon=True)
     speaker.start()
     try:
         yield
     finally:
         over.set()
         speaker.join()
-    if spoke.is_set():
-        say(f"{what}: took {duration(time.monotonic() - began)}")
 
 
 def without_passwords(text: str) -> str:
@@ -203,9 +190,9 @@ def tell(line: str, *, lead: str = "", colour: str | None = None, stream: TextIO
             raise
 
 
-def tell_error(line: str) -> None:
-    """On stderr; in one line on a terminal, too, for what it names is there to be copied."""
-    text = f"{painted('error:', RED, sys.stderr)} {without_passwords(line)}\n"
+def tell_error(line: str, lead: str = "") -> None:
+    """On stderr, `lead` or `error:` in front; in one line on a terminal, too, for what it names is there to be copied."""
+    text = f"{lead or painted('error:', RED, sys.stderr)} {without_passwords(line)}\n"
     sys.stderr.write(text)  # in one piece: the other ranks may speak, too
     sys.stderr.flush()
 
@@ -223,15 +210,14 @@ def _wrapped(line: str, columns: int | None, indent: int) -> str:
     lead = line[: indent or len(line) - len(line.lstrip())]
     hang = " " * min(indent or len(lead) + 2, columns // 4)
     first, *others = BETWEEN_FIELDS.split(line.removeprefix(lead))
-    lines, begun = [lead], False
+    lines = []
     for gap, field in [("", first), *zip(others[::2], others[1::2], strict=True)]:
         words = [field] if len(hang + field) <= columns else field.split(" ")
         for space, word in zip([gap] + [" "] * len(words), words, strict=False):
-            if not begun or len(lines[-1] + space + word) <= columns:
+            if lines and len(lines[-1] + space + word) <= columns:
                 lines[-1] += space + word
             else:
-                lines.append(hang + word)
-            begun = True
+                lines.append((hang if lines else lead) + word)
     return "\n".join(lines)
 
 

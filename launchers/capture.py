@@ -69,7 +69,7 @@ def run(recipe: Recipe, options: argparse.Namespace, part: tuple[int, int]) -> i
 
     hidden = recipe.hidden_states
     topology = start_distributed(1, hidden.ulysses, hidden.ring, timeout=FORMING, section="hidden_states")
-    with watched_capture(recipe, topology, console) as watchdog:
+    with watched_capture(recipe, topology) as watchdog:
         code = work(recipe, options, part, topology, console, watchdog)
     stop_distributed()
     return code
@@ -87,7 +87,7 @@ def work(
     from eagle3.jobs.capture import fill, verify
     from eagle3.jobs.job import choose_draft, find_target, gather_inputs
     from eagle3.jobs.provenance import require_fitting_settings, require_fitting_store, spans_of
-    from eagle3.jobs.servers import server_line
+    from eagle3.jobs.supply import server_line
     from eagle3.parallel.topology import agreed
     from eagle3.states.capture import wanted_samples
     from eagle3.states.store.writer import Part

@@ -266,7 +266,7 @@ def test_only_the_first_rank_speaks_but_every_rank_fails_aloud(capsys):
     console("hello")
     console.result("42")
     console.warn("careful")
-    console.fail("gone")
+    tell_error("gone")
     said = capsys.readouterr()
     assert said.out == "" and said.err == "error: gone\n"
 
@@ -275,7 +275,7 @@ def test_what_a_url_tells_of_its_user_is_never_printed(capsys):
     console = Console(speaks=True)
     console("reading http://ann:secret@host/a@b, then s3://token-secret@bucket/x and http://host/ann@home")
     console.warn("http://ann:sec@ret@host:8000")  # an @ that should have been %40
-    console.fail('target.servers: ["https://ann:sec%40ret@host"]')
+    tell_error('target.servers: ["https://ann:sec%40ret@host"]')
     with pytest.raises(SystemExit):
         run_command(refuse)
     said = capsys.readouterr()
@@ -299,7 +299,7 @@ def test_what_a_url_tells_of_its_user_is_never_printed(capsys):
 )
 def test_the_values_of_a_urls_query_and_fragment_are_never_printed(capsys, text, shown):
     assert without_passwords(text) == shown
-    Console(speaks=True).fail(text)
+    tell_error(text)
     assert capsys.readouterr().err == f"error: {shown}\n"
 
 

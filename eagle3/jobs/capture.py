@@ -5,7 +5,6 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from eagle3.console import Console, Progress, Say, counted, waiting
 from eagle3.errors import UserError
 from eagle3.jobs.job import Job, start_target
 from eagle3.jobs.provenance import capture_record, provenance, store_encoding, store_provenance
-from eagle3.jobs.servers import capture_target
+from eagle3.jobs.supply import capture_target
 from eagle3.parallel.topology import Topology, agreed
 from eagle3.parallel.watchdog import Watchdog
 from eagle3.recipe.schema import Recipe
@@ -42,6 +41,7 @@ def verify(
     versions to it. True where nothing is."""
     path = job.recipe.hidden_states.path
     findings = check_store(path, store_provenance(job), wanted, console)
+    whole, bound = not findings.problems, None
     for problem in findings.problems[:MOST_LINES]:
         console.result(str(problem))
     if len(findings.problems) > MOST_LINES:
@@ -51,10 +51,8 @@ def verify(
         f"{path}: {findings.samples:,} samples whole, {findings.tokens:,} tokens; "
         + (", ".join(f"{count:,} {kind}" for kind, count in kinds.items()) or "nothing wrong")
     )
-    whole = not findings.problems
     if kinds["foreign"] and kinds["foreign"] == len(findings.indexes):
         console.result(f"{path}: all shards are foreign; if {MANIFEST} was replaced, restore it: --repair deletes them")
-    bound = None
     try:
         if repair:
             remove_flawed(Path(path), findings.problems)
@@ -73,11 +71,10 @@ def verify(
     return whole
 
 
-def watched_capture(recipe: Recipe, topology: Topology, console: Console) -> AbstractContextManager[Watchdog]:
+def watched_capture(recipe: Recipe, topology: Topology) -> AbstractContextManager[Watchdog]:
     """Collective; around what a capture does."""
     return watched(
         topology,
-        console,
         # SGLang's client has time limits of its own, which allow for servers that work for others, too.
         hang_minutes=None if recipe.target.backend == "sglang" else recipe.training.hang_minutes,
         patience=PATIENCE,
@@ -135,67 +132,61 @@ def fill(
         missing = {sample_id: one for sample_id, one in wanted.items() if sample_id not in writer.known}
         need = agreed(lambda: require_disk(Path(path), list(missing.values()), writer.encoding))
         console(f"{path}: {len(wanted)} samples, {len(wanted) - len(missing)} already stored; {need}")
-        filling = _Filling(job, wanted, missing, writer, topology, console, watchdog)
         if job.recipe.target.backend == "sglang":
-            filling.by_sglang(alone)
+            own = [missing[sample_id] for sample_id in alone.of(wanted) if sample_id in missing]
+            _capture_by_sglang(job, own, writer, topology, console, watchdog)
         else:
-            filling.here(alone, together)
+            _capture_here(job, wanted, writer, (alone, together), topology, console, watchdog)
     watchdog.at("the end of its share")
     dist.barrier()
     shares = topology.batch.size() * part.count
     console.result(f"{path}: {'complete' if shares == 1 else f'this share of {shares} is complete'}")
 
 
-@dataclass(frozen=True)
-class _Filling:
-    """A rank's work on an open store. wanted: all samples; missing: those that are not stored. Shares are dealt from all there
-    is, stored or not: so ranks agree that look at the store at different times."""
+def _capture_by_sglang(
+    job: Job, samples: list[Wanted], writer: StoreWriter, topology: Topology, console: Console, watchdog: Watchdog
+) -> None:
+    if not samples:
+        return
+    course = ShareCourse(len(samples), sum(one.tokens for one in samples), console, watchdog.at)
+    watchdog.at("starting SGLang")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    with capture_target(job, local_rank, topology.batch.size(), console) as target, watchdog.watching():
+        capture_arriving(target, samples, writer, course)
 
-    job: Job
-    wanted: dict[str, Wanted]
-    missing: dict[str, Wanted]
-    writer: StoreWriter
-    topology: Topology
-    console: Console
-    watchdog: Watchdog
 
-    def by_sglang(self, alone: Part) -> None:
-        own = [sample_id for sample_id in alone.of(self.wanted) if sample_id in self.missing]
-        if not own:
-            return
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        self.watchdog.at("starting SGLang")
-        with (
-            capture_target(self.job, local_rank, self.topology.batch.size(), self.console) as target,
-            self.watchdog.watching(),
-        ):
-            capture_arriving(target, [self.wanted[sample_id] for sample_id in own], self.writer, self._course(own))
-
-    def here(self, alone: Part, together: Part) -> None:
-        """With the target in these processes: batches of short samples by this rank alone, long samples by the ranks of a
-        sequence group together."""
-        most, sequence, watchdog = self.job.recipe.hidden_states.prefill_tokens, self.topology.sequence, self.watchdog
-        batches = alone.of(prefill_batches(self.wanted, most))
-        batches = [batch for batch in batches if not self.missing.keys().isdisjoint(batch)]
-        long = together.of(sample_id for sample_id, one in self.wanted.items() if one.tokens > most)
-        # What one rank found stored another may have looked for a moment earlier.
-        chosen = [[sample_id for sample_id in long if sample_id in self.missing]]
-        dist.broadcast_object_list(chosen, group=sequence, group_src=0)
-        (long,) = chosen
-        course = self._course([*chain(*batches), *(long if sequence.rank() == 0 else ())])
-        watchdog.at("loading the target")
-        with waiting(self.console, f"loading {self.job.target}"):
-            target = start_target(self.job, self.topology.device, self.job.vocabulary)
-        with watchdog.watching():
-            capture(target, [[self.wanted[sample_id] for sample_id in batch] for batch in batches], self.writer, course)
-        if not long:
-            return
-        watchdog.at("the end of its short samples")
-        dist.barrier(sequence)  # for hours, maybe: nobody hangs who waits here
-        with watchdog.watching():
-            long_target = LongPrefill(target, self.topology.ulysses, self.topology.ring, sequence, most)
-            capture_arriving(long_target, [self.wanted[sample_id] for sample_id in long], self.writer, course)
-
-    def _course(self, samples: list[str]) -> ShareCourse:
-        tokens = sum(self.missing[sample_id].tokens for sample_id in samples if sample_id in self.missing)
-        return ShareCourse(len(samples), tokens, self.console, self.watchdog.at)
+def _capture_here(
+    job: Job,
+    wanted: dict[str, Wanted],
+    writer: StoreWriter,
+    parts: tuple[Part, Part],
+    topology: Topology,
+    console: Console,
+    watchdog: Watchdog,
+) -> None:
+    """With the target in these processes: batches of short samples by this rank alone, long samples by the ranks of a
+    sequence group together; `parts` are the two's. They are dealt from all there is, stored or not: so ranks agree that look
+    at the store at different times."""
+    (alone, together), most, sequence = parts, job.recipe.hidden_states.prefill_tokens, topology.sequence
+    missing = wanted.keys() - writer.known
+    batches = [batch for batch in alone.of(prefill_batches(wanted, most)) if not missing.isdisjoint(batch)]
+    long = together.of(sample_id for sample_id, one in wanted.items() if one.tokens > most)
+    # What one rank found stored another may have looked for a moment earlier.
+    chosen = [[sample_id for sample_id in long if sample_id in missing]]
+    dist.broadcast_object_list(chosen, group=sequence, group_src=0)
+    (long,) = chosen
+    own = [*chain(*batches), *(long if sequence.rank() == 0 else ())]
+    tokens = sum(wanted[sample_id].tokens for sample_id in own if sample_id in missing)
+    course = ShareCourse(len(own), tokens, console, watchdog.at)
+    watchdog.at("loading the target")
+    with waiting(console, f"loading {job.target}"):
+        target = start_target(job, topology.device, job.vocabulary)
+    with watchdog.watching():
+        capture(target, [[wanted[sample_id] for sample_id in batch] for batch in batches], writer, course)
+    if not long:
+        return
+    watchdog.at("the end of its short samples")
+    dist.barrier(sequence)  # for hours, maybe: nobody hangs who waits here
+    with watchdog.watching():
+        long_target = LongPrefill(target, topology.ulysses, topology.ring, sequence, most)
+        capture_arriving(long_target, [wanted[sample_id] for sample_id in long], writer, course)

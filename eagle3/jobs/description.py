@@ -3,6 +3,7 @@
 import dataclasses
 import datetime
 import platform
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -43,15 +44,21 @@ def describe_run(
     """What run.json holds, as JSON takes it. steps: of the optimiser, in the whole run. memory_before: GiB, the peak before the
     draft was made."""
     recipe, target, shape, sizes = job.recipe, job.config, job.shape, job.recipe.parallelism
-    processes = dist.get_world_size()
+    processes, train = dist.get_world_size(), describe_samples(job.train)
     data = processes // (sizes.tensor * sizes.ulysses * sizes.ring)
-    train = describe_samples(job.train)
     return {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "continues": continues,
         "steps": steps,
         "layout": {"tensor": sizes.tensor, "ulysses": sizes.ulysses, "ring": sizes.ring, "data": data},
-        "machine": describe_machine(device, processes),
+        "machine": {  # of the first rank's node; no host name: reports travel
+            "system": platform.platform(),
+            "processor": _processor(),
+            "cores": usable_cores(),
+            "memory_gib": psutil.virtual_memory().total / GIB,
+            "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+            "processes": processes,
+        },
         "versions": {name: found for name, found in versions(SHOWN).items() if found != ABSENT},
         "target": {
             "hub_id": recipe.model.target if recipe.model.target == job.target and not _is_here(job.target) else None,
@@ -147,23 +154,8 @@ def estimate_memory(
     }
 
 
-def describe_machine(device: torch.device, processes: int) -> dict[str, Any]:
-    """Of the first rank's node. No host name: reports travel."""
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    return {
-        "system": platform.platform(),
-        "processor": _processor(),
-        "cores": usable_cores(),
-        "memory_gib": psutil.virtual_memory().total / GIB,
-        "gpu": gpu,
-        "processes": processes,
-    }
-
-
 def _processor() -> str:
     facts = Path("/proc/cpuinfo")
-    if facts.is_file():
-        for line in facts.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    text = facts.read_text(encoding="utf-8", errors="replace") if facts.is_file() else ""
+    named = re.search(r"^model name.*?:(.*)", text, re.MULTILINE)
+    return named[1].strip() if named else platform.processor() or platform.machine()

@@ -19,10 +19,9 @@ from eagle3.evaluation.judge import Judgement, choose_prompts, judge_by_context,
 from eagle3.evaluation.prompts import read_prompts
 from eagle3.evaluation.sglang_judge import DraftTree, Logits, judge_by_sglang
 from eagle3.jobs.job import Inputs, choices_of, start_target
-from eagle3.jobs.servers import engine_options
+from eagle3.jobs.supply import engine_options
 from eagle3.parallel.topology import Topology
 from eagle3.recipe.schema import Recipe
-from eagle3.targets.sglang.server import EngineOptions
 from eagle3.targets.sglang.version import CONTEXT_RESERVE, require_captured
 from eagle3.targets.transformers import TransformersTarget
 from eagle3.text.vocabulary import DraftVocabulary
@@ -125,7 +124,10 @@ def judge_served(
     require_captured(draft.aux_layers or inputs.aux_layers, config.num_hidden_layers)
     room = max(tree.tokens, CONTEXT_RESERVE)
     prompts = _prompts_to_judge(inputs, prompts_file, room)
-    options = serving_options(inputs, max(map(len, prompts)) + wanted.new_tokens + room)
+    options = engine_options(inputs)
+    if options.kv_tokens is None and not torch.cuda.is_available():  # else SGLang takes the memory of everything else
+        most = max(map(len, prompts)) + wanted.new_tokens + room
+        options = replace(options, kv_tokens=2 * most + CPU_KV_TOKENS)
     console(f"decoding {len(prompts)} {'prompts' if prompts_file else 'held-out conversations'} by SGLang")
     result = judge_by_sglang(
         exported,
@@ -137,35 +139,18 @@ def judge_served(
         window=window or draft.window,
         report=console,
     )
-    judgement = Judgement(
-        result,
-        None,
-        "sglang",
-        version("sglang"),
-        tree.topk,
-        tree.tokens,
-        window=Window(window or draft.window, draft.window),
-    )
+    seen = Window(window or draft.window, draft.window)
+    judgement = Judgement(result, None, "sglang", version("sglang"), tree.topk, tree.tokens, window=seen)
     for line in judgement.lines():
         console.result(line)
     return judgement
 
 
-def serving_options(inputs: Inputs, tokens: int) -> EngineOptions:
-    """How SGLang runs the recipe's target for the judge. tokens: of the longest conversation; on a machine without a GPU the
-    KV cache holds not much more than one, for there SGLang would take the memory of everything else."""
-    options = engine_options(inputs)
-    if options.kv_tokens is None and not torch.cuda.is_available():
-        options = replace(options, kv_tokens=2 * tokens + CPU_KV_TOKENS)
-    return options
-
-
 def _target_of(inputs: Inputs, exported: Path, topology: Topology, console: Console) -> TransformersTarget:
     """Loaded for the judge alone."""
     draft = read_exported(exported)
-    vocabulary = DraftVocabulary(d2t=draft.d2t, t2d=draft.t2d)
     with waiting(console, f"loading {inputs.target}"):
-        return start_target(inputs, topology.device, vocabulary)
+        return start_target(inputs, topology.device, DraftVocabulary(d2t=draft.d2t, t2d=draft.t2d))
 
 
 def _prompts_to_judge(inputs: Inputs, file: Path | None, room: int) -> list[Tensor]:

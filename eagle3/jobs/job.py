@@ -3,15 +3,15 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, partial, wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from eagle3.console import Warned, counted, waiting
+from eagle3.console import Say, Warned, counted, waiting
 from eagle3.demo.target import ANSWERS, HELD_OUT_ANSWERS, demo_shape, demo_target
 from eagle3.draft.config import DraftConfig, drafted_tokens, read_draft_config
 from eagle3.draft.derivation import derive_draft
@@ -29,9 +29,12 @@ from eagle3.text.standard_library import standard_library_files, standard_librar
 from eagle3.text.template import Choices, read_template
 from eagle3.text.vocabulary import DraftVocabulary, choose_vocabulary, coverage, load_vocabulary
 
-Say = Callable[[str], None]
 Answer = TypeVar("Answer")
-Grown = TypeVar("Grown", bound="KnownTarget")
+# Fields of model.draft that take the place of the config's.
+SHAPE = (
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("max_position_embeddings", "rope_parameters", "rms_norm_eps", "window"),
+)
 
 
 @dataclass(frozen=True)
@@ -69,12 +72,19 @@ class KnownTarget:
     @cached_property
     def aux_layers(self) -> tuple[int, int, int]:
         """Raises UserError where the recipe names layers that the target has not."""
-        return aux_layers_of(self.recipe, self.config)
+        return _aux_layers(self.recipe, self.config)
 
     @cached_property
     def fingerprint(self) -> str:
         """Of the target's weights."""
         return fingerprint(self.target, revision=self.recipe.model.revision)
+
+    @classmethod
+    def grown(cls, known: "KnownTarget", **more: Any) -> Self:
+        """The same with more known. A fingerprint that was taken stays: it reads whole checkpoints."""
+        grown = cls(**{field.name: getattr(known, field.name) for field in fields(known)}, **more)
+        vars(grown).update(vars(known))
+        return grown
 
 
 @dataclass(frozen=True)
@@ -107,14 +117,22 @@ class Job(Inputs):
         return Prospect(self.recipe, self.config, self.shape)
 
 
+def _first_on_a_node(work: Callable[..., Answer]) -> Callable[..., Answer]:
+    """Collective. With several processes the first one on a node does the work, and the others find it cached."""
+
+    @wraps(work)
+    def shared(*arguments: Any, **options: Any) -> Answer:
+        call = partial(work, *arguments, **options)
+        first = not dist.is_initialized() or os.environ.get("LOCAL_RANK", "0") == "0"
+        return agreed(call if first else None) or call()
+
+    return shared
+
+
+@_first_on_a_node
 def find_target(recipe: Recipe, device: torch.device, say: Say, *, make: bool = True) -> KnownTarget:
-    """Make or find the target, and read its config and tokenizer; collective. With several processes the first one on a node
-    does the work, and the others find it cached. make: the demo target where it is not there; a draft that is judged wants
-    the one that it learnt from. Raises UserError."""
-    return _first_on_a_node(lambda: _find(recipe, device, say, make))
-
-
-def _find(recipe: Recipe, device: torch.device, say: Say, make: bool) -> KnownTarget:
+    """Make or find the target, and read its config and tokenizer; collective. make: the demo target where it is not there; a
+    draft that is judged wants the one that it learnt from. Raises UserError."""
     model, template = recipe.model, recipe.data.chat_template
     target = str(_demo(recipe, device, say, make)) if model.target == "demo" else model.target
     with waiting(say, f"reading the tokenizer of {target}"):
@@ -126,25 +144,14 @@ def _find(recipe: Recipe, device: torch.device, say: Say, make: bool) -> KnownTa
     return KnownTarget(recipe, target, config, tokenizer, read_template(template) if template else None)
 
 
+@_first_on_a_node
 def gather_inputs(known: KnownTarget, say: Say, *, judging: bool = False) -> Inputs:
-    """Make or find the tokenised samples; collective, and shared out as in find_target.
+    """Make or find the tokenised samples; collective.
 
     judging: for a draft that is there. Where the recipe names held-out data, data.train is not read: `train` is then empty.
     Raises UserError.
     """
-    return _first_on_a_node(lambda: _gather(known, say, judging))
-
-
-def _first_on_a_node(work: Callable[[], Answer]) -> Answer:
-    works = not dist.is_initialized() or os.environ.get("LOCAL_RANK", "0") == "0"
-    done = agreed(work if works else None)
-    return work() if done is None else done
-
-
-def _gather(known: KnownTarget, say: Say, judging: bool) -> Inputs:
-    recipe, data = known.recipe, known.recipe.data
-    places = _places_of_answers(known)
-
+    data, places = known.recipe.data, _places_of_answers(known)
     encoder = SampleEncoder(
         known.tokenizer,
         known.chat_template,
@@ -152,7 +159,7 @@ def _gather(known: KnownTarget, say: Say, judging: bool) -> Inputs:
         data.too_long,
         data.unusable,
         data.malformed,
-        choices_of(recipe),
+        choices_of(known.recipe),
     )
 
     def prepare(what: str, sources: list[str], most: int | None) -> Prepared:
@@ -164,42 +171,35 @@ def _gather(known: KnownTarget, say: Say, judging: bool) -> Inputs:
             cache_dir=data.cache_dir,
             report=say,
         )
-        _say_prepared(what, prepared.summary, say)
+        for line in (prepared.summary, *prepared.summary.reasons()):
+            say(f"{what}: {line}")
+        if count := prepared.summary.empty_answers:
+            empty = f"{counted(count, 'answer')} {'is' if count == 1 else 'are'} empty"
+            say(Warned(f"{what}: {empty}: only the end of the turn is supervised there"))
         return prepared
 
-    train, summary = SampleSet.pack([]), None
+    train, summary, held_out_summary = SampleSet.pack([]), None, None
     if not (judging and data.held_out):
         train, summary = prepare("training data", data.train, data.max_samples)
     if data.held_out:
         held_out, held_out_summary = prepare("held-out data", data.held_out, data.max_held_out)
     else:
         train, held_out = train.split_held_out(data.held_out_fraction, data.seed)
-        held_out_summary = None
     if shared := len(set(held_out.sample_ids) & set(train.sample_ids)):
         warning = (
             f"data.held_out: {shared:,} of {len(held_out):,} samples are also trained on, so held-out numbers flatter the "
             "draft; name other data there, or leave it out for a share of data.train"
         )
         say(Warned(warning))
-    return _grown(
-        known, Inputs, train=train, held_out=held_out, train_summary=summary, held_out_summary=held_out_summary
-    )
-
-
-def _grown(known: KnownTarget, kind: type[Grown], **more: Any) -> Grown:
-    """The same with more known. A fingerprint that was taken stays: it reads whole checkpoints."""
-    grown = kind(**{field.name: getattr(known, field.name) for field in fields(known)}, **more)
-    vars(grown).update(vars(known))
-    return grown
+    return Inputs.grown(known, train=train, held_out=held_out, train_summary=summary, held_out_summary=held_out_summary)
 
 
 def _places_of_answers(known: KnownTarget) -> dict[str, str]:
     """Files of what data.train and data.held_out may name beside files and datasets: a demo target's own answers. Raises
     UserError where they are named and `target` is none."""
-    answers, held_out_answers = Path(known.target, ANSWERS), Path(known.target, HELD_OUT_ANSWERS)
+    answers, model, data = Path(known.target, ANSWERS), known.recipe.model, known.recipe.data
     if answers.is_file():  # a demo target by that name or by its folder
-        return {"demo_answers": str(answers), "demo_answers:held_out": str(held_out_answers)}
-    model, data = known.recipe.model, known.recipe.data
+        return {"demo_answers": str(answers), "demo_answers:held_out": str(Path(known.target, HELD_OUT_ANSWERS))}
     for key, sources in (("data.train", data.train), ("data.held_out", data.held_out or [])):
         if any(source.startswith("demo_answers") for source in sources):
             asked = f"model.target is {model.target!r}" if model.target != "demo" else "model.demo.text is 'files'"
@@ -207,14 +207,6 @@ def _places_of_answers(known: KnownTarget) -> dict[str, str]:
                 f"recipe: {key} names demo_answers, but {asked}; name other data there, or write a recipe of your own"
             )
     return {}
-
-
-def _say_prepared(what: str, summary: Summary, say: Say) -> None:
-    for line in (summary, *summary.reasons()):
-        say(f"{what}: {line}")
-    if count := summary.empty_answers:
-        verb = "is" if count == 1 else "are"
-        say(Warned(f"{what}: {counted(count, 'answer')} {verb} empty: only the end of the turn is supervised there"))
 
 
 def choices_of(recipe: Recipe) -> Choices:
@@ -242,7 +234,7 @@ def _demo(recipe: Recipe, device: torch.device, say: Say, make: bool) -> Path:
     return found.folder
 
 
-def aux_layers_of(recipe: Recipe, target: PretrainedConfig) -> tuple[int, int, int]:
+def _aux_layers(recipe: Recipe, target: PretrainedConfig) -> tuple[int, int, int]:
     chosen = recipe.model.aux_layers or default_aux_layers(target.num_hidden_layers)
     return check_aux_layers(chosen, target.num_hidden_layers)
 
@@ -263,15 +255,8 @@ def start_target(inputs: Inputs, device: torch.device, vocabulary: DraftVocabula
 
 
 def choose_draft(inputs: Inputs, say: Say) -> Job:
-    """Choose the draft vocabulary and the draft's shape. Raises UserError."""
-    vocabulary, coverage = _pick_vocabulary(inputs, say)
-    shape = _shape_draft(inputs.recipe, inputs.config, len(vocabulary.t2d), vocabulary.size)
-    return _grown(inputs, Job, vocabulary=vocabulary, coverage=coverage, shape=shape)
-
-
-def _pick_vocabulary(inputs: Inputs, say: Say) -> tuple[DraftVocabulary, float]:
-    """And the share of the supervised training tokens that it holds: the one given, that of the warm start, or the most
-    frequent supervised tokens."""
+    """Choose the draft vocabulary (the one given, that of the warm start, or the most frequent supervised tokens) and the draft's
+    shape. Raises UserError."""
     draft, share, target_vocab_size = inputs.recipe.model.draft, None, inputs.config.vocab_size
     if draft.vocabulary is not None:
         chosen, origin = load_vocabulary(draft.vocabulary, target_vocab_size), str(draft.vocabulary)
@@ -284,9 +269,8 @@ def _pick_vocabulary(inputs: Inputs, say: Say) -> tuple[DraftVocabulary, float]:
             )
         chosen, origin = DraftVocabulary(d2t=exported.d2t, t2d=exported.t2d), str(draft.init_from)
     else:
-        size = drafted_tokens(draft.vocab_size, target_vocab_size)
+        size, origin = drafted_tokens(draft.vocab_size, target_vocab_size), "most frequent"
         chosen, share = choose_vocabulary(inputs.train, target_vocab_size, size, say)
-        origin = "most frequent"
     if draft.vocab_size not in (None, chosen.size):
         raise UserError(
             f"model.draft.vocab_size: {draft.vocab_size}, but {origin} has {chosen.size} draft tokens; leave vocab_size out"
@@ -294,15 +278,14 @@ def _pick_vocabulary(inputs: Inputs, say: Say) -> tuple[DraftVocabulary, float]:
     if share is None:
         share = coverage(inputs.train, chosen, say)
     say(f"draft vocabulary: {chosen.size} of {target_vocab_size} tokens ({origin}), {share:.2%} of supervised tokens")
-    return chosen, share
+    shape = _shape_draft(inputs.recipe, inputs.config, len(chosen.t2d), chosen.size)
+    return Job.grown(inputs, vocabulary=chosen, coverage=share, shape=shape)
 
 
 def _shape_draft(recipe: Recipe, target: PretrainedConfig, vocab_size: int, draft_vocab_size: int) -> DraftConfig:
     """The draft's shape: model.draft.config, or the target's; single fields of model.draft win."""
-    wanted: Draft = recipe.model.draft
-    fields = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-    fields += ("max_position_embeddings", "rope_parameters", "rms_norm_eps", "window")
-    changes = {name: getattr(wanted, name) for name in fields}
+    wanted = recipe.model.draft
+    changes = {name: getattr(wanted, name) for name in SHAPE}
     if wanted.rope_parameters is not None:
         changes["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, **wanted.rope_parameters}
     if wanted.config is not None:
@@ -311,7 +294,7 @@ def _shape_draft(recipe: Recipe, target: PretrainedConfig, vocab_size: int, draf
     shape = derive_draft(
         target,
         draft_vocab_size=draft_vocab_size,
-        aux_layers=aux_layers_of(recipe, target),
+        aux_layers=_aux_layers(recipe, target),
         vocab_size=vocab_size,
         fc_norm=wanted.fc_norm,
         norm_output=wanted.norm_output,

@@ -24,11 +24,13 @@ CONTEXTS = (8192, 32768, 131072)
 ANSWER, WINDOW = 5000, 512
 # Of one H100; and GPUs of one node and of four.
 GPU_BYTES = 80e9
+USABLE = GPU_BYTES * (1 - RESERVED)
 NODE = 8
 GPUS = (NODE, 4 * NODE)
 ENGINE_SHARE = 0.8  # of a GPU's memory, as target.memory_fraction
 # Of a draft: engines make a table of all. A recipe for a target with more begins with a quarter of it.
 MOST_POSITIONS = 2**20
+WIDTH = 116  # of a line in a recipe
 BEGIN = (
     "# --- what follows from these keys and the target's config; launchers/new_recipe.py --refresh writes it again ---"
 )
@@ -79,10 +81,9 @@ def new_recipe_text(
         values["evaluation"]["conversations"] = 0
     for override in overrides:
         apply_override(values, override)
-    shape = planned(_recipe(values), facts, NODE, deepspeed_file).draft
-    context = facts.context or shape.max_position_embeddings
+    context = facts.context or planned(_recipe(values), facts, NODE, deepspeed_file).draft.max_position_embeddings
     length = values["data"].setdefault("max_length", min(CONTEXTS[1], context))
-    chosen = _fitting(_recipe(values), facts, NODE, length, deepspeed_file)
+    chosen = _fitting(_recipe(values), facts, NODE, PlannedStream(length, 1, 1.0), deepspeed_file)
     if chosen is not None:
         sizes, memory = chosen.planned.sizes, chosen.planned.memory
         values["parallelism"] = {"ulysses": sizes.ulysses, "ring": sizes.ring} | values["parallelism"]
@@ -98,8 +99,9 @@ def new_recipe_text(
     )
     if facts.served and gpus > NODE:
         head += f" {MORE_NODES}"
-    sections = [_section(section, keys) for section, keys in values.items() if keys]
-    return "\n".join([_commented(head), *sections, "", findings(_recipe(values), facts, deepspeed_file)]) + "\n"
+    sections = (yaml.safe_dump({name: keys}, sort_keys=False, width=WIDTH) for name, keys in values.items() if keys)
+    commented = "".join(f"# {line}\n" for line in textwrap.wrap(head, WIDTH))
+    return f"{commented}{''.join(sections)}\n{findings(_recipe(values), facts, deepspeed_file)}\n"
 
 
 def model_size(parameters: int) -> str:
@@ -132,7 +134,7 @@ def refreshed(text: str, recipe: Recipe, facts: TargetFacts, deepspeed_file: Pat
 def findings(recipe: Recipe, facts: TargetFacts, deepspeed_file: Path) -> str:
     """Draft, disk and layouts as comment lines, from BEGIN to END: for CONTEXTS, which long ropes reach, or for the context
     of a target that ends before the first of them."""
-    prospect = Prospect.of(recipe, facts.config)
+    prospect, engine = Prospect.of(recipe, facts.config), engine_gpus(facts)
     draft, encoding = prospect.shape, store_encoding(prospect)
     context = facts.context or draft.max_position_embeddings
     contexts = CONTEXTS if context >= min(CONTEXTS) else (context,)
@@ -145,22 +147,21 @@ def findings(recipe: Recipe, facts: TargetFacts, deepspeed_file: Path) -> str:
         f"tokens; aux layers {', '.join(map(str, draft.aux_layers))} of {facts.config.num_hidden_layers}; rope "
         f"{rope_in_words(draft)}; context {draft.max_position_embeddings:,}",
         f"target: {model_size(facts.parameters)}, {_whole_gb(facts.bytes)} as stored: "
-        f"{engine_gpus(facts)} GPU{'s' * (engine_gpus(facts) > 1)} of 80 GB",
+        f"{engine} GPU{'s' * (engine > 1)} of 80 GB",
         f"hidden states of 1,000 samples on disk ({recipe.hidden_states.codec}, all supervised): {disk}",
         f"layouts for GPUs of 80 GB, one sample a stream, all supervised, {recipe.training.ttt_steps} TTT steps, "
         f"{deepspeed_file.name}; plan.py has the rest:",
     ]
     beyond = f" (beyond the target's context, {context:,})"
-    shown = [line for line in lines for line in textwrap.wrap(line, 116, subsequent_indent="  ")]
+    shown = [line for line in lines for line in textwrap.wrap(line, WIDTH, subsequent_indent="  ")]
     for gpus in GPUS:
         for tokens in contexts:
-            fitted = _fitting(recipe, facts, gpus, tokens, deepspeed_file)
+            fitted = _fitting(recipe, facts, gpus, PlannedStream(tokens, 1, 1.0), deepspeed_file)
             shown.append(f"  {gpus:3d} GPUs {tokens:>9,} tokens: {_layout(fitted)}{beyond if tokens > context else ''}")
-        if contexts != CONTEXTS:
-            continue
-        largest = longest_of_any_layout(planned(recipe, facts, gpus, deepspeed_file), gpus, 1.0, _usable())
-        most = "more than the planner looks for" if largest is None else f"{largest:,} tokens"
-        shown.append(f"  {gpus:3d} GPUs at most {most}{beyond if largest is None or largest > context else ''}")
+        if contexts == CONTEXTS:
+            largest = longest_of_any_layout(planned(recipe, facts, gpus, deepspeed_file), gpus, 1.0, USABLE)
+            most = "more than the planner looks for" if largest is None else f"{largest:,} tokens"
+            shown.append(f"  {gpus:3d} GPUs at most {most}{beyond if largest is None or largest > context else ''}")
     if max(contexts) > ANSWER:
         shown += windows(recipe, facts, max(contexts), deepspeed_file)
     return "\n".join([BEGIN, *(f"# {line}" for line in shown), END])
@@ -175,11 +176,9 @@ def windows(recipe: Recipe, facts: TargetFacts, tokens: int, deepspeed_file: Pat
     for name, window in (("full attention", None), (f"model.draft.window={WINDOW}", WINDOW)):
         draft = recipe.model.draft.model_copy(update={"window": window})
         chosen = recipe.model_copy(update={"model": recipe.model.model_copy(update={"draft": draft})})
-        wanted = planned(chosen, facts, NODE, deepspeed_file)
         encoding = store_encoding(Prospect.of(chosen, facts.config))
         stored = 1000 * tokens * token_bytes(encoding, stream.supervised, seen_share(encoding, stream))
-        fitted = best_layout(wanted, NODE, lambda _sizes: stream, _usable())
-        step = "does not fit"
+        fitted, step = _fitting(chosen, facts, NODE, stream, deepspeed_file), "does not fit"
         if fitted is not None:
             seconds = step_seconds(fitted.planned, stream.share(fitted.planned))
             step = f"{_whole_gb(stream.needs(fitted.planned))}, {seconds:.2g} s"
@@ -206,13 +205,10 @@ def rope_in_words(draft: DraftConfig) -> str:
     return f"{rope['rope_type']}{factor}{f' of {original:,}' if original else ''}, theta {rope['rope_theta']:,.0f}"
 
 
-def _fitting(recipe: Recipe, facts: TargetFacts, gpus: int, tokens: int, deepspeed_file: Path) -> Fitted | None:
-    wanted = planned(recipe, facts, gpus, deepspeed_file)
-    return best_layout(wanted, gpus, lambda _sizes: PlannedStream(tokens, 1, 1.0), _usable())
-
-
-def _usable() -> float:
-    return GPU_BYTES * (1 - RESERVED)
+def _fitting(
+    recipe: Recipe, facts: TargetFacts, gpus: int, stream: PlannedStream, deepspeed_file: Path
+) -> Fitted | None:
+    return best_layout(planned(recipe, facts, gpus, deepspeed_file), gpus, lambda _sizes: stream, USABLE)
 
 
 def _layout(fitted: Fitted | None) -> str:
@@ -224,11 +220,3 @@ def _layout(fitted: Fitted | None) -> str:
         f"ulysses {sizes.ulysses}, ring {sizes.ring}{mode}, data {sizes.data}, recompute {memory.recompute}, inputs on the "
         f"{fitted.planned.residence}: {_whole_gb(fitted.stream.needs(fitted.planned))} a rank"
     )
-
-
-def _section(name: str, values: dict) -> str:
-    return yaml.safe_dump({name: values}, sort_keys=False, width=116).rstrip()
-
-
-def _commented(text: str) -> str:
-    return "\n".join(f"# {line}" for line in textwrap.wrap(text, 116))

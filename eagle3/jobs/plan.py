@@ -1,4 +1,4 @@
-"""What `launchers/plan.py` plans and says of a recipe: memory, layouts, time and disk, as numbers and in words."""
+"""What a job of so many GPUs would be, said before it takes any: memory, layouts, time and disk, in numbers and in words."""
 
 import dataclasses
 from pathlib import Path
@@ -7,10 +7,11 @@ import torch
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from eagle3.console import data_size
-from eagle3.jobs.job import Prospect
-from eagle3.jobs.provenance import store_encoding
+from eagle3.errors import UserError
+from eagle3.jobs.job import Prospect, find_target
+from eagle3.jobs.provenance import require_fitting_settings, require_fitting_store, store_encoding
 from eagle3.objective.model import MemoryPlan
-from eagle3.parallel.sizes import check_sizes
+from eagle3.parallel.sizes import check_sizes, read_job_size
 from eagle3.planning.fitting import MOST_TOKENS, RESERVED, PlannedStream, best_layout, longest_context, variants
 from eagle3.planning.memory import host_bytes, rank_bytes
 from eagle3.planning.step import Machine, Planned, Sizes, sent_bytes, step_flops, step_seconds
@@ -22,23 +23,47 @@ from eagle3.training.engine import deepspeed_config
 FITS, DOES_NOT_FIT = "fits", "DOES NOT FIT"
 
 
+def check_layout(recipe: Recipe, deepspeed_file: Path, job: str) -> str:
+    """The layout in a line. job: `NxP`, N nodes of P processes each. Raises UserError where the recipe does not fit it, or
+    would send what belongs inside a node between nodes."""
+    (nodes, processes), sizes = read_job_size(job), recipe.parallelism
+    data = check_sizes("parallelism", sizes.tensor, sizes.ulysses, sizes.ring, nodes * processes)
+    inside = sizes.tensor * sizes.ulysses
+    if nodes > 1 and processes % inside:
+        raise UserError(
+            f"parallelism: tensor {sizes.tensor} x ulysses {sizes.ulysses} would cross nodes of {processes} processes; let "
+            f"their product divide {processes}, and use parallelism.ring between nodes"
+        )
+    samples = deepspeed_config(deepspeed_file, recipe.training, data)["train_micro_batch_size_per_gpu"]
+    here = Path(recipe.model.target).is_dir()  # a hub id is left to the job, whose nodes may have what this one has not
+    if here or recipe.model.target == "demo":
+        Prospect.of(recipe).shape.check_parallel(sizes.tensor, sizes.ulysses)
+    if recipe.hidden_states.mode == "stored":
+        require_fitting_settings(recipe)
+        if here:
+            require_fitting_store(find_target(recipe, torch.device("cpu"), say=lambda line: None))
+    crosses = "crosses nodes" if nodes > 1 and inside * sizes.ring > processes else "inside a node"
+    return (
+        f"{nodes} node{'s' * (nodes > 1)} of {processes} process{'es' * (processes > 1)}: tensor {sizes.tensor} x ulysses "
+        f"{sizes.ulysses} inside a node, ring {sizes.ring} {crosses}, data {data}; {recipe.training.global_batch_size} "
+        f"samples a step, {samples} in each of {data} x {recipe.training.accumulation} streams"
+    )
+
+
 def planned_step(prospect: Prospect, gpus: int, deepspeed_file: Path, packed: bool) -> Planned:
     """One micro-batch on `gpus`. packed: plan the streams that the recipe's batch makes, so that the batch has to be one that
     can be dealt. Raises UserError for a layout that cannot be."""
     recipe, draft = prospect.recipe, prospect.shape
-    parallel, memory = recipe.parallelism, recipe.memory
+    parallel, memory, training = recipe.parallelism, recipe.memory, recipe.training
     draft.check_parallel(parallel.tensor, parallel.ulysses)
     data = check_sizes("parallelism", parallel.tensor, parallel.ulysses, parallel.ring, gpus)
-    training = recipe.training
     if not packed:
         training = training.model_copy(update={"global_batch_size": data * training.accumulation})
     zero = deepspeed_config(deepspeed_file, training, data)["zero_optimization"]
     bucket = DeepSpeedZeroConfig(**zero).reduce_bucket_size * (2 if zero.get("overlap_comm") else 1)
-    logit_bytes = None
-    if recipe.target.teacher == "logits":
-        # as they are written down; a target in these processes hands over its own number format, 4 bytes at most
-        written_down = recipe.hidden_states.mode == "stored" or recipe.target.backend == "sglang"
-        logit_bytes = getattr(torch, recipe.hidden_states.dtype).itemsize if written_down else 4
+    # as they are written down; a target in these processes hands over its own number format, 4 bytes at most
+    written_down = recipe.hidden_states.mode == "stored" or recipe.target.backend == "sglang"
+    logit_bytes = getattr(torch, recipe.hidden_states.dtype).itemsize if written_down else 4
     return Planned(
         draft,
         recipe.training.ttt_steps,
@@ -49,7 +74,7 @@ def planned_step(prospect: Prospect, gpus: int, deepspeed_file: Path, packed: bo
         memory.inputs,
         bucket=bucket,
         zero_stage=zero["stage"],
-        logit_bytes=logit_bytes,
+        logit_bytes=logit_bytes if recipe.target.teacher == "logits" else None,
         query_selection=parallel.query_selection,
     )
 
@@ -57,21 +82,20 @@ def planned_step(prospect: Prospect, gpus: int, deepspeed_file: Path, packed: bo
 def recipe_stream(recipe: Recipe, data_ranks: int, supervised: float) -> PlannedStream | None:
     """The longest stream that the recipe can pack: all samples at data.max_length. None where the batch cannot be dealt
     to so many data ranks."""
-    training = recipe.training
-    documents, left = divmod(training.global_batch_size, data_ranks * training.accumulation)
-    if left:
-        return None
-    return spanned(PlannedStream(documents * recipe.data.max_length, documents, supervised), recipe.data.spans)
+    documents, left = divmod(recipe.training.global_batch_size, data_ranks * recipe.training.accumulation)
+    return (
+        None
+        if left
+        else spanned(PlannedStream(documents * recipe.data.max_length, documents, supervised), recipe.data.spans)
+    )
 
 
 def spanned(stream: PlannedStream, spans: Spans | None) -> PlannedStream:
     """The stream with no more supervised tokens than these spans hold."""
-    if spans is None:
+    most = stream.documents * spans.per_document * spans.length / stream.tokens if spans else 1.0
+    if stream.supervised <= most:
         return stream
-    most = stream.documents * spans.per_document * spans.length / stream.tokens
-    return (
-        stream if stream.supervised <= most else dataclasses.replace(stream, supervised=most, spans=spans.per_document)
-    )
+    return dataclasses.replace(stream, supervised=most, spans=spans.per_document)
 
 
 def plan(prospect: Prospect, wanted: Planned, memory: float, context: int | None, supervised: float) -> dict:
@@ -133,29 +157,46 @@ def seen_share(encoding: Encoding, stream: PlannedStream) -> float:
     return min(1.0, stream.supervised + reached)
 
 
-SHAPE = ("hidden_size", "target_hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-SHAPE += ("head_dim", "vocab_size", "draft_vocab_size", "window")
+SHAPE = (
+    *("hidden_size", "target_hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "vocab_size", "draft_vocab_size", "window"),
+)
 
 
 def described(planned: Planned) -> dict:
     """In the recipe's words."""
-    sizes = planned.sizes._asdict()
-    memory = {"recompute": planned.memory.recompute, "inputs": planned.residence}
-    return sizes | {"ring_mode": planned.ring_mode} | memory | {"block_mib": planned.memory.block_bytes // 2**20}
+    return planned.sizes._asdict() | {
+        "ring_mode": planned.ring_mode,
+        "recompute": planned.memory.recompute,
+        "inputs": planned.residence,
+        "block_mib": planned.memory.block_bytes // 2**20,
+    }
 
 
 def written(report: dict) -> str:
-    gb, stream, step, layout = 1e9, report["stream"], report["step"], report["layout"]
+    """The same in lines."""
+    stream, step, assumed = report["stream"], report["step"], report["step"]["assumed"]
     memory, best, draft = report["memory"], report["best_layout"], report["draft"]
-    streamed = report["host_memory"] > 0
+    on_disk, whole = report["hidden_states_per_token"], report["hidden_states_of_stream"]
     beyond = f" (beyond the draft's positions, {report['positions']:,})"
+    unseen = f", {on_disk['unseen']:,} one that the draft's window never reaches" * (draft["window"] is not None)
+    best_of_all = [
+        "no layout of these GPUs fits; take more GPUs, a shorter context (data.max_length), smaller blocks "
+        "(memory.block_mib), or fewer samples in a stream (training.accumulation)"
+    ]
+    if best is not None:
+        best_of_all = [
+            f"least GPU time a token: {in_words(best)}; {data_size(best['memory'])} a rank, streams of "
+            f"{best['tokens']:,} tokens",
+            "  " + overrides(best),
+        ]
     of = f"{stream['documents']} documents, " if stream["documents"] > 1 else ""
     lines = [
         f"draft: hidden {draft['hidden_size']}, MLP {draft['intermediate_size']}, {draft['num_attention_heads']} heads "
         f"({draft['num_key_value_heads']} of keys) of {draft['head_dim']}, draft vocabulary {draft['draft_vocab_size']}, "
         + ("full attention" if draft["window"] is None else f"a window of {draft['window']:,} keys"),
         f"stream: {stream['tokens']:,} tokens ({of}{100 * stream['supervised']:.3g}% supervised)",
-        f"layout: {in_words(layout)}",
+        f"layout: {in_words(report['layout'])}",
         "memory of a rank:",
         *(
             f"  {name:20s} {data_size(size):>11s}"
@@ -166,7 +207,7 @@ def written(report: dict) -> str:
         f"({RESERVED:.0%} kept for CUDA, NCCL and the allocator)",
         *(
             [f"  {'on the host, pinned':20s} {data_size(report['host_memory']):>11s}  up to twice that: powers of two"]
-            * streamed
+            * (report["host_memory"] > 0)
         ),
         FITS if report["fits"] else DOES_NOT_FIT,
         "largest context of this layout, tokens of one document:",
@@ -176,25 +217,11 @@ def written(report: dict) -> str:
             + beyond * (tokens is None or tokens > report["positions"])
             for name, tokens in report["largest_context"].items()
         ),
-    ]
-    if best is None:
-        lines.append(
-            "no layout of these GPUs fits; take more GPUs, a shorter context (data.max_length), smaller blocks "
-            "(memory.block_mib), or fewer samples in a stream (training.accumulation)"
-        )
-    else:
-        lines.append(
-            f"least GPU time a token: {in_words(best)}; {data_size(best['memory'])} a rank, streams of "
-            f"{best['tokens']:,} tokens"
-        )
-        lines.append("  " + overrides(best))
-    on_disk, whole, assumed = report["hidden_states_per_token"], report["hidden_states_of_stream"], step["assumed"]
-    unseen = f", {on_disk['unseen']:,} one that the draft's window never reaches" * (draft["window"] is not None)
-    lines += [
+        *best_of_all,
         f"a rank's step: {step['model_flops'] / 1e12:,.1f} model TFLOPs, {step['executed_flops'] / 1e12:,.1f} with what "
         f"is recomputed; {data_size(step['sent'])} sent (ZeRO's reduction of gradients, once an optimiser step, apart)",
         f"  about {step['seconds']:,.2f} s, assuming {assumed['utilisation']:.0%} of {assumed['flops'] / 1e12:,.0f} "
-        f"TFLOP/s, {assumed['near'] / gb:,.0f} GB/s in a node and {assumed['far'] / gb:,.0f} GB/s out of it, nothing "
+        f"TFLOP/s, {assumed['near'] / 1e9:,.0f} GB/s in a node and {assumed['far'] / 1e9:,.0f} GB/s out of it, nothing "
         "overlapped, data there (an assumption, not a measurement)",
         f"hidden states on disk (hidden_states.codec {report['codec']}): {on_disk['supervised']:,} bytes a supervised token, "
         f"{on_disk['prompt']:,} a prompt token{unseen}; {data_size(whole / stream['tokens'] * 1e9)} a billion tokens as "
@@ -206,13 +233,12 @@ def written(report: dict) -> str:
 
 
 def in_words(layout: dict) -> str:
-    sizes = " x ".join(f"{name} {layout[name]}" for name in ("tensor", "ulysses", "ring", "data"))
+    sizes = " x ".join(f"{name} {layout[name]}" for name in Sizes._fields)
     mode = f" ({layout['ring_mode']})" if layout["ring"] > 1 else ""
     return f"{sizes}{mode}, recompute {layout['recompute']}, inputs on the {layout['inputs']}"
 
 
 def overrides(layout: dict) -> str:
     """What to add to the command line."""
-    keys = {f"parallelism.{name}": layout[name] for name in ("tensor", "ulysses", "ring", "ring_mode")}
-    keys |= {f"memory.{name}": layout[name] for name in ("recompute", "inputs", "block_mib")}
-    return " ".join(f"{key}={value}" for key, value in keys.items())
+    keys = {"parallelism": ("tensor", "ulysses", "ring", "ring_mode"), "memory": ("recompute", "inputs", "block_mib")}
+    return " ".join(f"{section}.{name}={layout[name]}" for section, names in keys.items() for name in names)

@@ -2,10 +2,9 @@
 
 import datetime
 import hashlib
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 
 from eagle3.jobs.job import Inputs, Job, KnownTarget, Prospect, draft_window
+from eagle3.preflight.sameness import ABSENT, versions
 from eagle3.recipe.schema import Recipe
 from eagle3.states.store.files import open_files
 from eagle3.states.store.folder import WINDOW, Provenance, read_manifest, read_own_manifest
@@ -53,24 +52,21 @@ def store_provenance(job: Job) -> Provenance:
 
 def require_fitting_settings(recipe: Recipe) -> None:
     """Raises UserError where the store at hidden_states.path was written otherwise than this recipe reads it."""
-    _compare(recipe.hidden_states.path, _settings(recipe))
+    teacher = "logits" if recipe.target.teacher == "logits" else None
+    rows = dict.fromkeys(WINDOW)  # a run that needs all rows names no window
+    settings = {"target_dtype": recipe.model.target_dtype, "teacher": teacher, **rows, **_written(recipe)}
+    _compare(recipe.hidden_states.path, settings)
 
 
 def require_fitting_store(known: KnownTarget) -> None:
     """The same where it is another target's. What follows from template and vocabulary is compared when the store is opened."""
-    target = {"target": known.fingerprint, "aux_layers": list(known.aux_layers)}
-    _compare(known.recipe.hidden_states.path, target)
+    expected = {"target": known.fingerprint, "aux_layers": list(known.aux_layers)}
+    _compare(known.recipe.hidden_states.path, expected)
 
 
 def _compare(path: str, expected: Provenance) -> None:
     files = open_files(path)
     read_own_manifest(files, {**read_manifest(files).provenance, **expected})
-
-
-def _settings(recipe: Recipe) -> Provenance:
-    teacher = "logits" if recipe.target.teacher == "logits" else None
-    rows = dict.fromkeys(WINDOW)  # a run that needs all rows names no window
-    return {"target_dtype": recipe.model.target_dtype, "teacher": teacher, **rows, **_written(recipe)}
 
 
 def _written(recipe: Recipe) -> dict[str, str | int]:
@@ -102,10 +98,8 @@ def spans_of(recipe: Recipe) -> Spans | None:
 
 def capture_record(job: Job) -> Provenance:
     """What is good to know of a capture but changes no hidden state."""
-    recipe, versions, spans = job.recipe, {}, spans_of(job.recipe)
-    for package in ("eagle3-recipes", "torch", "transformers", "tokenizers", "blosc2", "sglang"):
-        with suppress(PackageNotFoundError):  # the last two are optional
-            versions[package] = version(package)
+    recipe, spans = job.recipe, spans_of(job.recipe)
+    found = versions(("eagle3-recipes", "torch", "transformers", "tokenizers", "blosc2", "sglang"))
     return {
         "target": job.target,
         "revision": recipe.model.revision,
@@ -113,5 +107,5 @@ def capture_record(job: Job) -> Provenance:
         "draft_vocabulary": job.vocabulary.digest,
         "spans": None if spans is None else str(spans),
         "captured": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        **versions,
+        **{name: number for name, number in found.items() if number != ABSENT},  # the last two are optional
     }

@@ -1,24 +1,39 @@
-"""Where a run's hidden states come from, by its recipe: a target in these processes, SGLang servers, or a store."""
+"""Where a job's hidden states come from, by its recipe: a target in these processes, SGLang servers, or a store."""
 
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from secrets import token_hex
 
 import torch
+import torch.distributed as dist
 
-from eagle3.console import waiting
-from eagle3.errors import UserError
-from eagle3.jobs.job import Job, Say, start_target
+from eagle3.console import Say, waiting
+from eagle3.durable import publish
+from eagle3.errors import SharedUserError, UserError
+from eagle3.jobs.job import Inputs, Job, start_target
 from eagle3.jobs.provenance import spans_of, store_provenance
-from eagle3.jobs.servers import live_source
 from eagle3.parallel.topology import Topology, agreed
-from eagle3.states.loader import HiddenStateSource, LiveSource, StoredSource
+from eagle3.states.loader import HiddenStateSource, LiveSource, SpooledSource, StoredSource
+from eagle3.states.rows import DraftLogits
+from eagle3.states.spool import Spool, SpoolReader, Ticket, own_folder
 from eagle3.states.store.reader import HiddenStateStore
 from eagle3.targets.head import load_target_head
-from eagle3.targets.interface import TargetHead
+from eagle3.targets.interface import TargetHead, summarize_teacher
+from eagle3.targets.sglang.client import Producer, Servers, require_capture, require_room
+from eagle3.targets.sglang.hook import HookSettings
+from eagle3.targets.sglang.server import EngineOptions, SGLangServer, as_typed, server_command
+from eagle3.targets.sglang.target import SGLangTarget, spool_bytes
+from eagle3.targets.sglang.version import capture_flags, require_captured
 from eagle3.targets.transformers import TransformersTarget
-from eagle3.text.samples import Split
+from eagle3.text.samples import Sample, Split
 from eagle3.text.spans import Spans
+from eagle3.text.vocabulary import save_vocabulary
+
+SERVER_PORT = 30000  # SGLang's own default
+PROBE_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -38,39 +53,39 @@ class HiddenStateSupply:
 @contextmanager
 def hidden_state_supply(job: Job, topology: Topology, say: Say) -> Iterator[HiddenStateSupply]:
     """Collective. Starts the target, asks for servers, or opens the store, and reads the target's embedding and head."""
-    recipe, hidden, spans = job.recipe, job.recipe.hidden_states, spans_of(job.recipe)
-    samples = Split(job.train.sorted_by_id(), job.held_out.sorted_by_id())
-    if hidden.mode == "stored":
-        with waiting(say, f"opening {hidden.path}"):
+    recipe, model, spans = job.recipe, job.recipe.model, spans_of(job.recipe)
+    samples, stored = (
+        Split(job.train.sorted_by_id(), job.held_out.sorted_by_id()),
+        recipe.hidden_states.mode == "stored",
+    )
+    if stored:
+        with waiting(say, f"opening {recipe.hidden_states.path}"):
             store, samples, spans = agreed(lambda: _open_store(job, samples, spans, say))
         if store.record.get("draft_vocabulary") != job.vocabulary.digest:
             say(f"{store.where}: was captured for another draft vocabulary, which changes none of its hidden states")
-        _say_spans(job, spans is not None, topology, say)
-        source = StoredSource(store)
-        yield HiddenStateSupply(samples, spans, source, source, _head(job), None)
+    if chosen := spans_of(recipe):  # said by the first rank alone: it reads all samples
+        anew = spans is not None
+        agreed((lambda: say(chosen.describe(job.train, anew))) if topology.is_first else None)
+    if not stored and recipe.target.backend == "transformers":
+        with waiting(say, f"loading {job.target}"):
+            target = start_target(job, topology.device, job.vocabulary)
+        keep_on = torch.device("cpu") if recipe.memory.inputs == "host" else topology.device
+        source = LiveSource(target, topology.stream, topology.device, keep_on)
+        yield HiddenStateSupply(samples, spans, source, source, target.weights(), target)
         return
-    _say_spans(job, True, topology, say)
-    if recipe.target.backend == "sglang":
-        head = _head(job)
-        with live_source(job, head, topology, say) as source:
-            yield HiddenStateSupply(samples, spans, source, source.beside(1), head, None)
-        return
-    with waiting(say, f"loading {job.target}"):
-        target = start_target(job, topology.device, job.vocabulary)
-    keep_on = torch.device("cpu") if recipe.memory.inputs == "host" else topology.device
-    source = LiveSource(target, topology.stream, topology.device, keep_on)
-    yield HiddenStateSupply(samples, spans, source, source, target.weights(), target)
-
-
-def _head(job: Job) -> TargetHead:
-    model = job.recipe.model
-    return load_target_head(
+    head = load_target_head(
         job.target,
         revision=model.revision,
         trust_remote_code=model.trust_remote_code,
         dtype=model.target_dtype,
-        required=job.recipe.target.teacher == "hidden",
+        required=recipe.target.teacher == "hidden",
     )
+    if stored:
+        source = StoredSource(store)
+        yield HiddenStateSupply(samples, spans, source, source, head, None)
+    else:
+        with live_source(job, head, topology, say) as source:
+            yield HiddenStateSupply(samples, spans, source, source.beside(1), head, None)
 
 
 def _open_store(
@@ -79,27 +94,180 @@ def _open_store(
     """The store, and the samples and spans that it serves (see `HiddenStateSupply`): of whole samples any spans, anew in every
     epoch; of samples that were captured with spans these alone."""
     store = HiddenStateStore.open(job.recipe.hidden_states.path, store_provenance(job), report=say)
+    captured, chosen, drawn = store.record.get("spans"), spans, ""
     missing = _missing(store, samples)
     if missing and spans is not None:
         samples, spans = Split(*map(spans.fixed, samples)), None
         missing = _missing(store, samples)
-    if missing:
-        chosen, captured = spans_of(job.recipe), store.record.get("spans")
-        drawn = ""
-        if chosen is not None or captured is not None:  # what was captured with other spans are other samples
-            drawn = f", which was captured with {captured or 'no data.spans'}; this run has {chosen or 'no data.spans'}"
-        raise UserError(
-            f"{store.where}: {len(missing)} samples of this recipe are not in the store (first: {missing[0]}){drawn}; "
-            "run launchers/capture.py with this recipe, it adds them"
-        )
-    return store, samples, spans
-
-
-def _say_spans(job: Job, anew: bool, topology: Topology, say: Say) -> None:
-    """Collective. By the first rank alone: it reads all samples."""
-    if spans := spans_of(job.recipe):
-        agreed((lambda: say(spans.describe(job.train, anew))) if topology.is_first else None)
+    if not missing:
+        return store, samples, spans
+    if chosen is not None or captured is not None:  # what was captured with other spans are other samples
+        drawn = f", which was captured with {captured or 'no data.spans'}; this run has {chosen or 'no data.spans'}"
+    raise UserError(
+        f"{store.where}: {len(missing)} samples of this recipe are not in the store (first: {missing[0]}){drawn}; "
+        "run launchers/capture.py with this recipe, it adds them"
+    )
 
 
 def _missing(store: HiddenStateStore, samples: Split) -> list[str]:
     return store.missing([*samples.train.sample_ids, *samples.held_out.sample_ids])
+
+
+# SGLang ----------------------------------------------------------------------------------------------------------------
+
+
+def engine_options(inputs: Inputs) -> EngineOptions:
+    """What a server of this recipe's target is started with, whatever it is for."""
+    recipe, model, target = inputs.recipe, inputs.recipe.model, inputs.recipe.target
+    dtype = model.target_dtype
+    if dtype == "auto":  # as transformers means it; SGLang's own "auto" halves a float32 target
+        dtype = str(inputs.config.dtype or torch.float32).removeprefix("torch.")
+    return EngineOptions(
+        model=inputs.target,
+        revision=model.revision,
+        trust_remote_code=model.trust_remote_code,
+        dtype=dtype,
+        tensor=target.tensor,
+        memory_fraction=target.memory_fraction,
+        kv_tokens=target.kv_tokens,
+        attention=target.attention,
+        chunk_tokens=recipe.hidden_states.prefill_tokens,
+    )
+
+
+def hook_settings(job: Job) -> HookSettings:
+    """What the hook in a server is told; makes the spool's folder, with the draft vocabulary in it where logits are kept."""
+    spool, vocabulary = Path(job.recipe.target.spool).expanduser().absolute(), job.vocabulary
+    settings = HookSettings(
+        spool=str(spool),
+        dtype=job.recipe.hidden_states.dtype,
+        target=job.fingerprint,
+        hidden_size=job.config.hidden_size,
+    )
+    if job.recipe.target.teacher == "hidden":
+        return settings
+    kept = spool / f"vocabulary-{vocabulary.digest}.safetensors"
+    own_folder(spool)
+    try:
+        if not kept.exists():
+            partial = kept.with_name(f".{kept.name}.{token_hex(4)}")  # other processes make the same
+            save_vocabulary(vocabulary, partial)
+            publish(partial, kept)
+    except OSError as error:
+        raise UserError(f"target.spool: {spool} cannot be written ({error}); name another folder") from error
+    return settings._replace(
+        draft_vocabulary=str(kept), vocabulary_digest=vocabulary.digest, vocabulary_size=vocabulary.size
+    )
+
+
+def server_line(job: Job) -> str:
+    """The command line of a server that captures for this job, as a person types it."""
+    return as_typed(server_command(*_capture_engine(job), SERVER_PORT))
+
+
+def _capture_engine(job: Job) -> tuple[EngineOptions, list[str]]:
+    """And the flags beside the options, which load the hook."""
+    require_captured(job.aux_layers, job.config.num_hidden_layers)
+    options, longest = engine_options(job), job.recipe.data.max_length
+    if options.kv_tokens is None and not torch.cuda.is_available():  # else SGLang takes that share of the host's memory
+        options = replace(options, kv_tokens=2 * longest + 2 * options.chunk_tokens)
+    return replace(options, longest=longest), capture_flags(job.aux_layers, hook_settings(job)._asdict())
+
+
+def _require_servers(job: Job) -> None:
+    line, settings = server_line(job), hook_settings(job)
+    for url in job.recipe.target.servers:
+        require_capture(url, settings, job.aux_layers, line, job.longest)
+
+
+@contextmanager
+def capture_target(job: Job, local_rank: int, processes: int, say: Say) -> Iterator[SGLangTarget]:
+    """A target for one of a capture's `processes`: the recipe's servers, or an engine of its own, on the next free GPUs."""
+    settings, wanted, engine = hook_settings(job), job.recipe.target, None
+    most = round(wanted.spool_gib * 2**30 / processes)
+    require_room(job.longest, spool_bytes(settings.encoding, job.longest), most)
+    with ExitStack() as stack:
+        spool = stack.enter_context(Spool(settings.spool, say, most))
+        urls = wanted.servers
+        if urls:
+            _require_servers(job)
+        else:
+            engine = SGLangServer(*_capture_engine(job), _devices(local_rank, wanted.tensor), say)
+            urls = [stack.enter_context(engine).url]
+        servers = Servers(urls, spool.path, wanted.in_flight, say)
+        producer = stack.enter_context(closing(Producer(servers, spool, most, readers=0)))
+        try:
+            yield SGLangTarget(producer, settings.encoding, vocab_size=job.config.vocab_size, aux_layers=job.aux_layers)
+        except UserError as error:
+            if engine is None or not engine.ended():
+                raise
+            raise UserError(
+                f"sglang: the engine ended: {engine.last_words()} (its whole log is {engine.log}); lower target.memory_fraction "
+                "or hidden_states.prefill_tokens, and run capture.py again, which goes on here"
+            ) from error
+
+
+def _devices(local_rank: int, tensor: int) -> str | None:
+    """GPUs of this process's engine; None on a machine without."""
+    if not torch.cuda.is_available():
+        return None
+    count = torch.cuda.device_count()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+    own = visible[local_rank * tensor :][:tensor]
+    if len(own) < tensor:
+        raise UserError(
+            f"target.tensor: {tensor} GPUs for each of {local_rank + 1} or more engines, this machine has {count}; start "
+            f"{count // tensor} processes at most"
+        )
+    return ",".join(own)
+
+
+@contextmanager
+def live_source(job: Job, head: TargetHead, topology: Topology, say: Say) -> Iterator[SpooledSource]:
+    """Rows for this rank's stream from the recipe's servers; collective. The first rank of a stream asks for its samples."""
+    wanted = job.recipe.target
+    if not wanted.servers:
+        line = agreed((lambda: server_line(job)) if topology.is_first else None)
+        raise SharedUserError(
+            "target.servers: live training with SGLang wants servers that run; name their URLs, and start each so: "
+            f"{line or 'as rank 0 says'}"
+        )
+    agreed((lambda: _require_servers(job)) if topology.is_first else None)
+    settings = hook_settings(job)
+    most = round(wanted.spool_gib * 2**30 / topology.data.size())
+    require_room(job.longest, spool_bytes(settings.encoding, job.longest), most)
+    with ExitStack() as stack:
+        asks = topology.stream.rank() == 0
+        spool = agreed((lambda: stack.enter_context(Spool(settings.spool, say, most))) if asks else None)
+        named = [spool.job if asks else None]
+        dist.broadcast_object_list(named, group=topology.stream, group_src=0)
+        ask = None
+        if asks:
+            servers = Servers(wanted.servers, spool.path, wanted.in_flight, say)
+            producer = stack.enter_context(closing(Producer(servers, spool, most, topology.stream.size())))
+
+            def ask(ticket: Ticket, ids: torch.Tensor) -> None:
+                producer.ask(ticket, ids, spool_bytes(settings.encoding, len(ids)))
+
+        reader = SpoolReader(Path(settings.spool) / named[0], topology.stream.rank())
+        source = SpooledSource(reader, named[0], ask)
+        agreed(lambda: _probe(source, head, topology))
+        yield source
+
+
+def _probe(source: SpooledSource, head: TargetHead, topology: Topology) -> None:
+    """One short document through all of it: that every rank sees the spool, and that the head which training applies makes
+    the logits that the server made."""
+    every = torch.arange(PROBE_TOKENS)
+    ids = every % len(head.embedding)
+    sample = Sample(f"{topology.data.rank():032x}", ids, torch.zeros(len(ids), dtype=torch.bool))
+    teacher = source.rows([sample], [every], [every])[0].teacher
+    if isinstance(teacher, DraftLogits):
+        return
+    made = summarize_teacher(teacher.values.to(head.head.device, head.head.dtype), head.head, transform=head.transform)
+    difference = (made.logsumexp.cpu() - teacher.logsumexp).abs().max()
+    if difference > 0.02 * teacher.logsumexp.abs().max() + 0.02:
+        raise UserError(
+            f"target.servers: their logits are not those of this target's lm_head (logsumexp differs by {difference:.3g}); "
+            "serve the checkpoint that model.target names, or set target.teacher=logits"
+        )

@@ -6,21 +6,21 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from eagle3.attention.cuda import take_installed_flash
 from eagle3.console import Console, waiting
-from eagle3.draft.interchange import export_draft, shard, whole_tensors
+from eagle3.draft.interchange import export_draft, load_weights, read_exported, shard, whole_tensors
 from eagle3.draft.model import Eagle3Draft
 from eagle3.durable import writing
-from eagle3.errors import SharedUserError
+from eagle3.errors import SharedUserError, UserError
 from eagle3.evaluation.export_check import NotChecked, NotInstalled, check_export
 from eagle3.evaluation.judge import choose_prompts, longest_prompt
 from eagle3.jobs.description import describe_run
-from eagle3.jobs.draft import build_draft
 from eagle3.jobs.evaluate import judge
 from eagle3.jobs.job import Job, choose_draft, find_target, gather_inputs
 from eagle3.jobs.provenance import input_digests, require_fitting_settings, require_fitting_store
@@ -36,6 +36,7 @@ from eagle3.preflight.start import require_room, require_sound_start
 from eagle3.recipe.loading import dump_recipe
 from eagle3.recipe.schema import Recipe
 from eagle3.states.loader import StreamLoader
+from eagle3.targets.interface import TargetHead
 from eagle3.targets.transformers import TransformersTarget
 from eagle3.text.vocabulary import save_vocabulary
 from eagle3.training.checkpoint import Checkpoints, written_otherwise
@@ -46,32 +47,27 @@ from eagle3.training.tracking import memory_gib, require_account
 from eagle3.training.trainer import Trainer
 from eagle3.training.watched import watched
 
-SHARDING = ("ulysses", "ring", "layout", "query_selection")
 Answer = TypeVar("Answer")
 Finish = Callable[[Path, Console], None]
 PATIENCE = datetime.timedelta(minutes=30)  # of collectives, as torch's own
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Run:
-    """One run in these processes: what is not of its job."""
+    """One run in these processes: what is not of its job. continues: from a checkpoint, where there is one. identity: of the
+    run, see RunFolder; both are known once its folder is claimed."""
 
     deepspeed_file: Path
     topology: Topology
     folder: RunFolder
     console: Console
     watchdog: Watchdog
+    continues: bool = False
+    identity: str = ""
 
     def on_first(self, work: Callable[[], Answer]) -> Answer | None:
         """Collective. Work of the first rank alone; what it refuses, every rank raises."""
         return agreed(work if self.topology.is_first else None)
-
-
-class _Start(NamedTuple):
-    """continues: from a checkpoint, where there is one. identity: of the run, see RunFolder."""
-
-    continues: bool
-    identity: str
 
 
 def train(
@@ -96,7 +92,6 @@ def train(
         closing(folder),
         watched(
             topology,
-            console,
             hang_minutes=recipe.training.hang_minutes,
             patience=PATIENCE,
             advice="continue with --resume auto",
@@ -105,8 +100,7 @@ def train(
         ) as watchdog,
     ):
         try:
-            run = _Run(deepspeed_file, topology, folder, console, watchdog)
-            return _train(recipe, run, resume, stop, finish)
+            return _train(recipe, _Run(deepspeed_file, topology, folder, console, watchdog), resume, stop, finish)
         except RunStopped as stopped:
             if not stopped.together:
                 raise
@@ -117,53 +111,44 @@ def train(
 def _train(recipe: Recipe, run: _Run, resume: Resume, stop: StopSignals, finish: Finish) -> bool:
     require_trainable(recipe)
     engine_config = deepspeed_config(run.deepspeed_file, recipe.training, run.topology.data.size())
-    start = _enter(recipe, run, resume)
-    job = _resolve(recipe, run, start)
+    _enter(recipe, run, resume)
+    job = _resolve(recipe, run)
     with hidden_state_supply(job, run.topology, run.console) as supply:
         memory_before = memory_gib(run.topology.device)
-        draft = build_draft(job, supply.head, run.topology)
-        trainer = _trainer(job, run, start, supply, draft, engine_config)
-        run.on_first(lambda: _begin(job, run, start, trainer.steps, memory_before))
+        draft = _build_draft(job, supply.head, run.topology)
+        trainer = _trainer(job, run, supply, draft, engine_config)
+        run.on_first(lambda: _begin(job, run, trainer.steps, memory_before))
         if run.topology.device.type == "cuda":
             run.console(f"attention: {take_installed_flash(run.topology.device)} kernels")
         with run.watchdog.watching():
-            trainer.run(start.continues, stop)
+            trainer.run(run.continues, stop)
         _export(job, run, trainer.load_best(), draft)
     run.console.result(f"exported draft: {run.folder.export}")
-
-    def judged() -> bool:
-        try:
-            return _judge(job, run, supply.target)
-        finally:
-            finish(run.folder.path, run.console)
-            run.watchdog.first_is_done()
-
     # The others wait, for a Slurm job ends soon after the first of its ranks, and are told what the first one refuses.
     if not run.topology.is_first:
         run.watchdog.await_first()
-    return run.on_first(judged) is not False
+    return run.on_first(lambda: _judge(job, run, supply.target, finish)) is not False
 
 
-def _enter(recipe: Recipe, run: _Run, resume: Resume) -> _Start:
+def _enter(recipe: Recipe, run: _Run, resume: Resume) -> None:
     """Claim the folder, and see that all ranks run the same thing."""
     folder, console = run.folder, run.console
 
-    def claim() -> _Start:
+    def claim() -> tuple[bool, str]:
         folder.check(recipe, resume)  # before anything is written
         require_account(recipe.tracking.wandb_project)
         folder.hold(node_name(), console.warn)
         continues = folder.check(recipe, resume)  # another run may have ended meanwhile
-        return _Start(continues, folder.identify(continues))
+        return continues, folder.identify(continues)
 
-    start = [run.on_first(claim)]
-    dist.broadcast_object_list(start)
+    claimed = [run.on_first(claim)]
+    dist.broadcast_object_list(claimed)
+    run.continues, run.identity = claimed[0]
     packages = ("sglang",) if recipe.target.backend == "sglang" else ()
-    deepspeed_text = run.deepspeed_file.read_text(encoding="utf-8")
-    require_sound_start(dump_recipe(recipe), deepspeed_text, folder.path, packages)
-    return start[0]
+    require_sound_start(dump_recipe(recipe), run.deepspeed_file.read_text(encoding="utf-8"), folder.path, packages)
 
 
-def _resolve(recipe: Recipe, run: _Run, start: _Start) -> Job:
+def _resolve(recipe: Recipe, run: _Run) -> Job:
     """What can be refused is refused here, not when a target has been loaded or hours have gone by."""
     console, evaluation, sizes = run.console, recipe.evaluation, recipe.parallelism
     stored = recipe.hidden_states.mode == "stored"
@@ -176,7 +161,7 @@ def _resolve(recipe: Recipe, run: _Run, start: _Start) -> Job:
     if evaluation.conversations:
         longest = longest_prompt(inputs.config.max_position_embeddings, evaluation.new_tokens, evaluation.draft_tokens)
         choose_prompts(inputs.held_out, evaluation.conversations, longest)
-    if start.continues:
+    if run.continues:
         run.on_first(lambda: run.folder.require_same_inputs(input_digests(inputs), console.warn))
     job = choose_draft(inputs, console)
     job.shape.check_parallel(sizes.tensor, sizes.ulysses)
@@ -187,17 +172,63 @@ def _resolve(recipe: Recipe, run: _Run, start: _Start) -> Job:
             f"model.aux_layers: {list(layers)} has the output of the target's last layer, which SGLang does not capture, so "
             "it will not serve this draft; name lower layers to serve it there"
         )
-    itemsize = getattr(torch, recipe.training.dtype).itemsize
-    require_room(run.folder.path, checkpoint_bytes(job.shape, sizes.tensor, itemsize))
+    dtype = getattr(torch, recipe.training.dtype)
+    require_room(run.folder.path, checkpoint_bytes(job.shape, sizes.tensor, dtype.itemsize))
     return job
 
 
+def _build_draft(job: Job, head: TargetHead, topology: Topology) -> Eagle3Draft:
+    """The draft with seeded weights or those of the warm start, and the target's embedding."""
+    wanted = job.recipe.model.draft
+    torch.manual_seed(job.recipe.training.seed)
+    draft = Eagle3Draft(job.shape, topology.modules, torch.float32)
+    if head.embedding.shape[1] != job.shape.hidden_size:
+        raise UserError(
+            f"recipe: model.draft.hidden_size is {job.shape.hidden_size} but the target's embedding has "
+            f"{head.embedding.shape[1]}; the draft uses that embedding: leave hidden_size out"
+        )
+    with torch.no_grad():
+        draft.embedding.weight.copy_(shard(head.embedding, draft.embedding.weight, topology.tensor))
+        if wanted.lm_head == "target":
+            if head.head is None:
+                raise SharedUserError(
+                    "model.draft.lm_head: 'target', but this target's lm_head is no plain matrix that a draft could begin "
+                    "with (quantised, or with a bias); set model.draft.lm_head=random"
+                )
+            draft.lm_head.weight.copy_(shard(_drafted_rows(job, head), draft.lm_head.weight, topology.tensor))
+    if wanted.init_from is None:
+        return draft
+    exported = read_exported(wanted.init_from)
+    if exported.config.window is not None and job.shape.window is None:
+        raise UserError(
+            f"{exported.origin}: has a window of {exported.config.window} keys, this run's draft full attention; set "
+            "model.draft.window to that, or to another number"
+        )
+    for name in job.shape.different_sizes(exported.config)[:1]:
+        remedy = f"set model.draft.config to {exported.origin}/config.json"
+        if name in ("hidden_size", "target_hidden_size", "vocab_size"):
+            remedy = "name the export of a draft for this target"
+        elif getattr(wanted, name, None) is not None:
+            remedy = f"leave out model.draft.{name}"
+        raise UserError(
+            f"{exported.origin}: {name} is {getattr(exported.config, name)!r}, this run's draft has "
+            f"{getattr(job.shape, name)!r}; {remedy}, or train without init_from"
+        )
+    load_weights(draft, exported, topology.tensor)
+    return draft
+
+
+def _drafted_rows(job: Job, head: TargetHead) -> Tensor:
+    """Of the target's lm_head, those of the draft vocabulary."""
+    return head.head[job.vocabulary.target_ids.to(head.head.device)]
+
+
 def _trainer(
-    job: Job, run: _Run, start: _Start, supply: HiddenStateSupply, draft: Eagle3Draft, engine_config: dict[str, Any]
+    job: Job, run: _Run, supply: HiddenStateSupply, draft: Eagle3Draft, engine_config: dict[str, Any]
 ) -> Trainer:
     """Put a run together: engine, loaders, checkpoints."""
     recipe, topology, console, (train, held_out) = job.recipe, run.topology, run.console, supply.samples
-    training, parallelism = recipe.training, recipe.parallelism
+    training, sizes = recipe.training, recipe.parallelism
     steps = training.max_steps or math.ceil(training.epochs * len(train) / training.global_batch_size)
     if training.profile and training.profile.start > steps:
         raise SharedUserError(
@@ -209,16 +240,15 @@ def _trainer(
             f"training.global_batch_size: {training.global_batch_size:,} samples a step, of {len(train):,} that there are: a step "
             "takes some of them again and again; lower it"
         )
-    memory = MemoryPlan(recipe.memory.recompute, recipe.memory.block_mib * 2**20)
-    if start.continues and written_otherwise(run.folder.checkpoints, dist.get_world_size(), topology.tensor.size()):
-        universal = {**engine_config.get("checkpoint", {}), "load_universal": True}
-        engine_config = engine_config | {"checkpoint": universal}
+    if run.continues and written_otherwise(run.folder.checkpoints, dist.get_world_size(), topology.tensor.size()):
+        engine_config = engine_config | {"checkpoint": {**engine_config.get("checkpoint", {}), "load_universal": True}}
     rates = scheduler(steps, training.warmup_fraction, training.final_learning_rate_fraction)
-    objective = DraftObjective(draft, topology, parallelism.ring_mode, memory)
+    memory = MemoryPlan(recipe.memory.recompute, recipe.memory.block_mib * 2**20)
+    objective = DraftObjective(draft, topology, sizes.ring_mode, memory)
     engine = start_engine(objective, topology, engine_config, rates)
     place = {
         "steps": training.ttt_steps,
-        "sharding": SequenceSharding(*(getattr(parallelism, name) for name in SHARDING)),
+        "sharding": SequenceSharding(sizes.ulysses, sizes.ring, sizes.layout, sizes.query_selection),
         "data": topology.data,
         "sequence": topology.sequence,
         "window": draft.draft_config.window,
@@ -234,9 +264,7 @@ def _trainer(
         batch_maker=_batch_maker(job, supply, draft, topology),
         train_loader=StreamLoader(train, supply.source, **place),
         held_out_loader=StreamLoader(held_out, supply.held_out_source, **place),
-        checkpoints=Checkpoints(
-            run.folder.checkpoints, training.keep_checkpoints, start.identity, console.warn, console
-        ),
+        checkpoints=Checkpoints(run.folder.checkpoints, training.keep_checkpoints, run.identity, console.warn, console),
         console=console,
         watchdog=run.watchdog,
         steps=steps,
@@ -244,39 +272,37 @@ def _trainer(
 
 
 def _batch_maker(job: Job, supply: HiddenStateSupply, draft: Eagle3Draft, topology: Topology) -> BatchMaker:
-    dtype, width, rank = draft.lm_head.weight.dtype, len(draft.lm_head.weight), topology.tensor.rank()
-    teacher_head = None  # where the teacher gives logits
-    if job.recipe.target.teacher == "hidden":
-        head = supply.head.head
-        rows = head[job.vocabulary.target_ids.to(head.device)]
-        teacher_head = shard(rows, draft.lm_head.weight, topology.tensor).to(topology.device, dtype)
+    own, rank, teacher_head = draft.lm_head.weight, topology.tensor.rank(), None
+    if job.recipe.target.teacher == "hidden":  # else the teacher gives logits
+        teacher_head = shard(_drafted_rows(job, supply.head), own, topology.tensor).to(topology.device, own.dtype)
     return BatchMaker(
         job.vocabulary.draft_ids,
         teacher_head,
-        dtype,
+        own.dtype,
         topology.device,
         job.recipe.memory.inputs,
         supply.head.transform,
-        slice(rank * width, (rank + 1) * width),
+        slice(rank * len(own), (rank + 1) * len(own)),
     )
 
 
-def _begin(job: Job, run: _Run, start: _Start, steps: int, memory_before: float) -> None:
+def _begin(job: Job, run: _Run, steps: int, memory_before: float) -> None:
     """Write down what the run is made of."""
     folder = run.folder
-    folder.begin(job.recipe, start.continues, start.identity, input_digests(job), run.console)
+    folder.begin(job.recipe, run.continues, run.identity, input_digests(job), run.console)
     with writing(folder.vocabulary, "free space, or set output.dir to another place"):
         save_vocabulary(job.vocabulary, folder.vocabulary)
     try:
-        described = describe_run(
-            job,
-            run.deepspeed_file,
-            device=run.topology.device,
-            steps=steps,
-            continues=start.continues,
-            memory_before=memory_before,
+        folder.write_run(
+            describe_run(
+                job,
+                run.deepspeed_file,
+                device=run.topology.device,
+                steps=steps,
+                continues=run.continues,
+                memory_before=memory_before,
+            )
         )
-        folder.write_run(described)
     except Exception as error:  # of use to the report alone: no reason for a run not to start
         run.console.warn(f"{folder.run}: not written, so the report will lack it ({error!r})")
 
@@ -305,17 +331,21 @@ def _export(job: Job, run: _Run, step: int, draft: Eagle3Draft) -> None:
         run.on_first(write)
 
 
-def _judge(job: Job, run: _Run, target: TransformersTarget | None) -> bool:
+def _judge(job: Job, run: _Run, target: TransformersTarget | None, finish: Finish) -> bool:
     """Whether speculative decoding with the export was lossless, as far as the recipe wants to know."""
     folder, console = run.folder, run.console
-    if job.recipe.output.check_export:
-        _check(folder.export, console)
-    if not job.recipe.evaluation.conversations:
-        return True
-    judgement = judge(job, target, folder.export, run.topology, console)
-    folder.claim.require()
-    folder.write_evaluation(judgement.as_dict())
-    return judgement.trained.lossless
+    try:
+        if job.recipe.output.check_export:
+            _check(folder.export, console)
+        if not job.recipe.evaluation.conversations:
+            return True
+        judgement = judge(job, target, folder.export, run.topology, console)
+        folder.claim.require()
+        folder.write_evaluation(judgement.as_dict())
+        return judgement.trained.lossless
+    finally:
+        finish(folder.path, console)
+        run.watchdog.first_is_done()
 
 
 def _check(exported: Path, console: Console) -> None:

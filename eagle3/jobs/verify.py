@@ -77,36 +77,31 @@ def run_case(
     draft = Eagle3Draft(case.draft.config, topology.modules, dtype)
     load_weights(draft, case.draft, topology.tensor)
     objective = DraftObjective(draft, topology, ring_mode, memory).to(topology.device)
-    through_engine = dtype != torch.float64
-    ranks = topology.data.size()
-    if through_engine:
-        training = Training(
-            global_batch_size=ranks,
-            gradient_clipping=0.0,
-            dtype="bfloat16" if dtype == torch.bfloat16 else "float32",
-        )
-        engine = start_engine(objective, topology, deepspeed_config(deepspeed_file, training, ranks))
     batch = _micro_batch(case, topology, steps, sharding, draft.lm_head.weight)
-    padded = case.inputs["attention_mask"].numel()
-    config = LossConfig(normalization="tokens")
+    config, ranks = LossConfig(normalization="tokens"), topology.data.size()
     counts = BatchCounts(batch.counted(), batch.supervised.sum(1).cpu(), 0)
-    counts = sum_counts(counts, topology.batch, topology.device)._replace(tokens=padded)
-    run = engine if through_engine else objective
-    distilled = run(batch, step_weights(config, counts, None))
-    if through_engine:
-        engine.backward(distilled.surrogate * gradient_scale(ranks, accumulation=1))
-        gradients = full_gradients(draft)
-    else:
+    counts = sum_counts(counts, topology.batch, topology.device)
+    counts = counts._replace(tokens=case.inputs["attention_mask"].numel())
+    weights = step_weights(config, counts, None)
+    if dtype == torch.float64:
+        distilled = objective(batch, weights)
         distilled.surrogate.backward()
         gradients = {name: p.grad for name, p in draft.named_parameters() if p.requires_grad}
         for gradient in gradients.values():
             dist.all_reduce(gradient, group=topology.batch)
+    else:
+        precision = "bfloat16" if dtype == torch.bfloat16 else "float32"
+        training = Training(global_batch_size=ranks, gradient_clipping=0.0, dtype=precision)
+        engine = start_engine(objective, topology, deepspeed_config(deepspeed_file, training, ranks))
+        distilled = engine(batch, weights)
+        engine.backward(distilled.surrogate * gradient_scale(ranks, accumulation=1))
+        gradients = full_gradients(draft)
     metrics = batch_metrics(config, sum_sums(distilled.sums, topology.batch), counts)
-    supervised = counts.supervised.double()
+    accuracy, supervised = torch.tensor(metrics.accuracy, dtype=torch.float64), counts.supervised.double()
     actual = {
         "loss": torch.tensor([metrics.loss], dtype=torch.float64),
         "ploss": torch.tensor(metrics.step_losses, dtype=torch.float64),
-        "acc_correct": torch.tensor(metrics.accuracy, dtype=torch.float64) * supervised.clamp(min=1),
+        "acc_correct": accuracy * supervised.clamp(min=1),
         "acc_denom": supervised,
         "acceptance_rate": torch.tensor(metrics.acceptance_rate, dtype=torch.float64),
         "position_count": counts.counted.double(),
@@ -129,13 +124,11 @@ def relative_errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> d
 
     A tensor that is absent, misshapen or not finite counts as infinitely wrong.
     """
-    errors = {}
+    errors = dict.fromkeys(expected, float("inf"))
     for name, wanted in expected.items():
         found, wanted = actual.get(name), wanted.double()
-        if found is None or found.shape != wanted.shape or not bool(found.isfinite().all()):
-            errors[name] = float("inf")
-            continue
-        errors[name] = float((found.double() - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30))
+        if found is not None and found.shape == wanted.shape and bool(found.isfinite().all()):
+            errors[name] = float((found.double() - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30))
     names = [name for name in expected if name.startswith("grad.")]
     if names and all(name in actual for name in names):
         norms = [sum(float(side[name].double().square().sum()) for name in names) ** 0.5 for side in (actual, expected)]
@@ -147,24 +140,16 @@ def _micro_batch(
     case: GoldenCase, topology: Topology, steps: int, sharding: SequenceSharding, lm_head: Tensor
 ) -> MicroBatch:
     """This rank's part of its stream, for a draft whose (part of the) lm_head is `lm_head`."""
-    dtype = lm_head.dtype
-    tensors, vocabulary = case.inputs, DraftVocabulary(case.draft.d2t, case.draft.t2d)
-    real = tensors["attention_mask"].bool()
-    mine = [row for row in range(len(real)) if row % topology.data.size() == topology.data.rank()]
-    if mine:
-        stream = Stream.pack(
-            [tensors["input_ids"][row][real[row]] for row in mine],
-            [tensors["loss_mask"][row][real[row]] for row in mine],
-        )
-    else:  # more ranks than documents: one token that nothing supervises
-        mine, real = [0], torch.zeros_like(real)
+    dtype, vocabulary = lm_head.dtype, DraftVocabulary(case.draft.d2t, case.draft.t2d)
+    ids, loss_mask, real, aux, last, head = (case.inputs[name] for name in INPUTS)
+    real, mine = real.bool(), range(topology.data.rank(), len(real), topology.data.size())
+    if not mine:  # more ranks than documents: one token that nothing supervises
+        mine, loss_mask, real = [0], torch.zeros_like(loss_mask), torch.zeros_like(real)
         real[0, 0] = True
-        stream = Stream.pack([tensors["input_ids"][0][:1]], [torch.zeros(1, dtype=torch.bool)])
-    aux, last = (
-        torch.cat([tensors[name][row][real[row]] for row in mine]) for name in ("aux_hidden_state", "hidden_state")
-    )
+    ids, loss_mask, aux, last = ([of[row][real[row]] for row in mine] for of in (ids, loss_mask, aux, last))
+    stream, aux, last = Stream.pack(ids, loss_mask), torch.cat(aux), torch.cat(last)
     plan = plan_sequence(stream, steps, sharding, topology.sequence.rank(), case.draft.config.window)
-    head, exact = tensors["lm_head_weight"], torch.promote_types(dtype, torch.float32)  # as a capture would have it
+    exact = torch.promote_types(dtype, torch.float32)  # as a capture would have it
     teacher = summarize_teacher(last[plan.teacher].to(exact), head.to(exact))
     shown = shard(head[vocabulary.target_ids], lm_head, topology.tensor).to(topology.device, dtype)
     maker = BatchMaker(vocabulary.draft_ids, shown, dtype, topology.device)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from eagle3.console import Console
+from eagle3.console import tell_error
 from eagle3.errors import UserError, first_sentence
 from eagle3.parallel.topology import Topology, is_broken, patient
 from eagle3.parallel.watchdog import Watchdog
@@ -17,7 +17,6 @@ from eagle3.training.stopping import RunStopped
 @contextmanager
 def watched(
     topology: Topology,
-    console: Console,
     *,
     hang_minutes: float | None,
     patience: datetime.timedelta,
@@ -34,7 +33,7 @@ def watched(
         port=int(os.environ["MASTER_PORT"]),
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         hang_seconds=hang_minutes and 60 * hang_minutes,
-        report=lambda verdict: console.fail(f"{verdict}; see its own last words, and {advice}"),
+        report=lambda verdict: tell_error(f"{verdict}; see its own last words, and {advice}"),
     )
     with watchdog, patient(topology, patience):
         try:

@@ -21,7 +21,7 @@ from places import LAUNCHERS
 from processes import begin_ranks
 
 import eagle3.jobs.capture
-import eagle3.jobs.layout
+import eagle3.jobs.plan
 import eagle3.jobs.train  # noqa: F401
 
 # What the launchers import, so that the processes need not.

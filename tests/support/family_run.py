@@ -31,7 +31,7 @@ def run_recipe(name: str, target: Path, folder: Path, topology: Topology) -> Rec
     assert len(job.train) + len(job.held_out) == len(conversations())
     wanted = wanted_samples((job.train, job.held_out))
     console = Console(topology.is_first)
-    with watched_capture(recipe, topology, console) as watchdog:
+    with watched_capture(recipe, topology) as watchdog:
         fill(job, wanted, Part(0, 1), topology, console, watchdog)
     train(recipe, ZERO2, topology)
     return recipe

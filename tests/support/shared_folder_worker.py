@@ -22,7 +22,7 @@ from typing import NamedTuple
 from places import LAUNCHERS
 from processes import begin_ranks
 
-import eagle3.jobs.layout
+import eagle3.jobs.plan
 import eagle3.jobs.train  # noqa: F401
 
 # What train.py imports while it runs: here once, for all forks.

@@ -15,6 +15,7 @@ from places import ROOT
 from prepare_cases import OPTIONS, byte_tokenizer, prepare
 from tiny_run import conversations, make_target, write_recipe
 
+from eagle3.console import Warned
 from eagle3.errors import SharedUserError, UserError
 from eagle3.evaluation.prompts import read_prompts
 from eagle3.parallel.topology import agreed
@@ -294,7 +295,7 @@ def test_a_recipe_hears_of_both(tmp_path, topology):
     assert len(inputs.train) + len(inputs.held_out) == 12
     assert any("12 of 13 samples" in line and line.endswith("; 1 dropped") for line in said)
     assert f"training data: 1 dropped: malformed row (not an object) (first {data}:13)" in said
-    assert "warning: training data: 1 answer is empty: only the end of the turn is supervised there" in said
+    assert Warned("training data: 1 answer is empty: only the end of the turn is supervised there") in said
 
 
 def test_a_judge_with_held_out_data_of_its_own_does_not_mind_malformed_training_rows(tmp_path, topology):
