@@ -192,8 +192,8 @@ def tell(line: str, *, lead: str = "", colour: str | None = None, stream: TextIO
 
 def tell_error(line: str, lead: str = "") -> None:
     """On stderr, `lead` or `error:` in front; in one line on a terminal, too, for what it names is there to be copied."""
-    text = f"{lead or painted('error:', RED, sys.stderr)} {without_passwords(line)}\n"
-    sys.stderr.write(text)  # in one piece: the other ranks may speak, too
+    # in one piece: the other ranks may speak, too
+    sys.stderr.write(f"{lead or painted('error:', RED, sys.stderr)} {without_passwords(line)}\n")
     sys.stderr.flush()
 
 

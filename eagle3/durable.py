@@ -65,18 +65,26 @@ def write_text(path: Path, text: str, private: bool = False) -> None:
     write_bytes(path, text.encode("utf-8"), private)
 
 
-def write_bytes(path: Path, content: bytes, private: bool = False) -> None:
-    """As `write_text`."""
+def replace_text(path: Path, text: str) -> Path | None:
+    """As `write_text`, but a file that is there is moved aside, once `text` is on disk; returns where to."""
+    return write_bytes(path, text.encode("utf-8"), aside=True)
+
+
+def write_bytes(path: Path, content: bytes, private: bool = False, aside: bool = False) -> Path | None:
+    """As `write_text`, and with `aside` as `replace_text`."""
     partial = path.with_name(path.name + ".partial")
     try:
         with partial.open("wb") as file:
             if private:
                 os.fchmod(file.fileno(), 0o600)  # before there is anything to read
             file.write(content)
+        flush(partial)
+        moved = move_aside(path) if aside and path.exists() else None
         publish(partial, path)
     except OSError:
         partial.unlink(missing_ok=True)
         raise
+    return moved
 
 
 def create_text(path: Path, text: str) -> None:
@@ -91,20 +99,6 @@ def create_text(path: Path, text: str) -> None:
     finally:
         temporary.unlink(missing_ok=True)
     flush(path.parent)
-
-
-def replace_text(path: Path, text: str) -> Path | None:
-    """As `write_text`, but a file that is there is moved aside, once `text` is on disk; returns where to."""
-    partial = path.with_name(path.name + ".partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        flush(partial)
-        aside = move_aside(path) if path.exists() else None
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
-    publish(partial, path)
-    return aside
 
 
 def publish(partial: Path, path: Path) -> None:

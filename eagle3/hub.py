@@ -17,8 +17,7 @@ def require_target_folder(name: str) -> None:
     """Raises UserError for the path of a folder that is not there, or of a file."""
     if Path(name).is_file():
         raise UserError(f"target {name!r}: is a file; name its folder, or a hub id, in model.target")
-    looks_like_path = name.startswith(("/", ".", "~")) or name.count("/") > 1
-    if looks_like_path and not Path(name).is_dir():
+    if (name.startswith(("/", ".", "~")) or name.count("/") > 1) and not Path(name).is_dir():
         raise UserError(f"target {name!r}: no such folder; name a checkpoint's folder or a hub id in model.target")
 
 

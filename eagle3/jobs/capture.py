@@ -1,7 +1,6 @@
 """From a recipe to a filled hidden-state store: each process captures its share of what is missing; what is damaged goes."""
 
 import datetime
-import os
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -30,13 +29,7 @@ PATIENCE = datetime.timedelta(days=7)
 MOST_LINES = 20
 
 
-def verify(
-    job: Job,
-    wanted: dict[str, Wanted],
-    console: Console,
-    repair: bool,
-    bind: bool,
-) -> bool:
+def verify(job: Job, wanted: dict[str, Wanted], console: Console, repair: bool, bind: bool) -> bool:
     """Say what is wrong with the store; where asked, take it out, or, where nothing is wrong, bind the shards of older
     versions to it. True where nothing is."""
     path = job.recipe.hidden_states.path
@@ -104,12 +97,7 @@ class ShareCourse:
 
 
 def fill(
-    job: Job,
-    wanted: dict[str, Wanted],
-    part: Part,
-    topology: Topology,
-    console: Console,
-    watchdog: Watchdog,
+    job: Job, wanted: dict[str, Wanted], part: Part, topology: Topology, console: Console, watchdog: Watchdog
 ) -> None:
     """Capture what the store lacks of this job's part; over when every rank has its share."""
     path, sequence = job.recipe.hidden_states.path, topology.sequence
@@ -150,8 +138,7 @@ def _capture_by_sglang(
         return
     course = ShareCourse(len(samples), sum(one.tokens for one in samples), console, watchdog.at)
     watchdog.at("starting SGLang")
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    with capture_target(job, local_rank, topology.batch.size(), console) as target, watchdog.watching():
+    with capture_target(job, topology.batch.size(), console) as target, watchdog.watching():
         capture_arriving(target, samples, writer, course)
 
 

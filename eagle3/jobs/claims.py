@@ -51,5 +51,5 @@ def recipes_table(folder: Path) -> str:
         target = load_recipe(folder / f"{name}.yaml").model.target
         rows.append([f"[`{name}.yaml`](recipes/{name}.yaml)", target, f"{claims.rope}; {claims.context:,}", *marks])
     lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
-    numbered = [f"{number}. {reason}" for number, reason in enumerate(reasons, 1)]
-    return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:], "", "Why not:", "", *numbered])
+    lines += ["", "Why not:", "", *(f"{number}. {reason}" for number, reason in enumerate(reasons, 1))]
+    return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])

@@ -29,6 +29,7 @@ from eagle3.text.samples import SampleSet
 GIB = 2**30
 BINS = 24  # of the histogram of sample lengths
 WIDE = 16  # times the shortest sample: from here on the bins are equal on a logarithmic scale
+PREPARED = ("rows", "kept", "truncated", "dropped", "kinds", "empty_answers")
 SHOWN = (*PACKAGES, "eagle3-recipes", "tokenizers", "numpy", "sglang")
 
 
@@ -117,15 +118,14 @@ def _histogram(lengths: np.ndarray) -> dict[str, list[float]] | None:
     if not len(lengths):
         return None
     low, high = max(1, int(lengths.min())), int(lengths.max()) + 1
-    edges = np.geomspace(low, high, BINS + 1) if high >= WIDE * low else np.linspace(low, high, BINS + 1)
+    edges = (np.geomspace if high >= WIDE * low else np.linspace)(low, high, BINS + 1)
     counts, edges = np.histogram(lengths, edges)
     return {"edges": [round(float(edge), 2) for edge in edges], "counts": counts.tolist()}
 
 
 def _prepared(summary: Summary | None) -> dict[str, Any] | None:
     """What was read, left out (and by which kind of reason) and truncated, and how many answers are empty (None: not counted)."""
-    names = ("rows", "kept", "truncated", "dropped", "kinds", "empty_answers")
-    return summary and {name: getattr(summary, name) for name in names}
+    return summary and {name: getattr(summary, name) for name in PREPARED}
 
 
 def estimate_memory(

@@ -49,7 +49,7 @@ def judge(
     greedily. Raises UserError for what the user can mend, memory that does not suffice among it.
     """
     decoding = decoding or decoding_of(inputs.recipe)
-    prompts = _prompts_to_judge(inputs, prompts_file, decoding.draft_tokens)
+    prompts = prompts_to_judge(inputs, prompts_file, decoding.draft_tokens)
     try:
         target = target or _target_of(inputs, exported, topology, console)
         console(f"decoding {len(prompts)} {'prompts' if prompts_file else 'held-out conversations'} speculatively")
@@ -123,7 +123,7 @@ def judge_served(
     check_belongs(draft, exported, config.vocab_size, config.hidden_size)
     require_captured(draft.aux_layers or inputs.aux_layers, config.num_hidden_layers)
     room = max(tree.tokens, CONTEXT_RESERVE)
-    prompts = _prompts_to_judge(inputs, prompts_file, room)
+    prompts = prompts_to_judge(inputs, prompts_file, room)
     options = engine_options(inputs)
     if options.kv_tokens is None and not torch.cuda.is_available():  # else SGLang takes the memory of everything else
         most = max(map(len, prompts)) + wanted.new_tokens + room
@@ -153,8 +153,9 @@ def _target_of(inputs: Inputs, exported: Path, topology: Topology, console: Cons
         return start_target(inputs, topology.device, DraftVocabulary(d2t=draft.d2t, t2d=draft.t2d))
 
 
-def _prompts_to_judge(inputs: Inputs, file: Path | None, room: int) -> list[Tensor]:
-    """room: tokens of the target's context that a prompt must leave beside those of the answer."""
+def prompts_to_judge(inputs: Inputs, file: Path | None, room: int) -> list[Tensor]:
+    """Held-out conversations, or those of a file. room: tokens of the target's context that a prompt must leave beside those of
+    the answer. Raises UserError where there are none."""
     wanted = inputs.recipe.evaluation
     longest = longest_prompt(inputs.config.max_position_embeddings, wanted.new_tokens, room)
     if file is None:

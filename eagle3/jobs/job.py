@@ -54,8 +54,7 @@ class Prospect:
         config = config or target_config(
             model.target, revision=model.revision, trust_remote_code=model.trust_remote_code
         )
-        drafted = drafted_tokens(model.draft.vocab_size, config.vocab_size)
-        return cls(recipe, config, _shape_draft(recipe, config, config.vocab_size, drafted))
+        return cls(recipe, config, _shape_draft(recipe, config))
 
 
 @dataclass(frozen=True)
@@ -275,15 +274,16 @@ def choose_draft(inputs: Inputs, say: Say) -> Job:
         raise UserError(
             f"model.draft.vocab_size: {draft.vocab_size}, but {origin} has {chosen.size} draft tokens; leave vocab_size out"
         )
-    if share is None:
-        share = coverage(inputs.train, chosen, say)
+    share = coverage(inputs.train, chosen, say) if share is None else share
     say(f"draft vocabulary: {chosen.size} of {target_vocab_size} tokens ({origin}), {share:.2%} of supervised tokens")
-    shape = _shape_draft(inputs.recipe, inputs.config, len(chosen.t2d), chosen.size)
-    return Job.grown(inputs, vocabulary=chosen, coverage=share, shape=shape)
+    return Job.grown(
+        inputs, vocabulary=chosen, coverage=share, shape=_shape_draft(inputs.recipe, inputs.config, chosen)
+    )
 
 
-def _shape_draft(recipe: Recipe, target: PretrainedConfig, vocab_size: int, draft_vocab_size: int) -> DraftConfig:
-    """The draft's shape: model.draft.config, or the target's; single fields of model.draft win."""
+def _shape_draft(recipe: Recipe, target: PretrainedConfig, vocabulary: DraftVocabulary | None = None) -> DraftConfig:
+    """The draft's shape: model.draft.config, or the target's; single fields of model.draft win. vocabulary: where it is
+    chosen already."""
     wanted = recipe.model.draft
     changes = {name: getattr(wanted, name) for name in SHAPE}
     if wanted.rope_parameters is not None:
@@ -293,9 +293,9 @@ def _shape_draft(recipe: Recipe, target: PretrainedConfig, vocab_size: int, draf
         changes = {name: getattr(given, name) if value is None else value for name, value in changes.items()}
     shape = derive_draft(
         target,
-        draft_vocab_size=draft_vocab_size,
+        draft_vocab_size=vocabulary.size if vocabulary else drafted_tokens(wanted.vocab_size, target.vocab_size),
         aux_layers=_aux_layers(recipe, target),
-        vocab_size=vocab_size,
+        vocab_size=len(vocabulary.t2d) if vocabulary else target.vocab_size,
         fc_norm=wanted.fc_norm,
         norm_output=wanted.norm_output,
         **changes,

@@ -156,8 +156,8 @@ def findings(recipe: Recipe, facts: TargetFacts, deepspeed_file: Path) -> str:
     shown = [line for line in lines for line in textwrap.wrap(line, WIDTH, subsequent_indent="  ")]
     for gpus in GPUS:
         for tokens in contexts:
-            fitted = _fitting(recipe, facts, gpus, PlannedStream(tokens, 1, 1.0), deepspeed_file)
-            shown.append(f"  {gpus:3d} GPUs {tokens:>9,} tokens: {_layout(fitted)}{beyond if tokens > context else ''}")
+            layout = _layout(_fitting(recipe, facts, gpus, PlannedStream(tokens, 1, 1.0), deepspeed_file))
+            shown.append(f"  {gpus:3d} GPUs {tokens:>9,} tokens: {layout}{beyond * (tokens > context)}")
         if contexts == CONTEXTS:
             largest = longest_of_any_layout(planned(recipe, facts, gpus, deepspeed_file), gpus, 1.0, USABLE)
             most = "more than the planner looks for" if largest is None else f"{largest:,} tokens"

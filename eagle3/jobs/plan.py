@@ -190,12 +190,12 @@ def written(report: dict) -> str:
             f"{best['tokens']:,} tokens",
             "  " + overrides(best),
         ]
-    of = f"{stream['documents']} documents, " if stream["documents"] > 1 else ""
+    documents = f"{stream['documents']} documents, " * (stream["documents"] > 1)
     lines = [
         f"draft: hidden {draft['hidden_size']}, MLP {draft['intermediate_size']}, {draft['num_attention_heads']} heads "
         f"({draft['num_key_value_heads']} of keys) of {draft['head_dim']}, draft vocabulary {draft['draft_vocab_size']}, "
         + ("full attention" if draft["window"] is None else f"a window of {draft['window']:,} keys"),
-        f"stream: {stream['tokens']:,} tokens ({of}{100 * stream['supervised']:.3g}% supervised)",
+        f"stream: {stream['tokens']:,} tokens ({documents}{100 * stream['supervised']:.3g}% supervised)",
         f"layout: {in_words(report['layout'])}",
         "memory of a rank:",
         *(

@@ -181,7 +181,7 @@ def _require_servers(job: Job) -> None:
 
 
 @contextmanager
-def capture_target(job: Job, local_rank: int, processes: int, say: Say) -> Iterator[SGLangTarget]:
+def capture_target(job: Job, processes: int, say: Say) -> Iterator[SGLangTarget]:
     """A target for one of a capture's `processes`: the recipe's servers, or an engine of its own, on the next free GPUs."""
     settings, wanted, engine = hook_settings(job), job.recipe.target, None
     most = round(wanted.spool_gib * 2**30 / processes)
@@ -192,7 +192,7 @@ def capture_target(job: Job, local_rank: int, processes: int, say: Say) -> Itera
         if urls:
             _require_servers(job)
         else:
-            engine = SGLangServer(*_capture_engine(job), _devices(local_rank, wanted.tensor), say)
+            engine = SGLangServer(*_capture_engine(job), _devices(wanted.tensor), say)
             urls = [stack.enter_context(engine).url]
         servers = Servers(urls, spool.path, wanted.in_flight, say)
         producer = stack.enter_context(closing(Producer(servers, spool, most, readers=0)))
@@ -207,11 +207,11 @@ def capture_target(job: Job, local_rank: int, processes: int, say: Say) -> Itera
             ) from error
 
 
-def _devices(local_rank: int, tensor: int) -> str | None:
+def _devices(tensor: int) -> str | None:
     """GPUs of this process's engine; None on a machine without."""
     if not torch.cuda.is_available():
         return None
-    count = torch.cuda.device_count()
+    count, local_rank = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", "0"))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
     own = visible[local_rank * tensor :][:tensor]
     if len(own) < tensor:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,9 +19,8 @@ from eagle3.draft.model import Eagle3Draft
 from eagle3.durable import writing
 from eagle3.errors import SharedUserError, UserError
 from eagle3.evaluation.export_check import NotChecked, NotInstalled, check_export
-from eagle3.evaluation.judge import choose_prompts, longest_prompt
 from eagle3.jobs.description import describe_run
-from eagle3.jobs.evaluate import judge
+from eagle3.jobs.evaluate import judge, prompts_to_judge
 from eagle3.jobs.job import Job, choose_draft, find_target, gather_inputs
 from eagle3.jobs.provenance import input_digests, require_fitting_settings, require_fitting_store
 from eagle3.jobs.supply import HiddenStateSupply, hidden_state_supply
@@ -47,7 +46,6 @@ from eagle3.training.tracking import memory_gib, require_account
 from eagle3.training.trainer import Trainer
 from eagle3.training.watched import watched
 
-Answer = TypeVar("Answer")
 Finish = Callable[[Path, Console], None]
 PATIENCE = datetime.timedelta(minutes=30)  # of collectives, as torch's own
 
@@ -65,7 +63,7 @@ class _Run:
     continues: bool = False
     identity: str = ""
 
-    def on_first(self, work: Callable[[], Answer]) -> Answer | None:
+    def on_first(self, work: Callable[[], Any]) -> Any:
         """Collective. Work of the first rank alone; what it refuses, every rank raises."""
         return agreed(work if self.topology.is_first else None)
 
@@ -159,8 +157,7 @@ def _resolve(recipe: Recipe, run: _Run) -> Job:
         run.on_first(lambda: require_fitting_store(known))
     inputs = gather_inputs(known, console)
     if evaluation.conversations:
-        longest = longest_prompt(inputs.config.max_position_embeddings, evaluation.new_tokens, evaluation.draft_tokens)
-        choose_prompts(inputs.held_out, evaluation.conversations, longest)
+        prompts_to_judge(inputs, None, evaluation.draft_tokens)
     if run.continues:
         run.on_first(lambda: run.folder.require_same_inputs(input_digests(inputs), console.warn))
     job = choose_draft(inputs, console)

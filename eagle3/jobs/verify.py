@@ -106,17 +106,15 @@ def run_case(
         "acceptance_rate": torch.tensor(metrics.acceptance_rate, dtype=torch.float64),
         "position_count": counts.counted.double(),
     }
-    named = exported_tensors(whole_tensors(gradients, draft, topology.tensor))
-    return actual | {f"grad.{name}": gradient.cpu().contiguous() for name, gradient in named.items()}
+    gradients = exported_tensors(whole_tensors(gradients, draft, topology.tensor))
+    return actual | {f"grad.{name}": gradient.cpu().contiguous() for name, gradient in gradients.items()}
 
 
 def tolerance(name: str, dtype: torch.dtype) -> float:
     """What the arithmetic of `dtype` may change in the tensor `name` (or in the gradients' joint norm)."""
     if dtype == torch.bfloat16 and name == "acc_correct":
         return float("inf")  # a count of argmaxes: it jumps where two logits are closer than bf16 resolves
-    if dtype == torch.bfloat16 and name.startswith("grad."):
-        return BFLOAT16_GRADIENTS
-    return TOLERANCES[dtype]
+    return BFLOAT16_GRADIENTS if dtype == torch.bfloat16 and name.startswith("grad.") else TOLERANCES[dtype]
 
 
 def relative_errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
@@ -151,6 +149,6 @@ def _micro_batch(
     plan = plan_sequence(stream, steps, sharding, topology.sequence.rank(), case.draft.config.window)
     exact = torch.promote_types(dtype, torch.float32)  # as a capture would have it
     teacher = summarize_teacher(last[plan.teacher].to(exact), head.to(exact))
+    rows = Rows(aux[plan.rows], LastHidden(last[plan.teacher], *teacher))
     shown = shard(head[vocabulary.target_ids], lm_head, topology.tensor).to(topology.device, dtype)
-    maker = BatchMaker(vocabulary.draft_ids, shown, dtype, topology.device)
-    return maker.micro_batch(stream, plan, Rows(aux[plan.rows], LastHidden(last[plan.teacher], *teacher)))
+    return BatchMaker(vocabulary.draft_ids, shown, dtype, topology.device).micro_batch(stream, plan, rows)

@@ -60,8 +60,8 @@ def checked_recipe(values: dict, origin: Path | str, overrides: Sequence[str] = 
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
-        found = error.errors()  # an unknown key first: it may be what is missing, misspelt
-        problem = min(found, key=lambda one: one["type"] != "extra_forbidden")
+        # an unknown key first: it may be what is missing, misspelt
+        problem = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
         blamed = [override for override in overrides if _may_cause(problem, override.partition("=")[0])]
         where, what = (f"command line: {shown(blamed[-1])}", "override") if blamed else (origin, "recipe")
         raise SharedUserError(_explain(where, problem, f"fix the {what}")) from error
