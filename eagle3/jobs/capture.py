@@ -109,7 +109,7 @@ def fill(
             lambda: StoreWriter(
                 path,
                 provenance(job),
-                store_encoding(job.prospect),
+                store_encoding(job),
                 record=capture_record(job),
                 part=alone,
                 shard_tokens=job.recipe.hidden_states.shard_tokens,

@@ -137,7 +137,7 @@ def estimate_memory(
     estimate_gib is None, and `why` says so, where the planner refuses the layout.
     """
     try:
-        planned = planned_step(job.prospect, processes, deepspeed_file, packed=True)
+        planned = planned_step(job, processes, deepspeed_file, packed=True)
     except UserError as refusal:
         return {"estimate_gib": None, "why": str(refusal)}
     planned = dataclasses.replace(planned, device=device.type)

@@ -39,22 +39,21 @@ SHAPE = (
 
 @dataclass(frozen=True)
 class Prospect:
-    """What a recipe comes to as far as its target's config tells. config: of the language part. shape: the draft's."""
+    """What a recipe comes to as far as its target's config tells, which a Job knows too. shape: the draft's."""
 
     recipe: Recipe
-    config: PretrainedConfig
     shape: DraftConfig
 
     @classmethod
     def of(cls, recipe: Recipe, config: PretrainedConfig | None = None) -> "Prospect":
-        """config: where it is known; else it is read, or, of `demo`, made as the quickstart will. Raises UserError."""
+        """config: of the target's language part, where it is known; else it is read, or, of `demo`, made as the quickstart will. Raises UserError."""
         model = recipe.model
         if config is None and model.target == "demo":
             config = LlamaConfig(**demo_shape(model.demo))
         config = config or target_config(
             model.target, revision=model.revision, trust_remote_code=model.trust_remote_code
         )
-        return cls(recipe, config, _shape_draft(recipe, config))
+        return cls(recipe, _shape_draft(recipe, config))
 
 
 @dataclass(frozen=True)
@@ -110,10 +109,6 @@ class Job(Inputs):
     vocabulary: DraftVocabulary
     coverage: float
     shape: DraftConfig
-
-    @property
-    def prospect(self) -> Prospect:
-        return Prospect(self.recipe, self.config, self.shape)
 
 
 def _first_on_a_node(work: Callable[..., Answer]) -> Callable[..., Answer]:

@@ -8,7 +8,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from eagle3.console import data_size
 from eagle3.errors import UserError
-from eagle3.jobs.job import Prospect, find_target
+from eagle3.jobs.job import Job, Prospect, find_target
 from eagle3.jobs.provenance import require_fitting_settings, require_fitting_store, store_encoding
 from eagle3.objective.model import MemoryPlan
 from eagle3.parallel.sizes import check_sizes, read_job_size
@@ -50,7 +50,7 @@ def check_layout(recipe: Recipe, deepspeed_file: Path, job: str) -> str:
     )
 
 
-def planned_step(prospect: Prospect, gpus: int, deepspeed_file: Path, packed: bool) -> Planned:
+def planned_step(prospect: Prospect | Job, gpus: int, deepspeed_file: Path, packed: bool) -> Planned:
     """One micro-batch on `gpus`. packed: plan the streams that the recipe's batch makes, so that the batch has to be one that
     can be dealt. Raises UserError for a layout that cannot be."""
     recipe, draft = prospect.recipe, prospect.shape

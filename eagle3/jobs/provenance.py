@@ -2,6 +2,7 @@
 
 import datetime
 import hashlib
+from typing import Any
 
 from eagle3.jobs.job import Inputs, Job, KnownTarget, Prospect, draft_window
 from eagle3.preflight.sameness import ABSENT, versions
@@ -14,14 +15,14 @@ from eagle3.text.spans import Spans
 
 def target_provenance(known: KnownTarget) -> Provenance:
     """What a target's hidden states of a conversation depend on."""
-    template = known.chat_template or known.tokenizer.chat_template or ""
+    template = str(known.chat_template or known.tokenizer.chat_template or "")
     tokenizer = known.tokenizer.backend_tokenizer.to_str()
     return {
         "target": known.fingerprint,
         "target_dtype": known.recipe.model.target_dtype,
         "aux_layers": list(known.aux_layers),
         "tokenizer": hashlib.sha256(tokenizer.encode()).hexdigest()[:32],
-        "chat_template": hashlib.sha256(str(template).encode()).hexdigest()[:32],
+        "chat_template": hashlib.sha256(template.encode()).hexdigest()[:32],
     }
 
 
@@ -69,25 +70,20 @@ def _compare(path: str, expected: Provenance) -> None:
     read_own_manifest(files, {**read_manifest(files).provenance, **expected})
 
 
-def _written(recipe: Recipe) -> dict[str, str | int]:
-    """What a store says of itself beside what its hidden states depend on."""
-    hidden = recipe.hidden_states
-    return {"codec": hidden.codec, "dtype": hidden.dtype, **_rows_needed(recipe)}
+def _written(recipe: Recipe) -> dict[str, Any]:
+    """What a store says of itself beside what its hidden states depend on: how rows are written and, unless training may read
+    all, which."""
+    hidden, window = recipe.hidden_states, draft_window(recipe.model.draft)
+    every_row = window is None or recipe.parallelism.query_selection == "all"
+    rows = {} if every_row else {"window": window, "ttt_steps": recipe.training.ttt_steps}
+    return {"codec": hidden.codec, "dtype": hidden.dtype, **rows}
 
 
-def _rows_needed(recipe: Recipe) -> dict[str, int]:
-    """What says which rows of a sample training reads: nothing where it may read all."""
-    window = draft_window(recipe.model.draft)
-    if window is None or recipe.parallelism.query_selection == "all":
-        return {}
-    return {"window": window, "ttt_steps": recipe.training.ttt_steps}
-
-
-def store_encoding(prospect: Prospect) -> Encoding:
+def store_encoding(prospect: Prospect | Job) -> Encoding:
     """How a store for it is written."""
-    recipe, shape, hidden = prospect.recipe, prospect.shape, prospect.recipe.hidden_states
+    recipe, shape = prospect.recipe, prospect.shape
     width = shape.draft_vocab_size if recipe.target.teacher == "logits" else None
-    return Encoding(hidden.codec, hidden.dtype, shape.target_hidden_size, teacher_width=width, **_rows_needed(recipe))
+    return Encoding(hidden_size=shape.target_hidden_size, teacher_width=width, **_written(recipe))
 
 
 def spans_of(recipe: Recipe) -> Spans | None:

@@ -143,7 +143,7 @@ def capture_logits(recipe: Recipe, topology: Topology) -> None:
     """What capture.py does, in one process."""
     job = job_of(recipe, topology)
     running = start_target(job, topology.device, job.vocabulary)
-    encoding = store_encoding(job.prospect)
+    encoding = store_encoding(job)
     samples = list(wanted_samples((job.train, job.held_out)).values())
     with StoreWriter(recipe.hidden_states.path, provenance(job), encoding) as writer:
         capture(running, [samples], writer, ShareCourse(len(samples), sum(one.tokens for one in samples), print, print))
@@ -198,7 +198,7 @@ def test_no_codec_rounds_logits_to_8_bits(tmp_path, target, topology, codec):
     recipe = load_recipe(path, [*overrides, "hidden_states.mode=stored"])
     job = job_of(recipe, topology)
     running = start_target(job, topology.device, job.vocabulary)
-    encoding = store_encoding(job.prospect)
+    encoding = store_encoding(job)
     samples = list(wanted_samples((job.held_out,)).values())
     with StoreWriter(tmp_path / "store", provenance(job), encoding) as writer:
         capture(running, [samples], writer, ShareCourse(len(samples), sum(one.tokens for one in samples), print, print))
