@@ -280,7 +280,7 @@ def summary_seconds(options: argparse.Namespace, device: str) -> float:
     too."""
     import torch
 
-    from eagle3.targets.interface import summarize_teacher
+    from eagle3.targets.logits import summarize_teacher
 
     dtype, tokens = getattr(torch, options.dtype), options.documents * options.tokens
     head = torch.randn(options.vocabulary, options.hidden, device=device, dtype=dtype)

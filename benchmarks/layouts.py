@@ -14,14 +14,14 @@ from eagle3.draft.config import DraftConfig
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
 from eagle3.objective.distill import StepWeights
-from eagle3.objective.metrics import BatchCounts, LossConfig, loss_value, step_weights, sum_counts, sum_sums
+from eagle3.objective.losses import BatchCounts, LossConfig, loss_value, step_weights, sum_counts, sum_sums
 from eagle3.objective.model import BatchMaker, DraftObjective, MemoryPlan, MicroBatch
 from eagle3.objective.unroll import Residence
 from eagle3.parallel.sequence import SequencePlan, SequenceSharding, Stream, plan_sequence
 from eagle3.parallel.topology import Topology, start_distributed
 from eagle3.planning.step import Planned, Sizes
 from eagle3.states.rows import LastHidden, Rows
-from eagle3.targets.interface import summarize_teacher
+from eagle3.targets.logits import summarize_teacher
 
 # A document as runs of tokens: (length, are they supervised?).
 Runs = Sequence[tuple[int, bool]]

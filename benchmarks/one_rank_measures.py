@@ -19,7 +19,7 @@ from eagle3.draft.config import DraftConfig
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
 from eagle3.objective.distill import StepWeights
-from eagle3.objective.metrics import BatchCounts, LossConfig, step_weights
+from eagle3.objective.losses import BatchCounts, LossConfig, step_weights
 from eagle3.objective.model import BatchMaker, DraftObjective, MemoryPlan, MicroBatch
 from eagle3.parallel.sequence import SequencePlan, SequenceSharding, Stream, plan_sequence
 from eagle3.parallel.topology import Topology

@@ -20,13 +20,13 @@ from eagle3.attention.ttt import KeyValue, TTTAttention
 from eagle3.draft.config import DraftConfig
 from eagle3.draft.interchange import exported_tensors
 from eagle3.draft.model import Eagle3Draft
-from eagle3.objective.metrics import LossConfig, loss_value
+from eagle3.objective.losses import LossConfig, loss_value
 from eagle3.objective.model import DraftObjective, MemoryPlan
 from eagle3.objective.recompute import Recompute
 from eagle3.objective.unroll import unroll
 from eagle3.parallel.sequence import Stream
 from eagle3.parallel.topology import Topology, stop_distributed
-from eagle3.targets.interface import summarize_teacher
+from eagle3.targets.logits import summarize_teacher
 
 # How far from the dense one's the loss, and the norm of the gradients and of their difference may be, relative.
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-4

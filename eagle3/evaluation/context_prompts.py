@@ -7,7 +7,7 @@ import numpy as np
 from torch import Tensor
 
 from eagle3.errors import UserError
-from eagle3.objective.metrics import SHORTEST, contexts_up_to
+from eagle3.objective.losses import SHORTEST, contexts_up_to
 from eagle3.text.samples import SampleSet
 
 

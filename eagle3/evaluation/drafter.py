@@ -17,7 +17,7 @@ from eagle3.draft.interchange import EMBEDDING, load_weights, read_exported
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
 from eagle3.evaluation.acceptance import AcceptanceRule, Drawn
-from eagle3.targets.interface import TargetHead
+from eagle3.targets.logits import TargetHead
 
 REMEDY = "name the target it was trained for"
 

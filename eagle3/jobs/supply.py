@@ -21,7 +21,7 @@ from eagle3.states.rows import DraftLogits
 from eagle3.states.spool import Spool, SpoolReader, Ticket, own_folder
 from eagle3.states.store.reader import HiddenStateStore
 from eagle3.targets.head import load_target_head
-from eagle3.targets.interface import TargetHead, summarize_teacher
+from eagle3.targets.logits import TargetHead, summarize_teacher
 from eagle3.targets.sglang.client import Producer, Servers, require_capture, require_room
 from eagle3.targets.sglang.hook import HookSettings
 from eagle3.targets.sglang.server import EngineOptions, SGLangServer, as_typed, server_command

@@ -35,7 +35,7 @@ from eagle3.preflight.start import require_room, require_sound_start
 from eagle3.recipe.loading import dump_recipe
 from eagle3.recipe.schema import Recipe
 from eagle3.states.loader import StreamLoader
-from eagle3.targets.interface import TargetHead
+from eagle3.targets.logits import TargetHead
 from eagle3.targets.transformers import TransformersTarget
 from eagle3.text.vocabulary import save_vocabulary
 from eagle3.training.checkpoint import Checkpoints, written_otherwise

@@ -13,13 +13,13 @@ from eagle3.attention.ring import RingMode
 from eagle3.draft.interchange import ExportedDraft, exported_tensors, load_weights, read_exported, shard, whole_tensors
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
-from eagle3.objective.metrics import BatchCounts, LossConfig, batch_metrics, step_weights, sum_counts, sum_sums
+from eagle3.objective.losses import BatchCounts, LossConfig, batch_metrics, step_weights, sum_counts, sum_sums
 from eagle3.objective.model import BatchMaker, DraftObjective, MemoryPlan, MicroBatch
 from eagle3.parallel.sequence import SequenceSharding, Stream, plan_sequence
 from eagle3.parallel.topology import Topology
 from eagle3.recipe.schema import Training
 from eagle3.states.rows import LastHidden, Rows
-from eagle3.targets.interface import summarize_teacher
+from eagle3.targets.logits import summarize_teacher
 from eagle3.text.vocabulary import DraftVocabulary
 from eagle3.training.engine import deepspeed_config, full_gradients, gradient_scale, start_engine
 

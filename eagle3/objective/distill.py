@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from eagle3.objective.streaming import StreamedRows
-from eagle3.targets.interface import LogitTransform
+from eagle3.targets.logits import LogitTransform
 
 # What one block of the loss, and one chunk of position-wise work, may hold unless told otherwise.
 BLOCK_BYTES = 2**30

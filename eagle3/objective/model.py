@@ -16,7 +16,7 @@ from eagle3.objective.unroll import Residence, UnrollInputs, unroll, unroll_inpu
 from eagle3.parallel.sequence import SequencePlan, Stream
 from eagle3.parallel.topology import Topology
 from eagle3.states.rows import DraftLogits, Rows
-from eagle3.targets.interface import LogitTransform
+from eagle3.targets.logits import LogitTransform
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ Layout = Literal["contiguous", "zigzag"]
 QuerySelection = Literal["supervised", "all"]
 
 # Rows that zigzag deals at once: so few that every block of queries sees the same number of keys in each share, also of
-# short documents whose length beats in time with the dealing (tests/test_dealing.py), and still a read of 100 KB.
+# short documents whose length beats in time with the dealing (tests/parallel/test_dealing.py), and still a read of 100 KB.
 ZIGZAG_ROWS = 4
 # Queries dealt at once: long enough for dense kernels, short enough for many blocks a rank.
 MOST_QUERIES, FEWEST_QUERIES, BLOCKS_A_RANK = 512, 32, 32

@@ -103,13 +103,8 @@ def start_distributed(
     """
     require_relied()
     if "RANK" not in os.environ:  # started as a plain program: what a launcher would have said
-        os.environ |= {
-            "RANK": "0",
-            "LOCAL_RANK": "0",
-            "WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
-        }
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     check_sizes(section, tensor, ulysses, ring, launched("WORLD_SIZE", 1))
     device = _own_device()
     forming = min(forming, timeout)

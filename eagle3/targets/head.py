@@ -14,7 +14,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from eagle3.errors import UserError
 from eagle3.targets.checkpoint import fetched, load_causal_lm, readable, weight_files, whole_config
-from eagle3.targets.interface import LogitTransform, TargetHead
+from eagle3.targets.logits import LogitTransform, TargetHead
 
 # Where configs say what is done to logits, with other models' names for the same.
 SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier")

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from eagle3.states.batches import deal_streams
-from eagle3.targets.interface import BLOCK_ROWS, TeacherSummary
+from eagle3.targets.logits import BLOCK_ROWS, TeacherSummary
 
 # Above every token id, so that it loses when ranks look for the lowest id of the largest logit.
 _ELSEWHERE = torch.iinfo(torch.int64).max

@@ -15,7 +15,7 @@ from eagle3.states.rows import DraftLogits, LastHidden, Rows, TeacherRows
 from eagle3.targets.aux_layers import check_aux_layers, default_aux_layers
 from eagle3.targets.checkpoint import load_causal_lm
 from eagle3.targets.head import model_head
-from eagle3.targets.interface import BLOCK_ROWS, TargetHead, TeacherSummary, check_tokens, summarize_teacher
+from eagle3.targets.logits import BLOCK_ROWS, TargetHead, TeacherSummary, check_tokens, summarize_teacher
 
 
 class TransformersTarget:

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from eagle3.console import Console, Progress, duration
 from eagle3.errors import SharedUserError
 from eagle3.objective.distill import Distilled, StepSums, StepWeights
-from eagle3.objective.metrics import (
+from eagle3.objective.losses import (
     BatchCounts,
     LossConfig,
     Metrics,

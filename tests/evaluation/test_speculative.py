@@ -35,7 +35,7 @@ from eagle3.evaluation.speculative import SpeculativeResult, chain_drafter, comp
 from eagle3.objective.unroll import unroll, unroll_inputs
 from eagle3.parallel.sequence import Stream, plan_sequence
 from eagle3.parallel.topology import Topology
-from eagle3.targets.interface import TargetHead
+from eagle3.targets.logits import TargetHead
 from eagle3.targets.transformers import TransformersTarget, load_target
 
 CPU = torch.device("cpu")

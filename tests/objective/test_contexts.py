@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from eagle3.objective.metrics import ContextCounts, contexts_up_to, count_by_context
+from eagle3.objective.losses import ContextCounts, contexts_up_to, count_by_context
 from eagle3.parallel.sequence import SequenceSharding, Stream, plan_sequence
 
 STEPS = 3

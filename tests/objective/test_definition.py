@@ -13,7 +13,7 @@ from torch import Tensor
 from training_path import Trained, train_case
 
 from eagle3.draft.config import DraftConfig
-from eagle3.objective.metrics import LossConfig
+from eagle3.objective.losses import LossConfig
 from eagle3.objective.model import MemoryPlan
 from eagle3.parallel.topology import Topology
 

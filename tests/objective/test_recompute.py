@@ -9,7 +9,7 @@ from layouts import Layout, draft_config, pack, prepare
 from live_bytes import LargestTensor, LiveBytes, device_tensors
 from training_path import batch_counts, batch_weights, load_draft, stream_batch, train_case
 
-from eagle3.objective.metrics import LossConfig
+from eagle3.objective.losses import LossConfig
 from eagle3.objective.model import DraftObjective, MemoryPlan
 from eagle3.objective.streaming import StreamedRows
 from eagle3.objective.unroll import unroll

@@ -17,7 +17,7 @@ from processes import fork_ranks
 from safetensors.torch import save_file
 from training_path import TeacherKind, Trained, train_case
 
-from eagle3.objective.metrics import LossConfig
+from eagle3.objective.losses import LossConfig
 from eagle3.objective.model import MemoryPlan
 from eagle3.objective.unroll import Residence
 from eagle3.parallel.sequence import SequenceSharding

@@ -12,13 +12,13 @@ from torch import Tensor
 from eagle3.draft.interchange import ExportedDraft, exported_tensors, load_weights, whole_tensors
 from eagle3.draft.model import Eagle3Draft
 from eagle3.objective.distill import StepWeights
-from eagle3.objective.metrics import BatchCounts, LossConfig, Metrics, batch_metrics, step_weights, sum_counts, sum_sums
+from eagle3.objective.losses import BatchCounts, LossConfig, Metrics, batch_metrics, step_weights, sum_counts, sum_sums
 from eagle3.objective.model import BatchMaker, DraftObjective, MemoryPlan, MicroBatch
 from eagle3.objective.unroll import Residence
 from eagle3.parallel.sequence import SequenceSharding, Stream, plan_sequence
 from eagle3.parallel.topology import Topology
 from eagle3.states.rows import DraftLogits, LastHidden, Rows
-from eagle3.targets.interface import LogitTransform, summarize_teacher
+from eagle3.targets.logits import LogitTransform, summarize_teacher
 from eagle3.text.vocabulary import DraftVocabulary
 
 ALONE = SequenceSharding()

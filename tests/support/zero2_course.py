@@ -7,7 +7,7 @@ from sharded_cases import Sharded
 from training_path import batch_counts, batch_weights, load_draft, stream_batch, total
 
 from eagle3.draft.interchange import exported_tensors, whole_tensors
-from eagle3.objective.metrics import batch_metrics, sum_sums
+from eagle3.objective.losses import batch_metrics, sum_sums
 from eagle3.objective.model import DraftObjective
 from eagle3.parallel.topology import Topology
 from eagle3.recipe.schema import Training

@@ -34,7 +34,7 @@ from transformers import (
 from eagle3.errors import UserError
 from eagle3.targets.checkpoint import load_causal_lm
 from eagle3.targets.head import load_target_head, model_head
-from eagle3.targets.interface import LogitTransform, TargetHead
+from eagle3.targets.logits import LogitTransform, TargetHead
 from eagle3.targets.transformers import load_target
 
 SHAPE = {

@@ -36,7 +36,7 @@ from eagle3.states.batches import length_buckets
 from eagle3.targets.aux_layers import default_aux_layers
 from eagle3.targets.checkpoint import fingerprint, load_tokenizer, target_config
 from eagle3.targets.head import load_target_head
-from eagle3.targets.interface import BLOCK_ROWS, LogitTransform, summarize_teacher
+from eagle3.targets.logits import BLOCK_ROWS, LogitTransform, summarize_teacher
 from eagle3.targets.transformers import TransformersTarget, load_target
 
 SHAPE = {

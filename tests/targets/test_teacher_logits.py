@@ -33,7 +33,7 @@ from eagle3.states.store.check import check_store
 from eagle3.states.store.reader import HiddenStateStore, RowRequest
 from eagle3.states.store.shard import taught_rows
 from eagle3.states.store.writer import StoreWriter
-from eagle3.targets.interface import LogitTransform
+from eagle3.targets.logits import LogitTransform
 
 COMPUTED = ("loss", "step_losses", "accuracy", "acceptance_rate", "gradient_norm", "tokens")
 SHORT = {"ttt_steps": 3, "global_batch_size": 4, "max_steps": 4, "learning_rate": 2e-3, "checkpoint_every": 10}

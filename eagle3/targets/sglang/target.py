@@ -13,7 +13,7 @@ from eagle3.states.rows import Rows
 from eagle3.states.spool import SpoolReader, Ticket
 from eagle3.states.store.reader import Location
 from eagle3.states.store.shard import DATA_START, Encoding
-from eagle3.targets.interface import check_tokens
+from eagle3.targets.logits import check_tokens
 from eagle3.targets.sglang.client import Producer
 
 # Rows that are read at a time from a sample in the spool.

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from eagle3.errors import UserError
-from eagle3.targets.interface import BLOCK_ROWS, TeacherSummary
+from eagle3.targets.logits import BLOCK_ROWS, TeacherSummary
 from eagle3.targets.sglang.version import head_of, local_logits, plain_weight, transform_of
 from eagle3.targets.sharding import DraftColumns, summarize_sharded
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from eagle3.errors import SharedUserError, UserError
-from eagle3.targets.interface import LogitTransform
+from eagle3.targets.logits import LogitTransform
 
 # Of targets that people serve: the architectures whose class takes an EAGLE3 draft (has set_eagle3_layers_to_capture).
 EAGLE3_TARGETS = frozenset(

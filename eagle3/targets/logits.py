@@ -1,4 +1,4 @@
-"""What training needs of a target beside its rows: its head, and what that says of hidden states."""
+"""A target's logits: the head that makes them of hidden states, what is done to them, and what is kept of them to teach."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
