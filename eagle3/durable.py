@@ -72,14 +72,15 @@ def replace_text(path: Path, text: str) -> Path | None:
 
 def write_bytes(path: Path, content: bytes, private: bool = False, aside: bool = False) -> Path | None:
     """As `write_text`, and with `aside` as `replace_text`."""
-    partial = path.with_name(path.name + ".partial")
+    partial, moved = path.with_name(path.name + ".partial"), None
     try:
         with partial.open("wb") as file:
             if private:
                 os.fchmod(file.fileno(), 0o600)  # before there is anything to read
             file.write(content)
-        flush(partial)
-        moved = move_aside(path) if aside and path.exists() else None
+        if aside and path.exists():
+            flush(partial)  # before the earlier one loses its name
+            moved = move_aside(path)
         publish(partial, path)
     except OSError:
         partial.unlink(missing_ok=True)
