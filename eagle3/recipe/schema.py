@@ -288,7 +288,11 @@ class Profile(Section):
 class Training(Section):
     ttt_steps: Count = Field(7, description="K, the training-time-test steps of the unroll")
     step_decay: Annotated[float, Field(gt=0, le=1)] = Field(0.8, description="weight of step k is step_decay**k")
-    loss: Literal["kl", "lk_alpha", "lk_lambda"] = "kl"
+    loss: Literal["kl", "lk_alpha", "lk_lambda"] = Field(
+        "kl",
+        description="of a step, from its KL to the teacher and its acceptance rate a: kl; lk_alpha: -log a; lk_lambda: both, the "
+        "more of kl the lower a is",
+    )
     kl_scale: Annotated[float, Field(ge=0, le=1)] = Field(1.0, description="lk_lambda: weight of kl at acceptance 0")
     kl_decay: Annotated[float, Field(ge=0)] = Field(3.0, description="lk_lambda: how fast that weight falls")
     normalization: Literal["counted", "tokens"] = Field(

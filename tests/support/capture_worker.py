@@ -63,7 +63,11 @@ def dies_at_place(rank: int, place: str) -> None:
     """Some beats after `rank` has come to that place."""
 
     def watch(frame, event, _argument) -> None:
-        if event == "return" and frame.f_code.co_name == "at" and frame.f_locals.get("place", "").startswith(place):
+        if (
+            event == "return"
+            and frame.f_code.co_qualname == "Watchdog.at"
+            and frame.f_locals["place"].startswith(place)
+        ):
             time.sleep(2.5)
             die()
 
