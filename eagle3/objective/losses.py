@@ -3,7 +3,7 @@ acceptance, the acceptance length that they simulate, and that length by the con
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, assert_never
 
 import torch
 import torch.distributed as dist
@@ -18,11 +18,11 @@ SHORTEST = 512  # tokens; the first context of every list
 
 @dataclass(frozen=True)
 class LossConfig:
-    """name: kl, lk_alpha or lk_lambda. normalization: counted or tokens (what the cross-entropy is divided by)."""
+    """normalization: what the cross-entropy is divided by."""
 
-    name: str = "kl"
+    name: Literal["kl", "lk_alpha", "lk_lambda"] = "kl"
     step_decay: float = 0.8
-    normalization: str = "counted"
+    normalization: Literal["counted", "tokens"] = "counted"
     kl_scale: float = 1.0
     kl_decay: float = 3.0
 
@@ -33,12 +33,16 @@ class LossConfig:
 
     def step_loss(self, cross_entropy: Tensor, acceptance: Tensor) -> Tensor:
         """Of a step, from its mean cross-entropy and mean acceptance rate over the global batch, fp64 scalars."""
-        if self.name == "kl":
-            return cross_entropy
-        if self.name == "lk_alpha":
-            return -torch.log(acceptance)
-        weight = self.kl_scale * torch.exp(-self.kl_decay * acceptance.detach())
-        return weight * cross_entropy + (1 - weight) * (1 - acceptance)
+        match self.name:
+            case "kl":
+                return cross_entropy
+            case "lk_alpha":
+                return -torch.log(acceptance)
+            case "lk_lambda":
+                weight = self.kl_scale * torch.exp(-self.kl_decay * acceptance.detach())
+                return weight * cross_entropy + (1 - weight) * (1 - acceptance)
+            case unknown:
+                assert_never(unknown)
 
 
 class BatchCounts(NamedTuple):

@@ -99,46 +99,57 @@ def unroll(
     weights = tuple(weight for weight in draft.parameters() if weight.requires_grad)
     rows, queries = len(inputs.plan.rows), len(inputs.query_positions)
     chunk = max(rows, queries) if recompute == "none" or chunk is None else chunk
-
-    def enter(cut: Cut) -> tuple[Tensor, ...]:
-        """Of a chunk of rows: fused states of the queries, K_0 and V_0 of the keys among them."""
-        fused = draft.fuse(inputs.aux[cut.rows])
-        of_queries, of_keys, _ = cut.outputs
-        hidden, prefix_hidden = (
-            fused.index_select(0, slots - cut.rows.start)
-            for slots in (inputs.query_slots[of_queries], inputs.key_slots[of_keys])
-        )
-        return hidden, *draft.prefix(prefix_hidden, inputs.key_tokens[of_keys], inputs.key_positions[of_keys])
-
-    entry = ChunkedWork(enter, inputs.entry_cuts(chunk), weights)
+    entry = ChunkedWork(Entry(draft, inputs), inputs.entry_cuts(chunk), weights)
     hidden, *prefix = (entry.plainly if recompute == "none" else entry)()
     exchange = attention.start(KeyValue(*prefix))
     del prefix
     own: tuple[KeyValue, ...] = ()
     outputs = []
     for k in range(len(inputs.query_tokens)):
-        step = _step(draft, attention, inputs, k, chunk, weights)
+        work = StepWork(draft, attention, inputs, k)
+        projected = cut_rows(queries, chunk, outputs=3 if k else 1)  # q, and from step 1 on K_k and V_k
+        finished = cut_rows(queries, chunk, outputs=1)
+        step = Step(
+            ChunkedWork(work.project, projected, weights), work.attend, ChunkedWork(work.finish, finished, weights)
+        )
         hidden, own = step.run(hidden, exchange, own, recompute)
         outputs.append(hidden)
     return tuple(outputs)
 
 
-def _step(
-    draft: Eagle3Draft, attention: TTTAttention, inputs: UnrollInputs, k: int, chunk: int, weights: tuple[Tensor, ...]
-) -> Step:
-    """TTT step k: position-wise work on chunks of queries before and after attention, and attention of all."""
+@dataclass(frozen=True)
+class Entry:
+    """Of a chunk of rows: fused states of the queries, K_0 and V_0 of the keys among them."""
 
-    def project(cut: Cut, hidden: Tensor) -> tuple[Tensor, ...]:
-        tokens, positions = inputs.query_tokens[k, cut.rows], inputs.query_positions[cut.rows] + k
-        return draft.project(hidden, tokens, positions, first=k == 0)
+    draft: Eagle3Draft
+    inputs: UnrollInputs
 
-    def attend(q: Tensor, shared: SharedKeyValue, own: tuple[KeyValue, ...]) -> Tensor:
-        return attention(q, shared, inputs.schedules[k], own)
+    def __call__(self, cut: Cut) -> tuple[Tensor, ...]:
+        draft, inputs = self.draft, self.inputs
+        queries, keys, _ = cut.outputs
+        fused = draft.fuse(inputs.aux[cut.rows])
+        hidden, prefix_hidden = (
+            fused.index_select(0, slots - cut.rows.start)
+            for slots in (inputs.query_slots[queries], inputs.key_slots[keys])
+        )
+        return hidden, *draft.prefix(prefix_hidden, inputs.key_tokens[keys], inputs.key_positions[keys])
 
-    def finish(cut: Cut, hidden: Tensor, attended: Tensor) -> tuple[Tensor]:
-        return (draft.finish(hidden, attended),)
 
-    queries = len(inputs.query_positions)
-    projected = cut_rows(queries, chunk, outputs=3 if k else 1)  # q, and from step 1 on K_k and V_k
-    finished = cut_rows(queries, chunk, outputs=1)
-    return Step(ChunkedWork(project, projected, weights), attend, ChunkedWork(finish, finished, weights))
+@dataclass(frozen=True)
+class StepWork:
+    """What TTT step k computes: of a chunk of queries before and after attention, and attention of all."""
+
+    draft: Eagle3Draft
+    attention: TTTAttention
+    inputs: UnrollInputs
+    k: int
+
+    def project(self, cut: Cut, hidden: Tensor) -> tuple[Tensor, ...]:
+        tokens, positions = self.inputs.query_tokens[self.k, cut.rows], self.inputs.query_positions[cut.rows] + self.k
+        return self.draft.project(hidden, tokens, positions, first=self.k == 0)
+
+    def attend(self, q: Tensor, shared: SharedKeyValue, own: tuple[KeyValue, ...]) -> Tensor:
+        return self.attention(q, shared, self.inputs.schedules[self.k], own)
+
+    def finish(self, cut: Cut, hidden: Tensor, attended: Tensor) -> tuple[Tensor]:
+        return (self.draft.finish(hidden, attended),)
