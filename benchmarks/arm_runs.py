@@ -1,8 +1,8 @@
 """Trains the drafts of an experiment, judges them, and compares what was judged: for window_arms.py.
 
-Each arm is a run of launchers/train.py from stored hidden states, judged by launchers/evaluate.py; each result is a file of its
-own, with its command and its processor seconds. Intervals: 95%, by a bootstrap over seeds and prompts, paired: all arms are
-judged on the same prompts.
+Each arm is a run of launchers/train.py from stored hidden states, judged by launchers/evaluate.py; each result is a
+file of its own, with its command and its processor seconds. Intervals: 95%, by a bootstrap over seeds and prompts,
+paired: all arms are judged on the same prompts.
 """
 
 import json
@@ -23,7 +23,8 @@ RESAMPLES = 4000
 
 
 class Arm(NamedTuple):
-    """A draft. data: of the store it trains from. keys: of the recipe. judged: windows at serving; None for as trained."""
+    """A draft. data: of the store it trains from. keys: of the recipe. judged: windows at serving; None for as
+    trained."""
 
     name: str
     data: str
@@ -41,9 +42,9 @@ class Arm(NamedTuple):
 
 
 class Experiment(NamedTuple):
-    """recipe: arguments for every launcher. stores: keys of the hidden-state stores by name. judge: arguments for evaluate.py.
-    findings: what read_results found, put into numbers. tables: a document of both, in Markdown. drawn: of the findings,
-    acceptance by context of some arms."""
+    """recipe: arguments for every launcher. stores: keys of the hidden-state stores by name. judge: arguments for
+    evaluate.py. findings: what read_results found, put into numbers. tables: a document of both, in Markdown. drawn: of
+    the findings, acceptance by context of some arms."""
 
     recipe: tuple[str, ...]
     stores: dict[str, tuple[str, ...]]
@@ -96,8 +97,8 @@ def _launch(launcher: str, arguments: list[str]) -> float:
 
 
 def read_results(arms: Sequence[Arm], folder: Path) -> dict[str, Any]:
-    """By arm, as it is served: seeds, contexts, processor seconds, and counts [seeds, contexts, prompts, 2] of tokens and
-    verifications. Only of seeds that all arms have. Raises UserError where there is none."""
+    """By arm, as it is served: seeds, contexts, processor seconds, and counts [seeds, contexts, prompts, 2] of tokens
+    and verifications. Only of seeds that all arms have. Raises UserError where there is none."""
     pairs = [(arm, window) for arm in arms for window in arm.judged]
     first_arm, first_window = pairs[0]
     pattern = first_arm.result(folder, 0, first_window).relative_to(folder).parent.name

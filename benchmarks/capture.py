@@ -3,13 +3,13 @@
     python benchmarks/capture.py                  lines, and a table in Markdown
     python benchmarks/capture.py --json FILE      one JSON document in FILE as well
 
-A Llama with random weights prefills the same documents in four ways, in turn in every round; medians count:
-`plain`: a server as for decoding given ids, its radix cache off, CUDA graphs as SGLang has them; `unasked`: the server
-that captures, asked for nothing, which says what SGLang's own auxiliary states and the missing graphs cost; `spool`: its
+A Llama with random weights prefills the same documents in four ways, in turn in every round; medians count: `plain`: a
+server as for decoding given ids, its radix cache off, CUDA graphs as SGLang has them; `unasked`: the server that
+captures, asked for nothing, which says what SGLang's own auxiliary states and the missing graphs cost; `spool`: its
 rows go through the spool, are read and dropped; `store`: they are written to a store. The goal is 0.9 of plain's rate
-for the last two. Capture makes every row's logits, prefill only the last row's; a whole round of that alone is timed too.
-Both servers run throughout and sleep when idle. Processor seconds are those of a server's processes, beside them this
-process's own: on a CPU that others use they say more than the clock.
+for the last two. Capture makes every row's logits, prefill only the last row's; a whole round of that alone is timed
+too. Both servers run throughout and sleep when idle. Processor seconds are those of a server's processes, beside them
+this process's own: on a CPU that others use they say more than the clock.
 
 The default on a GPU is the shape of Llama-3.1-8B; on a CPU a small one with the same share of the lm_head in the work,
 8% of the layers', but per operation some 30 times the bytes of hidden states. From an installed SGLang; on a CPU by the
@@ -125,7 +125,8 @@ def measure(options: argparse.Namespace, device: str) -> Iterator[dict[str, Any]
 
 
 def summed_up(rounds: dict[str, list[Round]], options: argparse.Namespace) -> dict[str, Any]:
-    """Medians over the rounds; a ratio is the median of the rounds' ratios, as both of a pair suffer the same neighbours."""
+    """Medians over the rounds; a ratio is the median of the rounds' ratios, as both of a pair suffer the same
+    neighbours."""
     tokens, ways = options.documents * options.tokens, {}
     for way, timings in rounds.items():
         pairs = list(zip(rounds["plain"], timings, strict=True))
@@ -145,17 +146,17 @@ def summed_up(rounds: dict[str, list[Round]], options: argparse.Namespace) -> di
 def running(
     options: argparse.Namespace,
 ) -> Iterator[tuple[dict[str, Callable[[Sequence[Any]], None]], dict[str, int], Path]]:
-    """How to prefill documents in each way, the process of the server that does it, and the job's folder in the spool."""
+    """How to prefill documents in each way, the process of the server that does it, and the job's folder in the
+    spool."""
     import torch
     from transformers import LlamaConfig
 
     from eagle3.states.spool import Spool
     from eagle3.states.store.writer import StoreWriter
     from eagle3.targets.aux_layers import default_aux_layers
-    from eagle3.targets.sglang.client import Producer, Servers
+    from eagle3.targets.sglang.client import Producer, Servers, SGLangTarget
     from eagle3.targets.sglang.hook import HookSettings
     from eagle3.targets.sglang.server import EngineOptions, SGLangServer
-    from eagle3.targets.sglang.target import SGLangTarget
     from eagle3.targets.sglang.version import capture_flags, decoding_flags
 
     with ExitStack() as stack:
@@ -296,8 +297,8 @@ def summary_seconds(options: argparse.Namespace, device: str) -> float:
 
 
 def logits_share(seconds: Sequence[float], plain: Sequence[Round], options: argparse.Namespace) -> dict[str, float]:
-    """What making every row's logits adds to plain's work: measured, and by counting multiplications (attention's scores
-    left out)."""
+    """What making every row's logits adds to plain's work: measured, and by counting multiplications (attention's
+    scores left out)."""
     import torch
 
     prefilled = [one.seconds if torch.cuda.is_available() else one.server for one in plain]
@@ -312,7 +313,7 @@ def logits_share(seconds: Sequence[float], plain: Sequence[Round], options: argp
 
 def bytes_per_token(options: argparse.Namespace) -> float:
     from eagle3.states.store.shard import Encoding
-    from eagle3.targets.sglang.target import spool_bytes
+    from eagle3.targets.sglang.client import spool_bytes
 
     encoding = Encoding("none", options.spool_dtype, options.hidden)
     return spool_bytes(encoding, options.tokens) / options.tokens
@@ -335,7 +336,8 @@ def _markdown(document: dict[str, Any]) -> str:
     ]
     title = (
         f"{settings['documents']} documents of {settings['tokens']:,} tokens, hidden size {settings['hidden']}, "
-        f"{settings['layers']} layers, vocabulary {settings['vocabulary']:,}; medians (and range) of {len(found['load'])} rounds; load "
+        f"{settings['layers']} layers, vocabulary {settings['vocabulary']:,}; medians (and range) of "
+        f"{len(found['load'])} rounds; load "
         f"average {min(found['load']):.1f} to {max(found['load']):.1f} ({headline(document)})"
     )
     head = [
@@ -350,8 +352,10 @@ def _markdown(document: dict[str, Any]) -> str:
     logits = found["logits"]
     more = (
         f"Logits of every row alone: {logits['seconds']:.2f} s a round, {logits['of_plain']:.1%} of plain's time "
-        f"({logits['of_layers_by_count']:.1%} of the layers' multiplications). Spool: {per_token:,.0f} bytes a token, at most "
-        f"{found['spool']['most_bytes'] / 1e6:,.1f} MB at a time. Goal {GOAL}: {'' if found['reached'] else 'not '}reached."
+        f"({logits['of_layers_by_count']:.1%} of the layers' multiplications). Spool: {per_token:,.0f} bytes a token, "
+        f"at most "
+        f"{found['spool']['most_bytes'] / 1e6:,.1f} MB at a time. Goal {GOAL}: "
+        f"{'' if found['reached'] else 'not '}reached."
     )
     return "\n\n".join([table(title, head, rows), more])
 

@@ -3,8 +3,8 @@
     python benchmarks/context_table.py [--gpus 8] [--gpu-memory 80]
 
 Nothing is measured here: every number is the planner's. The shapes are the targets' own (their config.json), which is
-what a draft gets unless its recipe says otherwise; DeepSeek-V3, whose attention no draft copies, has the published shape
-of SpecForge's configs/deepseek-v3-671b-eagle3.json.
+what a draft gets unless its recipe says otherwise; DeepSeek-V3, whose attention no draft copies, has the published
+shape of SpecForge's configs/deepseek-v3-671b-eagle3.json.
 """
 
 import argparse
@@ -43,7 +43,8 @@ def main() -> None:
             planned = Planned(draft(*shape), STEPS, torch.bfloat16, memory=MemoryPlan("full"))
             cells = [cell(planned, options.gpus, tokens, supervised, usable) for tokens in CONTEXTS.values()]
             print(
-                f"| {target} | {supervised:.0%} | {' | '.join(cells)} | {longest(planned, options.gpus, supervised, usable)} |"
+                f"| {target} | {supervised:.0%} | {' | '.join(cells)} | "
+                f"{longest(planned, options.gpus, supervised, usable)} |"
             )
 
 

@@ -1,14 +1,15 @@
-"""A small target for which far context matters, and the text that it, its drafts and their judge need: for part 2 of the
-experiment in docs/windows.md.
+"""A small target for which far context matters, and the text that it, its drafts and their judge need: for part 2 of
+the experiment in docs/windows.md.
 
     python benchmarks/copying.py --folder runs/copying
 
-In its conversations a user shows lists of random words and has code of the standard library continued; later it asks for a list
-again, whole or with one word for another. Nothing but the list itself says what the answer is, and it may stand 16,384 tokens
-before. The target is taught to find it: in its first steps some of its attention heads are told what to look at.
+In its conversations a user shows lists of random words and has code of the standard library continued; later it asks
+for a list again, whole or with one word for another. Nothing but the list itself says what the answer is, and it may
+stand 16,384 tokens before. The target is taught to find it: in its first steps some of its attention heads are told
+what to look at.
 
-The folder gets target/, pieces.jsonl and whole.jsonl to train drafts on, prompts.jsonl to judge them, and target.json: the
-target's loss on the answers, by distance, with the list and with another one in its place.
+The folder gets target/, pieces.jsonl and whole.jsonl to train drafts on, prompts.jsonl to judge them, and target.json:
+the target's loss on the answers, by distance, with the list and with another one in its place.
 """
 
 import argparse
@@ -103,8 +104,8 @@ class Writer:
         return Turn(*(self.tokenizer.decode(half) for half in halves))
 
     def turns(self, tokens: int) -> list[Turn]:
-        """Of at most `tokens` tokens in all, the rest too short for another turn. Each list is asked for once, after a distance
-        that is log-uniform over what is left."""
+        """Of at most `tokens` tokens in all, the rest too short for another turn. Each list is asked for once, after a
+        distance that is log-uniform over what is left."""
         turns, used, due = [], 0, []
         while used < tokens - ANSWER_ROOM:
             waiting = [entry for entry in due if entry[0] <= used]
@@ -124,8 +125,8 @@ class Writer:
         return turns
 
     def prompt(self, context: int, kind: str) -> tuple[list[Turn], WordList]:
-        """A conversation of just below `context` tokens up to its last answer, which its first list is wanted in; and that
-        list."""
+        """A conversation of just below `context` tokens up to its last answer, which its first list is wanted in; and
+        that list."""
         shown = self.word_list(max(LIST_WORDS))
         last = self.code_turn() if kind == "code" else self.question(shown, kind)
         first = shown.shown()
@@ -158,7 +159,8 @@ def make(folder: Path) -> dict[str, Any]:
     writer = Writer(library.train, tokenizer, seed=0)
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SHAPE, eos_token_id=tokenizer.eos_token_id, bos_token_id=None))
-    # In steps of length: from one to the next it finds what it has learnt to look for, from short to long at once it does not.
+    # In steps of length: from one to the next it finds what it has learnt to look for, from short to long at once it
+    # does not.
     point(model, batches(written(writer, 2000, 256, 768), 4096, seed=0), steps=250)
     for seed, (count, least, most, batch_tokens, steps) in enumerate(LENGTHS, start=1):
         texts = written(writer, count, least, most)
@@ -206,8 +208,8 @@ def written(writer: Writer, count: int, least: int, most: int) -> list[Tensor]:
 def point(model: LlamaForCausalLM, coming: Iterator[Any], steps: int) -> None:
     """Train with a second loss, of attention: what makes a model copy, and what it finds late or never by itself.
 
-    Two heads of the first layer are to look at the token before and the one before that; one head each of the next two layers at
-    what followed the same two tokens earlier, where that is what comes now.
+    Two heads of the first layer are to look at the token before and the one before that; one head each of the next two
+    layers at what followed the same two tokens earlier, where that is what comes now.
     """
     model.set_attn_implementation("eager")
     matrices = [weight for name, weight in model.named_parameters() if weight.ndim == 2 and ".layers." in name]
@@ -229,7 +231,8 @@ def point(model: LlamaForCausalLM, coming: Iterator[Any], steps: int) -> None:
 
 
 def pointed(ids: Tensor, attentions: Sequence[Tensor]) -> Tensor:
-    """-log of the attention that the heads give to where they are to look. ids [B, T]; attentions [B, heads, T, T] a layer."""
+    """-log of the attention that the heads give to where they are to look. ids [B, T]; attentions [B, heads, T, T] a
+    layer."""
     before, before_that = _earlier(ids, 1), _earlier(ids, 2)
     coming = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -2)], 1)
     same = (before[:, None] == ids[:, :, None]) & (before_that[:, None] == before[:, :, None])
@@ -284,7 +287,8 @@ def in_markdown(document: dict[str, Any]) -> str:
         for kind, by_context in document["losses"].items()
     ]
     title = (
-        f"{headline(document)}; {document['parameters']:,} parameters, {document['training_seconds']:.0f} processor seconds. Nats a "
+        f"{headline(document)}; {document['parameters']:,} parameters, {document['training_seconds']:.0f} processor "
+        f"seconds. Nats a "
         "token of the answer, with the list that it needs and with another one"
     )
     return table(title, ["asked for", *(f"after {int(context):,}" for context in CONTEXTS)], rows)

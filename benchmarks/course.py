@@ -1,9 +1,10 @@
-"""Train one recipe in one process and under other layouts, and compare: README's table under "Long sequences on several ranks".
+"""Train one recipe in one process and under other layouts, and compare: the table of docs/exactness.md.
 
-    python benchmarks/course.py                                        the quickstart, as in README
+    python benchmarks/course.py                                        the quickstart, as there
     python benchmarks/course.py --steps 20 --layouts u2 r2-p2p --processes 4 evaluation.conversations=0
 
-Each layout is one run of launchers/train.py below --out, judged as the recipe says. Keys at the end change the recipe of all runs.
+Each layout is one run of launchers/train.py below --out, judged as the recipe says. Keys at the end change the recipe
+of all runs.
 """
 
 import argparse

@@ -1,5 +1,5 @@
-"""What the kernels of the attention's blocks compute and how fast, and whether a whole training step on the device agrees
-with the CPU.
+"""What the kernels of the attention's blocks compute and how fast, and whether a whole training step on the device
+agrees with the CPU.
 
     python benchmarks/cuda_kernels.py                        on CUDA
     python benchmarks/cuda_kernels.py --device cpu --tiny    whether the code runs

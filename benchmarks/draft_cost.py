@@ -1,10 +1,11 @@
-"""What a draft's own side of a verification costs by the context before it: keys of the new rows, then a chain of tokens.
+"""What a draft's own side of a verification costs by the context before it: keys of the new rows, then a chain of
+tokens.
 
     python benchmarks/draft_cost.py          a table in Markdown (about 2 minutes)
     python benchmarks/draft_cost.py --json   one JSON document
 
-Processor seconds of one thread, the least of some rounds in which contexts take turns. The draft is random: an 8B target's at an
-eighth of its width, in fp32. Its prefix is random too; the target and its part of the work are left out.
+Processor seconds of one thread, the least of some rounds in which contexts take turns. The draft is random: an 8B
+target's at an eighth of its width, in fp32. Its prefix is random too; the target and its part of the work are left out.
 """
 
 import argparse
@@ -97,7 +98,8 @@ def _markdown(document: dict[str, Any], seconds: dict[int | None, dict[int, floa
         for window, of_window in seconds.items()
     ]
     title = (
-        f"{headline(document)}; processor milliseconds of {ROWS} new rows and a chain of {CHAIN}, the draft of an 8B target at 1/8 "
+        f"{headline(document)}; processor milliseconds of {ROWS} new rows and a chain of {CHAIN}, the draft of an 8B "
+        f"target at 1/8 "
         f"of its width, fp32 (mark under a window: {document['mark']})."
     )
     return table(title, head, rows)

@@ -14,8 +14,8 @@ from eagle3.attention.schedule import PrefixSchedule
 
 @dataclass(frozen=True)
 class EmulatedRing(RingAttention):
-    """What `gather` holds and computes on one of `ranks` ring ranks, in a process of its own: the others' keys and values
-    are random, and all shares follow each other as one, this rank's first (see `joined`)."""
+    """What `gather` holds and computes on one of `ranks` ring ranks, in a process of its own: the others' keys and
+    values are random, and all shares follow each other as one, this rank's first (see `joined`)."""
 
     ranks: int = 1
 

@@ -1,4 +1,5 @@
-"""Bytes of tensors that are alive at once: what a step really holds, whatever the allocator or the system make of it."""
+"""Bytes of tensors that are alive at once: what a step really holds, whatever the allocator or the system make of
+it."""
 
 import dataclasses
 import weakref

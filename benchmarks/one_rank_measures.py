@@ -33,8 +33,8 @@ MIB = 2**20
 @dataclass(frozen=True)
 class Case:
     """tokens: of the stream. supervised: share of it, at its end. ring, rank: whose part is computed. largest: look for
-    the largest context that fits, beginning with `tokens`. steps: K. The median of `repeats` steps counts, after `warm_up`
-    others."""
+    the largest context that fits, beginning with `tokens`. steps: K. The median of `repeats` steps counts, after
+    `warm_up` others."""
 
     tokens: int
     supervised: float = 1.0
@@ -73,7 +73,8 @@ class Case:
         if not right:
             raise UserError(
                 f"--case: {text!r} does not fit together; tokens at least 2, other counts positive, supervised above 0 "
-                "and at most 1, rank below ring, recompute none, attention_kept or full, inputs device or host, largest "
+                "and at most 1, rank below ring, recompute none, attention_kept or full, inputs device or host, "
+                "largest "
                 "only without a ring"
             )
         return case
@@ -163,7 +164,8 @@ class Bench:
         self.draft = Eagle3Draft(config, topology.modules, dtype).to(topology.device)
 
     def measure(self, case: Case, thin: bool = False) -> dict[str, Any]:
-        """One step. Raises torch.cuda.OutOfMemoryError. thin: see `thinned`; its times mean nothing and are left out."""
+        """One step. Raises torch.cuda.OutOfMemoryError. thin: see `thinned`; its times mean nothing and are left
+        out."""
         device = self.topology.device
         stream = stream_of(case.tokens, case.supervised, self.config.vocab_size)
         plan = plan_sequence(stream, case.steps, SequenceSharding(ring=case.ring), case.rank)

@@ -58,8 +58,8 @@ def report_parts(
     markdown: Callable[[dict[str, Any]], str],
     stdout: int,
 ) -> None:
-    """Measure the parts one after another, and write the document to the descriptor `stdout`: as JSON with options.json, else
-    what `markdown` makes of it. How long a part took goes to stderr."""
+    """Measure the parts one after another, and write the document to the descriptor `stdout`: as JSON with
+    options.json, else what `markdown` makes of it. How long a part took goes to stderr."""
     loads, results = {}, {}
     for part, measure in parts.items():
         loads[part], began = os.getloadavg()[0], time.monotonic()

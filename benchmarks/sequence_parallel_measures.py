@@ -27,7 +27,8 @@ def measure_bytes(
     layouts: Sequence[Layout], config: DraftConfig, tokens: int, steps: int, dtype: torch.dtype
 ) -> list[dict[str, Any]]:
     """Per layout (all of as many ranks as this job has) the bytes of the rank that sends most, over one stream of three
-    documents, when nothing is recomputed. Asserts that every rank sends what the formula says, whatever is recomputed."""
+    documents, when nothing is recomputed. Asserts that every rank sends what the formula says, whatever is
+    recomputed."""
     stream = pack(
         [turns(tokens // 2, 60, 25), turns(tokens // 5, 20, 20), [(tokens // 5, False), (tokens // 10, True)]]
     )

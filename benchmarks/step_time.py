@@ -3,10 +3,11 @@
     python benchmarks/step_time.py          tables in Markdown
     python benchmarks/step_time.py --json   one JSON document
 
-Part `marks` times this step and the dense one of tests/support/definition.py in turn, at one length and each number of threads;
-part `lengths` follows both as the document grows, until the dense one no longer fits. Peak memory is of tensors that
-are alive at once, in a step of its own that is not timed. A loss or a gradient that is not the dense one's ends it with an
-assertion error. Progress and logs go to stderr. It takes some minutes, and times want an otherwise idle machine.
+Part `marks` times this step and the dense one of tests/support/definition.py in turn, at one length and each number of
+threads; part `lengths` follows both as the document grows, until the dense one no longer fits. Peak memory is of
+tensors that are alive at once, in a step of its own that is not timed. A loss or a gradient that is not the dense one's
+ends it with an assertion error. Progress and logs go to stderr. It takes some minutes, and times want an otherwise idle
+machine.
 """
 
 import argparse
@@ -21,7 +22,8 @@ from reporting import headline, positive, report_parts, table
 from eagle3.errors import run_command
 
 PARTS = ("marks", "lengths")
-# hidden size is heads x head_dim, the MLP twice that; both vocabularies are the draft's. Long documents get a smaller one.
+# hidden size is heads x head_dim, the MLP twice that; both vocabularies are the draft's. Long documents get a smaller
+# one.
 DRAFTS = {
     "marks": {"heads": 4, "kv_heads": 2, "head_dim": 64, "vocabulary": 32000},
     "lengths": {"heads": 2, "kv_heads": 1, "head_dim": 32, "vocabulary": 4000},
@@ -77,7 +79,8 @@ def _steps_table(title: str, part: str, rows: list[dict[str, Any]], document: di
 
     shape = ", ".join(f"{name} {size}" for name, size in DRAFTS[part].items())
     return table(
-        f"{title} (draft with {shape}). Peak: megabytes of tensors alive at once, of which weights and inputs are `held`. "
+        f"{title} (draft with {shape}). Peak: megabytes of tensors alive at once, of which weights and inputs are "
+        f"`held`. "
         f"Load average before: {document['machine']['load_before'][part]:.1f}.",
         ["supervised", "tokens", "threads", "step", "seconds", "processor", "of dense", "peak", "held", "of dense"]
         + ["seconds of its parts"],

@@ -1,4 +1,5 @@
-"""What step_time.py measures: seconds of a step with their split, processor seconds, and peak bytes, beside the dense one's."""
+"""What step_time.py measures: seconds of a step with their split, processor seconds, and peak bytes, beside the dense
+one's."""
 
 import argparse
 import statistics
@@ -32,8 +33,8 @@ from eagle3.targets.logits import summarize_teacher
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-4
 RECOMPUTES: tuple[Recompute, ...] = ("none", "full")
 FP32_BYTES = 4
-# Standard deviation of the target's logits. A spread far above a model's gives denormal probabilities, on which arithmetic
-# is many times slower.
+# Standard deviation of the target's logits. A spread far above a model's gives denormal probabilities, on which
+# arithmetic is many times slower.
 LOGIT_SPREAD = 4.0
 
 
@@ -47,7 +48,8 @@ class Timed(NamedTuple):
 
 
 class Contender(NamedTuple):
-    """run: one forward and backward, whose gradients stay in `weights`. held: tensors that exist before and after it."""
+    """run: one forward and backward, whose gradients stay in `weights`. held: tensors that exist before and after
+    it."""
 
     name: str
     run: Callable[[], Timed]
@@ -183,8 +185,8 @@ def _dense_case(stream: Stream, prepared: Prepared, config: DraftConfig) -> Case
 
 
 def _dense_bytes(config: DraftConfig, steps: int, tokens: int) -> int:
-    """About what a dense step holds at its peak: of [T, Vd] the log-probabilities of every step, both softmaxes of the teacher
-    and three gradients under way; of [heads, T, T] the attention of every step and three more."""
+    """About what a dense step holds at its peak: of [T, Vd] the log-probabilities of every step, both softmaxes of the
+    teacher and three gradients under way; of [heads, T, T] the attention of every step and three more."""
     logits = (steps + 5) * config.draft_vocab_size
     scores = (steps + 3) * config.num_attention_heads * tokens
     return FP32_BYTES * tokens * (logits + scores)
@@ -243,8 +245,8 @@ def _in_turn(contenders: Sequence[Contender], repeats: int) -> list[dict[str, An
 def _measure(
     contenders: Sequence[Contender], repeats: int, threads: Sequence[int], dense: bool, about: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Rows of all contenders with each number of threads, as shares of the dense one's where it is there. Asserts that all
-    have its loss and its gradient."""
+    """Rows of all contenders with each number of threads, as shares of the dense one's where it is there. Asserts that
+    all have its loss and its gradient."""
     torch.set_num_threads(max(threads))
     warm = [_warm(each) for each in contenders]
     found = []

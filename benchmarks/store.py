@@ -5,8 +5,9 @@
 
 The states are those of a recipe's target (the quickstart's unless told) over its training samples, in bfloat16. The
 field's format is one pickled file a sample, as it is or through gzip. Rates are of raw bytes: of the codecs alone, in
-memory; and written to a folder and flushed, read whole from the page cache; the best of some rounds, all in turn in each. A rank of eight reads
-one eighth of the rows of each sample. What is read is compared with what was written. Wants an otherwise idle machine.
+memory; and written to a folder and flushed, read whole from the page cache; the best of some rounds, all in turn in
+each. A rank of eight reads one eighth of the rows of each sample. What is read is compared with what was written. Wants
+an otherwise idle machine.
 """
 
 import argparse
@@ -123,7 +124,8 @@ def hidden_states(recipe_file: Path, tokens: int) -> list[Sample]:
 
 
 def joined(samples: Sequence[Sample], tokens: int) -> list[Sample]:
-    """The same rows end to end, cut into samples of as many tokens, as long conversations have; the rest is left out."""
+    """The same rows end to end, cut into samples of as many tokens, as long conversations have; the rest is left
+    out."""
     import torch
 
     from eagle3.states.rows import Rows
@@ -172,7 +174,6 @@ def measure_codecs(samples: Sequence[Sample], threads: int, rounds: int) -> dict
     import torch
 
     from eagle3.states.store.shard import Encoding
-    from eagle3.states.store.shard_writer import encode_chunks
 
     tensors = [(name, getattr(sample.states, name)) for sample in samples for name in ("aux", "last")]
     hidden, raw = samples[0].states.teacher.values.shape[1], sum(sample.raw for sample in samples)
@@ -191,7 +192,7 @@ def measure_codecs(samples: Sequence[Sample], threads: int, rounds: int) -> dict
 
                 def encode(one: tuple, codecs=codecs, encoding=encoding) -> list[memoryview | bytes]:
                     name, rows = one
-                    return encode_chunks(codecs[name], rows, encoding.chunk_rows(name))
+                    return codecs[name].encode(rows, encoding.chunk_rows(name))
 
                 def decode(one: tuple, data: bytes, sizes: list[int], codecs=codecs) -> torch.Tensor:
                     name, rows = one
@@ -302,7 +303,8 @@ def _markdown(document: dict[str, Any]) -> str:
         ]
         title = (
             f"Samples {name}: {found['samples']}, {found['tokens']:,} tokens, hidden size {found['hidden_size']}, "
-            f"{found['raw_bytes'] / 1e6:,.0f} MB raw, {document['settings']['threads']} threads ({headline(document)}); "
+            f"{found['raw_bytes'] / 1e6:,.0f} MB raw, {document['settings']['threads']} threads "
+            f"({headline(document)}); "
             "in brackets, times the rate of gzip -9"
         )
         parts.append(

@@ -5,8 +5,9 @@
     python benchmarks/window_arms.py report --part 1 --json         the same as one JSON document
     python benchmarks/window_arms.py report --part 1 --plot F.png   acceptance by context, of some arms
 
-Part 1 has the target and the text of recipes/long-context-demo.yaml, part 2 those of benchmarks/copying.py, which it makes. Part 3
-trains two drafts of part 2 for longer, in its folder. Keys behind the options change the recipe of all arms.
+Part 1 has the target and the text of recipes/long-context-demo.yaml, part 2 those of benchmarks/copying.py, which it
+makes. Part 3 trains two drafts of part 2 for longer, in its folder. Keys behind the options change the recipe of all
+arms.
 """
 
 import argparse
@@ -272,9 +273,8 @@ def acceptance_table(
 def png_of(acceptance: dict[str, Any]) -> bytes:
     """acceptance: of each arm by context, [measured, low, high]."""
     from eagle3.reporting.charts import contexts_plot, curve_series
-    from eagle3.reporting.curves import Curve
-    from eagle3.reporting.drawing import png
-    from eagle3.reporting.plot import COLOURS
+    from eagle3.reporting.plot import COLOURS, png
+    from eagle3.reporting.record import Curve
 
     series = []
     for (name, by_context), colour in zip(acceptance.items(), COLOURS, strict=False):

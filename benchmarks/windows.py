@@ -3,9 +3,10 @@
     python benchmarks/windows.py          a table in Markdown (about 10 minutes)
     python benchmarks/windows.py --json   one JSON document
 
-One document a step: a prompt of 8k to 256k tokens, and an answer of 1,024 under a window of 512 keys; up to --full-to tokens
-full attention beside it. Hidden states are random, written to a store part by part, and read as training reads them. Seconds
-are processor seconds, the least of some rounds; bytes are those of live tensors (live_bytes.py). Wants an otherwise idle machine.
+One document a step: a prompt of 8k to 256k tokens, and an answer of 1,024 under a window of 512 keys; up to --full-to
+tokens full attention beside it. Hidden states are random, written to a store part by part, and read as training reads
+them. Seconds are processor seconds, the least of some rounds; bytes are those of live tensors (live_bytes.py). Wants an
+otherwise idle machine.
 """
 
 import argparse
@@ -170,8 +171,10 @@ def _markdown(document: dict[str, Any]) -> str:
     ]
     ratios = document["ratios"]
     title = (
-        f"{headline(document)}; an answer of {ANSWER:,} tokens, K = {STEPS}, the draft of an 8B target at 1/8 of its width, fp32. "
-        f"Longest prompt over shortest under the window: step time {ratios['step_seconds']:.3f}, peak {ratios['step_peak']:.3f} "
+        f"{headline(document)}; an answer of {ANSWER:,} tokens, K = {STEPS}, the draft of an 8B target at 1/8 of its "
+        f"width, fp32. "
+        f"Longest prompt over shortest under the window: step time {ratios['step_seconds']:.3f}, peak "
+        f"{ratios['step_peak']:.3f} "
         f"(mark {document['mark']})."
     )
     return table(title, head, rows)

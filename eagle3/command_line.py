@@ -1,4 +1,4 @@
-"""The command line that launchers share: a recipe, changes of its keys, and mistakes told in one line."""
+"""The command line that launchers share: a recipe, overrides of its keys, and mistakes reported in one line."""
 
 import argparse
 import os
@@ -15,7 +15,7 @@ from eagle3.recipe.schema import Recipe
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's own, but a mistake is a UserError, and no option may be cut short."""
+    """argparse's parser, except that a mistake is a UserError and options cannot be abbreviated."""
 
     def __init__(self, description: str | None) -> None:
         super().__init__(description=description, allow_abbrev=False)
@@ -27,14 +27,17 @@ class Parser(argparse.ArgumentParser):
 class RecipeParser(Parser):
     """For launchers that take a recipe, bare or after --recipe, and `section.key=value` for each key to change.
 
-    default: the recipe where none is named.
+    default: the recipe if none is named.
     """
 
     def __init__(self, description: str | None, default: Path) -> None:
         super().__init__(description)
         self.default = default
         self.add_argument(
-            "--recipe", type=Path, action="append", help=f"the YAML; --recipe may be left out (default: {default.name})"
+            "--recipe",
+            type=Path,
+            action="append",
+            help=f"the recipe's YAML, also without --recipe in front (default: {default.name})",
         )
         self.add_argument(
             "words",
@@ -44,8 +47,11 @@ class RecipeParser(Parser):
         )
 
     def parse(self, words: Sequence[str] | None = None) -> argparse.Namespace:
-        """The options; among them `recipe`, whether it was `named`, and `overrides`, the changes. words: default sys.argv's.
-        Raises UserError; for what looks like a key of the recipe with the override to write."""
+        """Parses the options. They include `recipe`, `named` (whether a recipe was) and `overrides`, the changes of
+        keys. Raises UserError; for what looks like a key of the recipe, the message contains the override to write.
+
+        words: default sys.argv's.
+        """
         words = list(sys.argv[1:] if words is None else words)
         options, unknown = self.parse_known_intermixed_args(words)
         if unknown:
@@ -56,13 +62,14 @@ class RecipeParser(Parser):
             if word in keys_of(Recipe):
                 raise SharedUserError(f"command line: {word} has no value; write {word}={_value_of(word, words)}")
             if f"--{word}" in self._option_string_actions:
-                raise SharedUserError(f"command line: {word} is no recipe; did you mean --{word}?")
+                raise SharedUserError(f"command line: {word} is not a recipe; did you mean --{word}?")
         recipes = [*(options.recipe or []), *map(Path, recipes)]
         if len(recipes) > 1:
             raise SharedUserError(
-                f"command line: two recipes, {recipes[0]} and {shown(str(recipes[1]))}; name one, and quote a value with spaces"
+                f"command line: two recipes, {recipes[0]} and {shown(str(recipes[1]))}; name one, and quote a value "
+                "with spaces"
             )
-        here = Path.cwd()  # the default is named as a user would name it from here
+        here = Path.cwd()  # so that the default is named as a user would name it from here
         default = self.default.relative_to(here) if self.default.is_relative_to(here) else self.default
         options.recipe, options.named = recipes[0] if recipes else default, bool(recipes)
         return options
@@ -79,24 +86,26 @@ class RecipeParser(Parser):
         meant = by_name.get(name) or [key for near in get_close_matches(name, by_name, 1, 0.8) for key in by_name[near]]
         near = get_close_matches(option.partition("=")[0], self._option_string_actions, 1, 0.8)
         if near and name not in by_name:
-            raise SharedUserError(f"command line: {shown(option)} is no option; did you mean {near[0]}?")
+            raise SharedUserError(f"command line: {shown(option)} is not an option; did you mean {near[0]}?")
         if not meant:
-            self.error(f"{shown(option)} is no option")
-        fewest = min(key.count(".") for key in meant)  # before a key of the same name deep in some section
+            self.error(f"{shown(option)} is not an option")
+        fewest = min(key.count(".") for key in meant)  # prefer a key over one of the same name deeper in some section
         changes = " or ".join(f"{key}={value}" for key in meant if key.count(".") == fewest)
-        raise SharedUserError(f"command line: {shown(option)} is no option; to change the recipe write {changes}")
+        raise SharedUserError(f"command line: {shown(option)} is not an option; to change the recipe write {changes}")
 
 
 def _value_of(word: str, words: list[str]) -> str:
-    """What follows the word, where it may be meant as its value."""
+    """The word that follows, if it may be meant as the value of this one."""
     following = words[words.index(word) + 1 :][:1]
     return following[0] if following and "=" not in following[0] and following[0][:1] != "-" else "VALUE"
 
 
 def before_imports(quiet: bool = False) -> None:
-    """Call this before the imports that take seconds, and after all that can be refused without them.
+    """Prepares for the imports that take seconds; call it before them, and after everything that can be refused without
+    them. On a machine without GPUs it tells DeepSpeed to use the CPU, or it would warn that it has found no
+    accelerator.
 
-    quiet: libraries say errors alone. On a machine without GPUs DeepSpeed would warn that it has found none: it is told.
+    quiet: libraries only print errors.
     """
     if quiet:
         silence_libraries()

@@ -1,4 +1,4 @@
-"""What a person reads at a terminal or in a log: lines that fit, progress with rate and time left, colours where they show."""
+"""Terminal and log output: lines that fit, progress with rate and time left, colours where they are supported."""
 
 import logging
 import os
@@ -13,28 +13,30 @@ from typing import Any, TextIO
 Say = Callable[[str], None]
 WARNING = "warning: "
 RED, GREEN, YELLOW, PLAIN = "\033[31m", "\033[32m", "\033[33m", "\033[0m"
-QUIET_SECONDS = 2.0  # a step that ends sooner says nothing of its progress
-# Between two lines of a step: 5 s at first, more as it lasts, so that 10 minutes take 60 lines and a day takes 3,000.
+QUIET_SECONDS = 2.0  # a step that ends sooner reports no progress
+# Seconds between two progress lines of a step: 5 at first, more as it lasts. 10 minutes give 60 lines, a day 3,000.
 FIRST_GAP, LAST_GAP, GAPS = 5.0, 30.0, 20
-USERINFO = re.compile(r"(?<=://)[^\s/?#'\"]+@")  # of a URL: a name and password, or a token
+USERINFO = re.compile(r"(?<=://)[^\s/?#'\"]+@")  # in a URL: user name and password, or a token
 WORD = re.compile(r"\S+")
 QUERY, LINK_QUERY = re.compile("[?#]"), re.compile(r"\?[^?#&=]+=")
 PARAMETER = re.compile(r"(?P<lead>[?#&;](?:[\w.\-\[\]]+=(?==*[^=&#;]))?)[^&#;]+")
-CLOSING = ".,:;!?)]}>'\"`"  # ends a sentence or a quotation, as a rule, and no query
+CLOSING = ".,:;!?)]}>'\"`"  # usually ends a sentence or a quotation, not a query
 BETWEEN_FIELDS = re.compile(r"((?<=[,;]) |  +)")
 
 
 class Warned(str):
-    """A line that warns, for what is given no more than something to call; printed as it is, it says so in front."""
+    """A warning, for code that was only given a function to call with lines; str() puts `warning: ` in front."""
 
     def __str__(self) -> str:
         return WARNING + self
 
 
 class Console:
-    """Prints on the first rank only. Information and progress by a call, what the command was started for by `result`.
+    """Prints on the first rank only: information and progress when called, and by `result` what the command was run
+    for.
 
-    quiet: no information; results stay, without the time in front, and so do warnings (calls with `Warned`) and errors.
+    quiet: prints no information. Warnings (`Warned` lines) and errors remain, and so do results, without the leading
+        time.
     """
 
     def __init__(self, speaks: bool, quiet: bool = False) -> None:
@@ -56,9 +58,11 @@ class Console:
 
 
 class Progress:
-    """Says how far a step is: nothing in its first seconds, then now and then, and its end if anything was said before.
+    """Reports how far a step is: nothing in its first seconds, then a line now and then, and its end if any line came
+    before.
 
-    total: None where it is not known. unit: a plural, of what is counted.
+    total: None if unknown.
+    unit: what is counted, in the plural.
     """
 
     def __init__(
@@ -69,11 +73,12 @@ class Progress:
         self.next = self.began + QUIET_SECONDS
 
     def advance(self, count: int = 1, extra: str = "") -> None:
-        """So many more are done. extra: more numbers, for the line."""
+        """Counts `count` more as done. extra: further numbers for the line."""
         self.at(self.done + count, free=self.free, extra=extra)
 
     def at(self, done: int, *, free: int = 0, extra: str = "") -> None:
-        """So many are done by now. free: of these, such as took no time (an earlier run did them), and so have no rate."""
+        """Sets the number done so far. free: how many of these took no time, because an earlier run did them; the rate
+        leaves them out."""
         self.done, self.free, now = done, free, self.clock()
         if done == self.total:
             self.end(extra)
@@ -81,7 +86,7 @@ class Progress:
             self._tell(now, extra)
 
     def also_between(self) -> AbstractContextManager[None]:
-        """In the block the state is said, too, where a single thing takes long and no call comes."""
+        """Inside the block, lines also appear while a single item takes long and no call comes."""
 
         def speak() -> None:
             if (now := self.clock()) >= self.next and self.done != self.total:
@@ -90,7 +95,7 @@ class Progress:
         return _now_and_then(speak, lambda: max(self.next - self.clock(), FIRST_GAP))
 
     def end(self, extra: str = "") -> None:
-        """Nothing more comes; to be called where no total was known."""
+        """Reports the end. Only needed if the total is unknown."""
         if self.spoke:
             self.spoke, seconds = False, self.clock() - self.began
             self._say(extra, *self._pace(seconds)[:1], f"{duration(seconds)} in all")
@@ -113,8 +118,8 @@ class Progress:
 
 @contextmanager
 def waiting(say: Say, what: str) -> Iterator[None]:
-    """Around a step whose length nobody knows: where it takes more than two seconds, `what` is said, now and then how long
-    it has taken, and that it is over."""
+    """Wraps a step of unknown length. If it takes more than two seconds, prints `what`, then now and then the time so
+    far, and finally that it is over."""
     began, spoke = time.monotonic(), threading.Event()
 
     def speak() -> None:
@@ -129,7 +134,7 @@ def waiting(say: Say, what: str) -> Iterator[None]:
 
 @contextmanager
 def _now_and_then(speak: Callable[[], None], gap: Callable[[], float]) -> Iterator[None]:
-    """In the block `speak` is called in a thread, each time when `gap` seconds are over."""
+    """Inside the block, a thread calls `speak` whenever another `gap()` seconds have passed."""
     over = threading.Event()
 
     def speaking() -> None:
@@ -146,8 +151,9 @@ def _now_and_then(speak: Callable[[], None], gap: Callable[[], float]) -> Iterat
 
 
 def without_passwords(text: str) -> str:
-    """With *** for what URLs in it tell of their user, and for each value of their queries and fragments: tokens and
-    signatures have many names. A path with a query counts, too: so libraries quote what they could not fetch."""
+    """Replaces by *** the user information of URLs in the text, and each value in their queries and fragments: tokens
+    and signatures go by many names. A path with a query counts too, since libraries quote what they failed to fetch in
+    that form."""
     return WORD.sub(_without_values, USERINFO.sub("***@", text))
 
 
@@ -163,7 +169,7 @@ def _without_values(found: re.Match[str]) -> str:
 
 
 def all_without_passwords(value: Any) -> Any:
-    """The same for every text in what JSON or YAML hold."""
+    """Does the same to every string in a JSON or YAML value."""
     if isinstance(value, dict):
         return {name: all_without_passwords(each) for name, each in value.items()}
     if isinstance(value, list):
@@ -172,35 +178,35 @@ def all_without_passwords(value: Any) -> Any:
 
 
 def is_first_rank() -> bool:
-    """Of the processes that a launcher has started; True also without one."""
+    """Whether this is the first of the processes that a launcher started; True without a launcher."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def tell(line: str, *, lead: str = "", colour: str | None = None, stream: TextIO | None = None) -> None:
-    """Print `lead`, in this colour, and the line: wrapped on a terminal, as it is elsewhere. stream: default stdout."""
+    """Prints `lead`, in colour, and the line; wraps them on a terminal and nowhere else. stream: default stdout."""
     stream = stream or sys.stdout
     text = fitted(lead + without_passwords(line), columns_of(stream), indent=len(lead))
     if colour and lead:
         text = painted(lead.rstrip(), colour, stream) + text.removeprefix(lead.rstrip())
     try:
-        stream.write(text + "\n")  # in one piece, for several threads speak
+        stream.write(text + "\n")  # in one write: several threads print
         stream.flush()
-    except BrokenPipeError:  # nobody reads it any more: the main thread ends the command when it speaks next
+    except BrokenPipeError:  # the reader is gone: the main thread ends the command when it next prints
         if threading.current_thread() is threading.main_thread():
             raise
 
 
 def tell_error(line: str, lead: str = "") -> None:
-    """On stderr, `lead` or `error:` in front; in one line on a terminal, too, for what it names is there to be copied."""
-    # in one piece: the other ranks may speak, too
+    """Prints an error on stderr behind `lead` or `error:`. Never wrapped, so that what it names can be copied."""
+    # In one write: other ranks may print too.
     sys.stderr.write(f"{lead or painted('error:', RED, sys.stderr)} {without_passwords(line)}\n")
     sys.stderr.flush()
 
 
 def fitted(text: str, columns: int | None, indent: int = 0) -> str:
-    """Lines of at most `columns`, None for any number. They are broken between fields, which two spaces, a comma or a
-    semicolon part, and a field that is longer between words; what follows a break is indented. A word that is longer stays
-    whole, to be copied."""
+    """Breaks the text into lines of at most `columns` (None: no limit). Lines break between fields, which two spaces, a
+    comma or a semicolon separate; a field that is too long breaks between words. Continuation lines are indented. A
+    word that is too long stays whole, so that it can be copied."""
     return "\n".join(_wrapped(line, columns, indent) for line in text.split("\n"))
 
 
@@ -222,7 +228,7 @@ def _wrapped(line: str, columns: int | None, indent: int) -> str:
 
 
 def columns_of(stream: TextIO) -> int | None:
-    """The width of the terminal; None where there is none, or where it does not say."""
+    """The width of the terminal; None if there is none, or if its width is unknown."""
     try:
         return os.get_terminal_size(stream.fileno()).columns or None
     except (OSError, ValueError):
@@ -230,35 +236,35 @@ def columns_of(stream: TextIO) -> int | None:
 
 
 def painted(text: str, colour: str, stream: TextIO | None = None) -> str:
-    """The text in this colour where the stream (default: stdout) shows colours."""
+    """The text in this colour if the stream (default: stdout) shows colours."""
     return f"{colour}{text}{PLAIN}" if shows_colours(stream or sys.stdout) else text
 
 
 def shows_colours(stream: TextIO) -> bool:
-    """Whether it is a terminal that has them, of a user who has not refused them (no-color.org)."""
+    """Whether the stream is a terminal with colours whose user has not turned them off (no-color.org)."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def silence_libraries() -> None:
-    """Under --quiet, before they are imported: of what other libraries log only errors, and no bars of their downloads."""
+    """For --quiet, before other libraries are imported: they log only errors and show no download bars."""
     logging.disable(logging.WARNING)
-    from huggingface_hub.utils import disable_progress_bars  # here, for most commands run without it
+    from huggingface_hub.utils import disable_progress_bars  # imported here, since most commands run without it
 
     disable_progress_bars()
 
 
 def counted(count: int, thing: str) -> str:
-    """1 sample, 2 samples."""
+    """For example `1 sample`, `2 samples`."""
     return f"{count:,} {thing}{'' if count == 1 else 's'}"
 
 
 def data_size(count: float) -> str:
-    """512 bytes, 3.3 MB, 12.4 GB: in powers of 1000, of disks and of what is sent."""
+    """For example `512 bytes`, `3.3 MB`, `12.4 GB`: powers of 1000, for disks and transfers."""
     return _size(count, 1000, ("kB", "MB", "GB", "TB"))
 
 
 def memory_size(count: float) -> str:
-    """512 bytes, 3.1 MiB, 11.5 GiB: in powers of 1024."""
+    """For example `512 bytes`, `3.1 MiB`, `11.5 GiB`: powers of 1024."""
     return _size(count, 1024, ("KiB", "MiB", "GiB", "TiB"))
 
 
@@ -276,5 +282,5 @@ def duration(seconds: float) -> str:
 
 
 def _gap(seconds: float) -> float:
-    """To the next line of a step that has taken so many."""
+    """Seconds until the next line of a step that has taken `seconds` so far."""
     return min(LAST_GAP, max(FIRST_GAP, seconds / GAPS))

@@ -1,5 +1,5 @@
-"""Files that survive a kill or a full disk: whole under their name, or not there. Locks that a kill releases.
-Digests that tell what has changed."""
+"""Files that survive a kill or a full disk: whole under their name, or absent. Locks that a kill releases. Digests that
+show what has changed."""
 
 import errno
 import fcntl
@@ -15,11 +15,12 @@ from typing import BinaryIO
 
 from safetensors import SafetensorError
 
+from eagle3.console import memory_size
 from eagle3.errors import UserError
 
 
 class Lock(Enum):
-    """What became of an attempt to lock a file. UNKNOWN: its file system has no locks."""
+    """The result of an attempt to lock a file. UNKNOWN: its file system has no locks."""
 
     HELD = "held"
     TAKEN = "taken"
@@ -27,7 +28,7 @@ class Lock(Enum):
 
 
 def lock(file: BinaryIO) -> Lock:
-    """Lock a file (flock) for as long as it is open and this process lives, without waiting for another's lock."""
+    """Locks a file (flock) for as long as it is open and this process lives. Never waits for another process's lock."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -39,15 +40,17 @@ def lock(file: BinaryIO) -> Lock:
 
 @contextmanager
 def writing(path: Path, remedy: str) -> Iterator[None]:
-    """Around what writes `path`: raises UserError where it cannot be. remedy: beginning with "free space", in whose place another
-    remedy stands where it is not space that is missing."""
+    """Wraps code that writes `path`: raises UserError if that fails.
+
+    remedy: begins with "free space", which is replaced by another remedy if space is not what is missing.
+    """
     try:
         yield
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-        place = next(place for place in (path, *path.absolute().parents) if place.exists())
+        place = next(place for place in (path, *path.absolute().parents) if os.path.exists(place))
         if getattr(error, "errno", errno.ENOSPC) in (errno.ENOSPC, errno.EDQUOT):
-            reason += f"; {shutil.disk_usage(place).free / 2**30:.3g} GiB are free"
+            reason += f"; {memory_size(shutil.disk_usage(place).free)} are free"
         else:
             remedy = remedy.replace("free space", "make it writable for this user", 1)
         raise UserError(f"{path}: cannot be written ({reason}); {remedy}") from error
@@ -60,18 +63,18 @@ def file_digest(path: Path) -> str:
 
 
 def write_text(path: Path, text: str, private: bool = False) -> None:
-    """Replace `path` by `text`; a kill or a full disk leaves the old file or the new one. private: only its owner may read
-    it."""
+    """Replaces the content of `path` by `text`; a kill or a full disk leaves either the old file or the new one.
+    private: only its owner may read it."""
     write_bytes(path, text.encode("utf-8"), private)
 
 
 def replace_text(path: Path, text: str) -> Path | None:
-    """As `write_text`, but a file that is there is moved aside, once `text` is on disk; returns where to."""
+    """Like `write_text`, but moves an existing file aside, once `text` is on disk, and returns its new path."""
     return write_bytes(path, text.encode("utf-8"), aside=True)
 
 
 def write_bytes(path: Path, content: bytes, private: bool = False, aside: bool = False) -> Path | None:
-    """As `write_text`, and with `aside` as `replace_text`."""
+    """Like `write_text` or, with `aside`, like `replace_text`."""
     partial, moved = path.with_name(path.name + ".partial"), None
     try:
         with partial.open("wb") as file:
@@ -79,7 +82,7 @@ def write_bytes(path: Path, content: bytes, private: bool = False, aside: bool =
                 os.fchmod(file.fileno(), 0o600)  # before there is anything to read
             file.write(content)
         if aside and path.exists():
-            flush(partial)  # before the earlier one loses its name
+            flush(partial)  # before the earlier file loses its name
             moved = move_aside(path)
         publish(partial, path)
     except OSError:
@@ -89,8 +92,8 @@ def write_bytes(path: Path, content: bytes, private: bool = False, aside: bool =
 
 
 def create_text(path: Path, text: str) -> None:
-    """Write `text` unless `path` exists; of several processes that do so at a time one wins, and a kill leaves a whole
-    file or none."""
+    """Writes `text` unless `path` exists. If several processes do so at once, one wins; a kill leaves a whole file or
+    none."""
     temporary = path.with_name(f".{path.name}.{token_hex(4)}")
     try:
         temporary.write_text(text, encoding="utf-8")
@@ -103,15 +106,15 @@ def create_text(path: Path, text: str) -> None:
 
 
 def publish(partial: Path, path: Path) -> None:
-    """Give a finished file or folder its name once its bytes are on disk; the name is on disk before this returns."""
+    """Gives a finished file or folder its name once its bytes are on disk. The name is on disk when this returns."""
     flush(partial)
     partial.replace(path)
     flush(path.parent)
 
 
 def move_aside(path: Path, name: Path | None = None) -> Path:
-    """Rename what an earlier run left to the first free name: run -> run.1, result.json -> result.1.json. name: after which
-    it is called, where that is not its own."""
+    """Renames what an earlier run left to the first free name: run -> run.1, result.json -> result.1.json. name: derive
+    the new name from this path instead."""
     name = name or path
     stem, suffix = (name.name, "") if path.is_dir() else (name.stem, name.suffix)
     number = 1
@@ -122,7 +125,7 @@ def move_aside(path: Path, name: Path | None = None) -> Path:
 
 
 def flush(path: Path) -> None:
-    """fsync a file, or a folder's names."""
+    """Calls fsync on a file or folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

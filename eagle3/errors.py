@@ -1,4 +1,4 @@
-"""What a user did wrong, said in one line a mistake: where, what value, and how to mend it."""
+"""Mistakes that a user can fix, reported in one line each: where, which value, and how to fix it."""
 
 import errno
 import json
@@ -12,13 +12,16 @@ from typing import Any, TextIO
 
 from eagle3.console import tell_error, without_passwords
 
-LONGEST_LINE = 1200  # characters of an error
+LONGEST_LINE = 1200  # characters of an error message
 
 
 class UserError(ValueError):
-    """A mistake the user can fix. The message is one line: `where: what, with the value; remedy`. Of many mistakes of one kind it
-    is their account, and `further` lines name them, the last one the remedy. What stands in a line may come from a hostile file: a
-    long one loses its middle, and what would steer a terminal, or is no text, is escaped."""
+    """A mistake that the user can fix. The message is one line: `where: what, with the value; remedy`. For many
+    mistakes of one kind, the message sums them up and the `further` lines name them, the last one being the remedy.
+
+    Text in a line may come from a hostile file: long lines lose their middle, and characters that could control a
+    terminal, or are not text, are escaped.
+    """
 
     def __init__(self, message: str, *further: str) -> None:
         super().__init__(*map(_one_line, (message, *further)))
@@ -28,11 +31,11 @@ class UserError(ValueError):
 
 
 class SharedUserError(UserError):
-    """A mistake that every process of a job raises, so that one of them is enough to say it."""
+    """A mistake that every process of a job raises, so that one of them is enough to report it."""
 
 
 def extra_command(extra: str) -> str:
-    """What installs packages that not everybody needs, an extra of setup.cfg."""
+    """The command that installs an optional extra of setup.cfg."""
     return f'pip install -e ".[{extra}]" -c constraints/cuda.txt (without GPUs cpu.txt)'
 
 
@@ -45,12 +48,12 @@ def _one_line(text: str) -> str:
 
 class _Short(reprlib.Repr):
     def repr_str(self, text: str, level: int) -> str:
-        return super().repr_str(without_passwords(text), level)  # before it is cut, and a password with it
+        return super().repr_str(without_passwords(text), level)  # before the text is cut, and a password with it
 
 
 def shown(value: Any, most: int = 60) -> str:
-    """A value as error lines show it: its repr, of at most so many characters, however large or nested it is, and without
-    the passwords in its URLs; null, true and false as JSON and YAML write them."""
+    """A value as error messages show it: its repr in at most `most` characters, however large or nested it is, with
+    passwords in URLs masked. null, true and false are written as in JSON and YAML."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     short = _Short()
@@ -60,16 +63,16 @@ def shown(value: Any, most: int = 60) -> str:
 
 
 def first_sentence(error: Exception) -> str:
-    """Of what PyTorch says at length where memory does not suffice."""
+    """The first sentence of PyTorch's long report that memory ran out."""
     return str(error).partition(". ")[0]
 
 
 def run_command(main: Callable[[], int | None], unread: str = "") -> None:
-    """Run a launcher's `main`: a UserError becomes its line (or lines) on stderr and exit code 2, never a traceback.
+    """Runs a launcher's `main`. A UserError becomes its line (or lines) on stderr and exit code 2, never a traceback.
 
-    Of a job's processes the first one on each node says it; another speaks only of what it alone may have met. Where whoever
-    read the output has gone (`| head`) the command ends, as others do, with the exit code of SIGPIPE. unread: the line that is
-    said then.
+    In a job, the first process on each node reports it; the others only report what they alone may have met. If the
+    reader of the output has gone (`| head`), the command ends like other commands do, with the exit code of SIGPIPE.
+    unread: a line to print in that case.
     """
     try:
         code = _exit_code(main)
@@ -77,8 +80,8 @@ def run_command(main: Callable[[], int | None], unread: str = "") -> None:
     except BrokenPipeError:
         closed = [stream for stream in (sys.stdout, sys.stderr) if _is_closed(stream)]
         if not closed:
-            raise  # of some other pipe
-        for stream in closed:  # what still waits for it goes nowhere, else the interpreter would try again at its end
+            raise  # from some other pipe
+        for stream in closed:  # discard what is still buffered, or the interpreter would try again when it exits
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         if unread:
             tell_error(unread)
@@ -90,7 +93,7 @@ def _exit_code(main: Callable[[], int | None]) -> int | str | None:
     rank, local_rank = os.environ.get("RANK", "0"), os.environ.get("LOCAL_RANK", "0")
     try:
         return main() or 0
-    except SystemExit as ended:  # of argparse, after --help
+    except SystemExit as ended:  # from argparse, after --help
         return ended.code
     except UserError as mistake:
         if rank == "0":
@@ -110,7 +113,7 @@ def _exit_code(main: Callable[[], int | None]) -> int | str | None:
 
 
 def _is_closed(stream: TextIO) -> bool:
-    """Whether it is a pipe whose other end has been closed."""
+    """Whether the stream is a pipe whose other end has been closed."""
     poll = select.poll()
-    poll.register(stream, 0)  # errors are reported unasked
+    poll.register(stream, 0)  # errors are reported without being asked for
     return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))

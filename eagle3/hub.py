@@ -1,5 +1,5 @@
-"""Whether a target can be where its name says: in a folder that is there, or on a hub that can be reached, found out in
-seconds (its client tries again for more than half a minute)."""
+"""Checks whether a target can be where its name says: in an existing folder, or on a hub that can be reached. This
+takes seconds; the hub's client would retry for more than half a minute."""
 
 import functools
 import os
@@ -14,7 +14,7 @@ CONNECT_SECONDS = 5.0
 
 
 def require_target_folder(name: str) -> None:
-    """Raises UserError for the path of a folder that is not there, or of a file."""
+    """Raises UserError if the name is the path of a missing folder, or of a file."""
     if Path(name).is_file():
         raise UserError(f"target {name!r}: is a file; name its folder, or a hub id, in model.target")
     if (name.startswith(("/", ".", "~")) or name.count("/") > 1) and not Path(name).is_dir():
@@ -23,11 +23,11 @@ def require_target_folder(name: str) -> None:
 
 @functools.cache
 def require_hub() -> None:
-    """Raises OSError where neither the hub nor the proxy that leads to it takes a connection."""
-    from huggingface_hub import constants  # here, for it takes long, and most commands need no hub
+    """Raises OSError if neither the hub nor the proxy that leads to it accepts a connection."""
+    from huggingface_hub import constants  # imported here: it takes long, and most commands need no hub
 
     if constants.HF_HUB_OFFLINE:
-        return  # said by the client itself, at once
+        return  # the client itself reports that, at once
     url = urlsplit(constants.ENDPOINT)
     proxy = getproxies().get(url.scheme)
     if proxy and url.hostname not in os.environ.get("no_proxy", "").split(","):

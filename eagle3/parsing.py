@@ -1,5 +1,5 @@
-"""JSON and YAML that people write and tools download: parsed, or refused with the place and the reason, whatever stands
-there."""
+"""Parses JSON and YAML that people write and tools download. Whatever the text holds, it is parsed or refused with
+place and reason."""
 
 import json
 import re
@@ -9,19 +9,20 @@ from typing import Any
 
 import yaml
 
-# Levels of lists and objects. Tool schemas have some twenty; near a thousand Python's parsers, encoders and templates crash.
+# Levels of lists and objects. Tool schemas have about twenty; near a thousand, Python's parsers, encoders and templates
+# crash.
 DEEPEST = 100
-MOST_DIGITS = 18  # of a whole number in YAML: what computes with it expects 64 bits
-_NO_TEXT = re.compile("[\0\ud800-\udfff]")  # what no file's name, and no UTF-8, can hold
+MOST_DIGITS = 18  # of a whole number in YAML: code that computes with it expects 64 bits
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")  # neither file names nor UTF-8 can hold these
 _BRACKET_OR_NUMBER = re.compile(r'"(?:[^"\\]++|\\.)*+"|[\[{\]}]|(?<![.\d])\d{1000,}+(?!\.\d|[eE][-+]?\d)', re.DOTALL)
 
-# A quotation mark that closes nothing on its line is found as such: no string of JSON holds the end of a line.
+# An unterminated quotation mark is matched by itself: no JSON string contains a line break.
 _STRING_OR_MARK = re.compile(r'"(?:[^"\\\n]++|\\.)*+"|[\[{\]},"]')
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value. Raises json.JSONDecodeError, also for what is nested too deep and for a whole number of too many digits, and
-    UnicodeDecodeError for bytes that are no text."""
+    """Parses JSON. Raises json.JSONDecodeError, also for values nested too deep and whole numbers with too many digits,
+    and UnicodeDecodeError for bytes that are not text."""
     if isinstance(text, bytes):
         text = text.decode(json.detect_encoding(text), "surrogatepass")
     try:
@@ -36,8 +37,8 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def array_elements(text: str) -> list[tuple[int, int]] | None:
-    """[start, stop) of what the text of a JSON array lists, told by strings, brackets and commas alone, so that an element
-    that cannot be parsed does not hide the others. None where these do not make up one array."""
+    """Finds the elements of a JSON array as [start, stop) in its text. It goes by strings, brackets and commas alone,
+    so that an element that cannot be parsed does not hide the others. None if these do not form exactly one array."""
     elements, depth, start = [], 0, 0
     for found in _STRING_OR_MARK.finditer(text):
         mark, end = found[0], found.end()
@@ -67,7 +68,7 @@ def is_too_deep(value: Any) -> bool:
 
 
 def _too_much(text: str) -> json.JSONDecodeError:
-    """The first place of such JSON that is too deep, or has a number that is too long."""
+    """The error for the first place in such JSON that is nested too deep or has too long a number."""
     depth, digits = 0, sys.get_int_max_str_digits()
     for found in _BRACKET_OR_NUMBER.finditer(text):
         depth += (found[0] in "[{") - (found[0] in "]}")
@@ -79,30 +80,30 @@ def _too_much(text: str) -> json.JSONDecodeError:
 
 
 def parse_yaml(text: str) -> Any:
-    """The value, of mappings, lists and scalars; None for an empty text. Raises yaml.YAMLError with line and reason, also for
-    what would crash YAML's reader or grow without bound, and for a key that stands twice, of which it would silently keep
-    one."""
+    """Parses YAML with mappings, lists and scalars only; None for an empty text. Raises yaml.YAMLError, with line and
+    reason, also for what would crash YAML's reader or grow without bound, and for duplicate keys, of which the reader
+    would silently keep one."""
     try:
         return yaml.load(text, _PlainLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         raise yaml.YAMLError(f"{place}{error.problem or error.context:.200}") from error
-    except ValueError as error:  # no such date, say
+    except ValueError as error:  # for example a date that does not exist
         raise yaml.YAMLError(str(error)) from error
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """Without aliases, which a recipe can do without and a bomb cannot; without tags, deep nesting and long numbers."""
+    """Refuses aliases (recipes do not need them, a YAML bomb does), tags, deep nesting and long numbers."""
 
     depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
         event = self.peek_event()
         if isinstance(event, yaml.AliasEvent):
-            raise _refused(event, "aliases (*name) are not taken; write the value out")
+            raise _refused(event, "aliases (*name) are not accepted; write the value out")
         if event.tag is not None:
-            raise _refused(event, f"tags ({event.tag!r:.60}) are not taken; leave it out")
+            raise _refused(event, f"tags ({event.tag!r:.60}) are not accepted; leave it out")
         if self.depth == DEEPEST:
             raise _refused(event, f"nested deeper than {DEEPEST} levels")
         self.depth += 1
@@ -113,9 +114,9 @@ class _PlainLoader(yaml.SafeLoader):
     def compose_scalar_node(self, anchor: str | None) -> yaml.ScalarNode:
         node = super().compose_scalar_node(anchor)
         if node.tag.endswith(":int") and len(node.value) > MOST_DIGITS:
-            raise _refused(node, f"a whole number of {len(node.value):,} digits; at most {MOST_DIGITS} are taken")
+            raise _refused(node, f"a whole number of {len(node.value):,} digits; at most {MOST_DIGITS} are accepted")
         if _NO_TEXT.search(node.value):
-            raise _refused(node, "a zero byte, or half of a surrogate pair, which is no text")
+            raise _refused(node, "a zero byte, or half of a surrogate pair, which is not text")
         return node
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
@@ -124,7 +125,7 @@ class _PlainLoader(yaml.SafeLoader):
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
                 if key.value in seen:
-                    raise _refused(key, f"the key {key.value!r:.60} stands twice")
+                    raise _refused(key, f"the key {key.value!r:.60} appears twice")
                 seen.add(key.value)
         return node
 

@@ -1,5 +1,6 @@
-"""All that this project changes in objects of other libraries, or calls of theirs though it is not public: each with its reason,
-and looked for before a job relies on it. Where an argument, a subclass or a public registration will do, these serve instead."""
+"""Every change that this project makes to objects of other libraries, and every call of a private function of theirs.
+Each has its reason here, and is checked before a job relies on it. If an argument, a subclass or a public registration
+does, that is used instead."""
 
 import copyreg
 import datetime
@@ -22,10 +23,10 @@ from torch.distributed import ProcessGroup, distributed_c10d
 
 from eagle3.errors import SharedUserError
 
-FORCE, FORBID = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"  # torch takes one of them at most
+FORCE, FORBID = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"  # torch accepts at most one of them
 
 
-# What is changed or called here, as module:attribute -> the first parameters of a function, or the class of an object.
+# What is patched or called here: module:attribute -> the first parameters of a function, or the class of an object.
 RELIED = {
     "torch.distributed.distributed_c10d:_set_pg_timeout": ("timeout", "group"),
     "torch.distributed.distributed_c10d:_get_default_store": (),
@@ -36,12 +37,12 @@ RELIED = {
         "path",
     ),
 }
-# By itself: DeepSpeed makes it when it is first asked for, by a look at the compilers of the machine.
+# Kept apart, since DeepSpeed creates it when it is first asked for, by looking at the machine's compilers.
 OPERATIONS = {"deepspeed.ops:__compatible_ops__": dict}
 
 
 def require_relied(relied: Mapping[str, Any] = RELIED) -> None:
-    """Raises UserError where an installed library has another thing at one of these places, or nothing."""
+    """Raises UserError if an installed library has nothing, or something different, at one of these places."""
     for place, shape in relied.items():
         try:
             found = pkgutil.resolve_name(place)
@@ -49,53 +50,53 @@ def require_relied(relied: Mapping[str, Any] = RELIED) -> None:
         except (ImportError, AttributeError):
             seen = None
         if seen != shape:
-            is_now = "is not there" if seen is None else f"has another shape ({seen}, not {shape})"
+            is_now = "is missing" if seen is None else f"has another shape ({seen}, not {shape})"
             attribute = place.replace(":", ".")
             library = attribute.partition(".")[0]
             raise SharedUserError(
-                f"{library} {version(library)}: {attribute} {is_now}, which this project relies on; install the version that "
-                "constraints/ names"
+                f"{library} {version(library)}: {attribute} {is_now}, which this project relies on; install the "
+                "version that constraints/ names"
             )
 
 
-# By its value on every Python: 3.11.0 to 3.11.4 pickle members as getattr(class, name), and getattr is nothing to let a checkpoint
-# call that is read by safe_loading.
+# Pickle members by value on every Python: 3.11.0 to 3.11.4 pickle them as getattr(class, name), and safe_loading must
+# not allow a checkpoint to call getattr.
 copyreg.pickle(ZeroStageEnum, lambda member: (ZeroStageEnum, (member.value,)))
 
 
 def without_compiled_collective() -> None:
-    """On CPUs DeepSpeed would compile a collective over shared memory, for which a machine may lack the compiler, and no argument
-    stops it."""
+    """Stops DeepSpeed from compiling a collective over shared memory on CPUs. A machine may lack the compiler, and no
+    argument turns this off."""
     require_relied(OPERATIONS)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def set_timeout(groups: Iterable[ProcessGroup], timeout: datetime.timedelta) -> None:
-    """Of collectives, and of NCCL's first ones, which meet through the job's store. Nothing public in torch does this."""
+    """Sets the timeout of collectives, and of NCCL's first ones, which meet through the job's store. torch has no
+    public function for this."""
     for group in groups:
         distributed_c10d._set_pg_timeout(timeout, group)
     distributed_c10d._get_default_store().set_timeout(timeout)
 
 
 class Taken(NamedTuple):
-    """How an optimiser step went. norm: of the gradients before clipping, nan where it is not finite. skipped: nothing was
-    changed."""
+    """How an optimiser step went."""
 
-    norm: float
-    skipped: bool
+    norm: float  # of the gradients before clipping; nan if not finite
+    skipped: bool  # nothing was changed
 
 
 class NormLimit:
-    """Makes an engine skip a step whose gradient norm is above `limit`, as DeepSpeed does where it is not finite: it has no
-    setting for that, and chooses its optimizer's class by itself."""
+    """Makes an engine skip a step whose gradient norm is above `limit`, as DeepSpeed does for a norm that is not
+    finite. DeepSpeed has no setting for this, and chooses the class of its optimizer itself."""
 
     def __init__(self, engine: DeepSpeedEngine, limit: float) -> None:
         self.optimizer, self.limit, self.found = engine.optimizer, limit, math.nan
         self._norm = engine.optimizer.scaled_global_norm
-        engine.optimizer.scaled_global_norm = self._limited  # which its `step` asks for
+        engine.optimizer.scaled_global_norm = self._limited  # called by the optimizer's `step`
 
     def taken(self) -> Taken:
-        """Of the step that the engine has just made."""
+        """How the step that the engine has just taken went."""
         norm, self.found = self.found, math.nan
         return Taken(norm, self.optimizer.overflow)
 
@@ -107,8 +108,9 @@ class NormLimit:
 
 @contextmanager
 def noted_failures(engine: DeepSpeedEngine) -> Iterator[list[str]]:
-    """Inside, what an engine's checkpoint cannot write is noted and not raised: no rank leaves the others in the barriers that
-    DeepSpeed has between its writes. (A subclass of its writer would replace the one that the DeepSpeed file chooses.)"""
+    """Inside, failures to write an engine's checkpoint are collected, not raised, so that no rank leaves the others in
+    the barriers between DeepSpeed's writes. (A subclass of the writer would replace the one that the DeepSpeed file
+    chooses.)"""
     failures: list[str] = []
     writer = engine.checkpoint_engine
     write = writer.save
@@ -116,7 +118,7 @@ def noted_failures(engine: DeepSpeedEngine) -> Iterator[list[str]]:
     def noted(state_dict: dict[str, Any], path: str) -> None:
         try:
             write(state_dict, path)
-        except (OSError, RuntimeError) as error:  # the second is how torch's own writer says that a disk is full
+        except (OSError, RuntimeError) as error:  # torch's own writer reports a full disk as a RuntimeError
             failures.append(f"{path}: {error}")
 
     writer.save = noted
@@ -128,8 +130,9 @@ def noted_failures(engine: DeepSpeedEngine) -> Iterator[list[str]]:
 
 @contextmanager
 def loads_restricted_to(readable: list[Any]) -> Iterator[None]:
-    """Inside, every torch.load of this process, and of those it starts, takes plain data and what is `readable`, whatever its caller
-    asks for: DeepSpeed asks for all that a file names. (safe_loading says why, and asks torch whether it obeys.)"""
+    """Inside, every torch.load of this process and its children only accepts plain data and what is `readable`,
+    whatever its caller asks for; DeepSpeed asks for anything that a file names. (safe_loading explains why, and checks
+    that torch obeys.)"""
     environment = {name: os.environ.pop(name, None) for name in (FORCE, FORBID)}
     others = torch.serialization.get_safe_globals()
     _allow(readable)

@@ -1,4 +1,4 @@
-"""Write the hidden-state store of a recipe: run the target once over its samples, for train.py in stored mode."""
+"""Write a recipe's hidden-state store by running the target once over its samples, for train.py in stored mode."""
 
 import argparse
 import signal
@@ -28,7 +28,7 @@ def main() -> int:
     parser.add_argument("--part", metavar="I/N", help="capture share I (from 0) of N of the samples, beside other jobs")
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
-        "--verify", action="store_true", help="read the whole store, compare checksums, say what is wrong"
+        "--verify", action="store_true", help="read the whole store, compare checksums, report what is wrong"
     )
     what.add_argument("--repair", action="store_true", help="the same, then capture again what is wrong or missing")
     what.add_argument(
@@ -38,10 +38,10 @@ def main() -> int:
     parser.add_argument(
         "--bind",
         action="store_true",
-        help="with --verify: where nothing is wrong, mark shards of older versions as this store's",
+        help="with --verify: if nothing is wrong, mark shards of older versions as this store's",
     )
     parser.add_argument(
-        "--quiet", action="store_true", help="print only what became of the store, what is wrong with it, and warnings"
+        "--quiet", action="store_true", help="print only the outcome, what is wrong with the store, and warnings"
     )
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse()
@@ -55,7 +55,7 @@ def main() -> int:
             return run(recipe, options, part)
         except RunStopped as stopped:
             if is_first_rank():
-                tell(f"stopped by {signal.Signals(stopped.number).name}; run capture.py again, which continues")
+                tell(f"stopped by {signal.Signals(stopped.number).name}; run capture.py again to continue")
             return 128 + stopped.number
 
 
@@ -83,7 +83,7 @@ def work(
     console: Console,
     watchdog: "Watchdog",
 ) -> int:
-    """What the options ask for; the exit code of this rank."""
+    """Does what the options ask for. Returns the exit code of this rank."""
     from eagle3.jobs.capture import fill, verify
     from eagle3.jobs.job import choose_draft, find_target, gather_inputs
     from eagle3.jobs.provenance import require_fitting_settings, require_fitting_store, spans_of
@@ -100,7 +100,7 @@ def work(
     known = find_target(recipe, topology.device, console)
     agreed((lambda: require_fitting_store(known)) if begun else None)
     job = choose_draft(gather_inputs(known, console), console)
-    job.shape.check_context(int(job.train.lengths.max()))  # as training will ask
+    job.shape.check_context(int(job.train.lengths.max()))  # the same check that training will make
     if options.print_server:
         line = agreed(lambda: server_line(job))
         if topology.is_first:
@@ -122,7 +122,7 @@ def work(
 
 
 def check(options: argparse.Namespace, recipe: Recipe) -> None:
-    """Raises UserError for what can be refused before anything is loaded."""
+    """Raises UserError for everything that can be refused before anything is loaded."""
     if options.part and options.verify:
         raise SharedUserError(f"--part: {options.part}, but --verify checks the whole store; leave it out")
     if options.bind and not options.verify:
@@ -132,33 +132,35 @@ def check(options: argparse.Namespace, recipe: Recipe) -> None:
         raise SharedUserError(f"{options.recipe}: hidden_states.path is not set; name the folder of the store")
     if (options.verify or options.repair) and not (is_url(path) or Path(path).is_dir()):
         raise SharedUserError(
-            f"hidden_states.path: {path}: no hidden-state store here to check; capture.py without --verify and --repair writes one"
+            f"hidden_states.path: {path}: no hidden-state store here to check; capture.py without --verify and "
+            "--repair writes one"
         )
     captures = not (options.verify or options.print_server)
     require_inputs(recipe)
     if captures:
         require_weights(recipe.model.target)
-    here = captures and not options.check  # else it may be on other machines that this is done
+    here = captures and not options.check  # after --check, other machines may do these
     if recipe.target.backend == "sglang" and here and not recipe.target.servers:
         require_sglang("let transformers run the target: target.backend=transformers")
     if is_url(path or "") and (options.bind or not options.verify):
         raise SharedUserError(
-            f"hidden_states.path: {path}: a store is written to a folder; name one, and copy it to the URL when it is whole"
+            f"hidden_states.path: {path}: a store is written to a folder; name one, and copy it to the URL once it is "
+            "whole"
         )
     if captures:
         require_store_place(path)
     if recipe.target.backend == "sglang" and max(hidden.ulysses, hidden.ring) > 1:
         raise SharedUserError(
-            f"hidden_states: ulysses {hidden.ulysses} and ring {hidden.ring}, but SGLang prefills long samples by itself; "
-            "set both to 1, and target.tensor to the GPUs of an engine"
+            f"hidden_states: ulysses {hidden.ulysses} and ring {hidden.ring}, but SGLang prefills long samples by "
+            "itself; set both to 1, and target.tensor to the GPUs of an engine"
         )
     check_sizes("hidden_states", 1, hidden.ulysses, hidden.ring, launched("WORLD_SIZE", 1))
-    if here and is_first_rank() and not Path(path).exists():  # a store may be whole, and then none is asked
+    if here and is_first_rank() and not Path(path).exists():  # if the store is already complete, no server is needed
         require_servers(recipe.target.servers)
 
 
 def parse_part(text: str) -> tuple[int, int]:
-    """Index and count."""
+    """Parses I/N into index and count."""
     index, slash, count = text.partition("/")
     if not (slash and text.isascii() and index.isdecimal() and count.isdecimal() and int(index) < int(count)):
         raise SharedUserError(f"--part: {text!r} is not a share; write I/N with I from 0 to N-1, as in 0/4")

@@ -1,5 +1,5 @@
-"""Look a job over before it costs anything: the nodes' GPUs, links, clocks, disks and shared folders, and whether all
-run the same thing. Start it as train.py, on the same nodes with the same options. Exit code 1 where a check failed."""
+"""Check a job before it costs anything: the nodes' GPUs, links, clocks, disks and shared folders, and whether all run
+the same thing. Start it like train.py, on the same nodes with the same options. Exit code 1 if a check failed."""
 
 import datetime
 import socket
@@ -27,16 +27,16 @@ def main() -> int:
     parser = RecipeParser(__doc__, ROOT / "recipes" / "quickstart.yaml")
     parser.add_argument("--deepspeed", type=Path, default=ROOT / "ds_configs" / "zero2.json", help="the DeepSpeed file")
     parser.add_argument(
-        "--quiet", action="store_true", help="print only what failed or is to be judged, and the verdict"
+        "--quiet", action="store_true", help="print only failures, what you have to judge, and the verdict"
     )
     parser.add_argument("--local_rank", type=int, default=0, help="set by the deepspeed launcher")
     options = parser.parse()
     for file in (options.recipe, options.deepspeed):
-        if not file.is_file():  # each process says it: the file may be missing on some nodes
-            raise UserError(f"{file}: no such file on {socket.gethostname()}; copy it there, or mend the command line")
+        if not file.is_file():  # every process reports it: the file may be missing on some nodes only
+            raise UserError(f"{file}: no such file on {socket.gethostname()}; copy it there, or fix the command line")
     recipe, deepspeed = load_recipe(options.recipe, options.overrides), options.deepspeed.read_text(encoding="utf-8")
     before_imports(options.quiet)
-    # Imported only now: they take seconds, and a mistake in the recipe should be told at once.
+    # Imported only now: they take seconds, and a mistake in the recipe should be reported at once.
     from eagle3.parallel.topology import start_distributed, stop_distributed
     from eagle3.preflight.cluster import join, store_gather
 
@@ -58,10 +58,10 @@ def main() -> int:
     failed = states.count("failed")
     if speaks:
         verdict = f"{failed} of {len(states)} checks failed" if failed else f"sound: {len(states)} checks, none failed"
-        tell(f"{verdict}, {states.count('note')} to be judged by you")
+        tell(f"{verdict}, {states.count('note')} for you to judge")
     gather.leave()
     if not failed:
-        stop_distributed()  # else links may be down by which it would say goodbye
+        stop_distributed()  # after a failure, the links that it says goodbye over may be down
     return int(failed > 0)
 
 
@@ -73,13 +73,14 @@ def show(finding: "Finding") -> None:
 
 
 def findings(cluster: "Cluster", topology: "Topology", recipe: Recipe, deepspeed: str) -> Iterator["Finding"]:
-    """Collective: every rank takes all of them, in this order; what may leave a link broken comes last."""
+    """Runs the checks and yields their findings. Collective: every rank takes all of them, in this order. Checks that
+    may leave a link broken come last."""
     from eagle3.preflight import bandwidth, machine, places, sameness
 
     traits = sameness.own_traits(dump_recipe(recipe), deepspeed, packages_of(recipe, sameness.PACKAGES))
     for name, trait in traits.items():
         yield sameness.compare(cluster, name, trait)
-    # From here on the first rank's recipe counts, so that all ranks make the same checks.
+    # From here on the first rank's recipe is used, so that all ranks make the same checks.
     recipe = cluster.ask(
         (lambda: recipe.model_dump(mode="json")) if topology.is_first else None, Recipe.model_validate
     )[0]
@@ -93,7 +94,7 @@ def findings(cluster: "Cluster", topology: "Topology", recipe: Recipe, deepspeed
     yield places.check_cache(cluster, "data.cache_dir", recipe.data.cache_dir)
     yield places.check_inputs(cluster, inputs_of(recipe))
     checkpoint = cluster.ask((lambda: checkpoint_of(recipe)) if topology.is_first else None)[0]
-    kept = recipe.training.keep_checkpoints + 2  # the best one, and one that is being written
+    kept = recipe.training.keep_checkpoints + 2  # plus the best one, and one that is being written
     yield places.check_space(cluster, recipe.output.dir, checkpoint, kept)
     yield places.check_write_speed(cluster, recipe.output.dir, checkpoint)
     yield from bandwidth.check_all_reduce(cluster, topology.device, 2 * PATIENCE)
@@ -104,7 +105,7 @@ def packages_of(recipe: Recipe, usual: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def checkpoint_of(recipe: Recipe) -> int | None:
-    """Bytes of one of this recipe's checkpoints; None where the target's config is not there, or not yet."""
+    """Bytes of one checkpoint of this recipe; None if the target's config is not available (yet)."""
     import torch
 
     from eagle3.jobs.job import Prospect
@@ -113,7 +114,7 @@ def checkpoint_of(recipe: Recipe) -> int | None:
     try:
         draft = Prospect.of(recipe).shape
     except UserError:
-        return None  # training says it in full
+        return None  # training will report it in full
     return checkpoint_bytes(draft, recipe.parallelism.tensor, getattr(torch, recipe.training.dtype).itemsize)
 
 

@@ -1,16 +1,16 @@
-# What the shell launchers share: how mistakes are told, what the ranks' environment holds, how signals reach the ranks.
-# Sourced, not run; bash 4.4 or newer. Its functions leave what they find in the variables that their comments name.
+# Shared by the shell launchers: how mistakes are reported, the ranks' environment, how signals reach the ranks. To be
+# sourced, not run; bash 4.4 or newer. Functions leave their results in the variables that their comments name.
 # shellcheck shell=bash disable=SC2034,SC2154
 
-# A mistake of the caller's, as the Python launchers tell it: one line and exit code 2.
+# Report a user's mistake as the Python launchers do: one line and exit code 2.
 refuse() {
   echo "error: $*" >&2
   exit 2
 }
 
-# Fill the arrays `options` and `arguments` from "[OPTIONS --] [RECIPE] [ARGUMENTS]". Wherever they stand, --dry-run sets
-# `dry_run`, --doctor has `program` be doctor.py in place of train.py, --quiet is for DeepSpeed's launcher, too (`quiet`), and
-# --help prints what stands at the head of the script.
+# Fill the arrays `options` and `arguments` from "[OPTIONS --] [RECIPE] [ARGUMENTS]". Anywhere among them, --dry-run
+# sets `dry_run`, --doctor sets `program` to doctor.py instead of train.py, --quiet is also passed to DeepSpeed's
+# launcher (`quiet`), and --help prints the comment at the top of the script.
 read_command_line() {
   options=() arguments=() dry_run='' program=train.py quiet=()
   local word
@@ -33,7 +33,7 @@ read_command_line() {
   arguments+=("${quiet[@]}")
 }
 
-# A command line as it can be typed.
+# Print a command line in a form that can be typed.
 show() {
   local line
   printf -v line '%q ' "$@"
@@ -44,24 +44,24 @@ require() {
   command -v "$1" >/dev/null || refuse "$1 is not on PATH; activate the environment that README.md installs"
 }
 
-# Sets `processes` to PROCESSES where the caller has set that, else to the number of GPUs given, else refuses.
+# Set `processes` to PROCESSES if the caller has set it, else to the given number of GPUs, else refuse.
 choose_processes() {
   processes=${PROCESSES:-$1}
-  [[ $processes =~ ^[0-9]+$ ]] || refuse "PROCESSES=$processes: not a number of processes of a node; give 1 or more"
+  [[ $processes =~ ^[0-9]+$ ]] || refuse "PROCESSES=$processes: not a number of processes per node; give 1 or more"
   [[ ! ${PROCESSES:-} ]] || ((processes > 0)) || refuse "PROCESSES=$PROCESSES: give 1 or more"
-  ((processes > 0)) || refuse "no GPU ${2:-here}; set PROCESSES, the processes of a node, as in PROCESSES=2 bash ..."
+  ((processes > 0)) || refuse "no GPU ${2:-here}; set PROCESSES, the processes per node, as in PROCESSES=2 bash ..."
 }
 
-# Environment of the ranks, each variable only where the caller has not set it. $1: processes of this node.
+# Set the ranks' environment, except variables that the caller has set. $1: processes on this node.
 set_environment() {
-  # The checkout whose launcher was called is the one that runs, whichever is installed.
+  # Run the checkout whose launcher was called, whichever one is installed.
   export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
-  # Streams differ in length from step to step; segments that grow, in place of ever new blocks, keep that from
-  # fragmenting the GPU's memory (PyTorch's notes on CUDA semantics; PYTORCH_CUDA_ALLOC_CONF is the older name).
+  # Streams differ in length from step to step. Growing segments, instead of ever new blocks, keep that from fragmenting
+  # the GPU's memory (PyTorch's notes on CUDA semantics; PYTORCH_CUDA_ALLOC_CONF is the older name).
   [[ -v PYTORCH_CUDA_ALLOC_CONF ]] || default PYTORCH_ALLOC_CONF expandable_segments:True
-  # Else every rank starts as many threads as the node has cores.
+  # Otherwise every rank would start as many threads as the node has cores.
   default OMP_NUM_THREADS "$((($(nproc) + $1 - 1) / $1))"
-  # Threads that wait do not keep a core from another rank's (README.md, "Two commands"); GPU nodes have cores enough.
+  # Waiting threads should not keep a core from another rank's (README.md, "Two commands"). GPU nodes have enough cores.
   command -v nvidia-smi >/dev/null || default OMP_WAIT_POLICY PASSIVE
 }
 
@@ -74,7 +74,8 @@ show_environment() {
   done
 }
 
-# A port that nothing on this machine listens on, for two jobs may share it; below those that outgoing connections take.
+# Print a port that nothing on this machine listens on, since two jobs may share it; below the range of outgoing
+# connections.
 free_port() {
   local port
   while
@@ -84,32 +85,32 @@ free_port() {
   echo "$port"
 }
 
-# Wait for the end of a process; sets `code`. A trap may set `stopping=yes` meanwhile: SIGUSR1 then goes to $2, for the
-# ranks to write a checkpoint and to end. $1: a process that this shell has started. $2: a process, or -group.
+# Wait for a process to end; sets `code`. A trap may set `stopping=yes` meanwhile: SIGUSR1 then goes to $2, so that the
+# ranks write a checkpoint and end. $1: a process that this shell started. $2: a process, or -group.
 await_end() {
   while kill -0 "$1" 2>/dev/null; do
-    # Again and again, for a rank that has just been started does not hear yet.
+    # Repeatedly, since a rank that has just started does not listen yet.
     if [[ $stopping ]]; then kill -USR1 -- "$2" 2>/dev/null || true; fi
-    sleep 5 >&/dev/null & # a trap that runs just before `wait` does not end it
-    wait -n "$1" "$!" 2>/dev/null || true # else bash itself remarks on a process that was killed
+    sleep 5 >&/dev/null & # bounds the wait, which a trap that runs just before it does not end
+    wait -n "$1" "$!" 2>/dev/null || true # silenced: bash remarks on a process that was killed
   done
   code=0
   wait "$1" 2>/dev/null || code=$?
 }
 
-# Start a DeepSpeed launcher and wait until all its processes have ended; sets `code`. `stopping` as above.
+# Start a DeepSpeed launcher and wait until all its processes have ended; sets `code`. `stopping` is as above.
 run_ranks() {
-  # DeepSpeed's launchers do not pass SIGUSR1 on but die of it, and leave the ranks running: they are started with it
-  # ignored. train.py takes it back. A process group of its own: the signal is for these processes and no others.
+  # DeepSpeed's launchers do not pass SIGUSR1 on: they die of it and leave the ranks running. So they are started with
+  # it ignored; train.py handles it again. Their own process group limits the signal to these processes.
   (trap '' USR1 && exec setsid "$@") &
   group=$!
   await_end "$group" "-$group"
-  # What is left now has lost its launcher. Of a launcher killed by a signal the other one says 0.
+  # Whatever is left now has lost its launcher. If one launcher is killed by a signal, the other reports 0.
   if kill -0 -- "-$group" 2>/dev/null; then
-    if [[ $stopping ]]; then # it died of the signal that its ranks are handling
+    if [[ $stopping ]]; then # it died of the signal that its ranks are still handling
       while kill -0 -- "-$group" 2>/dev/null; do sleep 1; done
     else
-      sleep 5 # for helpers that end by themselves when they find their rank gone
+      sleep 5 # for helpers that end by themselves once their rank is gone
       if kill -KILL -- "-$group" 2>/dev/null && ((code == 0)); then
         echo "error: DeepSpeed's launcher has died and left its ranks, which were ended; look for a lack of memory" >&2
         code=1
@@ -119,23 +120,24 @@ run_ranks() {
   return 0
 }
 
-# The rest is for the scripts that sbatch takes.
+# The rest is for the scripts that are submitted with sbatch.
 
-# Refuse options of sbatch that lack the -- behind them; train.py has none of these.
+# Refuse options of sbatch that are not followed by --; train.py has none of these.
 require_separator() {
   local word
   for word in "${arguments[@]}"; do
     if [[ $word == --part* ]]; then
-      refuse "$word: is no option here: each task of sbatch's --array is a part; write --array=1-4 -- RECIPE for four"
+      refuse "$word: is not an option here: each task of sbatch's --array is a part;" \
+        "write --array=1-4 -- RECIPE for four"
     fi
     if [[ $word == -* && ! $word =~ ^--(recipe|resume|deepspeed|stop-code|quiet)(=|$) ]]; then
-      refuse "$word: is no option here; those of sbatch come first, with -- behind them: ${word%% *} -- RECIPE"
+      refuse "$word: is not an option here; those of sbatch come first, followed by --: ${word%% *} -- RECIPE"
     fi
   done
 }
 
-# The value of an sbatch option: from the options before `--`, else from the script's #SBATCH lines. $1, $2: its forms, the
-# second may be empty.
+# Print the value of an sbatch option, from the options before `--` or else from the script's #SBATCH lines. $1, $2: its
+# long and short form; the second may be empty.
 option_value() {
   local value i
   value=$(sed -n "s/^#SBATCH $1=//p" "$0")
@@ -149,22 +151,22 @@ option_value() {
   echo "$value"
 }
 
-# The same of an option that is a number.
+# The same for an option that is a number.
 requested() {
   local value
   value=$(option_value "$@")
   value=${value##*:} # of h100:8
-  [[ $value =~ ^[0-9]+$ ]] || refuse "sbatch $1=$value: processes are dealt over one number; give that"
+  [[ $value =~ ^[0-9]+$ ]] || refuse "sbatch $1=$value: processes are divided by one number; give that"
   [[ $1 != --nodes || $value -gt 0 ]] || refuse "sbatch $1=$value: a job has 1 node or more; give that"
   echo "$value"
 }
 
-# Sets `container`, what srun adds where the ranks run in an image, and `once`, what a single command on the first node
-# wants in front. The container sees the repository and this folder under their own names.
+# Set `container`, what srun needs to run the ranks in an image, and `once`, the prefix of a single command on the first
+# node. Inside the container the repository and this folder have the same paths.
 choose_container() {
   container=() once=()
   [[ ! ${CONTAINER_MOUNTS:-} || ${CONTAINER_IMAGE:-} ]] ||
-    refuse "CONTAINER_MOUNTS=$CONTAINER_MOUNTS: is for a job in a container; set CONTAINER_IMAGE, too, or leave it out"
+    refuse "CONTAINER_MOUNTS=$CONTAINER_MOUNTS: is for a job in a container; set CONTAINER_IMAGE too, or leave it out"
   if [[ ${CONTAINER_IMAGE:-} ]]; then
     local mounts=$root:$root,$PWD:$PWD${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}
     container=(--container-image="$CONTAINER_IMAGE" --container-mounts="$mounts" --container-workdir="$PWD")
@@ -174,7 +176,7 @@ choose_container() {
   fi
 }
 
-# Print the value of the recipe's key $1.$2, defaults and overrides applied; a mistake is one line and exit code 2.
+# Print the value of the recipe's key $1.$2, with defaults and overrides applied. A mistake is one line and exit code 2.
 recipe_value() {
   local recipe
   recipe=$("${once[@]}" python "$root/launchers/train.py" "${arguments[@]}" --print-recipe) || return
@@ -182,8 +184,7 @@ recipe_value() {
 print(yaml.safe_load(sys.argv[1])[sys.argv[2]][sys.argv[3]])' "$recipe" "$1" "$2"
 }
 
-# Put this job back into the queue, under the same number and with the same logs. Slurm ends the script for it: nothing
-# comes after.
+# Requeue this job under the same number, with the same logs. Slurm ends the script for this, so nothing after it runs.
 requeue() {
   if [[ $(basename "$0") != slurm_script ]]; then
     echo "not a batch job: continue with the same command"
@@ -191,7 +192,7 @@ requeue() {
     echo "queued again ${SLURM_RESTART_COUNT:-0} times, as MAX_REQUEUES allows: continue with the same command"
   else
     echo "back into the queue; the next part continues"
-    # The last task of an array has the array's own number, which would mean all of them.
+    # The last task of an array has the array's own number, which would stand for all of its tasks.
     scontrol requeue "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
   fi
 }

@@ -1,8 +1,9 @@
-"""Judge an exported draft by real speculative decoding: acceptance length, speed, and whether the output stays the same.
+"""Judge an exported draft by real speculative decoding: acceptance length, speed, and whether the output stays the
+same.
 
-By transformers (the default, needs nothing else) or by a real SGLang server, on a recipe's held-out conversations or on
-prompts of a file; with --by-context, how acceptance goes with the length of what stands before the answer. Exit code 1 where
-the output differs from plain greedy decoding.
+Decodes with transformers (the default, needs nothing else) or with a real SGLang server, on a recipe's held-out
+conversations or on prompts from a file. With --by-context, reports acceptance by the length of the context before the
+answer. Exit code 1 if the output differs from plain greedy decoding.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from eagle3.parsing import parse_json
 from eagle3.preflight.inputs import require_export, require_inputs, require_weights
 from eagle3.recipe.loading import load_recipe
 from eagle3.recipe.schema import MOST_KEYS, Recipe
-from eagle3.text.files import KINDS
+from eagle3.text.rows import KINDS
 
 ROOT = Path(__file__).parent.parent
 PER_CONTEXT = 8
@@ -80,10 +81,10 @@ def main() -> int:
         else:
             judgement = judge(inputs, None, draft, topology, console, options.prompts, decoding)
         lossless, result = judgement.trained.lossless, judgement.as_dict()
-    # A run may have ended meanwhile: beside its new export the result would be taken for that one's.
+    # A run may have ended meanwhile, and the result would be taken for that of the new export beside it.
     if stamp(draft) != judged:
         raise UserError(
-            f"{draft}: exported anew while it was judged, so the result is of a draft that is gone; judge again"
+            f"{draft}: exported again while it was being judged, so the result is for a draft that is gone; judge again"
         )
     write_result(out, result, console)
     stop_distributed()
@@ -94,12 +95,13 @@ def parse() -> argparse.Namespace:
     parser = RecipeParser(__doc__, ROOT / "recipes" / "quickstart.yaml")
     parser.add_argument("--draft", type=Path, help="folder of the exported draft (default: output.dir/export)")
     parser.add_argument(
-        "--engine", default="transformers", help="who decodes: transformers (default), or sglang, as in serving"
+        "--engine", default="transformers", help="what decodes: transformers (default), or sglang, as in serving"
     )
     parser.add_argument(
         "--prompts",
         type=Path,
-        help="JSON, JSONL or parquet file of conversations, or .txt with a question a line (default: held-out conversations)",
+        help="JSON, JSONL or parquet file of conversations, or .txt with one question per line "
+        "(default: held-out conversations)",
     )
     parser.add_argument(
         "--temperature", type=float, default=0.0, help="of sampling, by lossless rejection; 0 (default) is greedy"
@@ -108,12 +110,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--by-context",
         action="store_true",
-        help="acceptance for each context length: the draft goes on after prompts of up to so many tokens",
+        help="report acceptance by context length, measured on prompts of up to that many tokens",
     )
     parser.add_argument(
         "--contexts",
         metavar="N,N,...",
-        help="these lengths in tokens, ascending (default: 512 and its doubles, as far as texts and target go)",
+        help="these lengths in tokens, ascending (default: 512, 1024, ... as far as texts and target reach)",
     )
     parser.add_argument("--per-context", type=int, help=f"prompts of each length (default: {PER_CONTEXT})")
     parser.add_argument(
@@ -133,17 +135,18 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--check",
         action="store_true",
-        help="judge nothing: load the draft in SGLang's own class, which must take every tensor (train.py --check is for the "
+        help="only load the draft in SGLang's own class, which must take every tensor (train.py --check is for the "
         "recipe, before training)",
     )
     parser.add_argument(
-        "--quiet", action="store_true", help="say the result alone: its figures, and where it was written"
+        "--quiet", action="store_true", help="print only the result: its figures, and where it was written"
     )
     return parser.parse()
 
 
 def check_with_sglang(draft: Path, quiet: bool) -> int:
-    """Needs SGLang installed, but neither a GPU nor the target. Raises UserError where its class does not take the draft whole."""
+    """Checks the draft with SGLang, which must be installed; needs neither a GPU nor the target. Raises UserError if
+    SGLang's class does not take the draft whole."""
     require_export(draft)
     from eagle3.draft.interchange import read_exported
     from eagle3.evaluation.export_check import check_export
@@ -156,22 +159,22 @@ def check_with_sglang(draft: Path, quiet: bool) -> int:
 
 
 def warn_of_another_window(recipe: Recipe, draft: Path, console: Console) -> None:
-    """Where the recipe names another than the draft has, which is the one that it is judged with."""
+    """Warns if the recipe's window is not the draft's, which is the one that it is judged with."""
     asked, own = recipe.model.draft.window, read_draft_config(draft / "config.json").window
     if asked not in (None, own):
         trained = "full attention" if own is None else f"a window of {own}"
         console.warn(
-            f"model.draft.window: {asked}, but {draft} was trained with {trained} and is judged so; --window {asked} judges it "
-            "with the recipe's"
+            f"model.draft.window: {asked}, but {draft} was trained with {trained} and is judged with that; --window "
+            f"{asked} judges it with the recipe's"
         )
 
 
 def warn_of_another_target(recipe: Recipe, draft: Path, console: Console) -> None:
-    """Where the run that exported the draft, whose recipe lies beside it, names another target."""
+    """Warns if the run that exported the draft, whose recipe is beside it, had another target."""
     file = draft.parent / "recipe.yaml"
     if not file.is_file():
         return
-    with suppress(UserError):  # of another version: nothing is known
+    with suppress(UserError):  # from another version: nothing is known
         trained, judged = load_recipe(file).model.target, recipe.model.target
         if trained != judged and not (os.path.isdir(judged) and os.path.realpath(trained) == os.path.realpath(judged)):
             console.warn(f"{draft}: was trained for the target {trained} ({file}), and is judged with {judged}")
@@ -186,17 +189,18 @@ def write_result(out: Path, result: dict[str, Any], console: Console) -> None:
 
 
 def stamp(draft: Path) -> list[tuple[int, ...] | None]:
-    """By which a draft that was exported anew is told from the one before."""
+    """Changes whenever the draft is exported anew."""
     found = [file.stat() if (file := draft / name).exists() else None for name in ("config.json", "model.safetensors")]
     return [stat and (stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in found]
 
 
 def check_out(out: Path) -> None:
-    """Raises UserError, before anything is decoded, where the result could not be written or would displace something else."""
+    """Raises UserError, before anything is decoded, if the result could not be written or would overwrite something
+    else."""
     if out.exists() and not out.is_file():
-        raise UserError(f"--out {out}: is there, and is no file; name a file for the result")
+        raise UserError(f"--out {out}: exists, but is not a file; name a file for the result")
     if not out.parent.is_dir():
-        raise UserError(f"--out {out}: there is no folder {out.parent}; make it, or name another file")
+        raise UserError(f"--out {out}: there is no folder {out.parent}; create it, or name another file")
     try:
         with tempfile.TemporaryFile(dir=out.parent):
             pass
@@ -210,28 +214,28 @@ def check_out(out: Path) -> None:
         except (OSError, ValueError):
             earlier = None
         if not isinstance(earlier, dict) or "draft_tokens" not in earlier:
-            raise UserError(f"--out {out}: holds something else than an evaluation; name another file")
+            raise UserError(f"--out {out}: holds something other than an evaluation; name another file")
 
 
 def check(options: argparse.Namespace, recipe: Recipe, draft: Path) -> None:
-    """Raises UserError for what can be refused before anything is loaded."""
+    """Raises UserError for everything that can be refused before anything is loaded."""
     if options.engine not in ("transformers", "sglang"):
-        raise UserError(f"--engine {options.engine}: there is none of that name; use transformers or sglang")
+        raise UserError(f"--engine {options.engine}: no such engine; use transformers or sglang")
     check_sampling(options, recipe)
     check_contexts(options)
     if options.prompts is None and not options.by_context and not recipe.evaluation.conversations:
         raise UserError(
-            "recipe: evaluation.conversations is 0, so there is nothing to judge; set it to 16, say, name --prompts, or judge "
-            "--by-context"
+            "recipe: evaluation.conversations is 0, so there is nothing to judge; set it to 16, for example, name "
+            "--prompts, or judge --by-context"
         )
     if options.prompts is not None and not (options.prompts.is_file() and options.prompts.suffix in (*KINDS, ".txt")):
-        what = "is no file of such a kind" if options.prompts.exists() else "no such file"
+        what = "is not a file of such a kind" if options.prompts.exists() else "no such file"
         raise UserError(f"--prompts {options.prompts}: {what}; name a .jsonl, .json, .parquet or .txt file")
     check_window(options.window, recipe, require_export(draft), draft)
     if options.engine == "transformers" and (options.topk, options.tree_tokens) != (1, None):
         raise UserError(
-            "--topk, --tree-tokens: transformers drafts a chain of evaluation.draft_tokens, no tree; use --engine sglang, or "
-            "leave them out"
+            "--topk, --tree-tokens: transformers drafts a chain of evaluation.draft_tokens, not a tree; use --engine "
+            "sglang, or leave them out"
         )
     if options.engine == "sglang":
         from eagle3.targets.sglang.installed import require_sglang
@@ -252,7 +256,7 @@ def check_window(chosen: int | None, recipe: Recipe, config: DraftConfig, draft:
 def check_sampling(options: argparse.Namespace, recipe: Recipe) -> None:
     if not (math.isfinite(options.temperature) and options.temperature >= 0):
         raise UserError(
-            f"--temperature {options.temperature}: use 0 for greedy decoding, or a number above it, 0.7 say"
+            f"--temperature {options.temperature}: use 0 for greedy decoding, or a number above it, for example 0.7"
         )
     seed = seed_of(options, recipe)
     if not 0 <= seed < 2**63:
@@ -279,7 +283,8 @@ def check_contexts(options: argparse.Namespace) -> None:
 
 
 def contexts_of(options: argparse.Namespace) -> list[int] | None:
-    """The lengths asked for, None for the default ones. Raises UserError for what is no ascending list of lengths."""
+    """The lengths asked for; None for the default ones. Raises UserError if they are not an ascending list of
+    lengths."""
     if options.contexts is None:
         return None
     fields = options.contexts.split(",")
@@ -290,7 +295,7 @@ def contexts_of(options: argparse.Namespace) -> list[int] | None:
 
 
 def tree_of(options: argparse.Namespace, recipe: Recipe):
-    """The DraftTree asked for; UserError where there is no such tree."""
+    """The DraftTree asked for. Raises UserError if there is no such tree."""
     from eagle3.evaluation.sglang_judge import DraftTree
 
     return DraftTree.of(recipe.evaluation.draft_tokens, options.topk, options.tree_tokens)

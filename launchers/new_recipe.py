@@ -1,4 +1,4 @@
-"""Write a recipe for a target from its config alone: draft, layouts, disk. No weight is read, no GPU is needed."""
+"""Write a recipe for a target from its config alone: draft, layouts, disk. Reads no weights and needs no GPU."""
 
 import argparse
 from pathlib import Path
@@ -23,14 +23,14 @@ def main() -> None:
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with its config")
     parser.add_argument("--out", type=Path, help="the YAML to write (default: recipes/ and the target's name)")
     parser.add_argument("--deepspeed", type=Path, default=ROOT / "ds_configs" / "zero2.json", help="the DeepSpeed file")
-    parser.add_argument("--refresh", type=Path, metavar="RECIPE", help="write a recipe's closing comment again")
-    parser.add_argument("--table", type=Path, metavar="README", help="write the table of all recipes again")
+    parser.add_argument("--refresh", type=Path, metavar="RECIPE", help="rewrite a recipe's closing comment")
+    parser.add_argument("--table", type=Path, metavar="PAGE", help="rewrite the table of all recipes (docs/models.md)")
     parser.add_argument("--quiet", action="store_true", help="print only the file written, and what to check in it")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="keys to write into a new recipe")
     options = parser.parse_intermixed_args()
     if sum(map(bool, (options.out or (options.target and not options.refresh), options.refresh, options.table))) != 1:
         raise UserError(
-            "new_recipe.py: name --target for a new recipe, --refresh with a recipe, or --table with a README"
+            "new_recipe.py: name --target for a new recipe, --refresh with a recipe, or --table with docs/models.md"
         )
     if options.table:
         write_table(options.table)
@@ -46,9 +46,9 @@ def write_new(options: argparse.Namespace) -> None:
     target = options.id or options.target
     out = options.out or ROOT / "recipes" / f"{Path(target).name.lower()}.yaml"
     if out.exists():
-        raise UserError(f"{out}: is there already; name another file with --out, or --refresh it")
+        raise UserError(f"{out}: already exists; name another file with --out, or --refresh it")
     if not out.parent.is_dir():
-        raise UserError(f"{out}: no such folder as {out.parent}; make it, or name another file with --out")
+        raise UserError(f"{out}: there is no folder {out.parent}; create it, or name another file with --out")
     require_target_folder(options.target)
     before_imports(options.quiet)
     import torch
@@ -63,26 +63,25 @@ def write_new(options: argparse.Namespace) -> None:
     text = new_recipe_text(target, facts, options.deepspeed, model, options.overrides, engine=is_installed())
     with writing(out, "free space, or name another file with --out"):
         out.write_text(text, encoding="utf-8")
-    recipe = load_recipe(out)  # what was written is what a user would write
+    recipe = load_recipe(out)  # check that a user can load what was written
     tell(f"{out}: {facts.architecture}, {model_size(facts.parameters)}")
     if facts.assumed:
         said = ", ".join(f"{name} {value:,}" for name, value in facts.assumed.items())
         tell(f"config.json does not give {said}: these are the defaults of transformers' class; check them")
     if facts.quantised_head:
-        tell(
-            "its lm_head is quantised: the recipe takes the target's own logits for a teacher (target.teacher: logits)"
-        )
+        tell("its lm_head is quantised: the recipe takes the target's own logits as teacher (target.teacher: logits)")
     if not facts.served:
         tell(
-            "SGLang, as this project knows it, serves no EAGLE3 draft for this architecture: capture runs by transformers"
+            "SGLang, as far as this project knows, serves no EAGLE3 drafts for this architecture: transformers will "
+            "capture"
         )
     elif not is_installed():
         if recipe.target.backend == "sglang":
-            tell(f"SGLang, which this recipe has run the target, is not installed: {INSTALL}")
+            tell(f"SGLang, with which this recipe runs the target, is not installed: {INSTALL}")
         else:
             tell(
-                "SGLang is not installed, so the recipe has transformers run the target while training; with SGLang set "
-                "target.backend=sglang and hidden_states.mode=stored"
+                "SGLang is not installed, so the recipe runs the target with transformers while training; with SGLang, "
+                "set target.backend=sglang and hidden_states.mode=stored"
             )
     if recipe.training.dtype == "bfloat16" and not torch.cuda.is_available():
         tell(
@@ -107,18 +106,18 @@ def refresh(options: argparse.Namespace) -> None:
     tell(f"{options.refresh}: written again")
 
 
-def write_table(readme: Path) -> None:
+def write_table(page: Path) -> None:
     from eagle3.jobs.claims import recipes_table
 
-    if not readme.is_file():
-        raise UserError(f"{readme}: no such file; name the README")
-    text = readme.read_text(encoding="utf-8")
+    if not page.is_file():
+        raise UserError(f"{page}: no such file; name docs/models.md")
+    text = page.read_text(encoding="utf-8")
     begin, end = (text.find(mark) for mark in TABLE)
     if begin < 0 or end < begin:
-        raise UserError(f"{readme}: has no lines {TABLE[0]} and {TABLE[1]} to write between; add them")
+        raise UserError(f"{page}: has no lines {TABLE[0]} and {TABLE[1]} to write between; add them")
     table = recipes_table(ROOT / "recipes")
-    readme.write_text(f"{text[: begin + len(TABLE[0])]}\n{table}\n{text[end:]}", encoding="utf-8")
-    tell(f"{readme}: table written again")
+    page.write_text(f"{text[: begin + len(TABLE[0])]}\n{table}\n{text[end:]}", encoding="utf-8")
+    tell(f"{page}: table written again")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Tokenise and mask a recipe's data, report what was kept and dropped, and show samples with their supervised tokens."""
+"""Tokenise and mask a recipe's data, report what was kept and dropped, and show samples with supervised tokens."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""Ask a running target (an OpenAI-compatible endpoint: SGLang, vLLM) for its own answers to the prompts of a data set."""
+"""Ask a running target (an OpenAI-compatible endpoint: SGLang, vLLM) for its own answers to the prompts of a data
+set."""
 
 import argparse
 import json
@@ -18,7 +19,7 @@ from eagle3.regeneration.endpoint import Endpoint, endpoint_urls, exposed, find_
 from eagle3.regeneration.regenerate import regenerate
 from eagle3.regeneration.turns import Generation
 from eagle3.text.conversations import Conversation, iterate_conversations
-from eagle3.text.malformed import MalformedRows
+from eagle3.text.rows import MalformedRows
 
 
 def main() -> int:
@@ -34,10 +35,12 @@ def main() -> int:
         "--turns",
         choices=("all", "last"),
         default="all",
-        help="all: every answer anew, after the new ones; last: only the last, after the original ones "
+        help="all: regenerate every answer, each after the new ones; last: only the last, after the original ones "
         "(then train with data.supervise=last_turn)",
     )
-    parser.add_argument("--reasoning", choices=("keep", "drop"), default="keep", help="what the server parsed as such")
+    parser.add_argument(
+        "--reasoning", choices=("keep", "drop"), default="keep", help="what the server parsed as reasoning"
+    )
     parser.add_argument("--truncated", choices=("drop", "keep"), default="drop", help="answers cut at --max-tokens")
     parser.add_argument("--malformed", choices=("stop", "drop"), default="stop", help="rows that cannot be read")
     parser.add_argument("--max-tokens", type=int, default=4096, metavar="N", help="of one answer (default 4096)")
@@ -49,7 +52,7 @@ def main() -> int:
     )
     parser.add_argument("--model", metavar="NAME", help="default: the one that the endpoint serves")
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N conversations")
-    parser.add_argument("--concurrency", type=int, default=64, metavar="N", help="requests at a time, of each endpoint")
+    parser.add_argument("--concurrency", type=int, default=64, metavar="N", help="requests at a time, per endpoint")
     parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="for one answer (default 600)")
     parser.add_argument(
         "--api-key-file", type=Path, metavar="FILE", help="default: OPENAI_API_KEY, to https or this machine"
@@ -91,7 +94,8 @@ def main() -> int:
                 options.data, options.limit, malformed=malformed, downloads=downloads, report=report
             )
 
-        # All are read before the first is asked for: a row that is wrong shows now, and how long it will take.
+        # Reads all conversations before the first request: malformed rows show up now, and the total gives the time
+        # left.
         drop, setting = options.malformed == "drop", "--malformed drop"
         malformed = MalformedRows(drop, setting)
         total = sum(1 for _ in conversations(malformed, console))
@@ -105,11 +109,13 @@ def main() -> int:
         for reason, count in malformed.counts.items():
             summary.left_out[f"malformed row ({reason})"] = count
             summary.examples[f"malformed row ({reason})"] = malformed.examples[reason]
-        written = file.summarise({"data": options.data, "settings": asdict(generation), **asdict(summary)})
+        written = file.write_record(
+            "summary.json", {"data": options.data, "settings": asdict(generation), **asdict(summary)}
+        )
     console.result(str(summary))
     if not summary.rows:
         raise UserError(
-            f"{options.out}: has no row, for no conversation gave one; the reasons are above and in {written}"
+            f"{options.out}: has no rows, since no conversation gave one; the reasons are above and in {written}"
         )
     console.result(
         f"{options.out}: train on it with data.train=[{options.out}]{supervise(options.turns)}; counts in {written}"
@@ -121,14 +127,14 @@ def require_numbers(options: argparse.Namespace) -> None:
     for name, lowest in (("max_tokens", 1), ("limit", 1), ("concurrency", 1), ("timeout", 1e-3), ("temperature", 0)):
         value = getattr(options, name)
         if value is not None and (value < lowest or not math.isfinite(value)):
-            raise UserError(f"--{name.replace('_', '-')}: {value} is no value for it; give {lowest:g} or more")
+            raise UserError(f"--{name.replace('_', '-')}: {value} is not a valid value; give {lowest:g} or more")
     if options.top_p is not None and not 0 < options.top_p <= 1:
-        raise UserError(f"--top-p: {options.top_p} is no share; give more than 0 and at most 1")
+        raise UserError(f"--top-p: {options.top_p} is not a share; give more than 0 and at most 1")
 
 
 def api_key(path: Path | None, urls: list[str]) -> str | None:
-    """The key, which no message may show. That of the environment may be meant for elsewhere, so it goes to no machine to
-    which it would travel unencrypted."""
+    """The API key, which no message may show. A key from the environment may be meant for another server, so it is
+    never sent unencrypted to another machine."""
     where = "OPENAI_API_KEY" if path is None else f"--api-key-file: {path}"
     if path is None:
         text = os.environ.get("OPENAI_API_KEY", "")
@@ -155,14 +161,16 @@ def template_variables(text: str) -> dict[str, Any]:
     try:
         variables = parse_json(text)
     except json.JSONDecodeError as error:
-        raise UserError(f"--template-variables: {shown(text)} is no JSON ({error.msg}); write a JSON object") from error
+        raise UserError(
+            f"--template-variables: {shown(text)} is not JSON ({error.msg}); write a JSON object"
+        ) from error
     if not isinstance(variables, dict):
-        raise UserError(f"--template-variables: {shown(text)} is no JSON object; write names and values")
+        raise UserError(f"--template-variables: {shown(text)} is not a JSON object; write names and values")
     return variables
 
 
 def require_apart(out: Path, sources: list[str]) -> None:
-    """The output must not be read as prompts."""
+    """Raises UserError if the output would be read as prompts."""
     here = out.expanduser().resolve()
     for source in sources:
         if Path(source).expanduser().resolve() in (here, here.parent):

@@ -1,7 +1,7 @@
-"""Make the report of a run again: report.html with its charts, and the model card beside the exported draft.
+"""Write a run's report again: report.html with its charts, and the model card beside the exported draft.
 
-Every training run makes them at its end. With --compare: several runs in one page, with charts of loss, accepted drafts and
-acceptance by context, and tables.
+Every training run writes them at its end. With --compare: several runs on one page, with tables and with charts of
+loss, accepted drafts and acceptance by context.
 """
 
 import argparse
@@ -15,20 +15,20 @@ from eagle3.errors import UserError, run_command
 def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN_DIR", help="folder of a run (its output.dir)")
-    parser.add_argument("--compare", action="store_true", help="lay the runs beside one another instead")
+    parser.add_argument("--compare", action="store_true", help="compare several runs instead")
     parser.add_argument("--out", type=Path, help="with --compare: folder for page, charts and tables")
-    parser.add_argument("--names", help="with --compare: a name a run, such as short,long (default: the folders')")
-    parser.add_argument("--quiet", action="store_true", help="say only what was written, and warnings")
+    parser.add_argument("--names", help="with --compare: one name per run, such as short,long (default: the folders')")
+    parser.add_argument("--quiet", action="store_true", help="print only what was written, and warnings")
     options = parser.parse_args()
     check(options)
     try:
         write(options, Console(True, options.quiet))
-    except BrokenPipeError:  # of who reads what is printed
+    except BrokenPipeError:  # from the reader of our output
         raise
     except OSError as error:
         raise UserError(
-            f"{error.filename or options.runs[0]}: cannot be written ({error.strerror}); free space, move what is in the way, or "
-            "copy the run"
+            f"{error.filename or options.runs[0]}: cannot be written ({error.strerror}); free space, move what is in "
+            "the way, or copy the run"
         ) from error
 
 
@@ -42,7 +42,7 @@ def write(options: argparse.Namespace, console: Console) -> None:
 
             compared = read_compared(options.runs, options.names.split(",") if options.names else None)
             tables = write_comparison(compared, options.out)
-        print(tables)  # as it is, to be copied
+        print(tables)  # unwrapped, so that they can be copied
         console.result(f"comparison: {options.out / PAGE}")
         return
     folder = options.runs[0]
@@ -55,24 +55,24 @@ def write(options: argparse.Namespace, console: Console) -> None:
 
 
 def write_model_card(folder: Path) -> str:
-    """What came of it, in a line."""
+    """Writes the card; returns a line about what happened."""
     from eagle3.reporting.card import Edited, write_card
 
     try:
         card = write_card(folder)
     except Edited as kept:
         return str(kept)
-    return f"model card: {card}" if card else "model card: not written, for no draft was exported yet"
+    return f"model card: {card}" if card else "model card: not written, since no draft has been exported yet"
 
 
 def check(options: argparse.Namespace) -> None:
     """Raises UserError for options that contradict each other."""
     if options.compare and options.out is None:
-        raise UserError("--compare: says not where to; add --out FOLDER")
+        raise UserError("--compare: needs a folder to write to; add --out FOLDER")
     if not options.compare and (options.out or options.names):
         raise UserError("--out, --names: belong to --compare; the report of one run is written into its folder")
     if not options.compare and len(options.runs) > 1:
-        raise UserError(f"{options.runs[1]}: a report is made of one run; name one, or add --compare")
+        raise UserError(f"{options.runs[1]}: a report covers one run; name one, or add --compare")
 
 
 if __name__ == "__main__":

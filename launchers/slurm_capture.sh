@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Capture hidden states by a Slurm job array: each task captures its share of the samples on one node.
+# Capture hidden states with a Slurm job array: each task captures its share of the samples on one node.
 #
 #   bash launchers/slurm_capture.sh [SBATCH OPTIONS --] RECIPE [section.key=value ...]   # checks, then submits
 #   sbatch --array=1-8 [SBATCH OPTIONS] launchers/slurm_capture.sh RECIPE ...
 #
 # Task I of N runs `capture.py --part (I-1)/N`. A task that ends early, for whatever reason, continues where it stopped;
-# at its time limit it goes back into the queue by itself. --dry-run, PROCESSES, CONTAINER_IMAGE, CONTAINER_MOUNTS and
-# MAX_REQUEUES as in slurm_multi.sh. Exit codes are capture.py's.
+# at its time limit it requeues itself. --dry-run, PROCESSES, CONTAINER_IMAGE, CONTAINER_MOUNTS and MAX_REQUEUES are as
+# in slurm_multi.sh. Exit codes are capture.py's.
 #SBATCH --job-name=eagle3-capture
 #SBATCH --array=1-4
 #SBATCH --nodes=1
@@ -35,7 +35,7 @@ fi
 # shellcheck source=launchers/environment.sh
 source "$root/launchers/environment.sh"
 
-# capture.py would say it too, after minutes.
+# capture.py would report the same, but only after minutes.
 check() {
   local path
   path=$(recipe_value hidden_states path) || return
@@ -89,7 +89,7 @@ fi
 # shellcheck disable=SC2153
 part=$(((SLURM_ARRAY_TASK_ID - SLURM_ARRAY_TASK_MIN) / SLURM_ARRAY_TASK_STEP))
 last=$(((SLURM_ARRAY_TASK_MAX - SLURM_ARRAY_TASK_MIN) / SLURM_ARRAY_TASK_STEP))
-((last + 1 == SLURM_ARRAY_TASK_COUNT)) || refuse "--array has gaps, so tasks have no number each; write it as 1-N"
+((last + 1 == SLURM_ARRAY_TASK_COUNT)) || refuse "--array has gaps, so tasks cannot be numbered; write it as 1-N"
 check || exit
 make_step "$part/$SLURM_ARRAY_TASK_COUNT" 127.0.0.1 "$(free_port)"
 if [[ $dry_run ]]; then
@@ -97,9 +97,9 @@ if [[ $dry_run ]]; then
   exit
 fi
 
-# Before the time limit. What is in the store stays, and the shard in hand is captured again.
+# SIGUSR1 comes before the time limit. The store keeps what it has; the current shard is captured again.
 trap requeue USR1
-trap : TERM # for srun, whose end is awaited, gets it too
+trap : TERM # srun gets it too, and this script waits for srun's end
 echo "job $SLURM_JOB_ID: part $part of $SLURM_ARRAY_TASK_COUNT on $SLURM_JOB_NODELIST"
 "${step[@]}" "${node[@]}" &
 stopping=

@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# Train on the nodes of a Slurm job. docs/running-on-slurm.md says all of it.
+# Train on the nodes of a Slurm job. See docs/running-on-slurm.md for details.
 #
-#   bash launchers/slurm_multi.sh [SBATCH OPTIONS --] [RECIPE] [--resume] [section.key=value ...]   # checks, then submits
-#   sbatch [SBATCH OPTIONS] launchers/slurm_multi.sh [RECIPE] ...                                   # checks in the job
+#   bash launchers/slurm_multi.sh [SBATCH OPTIONS --] [RECIPE] [--resume] [section.key=value ...] # checks, then submits
+#   sbatch [SBATCH OPTIONS] launchers/slurm_multi.sh [RECIPE] ...                                 # checks in the job
 #
 #   RECIPE              a YAML; without one, recipes/quickstart.yaml with a global batch that the job's ranks can share
 #   --dry-run           check everything and print what would be started
-#   --doctor            run doctor.py in place of train.py, on the same nodes
-#   PROCESSES=N         processes of a node: fewer than its GPUs, or on nodes without
-#   CONTAINER_IMAGE=I   run in this image (wants pyxis in Slurm); CONTAINER_MOUNTS=A:B,... adds folders to see there
-#   MAX_REQUEUES=N      how often this job may put itself back into the queue (default 100)
+#   --doctor            run doctor.py instead of train.py, on the same nodes
+#   PROCESSES=N         processes per node: fewer than its GPUs, or on nodes without GPUs
+#   CONTAINER_IMAGE=I   run in this image (needs pyxis in Slurm); CONTAINER_MOUNTS=A:B,... mounts more folders
+#   MAX_REQUEUES=N      how often this job may requeue itself (default 100)
 #
-# Before the time limit the run writes a checkpoint and the job goes back into the queue, where its next part continues.
-# Exit codes: 0 done, 2 a mistake, 75 stopped before its end and not queued again; others are train.py's.
+# Before the time limit the run writes a checkpoint, and the job requeues itself; its next part continues from there.
+# Exit codes: 0 done, 2 a mistake, 75 stopped early and not requeued; others are train.py's.
 #SBATCH --job-name=eagle3
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -41,14 +41,14 @@ fi
 source "$root/launchers/environment.sh"
 
 check() {
-  # No GPU is needed for it, and DeepSpeed would remark that a login node has none.
+  # This needs no GPU, and DeepSpeed would remark that a login node has none.
   "${once[@]}" env DS_ACCELERATOR=cpu \
     python "$root/launchers/train.py" "${arguments[@]}" "${resume[@]}" --check "${nodes}x$processes"
 }
 
-# The line that starts one launcher a node. A rank that dies has the others say why and end by themselves; --wait ends
-# what is left a minute after the first node's end. (--kill-on-bad-exit=1 would cut off the reason, and the nodes that
-# end with 75 a second after the first.) Ranks may use all cores that the job has on their node.
+# The command that starts one launcher per node. When a rank dies, the others report why and end by themselves; --wait
+# ends what is left a minute after the first node has ended. (--kill-on-bad-exit=1 would cut off the reason, and also
+# the nodes that end with 75 a second after the first.) Ranks may use all cores that the job has on their node.
 make_step() { # job, head node's address, port
   step=(srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=60 --cpu-bind=none
     --open-mode=append --output="slurm-$1-node%n.log" "${container[@]}")
@@ -66,8 +66,9 @@ show_step() {
 
 read_command_line "$@"
 require_separator
-[[ ${MAX_REQUEUES:-100} =~ ^[0-9]+$ ]] || refuse "MAX_REQUEUES=$MAX_REQUEUES: is no number; give how often the job may go back into the queue"
-resume=() # by the caller's own words, else by itself
+[[ ${MAX_REQUEUES:-100} =~ ^[0-9]+$ ]] ||
+  refuse "MAX_REQUEUES=$MAX_REQUEUES: is not a number; give how often the job may go back into the queue"
+resume=() # the caller's own --resume counts; without one, add it
 [[ " ${arguments[*]} " == *" --resume"[\ =]* ]] || resume=(--resume auto)
 
 choose_container
@@ -89,7 +90,8 @@ if [[ ! ${SLURM_JOB_ID:-} ]]; then
     show_step
     exit
   fi
-  command -v sbatch >/dev/null || refuse "sbatch is not on PATH: this machine does not submit to Slurm; train here with launchers/single_node.sh"
+  command -v sbatch >/dev/null ||
+    refuse "sbatch is not on PATH: this machine does not submit to Slurm; train here with launchers/single_node.sh"
   exec "${submission[@]}"
 fi
 
@@ -97,14 +99,14 @@ fi
 nodes=$SLURM_JOB_NUM_NODES
 choose_processes "${SLURM_GPUS_ON_NODE:-0}" "in this job"
 
-# Signals from now on: SIGUSR1 comes before the time limit and at a preemption that says so; SIGTERM is scancel.
+# From here on, SIGUSR1 comes before the time limit, and at a preemption if so configured; SIGTERM comes from scancel.
 stopping='' again=''
 trap 'stopping=yes again=yes' USR1
 trap 'stopping=yes' TERM
 
 check || exit
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
-# The name or address by which Slurm itself reaches the node.
+# The name or address that Slurm itself uses for the node.
 address=$(scontrol show node "$head" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
 make_step "$SLURM_JOB_ID" "$address" "$(free_port)"
 if [[ $dry_run ]]; then
@@ -123,7 +125,8 @@ echo "job $SLURM_JOB_ID, part $((${SLURM_RESTART_COUNT:-0} + 1)): $SLURM_JOB_NOD
 "${step[@]}" "${node[@]}" &
 await_end "$!" "$!" # srun passes SIGUSR1 to its tasks
 
-# Left by a part that was stopped before its first step. Once may be bad luck; twice in a row it would happen for ever.
+# Left by a part that was stopped before its first step. Once may be bad luck; twice in a row means it would go on
+# forever.
 fruitless=slurm-$SLURM_JOB_ID-no-step
 after=$(newest_checkpoint)
 [[ $after == "$before" ]] || rm -f "$fruitless"

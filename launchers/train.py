@@ -33,16 +33,14 @@ def main() -> int:
         default="no",
         choices=("auto", "yes", "no"),
         metavar="auto",
-        help="continue from the newest whole checkpoint in output.dir; with auto, begin where output.dir holds no run",
+        help="continue from the newest whole checkpoint in output.dir; with auto, begin a run if output.dir holds none",
     )
-    parser.add_argument(
-        "--stop-code", type=int, default=0, help="exit code where SIGTERM or SIGUSR1 ended the run before its end"
-    )
+    parser.add_argument("--stop-code", type=int, default=0, help="exit code if SIGTERM or SIGUSR1 ended the run early")
     parser.add_argument(
         "--check",
         metavar="NxP",
-        help="before training: check recipe, DeepSpeed file and layout for N nodes of P processes, and stop (evaluate.py "
-        "--check is for the draft, after it)",
+        help="before training: check recipe, DeepSpeed file and layout for N nodes of P processes, and stop "
+        "(evaluate.py --check is for the draft, after it)",
     )
     parser.add_argument(
         "--print-recipe",
@@ -52,7 +50,7 @@ def main() -> int:
     parser.add_argument(
         "--quiet",
         action="store_true",
-        help="print only what came out (the exported draft, its judgement) and warnings; `deepspeed --quiet` silences "
+        help="print only results (the exported draft, its judgement) and warnings; `deepspeed --quiet` silences "
         "the launcher itself",
     )
     parser.add_argument("--local_rank", type=int, default=0, help="set by the deepspeed launcher")
@@ -60,7 +58,8 @@ def main() -> int:
     if not 0 <= options.stop_code < 256:
         raise SharedUserError(f"--stop-code {options.stop_code}: an exit code is 0 to 255; give one of these")
     if options.check:
-        read_job_size(options.check)  # before what it may have taken for its value is missed elsewhere
+        # report its mistakes first: --check may have swallowed a word that is then missed elsewhere
+        read_job_size(options.check)
     recipe = load_recipe(options.recipe, options.overrides)
     if not options.named:
         recipe = for_all_ranks(recipe, options)
@@ -78,8 +77,8 @@ def main() -> int:
 
 
 def resume_apart(words: list[str]) -> list[str]:
-    """The command line, `--resume` with a value unless `auto` follows: what else follows is no value of it, but a recipe or an
-    override."""
+    """The command line with a value for each `--resume`: anything but `auto` after it is not its value, but a recipe or
+    an override."""
     pairs = list(itertools.pairwise([*words, None]))
     for word, next_word in pairs:
         named = word == "--resume" and next_word and next_word.isalpha() and not Path(next_word).exists()
@@ -91,13 +90,15 @@ def resume_apart(words: list[str]) -> list[str]:
             raise UserError(f"--resume {next_word}: takes no folder; output.dir names the run")
         if word == "--resume" and next_word in ("yes", "no"):
             raise UserError(
-                f"--resume {next_word}: write --resume to continue a run, or --resume auto to continue where there is one"
+                f"--resume {next_word}: write --resume to continue a run, or --resume auto to continue where there is "
+                "one"
             )
     return ["--resume=yes" if (word, next_word != "auto") == ("--resume", True) else word for word, next_word in pairs]
 
 
 def for_all_ranks(recipe: Recipe, options: argparse.Namespace) -> Recipe:
-    """The default recipe, made for two cores, with a global batch that can be dealt to the job's data-parallel ranks."""
+    """The default recipe, which was made for two cores, with a global batch that divides evenly among the job's
+    data-parallel ranks."""
     sizes, batch = recipe.parallelism, recipe.training.global_batch_size
     streams = ranks_of(options) // (sizes.tensor * sizes.ulysses * sizes.ring) * recipe.training.accumulation
     chosen = any(word.startswith("training.global_batch_size=") for word in options.overrides)
@@ -106,18 +107,19 @@ def for_all_ranks(recipe: Recipe, options: argparse.Namespace) -> Recipe:
     raised = -(-batch // streams) * streams
     if is_first_rank() and not options.print_recipe:
         tell(
-            f"{options.recipe}: training.global_batch_size raised from {batch} to {raised}, for {streams} streams a step"
+            f"{options.recipe}: training.global_batch_size raised from {batch} to {raised}, for {streams} streams per "
+            "step"
         )
     return load_recipe(options.recipe, [*options.overrides, f"training.global_batch_size={raised}"])
 
 
 def ranks_of(options: argparse.Namespace) -> int:
-    """Processes of the job, or of the one that is checked."""
+    """Processes of this job or, with --check, of the one to check."""
     return math.prod(read_job_size(options.check)) if options.check else launched("WORLD_SIZE", 1)
 
 
 def own_command() -> str:
-    """That continues this run."""
+    """The command that continues this run."""
     words = [word for word in resume_apart(sys.argv) if word not in ("auto", "--resume") and "--resume=" not in word]
     return shlex.join(["python", *words, "--resume", "auto"])
 
@@ -136,7 +138,7 @@ def run(recipe: Recipe, options: argparse.Namespace, stop: StopSignals) -> int:
         if recipe.hidden_states.mode == "stored":
             require_store(recipe.hidden_states.path)
         continues = folder.check(recipe, resume)
-        if recipe.hidden_states.mode == "live" and not options.check:  # else they may start with the job
+        if recipe.hidden_states.mode == "live" and not options.check:  # with --check they may start later, with the job
             require_servers(recipe.target.servers)
     if not options.check:
         console(f"recipe: {options.recipe}; output.dir: {recipe.output.dir}")
@@ -149,9 +151,9 @@ def run(recipe: Recipe, options: argparse.Namespace, stop: StopSignals) -> int:
 
     if options.check:
         layout = check_layout(recipe, options.deepspeed, options.check)
-        if holder := holder_of(folder.path):  # no mistake: the job that is checked may begin after that one's end
+        if holder := holder_of(folder.path):  # not an error: the job being checked may start after that one has ended
             Console(True).warn(
-                f"{folder.path}: another run writes this folder ({holder}); until its end a second is refused"
+                f"{folder.path}: another run writes this folder ({holder}); until it ends, a second one is refused"
             )
         if not options.quiet:
             tell(f"{layout}; {'continues' if continues else 'begins'} {recipe.output.dir}")

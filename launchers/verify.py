@@ -1,4 +1,5 @@
-"""Check the training code against a golden case: loss, every step, every gradient. Exit code 1 beyond the tolerance."""
+"""Check the training code against a golden case: loss, every step, every gradient. Exit code 1 if beyond the
+tolerance."""
 
 import argparse
 from dataclasses import replace

@@ -20,9 +20,9 @@ def pytest_addoption(parser) -> None:
 
 
 def pytest_configure() -> None:
-    """One thread from the start, for fixtures of a module come before `one_thread`; another number of threads, other last bits.
-    Where SGLang is installed on a machine without GPUs: its torchvision breaks the import of transformers, in this
-    process and in those that tests start, unless a shim is there first."""
+    """One thread from the start, for fixtures of a module come before `one_thread`; another number of threads, other
+    last bits. Where SGLang is installed on a machine without GPUs: its torchvision breaks the import of transformers,
+    in this process and in those that tests start, unless a shim is there first."""
     torch.set_num_threads(1)
     if find_spec("sglang") and torch.version.cuda is None:
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [SHIMS, os.environ.get("PYTHONPATH")]))
@@ -30,6 +30,14 @@ def pytest_configure() -> None:
         if not hasattr(sys.modules.get("sitecustomize"), "DeclareVisionOperators"):  # python may have imported another
             sys.modules.pop("sitecustomize", None)
             import_module("sitecustomize")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """With `-n`, the tests of a file run in one process and share what its fixtures started."""
+    from xdist.scheduler import LoadFileScheduling
+
+    return LoadFileScheduling(config, log)
 
 
 @pytest.fixture(scope="session")

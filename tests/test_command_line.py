@@ -1,4 +1,5 @@
-"""What the Python launchers take, and how they answer a mistyped command line: in one line, before anything heavy is imported."""
+"""What the Python launchers take, and how they answer a mistyped command line: in one line, before anything heavy is
+imported."""
 
 import re
 import runpy
@@ -51,16 +52,16 @@ def test_without_a_recipe_it_is_the_default(monkeypatch, tmp_path):
     [
         (
             ("--learning-rate", "3"),
-            "'--learning-rate' is no option; to change the recipe write training.learning_rate=3",
+            "'--learning-rate' is not an option; to change the recipe write training.learning_rate=3",
         ),
         (("--training.learning_rate=3",), "write training.learning_rate=3"),
         (("--lerning_rate", "3"), "write training.learning_rate=3"),
         (("--lr", "3"), "write training.learning_rate=3"),
-        (("draft",), "draft is no recipe; did you mean --draft?"),
+        (("draft",), "draft is not a recipe; did you mean --draft?"),
         (("--dtype",), "write hidden_states.dtype=VALUE or training.dtype=VALUE"),
         (("training.epochs", "3"), "training.epochs has no value; write training.epochs=3"),
-        (("--quite",), "'--quite' is no option; did you mean --quiet?"),
-        (("--frobnicate",), "'--frobnicate' is no option; --help lists the options"),
+        (("--quite",), "'--quite' is not an option; did you mean --quiet?"),
+        (("--frobnicate",), "'--frobnicate' is not an option; --help lists the options"),
         (("--draft",), "argument --draft: expected one argument; "),
         (("a.yaml", "b.yaml"), "two recipes, a.yaml and 'b.yaml'; name one"),
     ],

@@ -16,8 +16,8 @@ def test_the_installed_libraries_have_all_that_is_patched():
 @pytest.mark.parametrize(
     ("place", "shape", "said"),
     [
-        ("torch.distributed.distributed_c10d:_no_such", (), "is not there"),
-        ("torch.no_such_module:anything", (), "is not there"),
+        ("torch.distributed.distributed_c10d:_no_such", (), "is missing"),
+        ("torch.no_such_module:anything", (), "is missing"),
         ("torch.distributed.distributed_c10d:_set_pg_timeout", ("group",), r"has another shape \(.*'timeout'"),
         ("torch:float32", dict, r"has another shape \(<class 'torch.dtype'>, not <class 'dict'>\)"),
     ],
@@ -30,5 +30,5 @@ def test_another_version_is_refused_by_library_version_and_attribute(place, shap
 
 def test_a_job_looks_before_it_begins(monkeypatch):
     monkeypatch.setattr(topology, "require_relied", lambda: require_relied({"torch:gone": ()}))
-    with pytest.raises(UserError, match="torch.gone is not there"):
+    with pytest.raises(UserError, match="torch.gone is missing"):
         topology.start_distributed()

@@ -1,7 +1,8 @@
 """A disk that fills up: tokenised cache, store, checkpoints, export; then room, and the same command again.
 
-Each try has a tmpfs of its own, cut to so many bytes more than is used: for cache, store and checkpoints before the command,
-for the export at the moment when the last checkpoint is there. Needs the right to mount: root, or `unshare -Urm`.
+Each try has a tmpfs of its own, cut to so many bytes more than is used: for cache, store and checkpoints before the
+command, for the export at the moment when the last checkpoint is there. Needs the right to mount: root, or `unshare
+-Urm`.
 """
 
 import os

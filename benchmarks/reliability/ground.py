@@ -1,7 +1,7 @@
 """What every attack stands on: tiny targets, data, recipes, and how results are compared with undisturbed ones.
 
-Targets are random Llamas of five layers with a byte-level tokenizer; a training run is one epoch of 16 samples in steps of 4,
-so every sample counts in the result. Stores are fp32 without compression and are read here by safetensors alone.
+Targets are random Llamas of five layers with a byte-level tokenizer; a training run is one epoch of 16 samples in steps
+of 4, so every sample counts in the result. Stores are fp32 without compression and are read here by safetensors alone.
 """
 
 import hashlib
@@ -192,8 +192,8 @@ def _tensors(path: Path) -> dict[str, bytes]:
 
 
 def stored_rows(store: Path) -> dict[str, dict[str, np.ndarray]]:
-    """Of each sample in an uncompressed fp32 store: its ids, mask, hidden states and teacher's facts. The first shard that
-    has a sample counts."""
+    """Of each sample in an uncompressed fp32 store: its ids, mask, hidden states and teacher's facts. The first shard
+    that has a sample counts."""
     from safetensors.numpy import load_file
 
     rows: dict[str, dict[str, np.ndarray]] = {}

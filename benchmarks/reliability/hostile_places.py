@@ -1,4 +1,5 @@
-"""Folders that cannot be written or belong to others, secrets and names in what is published, text without end, ranks that die."""
+"""Folders that cannot be written or belong to others, secrets and names in what is published, text without end, ranks
+that die."""
 
 import os
 import random

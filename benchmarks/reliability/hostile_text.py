@@ -17,7 +17,8 @@ DEPTH = 200_000
 NESTED, CLOSED = "[" * DEPTH, "[" * DEPTH + "]" * DEPTH
 DIGITS = "9" * 5000
 TEMPLATES = {
-    "endless": "{% for a in range(90000) %}{% for b in range(90000) %}{% for c in range(90000) %}x{% endfor %}{% endfor %}"
+    "endless": "{% for a in range(90000) %}{% for b in range(90000) %}{% for c in range(90000) %}x{% endfor %}{% "
+    "endfor %}"
     "{% endfor %}",
     "doubling": "{% set all = namespace(text='x') %}{% for a in range(90000) %}{% set all.text = all.text ~ all.text %}"
     "{% endfor %}",

@@ -1,8 +1,8 @@
 """Starts the launchers as users do, under a time limit, and keeps what a try is judged by: exit code, output, seconds.
 
-A launcher is a script in a process of its own, with arguments, an environment and two output files. To be quick it is forked
-from this process, which has imported PyTorch and the other packages (nothing of the project); `fresh` starts a new
-interpreter instead. The ranks of a job get the variables that `torchrun` and `deepspeed` set.
+A launcher is a script in a process of its own, with arguments, an environment and two output files. To be quick it is
+forked from this process, which has imported PyTorch and the other packages (nothing of the project); `fresh` starts a
+new interpreter instead. The ranks of a job get the variables that `torchrun` and `deepspeed` set.
 """
 
 import atexit
@@ -39,8 +39,8 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFF
 class Ended(NamedTuple):
     """A launcher, or all ranks of a job, at its end.
 
-    codes: of each process, negative for the signal that ended it, None where the time limit did. peak_mib: resident memory of
-    the process and its children, the largest of many looks (the largest rank's, of a job).
+    codes: of each process, negative for the signal that ended it, None where the time limit did. peak_mib: resident
+    memory of the process and its children, the largest of many looks (the largest rank's, of a job).
     """
 
     codes: tuple[int | None, ...]
@@ -73,14 +73,14 @@ class Process:
     peak: int = 0
 
     def kill(self) -> None:
-        """This process alone; what it started lives on, as after a kill from outside. Before `finish`, after which its number
-        may be another's."""
+        """This process alone; what it started lives on, as after a kill from outside. Before `finish`, after which its
+        number may be another's."""
         os.kill(self.pid, signal.SIGKILL)
 
 
 def have_met(first: Process) -> bool:
-    """Whether the ranks of a job have: the first one's first line with a time in front comes before that, as do those that say
-    what it loads; its next one comes after."""
+    """Whether the ranks of a job have: the first one's first line with a time in front comes before that, as do those
+    that say what it loads; its next one comes after."""
     lines = [line for line in first.out.read_bytes().splitlines() if b"[ " in line and b"] loading " not in line]
     return len(lines) > 1
 

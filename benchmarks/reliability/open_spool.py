@@ -1,4 +1,5 @@
-"""Open the spool of a job and leave it again, as train.py does beside servers (which takes SGLang): open_spool.py FOLDER."""
+"""Open the spool of a job and leave it again, as train.py does beside servers (which takes SGLang): open_spool.py
+FOLDER."""
 
 import sys
 

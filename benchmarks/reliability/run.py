@@ -5,10 +5,10 @@
     python benchmarks/reliability/run.py --out FOLDER --resume           go on where an earlier start stopped
     python benchmarks/reliability/run.py --table --out FOLDER            the table of what is written down, in Markdown
 
-FOLDER/tries.jsonl gets a line as each try ends. The attacks run the launchers as users do, on tiny models that are made on the
-spot, and compare what comes out with undisturbed runs. full_disk and some of hostile_places mount small file systems, for
-which they need root or `unshare -Urm`. Every tenth try starts new interpreters; the others fork from one that has PyTorch
-imported. The exit code is 1 where a try ended as none may, 2 where an attack could not be tried.
+FOLDER/tries.jsonl gets a line as each try ends. The attacks run the launchers as users do, on tiny models that are made
+on the spot, and compare what comes out with undisturbed runs. full_disk and some of hostile_places mount small file
+systems, for which they need root or `unshare -Urm`. Every tenth try starts new interpreters; the others fork from one
+that has PyTorch imported. The exit code is 1 where a try ended as none may, 2 where an attack could not be tried.
 """
 
 import argparse

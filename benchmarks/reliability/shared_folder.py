@@ -1,7 +1,7 @@
 """A second run on the output.dir of one that is training: the first must end as if alone, the second be turned away.
 
-So that they meet on any machine, the first is stopped (SIGSTOP) while the second starts, and goes on when that has ended; those
-of "the same instant" run freely.
+So that they meet on any machine, the first is stopped (SIGSTOP) while the second starts, and goes on when that has
+ended; those of "the same instant" run freely.
 """
 
 import json

@@ -1,7 +1,7 @@
 """One try of an attack, and the rule that gives it exactly one outcome.
 
-The outcome follows from exit codes, from whether the output is a traceback or a heap of errors, and from a comparison with
-what an undisturbed run gives, never from the wording of a message. Messages are kept to be read by people.
+The outcome follows from exit codes, from whether the output is a traceback or a heap of errors, and from a comparison
+with what an undisturbed run gives, never from the wording of a message. Messages are kept to be read by people.
 """
 
 import re
@@ -58,9 +58,9 @@ def nothing() -> None:
 
 
 def judge(ended: Ended, difference: Finding = nothing, loss: Finding = nothing, *, good: str = "right") -> Verdict:
-    """difference: how the result differs from the undisturbed one, None where it does not; asked where all went well. loss:
-    what is no longer as it was, None for nothing; asked where the command was refused. good: the outcome where nothing
-    differs."""
+    """difference: how the result differs from the undisturbed one, None where it does not; asked where all went well.
+    loss: what is no longer as it was, None for nothing; asked where the command was refused. good: the outcome where
+    nothing differs."""
     crash = crashed(ended)
     if crash:
         return crash

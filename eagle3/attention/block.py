@@ -1,4 +1,4 @@
-"""One block of attention with its log-sum-exp, forward and backward: the unit that every layout is made of."""
+"""One block of attention with its log-sum-exp, forward and backward: the unit that every layout is built from."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -27,7 +27,7 @@ Kernel = Literal["cpu", "cuda flash", "cuda efficient", "plain"]
 def kernel_name(
     device: torch.device, dtype: torch.dtype, head_dim: int, visibility: Visibility, softcap: float | None = None
 ) -> Kernel:
-    """The kernel of a block; its inputs alone decide. Plain products take what no fused kernel does."""
+    """Chooses the kernel for a block from its inputs alone. Plain matrix products handle what no fused kernel does."""
     if softcap is not None:
         return "plain"
     if device.type == "cpu":
@@ -38,14 +38,15 @@ def kernel_name(
 
 
 def takes_bands(q: Tensor, softcap: float | None = None) -> bool:
-    """Whether blocks of these queries may be `banded`."""
+    """Whether blocks with these queries may be `banded`."""
     return kernel_name(q.device, q.dtype, q.shape[-1], "banded", softcap) == "cuda flash"
 
 
 def block_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> BlockOutput:
     """softmax(scale q k^T) v over one block.
 
-    q [Q, heads, d]; k, v [S, kv_heads, d] with heads a multiple of kv_heads. Only what `takes_bands` names may be `banded`.
+    q is [Q, heads, d]; k and v are [S, kv_heads, d], where heads is a multiple of kv_heads. Only blocks for which
+    `takes_bands` is true may be `banded`.
     """
     assert scoring.visibility != "banded" or takes_bands(q, scoring.softcap)
     forward, _ = _KERNELS[kernel_name(q.device, q.dtype, q.shape[-1], scoring.visibility, scoring.softcap)]
@@ -57,24 +58,24 @@ def block_attention_backward(
 ) -> BlockGradients:
     """This block's share of the gradients.
 
-    `out` and `lse` are those *merged over all blocks of the query*: with them each block's backward is exact on its own
-    (P = exp(scale q k^T - lse), dS = P * (grad v^T - sum(grad * out))). A CUDA kernel rounds `out` to q's number format;
-    that of `absorb_lse_gradient` is in it already.
+    `out` and `lse` must be the ones *merged over all blocks of the query*; with them each block's backward is exact on
+    its own (P = exp(scale q k^T - lse), dS = P * (grad v^T - sum(grad * out))). A CUDA kernel rounds `out` to q's
+    dtype; the `out` from `absorb_lse_gradient` already has it.
     """
     _, backward = _KERNELS[kernel_name(q.device, q.dtype, q.shape[-1], scoring.visibility)]
     return backward(grad, q, k, v, out, lse, scoring)
 
 
 def absorb_lse_gradient(out: Tensor, grad: Tensor, grad_lse: Tensor) -> Tensor:
-    """The output [Q, heads, d] to hand to `block_attention_backward` where lse has an upstream gradient too; in the
-    number format of grad.
+    """The `out` [Q, heads, d] to pass to `block_attention_backward` if lse has an upstream gradient too; in the dtype
+    of grad.
 
-    A kernel reads the output only to form delta = sum(grad * out), from which the gradient of lse has to be subtracted
+    A kernel only reads the output to form delta = sum(grad * out), from which the gradient of lse has to be subtracted
     (dS = P * (grad v^T - delta + grad_lse)). So any row o with sum(grad * o) = delta - grad_lse makes any kernel exact.
-    This one is 0 but where grad is largest, and in half precision second largest: the first entry gives that sum but for
-    its own rounding, the second makes up for the rounding of the first. In bf16 that leaves 2^-16 of it, and 2^-8 only
-    where the rest of grad's row is 0 or next to it. A row with grad 0 must have grad_lse 0, as every function of a merged
-    output has.
+    The one returned is 0 except where grad is largest and, in half precision, second largest: the first entry gives
+    that sum up to its own rounding, the second corrects that rounding. In bf16 the remaining error is 2^-16 of the sum,
+    and 2^-8 only if the rest of grad's row is 0 or almost 0. A row with grad 0 must have grad_lse 0, which holds for
+    every function of a merged output.
     """
     exact = torch.promote_types(out.dtype, torch.float32)
     rest = ((grad.to(exact) * out.to(exact)).sum(-1) - grad_lse.to(exact))[..., None]
@@ -92,15 +93,15 @@ def absorb_lse_gradient(out: Tensor, grad: Tensor, grad_lse: Tensor) -> Tensor:
 
 
 def merge_blocks(a: BlockOutput, b: BlockOutput) -> BlockOutput:
-    """Attention over the union of two disjoint key sets from the attention over each (log-sum-exp merge)."""
+    """Attention over the union of two disjoint key sets, from the attention over each (log-sum-exp merge)."""
     lse = torch.logaddexp(a.lse, b.lse)
     out = a.out * (a.lse - lse).exp()[..., None] + b.out * (b.lse - lse).exp()[..., None]
     return BlockOutput(out, lse)
 
 
 def _cpu_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> BlockOutput:
-    """By torch's flash kernel, in fp32 at least: in bf16 it sums the gradients of keys and values in bf16, and without
-    matrix instructions for bf16 it is slower besides."""
+    """Uses torch's flash kernel, in fp32 or wider: in bf16 it would sum the gradients of keys and values in bf16, and
+    without matrix instructions for bf16 it is slower as well."""
     exact = torch.promote_types(q.dtype, torch.float32)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         *(_cpu_layout(x, exact) for x in (q, k, v)), **_cpu_arguments(scoring, exact)
@@ -121,7 +122,7 @@ def _cpu_attention_backward(
 
 
 def _cpu_layout(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """[tokens, heads, d] -> [1, heads, tokens, d], contiguous as the kernel wants it."""
+    """Maps [tokens, heads, d] to [1, heads, tokens, d], contiguous, as the kernel expects."""
     return x.transpose(0, 1)[None].to(dtype, memory_format=torch.contiguous_format)
 
 
@@ -130,7 +131,7 @@ def _cpu_arguments(scoring: Scoring, dtype: torch.dtype) -> dict[str, Any]:
     return {"dropout_p": 0.0, "is_causal": causal, "attn_mask": scoring.bias(dtype), "scale": scoring.scale}
 
 
-# Forward and backward, which take what `block_attention` and `block_attention_backward` do.
+# (forward, backward), with the parameters of `block_attention` and `block_attention_backward`.
 _KERNELS: dict[Kernel, tuple[Callable[..., BlockOutput], Callable[..., BlockGradients]]] = {
     "cpu": (_cpu_attention, _cpu_attention_backward),
     "cuda flash": (flash_attention, flash_attention_backward),

@@ -1,12 +1,13 @@
-"""Fused kernels for one block of attention on CUDA: torch's operators, given strided views, never waiting for the device.
+"""Fused kernels for one block of attention on CUDA: torch's operators on strided views, without ever waiting for the
+device.
 
-flash: fp16 and bf16, `full`, `causal` and `banded`, grouped key/value heads as they are. Torch's own FlashAttention 2, or
-the flash-attn package's FlashAttention 3 where `take_installed_flash` finds it.
-efficient: fp32 as well, and any mask. In fp32 its products are split TF32 on tensor cores, near fp32 in accuracy.
+- flash: fp16 and bf16; `full`, `causal` and `banded`; grouped key/value heads as they are. This is torch's own
+  FlashAttention 2, or the flash-attn package's FlashAttention 3 if `take_installed_flash` finds it.
+- efficient: also fp32, and any mask. In fp32 its products are split TF32 on tensor cores, close to fp32 in accuracy.
 
-Layouts, padding and the arguments that go unread without dropout follow torch's C++ sources. Checked so far without a
-GPU (tests/attention/test_cuda_attention.py): schemas, shapes, number formats, and the layouts against the operators' definitions.
-What the kernels themselves compute for these calls, in what time, has not been measured yet.
+Layouts, padding and the arguments that are unused without dropout follow torch's C++ sources. So far this was checked
+without a GPU (tests/attention/test_cuda_attention.py): schemas, shapes, dtypes, and the layouts against the operators'
+definitions. What the kernels themselves compute for these calls, and how fast, has not been measured yet.
 """
 
 import importlib.util
@@ -18,13 +19,13 @@ from torch import Tensor
 
 from eagle3.attention.plain import BlockGradients, BlockOutput, Scoring
 
-# The efficient kernel reads lse in whole blocks of its backward, and a mask in whole vectors of 16 bytes at least.
+# The efficient kernel's backward reads lse in whole blocks; it reads a mask in whole vectors of at least 16 bytes.
 LSE_MULTIPLE, MASK_MULTIPLE = 32, 16
 
 
 def take_installed_flash(device: torch.device) -> str:
-    """Put the flash-attn package's FlashAttention 3 (module flash_attn_interface) behind torch's operators, on a Hopper
-    GPU where it is installed. Returns what the flash kernels are then. For the whole process, as torch has it."""
+    """Uses the flash-attn package's FlashAttention 3 (module flash_attn_interface) for torch's operators, if it is
+    installed and the GPU is a Hopper. Affects the whole process. Returns which flash kernels are then in use."""
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
     if hopper and importlib.util.find_spec("flash_attn_interface"):
         torch.nn.attention.activate_flash_attention_impl("FA3")
@@ -32,7 +33,7 @@ def take_installed_flash(device: torch.device) -> str:
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> BlockOutput:
-    """`block_attention` in fp16 or bf16 where nothing is masked; head_dim a multiple of 8, at most 256."""
+    """`block_attention` in fp16 or bf16 for blocks that are not masked; head_dim is a multiple of 8, at most 256."""
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         q[None], k[None], v[None], **_flash_arguments(q, k, scoring), return_debug_mask=False
     )
@@ -42,7 +43,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> BlockO
 def flash_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scoring: Scoring
 ) -> BlockGradients:
-    """`block_attention_backward` where `flash_attention` goes forward."""
+    """`block_attention_backward` for blocks whose forward was `flash_attention`."""
     unread = torch.empty(0, dtype=torch.uint64, device=q.device)  # dropout's seed and offset
     gradients = torch.ops.aten._flash_attention_backward(
         *(x[None] for x in (grad, q, k, v, out.to(q.dtype))),
@@ -55,8 +56,8 @@ def flash_attention_backward(
 
 
 def _flash_arguments(q: Tensor, k: Tensor, scoring: Scoring) -> dict[str, Any]:
-    """No packed sequences, no dropout. Of a window as the kernels count: keys beside a query's own, with the last query
-    at the last key."""
+    """Arguments without packed sequences or dropout. The kernels count a window as the keys beside a query's own, with
+    the last query at the last key."""
     banded = {"window_size_left": scoring.window - 1, "window_size_right": 0} if scoring.visibility == "banded" else {}
     return {
         **{"cum_seq_q": None, "cum_seq_k": None, "max_q": len(q), "max_k": len(k)},
@@ -78,7 +79,7 @@ def efficient_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Bl
 def efficient_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scoring: Scoring
 ) -> BlockGradients:
-    """`block_attention_backward` where `efficient_attention` goes forward."""
+    """`block_attention_backward` for blocks whose forward was `efficient_attention`."""
     kv_heads = k.shape[1]
     grad, out = (x.to(q.dtype).unflatten(1, (kv_heads, -1)).transpose(0, 1) for x in (grad, out))
     lse = lse.transpose(0, 1).unflatten(0, (kv_heads, -1))
@@ -91,7 +92,7 @@ def efficient_attention_backward(
         k,
         v,
         mask,
-        out.contiguous().transpose(1, 2),  # taken to be contiguous as [batch, queries, heads, d]
+        out.contiguous().transpose(1, 2),  # the kernel assumes it is contiguous as [batch, queries, heads, d]
         lse.contiguous(),
         unread,
         unread,
@@ -105,9 +106,9 @@ def efficient_attention_backward(
 
 
 def _groups_as_batch(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """q, k, v as views [kv_heads, group, tokens, d]: the efficient kernel knows no groups, but reads a key/value head
-    that all query heads of a batch entry share (stride 0). And what to add to the scores [kv_heads, group, queries,
-    keys], one mask for all heads."""
+    """q, k, v as views [kv_heads, group, tokens, d], and what to add to the scores [kv_heads, group, queries, keys],
+    one mask for all heads. The efficient kernel has no notion of groups, but can read one key/value head for all query
+    heads of a batch entry (stride 0)."""
     q, k, v = (x.unflatten(1, (k.shape[1], -1)).permute(1, 2, 0, 3) for x in (q, k, v))
     bias = scoring.bias(q.dtype, MASK_MULTIPLE)
     mask = None if bias is None else bias.expand(*q.shape[:2], -1, -1)

@@ -1,4 +1,5 @@
-"""One block of attention in plain matrix products: what a block is, for whatever no fused kernel takes, in bounded memory."""
+"""One block of attention in plain matrix products and bounded memory: the definition of a block, for what no fused
+kernel takes."""
 
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
@@ -6,30 +7,32 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-# full: every query sees every key. causal: query i sees keys 0..i (equal lengths). masked: `visible` says. banded: the last
-# query's own key is the last one, the query before has the key before, and each sees the last `window` keys up to its own.
+# - full: every query sees every key.
+# - causal: query i sees keys 0..i (equal lengths).
+# - masked: `visible` decides.
+# - banded: the last query's own key is the last key, the query before has the key before, and so on; each query sees
+#   the last `window` keys up to its own.
 Visibility = Literal["full", "causal", "masked", "banded"]
 
-# Scores of one chunk; a few temporaries of this size are alive at once.
+# Size of the scores in one chunk; a few temporaries of this size are alive at once.
 CHUNK_BYTES = 64 * 2**20
 
 
 class Scoring(NamedTuple):
-    """How a block's scores follow from q and k, and which of them count.
+    """How a block's scores follow from q and k, and which of them count."""
 
-    scale: of the scores. visible [Q, S] bool: for `masked`, in which every query must see some key (a row that sees none
-    has no softmax; callers leave such blocks out). softcap: scaled scores s become softcap tanh(s / softcap), as some
-    targets' do; without a backward. window: of a `banded` block.
-    """
-
-    scale: float
+    scale: float  # of the scores
     visibility: Visibility
+    # [Q, S] bool, for `masked`. Every query must see some key: a row that sees none has no softmax, so callers leave it
+    # out.
     visible: Tensor | None = None
+    # Scaled scores s become softcap tanh(s / softcap), as in some targets. There is no backward for this.
     softcap: float | None = None
-    window: int | None = None
+    window: int | None = None  # of a `banded` block
 
     def bias(self, dtype: torch.dtype, multiple: int = 1) -> Tensor | None:
-        """What to add to the scores [Q, S] of a `masked` block, in memory with rows of a `multiple` of numbers; else None."""
+        """What to add to the scores [Q, S] of a `masked` block, in memory whose rows hold a `multiple` of numbers; None
+        for others."""
         if self.visibility != "masked":
             return None
         queries, keys = self.visible.shape
@@ -38,10 +41,10 @@ class Scoring(NamedTuple):
 
 
 class BlockOutput(NamedTuple):
-    """out [queries, heads, head_dim]; lse [queries, heads], the log of the softmax's denominator, fp32 at least."""
+    """Attention over one set of keys."""
 
-    out: Tensor
-    lse: Tensor
+    out: Tensor  # [queries, heads, head_dim]
+    lse: Tensor  # [queries, heads]: log of the softmax's denominator, fp32 or wider
 
 
 class BlockGradients(NamedTuple):
@@ -59,7 +62,7 @@ def plain_attention(
     scoring: Scoring,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> BlockOutput:
-    """`block_attention` in fp32 at least; out is rounded once, to q's number format."""
+    """`block_attention` in fp32 or wider; out is rounded once, to q's dtype."""
     exact = torch.promote_types(q.dtype, torch.float32)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], dtype=exact, device=q.device)
     q, grouped_out, grouped_lse = (x.unflatten(1, (k.shape[1], -1)) for x in (q, out, lse))
@@ -82,7 +85,7 @@ def plain_attention_backward(
     scoring: Scoring,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> BlockGradients:
-    """`block_attention_backward` in fp32 at least; each gradient is rounded once, to its tensor's number format."""
+    """`block_attention_backward` in fp32 or wider; each gradient is rounded once, to the dtype of its tensor."""
     exact = torch.promote_types(q.dtype, torch.float32)
     dq, (dk, dv) = torch.empty_like(q), (torch.zeros(x.shape, dtype=exact, device=x.device) for x in (k, v))
     delta = (grad.to(exact) * out.to(exact)).sum(-1)
@@ -99,8 +102,8 @@ def plain_attention_backward(
 
 
 def _chunks(q: Tensor, k: Tensor, chunk_bytes: int) -> Iterator[tuple[slice, slice]]:
-    """(key/value heads, queries) of chunks of at most chunk_bytes of scores, or of one query of one such head. q [queries,
-    kv_heads, group, d]."""
+    """Yields chunks (key/value heads, queries) with at most chunk_bytes of scores, or one query of one such head. q is
+    [queries, kv_heads, group, d]."""
     queries, kv_heads, group, _ = q.shape
     row = group * len(k) * torch.promote_types(k.dtype, torch.float32).itemsize
     rows = min(queries, max(1, chunk_bytes // row))
@@ -111,7 +114,7 @@ def _chunks(q: Tensor, k: Tensor, chunk_bytes: int) -> Iterator[tuple[slice, sli
 
 
 def _scores(q: Tensor, k: Tensor, rows: slice, scoring: Scoring) -> Tensor:
-    """Scores [kv_heads, group, Q, S] of queries `rows` of the block, -inf where unseen."""
+    """Scores [kv_heads, group, Q, S] of the block's queries `rows`, -inf where a key is not seen."""
     scores = torch.einsum("qngd,snd->ngqs", q, k) * scoring.scale
     if scoring.softcap is not None:
         scores.div_(scoring.softcap).tanh_().mul_(scoring.softcap)

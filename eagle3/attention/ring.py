@@ -1,8 +1,8 @@
-"""The ring layer: attention of this rank's queries to the keys and values of every ring rank, exact in both directions.
+"""The ring layer: attention of this rank's queries to the keys and values of every ring rank, with exact gradients.
 
-Keys and values either come to stay (`gather`: exchanged once, their gradient goes back once) or travel round in every
-call (`p2p`: memory stays flat). Both visit the shares in the same order, own share first, and merge them by log-sum-exp,
-so that both give the same numbers; both communicate while they compute.
+Keys and values either stay once gathered (`gather`: exchanged once, and their gradient returns once) or travel around
+the ring in every call (`p2p`: memory stays flat). Both modes visit the shares in the same order, this rank's own first,
+and merge them by log-sum-exp, so they give the same numbers. Both overlap communication with computation.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,6 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from eagle3.attention.block import (
     BlockOutput,
@@ -31,22 +30,25 @@ RingMode = Literal["gather", "p2p"]
 
 @dataclass(frozen=True)
 class RingAttention:
-    """Attention over one ring. scale: of the scores. softcap: see `block_attention`."""
+    """Attention over one ring."""
 
-    group: ProcessGroup
+    group: dist.ProcessGroup
     mode: RingMode
-    scale: float
-    softcap: float | None = None
+    scale: float  # of the scores
+    softcap: float | None = None  # see `block_attention`
 
     def start(self, key_value: Tensor) -> "Exchange":
-        """Begin the exchange of this rank's keys and values [2, S, kv_heads, d]; S is the same on every ring rank."""
+        """Begins to exchange this rank's keys and values [2, S, kv_heads, d]; S is the same on every ring rank."""
         if self.mode == "gather" and self.group.size() > 1:
             return _Gather(key_value, self.group)
         return Exchange(key_value if self.mode == "p2p" else key_value[None])
 
     def __call__(self, q: Tensor, shared: "SharedKeyValue", schedules: tuple[PrefixSchedule, ...]) -> BlockOutput:
-        """q [Q, heads, d] -> out [Q, heads, d] and lse [Q, heads], both differentiable without a softcap; 0 and -inf for a
-        query that sees nothing (a pad). schedules: these queries against the keys of each ring rank."""
+        """Maps q [Q, heads, d] to out [Q, heads, d] and lse [Q, heads], which are 0 and -inf for a query that sees
+        nothing (padding). Without a softcap both are differentiable.
+
+        schedules: what these queries see of the keys of each ring rank.
+        """
         return BlockOutput(*_RingAttention.apply(q, shared.key_value, shared.gradient, self, schedules))
 
     def scoring(self, schedule: PrefixSchedule, piece: Piece) -> Scoring:
@@ -55,8 +57,8 @@ class RingAttention:
 
 @dataclass
 class KeyValueGradient:
-    """The gradient of shared keys and values: every call's backward adds its part, in fp32 at least, and whoever shared
-    them takes the sum. (Autograd would round each call's part to the keys' number format, and hold two at a time.)"""
+    """The gradient of shared keys and values. Every call's backward adds its part, in fp32 or wider, and whoever shared
+    them takes the sum. (Autograd would round each part to the dtype of the keys, and hold two at a time.)"""
 
     total: Tensor | None = None
 
@@ -73,26 +75,26 @@ class KeyValueGradient:
 
 @dataclass(frozen=True)
 class SharedKeyValue:
-    """key_value [ring, 2, S, kv_heads, d], or [2, S, kv_heads, d] of this rank for `p2p`, with its gradient's place."""
+    """Keys and values that every call reads, and the sum of their gradient."""
 
-    key_value: Tensor
+    key_value: Tensor  # [ring, 2, S, kv_heads, d]; for `p2p` this rank's [2, S, kv_heads, d]
     gradient: KeyValueGradient = field(default_factory=KeyValueGradient)
 
     def detached(self) -> "SharedKeyValue":
-        """The same for a graph of its own, whose backward adds to the same gradient."""
+        """The same keys and values for a separate graph, whose backward adds to the same gradient."""
         return SharedKeyValue(self.key_value.detach().requires_grad_(), self.gradient)
 
 
 class Exchange:
-    """Keys and values on their way to whoever reads them. Here they are where they shall be: key_value as SharedKeyValue has
-    it."""
+    """Keys and values on their way to their readers. In this base class they are already in place: `key_value` has
+    SharedKeyValue's shape."""
 
     def __init__(self, key_value: Tensor) -> None:
         self.mine = key_value
 
     @cached_property
     def shared(self) -> SharedKeyValue:
-        """What every call reads; whoever asks first waits."""
+        """What every call reads; the first access waits for it."""
         gradient = KeyValueGradient()
         return SharedKeyValue(self.collect(gradient), gradient)
 
@@ -101,9 +103,9 @@ class Exchange:
 
 
 class _Gather(Exchange):
-    """Of all ranks of the ring."""
+    """Gathers the keys and values of all ring ranks."""
 
-    def __init__(self, key_value: Tensor, group: ProcessGroup) -> None:
+    def __init__(self, key_value: Tensor, group: dist.ProcessGroup) -> None:
         self.group, self.transfer = group, _Transfer()
         super().__init__(_StartGather.apply(key_value, group, self.transfer))
 
@@ -113,7 +115,7 @@ class _Gather(Exchange):
 
 @dataclass
 class _Transfer:
-    """A collective under way: the gather, or in the backward pass the reduce-scatter."""
+    """A collective under way: the gather or, in the backward pass, the reduce-scatter."""
 
     buffer: Tensor | None = None
     work: dist.Work | None = None
@@ -125,7 +127,7 @@ class _Transfer:
 
 
 class _StartGather(torch.autograd.Function):
-    """Forward: the all-gather begins. Backward: the reduce-scatter of the gradient ends."""
+    """Forward starts the all-gather; backward finishes the reduce-scatter of the gradient."""
 
     @staticmethod
     def forward(ctx, key_value, group, transfer):
@@ -142,8 +144,8 @@ class _StartGather(torch.autograd.Function):
 
 
 class _FinishGather(torch.autograd.Function):
-    """Forward: the all-gather ends. Backward, after that of every call: the reduce-scatter of the gradient begins; what
-    is handed on is only filled when _StartGather's backward has waited for it."""
+    """Forward finishes the all-gather. Backward runs after that of every call and starts the reduce-scatter of the
+    gradient; the tensor that it returns is only filled once _StartGather's backward has waited for it."""
 
     @staticmethod
     def forward(ctx, key_value, group, transfer, gradient):
@@ -165,7 +167,7 @@ class _FinishGather(torch.autograd.Function):
 
 
 class _CollectGradient(torch.autograd.Function):
-    """Backward, after that of every call: their sum."""
+    """Backward runs after that of every call and returns the sum of their gradients."""
 
     @staticmethod
     def forward(ctx, key_value, gradient):
@@ -181,7 +183,7 @@ class _CollectGradient(torch.autograd.Function):
 
 
 class _RingAttention(torch.autograd.Function):
-    """Over the shares, forward and backward; each block's backward with the output and lse merged over all of them."""
+    """Forward and backward over all shares; each block's backward uses the output and lse merged over all of them."""
 
     @staticmethod
     def forward(ctx, q, key_value, gradient, ring, schedules):
@@ -197,7 +199,7 @@ class _RingAttention(torch.autograd.Function):
         out = out.to(q.dtype)
         ctx.save_for_backward(q, key_value, out, lse)
         ctx.gradient, ctx.ring, ctx.schedules = gradient, ring, schedules
-        ctx.set_materialize_grads(False)  # nobody has used lse where there are no own keys
+        ctx.set_materialize_grads(False)  # grad_lse stays None if lse was not used, as without own keys
         return out, lse
 
     @staticmethod
@@ -227,7 +229,8 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _shares(key_value: Tensor, ring: RingAttention) -> Iterator[tuple[int, Tensor]]:
-    """(ring rank, its keys and values [2, S, kv_heads, d]), own share first; `p2p` passes each on while it is used."""
+    """Yields (ring rank, its keys and values [2, S, kv_heads, d]), own share first; `p2p` passes each one on while it
+    is in use."""
     sources = [(ring.group.rank() - hop) % ring.group.size() for hop in range(ring.group.size())]
     if ring.mode == "gather":
         yield from ((source, key_value[source]) for source in sources)
@@ -242,7 +245,7 @@ def _shares(key_value: Tensor, ring: RingAttention) -> Iterator[tuple[int, Tenso
 def _shares_with_gradients(
     key_value: Tensor, gradient: KeyValueGradient, ring: RingAttention
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """`_shares` with a place to add each share's gradient to, which ends up in `gradient`."""
+    """`_shares` with, for each share, a tensor to add its gradient to, which ends up in `gradient`."""
     total = gradient.like(key_value)
     if ring.mode == "gather":
         for source, block in _shares(key_value, ring):
@@ -252,16 +255,16 @@ def _shares_with_gradients(
     for source, block in _shares(key_value, ring):
         part = torch.zeros_like(total)
         yield source, block, part
-        if travelling:  # what the ranks before this one have added to the gradient of the same share
+        if travelling:  # what earlier ranks have added to the gradient of this share
             part += travelling.wait()
         travelling = _PassedOn(part, ring.group)
-    total += travelling.wait()  # after the last hop it is home
+    total += travelling.wait()  # after the last hop it is back on its own rank
 
 
 class _PassedOn:
-    """A tensor on its way to the next ring rank, while the previous one's comes in."""
+    """A tensor on its way to the next ring rank, while one from the previous rank comes in."""
 
-    def __init__(self, tensor: Tensor, group: ProcessGroup) -> None:
+    def __init__(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
         self.sent, self.received, self.works = tensor.contiguous(), tensor, []
         if group.size() > 1:
             self.received = torch.empty_like(self.sent)

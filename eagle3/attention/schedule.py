@@ -1,4 +1,4 @@
-"""Which dense blocks make up the attention of any queries to any keys of a stream: positions decide, not layouts."""
+"""Cuts the attention of any queries to any keys of a stream into dense blocks. Positions decide, not layouts."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,14 +9,15 @@ from torch import Tensor
 
 from eagle3.attention.block import Visibility
 
-# Queries of one block. Long enough for dense kernels, short enough that the masked diagonal stays a small share.
+# Queries in one block: enough for dense kernels, few enough that the masked diagonal stays a small share.
 QUERY_BLOCK = 512
-# Keys of one full piece: a kernel's copies of them stay small however long the prefix is.
+# Keys in one full piece: a kernel's copies of them stay small however long the prefix is.
 KEY_BLOCK = 8192
-# Rows between the first and the last query of a block, in blocks: bounds what a mask may cover where queries have gaps.
+# Rows from the first to the last query of a block, in blocks: limits what a mask may cover if queries have gaps.
 SPAN_BLOCKS = 8
-# Queries of a masked piece under a window, in shares of it, but not so few that there are more pieces than work: a piece
-# computes window + queries - 1 keys for each query, of which it sees window.
+# Queries in a masked piece under a window: the window divided by WINDOW_SHARE, but at least FEWEST_QUERIES, or there
+# would be more pieces than work. A piece computes window + queries - 1 keys for each query, which sees only `window` of
+# them.
 WINDOW_SHARE, FEWEST_QUERIES = 4, 64
 
 
@@ -30,16 +31,16 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class PrefixSchedule:
-    """query_rows [Q], key_rows [S]: rows of the stream, ascending, -1 pads at the end. A query sees the keys of its document up
-    to its own row, the last `window` of them where that is set."""
+    """Which queries see which keys, cut into pieces. A query sees the keys of its document up to its own row or, with a
+    window, the last `window` of them."""
 
-    query_rows: Tensor
-    key_rows: Tensor
+    query_rows: Tensor  # [Q] rows of the stream, ascending, padded with -1 at the end
+    key_rows: Tensor  # [S] likewise
     pieces: tuple[Piece, ...]
     window: int | None = None
 
     def visible(self, piece: Piece) -> Tensor | None:
-        """The mask [queries, keys] of a `masked` piece."""
+        """The mask [queries, keys] of a `masked` piece; None for any other."""
         if piece.visibility != "masked":
             return None
         queries, keys = self.query_rows[piece.queries, None], self.key_rows[None, piece.keys]
@@ -47,12 +48,13 @@ class PrefixSchedule:
         return seen if self.window is None else seen & (keys > queries - self.window)
 
     def dense_pieces(self, bands: bool) -> Iterator[Piece]:
-        """All of them; bands: as they are, else cut into masked pieces, for kernels that know no windows."""
+        """Yields all pieces. Unless `bands` are allowed, cuts banded pieces into masked ones, for kernels without
+        windows."""
         for piece in self.pieces:
             if bands or piece.visibility != "banded":
                 yield piece
             else:
-                own = piece.keys.stop - piece.queries.stop  # from a query's place to that of its own row's key
+                own = piece.keys.stop - piece.queries.stop  # from a query's place to the place of its own row's key
                 for start, stop in _slices(piece.queries, _masked_queries(self.window)):
                     first = max(piece.keys.start, start + own - self.window + 1)
                     yield Piece(slice(start, stop), slice(first, stop + own), "masked")
@@ -70,14 +72,18 @@ def schedule_prefix(
     key_block: int = KEY_BLOCK,
     window: int | None = None,
 ) -> PrefixSchedule:
-    """Cut the attention of query rows to key rows (each ascending, -1 pads at the end) into dense pieces.
+    """Cuts the attention of query rows to key rows (each ascending, padded with -1 at the end) into dense pieces.
 
-    query_positions [Q]: in the document. The keys may be any subset of the rows: a ring rank's share. Queries are taken in runs of at most `block`, inside a
-    document and without long gaps. Each run has full rectangles, of at most `key_block` keys, over the keys that all of
-    it sees; on its diagonal a causal square where the keys are just its own rows, else a mask; under a window another
-    mask on the far side. A run of consecutive rows under a window is one `banded` piece where all keys that it sees are here;
-    other runs are short there.
-    Queries that see no key of a piece are left out of it: such a row has no softmax.
+    The keys may be any subset of the rows: a ring rank's share. Queries are taken in runs of at most `block`, inside
+    one document and without long gaps. A run becomes:
+    - full rectangles, of at most `key_block` keys, over the keys that all its queries see;
+    - on the diagonal, a causal square if the keys there are exactly its own rows, else a mask;
+    - under a window, another mask on the far side. If the run's rows are consecutive and all keys that they see are
+      here, it becomes a single `banded` piece instead; other runs are kept short under a window.
+
+    Queries that see no key of a piece are left out of it, since such a row has no softmax.
+
+    query_positions: [Q], in the document.
     """
     queries, keys = query_rows[query_rows >= 0], key_rows[key_rows >= 0].contiguous()
     firsts = queries - query_positions[: len(queries)]
@@ -97,16 +103,16 @@ def schedule_prefix(
 
 @dataclass(frozen=True)
 class _Cutter:
-    """Cuts what runs of queries see of the keys into pieces. firsts [Q]: the first row of each query's document."""
+    """Cuts what runs of queries see of the keys into pieces."""
 
     queries: Tensor
-    firsts: Tensor
+    firsts: Tensor  # [Q]: first row of each query's document
     keys: Tensor
     key_block: int
     window: int | None
 
     def band(self, start: int, stop: int) -> list[Piece]:
-        """The one piece of a run of consecutive rows of which all keys are here, else none."""
+        """The single piece of a run of consecutive rows if all keys that it sees are here; else an empty list."""
         first, last = int(self.queries[start]), int(self.queries[stop - 1])
         low = max(int(self.firsts[start]), first - self.window + 1)
         begin, end = self._places(low, last + 1)
@@ -119,7 +125,7 @@ class _Cutter:
         low, far = (document if window is None else max(document, row - window + 1) for row in (first, last))
         low, far, diagonal, after, high = self._places(low, far, first, first + 1, last + 1)
         pieces = []
-        if low < far:  # keys that the run's last queries have left behind
+        if low < far:  # keys that the run's last queries no longer see
             seeing = int(torch.searchsorted(rows, self.keys[far - 1] + window))
             pieces += self._pieces((start, start + seeing), (low, far), "masked")
         if torch.equal(self.keys[diagonal:high], rows):
@@ -149,8 +155,8 @@ def _slices(whole: slice, width: int) -> Iterator[tuple[int, int]]:
 
 
 def _runs(queries: Tensor, firsts: Tensor, block: int, span: int) -> list[tuple[int, int]]:
-    """[start, stop) of runs of at most `block` queries in one document, cut where more than `block` rows lie between two
-    and where they reach over more than `span` rows."""
+    """Runs [start, stop) of at most `block` queries within one document. A run is also cut where two neighbours are
+    more than `block` rows apart, and where it would reach over more than `span` rows."""
     cut = (firsts.diff() != 0) | (queries.diff() > block)
     bounds = [0, *(cut.nonzero().flatten() + 1).tolist(), len(queries)]
     reach = torch.searchsorted(queries.contiguous(), queries + span).tolist()

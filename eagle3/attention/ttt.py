@@ -1,5 +1,5 @@
-"""Attention of one training-time-test step: the causal prefix K_0, V_0 over all ranks and the position's own K_1..K_k, in one
-softmax."""
+"""Attention of one training-time-test (TTT) step: the causal prefix K_0, V_0 over all ranks, and each position's own
+K_1..K_k, in one softmax."""
 
 import math
 from collections.abc import Sequence
@@ -20,31 +20,32 @@ TOKENS, BATCH, HEADS = 0, 1, 2
 
 
 class KeyValue(NamedTuple):
-    """key and value [tokens, kv heads, head_dim]; the key is rotated."""
+    """Keys and values of some rows."""
 
-    key: Tensor
-    value: Tensor
+    key: Tensor  # [tokens, kv heads, head_dim], rotated
+    value: Tensor  # [tokens, kv heads, head_dim]
 
 
 @dataclass(frozen=True)
 class Ulysses:
-    """Ranks of one group of U trade tokens for heads, by DeepSpeed's all-to-all; differentiable, and nothing at all for U = 1."""
+    """Trades tokens for heads among the U ranks of a group, by DeepSpeed's all-to-all. Differentiable; does nothing for
+    U = 1."""
 
     group: ProcessGroup
 
     def to_heads(self, x: Tensor) -> Tensor:
-        """[tokens, heads, width] of this rank's tokens -> [U * tokens, heads / U, width] of this rank's heads, the
-        tokens in the order of the ranks. heads must be a multiple of U (uneven ones would hang in the collective)."""
+        """Maps [tokens, heads, width] for this rank's tokens to [U * tokens, heads / U, width] for this rank's heads,
+        with tokens in rank order. heads must be a multiple of U (otherwise the collective would hang)."""
         assert x.shape[1] % self.group.size() == 0, f"{x.shape[1]} heads over {self.group.size()} Ulysses ranks"
         return self._exchange(x, HEADS, TOKENS)
 
     def to_tokens(self, x: Tensor) -> Tensor:
-        """The way back: [U * tokens, heads / U, width] -> [tokens, heads, width]."""
+        """The way back: maps [U * tokens, heads / U, width] to [tokens, heads, width]."""
         return self._exchange(x, TOKENS, HEADS)
 
     def replicate(self, x: Tensor) -> Tensor:
-        """Key/value heads [tokens, kv_heads, width], each repeated so that their number is a multiple of U and a rank's
-        query heads find theirs on it. Autograd sums the copies' gradients."""
+        """Repeats each key/value head of [tokens, kv_heads, width] so that their number is a multiple of U and each
+        rank has the ones that its query heads need. Autograd sums the gradients of the copies."""
         kv_heads = x.shape[1]
         return x.repeat_interleave(self.group.size() // math.gcd(self.group.size(), kv_heads), 1)
 
@@ -58,13 +59,13 @@ class Ulysses:
 class TTTAttention:
     """Attention for the heads of one tensor-parallel rank, over a Ulysses and a ring group.
 
-    The prefix is computed with the heads dealt out (Ulysses) and the keys dealt out (ring). What a query alone sees
-    (own keys) is merged afterwards where its token lives, so that it crosses no ranks.
+    The prefix is computed with heads dealt to Ulysses ranks and keys dealt to ring ranks. What only one query sees (its
+    own keys) is merged afterwards on the rank of that token, so it never crosses ranks.
     """
 
     ulysses: Ulysses
     ring: RingAttention
-    chunk: int = 1024
+    chunk: int = 1024  # queries whose own keys are merged at once
 
     @classmethod
     def over(
@@ -75,11 +76,12 @@ class TTTAttention:
         mode: RingMode = "gather",
         chunk: int = 1024,
     ) -> "TTTAttention":
-        """chunk: queries whose own keys are merged at once."""
+        """Builds the attention on these process groups."""
         return cls(Ulysses(ulysses), RingAttention(ring, mode, scale), chunk)
 
     def start(self, prefix: KeyValue) -> Exchange:
-        """Begin to share this rank's K_0, V_0 (every sequence rank has the same number of rows) for all steps."""
+        """Starts to share this rank's K_0, V_0, for use in all steps. Every sequence rank has the same number of
+        rows."""
         joined = self.ulysses.to_heads(self.ulysses.replicate(torch.cat(prefix, -1)))
         return self.ring.start(joined.unflatten(-1, (2, -1)).permute(2, 0, 1, 3))
 
@@ -90,10 +92,11 @@ class TTTAttention:
         schedules: tuple[PrefixSchedule, ...],
         own: Sequence[KeyValue] = (),
     ) -> Tensor:
-        """Output [Q, heads, d] of step k for q [Q, heads, d].
+        """Output [Q, heads, d] of step k for q [Q, heads, d]; differentiable in every tensor.
 
-        shared: of the exchange. schedules: the Ulysses group's queries against each ring rank's keys. own: K_1..K_k,
-        V_1..V_k, each [Q, kv_heads, d], of which query t sees row t alone. Differentiable in every tensor.
+        shared: from the exchange.
+        schedules: what the Ulysses group's queries see of each ring rank's keys.
+        own: K_1..K_k, V_1..V_k, each [Q, kv_heads, d]; query t sees only row t of them.
         """
         part = self.ring(self.ulysses.to_heads(q), shared, schedules)
         out = self.ulysses.to_tokens(part.out)
@@ -105,8 +108,9 @@ class TTTAttention:
 
 
 class _MergeOwn(torch.autograd.Function):
-    """softmax over the prefix (as out and lse) and own keys: every term has a probability and a value. Row by row,
-    so in chunks of rows, whose fp32 copies are all that there is beside the results."""
+    """One softmax over the prefix (given as out and lse) and own keys: every term has a probability and a value. It
+    works row by row, so it runs in chunks of rows, whose fp32 copies are the only memory it takes besides the
+    results."""
 
     @staticmethod
     def forward(ctx, out, lse, q, scale, chunk, *own):
@@ -141,7 +145,7 @@ def _merge_rows(out: Tensor, lse: Tensor, q: Tensor, own: Sequence[Tensor], scal
 def _merge_rows_backward(
     grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, total: Tensor, own: Sequence[Tensor], scale: float
 ) -> tuple[Tensor, ...]:
-    """Gradients of out, lse, q and each of `own`."""
+    """Gradients of out, lse, q and each tensor in `own`."""
     keys, values, grouped, logits = _own_logits(q, own, scale, lse.dtype)
     upstream, share, p = grad.to(lse.dtype), (lse - total).exp(), (logits - total).exp()
     split = upstream.unflatten(1, grouped.shape[1:3])
@@ -162,7 +166,8 @@ def _merge_rows_backward(
 def _own_logits(
     q: Tensor, own: Sequence[Tensor], scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """keys, values [k, rows, kv_heads, d], q grouped [rows, kv_heads, group, d], logits [k, rows, heads], all in `dtype`."""
+    """keys, values [k, rows, kv_heads, d], q grouped [rows, kv_heads, group, d] and logits [k, rows, heads], all in
+    `dtype`."""
     q = q.to(dtype).unflatten(1, (own[0].shape[1], -1))
     halves = own[: len(own) // 2], own[len(own) // 2 :]
     keys, values = (torch.stack([tensor.to(dtype) for tensor in half]) for half in halves)

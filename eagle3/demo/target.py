@@ -1,4 +1,4 @@
-"""The quickstart's target: a small Llama trained here, because a draft needs a real language model to predict."""
+"""The quickstart's target: a small Llama trained on the spot, since a draft needs a real language model to predict."""
 
 import hashlib
 import json
@@ -23,10 +23,10 @@ from eagle3.recipe.schema import Demo
 from eagle3.text.cache import DAMAGE, opens, replacing_folder, sealed, unsealed
 
 BATCH = 256  # conversations answered together
-FORMAT = 2  # raise it when this file begins to make another model from the same arguments
-# The chat template spells these out, so that it can be read alone.
+FORMAT = 2  # raise this if a change here makes another model from the same arguments
 ANSWERS, HELD_OUT_ANSWERS = "answers.jsonl", "held_out_answers.jsonl"
 RECORD = "training.json"
+# The chat template spells these out again, so that it can be read on its own.
 TURN_START, TURN_END, PADDING = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
@@ -39,12 +39,13 @@ CHAT_TEMPLATE = """\
 
 
 class DemoTarget(NamedTuple):
-    """A trained demo target. Losses are nats a token over all tokens; seconds are those its training took."""
+    """A trained demo target."""
 
     folder: Path
+    # Nats per token, over all tokens:
     loss: float
     held_out_loss: float
-    seconds: float
+    seconds: float  # that its training took
     cached: bool
 
 
@@ -58,24 +59,30 @@ def demo_target(
     report: Callable[[str], None] = print,
     make: bool = True,
 ) -> DemoTarget:
-    """The folder of a small model trained on `rows`, conversations (`messages`) or files (`text`): made once, then found again
-    under `cache_dir`.
+    """A small model trained on `rows`, which are conversations (`messages`) or files (`text`). It is trained once, then
+    found under `cache_dir`.
 
-    The folder holds what `from_pretrained` needs, `training.json`, and, where rows are conversations, the target's own
+    The folder holds what `from_pretrained` needs, `training.json` and, if rows are conversations, the target's own
     greedy answers of at most `answer_tokens` tokens to up to `answers` opening questions of each set (answers.jsonl,
-    held_out_answers.jsonl): a draft has to predict what its target says, so it learns from that. Its name is a hash of the
-    rows, the parameters and the libraries' versions, and it appears in one rename, so a killed run leaves nothing
-    half-made. One that is found is compared with its digests, and made anew where a file does not fit.
-    A conversation's tokens past `context` are cut off, a file is cut into pieces. `report` gets a line now and then. Weights are
-    the same for the same arguments, device and number of threads.
-    Raises UserError for shapes that do not fit together, for too little text, and where it is not there and not to be made.
+    held_out_answers.jsonl): a draft has to predict what its target says, so it learns from that. The folder's name is a
+    hash of the rows, the parameters and the libraries' versions. It appears by a rename, so that a killed run leaves
+    nothing half-made. A cached folder is compared with its digests, and made again if a file does not match.
+
+    In conversations, tokens past `context` are cut off; files are cut into pieces. Weights are the same for the same
+    arguments, device and number of threads.
+
+    report: gets a line now and then
+    make: whether to train the target if it is not in the cache
+
+    Raises UserError for shapes that do not fit together, for too little text, and if the target is neither cached nor
+    to be made.
     """
     _require_shape(demo)
     training = {name: getattr(demo, name) for name in TRAINED_BY}
-    answering = {"answers": demo.answers, "answer_tokens": demo.answer_tokens}
+    answer_settings = {"answers": demo.answers, "answer_tokens": demo.answer_tokens}
     versions = [tokenizers.__version__, torch.__version__, transformers.__version__]
-    told = [FORMAT, versions, demo_shape(demo), demo.short_context, training, answering, rows, held_out]
-    identity = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+    inputs = [FORMAT, versions, demo_shape(demo), demo.short_context, training, answer_settings, rows, held_out]
+    identity = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
     folder = Path(cache_dir).expanduser() / f"demo-target-{identity}"
     damage = "is not there"
     if (folder / RECORD).is_file():
@@ -84,22 +91,22 @@ def demo_target(
         except DAMAGE as error:
             damage = f"is damaged ({error!s:.200})"
             if make:
-                report(Warned(f"the demo target {folder} {damage}; it is made anew"))
+                report(Warned(f"the demo target {folder} {damage}; making it again"))
     if not make:
         raise UserError(
-            f"model.target: demo: {folder} {damage}, and one made anew would not be the target that the draft learnt "
+            f"model.target: demo: {folder} {damage}, and a new one would not be the target that the draft learnt "
             "from; set data.cache_dir or model.demo as in training, and use the same Python and packages, or name the "
             "target's folder as model.target"
         )
-    # Where another process was faster its model is as good.
-    with replacing_folder(folder, partial(opens, _open)) as unfinished:
-        _make(unfinished, rows, held_out, demo, torch.device(device), report)
+    # If another process was faster, its model is as good.
+    with replacing_folder(folder, partial(opens, _open)) as temporary:
+        _make(temporary, rows, held_out, demo, torch.device(device), report)
     return _open(folder, report)._replace(cached=False)
 
 
 def _require_shape(demo: Demo) -> None:
     """Raises UserError for numbers that do not fit together."""
-    for wrong, what in (
+    for wrong, problem in (
         (
             demo.hidden_size % (2 * demo.heads) or demo.heads % demo.key_value_heads,
             f": hidden_size {demo.hidden_size}, heads {demo.heads}, key_value_heads {demo.key_value_heads} do not fit; "
@@ -111,32 +118,32 @@ def _require_shape(demo: Demo) -> None:
         ),
         (
             demo.short_steps and (demo.short_context is None or demo.short_steps >= demo.steps),
-            f": short_steps {demo.short_steps}, short_context {demo.short_context}, steps {demo.steps} do not fit; give "
-            "short_context, and more steps than short_steps",
+            f": short_steps {demo.short_steps}, short_context {demo.short_context}, steps {demo.steps} do not fit; "
+            "give short_context, and more steps than short_steps",
         ),
     ):
         if wrong:
-            raise UserError(f"model.demo{what}")
+            raise UserError(f"model.demo{problem}")
 
 
 def _open(folder: Path, report: Callable[[str], None] = lambda line: None) -> DemoTarget:
-    """What lies in `folder`, after a look at all of it. Raises one of DAMAGE."""
-    record, checked = unsealed((folder / RECORD).read_text(encoding="utf-8"))
-    if checked != ("files" in record):
+    """The demo target in `folder`, after checking all of it. Raises one of DAMAGE."""
+    record, has_digest = unsealed((folder / RECORD).read_text(encoding="utf-8"))
+    if has_digest != ("files" in record):
         raise ValueError(f"{RECORD} does not fit its digest")
     for name, digest in record.get("files", {}).items():
         if file_digest(folder / name) != digest:
             raise ValueError(f"{name} does not fit its digest")
-    if not checked:
+    if not has_digest:
         report(
-            f"{folder}: from before demo targets had digests: whether it is whole cannot be checked; delete it to have "
-            "it made anew"
+            f"{folder}: written before demo targets had digests: whether it is complete cannot be checked; delete it "
+            "to have it made again"
         )
     return DemoTarget(folder, record["loss"], record["held_out_loss"], record["seconds"], cached=True)
 
 
 def demo_shape(demo: Demo) -> dict[str, Any]:
-    """What LlamaConfig is told of a demo target's shape."""
+    """The shape of a demo target as arguments of LlamaConfig."""
     return {
         "vocab_size": demo.vocab_size,
         "hidden_size": demo.hidden_size,
@@ -157,45 +164,45 @@ def _make(
     device: torch.device,
     report: Callable[[str], None],
 ) -> None:
-    began = time.monotonic()
-    disable_progress_bar()  # of what saves the model: it garbles a log
+    start = time.monotonic()
+    disable_progress_bar()  # the one for saving the model garbles logs
     with waiting(report, "demo target: making a tokenizer"):
         tokenizer = byte_level_tokenizer(rows, demo.vocab_size, demo.context)
     with waiting(report, "demo target: tokenising its text"):
         documents = _documents(tokenizer, rows, demo.context, "data.train")
-        short = _documents(tokenizer, rows, demo.short_context, "data.train") if demo.short_context else []
+        short_documents = _documents(tokenizer, rows, demo.short_context, "data.train") if demo.short_context else []
         held_out_documents = _documents(tokenizer, held_out, demo.context, "data.held_out")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(demo.seed)
-        ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+        ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
         try:
-            model = LlamaForCausalLM(LlamaConfig(**demo_shape(demo), **ends, tie_word_embeddings=False)).to(device)
+            model = LlamaForCausalLM(LlamaConfig(**demo_shape(demo), **ids, tie_word_embeddings=False)).to(device)
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(
-                f"model.demo.rope_parameters: {demo.rope_parameters}: transformers takes no such rope ({error!r}); mend it, or "
-                "leave it out"
+                f"model.demo.rope_parameters: {demo.rope_parameters}: transformers does not take this rope "
+                f"({error!r}); fix it, or leave it out"
             ) from error
     report(
         f"demo target: {model.num_parameters() / 1e6:.1f}M parameters, {sum(map(len, documents)):,} tokens of text, "
         f"{demo.steps} steps of up to {demo.batch_tokens} tokens"
     )
-    loss = train_language_model(model, documents, demo, report, short=short)
+    loss = train_language_model(model, documents, demo, report, short=short_documents)
     held_out_loss, accuracy = measure_language_model(model, held_out_documents, demo.batch_tokens, report)
-    seconds = time.monotonic() - began
+    seconds = time.monotonic() - start
     report(
         f"demo target: held-out loss {held_out_loss:.3f} nats a token, {accuracy:.0%} of tokens right, {seconds:.0f} s"
     )
     try:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-    except Exception as error:  # of a full disk their writers, which are in Rust, raise errors of their own
+    except Exception as error:  # on a full disk, their writers, which are in Rust, raise errors of their own
         raise OSError(str(error)) from error
-    for talks, name in ((rows, ANSWERS), (held_out, HELD_OUT_ANSWERS)):
-        if "text" in talks[0]:
-            continue  # nobody asks anything
-        questions = [talk["messages"][0] for talk in _spread(talks, demo.answers)]
-        answered = greedy_answers(model, tokenizer, questions, demo.answer_tokens, report)
-        text = "".join(json.dumps({"messages": messages}) + "\n" for messages in answered)
+    for source, name in ((rows, ANSWERS), (held_out, HELD_OUT_ANSWERS)):
+        if "text" in source[0]:
+            continue  # files ask nothing
+        questions = [conversation["messages"][0] for conversation in _spread(source, demo.answers)]
+        answers = greedy_answers(model, tokenizer, questions, demo.answer_tokens, report)
+        text = "".join(json.dumps({"messages": messages}) + "\n" for messages in answers)
         (folder / name).write_text(text, encoding="utf-8")
     record = {
         "loss": loss,
@@ -209,15 +216,15 @@ def _make(
 
 
 def _spread(conversations: list[dict], count: int) -> list[dict]:
-    """`count` of them, evenly spread, or all."""
+    """`count` conversations, evenly spread, or all."""
     count = min(count, len(conversations))
-    return [conversations[place * len(conversations) // count] for place in range(count)]
+    return [conversations[position * len(conversations) // count] for position in range(count)]
 
 
 def byte_level_tokenizer(rows: list[dict], vocab_size: int, context: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of `vocab_size` tokens learnt from the rows, with a ChatML template; any text round-trips.
+    """A byte-level BPE of `vocab_size` tokens learnt from the rows, with a ChatML template. Any text round-trips.
 
-    Raises UserError where `vocab_size` has no room for 256 bytes and three special tokens, or the text is too little.
+    Raises UserError if `vocab_size` has no room for 256 bytes and three special tokens, or if there is too little text.
     """
     special = [PADDING, TURN_START, TURN_END]
     if vocab_size < 256 + len(special):
@@ -252,8 +259,8 @@ def _texts(row: dict) -> list[str]:
 
 
 def _documents(tokenizer: PreTrainedTokenizerFast, rows: list[dict], longest: int, key: str) -> list[torch.Tensor]:
-    """int64 [at most `longest` tokens] each, as they will be met: from position 0. Of a rendered conversation the first tokens,
-    of a file all, in pieces."""
+    """Documents of at most `longest` tokens (int64), as they will be met, i.e. from position 0: the beginning of a
+    rendered conversation, or all of a file, in pieces."""
     if not rows:
         raise UserError(f"{key}: no text for the demo target; give it at least one row")
     texts = [row.get("text") or tokenizer.apply_chat_template(row["messages"], tokenize=False) for row in rows]
@@ -272,9 +279,9 @@ def greedy_answers(
     new_tokens: int,
     report: Callable[[str], None],
 ) -> list[list[dict]]:
-    """Answer each opening message greedily; returns [question, answer] in the questions' order.
+    """Answer each opening message greedily. Returns [question, answer] in the questions' order.
 
-    An answer longer than `new_tokens` is cut there. Empty answers, which teach nothing, are left out.
+    An answer longer than `new_tokens` is cut off. Empty answers, which teach nothing, are left out.
     """
     prompts = [
         tokenizer.apply_chat_template([question], tokenize=False, add_generation_prompt=True) for question in questions
@@ -284,19 +291,19 @@ def greedy_answers(
     report(f"answering {len(order):,} questions")
     progress = Progress(report, "answering", len(order), "questions")
     for start in range(0, len(order), BATCH):
-        members = order[start : start + BATCH]
+        indices = order[start : start + BATCH]
         batch = tokenizer(
-            [prompts[index] for index in members],
+            [prompts[index] for index in indices],
             return_tensors="pt",
             padding=True,
             padding_side="left",
             add_special_tokens=False,
             return_token_type_ids=False,
         ).to(model.device)
-        made = model.generate(**batch, max_new_tokens=new_tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id)
-        texts = tokenizer.batch_decode(made[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
-        answers.update(zip(members, texts, strict=True))
-        progress.advance(len(members))
+        ids = model.generate(**batch, max_new_tokens=new_tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id)
+        texts = tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+        answers.update(zip(indices, texts, strict=True))
+        progress.advance(len(indices))
     return [
         [question, {"role": "assistant", "content": answers[index]}]
         for index, question in enumerate(questions)

@@ -1,4 +1,4 @@
-"""Trains a small language model on a few cores, for the demo target: batches with little padding, Muon, a linear decay."""
+"""Train the demo target, a small language model, on a few cores: batches with little padding, Muon, linear decay."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -13,22 +13,22 @@ from transformers import LlamaForCausalLM
 from eagle3.console import Progress
 from eagle3.recipe.schema import Demo
 
-WINDOW = 1024  # documents sorted by length together, so that batches carry little padding
-IGNORED = -100  # the label that transformers' loss leaves out
+WINDOW = 1024  # documents that are sorted by length together, so that batches have little padding
+IGNORED = -100  # label that transformers' loss ignores
 WARMUP_FRACTION = 0.05
 
 
 class Batch(NamedTuple):
-    """Documents padded on the right, int64 [documents, longest]; labels are the ids, IGNORED where padded.
+    """Documents padded on the right.
 
-    No attention mask is needed: under causal attention no token sees the padding behind it.
+    No attention mask is needed: with causal attention, no token sees the padding after it.
     """
 
-    ids: torch.Tensor
-    labels: torch.Tensor
+    ids: torch.Tensor  # int64 [documents, longest]
+    labels: torch.Tensor  # the ids, and IGNORED for padding
 
 
-# What of a recipe's model.demo the training depends on.
+# Keys of model.demo that the training depends on.
 TRAINED_BY = ("batch_tokens", "steps", "learning_rate", "adam_learning_rate", "seed", "short_steps")
 
 
@@ -39,8 +39,8 @@ def train_language_model(
     report: Callable[[str], None],
     short: Sequence[torch.Tensor] = (),
 ) -> float:
-    """Train in place on `documents` (int64 [T] each), the first steps on `short`, as `demo` says (TRAINED_BY). Returns the mean loss of
-    the last tenth of the steps, in nats a token."""
+    """Train the model in place on `documents` (int64 [T] each), in the first steps on `short`, as `demo` says
+    (TRAINED_BY). Returns the mean loss of the last tenth of the steps, in nats per token."""
     batch_tokens, steps, seed = demo.batch_tokens, demo.steps, demo.seed
     matrices = [weight for name, weight in model.named_parameters() if weight.ndim == 2 and ".layers." in name]
     others = [weight for name, weight in model.named_parameters() if weight.ndim != 2 or ".layers." not in name]
@@ -49,10 +49,10 @@ def train_language_model(
         torch.optim.AdamW(others, lr=demo.adam_learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
     ]
     schedules = [torch.optim.lr_scheduler.LambdaLR(each, lambda step: rate(step, steps)) for each in optimizers]
-    first = islice(batches(short, batch_tokens, seed), demo.short_steps) if demo.short_steps else ()
-    coming = chain(first, batches(documents, batch_tokens, seed))
+    short_batches = islice(batches(short, batch_tokens, seed), demo.short_steps) if demo.short_steps else ()
+    batch_stream = chain(short_batches, batches(documents, batch_tokens, seed))
     losses, progress = [], Progress(report, "demo target", steps, "steps")
-    for step, batch in enumerate(islice(coming, steps), 1):
+    for step, batch in enumerate(islice(batch_stream, steps), 1):
         loss = model(input_ids=batch.ids.to(model.device), labels=batch.labels.to(model.device), use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -66,29 +66,29 @@ def train_language_model(
 
 
 def rate(step: int, steps: int) -> float:
-    """Linear warm-up, then linear decay to nearly 0: the multiple of the learning rate at `step`, counted from 0."""
+    """The learning rate's multiple at `step`, counted from 0: linear warm-up, then linear decay to nearly 0."""
     warmup = max(1, round(steps * WARMUP_FRACTION))
     return min((step + 1) / warmup, (steps - step) / max(1, steps - warmup))
 
 
 def batches(documents: Sequence[torch.Tensor], batch_tokens: int, seed: int) -> Iterator[Batch]:
-    """Endless batches: every document once an epoch, in a new order each time, beside others of about its length."""
+    """Endless batches. Every document comes once per epoch, in a new order, with others of about its length."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         order = torch.randperm(len(documents), generator=generator).tolist()
-        for first in range(0, len(order), WINDOW):
-            window = list(padded([documents[index] for index in order[first : first + WINDOW]], batch_tokens))
+        for start in range(0, len(order), WINDOW):
+            window = list(padded([documents[index] for index in order[start : start + WINDOW]], batch_tokens))
             yield from (window[index] for index in torch.randperm(len(window), generator=generator).tolist())
 
 
 def padded(documents: Sequence[torch.Tensor], batch_tokens: int) -> Iterator[Batch]:
-    """All `documents`, from short to long, in batches of at most `batch_tokens` tokens with their padding."""
-    waiting = sorted(documents, key=len)
-    while waiting:
+    """All `documents`, from short to long, in batches of at most `batch_tokens` tokens, padding included."""
+    remaining = sorted(documents, key=len)
+    while remaining:
         count = 1
-        while count < len(waiting) and (count + 1) * len(waiting[count]) <= batch_tokens:
+        while count < len(remaining) and (count + 1) * len(remaining[count]) <= batch_tokens:
             count += 1
-        rows, waiting = waiting[:count], waiting[count:]
+        rows, remaining = remaining[:count], remaining[count:]
         yield Batch(*(pad_sequence(rows, batch_first=True, padding_value=value) for value in (0, IGNORED)))
 
 
@@ -96,24 +96,24 @@ def padded(documents: Sequence[torch.Tensor], batch_tokens: int) -> Iterator[Bat
 def measure_language_model(
     model: LlamaForCausalLM, documents: Sequence[torch.Tensor], batch_tokens: int, report: Callable[[str], None]
 ) -> tuple[float, float]:
-    """Mean loss in nats and share of tokens whose argmax is right, over all predicted tokens of `documents`."""
-    loss, right, count = 0.0, 0, 0
+    """Mean loss in nats, and share of tokens that are the argmax, over all predicted tokens of `documents`."""
+    loss, correct, count = 0.0, 0, 0
     progress = Progress(report, "demo target, held out", len(documents), "documents")
     for batch in padded(documents, batch_tokens):
         labels = batch.labels[:, 1:].to(model.device)
         logits = model(input_ids=batch.ids.to(model.device), use_cache=False).logits[:, :-1]
         loss += cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum").item()
-        right += int((logits.argmax(-1) == labels).sum())
+        correct += int((logits.argmax(-1) == labels).sum())
         count += int((labels != IGNORED).sum())
         progress.advance(len(batch.ids))
-    return loss / count, right / count
+    return loss / count, correct / count
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon (Jordan et al. 2024, github.com/KellerJordan/Muon) in float32, for matrices only, without weight decay.
+    """Muon (Jordan et al. 2024, github.com/KellerJordan/Muon) in float32, only for matrices, without weight decay.
 
-    torch.optim.Muon orthogonalises in bfloat16, which a CPU without bfloat16 units does so slowly that a whole step of
-    a model this small took 1.1 instead of 0.65 core-seconds, at the same loss.
+    torch.optim.Muon orthogonalises in bfloat16, which is slow on CPUs without bfloat16 units: a whole step of a model
+    this small took 1.1 core-seconds instead of 0.65, at the same loss.
     """
 
     def __init__(self, matrices: list[torch.Tensor], lr: float, momentum: float = 0.95) -> None:
@@ -131,7 +131,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def _orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
-    """`matrix` with its singular values moved to about 1: five quintic Newton-Schulz steps, coefficients of Muon."""
+    """`matrix` with its singular values moved to about 1, by five of Muon's quintic Newton-Schulz steps."""
     wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
     wide = wide / wide.norm().clamp(min=1e-7)
     for _ in range(5):

@@ -1,4 +1,4 @@
-"""The draft's shape: its sizes and rope, from an exported config.json, and back to one."""
+"""The shape of a draft (sizes, rope, window): read from an exported config.json and written back to one."""
 
 import json
 import math
@@ -9,7 +9,7 @@ from typing import Any
 from eagle3.errors import SharedUserError, UserError, shown
 from eagle3.parsing import parse_json
 
-# of each type its own keys: those that it cannot do without, and those that it reads where they are given
+# The keys of each rope type: required, then optional.
 ROPE_TYPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
     "linear": (("factor",), ()),
@@ -20,25 +20,20 @@ ROPE_TYPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
 }
 
-# under eagle_config counted from 0, as SGLang reads it; at the top level from 1, as vLLM does: see _aux_layers
+# Under eagle_config layers count from 0, as SGLang reads them; at the top level from 1, as vLLM does: see _aux_layers.
 _AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _ROPE_NUMBERS = (
     *("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "attn_factor", "partial_rotary_factor"),
 )
-DRAFTED_TOKENS = 32_000  # as EAGLE3's own drafts have
+DRAFTED_TOKENS = 32_000  # the draft vocabulary of EAGLE3's own drafts
 _SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """Sizes of one EAGLE3 draft.
-
-    `rope_parameters` is transformers' dictionary (rope_type, rope_theta and the type's own keys); `aux_layers` are the
-    0-based target layers whose outputs the draft reads; `window`: how many keys a query sees at most, its own included,
-    None for all. Raises UserError where the sizes contradict each other.
-    """
+    """The sizes, rope and window of one EAGLE3 draft. Raises UserError if the sizes contradict each other."""
 
     hidden_size: int
     target_hidden_size: int
@@ -50,12 +45,12 @@ class DraftConfig:
     draft_vocab_size: int
     max_position_embeddings: int
     rms_norm_eps: float = 1e-6
-    rope_parameters: dict[str, Any] = field(default_factory=dict)
-    aux_layers: tuple[int, ...] | None = None
-    fc_norm: bool = False
-    norm_output: bool = False
-    window: int | None = None
-    token_ids: dict[str, Any] = field(default_factory=dict)
+    rope_parameters: dict[str, Any] = field(default_factory=dict)  # as in transformers: rope_type, rope_theta, ...
+    aux_layers: tuple[int, ...] | None = None  # 0-based target layers whose outputs the draft reads
+    fc_norm: bool = False  # norm each of the three target states before fusing them
+    norm_output: bool = False  # a step hands on its normed output, not the un-normed one
+    window: int | None = None  # most keys that a query sees, its own included; None: all
+    token_ids: dict[str, Any] = field(default_factory=dict)  # the target's bos_, eos_ and pad_token_id
 
     def __post_init__(self) -> None:
         names = (*_SHAPE, "target_hidden_size", "vocab_size", "draft_vocab_size", "max_position_embeddings")
@@ -98,8 +93,8 @@ class DraftConfig:
         object.__setattr__(self, "rope_parameters", whole)
 
     def check_parallel(self, tensor: int, ulysses: int) -> None:
-        """Raises UserError where the sizes do not divide, naming sizes that do. Key/value heads fewer than `tensor` are
-        refused; fewer than `ulysses` are replicated."""
+        """Raises UserError, naming sizes that would work, if the draft cannot be divided by these degrees. Having fewer
+        key/value heads than `tensor` is an error; having fewer than `ulysses` is not, they are replicated."""
         names = ("num_key_value_heads", "num_attention_heads", "intermediate_size", "draft_vocab_size")
         for name in names:
             size = getattr(self, name)
@@ -114,31 +109,32 @@ class DraftConfig:
             fits = [n for n in range(1, heads + 1) if heads % n == 0]
             near = [n for n in fits if n < ulysses][-1:] + [n for n in fits if n > ulysses][:1]
             raise SharedUserError(
-                f"parallelism.ulysses: {ulysses} does not divide the {heads} attention heads of a tensor-parallel rank; "
-                f"use {' or '.join(map(str, near))}, and parallelism.ring for the rest"
+                f"parallelism.ulysses: {ulysses} does not divide the {heads} attention heads of a tensor-parallel "
+                f"rank; use {' or '.join(map(str, near))}, and parallelism.ring for the rest"
             )
 
     def check_chain(self, steps: int, key: str, origin: str) -> None:
-        """Raises UserError where the draft's window is shorter than a chain of so many steps, whose own keys it would hide. For
-        the message, key: what set the steps, origin: what set the window."""
+        """Raises UserError if the draft's window cannot hold the keys of a chain of `steps` tokens. For the message,
+        key says what set the number of steps, and origin what set the window."""
         if self.window is not None and self.window < steps:
             raise SharedUserError(
-                f"{origin}: a window of {self.window} keys cannot hold a chain of {steps} ({key}); lower that, or take a window of "
-                f"{steps} at least"
+                f"{origin}: a window of {self.window} keys cannot hold a chain of {steps} ({key}); lower that, or use "
+                f"a window of at least {steps}"
             )
 
     def check_context(self, longest: int) -> None:
-        """Raises UserError where a sample has more tokens than the draft, and so every engine that serves it, has positions."""
+        """Raises UserError if the longest sample has more tokens than the draft has positions."""
         if longest > self.max_position_embeddings:
             raise SharedUserError(
-                f"data.max_length: a sample has {longest} tokens, but the draft reaches {self.max_position_embeddings} "
-                "(max_position_embeddings); lower data.max_length, or set model.draft.max_position_embeddings, and where the "
-                "target itself ends there extend it and give the draft its rope with model.draft.rope_parameters"
+                f"data.max_length: a sample has {longest} tokens, but the draft only reaches "
+                f"{self.max_position_embeddings} (max_position_embeddings); lower data.max_length, or set "
+                "model.draft.max_position_embeddings (if the target itself ends there, extend it, and give the draft "
+                "its rope with model.draft.rope_parameters)"
             )
 
     @classmethod
     def from_json(cls, values: dict[str, Any], origin: str) -> "DraftConfig":
-        """Read an exported config.json (`values`); `origin` names the file in errors."""
+        """Parses the `values` of an exported config.json; `origin` names the file in errors."""
         needed = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
         eagle = values.get("eagle_config") or {}
         layers, act = values.get("num_hidden_layers", 1), values.get("hidden_act", "silu")
@@ -158,13 +154,13 @@ class DraftConfig:
             (not isinstance(eagle, dict), f"eagle_config is {shown(eagle)}, not a dictionary; fix the file"),
             (
                 values.get("attention_bias") or values.get("partial_rotary_factor", 1.0) != 1.0,
-                "attention_bias and partial_rotary_factor are not supported; use a draft without",
+                "attention_bias and partial_rotary_factor are not supported; use a draft without them",
             ),
             (
                 layers != 1,
-                f"has {shown(layers)} layers, so this is no EAGLE3 draft, which has one; name the export of a run",
+                f"has {shown(layers)} layers, but an EAGLE3 draft has one; name the export of a run",
             ),
-            (act != "silu", f"hidden_act is {shown(act)}, and only silu is supported; use a draft with that"),
+            (act != "silu", f"hidden_act is {shown(act)}, but only silu is supported; use a draft with silu"),
         )
         heads = values["num_attention_heads"]
         return cls(
@@ -187,7 +183,7 @@ class DraftConfig:
         )
 
     def to_json(self, dtype: str) -> dict[str, Any]:
-        """config.json as SGLang and vLLM read it; the rope fields in both spellings (transformers 4 and 5)."""
+        """Returns config.json as SGLang and vLLM read it, with the rope in the spellings of transformers 4 and 5."""
         rope = dict(self.rope_parameters)
         scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
         return {
@@ -221,15 +217,15 @@ class DraftConfig:
         }
 
     def different_sizes(self, other: "DraftConfig") -> list[str]:
-        """Names of the fields in which another config describes other weights, or another computation by them; but for the
-        window, which any weights can be trained on with."""
+        """Names the fields by which `other` has different weights or computes something different with them. The window
+        is not among them: weights can be trained on with any window."""
         ignored = ("token_ids", "window", "aux_layers" if None in (self.aux_layers, other.aux_layers) else "")
         names = (item.name for item in fields(self) if item.name not in ignored)
         return [name for name in names if getattr(self, name) != getattr(other, name)]
 
 
 def _refuse(where: str, *mistakes: tuple[Any, str]) -> None:
-    """Raise UserError for the first of (whether it is so, what is wrong)."""
+    """Raises UserError for the first mistake, each given as (is it one?, message)."""
     for wrong, message in mistakes:
         if wrong:
             raise UserError(f"{where}: {message}")
@@ -267,18 +263,18 @@ def _check_rope(rope: dict[str, Any]) -> None:
 
 
 def check_rope_keys(rope: dict[str, Any]) -> dict[str, Any]:
-    """The rope parameters, as a person wrote them. Raises ValueError for a type that a draft cannot have, and for a key that
-    the type does not read, which would change nothing. (A target's own may hold more: see rope_parameters.)"""
+    """Returns the rope parameters of a recipe as they are. Raises ValueError for a type that a draft cannot have, and
+    for a key that this type ignores. (A target's own parameters may hold more keys: see rope_parameters.)"""
     kind = rope.get("rope_type", "default")
     if "type" in rope:
-        raise ValueError("type is no key here; write rope_type")
+        raise ValueError("type is not a key here; write rope_type")
     if not isinstance(kind, str) or kind not in ROPE_TYPES:
         raise ValueError(_no_such_rope(kind))
     needed, optional = ROPE_TYPES[kind]
     own = ("rope_type", "rope_theta", *needed, *optional)
     for name in rope:
         if name not in own:
-            raise ValueError(f"{shown(name)} is no key of rope_type {kind}, which takes {', '.join(own)}")
+            raise ValueError(f"{shown(name)} is not a key of rope_type {kind}, which takes {', '.join(own)}")
     return rope
 
 
@@ -287,7 +283,8 @@ def _no_such_rope(kind: Any) -> str:
 
 
 def drafted_tokens(chosen: int | None, target_vocab_size: int) -> int:
-    """The size of a draft vocabulary that a recipe has `chosen`, or left out. Raises UserError for one larger than the target's."""
+    """Size of the draft vocabulary: the recipe's choice or, without one, the default. Raises UserError if it exceeds
+    the target's vocabulary."""
     if chosen is None:
         return min(DRAFTED_TOKENS, target_vocab_size)
     if chosen > target_vocab_size:
@@ -299,56 +296,56 @@ def drafted_tokens(chosen: int | None, target_vocab_size: int) -> int:
 
 
 def read_draft_config(path: Path) -> DraftConfig:
-    """Read `path`, a draft's config.json. Raises UserError when it is missing or not JSON."""
+    """Reads a draft's config.json. Raises UserError if the file is missing or not valid JSON."""
     try:
         values = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file; name the config.json of a draft") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not valid JSON ({error}); export the draft again or mend the file") from error
+        raise UserError(f"{path}: not valid JSON ({error}); export the draft again or fix the file") from error
     if not isinstance(values, dict):
         raise UserError(f"{path}: holds {type(values).__name__}, not the fields of a config; export the draft again")
     return DraftConfig.from_json(values, str(path))
 
 
 def _aux_layers(values: dict[str, Any], eagle: dict[str, Any], origin: str) -> tuple[int, ...] | None:
-    """0-based, of a config.json and its eagle_config; None where neither says.
+    """The 0-based target layers that a config.json and its eagle_config name; None if neither names any.
 
-    SGLang takes eagle_config's ids, 0-based. vLLM takes those at the top level and captures what enters the layer of that
-    number, the output of the one before; without them it takes its model's default. Older exports have the first alone,
-    drafts of other trainers may have the second alone.
+    SGLang reads eagle_config's ids, which count from 0. vLLM reads those at the top level and captures the input of the
+    layer with that number, i.e. the output of the one before; without them it uses its model's default. Older exports
+    have only the former; drafts from other trainers may have only the latter.
     """
     nested, top = _layer_ids(eagle, f"{origin}: eagle_config.", 0), _layer_ids(values, f"{origin}: ", 1)
     if nested and top and [layer + 1 for layer in nested] != top:
         raise UserError(
-            f"{origin}: eagle_config.{_AUX_LAYERS} {nested} (counted from 0, for SGLang) and {_AUX_LAYERS} {top} (counted from 1, "
-            "for vLLM) are not the same layers; take out the one that is not what the draft was trained on"
+            f"{origin}: eagle_config.{_AUX_LAYERS} {nested} (counted from 0, for SGLang) and {_AUX_LAYERS} {top} "
+            "(counted from 1, for vLLM) are not the same layers; remove the one that the draft was not trained on"
         )
     layers = nested or [layer - 1 for layer in top]
     return tuple(layers) or None
 
 
 def _window(values: dict[str, Any], origin: str) -> int | None:
-    """As vLLM reads it: `sliding_window` holds for layers that `layer_types` names so. Raises UserError where readers could
-    disagree about the draft's one layer."""
+    """The window as vLLM reads it: `sliding_window` applies to the layers that `layer_types` calls sliding. Raises
+    UserError if readers could disagree about the draft's one layer."""
     kinds, window = values.get("layer_types") or [], values.get("sliding_window")
     off = values.get("use_sliding_window") is False
     if not isinstance(kinds, list) or any(kind not in (_SLIDING, _FULL) for kind in kinds):
         raise UserError(f"{origin}: layer_types is {shown(kinds)}; a draft's layer is {_SLIDING} or {_FULL}")
     _refuse(
         origin,
-        (len(set(kinds)) > 1, f"layer_types is {shown(kinds)}, but a draft has one layer; name its kind alone"),
+        (len(set(kinds)) > 1, f"layer_types is {shown(kinds)}, but a draft has one layer; name only its kind"),
         (
             not kinds and window is not None and not off,
             f"sliding_window is {shown(window)} but layer_types does not say whether the layer has it; add "
-            f'"layer_types": ["{_SLIDING}"], or take sliding_window out',
+            f'"layer_types": ["{_SLIDING}"], or remove sliding_window',
         ),
     )
     if _SLIDING not in kinds:
         return None
     _refuse(
         origin,
-        (off, f"layer_types says {_SLIDING}, but use_sliding_window is false; take one of them out"),
+        (off, f"layer_types says {_SLIDING}, but use_sliding_window is false; remove one of them"),
         (window is None, f"layer_types says {_SLIDING}, but sliding_window is missing; add the number of keys"),
         (
             not (type(window) is int and window > 0),
@@ -366,26 +363,28 @@ def _layer_ids(values: dict[str, Any], place: str, first: int) -> list[int]:
 
 
 def rope_parameters(values: dict[str, Any]) -> dict[str, Any]:
-    """One dictionary from either spelling: `rope_parameters`, or `rope_theta` beside `rope_scaling` (which may say `type`)."""
+    """Merges either spelling into one dictionary: `rope_parameters`, or `rope_theta` beside `rope_scaling` (which may
+    call the type `type`)."""
     rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
     if not isinstance(rope, dict):
         raise UserError(f"config.json: the rope parameters are {shown(rope)}, not a dictionary; fix the file")
     rope, theta = dict(rope), values.get("rope_theta") or 10000.0
     rope.setdefault("rope_type", rope.pop("type", None) or "default")
     rope.setdefault("rope_theta", float(theta) if _is_number(theta) else theta)
-    if rope["rope_type"] == "yarn" and values.get("max_position_embeddings"):  # as transformers and SGLang take it
+    if rope["rope_type"] == "yarn" and values.get("max_position_embeddings"):  # as transformers and SGLang do
         rope.setdefault("original_max_position_embeddings", values["max_position_embeddings"])
     return rope
 
 
 def _is_number(value: Any) -> bool:
-    """Of a size that floats have; not a truth value."""
+    """Whether `value` is a number that a float can hold; booleans are not."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 def _with_attention_factor(rope: dict[str, Any]) -> dict[str, Any]:
-    """YaRN's factor on attention in the words that every reader takes. transformers reads attention_factor, or mscale and
-    mscale_all_dim; engines multiply their own default, 0.1 ln(factor) + 1, by attn_factor, and know the rest or do not."""
+    """Spells YaRN's attention factor so that every reader gets the same number. transformers reads attention_factor, or
+    mscale and mscale_all_dim; engines multiply their own default, 0.1 ln(factor) + 1, by attn_factor, and may not know
+    the other keys."""
     rope = dict(rope)
     one, all_dim, multiplier = (rope.pop(name, None) for name in ("mscale", "mscale_all_dim", "attn_factor"))
     stretch = 0.1 * math.log(max(rope["factor"], 1))

@@ -1,4 +1,5 @@
-"""The draft's shape from its target's config, of whatever family; each rule names the config keys that it reads."""
+"""Derives the draft's shape from its target's config, of any model family. Each rule names the config keys that it
+reads."""
 
 from functools import partial
 from typing import Any
@@ -8,8 +9,8 @@ from transformers import PretrainedConfig
 from eagle3.draft.config import ROPE_TYPES, DraftConfig, rope_parameters
 from eagle3.errors import UserError
 
-# Heads of a draft whose target has none that a draft could have: the width of a head, and of its keys the number, that
-# serving kernels are made for.
+# Used if the target's heads do not suit a draft: the head width and the number of key/value heads that serving kernels
+# are made for.
 HEAD_DIM = 128
 KEY_VALUE_HEADS = 8
 HEADS = {"num_attention_heads", "num_key_value_heads", "head_dim"}
@@ -18,11 +19,13 @@ HEADS = {"num_attention_heads", "num_key_value_heads", "head_dim"}
 def derive_draft(
     target: PretrainedConfig, *, draft_vocab_size: int, aux_layers: tuple[int, ...], **changes: Any
 ) -> DraftConfig:
-    """A draft for a target with this (text) config. changes: fields of DraftConfig; None leaves what is derived.
+    """The config of a draft for a target with this (text) config.
 
-    Sizes, eps, context and rope are the target's, for the draft reads its hidden states at its positions. Where the target
-    is no dense model with ordinary heads: see `_heads`, `_intermediate_size` and `derived_rope`. Raises UserError where the
-    config lacks what the draft needs, naming the key of the recipe that gives it.
+    Sizes, eps, context and rope are the target's, since the draft reads its hidden states at its positions. For targets
+    that are not dense models with ordinary heads, see `_heads`, `_intermediate_size` and `derived_rope`. Raises
+    UserError, with the recipe key to set, if the config lacks something that the draft needs.
+
+    changes: fields of DraftConfig that override the derived ones; None keeps what is derived.
     """
     chosen = {name: value for name, value in changes.items() if value is not None}
     target = _full_attention_layer(target)
@@ -46,7 +49,8 @@ def derive_draft(
 
 
 def _full_attention_layer(target: PretrainedConfig) -> PretrainedConfig:
-    """Where a config gives its layers unlike sizes (Gemma 4), that of the last layer with full attention."""
+    """The target's config or, if its layers have different sizes (Gemma 4), the config of the last layer with full
+    attention."""
     if not getattr(target, "per_layer_attributes", None):
         return target
     kinds = getattr(target, "layer_types", None) or []
@@ -55,34 +59,34 @@ def _full_attention_layer(target: PretrainedConfig) -> PretrainedConfig:
 
 
 def derived_rope(target: PretrainedConfig) -> dict[str, Any]:
-    """The target's rope, with what lets it reach long contexts (llama3's and YaRN's factors).
+    """The target's rope, including the llama3 or YaRN factors that let it reach long contexts.
 
-    Where it differs by the type of a layer, that of full attention, for the draft attends to everything. A partial rotation
-    becomes a whole one, as serving engines rotate drafts: the same base over more pairs.
+    If the rope differs by layer type, this is the one for full attention, as the draft attends to everything. A partial
+    rotation becomes a whole one, as serving engines rotate drafts: the same base over more pairs.
     """
     values = target.to_dict()
     rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
     if any(isinstance(value, dict) for value in rope.values()):
         if not isinstance(rope.get("full_attention"), dict):
             raise UserError(
-                f"target config: rope_parameters are given for {', '.join(rope)}, none of them full_attention; say which the "
-                "draft uses with model.draft.rope_parameters"
+                f"target config: rope_parameters are given for {', '.join(rope)}, none of them full_attention; say "
+                "which the draft uses with model.draft.rope_parameters"
             )
         values = {"rope_parameters": rope["full_attention"]}
     found = rope_parameters(values)
     found.pop("partial_rotary_factor", None)
     if not isinstance(found["rope_type"], str) or found["rope_type"] not in ROPE_TYPES:
         raise UserError(
-            f"target config: rope_type {found['rope_type']!r} is none that a draft can have ({', '.join(ROPE_TYPES)}); give "
-            "the draft one with model.draft.rope_parameters"
+            f"target config: rope_type {found['rope_type']!r} is not one that a draft can have "
+            f"({', '.join(ROPE_TYPES)}); give the draft one with model.draft.rope_parameters"
         )
     return found
 
 
 def _heads(target: PretrainedConfig) -> dict[str, int]:
-    """num_attention_heads, num_key_value_heads, head_dim. A target with latent attention (kv_lora_rank) has heads of three
-    widths and a key for each, which no Llama layer has, and one whose heads do not divide its hidden size (GLM-4.5) has what
-    no Llama config takes: their drafts get hidden_size / 128 heads."""
+    """num_attention_heads, num_key_value_heads and head_dim. Two kinds of targets have heads that no Llama layer can
+    have: those with latent attention (kv_lora_rank; three head widths, and a key for each head), and those whose heads
+    do not divide their hidden size (GLM-4.5). Their drafts get hidden_size / 128 heads."""
     hidden = _of(target, "hidden_size")
     if getattr(target, "kv_lora_rank", None) or hidden % _of(target, "num_attention_heads"):
         heads = max(hidden // HEAD_DIM, 1)
@@ -98,9 +102,9 @@ def _heads(target: PretrainedConfig) -> dict[str, int]:
 
 
 def _intermediate_size(target: PretrainedConfig) -> int:
-    """As wide as the widest that a token passes through in the target: a dense layer (Llama 4's has a key of its own,
-    intermediate_size_mlp), or all its experts of a layer together. An expert has moe_intermediate_size; without that key
-    intermediate_size is an expert's."""
+    """As wide as the widest part of the target that a token passes through: a dense layer (Llama 4's has a key of its
+    own, intermediate_size_mlp), or all the experts that a token uses in a layer. An expert has moe_intermediate_size
+    or, without that key, intermediate_size."""
     dense = getattr(target, "intermediate_size_mlp", None)
     experts = getattr(target, "num_local_experts", None) or getattr(target, "num_experts", None)
     chosen = getattr(target, "num_experts_per_tok", None) or 1

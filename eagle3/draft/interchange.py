@@ -1,4 +1,5 @@
-"""Between the names that serving engines load and the draft's Megatron parameters, both ways, exactly."""
+"""Converts exactly between the draft's Megatron parameters and the names that serving engines load, in both
+directions."""
 
 import hashlib
 import json
@@ -11,7 +12,6 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from eagle3.draft.config import DraftConfig, read_draft_config
 from eagle3.draft.model import Eagle3Draft
@@ -19,9 +19,9 @@ from eagle3.durable import flush, publish
 from eagle3.errors import UserError
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
-DIGEST = "sha256_of_tensors"  # in the weights' metadata, which engines do not read
+DIGEST = "sha256_of_tensors"  # in the metadata of the weights, which engines ignore
 EMBEDDING = "embed_tokens.weight"
-# parameter of Eagle3Draft -> names of its equal parts in an export; fc_norm's have the same names in both
+# Parameter of Eagle3Draft -> names of its equal parts in an export. fc_norm's names are the same in both.
 _NAMES = {
     "embedding.weight": (EMBEDDING,),
     "fc.weight": ("fc.weight",),
@@ -41,17 +41,17 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class ExportedDraft:
-    """A draft as read from disk: its config, tensors under exported names, and the draft vocabulary (d2t, t2d)."""
+    """A draft read from disk."""
 
     config: DraftConfig
-    weights: dict[str, Tensor]
-    d2t: Tensor
+    weights: dict[str, Tensor]  # by exported name
+    d2t: Tensor  # d2t and t2d: the draft vocabulary
     t2d: Tensor
-    origin: str
+    origin: str  # where it was read, for messages
 
 
 def exported_tensors(named: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors by parameter name of Eagle3Draft (weights or gradients, a subset will do) under their exported names."""
+    """Renames tensors from Eagle3Draft's parameter names to exported names (weights or gradients, all or some)."""
     exported: dict[str, Tensor] = {}
     for parameter, tensor in named.items():
         names = _NAMES.get(parameter, (parameter,))
@@ -59,11 +59,11 @@ def exported_tensors(named: dict[str, Tensor]) -> dict[str, Tensor]:
     return exported
 
 
-def shard(whole: Tensor, parameter: Tensor, group: ProcessGroup) -> Tensor:
+def shard(whole: Tensor, parameter: Tensor, group: dist.ProcessGroup) -> Tensor:
     """This rank's part of a whole tensor, cut as Megatron-core cuts `parameter` over the tensor-parallel `group`.
 
-    A partition stride of 2 says that the halves, [gate; up], are cut each by itself. Zeros fill up the embedding's last
-    parts where the group's size does not divide the vocabulary. May be a view of `whole`, or `whole` itself.
+    A partition stride of 2 means that the halves, [gate; up], are each cut by themselves. If the group's size does not
+    divide the vocabulary, zeros pad the embedding's last parts. May return a view of `whole`, or `whole` itself.
     """
     if group.size() == 1 or not is_cut(parameter):
         return whole
@@ -80,12 +80,13 @@ def shard(whole: Tensor, parameter: Tensor, group: ProcessGroup) -> Tensor:
     return part.flatten(dim, dim + 1)
 
 
-def whole_tensors(named: dict[str, Tensor], draft: Eagle3Draft, group: ProcessGroup) -> dict[str, Tensor]:
-    """From the ranks' parts of tensors (weights, gradients) by parameter name of `draft` to whole ones, on every rank.
+def whole_tensors(named: dict[str, Tensor], draft: Eagle3Draft, group: dist.ProcessGroup) -> dict[str, Tensor]:
+    """Joins the ranks' parts of tensors (weights or gradients, by parameter name of `draft`) into whole tensors on
+    every rank.
 
-    Each rank of the tensor-parallel `group` calls this with the same names in the same order, its tensors where the
-    group's backend takes them. The embedding loses its padding; what is not cut, and everything in a group of one rank,
-    is returned as it came.
+    Every rank of the tensor-parallel `group` calls this with the same names in the same order, and with tensors on a
+    device that the group's backend handles. The embedding loses its padding. Tensors that are not cut, and all tensors
+    in a group of one rank, are returned as they are.
     """
     if group.size() == 1:
         return dict(named)
@@ -105,10 +106,10 @@ def whole_tensors(named: dict[str, Tensor], draft: Eagle3Draft, group: ProcessGr
     return whole
 
 
-def load_weights(draft: Eagle3Draft, exported: ExportedDraft, group: ProcessGroup) -> None:
-    """Copy an exported draft into `draft`, of each tensor the part of this rank of the tensor-parallel `group`. Raises
-    UserError on a missing, unknown or misshapen tensor; a missing embedding is left as it is (the caller takes the
-    target's)."""
+def load_weights(draft: Eagle3Draft, exported: ExportedDraft, group: dist.ProcessGroup) -> None:
+    """Copies an exported draft into `draft`: from each tensor, the part of this rank of the tensor-parallel `group`.
+    Raises UserError if a tensor is missing, unknown or misshapen. A missing embedding is allowed and leaves the draft's
+    as it is (the caller uses the target's)."""
     sources = [(parameter, _NAMES.get(name, (name,))) for name, parameter in draft.named_parameters()]
     shapes = {}
     for parameter, exported_names in sources:
@@ -134,11 +135,12 @@ def load_weights(draft: Eagle3Draft, exported: ExportedDraft, group: ProcessGrou
 
 
 def is_cut(parameter: Tensor) -> bool:
-    """Megatron-core marks what it cuts; torch's own modules (fc, norms) bear no mark and are whole on every rank."""
+    """Whether tensor parallelism cuts the parameter. Megatron-core marks those; torch's own modules (fc, norms) carry
+    no mark and are whole on every rank."""
     return getattr(parameter, "tensor_model_parallel", False)
 
 
-def _whole_shape(parameter: Tensor, draft: Eagle3Draft, group: ProcessGroup) -> list[int]:
+def _whole_shape(parameter: Tensor, draft: Eagle3Draft, group: dist.ProcessGroup) -> list[int]:
     shape = list(parameter.shape)
     if is_cut(parameter):
         shape[parameter.partition_dim] *= group.size()
@@ -157,11 +159,11 @@ def export_draft(
     dtype: torch.dtype,
     with_embedding: bool,
 ) -> None:
-    """Write config.json and model.safetensors as SGLang and vLLM load them: both, or an OSError or SafetensorError and what
-    was in the folder before, whose other files stay.
+    """Writes config.json and model.safetensors as SGLang and vLLM load them. Either both are written, or an OSError or
+    SafetensorError is raised and the folder keeps what it had. Other files in it stay. Raises UserError for a draft
+    that no serving engine loads.
 
-    weights: by parameter name of Eagle3Draft, whole (see whole_tensors), usually the optimiser's fp32 masters. Raises
-    UserError on a draft that no serving engine loads.
+    weights: whole (see whole_tensors), by parameter name of Eagle3Draft; usually the optimiser's fp32 masters.
     """
     config = draft.draft_config.to_json(str(dtype).removeprefix("torch."))
     tensors = exported_tensors(weights)
@@ -176,12 +178,13 @@ def export_draft(
         (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         save_file(tensors, partial / WEIGHTS, metadata={"format": "pt", DIGEST: tensor_digest(tensors)})
         _order_header(partial / WEIGHTS)
-        # save_file lets only its owner read, config.json is as the umask says
+        # save_file makes a file that only its owner can read; config.json follows the umask.
         (partial / WEIGHTS).chmod((partial / CONFIG).stat().st_mode)
         for name in (WEIGHTS, CONFIG):
             flush(partial / name)
         folder.mkdir(exist_ok=True)
-        # Renaming takes no space. A kill in between leaves no config.json: no draft, not one of two halves.
+        # Renaming takes no space. A kill in between leaves no config.json, i.e. no draft, rather than one of two
+        # halves.
         (folder / CONFIG).unlink(missing_ok=True)
         publish(partial / WEIGHTS, folder / WEIGHTS)
         publish(partial / CONFIG, folder / CONFIG)
@@ -190,9 +193,10 @@ def export_draft(
 
 
 def read_exported(folder: Path, weights_name: str = WEIGHTS) -> ExportedDraft:
-    """Read an exported draft. Raises UserError where a file is missing, damaged, or no EAGLE3 draft.
+    """Reads an exported draft. Raises UserError if a file is missing, damaged, or not of an EAGLE3 draft.
 
-    Its tensors must have the digest that export wrote beside them; drafts from elsewhere, and older exports, have none.
+    The tensors must match the digest that the export wrote beside them; drafts from elsewhere, and older exports, have
+    none.
     """
     config, path = read_draft_config(folder / CONFIG), folder / weights_name
     if not path.is_file():
@@ -205,8 +209,8 @@ def read_exported(folder: Path, weights_name: str = WEIGHTS) -> ExportedDraft:
         raise UserError(f"{path}: damaged ({error}); copy or export it again") from error
     if digest is not None and digest != tensor_digest(tensors):
         raise UserError(
-            f"{path}: damaged, or changed after it was exported (its {DIGEST} is not that of its tensors); export the draft "
-            "again, or copy it again from where it comes from"
+            f"{path}: damaged, or changed after it was exported (its {DIGEST} is not that of its tensors); export the "
+            "draft again, or copy it again from its source"
         )
     for name, kind in (("d2t", torch.int64), ("t2d", torch.bool)):
         if name not in tensors or tensors[name].dtype != kind:
@@ -220,8 +224,8 @@ def read_exported(folder: Path, weights_name: str = WEIGHTS) -> ExportedDraft:
 
 
 def tensor_digest(tensors: dict[str, Tensor]) -> str:
-    """SHA-256, in hexadecimal, over contiguous tensors on the host, sorted by name: of each a line of JSON (name, dtype, shape),
-    and its bytes."""
+    """SHA-256, in hexadecimal, over contiguous CPU tensors in the order of their names: for each a line of JSON (name,
+    dtype, shape), then its bytes."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         described = [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
@@ -231,7 +235,7 @@ def tensor_digest(tensors: dict[str, Tensor]) -> str:
 
 
 def _order_header(path: Path) -> None:
-    """Put the header's metadata into one order, which safetensors leaves to chance: equal drafts are equal files."""
+    """Sorts the header's metadata, whose order safetensors leaves to chance, so that equal drafts are equal files."""
     with path.open("r+b") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))

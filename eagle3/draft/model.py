@@ -1,5 +1,5 @@
-"""The EAGLE3 draft as a Megatron-core module: fuse the target's states, make K_0 and V_0, and the parts of a TTT step
-before and after attention, in one decoder layer of Megatron-core's parts."""
+"""The EAGLE3 draft as a Megatron-core module: fusing the target's states, K_0 and V_0, and the parts of a TTT step
+before and after attention, built as one decoder layer from Megatron-core's parts."""
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,8 @@ INITIAL_SCALE = 0.02
 
 
 class Eagle3Attention(MegatronModule):
-    """Projections only. Keys apart from queries, so that skipped positions pay for k and v alone."""
+    """The projections of attention. Keys are projected separately from queries, so that skipped positions only pay for
+    k and v."""
 
     def __init__(self, config: TransformerConfig, tensor: ProcessGroup) -> None:
         super().__init__(config=config)
@@ -47,14 +48,14 @@ class Eagle3Attention(MegatronModule):
         )
 
     def query(self, x: Tensor, rotation: Rotation) -> Tensor:
-        """x [Q, 2H] -> rotated q [Q, local heads, d]."""
+        """Maps x [Q, 2H] to rotated q [Q, local heads, d]."""
         return rotation(self._heads(self.linear_q, x))
 
     def key_value(self, x: Tensor, rotation: Rotation) -> KeyValue:
         return KeyValue(rotation(self._heads(self.linear_k, x)), self._heads(self.linear_v, x))
 
     def output(self, out: Tensor) -> Tensor:
-        """out [Q, local heads, d] -> [Q, H], summed over the tensor-parallel group."""
+        """Maps out [Q, local heads, d] to [Q, H], summed over the tensor-parallel group."""
         return self.linear_proj(out.flatten(1))[0]
 
     def _heads(self, linear: nn.Module, x: Tensor) -> Tensor:
@@ -62,7 +63,7 @@ class Eagle3Attention(MegatronModule):
 
 
 class Eagle3Layer(MegatronModule):
-    """x = [RMS(embedding), RMS(hidden)]; h = hidden + attention(x); h + MLP(RMS(h))."""
+    """The decoder layer: x = [RMS(embedding), RMS(hidden)]; h = hidden + attention(x); h + MLP(RMS(h))."""
 
     def __init__(self, config: TransformerConfig, tensor: ProcessGroup) -> None:
         super().__init__(config=config)
@@ -74,20 +75,24 @@ class Eagle3Layer(MegatronModule):
         self.mlp = MLP(config, parts, ffn_hidden_size=config.ffn_hidden_size, tp_group=tensor)
 
     def attention_input(self, embedding: Tensor, hidden: Tensor) -> Tensor:
-        """embedding, hidden [tokens, H] -> [tokens, 2H], the embedding first."""
+        """Concatenates normed embedding and hidden [tokens, H] to [tokens, 2H], the embedding first."""
         return torch.cat((self.input_layernorm(embedding), self.hidden_norm(hidden)), dim=-1)
 
     def forward(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """What follows attention: hidden [Q, H], attended [Q, local heads, d] -> the layer's un-normed output [Q, H]."""
+        """What follows attention: maps hidden [Q, H] and attended [Q, local heads, d] to the layer's un-normed output
+        [Q, H]."""
         hidden = hidden + self.self_attention.output(attended)
         return hidden + self.mlp(self.pre_mlp_layernorm(hidden))[0]
 
 
 class Eagle3Draft(MegatronModule):
-    """One-layer draft of `draft_config` on the process groups `groups` (tp is used; hidden states are replicated in it).
+    """The one-layer draft described by `draft_config`, on the process groups `groups`. Only tp is used, and hidden
+    states are replicated in it.
 
-    Weights follow torch's global generator and do not depend on the tensor-parallel size. The embedding is the
-    target's and frozen; its vocabulary is padded up to a multiple of the tensor-parallel size. Legend of shapes: N keys, Q queries, H draft hidden, Ht target hidden, d head dimension.
+    Weights are drawn from torch's global generator and do not depend on the tensor-parallel size. The embedding is the
+    target's, and frozen; its vocabulary is padded to a multiple of the tensor-parallel size.
+
+    Shapes: N keys, Q queries, H draft hidden, Ht target hidden, d head dimension, Vd draft vocabulary.
     """
 
     def __init__(self, draft_config: DraftConfig, groups: ProcessGroupCollection, dtype: torch.dtype) -> None:
@@ -118,15 +123,15 @@ class Eagle3Draft(MegatronModule):
             gather_output=False,
             tp_group=groups.tp,
         )
-        self.to(dtype)  # torch's norms are born in fp32
+        self.to(dtype)  # torch creates norms in fp32
 
     @property
     def scale(self) -> float:
-        """Of the attention scores."""
+        """Scale of the attention scores."""
         return self.draft_config.head_dim**-0.5
 
     def fuse(self, aux: Tensor) -> Tensor:
-        """aux [N, 3Ht], the three target layers low to high -> h [N, H]."""
+        """Maps aux [N, 3Ht], the three target layers from low to high, to fused states h [N, H]."""
         if self.fc_norm is not None:
             aux = torch.cat(
                 [norm(part) for norm, part in zip(self.fc_norm, aux.chunk(AUX_LAYERS, -1), strict=True)], -1
@@ -134,38 +139,44 @@ class Eagle3Draft(MegatronModule):
         return self.fc(aux)
 
     def prefix(self, hidden: Tensor, next_tokens: Tensor, positions: Tensor) -> KeyValue:
-        """K_0, V_0 [N, kv heads, d] of the rows whose fused states are `hidden` [N, H].
+        """K_0, V_0 [N, kv heads, d] for rows with fused states `hidden` [N, H].
 
-        next_tokens [N]: the token after each row (0 where the document ends); positions [N] in the document.
+        next_tokens: [N], the token after each row (0 at the end of a document).
+        positions: [N], in the document.
         """
         x = self.layer.attention_input(self.embedding(next_tokens), hidden)
         return self.layer.self_attention.key_value(x, self.rope.at(positions, x.dtype))
 
     def project(self, hidden: Tensor, next_tokens: Tensor, positions: Tensor, first: bool) -> tuple[Tensor, ...]:
-        """The part of a TTT step before attention. At step k: hidden [Q, H] of step k-1 (fused states at k = 0),
-        next_tokens [Q] the token k+1 after each query, positions [Q] already moved on by k, `first` for k = 0. -> q [Q, local heads, d], and K_k, V_k of the same rows but at step 0 (they
-        are in K_0, V_0)."""
+        """The part of TTT step k before attention. Returns q [Q, local heads, d], and K_k, V_k of the same rows except
+        at step 0, where they are already in K_0, V_0.
+
+        hidden: [Q, H], output of step k-1; the fused states at k = 0.
+        next_tokens: [Q], the token k+1 after each query.
+        positions: [Q], already advanced by k.
+        first: whether k = 0.
+        """
         x = self.layer.attention_input(self.embedding(next_tokens), hidden)
         rotation, attention = self.rope.at(positions, x.dtype), self.layer.self_attention
         return attention.query(x, rotation), *(() if first else attention.key_value(x, rotation))
 
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """The part after attention: hidden [Q, H] as given to `project`, attended [Q, local heads, d] -> the step's
-        output [Q, H], which feeds the next step and, through `output_norm`, lm_head."""
+        """The part after attention. Maps hidden [Q, H], as given to `project`, and attended [Q, local heads, d] to the
+        step's output [Q, H], which feeds the next step and, through `output_norm`, lm_head."""
         hidden = self.layer(hidden, attended)
         return self.norm(hidden) if self.draft_config.norm_output else hidden
 
     @property
     def output_norm(self) -> nn.Module | None:
-        """Between a step's output and lm_head; None where steps hand on normed outputs (norm_output)."""
+        """The norm between a step's output and lm_head; None if steps hand on normed outputs (norm_output)."""
         return None if self.draft_config.norm_output else self.norm
 
     def logits(self, output: Tensor) -> Tensor:
-        """A step's output [Q, H] -> draft logits [Q, Vd / tp]."""
+        """Maps a step's output [Q, H] to draft logits [Q, Vd / tp]."""
         return self.lm_head(output if self.output_norm is None else self.output_norm(output))[0]
 
     def state_dict(self, *args, **kwargs):
-        """Without Megatron's empty `_extra_state` entries, which DeepSpeed's universal checkpoints cannot hold."""
+        """Drops Megatron's empty `_extra_state` entries, which DeepSpeed's universal checkpoints cannot hold."""
         state = super().state_dict(*args, **kwargs)
         for name in [name for name in state if name.endswith("_extra_state")]:
             del state[name]
@@ -173,8 +184,8 @@ class Eagle3Draft(MegatronModule):
 
 
 def transformer_config(draft: DraftConfig, tensor_parallel: int, dtype: torch.dtype) -> TransformerConfig:
-    """Megatron-core's config for the layer. Weights are made on the CPU from torch's generator, so that they depend on
-    the seed alone; fusions that need CUDA extensions are off."""
+    """Megatron-core's config for the layer. Weights are initialised on the CPU from torch's generator, so that they
+    depend on the seed alone. Fusions that need CUDA extensions are off."""
     return TransformerConfig(
         num_layers=1,
         hidden_size=draft.hidden_size,

@@ -1,4 +1,4 @@
-"""Rotary position embedding from explicit positions; angles in fp32 at least, whatever dtype the model has."""
+"""Rotary position embedding from explicit positions. Angles are in fp32 or wider, whatever the model's dtype."""
 
 from dataclasses import dataclass
 
@@ -12,13 +12,13 @@ from eagle3.draft.config import DraftConfig
 
 @dataclass(frozen=True)
 class Rotation:
-    """cos and sin [tokens, 1, head_dim / 2] of each token's angles, in the dtype of what is rotated."""
+    """cos and sin of each token's angles, [tokens, 1, head_dim / 2], in the dtype of what is rotated."""
 
     cos: Tensor
     sin: Tensor
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Rotate x [tokens, heads, head_dim] by halves: pair i is (x[i], x[i + head_dim / 2])."""
+        """Rotates x [tokens, heads, head_dim] by halves: pair i is (x[i], x[i + head_dim / 2])."""
         low, high = x.chunk(2, dim=-1)
         return torch.cat((low * self.cos - high * self.sin, high * self.cos + low * self.sin), dim=-1)
 
@@ -26,12 +26,13 @@ class Rotation:
 class RotaryEmbedding:
     """The rotations of one draft config, equal to those of transformers' Llama with the same config.
 
-    Not a module and without buffers: a `.to(bfloat16)` of the draft must not round the frequencies, and there is no
-    table that a long sequence could outgrow.
+    This is not a module and has no buffers: `.to(bfloat16)` on the draft must not round the frequencies, and there is
+    no table that a long sequence could outgrow.
     """
 
     def __init__(self, config: DraftConfig) -> None:
-        rope = {name: value for name, value in config.rope_parameters.items() if name != "attn_factor"}  # engines' word
+        # a key that only engines read
+        rope = {name: value for name, value in config.rope_parameters.items() if name != "attn_factor"}
         embedding = LlamaRotaryEmbedding(
             LlamaConfig(
                 hidden_size=config.hidden_size,
@@ -43,13 +44,14 @@ class RotaryEmbedding:
         )
         self.scaling = float(embedding.attention_scaling)
         self.frequencies = {torch.float32: embedding.inv_freq, torch.float64: embedding.inv_freq.double()}
-        if rope["rope_type"] == "default":  # in fp64 the definition itself, not transformers' fp32 rounding of it
+        if rope["rope_type"] == "default":  # fp64 follows the definition itself, not transformers' fp32 rounding of it
             exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
             self.frequencies[torch.float64] = rope["rope_theta"] ** -exponents
         self.placed: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def at(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
-        """The rotation of `positions` [tokens] (int64, any value), cos and sin rounded to `dtype` at the very end."""
+        """The rotation of `positions` [tokens] (int64, any value). cos and sin are rounded to `dtype` at the very
+        end."""
         exact = torch.promote_types(dtype, torch.float32)
         place = exact, positions.device
         if place not in self.placed:  # copied once: a copy in every step would make the host wait

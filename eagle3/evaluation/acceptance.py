@@ -9,60 +9,61 @@ from torch import Tensor
 
 
 class Drawn(NamedTuple):
-    """Choices from N rows of logits, or a chain of N drafts. tokens [N] int64: indices into a row; of a chain target ids.
-    probabilities [N, V] fp64: what they were drawn from, of a chain over the target's whole vocabulary; None where the best were
-    taken."""
+    """Choices from N rows of logits, or a chain of N drafts."""
 
-    tokens: Tensor
+    tokens: Tensor  # [N] int64: indices into a row; in a chain, target ids
+    # [N, V] fp64: what the tokens were drawn from, in a chain over the target's whole vocabulary; None if greedy.
     probabilities: Tensor | None
 
 
 class Verification(NamedTuple):
-    """One forward of the target over a drafted chain. drafts: all of its target ids. accepted: how many of them, from
-    the first, the target kept. tokens: what it adds to the output: those, and one of the target's own; to the first EOS at
-    most."""
+    """One forward of the target over a drafted chain."""
 
-    drafts: list[int]
-    accepted: int
+    drafts: list[int]  # all of them, as target ids
+    accepted: int  # how many of them, from the first, the target kept
+    # What it adds to the output: the accepted drafts and one token of the target's own, up to the first EOS.
     tokens: list[int]
 
     @property
     def own(self) -> int | None:
-        """The target's own token after the accepted drafts; None where an EOS among those ended the text."""
+        """The target's own token after the accepted drafts; None if an EOS among those ended the text."""
         return self.tokens[self.accepted] if len(self.tokens) > self.accepted else None
 
 
 class AcceptanceRule(Protocol):
     def draw(self, logits: Tensor) -> Drawn:
-        """A token for each row of logits [N, V], of the target or of a draft."""
+        """A token for each row of logits [N, V], the target's or a draft's."""
 
     def verify(self, proposal: Drawn, logits: Tensor) -> Verification:
-        """What becomes of a chain of K drafts. logits [K + 1, V]: the target's before each draft, and after the last. The
-        verification is not yet cut at an EOS: it has accepted + 1 tokens."""
+        """Verify a chain of K drafts. logits: [K + 1, V], the target's before each draft and after the last one. The
+        result is not yet cut at an EOS: it has accepted + 1 tokens."""
 
 
 class Greedy:
-    """Every choice is the best token; a draft is kept while it is the target's choice."""
+    """Every choice is the best token. A draft is kept if it is the target's choice."""
 
     def draw(self, logits: Tensor) -> Drawn:
         return Drawn(logits.argmax(-1), None)
 
     def verify(self, proposal: Drawn, logits: Tensor) -> Verification:
         count = len(proposal.tokens)
-        both = torch.cat((proposal.tokens, logits.argmax(-1))).tolist()  # at once: it waits for the device
+        both = torch.cat((proposal.tokens, logits.argmax(-1))).tolist()  # in one go, because it waits for the device
         drafts, choices = both[:count], both[count:]
         accepted = len(os.path.commonprefix([drafts, choices]))
         return Verification(drafts, accepted, choices[: accepted + 1])
 
 
 class Sampled:
-    """Every choice is drawn from p = softmax(logits / temperature), and so is the output, whatever the draft is: a draft
-    drawn from q is kept with probability min(1, p / q), the first that is not is replaced by a draw from the normalised
-    max(p - q, 0), and a draw from p follows a chain kept whole (Leviathan et al. 2023, arXiv:2211.17192; Chen et al. 2023,
-    arXiv:2302.01318).
+    """Every choice is drawn from p = softmax(logits / temperature), and so is the output, whatever the draft is.
 
-    temperature: above 0. generator: on the device of target and draft. Probabilities are fp64, so that a draft equal to the
-    target is kept always.
+    A draft drawn from q is kept with probability min(1, p / q). The first one that is not kept is replaced by a draw
+    from the normalised max(p - q, 0); a chain that is kept as a whole is followed by a draw from p (Leviathan et al.
+    2023, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318).
+
+    temperature: above 0
+    generator: on the device of target and draft
+
+    Probabilities are fp64, so that a draft equal to the target is always kept.
     """
 
     def __init__(self, temperature: float, generator: torch.Generator) -> None:
@@ -86,22 +87,22 @@ class Sampled:
         return Verification(drafts, accepted, drafts[:accepted] + self.pick(left[None]).tolist())
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """[N, V] fp64."""
+        """softmax(logits / temperature): [N, V] fp64."""
         logits = logits.double()
-        # First less the best, so that no temperature is too low for a float.
+        # Subtract the best first, so that no temperature is too low for a float.
         return ((logits - logits.amax(-1, keepdim=True)) / self.temperature).softmax(-1)
 
     def pick(self, weights: Tensor) -> Tensor:
-        """An index [N] for each row of weights [N, V], which need not be normalised."""
+        """Draw an index [N] for each row of weights [N, V], which need not be normalised."""
         return torch.multinomial(weights, 1, generator=self.generator)[:, 0]
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen. temperature: 0 is greedy. seed: of all draws; unused where greedy."""
+    """How tokens are chosen."""
 
-    temperature: float = 0.0
-    seed: int = 0
+    temperature: float = 0.0  # 0 is greedy
+    seed: int = 0  # of all draws; not used if greedy
 
     @property
     def greedy(self) -> bool:
@@ -118,10 +119,9 @@ GREEDY = Sampling()
 
 @dataclass(frozen=True)
 class Decoding:
-    """How conversations are decoded to judge a draft. draft_tokens: of a verification. new_tokens: of an answer. window: of keys
-    that the draft's queries see, in place of its own."""
+    """How conversations are decoded to judge a draft."""
 
-    draft_tokens: int
-    new_tokens: int
+    draft_tokens: int  # per verification
+    new_tokens: int  # per answer
     sampling: Sampling = GREEDY
-    window: int | None = None
+    window: int | None = None  # keys that the draft's queries see; None for the draft's own window

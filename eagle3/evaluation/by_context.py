@@ -1,4 +1,4 @@
-"""Acceptance by the length of the context before an answer: its figures with intervals, and how they are said."""
+"""Acceptance by the length of the context before an answer: figures with confidence intervals, and their tables."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -17,22 +17,20 @@ RESAMPLES = 2000
 
 @dataclass(frozen=True)
 class ContextAcceptance:
-    """Of prompts with more than context / 2 and at most `context` tokens.
-
-    interval: of the acceptance length, 95% confidence, [low, high]; position_intervals: of each position's share. None where
-    only one conversation was verified, of which nothing says how far others lie. of_each: tokens and verifications of each
-    conversation, in the order of the prompts, to compare drafts prompt by prompt. compared, mismatches, ties: as in
-    SpeculativeResult.
-    """
+    """Acceptance for prompts with more than context / 2 and at most `context` tokens."""
 
     context: int
     conversations: int
     verifications: int
     acceptance_length: float
+    # 95% confidence interval of the acceptance length, [low, high]. Intervals are None if only one conversation was
+    # verified, because nothing then shows how much others differ.
     interval: list[float] | None
     position_acceptance: list[float]
-    position_intervals: list[list[float]] | None
+    position_intervals: list[list[float]] | None  # of each position's share
+    # (tokens, verifications) of each conversation, in the order of the prompts, to compare drafts prompt by prompt.
     of_each: list[tuple[int, int]]
+    # As in SpeculativeResult:
     compared: bool
     mismatches: int
     ties: int
@@ -41,11 +39,11 @@ class ContextAcceptance:
     def over(
         cls, context: int, decoded: Sequence[DecodedConversation], draft_tokens: int, seed: int
     ) -> "ContextAcceptance":
-        """seed: of the bootstrap. Raises UserError as SpeculativeResult.over does."""
+        """Sum up a bucket. seed: of the bootstrap. Raises UserError as SpeculativeResult.over does."""
         result = SpeculativeResult.over(decoded, draft_tokens)
-        counts = [[each.yielded, *each.accepted(draft_tokens)] for each in decoded]
+        counts = np.array([[each.yielded, *each.accepted(draft_tokens)] for each in decoded])
         verified = [len(each.verifications) for each in decoded]
-        intervals = ratio_intervals(np.array(counts), np.array(verified), seed)
+        intervals = ratio_intervals(counts, np.array(verified), seed)
         return cls(
             context=context,
             conversations=result.conversations,
@@ -63,14 +61,14 @@ class ContextAcceptance:
 
 @dataclass(frozen=True)
 class ContextJudgement:
-    """Of one draft. window: of the draft. engine, version: who decoded. left_out: contexts of which nothing was measured."""
+    """Acceptance of one draft by context."""
 
     contexts: list[ContextAcceptance]
-    left_out: list[int]
-    engine: str
+    left_out: list[int]  # contexts for which nothing was measured
+    engine: str  # what decoded, and its version
     version: str
     decoding: Decoding
-    window: Window = FULL
+    window: Window = FULL  # the draft's
 
     @property
     def lossless(self) -> bool | None:
@@ -86,47 +84,50 @@ class ContextJudgement:
             **asdict(self.decoding.sampling),
             "draft_tokens": self.decoding.draft_tokens,
             "new_tokens": self.decoding.new_tokens,
-            **self.window.as_dict(),
+            **self.window._asdict(),
             "contexts": [asdict(each) for each in self.contexts],
             "left_out": self.left_out,
         }
 
     def lines(self) -> list[str]:
-        """Two tables of at most 60 columns (of up to 10 draft positions): acceptance lengths, and shares by position."""
-        lengths = [["context", "conv.", "verified", "length", "95% interval", "output"]]
-        shares = [["context", *(f"{place + 1}" for place in range(self.decoding.draft_tokens))]]
-        for each in self.contexts:
-            low, high = each.interval or (None, None)
-            lengths.append(
-                [
-                    f"{each.context:,}",
-                    f"{each.conversations}",
-                    f"{each.verifications}",
-                    f"{each.acceptance_length:.2f}",
-                    "-" if low is None else f"{low:.2f} to {high:.2f}",
-                    _output(each),
-                ]
-            )
-            shares.append([f"{each.context:,}", *(f"{share:.2f}" for share in each.position_acceptance)])
+        """Two tables of at most 60 columns (up to 10 draft positions): acceptance lengths, and shares by position."""
+        lengths = [
+            [
+                f"{each.context:,}",
+                f"{each.conversations}",
+                f"{each.verifications}",
+                f"{each.acceptance_length:.2f}",
+                " to ".join(f"{end:.2f}" for end in each.interval or ()) or "-",
+                _output(each),
+            ]
+            for each in self.contexts
+        ]
+        shares = [
+            [f"{each.context:,}", *(f"{share:.2f}" for share in each.position_acceptance)] for each in self.contexts
+        ]
         sampling = self.decoding.sampling
         rule = "greedy" if sampling.greedy else f"temperature {sampling.temperature:g}"
         return [
             f"acceptance length by context ({rule}, {self.decoding.new_tokens} new tokens)",
             *self.window.lines(),
-            *_aligned(lengths),
+            *_aligned([["context", "conv.", "verified", "length", "95% interval", "output"], *lengths]),
             "accepted by draft position",
-            *_aligned(shares),
+            *_aligned([["context", *(f"{place + 1}" for place in range(self.decoding.draft_tokens))], *shares]),
         ]
 
 
 def ratio_intervals(counts: np.ndarray, verifications: np.ndarray, seed: int) -> np.ndarray | None:
-    """[M, 2]: 95% intervals of the M ratios sum(counts) / sum(verifications), counts [C, M], verifications [C].
+    """95% confidence intervals [M, 2] of the M ratios sum(counts) / sum(verifications).
 
-    By a bootstrap over the C conversations, whose verifications are not independent of one another. Its percentiles alone
-    are too narrow for few conversations; they are taken further out, by what Student's t and the factor
-    sqrt(C / (C - 1)) ask for (the expanded percentile interval of Hesterberg 2015, arXiv:1411.5279, section 4.3). In
-    tests/evaluation/test_by_context.py 24 conversations then hold the truth in 94 of 100 cases and 8 in 91; two or three can only give
-    what they span, which is less. Conversations without a verification say nothing; None where fewer than two are left.
+    counts: [C, M]
+    verifications: [C]
+
+    Computed by a bootstrap over the C conversations, whose verifications are not independent of one another. Its plain
+    percentiles are too narrow for few conversations, so they are taken further out, as Student's t and the factor
+    sqrt(C / (C - 1)) require (the expanded percentile interval of Hesterberg 2015, arXiv:1411.5279, section 4.3). In
+    tests/evaluation/test_by_context.py, intervals then contain the truth in 94 of 100 cases with 24 conversations, and
+    in 91 with 8; two or three can only give the range that they span, which is less. Conversations without a
+    verification are left out; the result is None if fewer than two remain.
     """
     told = verifications > 0
     counts, verifications, conversations = counts[told], verifications[told], int(told.sum())
@@ -142,8 +143,8 @@ def ratio_intervals(counts: np.ndarray, verifications: np.ndarray, seed: int) ->
 
 
 def _student_quantile(freedom: int) -> float:
-    """Of Student's t, at (1 + CONFIDENCE) / 2, by Abramowitz and Stegun 26.7.5: to 2% from 3 degrees of freedom on. Below, where
-    the interval is all that was resampled in any case, it is far too small but still large enough for that."""
+    """Student's t at (1 + CONFIDENCE) / 2, by Abramowitz and Stegun 26.7.5: within 2% from 3 degrees of freedom on.
+    Below, it is far too small, but still large enough: the interval is then the whole range of the resamples anyway."""
     z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
     first = (z**3 + z) / 4
     second = (5 * z**5 + 16 * z**3 + 3 * z) / 96

@@ -1,4 +1,4 @@
-"""The draft's side of speculative decoding: exported drafts loaded, and the chain that one proposes."""
+"""The draft's side of speculative decoding: load exported drafts, and propose chains with them."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,29 +23,26 @@ REMEDY = "name the target it was trained for"
 
 
 class Drafter(Protocol):
-    """Whatever drafts in one conversation."""
+    """What proposes drafts in one conversation."""
 
     def extend(self, aux: Tensor, next_tokens: Tensor) -> None:
-        """Append rows whose tokens the target has read: its aux [N, 3Ht] of them, and next_tokens [N] that followed each."""
+        """Append rows whose tokens the target has read: their aux [N, 3Ht], and next_tokens [N] that follow each."""
 
     def propose(self, count: int, rule: AcceptanceRule) -> Drawn:
         """A chain of `count` drafts after the last of next_tokens, each drawn by the rule."""
 
 
-NewDrafter = Callable[[int], Drafter]  # one for a conversation of so many tokens at most
+NewDrafter = Callable[[int], Drafter]  # makes one for a conversation of at most this many tokens
 
 
 class Window(NamedTuple):
-    """Keys that a draft's queries see at most when it is judged, and in training; None for all."""
+    """How many keys a draft's queries see, when judged and in training; None for all."""
 
-    judged: int | None
-    trained: int | None
-
-    def as_dict(self) -> dict[str, int | None]:
-        return {"window": self.judged, "trained_window": self.trained}
+    window: int | None  # when judged
+    trained_window: int | None
 
     def lines(self) -> list[str]:
-        """None for full attention in both."""
+        """The windows in words; no line if both are full attention."""
         judged, trained = ("full attention" if keys is None else f"a window of {keys:,} keys" for keys in self)
         if self == FULL:
             return []
@@ -56,11 +53,11 @@ FULL = Window(None, None)
 
 
 class LoadedDraft(NamedTuple):
-    """A frozen draft in eval mode with its vocabulary: d2t [Vd] int64, t2d [V] bool, on the draft's device."""
+    """A frozen draft in eval mode, with its vocabulary on the same device."""
 
     draft: Eagle3Draft
-    d2t: Tensor
-    t2d: Tensor
+    d2t: Tensor  # [Vd] int64
+    t2d: Tensor  # [V] bool
 
 
 def load_draft(
@@ -71,8 +68,12 @@ def load_draft(
     device: torch.device,
     window: int | None = None,
 ) -> LoadedDraft:
-    """Read an exported draft as a serving engine would: from its files alone, and the embedding from the target where
-    the export has none. window: of keys, in place of its own. Raises UserError where the draft is not one of this target's."""
+    """Read an exported draft as a serving engine would: from its files, and the target's embedding if it has none.
+
+    window: in keys, overrides its own
+
+    Raises UserError if the draft does not belong to this target.
+    """
     exported = read_exported(folder)
     config = exported.config if window is None else replace(exported.config, window=window)
     draft = _empty_draft(config, str(folder), EMBEDDING in exported.weights, target_head, groups, dtype)
@@ -89,8 +90,8 @@ def untrained_draft(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Eagle3Draft:
-    """A draft as training begins with it: the weights of `seed` and the target's embedding. It shows what of an
-    acceptance length was learnt. The caller's random state is left alone."""
+    """A draft as training starts with it: random weights from `seed`, and the target's embedding. It shows how much of
+    an acceptance length was learnt. The caller's random state is not changed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return _empty_draft(config, "draft config", False, target_head, groups, dtype).to(device)
@@ -118,18 +119,18 @@ def _empty_draft(
 
 
 def check_belongs(config: DraftConfig, origin: object, vocab_size: int, hidden_size: int) -> None:
-    """Raises UserError where a draft was made for another target than the one of these sizes."""
+    """Raises UserError if the draft was made for a target of other sizes."""
     if (config.vocab_size, config.target_hidden_size) != (vocab_size, hidden_size):
         raise UserError(
-            f"{origin}: is for a target with vocabulary {config.vocab_size} and hidden size {config.target_hidden_size}, "
-            f"this one has {vocab_size} and {hidden_size}; {REMEDY}"
+            f"{origin}: is for a target with vocabulary {config.vocab_size} and hidden size "
+            f"{config.target_hidden_size}, but this one has {vocab_size} and {hidden_size}; {REMEDY}"
         )
 
 
 class ChainDrafter:
-    """A draft's side of one conversation: K_0, V_0 of every row whose aux is known, and the chain drafted after them.
+    """A draft's side of a conversation: K_0, V_0 of every row whose aux is known, and the chain drafted after them.
 
-    Row s holds the target's aux of token s and the token s+1 that followed, as in training.
+    Row s holds the target's aux of token s, and the following token s+1, as in training.
     """
 
     def __init__(self, draft: Eagle3Draft, d2t: Tensor, capacity: int) -> None:
@@ -144,14 +145,13 @@ class ChainDrafter:
         """Append rows: aux [N, 3Ht], next_tokens [N]."""
         fused = self.draft.fuse(aux.to(self.prefix.dtype))
         positions = torch.arange(self.rows, self.rows + len(fused), device=fused.device)
-        made = self.draft.prefix(fused, next_tokens, positions)
-        for kept, new in zip(self.prefix, made, strict=True):
+        for kept, new in zip(self.prefix, self.draft.prefix(fused, next_tokens, positions), strict=True):
             kept[self.rows : self.rows + len(fused)] = new
         self.rows += len(fused)
         self.hidden, self.next_token, self.position = fused[-1:], next_tokens[-1:], positions[-1:]
 
     def propose(self, count: int, rule: AcceptanceRule) -> Drawn:
-        """See `Drafter.propose`: `count` training-time-test steps of the last row."""
+        """See `Drafter.propose`. Runs `count` training-time-test steps of the last row."""
         self.draft.draft_config.check_chain(count, "drafted tokens", "draft")
         shared = SharedKeyValue(self.prefix[None, :, : self.rows])
         hidden, token, own = self.hidden, self.next_token, ()
@@ -164,18 +164,18 @@ class ChainDrafter:
             token = drawn.tokens + self.d2t[drawn.tokens]
             tokens.append(token)
             probabilities.append(drawn.probabilities)
-        drawn_from = None if probabilities[0] is None else self._over_target(torch.cat(probabilities))
-        return Drawn(torch.cat(tokens), drawn_from)
+        greedy = probabilities[0] is None
+        return Drawn(torch.cat(tokens), None if greedy else self._over_target(torch.cat(probabilities)))
 
     def _schedules(self, step: int) -> tuple[PrefixSchedule]:
-        """The last row's query at `step` against the keys that its window reaches beside the chain's own."""
+        """The last row's query at `step` against the keys in its window, apart from the chain's own."""
         window = self.draft.draft_config.window
         first = 0 if window is None else max(0, self.rows - window + step)
         seen = Piece(slice(0, 1), slice(first, self.rows), "full")
-        return (PrefixSchedule(self.position, self.position, (seen,)),)  # its rows go unread
+        return (PrefixSchedule(self.position, self.position, (seen,)),)  # its rows are not read
 
     def _over_target(self, probabilities: Tensor) -> Tensor:
-        """[K, Vd] -> [K, V]: 0 for what the draft cannot say."""
+        """[K, Vd] -> [K, V], with 0 for tokens that the draft cannot propose."""
         wide = probabilities.new_zeros(len(probabilities), self.draft.draft_config.vocab_size)
         wide[:, self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)] = probabilities
         return wide

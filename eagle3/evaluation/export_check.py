@@ -1,4 +1,4 @@
-"""Asks SGLang's own draft class, in a process of its own, whether it takes an exported draft whole."""
+"""Check in a separate process whether SGLang's own draft class takes an exported draft completely."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ CHECK_SECONDS = 600.0
 
 
 class NotChecked(UserError):
-    """Nothing is known of the draft: SGLang is not installed, or does not start here."""
+    """Nothing is known about the draft, because SGLang is not installed or does not start here."""
 
 
 class NotInstalled(NotChecked):
@@ -22,20 +22,22 @@ class NotInstalled(NotChecked):
 
 
 def check_export(folder: Path) -> str:
-    """What SGLang says of the export in `folder`, one line. Raises UserError where it would not serve that draft right,
-    NotChecked where it cannot be asked."""
+    """What SGLang says about the export in `folder`, in one line. Raises UserError if it would not serve the draft
+    correctly, and NotChecked if it cannot be asked."""
     if not is_installed():
         raise NotInstalled(
-            f"{folder}: not checked: SGLang is not installed; {INSTALL}, or check where it is with launchers/evaluate.py --check"
+            f"{folder}: not checked: SGLang is not installed; {INSTALL}, or run launchers/evaluate.py --check where "
+            "it is"
         )
     try:
         require_supported(version("sglang"), "this environment")
     except UserError as refusal:
         raise NotChecked(f"{folder}: not checked: {refusal}") from refusal
     command = [sys.executable, "-m", "eagle3.targets.sglang.draft_check", str(folder)]
-    environment = without_launcher(os.environ)
     try:
-        run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=CHECK_SECONDS)
+        run = subprocess.run(
+            command, capture_output=True, text=True, env=without_launcher(os.environ), timeout=CHECK_SECONDS
+        )
     except subprocess.TimeoutExpired:
         raise NotChecked(f"{folder}: not checked: SGLang did not load in {CHECK_SECONDS:.0f} s; try again") from None
     if run.returncode == 0:

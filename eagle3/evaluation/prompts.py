@@ -1,16 +1,49 @@
-"""Reads the prompts that a draft is judged on from a file of conversations, texts or questions."""
+"""The prompts that a draft is judged on, from held-out samples or from a file of conversations, texts or questions.
 
+For judging by context length: texts, cut where an answer continues, in buckets of doubling length.
+"""
+
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from eagle3.errors import UserError
+from eagle3.objective.losses import SHORTEST, contexts_up_to
 from eagle3.text.chat import tokenized
 from eagle3.text.conversations import Conversation, read_conversations
-from eagle3.text.files import KINDS
+from eagle3.text.rows import KINDS
+from eagle3.text.samples import SampleSet
 from eagle3.text.template import Choices, Unusable, as_template_reads, chosen_template, renderer
+
+
+def longest_prompt(context: int, new_tokens: int, room: int) -> int:
+    """Tokens of the longest prompt that leaves room in the target's context for an answer of `new_tokens`, and for
+    `room` tokens of a verification at its end. Raises UserError if there is none."""
+    if (longest := context - new_tokens - room) < 1:
+        raise UserError(
+            f"evaluation.new_tokens: {new_tokens:,} tokens of an answer, and {room:,} of a verification "
+            f"(evaluation.draft_tokens), leave no place for a prompt in the target's context of {context:,}; lower them"
+        )
+    return longest
+
+
+def choose_prompts(samples: SampleSet, count: int, longest: int) -> list[Tensor]:
+    """Prompts [P] of up to `count` samples, spread evenly over the set: all tokens before the first supervised one."""
+    starts = [(sample.ids, int(sample.loss_mask.int().argmax())) for sample in samples]
+    fitting = [ids[:start] for ids, start in starts if 0 < start <= longest]
+    if not fitting:
+        found = f"none of {len(samples)} held-out samples has a prompt of 1 to {longest} tokens"
+        raise UserError(
+            f"evaluation: {found if len(samples) else 'nothing is held out'}; name such samples in data.held_out, "
+            "raise data.held_out_fraction, or set evaluation.conversations=0"
+        )
+    chosen = torch.linspace(0, len(fitting) - 1, min(count, len(fitting))).round().long()
+    return [fitting[index] for index in chosen.tolist()]
 
 
 def read_prompts(
@@ -20,13 +53,17 @@ def read_prompts(
     longest: int,
     choices: Choices | None = None,
 ) -> list[Tensor]:
-    """The prompts (int64 [P]) of a file, in its order; P is at most `longest`.
+    """The prompts in a file (int64 [P]), in its order.
 
-    .jsonl, .json and .parquet hold rows as training data does: of `messages` and `conversations` everything before the
-    last answer is the prompt, with the chat template's generation prompt behind it; a `text` is continued as it stands.
-    Of a .txt file every line that is not blank is one user's question. chat_template: Jinja source, None for the
-    tokenizer's own. choices: as for training, so that the draft is judged on what it learnt; default Choices(). Raises
-    UserError for what cannot be read or rendered, and for a prompt that is too long.
+    .jsonl, .json and .parquet files hold rows like training data. From `messages` and `conversations`, everything
+    before the last answer is the prompt, followed by the chat template's generation prompt; a `text` is continued as it
+    stands. In a .txt file, every non-blank line is one user question.
+
+    chat_template: Jinja source; None for the tokenizer's own
+    longest: most tokens in a prompt
+    choices: those of training, so that the draft is judged on what it learnt; default Choices()
+
+    Raises UserError for what cannot be read or rendered, and for a prompt that is too long.
     """
     if not path.is_file():
         raise UserError(f"--prompts {path}: no such file; name a {', '.join(KINDS)} or .txt file")
@@ -37,8 +74,8 @@ def read_prompts(
             raise UserError(f"{conversation.origin}: the prompt has no tokens; leave it out")
         if len(prompt) > longest:
             raise UserError(
-                f"{conversation.origin}: the prompt has {len(prompt)} tokens, at most {longest} leave room for the answer in "
-                "the target's context; shorten it, or lower evaluation.new_tokens"
+                f"{conversation.origin}: the prompt has {len(prompt)} tokens, but at most {longest} leave room for "
+                "the answer in the target's context; shorten it, or lower evaluation.new_tokens"
             )
     return prompts
 
@@ -54,7 +91,7 @@ def _questions(path: Path) -> list[Conversation]:
         if line.strip()
     ]
     if not questions:
-        raise UserError(f"{path}: holds no lines; write one question a line")
+        raise UserError(f"{path}: holds no lines; write one question per line")
     return questions
 
 
@@ -63,22 +100,16 @@ def _prompt(
 ) -> Tensor:
     try:
         if conversation.messages is None:
-            text, plain = conversation.text, choices.text == "plain"  # a rendered text has its own special tokens
+            text, plain = conversation.text, choices.text == "plain"  # rendered text has its own special tokens
         else:
-            text, plain = _rendered_prompt(conversation, tokenizer, chat_template, choices), False
+            template = chosen_template(tokenizer, chat_template, conversation.tools, conversation.origin)
+            render = renderer(tokenizer, template, conversation, choices)
+            asked = as_template_reads(_asked(conversation), template, choices.reasoning, render)
+            text, plain = render(asked, generation_prompt=True), False
         ids = tokenized(tokenizer, text, add_special_tokens=plain)["input_ids"]
     except Unusable as reason:
-        raise UserError(f"{conversation.origin}: {reason}; mend the row") from reason
+        raise UserError(f"{conversation.origin}: {reason}; fix the row") from reason
     return torch.tensor(ids, dtype=torch.long)
-
-
-def _rendered_prompt(
-    conversation: Conversation, tokenizer: PreTrainedTokenizerBase, chat_template: str | None, choices: Choices
-) -> str:
-    template = chosen_template(tokenizer, chat_template, conversation.tools, conversation.origin)
-    render = renderer(tokenizer, template, conversation, choices)
-    asked = as_template_reads(_asked(conversation), template, choices.reasoning, render)
-    return render(asked, generation_prompt=True)
 
 
 def _asked(conversation: Conversation) -> list[dict]:
@@ -87,5 +118,95 @@ def _asked(conversation: Conversation) -> list[dict]:
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if not any(message["role"] in ("user", "tool") for message in messages):
-        raise UserError(f"{conversation.origin}: asks nothing (no user turn before an answer); mend the row")
+        raise UserError(f"{conversation.origin}: asks nothing (no user turn before an answer); fix the row")
     return messages
+
+
+# By context ----------------------------------------------------------------------------------------------------------
+
+
+class ContextPrompts(NamedTuple):
+    """The prompts of one bucket."""
+
+    context: int
+    prompts: list[Tensor]  # int64 [P] each, with context / 2 < P <= context
+
+
+def sample_contexts(
+    samples: SampleSet, contexts: Sequence[int] | None, per_context: int, longest: int
+) -> list[ContextPrompts]:
+    """For each context, up to `per_context` prompts of at most `longest` tokens.
+
+    Prompts are beginnings of samples, as long as the bucket allows, and followed by a supervised token. Buckets use the
+    same samples where these are long enough, and spread the others evenly over the set.
+
+    contexts: ascending; None for 512, 1024, ... as far as there are prompts
+
+    Raises UserError if no bucket has a prompt.
+    """
+    return _bucketed(
+        [(sample.ids, np.flatnonzero(sample.loss_mask)) for sample in samples],
+        contexts,
+        per_context,
+        longest,
+        f"--by-context: no answer in {len(samples)} held-out samples continues after more than "
+        f"{(contexts or [SHORTEST])[0] // 2} tokens (and at most {longest}, for the target's context); name longer "
+        "samples in data.held_out, raise data.max_length, or name shorter contexts in --contexts",
+    )
+
+
+def prompt_contexts(
+    prompts: Sequence[Tensor], contexts: Sequence[int] | None, per_context: int, longest: int
+) -> list[ContextPrompts]:
+    """Like `sample_contexts`, for whole prompts: each belongs to the bucket of its length."""
+    return _bucketed(
+        [(prompt, np.array([len(prompt)])) for prompt in prompts],
+        contexts,
+        per_context,
+        longest,
+        f"--by-context: none of {len(prompts)} prompts belongs to a context, which takes those of more than half its "
+        f"length (the longest has {max(map(len, prompts))} tokens); use longer prompts, or name shorter contexts in "
+        "--contexts",
+    )
+
+
+def _bucketed(
+    texts: Sequence[tuple[Tensor, np.ndarray]],
+    contexts: Sequence[int] | None,
+    per_context: int,
+    longest: int,
+    refusal: str,
+) -> list[ContextPrompts]:
+    """Sort texts into buckets. Without given contexts, the last bucket is not empty.
+
+    texts: each with the places where it may be cut, ascending
+    refusal: message of the UserError if no bucket has a prompt
+    """
+    buckets = contexts_up_to(longest) if contexts is None else contexts
+    cuts = np.array([_cuts(places, buckets, longest) for _, places in texts], np.int64).reshape(-1, len(buckets))
+    if not cuts.any():
+        raise UserError(refusal)
+    found = [
+        ContextPrompts(bucket, [texts[index][0][: lengths[index]] for index in chosen])
+        for bucket, lengths, chosen in zip(buckets, cuts.T, _chosen(cuts, per_context), strict=True)
+    ]
+    return found if contexts is not None else found[: 1 + int(cuts.any(0).nonzero()[0][-1])]
+
+
+def _cuts(rows: np.ndarray, buckets: Sequence[int], longest: int) -> np.ndarray:
+    """For each bucket, the last of `rows` (ascending) that it allows; 0 if there is none."""
+    last = np.append(0, rows)[np.searchsorted(rows, np.minimum(buckets, longest), side="right")]
+    return np.where(2 * last > buckets, last, 0)
+
+
+def _chosen(cuts: np.ndarray, count: int) -> list[list[int]]:
+    """Up to `count` texts for each bucket. cuts: [texts, buckets]. Longer buckets have fewer texts, so choose first."""
+    chosen, earlier = [], []
+    for lengths in cuts.T[::-1]:
+        kept = [index for index in earlier if lengths[index]][:count]
+        others = np.setdiff1d(np.flatnonzero(lengths), kept)
+        wanted = min(count - len(kept), len(others))
+        spread = np.linspace(0, len(others) - 1, wanted).round().astype(int) if wanted else []
+        chosen.append(sorted([*kept, *(int(others[place]) for place in spread)]))
+        earlier += [index for index in chosen[-1] if index not in earlier]
+    return chosen[::-1]

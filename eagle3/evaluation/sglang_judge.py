@@ -1,19 +1,20 @@
-"""The judge by SGLang: a real server decodes prompts with the exported draft, another one without, greedily.
+"""Judge a draft with SGLang: real servers decode prompts greedily, one with the exported draft, another one without it.
 
 How SGLang counts (0.5.23, batch_result_processor.py and tokenizer_manager.py), and what follows for the figures, which
-mean here what they mean in eagle3/evaluation/speculative.py:
+mean the same here as in eagle3/evaluation/speculative.py:
 
-- The first token is the prefill's and belongs to no verification; there, too.
-- Every verification is counted, with the drafts that it accepted, before its tokens are cut at an EOS or at the length
-  asked for; the last one reaches beyond that length. So does the other judge's, and its yield counts in full.
-- Behind an EOS nothing counts in the other judge. An answer that ends with one has yielded its tokens but the first,
-  whatever the histogram says, so the acceptance length is the same. The histogram does not tell which of its entries was
-  last, so `accepted` may count drafts of that one verification that lie behind the EOS. (An EOS that comes in the last
-  verification, but behind the length asked for, goes unseen: up to `steps` tokens too many are counted there.)
-- SGLang's own `spec_accept_length` divides all tokens put out, the prefill's first and no cut-off ones, by the
-  verifications; it is a little different for short answers, and not used.
+- The first token is the prefill's and belongs to no verification, as in the other judge.
+- Every verification is counted, with the drafts that it accepted, before its tokens are cut at an EOS or at the
+  requested length, so the last one may reach beyond that length. In the other judge it does so, too, and counts in
+  full.
+- After an EOS, nothing counts in the other judge. An answer that ends with one has yielded its tokens but the first,
+  whatever the histogram says, so the acceptance length is the same. The histogram does not say which of its entries was
+  last, so `accepted` may count drafts of that one verification that come after the EOS. (An EOS in the last
+  verification, but beyond the requested length, goes unnoticed: up to `steps` tokens too many are counted there.)
+- SGLang's own `spec_accept_length` divides all tokens of the output, with the prefill's first and without cut-off ones,
+  by the verifications. It differs slightly for short answers and is not used.
 
-One conversation is decoded at a time, so that tokens per second are those of one user.
+One conversation is decoded at a time, so that tokens per second are those of a single user.
 """
 
 import itertools
@@ -28,8 +29,7 @@ from torch import Tensor
 
 from eagle3.console import Progress, Warned
 from eagle3.errors import UserError
-from eagle3.evaluation.decoding import tie_resolution
-from eagle3.evaluation.speculative import SpeculativeResult, Verdict, first_difference
+from eagle3.evaluation.speculative import SpeculativeResult, Verdict, first_difference, tie_resolution
 from eagle3.targets.sglang.asking import ask
 from eagle3.targets.sglang.server import EngineOptions, SGLangServer
 from eagle3.targets.sglang.version import (
@@ -45,29 +45,28 @@ from eagle3.targets.sglang.version import (
 
 ANSWER_SECONDS = 3600.0
 WARM_UP_TOKENS = 8
-SAMPLED_SCORES = 512  # tokens whose scores say how far the logits of a position spread
+SAMPLED_SCORES = 512  # tokens whose scores show how far the logits of a position spread
 
 
 class DraftTree(NamedTuple):
-    """What is drafted before a verification. steps: forwards of the draft, the depth. topk: branches of a node. tokens:
-    verified at a time, counting the last token put out, from which the tree grows; steps + 1 for a chain."""
+    """What is drafted before a verification."""
 
-    steps: int
-    topk: int
+    steps: int  # forwards of the draft, i.e. the depth
+    topk: int  # branches of each node
+    # Verified at a time, including the output's last token, from which the tree grows; steps + 1 for a chain.
     tokens: int
 
     @classmethod
     def of(cls, steps: int, topk: int, tokens: int | None) -> "DraftTree":
-        """With the number of tokens that is left out: a chain's, or topk for every step. Raises UserError where no such
-        tree exists."""
+        """The tree; without `tokens`, as many as a chain has, or topk per step. Raises UserError if there is none."""
         if topk < 1:
             raise UserError(f"--topk {topk}: a node has at least one branch; leave it out for a chain")
-        drafted = topk + (steps - 1) * topk**2  # a step opens topk branches of each of the topk best nodes
+        drafted = topk + (steps - 1) * topk**2  # each step opens topk branches of each of the topk best nodes
         tokens = (steps * topk if topk > 1 else steps) + 1 if tokens is None else tokens
         if topk == 1 and tokens != steps + 1:
             raise UserError(
-                f"--tree-tokens {tokens}: a chain of evaluation.draft_tokens={steps} has {steps + 1}; leave it out, or set "
-                "--topk to 2 or more for a tree"
+                f"--tree-tokens {tokens}: a chain of evaluation.draft_tokens={steps} has {steps + 1}; leave it out, "
+                "or set --topk to 2 or more for a tree"
             )
         if not 2 <= tokens <= drafted + 1:
             raise UserError(
@@ -83,11 +82,12 @@ class TimedAnswer(NamedTuple):
 
 
 class Logits(NamedTuple):
-    """Of a target: what says how far rounding moves its logits (number format, layers), and how many tokens they rate."""
+    """What the judge needs to know of a target's logits."""
 
+    # How far rounding moves them depends on these two:
     dtype: torch.dtype
     layers: int
-    vocab_size: int
+    vocab_size: int  # tokens that they rate
 
 
 def judge_by_sglang(
@@ -101,10 +101,11 @@ def judge_by_sglang(
     window: int | None,
     report: Callable[[str], None],
 ) -> SpeculativeResult:
-    """Start a server with the draft in folder `exported`, then one without, and decode all prompts (int64 [P]) by both. window:
-    keys that a query of the draft sees, None for all.
+    """Decode all prompts (int64 [P]) with a server that has the draft in folder `exported`, then with one that has not.
 
-    Raises UserError where a server does not start or answer.
+    window: keys that a query of the draft sees; None for all
+
+    Raises UserError if a server does not start or answer.
     """
     attention = [] if torch.cuda.is_available() or options.attention else cpu_attention_flags()
     flags = [*decoding_flags(), *attention]
@@ -134,25 +135,25 @@ def judge_by_sglang(
 def decode_by_server(
     server: SGLangServer, prompts: Sequence[Tensor], new_tokens: int, report: Callable[[str], None]
 ) -> list[TimedAnswer]:
-    """Greedy answers of up to new_tokens, one after another, and the seconds that each took, prefill included."""
+    """Greedy answers of up to new_tokens, one after another, with the seconds that each took, prefill included."""
     _generate(server, greedy_request(prompts[0].tolist(), min(new_tokens, WARM_UP_TOKENS)))
     answers, progress = [], Progress(report, "decoding by SGLang", len(prompts), "conversations")
     for number, prompt in enumerate(prompts, start=1):
         start = time.perf_counter()
         answer = greedy_answer(_generate(server, greedy_request(prompt.tolist(), new_tokens)))
-        now = time.perf_counter()
-        answers.append(TimedAnswer(answer, now - start))
+        answers.append(TimedAnswer(answer, time.perf_counter() - start))
         if not answer.stopped and len(answer.tokens) < new_tokens:
             raise UserError(
-                f"sglang: prompt {number} of {len(prompt)} tokens got {len(answer.tokens)} new tokens, not {new_tokens}: the "
-                "server has no room for more; raise target.kv_tokens or target.memory_fraction, or use shorter prompts"
+                f"sglang: prompt {number} of {len(prompt)} tokens got {len(answer.tokens)} new tokens, not "
+                f"{new_tokens}: the server has no room for more; raise target.kv_tokens or target.memory_fraction, or "
+                "use shorter prompts"
             )
         progress.at(number)
     return answers
 
 
 def count_drafted(drafted: Sequence[TimedAnswer], steps: int) -> SpeculativeResult:
-    """The figures of a server with a draft (see this file's head for how it counts), all else left at 0."""
+    """The figures of a server with a draft (the module docstring says how it counts); all others are 0."""
     histograms = [each.answer.histogram for each in drafted]
     most = max(map(len, histograms))
     assert most <= steps + 1, f"SGLang accepted {most - 1} drafts at once, drafted were {steps}"
@@ -178,7 +179,7 @@ def count_drafted(drafted: Sequence[TimedAnswer], steps: int) -> SpeculativeResu
 
 
 def _yielded(answer: GreedyAnswer) -> int:
-    """Tokens that the verifications added, to the first EOS at most."""
+    """Tokens that the verifications added, up to the first EOS."""
     counted = sum(count * (accepted + 1) for accepted, count in enumerate(answer.histogram))
     put_out = len(answer.tokens) - 1  # the first is the prefill's
     assert counted >= put_out, f"SGLang counts {counted} tokens of verifications where it puts out {put_out}"
@@ -188,18 +189,18 @@ def _yielded(answer: GreedyAnswer) -> int:
 def compare_by_server(
     server: SGLangServer, prompt: Tensor, tokens: Sequence[int], plain: Sequence[int], logits: Logits
 ) -> Verdict:
-    """As `eagle3.evaluation.speculative.compare` says it.
+    """Like `eagle3.evaluation.speculative.compare`, with the server's scores.
 
-    Where they differ first, the server is asked for the scores of both tokens. SGLang gives log-probabilities, not logits:
-    they differ by a constant, so a sample of them over the vocabulary, less its mean, stands for the logits whose size and
-    spread say what rounding may do.
+    At the first difference, the server is asked for the scores of both tokens. SGLang gives log-probabilities, not
+    logits; they differ by a constant. A sample of them over the vocabulary, minus its mean, therefore stands for the
+    logits, whose size and spread say how much rounding matters.
     """
     verdict, first = first_difference(tokens, plain)
     if verdict:
         return verdict
-    known = [*prompt.tolist(), *plain[:first]]
     sample = torch.linspace(0, logits.vocab_size - 1, min(SAMPLED_SCORES, logits.vocab_size)).long().tolist()
-    scores, best = scores_answer(_generate(server, scores_request(known, [tokens[first], plain[first], *sample])))
+    request = scores_request([*prompt.tolist(), *plain[:first]], [tokens[first], plain[first], *sample])
+    scores, best = scores_answer(_generate(server, request))
     spread = torch.tensor([*scores[2:], best])
     resolution = tie_resolution((spread - spread[:-1].mean()).to(logits.dtype), logits.layers)
     return "tie" if min(scores[:2]) >= best - float(resolution) else "mismatch"
@@ -210,6 +211,6 @@ def _generate(server: SGLangServer, body: dict) -> dict:
         return ask(server.url, "/generate", body, timeout=ANSWER_SECONDS)
     except OSError as error:
         raise UserError(
-            f"sglang: the server gave no answer ({error}): {server.last_words()}; lower target.memory_fraction, or shorten "
-            "the prompts"
+            f"sglang: the server gave no answer ({error}): {server.last_words()}; lower target.memory_fraction, or "
+            "shorten the prompts"
         ) from error

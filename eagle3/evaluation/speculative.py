@@ -1,34 +1,187 @@
-"""The judge of a trained draft: real speculative decoding with its target, greedy output checked against plain decoding."""
+"""Judge a trained draft by real speculative decoding with its target; greedy output is compared with plain decoding.
+
+A conversation is decoded one token at a time, and by verified drafts; the figures are over many conversations.
+"""
 
 import itertools
 import os.path
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from eagle3.console import Progress, Say, Warned
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
-from eagle3.evaluation.acceptance import Decoding, Verification
-from eagle3.evaluation.decoding import PlainOutput, SpeculativeOutput, plain_greedy, plain_sampled, speculative
-from eagle3.evaluation.drafter import ChainDrafter, NewDrafter
+from eagle3.evaluation.acceptance import AcceptanceRule, Decoding, Greedy, Verification
+from eagle3.evaluation.drafter import ChainDrafter, Drafter, NewDrafter
 from eagle3.targets.transformers import TransformersTarget
+
+CANDIDATES = 8  # best logits of each position that plain decoding keeps, to tell a tie from a mismatch
 
 Verdict = Literal["identical", "tie", "mismatch"]
 
 
+class SpeculativeOutput(NamedTuple):
+    """Speculative output for one conversation."""
+
+    tokens: list[int]  # the new tokens
+    verifications: list[Verification]  # all of them; the last one may reach beyond `tokens`
+
+
+class PlainOutput(NamedTuple):
+    """Greedy output of plain decoding for one conversation."""
+
+    tokens: list[int]  # N new tokens, the best of each position
+    candidates: Tensor  # [N, C] int64: the best tokens of each position, best first
+    logits: Tensor  # [N, C] fp32: their logits
+    resolution: Tensor  # [N] fp32: logits closer than this are a tie (see `tie_resolution`)
+
+
+class TargetSession:
+    """A target that decodes one conversation (batch 1) with its KV cache. Raises UserError for a target with a
+    recurrent state, because what a rejected draft did to the state cannot be undone."""
+
+    def __init__(self, target: TransformersTarget, *, can_forget: bool) -> None:
+        self.target = target
+        self.cache = DynamicCache(config=target.model.config)
+        if any(self.cache.is_linear):
+            raise UserError(
+                f"target {target.model.config.name_or_path!r}: has linear-attention layers, whose state cannot be "
+                "rolled back after a rejected draft; set evaluation.conversations=0"
+            )
+        if can_forget:  # otherwise sliding-window layers drop what a rollback has to restore
+            self.cache.activate_past_recording()
+
+    def forward(self, tokens: Tensor, rows: int) -> Tensor:
+        """Append tokens [T]. Returns the model's own logits [rows, V] after the last `rows` of them."""
+        output = self.target.decoder(input_ids=tokens[None], past_key_values=self.cache, use_cache=True)
+        return self.target.own_logits(output, output.last_hidden_state[0, -rows:])
+
+    def forget(self, tokens: int) -> None:
+        """Roll back the last `tokens`."""
+        self.cache.crop(-tokens)
+
+
+@torch.no_grad()
+def speculative(
+    target: TransformersTarget,
+    drafter: Drafter,
+    prompt: Tensor,
+    rule: AcceptanceRule,
+    *,
+    draft_tokens: int,
+    new_tokens: int,
+) -> SpeculativeOutput:
+    """Decode `new_tokens` after prompt [P], or up to and including the target's EOS, by drafts that `rule` verifies.
+
+    drafter: a new one, with room for P + new_tokens rows on the target's device
+
+    The first token comes from the prefill and belongs to no verification. Every verification gets `draft_tokens`
+    drafts, even if fewer tokens are left, and counts in full, so that `new_tokens` does not bias the acceptance length.
+    Nothing after an EOS counts: a verification that accepts an EOS among its drafts ends there, without a token of the
+    target's own.
+    """
+    ends, session = end_tokens(target), TargetSession(target, can_forget=True)
+    prompt = prompt.to(target.device)
+    verifications = []
+    with target.captured_layers() as captured:
+        chosen = rule.draw(session.forward(prompt, rows=1)).tokens
+        aux, following = _aux(captured, target), torch.cat((prompt[1:], chosen))
+        tokens = chosen.tolist()
+        while len(tokens) < new_tokens and tokens[-1] not in ends:
+            drafter.extend(aux, following)
+            proposal = drafter.propose(draft_tokens, rule)
+            logits = session.forward(torch.cat((following[-1:], proposal.tokens)), rows=draft_tokens + 1)
+            drafts, accepted, added = rule.verify(proposal, logits)
+            session.forget(draft_tokens - accepted)
+            aux, following = _aux(captured, target)[: accepted + 1], following.new_tensor(added)
+            end = next((place for place, token in enumerate(added, 1) if token in ends), len(added))
+            verifications.append(Verification(drafts, min(accepted, end), added[:end]))
+            tokens += added[:end]
+    return SpeculativeOutput(tokens[:new_tokens], verifications)
+
+
+@torch.no_grad()
+def plain_greedy(target: TransformersTarget, prompt: Tensor, *, new_tokens: int) -> PlainOutput:
+    """Decode `new_tokens` after prompt [P], or up to and including the target's EOS, one token per forward."""
+    tokens, kept = [], []
+    for token, logits in _one_by_one(target, prompt, Greedy(), new_tokens):
+        best = logits.float().topk(min(CANDIDATES, len(logits)))
+        # A model that converts its logits to a wider dtype does not make them more exact.
+        rounded = logits.to(target.head.embedding.dtype)
+        kept.append((best.indices, best.values, tie_resolution(rounded, len(target.layers))))
+        tokens.append(token)
+    return PlainOutput(tokens, *(torch.stack(column).cpu() for column in zip(*kept, strict=True)))
+
+
+@torch.no_grad()
+def plain_sampled(target: TransformersTarget, prompt: Tensor, rule: AcceptanceRule, *, new_tokens: int) -> list[int]:
+    """Like `plain_greedy`, but `rule` draws each token. Returns only the tokens."""
+    return [token for token, _ in _one_by_one(target, prompt, rule, new_tokens)]
+
+
+def _one_by_one(
+    target: TransformersTarget, prompt: Tensor, rule: AcceptanceRule, new_tokens: int
+) -> Iterator[tuple[int, Tensor]]:
+    """Each new token with the logits [V] that it was drawn from."""
+    ends, session = end_tokens(target), TargetSession(target, can_forget=False)
+    row = prompt.to(target.device)
+    for _ in range(new_tokens):
+        logits = session.forward(row, rows=1)
+        row = rule.draw(logits).tokens
+        (token,) = row.tolist()
+        yield token, logits[0]
+        if token in ends:
+            return
+
+
+def tie_resolution(logits: Tensor, layers: int) -> Tensor:
+    """How far rounding alone may move two logits relative to each other, between forwards over one token and over many.
+
+    logits: [V], of one position
+
+    Returns an fp32 scalar. Rounding a stream to a precision of `eps` at each of 2 x layers additions moves a logit by
+    about 0.4 eps sqrt(2 layers) of the logits' standard deviation. (0.28 if there were only additions; independent
+    roundings add in quadrature, and a random error of the hidden state reaches the logits like the state itself.) fp32
+    sums of thousands of products lose more than their last bit; at most 64 eps is assumed for them. The factor of three
+    sqrt(2 layers) leaves five standard deviations for a pair. Half an eps for rounding either logit itself, in both
+    forwards, is added.
+    """
+    precision = torch.finfo(logits.dtype).eps
+    state = max(precision, 64 * torch.finfo(torch.float32).eps)
+    logits = logits.float()
+    return 2 * precision * logits.max().abs() + 3 * (2 * layers) ** 0.5 * state * logits.std()
+
+
+def end_tokens(target: TransformersTarget) -> frozenset[int]:
+    """The target's EOS ids, from its generation config, which may name more than the model's config does."""
+    config, generation = target.model.config.get_text_config(decoder=True), target.model.generation_config
+    ids = generation.eos_token_id if generation and generation.eos_token_id is not None else config.eos_token_id
+    return frozenset([ids] if isinstance(ids, int) else ids or ())
+
+
+def _aux(captured: dict[int, Tensor], target: TransformersTarget) -> Tensor:
+    """Aux states [T, 3Ht] of the last forward (batch 1)."""
+    return torch.cat([captured[layer][0] for layer in target.aux_layers], dim=-1)
+
+
+# Many conversations --------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class DecodedConversation:
-    """One conversation decoded speculatively and plainly. verdict: how the two compare (see `compare`), None where both are
-    sampled. plain_tokens: new tokens of plain decoding. seconds: of decoding, prefill included."""
+    """One conversation decoded speculatively and plainly."""
 
     output: SpeculativeOutput
-    verdict: Verdict | None
-    plain_tokens: int
+    verdict: Verdict | None  # how the two compare (see `compare`); None if both are sampled
+    plain_tokens: int  # new tokens of plain decoding
+    # Of decoding, prefill included:
     seconds_speculative: float
     seconds_plain: float
 
@@ -38,47 +191,42 @@ class DecodedConversation:
 
     @property
     def yielded(self) -> int:
-        """Tokens that the verifications added, before the output was cut to its length."""
+        """Tokens that the verifications added, before the output was cut to length."""
         return sum(len(each.tokens) for each in self.verifications)
 
     def accepted(self, draft_tokens: int) -> list[int]:
-        """[draft_tokens]: verifications that accepted drafts 0..i, all of them."""
+        """[draft_tokens]: how many verifications accepted all of the drafts 0..i."""
         return [sum(each.accepted > i for each in self.verifications) for i in range(draft_tokens)]
 
 
 @dataclass(frozen=True)
 class SpeculativeResult:
-    """Counts over all conversations.
-
-    draft_tokens: drafts of one verification. new_tokens: tokens put out. yielded: tokens that the verifications added,
-    before the output was cut to its length. accepted[i]: verifications that accepted drafts 0..i, all of them.
-    identical, ties, mismatches: conversations by how their output compares with plain decoding (see `compare`).
-    seconds: of decoding, prefill included. compared: whether the output was compared at all; two samples of one
-    distribution cannot be, token by token. plain_tokens: new tokens of plain decoding, None where as many as new_tokens.
-    """
+    """Counts over all conversations."""
 
     conversations: int
-    draft_tokens: int
-    new_tokens: int
+    draft_tokens: int  # drafts per verification
+    new_tokens: int  # tokens in the outputs
     verifications: int
-    yielded: int
-    accepted: list[int]
+    yielded: int  # tokens that the verifications added, before the outputs were cut to length
+    accepted: list[int]  # accepted[i]: verifications that accepted all of the drafts 0..i
+    # Conversations by how their output compares with plain decoding (see `compare`):
     identical: int
     ties: int
     mismatches: int
+    # Of decoding, prefill included:
     seconds_speculative: float
     seconds_plain: float
-    compared: bool = True
-    plain_tokens: int | None = None
+    compared: bool = True  # False if sampled: two samples of a distribution cannot be compared token by token
+    plain_tokens: int | None = None  # new tokens of plain decoding; None if as many as new_tokens
 
     @classmethod
     def over(cls, decoded: Sequence[DecodedConversation], draft_tokens: int) -> "SpeculativeResult":
-        """Raises UserError where the target ends every conversation at its first token."""
+        """Sum up the conversations. Raises UserError if the target ends every one of them at its first token."""
         verifications = sum(len(each.verifications) for each in decoded)
         if not verifications:
             raise UserError(
-                f"evaluation: the target ends all {len(decoded)} conversations with their first token, so nothing can be "
-                "measured; use other conversations, or set evaluation.conversations=0"
+                f"evaluation: the target ends all {len(decoded)} conversations with their first token, so nothing can "
+                "be measured; use other conversations, or set evaluation.conversations=0"
             )
         verdicts = [each.verdict for each in decoded]
         return cls(
@@ -99,32 +247,36 @@ class SpeculativeResult:
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens a verification yields: the accepted drafts and the target's own next token (1 = no draft accepted)."""
+        """Tokens produced per verification: accepted drafts plus the target's own next token (1 = none accepted)."""
         return self.yielded / self.verifications
 
     @property
     def position_acceptance(self) -> list[float]:
-        """Share of the verifications in which drafts 0..i were all accepted."""
+        """Share of verifications that accepted all of the drafts 0..i, for each i."""
         return [count / self.verifications for count in self.accepted]
 
     @property
     def conditional_acceptance(self) -> list[float]:
-        """Share of the verifications accepting drafts 0..i-1 that accepted draft i too; 0 where there are none."""
+        """Share of verifications accepting drafts 0..i-1 that also accepted draft i, for each i; 0 if none did."""
         return [now / max(1, before) for before, now in itertools.pairwise([self.verifications, *self.accepted])]
 
     @property
     def lossless(self) -> bool | None:
-        """No output differs from plain decoding but by a tie; None where they were not compared."""
+        """Whether no output differs from plain decoding, except by ties; None if they were not compared."""
         return self.mismatches == 0 if self.compared else None
 
     def as_dict(self) -> dict[str, Any]:
-        derived = ("acceptance_length", "position_acceptance", "conditional_acceptance", "lossless")
-        return asdict(self) | {name: getattr(self, name) for name in derived}
+        return asdict(self) | {
+            "acceptance_length": self.acceptance_length,
+            "position_acceptance": self.position_acceptance,
+            "conditional_acceptance": self.conditional_acceptance,
+            "lossless": self.lossless,
+        }
 
 
 def chain_drafter(target: TransformersTarget, draft: Eagle3Draft, d2t: Tensor) -> NewDrafter:
-    """What makes a drafter for each conversation. d2t [Vd] and the draft lie on the target's device. Raises UserError for a
-    draft that reads other layers than `target` gives."""
+    """A factory that makes a drafter for each conversation. d2t [Vd] and the draft are on the target's device. Raises
+    UserError if the draft reads other layers than `target` gives."""
     layers = draft.draft_config.aux_layers
     if layers is not None and layers != target.aux_layers:
         raise UserError(
@@ -144,10 +296,12 @@ def decode_conversations(
     report: Say = lambda _: None,
     what: str = "speculative decoding",
 ) -> list[DecodedConversation]:
-    """Decode every prompt (int64 [P]) speculatively and plainly. timed: plainly, too, where that is of use for its seconds
-    alone, that is where tokens are sampled. report hears of progress with `what`.
+    """Decode every prompt (int64 [P]) speculatively and plainly.
 
-    Raises UserError for a prompt that is empty or has no room for its answer in the target's context.
+    timed: whether to decode plainly even if only the time is of interest, i.e. if tokens are sampled
+    report: gets progress lines that begin with `what`
+
+    Raises UserError for a prompt that is empty, or leaves no room for its answer in the target's context.
     """
     draft_tokens, new_tokens, sampling = decoding.draft_tokens, decoding.new_tokens, decoding.sampling
     _check(target, prompts, draft_tokens, new_tokens)
@@ -159,7 +313,7 @@ def decode_conversations(
         drafter = new_drafter(len(prompt) + new_tokens)
         output = speculative(target, drafter, prompt, rule, draft_tokens=draft_tokens, new_tokens=new_tokens)
         middle = time.perf_counter()
-        progress.at(number - 1)  # for a long prompt's sake
+        progress.at(number - 1)  # shows that a long prompt is making progress
         verdict, plain_tokens, began = None, 0, time.perf_counter()
         if sampling.greedy:
             plain = plain_greedy(target, prompt, new_tokens=new_tokens)
@@ -176,10 +330,10 @@ def decode_conversations(
 
 
 def compare(tokens: Sequence[int], plain: PlainOutput) -> Verdict:
-    """How speculative output compares with plain output.
+    """Compare speculative output with plain output.
 
-    A first difference is a tie where plain decoding rated the other token within its resolution of the best; what
-    follows a tie are two equally right texts, and is not compared. All else is a mismatch, a different length included.
+    A first difference is a tie if plain decoding rated the other token within its resolution of the best. After a tie,
+    the texts are equally right and are not compared. Anything else is a mismatch, a different length included.
     """
     verdict, first = first_difference(tokens, plain.tokens)
     if verdict:
@@ -198,7 +352,7 @@ def _check(target: TransformersTarget, prompts: Sequence[Tensor], draft_tokens: 
     for number, prompt in enumerate(prompts):
         if not len(prompt):
             raise UserError(f"evaluation: prompt {number} has no tokens; leave it out")
-        if context and len(prompt) + new_tokens - 1 + draft_tokens > context:  # of the last possible chain
+        if context and len(prompt) + new_tokens - 1 + draft_tokens > context:  # end of the last possible chain
             raise UserError(
                 f"evaluation: prompt {number} has {len(prompt)} tokens, which with {new_tokens} new and {draft_tokens} "
                 f"drafted exceed the target's context of {context}; use shorter prompts or lower evaluation.new_tokens"
@@ -206,7 +360,7 @@ def _check(target: TransformersTarget, prompts: Sequence[Tensor], draft_tokens: 
 
 
 def first_difference(tokens: Sequence[int], plain: Sequence[int]) -> tuple[Verdict | None, int]:
-    """How many tokens, from the first, two outputs share; and the verdict, None where it depends on the logits there."""
+    """The verdict on two outputs, None if it depends on the logits, and the length of their common beginning."""
     first = len(os.path.commonprefix([list(tokens), list(plain)]))
     if first == len(tokens) == len(plain):
         return "identical", first

@@ -1,4 +1,4 @@
-"""From a recipe to a filled hidden-state store: each process captures its share of what is missing; what is damaged goes."""
+"""Fill a recipe's hidden-state store, each process its share of what is missing; check and repair stores."""
 
 import datetime
 from collections import Counter
@@ -10,7 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from eagle3.console import Console, Progress, Say, counted, waiting
-from eagle3.errors import UserError
+from eagle3.durable import writing
 from eagle3.jobs.job import Job, start_target
 from eagle3.jobs.provenance import capture_record, provenance, store_encoding, store_provenance
 from eagle3.jobs.supply import capture_target
@@ -24,14 +24,17 @@ from eagle3.states.store.writer import Part, StoreWriter
 from eagle3.targets.long_prefill import LongPrefill
 from eagle3.training.watched import watched
 
-# Processes end their shares hours apart and then wait for one another; the watchdog sees who will not come.
+# Processes finish their shares hours apart and then wait for one another; the watchdog notices those that never will.
 PATIENCE = datetime.timedelta(days=7)
 MOST_LINES = 20
 
 
 def verify(job: Job, wanted: dict[str, Wanted], console: Console, repair: bool, bind: bool) -> bool:
-    """Say what is wrong with the store; where asked, take it out, or, where nothing is wrong, bind the shards of older
-    versions to it. True where nothing is."""
+    """Report what is wrong with the store. Returns whether it is whole.
+
+    repair: delete what is wrong
+    bind: if nothing is wrong, bind shards of older versions to the store
+    """
     path = job.recipe.hidden_states.path
     findings = check_store(path, store_provenance(job), wanted, console)
     whole, bound = not findings.problems, None
@@ -46,15 +49,11 @@ def verify(job: Job, wanted: dict[str, Wanted], console: Console, repair: bool, 
     )
     if kinds["foreign"] and kinds["foreign"] == len(findings.indexes):
         console.result(f"{path}: all shards are foreign; if {MANIFEST} was replaced, restore it: --repair deletes them")
-    try:
+    with writing(Path(path), "free space, and run the same again"):
         if repair:
             remove_flawed(Path(path), findings.problems)
         elif bind and whole:
             bound = bind_shards(Path(path), findings)
-    except OSError as error:
-        raise UserError(
-            f"{path}: cannot be written ({error}); free space or change its rights, and run the same again"
-        ) from error
     if bound is not None:
         console.result(f"{path}: {counted(bound, 'shard')} newly bound to {MANIFEST}")
     elif not repair and (notice := unbound_notice(path, findings.indexes)):
@@ -65,10 +64,10 @@ def verify(job: Job, wanted: dict[str, Wanted], console: Console, repair: bool, 
 
 
 def watched_capture(recipe: Recipe, topology: Topology) -> AbstractContextManager[Watchdog]:
-    """Collective; around what a capture does."""
+    """The watchdog around a capture. Collective."""
     return watched(
         topology,
-        # SGLang's client has time limits of its own, which allow for servers that work for others, too.
+        # SGLang's client has its own time limits, which allow for servers that are busy with other jobs.
         hang_minutes=None if recipe.target.backend == "sglang" else recipe.training.hang_minutes,
         patience=PATIENCE,
         advice="run capture.py again, which continues",
@@ -77,9 +76,11 @@ def watched_capture(recipe: Recipe, topology: Topology) -> AbstractContextManage
 
 
 class ShareCourse:
-    """How far this process's share is: lines for a person, and the place where the watchdog finds the process.
+    """Progress of this process's share: prints it, and tells the watchdog what the process is doing.
 
-    samples: that go through the target. tokens: that are written. at: receives the place.
+    samples: how many go through the target
+    tokens: how many are written
+    at: takes the description of the current place
     """
 
     def __init__(self, samples: int, tokens: int, say: Say, at: Callable[[str], None]) -> None:
@@ -93,13 +94,13 @@ class ShareCourse:
 
     def advance(self, tokens: int) -> None:
         self.progress.advance(tokens)
-        self.at(self.place)  # anew: a long sample that goes on does not hang
+        self.at(self.place)  # again, so that a long sample in progress does not look hung
 
 
 def fill(
     job: Job, wanted: dict[str, Wanted], part: Part, topology: Topology, console: Console, watchdog: Watchdog
 ) -> None:
-    """Capture what the store lacks of this job's part; over when every rank has its share."""
+    """Capture what the store lacks of this job's part. Returns when every rank has finished its share."""
     path, sequence = job.recipe.hidden_states.path, topology.sequence
     together = part.split(topology.data.rank(), topology.data.size())
     alone = together.split(sequence.rank(), sequence.size())
@@ -151,14 +152,17 @@ def _capture_here(
     console: Console,
     watchdog: Watchdog,
 ) -> None:
-    """With the target in these processes: batches of short samples by this rank alone, long samples by the ranks of a
-    sequence group together; `parts` are the two's. They are dealt from all there is, stored or not: so ranks agree that look
-    at the store at different times."""
+    """Capture with the target in these processes.
+
+    Each rank prefills batches of short samples alone, and the ranks of a sequence group prefill long samples together;
+    `parts` are this rank's parts of the two. All samples are dealt out, stored or not, so that ranks agree even if they
+    look at the store at different times.
+    """
     (alone, together), most, sequence = parts, job.recipe.hidden_states.prefill_tokens, topology.sequence
     missing = wanted.keys() - writer.known
     batches = [batch for batch in alone.of(prefill_batches(wanted, most)) if not missing.isdisjoint(batch)]
     long = together.of(sample_id for sample_id, one in wanted.items() if one.tokens > most)
-    # What one rank found stored another may have looked for a moment earlier.
+    # One rank may have found a sample stored that another, looking a moment earlier, did not.
     chosen = [[sample_id for sample_id in long if sample_id in missing]]
     dist.broadcast_object_list(chosen, group=sequence, group_src=0)
     (long,) = chosen
@@ -173,7 +177,7 @@ def _capture_here(
     if not long:
         return
     watchdog.at("the end of its short samples")
-    dist.barrier(sequence)  # for hours, maybe: nobody hangs who waits here
+    dist.barrier(sequence)  # may take hours, so the watchdog does not count waiting here as a hang
     with watchdog.watching():
         long_target = LongPrefill(target, topology.ulysses, topology.ring, sequence, most)
         capture_arriving(long_target, [wanted[sample_id] for sample_id in long], writer, course)

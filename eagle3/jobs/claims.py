@@ -1,4 +1,4 @@
-"""What is claimed of the recipes for one model each (recipes/claims.toml), and README's table of it."""
+"""The verification claims of the single-model recipes (recipes/claims.toml), and docs/models.md's table of them."""
 
 import tomllib
 from pathlib import Path
@@ -8,12 +8,12 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
 from eagle3.recipe.loading import load_recipe
 
-# What can be verified of a recipe without the weights of its target, and the weights themselves.
+# All but the last can be verified without the target's weights.
 Claim = Literal["config", "chat_template", "training", "serving", "capture", "weights"]
 
 
 class Claims(BaseModel):
-    """What is known of one recipe's target. unverified: each with the reason."""
+    """What is known about one recipe's target."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -21,7 +21,7 @@ class Claims(BaseModel):
     context: int = Field(ge=1)
     rope: str
     verified: list[Claim] = []
-    unverified: dict[Claim, str] = {}
+    unverified: dict[Claim, str] = {}  # each with the reason
 
     @model_validator(mode="after")
     def _every_claim_once(self) -> "Claims":
@@ -32,13 +32,13 @@ class Claims(BaseModel):
 
 
 def read_claims(path: Path) -> dict[str, Claims]:
-    """By the recipe's name."""
+    """The claims, keyed by recipe name."""
     return TypeAdapter(dict[str, Claims]).validate_python(tomllib.loads(path.read_text(encoding="utf-8")))
 
 
 def recipes_table(folder: Path) -> str:
-    """Markdown: of each recipe in the claims of `folder`, the target, its rope and context, and each claim: yes or, numbered,
-    why not."""
+    """Markdown table with a row for each recipe in the claims of `folder`: target, rope and context, and for each claim
+    "yes" or the number of the reason why not."""
     names, reasons = get_args(Claim), []
     head = ["Recipe", "Target", "Draft's rope; target's context", *(name.replace("_", " ") for name in names)]
     rows = []
@@ -49,7 +49,7 @@ def recipes_table(folder: Path) -> str:
             for each in names
         )
         target = load_recipe(folder / f"{name}.yaml").model.target
-        rows.append([f"[`{name}.yaml`](recipes/{name}.yaml)", target, f"{claims.rope}; {claims.context:,}", *marks])
+        rows.append([f"[`{name}.yaml`](../recipes/{name}.yaml)", target, f"{claims.rope}; {claims.context:,}", *marks])
     lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
     lines += ["", "Why not:", "", *(f"{number}. {reason}" for number, reason in enumerate(reasons, 1))]
     return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])

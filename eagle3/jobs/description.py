@@ -1,4 +1,4 @@
-"""What a run is made of, written down once at its start: data, vocabulary, memory estimate, versions, machine."""
+"""The contents of run.json, written at the start of a run: data, vocabulary, memory estimate, versions, machine."""
 
 import dataclasses
 import datetime
@@ -21,14 +21,13 @@ from eagle3.planning.fitting import PlannedStream
 from eagle3.planning.memory import rank_bytes
 from eagle3.planning.step import Weights
 from eagle3.preflight.sameness import ABSENT, PACKAGES, versions
-from eagle3.text.download import is_dataset, source_of_id
+from eagle3.text.datasets import is_dataset, preset_source, source_of_id
 from eagle3.text.prepare import Summary
-from eagle3.text.presets import preset_source
 from eagle3.text.samples import SampleSet
 
 GIB = 2**30
-BINS = 24  # of the histogram of sample lengths
-WIDE = 16  # times the shortest sample: from here on the bins are equal on a logarithmic scale
+BINS = 24  # in the histogram of sample lengths
+WIDE = 16  # if the longest sample is at least this many times the shortest, the bins are equal on a logarithmic scale
 PREPARED = ("rows", "kept", "truncated", "dropped", "kinds", "empty_answers")
 SHOWN = (*PACKAGES, "eagle3-recipes", "tokenizers", "numpy", "sglang")
 
@@ -42,8 +41,11 @@ def describe_run(
     continues: bool,
     memory_before: float,
 ) -> dict[str, Any]:
-    """What run.json holds, as JSON takes it. steps: of the optimiser, in the whole run. memory_before: GiB, the peak before the
-    draft was made."""
+    """The contents of run.json, as JSON values.
+
+    steps: optimiser steps of the whole run
+    memory_before: peak memory in GiB before the draft was built
+    """
     recipe, target, shape, sizes = job.recipe, job.config, job.shape, job.recipe.parallelism
     processes, train = dist.get_world_size(), describe_samples(job.train)
     data = processes // (sizes.tensor * sizes.ulysses * sizes.ring)
@@ -52,7 +54,7 @@ def describe_run(
         "continues": continues,
         "steps": steps,
         "layout": {"tensor": sizes.tensor, "ulysses": sizes.ulysses, "ring": sizes.ring, "data": data},
-        "machine": {  # of the first rank's node; no host name: reports travel
+        "machine": {  # the first rank's node; no host name, because reports are shared
             "system": platform.platform(),
             "processor": _processor(),
             "cores": usable_cores(),
@@ -91,7 +93,7 @@ def describe_run(
 
 
 def hub_datasets(sources: Sequence[str]) -> list[str]:
-    """Ids of those sources that are datasets of a hub; the others are files, or made here."""
+    """Ids of the sources that are hub datasets. Files and generated data are left out."""
     named = [source for source in sources if not _is_here(source)]
     found = [preset_source(source) for source in named if source.startswith("preset:")]
     found += [source_of_id(source) for source in named if is_dataset(source)]
@@ -103,7 +105,10 @@ def _is_here(path: str) -> bool:
 
 
 def describe_samples(samples: SampleSet) -> dict[str, Any]:
-    """samples, tokens, supervised, longest: counts. lengths: a histogram, edges [n + 1] in tokens and counts [n]."""
+    """Counts of samples, tokens and supervised tokens, the longest length, and a histogram of lengths.
+
+    The histogram has edges [n + 1] in tokens, and counts [n].
+    """
     lengths = samples.lengths
     return {
         "samples": len(samples),
@@ -124,17 +129,17 @@ def _histogram(lengths: np.ndarray) -> dict[str, list[float]] | None:
 
 
 def _prepared(summary: Summary | None) -> dict[str, Any] | None:
-    """What was read, left out (and by which kind of reason) and truncated, and how many answers are empty (None: not counted)."""
+    """How many rows were read, kept, truncated and dropped, the reasons, and the empty answers (None: not counted)."""
     return summary and {name: getattr(summary, name) for name in PREPARED}
 
 
 def estimate_memory(
     job: Job, supervised: float, deepspeed_file: Path, *, processes: int, device: torch.device
 ) -> dict[str, Any]:
-    """The planner's bytes of a rank, in GiB, for the largest stream that the samples can make, of which such a share is
-    supervised.
+    """The planner's estimate of a rank's memory in GiB, for the largest stream that the samples can form.
 
-    estimate_gib is None, and `why` says so, where the planner refuses the layout.
+    supervised: share of that stream's tokens that are supervised
+    If the planner refuses the layout, estimate_gib is None and `why` has the reason.
     """
     try:
         planned = planned_step(job, processes, deepspeed_file, packed=True)

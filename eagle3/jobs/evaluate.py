@@ -1,4 +1,4 @@
-"""From a recipe to the judge of an exported draft: its prompts, and the engine that decodes them."""
+"""Set up the judging of an exported draft from a recipe: prompts, target and engine."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,10 +13,9 @@ from eagle3.draft.interchange import read_exported
 from eagle3.errors import UserError, first_sentence
 from eagle3.evaluation.acceptance import GREEDY, Decoding, Sampling
 from eagle3.evaluation.by_context import ContextJudgement
-from eagle3.evaluation.context_prompts import prompt_contexts, sample_contexts
 from eagle3.evaluation.drafter import Window, check_belongs
-from eagle3.evaluation.judge import Judgement, choose_prompts, judge_by_context, judge_export, longest_prompt
-from eagle3.evaluation.prompts import read_prompts
+from eagle3.evaluation.judge import Judgement, judge_by_context, judge_export
+from eagle3.evaluation.prompts import choose_prompts, longest_prompt, prompt_contexts, read_prompts, sample_contexts
 from eagle3.evaluation.sglang_judge import DraftTree, Logits, judge_by_sglang
 from eagle3.jobs.job import Inputs, choices_of, start_target
 from eagle3.jobs.supply import engine_options
@@ -26,11 +25,11 @@ from eagle3.targets.sglang.version import CONTEXT_RESERVE, require_captured
 from eagle3.targets.transformers import TransformersTarget
 from eagle3.text.vocabulary import DraftVocabulary
 
-CPU_KV_TOKENS = 4096  # of a server on a CPU beyond what it needs; SGLang wants more than one request's
+CPU_KV_TOKENS = 4096  # for a server on a CPU, beyond what it needs: SGLang wants more than one request's tokens
 
 
 def decoding_of(recipe: Recipe, sampling: Sampling = GREEDY, window: int | None = None) -> Decoding:
-    """As the recipe's evaluation section says. window: of keys, in place of the draft's own."""
+    """Decoding settings from the recipe's evaluation section. window: in keys, overrides the draft's own."""
     return Decoding(recipe.evaluation.draft_tokens, recipe.evaluation.new_tokens, sampling, window)
 
 
@@ -43,10 +42,13 @@ def judge(
     prompts_file: Path | None = None,
     decoding: Decoding | None = None,
 ) -> Judgement:
-    """Judge an exported draft by transformers as the recipe's evaluation section says, and say the result.
+    """Judge an exported draft with transformers, as the recipe's evaluation section says, and print the result.
 
-    target: None to load it. prompts_file: see read_prompts; None for held-out conversations. decoding: None for the recipe's,
-    greedily. Raises UserError for what the user can mend, memory that does not suffice among it.
+    target: None to load it
+    prompts_file: see read_prompts; None for held-out conversations
+    decoding: None for the recipe's, greedy
+
+    Raises UserError for what the user can fix, too little memory included.
     """
     decoding = decoding or decoding_of(inputs.recipe)
     prompts = prompts_to_judge(inputs, prompts_file, decoding.draft_tokens)
@@ -65,8 +67,9 @@ def judge(
         )
     except torch.OutOfMemoryError as error:
         raise UserError(
-            f"evaluation: out of memory on {topology.device} ({first_sentence(error)}); the draft in {exported} is whole: "
-            "judge it with launchers/evaluate.py, which has the device to itself, and there by shorter --prompts"
+            f"evaluation: out of memory on {topology.device} ({first_sentence(error)}); the draft in {exported} is "
+            "complete: judge it with launchers/evaluate.py, which has the device to itself, with shorter --prompts if "
+            "need be"
         ) from error
     for line in judgement.lines():
         console.result(line)
@@ -84,7 +87,7 @@ def judge_contexts(
     prompts_file: Path | None = None,
     decoding: Decoding | None = None,
 ) -> ContextJudgement:
-    """As `judge`, by context: see sample_contexts, for prompts_file prompt_contexts. The result is left to be said."""
+    """Like `judge`, by context length: see sample_contexts and, for prompts_file, prompt_contexts. Prints no result."""
     decoding, most = decoding or decoding_of(inputs.recipe), inputs.config.max_position_embeddings
     if contexts is not None and contexts[-1] > most:
         raise UserError(f"--contexts: {contexts[-1]} is beyond the target's context of {most}; name smaller ones")
@@ -99,7 +102,7 @@ def judge_contexts(
 
 
 def what_is_measured(inputs: Inputs, prompts_file: Path | None) -> dict[str, str]:
-    """Target and texts of a judgement, so that comparisons see where they differ. Of paths the last part alone."""
+    """Target and texts of a judgement, so that comparisons notice differences. Paths are reduced to their last part."""
     model, samples = inputs.recipe.model, inputs.held_out
     name = Path(model.target).name if Path(model.target).expanduser().is_dir() else model.target
     own = f"{len(samples):,} held-out samples of {int(samples.lengths.sum()):,} tokens"
@@ -117,7 +120,7 @@ def judge_served(
     prompts_file: Path | None = None,
     window: int | None = None,
 ) -> Judgement:
-    """As `judge`, but by SGLang: its servers decode, one with the draft and then one without it."""
+    """Like `judge`, but SGLang decodes: one server with the draft, then one without it."""
     wanted, config = inputs.recipe.evaluation, inputs.config
     draft = read_exported(exported).config
     check_belongs(draft, exported, config.vocab_size, config.hidden_size)
@@ -125,7 +128,7 @@ def judge_served(
     room = max(tree.tokens, CONTEXT_RESERVE)
     prompts = prompts_to_judge(inputs, prompts_file, room)
     options = engine_options(inputs)
-    if options.kv_tokens is None and not torch.cuda.is_available():  # else SGLang takes the memory of everything else
+    if options.kv_tokens is None and not torch.cuda.is_available():  # else SGLang takes nearly all memory
         most = max(map(len, prompts)) + wanted.new_tokens + room
         options = replace(options, kv_tokens=2 * most + CPU_KV_TOKENS)
     console(f"decoding {len(prompts)} {'prompts' if prompts_file else 'held-out conversations'} by SGLang")
@@ -147,15 +150,17 @@ def judge_served(
 
 
 def _target_of(inputs: Inputs, exported: Path, topology: Topology, console: Console) -> TransformersTarget:
-    """Loaded for the judge alone."""
+    """Load the target only for judging."""
     draft = read_exported(exported)
     with waiting(console, f"loading {inputs.target}"):
         return start_target(inputs, topology.device, DraftVocabulary(d2t=draft.d2t, t2d=draft.t2d))
 
 
 def prompts_to_judge(inputs: Inputs, file: Path | None, room: int) -> list[Tensor]:
-    """Held-out conversations, or those of a file. room: tokens of the target's context that a prompt must leave beside those of
-    the answer. Raises UserError where there are none."""
+    """Prompts from held-out conversations, or from a file. Raises UserError if there are none.
+
+    room: tokens of the target's context that a prompt must leave free in addition to the answer's
+    """
     wanted = inputs.recipe.evaluation
     longest = longest_prompt(inputs.config.max_position_embeddings, wanted.new_tokens, room)
     if file is None:

@@ -1,4 +1,4 @@
-"""What a recipe comes to, resolved once: target, tokenizer, samples, draft vocabulary, the draft's shape; and what is made of that."""
+"""Resolve a recipe once, into records that are passed on: target, tokenizer, samples, draft vocabulary, draft shape."""
 
 import os
 from collections.abc import Callable
@@ -30,7 +30,7 @@ from eagle3.text.template import Choices, read_template
 from eagle3.text.vocabulary import DraftVocabulary, choose_vocabulary, coverage, load_vocabulary
 
 Answer = TypeVar("Answer")
-# Fields of model.draft that take the place of the config's.
+# Keys of model.draft that override the config's.
 SHAPE = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("max_position_embeddings", "rope_parameters", "rms_norm_eps", "window"),
@@ -39,14 +39,18 @@ SHAPE = (
 
 @dataclass(frozen=True)
 class Prospect:
-    """What a recipe comes to as far as its target's config tells, which a Job knows too. shape: the draft's."""
+    """What follows from a recipe and its target's config alone. A Job knows all of it, too."""
 
     recipe: Recipe
-    shape: DraftConfig
+    shape: DraftConfig  # the draft's
 
     @classmethod
     def of(cls, recipe: Recipe, config: PretrainedConfig | None = None) -> "Prospect":
-        """config: of the target's language part, where it is known; else it is read, or, of `demo`, made as the quickstart will. Raises UserError."""
+        """Derive the draft's shape. Raises UserError.
+
+        config: of the target's language part, if the caller has it. Otherwise it is read, or, for `demo`, made as the
+            quickstart will make it.
+        """
         model = recipe.model
         if config is None and model.target == "demo":
             config = LlamaConfig(**demo_shape(model.demo))
@@ -58,28 +62,27 @@ class Prospect:
 
 @dataclass(frozen=True)
 class KnownTarget:
-    """A recipe's target, found. target: folder or hub id. config: of its language part. chat_template: Jinja source, None for
-    the tokenizer's own."""
+    """A recipe's target, found and read."""
 
     recipe: Recipe
-    target: str
-    config: PretrainedConfig
+    target: str  # folder or hub id
+    config: PretrainedConfig  # of the language part
     tokenizer: PreTrainedTokenizerBase
-    chat_template: str | None
+    chat_template: str | None  # Jinja source; None for the tokenizer's own
 
     @cached_property
     def aux_layers(self) -> tuple[int, int, int]:
-        """Raises UserError where the recipe names layers that the target has not."""
+        """The target layers that the draft reads. Raises UserError if the recipe names layers that do not exist."""
         return _aux_layers(self.recipe, self.config)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the target's weights."""
+        """Fingerprint of the target's weights."""
         return fingerprint(self.target, revision=self.recipe.model.revision)
 
     @classmethod
     def grown(cls, known: "KnownTarget", **more: Any) -> Self:
-        """The same with more known. A fingerprint that was taken stays: it reads whole checkpoints."""
+        """A copy with more fields. A fingerprint that was computed is kept: computing it reads the whole checkpoint."""
         grown = cls(**{field.name: getattr(known, field.name) for field in fields(known)}, **more)
         vars(grown).update(vars(known))
         return grown
@@ -87,32 +90,31 @@ class KnownTarget:
 
 @dataclass(frozen=True)
 class Inputs(KnownTarget):
-    """And its data, read. held_out may be empty; then nothing is measured on the way. Summaries: of what was read; None for what
-    was not, and for a held-out part of train."""
+    """The target and the samples."""
 
     train: SampleSet
-    held_out: SampleSet
+    held_out: SampleSet  # may be empty: nothing is measured during training then
+    # What reading the data reported; None if not read, and for a held-out part of data.train.
     train_summary: Summary | None
     held_out_summary: Summary | None
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sample."""
+        """Length of the longest sample in tokens."""
         return max(int(samples.lengths.max()) for samples in (self.train, self.held_out) if len(samples))
 
 
 @dataclass(frozen=True)
 class Job(Inputs):
-    """Inputs, and the draft that a recipe makes of them. coverage: the share of the supervised training tokens that the draft
-    vocabulary holds."""
+    """Inputs, and the draft that the recipe makes from them."""
 
     vocabulary: DraftVocabulary
-    coverage: float
+    coverage: float  # share of the supervised training tokens that the draft vocabulary has
     shape: DraftConfig
 
 
 def _first_on_a_node(work: Callable[..., Answer]) -> Callable[..., Answer]:
-    """Collective. With several processes the first one on a node does the work, and the others find it cached."""
+    """Let the first process on each node do the work; the others call it afterwards and find it cached. Collective."""
 
     @wraps(work)
     def shared(*arguments: Any, **options: Any) -> Answer:
@@ -125,25 +127,26 @@ def _first_on_a_node(work: Callable[..., Answer]) -> Callable[..., Answer]:
 
 @_first_on_a_node
 def find_target(recipe: Recipe, device: torch.device, say: Say, *, make: bool = True) -> KnownTarget:
-    """Make or find the target, and read its config and tokenizer; collective. make: the demo target where it is not there; a
-    draft that is judged wants the one that it learnt from. Raises UserError."""
+    """Find the target, and read its config and tokenizer. Collective. Raises UserError.
+
+    make: train the demo target if it is not in the cache; not for judging a draft, which needs its own target
+    """
     model, template = recipe.model, recipe.data.chat_template
     target = str(_demo(recipe, device, say, make)) if model.target == "demo" else model.target
     with waiting(say, f"reading the tokenizer of {target}"):
         tokenizer = load_tokenizer(target, revision=model.revision, trust_remote_code=model.trust_remote_code)
     config = target_config(target, revision=model.revision, trust_remote_code=model.trust_remote_code)
     if model.draft.vocabulary is None and model.draft.init_from is None:
-        # a size that cannot be is said before data are read
+        # Refuse an impossible size before any data are read.
         drafted_tokens(model.draft.vocab_size, config.vocab_size)
     return KnownTarget(recipe, target, config, tokenizer, read_template(template) if template else None)
 
 
 @_first_on_a_node
 def gather_inputs(known: KnownTarget, say: Say, *, judging: bool = False) -> Inputs:
-    """Make or find the tokenised samples; collective.
+    """Tokenise the samples, or find them in the cache. Collective. Raises UserError.
 
-    judging: for a draft that is there. Where the recipe names held-out data, data.train is not read: `train` is then empty.
-    Raises UserError.
+    judging: for an existing draft. If the recipe names held-out data, data.train is then not read; `train` is empty.
     """
     data, places = known.recipe.data, _places_of_answers(known)
     encoder = SampleEncoder(
@@ -180,19 +183,20 @@ def gather_inputs(known: KnownTarget, say: Say, *, judging: bool = False) -> Inp
     else:
         train, held_out = train.split_held_out(data.held_out_fraction, data.seed)
     if shared := len(set(held_out.sample_ids) & set(train.sample_ids)):
-        warning = (
-            f"data.held_out: {shared:,} of {len(held_out):,} samples are also trained on, so held-out numbers flatter the "
-            "draft; name other data there, or leave it out for a share of data.train"
+        say(
+            Warned(
+                f"data.held_out: {shared:,} of {len(held_out):,} samples are also trained on, so held-out numbers "
+                "flatter the draft; name other data there, or leave it out for a share of data.train"
+            )
         )
-        say(Warned(warning))
     return Inputs.grown(known, train=train, held_out=held_out, train_summary=summary, held_out_summary=held_out_summary)
 
 
 def _places_of_answers(known: KnownTarget) -> dict[str, str]:
-    """Files of what data.train and data.held_out may name beside files and datasets: a demo target's own answers. Raises
-    UserError where they are named and `target` is none."""
+    """Files behind `demo_answers` in data.train and data.held_out: a demo target's own answers. Raises UserError if the
+    recipe names them and the target has none."""
     answers, model, data = Path(known.target, ANSWERS), known.recipe.model, known.recipe.data
-    if answers.is_file():  # a demo target by that name or by its folder
+    if answers.is_file():  # a demo target, given as `demo` or by its folder
         return {"demo_answers": str(answers), "demo_answers:held_out": str(Path(known.target, HELD_OUT_ANSWERS))}
     for key, sources in (("data.train", data.train), ("data.held_out", data.held_out or [])):
         if any(source.startswith("demo_answers") for source in sources):
@@ -204,7 +208,7 @@ def _places_of_answers(known: KnownTarget) -> dict[str, str]:
 
 
 def choices_of(recipe: Recipe) -> Choices:
-    """What of the recipe's conversations is rendered and supervised."""
+    """Which parts of the recipe's conversations are rendered and supervised."""
     data = recipe.data
     return Choices(data.supervise, data.reasoning, data.text, data.template_variables, data.today)
 
@@ -234,7 +238,7 @@ def _aux_layers(recipe: Recipe, target: PretrainedConfig) -> tuple[int, int, int
 
 
 def start_target(inputs: Inputs, device: torch.device, vocabulary: DraftVocabulary) -> TransformersTarget:
-    """vocabulary: the draft's, which a teacher's logits are of."""
+    """Load the target into this process. vocabulary: the draft's, over which a `logits` teacher gives its logits."""
     model = inputs.recipe.model
     return load_target(
         inputs.target,
@@ -249,8 +253,10 @@ def start_target(inputs: Inputs, device: torch.device, vocabulary: DraftVocabula
 
 
 def choose_draft(inputs: Inputs, say: Say) -> Job:
-    """Choose the draft vocabulary (the one given, that of the warm start, or the most frequent supervised tokens) and the draft's
-    shape. Raises UserError."""
+    """Choose the draft vocabulary and the draft's shape. Raises UserError.
+
+    The vocabulary is the given one, that of the warm start, or the most frequent supervised tokens.
+    """
     draft, share, target_vocab_size = inputs.recipe.model.draft, None, inputs.config.vocab_size
     if draft.vocabulary is not None:
         chosen, origin = load_vocabulary(draft.vocabulary, target_vocab_size), str(draft.vocabulary)
@@ -258,7 +264,7 @@ def choose_draft(inputs: Inputs, say: Say) -> Job:
         exported = read_exported(draft.init_from)
         if len(exported.t2d) != target_vocab_size:
             raise UserError(
-                f"{exported.origin}: was made for a target of {len(exported.t2d)} tokens, this one has "
+                f"{exported.origin}: was made for a target of {len(exported.t2d)} tokens, but this one has "
                 f"{target_vocab_size}; train without model.draft.init_from"
             )
         chosen, origin = DraftVocabulary(d2t=exported.d2t, t2d=exported.t2d), str(draft.init_from)
@@ -267,7 +273,8 @@ def choose_draft(inputs: Inputs, say: Say) -> Job:
         chosen, share = choose_vocabulary(inputs.train, target_vocab_size, size, say)
     if draft.vocab_size not in (None, chosen.size):
         raise UserError(
-            f"model.draft.vocab_size: {draft.vocab_size}, but {origin} has {chosen.size} draft tokens; leave vocab_size out"
+            f"model.draft.vocab_size: {draft.vocab_size}, but {origin} has {chosen.size} draft tokens; leave "
+            "vocab_size out"
         )
     share = coverage(inputs.train, chosen, say) if share is None else share
     say(f"draft vocabulary: {chosen.size} of {target_vocab_size} tokens ({origin}), {share:.2%} of supervised tokens")
@@ -277,8 +284,10 @@ def choose_draft(inputs: Inputs, say: Say) -> Job:
 
 
 def _shape_draft(recipe: Recipe, target: PretrainedConfig, vocabulary: DraftVocabulary | None = None) -> DraftConfig:
-    """The draft's shape: model.draft.config, or the target's; single fields of model.draft win. vocabulary: where it is
-    chosen already."""
+    """The draft's shape: from model.draft.config, or else the target's config; keys of model.draft override both.
+
+    vocabulary: if it is already chosen
+    """
     wanted = recipe.model.draft
     changes = {name: getattr(wanted, name) for name in SHAPE}
     if wanted.rope_parameters is not None:
@@ -302,7 +311,7 @@ def _shape_draft(recipe: Recipe, target: PretrainedConfig, vocabulary: DraftVoca
 
 
 def draft_window(draft: Draft) -> int | None:
-    """Keys that a query of the draft sees at most; None for all."""
+    """How many keys a query of the draft can see; None for all."""
     if draft.window is None and draft.config is not None:
         return read_draft_config(draft.config).window
     return draft.window

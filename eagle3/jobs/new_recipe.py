@@ -1,4 +1,4 @@
-"""The text of a recipe for one target: its keys, chosen from the target's config, and what the planner says of them."""
+"""Write a recipe for one target: keys chosen from the target's config, and the planner's findings as comments."""
 
 import textwrap
 from collections.abc import Sequence
@@ -20,17 +20,18 @@ from eagle3.states.capture import token_bytes
 from eagle3.targets.facts import TargetFacts
 
 CONTEXTS = (8192, 32768, 131072)
-# Supervised tokens after a long prompt, and keys of a window, of which is said what it saves there.
+# Supervised tokens after a long prompt, and a window in keys: the findings say what the window saves for such prompts.
 ANSWER, WINDOW = 5000, 512
-# Of one H100; and GPUs of one node and of four.
+# One H100's memory, and the GPUs of one node and of four.
 GPU_BYTES = 80e9
 USABLE = GPU_BYTES * (1 - RESERVED)
 NODE = 8
 GPUS = (NODE, 4 * NODE)
-ENGINE_SHARE = 0.8  # of a GPU's memory, as target.memory_fraction
-# Of a draft: engines make a table of all. A recipe for a target with more begins with a quarter of it.
+ENGINE_SHARE = 0.8  # share of a GPU's memory, as in target.memory_fraction
+# Serving engines build a rope table for all of a draft's positions. For a target with more positions than this, the
+# recipe starts with a quarter of it.
 MOST_POSITIONS = 2**20
-WIDTH = 116  # of a line in a recipe
+WIDTH = 116  # line width in a recipe
 BEGIN = (
     "# --- what follows from these keys and the target's config; launchers/new_recipe.py --refresh writes it again ---"
 )
@@ -52,33 +53,37 @@ def new_recipe_text(
     overrides: Sequence[str] = (),
     engine: bool = True,
 ) -> str:
-    """A whole recipe for the target `target` (hub id or folder), to be edited: layout and lengths for one node of 8 GPUs of
-    80 GB. model: further keys of the recipe's section of that name. overrides: `section.key=value`, written into it. engine:
-    let SGLang run the target where it can; without, transformers runs it while training, unless that needs several GPUs or
-    the weights of a quantised head. Raises UserError where no draft can be derived, naming the override that would help."""
+    """A whole recipe for the target `target` (hub id or folder), for editing, laid out for one node of 8 GPUs of 80 GB.
+
+    model, overrides: further keys of the recipe's `model` section, and `section.key=value`, to write into the recipe
+    engine: use SGLang for the target where it can serve it. Otherwise transformers runs it during training, unless the
+        target needs several GPUs or its head is quantised.
+
+    Raises UserError if no draft can be derived, naming the override that would help.
+    """
     name, gpus = Path(target).name.lower(), engine_gpus(facts)
-    draft: dict[str, int | str] = {"vocab_size": drafted_tokens(None, facts.config.vocab_size)}
-    if (facts.context or 0) > MOST_POSITIONS:
-        draft["max_position_embeddings"] = MOST_POSITIONS // 4
-    if facts.quantised_head:  # nothing to begin with, nor to make logits with
-        draft["lm_head"] = "random"
+    positions = {"max_position_embeddings": MOST_POSITIONS // 4} if (facts.context or 0) > MOST_POSITIONS else {}
+    # A quantised head gives the draft's head nothing to start from, and training nothing to compute logits with.
+    lm_head, teacher = ({"lm_head": "random"}, {"teacher": "logits"}) if facts.quantised_head else ({}, {})
     engine = facts.served and (engine or gpus > 1 or facts.quantised_head)
     store = {"mode": "stored", "path": f"states/{name}", "codec": "lossless"}
     values: dict[str, dict] = {
-        "model": {"target": target, **(model or {}), "draft": draft},
+        "model": {
+            "target": target,
+            **(model or {}),
+            "draft": {"vocab_size": drafted_tokens(None, facts.config.vocab_size), **positions, **lm_head},
+        },
         "data": {"train": ["preset:ultrachat", "preset:longalign"], "too_long": "truncate", "unusable": "drop"},
         "hidden_states": store if engine or gpus > 1 else {"mode": "live"},
-        "target": {"backend": "sglang", "tensor": min(gpus, NODE)} if engine else {"backend": "transformers"},
+        "target": ({"backend": "sglang", "tensor": min(gpus, NODE)} if engine else {"backend": "transformers"})
+        | teacher,
         "parallelism": {},
         "memory": {},
         "training": {"dtype": "bfloat16", "global_batch_size": 32, "epochs": 2},
-        "evaluation": {},
+        # judging after training would load the whole target on one GPU
+        "evaluation": {"conversations": 0} if gpus > 1 else {},
         "output": {"dir": f"runs/{name}"},
     }
-    if facts.quantised_head:
-        values["target"]["teacher"] = "logits"
-    if gpus > 1:  # the judge after training would load the target whole on one GPU
-        values["evaluation"]["conversations"] = 0
     for override in overrides:
         apply_override(values, override)
     context = facts.context or planned(_recipe(values), facts, NODE, deepspeed_file).draft.max_position_embeddings
@@ -89,28 +94,26 @@ def new_recipe_text(
         values["parallelism"] = {"ulysses": sizes.ulysses, "ring": sizes.ring} | values["parallelism"]
         if sizes.ring > 1:
             values["parallelism"].setdefault("ring_mode", chosen.planned.ring_mode)
-        # one sample a stream, as the layout was chosen for
+        # one sample per stream, as assumed when the layout was chosen
         values["training"].setdefault("accumulation", max(values["training"]["global_batch_size"] // sizes.data, 1))
         values["memory"] = {"recompute": memory.recompute, "inputs": chosen.planned.residence} | values["memory"]
     head = (
         f"An EAGLE3 draft for {target} ({model_size(facts.parameters)}). Edit it, and run plan.py, prepare.py, "
-        "capture.py, train.py with it; docs/new-model.md goes through every part. Drafts learn best from the target's own "
-        "answers: docs/regenerating-data.md."
+        "capture.py, train.py with it; docs/new-model.md goes through every part. Drafts learn best from the target's "
+        "own answers: docs/regenerating-data.md." + (f" {MORE_NODES}" if facts.served and gpus > NODE else "")
     )
-    if facts.served and gpus > NODE:
-        head += f" {MORE_NODES}"
     sections = (yaml.safe_dump({name: keys}, sort_keys=False, width=WIDTH) for name, keys in values.items() if keys)
     commented = "".join(f"# {line}\n" for line in textwrap.wrap(head, WIDTH))
     return f"{commented}{''.join(sections)}\n{findings(_recipe(values), facts, deepspeed_file)}\n"
 
 
 def model_size(parameters: int) -> str:
-    """8B parameters, 1.7M parameters."""
+    """For example 8B parameters, or 1.7M parameters."""
     return f"{parameters / 1e9:,.0f}B parameters" if parameters >= 1e9 else f"{parameters / 1e6:,.1f}M parameters"
 
 
 def _whole_gb(size: float) -> str:
-    """Estimates, whose fractions of a GB say nothing."""
+    """Whole GB, because the fractions of an estimate mean nothing."""
     return f"{size / 1e9:,.0f} GB" if size >= 1e9 else data_size(size)
 
 
@@ -119,7 +122,7 @@ def _recipe(values: dict[str, dict]) -> Recipe:
 
 
 def refreshed(text: str, recipe: Recipe, facts: TargetFacts, deepspeed_file: Path, origin: str) -> str:
-    """A recipe's text with its findings written again. Raises UserError, naming `origin`, where it has no place for them."""
+    """The recipe's text with new findings. Raises UserError, naming `origin`, if it has no place for them."""
     begin, end = text.find(BEGIN), text.find(END)
     if begin < 0 or end < begin:
         raise UserError(
@@ -132,8 +135,8 @@ def refreshed(text: str, recipe: Recipe, facts: TargetFacts, deepspeed_file: Pat
 
 
 def findings(recipe: Recipe, facts: TargetFacts, deepspeed_file: Path) -> str:
-    """Draft, disk and layouts as comment lines, from BEGIN to END: for CONTEXTS, which long ropes reach, or for the context
-    of a target that ends before the first of them."""
+    """Draft, disk and layouts as comment lines from BEGIN to END, for CONTEXTS, or for the target's context if it is
+    shorter than all of those. Contexts beyond the target's are marked: a longer rope reaches them."""
     prospect, engine = Prospect.of(recipe, facts.config), engine_gpus(facts)
     draft, encoding = prospect.shape, store_encoding(prospect)
     context = facts.context or draft.max_position_embeddings
@@ -143,9 +146,9 @@ def findings(recipe: Recipe, facts: TargetFacts, deepspeed_file: Path) -> str:
     )
     lines = [
         f"draft: hidden {draft.hidden_size:,}, MLP {draft.intermediate_size:,}, {draft.num_attention_heads} heads "
-        f"({draft.num_key_value_heads} of keys) of {draft.head_dim}, {draft.draft_vocab_size:,} of {draft.vocab_size:,} "
-        f"tokens; aux layers {', '.join(map(str, draft.aux_layers))} of {facts.config.num_hidden_layers}; rope "
-        f"{rope_in_words(draft)}; context {draft.max_position_embeddings:,}",
+        f"({draft.num_key_value_heads} of keys) of {draft.head_dim}, {draft.draft_vocab_size:,} of "
+        f"{draft.vocab_size:,} tokens; aux layers {', '.join(map(str, draft.aux_layers))} of "
+        f"{facts.config.num_hidden_layers}; rope {rope_in_words(draft)}; context {draft.max_position_embeddings:,}",
         f"target: {model_size(facts.parameters)}, {_whole_gb(facts.bytes)} as stored: "
         f"{engine} GPU{'s' * (engine > 1)} of 80 GB",
         f"hidden states of 1,000 samples on disk ({recipe.hidden_states.codec}, all supervised): {disk}",
@@ -168,10 +171,11 @@ def findings(recipe: Recipe, facts: TargetFacts, deepspeed_file: Path) -> str:
 
 
 def windows(recipe: Recipe, facts: TargetFacts, tokens: int, deepspeed_file: Path) -> list[str]:
-    """What a window saves where a prompt is long and its answer is not."""
+    """What a window saves when a long prompt has a short answer."""
     stream = PlannedStream(tokens, 1, ANSWER / tokens)
     lines = [
-        f"of {tokens:,} tokens the last {ANSWER:,} supervised; 1,000 samples on disk, a rank of {NODE} GPUs, its step (estimated):"
+        f"of {tokens:,} tokens the last {ANSWER:,} supervised; 1,000 samples on disk, a rank of {NODE} GPUs, its step "
+        "(estimated):"
     ]
     for name, window in (("full attention", None), (f"model.draft.window={WINDOW}", WINDOW)):
         draft = recipe.model.draft.model_copy(update={"window": window})
@@ -187,18 +191,18 @@ def windows(recipe: Recipe, facts: TargetFacts, tokens: int, deepspeed_file: Pat
 
 
 def planned(recipe: Recipe, facts: TargetFacts, gpus: int, deepspeed_file: Path) -> Planned:
-    """The recipe's draft on so many GPUs, whatever layout it names."""
+    """A plan of the recipe's draft on this many GPUs, whatever layout the recipe names."""
     alone = recipe.model_copy(update={"parallelism": type(recipe.parallelism)(tensor=recipe.parallelism.tensor)})
     return planned_step(Prospect.of(alone, facts.config), gpus, deepspeed_file, packed=False)
 
 
 def engine_gpus(facts: TargetFacts) -> int:
-    """GPUs of 80 GB that an inference engine spreads the target over."""
+    """Number of 80 GB GPUs that an inference engine needs for the target."""
     return facts.engine_gpus(GPU_BYTES * ENGINE_SHARE)
 
 
 def rope_in_words(draft: DraftConfig) -> str:
-    """Such as `yarn x32 of 4,096, theta 150,000`."""
+    """For example `yarn x32 of 4,096, theta 150,000`."""
     rope = draft.rope_parameters
     factor = f" x{rope['factor']:g}" if "factor" in rope else ""
     original = rope.get("original_max_position_embeddings")
@@ -217,6 +221,6 @@ def _layout(fitted: Fitted | None) -> str:
     sizes, memory = fitted.planned.sizes, fitted.planned.memory
     mode = f" ({fitted.planned.ring_mode})" if sizes.ring > 1 else ""
     return (
-        f"ulysses {sizes.ulysses}, ring {sizes.ring}{mode}, data {sizes.data}, recompute {memory.recompute}, inputs on the "
-        f"{fitted.planned.residence}: {_whole_gb(fitted.stream.needs(fitted.planned))} a rank"
+        f"ulysses {sizes.ulysses}, ring {sizes.ring}{mode}, data {sizes.data}, recompute {memory.recompute}, inputs "
+        f"on the {fitted.planned.residence}: {_whole_gb(fitted.stream.needs(fitted.planned))} a rank"
     )

@@ -1,4 +1,4 @@
-"""What a job of so many GPUs would be, said before it takes any: memory, layouts, time and disk, in numbers and in words."""
+"""Plan a job before it takes any GPUs: memory, layouts, time and disk, as numbers and as text."""
 
 import dataclasses
 from pathlib import Path
@@ -24,18 +24,22 @@ FITS, DOES_NOT_FIT = "fits", "DOES NOT FIT"
 
 
 def check_layout(recipe: Recipe, deepspeed_file: Path, job: str) -> str:
-    """The layout in a line. job: `NxP`, N nodes of P processes each. Raises UserError where the recipe does not fit it, or
-    would send what belongs inside a node between nodes."""
+    """Describe the recipe's layout on this job in one line.
+
+    job: `NxP`, N nodes of P processes each
+
+    Raises UserError if the recipe does not fit the job, or if traffic that belongs inside a node would cross nodes.
+    """
     (nodes, processes), sizes = read_job_size(job), recipe.parallelism
     data = check_sizes("parallelism", sizes.tensor, sizes.ulysses, sizes.ring, nodes * processes)
     inside = sizes.tensor * sizes.ulysses
     if nodes > 1 and processes % inside:
         raise UserError(
-            f"parallelism: tensor {sizes.tensor} x ulysses {sizes.ulysses} would cross nodes of {processes} processes; let "
-            f"their product divide {processes}, and use parallelism.ring between nodes"
+            f"parallelism: tensor {sizes.tensor} x ulysses {sizes.ulysses} would cross nodes of {processes} "
+            f"processes; let their product divide {processes}, and use parallelism.ring between nodes"
         )
     samples = deepspeed_config(deepspeed_file, recipe.training, data)["train_micro_batch_size_per_gpu"]
-    here = Path(recipe.model.target).is_dir()  # a hub id is left to the job, whose nodes may have what this one has not
+    here = Path(recipe.model.target).is_dir()  # a hub id is for the job to check: its nodes may have the files
     if here or recipe.model.target == "demo":
         Prospect.of(recipe).shape.check_parallel(sizes.tensor, sizes.ulysses)
     if recipe.hidden_states.mode == "stored":
@@ -44,15 +48,18 @@ def check_layout(recipe: Recipe, deepspeed_file: Path, job: str) -> str:
             require_fitting_store(find_target(recipe, torch.device("cpu"), say=lambda line: None))
     crosses = "crosses nodes" if nodes > 1 and inside * sizes.ring > processes else "inside a node"
     return (
-        f"{nodes} node{'s' * (nodes > 1)} of {processes} process{'es' * (processes > 1)}: tensor {sizes.tensor} x ulysses "
-        f"{sizes.ulysses} inside a node, ring {sizes.ring} {crosses}, data {data}; {recipe.training.global_batch_size} "
-        f"samples a step, {samples} in each of {data} x {recipe.training.accumulation} streams"
+        f"{nodes} node{'s' * (nodes > 1)} of {processes} process{'es' * (processes > 1)}: tensor {sizes.tensor} x "
+        f"ulysses {sizes.ulysses} inside a node, ring {sizes.ring} {crosses}, data {data}; "
+        f"{recipe.training.global_batch_size} samples a step, {samples} in each of {data} x "
+        f"{recipe.training.accumulation} streams"
     )
 
 
 def planned_step(prospect: Prospect | Job, gpus: int, deepspeed_file: Path, packed: bool) -> Planned:
-    """One micro-batch on `gpus`. packed: plan the streams that the recipe's batch makes, so that the batch has to be one that
-    can be dealt. Raises UserError for a layout that cannot be."""
+    """One micro-batch on `gpus` GPUs. Raises UserError for an impossible layout.
+
+    packed: plan the streams of the recipe's batch, which must then divide among the ranks
+    """
     recipe, draft = prospect.recipe, prospect.shape
     parallel, memory, training = recipe.parallelism, recipe.memory, recipe.training
     draft.check_parallel(parallel.tensor, parallel.ulysses)
@@ -61,7 +68,7 @@ def planned_step(prospect: Prospect | Job, gpus: int, deepspeed_file: Path, pack
         training = training.model_copy(update={"global_batch_size": data * training.accumulation})
     zero = deepspeed_config(deepspeed_file, training, data)["zero_optimization"]
     bucket = DeepSpeedZeroConfig(**zero).reduce_bucket_size * (2 if zero.get("overlap_comm") else 1)
-    # as they are written down; a target in these processes hands over its own number format, 4 bytes at most
+    # In the number format of the store or spool; a target in these processes hands over its own, 4 bytes at most.
     written_down = recipe.hidden_states.mode == "stored" or recipe.target.backend == "sglang"
     logit_bytes = getattr(torch, recipe.hidden_states.dtype).itemsize if written_down else 4
     return Planned(
@@ -80,8 +87,8 @@ def planned_step(prospect: Prospect | Job, gpus: int, deepspeed_file: Path, pack
 
 
 def recipe_stream(recipe: Recipe, data_ranks: int, supervised: float) -> PlannedStream | None:
-    """The longest stream that the recipe can pack: all samples at data.max_length. None where the batch cannot be dealt
-    to so many data ranks."""
+    """The longest stream that the recipe can pack: every sample at data.max_length. None if the batch does not divide
+    among this many data ranks."""
     documents, left = divmod(recipe.training.global_batch_size, data_ranks * recipe.training.accumulation)
     return (
         None
@@ -91,7 +98,7 @@ def recipe_stream(recipe: Recipe, data_ranks: int, supervised: float) -> Planned
 
 
 def spanned(stream: PlannedStream, spans: Spans | None) -> PlannedStream:
-    """The stream with no more supervised tokens than these spans hold."""
+    """The stream with its supervised share limited to what these spans can hold."""
     most = stream.documents * spans.per_document * spans.length / stream.tokens if spans else 1.0
     if stream.supervised <= most:
         return stream
@@ -99,7 +106,7 @@ def spanned(stream: PlannedStream, spans: Spans | None) -> PlannedStream:
 
 
 def plan(prospect: Prospect, wanted: Planned, memory: float, context: int | None, supervised: float) -> dict:
-    """Everything that is said, as numbers (bytes, tokens, seconds)."""
+    """The whole plan as numbers (bytes, tokens, seconds)."""
     recipe, usable = prospect.recipe, memory * (1 - RESERVED)
 
     def document(tokens: int) -> PlannedStream:
@@ -145,12 +152,12 @@ def plan(prospect: Prospect, wanted: Planned, memory: float, context: int | None
     }
 
 
-# Shares of such tokens that have last hidden states, and auxiliary ones, in a store.
+# Shares of such tokens for which a store holds last hidden states, and auxiliary ones.
 KINDS_OF_TOKENS = {"supervised": (1.0, 1.0), "prompt": (0.0, 1.0), "unseen": (0.0, 0.0)}
 
 
 def seen_share(encoding: Encoding, stream: PlannedStream) -> float:
-    """Of a stream's tokens, those that a window reaches from supervised ones."""
+    """Share of a stream's tokens within reach of a window from supervised ones."""
     if encoding.window is None:
         return 1.0
     reached = stream.documents * stream.spans * (encoding.window + encoding.ttt_steps - 2) / stream.tokens
@@ -164,7 +171,7 @@ SHAPE = (
 
 
 def described(planned: Planned) -> dict:
-    """In the recipe's words."""
+    """The layout under the recipe's key names."""
     return planned.sizes._asdict() | {
         "ring_mode": planned.ring_mode,
         "recompute": planned.memory.recompute,
@@ -174,26 +181,24 @@ def described(planned: Planned) -> dict:
 
 
 def written(report: dict) -> str:
-    """The same in lines."""
+    """The report of `plan` as text."""
     stream, step, assumed = report["stream"], report["step"], report["step"]["assumed"]
     memory, best, draft = report["memory"], report["best_layout"], report["draft"]
     on_disk, whole = report["hidden_states_per_token"], report["hidden_states_of_stream"]
     beyond = f" (beyond the draft's positions, {report['positions']:,})"
     unseen = f", {on_disk['unseen']:,} one that the draft's window never reaches" * (draft["window"] is not None)
-    best_of_all = [
-        "no layout of these GPUs fits; take more GPUs, a shorter context (data.max_length), smaller blocks "
+    best_of_all = (
+        "no layout of these GPUs fits; use more GPUs, a shorter context (data.max_length), smaller blocks "
         "(memory.block_mib), or fewer samples in a stream (training.accumulation)"
-    ]
-    if best is not None:
-        best_of_all = [
-            f"least GPU time a token: {in_words(best)}; {data_size(best['memory'])} a rank, streams of "
-            f"{best['tokens']:,} tokens",
-            "  " + overrides(best),
-        ]
+        if best is None
+        else f"least GPU time a token: {in_words(best)}; {data_size(best['memory'])} a rank, streams of "
+        f"{best['tokens']:,} tokens\n  {overrides(best)}"
+    )
     documents = f"{stream['documents']} documents, " * (stream["documents"] > 1)
     lines = [
         f"draft: hidden {draft['hidden_size']}, MLP {draft['intermediate_size']}, {draft['num_attention_heads']} heads "
-        f"({draft['num_key_value_heads']} of keys) of {draft['head_dim']}, draft vocabulary {draft['draft_vocab_size']}, "
+        f"({draft['num_key_value_heads']} of keys) of {draft['head_dim']}, draft vocabulary "
+        f"{draft['draft_vocab_size']}, "
         + ("full attention" if draft["window"] is None else f"a window of {draft['window']:,} keys"),
         f"stream: {stream['tokens']:,} tokens ({documents}{100 * stream['supervised']:.3g}% supervised)",
         f"layout: {in_words(report['layout'])}",
@@ -217,17 +222,18 @@ def written(report: dict) -> str:
             + beyond * (tokens is None or tokens > report["positions"])
             for name, tokens in report["largest_context"].items()
         ),
-        *best_of_all,
-        f"a rank's step: {step['model_flops'] / 1e12:,.1f} model TFLOPs, {step['executed_flops'] / 1e12:,.1f} with what "
-        f"is recomputed; {data_size(step['sent'])} sent (ZeRO's reduction of gradients, once an optimiser step, apart)",
+        best_of_all,
+        f"a rank's step: {step['model_flops'] / 1e12:,.1f} model TFLOPs, {step['executed_flops'] / 1e12:,.1f} with "
+        f"what is recomputed; {data_size(step['sent'])} sent (ZeRO's reduction of gradients, once an optimiser step, "
+        "apart)",
         f"  about {step['seconds']:,.2f} s, assuming {assumed['utilisation']:.0%} of {assumed['flops'] / 1e12:,.0f} "
         f"TFLOP/s, {assumed['near'] / 1e9:,.0f} GB/s in a node and {assumed['far'] / 1e9:,.0f} GB/s out of it, nothing "
         "overlapped, data there (an assumption, not a measurement)",
-        f"hidden states on disk (hidden_states.codec {report['codec']}): {on_disk['supervised']:,} bytes a supervised token, "
-        f"{on_disk['prompt']:,} a prompt token{unseen}; {data_size(whole / stream['tokens'] * 1e9)} a billion tokens as "
-        f"supervised as this stream's, {data_size(whole)} this stream",
-        "live hidden states: the target's weights and prefill come on top, and with accumulation and memory.inputs=device "
-        "the other streams' rows",
+        f"hidden states on disk (hidden_states.codec {report['codec']}): {on_disk['supervised']:,} bytes a supervised "
+        f"token, {on_disk['prompt']:,} a prompt token{unseen}; {data_size(whole / stream['tokens'] * 1e9)} a billion "
+        f"tokens as supervised as this stream's, {data_size(whole)} this stream",
+        "live hidden states: the target's weights and prefill come on top, and with accumulation and "
+        "memory.inputs=device the other streams' rows",
     ]
     return "\n".join(lines)
 
@@ -239,6 +245,6 @@ def in_words(layout: dict) -> str:
 
 
 def overrides(layout: dict) -> str:
-    """What to add to the command line."""
+    """The layout as overrides to add to the command line."""
     keys = {"parallelism": ("tensor", "ulysses", "ring", "ring_mode"), "memory": ("recompute", "inputs", "block_mib")}
     return " ".join(f"{section}.{name}={layout[name]}" for section, names in keys.items() for name in names)

@@ -1,4 +1,4 @@
-"""What samples and hidden states of a job come from: digests that a resumed run, a store and a capture are held to."""
+"""Digests of what a job's samples and hidden states depend on, which resumed runs, stores and captures must match."""
 
 import datetime
 import hashlib
@@ -10,11 +10,11 @@ from eagle3.recipe.schema import Recipe
 from eagle3.states.store.files import open_files
 from eagle3.states.store.folder import WINDOW, Provenance, read_manifest, read_own_manifest
 from eagle3.states.store.shard import Encoding
-from eagle3.text.spans import Spans
+from eagle3.text.samples import Spans
 
 
 def target_provenance(known: KnownTarget) -> Provenance:
-    """What a target's hidden states of a conversation depend on."""
+    """What the target's hidden states of a conversation depend on."""
     template = str(known.chat_template or known.tokenizer.chat_template or "")
     tokenizer = known.tokenizer.backend_tokenizer.to_str()
     return {
@@ -27,7 +27,7 @@ def target_provenance(known: KnownTarget) -> Provenance:
 
 
 def input_digests(inputs: Inputs) -> dict[str, str]:
-    """Digests of what a run learns from, by the keys that name it: what a run that is resumed has to find again."""
+    """Digests of what a run learns from, by recipe key. A resumed run must find the same."""
     found = target_provenance(inputs)
     return {
         "model.target": found["target"],
@@ -39,7 +39,7 @@ def input_digests(inputs: Inputs) -> dict[str, str]:
 
 
 def provenance(job: Job) -> Provenance:
-    """What the rows that training reads depend on; a store made under another provenance is refused."""
+    """What the rows that training reads depend on. A store with a different provenance is refused."""
     found = target_provenance(job)
     if job.recipe.target.teacher == "logits":
         found |= {"teacher": "logits", "teacher_vocabulary": job.vocabulary.digest}
@@ -47,20 +47,20 @@ def provenance(job: Job) -> Provenance:
 
 
 def store_provenance(job: Job) -> Provenance:
-    """What a store must have been captured with to serve this job."""
+    """What a store must have been captured with in order to serve this job."""
     return {**provenance(job), **_written(job.recipe)}
 
 
 def require_fitting_settings(recipe: Recipe) -> None:
-    """Raises UserError where the store at hidden_states.path was written otherwise than this recipe reads it."""
+    """Raises UserError if the store at hidden_states.path was written with settings that this recipe cannot read."""
     teacher = "logits" if recipe.target.teacher == "logits" else None
-    rows = dict.fromkeys(WINDOW)  # a run that needs all rows names no window
+    rows = dict.fromkeys(WINDOW)  # a run that needs all rows states no window
     settings = {"target_dtype": recipe.model.target_dtype, "teacher": teacher, **rows, **_written(recipe)}
     _compare(recipe.hidden_states.path, settings)
 
 
 def require_fitting_store(known: KnownTarget) -> None:
-    """The same where it is another target's. What follows from template and vocabulary is compared when the store is opened."""
+    """Raises UserError if the store belongs to another target. Template and vocabulary are compared on opening it."""
     expected = {"target": known.fingerprint, "aux_layers": list(known.aux_layers)}
     _compare(known.recipe.hidden_states.path, expected)
 
@@ -71,8 +71,8 @@ def _compare(path: str, expected: Provenance) -> None:
 
 
 def _written(recipe: Recipe) -> dict[str, Any]:
-    """What a store says of itself beside what its hidden states depend on: how rows are written and, unless training may read
-    all, which."""
+    """What a store records in addition to its provenance: how rows are encoded and, unless training may read all rows,
+    which ones are stored."""
     hidden, window = recipe.hidden_states, draft_window(recipe.model.draft)
     every_row = window is None or recipe.parallelism.query_selection == "all"
     rows = {} if every_row else {"window": window, "ttt_steps": recipe.training.ttt_steps}
@@ -80,20 +80,20 @@ def _written(recipe: Recipe) -> dict[str, Any]:
 
 
 def store_encoding(prospect: Prospect | Job) -> Encoding:
-    """How a store for it is written."""
+    """How the rows of a store for this job are written."""
     recipe, shape = prospect.recipe, prospect.shape
     width = shape.draft_vocab_size if recipe.target.teacher == "logits" else None
     return Encoding(hidden_size=shape.target_hidden_size, teacher_width=width, **_written(recipe))
 
 
 def spans_of(recipe: Recipe) -> Spans | None:
-    """What of a sample training supervises; None for all of its loss mask."""
+    """The spans of each sample that training supervises; None for its whole loss mask."""
     chosen = recipe.data.spans
     return None if chosen is None else Spans(chosen.length, chosen.per_document, recipe.data.seed)
 
 
 def capture_record(job: Job) -> Provenance:
-    """What is good to know of a capture but changes no hidden state."""
+    """What is useful to know about a capture but does not affect hidden states."""
     recipe, spans = job.recipe, spans_of(job.recipe)
     found = versions(("eagle3-recipes", "torch", "transformers", "tokenizers", "blosc2", "sglang"))
     return {
@@ -103,5 +103,5 @@ def capture_record(job: Job) -> Provenance:
         "draft_vocabulary": job.vocabulary.digest,
         "spans": None if spans is None else str(spans),
         "captured": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        **{name: number for name, number in found.items() if number != ABSENT},  # the last two are optional
+        **{name: number for name, number in found.items() if number != ABSENT},  # blosc2 and sglang are optional
     }

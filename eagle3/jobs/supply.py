@@ -1,4 +1,4 @@
-"""Where a job's hidden states come from, by its recipe: a target in these processes, SGLang servers, or a store."""
+"""Where a job's hidden states come from: a target in these processes, SGLang servers, or a store."""
 
 import os
 from collections.abc import Iterator
@@ -11,25 +11,23 @@ import torch
 import torch.distributed as dist
 
 from eagle3.console import Say, waiting
-from eagle3.durable import publish
+from eagle3.durable import publish, writing
 from eagle3.errors import SharedUserError, UserError
 from eagle3.jobs.job import Inputs, Job, start_target
 from eagle3.jobs.provenance import spans_of, store_provenance
 from eagle3.parallel.topology import Topology, agreed
 from eagle3.states.loader import HiddenStateSource, LiveSource, SpooledSource, StoredSource
 from eagle3.states.rows import DraftLogits
-from eagle3.states.spool import Spool, SpoolReader, Ticket, own_folder
+from eagle3.states.spool import REMEDY, Spool, SpoolReader, Ticket, own_folder
 from eagle3.states.store.reader import HiddenStateStore
 from eagle3.targets.head import load_target_head
 from eagle3.targets.logits import TargetHead, summarize_teacher
-from eagle3.targets.sglang.client import Producer, Servers, require_capture, require_room
+from eagle3.targets.sglang.client import Producer, Servers, SGLangTarget, require_capture, require_room, spool_bytes
 from eagle3.targets.sglang.hook import HookSettings
 from eagle3.targets.sglang.server import EngineOptions, SGLangServer, as_typed, server_command
-from eagle3.targets.sglang.target import SGLangTarget, spool_bytes
 from eagle3.targets.sglang.version import capture_flags, require_captured
 from eagle3.targets.transformers import TransformersTarget
-from eagle3.text.samples import Sample, Split
-from eagle3.text.spans import Spans
+from eagle3.text.samples import Sample, Spans, Split
 from eagle3.text.vocabulary import save_vocabulary
 
 SERVER_PORT = 30000  # SGLang's own default
@@ -38,21 +36,19 @@ PROBE_TOKENS = 16
 
 @dataclass(frozen=True)
 class HiddenStateSupply:
-    """samples: under the ids and loss masks that the source knows. spans: what of them to supervise, None for all of their
-    masks. source of hidden states; held_out_source: the same for held-out samples, which are measured while training reads ahead.
-    head: the target's embedding and head. target: where it runs in this process."""
+    """The samples and hidden states that training reads."""
 
-    samples: Split
-    spans: Spans | None
+    samples: Split  # with the ids and loss masks that the source knows
+    spans: Spans | None  # which parts of them to supervise; None for their whole masks
     source: HiddenStateSource
-    held_out_source: HiddenStateSource
-    head: TargetHead
-    target: TransformersTarget | None
+    held_out_source: HiddenStateSource  # separate: training reads ahead while held-out samples are measured
+    head: TargetHead  # the target's embedding and head
+    target: TransformersTarget | None  # if it runs in this process
 
 
 @contextmanager
 def hidden_state_supply(job: Job, topology: Topology, say: Say) -> Iterator[HiddenStateSupply]:
-    """Collective. Starts the target, asks for servers, or opens the store, and reads the target's embedding and head."""
+    """Start the target, contact servers, or open the store; read the target's embedding and head. Collective."""
     recipe, model, spans = job.recipe, job.recipe.model, spans_of(job.recipe)
     samples, stored = (
         Split(job.train.sorted_by_id(), job.held_out.sorted_by_id()),
@@ -63,7 +59,7 @@ def hidden_state_supply(job: Job, topology: Topology, say: Say) -> Iterator[Hidd
             store, samples, spans = agreed(lambda: _open_store(job, samples, spans, say))
         if store.record.get("draft_vocabulary") != job.vocabulary.digest:
             say(f"{store.where}: was captured for another draft vocabulary, which changes none of its hidden states")
-    if chosen := spans_of(recipe):  # said by the first rank alone: it reads all samples
+    if chosen := spans_of(recipe):  # on the first rank only, because it reads all samples
         anew = spans is not None
         agreed((lambda: say(chosen.describe(job.train, anew))) if topology.is_first else None)
     if not stored and recipe.target.backend == "transformers":
@@ -91,8 +87,10 @@ def hidden_state_supply(job: Job, topology: Topology, say: Say) -> Iterator[Hidd
 def _open_store(
     job: Job, samples: Split, spans: Spans | None, say: Say
 ) -> tuple[HiddenStateStore, Split, Spans | None]:
-    """The store, and the samples and spans that it serves (see `HiddenStateSupply`): of whole samples any spans, anew in every
-    epoch; of samples that were captured with spans these alone."""
+    """The store, and the samples and spans that it can serve (see `HiddenStateSupply`).
+
+    Whole samples serve any spans, drawn anew in every epoch. Samples that were captured with spans serve only those.
+    """
     store = HiddenStateStore.open(job.recipe.hidden_states.path, store_provenance(job), report=say)
     captured, chosen, drawn = store.record.get("spans"), spans, ""
     missing = _missing(store, samples)
@@ -101,11 +99,11 @@ def _open_store(
         missing = _missing(store, samples)
     if not missing:
         return store, samples, spans
-    if chosen is not None or captured is not None:  # what was captured with other spans are other samples
+    if chosen is not None or captured is not None:  # samples captured with other spans count as other samples
         drawn = f", which was captured with {captured or 'no data.spans'}; this run has {chosen or 'no data.spans'}"
     raise UserError(
         f"{store.where}: {len(missing)} samples of this recipe are not in the store (first: {missing[0]}){drawn}; "
-        "run launchers/capture.py with this recipe, it adds them"
+        "run launchers/capture.py with this recipe, which adds them"
     )
 
 
@@ -113,14 +111,14 @@ def _missing(store: HiddenStateStore, samples: Split) -> list[str]:
     return store.missing([*samples.train.sample_ids, *samples.held_out.sample_ids])
 
 
-# SGLang ----------------------------------------------------------------------------------------------------------------
+# SGLang ---------------------------------------------------------------------------------------------------------------
 
 
 def engine_options(inputs: Inputs) -> EngineOptions:
-    """What a server of this recipe's target is started with, whatever it is for."""
+    """How to start a server of this recipe's target, whatever it is used for."""
     recipe, model, target = inputs.recipe, inputs.recipe.model, inputs.recipe.target
     dtype = model.target_dtype
-    if dtype == "auto":  # as transformers means it; SGLang's own "auto" halves a float32 target
+    if dtype == "auto":  # with transformers' meaning; SGLang's own "auto" halves a float32 target
         dtype = str(inputs.config.dtype or torch.float32).removeprefix("torch.")
     return EngineOptions(
         model=inputs.target,
@@ -136,7 +134,7 @@ def engine_options(inputs: Inputs) -> EngineOptions:
 
 
 def hook_settings(job: Job) -> HookSettings:
-    """What the hook in a server is told; makes the spool's folder, with the draft vocabulary in it where logits are kept."""
+    """Settings of the hook in a server. Creates the spool folder; for logits, writes the draft vocabulary to it."""
     spool, vocabulary = Path(job.recipe.target.spool).expanduser().absolute(), job.vocabulary
     settings = HookSettings(
         spool=str(spool),
@@ -148,28 +146,26 @@ def hook_settings(job: Job) -> HookSettings:
         return settings
     kept = spool / f"vocabulary-{vocabulary.digest}.safetensors"
     own_folder(spool)
-    try:
-        if not kept.exists():
-            partial = kept.with_name(f".{kept.name}.{token_hex(4)}")  # other processes make the same
+    if not kept.exists():
+        with writing(spool, REMEDY):
+            partial = kept.with_name(f".{kept.name}.{token_hex(4)}")  # other processes write the same file
             save_vocabulary(vocabulary, partial)
             publish(partial, kept)
-    except OSError as error:
-        raise UserError(f"target.spool: {spool} cannot be written ({error}); name another folder") from error
     return settings._replace(
         draft_vocabulary=str(kept), vocabulary_digest=vocabulary.digest, vocabulary_size=vocabulary.size
     )
 
 
 def server_line(job: Job) -> str:
-    """The command line of a server that captures for this job, as a person types it."""
+    """Command line that starts a server which captures for this job, as a person would type it."""
     return as_typed(server_command(*_capture_engine(job), SERVER_PORT))
 
 
 def _capture_engine(job: Job) -> tuple[EngineOptions, list[str]]:
-    """And the flags beside the options, which load the hook."""
+    """Options of a capturing server, and the further flags, which load the hook."""
     require_captured(job.aux_layers, job.config.num_hidden_layers)
     options, longest = engine_options(job), job.recipe.data.max_length
-    if options.kv_tokens is None and not torch.cuda.is_available():  # else SGLang takes that share of the host's memory
+    if options.kv_tokens is None and not torch.cuda.is_available():  # else SGLang takes that share of host memory
         options = replace(options, kv_tokens=2 * longest + 2 * options.chunk_tokens)
     return replace(options, longest=longest), capture_flags(job.aux_layers, hook_settings(job)._asdict())
 
@@ -182,7 +178,7 @@ def _require_servers(job: Job) -> None:
 
 @contextmanager
 def capture_target(job: Job, processes: int, say: Say) -> Iterator[SGLangTarget]:
-    """A target for one of a capture's `processes`: the recipe's servers, or an engine of its own, on the next free GPUs."""
+    """A target for one of a capture's `processes`: the recipe's servers, or its own engine on the next free GPUs."""
     settings, wanted, engine = hook_settings(job), job.recipe.target, None
     most = round(wanted.spool_gib * 2**30 / processes)
     require_room(job.longest, spool_bytes(settings.encoding, job.longest), most)
@@ -202,13 +198,14 @@ def capture_target(job: Job, processes: int, say: Say) -> Iterator[SGLangTarget]
             if engine is None or not engine.ended():
                 raise
             raise UserError(
-                f"sglang: the engine ended: {engine.last_words()} (its whole log is {engine.log}); lower target.memory_fraction "
-                "or hidden_states.prefill_tokens, and run capture.py again, which goes on here"
+                f"sglang: the engine ended: {engine.last_words()} (its whole log is {engine.log}); lower "
+                "target.memory_fraction or hidden_states.prefill_tokens, and run capture.py again, which continues "
+                "from here"
             ) from error
 
 
 def _devices(tensor: int) -> str | None:
-    """GPUs of this process's engine; None on a machine without."""
+    """GPUs for this process's engine; None on a machine without GPUs."""
     if not torch.cuda.is_available():
         return None
     count, local_rank = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", "0"))
@@ -216,20 +213,20 @@ def _devices(tensor: int) -> str | None:
     own = visible[local_rank * tensor :][:tensor]
     if len(own) < tensor:
         raise UserError(
-            f"target.tensor: {tensor} GPUs for each of {local_rank + 1} or more engines, this machine has {count}; start "
-            f"{count // tensor} processes at most"
+            f"target.tensor: {tensor} GPUs for each of {local_rank + 1} or more engines, but this machine has "
+            f"{count}; start at most {count // tensor} processes"
         )
     return ",".join(own)
 
 
 @contextmanager
 def live_source(job: Job, head: TargetHead, topology: Topology, say: Say) -> Iterator[SpooledSource]:
-    """Rows for this rank's stream from the recipe's servers; collective. The first rank of a stream asks for its samples."""
+    """Rows for this rank's stream from the recipe's servers, requested by the stream's first rank. Collective."""
     wanted = job.recipe.target
     if not wanted.servers:
         line = agreed((lambda: server_line(job)) if topology.is_first else None)
         raise SharedUserError(
-            "target.servers: live training with SGLang wants servers that run; name their URLs, and start each so: "
+            "target.servers: live training with SGLang needs running servers; name their URLs, and start each with: "
             f"{line or 'as rank 0 says'}"
         )
     agreed((lambda: _require_servers(job)) if topology.is_first else None)
@@ -256,8 +253,8 @@ def live_source(job: Job, head: TargetHead, topology: Topology, say: Say) -> Ite
 
 
 def _probe(source: SpooledSource, head: TargetHead, topology: Topology) -> None:
-    """One short document through all of it: that every rank sees the spool, and that the head which training applies makes
-    the logits that the server made."""
+    """Send one short document through the whole path, to check that every rank sees the spool, and that the lm_head
+    used in training gives the server's logits."""
     every = torch.arange(PROBE_TOKENS)
     ids = every % len(head.embedding)
     sample = Sample(f"{topology.data.rank():032x}", ids, torch.zeros(len(ids), dtype=torch.bool))
@@ -268,6 +265,6 @@ def _probe(source: SpooledSource, head: TargetHead, topology: Topology) -> None:
     difference = (made.logsumexp.cpu() - teacher.logsumexp).abs().max()
     if difference > 0.02 * teacher.logsumexp.abs().max() + 0.02:
         raise UserError(
-            f"target.servers: their logits are not those of this target's lm_head (logsumexp differs by {difference:.3g}); "
-            "serve the checkpoint that model.target names, or set target.teacher=logits"
+            "target.servers: their logits are not those of this target's lm_head (logsumexp differs by "
+            f"{difference:.3g}); serve the checkpoint that model.target names, or set target.teacher=logits"
         )

@@ -1,4 +1,4 @@
-"""One training run from its recipe: gather, train, export, judge."""
+"""Run one training run from its recipe: gather the inputs, train, export the draft, judge it."""
 
 import datetime
 import math
@@ -47,24 +47,24 @@ from eagle3.training.trainer import Trainer
 from eagle3.training.watched import watched
 
 Finish = Callable[[Path, Console], None]
-PATIENCE = datetime.timedelta(minutes=30)  # of collectives, as torch's own
+PATIENCE = datetime.timedelta(minutes=30)  # timeout of collectives; torch's default
 
 
 @dataclass
 class _Run:
-    """One run in these processes: what is not of its job. continues: from a checkpoint, where there is one. identity: of the
-    run, see RunFolder; both are known once its folder is claimed."""
+    """What belongs to one run in these processes rather than to its job."""
 
     deepspeed_file: Path
     topology: Topology
     folder: RunFolder
     console: Console
     watchdog: Watchdog
-    continues: bool = False
-    identity: str = ""
+    # Both are known once the folder is claimed:
+    continues: bool = False  # whether it resumes from a checkpoint
+    identity: str = ""  # id of the run, see RunFolder
 
     def on_first(self, work: Callable[[], Any]) -> Any:
-        """Collective. Work of the first rank alone; what it refuses, every rank raises."""
+        """Do this work on the first rank only; if it refuses, every rank raises the error. Collective."""
         return agreed(work if self.topology.is_first else None)
 
 
@@ -77,12 +77,13 @@ def train(
     console: Console | None = None,
     finish: Finish = lambda folder, console: None,
 ) -> bool:
-    """Run the whole recipe; every rank calls it. Returns False where speculative decoding was not lossless.
+    """Run the whole recipe. Every rank calls it. Returns False if speculative decoding was not lossless.
 
-    finish: called with the run's folder, on the first rank, when the draft is exported, and judged or refused by its judge.
-    Everything lands in `recipe.output.dir` (see RunFolder), which no other run enters meanwhile. Raises UserError for what
-    the user can fix, RunStopped where one of the signals that `stop` notes ends the run before its end; where a rank dies
-    or hangs, the watchdog says so and ends the process.
+    finish: called on the first rank with the run's folder after export and judging, even if judging failed
+
+    Everything is written to `recipe.output.dir` (see RunFolder), which no other run can enter meanwhile. If a rank dies
+    or hangs, the watchdog reports it and ends the process. Raises UserError for what the user can fix, and RunStopped
+    if one of the signals in `stop` ends the run early.
     """
     console = console or Console(topology.is_first)
     folder, stop = RunFolder(recipe.output.dir), stop or StopSignals()
@@ -103,7 +104,7 @@ def train(
             if not stopped.together:
                 raise
             ended = stopped
-    raise ended  # after the watchdog saw this rank leave as it should
+    raise ended  # only now: the watchdog must see this rank leave in order
 
 
 def _train(recipe: Recipe, run: _Run, resume: Resume, stop: StopSignals, finish: Finish) -> bool:
@@ -122,32 +123,36 @@ def _train(recipe: Recipe, run: _Run, resume: Resume, stop: StopSignals, finish:
             trainer.run(run.continues, stop)
         _export(job, run, trainer.load_best(), draft)
     run.console.result(f"exported draft: {run.folder.export}")
-    # The others wait, for a Slurm job ends soon after the first of its ranks, and are told what the first one refuses.
+    # The other ranks wait, since a Slurm job ends soon after its first rank to exit, and raise what the first raises.
     if not run.topology.is_first:
         run.watchdog.await_first()
     return run.on_first(lambda: _judge(job, run, supply.target, finish)) is not False
 
 
 def _enter(recipe: Recipe, run: _Run, resume: Resume) -> None:
-    """Claim the folder, and see that all ranks run the same thing."""
+    """Claim the run folder, and check that all ranks run the same thing."""
     folder, console = run.folder, run.console
 
     def claim() -> tuple[bool, str]:
         folder.check(recipe, resume)  # before anything is written
         require_account(recipe.tracking.wandb_project)
         folder.hold(node_name(), console.warn)
-        continues = folder.check(recipe, resume)  # another run may have ended meanwhile
+        continues = folder.check(recipe, resume)  # again: another run may have ended in the meantime
         return continues, folder.identify(continues)
 
     claimed = [run.on_first(claim)]
     dist.broadcast_object_list(claimed)
     run.continues, run.identity = claimed[0]
-    packages = ("sglang",) if recipe.target.backend == "sglang" else ()
-    require_sound_start(dump_recipe(recipe), run.deepspeed_file.read_text(encoding="utf-8"), folder.path, packages)
+    require_sound_start(
+        dump_recipe(recipe),
+        run.deepspeed_file.read_text(encoding="utf-8"),
+        folder.path,
+        packages=("sglang",) if recipe.target.backend == "sglang" else (),
+    )
 
 
 def _resolve(recipe: Recipe, run: _Run) -> Job:
-    """What can be refused is refused here, not when a target has been loaded or hours have gone by."""
+    """Resolve the job. Whatever can be refused is refused here, before a target is loaded and hours have passed."""
     console, evaluation, sizes = run.console, recipe.evaluation, recipe.parallelism
     stored = recipe.hidden_states.mode == "stored"
     if stored:
@@ -166,16 +171,16 @@ def _resolve(recipe: Recipe, run: _Run) -> Job:
     layers = job.shape.aux_layers
     if layers and layers[-1] == job.config.num_hidden_layers - 1 > 2:
         console.warn(
-            f"model.aux_layers: {list(layers)} has the output of the target's last layer, which SGLang does not capture, so "
-            "it will not serve this draft; name lower layers to serve it there"
+            f"model.aux_layers: {list(layers)} has the output of the target's last layer, which SGLang does not "
+            "capture, so it will not serve this draft; name lower layers to serve it there"
         )
-    dtype = getattr(torch, recipe.training.dtype)
-    require_room(run.folder.path, checkpoint_bytes(job.shape, sizes.tensor, dtype.itemsize))
+    itemsize = getattr(torch, recipe.training.dtype).itemsize
+    require_room(run.folder.path, checkpoint_bytes(job.shape, sizes.tensor, itemsize))
     return job
 
 
 def _build_draft(job: Job, head: TargetHead, topology: Topology) -> Eagle3Draft:
-    """The draft with seeded weights or those of the warm start, and the target's embedding."""
+    """The draft with the target's embedding, and seeded weights or those of the warm start."""
     wanted = job.recipe.model.draft
     torch.manual_seed(job.recipe.training.seed)
     draft = Eagle3Draft(job.shape, topology.modules, torch.float32)
@@ -189,8 +194,8 @@ def _build_draft(job: Job, head: TargetHead, topology: Topology) -> Eagle3Draft:
         if wanted.lm_head == "target":
             if head.head is None:
                 raise SharedUserError(
-                    "model.draft.lm_head: 'target', but this target's lm_head is no plain matrix that a draft could begin "
-                    "with (quantised, or with a bias); set model.draft.lm_head=random"
+                    "model.draft.lm_head: 'target', but this target's lm_head is not a plain matrix that a draft "
+                    "could start from (quantised, or with a bias); set model.draft.lm_head=random"
                 )
             draft.lm_head.weight.copy_(shard(_drafted_rows(job, head), draft.lm_head.weight, topology.tensor))
     if wanted.init_from is None:
@@ -216,33 +221,36 @@ def _build_draft(job: Job, head: TargetHead, topology: Topology) -> Eagle3Draft:
 
 
 def _drafted_rows(job: Job, head: TargetHead) -> Tensor:
-    """Of the target's lm_head, those of the draft vocabulary."""
+    """The rows of the target's lm_head that are in the draft vocabulary."""
     return head.head[job.vocabulary.target_ids.to(head.head.device)]
 
 
 def _trainer(
     job: Job, run: _Run, supply: HiddenStateSupply, draft: Eagle3Draft, engine_config: dict[str, Any]
 ) -> Trainer:
-    """Put a run together: engine, loaders, checkpoints."""
+    """Assemble the trainer: engine, loaders, checkpoints."""
     recipe, topology, console, (train, held_out) = job.recipe, run.topology, run.console, supply.samples
     training, sizes = recipe.training, recipe.parallelism
     steps = training.max_steps or math.ceil(training.epochs * len(train) / training.global_batch_size)
     if training.profile and training.profile.start > steps:
         raise SharedUserError(
-            f"training.profile.start: {training.profile.start}, but this run ends at step {steps}; name an earlier step, or leave "
-            "training.profile out"
+            f"training.profile.start: {training.profile.start}, but this run ends at step {steps}; name an earlier "
+            "step, or leave training.profile out"
         )
     if training.global_batch_size > len(train):
         console.warn(
-            f"training.global_batch_size: {training.global_batch_size:,} samples a step, of {len(train):,} that there are: a step "
-            "takes some of them again and again; lower it"
+            f"training.global_batch_size: {training.global_batch_size:,} samples a step, but there are only "
+            f"{len(train):,}: a step takes some of them more than once; lower it"
         )
     if run.continues and written_otherwise(run.folder.checkpoints, dist.get_world_size(), topology.tensor.size()):
         engine_config = engine_config | {"checkpoint": {**engine_config.get("checkpoint", {}), "load_universal": True}}
-    rates = scheduler(steps, training.warmup_fraction, training.final_learning_rate_fraction)
     memory = MemoryPlan(recipe.memory.recompute, recipe.memory.block_mib * 2**20)
-    objective = DraftObjective(draft, topology, sizes.ring_mode, memory)
-    engine = start_engine(objective, topology, engine_config, rates)
+    engine = start_engine(
+        DraftObjective(draft, topology, sizes.ring_mode, memory),
+        topology,
+        engine_config,
+        scheduler(steps, training.warmup_fraction, training.final_learning_rate_fraction),
+    )
     place = {
         "steps": training.ttt_steps,
         "sharding": SequenceSharding(sizes.ulysses, sizes.ring, sizes.layout, sizes.query_selection),
@@ -270,7 +278,7 @@ def _trainer(
 
 def _batch_maker(job: Job, supply: HiddenStateSupply, draft: Eagle3Draft, topology: Topology) -> BatchMaker:
     own, rank, teacher_head = draft.lm_head.weight, topology.tensor.rank(), None
-    if job.recipe.target.teacher == "hidden":  # else the teacher gives logits
+    if job.recipe.target.teacher == "hidden":  # otherwise the teacher already gives logits
         teacher_head = shard(_drafted_rows(job, supply.head), own, topology.tensor).to(topology.device, own.dtype)
     return BatchMaker(
         job.vocabulary.draft_ids,
@@ -284,7 +292,7 @@ def _batch_maker(job: Job, supply: HiddenStateSupply, draft: Eagle3Draft, topolo
 
 
 def _begin(job: Job, run: _Run, steps: int, memory_before: float) -> None:
-    """Write down what the run is made of."""
+    """Write the run's inputs and settings to its folder."""
     folder = run.folder
     folder.begin(job.recipe, run.continues, run.identity, input_digests(job), run.console)
     with writing(folder.vocabulary, "free space, or set output.dir to another place"):
@@ -300,12 +308,12 @@ def _begin(job: Job, run: _Run, steps: int, memory_before: float) -> None:
                 memory_before=memory_before,
             )
         )
-    except Exception as error:  # of use to the report alone: no reason for a run not to start
+    except Exception as error:  # only the report needs it: no reason to refuse to start
         run.console.warn(f"{folder.run}: not written, so the report will lack it ({error!r})")
 
 
 def _export(job: Job, run: _Run, step: int, draft: Eagle3Draft) -> None:
-    """Collective. Write the draft, whose weights are of `step`, for serving engines."""
+    """Write the draft, with the weights of step `step`, for serving engines. Collective."""
     output, folder = job.recipe.output, run.folder
     with waiting(run.console, "exporting the draft"):
         weights = full_weights(draft) | {"embedding.weight": draft.embedding.weight}
@@ -329,7 +337,7 @@ def _export(job: Job, run: _Run, step: int, draft: Eagle3Draft) -> None:
 
 
 def _judge(job: Job, run: _Run, target: TransformersTarget | None, finish: Finish) -> bool:
-    """Whether speculative decoding with the export was lossless, as far as the recipe wants to know."""
+    """Check and judge the export as the recipe asks. Returns whether speculative decoding was lossless."""
     folder, console = run.folder, run.console
     try:
         if job.recipe.output.check_export:
@@ -346,7 +354,7 @@ def _judge(job: Job, run: _Run, target: TransformersTarget | None, finish: Finis
 
 
 def _check(exported: Path, console: Console) -> None:
-    """Raises UserError where SGLang would not serve the export right; the files stay."""
+    """Load the export in SGLang. Raises UserError if SGLang would not serve it correctly; the files stay."""
     try:
         with waiting(console, "asking SGLang whether it takes the export"):
             said = check_export(exported)

@@ -1,4 +1,4 @@
-"""A golden case through the very code that training uses, and its error against the stored definition."""
+"""Run a golden case through the code that training uses, and measure the error against the stored reference."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,24 +23,24 @@ from eagle3.targets.logits import summarize_teacher
 from eagle3.text.vocabulary import DraftVocabulary
 from eagle3.training.engine import deepspeed_config, full_gradients, gradient_scale, start_engine
 
-# Relative to the largest entry of the compared tensor. fp64: expected gradients are stored in fp32.
+# Relative to the largest entry of the compared tensor. fp64 is no tighter, as expected gradients are stored in fp32.
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 2e-2}
-# Rounding the weights and inputs of `dense` and `ragged` to bf16, all else in fp64, changes single gradients by up to 4.4e-2
-# already, those of `windowed` by 7.5e-2: in bf16 that one cannot be held to this.
+# Rounding only the weights and inputs of `dense` and `ragged` to bf16, with fp64 arithmetic, already changes single
+# gradients by up to 4.4e-2, and those of `windowed` by 7.5e-2: `windowed` cannot meet this tolerance in bf16.
 BFLOAT16_GRADIENTS = 5e-2
 INPUTS = ("input_ids", "loss_mask", "attention_mask", "aux_hidden_state", "hidden_state", "lm_head_weight")
 
 
 @dataclass(frozen=True)
 class GoldenCase:
-    """draft.safetensors with config.json, and the tensors of inputs.safetensors: a right-padded batch of B x T."""
+    """A draft and a right-padded batch of B x T."""
 
-    draft: ExportedDraft
-    inputs: dict[str, Tensor]
+    draft: ExportedDraft  # draft.safetensors with config.json
+    inputs: dict[str, Tensor]  # the tensors of inputs.safetensors
 
 
 def read_case(folder: Path) -> GoldenCase:
-    """Raises UserError naming the file where the case is incomplete."""
+    """Read a golden case. Raises UserError naming the file if the case is incomplete."""
     inputs = read_tensors(folder / "inputs.safetensors")
     missing = [name for name in INPUTS if name not in inputs]
     if missing:
@@ -67,11 +67,13 @@ def run_case(
     ring_mode: RingMode = "gather",
     memory: MemoryPlan = MemoryPlan(),
 ) -> dict[str, Tensor]:
-    """The case's loss, steps, accuracies and gradients, under the keys of expected.safetensors, whole on every rank.
+    """The case's losses, accuracies and gradients, with the keys of expected.safetensors, whole on every rank.
 
     The batch's documents are dealt to the data-parallel ranks and packed; each stream is spread over its sequence ranks
-    as `sharding` says. The losses are divided by B*T of the padded batch. fp64 sums gradients with plain collectives,
-    other dtypes go through the DeepSpeed engine (which cannot hold fp64). Raises UserError for sizes that do not fit.
+    according to `sharding`. The losses are divided by B*T of the padded batch. In fp64, which the DeepSpeed engine
+    lacks, gradients are summed by plain collectives; other dtypes go through the engine.
+
+    Raises UserError for sizes that do not fit.
     """
     case.draft.config.check_parallel(topology.tensor.size(), sharding.ulysses)
     draft = Eagle3Draft(case.draft.config, topology.modules, dtype)
@@ -80,8 +82,8 @@ def run_case(
     batch = _micro_batch(case, topology, steps, sharding, draft.lm_head.weight)
     config, ranks = LossConfig(normalization="tokens"), topology.data.size()
     counts = BatchCounts(batch.counted(), batch.supervised.sum(1).cpu(), 0)
-    counts = sum_counts(counts, topology.batch, topology.device)
-    counts = counts._replace(tokens=case.inputs["attention_mask"].numel())
+    tokens = case.inputs["attention_mask"].numel()
+    counts = sum_counts(counts, topology.batch, topology.device)._replace(tokens=tokens)
     weights = step_weights(config, counts, None)
     if dtype == torch.float64:
         distilled = objective(batch, weights)
@@ -111,16 +113,16 @@ def run_case(
 
 
 def tolerance(name: str, dtype: torch.dtype) -> float:
-    """What the arithmetic of `dtype` may change in the tensor `name` (or in the gradients' joint norm)."""
+    """Largest relative error that `dtype` may cause in the tensor `name` (or in the gradients' joint norm)."""
     if dtype == torch.bfloat16 and name == "acc_correct":
         return float("inf")  # a count of argmaxes: it jumps where two logits are closer than bf16 resolves
     return BFLOAT16_GRADIENTS if dtype == torch.bfloat16 and name.startswith("grad.") else TOLERANCES[dtype]
 
 
 def relative_errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
-    """Largest difference of each expected tensor, relative to its largest entry, and of the gradients' joint norm.
+    """Largest difference in each expected tensor, relative to its largest entry, and that of the gradients' joint norm.
 
-    A tensor that is absent, misshapen or not finite counts as infinitely wrong.
+    A tensor that is missing, misshapen or not finite has an infinite error.
     """
     errors = dict.fromkeys(expected, float("inf"))
     for name, wanted in expected.items():
@@ -137,17 +139,17 @@ def relative_errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> d
 def _micro_batch(
     case: GoldenCase, topology: Topology, steps: int, sharding: SequenceSharding, lm_head: Tensor
 ) -> MicroBatch:
-    """This rank's part of its stream, for a draft whose (part of the) lm_head is `lm_head`."""
+    """This rank's part of its stream. lm_head: the draft's, or this rank's part of it."""
     dtype, vocabulary = lm_head.dtype, DraftVocabulary(case.draft.d2t, case.draft.t2d)
     ids, loss_mask, real, aux, last, head = (case.inputs[name] for name in INPUTS)
     real, mine = real.bool(), range(topology.data.rank(), len(real), topology.data.size())
-    if not mine:  # more ranks than documents: one token that nothing supervises
+    if not mine:  # more ranks than documents: one unsupervised token
         mine, loss_mask, real = [0], torch.zeros_like(loss_mask), torch.zeros_like(real)
         real[0, 0] = True
     ids, loss_mask, aux, last = ([of[row][real[row]] for row in mine] for of in (ids, loss_mask, aux, last))
     stream, aux, last = Stream.pack(ids, loss_mask), torch.cat(aux), torch.cat(last)
     plan = plan_sequence(stream, steps, sharding, topology.sequence.rank(), case.draft.config.window)
-    exact = torch.promote_types(dtype, torch.float32)  # as a capture would have it
+    exact = torch.promote_types(dtype, torch.float32)  # as capture computes it
     teacher = summarize_teacher(last[plan.teacher].to(exact), head.to(exact))
     rows = Rows(aux[plan.rows], LastHidden(last[plan.teacher], *teacher))
     shown = shard(head[vocabulary.target_ids], lm_head, topology.tensor).to(topology.device, dtype)

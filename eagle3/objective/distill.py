@@ -1,6 +1,7 @@
-"""Distillation in one call after the unroll: blocks of target rows, the teacher once, all K steps together.
+"""Distillation loss and gradients in one call after the unroll: block by block over target rows, the teacher computed
+once for all K steps.
 
-Under tensor parallelism a rank has its columns of the draft vocabulary, and the softmaxes run over all ranks' columns.
+Under tensor parallelism each rank holds its columns of the draft vocabulary; the softmaxes run over all ranks' columns.
 """
 
 from collections.abc import Sequence
@@ -10,77 +11,72 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from eagle3.objective.streaming import StreamedRows
 from eagle3.targets.logits import LogitTransform
 
-# What one block of the loss, and one chunk of position-wise work, may hold unless told otherwise.
+# Default size of one block of the loss, and of one chunk of position-wise work.
 BLOCK_BYTES = 2**30
-# Above every draft id, so that it loses when ranks look for the lowest id of the largest logit.
+# Larger than every draft id, so that it loses when ranks take the minimum id of the largest logit.
 _ELSEWHERE = torch.iinfo(torch.int64).max
 
 
 class StepSums(NamedTuple):
-    """Sums over positions, [K] fp64. cross_entropy: -sum_v q log p. overlap: acceptance rate sum_v min(q_full, p).
-    correct: the draft's best token is the teacher's. The first two over counted positions, the last over supervised."""
+    """Sums over positions, each [K] fp64."""
 
-    cross_entropy: Tensor
-    overlap: Tensor
-    correct: Tensor
+    cross_entropy: Tensor  # -sum_v q log p, over counted positions
+    overlap: Tensor  # the acceptance rate sum_v min(q_full, p), over counted positions
+    correct: Tensor  # whether the draft's best token is the teacher's, over supervised positions
 
     def __add__(self, other: "StepSums") -> "StepSums":
         return StepSums(*(a + b for a, b in zip(self, other, strict=True)))
 
 
 class StepWeights(NamedTuple):
-    """[K] fp64 on the CPU: what a step's summed cross-entropy and summed acceptance rate are multiplied by in the surrogate
-    loss."""
+    """Factors, each [K] fp64 on the CPU, of every step's summed cross-entropy and summed acceptance rate in the
+    surrogate loss."""
 
     cross_entropy: Tensor
     overlap: Tensor
 
 
 class Distilled(NamedTuple):
-    """surrogate: scalar whose gradient is this stream's share of the loss's. sums: what losses and metrics need.
-    correct [K, M] bool: the positions that `sums.correct` counts."""
+    """The result of `distill`."""
 
-    surrogate: Tensor
-    sums: StepSums
-    correct: Tensor
+    surrogate: Tensor  # scalar; its gradient is this stream's share of the loss's gradient
+    sums: StepSums  # what losses and metrics need
+    correct: Tensor  # [K, M] bool: the positions that `sums.correct` counts
 
 
 def loss_row_bytes(steps: int, columns: int, hidden: int, dtype: torch.dtype) -> int:
-    """What `distill` holds for one teacher row: K rows of draft logits in fp32 at least (and once more in `dtype`, to be
-    multiplied), five more of that width; K hidden states with their norms (in fp32) and gradients."""
+    """Bytes that `distill` holds per teacher row: K rows of draft logits in fp32 or wider (and once more in `dtype`,
+    for the products), five more rows of that width, and K hidden states with their norms (in fp32) and gradients."""
     exact = max(dtype.itemsize, 4)
     logits = steps * (exact + (dtype.itemsize if dtype.itemsize < exact else 0)) + 5 * exact
     return columns * logits + steps * hidden * (4 * dtype.itemsize + 2 * exact)
 
 
 def loss_rows(steps: int, columns: int, hidden: int, dtype: torch.dtype, block_bytes: int) -> int:
-    """Teacher rows of one block of `distill`, for lm_head columns [columns, hidden] of one tensor-parallel rank."""
+    """Teacher rows in one block of `distill`; [columns, hidden] is the shape of lm_head on one tensor-parallel rank."""
     return max(1, block_bytes // loss_row_bytes(steps, columns, hidden, dtype))
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """The target at M rows of the stream.
+    """The target's predictions at M rows of the stream.
 
-    last [M, Ht]: hidden states after the final norm, maybe on the host (StreamedRows). head [Vd/tp, Ht]: this rank's part
-    of the target's lm_head rows of the draft vocabulary; transform: of what they make. Or head None, and last [M, Vd/tp]
-    the target's own logits of this rank's part. best [M] int64: draft id of the target's most likely token, -1 where that
-    is outside the draft vocabulary, whichever rank has its row. logsumexp [M]: over the target's full vocabulary.
+    With a head, logits are computed from hidden states; without one, `last` holds the target's own logits.
     """
 
-    last: Tensor | StreamedRows
-    head: Tensor | None
+    last: Tensor | StreamedRows  # [M, Ht] after the final norm, possibly on the host; without head: logits [M, Vd/tp]
+    head: Tensor | None  # [Vd/tp, Ht]: this rank's part of the target's lm_head rows of the draft vocabulary
+    # [M] int64: draft id of the target's most likely token, on whichever rank; -1 if not in the draft vocabulary
     best: Tensor
-    logsumexp: Tensor
-    transform: LogitTransform = LogitTransform()
+    logsumexp: Tensor  # [M]: over the target's full vocabulary
+    transform: LogitTransform = LogitTransform()  # applied to what head yields
 
     def logits(self, block: slice, dtype: torch.dtype) -> Tensor:
-        """[m, Vd/tp] in `dtype`, which is fp32 at least; the caller's to overwrite."""
+        """Logits [m, Vd/tp] in `dtype` (fp32 or wider) that the caller may overwrite."""
         rows = self.last[block]
         if self.head is None:
             return rows.to(dtype, copy=True)
@@ -93,20 +89,23 @@ def distill(
     teacher: Teacher,
     query_of: Tensor,
     weights: StepWeights,
-    group: ProcessGroup,
+    group: dist.ProcessGroup,
     norm: nn.Module | None = None,
     block_bytes: int = BLOCK_BYTES,
 ) -> Distilled:
-    """Compare K steps of draft outputs with the teacher.
+    """Compares K steps of draft outputs with the teacher.
 
-    outputs: K hidden states [Q, H], which `norm` turns into lm_head's input; head [Vd/tp, H] this rank's rows of the
-    draft's lm_head, rank r's the r-th part; query_of [K, M] of the SequencePlan: the outputs' rows, -1 where nothing is
-    supervised. Gradients of `outputs`, `head` and `norm` are made block by block on the way, when autograd
-    wants them, and can be asked for once; a block takes about `block_bytes`, and no tensor of [tokens, vocabulary] exists.
+    Gradients of `outputs`, `head` and `norm` are computed along the way, block by block, if autograd wants them, and
+    can be asked for only once. A block takes about `block_bytes`; no tensor of [tokens, vocabulary] ever exists.
 
-    group: the tensor-parallel group. All its ranks call this with the same arguments, the heads apart, and get the same
-    surrogate, sums and gradients of `outputs` and `norm`, all of them whole; the gradient of `head` is that of the
+    All ranks of the tensor-parallel group call this with the same arguments except `head`. They all get the same
+    surrogate and sums, and the same complete gradients of `outputs` and `norm`; the gradient of `head` covers this
     rank's rows.
+
+    outputs: K hidden states [Q, H], which `norm` turns into lm_head's input.
+    head: [Vd/tp, H], this rank's rows of the draft's lm_head; rank r holds the r-th part.
+    query_of: [K, M], from the SequencePlan: the row of `outputs` for each teacher row, -1 where nothing is supervised.
+    group: the tensor-parallel group.
     """
     weights_by_step = tuple(zip(*(part.tolist() for part in weights), strict=True))
     rows = loss_rows(len(outputs), *head.shape, head.dtype, block_bytes)
@@ -118,21 +117,18 @@ def distill(
 
 
 class _Softmaxes(NamedTuple):
-    """Of this rank's columns, with sums over all ranks' columns.
+    """Softmaxes of this rank's columns, normalised over all ranks' columns."""
 
-    exp [K, m, v] and total [K, m]: the draft's probabilities are exp / total. q [m, v]: the teacher's. cross_entropy
-    [K, m]: this rank's terms of -sum q log p. best [K, m] int64: the lowest draft id of the largest logit, _ELSEWHERE
-    where only other ranks have one as large."""
-
-    exp: Tensor
-    total: Tensor
-    q: Tensor
-    cross_entropy: Tensor
-    best: Tensor
+    exp: Tensor  # [K, m, v]; the draft's probabilities are exp / total
+    total: Tensor  # [K, m]
+    q: Tensor  # [m, v]: the teacher's probabilities
+    cross_entropy: Tensor  # [K, m]: this rank's terms of -sum q log p
+    best: Tensor  # [K, m] int64: lowest draft id of the largest logit, _ELSEWHERE if only other ranks have one as large
 
 
-def _softmaxes(logits: Tensor, z: Tensor, group: ProcessGroup) -> _Softmaxes:
-    """Of draft logits [K, m, v] and teacher logits [m, v], both overwritten; they share a MAX and a SUM all-reduce."""
+def _softmaxes(logits: Tensor, z: Tensor, group: dist.ProcessGroup) -> _Softmaxes:
+    """Softmaxes of draft logits [K, m, v] and teacher logits [m, v], overwriting both; they share one MAX and one SUM
+    all-reduce."""
     top, best = logits.max(-1)
     peaks = torch.cat((top, z.amax(-1)[None]))
     if group.size() > 1:
@@ -150,7 +146,7 @@ def _softmaxes(logits: Tensor, z: Tensor, group: ProcessGroup) -> _Softmaxes:
 
 
 class _Gradients:
-    """Gradients that blocks add to: head and norm in fp32 at least, outputs as they are."""
+    """Accumulates gradients over blocks: head and norm in fp32 or wider, outputs in their own dtype."""
 
     def __init__(self, outputs: Sequence[Tensor], head: Tensor, norm: nn.Module | None) -> None:
         exact = torch.promote_types(head.dtype, torch.float32)
@@ -160,7 +156,11 @@ class _Gradients:
         self.norm = [torch.zeros_like(weight, dtype=exact) for weight in self.norm_weights]
 
     def add(self, logits: Tensor, hidden: Tensor, normed: Tensor, head: Tensor, slots: Tensor) -> None:
-        """logits [K, m, v]: their gradient. hidden, normed [K, m, H]: lm_head's input before and after the norm."""
+        """Adds one block.
+
+        logits: [K, m, v], the gradient of the logits.
+        hidden, normed: [K, m, H], lm_head's input before and after the norm.
+        """
         logits, flat = logits.to(head.dtype).flatten(0, 1), normed.detach().flatten(0, 1)
         if head.dtype == self.head.dtype:
             self.head.addmm_(logits.t(), flat)
@@ -172,15 +172,19 @@ class _Gradients:
             for whole, part in zip(self.norm, norm, strict=True):
                 whole += part
         for whole, at, part in zip(self.outputs, slots, made, strict=True):
-            whole.index_add_(0, at, part)  # slots without a query point at 0 and carry a zero gradient
+            whole.index_add_(0, at, part)  # slots without a query point at row 0 and carry a zero gradient
 
 
 class _Distill(torch.autograd.Function):
-    """With p = softmax(logits), q = softmax(teacher), f = q_full, a = sum_v min(f, p), row by row:
-    d(-sum q log p)/dlogits = p - q ;  da/dlogits_v = p_v * ([p_v < f_v] - sum_u p_u [p_u < f_u]).
+    """The loss and its gradient, row by row, with p = softmax(logits), q = softmax(teacher), f = q_full, a = sum_v
+    min(f, p):
 
-    A rank's columns give its rows of d_head, and terms of the other gradients and of the sums, which are added up at the
-    end. weights: of each step's cross-entropy and overlap. rows: of a block."""
+    d(-sum q log p)/dlogits = p - q
+    da/dlogits_v = p_v * ([p_v < f_v] - sum_u p_u [p_u < f_u])
+
+    A rank's columns give its rows of d_head, and partial sums of everything else, which are reduced at the end.
+    `weights` holds each step's factors of cross-entropy and overlap, `rows` the number of rows per block.
+    """
 
     @staticmethod
     def forward(ctx, weights, group, norm, rows, head, teacher, query_of, *outputs_and_norm):
@@ -208,7 +212,7 @@ class _Distill(torch.autograd.Function):
             if gradients is not None:
                 _differentiate(softmaxes, q_full, weight, weights, group)
                 gradients.add(softmaxes.exp, hidden, normed, head, slots)
-            del logits, z, q_full, softmaxes, hidden, normed  # before the next block makes its own
+            del logits, z, q_full, softmaxes, hidden, normed  # free them before the next block allocates its own
         if group.size() > 1 and len(teacher.best):
             dist.all_reduce(best, dist.ReduceOp.MIN, group)
             for partial in (sums, *([] if gradients is None else [*gradients.outputs, *gradients.norm])):
@@ -224,20 +228,20 @@ class _Distill(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad, *_):
-        # In place: there is no second copy of them. A second backward finds them changed, which autograd refuses.
+        # In place, to avoid a second copy. A second backward finds the tensors modified, which autograd refuses.
         head, *others = (gradient.mul_(grad.to(gradient.dtype)) for gradient in ctx.saved_tensors)
         return None, None, None, None, head, None, None, *others
 
 
 def _products(rows: Tensor, columns: Tensor) -> Tensor:
-    """rows [n, h] @ columns [v, h]^T in fp32 at least, rounded once where the device's kernels allow it."""
+    """rows [n, h] @ columns [v, h]^T in fp32 or wider, rounded only once if the device has a kernel for that."""
     if rows.is_cuda and rows.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(rows, columns.t(), out_dtype=torch.float32)
     return (rows @ columns.t()).to(torch.promote_types(rows.dtype, torch.float32))
 
 
 def _overlap(softmaxes: _Softmaxes, q_full: Tensor) -> Tensor:
-    """sum_v min(f, p) over this rank's columns, [K, m]; a step at a time."""
+    """sum_v min(f, p) over this rank's columns, [K, m]; one step at a time, to save memory."""
     steps = zip(softmaxes.exp, softmaxes.total, strict=True)
     return torch.stack([(q_full * total[:, None]).clamp_(max=exp).sum(-1) / total for exp, total in steps])
 
@@ -247,9 +251,10 @@ def _differentiate(
     q_full: Tensor,
     counted: Tensor,
     weights: Sequence[tuple[float, float]],
-    group: ProcessGroup,
+    group: dist.ProcessGroup,
 ) -> None:
-    """Turn `softmaxes.exp` into the gradient of the draft's logits, 0 in rows that are not counted; a step at a time."""
+    """Turns `softmaxes.exp` into the gradient of the draft's logits, 0 in rows that are not counted; one step at a
+    time, to save memory."""
     overlapping = any(overlap for _, overlap in weights)
     if overlapping:
         steps = zip(softmaxes.exp, softmaxes.total, strict=True)

@@ -1,5 +1,5 @@
-"""What a global batch comes to: its loss, with the weights that make one backward pass exact for it; accuracies,
-acceptance, the acceptance length that they simulate, and that length by the context of the positions."""
+"""The numbers of a global batch: its loss, with the weights that make one backward pass exact for it; accuracies,
+acceptance rates, the acceptance length that they simulate, and that length by context."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,31 +8,33 @@ from typing import Any, Literal, NamedTuple, TypeVar, assert_never
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from eagle3.objective.distill import StepSums, StepWeights
 from eagle3.parallel.sequence import SequencePlan, Stream
 
-SHORTEST = 512  # tokens; the first context of every list
+SHORTEST = 512  # tokens; the first entry of every list of contexts
 
 
 @dataclass(frozen=True)
 class LossConfig:
-    """normalization: what the cross-entropy is divided by."""
+    """Which loss, and its constants."""
 
     name: Literal["kl", "lk_alpha", "lk_lambda"] = "kl"
-    step_decay: float = 0.8
+    step_decay: float = 0.8  # TTT step k counts step_decay**k
+    # what the cross-entropy is divided by: counted positions or tokens
     normalization: Literal["counted", "tokens"] = "counted"
-    kl_scale: float = 1.0
-    kl_decay: float = 3.0
+    kl_scale: float = 1.0  # of lk_lambda
+    kl_decay: float = 3.0  # of lk_lambda
 
     @property
     def needs_sums(self) -> bool:
-        """True where the gradient's weights depend on the batch's acceptance rate, so a forward pass must come first."""
+        """True if the gradient's weights depend on the batch's acceptance rate, so that a forward pass has to come
+        first."""
         return self.name != "kl"
 
     def step_loss(self, cross_entropy: Tensor, acceptance: Tensor) -> Tensor:
-        """Of a step, from its mean cross-entropy and mean acceptance rate over the global batch, fp64 scalars."""
+        """The loss of one TTT step, given its mean cross-entropy and mean acceptance rate over the global batch (fp64
+        scalars)."""
         match self.name:
             case "kl":
                 return cross_entropy
@@ -46,35 +48,35 @@ class LossConfig:
 
 
 class BatchCounts(NamedTuple):
-    """Over the global batch: counted, supervised [K] int64 positions of each step; tokens, the sum of document lengths."""
+    """Positions and tokens of the global batch."""
 
-    counted: Tensor
-    supervised: Tensor
-    tokens: int
+    counted: Tensor  # [K] int64: supervised positions of each step whose teacher token is in the draft vocabulary
+    supervised: Tensor  # [K] int64: supervised positions of each step
+    tokens: int  # sum of the document lengths
 
     def __add__(self, other: "BatchCounts") -> "BatchCounts":
         return BatchCounts(*(a + b for a, b in zip(self, other, strict=True)))
 
 
 class LossValue(NamedTuple):
-    """loss: sum over k of step_decay**k * steps[k]; steps [K] fp64."""
+    """The loss of a global batch."""
 
-    loss: Tensor
-    steps: Tensor
+    loss: Tensor  # sum over k of step_decay**k * steps[k]
+    steps: Tensor  # [K] fp64
 
 
 def loss_value(config: LossConfig, sums: StepSums, counts: BatchCounts) -> LossValue:
-    """The definition's loss from the sums over the whole global batch. A step without counted positions gives 0."""
+    """The loss, computed from the sums over the whole global batch. A step without counted positions contributes 0."""
     steps = _step_losses(config, sums.cross_entropy, sums.overlap, counts)
     return LossValue(_decayed(config, steps), steps)
 
 
 def step_weights(config: LossConfig, counts: BatchCounts, sums: StepSums | None) -> StepWeights:
-    """Derivatives of the loss in the batch's sums.
+    """Derivatives of the loss with respect to the batch's sums.
 
-    A rank that backpropagates sum_k weights.cross_entropy[k] * CE_k + weights.overlap[k] * A_k over its own positions
-    contributes its exact share of the global loss's gradient (chain rule), so nothing but these 2K numbers has to
-    cross ranks. `sums` over the global batch are needed where `config.needs_sums`.
+    By the chain rule, a rank that backpropagates sum_k weights.cross_entropy[k] * CE_k + weights.overlap[k] * A_k over
+    its own positions contributes exactly its share of the global loss's gradient, so only these 2K numbers have to
+    cross ranks. `sums`, over the global batch, is required if `config.needs_sums`.
     """
     assert sums is not None or not config.needs_sums
     at = (
@@ -100,17 +102,13 @@ def _step_losses(config: LossConfig, cross_entropy: Tensor, overlap: Tensor, cou
 
 @dataclass(frozen=True)
 class Metrics:
-    """Over a global batch. step_losses, accuracy, acceptance_rate: K numbers, one a TTT step.
-
-    accuracy: share of supervised positions where the draft's best token is the teacher's. acceptance_rate: mean
-    probability that sampling would accept the draft's token, over counted positions. simulated_acceptance_length: sum
-    over k of the product of accuracy[0..k], the drafted tokens that greedy verification would accept.
-    """
+    """Metrics of a global batch; lists have K entries, one per TTT step."""
 
     loss: float
     step_losses: list[float]
-    accuracy: list[float]
-    acceptance_rate: list[float]
+    accuracy: list[float]  # share of supervised positions where the draft's best token is the teacher's
+    acceptance_rate: list[float]  # mean probability, over counted positions, that sampling accepts the draft's token
+    # sum over k of the product of accuracy[0..k]: the drafted tokens that greedy verification would accept
     simulated_acceptance_length: float
     counted: int
     supervised: int
@@ -121,7 +119,7 @@ class Metrics:
 
 
 def batch_metrics(config: LossConfig, sums: StepSums, counts: BatchCounts) -> Metrics:
-    """`sums` and `counts` over the global batch, on the CPU."""
+    """Metrics from `sums` and `counts` over the global batch, both on the CPU."""
     value = loss_value(config, sums, counts)
     accuracy = sums.correct / counts.supervised.clamp(min=1)
     return Metrics(
@@ -136,8 +134,8 @@ def batch_metrics(config: LossConfig, sums: StepSums, counts: BatchCounts) -> Me
     )
 
 
-def sum_counts(counts: BatchCounts, group: ProcessGroup, device: torch.device) -> BatchCounts:
-    """The sum over the ranks of `group` (those with different streams or parts of one)."""
+def sum_counts(counts: BatchCounts, group: dist.ProcessGroup, device: torch.device) -> BatchCounts:
+    """The sum over the ranks of `group`, which have different streams or different parts of one."""
     packed = torch.cat((counts.counted, counts.supervised, torch.tensor([counts.tokens]))).to(device)
     dist.all_reduce(packed, group=group)
     packed, steps = packed.cpu(), len(counts.counted)
@@ -145,32 +143,34 @@ def sum_counts(counts: BatchCounts, group: ProcessGroup, device: torch.device) -
 
 
 class ContextCounts(NamedTuple):
-    """Positions by context, [B, K] int64, one column a TTT step: supervised ones, and those of them where the draft's best
-    token is the teacher's."""
+    """Positions by context, each [B, K] int64 with one column per TTT step."""
 
-    correct: Tensor
-    supervised: Tensor
+    correct: Tensor  # supervised positions where the draft's best token is the teacher's
+    supervised: Tensor  # all supervised positions
 
     def __add__(self, other: "ContextCounts") -> "ContextCounts":
         return ContextCounts(*(a + b for a, b in zip(self, other, strict=True)))
 
     def acceptance(self) -> list[float | None]:
-        """Of each context: the drafted tokens that greedy verification would accept, as in Metrics; None where nothing of
-        that context is supervised."""
-        accuracy = self.correct.double() / self.supervised.clamp(min=1)  # of integers alone it would be fp32
+        """For each context, the drafted tokens that greedy verification would accept, as in Metrics; None if nothing
+        with that context is supervised."""
+        accuracy = self.correct.double() / self.supervised.clamp(min=1)  # double(): dividing integers would give fp32
         lengths = accuracy.cumprod(1).sum(1).tolist()
         return [length if seen else None for length, seen in zip(lengths, self.supervised[:, 0].tolist(), strict=True)]
 
 
 def contexts_up_to(longest: int) -> list[int]:
-    """512, 1024, 2048, ... tokens, the last at least `longest`."""
+    """Contexts of 512, 1024, 2048, ... tokens, up to the first that is at least `longest`."""
     doublings = ((longest - 1) // SHORTEST).bit_length() if longest > SHORTEST else 0
     return [SHORTEST * 2**doubling for doubling in range(doublings + 1)]
 
 
 def count_by_context(stream: Stream, plan: SequencePlan, correct: Tensor, contexts: Sequence[int]) -> ContextCounts:
-    """This rank's part of one stream. correct [K, M] bool: of Distilled. contexts [B]: ascending; a position belongs to the
-    first one that is not below it, and all must be below the last."""
+    """Counts for this rank's part of one stream.
+
+    correct: [K, M] bool, from Distilled.
+    contexts: [B], ascending. A position belongs to the first context that is not below it; none may exceed the last.
+    """
     context = torch.bucketize(stream.position[plan.teacher], torch.tensor(contexts))
     nothing = torch.zeros(len(contexts), len(correct), dtype=torch.int64)
     return ContextCounts(*(nothing.index_add(0, context, hits.cpu().t().long()) for hits in (correct, plan.supervised)))
@@ -179,8 +179,9 @@ def count_by_context(stream: Stream, plan: SequencePlan, correct: Tensor, contex
 Sums = TypeVar("Sums", StepSums, ContextCounts)
 
 
-def sum_sums(sums: Sums, group: ProcessGroup, device: torch.device | None = None) -> Sums:
-    """The sum over the ranks of `group`, on the CPU. device: where the group exchanges tensors, None for where they are."""
+def sum_sums(sums: Sums, group: dist.ProcessGroup, device: torch.device | None = None) -> Sums:
+    """The sum over the ranks of `group`, on the CPU. device: where the group exchanges tensors; None if they are
+    already there."""
     packed = torch.stack(tuple(sums)).to(device)
     dist.all_reduce(packed, group=group)
     return type(sums)(*packed.cpu())

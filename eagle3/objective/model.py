@@ -1,4 +1,4 @@
-"""What the engine trains: the draft with its unroll and distillation, from one stream to a loss."""
+"""The module that the engine trains: the draft with its unroll and distillation, from one stream to a loss."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,15 +21,12 @@ from eagle3.targets.logits import LogitTransform
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """This rank's part of one stream, cut by its plan, with its hidden states, on the draft's device.
-
-    query_of [K, M] and teacher are the SequencePlan's, in the order of its teacher rows. tokens: of the whole stream.
-    """
+    """This rank's part of one stream, cut by its plan, with its hidden states, on the draft's device."""
 
     inputs: UnrollInputs
     teacher: Teacher
-    query_of: Tensor
-    tokens: int
+    query_of: Tensor  # [K, M], from the SequencePlan; M are its teacher rows, as in `teacher`
+    tokens: int  # of the whole stream
 
     @property
     def supervised(self) -> Tensor:
@@ -43,23 +40,21 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class BatchMaker:
-    """Makes micro-batches for a draft, whose number format and device are `dtype` and `device`.
+    """Makes micro-batches for a draft of this dtype on this device."""
 
-    draft_id [V] int64: the draft id of each target token, -1 outside the draft vocabulary. Of a teacher's last hidden states,
-    head [Vd/tp, Ht]: this rank's part of the target's lm_head rows of the draft vocabulary, and transform: of what they make.
-    Of a teacher's logits, columns: this rank's, None for all. residence: where aux and the teacher's values wait until they are needed.
-    """
-
-    draft_id: Tensor
+    draft_id: Tensor  # [V] int64: draft id of each target token, -1 outside the draft vocabulary
+    # [Vd/tp, Ht]: this rank's part of the target's lm_head rows of the draft vocabulary; None if the teacher is given
+    # by logits
     head: Tensor | None
     dtype: torch.dtype
     device: torch.device
-    residence: Residence = "device"
-    transform: LogitTransform = LogitTransform()
-    columns: slice | None = None
+    residence: Residence = "device"  # where aux and the teacher's values are kept until needed
+    transform: LogitTransform = LogitTransform()  # applied to what `head` yields
+    columns: slice | None = None  # this rank's columns of a teacher's logits; None: all
 
     def micro_batch(self, stream: Stream, plan: SequencePlan, rows: Rows) -> MicroBatch:
-        """rows: aux at plan.rows, teacher at plan.teacher; logits stay in the number format that they come in."""
+        """Builds a micro-batch. rows: aux at plan.rows, teacher at plan.teacher; logits keep the dtype that they come
+        in."""
         device, values, head = self.device, rows.teacher.values, None
         if isinstance(rows.teacher, DraftLogits):
             values = values[:, self.columns or slice(None)].contiguous()
@@ -83,15 +78,14 @@ class BatchMaker:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What a step keeps and how much it works on at once. recompute: see Step; block_bytes: of the loss's blocks and of
-    the chunks of position-wise work."""
+    """What a step saves, and how much it works on at once."""
 
-    recompute: Recompute = "none"
-    block_bytes: int = BLOCK_BYTES
+    recompute: Recompute = "none"  # see Step
+    block_bytes: int = BLOCK_BYTES  # size of the loss's blocks, and of the chunks of position-wise work
 
 
 class DraftObjective(nn.Module):
-    """The draft and its training objective as one module, so that an engine's forward is one stream's loss.
+    """The draft and its training objective in one module, so that an engine's forward is one stream's loss.
 
     Every rank of a stream's tensor and sequence groups calls it with its own part.
     """
@@ -113,7 +107,7 @@ class DraftObjective(nn.Module):
         return self.distilled(outputs, batch, weights)
 
     def distilled(self, outputs: Sequence[Tensor], batch: MicroBatch, weights: StepWeights) -> Distilled:
-        """What follows the unroll, whose outputs of the K steps are `outputs`."""
+        """The distillation, given the unroll's `outputs` of the K steps."""
         return distill(
             outputs,
             self.draft.lm_head.weight,

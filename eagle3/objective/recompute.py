@@ -1,10 +1,10 @@
-"""Work that keeps nothing but its inputs and runs again in the backward pass: position-wise work in chunks of tokens, and
+"""Work that saves only its inputs and runs again in the backward pass: position-wise work in chunks of tokens, and
 whole TTT steps.
 
-Not torch.utils.checkpoint: under a checkpoint of the step, the work after attention would run three times (forward, again
-to rebuild the step, again chunk by chunk), and every chunk would round its share of the weights' gradients to their number
-format. Here it runs twice, and chunks add up in fp32. Weights are inputs of the autograd functions, so that each has one
-gradient, ready once, as ZeRO wants it.
+torch.utils.checkpoint does not do. With a checkpoint around the step, the work after attention would run three times
+(forward, again to rebuild the step, again chunk by chunk), and every chunk would round its share of the weights'
+gradients to the weights' dtype. Here that work runs twice, and chunks are summed in fp32. Weights are inputs of the
+autograd functions, so that each has a single gradient that becomes ready once, as ZeRO requires.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,39 +22,42 @@ Recompute = Literal["none", "attention_kept", "full"]
 
 
 def chunk_token_bytes(config: DraftConfig, tensor: int, dtype: torch.dtype) -> int:
-    """What a chunk holds for one token while it is recomputed and differentiated, in its widest part: what follows
-    attention. The MLP's gate and up, their activation and product, with gradients; six hidden states, two in fp32."""
+    """Bytes that a chunk holds per token while it is recomputed and differentiated, in its widest part, which follows
+    attention: the MLP's gate and up, their activation and product, each with its gradient; six hidden states, two of
+    them in fp32."""
     wide = 6 * config.intermediate_size // tensor + 4 * config.hidden_size
     return dtype.itemsize * wide + 2 * max(4, dtype.itemsize) * config.hidden_size
 
 
 def chunk_tokens(config: DraftConfig, tensor: int, dtype: torch.dtype, block_bytes: int) -> int:
-    """Tokens of one chunk of position-wise work."""
+    """Tokens in one chunk of position-wise work."""
     return max(1, block_bytes // chunk_token_bytes(config, tensor, dtype))
 
 
 class Cut(NamedTuple):
-    """One chunk: the rows that its function reads of every input, and those that it writes of each output."""
+    """One chunk of position-wise work."""
 
-    rows: slice
-    outputs: tuple[slice, ...]
+    rows: slice  # rows that the function reads of every input
+    outputs: tuple[slice, ...]  # rows that it writes, for each output
 
 
 def cut_rows(rows: int, chunk: int, outputs: int) -> tuple[Cut, ...]:
-    """Rows 0..rows in chunks, for a function with as many outputs, of one row for each row read."""
+    """Cuts rows 0..rows into chunks for a function with `outputs` outputs that writes one row for each row it reads."""
     slices = (slice(start, min(start + chunk, rows)) for start in range(0, rows, chunk))
     return tuple(Cut(each, (each,) * outputs) for each in slices)
 
 
 @dataclass(frozen=True)
 class ChunkedWork:
-    """Position-wise work: function(cut, *inputs[cut.rows]) -> tuple of outputs[cut.outputs]. `weights`: whatever of them
-    it uses. A call is differentiable and runs the function again, chunk by chunk, in its backward pass; a call of
-    `plainly` keeps what autograd keeps."""
+    """Position-wise work: function(cut, *inputs[cut.rows]) -> tuple of outputs[cut.outputs].
+
+    A call is differentiable; its backward pass runs the function again, chunk by chunk. `plainly` leaves everything to
+    autograd instead.
+    """
 
     function: Callable[..., tuple[Tensor, ...]]
     cuts: tuple[Cut, ...]
-    weights: tuple[Tensor, ...]
+    weights: tuple[Tensor, ...]  # all that the function uses
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         return _ChunkedWork.apply(self, len(inputs), *inputs, *self.weights)
@@ -80,8 +83,8 @@ class ChunkedWork:
     def backward(
         self, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]
     ) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Gradients of the inputs, and of the weights (None for one that the function does not use). gradients: of the
-        outputs, None where nobody used one."""
+        """Gradients of the inputs, and of the weights (None for a weight that the function does not use). gradients:
+        those of the outputs, None for an output that was not used."""
         d_inputs = [torch.empty_like(tensor) for tensor in inputs]
         d_weights: list[Tensor | None] = [None] * len(self.weights)
         for cut in self.cuts:
@@ -100,7 +103,7 @@ class ChunkedWork:
                 whole[cut.rows] = part
             for index, part in enumerate(found[len(inputs) :]):
                 if part is not None and d_weights[index] is None and len(self.cuts) > 1:
-                    part = part.to(torch.promote_types(part.dtype, torch.float32))  # in which chunks add up
+                    part = part.to(torch.promote_types(part.dtype, torch.float32))  # chunks are summed in this dtype
                 d_weights[index] = _added(d_weights[index], part)
             del found, part
         return d_inputs, [
@@ -126,20 +129,23 @@ class _ChunkedWork(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Step:
-    """One TTT step. project: hidden -> (q, K_k, V_k), at step 0 (q,). attend(q, shared, own) -> attended, with all own keys
-    and values so far. finish: (hidden, attended) -> (output,)."""
+    """One TTT step in three parts."""
 
-    project: ChunkedWork
+    project: ChunkedWork  # hidden -> (q, K_k, V_k); at step 0, (q,)
+    # (q, shared, own) -> attended, where own holds all own keys and values so far
     attend: Callable[[Tensor, SharedKeyValue, tuple[KeyValue, ...]], Tensor]
-    finish: ChunkedWork
+    finish: ChunkedWork  # (hidden, attended) -> (output,)
 
     def run(
         self, hidden: Tensor, exchange: Exchange, own: tuple[KeyValue, ...], recompute: Recompute
     ) -> tuple[Tensor, tuple[KeyValue, ...]]:
-        """hidden [Q, H] -> the step's output [Q, H], and all own keys and values so far.
+        """Maps hidden [Q, H] to the step's output [Q, H], and returns it with all own keys and values so far.
 
-        exchange: of K_0, V_0; own: of the steps before. Keeps for the backward pass everything (none), the
-        inputs of what is position-wise and what attention needs (attention_kept), or `hidden` alone (full)."""
+        exchange: of K_0, V_0.
+        own: keys and values of the steps before.
+        recompute: what is saved for the backward pass: everything (none), the inputs of position-wise work and whatever
+            attention needs (attention_kept), or only `hidden` (full).
+        """
         if recompute == "full":
             flat, prefix = [tensor for pair in own for tensor in pair], exchange.shared
             output, *made = _Step.apply(
@@ -154,7 +160,7 @@ class Step:
 
 
 class _Step(torch.autograd.Function):
-    """The whole step, of which only the inputs are kept. Both parts have the same weights."""
+    """The whole step, saving only its inputs. `project` and `finish` have the same weights."""
 
     @staticmethod
     def forward(ctx, step, gradient, hidden, key_value, own_count, *own_and_weights):
@@ -186,7 +192,7 @@ class _Step(torch.autograd.Function):
 
 
 def _added(total: Tensor | None, part: Tensor | None) -> Tensor | None:
-    """In place: what autograd.grad has just made for one tensor is nobody else's."""
+    """Adds in place: nobody else holds what autograd.grad has just created for a tensor."""
     if total is None or part is None:
         return part if total is None else total
     return total.add_(part)

@@ -1,4 +1,5 @@
-"""Frozen rows that wait on the host and come to the device a slice at a time, the next one while this one is used."""
+"""Frozen rows that stay on the host and come to the device slice by slice; the next slice is copied while one is in
+use."""
 
 from dataclasses import dataclass
 
@@ -8,21 +9,21 @@ from torch import Tensor
 
 @dataclass
 class _Slot:
-    """A buffer on the device. rows: what is or will be in it, unread; filled: when it is there; used: when whoever read
-    what was in it before is done."""
+    """A buffer on the device."""
 
     buffer: Tensor
-    rows: slice | None = None
-    filled: "torch.cuda.Event | None" = None
-    used: "torch.cuda.Event | None" = None
+    rows: slice | None = None  # what is, or will be, in it and has not been read
+    filled: "torch.cuda.Event | None" = None  # when `rows` are there
+    used: "torch.cuda.Event | None" = None  # when the reader of its previous content is done
 
 
 class StreamedRows:
-    """Rows of `held` [rows, width], on the host, as `held[slice]` on `device`; slices are asked for in ascending order,
-    again and again, and each is good until the next one is asked for.
+    """Rows of `held` [rows, width], which are on the host, as `held[slice]` on `device`. Slices are asked for in
+    ascending order, over and over; each is valid until the next one is asked for.
 
-    On a GPU the rows are pinned, and a stream of its own copies one slice ahead into the other of two buffers, which it
-    does not touch before the work on what was there is done: the device never holds more than two slices.
+    On a GPU the rows are pinned, and a separate stream copies one slice ahead into the other of two buffers. It does
+    not touch that buffer before the work on its previous content is done, so the device never holds more than two
+    slices.
     """
 
     def __init__(self, held: Tensor, device: torch.device) -> None:
@@ -44,8 +45,8 @@ class StreamedRows:
             self.slots = [_Slot(self.held.new_empty(width, *self.held.shape[1:], device=self.device)) for _ in range(2)]
             for slot in self.slots:
                 slot.buffer.record_stream(self.copies)
-            self.copies.wait_stream(here)  # the memory may be that of work still queued
-        self.slots[self.turn].used = here.record_event()  # all that reads the last slice has been queued
+            self.copies.wait_stream(here)  # the memory may belong to work that is still queued
+        self.slots[self.turn].used = here.record_event()  # everything that reads the last slice has been queued
         self.turn = 1 - self.turn
         slot, other = self.slots[self.turn], self.slots[1 - self.turn]
         if slot.rows != wanted:

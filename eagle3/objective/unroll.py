@@ -1,4 +1,4 @@
-"""The K training-time-test steps over this rank's queries of one stream, against K_0 and V_0 of all its keys."""
+"""The K training-time-test (TTT) steps over this rank's queries of one stream, against K_0 and V_0 of all its keys."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -14,29 +14,27 @@ from eagle3.objective.recompute import ChunkedWork, Cut, Recompute, Step, cut_ro
 from eagle3.objective.streaming import StreamedRows
 from eagle3.parallel.sequence import SequencePlan, Stream
 
-# Where frozen inputs (auxiliary and teacher rows) wait: all on the device, or on the host until a chunk needs them.
+# Where frozen inputs (auxiliary and teacher rows) are kept: on the device, or on the host until a chunk needs them.
 Residence = Literal["device", "host"]
 
 
 @dataclass(frozen=True)
 class UnrollInputs:
-    """What the unroll reads, on the draft's device. aux [rows, 3Ht]: auxiliary states at the plan's rows, maybe on the
-    host; key_tokens, key_positions [N]; query_tokens [K, Q]: the token k+1 after each query; query_positions [Q]; slots:
-    see SequencePlan. schedules: for each step the Ulysses group's queries against each ring rank's keys. plan: on the CPU.
-    """
+    """What the unroll reads. All tensors are on the draft's device, except those of `plan` and streamed `aux`."""
 
-    aux: Tensor | StreamedRows
-    key_slots: Tensor
-    query_slots: Tensor
-    key_tokens: Tensor
-    key_positions: Tensor
-    query_tokens: Tensor
-    query_positions: Tensor
+    aux: Tensor | StreamedRows  # [rows, 3Ht]: auxiliary states at the plan's rows; on the host if streamed
+    key_slots: Tensor  # see SequencePlan
+    query_slots: Tensor  # see SequencePlan
+    key_tokens: Tensor  # [N]: the token after each key
+    key_positions: Tensor  # [N]
+    query_tokens: Tensor  # [K, Q]: at step k, the token k+1 after each query
+    query_positions: Tensor  # [Q]
+    # for each step, then each ring rank: what the Ulysses group's queries see of its keys
     schedules: tuple[tuple[PrefixSchedule, ...], ...]
-    plan: SequencePlan
+    plan: SequencePlan  # on the CPU
 
     def entry_cuts(self, chunk: int) -> tuple[Cut, ...]:
-        """The rows in chunks, with the queries and the keys (twice: K_0 and V_0) that are among them."""
+        """Cuts the plan's rows into chunks, with the queries and the keys (twice: for K_0 and for V_0) among them."""
         rows = len(self.plan.rows)
         starts = torch.arange(0, rows, chunk)
         queries, keys = (
@@ -57,8 +55,8 @@ def unroll_inputs(
     device: torch.device,
     residence: Residence = "device",
 ) -> UnrollInputs:
-    """Cut a stream by its plan, whose window is at least K, so that a query's own keys are in it. aux [rows, 3Ht] on any
-    device; pads read the last row and are seen by nobody."""
+    """Cuts a stream by its plan. The plan's window must be at least K, so that it contains a query's own keys. aux is
+    [rows, 3Ht] on any device. Padding reads the last row, and no query sees it."""
     window = plan.window
     assert window is None or window >= steps, f"a window of {window} hides a query's own keys"
     keys, queries, ring_queries = (rows.clamp(min=0) for rows in (plan.keys, plan.queries, plan.ring_queries))
@@ -90,11 +88,13 @@ def unroll(
     recompute: Recompute = "none",
     chunk: int | None = None,
 ) -> tuple[Tensor, ...]:
-    """Hidden outputs [Q, H] of the K steps, which `draft.output_norm` makes ready for lm_head.
+    """Runs the K steps. Returns their hidden outputs [Q, H]; `draft.output_norm` turns them into lm_head's input.
 
-    recompute: what is not kept for the backward pass, but run again (see Step). chunk: tokens of position-wise work at
-    once, unless nothing is recomputed. K_0 and V_0 set out on their way to the other ranks before step 0's projections,
-    and are waited for after them (before them where whole steps are recomputed).
+    K_0 and V_0 start on their way to the other ranks before step 0's projections and are waited for after them (before
+    them, if whole steps are recomputed).
+
+    recompute: what is run again in the backward pass instead of being saved (see Step).
+    chunk: tokens of position-wise work at once; ignored if nothing is recomputed.
     """
     weights = tuple(weight for weight in draft.parameters() if weight.requires_grad)
     rows, queries = len(inputs.plan.rows), len(inputs.query_positions)
@@ -107,7 +107,7 @@ def unroll(
     outputs = []
     for k in range(len(inputs.query_tokens)):
         work = StepWork(draft, attention, inputs, k)
-        projected = cut_rows(queries, chunk, outputs=3 if k else 1)  # q, and from step 1 on K_k and V_k
+        projected = cut_rows(queries, chunk, outputs=3 if k else 1)  # q and, from step 1 on, K_k and V_k
         finished = cut_rows(queries, chunk, outputs=1)
         step = Step(
             ChunkedWork(work.project, projected, weights), work.attend, ChunkedWork(work.finish, finished, weights)
@@ -119,7 +119,7 @@ def unroll(
 
 @dataclass(frozen=True)
 class Entry:
-    """Of a chunk of rows: fused states of the queries, K_0 and V_0 of the keys among them."""
+    """The entry for a chunk of rows: fused states of its queries, and K_0 and V_0 of its keys."""
 
     draft: Eagle3Draft
     inputs: UnrollInputs
@@ -137,7 +137,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class StepWork:
-    """What TTT step k computes: of a chunk of queries before and after attention, and attention of all."""
+    """The work of TTT step k: a chunk of queries before and after attention, and attention of all queries."""
 
     draft: Eagle3Draft
     attention: TTTAttention

@@ -1,5 +1,5 @@
-"""The packed token stream, and the plan of which rows of it a rank computes: keys are dealt by their layout, queries by
-their work. All follows from ids and loss mask alone."""
+"""The packed token stream, and the plan of which of its rows each rank computes. Keys are dealt by their layout,
+queries by their work; both follow from ids and loss mask alone."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,27 +12,26 @@ from torch import Tensor
 Layout = Literal["contiguous", "zigzag"]
 QuerySelection = Literal["supervised", "all"]
 
-# Rows that zigzag deals at once: so few that every block of queries sees the same number of keys in each share, also of
-# short documents whose length beats in time with the dealing (tests/parallel/test_dealing.py), and still a read of 100 KB.
+# Rows that zigzag deals at once. Few enough that every block of queries sees the same number of keys in each share,
+# even with short documents whose length resonates with the dealing (tests/parallel/test_dealing.py); many enough for
+# reads of 100 KB.
 ZIGZAG_ROWS = 4
-# Queries dealt at once: long enough for dense kernels, short enough for many blocks a rank.
+# Queries dealt at once: enough for dense kernels, few enough to give each rank many blocks.
 MOST_QUERIES, FEWEST_QUERIES, BLOCKS_A_RANK = 512, 32, 32
 
 
 @dataclass(frozen=True)
 class SequenceSharding:
-    """How one stream is spread over ulysses x ring ranks.
-
-    layout: of the keys along the ring. `contiguous`: one run of rows a ring rank. `zigzag`: short runs dealt there and
-    back (0..R-1, R-1..0, ...), so that each ring rank holds the same share of whatever a query sees. query_selection:
-    `supervised` unrolls the rows that some step supervises, `all` every row. query_block: queries dealt at once;
-    default by their number.
-    """
+    """How one stream is spread over ulysses x ring ranks."""
 
     ulysses: int = 1
     ring: int = 1
+    # of the keys along the ring: `contiguous` gives each ring rank one run of rows; `zigzag` deals short runs back and
+    # forth (0..R-1, R-1..0, ...), so that each ring rank holds the same share of whatever a query sees
     layout: Layout = "zigzag"
+    # `supervised` unrolls the rows that some step supervises, `all` every row
     query_selection: QuerySelection = "supervised"
+    # queries dealt at once; None: derived from their number
     query_block: int | None = None
 
     @property
@@ -42,22 +41,20 @@ class SequenceSharding:
 
 @dataclass(frozen=True)
 class Stream:
-    """Documents back to back, no batch dimension, no padding. All tensors [T], the same on every rank.
+    """Documents back to back, without a batch dimension and without padding. All tensors are [T], and the same on every
+    rank."""
 
-    ids: int64 tokens. document: int64 number of each row's document, from 0. position: int64, from 0 in each document.
-    end: int64, the last row of each row's document. supervised: bool; a document's last row never is: it has no
-    successor (mask[last] = 0 in the definition).
-    """
-
-    ids: Tensor
-    document: Tensor
-    position: Tensor
-    end: Tensor
+    ids: Tensor  # int64 tokens
+    document: Tensor  # int64 number of each row's document, from 0
+    position: Tensor  # int64, from 0 in each document
+    end: Tensor  # int64, last row of each row's document
+    # bool; never set in a document's last row, which has no successor (mask[last] = 0 in the definition)
     supervised: Tensor
 
     @classmethod
     def pack(cls, ids: Sequence[Tensor], loss_masks: Sequence[Tensor]) -> "Stream":
-        """ids, loss_masks: one [T_i] tensor a document, int64 and bool; at least one document, none empty."""
+        """Packs at least one document, none of them empty. ids, loss_masks: per document a tensor [T_i], int64 and
+        bool."""
         lengths = torch.tensor([len(document) for document in ids])
         assert len(lengths) and int(lengths.min()) > 0, "a stream holds documents that are not empty"
         document = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
@@ -73,11 +70,11 @@ class Stream:
 
     @cached_property
     def starts(self) -> list[int]:
-        """First row of each document."""
+        """The first row of each document."""
         return (self.position == 0).nonzero().flatten().tolist()
 
     def tokens_after(self, rows: Tensor, distance: int) -> Tensor:
-        """ids at rows + distance, 0 beyond the end of the row's document (the definition's zero fill)."""
+        """ids at rows + distance; 0 beyond the end of the row's document."""
         ahead = rows + distance
         inside = ahead <= self.end[rows]
         return torch.where(inside, self.ids[ahead.clamp(max=self.tokens - 1)], 0)
@@ -85,29 +82,25 @@ class Stream:
 
 @dataclass(frozen=True)
 class SequencePlan:
-    """What one rank computes of a stream, for K steps. Rows ascend; keys and queries are as many on every rank, by -1 pads.
+    """What one rank computes of a stream, for K steps.
 
-    keys [N]: rows whose K_0, V_0 it makes. queries [Q]: rows it unrolls. teacher [M]: rows whose target distribution it
-    needs, t+1..t+K of its queries (not padded). rows: keys and queries together (at least one row), where auxiliary
-    states are read; key_slots [N], query_slots [Q]: their places in `rows`, ascending, the last for pads.
-    query_of [K, M]: for step k and teacher row m the place of the query t = teacher - 1 - k in `queries`, -1 where this
-    rank has none. supervised [K, M]: that query is here and the definition's mask[t + k] is set.
-    ring_keys [ring, ulysses * N]: the keys of every ring rank. ring_queries [ulysses * Q]: the queries of this rank's
-    Ulysses group, in its order. All int64 on the CPU but `supervised`, bool. window: how many keys a query sees at most,
-    its own included; None for all.
+    Rows ascend. Keys and queries are padded with -1 to the same number on every rank. All tensors are int64 on the CPU,
+    except `supervised`, which is bool.
     """
 
-    keys: Tensor
-    queries: Tensor
-    teacher: Tensor
-    rows: Tensor
-    key_slots: Tensor
-    query_slots: Tensor
+    keys: Tensor  # [N]: rows whose K_0, V_0 this rank computes
+    queries: Tensor  # [Q]: rows that it unrolls
+    teacher: Tensor  # [M]: rows whose target distribution it needs, t+1..t+K of its queries; not padded
+    rows: Tensor  # keys and queries together (at least one row): where it reads auxiliary states
+    key_slots: Tensor  # [N]: places of `keys` in `rows`, ascending; padding points at the last
+    query_slots: Tensor  # [Q]: the same for `queries`
+    # [K, M]: for step k and teacher row m, the place in `queries` of the query t = teacher - 1 - k; -1 if not on this
+    # rank
     query_of: Tensor
-    supervised: Tensor
-    ring_keys: Tensor
-    ring_queries: Tensor
-    window: int | None
+    supervised: Tensor  # [K, M]: that query is here and the definition's mask[t + k] is set
+    ring_keys: Tensor  # [ring, ulysses * N]: the keys of every ring rank
+    ring_queries: Tensor  # [ulysses * Q]: the queries of this rank's Ulysses group, in its order
+    window: int | None  # most keys that a query sees, its own included; None: all
 
 
 def plan_sequence(
@@ -119,9 +112,10 @@ def plan_sequence(
 ) -> SequencePlan:
     """The plan of sequence rank `rank` (Ulysses fastest). It follows from the loss mask alone, without communication.
 
-    Step k at row t counts where row t+k is supervised and inside t's document; so the queries are the rows with a
-    supervised row among t..t+K-1. A query sees the keys of its document up to its own row, the last `window` of them; keys
-    that no query sees belong to nobody. (At step k it sees k keys fewer, for its own K_1..K_k.)
+    Step k at row t counts if row t+k is supervised and inside t's document, so the queries are the rows with a
+    supervised row among t..t+K-1. A query sees the keys of its document up to its own row, but only the last `window`
+    of them; keys that no query sees are assigned to no rank. (At step k the query sees k fewer, in favour of its own
+    K_1..K_k.)
     """
     chosen = _queries(stream, steps, sharding.query_selection)
     visible = (stream.position[chosen] + 1).clamp(max=stream.tokens if window is None else window)
@@ -177,7 +171,7 @@ def _queries(stream: Stream, steps: int, selection: str) -> Tensor:
 
 
 def deal_keys(rows: Tensor, sharding: SequenceSharding) -> Tensor:
-    """Ascending key rows [N] -> those of each ring rank [ring, n], ascending, -1 pads at the end; n is a multiple of
+    """Deals ascending key rows [N] to ring ranks: [ring, n], ascending, padded with -1 at the end. n is a multiple of
     the Ulysses degree, whose ranks take equal runs of them."""
     ring = sharding.ring
     match sharding.layout:
@@ -194,12 +188,12 @@ def deal_keys(rows: Tensor, sharding: SequenceSharding) -> Tensor:
 
 
 def deal_queries(rows: Tensor, work: Tensor, sharding: SequenceSharding) -> Tensor:
-    """Ascending query rows [Q] with the keys that each sees, work [Q] -> those of each ring rank [ring, q], as keys.
+    """Deals ascending query rows [Q] to ring ranks, in the same form as keys. work [Q]: the keys that each query sees.
 
-    As many blocks as give each rank the same number go by falling work there and back over the ring: the differences
-    of turns telescope to less than the heaviest block's work. What is left is cut into one short block a rank, the
-    heaviest to the rank with the least so far. So two ranks differ by at most one query, and by at most the heaviest
-    block's work.
+    As many blocks as give each rank the same number are sorted by falling work and dealt back and forth over the ring;
+    the differences between turns telescope to less than the heaviest block's work. The remainder is cut into one short
+    block per rank, the heaviest going to the rank with the least work so far. So two ranks differ by at most one query,
+    and by at most the heaviest block's work.
     """
     ring, block = sharding.ring, sharding.query_block
     if block is None:

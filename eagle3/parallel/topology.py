@@ -1,5 +1,5 @@
-"""Which rank is what: process groups from Megatron-core, handed to modules, and the adapter that DeepSpeed asks; and what
-the ranks of a group agree on."""
+"""Process groups, built by Megatron-core and passed to modules; the adapter that DeepSpeed asks for them; and how ranks
+agree."""
 
 import datetime
 import hashlib
@@ -16,58 +16,51 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
-from torch.distributed import ProcessGroup
 
 from eagle3.errors import SharedUserError, UserError
 from eagle3.parallel.sizes import check_sizes, launched
 from eagle3.patches import require_relied, set_timeout, without_compiled_collective
 
-# How long a job's processes wait for one another until a watchdog sees those that die: a start may differ by minutes where
-# nodes read their packages from one busy disk.
+# How long a job's processes wait for one another before a watchdog watches them. Starts can differ by minutes if nodes
+# read their packages from one busy disk.
 FORMING = datetime.timedelta(minutes=10)
 
 
 @dataclass(frozen=True)
 class Topology:
-    """Process groups of this rank. Ranks are ordered tensor, Ulysses, ring, data: fastest first.
+    """The process groups of this rank. Ranks are ordered tensor, Ulysses, ring, data, the fastest-changing first."""
 
-    tensor: ranks that share one layer's weights. sequence: ranks that share one stream, made of ulysses (ranks that
-    trade heads for tokens, neighbours) and ring (ranks that trade keys and values). data: ranks with the same part of
-    different streams. batch: data x sequence, over which gradients and counts are summed. stream: tensor x sequence, all
-    ranks that work on one stream. alone: this rank by itself.
-    """
-
-    tensor: ProcessGroup
-    ulysses: ProcessGroup
-    ring: ProcessGroup
-    sequence: ProcessGroup
-    data: ProcessGroup
-    batch: ProcessGroup
-    stream: ProcessGroup
-    alone: ProcessGroup
+    tensor: dist.ProcessGroup  # ranks that share one layer's weights
+    ulysses: dist.ProcessGroup  # neighbours in `sequence`, which trade heads for tokens
+    ring: dist.ProcessGroup  # ranks in `sequence` that trade keys and values
+    sequence: dist.ProcessGroup  # ulysses x ring: ranks that share one stream
+    data: dist.ProcessGroup  # ranks with the same part of different streams
+    batch: dist.ProcessGroup  # data x sequence: gradients and counts are summed over it
+    stream: dist.ProcessGroup  # tensor x sequence: all ranks that work on one stream
+    alone: dist.ProcessGroup  # this rank by itself
     device: torch.device
 
     @property
     def modules(self) -> ProcessGroupCollection:
-        """The groups as Megatron-core's modules take them."""
+        """The groups in the form that Megatron-core's modules take."""
         return ProcessGroupCollection(tp=self.tensor, cp=self.sequence)
 
     @property
     def modules_alone(self) -> ProcessGroupCollection:
-        """For a module that is whole on this rank, whatever the others do."""
+        """The groups for a module that is whole on this rank, regardless of the others."""
         return ProcessGroupCollection(tp=self.alone, cp=self.alone)
 
     @property
     def is_first(self) -> bool:
-        """True on the one rank that writes and prints."""
+        """True on the one rank that writes files and prints."""
         return dist.get_rank() == 0
 
 
 class DeepSpeedGroups:
-    """What DeepSpeed wants of an `mpu`, answered from a Topology.
+    """The `mpu` interface that DeepSpeed expects, answered from a Topology.
 
-    With it ZeRO-2 sums gradients over the sequence ranks and averages over the data ranks. DeepSpeed's other two ways to
-    pass groups (`mesh_param`, `sequence_parallel_size`) leave out the sum over sequence ranks.
+    With it ZeRO-2 sums gradients over the sequence ranks and averages over the data ranks. DeepSpeed's other two ways
+    to pass groups (`mesh_param`, `sequence_parallel_size`) leave out the sum over sequence ranks.
     """
 
     def __init__(self, topology: Topology) -> None:
@@ -95,14 +88,18 @@ def start_distributed(
     section: str = "parallelism",
     forming: datetime.timedelta = FORMING,
 ) -> Topology:
-    """Join the job that `deepspeed` or `torchrun` started, or be a job of one process, and form the groups.
+    """Joins the job that `deepspeed` or `torchrun` started, or becomes a job of one process, and forms the groups.
 
-    tensor, ulysses, ring: sizes of those groups; what is left of the job is data-parallel. A second call forms the
-    groups anew in the same job. `timeout` is a collective's, `forming` how long this waits for the other processes. Raises
-    UserError where they do not come or end meanwhile, and where the sizes, keys of the recipe's `section`, do not fit the job.
+    A second call in the same job forms the groups anew. Raises UserError if the other processes do not come or end
+    meanwhile, and if the sizes do not fit the job.
+
+    tensor, ulysses, ring: sizes of those groups; the rest of the job is data-parallel.
+    timeout: of a collective.
+    section: the recipe section that holds the sizes, for messages.
+    forming: how long to wait for the other processes.
     """
     require_relied()
-    if "RANK" not in os.environ:  # started as a plain program: what a launcher would have said
+    if "RANK" not in os.environ:  # started as a plain program: set what a launcher would have
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     check_sizes(section, tensor, ulysses, ring, launched("WORLD_SIZE", 1))
@@ -146,16 +143,18 @@ def start_distributed(
 
 
 def _own_device() -> torch.device:
-    """This process's GPU, or the CPU and its share of the cores. Raises UserError for what no launcher says."""
+    """This process's GPU, or the CPU with this process's share of the cores. Raises UserError for an environment that
+    no launcher sets up."""
     local, rank, world = launched("LOCAL_RANK", 0), launched("RANK", 0), launched("WORLD_SIZE", 1)
     if not 0 <= rank < world:
         raise SharedUserError(f"RANK={rank}: a job of WORLD_SIZE={world} has ranks 0 to {world - 1}; set one of these")
     if "MASTER_PORT" not in os.environ:
         raise SharedUserError(
-            "MASTER_PORT: is not set, though RANK is; start with deepspeed or torchrun, which set both, or unset RANK and WORLD_SIZE"
+            "MASTER_PORT: is not set, though RANK is; start with deepspeed or torchrun, which set both, or unset RANK "
+            "and WORLD_SIZE"
         )
     if not 0 < (port := launched("MASTER_PORT", 0)) < 65536:
-        raise SharedUserError(f"MASTER_PORT={port}: is no port; set one of 1 to 65535 that nothing listens on")
+        raise SharedUserError(f"MASTER_PORT={port}: is not a port; set one from 1 to 65535 that nothing listens on")
     beside = launched("LOCAL_WORLD_SIZE", launched("LOCAL_SIZE", 1))
     if not torch.cuda.is_available():
         without_compiled_collective()
@@ -163,7 +162,7 @@ def _own_device() -> torch.device:
         return torch.device("cpu")
     if max(beside, local + 1) > torch.cuda.device_count():
         raise SharedUserError(
-            f"launcher: {beside} processes on a node of {torch.cuda.device_count()} GPUs; start at most one a GPU"
+            f"launcher: {beside} processes on a node of {torch.cuda.device_count()} GPUs; start at most one per GPU"
         )
     device = torch.device("cuda", local)
     torch.cuda.set_device(device)
@@ -172,7 +171,8 @@ def _own_device() -> torch.device:
 
 @contextmanager
 def meeting() -> Iterator[None]:
-    """Around the first exchanges of a job, which a process may never come to: what the others then meet becomes a line."""
+    """Wraps the first exchanges of a job: if a process never joins, the error that the others get becomes a message to
+    the user."""
     try:
         yield
     except RuntimeError as error:
@@ -180,21 +180,22 @@ def meeting() -> Iterator[None]:
             raise
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise UserError(
-            f"launcher: this process cannot meet the others at {address} ({str(error).splitlines()[0]}); look whether another "
-            "process ended before and what it said, and whether all nodes reach that address; where another job holds that "
-            "port, pass --master_port to deepspeed"
+            f"launcher: this process cannot meet the others at {address} ({str(error).splitlines()[0]}); check whether "
+            "another process ended before and what it printed, and whether all nodes can reach that address; if "
+            "another job holds that port, pass --master_port to deepspeed"
         ) from error
 
 
 def is_broken(error: RuntimeError) -> bool:
-    """Whether it comes of a process that has ended, or never came. (Gloo raises a plain RuntimeError,
-    of which nothing but the text tells what it is.)"""
+    """Whether the error comes from a process that ended or never joined. (Gloo raises a plain RuntimeError, so only its
+    text identifies it.)"""
     return isinstance(error, dist.DistError) or "gloo" in str(error).lower()
 
 
 @contextmanager
 def patient(topology: Topology, timeout: datetime.timedelta) -> Iterator[None]:
-    """Inside, collectives wait for so long: while a watchdog sees who dies, a rank may do work of its own for hours."""
+    """Lets collectives wait for `timeout` inside the block: while a watchdog sees who dies, a rank may work alone for
+    hours."""
     _set_timeout(topology, timeout)
     try:
         yield
@@ -203,25 +204,27 @@ def patient(topology: Topology, timeout: datetime.timedelta) -> Iterator[None]:
 
 
 def _set_timeout(topology: Topology, timeout: datetime.timedelta) -> None:
-    own = (part for part in vars(topology).values() if isinstance(part, ProcessGroup))
+    own = (part for part in vars(topology).values() if isinstance(part, dist.ProcessGroup))
     set_timeout({dist.group.WORLD, *own}, timeout)
 
 
 def stop_distributed() -> None:
-    """Leave together: a process that goes while others still talk to it ends them with an error."""
+    """Leaves the job together with the others: if a process leaves while others still talk to it, they end with an
+    error."""
     dist.barrier()
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 
 
 def usable_cores() -> int:
-    """Of this machine, by this process."""
+    """Cores of this machine that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager
 def every_core() -> Iterator[None]:
-    """Around work that the node's other processes wait for: torch computes it with all cores, not with this process's share."""
+    """Lets torch use all cores inside the block, not just this process's share, for work that the node's other
+    processes wait for."""
     share = torch.get_num_threads()
     torch.set_num_threads(max(share, usable_cores()))
     try:
@@ -231,15 +234,23 @@ def every_core() -> Iterator[None]:
 
 
 def node_name() -> str:
-    """The host's name, with Slurm's name of the node where that is another (several may share a host)."""
+    """The host's name, with Slurm's name of the node if that differs (several nodes may share a host)."""
     host, slurm = socket.gethostname(), os.environ.get("SLURMD_NODENAME", "")
     return host if slurm in ("", host, host.split(".")[0]) else f"{slurm}@{host}"
 
 
-def agreed(work: Callable[[], Any] | None, group: ProcessGroup | None = None) -> Any:
-    """Call `work` on the ranks that have some, while the others wait; returns its result, None where there was none.
+def gathered(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """The `value` of every rank, in rank order. Every rank of the group (by default, the job) calls this."""
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
-    Every rank of the group (of the job where none is named) calls this; a UserError on one is raised on all, so that none is left waiting.
+
+def agreed(work: Callable[[], Any] | None, group: dist.ProcessGroup | None = None) -> Any:
+    """Calls `work` on the ranks that pass some, while the others wait; returns its result, None on ranks without work.
+
+    Every rank of the group (by default, the job) calls this. A UserError on one rank is raised on all of them, so that
+    none is left waiting.
     """
     result = mistake = None
     try:
@@ -247,19 +258,19 @@ def agreed(work: Callable[[], Any] | None, group: ProcessGroup | None = None) ->
     except UserError as error:
         mistake = error.args
     if dist.is_initialized():
-        mistakes = [None] * dist.get_world_size(group)
-        dist.all_gather_object(mistakes, mistake, group=group)
-        mistake = next((found for found in mistakes if found), None)
+        mistake = next(filter(None, gathered(mistake, group)), None)
     if mistake:
         raise SharedUserError(*mistake)
     return result
 
 
 def require_agreement(what: str, identity: bytes, device: torch.device, remedy: str) -> None:
-    """Raise SharedUserError on every rank of the job, which all call this, unless `identity` is the same on all.
+    """Raises SharedUserError on every rank of the job unless `identity` is the same on all. Every rank calls this.
 
-    device: where the job's backend exchanges tensors. The line names the ranks that differ from most (of two, the higher),
-    and those that they differ from.
+    The message names the ranks that differ from the majority (with two ranks, the higher one) and the ranks that they
+    differ from.
+
+    device: where the job's backend exchanges tensors.
     """
     mine = torch.frombuffer(bytearray(hashlib.sha256(identity).digest()), dtype=torch.int64).to(device)
     everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
@@ -276,7 +287,7 @@ def require_agreement(what: str, identity: bytes, device: torch.device, remedy: 
 
 
 def _named(ranks: Sequence[int]) -> str:
-    """`rank 3`, or `ranks 0-3, 8`."""
+    """For example `rank 3`, or `ranks 0-3, 8`."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:

@@ -1,9 +1,11 @@
-"""Names the rank that died or hangs, and ends the job: launchers and collectives alone leave it waiting for half an hour.
+"""Ends the job when a rank dies or hangs, and names that rank; launchers and collectives alone would leave it waiting
+for half an hour.
 
-Every rank has a thread that beats: every second it tells the job's store where its main thread is, and for how long. The
-first rank listens to all, the others to the first, and the first two of each node to its node, where they see which processes
-live. Who is gone, or on another node and silent for `silent_seconds`, has died; who stays at one place for `hang_seconds`
-hangs, or waits for somebody who does.
+Every rank runs a thread that beats: each second it writes to the job's store where its main thread is, and for how
+long. The first rank listens to all others, the others listen to the first, and the first two ranks of each node also
+listen to their node, where they can see which processes are alive. A rank has died if its process is gone, or if it is
+on another node and has been silent for `silent_seconds`. A rank that stays at one place for `hang_seconds` hangs, or is
+waiting for one that does.
 """
 
 import json
@@ -29,14 +31,14 @@ from eagle3.errors import SharedUserError
 from eagle3.parallel.topology import meeting, node_name
 
 BEAT_SECONDS = 1.0
-# To reach the job's store, which takes seconds on a machine that starts many processes.
+# Time to reach the job's store; on a machine that starts many processes that takes seconds.
 CONNECT = timedelta(minutes=1)
 SILENT_SECONDS = 25.0
-# Of a rank that is not watched, or at a quiet place: longer than anything there keeps the interpreter.
+# Allowed silence of a rank that is not watched, or at a quiet place: longer than anything there holds the interpreter.
 ASLEEP_SECONDS = 900.0
-# How long a rank that lost its peer waits for the word of who that was; on a busy machine everything takes longer.
+# How long a rank that lost its peer waits to learn which one that was; everything takes longer on a busy machine.
 VERDICT_SECONDS = SILENT_SECONDS + 20.0
-# From a verdict to the end of the processes; their own error messages may still come.
+# From a verdict to the end of the processes, so that their own error messages can still appear.
 GRACE_SECONDS = 3.0
 SEE_OFF_SECONDS = 5.0
 VERDICT, FIRST_DONE = "verdict", "first is done"
@@ -44,21 +46,18 @@ PACKAGE = Path(__file__).parent.parent
 
 
 class Beat(NamedTuple):
-    """What a rank last said. place: what the trainer said it is about to do. seconds: at that place. collective: which one
-    it waits in, None where it waits in none. where: the function of this package that it is in. watched: whether it
-    trains, so that it may neither hang nor be silent; what comes before and after, and quiet places, may keep the
-    interpreter, and so its thread, for long. left: it is done."""
+    """What a rank last reported."""
 
     count: int
     node: str
     pid: int
-    place: str
-    seconds: float
-    collective: str | None
-    where: str
-    watched: bool
-    quiet: bool
-    left: bool
+    place: str  # what the main thread is about to do, as passed to Watchdog.at
+    seconds: float  # time spent at `place`
+    collective: str | None  # the collective that it is waiting in, if any
+    where: str  # the function of this package that it is in
+    watched: bool  # it is training, so it may neither hang nor fall silent
+    quiet: bool  # `place` may hold the interpreter, and so the beating thread, for long
+    left: bool  # it has finished
 
     @property
     def who(self) -> str:
@@ -66,18 +65,19 @@ class Beat(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Why the job ends. first_gone: the first rank, which else says it, cannot."""
+    """Why the job ends."""
 
     text: str
-    first_gone: bool = False
+    first_gone: bool = False  # the first rank, which normally reports the verdict, cannot
 
 
 class Watchdog(AbstractContextManager):
-    """Watches a job from every rank while entered. `at` says where a rank is.
+    """Watches the job from every rank while entered; `at` records where this rank is.
 
-    report: told why the job ends, on one rank (where the first rank died, on the first two of each node); then the process
-    ends with exit code 1. hang_seconds: None for never. The job's store is reached at address, port (where a launcher has
-    put it).
+    address, port: the job's store, where the launcher put it.
+    hang_seconds: None to never call a rank hung.
+    report: called with the reason before this process exits with code 1. It runs on one rank only, or on the first two
+        of each node if the first rank died.
     """
 
     def __init__(
@@ -104,10 +104,11 @@ class Watchdog(AbstractContextManager):
             )
             token = [token_hex(8)]
             dist.broadcast_object_list(token)
-            self.store = dist.PrefixStore(f"watchdog/{token[0]}", store)  # the store may have served a run before
+            # under a prefix of its own: the store may have served an earlier run
+            self.store = dist.PrefixStore(f"watchdog/{token[0]}", store)
             self._beat()
             dist.barrier()  # every rank has beaten once
-            # of every rank that this one listens to: its last beat, and when it came
+            # Each rank that this one listens to: its last beat, and when it arrived.
             self.heard = {rank: (self._heard_of(rank), time.monotonic()) for rank in self._listens_to()}
         store.set_timeout(timedelta(seconds=silent_seconds))
         self.ended = threading.Event()
@@ -117,15 +118,18 @@ class Watchdog(AbstractContextManager):
         self.watcher.start()
 
     def at(self, place: str, quiet: bool = False) -> None:
-        """The main thread goes on to `place`, such as `step 7, stream 1 of 2`. quiet: where it may keep the interpreter."""
+        """Records that the main thread moves on to `place`, for example `step 7, stream 1 of 2`.
+
+        quiet: what happens there may hold the interpreter for long.
+        """
         self.place, self.since, self.quiet = place, time.monotonic(), quiet
         if quiet:
-            with suppress(dist.DistError):  # of which the thread will hear
+            with suppress(dist.DistError):  # the watchdog thread will notice it too
                 self._beat()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Inside, a rank that stays at one place for hang_seconds hangs."""
+        """While inside, a rank that stays at one place for hang_seconds counts as hung."""
         self.at("starting")
         self.watched = True
         try:
@@ -134,38 +138,40 @@ class Watchdog(AbstractContextManager):
             self.watched = False
 
     def first_is_done(self) -> None:
-        """The first rank calls this; the others go on from `await_first`."""
+        """Called by the first rank to release the others from `await_first`."""
         self.store.set(FIRST_DONE, "")
 
     def await_first(self) -> None:
-        """Wait as long as the first rank takes for what it alone does, where a collective would lose patience. Of its death
-        this watchdog says a line, as elsewhere."""
+        """Waits for `first_is_done`, however long the first rank's own work takes; a collective would time out. If the
+        first rank dies meanwhile, the watchdog reports it as usual."""
         while not self.store.check([FIRST_DONE]):
             time.sleep(BEAT_SECONDS)
 
     def await_verdict(self) -> None:
-        """Give the watchdog the time to say which rank broke a collective; it ends this process when it knows."""
+        """Gives the watchdog time to find out which rank broke a collective; it ends this process once it knows."""
         self.broken = True
         time.sleep(VERDICT_SECONDS)
 
     def end_if_broken(self) -> None:
-        """End this process, the cause named, if another rank has died: a launcher then tells the others to stop."""
+        """Ends this process, naming the cause, if another rank has died: the launcher will then stop all ranks."""
         if verdict := self._exchange():
             self._end(verdict)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """A rank that leaves because of a mistake of its own has died, for the others: they wait for it in vain."""
+        """Stops watching. To the others, a rank that leaves because of an error of its own has died: they would wait
+        for it in vain."""
         self.left = kind is None or issubclass(kind, SharedUserError)
         self.ended.set()
         self.thread.join()
         self.watcher.join()
-        with suppress(dist.DistError):  # where the first rank, and its store, have left before
+        with suppress(dist.DistError):  # the first rank, and its store, may have left already
             self._beat()
             if self.left and self.rank == 0:
                 self._see_off()
 
     def _see_off(self) -> None:
-        """The first rank goes last, if the others are quick: without its store they would be loud."""
+        """Keeps the first rank until the others have left, if they are quick: without its store they would print
+        errors."""
         until = time.monotonic() + SEE_OFF_SECONDS
         while time.monotonic() < until and not all(self._heard_of(rank).left for rank in self.heard):
             time.sleep(0.05)
@@ -182,19 +188,19 @@ class Watchdog(AbstractContextManager):
             verdict = None
             try:
                 verdict = self._exchange()
-            except Exception as error:  # without this thread nobody would hear of a rank that dies later
+            except Exception as error:  # if this thread ended, a later death would go unnoticed
                 if sound:
-                    Console(speaks=True).warn(f"the watchdog of rank {self.rank} failed once and goes on: {error!r}")
+                    Console(speaks=True).warn(f"the watchdog of rank {self.rank} failed once and continues: {error!r}")
                 sound = False
             self.exchanges += 1
             if verdict and not self.ended.is_set():
                 self._end(verdict)
 
     def _watch_store(self) -> None:
-        """An exchange waits for ever where the store's machine is lost or its process stopped. Counted are seconds in which the
-        interpreter was free, so that an exchange had its turn."""
+        """Ends this process if an exchange never returns, because the store's machine was lost or its process stopped.
+        Only seconds in which the interpreter was free count, so that the exchange had its turn."""
         if self.rank == 0:
-            return  # it has the store in its own process
+            return  # the store is in its own process
         seconds, seen = 0.0, 0
         while True:
             self.thread.join(BEAT_SECONDS)
@@ -203,7 +209,7 @@ class Watchdog(AbstractContextManager):
             seconds = seconds + BEAT_SECONDS if self.exchanges == seen else 0.0
             seen = self.exchanges
             if seconds > self.silent_seconds:
-                self._end(self._first_gone(f"was not heard of for {seconds:.0f} s, last"))
+                self._end(self._first_gone(f"was not heard from for {seconds:.0f} s, last"))
 
     def _exchange(self) -> Verdict | None:
         try:
@@ -213,8 +219,8 @@ class Watchdog(AbstractContextManager):
             return self._without_store()
 
     def _without_store(self) -> Verdict:
-        """The first rank kept it, unless a launcher did."""
-        time.sleep(BEAT_SECONDS)  # it closes some moments before its process has ended
+        """The verdict once the store is gone: the first rank held it, unless the launcher did."""
+        time.sleep(BEAT_SECONDS)  # the store closes moments before its process ends
         if self.rank == 0 or (self._first.node == self.node and _lives(self._first.pid)):
             return Verdict("the launcher that keeps the job's store has ended", first_gone=True)
         return self._first_gone("has ended,")
@@ -267,7 +273,7 @@ class Watchdog(AbstractContextManager):
                     return Verdict(f"rank {rank} {beat.who} has ended, at {beat.place}", rank == 0)
             elif now - at > (self.silent_seconds if loud else self.asleep_seconds):
                 return Verdict(
-                    f"rank {rank} {beat.who} was not heard of for {now - at:.0f} s, last at {beat.place}", rank == 0
+                    f"rank {rank} {beat.who} was not heard from for {now - at:.0f} s, last at {beat.place}", rank == 0
                 )
         return None
 
@@ -279,7 +285,7 @@ class Watchdog(AbstractContextManager):
         if self.hang_seconds is None or longest < self.hang_seconds:
             return None
         busy = {rank: beat for rank, beat in beats.items() if beat.collective is None}
-        # Who works alone, as in a capture, goes on from place to place whatever becomes of the others.
+        # A rank that works alone, as in a capture, keeps moving from place to place whatever happens to the others.
         absent = {rank: beat for rank, beat in busy.items() if beat.seconds > longest / 2} or busy or beats
         waiting = {rank: beat for rank, beat in beats.items() if beat.collective and rank not in absent}
         did = "did not arrive" if waiting else "hangs"
@@ -299,8 +305,8 @@ def _doing(beat: Beat) -> str:
 
 
 def _whereabouts(main: int) -> tuple[str | None, str]:
-    """The collective that a thread of this process waits in, if any, and the innermost function of this package there;
-    else where the main thread is. (Backward runs in threads of its own on a GPU.)"""
+    """The collective that a thread of this process is waiting in, and the innermost function of this package on that
+    thread; without one, None and where the main thread is. (On a GPU, backward runs in threads of its own.)"""
     stacks = {
         thread: [frame for frame, _ in traceback.walk_stack(innermost)]
         for thread, innermost in sys._current_frames().items()
@@ -313,7 +319,7 @@ def _whereabouts(main: int) -> tuple[str | None, str]:
 
 
 def _collective(frames: list[FrameType]) -> str | None:
-    """The outermost function of torch.distributed, or the wait for one that was begun before."""
+    """The outermost function of torch.distributed on the stack, or the wait for a collective begun earlier."""
     names = [frame.f_code.co_name for frame in frames if frame.f_code.co_filename.endswith("distributed_c10d.py")]
     if names:
         return names[-1]

@@ -10,19 +10,18 @@ from eagle3.errors import UserError
 from eagle3.planning.memory import rank_bytes
 from eagle3.planning.step import Machine, Planned, Share, Sizes, step_seconds
 
-# Of a GPU's memory: the CUDA context, NCCL's and cuBLAS's buffers, and what the allocator cannot use.
+# Share of a GPU's memory for the CUDA context, buffers of NCCL and cuBLAS, and what the allocator cannot use.
 RESERVED = 0.08
 
 
 @dataclass(frozen=True)
 class PlannedStream:
-    """tokens of one packed stream, in `documents` equal ones; supervised: the share of them that counts, in `spans` runs a
-    document."""
+    """One packed stream of equal documents."""
 
-    tokens: int
+    tokens: int  # in the whole stream
     documents: int
-    supervised: float
-    spans: int = 1
+    supervised: float  # share of the tokens
+    spans: int = 1  # runs of supervised tokens per document
 
     def share(self, planned: Planned) -> Share:
         return Share.expected(
@@ -36,18 +35,18 @@ class PlannedStream:
         )
 
     def needs(self, planned: Planned) -> int:
-        """Bytes of a rank that trains on it."""
+        """Bytes on one rank that trains on this stream."""
         return rank_bytes(planned, self.share(planned)).total()
 
 
-# The search for the longest context goes in steps, and ends here.
+# The search for the longest context proceeds in multiples of STEP and ends at MOST_TOKENS.
 STEP = 1024
 MOST_TOKENS = 2**27
 
 
 def longest_context(planned: Planned, document: Callable[[int], PlannedStream], usable: float) -> int | None:
-    """Tokens of the longest single document that a rank holds in `usable` bytes, in whole STEPs; None where that is
-    beyond MOST_TOKENS. document: the stream of one with so many tokens."""
+    """Tokens, in whole STEPs, of the longest single document that a rank can hold in `usable` bytes; None if beyond
+    MOST_TOKENS. document: makes the stream for a document of a given number of tokens."""
 
     def fits(steps: int) -> bool:
         return document(steps * STEP).needs(planned) <= usable
@@ -64,7 +63,7 @@ def longest_context(planned: Planned, document: Callable[[int], PlannedStream], 
 
 
 def longest_of_any_layout(planned: Planned, gpus: int, supervised: float, usable: float) -> int | None:
-    """The same, of all layouts and memory settings that so many GPUs may have."""
+    """Like longest_context, over all layouts and memory settings possible with `gpus` GPUs."""
     most = 0
     for each in layouts(planned, gpus):
         if PlannedStream(most + STEP, 1, supervised).needs(each) <= usable:
@@ -76,7 +75,7 @@ def longest_of_any_layout(planned: Planned, gpus: int, supervised: float, usable
 
 
 class Fitted(NamedTuple):
-    """A layout under which a stream fits, and that stream: where the recipe packs it, it depends on the layout."""
+    """A layout under which a stream fits, and that stream: if the recipe packs it, it depends on the layout."""
 
     planned: Planned
     stream: PlannedStream
@@ -85,8 +84,8 @@ class Fitted(NamedTuple):
 def best_layout(
     planned: Planned, gpus: int, stream_of: Callable[[Sizes], PlannedStream | None], usable: float
 ) -> Fitted | None:
-    """Of all layouts and memory settings under which the stream fits that the layout would have (None: it can have
-    none), the one that takes the least GPU time a token."""
+    """The layout and memory settings with the least GPU time per token, among all those under which their stream fits.
+    stream_of: the stream that a layout would have, None if it can have none."""
     candidates = ((each, stream_of(each.sizes)) for each in layouts(planned, gpus))
     fitting = (Fitted(*each) for each in candidates if each[1] is not None and each[1].needs(each[0]) <= usable)
     return min(fitting, key=_cost, default=None)
@@ -101,7 +100,8 @@ def variants(planned: Planned) -> Iterator[Planned]:
 
 
 def layouts(planned: Planned, gpus: int) -> Iterator[Planned]:
-    """Every way to deal a stream to some of the GPUs, tensor parallelism as it is, with every choice of memory."""
+    """Every way to spread a stream over some of the GPUs, with tensor parallelism unchanged, and every choice of memory
+    settings."""
     for sequence in _divisors(gpus // planned.sizes.tensor) if gpus % planned.sizes.tensor == 0 else ():
         for ulysses in _divisors(sequence):
             try:
@@ -117,9 +117,9 @@ def layouts(planned: Planned, gpus: int) -> Iterator[Planned]:
 
 
 def _cost(fitted: Fitted) -> tuple[float, float]:
-    """GPU seconds a token, then bytes: the fewer GPUs share a stream and the less is computed again, the better."""
+    """GPU seconds per token, then bytes: it is better if fewer GPUs share a stream and less is recomputed."""
     planned, stream = fitted
-    streamed = 1.001 if planned.residence == "host" else 1  # copies that compute hides, if all goes well
+    streamed = 1.001 if planned.residence == "host" else 1  # if all goes well, computation hides the copies
     seconds = step_seconds(planned, stream.share(planned)) * streamed
     return seconds * planned.sizes.tensor * planned.sizes.sequence / stream.tokens, stream.needs(planned)
 

@@ -1,7 +1,8 @@
-"""Will it fit: what a training step holds on each rank, computes and sends, from shapes alone.
+"""Will it fit? What a training step holds on each rank, derived from shapes alone.
 
-Memory follows the code's own allocations and block sizes (objective/recompute.py, attention/, objective/distill.py). The step is followed through the phases in which it may hold most; the largest counts.
-tests/planning/test_planner.py holds the sums to bytes counted in real steps.
+Memory follows the code's own allocations and block sizes (objective/recompute.py, attention/, objective/distill.py).
+Each phase in which the step may hold most is added up, and the largest counts. tests/planning/test_planner.py compares
+the sums with bytes counted in real steps.
 """
 
 import math
@@ -19,13 +20,13 @@ INDEX = 8  # bytes of a row number, token id or position
 
 
 def step_bytes(planned: Planned, share: Share) -> Bytes:
-    """What a rank holds at most between the begin of a forward pass and the end of its backward pass."""
+    """The most that a rank holds at any time between the start of a forward pass and the end of its backward pass."""
     return max(_Rank(planned, share).phases(), key=Counter.total)
 
 
 def engine_bytes(planned: Planned) -> Bytes:
-    """What DeepSpeed ZeRO-2 holds beside the draft's own weights: fp32 masters and AdamW's two moments and the reduced
-    gradients, dealt to data and sequence ranks; buckets for gradients under way."""
+    """What DeepSpeed's ZeRO holds besides the draft's own weights: fp32 masters, AdamW's two moments and the reduced
+    gradients, divided among data and sequence ranks; and buckets for gradients in flight."""
     trained = planned.weights.trained
     part = math.ceil(trained / (planned.sizes.data * planned.sizes.sequence))
     return Counter(
@@ -38,12 +39,12 @@ def engine_bytes(planned: Planned) -> Bytes:
 
 
 def rank_bytes(planned: Planned, share: Share) -> Bytes:
-    """All of it: the step on top of the engine. `total()` is what has to fit, beside the device's own overhead."""
+    """The step on top of the engine. `total()` has to fit, beside the device's own overhead."""
     return step_bytes(planned, share) + engine_bytes(planned)
 
 
 def host_bytes(planned: Planned, share: Share) -> int:
-    """What waits pinned on the host for one stream (torch rounds each of the two up to a power of two)."""
+    """Pinned host memory for one stream. (torch rounds each of the two parts up to a power of two.)"""
     if planned.residence == "device":
         return 0
     return 3 * share.rows * planned.draft.target_hidden_size * planned.itemsize + share.teacher * planned.teacher_bytes
@@ -51,19 +52,19 @@ def host_bytes(planned: Planned, share: Share) -> int:
 
 @dataclass(frozen=True)
 class _Rank:
-    """What one rank holds in each phase of a step: numbers are bytes."""
+    """What one rank holds in each phase of a step; all numbers are bytes."""
 
     planned: Planned
     share: Share
 
     @property
     def hidden(self) -> int:
-        """One hidden state of every query."""
+        """One hidden state for every query."""
         return self.share.queries * self.planned.draft.hidden_size * self.planned.itemsize
 
     @property
     def attention(self) -> int:
-        """q of one step, or what attention makes of it."""
+        """q of one step, or attention's output of the same size."""
         return self.share.queries * self.planned.query_width * self.planned.itemsize
 
     @property
@@ -78,13 +79,13 @@ class _Rank:
 
     @property
     def key_gradient(self) -> int:
-        """The sum of the gradient of the K_0, V_0 that this rank sees, and for `p2p` what is under way of it."""
+        """The summed gradient of the K_0, V_0 that this rank sees and, for `p2p`, the parts of it in flight."""
         ring = self.planned.sizes.ring
         shares = 1 if ring == 1 else ring if self.planned.ring_mode == "gather" else 4
         return 2 * self.share.keys * self.planned.shared_width * shares * self.planned.exact
 
     def phases(self) -> list[Bytes]:
-        """Of the phases of a step those that may be the largest."""
+        """The phases of a step that may be the largest."""
         held, steps = self.held(), range(self.planned.steps)
         if self.planned.memory.recompute == "none":
             held += self.kept_entry()
@@ -99,18 +100,17 @@ class _Rank:
         return [held + part for part in parts]
 
     def held(self) -> Bytes:
-        """From the begin of the step to its end."""
+        """What is held from the start of the step to its end."""
         planned, share, draft, steps = self.planned, self.share, self.planned.draft, self.planned.steps
         ulysses, ring, streamed = planned.sizes.ulysses, planned.sizes.ring, planned.residence == "host"
         index = 3 * share.keys + (2 + 2 * steps + 2 * ulysses) * share.queries + ulysses * ring * share.keys
         chunk = min(share.rows, chunk_tokens(draft, planned.sizes.tensor, planned.dtype, planned.memory.block_bytes))
         aux, logits = 2 * chunk if streamed else share.rows, planned.logit_bytes is not None
         last = 0 if streamed and not logits else share.teacher
-        if streamed:  # two blocks of the loss; of hidden states they are not worth counting
+        if streamed:  # two blocks of the loss; blocks of hidden states are too small to count
             last = min(last, 2 * self.loss_rows())
-        copies = (
-            1 if ring == 1 else 1 + ring if planned.ring_mode == "gather" else 2
-        )  # everyone's, and its own once more
+        # everyone's, and this rank's own once more
+        copies = 1 if ring == 1 else 1 + ring if planned.ring_mode == "gather" else 2
         return Counter(
             {
                 "weights": (planned.weights.trained + planned.weights.embedding) * planned.itemsize,
@@ -122,15 +122,16 @@ class _Rank:
         )
 
     def loss_rows(self) -> int:
-        """Rows in a block of the loss."""
+        """Teacher rows in one block of the loss."""
         planned, hidden = self.planned, self.planned.draft.hidden_size
         return loss_rows(planned.steps, planned.columns, hidden, planned.dtype, planned.memory.block_bytes)
 
     def kept(self, steps: int) -> int:
-        """What the first `steps` steps have kept for their backward pass: own keys and values, and what depends on the mode."""
+        """What the first `steps` steps have saved for their backward pass: own keys and values, and whatever
+        `recompute` saves."""
         planned, draft, tensor = self.planned, self.planned.draft, self.planned.sizes.tensor
         total = steps * self.hidden + (steps - 1) * self.own
-        if planned.memory.recompute != "full":  # q, out and, but in the first, what own keys turned it into
+        if planned.memory.recompute != "full":  # q, out and, except in the first step, out merged with own keys
             lse = self.share.queries * (draft.num_attention_heads // tensor) * planned.exact
             total += (3 * steps - 1) * (self.attention + lse)
         if planned.memory.recompute == "none":
@@ -139,14 +140,19 @@ class _Rank:
         return total
 
     def norm(self, states: int, learned: int, results: int) -> int:
-        """What norms of `states` hidden states (`learned` of which have a gradient) keep of a row for their backward pass, beside
-        the input, when `results` of their outputs are kept. On CPUs a norm is several operations, in fp32 at least."""
+        """Bytes per row that norms save for their backward pass, besides their input. On CPUs a norm is several
+        operations, in fp32 or wider.
+
+        states: hidden states that are normed.
+        learned: how many of them need a gradient.
+        results: how many of the outputs are saved.
+        """
         size, exact = self.planned.itemsize, self.planned.exact
         widened = (states if size == exact else states + learned) if self.planned.device == "cpu" else 0
         return self.planned.draft.hidden_size * (results * size + exact * widened)
 
     def distilling(self) -> Bytes:
-        """At the end of the forward pass: all steps' outputs, their gradients, a block of the loss."""
+        """At the end of the forward pass: all steps' outputs, their gradients, one block of the loss."""
         planned, width, steps, size = (
             self.planned,
             self.planned.draft.hidden_size,
@@ -164,16 +170,16 @@ class _Rank:
         )
 
     def backward(self, step: int) -> Bytes:
-        """In step `step`'s backward pass: what it and earlier steps kept, gradients of their outputs, of own keys (twice:
-        those of later steps are added to its own) and of weights."""
+        """During the backward pass of step `step`: what this step and earlier ones saved, and the gradients of their
+        outputs, of own keys (twice: those of later steps are added to its own) and of weights."""
         weights, later = self.planned.weights, step < self.planned.steps - 1
         made = weights.head + (weights.project + weights.finish if later else 0)
         kept = self.kept(step + 1) + (step + 1) * self.hidden + (step * self.own if later else 0)
         return Counter({"queries": kept, "gradients": made * self.planned.itemsize})
 
     def parts(self, rows: int, weights: int, wide: bool = True) -> Bytes:
-        """A chunk of position-wise work, and the gradients of its weights: the chunk's and, of several, their sum. wide: with
-        the MLP."""
+        """One chunk of position-wise work and the gradients of its weights: the chunk's own and, with several chunks,
+        their sum. wide: whether the chunk includes the MLP."""
         planned, tensor = self.planned, self.planned.sizes.tensor
         each = chunk_token_bytes(planned.draft, tensor, planned.dtype)
         if not wide:
@@ -183,12 +189,12 @@ class _Rank:
         return Counter({"chunks": min(rows, chunk) * each, "gradients": weights * (planned.itemsize + several)})
 
     def rebuilt(self, step: int) -> int:
-        """q, out and the merged output that full recompute has made again."""
+        """What `full` recomputes and then holds: q, out and the merged output."""
         return (3 if step else 2) * self.attention if self.planned.memory.recompute == "full" else 0
 
     def freed(self, step: int, attended: bool) -> int:
-        """What autograd has let go of a step that it holds in several nodes: the gradient of its output and the merged
-        attention; once `attended`, q and out as well. (A step recomputed whole is one node.)"""
+        """What autograd has released of a step that it holds as several nodes: the gradient of its output and the
+        merged attention; once `attended`, q and out as well. (A step that is recomputed whole is a single node.)"""
         tensors = (2 if attended else 0) + (1 if step else 0)
         return 0 if self.planned.memory.recompute == "full" else tensors * self.attention + self.hidden
 
@@ -197,14 +203,14 @@ class _Rank:
         return self.backward(step) + made + self.parts(self.share.queries, self.planned.weights.finish)
 
     def attending(self, step: int) -> Bytes:
-        """When the gradient of the queries is complete."""
+        """While attending, at the moment when the gradient of the queries is complete."""
         planned, draft, size, exact = self.planned, self.planned.draft, self.planned.itemsize, self.planned.exact
-        # gradients of the merged output (gone already where autograd alone holds it), of out, and q's from either
+        # Gradients of the merged output (already released if only autograd held it), of out, and q's from either.
         upstream = (3 if planned.memory.recompute == "full" else 2) if step else 1
         gradients = self.share.queries * planned.query_width * (exact + (size if size < exact else 0))
         tile = min(KEY_BLOCK, self.share.longest), min(QUERY_BLOCK, self.share.queries)
         widths = (draft.num_key_value_heads, draft.num_attention_heads)
-        # gradients of a block's keys, values and queries; in half precision a CPU has fp32 copies of all
+        # Gradients of a block's keys, values and queries; in half precision a CPU holds fp32 copies of all of them.
         working = sum(n * w for n, w in zip(tile, widths, strict=True)) * exact * (4 if planned.widens else 2)
         made = self.hidden + upstream * self.attention + gradients + step * self.own
         return self.backward(step) + Counter(
@@ -223,11 +229,12 @@ class _Rank:
         return self.backward(step) + held + self.parts(self.share.queries, weights.project, wide=False)
 
     def homing(self) -> Bytes:
-        """After the last step: the gradients of K_0, V_0 go home, in the keys' number format; all others are there."""
+        """After the last step: the gradients of K_0, V_0 return to their ranks, in the dtype of the keys; all others
+        are complete."""
         return self.entered() + Counter({"keys": self.home + self.key_gradient})
 
     def entering(self) -> Bytes:
-        """At the very end: chunks of what became K_0, V_0 and the queries' first states."""
+        """At the very end: chunks of the work that produced K_0, V_0 and the queries' first states."""
         parts = self.parts(self.share.rows, self.planned.weights.entry, wide=False)
         return self.entered() + Counter({"keys": 2 * self.home}) + parts
 
@@ -237,12 +244,12 @@ class _Rank:
         return Counter({"queries": self.hidden, "gradients": made})
 
     def kept_entry(self) -> Bytes:
-        """Where nothing is recomputed: the keys' fused states and the input of their projections."""
+        """Without recomputation: the keys' fused states and the input of their projections."""
         states = 3 * self.planned.draft.hidden_size * self.planned.itemsize
         return Counter({"queries": self.share.keys * (states + self.norm(2, 1, 0))})
 
     def plainly(self, step: int) -> Bytes:
-        """With nothing recomputed: a gradient of the MLP's width beside what was kept."""
+        """Without recomputation: a gradient of the MLP's width on top of what was saved."""
         planned, size = self.planned, self.planned.itemsize
         made = self.share.queries * size * planned.draft.intermediate_size // planned.sizes.tensor
         held = {"queries": made, "keys": self.key_gradient, "gradients": planned.weights.finish * size}

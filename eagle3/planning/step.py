@@ -1,5 +1,5 @@
-"""A training step to be planned: its draft and settings, a rank's share of its stream, and from these shapes alone what it computes
-and sends: FLOPs, bytes between ranks, and the time they take."""
+"""A training step to be planned (the draft, its settings, one rank's share of a stream) and what that rank computes and
+sends: FLOPs, bytes between ranks, and the time both take, all derived from shapes."""
 
 import math
 from collections import Counter
@@ -15,17 +15,17 @@ from eagle3.objective.unroll import Residence
 from eagle3.parallel.sequence import QuerySelection, SequencePlan, Stream
 
 Phase = Literal["forward", "backward"]
-# (what is sent, phase) -> bytes
+# (what is sent, phase) -> bytes.
 Traffic = Counter[tuple[str, Phase]]
 
 
 class Sizes(NamedTuple):
-    """tensor, ulysses, ring: of the groups that share a stream. data: ranks with other streams."""
+    """Parallel degrees of a job."""
 
     tensor: int = 1
     ulysses: int = 1
     ring: int = 1
-    data: int = 1
+    data: int = 1  # ranks that work on other streams; the other three share one
 
     @property
     def sequence(self) -> int:
@@ -37,19 +37,18 @@ class Sizes(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What one rank has of a stream: keys, queries and teacher rows, rows whose auxiliary states it reads. longest: tokens
-    of the longest document. pairs: visible keys of all queries of the stream."""
+    """One rank's share of a stream, in rows."""
 
     keys: int
     queries: int
     teacher: int
-    rows: int
-    longest: int
-    pairs: int
+    rows: int  # rows whose auxiliary states it reads
+    longest: int  # tokens of the longest document
+    pairs: int  # visible keys, summed over all queries of the whole stream
 
     @classmethod
     def of(cls, plan: SequencePlan, stream: Stream) -> "Share":
-        """The share that a plan names of its stream."""
+        """The share that a sequence plan assigns."""
         sees = stream.position[plan.queries[plan.queries >= 0]] + 1
         sees = sees if plan.window is None else sees.clamp(max=plan.window)
         longest = int(stream.position.max()) + 1
@@ -66,41 +65,48 @@ class Share(NamedTuple):
         spans: int = 1,
         query_selection: QuerySelection = "supervised",
     ) -> "Share":
-        """Of equal documents of `tokens` tokens together, the last `supervised` share of each of which counts. window: of
-        keys that a query sees. spans: runs of a document's supervised tokens, each of which needs a window's keys before it.
-        query_selection: which rows are unrolled."""
+        """The share to expect for `documents` documents of equal length with `tokens` tokens in total, each supervised
+        in its last part.
+
+        supervised: that part, as a fraction of the document.
+        window: keys that a query sees at most.
+        spans: runs of supervised tokens in a document, each of which needs a window's keys before it.
+        query_selection: which rows are unrolled.
+        """
         longest, teacher = math.ceil(tokens / documents), math.ceil(tokens * supervised / sizes.sequence)
         if query_selection == "all":
             supervised, spans = 1.0, 1
         counting, reach = longest * supervised, longest if window is None else min(window, longest)
-        begun = max(0.0, counting - (longest - reach))  # queries whose window the document's start cuts off
+        begun = max(0.0, counting - (longest - reach))  # queries whose window is cut off by the start of the document
         pairs = round(documents * (counting * reach - begun**2 / 2))
         queries, keys = tokens * supervised, min(tokens, documents * (counting + spans * reach))
         mine, shared = math.ceil(queries / sizes.sequence), math.ceil(keys / sizes.sequence)
-        # rows that are a rank's keys and its queries at once, on the first Ulysses rank, which has the fewest such
+        # Rows that are keys and queries of the same rank, counted on the first Ulysses rank, which has the fewest of
+        # them.
         both = max(0, queries - (sizes.ulysses - 1) * (keys - queries)) / sizes.sequence / sizes.ring
         return cls(shared, mine, teacher, round(shared + mine - both), longest, pairs)
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A training step to be planned. steps: K. dtype: of the draft. ring_mode, memory, residence: as in training. device:
-    on CPUs norms are several operations, each of which keeps its result where nothing is recomputed. bucket: numbers in
-    DeepSpeed's buckets for gradients under way, all of them together; zero_stage: 2 deals gradients too, 1 does not.
-    logit_bytes: of one of the teacher's logits, where these are kept and not last hidden states. query_selection: as in
-    training, all rows or the supervised ones."""
+    """A training step to be planned."""
 
     draft: DraftConfig
-    steps: int
-    dtype: torch.dtype
+    steps: int  # K
+    dtype: torch.dtype  # of the draft
     sizes: Sizes = Sizes()
-    ring_mode: RingMode = "gather"
+    ring_mode: RingMode = "gather"  # this and the next two: as in training
     memory: MemoryPlan = MemoryPlan()
     residence: Residence = "device"
+    # on CPUs a norm is several operations, each of which saves its result unless it is recomputed
     device: Literal["cuda", "cpu"] = "cuda"
+    # numbers in all of DeepSpeed's buckets for gradients in flight together
     bucket: int = 100_000_000
+    # 2 divides gradients among ranks too, 1 does not
     zero_stage: int = 2
+    # bytes of one teacher logit if logits are stored, None if last hidden states are
     logit_bytes: int | None = None
+    # rows that are unrolled, as in training
     query_selection: QuerySelection = "supervised"
 
     @property
@@ -109,58 +115,58 @@ class Planned:
 
     @property
     def exact(self) -> int:
-        """Bytes of a number in sums."""
+        """Bytes of a number in sums, which are in fp32 or wider."""
         return max(4, self.dtype.itemsize)
 
     @property
     def widens(self) -> bool:
-        """True where operations of half precision are done in fp32 copies."""
+        """True if half-precision operations run on fp32 copies."""
         return self.device == "cpu" and self.itemsize < 4
 
     @property
     def weights(self) -> "Weights":
-        """Of a tensor-parallel rank."""
+        """The weights of one tensor-parallel rank."""
         return Weights.of(self.draft, self.sizes.tensor)
 
     @property
     def columns(self) -> int:
-        """Tokens of the draft vocabulary that a tensor-parallel rank has."""
+        """Draft vocabulary tokens of one tensor-parallel rank."""
         return self.draft.draft_vocab_size // self.sizes.tensor
 
     @property
     def teacher_bytes(self) -> int:
-        """Of what a tensor-parallel rank has of a teacher row."""
+        """Bytes of a teacher row on one tensor-parallel rank."""
         if self.logit_bytes is None:
             return self.draft.target_hidden_size * self.itemsize
         return self.columns * self.logit_bytes
 
     @property
     def query_width(self) -> int:
-        """Numbers of one query, all heads of a tensor-parallel rank."""
+        """Numbers in one query: all heads of one tensor-parallel rank."""
         return self.draft.num_attention_heads // self.sizes.tensor * self.draft.head_dim
 
     @property
     def key_width(self) -> int:
-        """Numbers of one key (or value)."""
+        """Numbers in one key (or value) on one tensor-parallel rank."""
         return self.draft.num_key_value_heads // self.sizes.tensor * self.draft.head_dim
 
     @property
     def shared_width(self) -> int:
-        """Of one shared key on one Ulysses rank, times the Ulysses degree: heads that do not divide are replicated."""
+        """Numbers in one shared key on one Ulysses rank, times the Ulysses degree: heads that do not divide are
+        replicated."""
         heads = self.draft.num_key_value_heads // self.sizes.tensor
         return math.lcm(heads, self.sizes.ulysses) * self.draft.head_dim
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Numbers of weights on one tensor-parallel rank, by who uses them: the entry (fc) alone, projections of every step,
-    what follows attention, lm_head, and the frozen embedding."""
+    """Numbers of weights on one tensor-parallel rank, grouped by who uses them."""
 
-    entry: int
-    project: int
-    finish: int
-    head: int
-    embedding: int
+    entry: int  # fc
+    project: int  # q, k, v and their norms
+    finish: int  # what follows attention
+    head: int  # lm_head and its norm
+    embedding: int  # frozen
 
     @classmethod
     def of(cls, draft: DraftConfig, tensor: int) -> "Weights":
@@ -182,16 +188,15 @@ class Weights:
 
 
 class Flops(NamedTuple):
-    """Of one rank and step. model: forward and backward once, what utilisation is counted by. executed: with what is
-    computed again."""
+    """FLOPs of one rank in one step."""
 
-    model: float
-    executed: float
+    model: float  # forward and backward once; utilisation is measured against this
+    executed: float  # including what is recomputed
 
 
 def step_flops(planned: Planned, share: Share) -> Flops:
-    """Two FLOPs a multiplication and addition of matrix products; a backward pass takes twice its forward, attention's
-    two and a half times. Attention's pairs are those of the whole stream, dealt evenly to its ranks."""
+    """Counts two FLOPs per multiply-add of the matrix products. A backward pass costs twice its forward, attention's
+    two and a half times. Attention's pairs are those of the whole stream, divided evenly among its ranks."""
     draft, sizes, steps = planned.draft, planned.sizes, planned.steps
     hidden, wide, columns = draft.hidden_size, draft.target_hidden_size, planned.columns
     fc = share.rows * 2 * 3 * wide * hidden
@@ -202,19 +207,21 @@ def step_flops(planned: Planned, share: Share) -> Flops:
     loss = share.teacher * steps * 2 * hidden * columns
     teacher = share.teacher * 2 * wide * columns if planned.logit_bytes is None else 0
     linear = fc + share.keys * keys + project + finish
-    model = 3 * (linear + loss) + 3.5 * attention + teacher - fc  # aux has no gradient
+    model = 3 * (linear + loss) + 3.5 * attention + teacher - fc  # fc's input needs no gradient
     again = {"none": 0, "attention_kept": linear, "full": linear + project + attention}
     return Flops(model, model + again[planned.memory.recompute])
 
 
 def sent_bytes(planned: Planned, share: Share) -> Traffic:
-    """What a rank sends in one step (pads included). A rank of G sends (G-1)/G of an all-to-all's input and of a
-    reduce-scatter's, its share G-1 times in an all-gather, 2 (G-1)/G of an all-reduce's buffer.
+    """Bytes that a rank sends in one step, padding included. A rank of G sends (G-1)/G of the input of an all-to-all or
+    reduce-scatter, G-1 times its share in an all-gather, and 2 (G-1)/G of the buffer of an all-reduce.
 
-    Ulysses trades K_0, V_0 once, and q, output and lse in every step (lse not in step 0, which has no own keys to
-    merge). The ring's `gather` sends K_0, V_0 once and their gradient, in fp32, back once; `p2p` sends them in every
-    step's forward and again in its backward, in which the gradient goes one hop further, home. Steps that are
-    recomputed send again, in the backward pass, what they sent in the forward pass.
+    - Ulysses exchanges K_0, V_0 once, and q, output and lse in every step (no lse in step 0, which has no own keys to
+      merge).
+    - The ring's `gather` sends K_0, V_0 once, and their gradient, in fp32, back once.
+    - The ring's `p2p` sends K_0, V_0 in every step's forward and again in its backward, where the gradient travels one
+      hop further, back to its own rank.
+    - Recomputed steps repeat in the backward pass what they sent in the forward pass.
     """
     size, exact, steps, sizes = planned.itemsize, planned.exact, planned.steps, planned.sizes
     prefix = 2 * share.keys * planned.shared_width  # numbers in a rank's K_0, V_0
@@ -243,10 +250,14 @@ def sent_bytes(planned: Planned, share: Share) -> Traffic:
 
 
 def _tensor_bytes(planned: Planned, share: Share) -> tuple[float, float, float]:
-    """Forward: embeddings, and each step's outputs of attention and MLP; then the distillation's maxima and sums of
-    K draft columns and the teacher's, best ids, sums, and the gradient of all outputs, which it makes in the forward
-    pass (with the norm's). Backward: the gradients of what enters q, k, v (each by itself; K_0, V_0 have the keys' rows)
-    and the MLP; recomputed chunks repeat their forward, and whole steps that of their projections once more."""
+    """Bytes sent within the tensor-parallel group: forward, backward, and what recomputed whole steps repeat.
+
+    - Forward: embeddings, and each step's outputs of attention and MLP. Then the distillation's maxima and sums (K
+      draft columns and the teacher's), best ids, sums, and the gradients of all outputs and of the norm, which it
+      computes in the forward pass.
+    - Backward: the gradients of the inputs of q, k and v (one by one; K_0, V_0 have the keys' rows) and of the MLP.
+      Recomputed chunks repeat their forward, and whole steps repeat that of their projections once more.
+    """
     hidden, size, exact, steps = planned.draft.hidden_size, planned.itemsize, planned.exact, planned.steps
     keys, queries, teacher = share.keys, share.queries, share.teacher
     unrolled = (keys + 3 * steps * queries) * hidden * size
@@ -263,19 +274,18 @@ def _tensor_bytes(planned: Planned, share: Share) -> tuple[float, float, float]:
 
 @dataclass(frozen=True)
 class Machine:
-    """What step times are estimated with. flops: peak of a GPU; utilisation: of it that executed matrix products reach;
-    near, far: bytes a second that a rank sends inside its node, and out of it. Data sheet numbers but for utilisation,
-    which is an assumption."""
+    """Hardware numbers for step-time estimates, from data sheets except for `utilisation`, which is an assumption."""
 
-    flops: float = 989e12
-    utilisation: float = 0.5
-    near: float = 450e9
-    far: float = 50e9
-    node: int = 8
+    flops: float = 989e12  # peak of a GPU, per second
+    utilisation: float = 0.5  # share of the peak that executed matrix products reach
+    near: float = 450e9  # bytes per second that a rank sends inside its node
+    far: float = 50e9  # bytes per second that a rank sends out of its node
+    node: int = 8  # ranks in a node
 
 
 def step_seconds(planned: Planned, share: Share, machine: Machine = Machine()) -> float:
-    """Of one stream's forward and backward pass, nothing overlapped; without loading and the optimiser."""
+    """Seconds for one stream's forward and backward pass with nothing overlapped, excluding loading and the
+    optimiser."""
     inside = planned.sizes.tensor * planned.sizes.sequence <= machine.node
     sent = sent_bytes(planned, share)
     ring = sum(number for (kind, _), number in sent.items() if kind.startswith("ring"))

@@ -1,31 +1,32 @@
-"""How fast, and whether exactly, the job's ranks add up a tensor: inside each node, between nodes, and all together."""
+"""Measures how fast the job's ranks add up a tensor, and checks the sums: inside each node, between nodes, and all
+together."""
 
 import datetime
 import statistics
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
 
 from eagle3.preflight.cluster import Cluster, Finding, troubled
 
-CUDA_BYTES, CPU_BYTES = 256 * 2**20, 8 * 2**20  # long enough that latency does not count
+CUDA_BYTES, CPU_BYTES = 256 * 2**20, 8 * 2**20  # enough that latency does not count
 WARM_UPS, REPETITIONS = 2, 5
 PATIENCE = datetime.timedelta(seconds=60)  # for one all-reduce, which takes milliseconds
-PATTERN = 1021  # a prime: what is shifted by any power of two shows
+PATTERN = 1021  # a prime, so that a shift by any power of two shows
 
-# What follows is from data sheets, in GB/s of one direction, and has not been measured by this project. NCCL comes to
-# more than half of such numbers; an eighth of them is more than a detour gives (a slower link, host memory, TCP instead
-# of RDMA), and less than a busy moment leaves.
+# The numbers below are from data sheets, in GB/s in one direction, and have not been measured by this project. NCCL
+# reaches more than half of them. An eighth is more than a detour achieves (a slower link, host memory, TCP instead of
+# RDMA), and less than remains at a busy moment.
 FAR_BELOW = 1 / 8
 NVLINK = {"A100-SXM": 300.0, "H100 80GB HBM3": 450.0, "H200": 450.0, "B200": 900.0}
-WITHOUT_NVLINK = ("NVL", "PCIe")  # cards of the same name: pairs may have a bridge, a node has not
-PCIE = 32.0  # generation 4, 16 lanes: what a GPU of any server reaches its neighbours by at least
-ETHERNET = 8.0  # where no InfiniBand or RoCE port is up; an eighth is a 10 Gb/s line at 80%
+WITHOUT_NVLINK = ("NVL", "PCIe")  # cards of the same name; pairs may have a bridge, a node does not
+PCIE = 32.0  # generation 4, 16 lanes: any server's GPU reaches its neighbours at least this fast
+ETHERNET = 8.0  # if no InfiniBand or RoCE port is up; an eighth is a 10 Gb/s line at 80%
 REMEDY = (
     "run again with NCCL_DEBUG=INFO and read which transport it takes; NCCL_SOCKET_IFNAME names the network interface, "
     "NCCL_IB_HCA the InfiniBand cards (ibstat), nvidia-smi topo -m the links inside a node"
@@ -33,16 +34,18 @@ REMEDY = (
 
 
 class Reduced(NamedTuple):
-    """gigabytes: of bus bandwidth a second, 2 (n - 1) / n * bytes / seconds. exact: every sum was."""
+    """The result of all-reduces."""
 
-    gigabytes: float
-    exact: bool
+    gigabytes: float  # bus bandwidth per second: 2 (n - 1) / n * bytes / seconds
+    exact: bool  # whether every sum was exact
 
 
-def check_all_reduce(cluster: Cluster, device: torch.device, timeout: datetime.timedelta) -> list[Finding]:
-    """Collective. timeout: of the groups that are formed for it; above PATIENCE, so that a rank tells what it met."""
+def check_all_reduce(cluster: Cluster, device: torch.device, timeout: datetime.timedelta) -> Iterator[Finding]:
+    """Checks all-reduces inside nodes, between them, and of all ranks. Collective. timeout: of the groups formed for
+    this; longer than PATIENCE, so that a rank can report what it met."""
     if len(cluster.nodes) == 1:
-        return [Finding("all-reduce", "note", "one process, nothing to add up")]
+        yield Finding("all-reduce", "note", "one process, nothing to add up")
+        return
     inside = [ranks for ranks in cluster.ranks.values() if len(ranks) > 1]
     between = [cluster.leaders] if len(cluster.ranks) > 1 else []
     circles = (
@@ -51,25 +54,23 @@ def check_all_reduce(cluster: Cluster, device: torch.device, timeout: datetime.t
         ("all-reduce of all", [[*range(len(cluster.nodes))]] if inside and between else []),
     )
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    findings = []
     for what, rings in circles:
         if not rings:
             continue
-        groups = [dist.new_group(ranks, timeout=timeout) for ranks in rings]  # every rank must form all of them
+        groups = [dist.new_group(ranks, timeout=timeout) for ranks in rings]  # every rank must form all groups
         mine = [group for ranks, group in zip(rings, groups, strict=True) if cluster.rank in ranks]
         measured = cluster.ask(partial(measure, mine[0], device) if mine else None, Reduced._make)
         ports = 0.0 if "inside" in what else max(cluster.gather(port_speed()))
         spec = None if name is None else link_speed(name) if "inside" in what else ports or ETHERNET
-        findings.append(judge_reduction(cluster, what, measured, spec))
+        yield judge_reduction(cluster, what, measured, spec)
         if troubled(measured):
-            break  # the ranks no longer agree on what comes next
-    return findings
+            return  # the ranks no longer agree on what comes next
 
 
-def measure(group: ProcessGroup, device: torch.device) -> Reduced:
-    """Raises dist.DistError where the sum does not come."""
+def measure(group: dist.ProcessGroup, device: torch.device) -> Reduced:
+    """Times all-reduces in a group. Raises dist.DistError if a sum does not arrive."""
     count, size = (CUDA_BYTES if device.type == "cuda" else CPU_BYTES) // 4, group.size()
-    # Whole numbers below 2^24, so that a sum in fp32 is exact in any order (for up to 5000 ranks).
+    # Whole numbers below 2^24, whose fp32 sums are exact in any order (for up to 5000 ranks).
     pattern = (torch.arange(count, device=device) % PATTERN).float()
     mine, wanted = pattern + group.rank(), pattern * size + size * (size - 1) // 2
     total, seconds, exact = torch.empty_like(mine), [], True
@@ -86,10 +87,10 @@ def measure(group: ProcessGroup, device: torch.device) -> Reduced:
 
 
 def judge_reduction(cluster: Cluster, name: str, measured: dict[int, Reduced], spec: float | None) -> Finding:
-    """spec: GB/s that the link should have; None where a speed says nothing, as on CPUs."""
+    """Judges the measurements. spec: GB/s that the link should reach; None where speed is not judged, as on CPUs."""
     if reasons := troubled(measured):
         return Finding(
-            name, "failed", f"did not end on {cluster.named([*reasons])}: {next(iter(reasons.values()))}", REMEDY
+            name, "failed", f"did not finish on {cluster.named([*reasons])}: {next(iter(reasons.values()))}", REMEDY
         )
     if wrong := [rank for rank, reduced in measured.items() if not reduced.exact]:
         return Finding(
@@ -107,14 +108,15 @@ def judge_reduction(cluster: Cluster, name: str, measured: dict[int, Reduced], s
 
 
 def link_speed(gpu: str) -> float:
-    """GB/s from one such GPU to the others of its node, by data sheet."""
+    """GB/s from such a GPU to the others of its node, by data sheet."""
     if any(mark in gpu.replace("NVLink", "") for mark in WITHOUT_NVLINK):
         return PCIE
     return next((speed for mark, speed in NVLINK.items() if mark in gpu), PCIE)
 
 
 def port_speed(root: Path = Path("/sys/class/infiniband")) -> float:
-    """GB/s of the fastest InfiniBand or RoCE port that is up here, as the kernel names it ("400 Gb/sec (4X NDR)")."""
+    """GB/s of the fastest InfiniBand or RoCE port that is up here, from what the kernel reports ("400 Gb/sec (4X
+    NDR)")."""
     speeds = (
         float(rate.read_text(encoding="utf-8").split()[0]) / 8
         for rate in root.glob("*/ports/*/rate")

@@ -1,5 +1,5 @@
-"""The job as its preflight sees it: which rank is on which node, and answers that come from all of them or are named
-as missing, whatever state the job's collectives are in."""
+"""The job as its preflight checks see it: which rank is on which node. Answers come from every rank, or those that gave
+none are named, whatever state the job's collectives are in."""
 
 import datetime
 import itertools
@@ -20,7 +20,7 @@ SHOWN = 4  # nodes or ranks named in one line
 
 
 class Finding(NamedTuple):
-    """What a check found. A note is for a person to judge; a failure has a remedy."""
+    """The result of a check. A note is for a person to judge; a failure comes with a remedy."""
 
     name: str
     state: Literal["ok", "failed", "note"]
@@ -28,19 +28,17 @@ class Finding(NamedTuple):
     remedy: str = ""
 
 
-class Trouble(NamedTuple):
-    """What kept a rank from its answer."""
-
-    reason: str
+class Trouble(str):
+    """What kept a rank from answering."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """rank: this process's. nodes: the node of every rank. gather: a collective that gives each rank the values of all,
-    in their order, as JSON keeps them: a tuple may come back as a list."""
+    """The ranks of a job, and a way to ask them."""
 
-    rank: int
-    nodes: tuple[str, ...]
+    rank: int  # of this process
+    nodes: tuple[str, ...]  # of every rank
+    # a collective that returns the values of all ranks, in rank order, as JSON keeps them (a tuple may become a list)
     gather: Gather
 
     @property
@@ -50,13 +48,15 @@ class Cluster:
 
     @property
     def ranks(self) -> dict[str, list[int]]:
-        """Of each node."""
+        """The ranks of each node."""
         return owners(enumerate(self.nodes))
 
     def ask(self, work: Callable[[], Any] | None, kind: Callable[[Any], Any] = lambda value: value) -> dict[int, Any]:
-        """Collective: what `work` returned on each rank that has some. A Trouble stands for an answer that the system,
-        the GPU or a collective refused, so that no rank waits for one that failed. kind: makes the answer of what JSON
-        keeps of it; by default it stays that."""
+        """Returns the result of `work` for each rank that passes some. Collective. If the operating system, the GPU or
+        a collective fails, that rank's answer is a Trouble, so that no rank waits for one that failed.
+
+        kind: converts each answer from the form that JSON gave it.
+        """
         try:
             answer = None if work is None else {"answer": work()}
         except (OSError, torch.OutOfMemoryError, torch.AcceleratorError, dist.DistError) as error:
@@ -68,11 +68,11 @@ class Cluster:
         }
 
     def ask_leaders(self, work: Callable[[], Any]) -> dict[int, Any]:
-        """Collective: `work` on the first rank of each node."""
+        """Asks the first rank of each node. Collective."""
         return self.ask(work if self.rank in self.leaders else None)
 
     def named(self, ranks: Sequence[int]) -> str:
-        """`node a`, `nodes a, b`, or `rank 3 on a` for a part of a node's ranks."""
+        """Names the ranks: `node a`, `nodes a, b`, or `rank 3 on a` for some of a node's ranks."""
         whole = [node for node, all_of_it in self.ranks.items() if set(all_of_it) <= set(ranks)]
         parts = [f"rank {rank} on {self.nodes[rank]}" for rank in ranks if self.nodes[rank] not in whole]
         if len(whole) == len(self.ranks) > 1:
@@ -83,12 +83,12 @@ class Cluster:
         return prefix + ", ".join(places[:SHOWN]) + more
 
     def where(self, leaders: Sequence[int]) -> str:
-        """The nodes that these ranks lead, for what is asked once a node."""
+        """Names the nodes that these ranks lead, for questions that are asked once per node."""
         return self.named([rank for leader in leaders for rank in self.ranks[self.nodes[leader]]])
 
 
 def owners(values: Iterable[tuple[int, Value]]) -> dict[Value, list[int]]:
-    """Of (rank, what it has): which ranks have the same."""
+    """Groups (rank, value) pairs: which ranks have which value."""
     found: dict[Value, list[int]] = {}
     for rank, value in values:
         found.setdefault(value, []).append(rank)
@@ -96,20 +96,20 @@ def owners(values: Iterable[tuple[int, Value]]) -> dict[Value, list[int]]:
 
 
 def troubled(answers: dict[int, Any]) -> dict[int, str]:
-    """The reasons of ranks that could not answer."""
-    return {rank: answer.reason for rank, answer in answers.items() if isinstance(answer, Trouble)}
+    """The reasons of the ranks that could not answer."""
+    return {rank: answer for rank, answer in answers.items() if isinstance(answer, Trouble)}
 
 
 class StoreGather:
-    """A gather through the job's key-value store, which takes a TCP connection of each rank to the first one: it works
-    where NCCL or Gloo do not, and tells who is missing. Values are JSON: whoever reaches that connection may write
-    there, and a pickle runs code."""
+    """Gathers through the job's key-value store, over a TCP connection from each rank to the first. It works even if
+    NCCL or Gloo do not, and can say which ranks are missing. Values are JSON: anybody who reaches that connection can
+    write there, and a pickle would run code."""
 
     def __init__(self, store: dist.Store, rank: int, world: int) -> None:
         self.store, self.rank, self.world, self.rounds = store, rank, world, itertools.count()
 
     def __call__(self, value: Any) -> list[Any]:
-        """Raises SharedUserError where a rank does not come within the store's timeout, or what came is no JSON."""
+        """Raises SharedUserError if a rank does not come within the store's timeout, or if what came is not JSON."""
         name = f"round {next(self.rounds)}"
         self.store.set(f"{name} of {self.rank}", json.dumps(value))
         try:
@@ -119,7 +119,8 @@ class StoreGather:
             return json.loads(self.store.get(name))
         except (ValueError, RecursionError) as error:
             raise SharedUserError(
-                "job: its store holds what none of its processes wrote; start it where nobody else reaches its network"
+                "job: its store holds what none of its processes wrote; start it where nobody else can reach its "
+                "network"
             ) from error
         except dist.DistError as error:
             silent = "another process"
@@ -132,7 +133,7 @@ class StoreGather:
             ) from error
 
     def leave(self) -> None:
-        """Collective. The first rank, which holds the store, goes last."""
+        """Leaves the store, the first rank, which holds it, last. Collective."""
         self(None)
         if self.rank:
             self.store.set(f"rank {self.rank} leaves", b"")
@@ -141,18 +142,19 @@ class StoreGather:
 
 
 def store_gather(timeout: datetime.timedelta) -> StoreGather:
-    """Over the store by which this job's process group was formed. timeout: what one rank may be later than another."""
+    """A gather over the store that this job's process group was formed with. timeout: how much later one rank may be
+    than another."""
     store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
     return StoreGather(dist.PrefixStore("preflight", store), rank, world)
 
 
 def join(gather: Gather, rank: int) -> Cluster:
-    """Collective: find out who is where."""
+    """Finds out which rank is on which node. Collective."""
     return Cluster(rank, tuple(gather(node_name())), gather)
 
 
 def in_one_line(error: Exception) -> str:
-    """What the operating system or a library says, without its traces."""
+    """What the operating system or a library reports, without its traces."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return (str(error).strip() or type(error).__name__).splitlines()[0]

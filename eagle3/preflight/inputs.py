@@ -1,7 +1,9 @@
-"""What a recipe reads, looked for before anything is imported that takes seconds."""
+"""Checks what a recipe reads, before any import that takes seconds."""
 
 from contextlib import suppress
 from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
 
 from eagle3.draft.config import DraftConfig, drafted_tokens, read_draft_config
 from eagle3.errors import SharedUserError, UserError
@@ -15,10 +17,9 @@ from eagle3.text.conversations import dataset_of
 from eagle3.text.template import check_variables, read_template
 
 FILES = ("model.draft.config", "model.draft.vocabulary", "data.chat_template")
-# One of these is in every checkpoint that has a tokenizer.
+# Every checkpoint with a tokenizer has one of these.
 TOKENIZER_FILES = ("*token*", "vocab*", "*.model")
-LONGEST_HEADER = 100_000_000  # bytes, as safetensors itself allows
-# What is pickled is refused by who reads it.
+# Pickled weights are refused later, when they are read.
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pth", "*.pt", "*.ckpt", "*.pkl")
 
 
@@ -35,15 +36,15 @@ def inputs_of(recipe: Recipe) -> dict[str, str]:
     for key, sources in (("data.train", data.train), ("data.held_out", data.held_out or [])):
         named |= {f"{key}[{number}]": source for number, source in enumerate(sources)}
     store = recipe.hidden_states
-    if store.mode == "stored" and not is_url(store.path):  # else it comes from the network
+    if store.mode == "stored" and not is_url(store.path):  # otherwise it is on the network
         named["hidden_states.path"] = store.path
     return {key: str(path) for key, path in named.items() if path is not None}
 
 
 def require_inputs(recipe: Recipe) -> None:
-    """Raises UserError for data, files and a target's folder that the recipe names and that are not there, and for a draft's
-    config, a draft vocabulary, layers and a chat template that cannot be. What may come from the hub, and whether a target is
-    sound, is said by who reads it."""
+    """Raises UserError if data, files or a target's folder that the recipe names are missing, or if a draft's config,
+    draft vocabulary, layers or chat template cannot be valid. What may come from the hub, and whether a target is
+    sound, is checked later by the code that reads it."""
     _require_target(recipe.model)
     for key, name in inputs_of(recipe).items():
         if key.startswith(("data.train", "data.held_out")) and not name.startswith("demo_answers"):
@@ -62,56 +63,49 @@ def require_inputs(recipe: Recipe) -> None:
 
 
 def require_trainable(recipe: Recipe) -> None:
-    """Raises UserError for keys that do not go together in training; capture.py and evaluate.py may read the same recipe."""
+    """Raises UserError for keys that contradict each other in training. (capture.py and evaluate.py may read the same
+    recipe.)"""
     data, hidden = recipe.data, recipe.hidden_states
     if recipe.evaluation.conversations and not data.held_out and not data.held_out_fraction:
         raise SharedUserError(
-            f"evaluation.conversations: {recipe.evaluation.conversations}, but nothing is held out; name data.held_out, raise "
-            "data.held_out_fraction, or set evaluation.conversations=0"
+            f"evaluation.conversations: {recipe.evaluation.conversations}, but nothing is held out; name "
+            "data.held_out, raise data.held_out_fraction, or set evaluation.conversations=0"
         )
     for key in ("ulysses", "ring") if hidden.mode == "live" else ():
         if getattr(hidden, key) > 1:
             raise SharedUserError(
-                f"hidden_states.{key}: {getattr(hidden, key)}, but live hidden states are made by one rank a document, or by "
-                "SGLang; set it to 1, or capture a store with capture.py and train with hidden_states.mode=stored"
+                f"hidden_states.{key}: {getattr(hidden, key)}, but live hidden states are computed by one rank per "
+                "document, or by SGLang; set it to 1, or capture a store with capture.py and train with "
+                "hidden_states.mode=stored"
             )
 
 
 def require_weights(target: str) -> None:
-    """Raises UserError for a target's folder without weights, or with a file of them that is cut off."""
+    """Raises UserError if a target's folder has no weights, or a weight file that cannot be opened."""
     folder = Path(target)
     if target != "demo" and folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES):
         raise SharedUserError(
-            f"target '{folder}': no weights in this folder (model.safetensors, or several with an index); copy them there"
+            f"target '{folder}': no weights in this folder (model.safetensors, or several with an index); copy them "
+            "there"
         )
     for file in sorted(folder.glob("*.safetensors")) if target != "demo" else ():
-        if (size := file.stat().st_size) < _announced_bytes(file):
-            raise SharedUserError(
-                f"{file}: {size:,} bytes, which is less than its own header says (cut off, or a git-lfs pointer); download it again"
-            )
-
-
-def _announced_bytes(file: Path) -> int:
-    """Of a safetensors file, as its header says; what is no header is left to who reads it."""
-    with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        begun = opened.read(min(length, LONGEST_HEADER))
-    data = 0
-    if len(begun) == length:
-        with suppress(ValueError, AttributeError, KeyError, TypeError):
-            tensors = [tensor for name, tensor in parse_json(begun).items() if name != "__metadata__"]
-            data = max((tensor["data_offsets"][1] for tensor in tensors), default=0)
-    return 8 + length + data
+        try:
+            with safe_open(file, "np"):
+                pass
+        except SafetensorError as error:
+            raise SharedUserError(f"{file}: {error} (cut off, or a git-lfs pointer); download it again") from error
 
 
 def require_store(path: str) -> None:
-    """Raises UserError for a folder without a store. What comes from the network, and a damaged store, is said by who opens it."""
+    """Raises UserError for a folder without a store. Stores on the network, and damaged ones, are reported when they
+    are opened."""
     if not is_url(path) and not any(name.endswith(".json") for name in LocalFiles(Path(path)).sizes()):
         raise no_store(path)
 
 
 def require_store_place(path: str) -> None:
-    """Raises UserError for a local path where no store can be begun, or be continued, without mixing it with other files."""
+    """Raises UserError for a local path where a store cannot be begun or continued without mixing it with other
+    files."""
     folder = Path(path)
     if folder.exists() and not folder.is_dir():
         raise SharedUserError(f"hidden_states.path: {path}: is a file; name a folder")
@@ -124,13 +118,15 @@ def require_store_place(path: str) -> None:
 
 
 def require_servers(urls: list[str]) -> None:
-    """Raises UserError for one of target.servers that does not answer. What it captures is asked when the data are known."""
+    """Raises UserError if one of target.servers does not answer. What it captures is checked once the data are
+    known."""
     for url in urls:
-        server_info(url, "start it as launchers/capture.py --print-server says")
+        server_info(url, "start it with the command that launchers/capture.py --print-server prints")
 
 
 def require_export(draft: Path, named: str = "--draft ") -> DraftConfig:
-    """Its config. Raises UserError for a folder that, by its config.json, is no exported draft. named: what the caller wrote before it."""
+    """Returns the draft's config. Raises UserError if, judging by config.json, the folder is not an exported draft.
+    named: what the user wrote in front of the folder."""
     if (draft / "config.json").is_file():
         return read_draft_config(draft / "config.json")
     if (draft / "export" / "config.json").is_file():
@@ -151,8 +147,8 @@ def _require_target(model: Model) -> None:
             any(folder.glob(pattern)) for pattern in TOKENIZER_FILES
         ):  # transformers would make one that knows no tokens
             raise SharedUserError(
-                f"target '{folder}': no tokenizer in this folder (tokenizer.json, for example); copy it from where the weights "
-                "come from"
+                f"target '{folder}': no tokenizer in this folder (tokenizer.json, for example); copy it from where the "
+                "weights come from"
             )
     size, layers = _sizes_of(model)
     if size and not (model.draft.vocabulary or model.draft.init_from):
@@ -162,7 +158,7 @@ def _require_target(model: Model) -> None:
 
 
 def _sizes_of(model: Model) -> tuple[int | None, int | None]:
-    """Tokens and layers of the target; None where a config.json that is here does not say them in the usual place."""
+    """The target's vocabulary size and number of layers; None if no local config.json has them in the usual place."""
     if model.target == "demo":
         return model.demo.vocab_size, model.demo.layers
     with suppress(OSError, ValueError, AttributeError):

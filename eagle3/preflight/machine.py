@@ -1,4 +1,4 @@
-"""Is every node fit to take part: its GPUs, clock, open files and shared memory."""
+"""Checks that every node is fit to take part: GPUs, clock, open files and shared memory."""
 
 import resource
 import shutil
@@ -14,38 +14,40 @@ from eagle3.preflight.cluster import Cluster, Finding, owners, troubled
 
 MOST_SKEW = 2.0  # seconds
 CLOCK_ROUNDS = 8
-# A rank's sockets to every other one, its shards, its workers' pipes: hundreds in a job of one node, thousands in many.
+# A rank has sockets to all others, its shards, its workers' pipes: hundreds in a job on one node, thousands on many.
 LEAST_OPEN_FILES = 4096
-SMALL_SHARED_MEMORY = 2**30  # containers begin with 64 MiB, less than NCCL and a loader's workers take
+SMALL_SHARED_MEMORY = 2**30  # containers start with 64 MiB, less than NCCL and a loader's workers take
 
 
 class GpuSeen(NamedTuple):
-    """By one rank. count: GPUs that its process may use. unit: its own one's lasting id. free, total: its bytes."""
+    """What one rank sees of its GPUs."""
 
-    count: int
+    count: int  # GPUs that its process may use
     name: str
-    unit: str
-    free: int
+    unit: str  # persistent id of its own GPU
+    free: int  # bytes of its own GPU; so is `total`
     total: int
 
 
 def check_gpus(cluster: Cluster, device: torch.device) -> Finding:
-    name = "gpus"
     seen = cluster.ask((lambda: _look(device)) if device.type == "cuda" else None, GpuSeen._make)
     if not seen:
-        return Finding(name, "note", "none: this is a CPU job, for tests and demonstrations")
+        return Finding("gpus", "note", "none: this is a CPU job, for tests and demonstrations")
     if len(seen) < len(cluster.nodes):
         without = [rank for rank in range(len(cluster.nodes)) if rank not in seen]
         return Finding(
-            name, "failed", f"no GPU for {cluster.named(without)}", "look at nvidia-smi and CUDA_VISIBLE_DEVICES there"
+            "gpus",
+            "failed",
+            f"no GPU for {cluster.named(without)}",
+            "look at nvidia-smi and CUDA_VISIBLE_DEVICES there",
         )
     if reasons := troubled(seen):
         rank, reason = next(iter(reasons.items()))
-        return Finding(name, "failed", f"{cluster.named([rank])}: {reason}", "look at nvidia-smi there")
+        return Finding("gpus", "failed", f"{cluster.named([rank])}: {reason}", "look at nvidia-smi there")
     kinds = owners((rank, gpu.name) for rank, gpu in seen.items())
     if len(kinds) > 1:
         return Finding(
-            name,
+            "gpus",
             "failed",
             "; ".join(f"{kind} on {cluster.named(ranks)}" for kind, ranks in kinds.items()),
             "use nodes with the same GPUs: the slowest one sets the pace of all",
@@ -54,14 +56,14 @@ def check_gpus(cluster: Cluster, device: torch.device) -> Finding:
         unit, times = Counter(seen[rank].unit for rank in ranks).most_common(1)[0]
         if times > 1:
             return Finding(
-                name,
+                "gpus",
                 "failed",
                 f"{times} processes on one GPU of {node} ({unit}), which has {seen[ranks[0]].count}",
-                "start at most one process a GPU",
+                "start at most one process per GPU",
             )
     free, rank = min((gpu.free, rank) for rank, gpu in seen.items())
     return Finding(
-        name,
+        "gpus",
         "ok",
         f"{len(seen)} x {next(iter(kinds))} on {len(cluster.ranks)} node(s); least free memory {free / 2**30:.1f} of "
         f"{seen[rank].total / 2**30:.1f} GiB ({cluster.named([rank])})",
@@ -74,11 +76,12 @@ def _look(device: torch.device) -> GpuSeen:
 
 
 def check_clocks(cluster: Cluster, clock: Callable[[], float] = time.time) -> Finding:
-    """Everybody reads the clock when a round of messages is over. A rank's round ends after all others' began, so two
-    readings lie at most one round's length apart: that is the uncertainty, and the shortest of some rounds counts."""
+    """Compares the clocks. All ranks read theirs when a round of messages is over. A rank's round ends after all others
+    have begun theirs, so two readings are at most one round apart: that is the uncertainty, and the shortest of several
+    rounds counts."""
     rounds = []
     for _ in range(CLOCK_ROUNDS):
-        cluster.gather(None)  # they begin together
+        cluster.gather(None)  # so that they begin together
         began = time.monotonic()
         cluster.gather(None)
         took, now = time.monotonic() - began, clock()
@@ -93,13 +96,13 @@ def check_clocks(cluster: Cluster, clock: Callable[[], float] = time.time) -> Fi
         "clocks",
         "failed",
         f"{cluster.named([late])} is {skew:.1f} s ahead of {cluster.named([early])}, +- {uncertainty:.3f} s",
-        "run chrony or ntpd on every node (chronyc tracking): files' times, logs and TLS go wrong otherwise",
+        "run chrony or ntpd on every node (chronyc tracking): otherwise file times, logs and TLS go wrong",
     )
 
 
 def open_files() -> int:
-    """Files that this process may have open. The soft limit is raised to what is needed where the hard limit allows
-    that, which only an administrator raises. (Shells often begin with 1024 of a million.)"""
+    """The number of files that this process may have open. Raises the soft limit to what is needed if the hard limit,
+    which only an administrator can raise, allows it. (Shells often start with 1024 of a million.)"""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = LEAST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, LEAST_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -109,7 +112,7 @@ def open_files() -> int:
 
 
 def check_open_files(cluster: Cluster) -> Finding:
-    """Collective."""
+    """Checks that every rank may have enough files open. Collective."""
     least, low = min(owners(cluster.ask(open_files).items()).items())
     if least >= LEAST_OPEN_FILES:
         return Finding("open files", "ok", f"{least} allowed")
@@ -117,7 +120,7 @@ def check_open_files(cluster: Cluster) -> Finding:
         "open files",
         "failed",
         f"{least} allowed on {cluster.named(low)}, {LEAST_OPEN_FILES} needed",
-        f"ulimit -n {LEAST_OPEN_FILES} before the start; where that is refused, LimitNOFILE= of the service, "
+        f"run ulimit -n {LEAST_OPEN_FILES} before the start; if that is refused, set LimitNOFILE= of the service, "
         "/etc/security/limits.conf, or --ulimit nofile= of the container",
     )
 
@@ -127,7 +130,6 @@ def check_shared_memory(cluster: Cluster, folder: Path = Path("/dev/shm")) -> Fi
     if reasons := troubled(rooms):
         return Finding("shared memory", "note", f"{cluster.where([*reasons])}: {next(iter(reasons.values()))}")
     free, total, rank = min((free, total, rank) for rank, (total, _, free) in rooms.items())
-    found = f"{folder}: {free / 2**30:.2f} of {total / 2**30:.2f} GiB free ({cluster.where([rank])} has least)"
-    if free < SMALL_SHARED_MEMORY:
-        found += "; NCCL and SGLang's spool use it: a container gets more by --shm-size=16g or --ipc=host"
-    return Finding("shared memory", "note", found)
+    found = f"{folder}: {free / 2**30:.2f} of {total / 2**30:.2f} GiB free ({cluster.where([rank])} has the least)"
+    small = "; NCCL and SGLang's spool use it: a container gets more with --shm-size=16g or --ipc=host"
+    return Finding("shared memory", "note", found + (small if free < SMALL_SHARED_MEMORY else ""))

@@ -1,4 +1,4 @@
-"""Do the nodes see the same files, and have checkpoints room and a fast enough way to the disk."""
+"""Checks that the nodes see the same files, and that the disk has room and speed for checkpoints."""
 
 import errno
 import hashlib
@@ -10,7 +10,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from secrets import token_hex
-from typing import NamedTuple
 
 from eagle3.console import data_size
 from eagle3.draft.config import DraftConfig
@@ -18,37 +17,27 @@ from eagle3.durable import flush
 from eagle3.planning.step import Weights
 from eagle3.preflight.cluster import Cluster, Finding, Trouble, owners, troubled
 
-PATIENCE = 10.0  # seconds in which a file of another node must appear; network file systems remember folders for some
+PATIENCE = 10.0  # seconds in which another node's file must appear; network file systems cache directories
 PROBE_BYTES = 128 * 2**20
-LEAST_WRITE_SPEED = 20e6  # bytes a second of a node: a checkpoint of an 8B target's draft, 6 GB, takes 5 minutes
+LEAST_WRITE_SPEED = 20e6  # bytes per second and node: the checkpoint of an 8B target's draft, 6 GB, takes 5 minutes
 ABSENT = "absent"
 
 
-class Marker(NamedTuple):
-    """A file that proves a shared folder. name: also its content. above: how many folders above the one in question,
-    which may not be there yet."""
-
-    name: str
-    above: int
-
-    def path(self, folder: Path) -> Path:
-        """Where this node has it."""
-        own = folder.expanduser().absolute()
-        return [own, *own.parents][self.above] / self.name
-
-
 def check_shared(cluster: Cluster, key: str, folder: Path, patience: float = PATIENCE) -> Finding:
-    """Collective. A file that the first rank writes into `folder`, or where it will be made, must be seen by every node
-    with its content, and the node must be allowed to write there. key: the recipe's. folder: as each node understands
-    it (~, and what it is relative to, are a node's own)."""
+    """Checks that every node sees a file that the first rank writes into `folder` (or where it will be created), with
+    its content, and can itself write there. Collective.
+
+    key: the recipe's key.
+    folder: as each node resolves it (~, and what a relative path starts from, may differ by node).
+    """
     with ExitStack() as left:
         leave = partial(left.enter_context, _marker(folder))
-        marker = cluster.ask(leave if cluster.rank == 0 else None, Marker._make)[0]
+        marker = cluster.ask(leave if cluster.rank == 0 else None)[0]
         if isinstance(marker, Trouble):
-            return _unwritable(cluster, key, folder, [0], marker.reason)
-        seen = cluster.ask_leaders(lambda: _await_marker(folder, marker, patience))
+            return _unwritable(cluster, key, folder, {0: marker})
+        seen = cluster.ask_leaders(lambda: _await_marker(folder, *marker, patience))
     if reasons := troubled(seen):
-        return _unwritable(cluster, key, folder, [*reasons], next(iter(reasons.values())))
+        return _unwritable(cluster, key, folder, reasons)
     lacking = [rank for rank, why in seen.items() if why]
     if not lacking:
         told = "is writable" if len(cluster.ranks) == 1 else f"is shared by {len(cluster.ranks)} nodes"
@@ -57,28 +46,29 @@ def check_shared(cluster: Cluster, key: str, folder: Path, patience: float = PAT
         key,
         "failed",
         f"{folder}: {seen[lacking[0]]} on {cluster.where(lacking)}",
-        f"set {key} to a folder of a file system that every node mounts, and may write",
+        f"set {key} to a folder on a file system that every node mounts and can write to",
     )
 
 
-def _unwritable(cluster: Cluster, key: str, folder: Path, leaders: list[int], reason: str) -> Finding:
+def _unwritable(cluster: Cluster, key: str, folder: Path, reasons: dict[int, str]) -> Finding:
+    """reasons: by rank, for ranks that lead a node."""
     return Finding(
         key,
         "failed",
-        f"{folder}: cannot be written on {cluster.where(leaders)} ({reason})",
-        f"set {key} to a place that this user may write on every node",
+        f"{folder}: cannot be written on {cluster.where([*reasons])} ({next(iter(reasons.values()))})",
+        f"set {key} to a place that this user can write to on every node",
     )
 
 
 def check_cache(cluster: Cluster, key: str, folder: Path, patience: float = PATIENCE) -> Finding:
-    """Collective. Every node must be able to write there; that it is the same folder everywhere only saves work."""
+    """Checks that every node can write to the folder; if all see the same one, that only saves work. Collective."""
 
     def write() -> None:
         with _marker(folder):
             pass
 
     if reasons := troubled(cluster.ask_leaders(write)):
-        return _unwritable(cluster, key, folder, [*reasons], next(iter(reasons.values())))
+        return _unwritable(cluster, key, folder, reasons)
     if len(cluster.ranks) == 1:
         return Finding(key, "ok", f"{folder} is writable")
     shared = check_shared(cluster, key, folder, patience).state == "ok"
@@ -87,8 +77,11 @@ def check_cache(cluster: Cluster, key: str, folder: Path, patience: float = PATI
 
 
 def check_inputs(cluster: Cluster, inputs: dict[str, str]) -> Finding:
-    """Collective. What is only read must be there on every node, with the same names and sizes. inputs: recipe key ->
-    path; one that exists nowhere and does not look like a path is taken for a hub id or a word of the recipe's."""
+    """Checks that the files that a run only reads are on every node, with the same names and sizes. Collective.
+
+    inputs: recipe key -> path. One that exists nowhere and does not look like a path is taken for a hub id or a keyword
+        of the recipe.
+    """
     listings = cluster.ask_leaders(lambda: {key: _listing(Path(path).expanduser()) for key, path in inputs.items()})
     if reasons := troubled(listings):
         return Finding(
@@ -113,13 +106,17 @@ def check_inputs(cluster: Cluster, inputs: dict[str, str]) -> Finding:
             )
     told = f"{', '.join(local)}: the same on every node" if local else "none of them is a local file"
     target = inputs.get("model.target", "demo")
-    if target != "demo" and "model.target" not in local:
-        told += f"; model.target {target}: no folder here, so taken for a hub id"
-    return Finding("inputs", "ok", told)
+    hub = (
+        ""
+        if target == "demo" or "model.target" in local
+        else f"; model.target {target}: no folder here, so taken for a hub id"
+    )
+    return Finding("inputs", "ok", told + hub)
 
 
 def _listing(path: Path) -> str:
-    """A file's size; a folder's number of files and their bytes, and a digest of their names and sizes."""
+    """Describes a file by its size; a folder by the number and bytes of its files, and a digest of their names and
+    sizes."""
     if path.is_file():
         return f"{path.stat().st_size} bytes"
     if not path.is_dir():
@@ -134,13 +131,13 @@ def _listing(path: Path) -> str:
 
 
 def checkpoint_bytes(draft: DraftConfig, tensor: int, itemsize: int) -> int:
-    """Of one checkpoint: the trained weights as they are used, `itemsize` bytes each, and AdamW's fp32 masters and two
-    moments, from all tensor-parallel ranks. (The frozen embedding is not written.)"""
+    """Bytes of one checkpoint, over all tensor-parallel ranks: the trained weights in their own dtype, `itemsize` bytes
+    each, and AdamW's fp32 masters and two moments. (The frozen embedding is not written.)"""
     return Weights.of(draft, tensor).trained * tensor * (itemsize + 12)
 
 
 def free_bytes(folder: Path) -> int:
-    """Where `folder` is or will be. A quota of the file system's is not seen."""
+    """Free space on the file system where `folder` is or will be. Quotas are not visible."""
     return shutil.disk_usage(_existing_parent(folder)).free
 
 
@@ -158,10 +155,11 @@ def judge_space(folder: Path, free: int, needed: int, what: str) -> Finding:
 
 
 def check_space(cluster: Cluster, folder: Path, checkpoint: int | None, kept: int) -> Finding:
-    """Collective. checkpoint: bytes of one, None where they are not known. kept: checkpoints there at a time."""
+    """Checks that checkpoints fit on the disk. Collective. checkpoint: bytes of one, None if unknown. kept: how many
+    are there at a time."""
     free = cluster.ask_leaders(lambda: free_bytes(folder))
     if reasons := troubled(free):
-        return Finding("disk space", "failed", f"{folder}: {next(iter(reasons.values()))}", "mend output.dir")
+        return Finding("disk space", "failed", f"{folder}: {next(iter(reasons.values()))}", "fix output.dir")
     least = min(free.values())
     if checkpoint is None:
         return Finding("disk space", "note", f"{folder}: {data_size(least)} free; a checkpoint's size is not known yet")
@@ -169,18 +167,17 @@ def check_space(cluster: Cluster, folder: Path, checkpoint: int | None, kept: in
 
 
 def check_write_speed(cluster: Cluster, folder: Path, checkpoint: int | None) -> Finding:
-    """Collective. All nodes at once, as they write a checkpoint: a file written and flushed to the disk by each."""
+    """Measures how fast all nodes write at once, as they do for a checkpoint: each writes a file and flushes it to
+    disk. Collective."""
     speeds = cluster.ask_leaders(lambda: _write_speed(_existing_parent(folder)))
     if reasons := troubled(speeds):
-        return _unwritable(cluster, "output.dir", folder, [*reasons], next(iter(reasons.values())))._replace(
-            name="write speed"
-        )
+        return _unwritable(cluster, "output.dir", folder, reasons)._replace(name="write speed")
     slowest, rank = min((speed, rank) for rank, speed in speeds.items())
-    found = f"{data_size(slowest)}/s from {cluster.where([rank])}"
-    if len(speeds) > 1:
-        found += f", the slowest of {len(speeds)}"
-    if checkpoint:
-        found += f": a checkpoint takes about {checkpoint / slowest / len(speeds):.1f} s"
+    found = (
+        f"{data_size(slowest)}/s from {cluster.where([rank])}"
+        + (f", the slowest of {len(speeds)}" if len(speeds) > 1 else "")
+        + (f": a checkpoint takes about {checkpoint / slowest / len(speeds):.1f} s" if checkpoint else "")
+    )
     if slowest >= LEAST_WRITE_SPEED:
         return Finding("write speed", "ok", found)
     return Finding(
@@ -192,46 +189,51 @@ def check_write_speed(cluster: Cluster, folder: Path, checkpoint: int | None) ->
 
 
 def _existing_parent(folder: Path) -> Path:
-    """The folder itself or, where it is yet to be made, the nearest one above it. Raises OSError where a file is in the
+    """The folder itself or, if it does not exist yet, the nearest one above it. Raises OSError if a file is in the
     way."""
-    folder = folder.expanduser().absolute()
-    nearest = next(path for path in (folder, *folder.parents) if path.exists())
+    nearest = next(path for path in _and_above(folder) if path.exists())
     if not nearest.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, "a file is in the way", str(nearest))
     return nearest
 
 
-@contextmanager
-def _marker(folder: Path) -> Iterator[Marker]:
-    """Inside, a file that holds its own name lies in `folder`, or where that will be made."""
+def _and_above(folder: Path) -> list[Path]:
+    """The folder as this node resolves it, and those above it, nearest first."""
     own = folder.expanduser().absolute()
-    marker = Marker(_probe_name(), [own, *own.parents].index(_existing_parent(folder)))
-    path = marker.path(folder)
+    return [own, *own.parents]
+
+
+@contextmanager
+def _marker(folder: Path) -> Iterator[tuple[str, int]]:
+    """Leaves a file that holds its own name in `folder`, or in the nearest existing folder above it, while inside.
+    Yields the file's name and how many levels above `folder` it is."""
+    place = _existing_parent(folder)
+    path = place / _probe_name()
     try:
-        path.write_text(marker.name, encoding="utf-8")
+        path.write_text(path.name, encoding="utf-8")
         flush(path)
-        yield marker
+        yield path.name, _and_above(folder).index(place)
     finally:
         with suppress(OSError):  # it was never written
             path.unlink()
 
 
-def _await_marker(folder: Path, marker: Marker, patience: float = PATIENCE) -> str:
-    """Why the marker that another node left is not here with its content, or nothing may be written beside it; nothing
-    where all is well. patience: seconds."""
-    path = marker.path(folder)
+def _await_marker(folder: Path, name: str, above: int, patience: float) -> str:
+    """Waits for the marker that another node left. Returns "" if it is there with its content and this node may write
+    beside it, else the reason. patience: seconds."""
+    path = _and_above(folder)[above] / name
     if not path.parent.is_dir():
         return f"no folder {path.parent}"
     until = time.monotonic() + patience
     while True:
-        os.listdir(path.parent)  # asks a network file system anew
+        os.listdir(path.parent)  # makes a network file system look again
         with suppress(FileNotFoundError):
-            if path.read_text(encoding="utf-8") == marker.name:
+            if path.read_text(encoding="utf-8") == name:
                 break
         if time.monotonic() > until:
-            return f"{path.parent} is not the first node's folder of this name, whose new file is not seen"
+            return f"{path.parent} is not the first node's folder of this name, whose new file does not appear"
         time.sleep(0.1)
-    return "" if os.access(path.parent, os.W_OK | os.X_OK) else f"{path.parent} may not be written"
+    return "" if os.access(path.parent, os.W_OK | os.X_OK) else f"{path.parent} is not writable"
 
 
 def _probe_name() -> str:
@@ -239,7 +241,7 @@ def _probe_name() -> str:
 
 
 def _write_speed(place: Path) -> float:
-    """Bytes a second. Of random bytes: some file systems compress."""
+    """Bytes per second, measured with random bytes, since some file systems compress."""
     probe, block = place / _probe_name(), os.urandom(2**22)
     try:
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Is everybody running the same thing: versions, code, recipe, DeepSpeed file; what differs is named, and where."""
+"""Checks that all ranks run the same thing: versions, code, recipe, DeepSpeed file. Names what differs, and where."""
 
 import hashlib
 import platform
@@ -15,7 +15,7 @@ import eagle3
 from eagle3.console import without_passwords
 from eagle3.preflight.cluster import Cluster, Finding, owners
 
-# What one rank has: a name (of a package, a file, a key) -> its value, as a person can read it.
+# What one rank has: the name of a package, file or key -> its value, readable by people.
 Traits = dict[str, str]
 PACKAGES = ("torch", "deepspeed", "megatron-core", "transformers", "safetensors")
 ABSENT = "absent"
@@ -23,14 +23,14 @@ DIGITS = 12  # of a digest that is shown: 48 bits
 ENTRIES = {"code": "files", "recipe": "keys", "deepspeed file": "lines"}
 REMEDIES = {
     "versions": "install one constraints/ file on every node",
-    "code": "start every node from the same checkout (git status), or copy it anew",
+    "code": "start every node from the same checkout (git status), or copy it again",
     "recipe": "pass the same --recipe and overrides on every node",
     "deepspeed file": "pass the same --deepspeed on every node",
 }
 
 
 def versions(packages: Sequence[str]) -> Traits:
-    """Of Python, of these packages as installed here, and of NCCL on a machine with GPUs."""
+    """Versions of Python, of these packages as installed here, and of NCCL on a machine with GPUs."""
     found = {"python": platform.python_version()}
     for package in packages:
         try:
@@ -43,8 +43,8 @@ def versions(packages: Sequence[str]) -> Traits:
 
 
 def running_code() -> Traits:
-    """Digests of the package's modules, and of the scripts beside this process's, where it is a script: what Python imports
-    here, which an installed package may make another than what lies beside the recipe."""
+    """Digests of the package's modules and of the scripts beside the running one (if it is a script). These are the
+    modules that Python imports here: if the package is installed, they may differ from those beside the recipe."""
     package, program = Path(eagle3.__file__).parent, Path(sys.argv[0])
     files = {f"{package.name}/{path.relative_to(package)}": path for path in package.rglob("*.py")}
     if program.suffix == ".py":
@@ -54,7 +54,7 @@ def running_code() -> Traits:
 
 
 def own_traits(recipe: str, deepspeed: str, packages: Sequence[str]) -> dict[str, Traits]:
-    """All that must agree. recipe: resolved, as YAML. deepspeed: the text of its file."""
+    """Everything that must agree. recipe: resolved, as YAML. deepspeed: the text of its file."""
     return {
         "versions": versions(packages),
         "code": running_code(),
@@ -66,15 +66,15 @@ def own_traits(recipe: str, deepspeed: str, packages: Sequence[str]) -> dict[str
 
 
 def compare(cluster: Cluster, name: str, mine: Traits) -> Finding:
-    """Collective. Digests are exchanged, and what they stand for only where they differ: the finding then names the first key
-    that does, with its values and who has which."""
+    """Compares traits across ranks. Collective. Ranks exchange digests, and the traits themselves only if those differ;
+    the finding then names the first key that differs, with its values and who has which."""
     digests = cluster.gather(hashlib.sha256(repr(sorted(mine.items())).encode()).hexdigest())
     if len(set(digests)) == 1:
         if name == "versions":
             return Finding(name, "ok", ", ".join(f"{key} {value}" for key, value in mine.items()))
         return Finding(name, "ok", f"the same on all ranks ({len(mine)} {ENTRIES[name]}, sha256 {digests[0][:DIGITS]})")
     everyones = cluster.gather(mine)
-    keys = dict.fromkeys(key for traits in everyones for key in traits)  # in the order of their file
+    keys = dict.fromkeys(key for traits in everyones for key in traits)  # in the order of the file
     differing = [key for key in keys if len({traits.get(key) for traits in everyones}) > 1]
     assert differing, f"{name}: digests differ and traits do not"
     having = owners((rank, traits.get(differing[0], ABSENT)) for rank, traits in enumerate(everyones))
@@ -88,8 +88,8 @@ def _digest(content: bytes) -> str:
 
 
 def _shown(value: str) -> str:
-    """Long ones by their beginning and a digest, for they may differ at their end. Passwords go first:
-    a URL that is cut off no longer shows that one stood there."""
+    """Shortens long values to their beginning and a digest, since they may differ at the end. Passwords are masked
+    first: a URL that was cut off no longer shows that it had one."""
     value = without_passwords(value)
     return value if len(value) <= 60 else f"{value[:40]}... ({_digest(value.encode())})"
 

@@ -1,4 +1,4 @@
-"""Recipes from YAML files and command lines, and what is wrong with one in a line."""
+"""Load recipes from YAML files and command lines; say in one line what is wrong with one."""
 
 import difflib
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ from eagle3.parsing import DEEPEST, parse_yaml
 from eagle3.recipe.schema import Recipe
 from eagle3.recipe.section import Section
 
-LARGEST = 1 << 18  # bytes of a recipe's file; YAML's reader takes some ten seconds for as many
-NAME = "name a YAML file with --recipe"  # a remedy
+LARGEST = 1 << 18  # most bytes in a recipe file; the YAML parser takes about ten seconds for this many
+NAME = "name a YAML file with --recipe"  # remedy in error messages
 LONGEST_KEY = 100  # characters of a key in an error line
-# What other trainers call some of our keys, where the two names look too different to be matched; for error lines.
+# Other trainers' names for some of our keys that are too different to be found by similarity; for error messages.
 OTHER_NAMES = {
     "lr": "training.learning_rate",
     **dict.fromkeys(("batch_size", "train_batch_size"), "training.global_batch_size"),
@@ -34,15 +34,15 @@ OTHER_NAMES = {
 def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
     """Read a YAML recipe and apply `section.key=value` overrides. Raises UserError naming file, key, value, remedy."""
     path = Path(path)
-    there = path.is_file()
-    for wrong, how in (
+    exists = path.is_file()
+    for wrong, flaw in (
         (path.is_dir(), f"is a folder, not a recipe; {NAME}"),
-        (not there, f"no such recipe; {NAME}, for example recipes/quickstart.yaml"),
+        (not exists, f"no such recipe; {NAME}, for example recipes/quickstart.yaml"),
         (path.suffix in (".jsonl", ".parquet"), f"is data, not a recipe; name it in one, as data.train=[{path}]"),
-        (there and path.stat().st_size > LARGEST, f"has more than {LARGEST:,} bytes, which no recipe has; {NAME}"),
+        (exists and path.stat().st_size > LARGEST, f"has more than {LARGEST:,} bytes, which no recipe has; {NAME}"),
     ):
         if wrong:
-            raise SharedUserError(f"{path}: {how}")
+            raise SharedUserError(f"{path}: {flaw}")
     try:
         values = parse_yaml(path.read_text(encoding="utf-8")) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -55,20 +55,20 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
 
 
 def checked_recipe(values: dict, origin: Path | str, overrides: Sequence[str] = ()) -> Recipe:
-    """The values as a recipe. Raises UserError for what is none, naming the one of the overrides that the values hold, or
-    else `origin`."""
+    """The recipe with these values, in which the overrides are already applied. Raises UserError if they are invalid,
+    naming the override at fault, or else `origin`."""
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
-        # an unknown key first: it may be what is missing, misspelt
-        problem = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
-        blamed = [override for override in overrides if _may_cause(problem, override.partition("=")[0])]
-        where, what = (f"command line: {shown(blamed[-1])}", "override") if blamed else (origin, "recipe")
-        raise SharedUserError(_explain(where, problem, f"fix the {what}")) from error
+        # Report an unknown key first: it may be the missing one, misspelt.
+        problem = min(error.errors(), key=lambda details: details["type"] != "extra_forbidden")
+        culprits = [override for override in overrides if _may_cause(problem, override.partition("=")[0])]
+        where, source = (f"command line: {shown(culprits[-1])}", "override") if culprits else (origin, "recipe")
+        raise SharedUserError(_explain(where, problem, f"fix the {source}")) from error
 
 
 def _may_cause(problem: dict, key: str) -> bool:
-    """Whether this key and the problem's place lie one within the other; a problem of several sections names their keys."""
+    """Whether this key contains the problem's place or lies in it. Without a place, the message names the keys."""
     place = _key_of(problem)
     if not place:
         return key in problem["msg"]
@@ -85,7 +85,7 @@ def dump_recipe(recipe: Recipe) -> str:
 
 
 def apply_override(values: dict, override: str) -> None:
-    """Put `section.key=value` into a recipe's values. Raises UserError for what is no such thing."""
+    """Set `section.key=value` in a recipe's values. Raises UserError if the override is malformed."""
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise SharedUserError(f"command line: {shown(override)} is not an override; write section.key=value")
@@ -111,7 +111,7 @@ def apply_override(values: dict, override: str) -> None:
 
 
 def keys_of(section: type[BaseModel], prefix: str = "") -> list[str]:
-    """Every key below a section, sections among them, as `section.key`."""
+    """Every key below a section, subsections included, as `section.key`."""
     keys = []
     for name, field in section.model_fields.items():
         keys.append(prefix + name)
@@ -122,34 +122,32 @@ def keys_of(section: type[BaseModel], prefix: str = "") -> list[str]:
 
 
 def _explain(where: Path | str, error: dict, remedy: str) -> str:
-    key, given, problem = _key_of(error)[:LONGEST_KEY], error["input"], error["msg"].removeprefix("Value error, ")
-    value = f" (value {shown(given)})"
+    key, value, problem = _key_of(error)[:LONGEST_KEY], error["input"], error["msg"].removeprefix("Value error, ")
+    value_text = f" (value {shown(value)})"
     match error["type"]:
         case "extra_forbidden":
-            meant = _key_meant(key)
-            asked = f"did you mean {meant}?" if meant else "train.py --print-recipe shows all keys"
-            return f"{where}: {key}: unknown key{value}; {asked}"
+            suggestion = _key_meant(key)
+            hint = f"did you mean {suggestion}?" if suggestion else "train.py --print-recipe shows all keys"
+            return f"{where}: {key}: unknown key{value_text}; {hint}"
         case "missing" if isinstance(error["loc"][-1], int):
-            return f"{where}: {key.rpartition('.')[0]}{value}: too few values; see train.py --print-recipe"
+            return f"{where}: {key.rpartition('.')[0]}{value_text}: too few values; see train.py --print-recipe"
         case "missing":
             return f"{where}: {key}: missing; add it, see recipes/quickstart.yaml"
-        case "list_type" if isinstance(given, str):
-            problem += f", as in {key}=[{given:.100}]"
-        case "dict_type":
-            problem += f", as in {key}={{name: value}}"
-        case "model_type":
-            problem = f"is a section; write {key}={{key: value}}, or its keys below it, indented, or leave it out"
-        case "path_type":
-            problem = "is no path; name a file or folder"
+    problem = {
+        "list_type": problem + (f", as in {key}=[{value:.100}]" if isinstance(value, str) else ""),
+        "dict_type": f"{problem}, as in {key}={{name: value}}",
+        "model_type": f"is a section; write {key}={{key: value}}, or its keys below it, indented, or leave it out",
+        "path_type": "is no path; name a file or folder",
+    }.get(error["type"], problem)
     if not key:
         return f"{where}: {problem:.300}; {remedy}"
-    return f"{where}: {key}{'' if isinstance(given, dict) else value}: {problem:.300}; {remedy}"
+    return f"{where}: {key}{'' if isinstance(value, dict) else value_text}: {problem:.300}; {remedy}"
 
 
 def _key_meant(key: str) -> str | None:
-    """The key of a recipe whose last part is like that of `key`, which is none; None where no key is like it."""
-    name, known = key.rpartition(".")[2], keys_of(Recipe)
-    names = [each.rpartition(".")[2] for each in known]
-    near = difflib.get_close_matches(name, names, n=1) or [each for each in names if each.startswith(name)]
-    candidates = [each for each in known if each.rpartition(".")[2] in near]
+    """The recipe key that an unknown `key` most likely means, by its last part; None if nothing is similar."""
+    name, recipe_keys = key.rpartition(".")[2], keys_of(Recipe)
+    names = [each.rpartition(".")[2] for each in recipe_keys]
+    matches = difflib.get_close_matches(name, names, n=1) or [each for each in names if each.startswith(name)]
+    candidates = [each for each in recipe_keys if each.rpartition(".")[2] in matches]
     return OTHER_NAMES.get(name) or next(iter(difflib.get_close_matches(key, candidates, n=1, cutoff=0.0)), None)

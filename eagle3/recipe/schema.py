@@ -10,10 +10,10 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 
 from eagle3.draft.config import check_rope_keys
 from eagle3.recipe.section import Count, Fraction, LocalPath, LocalText, Named, Positive, Precision, Section, no_url
-from eagle3.text.presets import preset_source
+from eagle3.text.datasets import preset_source
 
-MOST_KEYS = 10**9  # of a window: longer than any context
-# What transformers' apply_chat_template takes by name, and the template's own loop over messages.
+MOST_KEYS = 10**9  # upper limit of a window: longer than any context
+# Not allowed in data.template_variables: arguments of transformers' apply_chat_template, and what templates get anyway.
 TEMPLATE_ARGUMENTS = (
     *("messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize"),
     *("continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
@@ -23,35 +23,35 @@ TEMPLATE_ARGUMENTS = (
 
 
 class Demo(Section):
-    """The small target that the quickstart trains on this machine's standard library (model.target: demo)."""
+    """The small target that the quickstart trains on this machine's Python standard library (model.target: demo)."""
 
     text: Literal["conversations", "files"] = Field(
         "conversations",
-        description="what it is trained on: conversations about the library's code, or its whole source files",
+        description="what it trains on: conversations about the library's code, or its whole source files",
     )
-    vocab_size: Count = Field(1024, description="tokens of its byte-level BPE")
+    vocab_size: Count = Field(1024, description="size of its byte-level BPE vocabulary")
     hidden_size: Count = 192
     intermediate_size: Count = 512
     layers: Annotated[int, Field(ge=4)] = 4
     heads: Count = 6
     key_value_heads: Count = 6
-    context: Count = Field(512, description="tokens of its longest text; longer files are cut into such pieces")
-    rope_parameters: dict[str, Any] | None = Field(None, description="as transformers has them; default: plain rope")
-    short_context: Count | None = Field(None, description="tokens of the texts of its first short_steps")
-    short_steps: Annotated[int, Field(ge=0)] = Field(0, description="steps on short texts before those on whole ones")
-    batch_tokens: Count = Field(2048, description="tokens of one optimiser step, padding included")
+    context: Count = Field(512, description="longest training text in tokens; longer files are cut into pieces of it")
+    rope_parameters: dict[str, Any] | None = Field(None, description="in transformers' format; default: plain rope")
+    short_context: Count | None = Field(None, description="tokens of the texts in the first short_steps")
+    short_steps: Annotated[int, Field(ge=0)] = Field(0, description="steps on short texts before the whole ones")
+    batch_tokens: Count = Field(2048, description="tokens per optimiser step, padding included")
     steps: Count = 600
-    learning_rate: Positive = Field(0.02, description="of Muon, for the weight matrices")
-    adam_learning_rate: Positive = Field(0.004, description="of AdamW, for embedding, head and norms")
+    learning_rate: Positive = Field(0.02, description="learning rate of Muon, for the weight matrices")
+    adam_learning_rate: Positive = Field(0.004, description="learning rate of AdamW, for embedding, head and norms")
     seed: int = 0
-    answers: Count = Field(3000, description="questions that it answers itself, for the draft to learn from")
-    answer_tokens: Count = Field(112, description="tokens of the longest such answer")
+    answers: Count = Field(3000, description="number of questions that it answers, for the draft to learn from")
+    answer_tokens: Count = Field(112, description="most tokens in such an answer")
 
 
 class Draft(Section):
-    """The draft's shape. What is left out is taken from the target's config."""
+    """The draft's shape. Keys that are left out are derived from the target's config."""
 
-    config: LocalPath | None = Field(None, description="a draft's config.json to take the shape from")
+    config: LocalPath | None = Field(None, description="config.json of a draft whose shape to use")
     init_from: LocalPath | None = Field(None, description="folder of an exported draft to start from (warm start)")
     hidden_size: Count | None = None
     intermediate_size: Count | None = None
@@ -65,17 +65,17 @@ class Draft(Section):
     rms_norm_eps: Positive | None = None
     window: Annotated[int, Field(ge=1, le=MOST_KEYS)] | None = Field(
         None,
-        description="keys that a query sees, its own included, in training as in serving; default: as model.draft.config says, "
-        "else all. At least training.ttt_steps and evaluation.draft_tokens (docs/windows.md)",
+        description="keys that a query attends to, its own included, in training and in serving; default: that of "
+        "model.draft.config, else all. At least training.ttt_steps and evaluation.draft_tokens (docs/windows.md)",
     )
     vocab_size: Count | None = Field(
         None,
-        description="tokens of the draft vocabulary: the most frequent supervised ones; default: 32,000, or all of a smaller "
-        "target vocabulary",
+        description="size of the draft vocabulary, filled with the most frequent supervised tokens; default: 32,000, "
+        "or all of a smaller target vocabulary",
     )
     vocabulary: LocalPath | None = Field(None, description="safetensors file with d2t and t2d to reuse")
     lm_head: Literal["target", "random"] = Field(
-        "target", description="where the lm_head begins: the target's rows of the draft vocabulary, or random numbers"
+        "target", description="initial lm_head: the target's rows of the draft vocabulary, or random numbers"
     )
     fc_norm: bool = Field(False, description="EAGLE3.1: an RMSNorm on each third of the auxiliary hidden states")
     norm_output: bool = Field(False, description="EAGLE3.1: feed the normed hidden state to the next step")
@@ -84,10 +84,11 @@ class Draft(Section):
 class Model(Section):
     target: Named = Field(description="hub id or folder of the target, or `demo` for the quickstart's own")
     revision: str | None = None
-    trust_remote_code: bool = Field(False, description="run Python code that comes with the target's checkpoint")
+    trust_remote_code: bool = Field(False, description="run the Python code in the target's checkpoint")
     target_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     aux_layers: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=3, max_length=3)] | None = Field(
-        None, description="0-based target layers whose outputs the draft reads, low to high; default 1, n//2-1, n-4"
+        None,
+        description="three 0-based target layers whose outputs the draft reads, low to high; default 1, n//2-1, n-4",
     )
     draft: Draft = Draft()
     demo: Demo = Demo()
@@ -100,11 +101,11 @@ class Model(Section):
 
 
 class Spans(Section):
-    """Of a document's supervised tokens, those that a step learns from."""
+    """Which of a document's supervised tokens a step learns from."""
 
-    length: Count = Field(512, description="supervised tokens of a span")
+    length: Count = Field(512, description="supervised tokens in a span")
     per_document: Count = Field(
-        4, description="spans of a document; one with fewer supervised tokens gives all of them"
+        4, description="spans per document; a document with fewer supervised tokens uses all of them"
     )
 
 
@@ -120,33 +121,35 @@ class Data(Section):
     template_variables: dict[str, Any] = Field(
         {}, description="passed to the chat template, such as {enable_thinking: false}"
     )
-    supervise: Literal["all_turns", "last_turn"] = Field("all_turns", description="which assistant turns to learn from")
-    reasoning: Literal["keep", "drop"] = Field("keep", description="an assistant's thoughts, where rows have them")
+    supervise: Literal["all_turns", "last_turn"] = Field("all_turns", description="assistant turns to learn from")
+    reasoning: Literal["keep", "drop"] = Field("keep", description="whether to keep the reasoning in assistant turns")
     today: datetime.date = Field(
         datetime.date(2026, 1, 1),
-        description="what a chat template that asks for the date is told, so that samples are the same tomorrow",
+        description="the date given to chat templates that ask for it, fixed so that samples do not change from day "
+        "to day",
     )
     text: Literal["plain", "rendered"] = Field(
-        "plain", description="what rows of `text` are: plain, or renderings of the chat template whose turns are masked"
+        "plain",
+        description="format of `text` rows: plain, or rendered by the chat template, whose turns are then masked",
     )
-    max_length: Annotated[int, Field(ge=2)] = Field(4096, description="tokens a sample may have")
+    max_length: Annotated[int, Field(ge=2)] = Field(4096, description="most tokens in a sample")
     too_long: Literal["stop", "drop", "truncate", "split"] = Field(
-        "stop", description="what to do with a longer sample; split: cut plain text into pieces of max_length"
+        "stop", description="what to do with longer samples; split: cut plain text into pieces of max_length"
     )
-    unusable: Literal["stop", "drop"] = Field("stop", description="what to do with a sample that cannot be masked")
+    unusable: Literal["stop", "drop"] = Field("stop", description="what to do with samples that cannot be masked")
     malformed: Literal["stop", "drop"] = Field("stop", description="what to do with rows that cannot be read")
     max_samples: Count | None = Field(None, description="use only this many rows for training, and download no more")
     max_held_out: Count | None = Field(None, description="the same for data.held_out")
     spans: Spans | None = Field(
         None,
-        description="{length, per_document}: supervise that many random spans of a document, in live states others in each "
-        "epoch; default: all of it (docs/windows.md)",
+        description="{length, per_document}: supervise this many random spans of each document, with live states new "
+        "ones in each epoch; default: all supervised tokens (docs/windows.md)",
     )
-    workers: Count | None = Field(None, description="processes that tokenise; default: one a core")
-    cache_dir: Annotated[Path, BeforeValidator(no_url)] = Field(  # its ~ is read where it is used
-        Path("~/.cache/eagle3"), description="tokenised data and the demo target, by content hash"
+    workers: Count | None = Field(None, description="processes that tokenise; default: one per core")
+    cache_dir: Annotated[Path, BeforeValidator(no_url)] = Field(  # ~ is expanded where the path is used
+        Path("~/.cache/eagle3"), description="folder for tokenised data and the demo target, by content hash"
     )
-    seed: int = Field(0, description="of the order of samples and the held-out split")
+    seed: int = Field(0, description="seed of the sample order and the held-out split")
 
     @field_validator("train", "held_out")
     @classmethod
@@ -160,8 +163,8 @@ class Data(Section):
     def _pieces_of_a_text_stay_together(self) -> "Data":
         if self.too_long == "split" and not self.held_out and self.held_out_fraction:
             raise ValueError(
-                "too_long is 'split' but held_out names nothing: pieces of one text would be trained on and held out; name "
-                "held_out, or set held_out_fraction to 0"
+                "too_long is 'split' but held_out names nothing: pieces of one text would be trained on and held out; "
+                "name held_out, or set held_out_fraction to 0"
             )
         return self
 
@@ -170,26 +173,30 @@ class Data(Section):
     def _not_the_programs_own(cls, variables: dict[str, Any]) -> dict[str, Any]:
         for name in variables:
             if name in TEMPLATE_ARGUMENTS:
-                raise ValueError(f"{name} is no variable of yours: the rows and this program fill it; leave it out")
+                raise ValueError(f"{name} cannot be set here: the rows and this program fill it; leave it out")
         return variables
 
 
 class HiddenStates(Section):
     mode: Literal["live", "stored"] = Field("live", description="run the target while training, or read a store")
-    path: Named | None = Field(None, description="folder of the store that capture.py writes; to read, any fsspec URL")
+    path: Named | None = Field(None, description="store folder that capture.py writes; for reading, any fsspec URL")
     dtype: Precision = Field("bfloat16", description="number format in the store")
     codec: Literal["none", "lossless", "fp8"] = Field(
-        "none", description="as they are; compressed to about 70% (needs blosc2); rounded to 8 bits with scales"
+        "none",
+        description="none: as they are; lossless: compressed to about 70% (needs blosc2); fp8: 8 bits with scales",
     )
     prefill_tokens: Count = Field(
         8192,
-        description="tokens of one target prefill batch, padding included; capture.py cuts longer samples into such",
+        description="tokens in one target prefill batch, padding included; capture.py splits longer samples into "
+        "chunks of this",
     )
-    shard_tokens: Count = Field(65536, description="tokens of one store file; a longer sample has a file of its own")
+    shard_tokens: Count = Field(65536, description="tokens in one store file; a longer sample gets a file of its own")
     ulysses: Count = Field(
-        1, description="capture.py: ranks that prefill a long sample together, trading heads for tokens"
+        1, description="capture.py: Ulysses degree of a long sample's prefill (ranks that exchange heads for tokens)"
     )
-    ring: Count = Field(1, description="capture.py: ranks that prefill it together, passing keys and values round")
+    ring: Count = Field(
+        1, description="capture.py: ring degree of a long sample's prefill (ranks that pass keys and values around)"
+    )
 
     @model_validator(mode="after")
     def _stored_needs_path(self) -> "HiddenStates":
@@ -199,21 +206,21 @@ class HiddenStates(Section):
 
 
 class Target(Section):
-    """Who runs the target that `model.target` names, and what the draft learns of it."""
+    """What runs the target that `model.target` names, and what the draft learns from it."""
 
     backend: Literal["transformers", "sglang"] = Field(
-        "transformers", description="run it inside these processes, or by SGLang beside them"
+        "transformers", description="run it inside these processes, or in SGLang servers beside them"
     )
     teacher: Literal["hidden", "logits"] = Field(
         "hidden",
-        description="keep the target's last hidden states and apply its lm_head in training, or keep its logits of the "
-        "draft vocabulary (for heads that training cannot load: quantised, merged)",
+        description="keep the target's last hidden states and apply its lm_head in training, or keep its logits "
+        "over the draft vocabulary (for heads that training cannot load: quantised, merged)",
     )
     servers: list[str] = Field(
         [],
-        description="URLs of running SGLang servers that share the work; none: capture.py starts an engine of its own",
+        description="URLs of running SGLang servers that share the work; if empty, capture.py starts its own engine",
     )
-    tensor: Count = Field(1, description="GPUs of that engine")
+    tensor: Count = Field(1, description="GPUs of capture.py's own engine")
     memory_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(
         0.8, description="share of a GPU's memory for the engine's weights and KV cache"
     )
@@ -221,16 +228,17 @@ class Target(Section):
     attention: str | None = Field(None, description="SGLang's attention backend; default: its own choice")
     spool: LocalText = Field(
         default_factory=lambda: f"/dev/shm/eagle3-spool-{os.getuid()}",  # nobody else can take the name by accident
-        description="folder where SGLang leaves rows for these processes; shared by them, and of one user alone",
+        description="folder where SGLang leaves rows for these processes, which all must see it; for one user only",
     )
-    spool_gib: Positive = Field(8.0, description="GiB of rows that may wait there for one job")
-    in_flight: Count = Field(32, description="samples that a server is asked for at a time")
+    spool_gib: Positive = Field(8.0, description="most GiB of one job's rows waiting in the spool")
+    in_flight: Count = Field(32, description="samples requested from a server at a time")
 
     @model_validator(mode="after")
     def _servers_are_sglangs(self) -> "Target":
         if self.servers and self.backend != "sglang":
             raise ValueError(
-                f"servers are named but backend is {self.backend!r}, which asks none; set target.backend=sglang, or leave servers out"
+                f"servers are named but backend is {self.backend!r}, which asks none; set target.backend=sglang, or "
+                "leave servers out"
             )
         return self
 
@@ -244,30 +252,30 @@ class Target(Section):
 
 
 class Parallelism(Section):
-    """What one draft and one stream are spread over; the processes left over are data-parallel."""
+    """How one draft and one stream are divided among ranks; the ranks left over are data-parallel."""
 
     tensor: Count = Field(1, description="ranks that share the draft's weights; divides its heads, MLP and vocabulary")
-    ulysses: Count = Field(1, description="ranks that trade heads for tokens, inside a node; divides the heads")
-    ring: Count = Field(1, description="ranks that trade keys and values, across nodes too; any number")
+    ulysses: Count = Field(1, description="ranks that exchange heads for tokens, within a node; divides the heads")
+    ring: Count = Field(1, description="ranks that exchange keys and values, also across nodes; any number")
     ring_mode: Literal["gather", "p2p"] = Field(
-        "gather", description="exchange keys and values once and keep them, or send them round in every step"
+        "gather", description="gather: exchange keys and values once and keep them; p2p: pass them around in every step"
     )
-    # The two that follow are the definition's other ways, for tests: the gradients are the same.
+    # For tests: other settings give the same gradients.
     layout: Literal["contiguous", "zigzag"] = "zigzag"  # how keys are dealt along the ring
-    query_selection: Literal["supervised", "all"] = "supervised"  # the positions that are unrolled
+    query_selection: Literal["supervised", "all"] = "supervised"  # which positions are unrolled
 
 
 class Memory(Section):
-    """What a training step keeps; the gradients are the same whatever is chosen. plan.py says what it comes to."""
+    """What a training step keeps in memory. The gradients do not depend on it; plan.py says what each choice takes."""
 
     recompute: Literal["none", "attention_kept", "full"] = Field(
-        "full", description="what runs again in the backward pass: nothing, all but attention, or whole TTT steps"
+        "full", description="what the backward pass computes again: nothing, all but attention, or whole TTT steps"
     )
     inputs: Literal["device", "host"] = Field(
-        "device", description="where hidden states wait: on the GPU, or on the host until a chunk needs them"
+        "device", description="where hidden states are held: on the GPU, or on the host until a chunk needs them"
     )
     block_mib: Annotated[int, Field(ge=1, le=65536)] = Field(
-        1024, description="MiB that a block of the loss, and a chunk of tokens, may take"
+        1024, description="most MiB for one block of the loss, or one chunk of tokens"
     )
 
     @model_validator(mode="after")
@@ -281,50 +289,53 @@ class Memory(Section):
 
 
 class Profile(Section):
-    start: Count = Field(description="first profiled step, counted from 1")
+    start: Count = Field(description="first profiled step, counting from 1")
     steps: Count = 3
 
 
 class Training(Section):
-    ttt_steps: Count = Field(7, description="K, the training-time-test steps of the unroll")
-    step_decay: Annotated[float, Field(gt=0, le=1)] = Field(0.8, description="weight of step k is step_decay**k")
+    ttt_steps: Count = Field(7, description="K, the number of TTT (training-time-test) steps in the unroll")
+    step_decay: Annotated[float, Field(gt=0, le=1)] = Field(0.8, description="step k has the weight step_decay**k")
     loss: Literal["kl", "lk_alpha", "lk_lambda"] = Field(
         "kl",
-        description="of a step, from its KL to the teacher and its acceptance rate a: kl; lk_alpha: -log a; lk_lambda: both, the "
-        "more of kl the lower a is",
+        description="loss of a TTT step, from its KL to the teacher and its acceptance rate a: kl; lk_alpha: -log a; "
+        "lk_lambda: a mix of both, with more kl the lower a is",
     )
     kl_scale: Annotated[float, Field(ge=0, le=1)] = Field(1.0, description="lk_lambda: weight of kl at acceptance 0")
-    kl_decay: Annotated[float, Field(ge=0)] = Field(3.0, description="lk_lambda: how fast that weight falls")
+    kl_decay: Annotated[float, Field(ge=0)] = Field(3.0, description="lk_lambda: how fast that weight decreases")
     normalization: Literal["counted", "tokens"] = Field(
-        "counted", description="divide each step's loss by its counted positions, or by all tokens, of the global batch"
+        "counted",
+        description="divide each TTT step's loss by its counted positions, or by all tokens of the global batch",
     )
-    dtype: Precision = Field("float32", description="of the draft; bfloat16 keeps fp32 masters in the optimiser")
-    global_batch_size: Count = Field(16, description="samples of one optimiser step")
-    accumulation: Count = Field(1, description="packed streams (micro-batches) a rank runs in one optimiser step")
+    dtype: Precision = Field("float32", description="dtype of the draft; bfloat16 keeps fp32 masters in the optimiser")
+    global_batch_size: Count = Field(16, description="samples per optimiser step")
+    accumulation: Count = Field(1, description="packed streams (micro-batches) per rank in one optimiser step")
     max_steps: Count | None = Field(None, description="optimiser steps; default: epochs times the data")
     epochs: Count = 1
     learning_rate: Positive = 1e-4
-    warmup_fraction: Fraction = Field(0.015, description="share of the steps in which the rate rises from 0")
-    final_learning_rate_fraction: Fraction = Field(0.0, description="of learning_rate, where the cosine ends")
+    warmup_fraction: Fraction = Field(0.015, description="share of the steps in which the learning rate rises from 0")
+    final_learning_rate_fraction: Fraction = Field(
+        0.0, description="where the cosine ends, as a share of learning_rate"
+    )
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     gradient_clipping: Annotated[float, Field(ge=0)] = Field(0.5, description="largest gradient norm; 0 for none")
     skip_above_norm: Positive = Field(
-        1e4, description="skip an optimiser step whose gradient norm is above this, or is not finite"
+        1e4, description="skip an optimiser step if its gradient norm is above this, or not finite"
     )
-    most_skipped: Count = Field(10, description="stop the run after so many skipped steps in a row")
+    most_skipped: Count = Field(10, description="stop the run after this many skipped steps in a row")
     hang_minutes: Positive | None = Field(
-        15.0, description="end a job that makes no progress for so long, naming the rank that others wait for"
+        15.0, description="end a job that makes no progress for this long, naming the rank that the others wait for"
     )
     seed: int = 0
     checkpoint_every: Count = Field(200, description="optimiser steps between checkpoints")
-    keep_checkpoints: Count = Field(2, description="how many of the last are kept, beside the best")
+    keep_checkpoints: Count = Field(2, description="how many of the latest to keep, in addition to the best")
     profile: Profile | None = Field(None, description="{start, steps}: trace these steps with torch.profiler")
 
 
 class Evaluation(Section):
-    every: Count = Field(200, description="optimiser steps between held-out measurements")
-    held_out_samples: Count = Field(64, description="samples of that measurement")
+    every: Count = Field(200, description="optimiser steps between held-out evaluations")
+    held_out_samples: Count = Field(64, description="samples in a held-out evaluation")
     conversations: Annotated[int, Field(ge=0)] = Field(
         16, description="held-out conversations decoded speculatively after training; 0 for none"
     )
@@ -333,18 +344,19 @@ class Evaluation(Section):
 
 
 class Tracking(Section):
-    tensorboard: bool = Field(True, description="write TensorBoard events where it is installed")
+    tensorboard: bool = Field(True, description="write TensorBoard events if it is installed")
     wandb_project: str | None = Field(
         None,
-        description="log to this Weights & Biases project where wandb is installed; WANDB_MODE=offline keeps it here",
+        description="log to this Weights & Biases project if wandb is installed; WANDB_MODE=offline keeps the logs "
+        "local",
     )
 
 
 class Output(Section):
-    dir: LocalPath = Field(description="the run folder; default: runs/ and the last part of model.target")
+    dir: LocalPath = Field(description="the run folder; default: runs/ plus the last part of model.target")
     export_dtype: Precision = "bfloat16"
-    export_embedding: bool = Field(False, description="write the target's embedding into the exported draft too")
-    check_export: bool = Field(True, description="load the exported draft in SGLang's own class, where it is installed")
+    export_embedding: bool = Field(False, description="include the target's embedding in the exported draft")
+    check_export: bool = Field(True, description="load the exported draft in SGLang's own class, if it is installed")
 
 
 class Recipe(Section):
@@ -368,8 +380,8 @@ class Recipe(Section):
         ):
             if window is not None and window < steps:
                 raise ValueError(
-                    f"model.draft.window is {window} but {key} is {steps}, and a query sees the keys of its own chain; make the "
-                    f"window {steps} at least, or lower {key}"
+                    f"model.draft.window is {window} but {key} is {steps}, and a query sees the keys of its own "
+                    f"chain; set the window to at least {steps}, or lower {key}"
                 )
         return self
 
@@ -378,10 +390,9 @@ class Recipe(Section):
     def _with_a_run_folder(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        # `about`: notes in older recipes, and in the run folders made of them
+        # Older recipes, and run folders made from them, have a section of notes called `about`.
         values = {name: section for name, section in values.items() if name != "about"}
-        output = values.get("output")
-        match values:
-            case {"model": {"target": str(target)}} if isinstance(output, dict | None):
+        match {"output": None} | values:
+            case {"model": {"target": str(target)}, "output": dict() | None as output}:
                 values["output"] = {"dir": f"runs/{Path(target).name.lower()}", **(output or {})}
         return values

@@ -1,4 +1,4 @@
-"""What every section of a recipe is, and the kinds of values that keys have."""
+"""The base class of a recipe's sections, and the types of their values."""
 
 import os
 from pathlib import Path
@@ -15,14 +15,14 @@ Precision = Literal["float32", "bfloat16"]
 
 
 def no_url(value: Any) -> Any:
-    """A path would take it for folders, and the first of them would be named after whoever the URL lets in."""
+    """Reject URLs as local paths: Path would make folders of one, and a folder's name of its user and password."""
     if isinstance(value, str) and "://" in value:
-        raise ValueError("is a URL; name a file or folder here, and copy to it what is elsewhere")
+        raise ValueError("is a URL; name a local file or folder, and copy remote data there first")
     return value
 
 
 def _home(value: Any) -> Any:
-    """A leading ~ as a shell reads it, which it does not do behind the = of an override."""
+    """Expand a leading ~ as a shell does; shells do not expand it after the = of an override."""
     return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~") else value
 
 
@@ -39,11 +39,11 @@ class Section(BaseModel):
     def _no_booleans_as_numbers(cls, values: Any) -> Any:
         for name, value in values.items() if isinstance(values, dict) else ():
             kind = cls.model_fields[name].annotation if name in cls.model_fields else bool
-            given = any(isinstance(item, bool) for item in (value if isinstance(value, list) else [value]))
-            if given and bool not in (kind, *get_args(kind)):
+            has_boolean = any(isinstance(item, bool) for item in (value if isinstance(value, list) else [value]))
+            if has_boolean and bool not in (kind, *get_args(kind)):
                 choices = f" ({', '.join(map(str, get_args(kind)))})" * (get_origin(kind) is Literal)
                 raise ValueError(
-                    f"{name} is {shown(value)}: a number or text was expected{choices}, not true or false (for YAML on, off, "
-                    "yes and no are these, unless quoted)"
+                    f"{name} is {shown(value)}: a number or text was expected{choices}, not true or false (for YAML "
+                    "on, off, yes and no are these, unless quoted)"
                 )
         return values

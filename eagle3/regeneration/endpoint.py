@@ -1,4 +1,4 @@
-"""OpenAI-compatible endpoints (SGLang, vLLM): which model they serve, one answer, and what it means when none comes."""
+"""OpenAI-compatible endpoints (SGLang, vLLM): their model, their answers, and what a missing answer means."""
 
 import asyncio
 import ipaddress
@@ -15,44 +15,44 @@ from eagle3.parsing import parse_json
 CONNECT_SECONDS = 10.0
 PROBE_SECONDS = 10.0
 REASON_CHARACTERS = 300
-PATIENCE = (1.0, 2.0, 4.0, 8.0)  # seconds before each look for an endpoint that fell silent
+PATIENCE = (1.0, 2.0, 4.0, 8.0)  # seconds before each look whether a silent endpoint is back
 
 
 class Refused(Exception):
-    """The server will not answer this request, whoever asks; the message is its reason."""
+    """The server refuses this request, whoever asks. The message is its reason."""
 
 
 class NoAnswer(Exception):
-    """No answer this time: connection, time-out, overload, an error of the server's own."""
+    """No answer this time: connection, time-out, overload, or an error in the server."""
 
 
 class Unfit(Exception):
-    """The endpoint would answer no request of ours: wrong key, no such route, a redirect."""
+    """The endpoint cannot answer any of our requests: wrong key, no such route, a redirect."""
 
 
 class Answer(NamedTuple):
-    """One answer as the target gave it. tool_calls: in OpenAI form, arguments as a JSON string. tokens: that it took."""
+    """One answer, as the target gave it."""
 
     content: str
     reasoning: str | None
-    tool_calls: list[dict]
+    tool_calls: list[dict]  # in OpenAI's form, with arguments as a JSON string
     finish_reason: str
-    tokens: int
+    tokens: int  # how many were generated
 
 
 class Served(NamedTuple):
-    """The model that the endpoints serve; the ones to ask, and why each other one is left out."""
+    """What the endpoints serve."""
 
     model: str
-    urls: list[str]
-    left_out: dict[str, str]
+    urls: list[str]  # the endpoints to use
+    left_out: dict[str, str]  # why the others are not used
 
 
-def endpoint_urls(given: Sequence[str]) -> list[str]:
-    """Each as `http://host:port/v1`, whether or not `/v1` was written. Raises UserError for what is no such address."""
+def endpoint_urls(addresses: Sequence[str]) -> list[str]:
+    """Each endpoint as `http://host:port/v1`, whether or not `/v1` was given. Raises UserError for other addresses."""
     urls = []
-    for number, text in enumerate(given, 1):
-        if "@" in text:  # what stands before it may be a password, which no message shows
+    for number, text in enumerate(addresses, 1):
+        if "@" in text:  # what precedes it may be a password, which no message may show
             raise UserError(
                 f"--endpoint: address {number} holds an @, and so a user or password; write http://host:port and use "
                 "--api-key-file"
@@ -61,35 +61,35 @@ def endpoint_urls(given: Sequence[str]) -> list[str]:
             url = httpx2.URL(text.strip().rstrip("/"))
             port_is_right = url.port is None or 0 < url.port < 65536
         except (httpx2.InvalidURL, ValueError) as error:
-            raise UserError(f"--endpoint: {text!r} is no URL ({error}); write http://host:port") from error
+            raise UserError(f"--endpoint: {text!r} is not a URL ({error}); write http://host:port") from error
         if url.scheme not in ("http", "https") or not url.host or not port_is_right or url.query or url.fragment:
-            raise UserError(f"--endpoint: {text!r} is not an address of the form http://host:port; write it so")
+            raise UserError(f"--endpoint: {text!r} is not an address of the form http://host:port; write it like that")
         if url.path.endswith("/chat/completions"):
             raise UserError(f"--endpoint: {text!r} names the route; leave /chat/completions out")
         base = str(url).rstrip("/")
         urls.append(base if url.path.endswith("/v1") else f"{base}/v1")
-    for place, url in enumerate(urls):
-        if url in urls[:place]:
+    for position, url in enumerate(urls):
+        if url in urls[:position]:
             raise UserError(f"--endpoint: {url} is named twice; name it once and raise --concurrency")
     return urls
 
 
 def exposed(url: str) -> bool:
-    """Whether others may read what is sent there: neither https nor this machine."""
-    parsed = httpx2.URL(url)
+    """Whether others may read what is sent there, since it is neither https nor this machine."""
+    address = httpx2.URL(url)
     try:
-        here = ipaddress.ip_address(parsed.host).is_loopback
+        local = ipaddress.ip_address(address.host).is_loopback
     except ValueError:
-        here = parsed.host == "localhost"
-    return parsed.scheme != "https" and not here
+        local = address.host == "localhost"
+    return address.scheme != "https" and not local
 
 
-def find_model(urls: Sequence[str], wanted: str | None, key: str | None) -> Served:
-    """Ask each endpoint what it serves. `wanted`: the model's name, None for the only one served.
+def find_model(urls: Sequence[str], model_name: str | None, key: str | None) -> Served:
+    """Ask each endpoint what it serves. model_name: the one to use; None for the only one served.
 
-    Raises UserError where none answers, where they serve another model or several, or unlike ones.
+    Raises UserError if none answers, or if they serve another model, several, or different ones.
     """
-    found: dict[str, str] = {}
+    models: dict[str, str] = {}
     left_out: dict[str, str] = {}
     for url in urls:
         try:
@@ -97,18 +97,22 @@ def find_model(urls: Sequence[str], wanted: str | None, key: str | None) -> Serv
         except (NoAnswer, Unfit) as error:
             left_out[url] = str(error)
             continue
-        if wanted is None and len(names) != 1:
+        if model_name is None and len(names) != 1:
             raise UserError(f"--model: {url} serves {', '.join(names) or 'no model'}; name one")
-        if wanted is not None and wanted not in names:
-            raise UserError(f"--model: {url} does not serve {wanted!r} but {', '.join(names) or 'no model'}; name that")
-        found[url] = wanted or names[0]
-    if not found:
-        said = "; ".join(f"{url}: {reason}" for url, reason in left_out.items())
-        raise UserError(f"--endpoint: no endpoint can be used ({said}); start a server, or mend the address or the key")
-    if len(set(found.values())) > 1:
-        said = ", ".join(f"{url} {name}" for url, name in found.items())
-        raise UserError(f"--endpoint: the endpoints serve unlike models ({said}); name endpoints of one target")
-    return Served(next(iter(found.values())), list(found), left_out)
+        if model_name is not None and model_name not in names:
+            raise UserError(
+                f"--model: {url} does not serve {model_name!r} but {', '.join(names) or 'no model'}; name that"
+            )
+        models[url] = model_name or names[0]
+    if not models:
+        details = "; ".join(f"{url}: {reason}" for url, reason in left_out.items())
+        raise UserError(
+            f"--endpoint: no endpoint can be used ({details}); start a server, or fix the address or the key"
+        )
+    if len(set(models.values())) > 1:
+        details = ", ".join(f"{url} {name}" for url, name in models.items())
+        raise UserError(f"--endpoint: the endpoints serve different models ({details}); name endpoints of one target")
+    return Served(next(iter(models.values())), list(models), left_out)
 
 
 def _model_names(url: str, key: str | None) -> list[str]:
@@ -125,9 +129,11 @@ def _model_names(url: str, key: str | None) -> list[str]:
 
 
 class Endpoint:
-    """One endpoint that serves `model`, asked for up to `concurrency` answers at a time. dead: why it is left out, or None.
+    """One endpoint that serves `model`, with up to `concurrency` requests at a time.
 
-    timeout: seconds for one answer. patience: seconds to wait before each further look whether a silent endpoint is back.
+    timeout: seconds for one answer
+    patience: seconds to wait before each further look whether a silent endpoint is back
+    dead: why the endpoint is left out, or None
     """
 
     def __init__(
@@ -152,7 +158,7 @@ class Endpoint:
         )
 
     async def chat(self, body: dict[str, Any]) -> Answer:
-        """Ask for one answer. Raises Refused, NoAnswer, Unfit."""
+        """Request one answer. Raises Refused, NoAnswer or Unfit."""
         content = json.dumps(body, ensure_ascii=False).encode()
         try:
             response = await self._client.post(
@@ -167,11 +173,11 @@ class Endpoint:
         self._seen = time.monotonic()
         return answer
 
-    async def comes_back(self, failed: float) -> bool:
-        """Whether it answers again, after a request failed at that monotonic time; one caller looks for all. Raises Unfit
-        where it came back as another."""
+    async def comes_back(self, failure_time: float) -> bool:
+        """Whether it answers again, after a request failed at monotonic time `failure_time`. One caller checks for all.
+        Raises Unfit if it now serves another model."""
         async with self._looking:
-            if self.dead is not None or self._seen > failed:
+            if self.dead is not None or self._seen > failure_time:
                 return self.dead is None
             for seconds in (0.0, *self.patience):
                 await asyncio.sleep(seconds)
@@ -197,26 +203,26 @@ def _require_answer(response: httpx2.Response, key: str | None) -> None:
     status = response.status_code
     if status == 200:
         return
-    said = f"{status}: {_reason(response, key)}"
+    message = f"{status}: {_reason(response, key)}"
     if status in (408, 425, 429) or status >= 500:
-        raise NoAnswer(said)
+        raise NoAnswer(message)
     if status in (401, 403):
-        said += "; give its key with --api-key-file or OPENAI_API_KEY"
-    raise (Unfit if status < 400 or status in (401, 403, 404, 405) else Refused)(said)
+        message += "; give its key with --api-key-file or OPENAI_API_KEY"
+    raise (Unfit if status < 400 or status in (401, 403, 404, 405) else Refused)(message)
 
 
 def _reason(response: httpx2.Response, key: str | None) -> str:
-    """What the server says, in one line; some repeat the key."""
+    """What the server says, on one line and without the key, which some servers repeat."""
     if response.is_redirect:
         return f"it redirects to {response.headers['location']}"
     try:
-        said = parse_json(response.content)
+        body = parse_json(response.content)
         for name in ("error", "message", "detail"):  # vLLM nests the message, SGLang does not, FastAPI says detail
-            if isinstance(said, dict):
-                said = said.get(name, said)
+            if isinstance(body, dict):
+                body = body.get(name, body)
     except ValueError:
-        said = response.text
-    line = " ".join((said if isinstance(said, str) else json.dumps(said)).split()) or response.reason_phrase
+        body = response.text
+    line = " ".join((body if isinstance(body, str) else json.dumps(body)).split()) or response.reason_phrase
     return (line if key is None else line.replace(key, "[key]"))[:REASON_CHARACTERS]
 
 
@@ -224,9 +230,9 @@ def _words(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".rstrip(": ")
 
 
-def _answer(said: dict) -> Answer:
-    """Raises TypeError, ValueError, LookupError or AttributeError for what is not of the OpenAI form."""
-    (choice,) = said["choices"]
+def _answer(response: dict) -> Answer:
+    """The answer in a response. Raises TypeError, ValueError, LookupError or AttributeError if it is malformed."""
+    (choice,) = response["choices"]
     message = choice["message"]
     calls = [
         {
@@ -241,7 +247,7 @@ def _answer(said: dict) -> Answer:
         reasoning=_text(message.get("reasoning_content")) or _text(message.get("reasoning")) or None,
         tool_calls=calls,
         finish_reason=str(choice["finish_reason"]),
-        tokens=int((said.get("usage") or {}).get("completion_tokens") or 0),
+        tokens=int((response.get("usage") or {}).get("completion_tokens") or 0),
     )
 
 
@@ -252,8 +258,8 @@ def _text(value: Any) -> str:
 
 
 def _arguments(function: dict) -> str:
-    """As a JSON string, as OpenAI has it; some servers give the object, or nothing for a function without parameters."""
-    given = function.get("arguments")
-    if isinstance(given, str):
-        return given
-    return "{}" if given is None else json.dumps(given, ensure_ascii=False)
+    """The arguments as a JSON string, OpenAI's form. Some servers give the object, or nothing without parameters."""
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        return arguments
+    return "{}" if arguments is None else json.dumps(arguments, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""Gets the target's own answers to the prompts of a data set from several endpoints, some of which may die."""
+"""Get the target's own answers to the prompts of a data set, from several endpoints, some of which may die."""
 
 import asyncio
 import time
@@ -13,43 +13,39 @@ from eagle3.regeneration.endpoint import Endpoint, NoAnswer, Refused, Unfit
 from eagle3.regeneration.turns import Generation, LeftOut, Plan, Work, plan_of
 from eagle3.text.conversations import Conversation
 
-MOST_TRIES = 4  # of one conversation, before it is given up for this run
-MOST_FAILED = 16  # conversations given up by one endpoint without an answer between them, before it is left out
-MOST_REFUSED = 32  # before this run's first answer: then it is the settings or the server
+MOST_TRIES = 4  # for one conversation before this run gives it up
+MOST_FAILED = 16  # conversations that an endpoint gives up without an answer in between, before it is left out
+MOST_REFUSED = 32  # conversations before this run's first answer: then the settings or the server must be wrong
 
 
 @dataclass
 class Summary:
-    """What became of the conversations.
+    """What became of the conversations."""
 
-    Of this run only: answered: rows; failed: given up, asked again by the next run; unrecorded: of those left
-    out, for want of an answer beside them, asked again by the next run; cut: rows that end early, by reason;
-    unparsed_reasoning: answers with a think tag in the content; tokens: generated; seconds.
-    Of this input, whichever run did it: read: conversations; repeated: the same ones again; earlier: those that earlier
-    runs did; left_out: reason -> conversations; examples: reason -> the first one's origin and detail.
-    rows: all of the file.
-    """
-
-    read: int = 0
-    repeated: int = 0
-    earlier: int = 0
-    answered: int = 0
-    failed: int = 0
-    unrecorded: int = 0
+    # Of this input, in whichever run it was done:
+    read: int = 0  # conversations
+    repeated: int = 0  # the same ones again
+    earlier: int = 0  # done by earlier runs
+    # Of this run:
+    answered: int = 0  # rows
+    failed: int = 0  # given up; the next run asks again
+    unrecorded: int = 0  # left out while no answer came; the next run asks again
+    # Of this input, by reason:
     left_out: dict[str, int] = field(default_factory=dict)
-    examples: dict[str, str] = field(default_factory=dict)
-    cut: dict[str, int] = field(default_factory=dict)
-    unparsed_reasoning: int = 0
-    tokens: int = 0
+    examples: dict[str, str] = field(default_factory=dict)  # origin and detail of the first one
+    # Of this run:
+    cut: dict[str, int] = field(default_factory=dict)  # rows that end early, by reason
+    unparsed_reasoning: int = 0  # answers with a think tag in the content
+    tokens: int = 0  # generated
     seconds: float = 0.0
-    rows: int = 0
+    rows: int = 0  # in the whole file
 
-    def leave_out(self, origin: str, why: LeftOut) -> None:
-        self.left_out[why.reason] = self.left_out.get(why.reason, 0) + 1
-        self.examples.setdefault(why.reason, f"{origin}{': ' if why.detail else ''}{why.detail}")
+    def leave_out(self, origin: str, reason: LeftOut) -> None:
+        self.left_out[reason.reason] = self.left_out.get(reason.reason, 0) + 1
+        self.examples.setdefault(reason.reason, f"{origin}{': ' if reason.detail else ''}{reason.detail}")
 
     def __str__(self) -> str:
-        counted = [
+        entries = [
             (self.earlier, "done earlier"),
             (self.repeated, "repeated"),
             *((count, f"cut short ({reason})") for reason, count in self.cut.items()),
@@ -62,18 +58,18 @@ class Summary:
             (self.unparsed_reasoning, "answers hold a think tag, so the server has no reasoning parser; see the docs"),
         ]
         parts = [f"{self.rows:,} rows of {self.read:,} conversations", f"{self.answered:,} answered now"]
-        return "; ".join(parts + [f"{count:,} {what}" for count, what in counted if count])
+        return "; ".join(parts + [f"{count:,} {label}" for count, label in entries if count])
 
 
 class Queue:
-    """Plans that nobody has taken yet, and works that were put back: those first, for part of them may be done."""
+    """Plans that nobody has taken yet, and works that were put back; these come first, as they may be partly done."""
 
     def __init__(self, plans: Iterable[Plan]) -> None:
         self.new, self.again, self.taken = map(Work, plans), deque[Work](), 0
         self.changed = asyncio.Condition()
 
     async def take(self) -> Work | None:
-        """None when all is done; while others work, what they may put back is waited for."""
+        """The next work; None when all is done. While others work, waits for what they may put back."""
         async with self.changed:
             while (work := self.left()) is None and self.taken:
                 await self.changed.wait()
@@ -81,7 +77,7 @@ class Queue:
             return work
 
     def left(self) -> Work | None:
-        """What nobody works on now."""
+        """The next work that nobody is doing."""
         return self.again.popleft() if self.again else next(self.new, None)
 
     async def end(self, work: Work, *, again: bool) -> None:
@@ -93,7 +89,7 @@ class Queue:
 
 
 class Regeneration:
-    """One run: asks the endpoints for what the file lacks."""
+    """One run, which asks the endpoints for what the file lacks."""
 
     def __init__(
         self,
@@ -108,12 +104,12 @@ class Regeneration:
         self.report, self.progress = report, Progress(progress, "regenerating", total, "conversations")
         self.summary = Summary(read=total)
         self.began = time.monotonic()
-        self.passed = self.new = 0  # conversations that need no request, and that this run has done
+        self.passed = self.new = 0  # conversations that need no request, and those done by this run
         self.seen: set[str] = set()
-        self.unrecorded: list[tuple[Plan, LeftOut]] = []  # refusals, until an answer shows that the settings are right
+        self.unrecorded: list[tuple[Plan, LeftOut]] = []  # refusals, until an answer shows that the settings are fine
 
     def plans(self) -> Iterator[Plan]:
-        """What is to be asked for, in the order of the input."""
+        """The plans to ask for, in the order of the input."""
         for conversation in self.conversations:
             try:
                 plan = plan_of(conversation, self.generation)
@@ -134,8 +130,8 @@ class Regeneration:
 
     async def run(self, endpoints: Sequence[Endpoint]) -> None:
         self.queue = Queue(self.plans())
-        every = (endpoint for endpoint in endpoints for _ in range(endpoint.concurrency))
-        tasks = [asyncio.create_task(self.work(endpoint)) for endpoint in every]
+        slots = (endpoint for endpoint in endpoints for _ in range(endpoint.concurrency))
+        tasks = [asyncio.create_task(self.work(endpoint)) for endpoint in slots]
         try:
             with self.progress.also_between():
                 await asyncio.gather(*tasks)
@@ -146,15 +142,15 @@ class Regeneration:
             for endpoint in endpoints:
                 await endpoint.close()
         if self.queue.left():
-            said = "; ".join(f"{endpoint.url}: {endpoint.dead}" for endpoint in endpoints)
+            causes = "; ".join(f"{endpoint.url}: {endpoint.dead}" for endpoint in endpoints)
             raise UserError(
-                f"--endpoint: no endpoint is left ({said}); {self.file.path} keeps {len(self.file.answered):,} rows: start one "
-                "and run the same command again"
+                f"--endpoint: no endpoint is left ({causes}); {self.file.path} keeps {len(self.file.answered):,} rows: "
+                "start one and run the same command again"
             )
 
     async def work(self, endpoint: Endpoint) -> None:
         while endpoint.dead is None and (work := await self.queue.take()):
-            if endpoint.dead is not None:  # it died while there was nothing to take
+            if endpoint.dead is not None:  # it died while waiting for work
                 await self.queue.end(work, again=True)
                 return
             again = False
@@ -167,7 +163,7 @@ class Regeneration:
                 self.leave_out(work, reason, answered=len(self.file.answered))
             except Refused as refusal:
                 endpoint.failures = 0
-                # Rows of earlier runs do not show that this run's server is right.
+                # Rows of earlier runs do not show that this run's server is fine.
                 self.leave_out(work, LeftOut("refused by the server", str(refusal)), answered=self.summary.answered)
             except Unfit as error:
                 again = True
@@ -176,8 +172,8 @@ class Regeneration:
                 again = await self.failed(endpoint, work, str(error))
             finally:
                 self.new += not again
-                tokens = self.summary.tokens / (time.monotonic() - self.began)
-                self.progress.at(self.passed + self.new, free=self.passed, extra=f"{tokens:,.0f} tokens/s")
+                rate = f"{self.summary.tokens / (time.monotonic() - self.began):,.0f} tokens/s"
+                self.progress.at(self.passed + self.new, free=self.passed, extra=rate)
                 await self.queue.end(work, again=again)
 
     def keep(self, work: Work) -> None:
@@ -192,7 +188,7 @@ class Regeneration:
         self.unrecorded.clear()
 
     def leave_out(self, work: Work, reason: LeftOut, *, answered: int) -> None:
-        """answered: rows that show that it is the conversation's own fault; without one it is not recorded yet."""
+        """Leave a conversation out, and record it if `answered` rows show that the fault is the conversation's own."""
         self.summary.tokens += work.tokens
         self.summary.leave_out(work.plan.origin, reason)
         if answered:
@@ -202,21 +198,21 @@ class Regeneration:
         if len(self.unrecorded) == MOST_REFUSED:
             raise UserError(
                 f"{work.plan.origin}: the first {MOST_REFUSED} conversations asked for gave no row ({reason.reason}"
-                f"{': ' if reason.detail else ''}{reason.detail}); mend the settings or the server, or take these "
-                "conversations out"
+                f"{': ' if reason.detail else ''}{reason.detail}); fix the settings or the server, or remove these "
+                "conversations"
             )
 
     async def failed(self, endpoint: Endpoint, work: Work, reason: str) -> bool:
-        """Whether to ask for it again."""
-        failed = time.monotonic()
+        """Handle a request without answer. Returns whether to ask again."""
+        failure_time = time.monotonic()
         work.failures += 1
         again = work.failures < MOST_TRIES
-        if again:  # while it waits it takes nothing else, so that an overloaded server is asked for less
+        if again:  # wait without taking other work, so that an overloaded server gets fewer requests
             await asyncio.sleep(endpoint.patience[min(work.failures, len(endpoint.patience)) - 1])
         else:
             endpoint.failures += 1
         try:
-            back = await endpoint.comes_back(failed)
+            back = await endpoint.comes_back(failure_time)
         except Unfit as error:
             back, reason = False, str(error)
         if not back:
@@ -244,12 +240,16 @@ def regenerate(
     report: Callable[[str], None],
     progress: Callable[[str], None],
 ) -> Summary:
-    """Ask the endpoints for every conversation that `file` lacks, as many at a time of each as it takes. No more conversations
-    are held than are asked for.
+    """Ask the endpoints for every conversation that `file` lacks, as many at a time as each endpoint takes.
 
-    total: how many conversations there are, for the time left. report: told which endpoint is left out. progress: gets a
-    line now and then. Raises UserError where none is left and where nothing but refusals comes; what has come by then is in
-    the file. Fewer refusals than that, and no answer: they are counted and not recorded, so that the next run asks again.
+    Only the conversations in progress are held in memory.
+
+    total: how many conversations there are, to estimate the time left
+    report: gets a line for each endpoint that is left out
+    progress: gets a line now and then
+
+    Raises UserError if no endpoint is left, or if nothing but refusals comes; answers received until then are in the
+    file. Fewer refusals without an answer are counted but not recorded, so that the next run asks again.
     """
     run = Regeneration(conversations, total, file, generation, report, progress)
     asyncio.run(run.run(endpoints))

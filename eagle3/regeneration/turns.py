@@ -1,4 +1,4 @@
-"""Which turns of a conversation the target is asked for, in what context, and which of its answers are fit to learn from."""
+"""Which turns of a conversation the target is asked for, in what context, and which answers can be learnt from."""
 
 import hashlib
 import json
@@ -9,15 +9,15 @@ from eagle3.parsing import parse_json
 from eagle3.regeneration.endpoint import Answer, Endpoint, NoAnswer
 from eagle3.text.conversations import Conversation
 
-SENT = ("role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id")  # of a message
+SENT = ("role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id")  # keys of a message that are sent
 
 
-WHOLE = ("stop", "tool_calls", "function_call")  # reasons for which an answer ends where it should
+WHOLE = ("stop", "tool_calls", "function_call")  # finish reasons of complete answers
 BROKEN_OFF = {"length": "truncated at the length limit", "content_filter": "stopped by the server's content filter"}
 
 
 class LeftOut(Exception):
-    """A conversation that gives no row. reason: the same for all of its kind; detail: of this one."""
+    """A conversation that gives no row. reason: the same for all of its kind; detail: of this conversation."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(reason)
@@ -26,7 +26,7 @@ class LeftOut(Exception):
 
 @dataclass(frozen=True)
 class Generation:
-    """What decides the answers; one file holds answers of one such set. None: the server's own default."""
+    """The settings that decide the answers, of which a file has one set. None: the server's default."""
 
     model: str
     turns: Literal["all", "last"]
@@ -39,26 +39,26 @@ class Generation:
     template_variables: dict[str, Any] = field(default_factory=dict)
 
     def body(self, messages: list[dict], tools: list | None) -> dict[str, Any]:
-        """Of a request for the answer to `messages`."""
-        given = {name: getattr(self, name) for name in ("temperature", "top_p", "seed")}
-        given |= {"tools": tools, "chat_template_kwargs": self.template_variables or None}
-        given = {name: value for name, value in given.items() if value is not None}
-        return {"model": self.model, "messages": messages, "max_tokens": self.max_tokens, **given}
+        """The body of a request for the answer to `messages`."""
+        options = {name: getattr(self, name) for name in ("temperature", "top_p", "seed")}
+        options |= {"tools": tools, "chat_template_kwargs": self.template_variables or None}
+        options = {name: value for name, value in options.items() if value is not None}
+        return {"model": self.model, "messages": messages, "max_tokens": self.max_tokens, **options}
 
 
 class Plan(NamedTuple):
-    """A conversation in OpenAI form. asked: which messages the target is to give anew; of these the contents are dropped and
-    the original's tool calls kept, to compare with. id: hex digest of all that and of what decides the answers."""
+    """A conversation in OpenAI's form, and which turns to ask for."""
 
-    id: str
+    id: str  # hex digest of all of the below but the origin, and of the settings that decide the answers
     origin: str
     messages: list[dict]
+    # Messages that the target gives anew. Their contents are dropped; their tool calls are kept for comparison.
     asked: frozenset[int]
     tools: list | None
 
 
 def plan_of(conversation: Conversation, generation: Generation) -> Plan:
-    """Which turns to ask for. Raises LeftOut for a conversation that holds none."""
+    """Decide which turns to ask for. Raises LeftOut if the conversation has none."""
     if conversation.messages is None:
         raise LeftOut("plain text, which has no turns")
     messages = [_sendable(message, generation.reasoning) for message in conversation.messages]
@@ -68,51 +68,56 @@ def plan_of(conversation: Conversation, generation: Generation) -> Plan:
     if messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant"})  # a prompt without an answer gets one
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant" and index > 0]
-    asked = turns if generation.turns == "all" else turns[-1:]
-    if not asked:
+    requested_turns = turns if generation.turns == "all" else turns[-1:]
+    if not requested_turns:
         raise LeftOut("no turn that answers a message")
-    if any(messages[index - 1]["role"] == "assistant" for index in asked):
+    if any(messages[index - 1]["role"] == "assistant" for index in requested_turns):
         raise LeftOut("an assistant's turn that follows another of its own")
-    for index in asked:
+    for index in requested_turns:
         messages[index] = {name: messages[index][name] for name in ("role", "tool_calls") if name in messages[index]}
     _json([messages, conversation.tools], "text")
-    content = json.dumps([messages, sorted(asked), conversation.tools, asdict(generation)], sort_keys=True)
-    digest = hashlib.sha256(content.encode()).hexdigest()[:32]
-    return Plan(digest, conversation.origin, messages, frozenset(asked), conversation.tools)
+    content = json.dumps([messages, sorted(requested_turns), conversation.tools, asdict(generation)], sort_keys=True)
+    return Plan(
+        hashlib.sha256(content.encode()).hexdigest()[:32],
+        conversation.origin,
+        messages,
+        frozenset(requested_turns),
+        conversation.tools,
+    )
 
 
 def _sendable(message: dict, reasoning: str) -> dict:
-    """The message with the keys that an endpoint knows."""
-    dropped = ("reasoning_content",) if reasoning == "drop" else ()
-    return {name: message[name] for name in SENT if message.get(name) is not None and name not in dropped}
+    """The message with only the keys that an endpoint knows."""
+    dropped_keys = ("reasoning_content",) if reasoning == "drop" else ()
+    return {name: message[name] for name in SENT if message.get(name) is not None and name not in dropped_keys}
 
 
 def _name_calls(messages: list[dict]) -> None:
-    """Tool calls get their arguments as a JSON string, as OpenAI has it; calls and results without an id get one."""
-    waiting: list[str] = []
+    """Make the arguments of tool calls JSON strings, as in OpenAI's form, and give calls and results an id."""
+    pending_ids: list[str] = []
     number = 0
     for message in messages:
         if calls := message.get("tool_calls"):
-            message["tool_calls"] = [_named_call(call, f"call_{number + place}") for place, call in enumerate(calls)]
+            message["tool_calls"] = [_named_call(call, f"call_{number + offset}") for offset, call in enumerate(calls)]
             number += len(calls)
-            waiting = [call["id"] for call in message["tool_calls"]]
+            pending_ids = [call["id"] for call in message["tool_calls"]]
         elif message["role"] == "tool":
-            identity = message.setdefault("tool_call_id", waiting[0] if waiting else f"call_{number}")
-            if identity in waiting:
-                waiting.remove(identity)
+            call_id = message.setdefault("tool_call_id", pending_ids[0] if pending_ids else f"call_{number}")
+            if call_id in pending_ids:
+                pending_ids.remove(call_id)
 
 
-def _named_call(call: dict, name: str) -> dict:
-    """name: the id of a call that has none."""
+def _named_call(call: dict, default_id: str) -> dict:
+    """The call in OpenAI's form. default_id: its id if it has none."""
     arguments = call["function"].get("arguments", {})
     if not isinstance(arguments, str):
         arguments = _json(arguments, "text")
     function = {"name": call["function"]["name"], "arguments": arguments}
-    return {"id": str(call.get("id") or name), "type": "function", "function": function}
+    return {"id": str(call.get("id") or default_id), "type": "function", "function": function}
 
 
 def _json(value: Any, where: str) -> str:
-    """Raises LeftOut for what cannot be sent: rows of a parquet file may hold dates and bytes, and any text half a character."""
+    """The value as JSON. Raises LeftOut if it cannot be sent: parquet rows may hold dates, texts lone surrogates."""
     try:
         text = json.dumps(value, ensure_ascii=False)
         text.encode()
@@ -120,11 +125,11 @@ def _json(value: Any, where: str) -> str:
     except TypeError as error:
         raise LeftOut("a value that JSON does not have, which cannot be sent", str(error)) from None
     except UnicodeEncodeError:
-        raise LeftOut(f"half of a surrogate pair in the {where}, which is no character") from None
+        raise LeftOut(f"half of a surrogate pair in the {where}, which is not a character") from None
 
 
 class Work:
-    """A plan on its way: the messages so far, tries that failed, and why the row ends early, if it does."""
+    """A plan in progress: the messages so far, the failed tries, and why the row ends early, if it does."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.failures = plan, 0
@@ -133,7 +138,7 @@ class Work:
         self.tokens = self.think_tags = 0
 
     async def ask(self, endpoint: Endpoint, generation: Generation) -> None:
-        """Get what is missing. Raises LeftOut, and what Endpoint.chat does; then what has come stays."""
+        """Request the missing answers. Raises LeftOut, and what Endpoint.chat raises; earlier answers are kept."""
         plan = self.plan
         while len(self.messages) < len(plan.messages) and self.cut is None:
             index = len(self.messages)
@@ -153,9 +158,9 @@ class Work:
 
 
 def _turn(answer: Answer, generation: Generation) -> dict:
-    """The answer as a message. Raises LeftOut where it is none to learn from."""
+    """The answer as a message. Raises LeftOut if it cannot be learnt from."""
     finish = answer.finish_reason
-    if finish == "abort":  # SGLang's, of what it was answering when it was told to end
+    if finish == "abort":  # SGLang was told to end while it was answering
         raise NoAnswer("the server broke the answer off (finish_reason abort)")
     if finish not in WHOLE and not (finish == "length" and generation.truncated == "keep"):
         raise LeftOut(BROKEN_OFF.get(finish, f"finish_reason {finish}"))
@@ -166,15 +171,15 @@ def _turn(answer: Answer, generation: Generation) -> dict:
         turn["reasoning_content"] = answer.reasoning
     if answer.tool_calls:
         if not all(isinstance(_arguments(call), dict) for call in answer.tool_calls):
-            raise LeftOut("a tool call whose arguments are no JSON object")
+            raise LeftOut("a tool call whose arguments are not a JSON object")
         turn["tool_calls"] = answer.tool_calls
     _json(turn, "answer")
     return turn
 
 
 def _ends_early(answer: Answer, plan: Plan, index: int, turn: dict) -> str | None:
-    """Why what follows in the original does not follow this turn; None where it does, or where nothing follows. Equal
-    calls take the original's ids, which the results that follow name."""
+    """Why the rest of the original cannot follow this turn; None if it can, or if there is none. If the calls are
+    equal, they get the original's ids, to which the following results refer."""
     if index == len(plan.messages) - 1:
         return None
     if answer.finish_reason == "length":

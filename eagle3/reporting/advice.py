@@ -1,4 +1,4 @@
-"""What looks wrong in a run, each with the number that shows it and the recipe key that changes it."""
+"""What looks wrong in a run: each finding with its number, and the recipe keys that change it."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -6,33 +6,40 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eagle3.reporting.curves import estimated_curve, mean, measured_curve, simulated_positions, tokens_label
-from eagle3.reporting.record import RunRecord, column
+from eagle3.reporting.record import (
+    RunRecord,
+    column,
+    estimated_curve,
+    mean,
+    measured_curve,
+    simulated_positions,
+    tokens_label,
+)
 
 LEAST_SUPERVISED = 0.05  # share of the tokens
 FEW_SUPERVISED = 1_000_000  # tokens; EAGLE3's own drafts saw hundreds of millions
 LEAST_COVERAGE = 0.95
 MOST_LEFT_OUT = 0.05  # share of the conversations that were read
-FALL = 0.8  # of the acceptance length at short contexts that should be left at long ones
-DIVERGED = 1.2  # of the training loss at the begin
-RISE = 1.01  # of the lowest held-out loss
-FAR = 0.1  # between simulated and real shares of a draft position
+FALL = 0.8  # share of the acceptance length at short contexts that should remain at long ones
+DIVERGED = 1.2  # times the training loss at the start
+RISE = 1.01  # times the lowest held-out loss
+FAR = 0.1  # difference between simulated and real shares of a draft position
 
 
 class Advice(NamedTuple):
-    """finding: with its number. change: what to do about it. keys: of the recipe, as they stand there."""
+    """Something that looks wrong, and what to do about it."""
 
-    finding: str
-    change: str
-    keys: tuple[str, ...]
+    finding: str  # with its number
+    change: str  # what to do
+    keys: tuple[str, ...]  # of the recipe
 
 
-# What to do and the keys, by the kind of the reason for which rows are left out; None: of a run that does not tell.
+# What to do, and the keys, by the kind of reason for which rows are left out; None for runs that do not record kinds.
 LEFT_OUT = {
     "malformed": ("Malformed rows: correct them, by the reasons under Data.", ("data.malformed",)),
     "too_large": ("Rows that are too large: cut each into several.", ("data.malformed", "data.too_long")),
     "too_long": (
-        "Rows that are too long: raise the length, for a draft for long contexts needs them.",
+        "Rows that are too long: raise the length, since a draft for long contexts needs them.",
         ("data.max_length", "data.too_long"),
     ),
     "unusable": (
@@ -44,7 +51,7 @@ LEFT_OUT = {
 
 
 def advise(run: RunRecord) -> list[Advice]:
-    """Everything that looks wrong; a check whose numbers the folder lacks finds nothing."""
+    """Everything that looks wrong. A check whose numbers the folder lacks finds nothing."""
     checks = (
         _lossy,
         _diverged,
@@ -97,8 +104,10 @@ def _unlearnt(run: RunRecord) -> Iterator[Advice]:
 def _skipped(run: RunRecord) -> Iterator[Advice]:
     if run.skipped:
         yield Advice(
-            f"{len(run.skipped)} of {len(run.train)} optimiser steps were skipped, the last at step {run.skipped[-1]['step']}.",
-            "Their gradients were not finite or too large: look at the samples that metrics.jsonl names, or lower the rate.",
+            f"{len(run.skipped)} of {len(run.train)} optimiser steps were skipped, the last at step "
+            f"{run.skipped[-1]['step']}.",
+            "Their gradients were not finite or too large: look at the samples that metrics.jsonl names, or lower the "
+            "rate.",
             ("training.learning_rate", "training.warmup_fraction", "training.skip_above_norm"),
         )
 
@@ -111,13 +120,14 @@ def _supervised(run: RunRecord) -> Iterator[Advice]:
     if supervised < LEAST_SUPERVISED * tokens:
         yield Advice(
             f"{supervised / tokens:.1%} of the training tokens are supervised.",
-            "The rest is prompt: take data with longer answers, or supervise every turn (prepare.py --preview 3 shows it).",
+            "The rest is prompt: use data with longer answers, or supervise every turn (prepare.py --preview 3 shows "
+            "it).",
             ("data.supervise", "data.train"),
         )
     if supervised < FEW_SUPERVISED:
         yield Advice(
             f"The training data have {supervised:,} supervised tokens.",
-            f"Below {FEW_SUPERVISED:,} a draft for a real target stays poor: take more conversations.",
+            f"Below {FEW_SUPERVISED:,} a draft for a real target stays poor: use more conversations.",
             ("data.train", "data.max_samples"),
         )
 
@@ -127,7 +137,7 @@ def _coverage(run: RunRecord) -> Iterator[Advice]:
     if (share := vocabulary["coverage"]) < LEAST_COVERAGE:
         yield Advice(
             f"The draft vocabulary of {vocabulary['size']:,} tokens covers {share:.1%} of the supervised ones.",
-            f"The draft can never propose the others: take up to {vocabulary['target_size']:,} tokens, or other ones.",
+            f"The draft can never propose the others: use up to {vocabulary['target_size']:,} tokens, or other ones.",
             ("model.draft.vocab_size", "model.draft.vocabulary"),
         )
 
@@ -161,9 +171,9 @@ def _overfitted(run: RunRecord) -> Iterator[Advice]:
     then, now = float(mean(losses[max(0, until - window) : until])), float(mean(losses[-window:]))
     if held_out[-1] > RISE * held_out[best] and now < then:
         yield Advice(
-            f"Held-out loss rose from {held_out[best]:.3f} at step {measured[best]:.0f} to {held_out[-1]:.3f}, while training "
-            f"loss fell from {then:.3f} to {now:.3f}.",
-            "The draft learns its samples by heart: train for less long, or on more data.",
+            f"Held-out loss rose from {held_out[best]:.3f} at step {measured[best]:.0f} to {held_out[-1]:.3f}, while "
+            f"training loss fell from {then:.3f} to {now:.3f}.",
+            "The draft memorises its samples: train for a shorter time, or on more data.",
             ("training.epochs", "training.max_steps", "data.train"),
         )
 
@@ -171,29 +181,30 @@ def _overfitted(run: RunRecord) -> Iterator[Advice]:
 def _far_from_simulated(run: RunRecord) -> Iterator[Advice]:
     judged = run.evaluation
     if judged.get("temperature") or judged.get("topk", 1) > 1:
-        return  # the simulation is of greedy chains
+        return  # the simulation is for greedy chains
     pairs = zip(simulated_positions(run), judged.get("position_acceptance") or [], strict=False)
     for place, (expected, found) in enumerate(pairs, 1):
         verifications = judged["verifications"]
         noise = 3 * (expected * (1 - expected) / verifications) ** 0.5 if verifications else np.inf
         if abs(expected - found) > max(FAR, noise):
             yield Advice(
-                f"Draft position {place}: {expected:.0%} accepted as simulated on held-out text, {found:.0%} in decoding.",
-                "The texts differ, or the number formats do: train on the target's own answers (launchers/regenerate.py), and "
-                "judge in the format of the hidden states.",
+                f"Draft position {place}: {expected:.0%} accepted as simulated on held-out text, {found:.0%} in "
+                "decoding.",
+                "The texts differ, or the number formats do: train on the target's own answers "
+                "(launchers/regenerate.py), and judge in the format of the hidden states.",
                 ("data.train", "model.target_dtype", "hidden_states.dtype"),
             )
             return
 
 
 def _falls_with_context(run: RunRecord) -> Iterator[Advice]:
-    """Of a curve whose end lies well below its best, beyond what chance explains."""
+    """Finds a curve whose end is far below its best point, by more than chance explains."""
     curve, how = (measured_curve(run.by_context), "measured") if run.by_context else (estimated_curve(run), "estimated")
     known = np.flatnonzero(np.isfinite(curve.lengths)) if curve else []
     if len(known) < 2:
         return
     best, last = known[np.argmax(curve.lengths[known])], known[-1]
-    chance = curve.interval[last][1] >= curve.interval[best][0]  # False where an interval is not known
+    chance = curve.interval[last][1] >= curve.interval[best][0]  # False if an interval is not known
     if curve.lengths[last] < FALL * curve.lengths[best] and not chance:
         near, far = (f"{curve.lengths[place]:.2f} at {tokens_label(curve.contexts[place])}" for place in (best, last))
         yield Advice(

@@ -1,4 +1,4 @@
-"""The model card: README.md beside the exported draft, with the metadata that hubs expect, filled from the run."""
+"""The model card: README.md beside the exported draft, with the metadata that hubs expect, filled in from the run."""
 
 import hashlib
 import json
@@ -11,15 +11,32 @@ from huggingface_hub import ModelCardData
 from eagle3.console import counted
 from eagle3.durable import write_text
 from eagle3.errors import UserError
-from eagle3.reporting.curves import context_rows, number, rule, simulated_positions
-from eagle3.reporting.markdown import Markdown, escaped, fenced_command, one_line
-from eagle3.reporting.record import Record, RunRecord, hub_id_of, read_run, source_name, target_name
-from eagle3.reporting.summary import layout_in_words, spans_in_words
+from eagle3.reporting.markdown import (
+    Markdown,
+    escaped,
+    fenced_command,
+    layout_in_words,
+    one_line,
+    spans_in_words,
+    versions_in_words,
+)
+from eagle3.reporting.record import (
+    Record,
+    RunRecord,
+    context_rows,
+    hub_id_of,
+    number,
+    read_run,
+    rule,
+    simulated_positions,
+    source_name,
+    target_name,
+)
 from eagle3.targets.sglang.version import speculative_flags
 
 TEMPLATE = Path(__file__).with_name("card.md")
 VERSIONS = ("eagle3-recipes", "torch", "deepspeed", "megatron-core", "transformers")
-AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"  # the key that vLLM reads, and in eagle_config SGLang
+AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"  # vLLM reads this key, and SGLang reads it in eagle_config
 FROM_RECIPE = (
     ("samples a step", "training.global_batch_size", "{:,}"),
     ("TTT steps", "training.ttt_steps", "{}"),
@@ -28,39 +45,37 @@ FROM_RECIPE = (
     ("learning rate", "training.learning_rate", "{}"),
     ("longest sample allowed", "data.max_length", "{:,} tokens"),
 )
-LONG = 4096  # tokens of context; a draft that was judged on less says nothing of long ones
+LONG = 4096  # tokens of context; a draft that was judged on less shows nothing about long contexts
 SEAL = "\n<!-- written from the run's files; sha256 of the lines above: "
 
 
 class Edited(UserError):
-    """The card is no longer as it was written; nobody's words are replaced."""
+    """The card was changed by hand. What somebody wrote is not overwritten."""
 
 
 def write_card(path: Path) -> Path | None:
-    """The card of the run in folder `path`, which is returned; None where no draft was exported yet. Raises UserError where
-    there is no run, Edited where somebody has changed the card."""
+    """Write the card of the run in folder `path`, and return its path; None if no draft has been exported yet.
+
+    Raises UserError if there is no run, and Edited if somebody has changed the card.
+    """
     run = read_run(path)
     if not run.draft:
         return None
     card = run.folder.card
-    if card.exists() and not _untouched(card.read_text(encoding="utf-8")):
-        raise Edited(f"{card}: was changed by hand, so it is kept; move it away to have it written anew")
+    if card.exists() and (text := card.read_text(encoding="utf-8")) != sealed(text.rpartition(SEAL)[0]):
+        raise Edited(f"{card}: was changed by hand, so it is kept; move it away to have it written again")
     write_text(card, sealed(card_text(run)))
     return card
 
 
 def sealed(text: str) -> str:
-    """With a last line by which a later change is seen."""
+    """The text with a last line that reveals later changes."""
     return f"{text}{SEAL}{hashlib.sha256(text.encode()).hexdigest()} -->\n"
 
 
-def _untouched(text: str) -> bool:
-    return text == sealed(text.rpartition(SEAL)[0])
-
-
 def card_text(run: RunRecord) -> str:
-    """Markdown with YAML front matter, in which every value is escaped. No path of the machine is told: of a folder only
-    its last part."""
+    """Markdown with YAML front matter, in which every value is escaped. It holds no paths of the machine: of a folder,
+    only the last part is shown."""
     hub_id = hub_id_of(run)
     data = ModelCardData(
         base_model=hub_id and one_line(hub_id),
@@ -92,23 +107,18 @@ def card_text(run: RunRecord) -> str:
 
 
 def _facts(run: RunRecord) -> dict[str, str]:
-    draft, started = run.draft, run.started
+    draft, started, window = run.draft, run.started, run.draft.get("sliding_window")
     rope, layers = draft.get("rope_parameters") or {}, (draft.get("eagle_config") or {}).get(AUX_LAYERS)
-    vocabulary, window = f"{draft['draft_vocab_size']:,} of {draft['vocab_size']:,} tokens", draft.get("sliding_window")
-    facts = {"target": target_name(run), "the target's class": "", "layers read (0-based)": "", "trained weights": ""}
-    if layers:
-        facts["layers read (0-based)"] = ", ".join(map(str, layers))
-    if started:
-        of = started["target"]
-        facts["the target's class"] = f"{of['architecture']}, {of['layers']} layers of {of['hidden_size']}"
-        facts["trained weights"] = f"{started['draft']['parameters']:,}"
-        vocabulary += f", {started['vocabulary']['coverage']:.2%} of the supervised ones in training"
-    facts |= {
-        "draft vocabulary": vocabulary,
+    of, coverage = started.get("target"), started.get("vocabulary", {}).get("coverage")
+    facts = {
+        "target": target_name(run),
+        "the target's class": of and f"{of['architecture']}, {of['layers']} layers of {of['hidden_size']}",
+        "layers read (0-based)": ", ".join(map(str, layers or [])),
+        "trained weights": started and f"{started['draft']['parameters']:,}",
+        "draft vocabulary": f"{draft['draft_vocab_size']:,} of {draft['vocab_size']:,} tokens"
+        + (f", {coverage:.2%} of the supervised ones in training" if started else ""),
         "context": f"{draft['max_position_embeddings']:,} tokens",
-        "attention": f"the last {window:,} keys, a query's own included, in training and so in serving"
-        if window
-        else "",
+        "attention": window and f"the last {window:,} keys, a query's own included, in training and so in serving",
         "rope": rope.get("rope_type", "default") + (f" x{rope['factor']:g}" if rope.get("factor") else ""),
         "number format": str(draft.get("dtype") or draft.get("torch_dtype")),
     }
@@ -116,24 +126,20 @@ def _facts(run: RunRecord) -> dict[str, str]:
 
 
 def _training(run: RunRecord) -> dict[str, str]:
-    started, pace, spans = run.started, run.pace, run.key("data.spans")
-    rows = {"data": ", ".join(map(source_name, run.key("data.train") or []))}
-    if started:
-        train = started["data"]["train"]
-        rows["samples"] = (
-            f"{train['samples']:,} with {train['tokens']:,} tokens, {train['supervised']:,} supervised; the longest has "
-            f"{train['longest']:,}"
-        )
-    rows["learnt from"] = spans_in_words(spans) if spans else ""
-    if run.train:
-        rows["steps"] = f"{len(run.train):,}"
-        rows["seen"] = f"{pace.tokens:,} tokens, {pace.supervised:,} supervised"
-    for name, key, told in FROM_RECIPE:
-        rows[name] = "" if run.key(key) is None else told.format(run.key(key))
-    if started:
-        rows["layout"] = layout_in_words(started["layout"])
-        versions = started["versions"]
-        rows["made with"] = ", ".join(f"{name} {versions[name]}" for name in VERSIONS if name in versions)
+    pace, spans, train = run.pace, run.key("data.spans"), run.started.get("data", {}).get("train")
+    chosen = ((name, run.key(key), told) for name, key, told in FROM_RECIPE)
+    rows = {
+        "data": ", ".join(map(source_name, run.key("data.train") or [])),
+        "samples": train
+        and f"{train['samples']:,} with {train['tokens']:,} tokens, {train['supervised']:,} supervised; the longest "
+        f"has {train['longest']:,}",
+        "learnt from": spans and spans_in_words(spans),
+        "steps": run.train and f"{len(run.train):,}",
+        "seen": run.train and f"{pace.tokens:,} tokens, {pace.supervised:,} supervised",
+        **{name: told.format(value) for name, value, told in chosen if value is not None},
+        "layout": layout_in_words(run.started.get("layout", {})),
+        "made with": versions_in_words(run.started.get("versions", {}), VERSIONS),
+    }
     return {name: told for name, told in rows.items() if told}
 
 
@@ -142,7 +148,7 @@ def _judged(run: RunRecord) -> dict[str, Any] | None:
     if found.get("acceptance_length") is None:
         return None
     shares, untrained = found.get("position_acceptance") or [], found.get("untrained")
-    # What all verifications added, without the first tokens, which prefills give.
+    # What all verifications added, without the first tokens, which come from prefills.
     yielded = round(found["acceptance_length"] * found["verifications"])
     drafted = f"{found['draft_tokens']} drafted tokens"
     if found.get("topk", 1) > 1:
@@ -150,9 +156,9 @@ def _judged(run: RunRecord) -> dict[str, Any] | None:
     return {
         "length": number(found["acceptance_length"]),
         "conditions": (
-            f"Measured by {found.get('engine')} {found.get('engine_version')}, {drafted}, {rule(found)}, one conversation at a "
-            f"time, on {counted(found['conversations'], 'conversation')}: {yielded:,} tokens from {found['verifications']:,} "
-            "verifications."
+            f"Measured by {found.get('engine')} {found.get('engine_version')}, {drafted}, {rule(found)}, one "
+            f"conversation at a time, on {counted(found['conversations'], 'conversation')}: {yielded:,} tokens from "
+            f"{found['verifications']:,} verifications."
         ),
         "positions": [*range(1, len(shares) + 1)],
         "shares": [*map(number, shares)],
@@ -164,13 +170,16 @@ def _judged(run: RunRecord) -> dict[str, Any] | None:
 
 
 def _lossless(found: Record) -> str:
-    """How the output compared with the target's alone; sampled outputs are not compared."""
+    """How the output compared with the target's alone. Sampled outputs are not compared."""
     if found.get("temperature") or found.get("compared") is False:
         return "The outputs were sampled, so they were not compared with plain decoding."
     if found.get("mismatches"):
-        return f"Output DIFFERED from plain decoding in {counted(found['mismatches'], 'conversation')}, more than rounding explains."
+        return (
+            f"Output DIFFERED from plain decoding in {counted(found['mismatches'], 'conversation')}, more than "
+            "rounding explains."
+        )
     ties = found.get("ties")
-    tied = f", but for {ties} where the target's best logits tie within rounding" if ties else ""
+    tied = f", except {ties} where the target's best logits tie within rounding" if ties else ""
     return f"Output equal to plain decoding in all conversations{tied}."
 
 
@@ -179,8 +188,8 @@ def _held_out(run: RunRecord) -> str | None:
         return None
     positions = " ".join(map(number, simulated_positions(run)))
     return (
-        f"{best['simulated_acceptance_length']:.2f} drafted tokens accepted (simulated, greedy, the target's own not counted; by "
-        f"position {positions}) at step {best['step']:,}, whose weights these are"
+        f"{best['simulated_acceptance_length']:.2f} drafted tokens accepted (simulated, greedy, the target's own not "
+        f"counted; by position {positions}) at step {best['step']:,}, whose weights these are"
     )
 
 
@@ -190,13 +199,13 @@ def _contexts(run: RunRecord) -> dict[str, Any] | None:
         return None
     return {
         "rows": [row for row, _ in context_rows(found)],
-        "conditions": f"{found.get('engine')} {found.get('engine_version')}, {found.get('draft_tokens')} drafted tokens, "
-        f"{rule(found)}",
+        "conditions": f"{found.get('engine')} {found.get('engine_version')}, {found.get('draft_tokens')} drafted "
+        f"tokens, {rule(found)}",
     }
 
 
 def _serving(run: RunRecord, target: str) -> dict[str, Any]:
-    """vllm_key: what config.json lacks for vLLM; exports once did without."""
+    """The commands that serve the draft. vllm_key: what config.json lacks for vLLM, as in exports of older versions."""
     draft, steps = run.draft, run.key("evaluation.draft_tokens") or 4
     window, context = draft.get("sliding_window"), draft["max_position_embeddings"]
     flags = speculative_flags("DRAFT", steps, 1, steps + 1, window)
@@ -218,16 +227,15 @@ def _serving(run: RunRecord, target: str) -> dict[str, Any]:
 def _limits(run: RunRecord) -> list[str]:
     longest = run.started["data"]["train"]["longest"] if run.started else 0
     contexts = max((row["context"] for row in run.by_context.get("contexts", [])), default=0)
-    limits = []
-    if longest:
-        known = "only the table by context tells how it does" if contexts > longest else "nothing is known of it"
-        limits.append(f"No training sample was longer than {longest:,} tokens; beyond that {known}.")
-    if contexts < LONG:
-        limits.append("Acceptance at long contexts was not measured.")
-    if run.key("model.target") == "demo":
-        limits.append("A demonstration: its target is a few million weights trained for minutes, and of no use.")
-    return [
-        *limits,
-        "Speed depends on engine, hardware and load; nothing is promised by an acceptance length.",
-        "The output is the target's own, with its knowledge and faults: a draft changes its speed alone.",
-    ]
+    known = "only the table by context shows how it does" if contexts > longest else "nothing is known of it"
+    limits = (
+        (longest, f"No training sample was longer than {longest:,} tokens; beyond that {known}."),
+        (contexts < LONG, "Acceptance at long contexts was not measured."),
+        (
+            run.key("model.target") == "demo",
+            "A demonstration: its target is a few million weights trained for minutes, and of no use.",
+        ),
+        (True, "Speed depends on engine, hardware and load; nothing is promised by an acceptance length."),
+        (True, "The output is the target's own, with its knowledge and faults: a draft only changes its speed."),
+    )
+    return [limit for holds, limit in limits if holds]

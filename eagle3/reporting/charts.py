@@ -1,4 +1,4 @@
-"""The charts of one run, each from what its folder holds; where that lacks what a chart needs, the chart says so."""
+"""The charts of one run, drawn from what its folder holds. A chart that lacks something says so."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eagle3.reporting.curves import Curve, estimated_curve, mean, measured_curve, rule, simulated_positions, told_curve
 from eagle3.reporting.plot import (
     BLUE,
     GREEN,
@@ -26,26 +25,39 @@ from eagle3.reporting.plot import (
     step_axis,
     thinned,
 )
-from eagle3.reporting.record import RunRecord, column, columns
+from eagle3.reporting.record import (
+    Curve,
+    RunRecord,
+    column,
+    columns,
+    estimated_curve,
+    mean,
+    measured_curve,
+    rule,
+    simulated_positions,
+    told_curve,
+)
 
 TRAINING, HELD_OUT = "training", "held out"
 ABOUT_ACCEPTED = (
-    "Drafts that a greedy verification would accept, from hidden states; accepted drafts in the step lines. An acceptance length "
-    "counts the target's own token, too: it is 1 more."
+    "Drafts that a greedy verification would accept, from hidden states; accepted drafts in the step lines. An "
+    "acceptance length also counts the target's own token: it is 1 more."
 )
 ABOUT_RATE = (
-    "How probably sampling at temperature 1 accepts the draft of each TTT step, those before it taken as accepted. Early in "
-    "training it is far above accepted drafts: flat distributions overlap though their best tokens differ."
+    "Probability that sampling at temperature 1 accepts the draft of each TTT step, given that all before it are "
+    "accepted. Early in training it is far above accepted drafts: flat distributions overlap even if their best "
+    "tokens differ."
 )
-ABOUT_LEARNING = "Of each step, as its optimiser used it."
+ABOUT_LEARNING = "The rate that the optimiser used in each step."
 ABOUT_POSITIONS = (
-    "Share of the verifications that accepted a draft and all before it. Their sum is the accepted drafts a verification. "
-    "Simulated: over held-out samples as they are written; real: in the target's own continuations, of fewer conversations."
+    "Share of the verifications that accepted a draft and all before it. Their sum is the number of accepted drafts "
+    "per verification. Simulated: over held-out samples as they are written; real: in the target's own continuations "
+    "of fewer conversations."
 )
 
 
 class Absent(NamedTuple):
-    """A chart that could not be drawn, and what for it is missing."""
+    """A chart that cannot be drawn, and what it lacks."""
 
     name: str
     title: str
@@ -57,22 +69,20 @@ def loss_label(run: RunRecord) -> str:
 
 
 def about_loss(run: RunRecord) -> str:
-    """What `loss` is, wherever it is written."""
+    """What `loss` is, wherever it appears."""
     steps, decay = run.key("training.ttt_steps"), run.key("training.step_decay")
     steps = "the TTT steps" if steps is None else f"the {steps} TTT steps"
     weights = "" if decay is None else f", each weighted {decay:g} times the one before"
     return f"What training minimises, loss in the step lines: the losses of {steps}{weights}, summed."
 
 
-def _loss(run: RunRecord, name: str, title: str) -> Plot | None:
-    return _course(run, name, title, "loss", loss_label(run), about_loss(run))
+def _loss(run: RunRecord, name: str, title: str, key: str) -> Plot:
+    return _course(run, name, title, key, loss_label(run), about_loss(run))
 
 
-def _course(run: RunRecord, name: str, title: str, key: str, label: str, about: str) -> Plot | None:
+def _course(run: RunRecord, name: str, title: str, key: str, label: str, about: str) -> Plot:
     """One number over the steps, in training and held out."""
     values, held_out = column(run.train, key), column(run.held_out, key)
-    if not np.isfinite(values).any():
-        return None
     all_steps = column(run.train, "step")
     series = [Series(TRAINING, *thinned(all_steps, values), BLUE)]
     alt = f"{title}: {_from_to(values)} over {len(values)} optimiser steps"
@@ -92,16 +102,14 @@ def _told(value: float) -> str:
     return f"{value:.3g}" if np.isfinite(value) else "unknown"
 
 
-def _step_losses(run: RunRecord, name: str, title: str) -> Plot | None:
+def _step_losses(run: RunRecord, name: str, title: str, key: str) -> Plot:
     unit = "nats a token" if run.key("training.loss") == "kl" else "loss"
-    return _by_ttt_step(run, name, title, "step_losses", unit, "Each TTT step's own loss, without a weight.")
+    return _by_ttt_step(run, name, title, key, unit, "Each TTT step's own loss, without a weight.")
 
 
-def _by_ttt_step(run: RunRecord, name: str, title: str, key: str, label: str, about: str) -> Plot | None:
-    """Training as lines, held out as dots, a colour a TTT step."""
+def _by_ttt_step(run: RunRecord, name: str, title: str, key: str, label: str, about: str) -> Plot:
+    """Training as lines and held out as dots, with one colour per TTT step."""
     curves, held_out = columns(run.train, key), columns(run.held_out, key)
-    if not np.isfinite(curves).any():
-        return None
     all_steps, colours = column(run.train, "step"), shades(curves.shape[1])
     steps, smooth = thinned(all_steps, curves)
     series = [
@@ -112,29 +120,31 @@ def _by_ttt_step(run: RunRecord, name: str, title: str, key: str, label: str, ab
         )
         for place, (values, colour) in enumerate(zip(of_steps.T, colours, strict=False), 1)
     ]
-    alt = f"{title} over {len(curves)} optimiser steps: TTT step 1 goes {_from_to(curves[:, 0])}, "
-    alt += f"TTT step {curves.shape[1]} {_from_to(curves[:, -1])}"
+    alt = (
+        f"{title} over {len(curves)} optimiser steps: TTT step 1 goes {_from_to(curves[:, 0])}, "
+        f"TTT step {curves.shape[1]} {_from_to(curves[:, -1])}"
+    )
     if len(held_out):
         alt += f"; held out they end at {_told(held_out[-1][0])} and {_told(held_out[-1][-1])}"
     axis = number_axis(label, [each.y for each in series])
     return Plot(name, title, about, f"{alt}.", step_axis(all_steps), axis, series)
 
 
-def _norm(run: RunRecord, name: str, title: str) -> Plot | None:
+def _norm(run: RunRecord, name: str, title: str, key: str) -> Plot:
     clip, skip = run.key("training.gradient_clipping"), run.key("training.skip_above_norm")
-    about = "Of the whole gradient"
-    about += f", before it is clipped at training.gradient_clipping {clip:g}" if clip else ""
-    about += f"; a step above training.skip_above_norm {skip:g} is skipped." if skip else "."
-    return _of_steps(run, name, title, "gradient_norm", "norm", about, ORANGE, logarithmic=True)
+    clipped = f", before it is clipped at training.gradient_clipping {clip:g}" if clip else ""
+    about = (
+        f"Norm of the whole gradient{clipped}"
+        f"{f'; a step above training.skip_above_norm {skip:g} is skipped' if skip else ''}."
+    )
+    return _of_steps(run, name, title, key, "norm", about, ORANGE, logarithmic=True)
 
 
 def _of_steps(
     run: RunRecord, name: str, title: str, key: str, label: str, about: str, colour: Colour, **scale: bool
-) -> Plot | None:
-    """One number of each step."""
+) -> Plot:
+    """One number for each step."""
     values, all_steps = column(run.train, key), column(run.train, "step")
-    if not np.isfinite(values).any():
-        return None
     series = Series(title.lower(), *thinned(all_steps, values), colour)
     alt = f"{title}: {_from_to(values)}, at most {short_number(float(np.nanmax(values)))}."
     return Plot(name, title, about, alt, step_axis(all_steps), number_axis(label, [series.y], **scale), [series])
@@ -165,7 +175,7 @@ def _positions(run: RunRecord, name: str, title: str) -> Plot | None:
 
 
 def curve_series(label: str, curve: Curve, colour: Colour, look: str = "line") -> Series:
-    """Acceptance length by context, with its interval where one is known."""
+    """Acceptance length by context, with its interval if known."""
     band = curve.interval if np.isfinite(curve.interval).any() else None
     return Series(label, curve.contexts, curve.lengths, colour, look, dotted=True, band=band)
 
@@ -176,38 +186,34 @@ def contexts_plot(name: str, series: Sequence[Series], told: str) -> Plot:
     values = [*(each.y for each in series), *bands, np.ones(1)]
     axis = number_axis("tokens a verification", values)._replace(tell=lambda length: f"{length:.2f}")
     contexts = context_axis("context in tokens", np.unique(np.concatenate([each.x for each in series])))
-    about = "Tokens that one pass of the target yields, accepted drafts and its own, after contexts of up to so many tokens."
-    about += " Bands: 95% intervals." if bands else ""
+    about = (
+        "Tokens produced per pass of the target, accepted drafts and its own, after contexts of up to this many tokens."
+        + (" Bands: 95% intervals." if bands else "")
+    )
     return Plot(name, title, about, f"{title}: {told}.", contexts, axis, series)
 
 
 def _contexts(run: RunRecord, name: str, _: str) -> Plot | None:
-    series, told = [], []
-    if run.by_context.get("contexts"):
-        measured = measured_curve(run.by_context)
-        series.append(curve_series(f"real decoding, {rule(run.by_context)}", measured, VERMILLION))
-        told.append(f"real decoding {told_curve(measured)}")
-    if estimated := estimated_curve(run):
-        series.append(curve_series("estimated from hidden states, greedy", estimated, BLUE, "dashed"))
-        told.append(f"estimated {told_curve(estimated)}")
-    return contexts_plot(name, series, "; ".join(told)) if series else None
+    measured = measured_curve(run.by_context) if run.by_context.get("contexts") else None
+    curves = (
+        ("real decoding", f", {rule(run.by_context)}", measured, VERMILLION, "line"),
+        ("estimated", " from hidden states, greedy", estimated_curve(run), BLUE, "dashed"),
+    )
+    series = [curve_series(label + how, curve, colour, look) for label, how, curve, colour, look in curves if curve]
+    told = "; ".join(f"{label} {told_curve(curve)}" for label, _, curve, *_ in curves if curve)
+    return contexts_plot(name, series, told) if series else None
 
 
-def _throughput(run: RunRecord, name: str, title: str) -> Plot | None:
-    label, about = "tokens a second", "Of training, tokens of prompts included."
-    plot = _of_steps(run, name, title, "tokens_per_second", label, about, GREEN, zero=True)
-    if plot is None:
-        return None
-    median = float(np.nanmedian(column(run.train, "tokens_per_second")))
+def _throughput(run: RunRecord, name: str, title: str, key: str) -> Plot:
+    about = "Tokens of training per second, prompts included."
+    plot = _of_steps(run, name, title, key, "tokens a second", about, GREEN, zero=True)
+    median = float(np.nanmedian(column(run.train, key)))
     series = [plot.series[0]._replace(label="each step"), level("median", plot.x, median)]
     return plot._replace(series=series, alt=f"{title}: a median of {median:,.0f} tokens a second.")
 
 
-def _memory(run: RunRecord, name: str, title: str) -> Plot | None:
-    used, all_steps = column(run.train, "memory_gib"), column(run.train, "step")
-    if not np.isfinite(used).any():
-        return None
-    memory = run.started.get("memory", {})
+def _memory(run: RunRecord, name: str, title: str, key: str) -> Plot:
+    used, all_steps, memory = column(run.train, key), column(run.train, "step"), run.started.get("memory", {})
     before, estimate = memory.get("before_gib"), memory.get("estimate_gib")
     steps, alt = step_axis(all_steps), f"{title}: {np.nanmax(used):.2f} GiB"
     series = [Series("measured", *thinned(all_steps, used), BLUE)]
@@ -218,7 +224,7 @@ def _memory(run: RunRecord, name: str, title: str) -> Plot | None:
         series.append(level("that and the planner's estimate", steps, before + estimate, ORANGE))
         alt += f"; the planner's estimate for the draft is {estimate:.2f}"
     axis = number_axis("GiB", [each.y for each in series], zero=True)._replace(tell=lambda size: f"{size:.2f}")
-    return Plot(name, title, f"The most so far, {memory.get('measured') or 'in GiB'}.", f"{alt}.", steps, axis, series)
+    return Plot(name, title, f"The peak so far, {memory.get('measured') or 'in GiB'}.", f"{alt}.", steps, axis, series)
 
 
 def _lengths(run: RunRecord, name: str, title: str) -> Plot | None:
@@ -227,16 +233,18 @@ def _lengths(run: RunRecord, name: str, title: str) -> Plot | None:
     known = {part: data[part]["lengths"] for part in parts if data and data[part].get("lengths")}
     if not known:
         return None
-    all_edges = [histogram["edges"] for histogram in known.values()]
+    all_edges = [np.array(histogram["edges"]) for histogram in known.values()]
     least, most = min(edges[0] for edges in all_edges), max(edges[-1] for edges in all_edges)
-    grow = any(edges[-1] - edges[-2] > 1.5 * (edges[1] - edges[0]) for edges in all_edges)  # the bins
+    grow = any(edges[-1] - edges[-2] > 1.5 * (edges[1] - edges[0]) for edges in all_edges)  # the bins do
     logarithmic = 0 < 2 * least <= most and grow
-    series = []
-    for part, histogram in known.items():
-        edges, counts = np.array(histogram["edges"]), np.array(histogram["counts"], float)
-        middles = np.sqrt(edges[1:] * edges[:-1]) if logarithmic else (edges[1:] + edges[:-1]) / 2
-        label, colour = parts[part]
-        series.append(Series(label, middles, counts / max(1, counts.sum()), colour, "stairs", edges=edges))
+    middles = [np.sqrt(edges[1:] * edges[:-1]) if logarithmic else (edges[1:] + edges[:-1]) / 2 for edges in all_edges]
+    shares = [np.array(found["counts"], float) / max(1, sum(found["counts"])) for found in known.values()]
+    series = [
+        Series(label, at, of_samples, colour, "stairs", edges=edges)
+        for (label, colour), at, of_samples, edges in zip(
+            map(parts.get, known), middles, shares, all_edges, strict=True
+        )
+    ]
     label, highest = "tokens of a sample", 1.05 * max(each.y.max() for each in series)
     if logarithmic:
         powers = 2.0 ** np.arange(np.ceil(np.log2(least)), np.floor(np.log2(most)) + 1)
@@ -250,30 +258,34 @@ def _lengths(run: RunRecord, name: str, title: str) -> Plot | None:
     return Plot(name, title, about, alt, axis, share_axis("of samples", highest or 1.0), series)
 
 
-NO_NUMBERS = "metrics.jsonl has no such numbers yet"
-# Name of the file, title, what draws it, and what is missing where that draws nothing; in the order of the page.
-CHARTS: tuple[tuple[str, str, Callable[[RunRecord, str, str], Plot | None], str], ...] = (
-    ("total_loss", "Loss", _loss, NO_NUMBERS),
-    ("loss", "Loss by TTT step", _step_losses, NO_NUMBERS),
+# File name, title, key in metrics.jsonl, and the function that draws it; in the order of the page, like those below.
+OF_STEPS: tuple[tuple[str, str, str, Callable[[RunRecord, str, str, str], Plot]], ...] = (
+    ("total_loss", "Loss", "loss", _loss),
+    ("loss", "Loss by TTT step", "step_losses", _step_losses),
     (
         "accepted",
         "Accepted drafts, simulated",
-        partial(_course, key="simulated_acceptance_length", label="drafts a verification", about=ABOUT_ACCEPTED),
-        NO_NUMBERS,
+        "simulated_acceptance_length",
+        partial(_course, label="drafts a verification", about=ABOUT_ACCEPTED),
     ),
     (
         "acceptance",
         "Acceptance rate by TTT step",
-        partial(_by_ttt_step, key="acceptance_rate", label="probability", about=ABOUT_RATE),
-        NO_NUMBERS,
+        "acceptance_rate",
+        partial(_by_ttt_step, label="probability", about=ABOUT_RATE),
     ),
     (
         "learning_rate",
         "Learning rate",
-        partial(_of_steps, key="learning_rate", label="learning rate", about=ABOUT_LEARNING, colour=GREEN, zero=True),
-        NO_NUMBERS,
+        "learning_rate",
+        partial(_of_steps, label="learning rate", about=ABOUT_LEARNING, colour=GREEN, zero=True),
     ),
-    ("gradient_norm", "Gradient norm", _norm, NO_NUMBERS),
+    ("gradient_norm", "Gradient norm", "gradient_norm", _norm),
+    ("throughput", "Throughput of training", "tokens_per_second", _throughput),
+    ("memory", "Peak memory of the first rank", "memory_gib", _memory),
+)
+# Name, title, the function that draws it, and what is missing if it draws nothing.
+OTHERS: tuple[tuple[str, str, Callable[[RunRecord, str, str], Plot | None], str], ...] = (
     (
         "positions",
         "Accepted by draft position",
@@ -281,13 +293,14 @@ CHARTS: tuple[tuple[str, str, Callable[[RunRecord, str, str], Plot | None], str]
         "neither held-out measurements nor evaluation.json are there",
     ),
     ("contexts", "Acceptance length by context", _contexts, "launchers/evaluate.py --by-context measures it"),
-    ("throughput", "Throughput of training", _throughput, NO_NUMBERS),
-    ("memory", "Peak memory of the first rank", _memory, NO_NUMBERS),
     ("lengths", "Sample lengths", _lengths, "run.json is not there; the start of a run writes it"),
 )
 
 
 def charts(run: RunRecord) -> Iterator[Plot | Absent]:
     """All charts of a run."""
-    for name, title, draw, why in CHARTS:
+    for name, title, key, draw in OF_STEPS:
+        known = any(np.isfinite(np.array(record.get(key), np.float64)).any() for record in run.train)
+        yield draw(run, name, title, key) if known else Absent(name, title, "metrics.jsonl has no such numbers yet")
+    for name, title, draw, why in OTHERS:
         yield draw(run, name, title) or Absent(name, title, why)

@@ -1,4 +1,4 @@
-"""Several runs beside one another: their courses and their acceptance by context in charts, their key numbers in tables."""
+"""Compare several runs: their courses and their acceptance by context in charts, their key numbers in tables."""
 
 import itertools
 from collections.abc import Sequence
@@ -7,18 +7,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from eagle3.durable import write_bytes, write_text
+from eagle3.durable import write_bytes, write_text, writing
 from eagle3.errors import UserError
 from eagle3.reporting.charts import ABOUT_ACCEPTED, about_loss, contexts_plot, curve_series, loss_label
-from eagle3.reporting.curves import measured_curve, tokens_label, told_curve
-from eagle3.reporting.drawing import png
-from eagle3.reporting.markdown import Markdown, Table, escaped
-from eagle3.reporting.page import comparison
-from eagle3.reporting.plot import COLOURS, Colour, Plot, Series, count_axis, number_axis, step_axis, thinned
-from eagle3.reporting.record import Record, RunRecord, column, read_run
-from eagle3.reporting.summary import summary_rows
+from eagle3.reporting.markdown import Markdown, Table, escaped, summary_rows
+from eagle3.reporting.page import rendered, vector
+from eagle3.reporting.plot import COLOURS, Colour, Plot, Series, count_axis, number_axis, png, step_axis, thinned
+from eagle3.reporting.record import Record, RunRecord, column, measured_curve, read_run, tokens_label, told_curve
 
-WIDE = 6.4  # inches: for a document, not a phone
+WIDE = 6.4  # inches, for a document rather than a phone
 PAGE, RUNS, CONTEXTS = "comparison.html", "runs.md", "acceptance-by-context"
 CONDITIONS = (
     "target",
@@ -31,7 +28,7 @@ CONDITIONS = (
     "new_tokens",
     "prompts",
 )
-# Of the recipe: where they differ, a loss or an acceptance is another quantity, or one of other texts.
+# Keys of the recipe: if they differ, a loss or an acceptance is another quantity, or one of other texts.
 DECISIVE = (
     "model.target",
     "model.draft.vocab_size",
@@ -50,20 +47,22 @@ DECISIVE = (
 
 
 class Compared(NamedTuple):
-    """A run under the name it has in charts and tables."""
+    """A run with its name in charts and tables."""
 
     name: str
     run: RunRecord
 
     @property
     def found(self) -> Record:
-        """Its by_context.json; empty where it measured nothing."""
+        """Its by_context.json; empty if it measured nothing."""
         return self.run.by_context if self.run.by_context.get("contexts") else {}
 
 
 def read_compared(folders: Sequence[Path], names: Sequence[str] | None) -> list[Compared]:
-    """names: one a run, default the folders' own. Raises UserError where a folder holds no run, or names are not one a run and
-    all different."""
+    """Read the runs to compare. names: one for each run; default: the folders' own.
+
+    Raises UserError if a folder holds no run, or if there is not a different name for each run.
+    """
     places = [folder.resolve() for folder in folders]
     if twice := [folder for folder, place in zip(folders, places, strict=True) if places.count(place) > 1]:
         raise UserError(f"{twice[0]}: this run is named twice; compare different ones")
@@ -71,13 +70,14 @@ def read_compared(folders: Sequence[Path], names: Sequence[str] | None) -> list[
     if len(names) != len(folders) or len(set(names)) != len(names) or not all(names):
         wanted = ",".join(f"name{place}" for place in range(1, len(folders) + 1))
         raise UserError(
-            f"--names {','.join(names)}: {len(folders)} runs need {len(folders)} different names; write --names {wanted}, with names of yours"
+            f"--names {','.join(names)}: {len(folders)} runs need {len(folders)} different names; write --names "
+            f"{wanted}, with your own names"
         )
     return [Compared(name, read_run(folder)) for name, folder in zip(names, folders, strict=True)]
 
 
 def runs_table(compared: Sequence[Compared]) -> Table:
-    """The key numbers, a column a run; noted is what else was not the same for all."""
+    """The key numbers, one column per run, with a note on other differences."""
     rows = [summary_rows(each.run) for each in compared]
     names = list(dict.fromkeys(name for of_run in rows for name in of_run))
     told = differing(compared, {key: [each.run.key(key) for each in compared] for key in DECISIVE})
@@ -90,7 +90,7 @@ def runs_table(compared: Sequence[Compared]) -> Table:
 
 
 def differing(compared: Sequence[Compared], values: dict[str, Sequence[Any]]) -> list[str]:
-    """Of each key whose values are not all the same, whose value is which."""
+    """For each key whose values differ, which run has which value."""
     return [
         f"{key} DIFFERS: " + ", ".join(f"{value} ({each.name})" for value, each in zip(of_runs, compared, strict=True))
         for key, of_runs in values.items()
@@ -99,12 +99,15 @@ def differing(compared: Sequence[Compared], values: dict[str, Sequence[Any]]) ->
 
 
 def contexts_table(compared: Sequence[Compared]) -> Table:
-    """Of runs that were measured: a row a context, a column a run, with 95% intervals and the number of verifications; noted is
-    how, with a warning where runs were measured differently."""
+    """Acceptance of the runs that were measured: one row per context, one column per run.
+
+    Cells have 95% confidence intervals and the number of verifications. The note says how runs were measured, and warns
+    of differences.
+    """
     rows = {each.name: {row["context"]: row for row in each.found["contexts"]} for each in compared}
     contexts = sorted({context for of_run in rows.values() for context in of_run})
     values = {name: [_condition(each.found, name) for each in compared] for name in CONDITIONS}
-    known = {name: found for name, found in values.items() if set(found) != {None}}  # None: files of an earlier version
+    known = {name: found for name, found in values.items() if set(found) != {None}}  # None: files of an older version
     same = [f"{name} {found[0]}" for name, found in known.items() if len(set(found)) == 1]
     return Table(
         "Acceptance length by context",
@@ -120,7 +123,7 @@ def _cell(row: Record | None) -> str:
         return "–"
     low, high = row.get("interval") or (None, None)
     interval = "" if low is None or high is None else f" [{low:.2f}, {high:.2f}]"
-    return Markdown(f"{row['acceptance_length']:.2f}{interval} ({row['verifications']:,})")  # its brackets make no link
+    return Markdown(f"{row['acceptance_length']:.2f}{interval} ({row['verifications']:,})")  # its brackets are no link
 
 
 def _condition(found: Record, name: str) -> Any:
@@ -131,7 +134,7 @@ def _condition(found: Record, name: str) -> Any:
 
 
 def compared_plots(compared: Sequence[Compared]) -> list[Plot]:
-    """Loss and accepted drafts over steps and over supervised tokens, and acceptance by context, as far as runs have them."""
+    """Loss and accepted drafts by step and by supervised tokens, and acceptance by context, where runs have them."""
     coloured = [*zip(compared, itertools.cycle(COLOURS), strict=False)]
     abouts = {about_loss(each.run) for each in compared}
     about = (
@@ -157,8 +160,11 @@ def compared_plots(compared: Sequence[Compared]) -> list[Plot]:
 def _course(
     coloured: Sequence[tuple[Compared, Colour]], over: str, name: str, key: str, title: str, unit: str, about: str
 ) -> Plot | None:
-    """Lines of training, pale, and dots of what was held out, over optimiser steps or supervised tokens; None where no run has
-    any. key: of metrics.jsonl. unit: of its axis."""
+    """Pale lines for training and dots for held-out text, by steps or supervised tokens; None if no run has any.
+
+    key: in metrics.jsonl
+    unit: of its axis
+    """
     training, held_out, told = [], [], []
     for (label, run), colour in coloured:
         steps, values = thinned(column(run.train, "step"), column(run.train, key))
@@ -191,21 +197,21 @@ def _course(
 
 
 def write_comparison(compared: Sequence[Compared], out: Path) -> str:
-    """Charts, tables, and a page with them into folder `out`; returns the tables."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out {out}: cannot be made ({error.strerror}); name another folder") from error
+    """Write charts, tables, and a page with both into folder `out`. Returns the tables as Markdown."""
     plots, measured = compared_plots(compared), [each for each in compared if each.found]
     tables = [runs_table(compared), *([contexts_table(measured)] if measured else [])]
-    written = [table.markdown() for table in tables]
-    for plot in plots:
-        write_bytes(out / f"{plot.name}.png", png(plot, WIDE))
-    for name, text in zip((RUNS, f"{CONTEXTS}.md"), written, strict=False):
-        write_text(out / name, text)
+    texts = [table.markdown() for table in tables]
+    files = dict(zip((RUNS, f"{CONTEXTS}.md"), texts, strict=False))
     if unmeasured := [each.name for each in compared if not each.found]:
         names = ", ".join(map(escaped, unmeasured))
-        written.append(f"No acceptance by context of {names}: launchers/evaluate.py --by-context measures it.\n")
-    markdown = "\n".join(written)
-    write_text(out / PAGE, comparison([each.name for each in compared], plots, tables, markdown))
+        texts.append(f"No acceptance by context for {names}: launchers/evaluate.py --by-context measures it.\n")
+    markdown = "\n".join(texts)
+    title, charts = ", ".join(each.name for each in compared), [vector(plot) for plot in plots]
+    files[PAGE] = rendered("comparison.html", title=title, charts=charts, tables=tables, markdown=markdown)
+    with writing(out, "free space, or name another folder with --out"):
+        out.mkdir(parents=True, exist_ok=True)
+        for plot in plots:
+            write_bytes(out / f"{plot.name}.png", png(plot, WIDE))
+        for name, text in files.items():
+            write_text(out / name, text)
     return markdown

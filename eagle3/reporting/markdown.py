@@ -1,47 +1,155 @@
-"""Names that others chose (targets, data sets, folders) as text in Markdown: no links, no HTML, no lines or cells."""
+"""A run in Markdown: its key numbers as a small table, to be pasted into an issue or a chat.
+
+Names that others chose (targets, data sets, folders) are escaped, so that they make no links, HTML, lines or cells.
+"""
 
 import re
 from collections.abc import Iterable, Sequence
 from shlex import quote
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-# An underscore inside a word marks nothing.
+import numpy as np
+
+from eagle3.console import counted, duration, memory_size
+from eagle3.reporting.record import Record, RunRecord, column, mean, number, rule, short, source_name, target_name
+
+# An underscore inside a word is not markup.
 SPECIAL = re.compile(r"[\\`*\[\]<>|&~$#]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")
-BACKTICKS = re.compile("`+")
+VERSIONS = ("eagle3-recipes", "python", "torch", "deepspeed", "transformers", "sglang")
+WEIGHTED = "weighted sum over TTT steps"
+LAST = 10  # steps over which the last training loss is averaged
 
 
 class Markdown(str):
-    """Text that is Markdown already."""
+    """Text that is already Markdown."""
 
 
 def escaped(value: object) -> Markdown:
-    """As text in a paragraph, a heading or a table's cell. What is Markdown stays as it is."""
+    """The value as text in a paragraph, heading or table cell. Markdown stays as it is."""
     return value if isinstance(value, Markdown) else Markdown(SPECIAL.sub(r"\\\g<0>", one_line(str(value))))
 
 
 class Table(NamedTuple):
-    """note: what stands below it."""
+    """A table with a title."""
 
     title: str
     head: Sequence[str]
     rows: Iterable[Sequence[str]]
-    note: str = ""
+    note: str = ""  # shown below it
 
     def markdown(self) -> str:
-        """Without its title."""
+        """The table as Markdown, without its title."""
         lines = ["|" + "".join(f" {escaped(cell)}".rstrip() + " |" for cell in row) for row in (self.head, *self.rows)]
         note = ["", escaped(self.note)] if self.note else []
         return "\n".join([lines[0], "|---" * len(self.head) + "|", *lines[1:], *note]) + "\n"
 
 
 def one_line(text: str) -> str:
-    """Without line ends, and without characters that show as nothing or turn the text around."""
+    """The text without line breaks, and without characters that are invisible or reverse the text."""
     return " ".join("".join(each if each.isprintable() else " " for each in text).split())
 
 
 def fenced_command(words: Sequence[str]) -> Markdown:
-    """A block with a command line for a shell, an option a line. It ends where it should, whatever the words are."""
+    """A code block with a shell command, one option per line. Its fence holds, whatever the words are."""
     quoted = [quote(one_line(word)) for word in words]
     command = quoted[0] + "".join(f" \\\n  {word}" if word.startswith("--") else f" {word}" for word in quoted[1:])
-    fence = "`" * max(3, 1 + max(map(len, BACKTICKS.findall(command)), default=0))
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", command)), default=0))
     return Markdown(f"{fence}\n{command}\n{fence}")
+
+
+# Key numbers ----------------------------------------------------------------------------------------------------------
+
+
+def summary_rows(run: RunRecord) -> dict[str, str]:
+    """The known key numbers. They hold no paths: of files and folders, only the last part is shown."""
+    return {name: one_line(value) for name, value in (_made_of(run) | _came_of(run) | _ran_on(run)).items() if value}
+
+
+def summary(run: RunRecord) -> str:
+    """The key numbers as Markdown."""
+    return Table("", [run.folder.path.resolve().name, ""], summary_rows(run).items()).markdown()
+
+
+def layout_in_words(layout: dict[str, int]) -> str:
+    return " x ".join(f"{name} {size}" for name, size in layout.items())
+
+
+def spans_in_words(spans: Record) -> str:
+    return (
+        f"{counted(spans['per_document'], 'random span')} of {spans['length']:,} supervised tokens, where it has more"
+    )
+
+
+def versions_in_words(versions: dict[str, str], names: Sequence[str]) -> str:
+    """The versions of those of `names` that are known."""
+    return ", ".join(f"{name} {versions[name]}" for name in names if name in versions)
+
+
+def _made_of(run: RunRecord) -> dict[str, str]:
+    started, pace = run.started, run.pace
+    rows = {
+        "target": target_name(run),
+        "draft": "",
+        "data": ", ".join(map(source_name, run.key("data.train") or [])),
+        "steps": f"{len(run.train):,}",
+        "tokens seen": f"{short(pace.tokens)}, {short(pace.supervised)} supervised" if pace.tokens else "",
+    }
+    if started:
+        target, draft, vocabulary, machine = (started[name] for name in ("target", "draft", "vocabulary", "machine"))
+        train, window, layout = started["data"]["train"], run.key("model.draft.window"), started["layout"]
+        samples = (
+            f"{counted(train['samples'], 'sample')}, {short(train['tokens'])} tokens, {short(train['supervised'])} "
+            "supervised"
+        )
+        processes = f"{machine['processes']:,} process{'' if machine['processes'] == 1 else 'es'}"
+        rows |= {
+            "target": f"{rows['target']} ({target['architecture']}, {target['layers']} layers of "
+            f"{target['hidden_size']:,})",
+            "draft": f"{short(draft['parameters'])} parameters, context {draft['context']:,}"
+            + (f", window {window:,}" if window else "")
+            + f", {vocabulary['size']:,} of {vocabulary['target_size']:,} tokens",
+            "data": ": ".join(filter(None, (rows["data"], samples))),
+            "steps": rows["steps"] + (f" of {started['steps']:,}" if started["steps"] else ""),
+            "layout": f"{layout_in_words(layout)} on {processes}" if layout else "",
+        }
+    if spans := run.key("data.spans"):
+        rows["data"] += f"; of each sample {spans_in_words(spans)}"
+    return rows
+
+
+def _came_of(run: RunRecord) -> dict[str, Any]:
+    """The results. A falsy value means that a number is not known; so below."""
+    judged, best, length = run.evaluation, run.exported, run.evaluation.get("acceptance_length")
+    loss, untrained, speed = mean(column(run.train[-LAST:], "loss")), judged.get("untrained"), judged.get("speed")
+    return {
+        f"loss in training, {WEIGHTED}": np.isfinite(loss)
+        and f"{loss:#.5g} (mean of the last {min(LAST, len(run.train))} steps)",
+        f"loss held out, {WEIGHTED}": best.get("loss") is not None
+        and f"{best['loss']:#.5g} (at step {best['step']:,})",
+        "accepted drafts, simulated": best
+        and f"{number(best['simulated_acceptance_length'])} held out (the target's own token not counted)",
+        "acceptance length": length is not None
+        and f"{length:.2f} (the target's own token counted; {rule(judged)}, "
+        f"{counted(judged['conversations'], 'conversation')})"
+        + (f"; untrained draft {untrained['acceptance_length']:.2f}" if untrained else ""),
+        "accepted by draft position": length is not None
+        and " ".join(map(number, judged.get("position_acceptance") or [])),
+        "decoding speed": speed
+        and f"{speed['speculative']:,.1f} tokens/s, {speed['plain']:,.1f} without the draft: "
+        f"{speed['speculative'] / speed['plain']:.2f} times as fast ({judged.get('engine')} "
+        f"{judged.get('engine_version')})",
+    }
+
+
+def _ran_on(run: RunRecord) -> dict[str, Any]:
+    machine, estimate = run.started.get("machine"), run.started.get("memory", {}).get("estimate_gib")
+    speeds, used = column(run.train, "tokens_per_second"), column(run.train, "memory_gib")
+    return {
+        "training speed": np.isfinite(speeds).any()
+        and f"{np.nanmedian(speeds):,.0f} tokens/s (median), {duration(run.pace.seconds)} in steps",
+        "peak memory, first rank": np.isfinite(used).any()
+        and memory_size(np.nanmax(used) * 2**30)
+        + (f" (planner's estimate for the draft {memory_size(estimate * 2**30)})" if estimate is not None else ""),
+        "machine": machine and (machine["gpu"] or f"{machine['processor']}, {machine['cores']} cores"),
+        "versions": versions_in_words(run.started.get("versions", {}), VERSIONS),
+    }

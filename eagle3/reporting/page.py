@@ -1,25 +1,24 @@
-"""The page of a run: what its folder holds as one HTML file that needs nothing else, to be read on a phone too."""
+"""The page of a run: what its folder holds, as a single HTML file that needs nothing else and reads well on a phone."""
 
 import base64
 import hashlib
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
+import numpy as np
 from markupsafe import Markup
 
 from eagle3.console import counted, duration, memory_size
 from eagle3.reporting.advice import Advice, advise
 from eagle3.reporting.charts import Absent
-from eagle3.reporting.curves import context_rows, number, rule, short
-from eagle3.reporting.markdown import Table
-from eagle3.reporting.plot import Plot
-from eagle3.reporting.record import Record, RunRecord, target_name
-from eagle3.reporting.summary import layout_in_words, summary
-from eagle3.reporting.vector import vector
+from eagle3.reporting.markdown import Table, layout_in_words, summary
+from eagle3.reporting.plot import Colour, Plot, Series
+from eagle3.reporting.record import Record, RunRecord, context_rows, number, rule, short, target_name
 
-SECTIONS = {  # title -> names of its charts
+SECTIONS = {  # title -> names of the charts
     "Training": ("total_loss", "accepted", "loss", "acceptance", "learning_rate", "gradient_norm"),
     "Acceptance": ("positions", "contexts"),
     "Speed and memory": ("throughput", "memory"),
@@ -27,11 +26,16 @@ SECTIONS = {  # title -> names of its charts
 }
 PARTS = {"train": "training", "held_out": "held out"}
 MOST_EXAMPLES = 8
-MOST_PROMPT, OPENING, MOST_VALUE = 2000, 90, 60  # characters
+MOST_PROMPT, OPENING, MOST_VALUE = 2000, 90, 60  # most characters
+LETTER = 8.5  # width of a letter in the drawing
+SEPARATOR = ";"
+Place = Callable[[np.ndarray], np.ndarray]  # from values to places in the drawing
+Tick = tuple[float, str]  # place and name
+Shape = tuple[str, str, Colour]  # class in the page's style, SVG path, colour
 
 
 def rendered(template: str, **values: Any) -> str:
-    """HTML; every text that came from data is escaped. The page's own script is the only one that may run in it."""
+    """HTML in which all text from data is escaped, and the page's own script is the only one that can run."""
     folder = Path(__file__).parent
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(folder),
@@ -46,14 +50,22 @@ def rendered(template: str, **values: Any) -> str:
 
 
 def page(run: RunRecord, plots: Sequence[Plot | Absent]) -> str:
-    numbers = {"Data": _data(run), "Speed and memory": _memory(run), "Acceptance": (_contexts_table(run), [])}
-    sections = []
-    for title, names in SECTIONS.items():
-        mine = [plot for plot in plots if plot.name in names]
-        charts = [vector(plot) for plot in mine if isinstance(plot, Plot)]
-        missing = [plot for plot in mine if isinstance(plot, Absent)]
-        table, notes = numbers.get(title, (None, []))
-        sections.append({"title": title, "charts": charts, "missing": missing, "table": table, "notes": notes})
+    numbers = {
+        "Training": (None, []),
+        "Acceptance": (_contexts_table(run), []),
+        "Speed and memory": _memory(run),
+        "Data": _data(run),
+    }
+    sections = [
+        {
+            "title": title,
+            "charts": [vector(plot) for plot in plots if plot.name in names and isinstance(plot, Plot)],
+            "missing": [plot for plot in plots if plot.name in names and isinstance(plot, Absent)],
+            "table": numbers[title][0],
+            "notes": numbers[title][1],
+        }
+        for title, names in SECTIONS.items()
+    ]
     return rendered(
         "page.html",
         title=run.folder.path.resolve().name,
@@ -69,17 +81,6 @@ def page(run: RunRecord, plots: Sequence[Plot | Absent]) -> str:
     )
 
 
-def comparison(names: Sequence[str], plots: Sequence[Plot], tables: Sequence[Table], markdown: str) -> str:
-    """The page of several runs. markdown: the tables again, to be pasted."""
-    return rendered(
-        "comparison.html",
-        title=", ".join(names),
-        charts=[vector(plot) for plot in plots],
-        tables=tables,
-        markdown=markdown,
-    )
-
-
 def _subtitle(run: RunRecord) -> str:
     parts = [f"An EAGLE3 draft for {target_name(run)}"]
     if run.started:
@@ -89,32 +90,40 @@ def _subtitle(run: RunRecord) -> str:
 
 
 def _tiles(run: RunRecord) -> list[tuple[str, str, str]]:
-    """Name, value, and a note, which may be empty."""
+    """(name, value, note); the note may be empty."""
     judged, best, pace, all_steps = run.evaluation, run.exported, run.pace, run.started.get("steps")
-    length_note, best_note, speed = "by context, below" if run.by_context else "not judged yet", "not measured", []
+    untrained, speed, tiles = judged.get("untrained"), judged.get("speed"), []
+    length_note = "by context, below" if run.by_context else "not judged yet"
     if judged:
         length_note = (
-            f"tokens a verification, the target's own counted; {counted(judged['conversations'], 'conversation')}{_rule(judged)}, "
-            f"by {judged.get('engine')} {judged.get('engine_version')}"
+            "tokens a verification, the target's own counted; "
+            f"{counted(judged['conversations'], 'conversation')}{_rule(judged)}, by {judged.get('engine')} "
+            f"{judged.get('engine_version')}"
+            + (f"; untrained {untrained['acceptance_length']:.2f}" if untrained else "")
         )
-    if untrained := judged.get("untrained"):
-        length_note += f"; untrained {untrained['acceptance_length']:.2f}"
-    if best:
-        best_note = (
-            "a verification, simulated, the target's own token not counted; "
-            f"loss {number(best.get('loss'))}, at step {best['step']}"
+    if speed:
+        note = (
+            f"{speed['speculative']:,.1f} tokens a second with the draft, {speed['plain']:,.1f} without, one "
+            "conversation at a time"
         )
-    if found := judged.get("speed"):
-        plain = f"{found['plain']:,.1f} without, one conversation at a time"
-        note = f"{found['speculative']:,.1f} tokens a second with the draft, {plain}"
-        speed = [("Speed by the draft", f"{found['speculative'] / found['plain']:.2f}x", note)]
-    seen = f"{short(pace.supervised)} supervised, each counted as often as seen"
+        tiles = [("Speed by the draft", f"{speed['speculative'] / speed['plain']:.2f}x", note)]
     return [
         ("Acceptance length", number(judged.get("acceptance_length")), length_note),
-        ("Accepted drafts, held out", number(best.get("simulated_acceptance_length")), best_note),
-        *speed,
+        (
+            "Accepted drafts, held out",
+            number(best.get("simulated_acceptance_length")),
+            "a verification, simulated, the target's own token not counted; "
+            f"loss {number(best.get('loss'))}, at step {best['step']}"
+            if best
+            else "not measured",
+        ),
+        *tiles,
         ("Steps", f"{len(run.train):,}", f"of {all_steps:,}" if all_steps else ""),
-        ("Tokens trained on", short(pace.tokens), seen),
+        (
+            "Tokens trained on",
+            short(pace.tokens),
+            f"{short(pace.supervised)} supervised, each counted as often as seen",
+        ),
         ("Time in steps", duration(pace.seconds), "without measurements, checkpoints and judging"),
     ]
 
@@ -125,7 +134,7 @@ def _rule(judged: Record) -> str:
 
 
 def _shown(run: RunRecord, advice: Advice) -> dict[str, Any]:
-    """With the values that the keys have now."""
+    """The advice with the current values of its keys."""
     values = {name: "null" if run.key(name) is None else str(run.key(name)) for name in advice.keys}
     keys = {
         name: value if len(value) <= MOST_VALUE else f"{value[: MOST_VALUE - 1]}…" for name, value in values.items()
@@ -134,7 +143,7 @@ def _shown(run: RunRecord, advice: Advice) -> dict[str, Any]:
 
 
 def _contexts_table(run: RunRecord) -> Table | None:
-    """Of by_context.json: what the chart shows, in numbers, and acceptance by draft position."""
+    """The chart of by_context.json in numbers, and acceptance by draft position."""
     if not run.by_context.get("contexts"):
         return None
     found = context_rows(run.by_context)
@@ -165,11 +174,13 @@ def _data(run: RunRecord) -> tuple[Table | None, list[str]]:
     vocabulary = run.started["vocabulary"]
     notes = [
         f"Draft vocabulary: {vocabulary['size']:,} of the target's {vocabulary['target_size']:,} tokens, "
-        f"{vocabulary['coverage']:.2%} of the supervised ones."
+        f"{vocabulary['coverage']:.2%} of the supervised ones.",
+        *(
+            f"Dropped ({name}): {count:,} for {reason}."
+            for found, name in zip(read, PARTS.values(), strict=True)
+            for reason, count in found.get("dropped", {}).items()
+        ),
     ]
-    for rows_read, name in zip(read, PARTS.values(), strict=True):
-        dropped = rows_read.get("dropped", {})
-        notes += [f"Dropped ({name}): {count:,} for {reason}." for reason, count in dropped.items()]
     return Table("Samples", ("", *PARTS.values()), rows), notes
 
 
@@ -186,12 +197,12 @@ def _memory(run: RunRecord) -> tuple[Table | None, list[str]]:
         return None, [f"The planner made no estimate: {memory['why']}"] if memory.get("why") else []
     parts, stream = memory["parts_gib"] | {"all": memory["estimate_gib"]}, memory["stream"]
     note = (
-        f"Measured is what is {memory['measured']}, at its peak so far. The estimate is for the largest stream that the "
-        f"samples can make: {stream['tokens']:,} tokens of {counted(stream['documents'], 'document')}, "
-        f"{stream['supervised']:.0%} "
-        "supervised. It covers the draft, its optimiser, DeepSpeed's buffers and the step; not Python, libraries, the target "
-        "where it runs in the same process, or the data, most of which were there before the draft was made. Buffers count whole, "
-        "though memory that was never written to is not resident."
+        f"Measured is what is {memory['measured']}, at its peak so far. The estimate is for the largest stream that "
+        f"the samples can make: {stream['tokens']:,} tokens of {counted(stream['documents'], 'document')}, "
+        f"{stream['supervised']:.0%} supervised. It covers the draft, its optimiser, DeepSpeed's buffers and the "
+        "step; not Python, libraries, the target where it runs in the same process, or the data, most of which were "
+        "there before the draft was made. Buffers count whole, though memory that was never written to is not "
+        "resident."
     )
     rows = [(name, memory_size(gib * 2**30)) for name, gib in parts.items()]
     return Table("The planner's estimate", ("what a rank holds", "memory"), rows), [note]
@@ -205,7 +216,7 @@ def _example(example: Record) -> dict[str, Any]:
         "prompt": prompt if len(prompt) <= MOST_PROMPT else f"…{prompt[-MOST_PROMPT:]}",
         "first": example.get("first"),
         "verifications": [
-            # a line end that was never put out would tear the text
+            # a line break that was never part of the output would tear the text
             {**each, "rejected": [token.replace("\n", "↵") for token in each["rejected"]]}
             for each in example["verifications"]
         ],
@@ -218,11 +229,111 @@ def _facts(run: RunRecord) -> dict[str, str]:
     machine, layout, target, draft = (run.started[name] for name in ("machine", "layout", "target", "draft"))
     window = run.key("model.draft.window")
     return {
-        "target": f"{target['architecture']}, {target['layers']} layers of {target['hidden_size']}, context {target['context']:,}",
+        "target": f"{target['architecture']}, {target['layers']} layers of {target['hidden_size']}, context "
+        f"{target['context']:,}",
         "draft": f"{draft['parameters']:,} trained weights, context {draft['context']:,}"
         + (f", window {window:,}" if window else ""),
         "processes": f"{machine['processes']}: {layout_in_words(layout)}",
         "accelerator": machine["gpu"] or "none",
-        "machine": f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']:.0f} GiB, {machine['system']}",
+        "machine": f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']:.0f} GiB, "
+        f"{machine['system']}",
         **run.started["versions"],
     }
+
+
+# A chart as shapes and words of an SVG drawing, and its legend, in which the page's script finds the values -----------
+
+
+class Entry(NamedTuple):
+    """An entry in the legend."""
+
+    series: Series
+    value: str  # the last value
+    at: str  # where that is
+    # For the page's script: points in the drawing (x, y) and what they are, in words (at, values). Each is one text
+    # with separators. All are empty for a rule, which is the same everywhere.
+    points: dict[str, str]
+
+
+class Vector(NamedTuple):
+    """A plot as the page draws it."""
+
+    plot: Plot
+    left: float  # where its axes begin
+    xticks: Sequence[Tick]
+    yticks: Sequence[Tick]
+    shapes: Sequence[Shape]
+    rows: Sequence[tuple[str, Sequence[Entry]]]  # entries that belong together, each group with its heading
+
+    # The drawing's size, which the page scales, and where its axes end.
+    width, height = 440, 270
+    top, right, bottom = 26, 426, 228
+
+
+def vector(plot: Plot) -> Vector:
+    left = 12 + LETTER * max((len(name) for _, name in plot.y.ticks), default=0)
+
+    def across(values: np.ndarray) -> np.ndarray:
+        return left + plot.x.place(values) * (Vector.right - left)
+
+    def down(values: np.ndarray) -> np.ndarray:
+        return Vector.bottom - plot.y.place(values).clip(0, 1) * (Vector.bottom - Vector.top)
+
+    xticks, yticks = (
+        [(round(float(place(np.array(value))), 1), name) for value, name in axis.ticks]
+        for axis, place in ((plot.x, across), (plot.y, down))
+    )
+    rows = [
+        (
+            f"{group}, {plot.x.label}" if group else plot.x.label,
+            [_entry(plot, series, across(series.x), down(series.y)) for series in members],
+        )
+        for group, members in itertools.groupby(plot.series, key=lambda series: series.group)
+    ]
+    shapes = [(*shape, series.colour) for series in plot.series for shape in _shapes(series, across, down)]
+    return Vector(plot, round(left, 1), xticks, yticks, shapes, rows)
+
+
+def _entry(plot: Plot, series: Series, xs: np.ndarray, ys: np.ndarray) -> Entry:
+    known = np.flatnonzero(np.isfinite(xs) & np.isfinite(ys))
+    values, ats = [_value(plot, series, place) for place in known], [plot.x.tell(series.x[place]) for place in known]
+    last = (values[-1], ats[-1]) if len(known) else ("–", "")
+    if series.look == "rule":  # has nothing to point at
+        known, values, ats = [], [], []
+    x, y = (" ".join(f"{each[place]:.1f}" for place in known) for each in (xs, ys))
+    return Entry(series, *last, {"x": x, "y": y, "at": SEPARATOR.join(ats), "values": SEPARATOR.join(values)})
+
+
+def _value(plot: Plot, series: Series, place: int) -> str:
+    told = plot.y.tell(float(series.y[place]))
+    if series.band is None or not np.isfinite(series.band[place]).all():
+        return told
+    low, high = (plot.y.tell(float(edge)) for edge in series.band[place])
+    return f"{told} ({low} to {high})"
+
+
+def _shapes(series: Series, across: Place, down: Place) -> Iterator[tuple[str, str]]:
+    """(kind, path) of each shape."""
+    xs, ys = across(series.x), down(series.y)
+    if series.look == "stairs":
+        first, *edges = across(series.edges)
+        top = "".join(f"V{y:.1f}H{edge:.1f}" for y, edge in zip(ys, edges, strict=True))
+        yield "stairs", f"M{first:.1f} {Vector.bottom}{top}V{Vector.bottom}"
+        return
+    if series.band is not None:
+        low, high = (_points(xs, down(edge)) for edge in series.band.T)
+        around = [both for both in zip(high, low, strict=True) if all(both)]
+        if around:
+            yield "band", "M" + "L".join([up for up, _ in around] + [down for _, down in around[::-1]]) + "z"
+    points = _points(xs, ys)
+    if series.look != "dots":  # a curve, with gaps where a point has no place
+        runs = (list(run) for known, run in itertools.groupby(points, key=bool) if known)
+        yield series.look, "".join("M" + "L".join(run) for run in runs)
+    if series.dotted or series.look == "dots":
+        yield "dots", "".join(f"M{point}h0" for point in points if point)
+
+
+def _points(xs: np.ndarray, ys: np.ndarray) -> list[str]:
+    """Points as text; empty for one that has no place."""
+    known = np.isfinite(xs) & np.isfinite(ys)
+    return [f"{x:.1f} {y:.1f}" if there else "" for x, y, there in zip(xs, ys, known, strict=True)]

@@ -1,31 +1,38 @@
-"""What a chart shows: its axes with their ticks, its series, and the sentence that defines them. Both the PNG (drawing.py) and
-the page's own drawing (vector.py) are made from it."""
+"""What a chart shows: axes with their ticks, series, and the sentence that defines them; and the chart as a PNG file.
 
+The page draws charts itself, from the same data.
+"""
+
+import io
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import matplotlib
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, MaxNLocator
 
-from eagle3.reporting.curves import mean, short, tokens_label
+from eagle3.reporting.record import mean, short, tokens_label
 
-MOST_POINTS = 500  # of a series; more than a chart has dots to show
-WIDE = 20  # from the least to the greatest value: from here on an axis is logarithmic, where it may be
-MARGIN = 0.04  # of an axis, beyond the values
-MOST, MOST_SPREAD = 1e100, 1e12  # numbers beyond, of a run gone wrong, stand at an axis's end
+MOST_POINTS = 500  # in a series; more than a chart can show
+WIDE = 20  # if the greatest value is this many times the least, an axis is logarithmic where it may be
+MARGIN = 0.04  # share of an axis beyond its values
+MOST, MOST_SPREAD = 1e100, 1e12  # numbers beyond these, from a run gone wrong, are drawn at an axis's end
 Look = Literal["line", "pale", "dashed", "rule", "dots", "stairs"]
 
 
 class Colour(NamedTuple):
-    """On a white page, and on a dark one."""
+    """A colour on a white page and on a dark one."""
 
     light: str
     dark: str
 
 
-# Okabe and Ito's palette, which colour-blind people tell apart, and its like for dark pages.
+# Okabe and Ito's palette, whose colours colour-blind people can tell apart, and similar colours for dark pages.
 BLUE, ORANGE = Colour("#0072b2", "#4db2f0"), Colour("#e69f00", "#f2b73f")
 GREEN, VERMILLION = Colour("#009e73", "#2fc99b"), Colour("#d55e00", "#ff8f4d")
 PURPLE, SKY = Colour("#cc79a7", "#e39ac3"), Colour("#56b4e9", "#8fd0f7")
@@ -34,24 +41,24 @@ COLOURS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY)
 
 
 def shades(count: int) -> list[Colour]:
-    """Colours of an ordered series; the first stands out most."""
+    """Colours for an ordered series, of which the first stands out most."""
     scale, steps = matplotlib.colormaps["viridis"], np.linspace(0, 1, max(1, count))
     both = zip(scale(0.88 * steps), scale(1 - 0.58 * steps), strict=True)
     return [Colour(*(matplotlib.colors.to_hex(colour) for colour in pair)) for pair in both]
 
 
 class Axis(NamedTuple):
-    """From low to high. ticks: each with its name. tell: a value in words, for people who point at it."""
+    """An axis from low to high."""
 
     label: str
     low: float
     high: float
-    ticks: Sequence[tuple[float, str]]
-    tell: Callable[[float], str]
+    ticks: Sequence[tuple[float, str]]  # each with its name
+    tell: Callable[[float], str]  # a value in words, shown when someone points at it
     base: int | None = None  # of a logarithmic axis
 
     def place(self, values: np.ndarray) -> np.ndarray:
-        """Of values, from 0 at the axis's low end to 1 at its high end; nan for what has no place."""
+        """Places of values, from 0 at the low end to 1 at the high end; nan if a value has no place."""
         values = np.clip(values, -MOST, MOST)
         with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
             if self.base is None:
@@ -60,36 +67,34 @@ class Axis(NamedTuple):
 
 
 class Series(NamedTuple):
-    """x, y: [n], nan in y where there is none. look: line, pale and dashed are curves; rule a level, the same everywhere; dots stand by
-    themselves; stairs a histogram with `edges` [n + 1] around x. dotted: a curve whose points show. band: [n, 2], around y.
-    group: series of one are read together, such as those of training and those of held-out text."""
+    """One series of a plot."""
 
     label: str
-    x: np.ndarray
-    y: np.ndarray
+    x: np.ndarray  # [n]
+    y: np.ndarray  # [n], nan where there is no value
     colour: Colour
+    # line, pale, dashed: curves; rule: a level that is the same everywhere; dots: no curve; stairs: a histogram
     look: Look = "line"
-    dotted: bool = False
-    band: np.ndarray | None = None
-    edges: np.ndarray | None = None
-    group: str = ""
+    dotted: bool = False  # a curve whose points show
+    band: np.ndarray | None = None  # [n, 2], around y
+    edges: np.ndarray | None = None  # [n + 1], of a histogram's bins around x
+    group: str = ""  # series of a group are read together, for example those of training or of held-out text
 
 
 class Plot(NamedTuple):
-    """name: of its file. about: what its numbers are, in a sentence or two. alt: what it shows, with its numbers, for those who do
-    not see it."""
+    """A chart, apart from how it is drawn."""
 
-    name: str
+    name: str  # of its file
     title: str
-    about: str
-    alt: str
+    about: str  # what its numbers are, in a sentence or two
+    alt: str  # what it shows, with its numbers, for people who cannot see it
     x: Axis
     y: Axis
     series: Sequence[Series]
 
 
 def thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """A long curve by the means of equal runs of points. steps: [n]; values: [n] or [n, k], nan where there is none."""
+    """A long curve reduced to the means of equal runs of points. steps: [n]; values: [n] or [n, k], maybe nan."""
     if len(steps) <= MOST_POINTS:
         return steps, values
     edges = np.linspace(0, len(steps), MOST_POINTS + 1).astype(int)
@@ -98,12 +103,12 @@ def thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 
 def level(label: str, x: Axis, height: float, colour: Colour = GREY) -> Series:
-    """The same everywhere."""
+    """A level that is the same everywhere."""
     return Series(label, np.array([x.low, x.high]), np.array([height, height]), colour, "rule")
 
 
 def tick_name(value: float) -> str:
-    """Of one tick among others: 0.25, 4012, 12k, 1.5M, 5e-5."""
+    """Name of one tick among others: 0.25, 4012, 12k, 1.5M, 5e-5."""
     if 0 < abs(value) < 1e-3:
         mantissa, exponent = f"{value:.2e}".split("e")
         return f"{float(mantissa):g}e{int(exponent)}"
@@ -111,7 +116,7 @@ def tick_name(value: float) -> str:
 
 
 def short_number(value: float) -> str:
-    """In four digits or so: 0.3612, 21.05, 2.000, 4,012, 9.86e-5."""
+    """The value in about four digits: 0.3612, 21.05, 2.000, 4,012, 9.86e-5."""
     if abs(value) >= 1000:
         return f"{value:,.0f}"
     return tick_name(value) if 0 < abs(value) < 1e-3 else f"{value:#.4g}"
@@ -122,14 +127,14 @@ def step_axis(steps: np.ndarray) -> Axis:
 
 
 def count_axis(label: str, counts: np.ndarray, tell: Callable[[float], str] = tick_name) -> Axis:
-    """Of whole numbers, as they are."""
+    """An axis for whole numbers, just around them."""
     low, high = _ends([counts])
     ticks = MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]).tick_values(low, high)
     return Axis(label, low, high, _within(ticks, low, high), tell)
 
 
 def number_axis(label: str, values: Sequence[np.ndarray], *, zero: bool = False, logarithmic: bool = False) -> Axis:
-    """Around the values. zero: from 0. logarithmic: where the values spread so wide that a linear axis would hide most."""
+    """An axis around the values. zero: from 0. logarithmic: if a linear axis would hide most of the values."""
     low, high = _ends(values)
     if logarithmic and low > 0 and high > WIDE * low:
         low, high = max(low, high / MOST_SPREAD) / 1.1, high * 1.1
@@ -142,20 +147,20 @@ def number_axis(label: str, values: Sequence[np.ndarray], *, zero: bool = False,
 
 
 def share_axis(label: str, most: float = 1.0) -> Axis:
-    """From 0 to `most`, in percent."""
+    """An axis from 0 to `most`, in percent."""
     ticks = MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]).tick_values(0, most)
     return Axis(label, 0, most, _within(ticks, 0, most, lambda tick: f"{100 * tick:g}%"), lambda share: f"{share:.1%}")
 
 
 def context_axis(label: str, contexts: np.ndarray) -> Axis:
-    """Logarithmic, with each context's own tick, or each other's where they are many."""
+    """A logarithmic axis with a tick for each context, or for some of them if there are many."""
     every = 1 + (len(contexts) - 1) // 9
     ticks = [(float(context), tokens_label(context)) for context in contexts[::every]]
     return Axis(label, float(contexts[0]) / 1.15, float(contexts[-1]) * 1.15, ticks, tokens_label, base=2)
 
 
 def _ends(values: Sequence[np.ndarray]) -> tuple[float, float]:
-    """The least and the greatest finite value, apart from one another."""
+    """The least and the greatest finite value, kept apart from each other."""
     finite = np.concatenate([np.ravel(each) for each in values])
     finite = finite[np.abs(finite) <= MOST]
     low, high = (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 1.0)
@@ -167,3 +172,87 @@ def _within(
 ) -> list[tuple[float, str]]:
     slack = 1e-9 * (high - low)
     return [(float(tick), name(float(tick))) for tick in ticks if low - slack <= tick <= high + slack]
+
+
+# As a PNG file, by matplotlib, for documents, chats and slides --------------------------------------------------------
+
+# Narrow, so that letters keep their size on a phone, where 340 CSS pixels are 340 points.
+WIDTH, HEIGHT, DPI = 4.7, 3.5, 180  # inches, dots per inch
+INK = "#1f2933"
+STYLE = {
+    "font.size": 10,
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.edgecolor": GREY.light,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#e5e7eb",
+    "axes.axisbelow": True,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "text.parse_math": False,  # a $ in a run's name is just a $
+    "figure.facecolor": "white",
+}
+LOOKS = {
+    "line": {},
+    "pale": {"alpha": 0.45},
+    "dashed": {"linestyle": "--"},
+    "rule": {"linestyle": ":"},
+    "dots": {"linestyle": "", "marker": "o", "markersize": 6, "markeredgecolor": "white"},
+    "stairs": {"linewidth": 4},
+}
+MARKERS = "osD^vP"  # for series whose points show
+
+
+def png(plot: Plot, width: float = WIDTH) -> bytes:
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(width, HEIGHT), dpi=DPI, layout="constrained")
+        axes = figure.add_subplot()
+        axes.set_title(plot.title, loc="left")
+        for axis, name in ((plot.x, "x"), (plot.y, "y")):
+            values, names = ([tick[side] for tick in axis.ticks] for side in (0, 1))
+            axes.set(**{f"{name}label": axis.label, f"{name}scale": "log" if axis.base else "linear"})
+            axes.set(**{f"{name}lim": (axis.low, axis.high), f"{name}ticks": values, f"{name}ticklabels": names})
+        axes.minorticks_off()
+        groups = [list(members) for _, members in itertools.groupby(plot.series, key=lambda series: series.group)]
+        looks = [(_label(plot, series), _look(series, place)) for place, series in enumerate(groups[0])]
+        # the other groups use the colours of the first
+        looks += [(others[0].group, _look(others[0]) | {"color": GREY.light}) for others in groups[1:]]
+        entries = [Line2D([], [], label=label, **look) for label, look in looks]
+        for members in groups:
+            for place, series in enumerate(members):
+                _draw(axes, series, place)
+        columns = math.ceil(len(entries) / math.ceil(len(entries) / 5))
+        if max(len(entry.get_label()) for entry in entries) > 20:
+            columns = 1 if width == WIDTH else 3
+        # below the axes, where it hides no data
+        figure.legend(handles=entries, loc="outside lower center", ncols=columns, handlelength=1.5, columnspacing=1.1)
+        written = io.BytesIO()
+        figure.savefig(written, format="png", metadata={"Software": None})
+    return written.getvalue()
+
+
+def _label(plot: Plot, series: Series) -> str:
+    return f"{series.label} {plot.y.tell(float(series.y[0]))}" if series.look == "rule" else series.label
+
+
+def _look(series: Series, place: int = 0) -> dict:
+    marked = {"marker": MARKERS[place % len(MARKERS)], "markersize": 5} if series.dotted else {}
+    return {"color": series.colour.light, "linewidth": 1.6} | marked | LOOKS[series.look]
+
+
+def _draw(axes: Axes, series: Series, place: int) -> None:
+    if series.look == "stairs":
+        axes.stairs(series.y, series.edges, color=series.colour.light, fill=True, alpha=0.25)
+        axes.stairs(series.y, series.edges, color=series.colour.light, linewidth=1.4)
+        return
+    if series.band is not None:
+        axes.fill_between(series.x, *series.band.T, color=series.colour.light, alpha=0.18, linewidth=0)
+    dots = series.look == "dots" or series.dotted
+    dense = {"linewidth": 1} if series.look in ("line", "pale") and not dots else {}
+    axes.plot(series.x, series.y, zorder=3 if dots else 2, clip_on=not dots, **_look(series, place) | dense)

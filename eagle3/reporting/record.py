@@ -1,4 +1,7 @@
-"""What a run folder holds, read once for report and card; a run may lack any of its files, and any number may be null."""
+"""The contents of a run folder, read once for report and card, and the acceptance that they show.
+
+A run may lack any of its files, and any number may be null.
+"""
 
 import json
 from collections.abc import Sequence
@@ -14,43 +17,44 @@ from eagle3.console import all_without_passwords
 from eagle3.errors import UserError
 from eagle3.parsing import parse_json, parse_yaml
 from eagle3.reporting.schemas import ByContext, DraftFile, Evaluation, Metrics, RecipeFile, Started, first_problem
-from eagle3.text.download import is_dataset
+from eagle3.text.datasets import is_dataset
 from eagle3.training.run_folder import RunFolder
 
 Record = dict[str, Any]
 
 MOVE_AWAY = "move it away, and report and card are made without it"
+FEW = 1000  # positions; with fewer, the acceptance length is uncertain by more than about 0.05
 
 
 class Pace(NamedTuple):
-    """Of all training steps together. seconds: spent in steps, without measurements, checkpoints and judging."""
+    """All training steps together."""
 
     tokens: int
     supervised: int
-    seconds: float
+    seconds: float  # spent in steps, without measurements, checkpoints and judging
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """recipe: resolved, as text and as values, without passwords. train, held_out, skipped: records of metrics.jsonl;
-    exports: the steps whose weights were exported, the last one's lie there. started: run.json. draft: the export's
-    config.json. Empty for what the folder lacks; absent says what and why."""
+    """The contents of a run folder. What the folder lacks is empty."""
 
     folder: RunFolder
+    # The resolved recipe as text and as values, without passwords.
     recipe_text: str
     recipe: Record
+    # Records of metrics.jsonl, by kind.
     train: tuple[Record, ...]
     held_out: tuple[Record, ...]
     skipped: tuple[Record, ...]
-    exports: tuple[int, ...]
-    started: Record
+    exports: tuple[int, ...]  # steps whose weights were exported; the last one's are in the export folder
+    started: Record  # run.json
     evaluation: Record
     by_context: Record
-    draft: Record
-    absent: tuple[str, ...]
+    draft: Record  # the export's config.json
+    absent: tuple[str, ...]  # which files are missing, and why
 
     def key(self, name: str) -> Any:
-        """The recipe's value of `section.key`; None where there is none."""
+        """The recipe's value of `section.key`; None if it has none."""
         value: Any = self.recipe
         for part in name.split("."):
             value = value.get(part) if isinstance(value, dict) else None
@@ -58,8 +62,8 @@ class RunRecord:
 
     @property
     def exported(self) -> Record:
-        """The held-out record of the draft that was exported; of a run that exported none, the first of the best. Empty where
-        nothing was measured."""
+        """The held-out record of the exported draft or, if none was exported, the best one (the first of equals). Empty
+        if nothing was measured."""
         known = [record for record in self.held_out if record.get("simulated_acceptance_length") is not None]
         if self.exports:
             known = [record for record in known if record["step"] == self.exports[-1]]
@@ -74,13 +78,13 @@ class RunRecord:
         return Pace(int(np.nansum(tokens)), int(np.nansum(supervised)), float(np.nansum(seconds)))
 
     def supervised_until(self, steps: np.ndarray) -> np.ndarray:
-        """Supervised tokens that training had seen after these steps."""
+        """How many supervised tokens training had seen after each of these steps."""
         done, seen = column(self.train, "step"), np.nancumsum(column(self.train, "supervised"))
         return np.append(0, seen)[np.searchsorted(done, steps, side="right")]
 
 
 def read_run(path: Path) -> RunRecord:
-    """Raises UserError where `path` holds no run, or one of its files is damaged."""
+    """Read a run folder. Raises UserError if `path` holds no run, or if one of its files is damaged."""
     folder = RunFolder(path)
     if not folder.recipe.is_file() and not folder.metrics.is_file():
         raise UserError(f"{path}: holds no run (neither recipe.yaml nor metrics.jsonl); name a run's output.dir")
@@ -92,7 +96,7 @@ def read_run(path: Path) -> RunRecord:
     }
     exports = tuple(record["step"] for record in by_kind.pop("exported"))
     files = {
-        "started": (folder.run, Started, "written at the start of a run; this one began before that was so"),
+        "started": (folder.run, Started, "written at the start of a run; this run is older than that file"),
         "evaluation": (
             folder.evaluation,
             Evaluation,
@@ -112,12 +116,12 @@ def read_run(path: Path) -> RunRecord:
 
 
 def column(records: Sequence[Record], name: str) -> np.ndarray:
-    """float64 [records]: a number of each; nan where it is null or missing."""
+    """One number of each record: float64 [records], nan if it is null or missing."""
     return np.array([record.get(name) for record in records], np.float64)
 
 
 def columns(records: Sequence[Record], name: str, least: int = 0) -> np.ndarray:
-    """float64 [records, most numbers, or `least`]: a list of each; nan where it has none."""
+    """A list of numbers of each record: float64 [records, most numbers or `least`], nan where a list has no number."""
     lists = [record.get(name) or [] for record in records]
     found = np.full((len(lists), max([least, *map(len, lists)])), np.nan)
     for row, values in zip(found, lists, strict=True):
@@ -126,19 +130,19 @@ def columns(records: Sequence[Record], name: str, least: int = 0) -> np.ndarray:
 
 
 def _read_metrics(path: Path) -> list[Record]:
-    """All whole lines: a kill may have cut the last one off, before its end of line."""
+    """All complete lines. A kill may have cut off the last line before its end."""
     text = _read_text(path, MOVE_AWAY)
     lines = text[: text.rfind("\n") + 1].splitlines()
     return [_parsed(line, Metrics, f"{path}:{number}", "remove that line") for number, line in enumerate(lines, 1)]
 
 
 def _read_json(path: Path, kind: type[BaseModel]) -> Record:
-    """The object in a file; empty where there is no file."""
+    """The object in a file; empty if there is no file."""
     return _parsed(_read_text(path, MOVE_AWAY), kind, str(path), MOVE_AWAY) if path.is_file() else {}
 
 
 def _read_text(path: Path, remedy: str) -> str:
-    """Empty where there is no file. Raises UserError for what is no text, or cannot be read."""
+    """The text of a file; empty if there is none. Raises UserError if it cannot be read, or is not text."""
     try:
         return path.read_text(encoding="utf-8") if path.is_file() else ""
     except UnicodeDecodeError as error:
@@ -148,11 +152,11 @@ def _read_text(path: Path, remedy: str) -> str:
 
 
 def _parsed(text: str, kind: type[BaseModel], origin: str, remedy: str) -> Record:
-    """Raises UserError for what is no JSON, or not of this kind."""
+    """The JSON object in a text. Raises UserError if it is not valid JSON, or not of this kind."""
     try:
         found = parse_json(text)
         if "\\ud" in text.lower():
-            json.dumps(found, ensure_ascii=False).encode()  # half of a surrogate pair, which no page can hold
+            json.dumps(found, ensure_ascii=False).encode()  # fails for lone surrogates, which no page can hold
         kind.model_validate(found, strict=True)
     except ValueError as error:
         raise UserError(f"{origin}: damaged ({first_problem(error)}); {remedy}") from error
@@ -160,7 +164,7 @@ def _parsed(text: str, kind: type[BaseModel], origin: str, remedy: str) -> Recor
 
 
 def _read_recipe(path: Path) -> tuple[str, Record]:
-    """As text and as values, both without passwords: value by value, for YAML may break and escape a long text."""
+    """The recipe as text and as values, without passwords. They are removed value by value: YAML may wrap text."""
     remedy = "put the run's recipe there"
     try:
         values = all_without_passwords(parse_yaml(_read_text(path, remedy)) or {})
@@ -173,7 +177,7 @@ def _read_recipe(path: Path) -> tuple[str, Record]:
 
 
 def target_name(run: RunRecord) -> str:
-    """The hub id, or the last part of a folder's path."""
+    """The target's hub id, or the last part of its folder."""
     target = str(run.key("model.target") or "an unknown target")
     if target == "demo":
         return "a demonstration target"
@@ -185,6 +189,96 @@ def hub_id_of(run: RunRecord) -> str | None:
 
 
 def source_name(source: str) -> str:
-    """Of one of data.train: datasets by id, files and folders by their last part."""
+    """Name of a source in data.train: the id of a dataset, or the last part of a path."""
     known = source.startswith(("preset:", "demo_answers", "standard_library"))
     return source if known or (is_dataset(source) and not Path(source).expanduser().exists()) else Path(source).name
+
+
+# What the records say about acceptance, and how numbers are written --------------------------------------------------
+
+
+class Curve(NamedTuple):
+    """Acceptance length by context."""
+
+    contexts: np.ndarray  # in tokens, ascending
+    lengths: np.ndarray  # [n], nan where not measured
+    interval: np.ndarray  # [n, 2], 95% confidence, or nan
+
+
+def measured_curve(by_context: Record) -> Curve:
+    """The curve in a by_context.json."""
+    rows = sorted(by_context["contexts"], key=lambda row: row["context"])
+    return Curve(column(rows, "context"), column(rows, "acceptance_length"), columns(rows, "interval", least=2))
+
+
+def estimated_curve(run: RunRecord) -> Curve | None:
+    """The curve estimated from the held-out record of the exported draft: draft tokens that would be accepted, plus the
+    target's own. Nan where there are fewer than FEW positions; None if no context has more."""
+    names = ("contexts", "acceptance_by_context", "supervised_by_context")
+    contexts, accepted, supervised = (columns([run.exported], name)[0] for name in names)
+    known = supervised >= FEW
+    if not len(contexts) or not (known & np.isfinite(accepted)).any():
+        return None
+    return Curve(contexts, np.where(known, 1 + accepted, np.nan), np.full((len(contexts), 2), np.nan))
+
+
+def simulated_positions(run: RunRecord) -> list[float]:
+    """Share of verifications that would accept all of drafts 0..i, from the exported draft's held-out accuracies."""
+    return np.cumprod(columns([run.exported], "accuracy")[0]).tolist()
+
+
+def rule(judged: Record) -> str:
+    """How tokens were chosen, according to an evaluation.json or by_context.json."""
+    return f"at temperature {judged['temperature']:g}" if judged.get("temperature") else "greedy"
+
+
+def context_rows(by_context: Record) -> list[tuple[list[str], list[float]]]:
+    """The contexts of a by_context.json, ascending, as text.
+
+    For each: its tokens, acceptance length, 95% confidence interval, prompts and verifications; and the share of
+    verifications that accepted all of the drafts 0..i, for each i.
+    """
+    rows = []
+    for row in sorted(by_context["contexts"], key=lambda row: row["context"]):
+        low, high = row.get("interval") or (None, None)
+        told = [
+            tokens_label(row["context"]),
+            number(row.get("acceptance_length")),
+            "–" if low is None or high is None else f"{low:.2f} to {high:.2f}",
+            f"{row['conversations']:,}",
+            f"{row['verifications']:,}",
+        ]
+        rows.append((told, row.get("position_acceptance") or []))
+    return rows
+
+
+def number(value: float | None) -> str:
+    return "–" if value is None or not np.isfinite(value) else f"{value:.2f}"
+
+
+def told_curve(curve: Curve) -> str:
+    pairs = zip(curve.contexts, curve.lengths, strict=True)
+    return ", ".join(f"{length:.2f} at {tokens_label(context)}" for context, length in pairs if np.isfinite(length))
+
+
+def tokens_label(tokens: float) -> str:
+    """512, 1k, 1.5k, 128k, 1M; a thousand is 1,024, as usual for contexts."""
+    for size, letter in ((2**20, "M"), (2**10, "k")):
+        if tokens >= size:
+            return f"{tokens / size:.3g}{letter}"
+    return f"{tokens:g}"
+
+
+def short(value: float, digits: int = 3) -> str:
+    """1,234 as it is; 372,235 as 372k; 1,234,567 as 1.23M."""
+    for least, unit, letter in ((10**9, 10**9, "G"), (10**6, 10**6, "M"), (10**4, 10**3, "k")):
+        if abs(value) >= least:
+            return f"{value / unit:.{digits}g}{letter}"
+    return f"{value:,}"
+
+
+def mean(values: np.ndarray) -> np.ndarray:
+    """Mean over the first axis of what is not nan; nan where everything is."""
+    known = ~np.isnan(values)
+    counts = known.sum(0)
+    return np.where(counts > 0, np.where(known, values, 0).sum(0) / np.maximum(counts, 1), np.nan)

@@ -1,5 +1,7 @@
-"""Makes the report of a run: report.html, and in report/ its charts as PNG files and its key numbers as Markdown; and what a run
-leaves for people when it ends, the model card of its draft beside that report."""
+"""Write a run's report: report.html and, in report/, its charts as PNG files and its key numbers as Markdown.
+
+At its end, a run also leaves the model card of its draft.
+"""
 
 import importlib.util
 from pathlib import Path
@@ -8,30 +10,31 @@ from eagle3.console import Console, waiting
 from eagle3.durable import write_bytes, write_text
 from eagle3.errors import UserError, extra_command
 from eagle3.reporting.card import Edited, write_card
+from eagle3.reporting.markdown import summary
 from eagle3.reporting.record import read_run
-from eagle3.reporting.summary import summary
 
 
 class NoMatplotlib(UserError):
-    """Charts cannot be drawn here."""
+    """Charts cannot be drawn on this machine."""
 
 
 def require_matplotlib() -> None:
-    """Raises NoMatplotlib where it is not installed."""
+    """Raises NoMatplotlib if it is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise NoMatplotlib(f"matplotlib is not installed, which draws the charts; {extra_command('report')}")
+        raise NoMatplotlib(f"matplotlib, which draws the charts, is not installed; {extra_command('report')}")
 
 
 def write_report(path: Path) -> Path:
-    """The page of the run in folder `path`, which is returned. Raises UserError where there is no run, or a damaged file;
-    NoMatplotlib."""
+    """Write the page of the run in folder `path`, and return its path.
+
+    Raises UserError if there is no run or a file is damaged, and NoMatplotlib.
+    """
     run = read_run(path)
     require_matplotlib()
-    # Imported only now: they import matplotlib, which may be missing.
+    # Imported only now, because they import matplotlib, which may be missing.
     from eagle3.reporting.charts import charts
-    from eagle3.reporting.drawing import png
     from eagle3.reporting.page import page
-    from eagle3.reporting.plot import Plot
+    from eagle3.reporting.plot import Plot, png
 
     plots = list(charts(run))
     written = page(run, plots)
@@ -45,7 +48,8 @@ def write_report(path: Path) -> Path:
 
 
 def write_up(run: Path, console: Console) -> None:
-    """Card and page of the run in folder `run`. Whatever hinders them, the run is whole, and a line says how to make them."""
+    """Write card and page of the run in folder `run`. If that fails, the run is whole, and a line says how to
+    repeat it."""
     for what, write in (("model card", write_card), ("report", write_report)):
         try:
             with waiting(console, f"writing the {what}"):

@@ -1,169 +1,246 @@
-"""What a run's files hold, as far as page, card and comparison read it. A person, or another program, may have written them.
+"""What a run's files hold, as far as page, card and comparison read them.
 
-Records are read as they stand: these models say what a file may hold, and with which key something is wrong.
+Files may have been written by a person or another program. Records are used as they are: these models only check what a
+file holds, and name the key with a problem.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, BaseModel, Field, ValidationError, create_model
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 Count = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Length = Annotated[float, Field(ge=1, allow_inf_nan=False)]  # of acceptance, in tokens
+Length = Annotated[float, Field(ge=1, allow_inf_nan=False)]  # acceptance length, in tokens
 Numbers = list[float | None]
 
 
-def _object(name: str, base: type[BaseModel] | None = None, **kinds: Any) -> Any:
-    """A model of an object with the keys of `base` and these: each of a kind, or (kind, default) where it may be missing."""
-    fields = {key: kind if isinstance(kind, tuple) else (kind, ...) for key, kind in kinds.items()}
-    return create_model(name, __base__=base, **fields)
+class Judged(BaseModel):
+    conversations: Count
+    verifications: Count
+    acceptance_length: Length | None = None
+    position_acceptance: list[Share] | None = None
+    mismatches: Count | None = None
+    ties: Count | None = None
 
 
-def _optional(kind: Any) -> tuple[Any, None]:
-    """Of a key that may be missing, or null."""
-    return kind | None, None
+class Untrained(BaseModel):
+    acceptance_length: Length
 
 
-def _fitting(histogram: BaseModel) -> BaseModel:
-    edges, counts = histogram.edges, histogram.counts
-    if not counts or len(edges) != len(counts) + 1 or edges != sorted(edges):
-        raise ValueError("Edges should ascend and be one more than counts")
-    return histogram
+class Verified(BaseModel):
+    accepted: list[str]
+    rejected: list[str]
+    own: str | None
 
 
-def _whole(memory: BaseModel) -> BaseModel:
-    if memory.estimate_gib is not None and None in (memory.parts_gib, memory.stream, memory.measured):
-        raise ValueError("An estimate should have parts_gib, stream and measured")
-    return memory
+class Example(BaseModel):
+    prompt: str
+    first: str | None = None
+    verifications: list[Verified]
 
 
-Judged = _object(
-    "Judged",
-    conversations=Count,
-    verifications=Count,
-    acceptance_length=_optional(Length),
-    position_acceptance=_optional(list[Share]),
-    mismatches=_optional(Count),
-    ties=_optional(Count),
-)
-Verified = _object("Verified", accepted=list[str], rejected=list[str], own=str | None)
-Example = _object("Example", prompt=str, first=_optional(str), verifications=list[Verified])
-Evaluation = _object(  # evaluation.json
-    "Evaluation",
-    Judged,
-    new_tokens=Count,
-    draft_tokens=Count,
-    temperature=_optional(Amount),
-    topk=(Count, 1),
-    untrained=_optional(_object("Untrained", acceptance_length=Length)),
-    speed=_optional(  # tokens a second
-        _object("Speed", speculative=Amount, plain=Annotated[float, Field(gt=0, allow_inf_nan=False)])
-    ),
-    examples=_optional(list[Example]),
-)
-OfContext = _object(
-    "OfContext",
-    Judged,
-    context=Annotated[int, Field(ge=1)],
-    interval=_optional(Annotated[list[Amount | None], Field(min_length=2, max_length=2)]),
-)
-ByContext = _object("ByContext", contexts=list[OfContext], temperature=_optional(Amount))  # by_context.json
-DraftFile = _object(  # config.json of an export
-    "DraftFile",
-    vocab_size=Count,
-    draft_vocab_size=Count,
-    max_position_embeddings=Count,
-    rope_parameters=_optional(_object("RopeParameters", rope_type=(str, "default"), factor=_optional(Amount))),
-    eagle_config=_optional(dict[str, Any]),
-)
-DataPart = _object(
-    "DataPart",
-    samples=Count,
-    tokens=Count,
-    supervised=Count,
-    longest=Count,
-    lengths=_optional(
-        Annotated[_object("Histogram", edges=list[Amount], counts=list[Count]), AfterValidator(_fitting)]
-    ),
-    prepared=_optional(
-        _object(
-            "Prepared",
-            rows=Count,
-            truncated=Count,
-            dropped=dict[str, Count],
-            kinds=(dict[str, str], {}),  # of each reason; older runs have none
-            empty_answers=_optional(Count),  # not counted by older runs
-        )
-    ),
-)
-Memory = _object(  # of the planner; null, and a reason why, where it made no estimate
-    "Memory",
-    before_gib=Amount,
-    estimate_gib=Amount | None,
-    why=_optional(str),
-    parts_gib=_optional(dict[str, Amount]),
-    stream=_optional(_object("LargestStream", tokens=Count, documents=Count, supervised=Share, spans=(Count, 1))),
-    measured=_optional(str),
-)
-Started = _object(  # run.json
-    "Started",
-    started=str,
-    continues=bool,
-    steps=Count,
-    layout=dict[str, Count],
-    machine=_object(
-        "Machine",
-        system=str,
-        processor=str,
-        cores=Count,
-        memory_gib=Amount,
-        gpu=str | None,
-        processes=Count,
-    ),
-    versions=dict[str, str],
-    target=_object(
-        "Target",
-        hub_id=str | None,
-        architecture=str,
-        layers=Count,
-        hidden_size=Count,
-        context=Count,
-    ),
-    draft=_object("Draft", parameters=Count, context=Count),
-    vocabulary=_object("Vocabulary", size=Count, target_size=Count, coverage=Share),
-    data=_object("Data", datasets=list[str], train=DataPart, held_out=DataPart),
-    memory=Annotated[Memory, AfterValidator(_whole)],
-)
-RecipeFile = _object(  # recipe.yaml, as far as more is done with a value than to show it
-    "RecipeFile",
-    model=_optional(_object("RecipeModel", target=_optional(str))),
-    data=_optional(_object("RecipeData", train=_optional(list[str]), max_length=_optional(Count))),
-    training=_optional(
-        _object(
-            "RecipeTraining",
-            global_batch_size=_optional(Count),
-            ttt_steps=_optional(Count),
-            step_decay=_optional(Amount),
-            gradient_clipping=_optional(Amount),
-            skip_above_norm=_optional(Amount),
-        )
-    ),
-    evaluation=_optional(_object("RecipeEvaluation", draft_tokens=_optional(Count))),
-)
-Metrics = _object(  # a line of metrics.jsonl
-    "Metrics",
-    step=Count,
-    kind=str,
-    **dict.fromkeys(("loss", "learning_rate", "gradient_norm", "simulated_acceptance_length"), _optional(float)),
-    **dict.fromkeys(("tokens", "supervised", "tokens_per_second", "memory_gib"), _optional(float)),
-    **dict.fromkeys(("step_losses", "accuracy", "acceptance_rate"), _optional(Numbers)),
-    **dict.fromkeys(("contexts", "acceptance_by_context", "supervised_by_context"), _optional(Numbers)),
-)
+class Speed(BaseModel):
+    """Tokens per second."""
+
+    speculative: Amount
+    plain: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class Evaluation(Judged):
+    """The contents of evaluation.json."""
+
+    new_tokens: Count
+    draft_tokens: Count
+    temperature: Amount | None = None
+    topk: Count = 1
+    untrained: Untrained | None = None
+    speed: Speed | None = None
+    examples: list[Example] | None = None
+
+
+class OfContext(Judged):
+    context: Annotated[int, Field(ge=1)]
+    interval: Annotated[list[Amount | None], Field(min_length=2, max_length=2)] | None = None
+
+
+class ByContext(BaseModel):
+    """The contents of by_context.json."""
+
+    contexts: list[OfContext]
+    temperature: Amount | None = None
+
+
+class RopeParameters(BaseModel):
+    rope_type: str = "default"
+    factor: Amount | None = None
+
+
+class DraftFile(BaseModel):
+    """The contents of an export's config.json."""
+
+    vocab_size: Count
+    draft_vocab_size: Count
+    max_position_embeddings: Count
+    rope_parameters: RopeParameters | None = None
+    eagle_config: dict[str, Any] | None = None
+
+
+class Target(BaseModel):
+    hub_id: str | None
+    architecture: str
+    layers: Count
+    hidden_size: Count
+    context: Count
+
+
+class Draft(BaseModel):
+    parameters: Count
+    context: Count
+
+
+class Machine(BaseModel):
+    system: str
+    processor: str
+    cores: Count
+    memory_gib: Amount
+    gpu: str | None
+    processes: Count
+
+
+class Vocabulary(BaseModel):
+    size: Count
+    target_size: Count
+    coverage: Share
+
+
+class Histogram(BaseModel):
+    edges: list[Amount]
+    counts: list[Count]
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if not self.counts or len(self.edges) != len(self.counts) + 1 or self.edges != sorted(self.edges):
+            raise ValueError("Edges should ascend and be one more than counts")
+        return self
+
+
+class Prepared(BaseModel):
+    rows: Count
+    truncated: Count
+    dropped: dict[str, Count]
+    kinds: dict[str, str] = {}  # by reason; older runs have none
+    empty_answers: Count | None = None  # older runs did not count them
+
+
+class DataPart(BaseModel):
+    samples: Count
+    tokens: Count
+    supervised: Count
+    longest: Count
+    lengths: Histogram | None = None
+    prepared: Prepared | None = None
+
+
+class Data(BaseModel):
+    datasets: list[str]
+    train: DataPart
+    held_out: DataPart
+
+
+class LargestStream(BaseModel):
+    tokens: Count
+    documents: Count
+    supervised: Share
+    spans: Count = 1
+
+
+class Memory(BaseModel):
+    """The memory estimate; null, with a reason why, if the planner made none."""
+
+    before_gib: Amount
+    estimate_gib: Amount | None
+    why: str | None = None
+    parts_gib: dict[str, Amount] | None = None
+    stream: LargestStream | None = None
+    measured: str | None = None
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if self.estimate_gib is not None and None in (self.parts_gib, self.stream, self.measured):
+            raise ValueError("An estimate should have parts_gib, stream and measured")
+        return self
+
+
+class Started(BaseModel):
+    """The contents of run.json."""
+
+    started: str
+    continues: bool
+    steps: Count
+    layout: dict[str, Count]
+    machine: Machine
+    versions: dict[str, str]
+    target: Target
+    draft: Draft
+    vocabulary: Vocabulary
+    data: Data
+    memory: Memory
+
+
+class RecipeModel(BaseModel):
+    target: str | None = None
+
+
+class RecipeData(BaseModel):
+    train: list[str] | None = None
+    max_length: Count | None = None
+
+
+class RecipeTraining(BaseModel):
+    global_batch_size: Count | None = None
+    ttt_steps: Count | None = None
+    step_decay: Amount | None = None
+    gradient_clipping: Amount | None = None
+    skip_above_norm: Amount | None = None
+
+
+class RecipeEvaluation(BaseModel):
+    draft_tokens: Count | None = None
+
+
+class RecipeFile(BaseModel):
+    """The contents of recipe.yaml, as far as values are used and not only shown."""
+
+    model: RecipeModel | None = None
+    data: RecipeData | None = None
+    training: RecipeTraining | None = None
+    evaluation: RecipeEvaluation | None = None
+
+
+class Metrics(BaseModel):
+    """A line of metrics.jsonl, in which numbers may be null."""
+
+    step: Count
+    kind: str
+    loss: float | None = None
+    learning_rate: float | None = None
+    gradient_norm: float | None = None
+    step_losses: Numbers | None = None
+    accuracy: Numbers | None = None
+    acceptance_rate: Numbers | None = None
+    simulated_acceptance_length: float | None = None
+    tokens: float | None = None
+    supervised: float | None = None
+    tokens_per_second: float | None = None
+    memory_gib: float | None = None
+    contexts: Numbers | None = None
+    acceptance_by_context: Numbers | None = None
+    supervised_by_context: Numbers | None = None
 
 
 def first_problem(error: ValueError) -> str:
-    """`key: what should be, not what is`; of what is no JSON what the parser says."""
+    """`key: what should be, not what is`; for text that is not JSON, the parser's message."""
     if not isinstance(error, ValidationError):
         return str(error)
     first = error.errors()[0]

@@ -1,95 +1,161 @@
-"""From a step's number to its packed streams with the rows of hidden states that this rank's plans name."""
+"""Load the packed streams of a step, with the rows of hidden states that this rank's plans need."""
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, count
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from eagle3.parallel.sequence import SequencePlan, SequenceSharding, Stream, plan_sequence
 from eagle3.parallel.topology import agreed
-from eagle3.states.batches import deal_streams
-from eagle3.states.exchange import request_rows
-from eagle3.states.rows import Rows, Target
+from eagle3.states.rows import Rows, Target, deal_streams
 from eagle3.states.spool import SpoolReader, Ticket
 from eagle3.states.store.reader import HiddenStateStore, RowRequest, StoredTokens
-from eagle3.text.samples import Sample, SampleSet
-from eagle3.text.spans import Spans
+from eagle3.text.samples import Sample, SampleSet, Spans
 
-# Times that a loader may ask for one sample, below 2**28, and the channel share eight hexadecimal digits.
+# A ticket's counter has eight hex digits: the channel, above 28 bits that count a loader's requests for the sample.
 CHANNEL_SHIFT = 28
 
 
 class HiddenStateSource(Protocol):
-    """Where hidden states come from. alone: ranks need not ask together, and threads of one may ask at a time."""
+    """Where hidden states come from."""
 
-    alone: bool
+    alone: bool  # a rank may ask without the others, from one thread at a time
 
     def rows(self, samples: Sequence[Sample], aux: Sequence[Tensor], teacher: Sequence[Tensor]) -> list[Rows]:
-        """For each sample the auxiliary states at rows aux[i] and what the teacher needs at rows teacher[i] (int64 on
-        the CPU, maybe none). All ranks of a stream call it together, unless `alone`: same samples, rows of their own."""
+        """For each sample, the auxiliary states at rows aux[i] and the teacher's values at rows teacher[i].
+
+        Rows are int64 on the CPU and may be none. Unless `alone`, all ranks of a stream call it together, with the same
+        samples and rows of their own.
+        """
 
 
 class LiveSource:
-    """Runs the target. group: all ranks that work on one stream; each sample is prefilled by one of them, which sends
-    every rank its rows. device: where the target's states lie and the group's backend exchanges tensors. keep_on: where
-    the rows then wait for their turn."""
+    """Runs the target. Each sample is prefilled by one rank, which sends every other rank its rows.
+
+    group: all ranks that work on one stream
+    device: where the target's states are and the group's backend exchanges tensors
+    keep_on: where the rows are held until they are needed
+    """
 
     alone = False
 
     def __init__(
-        self, target: Target, group: ProcessGroup, device: torch.device, keep_on: torch.device | None = None
+        self, target: Target, group: dist.ProcessGroup, device: torch.device, keep_on: torch.device | None = None
     ) -> None:
         self.target, self.group, self.device, self.keep_on = target, group, device, keep_on or device
 
     def rows(self, samples: Sequence[Sample], aux: Sequence[Tensor], teacher: Sequence[Tensor]) -> list[Rows]:
         if self.group.size() == 1:
-            whole = self.target.prefill([sample.ids for sample in samples])
+            results = self.target.prefill([sample.ids for sample in samples])
             return [
-                self._kept(Rows(held.aux[a], held.teacher[b])) for held, a, b in zip(whole, aux, teacher, strict=True)
+                self._kept(Rows(states.aux[a], states.teacher[b]))
+                for states, a, b in zip(results, aux, teacher, strict=True)
             ]
         owners = deal_streams([len(sample.ids) for sample in samples], self.group.size())
         mine = owners[self.group.rank()]
-        # All before the first exchange: ranks in step after each batch would wait for the longest of every batch.
-        whole = agreed((lambda: self.target.prefill([samples[place].ids for place in mine])) if mine else None) or []
-        aux_requests = request_rows(aux, owners, self.group, self.device)
-        teacher_requests = request_rows(teacher, owners, self.group, self.device)
-        aux_rows = aux_requests.fetch([held.aux for held in whole])
+        # Prefill everything before the first exchange: otherwise ranks would wait for the slowest batch at every batch.
+        results = agreed((lambda: self.target.prefill([samples[index].ids for index in mine])) if mine else None) or []
+        fetch_aux, fetch_teacher = (request_rows(each, owners, self.group, self.device) for each in (aux, teacher))
+        aux_rows = fetch_aux([states.aux for states in results])
         names = ("values", "argmax", "logsumexp")
-        columns = [teacher_requests.fetch([getattr(held.teacher, name) for held in whole]) for name in names]
-        teachers = [self.target.teacher(*of_document) for of_document in zip(*columns, strict=True)]
+        columns = [fetch_teacher([getattr(states.teacher, name) for states in results]) for name in names]
+        teachers = [self.target.teacher(*parts) for parts in zip(*columns, strict=True)]
         return [self._kept(Rows(*pair)) for pair in zip(aux_rows, teachers, strict=True)]
 
     def _kept(self, rows: Rows) -> Rows:
         return rows.map(lambda tensor: tensor.to(self.keep_on))
 
 
-class StoredSource:
-    """Reads a store; of the hidden states nothing but this rank's rows leaves the disk, and ranks need not talk."""
+def request_rows(
+    rows: Sequence[Tensor], owners: Sequence[Sequence[int]], group: dist.ProcessGroup, device: torch.device
+) -> Callable[[Sequence[Tensor]], list[Tensor]]:
+    """Tell every rank which rows of its documents the others want. Collective over `group`.
 
+    rows: for each document (the same on every rank), the rows that this rank wants: int64, CPU, any order, maybe none
+    owners: for each rank of the group, its documents. Each document has one owner; the first rank owns at least one.
+    device: where the group's backend exchanges tensors
+
+    Requests cost 8 bytes a row, compared to kilobytes of hidden states, and spare each rank the plans of all others.
+    Returns a function that moves these rows, once for each kind of tensor.
+    """
+    order, own = list(chain(*owners)), owners[group.rank()]
+    assert owners[0] and sorted(order) == list(range(len(rows))), "each document has one owner, the first rank has one"
+    counts = torch.tensor([len(document_rows) for document_rows in rows], device=device)
+    all_counts = [torch.empty_like(counts) for _ in owners]
+    dist.all_gather(all_counts, counts, group=group)
+    receive_counts = [sum(len(rows[document]) for document in documents) for documents in owners]
+    # What the others (and this rank itself) want from this rank's documents, by rank of the group, then by document.
+    sizes = [[rank_counts[document] for document in own] for rank_counts in torch.stack(all_counts).tolist()]
+    send_counts = [sum(document_sizes) for document_sizes in sizes]
+    requests = _all_to_all(
+        torch.cat([rows[document] for document in order]).to(device), receive_counts, send_counts, group
+    )
+
+    def fetch(tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Exchange one kind of tensor. Collective.
+
+        tensors: [T, ...] for each document of this rank, in the order of `owners`, on `device`; one dtype and width
+
+        Returns the wanted rows [n, ...] of each document of the group, in the order of the request, bit for bit.
+        """
+        assert len(tensors) == len(own), "a rank sends of exactly the documents it owns"
+        # The group's first rank, which always owns a document, announces the shape and dtype of a row.
+        header = [(tensors[0].shape[1:], tensors[0].dtype) if tensors else None]
+        dist.broadcast_object_list(header, group=group, group_src=0, device=device)
+        shape, number_format = header[0]
+        outgoing = torch.empty(len(requests), *shape, dtype=number_format, device=device)
+        flat_sizes = [*chain(*sizes)]
+        pieces = zip([*tensors] * len(owners), requests.split(flat_sizes), outgoing.split(flat_sizes), strict=True)
+        for document, indices, piece in pieces:
+            torch.index_select(document, 0, indices, out=piece)
+        incoming = _all_to_all(outgoing, send_counts, receive_counts, group).split(
+            [len(rows[document]) for document in order]
+        )
+        by_document = dict(zip(order, incoming, strict=True))
+        return [by_document[document] for document in sorted(order)]
+
+    return fetch
+
+
+def _all_to_all(
+    outgoing: Tensor, send_counts: list[int], receive_counts: list[int], group: dist.ProcessGroup
+) -> Tensor:
+    """Send send_counts[r] consecutive rows to each rank r, which receives them in the order of the senders."""
+    incoming = outgoing.new_empty(sum(receive_counts), *outgoing.shape[1:])
+    dist.all_to_all_single(incoming, outgoing, receive_counts, send_counts, group=group)
+    return incoming
+
+
+@dataclass(frozen=True)
+class StoredSource:
+    """Reads a store. Only this rank's rows of hidden states leave the disk, and ranks do not communicate."""
+
+    store: HiddenStateStore
     alone = True
 
-    def __init__(self, store: HiddenStateStore) -> None:
-        self.store = store
-
     def rows(self, samples: Sequence[Sample], aux: Sequence[Tensor], teacher: Sequence[Tensor]) -> list[Rows]:
-        asked = zip(samples, aux, teacher, strict=True)
-        return self.store.read([RowRequest(one.id, a, b, StoredTokens(one.ids, one.loss_mask)) for one, a, b in asked])
+        requests = zip(samples, aux, teacher, strict=True)
+        return self.store.read(
+            [RowRequest(sample.id, a, b, StoredTokens(sample.ids, sample.loss_mask)) for sample, a, b in requests]
+        )
 
 
 class SpooledSource:
-    """A `HiddenStateSource` in which no rank talks to another: they meet in the job's folder of a spool.
+    """A `HiddenStateSource` whose ranks do not communicate: they meet in the job's folder of a spool.
 
-    All ranks of a stream call `rows` for the same samples, so that they come to the same tickets; the samples are read in
-    the order of the call, whatever order they arrive in. ask: on the one rank that asks the target for them, else None; told
-    a ticket and its token ids, it returns at once. channel: another one for each loader, so that what one thread asks for
-    names no file of another's, whichever of them comes first on a rank.
+    All ranks of a stream call `rows` with the same samples, so that they arrive at the same tickets. Samples are read
+    in the order of the call, whatever order they arrive in.
+
+    ask: requests a sample, given its ticket and token ids, and returns at once; None on all ranks of the stream but one
+    channel: different for each loader, so that their files have different names, whichever comes first on a rank
     """
 
     alone = True
@@ -98,10 +164,10 @@ class SpooledSource:
         self, reader: SpoolReader, job: str, ask: Callable[[Ticket, Tensor], None] | None, channel: int = 0
     ) -> None:
         self.reader, self.job, self.ask, self.channel = reader, job, ask, channel
-        self._asked: Counter[tuple[str, int]] = Counter()
+        self._times_asked: defaultdict[tuple[str, int], count[int]] = defaultdict(count)
 
     def beside(self, channel: int) -> "SpooledSource":
-        """The same for another loader."""
+        """The same source for another loader."""
         return SpooledSource(self.reader, self.job, self.ask, channel)
 
     def rows(self, samples: Sequence[Sample], aux: Sequence[Tensor], teacher: Sequence[Tensor]) -> list[Rows]:
@@ -109,53 +175,58 @@ class SpooledSource:
         if self.ask:
             for ticket, sample in zip(tickets, samples, strict=True):
                 self.ask(ticket, sample.ids)
-        found = []
+        results = []
         for ticket, sample, a, b in zip(tickets, samples, aux, teacher, strict=True):
             location = self.reader.wait(ticket)
             self.reader.require_tokens(location, sample.ids)
-            found.append(self.reader.read(location, a, b))
+            results.append(self.reader.read(location, a, b))
             self.reader.done(ticket)
-        return found
+        return results
 
     def _ticket(self, sample: Sample) -> Ticket:
         tokens = len(sample.ids)
-        time_asked = self._asked[sample.id, tokens]
-        self._asked[sample.id, tokens] += 1
-        return Ticket.of(self.job, sample.id, tokens, self.channel << CHANNEL_SHIFT | time_asked)
+        time_asked = self.channel << CHANNEL_SHIFT | next(self._times_asked[sample.id, tokens])
+        return Ticket.of(self.job, sample.id, tokens, time_asked)
 
 
 @dataclass(frozen=True)
 class LoadedStream:
-    """One micro-batch before it goes to the draft's device. rows: aux at plan.rows, teacher at plan.teacher."""
+    """One micro-batch before it goes to the draft's device."""
 
     stream: Stream
     plan: SequencePlan
-    rows: Rows
+    rows: Rows  # aux at plan.rows, teacher at plan.teacher
 
 
 class Drawn(NamedTuple):
-    """A sample of a global batch: its index in the set, and the epoch that it is drawn in, from 0."""
+    """A sample in a global batch."""
 
-    index: int
-    epoch: int
+    index: int  # in the sample set
+    epoch: int  # the epoch that it is drawn in, from 0
 
 
 def draw_batch(step: int, samples: int, batch_size: int, seed: int) -> list[Drawn]:
-    """The global batch of optimiser step `step` (from 0): consecutive places in an endless row of shuffled epochs, so that no
-    last sample is dropped and the order does not depend on the layout."""
-    places, orders = range(step * batch_size, (step + 1) * batch_size), {}
-    for epoch in {place // samples for place in places}:
+    """The global batch of optimiser step `step` (from 0): consecutive places in an endless sequence of shuffled epochs.
+
+    No sample at the end of an epoch is dropped, and the order does not depend on the layout.
+    """
+    positions, orders = range(step * batch_size, (step + 1) * batch_size), {}
+    for epoch in {position // samples for position in positions}:
         generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
         orders[epoch] = torch.randperm(samples, generator=generator).tolist()
-    return [Drawn(orders[place // samples][place % samples], place // samples) for place in places]
+    return [Drawn(orders[position // samples][position % samples], position // samples) for position in positions]
 
 
 class StreamLoader:
-    """Loads this rank's part of the streams of its data-parallel rank, the same streams on all ranks of that.
+    """Loads this rank's part of the streams of its data-parallel rank.
 
-    samples: the same on all ranks, in the same order. steps: K of the unroll. sharding: of a stream over its sequence ranks. data: the group whose ranks have different streams.
-    sequence: the group whose ranks share a stream, Ulysses fastest. window: of the draft's attention. spans: what of a sample
-    to supervise; default: all of its loss mask.
+    samples: the same on all ranks, in the same order
+    steps: K of the unroll
+    sharding: how a stream is spread over its sequence ranks
+    data: the group whose ranks have different streams
+    sequence: the group whose ranks share a stream, with the Ulysses rank varying fastest
+    window: of the draft's attention
+    spans: which part of a sample to supervise; default: its whole loss mask
     """
 
     def __init__(
@@ -165,8 +236,8 @@ class StreamLoader:
         *,
         steps: int,
         sharding: SequenceSharding,
-        data: ProcessGroup,
-        sequence: ProcessGroup,
+        data: dist.ProcessGroup,
+        sequence: dist.ProcessGroup,
         window: int | None = None,
         spans: Spans | None = None,
     ) -> None:
@@ -178,13 +249,13 @@ class StreamLoader:
         self._ahead: tuple[tuple[list[Drawn], int], Future[list[LoadedStream]]] | None = None
 
     def read_ahead(self, batch: Sequence[Drawn], accumulation: int) -> None:
-        """Begin in the background what `load` will be asked for next, where the source lets one rank ask alone."""
+        """Start loading in the background what `load` will be asked for next, if ranks of this source may ask alone."""
         if self.source.alone:
             self._ahead = (list(batch), accumulation), self._background.submit(self._load, batch, accumulation)
 
     def load(self, batch: Sequence[Drawn], accumulation: int) -> list[LoadedStream]:
-        """This rank's part of its `accumulation` streams of the global `batch`, the same list on every rank. Collective over a
-        stream's ranks where the source is."""
+        """This rank's part of its `accumulation` streams of the global `batch`; the list is as long on every rank.
+        Collective over a stream's ranks if the source is."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead[0] == (list(batch), accumulation):
             return ahead[1].result()
@@ -193,33 +264,33 @@ class StreamLoader:
     def _load(self, batch: Sequence[Drawn], accumulation: int) -> list[LoadedStream]:
         members = self._members(batch, accumulation)
         streams = [Stream.pack(*zip(*((s.ids, mask) for s, mask in stream), strict=True)) for stream in members]
-        plans = [self.plan(stream) for stream in streams]
-        aux, teacher = [], []
-        for stream, plan in zip(streams, plans, strict=True):
-            aux += _by_document(stream, plan.rows)
-            teacher += _by_document(stream, plan.teacher)
-        found = iter(self.source.rows([sample for stream in members for sample, _ in stream], aux, teacher))
+        stream_plans = [(stream, self.plan(stream)) for stream in streams]
+        aux = chain.from_iterable(_by_document(stream, plan.rows) for stream, plan in stream_plans)
+        teacher = chain.from_iterable(_by_document(stream, plan.teacher) for stream, plan in stream_plans)
+        document_rows = iter(
+            self.source.rows([sample for stream in members for sample, _ in stream], [*aux], [*teacher])
+        )
         return [
-            LoadedStream(stream, plan, Rows.cat([next(found) for _ in samples]))
-            for samples, stream, plan in zip(members, streams, plans, strict=True)
+            LoadedStream(*pair, Rows.cat([next(document_rows) for _ in samples]))
+            for samples, pair in zip(members, stream_plans, strict=True)
         ]
 
     def order_identity(self, batch: Sequence[Drawn]) -> bytes:
-        """What must be the same on every rank of the job: ids and lengths of all samples, and a global batch. Ids stand for
-        contents: a sample that does not fit its own is never read."""
+        """What must be the same on every rank of the job: ids and lengths of all samples, and a global batch. Ids stand
+        for the contents, because a sample that does not match its id is never read."""
         ids = self.samples.digests[self.samples.indices]
         return ids.tobytes() + self.samples.lengths.tobytes() + np.asarray(batch, np.int64).tobytes()
 
     def _members(self, batch: Sequence[Drawn], accumulation: int) -> list[list[tuple[Sample, Tensor]]]:
-        """The samples of each stream of this data-parallel rank, and what of each is supervised."""
+        """The samples of each stream of this data-parallel rank, with the mask of what is supervised."""
         streams = self.data.size() * accumulation
-        dealt = deal_streams(self.samples.lengths[[drawn.index for drawn in batch]].tolist(), streams)
-        mine = dealt[self.data.rank() * accumulation : (self.data.rank() + 1) * accumulation]
-        members = [[self._supervised(batch[place]) for place in stream] for stream in mine]
-        # A stream that gets no sample has one token that teaches nothing: its ranks must enter every collective all the same.
-        spare = self.samples[batch[0].index]
-        spare = replace(spare, ids=spare.ids[:1], loss_mask=spare.loss_mask[:1])  # a last row is never supervised
-        return [stream or [(spare, spare.loss_mask)] for stream in members]
+        assignments = deal_streams(self.samples.lengths[[drawn.index for drawn in batch]].tolist(), streams)
+        mine = assignments[self.data.rank() * accumulation : (self.data.rank() + 1) * accumulation]
+        members = [[self._supervised(batch[index]) for index in stream] for stream in mine]
+        # A stream without samples gets one token that teaches nothing, because its ranks must enter every collective.
+        filler = self.samples[batch[0].index]
+        filler = replace(filler, ids=filler.ids[:1], loss_mask=filler.loss_mask[:1])  # a last row is never supervised
+        return [stream or [(filler, filler.loss_mask)] for stream in members]
 
     def _supervised(self, drawn: Drawn) -> tuple[Sample, Tensor]:
         sample = self.samples[drawn.index]
@@ -227,6 +298,6 @@ class StreamLoader:
 
 
 def _by_document(stream: Stream, rows: Tensor) -> list[Tensor]:
-    """Ascending rows of the stream as rows of each of its documents."""
+    """Split ascending rows of a stream into rows of each of its documents."""
     counts = torch.bincount(stream.document[rows], minlength=len(stream.starts))
     return list(stream.position[rows].split(counts.tolist()))

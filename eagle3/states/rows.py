@@ -1,4 +1,4 @@
-"""The payload of the whole way from a target to a training step: what the target says of rows of tokens."""
+"""Rows of hidden states on their way from a target to a training step; documents split into batches and streams."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,23 +10,18 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TeacherRows:
-    """What a target says after each of m rows.
+    """What a target says after each of m rows."""
 
-    values     [m, W]     what the draft's teacher is made from: see the two kinds, LastHidden and DraftLogits
-    argmax     [m] int64  most likely next token, over the full vocabulary (ties: lowest id)
-    logsumexp  [m] fp32   of the logits, over the full vocabulary (fp64 for an fp64 target)
-    """
-
-    values: Tensor
-    argmax: Tensor
-    logsumexp: Tensor
+    values: Tensor  # [m, W]: what the draft's teacher is computed from, see LastHidden and DraftLogits
+    argmax: Tensor  # [m] int64: most likely next token over the full vocabulary (ties: lowest id)
+    logsumexp: Tensor  # [m] fp32 (fp64 for an fp64 target): of the logits over the full vocabulary
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """The same kind of teacher, each tensor changed."""
+        """The same kind of teacher with `change` applied to each tensor."""
         return type(self)(change(self.values), change(self.argmax), change(self.logsumexp))
 
     def __getitem__(self, rows: slice | Tensor) -> Self:
-        """Some of them; of a slice views, of numbers copies."""
+        """Some of the rows: views for a slice, copies for indices."""
         return self.map(lambda tensor: tensor[rows])
 
 
@@ -35,49 +30,72 @@ class LastHidden(TeacherRows):
 
 
 class DraftLogits(TeacherRows):
-    """values [m, Vd]: the target's own logits of the draft vocabulary's tokens, where training could not make them."""
+    """values [m, Vd]: the target's own logits over the draft vocabulary, for heads that training cannot apply."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """aux [n, 3*Ht]: the residual stream after each of three of the target's layers, low to high, concatenated. teacher: of m
-    rows, the same ones or others."""
+    """Hidden states of some tokens, and what the target says after the same tokens or others."""
 
-    aux: Tensor
-    teacher: TeacherRows
+    aux: Tensor  # [n, 3*Ht]: residual stream after each of three target layers, low to high, concatenated
+    teacher: TeacherRows  # m rows
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Rows":
-        """Each tensor changed."""
+        """Apply `change` to each tensor."""
         return Rows(change(self.aux), self.teacher.map(change))
 
     def named(self) -> dict[str, Tensor]:
-        """All tensors."""
+        """All tensors by name."""
         return {"aux": self.aux, **vars(self.teacher)}
 
     def __getitem__(self, rows: slice) -> "Rows":
-        """Views of some rows, where aux and teacher are of the same ones."""
+        """Views of some rows. Only where aux and teacher have the same rows."""
         return Rows(self.aux[rows], self.teacher[rows])
 
     @staticmethod
     def cat(parts: Sequence["Rows"]) -> "Rows":
-        """One after another; all of one kind of teacher."""
-        kinds = [part.teacher for part in parts]
-        assert len({type(kind) for kind in kinds}) == 1, "one target has one kind of teacher"
-        columns = ([getattr(kind, name) for kind in kinds] for name in ("values", "argmax", "logsumexp"))
-        return Rows(torch.cat([part.aux for part in parts]), type(kinds[0])(*map(torch.cat, columns)))
+        """Concatenate. All parts must have the same kind of teacher."""
+        teachers = [part.teacher for part in parts]
+        assert len({type(teacher) for teacher in teachers}) == 1, "one target has one kind of teacher"
+        columns = ([getattr(teacher, name) for teacher in teachers] for name in ("values", "argmax", "logsumexp"))
+        return Rows(torch.cat([part.aux for part in parts]), type(teachers[0])(*map(torch.cat, columns)))
 
 
 class Target(Protocol):
-    """A frozen language model. aux_layers: 0-based, low to high, whose outputs `prefill` returns as aux. teacher: the kind that
-    its rows have."""
+    """A frozen language model."""
 
     hidden_size: int
     vocab_size: int
-    aux_layers: tuple[int, int, int]
-    teacher: type[TeacherRows]
+    aux_layers: tuple[int, int, int]  # 0-based, low to high; `prefill` returns their outputs as aux
+    teacher: type[TeacherRows]  # the kind that its rows have
 
     def prefill(self, documents: Sequence[Tensor]) -> list[Rows]:
-        """Every row of documents (token ids, int64 [T] each), in their order and without padding.
+        """All rows of each document (token ids, int64 [T]), in the documents' order and without padding.
 
-        Raises UserError for an empty document and for a token id outside the vocabulary.
+        Raises UserError for an empty document, and for a token id outside the vocabulary.
         """
+
+
+def length_buckets(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Batches of indices, longest documents first, with documents x longest <= budget tokens. A longer document gets
+    its own batch. Bucketing the documents of one batch again, in its order, gives the same batch."""
+    batches: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= budget:
+            batches[-1].append(i)
+        else:
+            batches.append([i])
+    return batches
+
+
+def deal_streams(lengths: Sequence[int], streams: int) -> list[list[int]]:
+    """Deal samples to `streams` packed streams of about equal length: longest first, each to the shortest stream.
+
+    With at least as many samples as streams, no stream stays empty. Within a stream, samples keep their order.
+    """
+    totals, assignments = [0] * streams, [[] for _ in range(streams)]
+    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+        shortest = min(range(streams), key=lambda stream: (totals[stream], stream))
+        totals[shortest] += lengths[index]
+        assignments[shortest].append(index)
+    return [sorted(members) for members in assignments]

@@ -1,4 +1,4 @@
-"""Which layers of a target feed a draft: read without PyTorch, by launchers before anything heavy is imported."""
+"""Which target layers feed a draft. No PyTorch here: launchers check them before importing anything heavy."""
 
 from collections.abc import Sequence
 
@@ -6,10 +6,11 @@ from eagle3.errors import UserError
 
 
 def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
-    """The layers EAGLE3 reads: 1, n//2-1 and n-4, 0-based; moved as little as keeps them distinct below 8 layers.
+    """The layers that EAGLE3 reads: 1, n//2-1 and n-4, 0-based; below 8 layers moved as little as keeps them distinct.
 
-    The choice is that of the EAGLE3 reference implementation and of the engines that serve its drafts. The last layer is left
-    out, for SGLang captures what a layer is given, and none is given the last one's output; three layers leave no choice.
+    They are those of the EAGLE3 reference implementation and of the engines that serve its drafts. The last layer is
+    left out, because SGLang captures a layer's input, and no layer has the last one's output as input; only targets
+    with three layers leave no choice.
     """
     if num_layers < 3:
         raise UserError(f"target: has {num_layers} layers, EAGLE3 reads three; choose a target with at least 3 layers")
@@ -22,7 +23,7 @@ def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
 
 
 def check_aux_layers(aux_layers: Sequence[int], num_layers: int) -> tuple[int, int, int]:
-    """`aux_layers` as a tuple; UserError unless they are three ascending layers of a target with `num_layers`."""
+    """`aux_layers` as a tuple. Raises UserError unless they are three ascending layers out of `num_layers`."""
     layers = tuple(aux_layers)
     if len(layers) != 3 or list(layers) != sorted(set(layers)) or layers[0] < 0 or layers[-1] >= num_layers:
         raise UserError(

@@ -1,4 +1,4 @@
-"""What is read of a target's checkpoint: config, tokenizer, fingerprint, or the whole model."""
+"""Read a target's checkpoint: config, tokenizer, fingerprint, or the whole model."""
 
 import contextlib
 import hashlib
@@ -24,13 +24,12 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
-from transformers.utils.logging import disable_progress_bar
 
 from eagle3.errors import UserError, shown
 from eagle3.hub import require_hub, require_target_folder
 from eagle3.parsing import DEEPEST, is_too_deep, parse_json
 
-PICKLED = ("*.bin", "*.bin.index.json", "*.pth", "*.pt", "*.ckpt", "*.pkl")  # PyTorch's own formats
+PICKLED = ("*.bin", "*.bin.index.json", "*.pth", "*.pt", "*.ckpt", "*.pkl")  # PyTorch's formats
 MOST_LAYERS = 1000
 QUANTISED_REMEDY = (
     "set target.backend=sglang, which runs it as it is, or name a copy that is not quantised in model.target"
@@ -40,14 +39,17 @@ QUANTISED_REMEDY = (
 def target_config(
     name_or_path: str | Path, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> PretrainedConfig:
-    """The config of the target's language model (of its text part, where it has several); UserError if unreadable."""
+    """The config of the target's language model (its text part, if it has several). Raises UserError if unreadable."""
     return whole_config(str(name_or_path), revision, trust_remote_code).get_text_config(decoder=True)
 
 
 def whole_config(name: str, revision: str | None, trust_remote_code: bool) -> PretrainedConfig:
-    """Of all its parts. Where its model_type is unknown but its architecture is a model of transformers under another's type
-    (Kimi-K2 is a DeepSeek-V3), that model's config. Raises UserError for one that cannot be read, or that needs code which
-    is neither here nor allowed, naming what is missing."""
+    """The config of all parts of the target.
+
+    If its model_type is unknown but its architecture is a transformers model of another type (Kimi-K2 is a
+    DeepSeek-V3), it is that model's config. Raises UserError if it cannot be read or needs code that is neither
+    installed nor allowed, naming what is missing.
+    """
     with readable(name, "config"), sound_config(name):
         values = config_values(name, revision)
         if trust_remote_code or values.get("model_type") in (None, *CONFIG_MAPPING):
@@ -55,7 +57,7 @@ def whole_config(name: str, revision: str | None, trust_remote_code: bool) -> Pr
         architectures = values.get("architectures") or []
         types = [kind for kind, model in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if model in architectures]
         if not types:
-            own = (
+            hint = (
                 " or set model.trust_remote_code=true to run the code that comes with this checkpoint, if you trust it,"
                 if values.get("auto_map")
                 else ""
@@ -63,7 +65,8 @@ def whole_config(name: str, revision: str | None, trust_remote_code: bool) -> Pr
             raise UserError(
                 f"target {name!r}: transformers {transformers.__version__} has no model class for architecture "
                 f"{', '.join(architectures or ['(none named)'])} (model_type {values['model_type']!r}); install a "
-                f"transformers that has it,{own} or choose another target (docs/new-model.md says what a target must have)"
+                f"transformers that has it,{hint} or choose another target (docs/new-model.md says what a target must "
+                "have)"
             )
         config = CONFIG_MAPPING[types[0]].from_dict(
             {key: value for key, value in values.items() if key not in ("model_type", "auto_map")}
@@ -73,7 +76,7 @@ def whole_config(name: str, revision: str | None, trust_remote_code: bool) -> Pr
 
 
 def config_values(name: str, revision: str | None) -> dict:
-    """What config.json says, without the defaults of any class."""
+    """The contents of config.json, without the defaults of any class."""
     with readable(name, "config"):
         values, _ = PretrainedConfig.get_config_dict(name, revision=revision)
     if not isinstance(values, dict):
@@ -85,7 +88,8 @@ def config_values(name: str, revision: str | None) -> dict:
     for key, kind in (("architectures", list), ("auto_map", dict), ("model_type", str)):
         if values.get(key) is not None and not isinstance(values[key], kind):
             raise UserError(
-                f"target {name!r}: its config.json has {key} {shown(values[key])}, no {kind.__name__}; name another checkpoint"
+                f"target {name!r}: its config.json has {key} {shown(values[key])}, which is not a {kind.__name__}; "
+                "name another checkpoint"
             )
     for part in (values, *(value for value in values.values() if isinstance(value, dict))):
         layers = part.get("num_hidden_layers")
@@ -98,10 +102,10 @@ def config_values(name: str, revision: str | None) -> dict:
 
 
 def weight_files(name: str, revision: str | None) -> dict[str, str] | None:
-    """By tensor, the name of its file in safetensors, of which transformers would load it; None for a checkpoint on the hub
-    without any, or out of reach, which loading will say.
+    """The safetensors file of each tensor that transformers would load. None for a checkpoint on the hub that has none
+    or is out of reach, which loading will report.
 
-    Raises UserError for weights that are pickled alone, and so could run code when they are read, and for an index that is
+    Raises UserError if the only weights are pickled, because reading them could run code, and for an index that is
     damaged or names files elsewhere.
     """
     for file in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
@@ -111,72 +115,72 @@ def weight_files(name: str, revision: str | None) -> dict[str, str] | None:
                 continue
             if file == SAFE_WEIGHTS_INDEX_NAME:
                 return _indexed(name, path)
-            with safe_open(path, "pt") as opened:
-                return dict.fromkeys(opened.keys(), file)
-    pickled = [file.name for pattern in PICKLED for file in sorted(Path(name).glob(pattern))]
-    if pickled:
+            with safe_open(path, "pt") as weights:
+                return dict.fromkeys(weights.keys(), file)
+    pickles = [file.name for pattern in PICKLED for file in sorted(Path(name).glob(pattern))]
+    if pickles:
         raise UserError(
-            f"target {name!r}: its weights are pickled ({shown(pickled[0])}), and reading such a file can run code that it "
-            "holds; convert them to safetensors, or name a checkpoint in safetensors in model.target"
+            f"target {name!r}: its weights are pickled ({shown(pickles[0])}), and reading such a file can run code "
+            "that it holds; convert them to safetensors, or name a checkpoint in safetensors in model.target"
         )
     return None
 
 
 def _indexed(name: str, path: Path) -> dict[str, str]:
-    """The index's files by tensor. Links in a folder may lead anywhere, for the hub's cache is made of them; names may not."""
-    damaged = f"target {name!r}: its {path.name} "
+    """File of each tensor by the index. Names must stay in the folder; links may lead anywhere (the hub's do)."""
+    prefix = f"target {name!r}: its {path.name} "
     try:
         index = parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UserError(f"{damaged}is not valid JSON ({error}); copy or download it again") from error
+        raise UserError(f"{prefix}is not valid JSON ({error}); copy or download it again") from error
     files = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
-        raise UserError(f"{damaged}has no weight_map of tensors and files; copy or download it again")
+        raise UserError(f"{prefix}has no weight_map of tensors and files; copy or download it again")
     for tensor, file in files.items():
         if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts or not file.endswith(".safetensors"):
             raise UserError(
-                f"{damaged}has {shown(tensor)} in {shown(file)}, which is no safetensors file in the checkpoint's folder; do "
-                "not use this checkpoint, or fix the index"
+                f"{prefix}has {shown(tensor)} in {shown(file)}, which is not a safetensors file in the checkpoint's "
+                "folder; do not use this checkpoint, or fix the index"
             )
     return files
 
 
 @contextlib.contextmanager
 def sound_config(name: str, file: str = "config.json") -> Iterator[None]:
-    """Turn what transformers raises for values that it does not expect in `file`, of a config or the model of one, into one
-    line."""
+    """Turn what transformers raises for unexpected values in `file` into one line."""
     try:
         yield
     except (AttributeError, KeyError, TypeError, StrictDataclassError) as error:
         reason = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
         raise UserError(
-            f"target {name!r}: its {file} has a value that transformers {transformers.__version__} does not take "
-            f"({type(error).__name__}: {reason}); mend it, or name another checkpoint in model.target"
+            f"target {name!r}: its {file} has a value that transformers {transformers.__version__} does not accept "
+            f"({type(error).__name__}: {reason}); fix it, or name another checkpoint in model.target"
         ) from error
 
 
 def load_tokenizer(
     name_or_path: str | Path, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """The target's tokenizer; UserError if there is none."""
+    """The target's tokenizer. Raises UserError if there is none."""
     name = str(name_or_path)
     with readable(name, "tokenizer"), sound_config(name, "tokenizer_config.json"):
-        # With the config, for without it transformers reads one itself, and fails on a model_type that it does not know.
+        # Pass the config, or transformers reads it itself and fails on an unknown model_type.
         config = whole_config(name, revision, trust_remote_code)
         tokenizer = AutoTokenizer.from_pretrained(
             name, config=config, revision=revision, trust_remote_code=trust_remote_code
         )
-        if not isinstance(tokenizer.model_max_length, int | float):  # with which transformers compares every length
+        if not isinstance(tokenizer.model_max_length, int | float):  # transformers compares every length with it
             raise TypeError(f"model_max_length is {shown(tokenizer.model_max_length)}, not a number")
         return tokenizer
 
 
 def fingerprint(name_or_path: str | Path, *, revision: str | None = None) -> str:
-    """32 hex digits that tell one target from another, for provenance; costs milliseconds a weight file.
+    """32 hex digits that identify a target, for provenance; takes milliseconds per weight file.
 
-    A hub id is known by its commit. A folder is known by config.json, the weights' index, and every weight file's name,
-    size and a sample of its bytes: a fine-tuned copy keeps names, sizes and headers, but not its bytes. A change of
-    single values between the sampled bytes goes unseen. The folder's own path does not count: it may be moved.
+    A hub id is identified by its commit. A folder is identified by config.json, the weights' index, and the name, size
+    and a sample of the bytes of each weight file: a fine-tuned copy has the same names, sizes and headers, but not the
+    same bytes. A change of single values between the sampled bytes goes unnoticed. The folder's path does not count, so
+    it can be moved.
     """
     name, digest = str(name_or_path), hashlib.sha256()
     with readable(name, "config"):
@@ -192,7 +196,7 @@ def fingerprint(name_or_path: str | Path, *, revision: str | None = None) -> str
 
 
 def _sampled_bytes(file: Path, windows: int = 64, window: int = 4096) -> Iterator[bytes]:
-    """`windows` evenly spaced pieces of the file, its first and last bytes among them; all of a small file."""
+    """`windows` evenly spaced pieces of the file, its first and last bytes included; all of a small file."""
     last = max(file.stat().st_size - window, 0)
     with file.open("rb") as stream:
         for start in sorted({last * i // (windows - 1) for i in range(windows)}):
@@ -203,20 +207,26 @@ def _sampled_bytes(file: Path, windows: int = 64, window: int = 4096) -> Iterato
 def load_causal_lm(
     name: str, revision: str | None, trust_remote_code: bool, dtype: str | torch.dtype
 ) -> PreTrainedModel:
-    """The whole model, on the CPU. Raises UserError for what cannot be read, and where weights are missing."""
+    """The whole model on the CPU. Raises UserError if it cannot be read, or if weights are missing."""
     config = whole_config(name, revision, trust_remote_code)
-    # Of what transformers attends with, sdpa drops this cap without a word.
+    # Among transformers' attentions, sdpa silently drops this cap.
     capped = getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None
-    disable_progress_bar()  # it garbles a log, and loading says nothing worth a bar
-    quantised = getattr(config, "quantization_config", None)
-    with readable(name, "causal language model", QUANTISED_REMEDY if quantised else None), _without_reports():
+    logging.disable_progress_bar()  # bars garble logs, and loading is not worth one
+    quantization = getattr(config, "quantization_config", None)
+    with (
+        readable(name, "causal language model", QUANTISED_REMEDY if quantization else None),
+        contextlib.ExitStack() as stack,
+    ):
+        # transformers lists every missing weight; our one line names the first.
+        stack.callback(logging.set_verbosity, logging.get_verbosity())
+        logging.set_verbosity_error()
         weight_files(name, revision)
-        # Some models of several parts are no causal language models by transformers' tables, though they decode text.
-        several = (
+        # By transformers' tables, some models of several parts are not causal language models, though they decode text.
+        multimodal = (
             type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
         )
-        loader = AutoModelForImageTextToText if several else AutoModelForCausalLM
-        model, loading = loader.from_pretrained(
+        loader = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
+        model, loading_info = loader.from_pretrained(
             name,
             config=config,
             revision=revision,
@@ -224,17 +234,17 @@ def load_causal_lm(
             dtype=dtype,
             use_safetensors=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # said below, by name
+            ignore_mismatched_sizes=True,  # reported below, by name
             **({"attn_implementation": "eager"} if capped else {}),
         )
     # transformers only warns, and fills what is missing with random numbers.
-    if mismatched := sorted(loading["mismatched_keys"]):
-        key, found, wanted = mismatched[0]
+    if mismatches := sorted(loading_info["mismatched_keys"]):
+        key, actual_shape, config_shape = mismatches[0]
         raise UserError(
-            f"target {name!r}: {len(mismatched)} of its weights have other sizes than config.json says ({key}: {list(found)}, not "
-            f"{list(wanted)}); copy the config.json that belongs to the weights"
+            f"target {name!r}: {len(mismatches)} of its weights have other sizes than config.json says ({key}: "
+            f"{list(actual_shape)}, not {list(config_shape)}); copy the config.json that belongs to the weights"
         )
-    if missing := sorted(map(str, loading["missing_keys"])):
+    if missing := sorted(map(str, loading_info["missing_keys"])):
         raise UserError(
             f"target {name!r}: its checkpoint lacks {len(missing)} weights of {type(model).__name__} ({missing[0]} "
             "first); name the checkpoint of a whole causal language model in model.target"
@@ -243,20 +253,9 @@ def load_causal_lm(
 
 
 @contextlib.contextmanager
-def _without_reports() -> Iterator[None]:
-    """transformers lists every weight that is missing; one line will name the first."""
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
-
-
-@contextlib.contextmanager
-def readable(name: str, what: str, remedy: str | None = None) -> Iterator[None]:
-    """Turn what transformers and the hub raise for a checkpoint they cannot read into one line with a remedy: this one, or a
-    complete checkpoint."""
+def readable(name: str, part: str, remedy: str | None = None) -> Iterator[None]:
+    """Turn what transformers and the hub raise for an unreadable checkpoint into one line with a remedy: the given one,
+    or to name a complete checkpoint."""
     require_target_folder(name)
     try:
         if not Path(name).is_dir() and not isinstance(try_to_load_from_cache(name, "config.json"), str):
@@ -264,21 +263,21 @@ def readable(name: str, what: str, remedy: str | None = None) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except Exception as error:  # whatever such a file makes them raise: tokenizers raises plain Exceptions
+    except Exception as error:  # such a file can make them raise anything: tokenizers raises plain Exceptions
         reason = f"{(str(error).strip() or type(error).__name__).splitlines()[0]:.300}"
         if not isinstance(error, OSError | ValueError | ImportError | RuntimeError | SafetensorError):
             reason = f"{type(error).__name__}: {reason}"
         remedy = remedy or (
             "name the folder of a complete checkpoint in model.target"
             if Path(name).is_dir()
-            else f"there is no such folder in {Path.cwd()}: name a downloaded one in model.target, or check the id, the connection "
-            "and your access to it"
+            else f"there is no such folder in {Path.cwd()}: name a downloaded one in model.target, or check the id, "
+            "the connection and your access to it"
         )
-        raise UserError(f"target {name!r}: its {what} cannot be read ({reason}); {remedy}") from error
+        raise UserError(f"target {name!r}: its {part} cannot be read ({reason}); {remedy}") from error
 
 
 def fetched(name: str, file: str, revision: str | None) -> Path:
-    """Where a file of the checkpoint is: in its folder, or in the hub's cache."""
+    """Path of a file of the checkpoint: in its folder, or in the hub's cache, to which it is downloaded if need be."""
     if Path(name).is_dir():
         return Path(name) / file
     return Path(hf_hub_download(name, file, revision=revision))

@@ -1,4 +1,4 @@
-"""A target's embedding and lm_head, of a model that is loaded or straight from the files of its checkpoint."""
+"""A target's embedding and lm_head, from a loaded model or straight from the files of its checkpoint."""
 
 import re
 from collections.abc import Iterable
@@ -16,13 +16,13 @@ from eagle3.errors import UserError
 from eagle3.targets.checkpoint import fetched, load_causal_lm, readable, weight_files, whole_config
 from eagle3.targets.logits import LogitTransform, TargetHead
 
-# Where configs say what is done to logits, with other models' names for the same.
+# Config fields that change logits; different models have different names for the same.
 SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 DIVISORS = ("logits_scaling",)
 CAPS = ("final_logit_softcapping", "logits_soft_cap")
-# Model types in which DIVISORS multiply.
+# Model types that multiply by their DIVISORS.
 MULTIPLYING = ("hyperclovax",)
-# Of a matrix that is not quantised, in safetensors' words.
+# safetensors' names of number formats that are not quantised.
 NUMBER_FORMATS = ("F64", "F32", "BF16", "F16")
 
 
@@ -34,21 +34,23 @@ def load_target_head(
     dtype: str | torch.dtype = "auto",
     required: bool = True,
 ) -> TargetHead:
-    """Embedding and lm_head on the CPU, for training beside a target that runs elsewhere, or ran before.
+    """Embedding and lm_head on the CPU, for training with a target that runs elsewhere, or ran before.
 
-    Of a checkpoint nothing else is read, and from the hub only the files with these two are fetched, under
-    the names that transformers gives them in its model (without the weights of one: it is built on the meta device). A
-    model whose own Python code trust_remote_code runs is loaded whole, and then dropped, for that code alone knows what it
-    reads. Pickled weights (PyTorch's .bin) are refused.
+    Nothing else is read from the checkpoint, and from the hub only the files with these two are downloaded. Their names
+    are those in transformers' model, which is built on the meta device, without weights. A model whose own Python code
+    trust_remote_code runs is loaded as a whole and then dropped, because only that code knows what it reads. Pickled
+    weights (PyTorch's .bin) are refused.
 
-    dtype: a torch dtype, its name, or "auto" (the config's; as stored where it names none). required: that the lm_head is
-    a plain matrix; a store of logits does without. Raises UserError for what cannot be read, for weights that are missing
-    or could be several tensors, and for a quantised embedding.
+    dtype: a torch dtype, its name, or "auto" (the config's; as stored if it names none)
+    required: whether the lm_head must be a plain matrix; a store of logits does without
+
+    Raises UserError for what cannot be read, for weights that are missing or could be several tensors, and for a
+    quantised embedding.
     """
     name = str(name_or_path)
     config = whole_config(name, revision, trust_remote_code)
     own_code = trust_remote_code and AutoModelForCausalLM.__name__ in (getattr(config, "auto_map", None) or {})
-    disable_progress_bar()  # of a download, which garbles a log
+    disable_progress_bar()  # download bars garble logs
     with readable(name, "embedding and lm_head"):
         files = None if own_code else weight_files(name, revision)
         if files is not None:
@@ -57,7 +59,7 @@ def load_target_head(
 
 
 def model_head(name: str, model: PreTrainedModel, required: bool) -> TargetHead:
-    """Of a model that is loaded. required: raise UserError for an lm_head that is no plain matrix; else it is None."""
+    """Embedding and lm_head of a loaded model. A head that is no plain matrix is None, or a UserError if required."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings().weight.detach()
     plain = _is_linear(head) and head.weight.is_floating_point() and head.weight.itemsize > 1
     if required and not plain:
@@ -66,7 +68,7 @@ def model_head(name: str, model: PreTrainedModel, required: bool) -> TargetHead:
 
 
 def _transform_of(model: PreTrainedModel) -> LogitTransform:
-    """What a model does to its logits after the lm_head, by the config of its language part."""
+    """What a model does to its logits after the lm_head, according to the config of its language part."""
     values, scale = model.config.get_text_config(decoder=True).to_dict(), 1.0
     for field in (*SCALES, *DIVISORS):
         factor = 1.0 if values.get(field) is None else values[field]
@@ -77,7 +79,7 @@ def _transform_of(model: PreTrainedModel) -> LogitTransform:
 
 
 def _is_linear(head: nn.Module | None) -> bool:
-    """Without a bias, and with a weight that is the matrix."""
+    """Whether it is a linear layer without bias, whose weight is the matrix."""
     return (
         isinstance(head, nn.Linear) and head.bias is None and head.weight.shape == (head.out_features, head.in_features)
     )
@@ -85,22 +87,22 @@ def _is_linear(head: nn.Module | None) -> bool:
 
 def _unusable(name: str, head: nn.Module | None, quantised: bool) -> UserError:
     biased = isinstance(head, nn.Linear) and head.bias is not None
-    found = "quantised" if quantised else f"a {type(head).__name__}{' with a bias' if biased else ''}"
+    description = "quantised" if quantised else f"a {type(head).__name__}{' with a bias' if biased else ''}"
     return UserError(
-        f"target {name!r}: its lm_head is {found}, not linear without bias, which training cannot load; set "
+        f"target {name!r}: its lm_head is {description}, not linear without bias, which training cannot load; set "
         "target.teacher=logits, or choose another target"
     )
 
 
 class _Stored(NamedTuple):
-    """A checkpoint in safetensors. files: the name of the file of each tensor."""
+    """A checkpoint in safetensors."""
 
     name: str
     revision: str | None
-    files: dict[str, str]
+    files: dict[str, str]  # file name by tensor
 
     def slice(self, tensor: str) -> Any:
-        """safetensors' slice of this tensor, which tells shape and number format before any of it is read."""
+        """safetensors' slice of this tensor, which has shape and number format before any of it is read."""
         return self._file(tensor).get_slice(tensor)
 
     def read(self, tensor: str) -> Tensor:
@@ -111,19 +113,18 @@ class _Stored(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Of a weight. parameter: its name in the model. shape: it has there. tensor: its name in the checkpoint, None where
-    none has it. quantised: it is stored in parts, or as something that is no matrix of numbers."""
+    """Where a weight is stored."""
 
-    parameter: str
-    shape: list[int]
-    tensor: str | None
-    quantised: bool
+    parameter: str  # its name in the model
+    shape: list[int]  # its shape there
+    tensor: str | None  # its name in the checkpoint; None if it is not there
+    quantised: bool  # stored in parts, or not as a matrix of numbers
 
 
 def _read_head(stored: _Stored, config: PretrainedConfig, dtype: str | torch.dtype, required: bool) -> TargetHead:
-    # A model of several parts may tie in its own name what its text part would not.
+    # A model of several parts may tie at the top level what its text part alone would not.
     ties = getattr(config, "tie_word_embeddings", False)
-    # What transformers does not take for a language model as a whole has one for its text part.
+    # If transformers does not take the whole for a language model, it has one for the text part.
     config = config if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else config.get_text_config(decoder=True)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
@@ -142,60 +143,60 @@ def _read_head(stored: _Stored, config: PretrainedConfig, dtype: str | torch.dty
     matrix = _read(stored, embedding, dtype)
     if head is None:
         return TargetHead(matrix, None, _transform_of(model))
-    own = matrix if head is embedding else _read(stored, head, dtype)
-    # Of two that are stored though tied, transformers takes the head for its own only where it differs.
-    return TargetHead(matrix, matrix if tied and torch.equal(matrix, own) else own, _transform_of(model))
+    weight = matrix if head is embedding else _read(stored, head, dtype)
+    # If both are stored though tied, transformers uses a separate head only if it differs.
+    return TargetHead(matrix, matrix if tied and torch.equal(matrix, weight) else weight, _transform_of(model))
 
 
 def _names_in_model(model: PreTrainedModel, tensors: Iterable[str]) -> dict[str, str]:
-    """The checkpoint's names of its tensors, by what transformers makes of them on loading: many a checkpoint has names of
-    its own (`embed_out.weight`), which transformers knows."""
+    """The checkpoint's tensor names by the names that transformers gives them on loading: many checkpoints have names
+    of their own (`embed_out.weight`), which transformers knows."""
     conversions, names = get_model_conversion_mapping(model), {}
     for tensor in sorted(tensors):
-        renamed = tensor
+        model_name = tensor
         for conversion in conversions:
-            renamed, _ = conversion.rename_source_key(renamed)
-        names[renamed] = tensor
+            model_name, _ = conversion.rename_source_key(model_name)
+        names[model_name] = tensor
     return names
 
 
 def _place(stored: _Stored, names: dict[str, str], model: PreTrainedModel, module: nn.Module) -> _Place:
-    path = next(path for path, each in model.named_modules() if each is module)
+    path = next(path for path, submodule in model.named_modules() if submodule is module)
     parameter, shape = f"{path}.weight", list(module.weight.shape)
-    found = parameter if parameter in names else _alike(stored, names, parameter, shape)
-    stem = f"{path.rpartition('.')[2]}." if found is None else found.removesuffix("weight")
+    key = parameter if parameter in names else _alike(stored, names, parameter, shape)
+    stem = f"{path.rpartition('.')[2]}." if key is None else key.removesuffix("weight")
     quantised = any(f".{stem}" in f".{name}" and not name.endswith((".weight", ".bias")) for name in names)
-    if found is None:
+    if key is None:
         return _Place(parameter, shape, None, quantised)
-    return _Place(
-        parameter, shape, names[found], quantised or stored.slice(names[found]).get_dtype() not in NUMBER_FORMATS
-    )
+    return _Place(parameter, shape, names[key], quantised or stored.slice(names[key]).get_dtype() not in NUMBER_FORMATS)
 
 
 def _alike(stored: _Stored, names: dict[str, str], parameter: str, shape: list[int]) -> str | None:
-    """The only tensor of this shape whose name ends as the parameter's does, or failing that as a shorter end of it does:
-    a checkpoint of several parts may have another prefix than the model of its text part. Not one of a numbered layer:
-    layers for multi-token prediction have copies of their own."""
+    """The only tensor of this shape whose name ends like the parameter's, or, failing that, like a shorter end of it.
+
+    A checkpoint of several parts may have another prefix than the model of its text part. Tensors in numbered layers do
+    not count, because layers for multi-token prediction have their own copies.
+    """
     ends = parameter.split(".")
     for start in range(len(ends) - 1):
         ending = "." + ".".join(ends[start:])
-        alike = [name for name in names if f".{name}".endswith(ending) and not re.search(r"\.\d+\.", name)]
-        found = [name for name in alike if stored.slice(names[name]).get_shape() == shape]
-        if len(found) > 1:
+        candidates = [name for name in names if f".{name}".endswith(ending) and not re.search(r"\.\d+\.", name)]
+        matches = [name for name in candidates if stored.slice(names[name]).get_shape() == shape]
+        if len(matches) > 1:
             raise UserError(
-                f"target {stored.name!r}: {names[found[0]]} and {names[found[1]]} in its checkpoint could both be "
+                f"target {stored.name!r}: {names[matches[0]]} and {names[matches[1]]} in its checkpoint could both be "
                 f"{parameter}; name the checkpoint of a causal language model alone in model.target"
             )
-        if found:
-            return found[0]
+        if matches:
+            return matches[0]
     return None
 
 
 def _read(stored: _Stored, place: _Place, dtype: str | torch.dtype | None) -> Tensor:
     if place.quantised:
         raise UserError(
-            f"target {stored.name!r}: its embedding {place.parameter} is quantised, and the draft begins with it; choose a "
-            "target with a plain one"
+            f"target {stored.name!r}: its embedding {place.parameter} is quantised, but the draft starts from it; "
+            "choose a target with a plain one"
         )
     if place.tensor is None:
         raise UserError(
@@ -205,8 +206,8 @@ def _read(stored: _Stored, place: _Place, dtype: str | torch.dtype | None) -> Te
     shape = stored.slice(place.tensor).get_shape()
     if shape != place.shape:
         raise UserError(
-            f"target {stored.name!r}: {place.tensor} is {shape} in its checkpoint, {place.shape} by its config; name the "
-            "folder of a complete checkpoint in model.target"
+            f"target {stored.name!r}: {place.tensor} is {shape} in its checkpoint, but {place.shape} by its config; "
+            "name the folder of a complete checkpoint in model.target"
         )
     tensor = stored.read(place.tensor)
     return tensor if dtype is None else tensor.to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)

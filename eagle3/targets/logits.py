@@ -1,19 +1,27 @@
-"""A target's logits: the head that makes them of hidden states, what is done to them, and what is kept of them to teach."""
+"""A target's logits: the head that computes them from hidden states, their transform, and what is kept to teach.
 
+With tensor-parallel ranks that hold them by vocabulary shard, summaries are the same, and the draft's columns are dealt
+to the ranks that train on the rows, without any rank ever holding a whole row.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from eagle3.errors import UserError
 
-# Rows whose logits of the full vocabulary exist at a time.
+# Rows for which logits of the full vocabulary exist at a time.
 BLOCK_ROWS = 512
+# Above every token id, so that it loses when ranks look for the lowest id among the largest logits.
+_ELSEWHERE = torch.iinfo(torch.int64).max
 
 
 def check_tokens(ids: Tensor, number: int, limit: int) -> None:
-    """UserError for document `number` without tokens, or with a token id outside the embedding, of `limit` rows."""
+    """Raises UserError if document `number` has no tokens, or a token id outside the embedding of `limit` rows."""
     if ids.numel() == 0:
         raise UserError(f"target: document {number} has no tokens; leave it out")
     low, high = int(ids.min()), int(ids.max())
@@ -26,14 +34,16 @@ def check_tokens(ids: Tensor, number: int, limit: int) -> None:
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """What a model does to its logits after the lm_head: times `scale`, then softly capped at +-`cap`. The order is that of
-    the families that do both."""
+    """What a model does to its logits after the lm_head: multiply by `scale`, then cap softly at +-`cap`.
+
+    This is the order in the model families that do both.
+    """
 
     scale: float = 1.0
     cap: float | None = None
 
     def apply(self, logits: Tensor) -> Tensor:
-        """In place."""
+        """Transform in place."""
         if self.scale != 1:
             logits.mul_(self.scale)
         if self.cap is not None:
@@ -43,15 +53,13 @@ class LogitTransform:
 
 @dataclass(frozen=True)
 class TargetHead:
-    """The target's frozen embedding [V, Ht] and lm_head [V, Ht]; one and the same tensor where the target ties them.
+    """The target's frozen embedding and lm_head; the same tensor if the target ties them."""
 
-    head: None where it is no plain matrix (quantised, biased), so that only the model itself can make logits; it then has
-    as many tokens as the embedding. transform: what becomes of head @ hidden state.
-    """
-
-    embedding: Tensor
+    embedding: Tensor  # [V, Ht]
+    # [V, Ht]; None if it is not a plain matrix (quantised, biased), so that only the model itself can compute logits.
+    # It then has as many tokens as the embedding.
     head: Tensor | None
-    transform: LogitTransform = LogitTransform()
+    transform: LogitTransform = LogitTransform()  # applied to head @ hidden state
 
     @property
     def vocab_size(self) -> int:
@@ -59,28 +67,29 @@ class TargetHead:
 
     @property
     def hidden_size(self) -> int:
-        """Ht."""
+        """Width of a hidden state, Ht."""
         return (self.embedding if self.head is None else self.head).shape[1]
 
 
 class TeacherSummary(NamedTuple):
-    """Per row: argmax [N] int64 and logsumexp [N] fp32 (fp64 for fp64 inputs) over the full vocabulary."""
+    """For each row, what the target's whole distribution says."""
 
-    argmax: Tensor
-    logsumexp: Tensor
+    argmax: Tensor  # [N] int64, over the full vocabulary
+    logsumexp: Tensor  # [N] fp32 (fp64 for fp64 inputs), over the full vocabulary
 
 
 @torch.no_grad()
 def summarize_teacher(
     last: Tensor, head: Tensor, block_rows: int = BLOCK_ROWS, transform: LogitTransform = LogitTransform()
 ) -> TeacherSummary:
-    """Argmax and logsumexp of `transform(last @ head.T)` for last [N, Ht] and head [V, Ht], `block_rows` rows at a time.
+    """Argmax and logsumexp of `transform(last @ head.T)` for last [N, Ht], head [V, Ht], `block_rows` rows at a time.
 
-    Logits are fp32 even for bf16 inputs (fp64 for fp64 ones) and exist for one block only; ties go to the lowest id.
+    Logits are fp32 even for bf16 inputs (fp64 for fp64 ones) and exist for one block at a time. Ties go to the lowest
+    id.
     """
     accumulate = torch.float64 if last.dtype == torch.float64 else torch.float32
-    # Half-precision products are exact in fp32, so a tensor-core matmul that returns its fp32 sums equals an fp32 one at
-    # a fraction of the time. torch has it on CUDA only; elsewhere the head is widened, once for all blocks.
+    # Half-precision products are exact in fp32, so a tensor-core matmul that returns its fp32 sums equals an fp32 one
+    # in a fraction of the time. torch has it only on CUDA; elsewhere the head is converted, once for all blocks.
     half_matmul = last.is_cuda and last.dtype == head.dtype and last.dtype in (torch.bfloat16, torch.float16)
     weight = (head if half_matmul else head.to(accumulate)).T
     blocks = []
@@ -89,3 +98,136 @@ def summarize_teacher(
         logits = transform.apply(product)
         blocks.append(TeacherSummary(logits.argmax(-1), logits.logsumexp(-1)))
     return TeacherSummary(*map(torch.cat, zip(*blocks, strict=True)))
+
+
+# By vocabulary shard --------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def summarize_sharded(logits: Tensor, first_id: int, valid: int, group: dist.ProcessGroup) -> TeacherSummary:
+    """Argmax (ties: lowest id) and logsumexp over the full vocabulary, on every rank. Collective over `group`.
+
+    logits: [N, V/tp], the same N rows on every rank, for tokens first_id, first_id + 1, ... of the vocabulary
+    valid: how many of these columns are tokens; the rest is padding, with any contents
+
+    Sums are fp32 (fp64 for fp64 logits), in copies of some rows at a time. For each row, ranks exchange a maximum, a
+    logsumexp and an id.
+    """
+    assert 0 <= valid <= logits.shape[1], f"{valid} tokens in a shard of {logits.shape[1]} columns"
+    exact = torch.promote_types(logits.dtype, torch.float32)
+    rows = len(logits)
+    own = torch.full((2, rows), float("-inf"), dtype=exact, device=logits.device)  # largest logit, logsumexp
+    best = torch.full((rows,), _ELSEWHERE, device=logits.device)
+    for start in range(0, rows if valid else 0, BLOCK_ROWS):
+        block = slice(start, start + BLOCK_ROWS)
+        columns = logits[block, :valid].to(exact)
+        own[0, block], best[block] = columns.max(-1)
+        own[1, block] = columns.logsumexp(-1)
+        del columns  # before the next block's are made
+    best = torch.where(best == _ELSEWHERE, best, best + first_id)
+    if group.size() == 1:
+        return TeacherSummary(best, own[1])
+    peaks = own.clone()
+    dist.all_reduce(peaks, dist.ReduceOp.MAX, group)
+    best = torch.where(own[0] == peaks[0], best, _ELSEWHERE)
+    dist.all_reduce(best, dist.ReduceOp.MIN, group)
+    total = torch.exp(own[1] - peaks[1])
+    dist.all_reduce(total, group=group)
+    return TeacherSummary(best, peaks[1] + total.log())
+
+
+@dataclass(frozen=True)
+class DraftColumns:
+    """The draft vocabulary's columns in vocabulary shards."""
+
+    local: Tensor  # [n] int64: columns of this rank's shard that are draft tokens, ascending
+    # Their number on each rank of `group`; together they are the draft vocabulary, in its order.
+    widths: tuple[int, ...]
+    group: dist.ProcessGroup
+
+    @classmethod
+    def of(cls, draft_ids: Tensor, first_id: int, valid: int, group: dist.ProcessGroup) -> Self:
+        """Find the draft's columns in each rank's shard. Collective over `group`.
+
+        draft_ids: [Vd] int64, the tokens of the draft vocabulary, ascending, the same on every rank
+        first_id, valid: see `summarize_sharded`
+
+        Ranks must hold the vocabulary in rank order, as SGLang and Megatron-core cut it.
+        """
+        local = draft_ids[(draft_ids >= first_id) & (draft_ids < first_id + valid)] - first_id
+        shard_info = torch.tensor([first_id, valid, len(local)], device=draft_ids.device)
+        all_info = [torch.empty_like(shard_info) for _ in range(group.size())]
+        dist.all_gather(all_info, shard_info, group=group)
+        firsts, valids, widths = zip(*torch.stack(all_info).tolist(), strict=True)
+        ends = [first + width for first, width in zip(firsts, valids, strict=True) if width]
+        assert ends == sorted(ends) and bool((draft_ids.diff() > 0).all()), "shards and draft tokens ascend"
+        assert sum(widths) == len(draft_ids), f"{sum(widths)} of {len(draft_ids)} draft tokens are in exactly one shard"
+        return cls(local, widths, group)
+
+    @property
+    def size(self) -> int:
+        """Size of the draft vocabulary, Vd."""
+        return sum(self.widths)
+
+    def exchange(self, logits: Tensor, rows: Sequence[int], out: Tensor) -> None:
+        """Exchange logits so that each rank gets its own rows with the whole draft vocabulary. Collective.
+
+        logits: [n, V/tp], all rows of this rank's shard
+        rows: how many of the n rows each rank gets, in rank order; may be 0
+        out: [rows[own rank], Vd]; may be a part of a larger tensor
+
+        Only draft columns cross ranks, each to one rank.
+        """
+        own_count, width = rows[self.group.rank()], len(self.local)
+        assert len(logits) == sum(rows) and out.shape == (own_count, self.size)
+        draft_logits = logits.index_select(1, self.local)
+        if self.group.size() == 1:
+            out.copy_(draft_logits)
+            return
+        receive_sizes = [own_count * each for each in self.widths]
+        incoming = draft_logits.new_empty(sum(receive_sizes))
+        dist.all_to_all_single(
+            incoming, draft_logits.flatten(), receive_sizes, [each * width for each in rows], group=self.group
+        )
+        # `out` is laid out row by row, what arrived rank by rank.
+        for part, piece in zip(out.split(self.widths, 1), incoming.split(receive_sizes), strict=True):
+            part.copy_(piece.view_as(part))
+
+    def redistribute(
+        self,
+        logits: Callable[[Tensor], Tensor],
+        rows: Sequence[Tensor],
+        dtype: torch.dtype,
+        block_rows: int = BLOCK_ROWS,
+    ) -> Tensor:
+        """This rank's rows of the draft's columns, [len(rows[own rank]), Vd], in the order of its `rows`. Collective.
+
+        logits: gives this rank's shard of the logits after rows [n], as [n, V/tp] in `dtype`
+        rows: for each rank of the group, the rows it keeps (int64). The lists are the same on every rank; a row may be
+            kept by several ranks, or by none.
+
+        Logits are computed for `block_rows` rows per rank at a time, so that no more of them exist; `peak_bytes`
+        gives the memory.
+        """
+        group, device = self.group, self.local.device
+        max_rows, own_count = max(map(len, rows)), len(rows[group.rank()])
+        out = torch.empty(own_count, self.size, dtype=dtype, device=device)
+        for start in range(0, max_rows, block_rows):
+            block = [each[start : start + block_rows] for each in rows]
+            out_block = out[start : start + block_rows]
+            self.exchange(logits(torch.cat(block).to(device)), [len(each) for each in block], out_block)
+        return out
+
+    def peak_bytes(self, rows: Sequence[int], width: int, itemsize: int, block_rows: int = BLOCK_ROWS) -> int:
+        """Most bytes that this rank holds in `redistribute`: its own rows and, for a block of all ranks' rows, the
+        shard's logits, their draft columns, and what arrives.
+
+        rows: number for each rank
+        width: columns of a shard, padding included
+        itemsize: bytes of a logit
+
+        What `logits` itself needs for a block is not included.
+        """
+        own_count, block = rows[self.group.rank()], [min(each, block_rows) for each in rows]
+        incoming = 0 if self.group.size() == 1 else min(own_count, block_rows) * self.size
+        return itemsize * (own_count * self.size + sum(block) * (width + len(self.local)) + incoming)

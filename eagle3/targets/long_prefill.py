@@ -1,4 +1,4 @@
-"""Prefill of one document that is too long for one GPU: chunk by chunk, each chunk and the cache spread over ranks."""
+"""Prefill a document that is too long for one GPU: chunk by chunk, with each chunk and the cache spread over ranks."""
 
 import contextlib
 import hashlib
@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from transformers import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -18,24 +17,25 @@ from eagle3.attention.ring import RingAttention, SharedKeyValue
 from eagle3.attention.schedule import PrefixSchedule, schedule_prefix
 from eagle3.attention.ttt import Ulysses
 from eagle3.errors import SharedUserError, UserError
-from eagle3.parallel.topology import agreed
+from eagle3.parallel.topology import agreed, gathered
 from eagle3.states.rows import Rows
+from eagle3.targets.logits import check_tokens
 from eagle3.targets.transformers import TransformersTarget
 
-# What transformers calls our attention, while the decoder runs under it.
+# Our attention's name in transformers, while the decoder runs with it.
 IMPLEMENTATION = "eagle3_long_prefill"
-# What `window_of_mask` says beside a window.
+# Values of `window_of_mask` other than a window.
 NO_WINDOW, UNKNOWN_MASK = 0, -1
-# Arguments that repeat where the tokens are, which rope has used already.
+# Arguments that say again where the tokens are, which rope has already used.
 WHERE = ("position_ids", "cache_position")
 
 
 class Chunk(NamedTuple):
-    """Tokens [start, stop) of the document, `share` of them a rank; the last ranks' may be pads."""
+    """Tokens [start, stop) of the document, spread over the ranks."""
 
     start: int
     stop: int
-    share: int
+    share: int  # tokens of each rank; the last ranks' may be padding
 
 
 def deal_chunks(length: int, ranks: int, chunk_tokens: int) -> list[Chunk]:
@@ -46,20 +46,18 @@ def deal_chunks(length: int, ranks: int, chunk_tokens: int) -> list[Chunk]:
 
 @dataclass
 class ChunkedAttention:
-    """Attention of one document that is under way: its cache and the current chunk. `attend` is what transformers calls in
-    every layer.
-
-    refusal: makes the error for a model whose attention is not known, from what it does. cache: of each layer one [2, U * share, kv_heads, d] a chunk, the oldest that some token still sees first. attended:
-    layers that have attended in this chunk. schedules: of this chunk's queries against each ring rank's keys, by window.
-    """
+    """The attention of a document in progress: cache and current chunk. transformers calls `attend` in every layer."""
 
     ulysses: Ulysses
-    ring: ProcessGroup
+    ring: dist.ProcessGroup
+    # Makes the error for a model with unknown attention, from what it does.
     refusal: Callable[[str], UserError]
     chunks: list[Chunk]
-    number: int = 0
+    number: int = 0  # of the current chunk
+    # By layer: [2, U * share, kv_heads, d] for each chunk, beginning with the oldest that some token still sees.
     cache: dict[int, list[Tensor]] = field(default_factory=dict)
-    attended: list[int] = field(default_factory=list)
+    attended: list[int] = field(default_factory=list)  # layers that have attended in this chunk
+    # By window: this chunk's queries against each ring rank's keys.
     schedules: dict[int | None, tuple[PrefixSchedule, ...]] = field(default_factory=dict)
 
     @property
@@ -79,44 +77,48 @@ class ChunkedAttention:
         *,
         scaling: float | None = None,
         sliding_window: int | None = None,
-        s_aux: Tensor | None = None,
-        softcap: float | None = None,
-        is_causal: bool | None = None,
-        dropout: float = 0.0,
-        **others: Any,
+        **options: Any,
     ) -> tuple[Tensor, None]:
-        """transformers' attention interface: query and key [1, heads or kv_heads, share, d], value of maybe another width
-        -> [1, share, heads, width of value]. All of this rank's tokens. s_aux [heads]: attention sinks."""
+        """transformers' attention interface, for all tokens of this rank.
+
+        query and key are [1, heads or kv_heads, share, d], value may have another width; the result is [1, share,
+        heads, width of value]. Known options are s_aux [heads] (attention sinks) and softcap, and dropout and is_causal
+        where they change nothing.
+        """
         ulysses = self.ulysses
         ranks, heads, widest = ulysses.group.size(), query.shape[1], max(query.shape[-1], value.shape[-1])
-        others |= {"dropout": dropout or None, "is_causal=False": is_causal is False}
-        unknown = [name for name, given in others.items() if given is not None and given is not False]
-        if unknown := sorted(set(unknown) - set(WHERE)):
-            raise self.refusal(f"attends with {', '.join(unknown)}")
+        sinks, softcap = options.pop("s_aux", None), options.pop("softcap", None)
+        options |= {
+            "dropout": options.get("dropout") or None,
+            "is_causal=False": options.pop("is_causal", None) is False,
+        }
+        unknown_options = [name for name, setting in options.items() if setting is not None and setting is not False]
+        if unknown_options := sorted(set(unknown_options) - set(WHERE)):
+            raise self.refusal(f"attends with {', '.join(unknown_options)}")
         if heads % ranks:
-            fitting = [str(degree) for degree in range(1, heads + 1) if heads % degree == 0]
+            divisors = [str(degree) for degree in range(1, heads + 1) if heads % degree == 0]
             raise SharedUserError(
                 f"hidden_states.ulysses: {ranks} does not divide the target's {heads} attention heads; use one of "
-                f"{', '.join(fitting)}, and hidden_states.ring for more ranks"
+                f"{', '.join(divisors)}, and hidden_states.ring for more ranks"
             )
         window = self._window(attention_mask, sliding_window)
-        # Zeros widen a head without changing scores, and the output only by zeros (latent attention has wider keys).
+        # Zeros widen a head without changing scores, and add only zeros to the output (latent attention: wider keys).
         tokens_first = (each[0].transpose(0, 1) for each in (query, key, value))
         q, k, v = (nn.functional.pad(each, (0, widest - each.shape[-1])) for each in tokens_first)
-        both = ulysses.to_heads(ulysses.replicate(torch.cat((k, v), -1)))
-        key_value = self._cached(module, window, both.unflatten(-1, (2, -1)).permute(2, 0, 1, 3))
+        stacked = ulysses.to_heads(ulysses.replicate(torch.cat((k, v), -1)))
+        key_value = self._cached(module, window, stacked.unflatten(-1, (2, -1)).permute(2, 0, 1, 3))
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         ring = RingAttention(self.ring, "p2p", scale, softcap)
         if window not in self.schedules:
             self.schedules[window] = self._schedule(window, query.device)
         out, lse = ring(ulysses.to_heads(q), SharedKeyValue(key_value), self.schedules[window])
-        if s_aux is not None:  # one more term in the softmax's denominator
-            sink = s_aux.flatten().chunk(ranks)[ulysses.group.rank()]
+        if sinks is not None:  # a sink is one more term in the softmax's denominator
+            sink = sinks.flatten().chunk(ranks)[ulysses.group.rank()]
             out = (out * torch.sigmoid(lse - sink)[..., None]).to(out.dtype)
         return ulysses.to_tokens(out)[None, ..., : value.shape[-1]].contiguous(), None
 
     def _window(self, mask: Tensor | None, sliding_window: int | None) -> int | None:
-        """The window of a layer, on which the mask that transformers makes for it and its own argument agree."""
+        """The window of a layer, on which its transformers mask and its own argument must agree."""
         window = UNKNOWN_MASK
         if isinstance(mask, Tensor) and mask.dtype == torch.int64 and mask.numel() == 1:
             window = int(mask)
@@ -125,7 +127,7 @@ class ChunkedAttention:
         return window or None
 
     def _cached(self, module: nn.Module, window: int | None, key_value: Tensor) -> Tensor:
-        """This rank's keys and values [2, S, kv_heads, d] that the chunk's tokens see, its own included."""
+        """This rank's keys and values [2, S, kv_heads, d] that the chunk's tokens see, the chunk's own included."""
         layer = getattr(module, "layer_idx", None)
         if layer is None or layer in self.attended:
             raise self.refusal(f"attends in {type(module).__name__} twice in a layer, or says no layer")
@@ -136,7 +138,7 @@ class ChunkedAttention:
         return torch.cat(parts, 1)
 
     def _seen(self, window: int | None) -> list[Chunk]:
-        """The chunks whose keys this chunk's or a later one's tokens see; the same on every rank."""
+        """The chunks whose keys are seen by tokens of this chunk or a later one; the same on every rank."""
         chunks, start = self.chunks[: self.number + 1], self.chunk.start
         return [chunk for chunk in chunks if window is None or chunk.stop > start - window + 1]
 
@@ -147,74 +149,77 @@ class ChunkedAttention:
         return tuple(schedule_prefix(queries, queries, rows, window=window).to(device) for rows in keys)
 
     def _rows(self, chunk: Chunk, ring_rank: int) -> Tensor:
-        """Positions of a Ulysses group's tokens of a chunk, -1 pads at the end."""
+        """Positions of a Ulysses group's tokens in a chunk, with -1 for padding at the end."""
         rows = chunk.share * self.ulysses.group.size()
         positions = chunk.start + ring_rank * rows + torch.arange(rows)
         return torch.where(positions < chunk.stop, positions, -1)
 
 
 def window_of_mask(*, mask_function: Any, local_size: int = NO_WINDOW, **_: Any) -> Tensor:
-    """transformers' mask interface: instead of a mask, its window [1, 1, 1, 1], if it is a causal mask under a window;
-    some places decide, at the edges and far apart. local_size: the window in transformers' words.
+    """transformers' mask interface. Returns the mask's window as [1, 1, 1, 1], or UNKNOWN_MASK if it is not a
+    causal mask with a window, judging by some places at the edges and far apart. local_size: transformers' name
+    for the window.
     """
-    places = torch.cat((torch.tensor([-1, 0, 1]), local_size + torch.tensor([-1, 0, 1]), 2 ** torch.arange(24)))
-    queries, distances = torch.cartesian_prod(places, places).T
-    there = (queries >= 0) & (distances <= queries)
-    queries, distances = queries[there], distances[there]
-    first = torch.zeros_like(queries)
+    positions = torch.cat((torch.tensor([-1, 0, 1]), local_size + torch.tensor([-1, 0, 1]), 2 ** torch.arange(24)))
+    queries, distances = torch.cartesian_prod(positions, positions).T
+    valid = (queries >= 0) & (distances <= queries)
+    queries, distances = queries[valid], distances[valid]
+    zeros = torch.zeros_like(queries)
     expected = (distances >= 0) & ((distances < local_size) | (local_size == NO_WINDOW))
-    known = torch.equal(mask_function(first, first, queries, queries - distances).expand_as(expected), expected)
+    known = torch.equal(mask_function(zeros, zeros, queries, queries - distances).expand_as(expected), expected)
     return torch.full((1, 1, 1, 1), local_size if known else UNKNOWN_MASK)
 
 
 class LongPrefill:
-    """`TransformersTarget.prefill` of one document over the ranks of ulysses x ring, equal to rounding.
+    """`TransformersTarget.prefill` of one document on the ranks of ulysses x ring, equal up to rounding.
 
-    Each chunk's tokens are dealt contiguously to the ranks. A rank holds the activations of `chunk_tokens` tokens and,
-    of every full-attention layer, the keys and values of its ring share of the document for its Ulysses share of the
-    heads; of a sliding layer those that a later token still sees.
+    Each chunk's tokens are dealt contiguously to the ranks. A rank holds the activations of `chunk_tokens` tokens, and
+    keys and values for its Ulysses share of the heads: those of its ring share of the document in full-attention
+    layers, and those that a later token still sees in sliding layers.
 
-    sequence: the ranks of ulysses x ring, Ulysses fastest (see Topology); all of them build this together. chunk_tokens:
-    of one rank. Raises UserError on all of them for a model whose layers do anything that is not known here, or that
-    says of a short document what its own prefill does not.
+    sequence: the ranks of ulysses x ring, with the Ulysses rank varying fastest (see Topology); all of them build
+        this together
+    chunk_tokens: tokens of one rank
+
+    Raises UserError on all ranks for a model whose layers do anything unknown here, or whose chunked prefill of a short
+    document differs from its own prefill.
     """
 
     def __init__(
         self,
         target: TransformersTarget,
-        ulysses: ProcessGroup,
-        ring: ProcessGroup,
-        sequence: ProcessGroup,
+        ulysses: dist.ProcessGroup,
+        ring: dist.ProcessGroup,
+        sequence: dist.ProcessGroup,
         chunk_tokens: int,
     ) -> None:
-        """Collective over `sequence`."""
+        """Check the model. Collective over `sequence`."""
         assert sequence.size() == ulysses.size() * ring.size(), "the sequence group is made of Ulysses and ring"
         assert sequence.rank() == ring.rank() * ulysses.size() + ulysses.rank(), "Ulysses ranks are the fastest"
         assert chunk_tokens > 0
         self.target, self.ulysses, self.ring, self.sequence = target, Ulysses(ulysses), ring, sequence
         self.chunk_tokens = chunk_tokens
-        # It refers to nothing of ours and may stay; transformers makes no masks for a name without it.
+        # It refers to nothing of ours and may stay registered; for names without one, transformers makes no masks.
         AttentionMaskInterface.register(IMPLEMENTATION, window_of_mask)
         self._check_config()
         self._check_short_document()
 
     def chunks(self, document: Tensor) -> Iterator[Rows | None]:
-        """Consecutive rows of `document` (token ids, int64 [T]), all of it, in order and without
-        padding, on the first rank of `sequence`; the others get None as many times.
+        """Consecutive rows of `document` (token ids, int64 [T]) on the first rank of `sequence`: all rows, in order,
+        without padding. The other ranks get None as many times.
 
         Collective over `sequence`: every rank passes the same document and takes every chunk. Raises UserError on all
-        of them like `TransformersTarget.prefill`.
+        of them, like `TransformersTarget.prefill`.
         """
-        agreed(lambda: self.target.check_tokens([document]), self.sequence)
-        digests = [b""] * self.sequence.size()
-        dist.all_gather_object(digests, hashlib.sha256(document.cpu().numpy().tobytes()).digest(), group=self.sequence)
+        agreed(lambda: check_tokens(document, 0, len(self.target.head.embedding)), self.sequence)
+        digests = gathered(hashlib.sha256(document.cpu().numpy().tobytes()).digest(), self.sequence)
         assert len(set(digests)) == 1, "the ranks of a sequence prefill one document together"
         return self._chunks(document, self.chunk_tokens)
 
     def arriving(self, documents: Iterable[Tensor]) -> Iterator[tuple[int, Iterator[Rows | None]]]:
-        """The place and the `chunks` of each document, one after another."""
-        for place, document in enumerate(documents):
-            yield place, self.chunks(document)
+        """The place and the `chunks` of each document, one document after another."""
+        for index, document in enumerate(documents):
+            yield index, self.chunks(document)
 
     def _chunks(self, document: Tensor, chunk_tokens: int) -> Iterator[Rows | None]:
         chunks = deal_chunks(len(document), self.sequence.size(), chunk_tokens)
@@ -223,67 +228,67 @@ class LongPrefill:
             run.begin(number)
             yield self._chunk(run, document)
 
-    # no_grad, not inference_mode: as in TransformersTarget.
+    # no_grad, not inference_mode, as in TransformersTarget.
     @torch.no_grad()
     def _chunk(self, run: ChunkedAttention, document: Tensor) -> Rows | None:
         chunk, target = run.chunk, self.target
         first = chunk.start + self.sequence.rank() * chunk.share
         own = document[first : min(first + chunk.share, chunk.stop)].to(target.device)
         ids = nn.functional.pad(own, (0, chunk.share - len(own)))[None]
-        # Consecutive beyond the end too: transformers takes a jump for the start of another document.
+        # Consecutive beyond the end, too: transformers takes a jump for the start of another document.
         positions = torch.arange(first, first + chunk.share, device=ids.device)[None]
-        with self._attending(run), target.captured_layers() as captured:
+        with self._attending(run), target.captured_layers() as states:
             output = target.decoder(input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False)
         if sorted(run.attended) != list(range(len(target.layers))):
             raise self.refusal(f"has {len(target.layers)} layers, of which {len(run.attended)} attend in a known way")
-        aux, last = torch.cat([captured[layer][0] for layer in target.aux_layers], dim=-1), output.last_hidden_state[0]
-        # Pads say nothing, and may overflow.
+        aux, last = torch.cat([states[layer][0] for layer in target.aux_layers], dim=-1), output.last_hidden_state[0]
+        # Do not look at padding, which may overflow.
         teacher, pads = agreed(lambda: target.teach(output, last[: len(own)]), self.sequence), chunk.share - len(own)
         padded = teacher.map(lambda rows: nn.functional.pad(rows, (0, 0, 0, pads) if rows.dim() == 2 else (0, pads)))
-        gathered = Rows(aux, padded).map(self._to_first)
-        return gathered[: chunk.stop - chunk.start] if self.sequence.rank() == 0 else None
+        all_rows = Rows(aux, padded).map(self._to_first)
+        return all_rows[: chunk.stop - chunk.start] if self.sequence.rank() == 0 else None
 
     def _to_first(self, rows: Tensor) -> Tensor | None:
-        """All ranks' rows, one after the other, on the first rank."""
+        """The rows of all ranks in rank order, on the first rank."""
         size = self.sequence.size()
         if size == 1:
             return rows
-        whole = rows.new_empty(size * len(rows), *rows.shape[1:]) if self.sequence.rank() == 0 else None
-        places = None if whole is None else list(whole.chunk(size))
-        dist.gather(rows.contiguous(), places, group=self.sequence, group_dst=0)
-        return whole
+        result = rows.new_empty(size * len(rows), *rows.shape[1:]) if self.sequence.rank() == 0 else None
+        parts = None if result is None else list(result.chunk(size))
+        dist.gather(rows.contiguous(), parts, group=self.sequence, group_dst=0)
+        return result
 
     @contextlib.contextmanager
     def _attending(self, run: ChunkedAttention) -> Iterator[None]:
-        """The decoder attends through `run` inside, and as before afterwards."""
+        """Make the decoder attend through `run` inside the block."""
         decoder = self.target.decoder
-        before = decoder.config._attn_implementation
+        previous = decoder.config._attn_implementation
         ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION] = run.attend
         try:
             decoder.set_attn_implementation(IMPLEMENTATION)
             yield
         finally:
-            decoder.set_attn_implementation(before)
+            decoder.set_attn_implementation(previous)
             del ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION]
 
-    def refusal(self, what: str) -> UserError:
+    def refusal(self, flaw: str) -> UserError:
         return SharedUserError(
-            f"target {self.target.name!r}: {type(self.target.model).__name__} {what}, so its prompts cannot be spread "
-            "over ranks or chunks; set hidden_states.ulysses and ring to 1 and prefill_tokens to the longest sample, or choose "
-            "another target"
+            f"target {self.target.name!r}: {type(self.target.model).__name__} {flaw}, so its prompts cannot be spread "
+            "over ranks or chunks; set hidden_states.ulysses and ring to 1 and prefill_tokens to the longest sample, "
+            "or choose another target"
         )
 
     def _check_config(self) -> None:
         config, decoder = self.target.decoder.config, self.target.decoder
-        unknown = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
-        if unknown:
-            raise self.refusal(f"has layers of type {', '.join(unknown)}")
-        ropes = getattr(config, "rope_parameters", None) or {}  # of the model, or of each of its layer types
+        types = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
+        if types:
+            raise self.refusal(f"has layers of type {', '.join(types)}")
+        ropes = getattr(config, "rope_parameters", None) or {}  # the model's, or one for each layer type
         for rope in (ropes, *ropes.values()):
             kind = rope.get("rope_type", "default") if isinstance(rope, dict) else "default"
             if kind == "longrope" or "dynamic" in kind:
                 raise self.refusal(f"rotates keys by the length of the whole prompt (rope type {kind})")
-        # A model with a collection of its own does not find ours; that of a module without any is found out in _chunk.
+        # A module with its own collection does not find ours. One without any is noticed in _chunk.
         module = inspect.getmodule(type(decoder))
         if getattr(module, "ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS) is not ALL_ATTENTION_FUNCTIONS:
             raise self.refusal("has attention functions of its own")
@@ -292,8 +297,8 @@ class LongPrefill:
 
     @torch.no_grad()
     def _check_short_document(self) -> None:
-        """Chunks of two tokens a rank: whatever looks at other tokens past our attention (a convolution, a state) misses
-        them in most rows."""
+        """Prefill a short document in chunks of two tokens per rank and compare. Anything that looks at other tokens
+        without our attention (a convolution, a state) misses them in most rows."""
         device = self.target.device
         document = torch.arange(8 * self.sequence.size() + 1, device=device) % self.target.vocab_size
         chunks = list(self._chunks(document, 2))
@@ -302,12 +307,12 @@ class LongPrefill:
             if self.sequence.rank() == 0:
                 expected = self.target.prefill([document])[0].teacher.values.double()
                 difference = Rows.cat(chunks).teacher.values.double() - expected
-                # Half of the digits. In half precision a quarter: rounding tips a router, whose token goes to other
-                # experts, and later tokens see that; of a random tiny gpt-oss half of the tokens differ by 0.15.
-                kind = torch.finfo(chunks[0].teacher.values.dtype)
-                limit = kind.eps ** (0.25 if kind.bits == 16 else 0.5)
-                wrong = int((~(difference.norm(dim=-1) <= limit * expected.norm(dim=-1))).sum())  # nan is wrong too
-                if 2 * wrong > len(document):
-                    raise self.refusal(f"gives other hidden states in chunks at {wrong} of {len(document)} tokens")
+                # Half of the digits; in half precision a quarter, because rounding can send a token to other experts,
+                # which later tokens then see: with a random tiny gpt-oss, half of the tokens differ by 0.15.
+                precision = torch.finfo(chunks[0].teacher.values.dtype)
+                limit = precision.eps ** (0.25 if precision.bits == 16 else 0.5)
+                misses = int((~(difference.norm(dim=-1) <= limit * expected.norm(dim=-1))).sum())  # nan counts as wrong
+                if 2 * misses > len(document):
+                    raise self.refusal(f"gives other hidden states in chunks at {misses} of {len(document)} tokens")
 
         agreed(compare, self.sequence)

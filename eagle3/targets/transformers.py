@@ -10,8 +10,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from eagle3.errors import UserError
-from eagle3.states.batches import length_buckets
-from eagle3.states.rows import DraftLogits, LastHidden, Rows, TeacherRows
+from eagle3.states.rows import DraftLogits, LastHidden, Rows, TeacherRows, length_buckets
 from eagle3.targets.aux_layers import check_aux_layers, default_aux_layers
 from eagle3.targets.checkpoint import load_causal_lm
 from eagle3.targets.head import model_head
@@ -21,12 +20,14 @@ from eagle3.targets.logits import BLOCK_ROWS, TargetHead, TeacherSummary, check_
 class TransformersTarget:
     """A `Target` around a loaded causal language model, which it freezes and puts into eval mode.
 
-    aux_layers: 0-based, low to high, or None for EAGLE3's default. Layer i's output is the residual stream after layer
-    i, un-normed: transformers' `hidden_states[i+1]`, but for the last layer, where transformers has the normed one.
-    prefill_tokens: the largest batch of `prefill`, in tokens with padding; a single longer document runs alone.
-    draft_ids: [Vd] int64, the draft vocabulary's tokens, to give the model's own logits of them for a teacher instead of
-    last hidden states. Raises UserError when the model's layers cannot be found; and, without draft_ids, when its logits
-    are not those of an lm_head and a transform that training can apply.
+    aux_layers: 0-based, low to high; None for EAGLE3's default. Layer i's output is the residual stream after layer i,
+        un-normed: transformers' `hidden_states[i+1]`, except for the last layer, where transformers has the normed one.
+    prefill_tokens: largest batch of `prefill` in tokens, padding included; a longer document runs alone
+    draft_ids: [Vd] int64, the draft vocabulary's tokens, for a teacher with the model's own logits of them instead of
+        last hidden states
+
+    Raises UserError if the model's layers cannot be found; and, without draft_ids, if its logits are not those of an
+    lm_head and a transform that training can apply.
     """
 
     def __init__(
@@ -62,74 +63,74 @@ class TransformersTarget:
         return self.head
 
     def prefill(self, documents: Sequence[Tensor]) -> list[Rows]:
-        """See `Target.prefill`. The tensors lie on the model's device, each in storage of its own.
+        """See `Target.prefill`. The tensors are on the model's device, each in its own storage.
 
-        The batch that a document is computed in (`length_buckets` of all documents here) decides the last bits of its states.
+        The last bits of a document's states depend on its batch (`length_buckets` of all documents here).
         """
-        self.check_tokens(documents)
+        for number, document in enumerate(documents):
+            check_tokens(document, number, len(self.head.embedding))
         results: dict[int, Rows] = {}
         for batch in length_buckets([len(document) for document in documents], self.prefill_tokens):
             results.update(zip(batch, self._prefill_batch([documents[i] for i in batch]), strict=True))
         return [results[i] for i in range(len(documents))]
 
-    def check_tokens(self, documents: Sequence[Tensor]) -> None:
-        """UserError for an empty document and for a token id outside the vocabulary."""
-        for number, document in enumerate(documents):
-            check_tokens(document, number, len(self.head.embedding))
-
-    # no_grad, not inference_mode: training saves these tensors for its backward, which inference tensors refuse.
+    # no_grad, not inference_mode: training saves these tensors for its backward pass, which refuses inference tensors.
     @torch.no_grad()
     def _prefill_batch(self, documents: list[Tensor]) -> list[Rows]:
         lengths = [len(document) for document in documents]
         ids = nn.utils.rnn.pad_sequence(documents, batch_first=True).to(self.device)
-        with self.captured_layers() as captured:
-            # No attention mask: a causal row never sees the padding to its right, padding rows are dropped, and
-            # without a mask attention takes its fused causal path instead of building a [T, T] mask.
+        with self.captured_layers() as layer_outputs:
+            # No attention mask: a causal row never sees the padding to its right, padding rows are dropped, and without
+            # a mask attention takes its fused causal path instead of building a [T, T] mask.
             output = self.decoder(input_ids=ids, attention_mask=None, use_cache=False)
-        # Cut the padding off before the head sees it; every tensor returned is a copy, so the batch can be freed.
+        # Cut the padding off before the head sees it. Every returned tensor is a copy, so the batch can be freed.
         rows = torch.cat([output.last_hidden_state[b, :length] for b, length in enumerate(lengths)])
-        teacher, found = self.teach(output, rows), []
-        for b, own in enumerate(torch.arange(len(rows), device=self.device).split(lengths)):
-            aux = torch.cat([captured[layer][b, : len(own)] for layer in self.aux_layers], dim=-1)
-            found.append(Rows(aux, teacher[own]))
-        return found
+        teacher, results = self.teach(output, rows), []
+        for b, indices in enumerate(torch.arange(len(rows), device=self.device).split(lengths)):
+            aux = torch.cat([layer_outputs[layer][b, : len(indices)] for layer in self.aux_layers], dim=-1)
+            results.append(Rows(aux, teacher[indices]))
+        return results
 
     def teach(self, output: BaseModelOutput, last: Tensor) -> TeacherRows:
-        """What the teacher says after rows last [N, Ht] of the decoder's `output`. Raises UserError where that is not
-        finite. The logits are in the number format in which the model makes them."""
+        """What the teacher says after rows last [N, Ht] of the decoder's `output`; logits are in the model's own dtype.
+        Raises UserError if they are not finite."""
         if self.draft_ids is None:
             return LastHidden(last, *_finite(summarize_teacher(last, self.head.head, transform=self.head.transform)))
-        chosen, summaries = [], []
+        draft_logits, summaries = [], []
         for rows in last.split(BLOCK_ROWS):
             logits = self.own_logits(output, rows)
-            chosen.append(logits[:, self.draft_ids])
+            draft_logits.append(logits[:, self.draft_ids])
             exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
             summaries.append(TeacherSummary(exact.argmax(-1), exact.logsumexp(-1)))
-            del logits, exact  # before the next block's
-        return DraftLogits(torch.cat(chosen), *_finite(TeacherSummary(*map(torch.cat, zip(*summaries, strict=True)))))
+            del logits, exact  # before the next block's are made
+        return DraftLogits(
+            torch.cat(draft_logits), *_finite(TeacherSummary(*map(torch.cat, zip(*summaries, strict=True))))
+        )
 
     @torch.no_grad()
     def own_logits(self, output: BaseModelOutput, last: Tensor) -> Tensor:
-        """[N, V]: what the model itself makes of last hidden states [N, Ht], whatever its head is and does afterwards. Its
-        forward runs around a decoder that hands it these rows as its `output`, without their cache."""
+        """The model's own logits [N, V] for last hidden states [N, Ht], whatever its head is and does afterwards.
+
+        Its forward runs around a decoder that returns these rows in its `output`, without their cache.
+        """
         fields = {**output, "last_hidden_state": last[None]}
         fields.pop("past_key_values", None)
-        handed = type(output)(**fields)
-        own = vars(self.decoder).get("forward")  # what loading may have put before the class's
-        self.decoder.forward = lambda *_arguments, **_keywords: handed
+        decoder_output = type(output)(**fields)
+        previous_forward = vars(self.decoder).get("forward")  # loading may have put one in front of the class's
+        self.decoder.forward = lambda *_arguments, **_keywords: decoder_output
         try:
             ids = torch.zeros(1, len(last), dtype=torch.int64, device=last.device)
             return self.model(input_ids=ids, use_cache=False).logits[0]
         finally:
             del self.decoder.forward
-            if own is not None:
-                self.decoder.forward = own
+            if previous_forward is not None:
+                self.decoder.forward = previous_forward
 
     @contextlib.contextmanager
     def captured_layers(self) -> Iterator[dict[int, Tensor]]:
-        """Collect the aux layers' outputs [B, T, Ht] of the forward pass run inside. Hooks, because
-        output_hidden_states would keep every layer's."""
-        captured: dict[int, Tensor] = {}
+        """Collect the aux layers' outputs [B, T, Ht] during the forward pass in the block. Uses hooks, because
+        output_hidden_states would keep every layer's output."""
+        outputs: dict[int, Tensor] = {}
 
         def hook_of(layer: int):
             def hook(_module, _arguments, output) -> None:
@@ -139,20 +140,19 @@ class TransformersTarget:
                         f"target: layer {layer} returns {list(stream.shape)}, not a residual stream of width "
                         f"{self.hidden_size}; choose a target with a plain residual stream"
                     )
-                captured[layer] = stream
+                outputs[layer] = stream
 
             return hook
 
         with contextlib.ExitStack() as hooks:
             for layer in self.aux_layers:
                 hooks.enter_context(self.layers[layer].register_forward_hook(hook_of(layer)))
-            yield captured
+            yield outputs
 
     @torch.no_grad()
     def _check_logits(self, name: str) -> None:
-        """Compare the model's own logits of a few tokens with what the teacher will say: a model may scale, cap or cut its
-        logits in code, under a name that no list of config fields knows, and then the teacher would be wrong without a
-        word."""
+        """Compare the model's own logits of a few tokens with what the teacher will say. A model may scale, cap or cut
+        its logits in code that no known config field shows, and the teacher would then be silently wrong."""
         outputs = []
         ids = torch.arange(min(8, self.vocab_size), device=self.device)[None]
         with self.decoder.register_forward_hook(lambda _m, _a, output: outputs.append(output)):
@@ -164,20 +164,19 @@ class TransformersTarget:
         else:
             expected = self.own_logits(outputs[0], last).float()
         same = logits.shape == expected.shape == (len(last), self.vocab_size)
-        # 2 % of the largest logit is far above bf16 rounding and far below any scale or cap worth the name.
+        # 2 % of the largest logit is far above bf16 rounding, and far below any scale or cap worth its name.
         if not same or (logits - expected).abs().max() > 0.02 * expected.abs().max():
             raise UserError(
-                f"target {name!r}: {type(self.model).__name__} changes its logits after the lm_head in a way that is not "
-                f"known here; {remedy}"
+                f"target {name!r}: {type(self.model).__name__} changes its logits after the lm_head in a way that is "
+                f"not known here; {remedy}"
             )
 
 
 def _decoder_of(model: PreTrainedModel) -> nn.Module:
-    """What transformers takes for the decoder; where that has no layers of its own (Llama 4's names a part that another class
-    has), the model within it that has."""
-    found = model.get_decoder()
-    within = [part for part in found.children() if isinstance(part, PreTrainedModel) and hasattr(part, "layers")]
-    return found if hasattr(found, "layers") or len(within) != 1 else within[0]
+    """transformers' decoder of the model, or, if it has no layers, the model within it that has (Llama 4)."""
+    decoder = model.get_decoder()
+    models = [part for part in decoder.children() if isinstance(part, PreTrainedModel) and hasattr(part, "layers")]
+    return decoder if hasattr(decoder, "layers") or len(models) != 1 else models[0]
 
 
 def load_target(
@@ -191,11 +190,13 @@ def load_target(
     device: str | torch.device = "cpu",
     draft_ids: Tensor | None = None,
 ) -> TransformersTarget:
-    """Load a checkpoint (hub id or folder) for prefill. dtype: a torch dtype, its name, or "auto" (as stored). draft_ids:
-    see TransformersTarget.
+    """Load a checkpoint (hub id or folder) for prefill.
 
-    Raises UserError for a missing folder or unreachable id, a checkpoint that is not a whole causal language model, and
-    (without draft_ids) logits that are made in a way not known here.
+    dtype: a torch dtype, its name, or "auto" (as stored)
+    draft_ids: see TransformersTarget
+
+    Raises UserError for a missing folder or unreachable id, for a checkpoint that is not a whole causal language model,
+    and (without draft_ids) for logits that are computed in an unknown way.
     """
     model = load_causal_lm(str(name_or_path), revision, trust_remote_code, dtype)
     return TransformersTarget(

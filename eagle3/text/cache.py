@@ -1,5 +1,5 @@
-"""Writing below data.cache_dir: beside the final place, renamed when whole; what killed processes left is removed.
-Records that show whether a bit of them has flipped."""
+"""Safe writing below data.cache_dir: into a temporary folder that is renamed when complete. Leftovers of killed
+processes are removed, and records carry a digest that shows damage."""
 
 import hashlib
 import json
@@ -14,24 +14,23 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from eagle3.durable import Lock, lock
-from eagle3.errors import UserError
+from eagle3.durable import Lock, lock, writing
 
-LOCK = "owner.lock"  # it holds the host's name
-# Of tokenised data, downloads and demo targets, also as versions without locks named theirs.
+LOCK = "owner.lock"  # holds the host's name
+# Temporary names of tokenised data, downloads and demo targets, those of older versions without locks included.
 OURS = re.compile(r"\.([0-9a-f]{32}\.|.+-[0-9a-f]{16}\.jsonl\.|demo-target-[0-9a-f]{16}[-.])[a-z0-9_]{8}")
 QUIET_SECONDS = 86_400.0
-# What a record may raise that is damaged, or is none.
+# What reading a damaged record, or a file that is no record, may raise.
 DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 def sealed(record: dict[str, Any]) -> str:
-    """As JSON, with a digest of itself."""
+    """The record as JSON, with its own digest."""
     return json.dumps({**record, "digest": _digest(record)}, indent=1)
 
 
 def unsealed(text: str) -> tuple[dict[str, Any], bool]:
-    """The record, and whether it had a digest, as those of older versions have not. Raises one of DAMAGE."""
+    """The record, and whether it had a digest; older versions wrote none. Raises one of DAMAGE."""
     record = json.loads(text)
     if "digest" not in record:
         return record, False
@@ -46,91 +45,80 @@ def _digest(record: dict[str, Any]) -> str:
 
 @contextmanager
 def beside(path: Path) -> Iterator[Path]:
-    """A temporary folder beside `path`, removed at the end. Raises UserError, also for an OSError inside: what is done
-    there is to write."""
-    try:
+    """A temporary folder beside `path`, removed at the end. Raises UserError, also for an OSError in the caller's
+    block, which is there to write."""
+    remedy = "free space, or set data.cache_dir (of regenerate.py: --cache-dir) to a folder that this user may write"
+    with writing(path.parent, remedy):
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(path.parent)
         temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
         try:
             with (temporary / LOCK).open("wb") as file:
-                lock(file)  # without locks nobody will take this process for dead
-                file.write(socket.gethostname().encode())  # later: who reads it and finds the lock free may remove all
+                lock(file)  # without locks, nobody will take this process for dead
+                file.write(socket.gethostname().encode())  # only now: seen unlocked, all of it may be removed
                 file.flush()
                 yield temporary
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-    except OSError as error:
-        raise _unwritable(path.parent, error.strerror or str(error)) from error
 
 
 @contextmanager
 def replacing_folder(folder: Path, keep: Callable[[Path], bool] = lambda _: False) -> Iterator[Path]:
-    """A temporary folder to write into, which then takes the place of `folder`, unless that is one to `keep`: another
-    process may have been quicker, and be reading it.
+    """A temporary folder to write into, which then replaces `folder`. Raises UserError if it cannot be written.
 
-    A reader sees the old folder, for a moment none, or the whole new one; after an exception, the old. Files that a reader
-    has open stay readable. Raises UserError where it cannot be written.
+    keep: whether an existing folder stays instead, because another process was faster and may be reading it
+
+    A reader sees the old folder, briefly none, or the complete new one; after an exception, the old one. Files that a
+    reader has open stay readable.
     """
     with beside(folder) as temporary:
-        written = temporary / "new"
-        written.mkdir()
-        yield written
+        replacement = temporary / "new"
+        replacement.mkdir()
+        yield replacement
         while True:
             try:
-                os.rename(written, folder)
+                os.rename(replacement, folder)
                 break
-            except OSError:  # an older one is there, or one that another process put there meanwhile
+            except OSError:  # there is an older one, or another process has just put one there
                 if not folder.exists():
                     raise
             if keep(folder):
                 break
-            aside = Path(tempfile.mkdtemp(dir=temporary))
-            with suppress(FileNotFoundError):  # another process was quicker
-                os.rename(folder, aside)
-                if keep(aside):  # it came between the look and the rename: back with it
-                    written = aside
+            previous = Path(tempfile.mkdtemp(dir=temporary))
+            with suppress(FileNotFoundError):  # another process was faster
+                os.rename(folder, previous)
+                if keep(previous):  # it appeared between the check and the rename: put it back
+                    replacement = previous
 
 
-def opens(read: Callable[[Path], Any], folder: Path) -> bool:
-    """Whether `read`, which looks at all of a folder, finds it whole, and so one to keep."""
+def opens(load: Callable[[Path], Any], folder: Path) -> bool:
+    """Whether `load`, which checks a whole folder, accepts it, so that it can be kept."""
     try:
-        read(folder)
+        load(folder)
     except DAMAGE:
         return False
     return True
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what processes that were killed while they wrote left in `folder`."""
-    for left in folder.iterdir():
-        if OURS.fullmatch(left.name):
-            with suppress(OSError):  # its owner ends just now
-                if _is_abandoned(left):
-                    shutil.rmtree(left) if left.is_dir() else left.unlink()
+    """Remove what killed processes left half-written in `folder`."""
+    for leftover in folder.iterdir():
+        if OURS.fullmatch(leftover.name):
+            with suppress(OSError):  # its owner is just finishing
+                if _is_abandoned(leftover):
+                    shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
 
-def _is_abandoned(left: Path) -> bool:
-    """A lock that is free tells that its owner died, if that ran on this host: some file systems keep locks to one host.
-    Where no lock tells, a day without a change does."""
+def _is_abandoned(leftover: Path) -> bool:
+    """Whether the owner is dead. A free lock shows that if the owner ran on this host, because some file systems keep
+    locks to one host. Without a telling lock, a day without changes does."""
     try:
-        with (left / LOCK).open("r+b") as file:
+        with (leftover / LOCK).open("r+b") as file:
             host = file.read().decode()
-            if lock(file) is not Lock.HELD:  # by its owner, or nobody can say
+            if lock(file) is not Lock.HELD:  # its owner has it, or there are no locks
                 return False
             if host == socket.gethostname():
                 return True
     except (FileNotFoundError, NotADirectoryError):
         pass
-    newest = max(path.lstat().st_mtime for path in (left, *left.rglob("*")))
-    return time.time() - newest > QUIET_SECONDS
-
-
-def _unwritable(folder: Path, reason: str) -> UserError:
-    there = next(place for place in (folder, *folder.absolute().parents) if os.path.exists(place))
-    with suppress(OSError):
-        reason += f", {shutil.disk_usage(there).free / 2**20:,.0f} MiB free now"
-    return UserError(
-        f"data.cache_dir: {folder} cannot be written ({reason}); free space there, or set data.cache_dir (of regenerate.py: "
-        "--cache-dir) to a folder that this user may write"
-    )
+    return time.time() - max(path.lstat().st_mtime for path in (leftover, *leftover.rglob("*"))) > QUIET_SECONDS

@@ -1,4 +1,4 @@
-"""Reads conversations from files, folders, presets and dataset ids into one form, and says exactly which row is wrong."""
+"""Read conversations from files, folders, presets and dataset ids into one form, and say exactly which row is wrong."""
 
 import json
 import re
@@ -11,16 +11,14 @@ from typing import Any
 from eagle3.console import Progress
 from eagle3.errors import UserError, shown
 from eagle3.parsing import parse_json
-from eagle3.text.download import DatasetSource, downloaded_rows, is_dataset, is_slice, source_of_id
-from eagle3.text.files import KINDS, file_rows, require_kind
-from eagle3.text.malformed import LISTED, UNKNOWN_ROLE, Malformed, MalformedRows, by_reason, first_readable
-from eagle3.text.presets import preset_source
+from eagle3.text.datasets import SLICE, DatasetSource, downloaded_rows, is_dataset, preset_source, source_of_id
+from eagle3.text.rows import KINDS, LISTED, UNKNOWN_ROLE, Malformed, MalformedRows, by_reason, file_rows, first_readable
 from eagle3.text.standard_library import SOURCES
 
 FORMS = "`messages` (role, content), `conversations` (from, value) or `text`"
-# Where people's data keep an assistant's thoughts: Qwen3 and SGLang, vLLM, gpt-oss. The first is ours.
+# Names under which data keep an assistant's reasoning: Qwen3's and SGLang's, vLLM's, gpt-oss's. We use the first.
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-# ShareGPT's names and their relatives; the OpenAI names map to themselves.
+# ShareGPT's role names and similar ones; OpenAI's map to themselves.
 ROLES = {
     **{name: "user" for name in ("user", "human")},
     **{name: "assistant" for name in ("assistant", "gpt", "chatgpt", "bing", "bard", "model")},
@@ -32,21 +30,17 @@ KNOWN_ROLES = "user, assistant, system, developer, tool and ShareGPT's names for
 
 @dataclass(frozen=True)
 class Conversation:
-    """One row of the data: either chat `messages` (OpenAI form) or plain `text`, never both.
+    """One row of the data: either chat `messages` in OpenAI's form or plain `text`, never both."""
 
-    origin: where it came from, such as `data.jsonl:17`, for error lines.
-    messages: an assistant's thoughts are in `reasoning_content`, calls in `tool_calls` with their arguments as objects.
-    tools: the tool schemas that the chat template shows, in OpenAI's form, if the row has any.
-    """
-
-    origin: str
+    origin: str  # where it came from, for example `data.jsonl:17`, for error messages
+    # An assistant's reasoning is in `reasoning_content`; its calls are in `tool_calls`, with arguments as objects.
     messages: tuple[dict, ...] | None
     text: str | None
-    tools: list | None = None
+    tools: list | None = None  # the row's tool schemas in OpenAI's form, which the chat template shows
 
     @property
     def characters(self) -> int:
-        """Of all that a template may print."""
+        """Number of characters in everything that a template may print."""
         return _characters([self.text, self.messages, self.tools])
 
 
@@ -78,56 +72,63 @@ def iterate_conversations(
     downloads: Path | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> Iterator[Conversation]:
-    """The conversations of all sources, in order, no more than one of which is held; with `limit` the first so many.
+    """The conversations of all sources, in order, with at most one in memory; with `limit`, only the first so many.
 
-    A source is a .json, .jsonl or .parquet file, a folder of those, `standard_library` (conversations),
-    `standard_library:files`, `standard_library:held_out_files` (texts), `preset:NAME` (see eagle3.text.presets) or a
-    dataset id; the last two may end in `@revision`, and an id names another split than "train" as `owner/name:split`. A row
-    has `messages` (OpenAI), `conversations` (ShareGPT) or `text`. malformed: counts the rows that cannot be read, which are
-    left out or, at the end, refused together; None to refuse them. downloads: folder where the rows of datasets are kept,
-    so that they travel once; None to keep none. report: gets progress lines. Raises UserError for a source that cannot be
-    read, or of which no row can, and for malformed rows.
+    A source is one of:
+    - a .json, .jsonl or .parquet file, or a folder of these
+    - `standard_library` (conversations), `standard_library:files` or `standard_library:held_out_files` (texts)
+    - `preset:NAME` (see eagle3.text.datasets) or a dataset id, both optionally with `@revision`; an id names a split
+      other than "train" as `owner/name:split`
+
+    A row has `messages` (OpenAI), `conversations` (ShareGPT) or `text`.
+
+    malformed: counts the rows that cannot be read, which are left out or, at the end, refused; None to refuse them
+    downloads: folder in which rows of datasets are kept, so that they are downloaded once; None to keep none
+    report: gets progress lines
+
+    Raises UserError for malformed rows, and for a source that cannot be read or has no readable row.
     """
     malformed = malformed or MalformedRows()
-    done = 0
+    count = 0
     for source in sources:
-        wanted = None if limit is None else limit - done
-        if wanted == 0:
+        remaining = None if limit is None else limit - count
+        if remaining == 0:
             break
-        before, earlier = done, malformed.counts.copy()
-        progress = Progress(report, f"reading {source}", wanted, "conversations")
+        start, old_flaws = count, malformed.counts.copy()
+        progress = Progress(report, f"reading {source}", remaining, "conversations")
         dataset = dataset_of(source)
-        if dataset and malformed.refused:  # no download before a refusal
+        if dataset and malformed.refused:  # download nothing if the data will be refused
             break
-        if dataset:
-            rows = downloaded_rows(dataset, wanted, downloads, report, _conversation)
-        else:
-            rows = first_readable(_local_rows(source), _conversation, wanted)
+        rows = (
+            downloaded_rows(dataset, remaining, downloads, report, _conversation)
+            if dataset
+            else first_readable(_local_rows(source), _conversation, remaining)
+        )
         for origin, row in rows:
             if isinstance(row, Malformed):
                 malformed.add(origin, row)
-                if done == before and malformed.refused and (malformed.counts - earlier).total() == LISTED:
-                    break  # the whole source is of another form
+                if count == start and malformed.refused and (malformed.counts - old_flaws).total() == LISTED:
+                    break  # the whole source has another form
             else:
                 yield row
-                done += 1
+                count += 1
                 progress.advance()
-        flaws = malformed.counts - earlier
-        if done == before and not flaws:
+        flaws = malformed.counts - old_flaws
+        if count == start and not flaws:
             raise UserError(f"{source}: holds no rows; give data with at least one conversation")
-        if done == before and malformed.drop:
+        if count == start and malformed.drop:
             raise UserError(
-                f"{source}: no row can be read ({by_reason(flaws)}); give other data, or leave out {malformed.setting} to see "
-                "what is wrong"
+                f"{source}: no row can be read ({by_reason(flaws)}); give other data, or leave out "
+                f"{malformed.setting} to see what is wrong"
             )
         progress.end()
     if malformed.refused:
-        raise malformed.refusal(sources, done + malformed.counts.total())
+        raise malformed.refusal(sources, count + malformed.counts.total())
 
 
 def dataset_of(source: str) -> DatasetSource | None:
-    """The dataset that a source names; None for what is on this machine. Raises UserError for a source that is none, as far as
-    that can be told without reading it."""
+    """The dataset that a source names; None for a local source. Raises UserError if it is not a source, as far as that
+    can be checked without reading it."""
     path = Path(source).expanduser()
     if source.startswith("preset:"):
         return preset_source(source)
@@ -138,17 +139,20 @@ def dataset_of(source: str) -> DatasetSource | None:
         if not _files(path):
             raise UserError(f"{source}: this folder holds no {', '.join(KINDS)} file; name the folder that does")
     elif path.is_file():
-        require_kind(path)
+        if path.suffix not in KINDS:
+            raise UserError(
+                f"{path}: files of kind {path.suffix!r} are not read; convert it to one of {', '.join(KINDS)}"
+            )
     elif re.match(r"https?://", source):
         raise UserError(f"{source}: is a URL; download it, and name the file or folder in data.train or data.held_out")
-    elif is_slice(source):
+    elif ":" in source and SLICE.fullmatch(source):
         raise UserError(
-            f"{source}: slices of a split are not taken; leave [...] out, and bound the rows with data.max_samples "
+            f"{source}: slices of a split are not supported; leave [...] out, and limit the rows with data.max_samples "
             "(regenerate.py: --limit)"
         )
     elif not is_dataset(source) or path.suffix in (*KINDS, ".csv", ".txt", ".gz"):
-        place = "" if Path(source).is_absolute() else f" in {Path.cwd()}"
-        raise UserError(f"{source}: no such file or folder{place}; fix the path in data.train or data.held_out")
+        location = "" if Path(source).is_absolute() else f" in {Path.cwd()}"
+        raise UserError(f"{source}: no such file or folder{location}; fix the path in data.train or data.held_out")
     else:
         return source_of_id(source)
     return None
@@ -185,31 +189,31 @@ def _conversation(origin: str, row: Any) -> Conversation:
     )
 
 
-def _require(value: Any, kind: type, reason: str, where: str, wanted: str) -> None:
-    """Raises Malformed for a value of another kind than is wanted there."""
+def _require(value: Any, kind: type, reason: str, where: str, expected: str) -> None:
+    """Raises Malformed if the value is not of this kind."""
     if not isinstance(value, kind):
-        raise Malformed(reason, f"{where} is {shown(value)}, not {wanted}")
+        raise Malformed(reason, f"{where} is {shown(value)}, not {expected}")
 
 
 def _message(where: str, message: Any) -> dict:
-    """The OpenAI form of one message, its further keys (reasoning_content, tool_calls, ...) kept. Raises Malformed, as all below."""
-    _require(message, dict, "a message is no object", where, "an object with role and content")
+    """One message in OpenAI's form, further keys (reasoning_content, tool_calls, ...) included. Raises Malformed."""
+    _require(message, dict, "a message is not an object", where, "an object with role and content")
     role_key, content_key = ("from", "value") if "from" in message and "role" not in message else ("role", "content")
     name = message.get(role_key)
     role = ROLES.get(name.lower()) if isinstance(name, str) else None
     if role is None:
         raise Malformed(UNKNOWN_ROLE, f"{where}: unknown role {shown(name)}, none of {KNOWN_ROLES}")
-    taken = (role_key, content_key, *REASONING_KEYS, "tool_calls")
-    further = {key: value for key, value in message.items() if key not in taken and value is not None}
+    standard_keys = (role_key, content_key, *REASONING_KEYS, "tool_calls")
+    extras = {key: value for key, value in message.items() if key not in standard_keys and value is not None}
     if reasoning := _reasoning(where, message):
-        further["reasoning_content"] = reasoning
-    if calls := _parsed(where, "tool_calls", message.get("tool_calls")):
+        extras["reasoning_content"] = reasoning
+    if calls := _parsed(f"{where}: ", "tool_calls", message.get("tool_calls")):
         _require(calls, list, "tool_calls: not a list", f"{where}: tool_calls", "a list of calls")
-        further["tool_calls"] = [_tool_call(f"{where}: tool_calls", call) for call in calls]
+        extras["tool_calls"] = [_tool_call(f"{where}: tool_calls", call) for call in calls]
     content = message.get(content_key)
-    if content is None and not (role == "assistant" and further):
+    if content is None and not (role == "assistant" and extras):
         raise Malformed("a message without content", f"{where} has no {content_key}")
-    return {"role": role, "content": "" if content is None else _content(where, content), **further}
+    return {"role": role, "content": "" if content is None else _content(where, content), **extras}
 
 
 def _content(where: str, content: Any) -> str:
@@ -224,30 +228,32 @@ def _content(where: str, content: Any) -> str:
 
 
 def _reasoning(where: str, message: dict) -> str | None:
-    """What a message keeps of its thoughts under any of the names that people's data have for it."""
-    found = {key: message[key] for key in REASONING_KEYS if message.get(key)}
-    for key, value in found.items():
+    """The message's reasoning, under any of the names that data use for it."""
+    values = {key: message[key] for key in REASONING_KEYS if message.get(key)}
+    for key, value in values.items():
         _require(value, str, f"{key}: not a string", f"{where}: {key}", "a string")
-    if len(set(found.values())) > 1:
+    if len(set(values.values())) > 1:
         raise Malformed(
-            "reasoning under several names", f"{where}: {' and '.join(found)} differ, and one of them is taken"
+            "reasoning under several names", f"{where}: {' and '.join(values)} differ, and only one can be used"
         )
-    return next(iter(found.values()), None)
+    return next(iter(values.values()), None)
 
 
 def _parsed(where: str, key: str, value: Any) -> Any:
-    """Parquet files often hold what has no fixed columns as JSON strings."""
+    """The value, parsed if it is a JSON string: parquet files often store what has no fixed columns that way. where:
+    prefix of the key in error messages."""
     if not isinstance(value, str):
         return value
     try:
         return parse_json(value) if value.strip() else None
     except json.JSONDecodeError as error:
-        place = f"{where}: {key}" if where else key
-        raise Malformed(f"{key}: not valid JSON", f"{place} {shown(value)} are not valid JSON ({error.msg})") from error
+        raise Malformed(
+            f"{key}: not valid JSON", f"{where}{key} {shown(value)} is not valid JSON ({error.msg})"
+        ) from error
 
 
 def _tool_call(where: str, call: Any) -> dict:
-    """OpenAI writes a call's arguments as a JSON string; chat templates, and so serving engines, want the object."""
+    """A call with its arguments as an object, as chat templates and serving engines want; OpenAI has a JSON string."""
     if not isinstance(call, dict):
         raise Malformed("tool_calls: not a call", f"{where}: {shown(call)} is not an object")
     if isinstance(call.get("function"), dict):
@@ -258,12 +264,12 @@ def _tool_call(where: str, call: Any) -> dict:
     if not (isinstance(inner.get("name"), str) and inner["name"]):
         raise Malformed("tool_calls: not a call", f"{where}: {shown(call)} names no function")
     if isinstance(inner.get("arguments"), str):
-        inner = {**inner, "arguments": _parsed(where, "arguments", inner["arguments"]) or {}}
+        inner = {**inner, "arguments": _parsed(f"{where}: ", "arguments", inner["arguments"]) or {}}
     return {**outer, "function": inner}
 
 
 def _tools(tools: Any) -> list | None:
-    """Tool schemas as a serving engine hands them to the template: `{"type": "function", "function": {...}}`."""
+    """Tool schemas as serving engines pass them to the template: `{"type": "function", "function": {...}}`."""
     tools = _parsed("", "tools", tools)
     tools = [_parsed("", "tools", tool) for tool in tools] if isinstance(tools, list) else tools
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
@@ -273,5 +279,5 @@ def _tools(tools: Any) -> list | None:
 
 def _tool(tool: dict) -> dict:
     if "function" in tool or tool.get("type", "function") != "function" or not isinstance(tool.get("name"), str):
-        return tool  # in that form, or no function (`{"type": "web_search"}`)
+        return tool  # already in that form, or not a function (`{"type": "web_search"}`)
     return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}

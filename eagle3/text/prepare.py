@@ -1,4 +1,4 @@
-"""From data sources to a set of samples: encoded once, cached by content, with an account of what was left out."""
+"""Turn data sources into a set of samples: encoded once, cached by content, with an account of what was left out."""
 
 import hashlib
 import json
@@ -18,58 +18,59 @@ from eagle3.errors import UserError
 from eagle3.text.cache import DAMAGE, opens, replacing_folder, sealed, unsealed
 from eagle3.text.conversations import Conversation, read_conversations
 from eagle3.text.encode import Outcome, Problem, SampleEncoder, encode_all, split
-from eagle3.text.malformed import LISTED, MalformedRows, others
+from eagle3.text.rows import LISTED, MalformedRows, others
 from eagle3.text.samples import DamagedSamples, Sample, SampleSet
 from eagle3.text.template import Unusable, chosen_template, reasoning_key, renderer
 
 SUMMARY = "summary.json"
-FORMAT = 2  # of the cached folders, and of what the mask means; a change makes every cached set be built anew
+FORMAT = 2  # version of the cached folders and of the mask's meaning; changing it rebuilds every cached set
 
 
 @dataclass(frozen=True)
 class Summary:
-    """rows: read; kept, truncated: samples, more than rows where texts are split; tokens, supervised: of the
-    kept ones; dropped: reason -> count; kinds: reason -> "malformed" or the kind of Problem, which a cache from before lacks;
-    examples: reason -> origin of the first one dropped for it; empty_answers: of the
-    kept ones, in which nothing is supervised but special tokens and white space, None where a cache from before did not count them;
-    cached: taken from the cache."""
+    """What was read, kept and left out."""
 
-    rows: int
+    rows: int  # read
+    # Samples; if texts are split, there may be more of them than rows.
     kept: int
     truncated: int
+    # Of the kept samples:
     tokens: int
     supervised: int
-    dropped: dict[str, int] = field(default_factory=dict)
+    dropped: dict[str, int] = field(default_factory=dict)  # count by reason
+    # By reason: "malformed" or the Problem's kind; empty in older caches.
     kinds: dict[str, str] = field(default_factory=dict)
-    examples: dict[str, str] = field(default_factory=dict)
+    examples: dict[str, str] = field(default_factory=dict)  # by reason: origin of the first row that was dropped for it
+    # Answers in the kept samples with only special tokens and white space to supervise; None in older caches.
     empty_answers: int | None = None
-    cached: bool = False
+    cached: bool = False  # taken from the cache
 
     def with_malformed(self, malformed: MalformedRows) -> "Summary":
-        """Of all rows: of those that no conversation came from nothing is cached."""
-        named = {reason: f"malformed row ({reason})" for reason in malformed.counts}
+        """The summary with malformed rows included. The cache lacks them, because no conversation comes of them."""
+        labels = {reason: f"malformed row ({reason})" for reason in malformed.counts}
         return replace(
             self,
             rows=self.rows + malformed.counts.total(),
-            dropped={named[reason]: count for reason, count in malformed.counts.most_common()} | self.dropped,
-            kinds=dict.fromkeys(named.values(), "malformed") | self.kinds,
-            examples={named[reason]: origin for reason, origin in malformed.examples.items()} | self.examples,
+            dropped={labels[reason]: count for reason, count in malformed.counts.most_common()} | self.dropped,
+            kinds=dict.fromkeys(labels.values(), "malformed") | self.kinds,
+            examples={labels[reason]: origin for reason, origin in malformed.examples.items()} | self.examples,
         )
 
     def __str__(self) -> str:
-        were_split = self.kept > self.rows - sum(self.dropped.values())
-        were = f"samples from {self.rows:,} texts" if were_split else f"of {self.rows:,} samples"
-        told = f"{self.kept:,} {were}, {self.tokens:,} tokens, {self.supervised:,} supervised"
-        counted = (sum(self.dropped.values()), "dropped"), (self.truncated, "truncated")
-        parts = [told, *(f"{count:,} {what}" for count, what in counted if count)]
+        dropped = sum(self.dropped.values())
+        source = f"samples from {self.rows:,} texts" if self.kept > self.rows - dropped else f"of {self.rows:,} samples"
+        parts = [f"{self.kept:,} {source}, {self.tokens:,} tokens, {self.supervised:,} supervised"]
+        parts += [f"{count:,} {fate}" for count, fate in ((dropped, "dropped"), (self.truncated, "truncated")) if count]
         return "; ".join(parts) + (" (cached)" if self.cached else "")
 
     def reasons(self) -> list[str]:
-        """Why rows were dropped, the most frequent first: a line for each of the first LISTED reasons, one for the others."""
+        """Why rows were dropped, most frequent first: a line for each of LISTED reasons, and one for the rest."""
         counts = Counter(self.dropped)
-        named = counts.most_common(LISTED)
-        lines = [f"{count:,} dropped: {reason} (first {self.examples[reason]})" for reason, count in named]
-        return lines + [f"{left}, which a run lists in run.json and its report" for left in others(counts, named)]
+        top_reasons = counts.most_common(LISTED)
+        return [
+            *(f"{count:,} dropped: {reason} (first {self.examples[reason]})" for reason, count in top_reasons),
+            *(f"{line}, which a run lists in run.json and its report" for line in others(counts, top_reasons)),
+        ]
 
 
 class Prepared(NamedTuple):
@@ -86,54 +87,57 @@ def prepare_samples(
     cache_dir: Path,
     report: Callable[[str], None],
 ) -> Prepared:
-    """Read, encode and mask the sources' conversations, or take them from `cache_dir`, where equal work was done before:
-    every sample there is compared with its digest, and the set is built anew where one does not fit.
+    """Read, encode and mask the sources' conversations, or take them from `cache_dir` if the same was done before.
 
-    max_samples: only the first so many rows that can be read. workers: processes at most; default one a core. report: gets
-    progress lines and warnings. Raises UserError for what cannot be read or written, for a problem under "stop", and when no
-    sample is left.
+    Every cached sample is compared with its digest, and the set is rebuilt if one does not match.
+
+    max_samples: use only the first so many readable rows
+    workers: most processes; default: one per core
+    report: gets progress lines and warnings
+
+    Raises UserError for what cannot be read or written, for a problem under "stop", and if no sample is left.
     """
     cache = Path(cache_dir).expanduser()
-    left_out = MalformedRows(encoder.malformed == "drop", "data.malformed=drop")
+    malformed = MalformedRows(encoder.malformed == "drop", "data.malformed=drop")
     conversations = read_conversations(
-        sources, max_samples, malformed=left_out, downloads=cache / "downloads", report=report
+        sources, max_samples, malformed=malformed, downloads=cache / "downloads", report=report
     )
     folder = cache / "tokenized" / _content_key(conversations, encoder, report)
     if os.path.exists(folder):
         try:
-            found = _open(folder, report)
-            return Prepared(found.samples, found.summary.with_malformed(left_out))
+            prepared = _open(folder, report)
+            return Prepared(prepared.samples, prepared.summary.with_malformed(malformed))
         except DamagedSamples as damage:
-            report(Warned(f"the tokenised data is damaged ({damage.where}: {damage.flaw}); it is built anew"))
-    _tell_unshown_roles(conversations, encoder, report)
-    _tell_unshown_reasoning(conversations, encoder, report)
+            report(Warned(f"the tokenised data is damaged ({damage.where}: {damage.flaw}); rebuilding it"))
+    _tell_unshown(conversations, encoder, report)
     outcomes = _outcomes(conversations, encoder, workers, report)
-    problems = [(row.origin, got.problem) for row, got in zip(conversations, outcomes, strict=True) if got.problem]
+    problems = [
+        (row.origin, result.problem) for row, result in zip(conversations, outcomes, strict=True) if result.problem
+    ]
     _stop_at_problem(problems, encoder)
-    kept = [outcome for outcome in outcomes if outcome.problem is None]
+    usable = [outcome for outcome in outcomes if outcome.problem is None]
     dropped = Counter(problem.reason for _, problem in problems)
-    if not kept:
+    if not usable:
         [(reason, count)] = dropped.most_common(1)
         raise UserError(
             f"{', '.join(sources)}: no usable sample among {len(outcomes)} ({count}: {reason}); give other data"
         )
-    packed = SampleSet.pack([piece for outcome in kept for piece in split(outcome, encoder.max_length)])
+    samples = SampleSet.pack([piece for outcome in usable for piece in split(outcome, encoder.max_length)])
     summary = Summary(
         rows=len(outcomes),
-        kept=len(packed),
-        truncated=sum(outcome.truncated for outcome in kept),
-        tokens=len(packed.ids),
-        supervised=int(packed.loss_mask.sum()),
+        kept=len(samples),
+        truncated=sum(outcome.truncated for outcome in usable),
+        tokens=len(samples.ids),
+        supervised=int(samples.loss_mask.sum()),
         dropped=dict(dropped),
         kinds={problem.reason: problem.kind for _, problem in problems},
         examples={problem.reason: origin for origin, problem in reversed(problems)},
-        empty_answers=sum(outcome.empty_answers for outcome in kept),
+        empty_answers=sum(outcome.empty_answers for outcome in usable),
     )
     with waiting(report, "writing the tokenised data"), replacing_folder(folder, partial(opens, _open)) as temporary:
-        packed.write(temporary)
-        record = {**asdict(summary), "samples": packed.checksum}
-        (temporary / SUMMARY).write_text(sealed(record), encoding="utf-8")
-    return Prepared(_open(folder, report).samples, summary.with_malformed(left_out))
+        samples.write(temporary)
+        (temporary / SUMMARY).write_text(sealed({**asdict(summary), "samples": samples.checksum}), encoding="utf-8")
+    return Prepared(_open(folder, report).samples, summary.with_malformed(malformed))
 
 
 def _outcomes(
@@ -149,26 +153,26 @@ def _outcomes(
 
 
 def preview(sample: Sample, tokenizer: PreTrainedTokenizerBase, color: bool) -> str:
-    """The sample's text with the supervised tokens green, or between ⟦ and ⟧."""
+    """The sample's text with supervised tokens in green, or between ⟦ and ⟧."""
     begin, end = (GREEN, PLAIN) if color else ("⟦", "⟧")
     lengths = sample.loss_mask.int().unique_consecutive(return_counts=True)[1].tolist()
-    shown = []
+    pieces = []
     for ids, loss_mask in zip(sample.ids.split(lengths), sample.loss_mask.split(lengths), strict=True):
         text = tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False)
-        shown.append(f"{begin}{text}{end}" if loss_mask[0] else text)
-    return "".join(shown)
+        pieces.append(f"{begin}{text}{end}" if loss_mask[0] else text)
+    return "".join(pieces)
 
 
 def _content_key(conversations: Sequence[Conversation], encoder: SampleEncoder, report: Callable[[str], None]) -> str:
-    """The same for the same conversations under the same rules, 32 hexadecimal digits."""
+    """32 hex digits that are the same for the same conversations under the same rules."""
     tokenizer = encoder.tokenizer
     options = [encoder.max_length, encoder.too_long, encoder.unusable, asdict(encoder.choices)]
-    if encoder.malformed == "drop":  # else the key of sets from before there was a choice
+    if encoder.malformed == "drop":  # otherwise the key is that of sets made before this option existed
         options.append("malformed rows dropped")
-    # The special tokens are template variables beside the vocabulary; JSON keeps the parts apart.
+    # Special tokens are template variables in addition to the vocabulary; JSON keeps the parts apart.
     backend = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else type(tokenizer).__name__
-    template = encoder.chat_template or tokenizer.chat_template
-    digest = hashlib.sha256(_json_line([FORMAT, options, template, tokenizer.special_tokens_map, backend]))
+    rules = [FORMAT, options, encoder.chat_template or tokenizer.chat_template, tokenizer.special_tokens_map, backend]
+    digest = hashlib.sha256(_json_line(rules))
     progress = Progress(report, "looking in the cache", len(conversations), "conversations")
     for row in conversations:
         digest.update(_json_line([row.messages, row.text, row.tools]))
@@ -177,45 +181,37 @@ def _content_key(conversations: Sequence[Conversation], encoder: SampleEncoder, 
 
 
 def _json_line(value: list) -> bytes:
-    """Key order counts: templates print tool calls and schemas in it."""
+    """The value as a line of JSON. Key order counts, because templates print tool calls and schemas in that order."""
     return json.dumps(value, default=str).encode() + b"\n"
 
 
-def _tell_unshown_reasoning(
-    conversations: Sequence[Conversation], encoder: SampleEncoder, report: Callable[[str], None]
-) -> None:
-    """Thoughts that the template cannot show are lost, which a user who keeps them should know."""
-    thinking = sum(any("reasoning_content" in message for message in row.messages or ()) for row in conversations)
+def _tell_unshown(conversations: Sequence[Conversation], encoder: SampleEncoder, report: Callable[[str], None]) -> None:
+    """Warn of templates that hide things: one that prints what is said but not by whom is hardly the one that the
+    target is served with, and one that cannot show reasoning loses it, which a user who keeps reasoning should know."""
     template = encoder.chat_template or encoder.tokenizer.chat_template
-    if thinking and encoder.choices.reasoning == "keep" and isinstance(template, str) and not reasoning_key(template):
-        unshown = (
-            f"the chat template shows no reasoning, so that of {thinking:,} conversations is left out of the samples"
-        )
-        report(Warned(unshown))
-
-
-def _tell_unshown_roles(
-    conversations: Sequence[Conversation], encoder: SampleEncoder, report: Callable[[str], None]
-) -> None:
-    """A template that prints what is said and not by whom is hardly the one that the target is served with."""
-    first = next((row for row in conversations if row.messages), None)
-    if first is None or not (encoder.chat_template or encoder.tokenizer.chat_template):
+    example = next((row for row in conversations if row.messages), None)
+    if example is None or not template:
         return
-    template = chosen_template(encoder.tokenizer, encoder.chat_template, None, first.origin)
     question, answer = {"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}
-    talk = Conversation(first.origin, (question, answer), None)
-    render = renderer(encoder.tokenizer, template, talk, encoder.choices)
-    with suppress(Unusable):  # one that refuses a conversation knows its roles
-        if render(talk.messages) == render([{**question, "role": "assistant"}, {**answer, "role": "user"}]):
-            named = "data.chat_template" if encoder.chat_template else "the tokenizer's chat template"
-            report(Warned(f"{named} prints a user's and an assistant's messages alike; is the target served with it?"))
+    probe = Conversation(example.origin, (question, answer), None)
+    source = chosen_template(encoder.tokenizer, encoder.chat_template, None, example.origin)
+    render = renderer(encoder.tokenizer, source, probe, encoder.choices)
+    with suppress(Unusable):  # a template that refuses a conversation knows its roles
+        if render(probe.messages) == render([{**question, "role": "assistant"}, {**answer, "role": "user"}]):
+            label = "data.chat_template" if encoder.chat_template else "the tokenizer's chat template"
+            report(Warned(f"{label} prints a user's and an assistant's messages alike; is the target served with it?"))
+    count = sum(any("reasoning_content" in message for message in row.messages or ()) for row in conversations)
+    if count and encoder.choices.reasoning == "keep" and isinstance(template, str) and not reasoning_key(template):
+        report(
+            Warned(f"the chat template shows no reasoning, so that of {count:,} conversations is not in the samples")
+        )
 
 
 def _open(folder: Path, report: Callable[[str], None] = lambda line: None) -> Prepared:
-    """What lies in `folder`, after a look at all of it. Raises DamagedSamples."""
+    """The set in `folder`, after checking all of it. Raises DamagedSamples."""
     try:
-        record, checked = unsealed((folder / SUMMARY).read_text(encoding="utf-8"))
-        checksum = record.pop("samples") if checked else None
+        record, has_digest = unsealed((folder / SUMMARY).read_text(encoding="utf-8"))
+        checksum = record.pop("samples") if has_digest else None
         summary = Summary(**record)
     except DAMAGE as error:
         raise DamagedSamples(folder / SUMMARY, f"{error!s:.200}") from error
@@ -229,27 +225,30 @@ def _open(folder: Path, report: Callable[[str], None] = lambda line: None) -> Pr
         progress.advance(len(ids))
     if checksum is None:
         report(
-            f"{folder}: from before summaries had checksums: each sample fits its digest, but whether the counts of "
-            "conversations are right cannot be checked; delete it to have it built anew"
+            f"{folder}: written before summaries had checksums: each sample matches its digest, but whether the "
+            "counts of conversations are right cannot be checked; delete it to have it rebuilt"
         )
     return Prepared(samples, replace(summary, cached=True))
 
 
 def _stop_at_problem(problems: list[tuple[str, Problem]], encoder: SampleEncoder) -> None:
-    """Raise for the first problem whose policy is not "drop", and count its like."""
-    policies = {"unusable": [encoder.unusable], "too_long": [encoder.too_long]}
-    policies["too_large"] = [encoder.too_long, encoder.malformed]
-    stopping = [(origin, problem) for origin, problem in problems if "drop" not in policies[problem.kind]]
-    if not stopping:
+    """Raise for the first problem whose policy is not "drop", and count others of its kind."""
+    policies = {
+        "unusable": [encoder.unusable],
+        "too_long": [encoder.too_long],
+        "too_large": [encoder.too_long, encoder.malformed],
+    }
+    fatal = [(origin, problem) for origin, problem in problems if "drop" not in policies[problem.kind]]
+    if not fatal:
         return
-    origin, problem = stopping[0]
-    count = sum(other.kind == problem.kind for _, other in stopping)
+    origin, problem = fatal[0]
+    count = sum(other.kind == problem.kind for _, other in fatal)
     detail = f" ({problem.detail})" if problem.detail else ""
-    template = " or name another template in data.chat_template," * ("chat template" in problem.reason)
+    template_hint = " or name another template in data.chat_template," * ("chat template" in problem.reason)
     remedy = {
-        "unusable": f"mend the data,{template} or leave such samples out with data.unusable=drop",
+        "unusable": f"fix the data,{template_hint} or leave such samples out with data.unusable=drop",
         "too_long": "raise data.max_length, or set data.too_long=drop or data.too_long=truncate",
         "too_large": "cut it into several rows, or leave such rows out with data.malformed=drop",
     }[problem.kind]
-    like = "no other sample has such a problem" if count == 1 else f"{count} samples have such a problem"
-    raise UserError(f"{origin}: {problem.reason}{detail}; {like}; {remedy}")
+    tally = "no other sample has such a problem" if count == 1 else f"{count} samples have such a problem"
+    raise UserError(f"{origin}: {problem.reason}{detail}; {tally}; {remedy}")

@@ -1,8 +1,8 @@
-"""The turns of a text that a chat template has already rendered, told by the template's own special tokens.
+"""Find the turns in a text that a chat template has already rendered, by the template's own special tokens.
 
-Of such a text nothing can be rendered again and compared, as eagle3.text.chat does. What is known is how the template opens a
-turn (its generation prompt) and closes it, from short conversations of this file. Both must be added tokens of the
-tokenizer, which plain text cannot hold; in rendered text every special token is taken for what it is.
+Such a text cannot be rendered again and compared, as eagle3.text.chat does. Short conversations of this file's own show
+how the template opens a turn (its generation prompt) and closes it. Both must be added tokens of the tokenizer, which
+plain text cannot hold; in rendered text every special token counts as one.
 """
 
 import re
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from eagle3.text.template import PROBED, RESULT, Render, Unusable, call_form, probing_call
 
-# Contents of the short conversations; no template changes or trims such characters.
+# Contents of the short conversations; no template changes or trims these characters.
 QUESTION, ANSWER, NEXT = "\ue000", "\ue001", "\ue002"
 
 
@@ -24,17 +24,14 @@ class AddedToken(NamedTuple):
 
 
 class Turns(NamedTuple):
-    """How a template writes an assistant's turns.
+    """How a template writes an assistant's turns."""
 
-    prompts: what may stand before one: the generation prompt, and what the history shows of it where that is less. anchor: the
-    first added token of each, `before` characters after its beginning. closer: the added token that ends a turn. ends: that, and
-    the added tokens that begin another message, so that a turn in which one of those comes first has lost its closer.
-    """
-
+    # What may stand before a turn: the generation prompt, or what the history shows of it if that is less.
     prompts: tuple[str, ...]
-    anchor: str
-    before: int
-    closer: str
+    anchor: str  # first added token of each prompt
+    before: int  # characters from the beginning of a prompt to its anchor
+    closer: str  # added token that ends a turn
+    # The closer, and added tokens that begin another message: if one of those comes first, the closer is lost.
     ends: frozenset[str]
 
 
@@ -42,11 +39,10 @@ def turns_of(render: Render, added: Sequence[str]) -> Turns:
     """What a template prints around turns. added: the tokenizer's added tokens, longest first. Raises Unusable."""
     token = re.compile("|".join(map(re.escape, filter(None, added))) or "(?!)")
     question, answer = {"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}
-    asked = _between(render([question], generation_prompt=True), QUESTION)
-    told = _between(render([question]), QUESTION)
+    after_question = _between(render([question], generation_prompt=True), QUESTION)
+    user_end = _common_pieces(after_question, _between(render([question]), QUESTION), token)
     talk = render([question, answer, {"role": "user", "content": NEXT}])
-    user_end = _common_pieces(asked, told, token)
-    prompt = asked[len(user_end) :]
+    prompt = after_question[len(user_end) :]
     anchor = token.search(prompt)
     if anchor is None:
         raise Unusable(
@@ -57,29 +53,31 @@ def turns_of(render: Render, added: Sequence[str]) -> Turns:
         raise Unusable(
             "the chat template ends turns with no added token, so rendered text does not show where they end"
         )
-    shown = _between(talk, QUESTION, ANSWER).removeprefix(user_end)
-    short = len(shown) > anchor.start() and prompt.startswith(shown) and token.search(shown)
-    following = [found[0] for found in token.finditer(_between(talk, ANSWER, NEXT))]
-    others = [*(following[1:2] if following[:1] == [closer[0]] else following[:1]), *_result_token(render, token)]
-    prompts = (prompt, shown) if short else (prompt,)
-    return Turns(prompts, anchor[0], anchor.start(), closer[0], frozenset([closer[0], anchor[0], *others]))
+    history = _between(talk, QUESTION, ANSWER).removeprefix(user_end)
+    short = [history] if len(history) > anchor.start() and prompt.startswith(history) and token.search(history) else []
+    tokens = [match[0] for match in token.finditer(_between(talk, ANSWER, NEXT))]
+    others = [
+        *(tokens[1:2] if tokens[:1] == [closer[0]] else tokens[:1]),
+        *_result_token(render, token),
+    ]
+    return Turns((prompt, *short), anchor[0], anchor.start(), closer[0], frozenset([closer[0], anchor[0], *others]))
 
 
 def _result_token(render: Render, token: re.Pattern) -> list[str]:
-    """The added token that begins a tool's result, if one does: a turn in which it stands holds what the target did not say."""
+    """The added token that begins a tool's result, if any: a turn with it contains what the target did not say."""
     messages = probing_call(call_form(render))
     try:
-        called, answered = render(messages[:2]), render(messages)
+        call_text, result_text = render(messages[:2]), render(messages)
     except Unusable:
         return []
-    own = token.findall(called.rpartition(PROBED)[2])
-    before = answered.rpartition(PROBED)[2].partition(RESULT)[0]
-    return [found for found in token.findall(before) if found not in own][:1]
+    call_tokens = token.findall(call_text.rpartition(PROBED)[2])
+    between = result_text.rpartition(PROBED)[2].partition(RESULT)[0]
+    return [candidate for candidate in token.findall(between) if candidate not in call_tokens][:1]
 
 
 def turn_spans(text: str, tokens: Sequence[AddedToken], turns: Turns, bos: str) -> list[tuple[int, int]]:
-    """Characters [start, stop) of every assistant turn but one that opens the text, from the end of the generation prompt to
-    that of the closer. tokens: all added tokens of the text, in order. Raises Unusable."""
+    """Characters [start, stop) of every assistant turn except one that opens the text, from the end of the generation
+    prompt to the end of the closer. tokens: all added tokens of the text, in order. Raises Unusable."""
     spans = []
     for number, token in enumerate(tokens):
         opening = token.start - turns.before
@@ -88,8 +86,10 @@ def turn_spans(text: str, tokens: Sequence[AddedToken], turns: Turns, bos: str) 
         if token.content != turns.anchor or prompt is None or opens_text:
             continue
         start = opening + len(prompt)
-        ends = (one for one in tokens[number + 1 :] if one.start >= start and one.content in turns.ends)
-        end = next(ends, None)
+        end = next(
+            (tag for tag in tokens[number + 1 :] if tag.start >= start and tag.content in turns.ends),
+            None,
+        )
         if end is None or end.content != turns.closer:
             raise Unusable(f"the rendered text has an assistant turn without its {turns.closer}")
         spans.append((start, end.stop))
@@ -99,7 +99,7 @@ def turn_spans(text: str, tokens: Sequence[AddedToken], turns: Turns, bos: str) 
 
 
 def _between(text: str, begin: str, end: str | None = None) -> str:
-    """What stands between two contents, or after one."""
+    """What is between two contents, or after one."""
     if any(text.count(mark) != 1 for mark in (begin, end) if mark):
         raise Unusable(
             "the chat template leaves out or repeats the content of a message, so rendered text does not show turns"
@@ -109,10 +109,9 @@ def _between(text: str, begin: str, end: str | None = None) -> str:
 
 
 def _common_pieces(a: str, b: str, token: re.Pattern) -> str:
-    """The longest beginning that both have in common and that ends beside an added token, or with one of the texts."""
-    shared = (cut for cut in _edges(a, token) & _edges(b, token) if b.startswith(a[:cut]))
-    return a[: max(shared)]
+    """The longest common beginning that ends at the edge of an added token, or at the end of one of the texts."""
+    return a[: max(cut for cut in _edges(a, token) & _edges(b, token) if b.startswith(a[:cut]))]
 
 
 def _edges(text: str, token: re.Pattern) -> set[int]:
-    return {0, len(text), *(edge for found in token.finditer(text) for edge in found.span())}
+    return {0, len(text), *(edge for match in token.finditer(text) for edge in match.span())}

@@ -1,11 +1,14 @@
-"""Samples ready for training (token ids and loss mask), packed in files so that any number fits, and checked when read."""
+"""Samples ready for training (token ids and loss mask), packed into files and checked whenever they are read.
+
+Spans choose which of a sample's supervised tokens a step learns from, if a recipe does not take all of them.
+"""
 
 import hashlib
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,13 +16,14 @@ import numpy as np
 import torch
 from numpy.lib import format as npy
 
+from eagle3.console import counted
 from eagle3.errors import UserError
 
 DIGEST_BYTES = 16
 
 
 class DamagedSamples(UserError):
-    """Samples that are incomplete or not what was written. where: file or folder; flaw: what is wrong."""
+    """Samples that are incomplete or differ from what was written. where: file or folder; flaw: what is wrong."""
 
     def __init__(self, where: Path | str, flaw: str) -> None:
         super().__init__(
@@ -30,11 +34,9 @@ class DamagedSamples(UserError):
 
 @dataclass(frozen=True)
 class Sample:
-    """id: hex digest of the contents; ids: LongTensor [T]; loss_mask: BoolTensor [T], True where the target generates."""
-
-    id: str
-    ids: torch.Tensor
-    loss_mask: torch.Tensor
+    id: str  # hex digest of the contents
+    ids: torch.Tensor  # LongTensor [T]
+    loss_mask: torch.Tensor  # BoolTensor [T], True for tokens that the target generates
 
 
 class Split(NamedTuple):
@@ -50,8 +52,10 @@ def sample_digest(ids: np.ndarray, loss_mask: np.ndarray) -> bytes:
 
 
 class TokenFile:
-    """One number for each token, in a .npy file of which slices are read. Not by a memory map: where a file loses bytes or
-    a disk fails, touching a mapped page kills the process. Threads may share it. Raises DamagedSamples."""
+    """A .npy file with one number per token, read by slices. Threads may share it. Raises DamagedSamples.
+
+    It is not a memory map: if the file loses bytes or the disk fails, touching a mapped page kills the process.
+    """
 
     def __init__(self, path: Path, dtype: np.typing.DTypeLike) -> None:
         self.path, self.dtype = path, np.dtype(dtype)
@@ -59,49 +63,42 @@ class TokenFile:
         weakref.finalize(self, os.close, self.descriptor)
         with open(self.descriptor, "rb", closefd=False) as file:
             npy.read_magic(file)
-            (self.length,), _, found = npy.read_array_header_1_0(file)
+            (self.length,), _, actual = npy.read_array_header_1_0(file)
             self.start = file.tell()
-        size = self.start + self.length * self.dtype.itemsize
-        if found != self.dtype or os.fstat(self.descriptor).st_size != size:
+        if actual != self.dtype or os.fstat(self.descriptor).st_size != self.start + self.length * self.dtype.itemsize:
             raise DamagedSamples(path, f"is not {self.length} numbers of type {self.dtype}")
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, tokens: slice) -> np.ndarray:
-        found = np.empty(tokens.stop - tokens.start, self.dtype)
-        rest, place = found.view(np.uint8), self.start + tokens.start * self.dtype.itemsize
+        values = np.empty(tokens.stop - tokens.start, self.dtype)
+        rest, offset = values.view(np.uint8), self.start + tokens.start * self.dtype.itemsize
         while len(rest):
             try:
-                count = os.preadv(self.descriptor, [rest], place)
+                count = os.preadv(self.descriptor, [rest], offset)
             except OSError as error:
                 raise DamagedSamples(self.path, f"cannot be read ({error.strerror})") from error
             if not count:
                 raise DamagedSamples(self.path, "has lost its end")
-            rest, place = rest[count:], place + count
-        return found
+            rest, offset = rest[count:], offset + count
+        return values
 
 
 @dataclass(frozen=True)
 class SampleSet:
-    """Samples packed one after another. Whatever reads their tokens compares each sample with its digest, and raises
-    DamagedSamples where it does not fit.
+    """Samples packed one after another. Reading tokens checks each sample's digest, and may raise DamagedSamples."""
 
-    ids: int32 [tokens]; loss_mask: bool [tokens]; offsets: int64 [stored + 1], where each stored sample begins and the
-    last one ends; digests: uint8 [stored, 16]; indices: int64 [samples], which stored samples this set has, in order;
-    origin: the folder, for messages.
-    """
-
-    ids: np.ndarray | TokenFile
-    loss_mask: np.ndarray | TokenFile
-    offsets: np.ndarray
-    digests: np.ndarray
-    indices: np.ndarray
-    origin: str = "samples in memory"
+    ids: np.ndarray | TokenFile  # int32 [tokens]
+    loss_mask: np.ndarray | TokenFile  # bool [tokens]
+    offsets: np.ndarray  # int64 [stored + 1]: where each stored sample begins, and where the last one ends
+    digests: np.ndarray  # uint8 [stored, 16]
+    indices: np.ndarray  # int64 [samples]: which stored samples this set has, in order
+    origin: str = "samples in memory"  # the folder, for messages
 
     @staticmethod
     def pack(encoded: Sequence[tuple[np.ndarray, np.ndarray]]) -> "SampleSet":
-        """A set in memory, of (ids, loss_mask) pairs."""
+        """A set in memory, from (ids, loss_mask) pairs."""
         digests = [np.frombuffer(sample_digest(*pair), np.uint8) for pair in encoded]
         return SampleSet(
             np.concatenate([np.zeros(0, np.int32), *(ids for ids, _ in encoded)], dtype=np.int32),
@@ -113,23 +110,24 @@ class SampleSet:
 
     @staticmethod
     def open(folder: Path) -> "SampleSet":
-        """The set written in `folder`: where samples lie and their digests are read now, for `checksum` to be compared;
-        tokens when asked for. Raises DamagedSamples."""
+        """The set stored in `folder`. Raises DamagedSamples.
+
+        Offsets and digests are read at once, so that `checksum` can be compared; tokens are read on demand.
+        """
         try:
             ids, loss_mask = TokenFile(folder / "ids.npy", "<i4"), TokenFile(folder / "loss_mask.npy", bool)
             offsets, digests = (np.load(folder / name, allow_pickle=False) for name in ("offsets.npy", "digests.npy"))
         except DamagedSamples:
             raise
-        except Exception as error:  # of a damaged header, which NumPy evaluates as Python, it may be anything
+        except Exception as error:  # NumPy evaluates the header as Python, so a damaged one can raise anything
             raise DamagedSamples(folder, f"{error!s:.200}") from error
-        fits = (
+        if not (
             (offsets.dtype, offsets.ndim, digests.dtype) == (np.int64, 1, np.uint8)
             and digests.shape == (len(offsets) - 1, DIGEST_BYTES)
             and offsets[0] == 0
             and bool((np.diff(offsets) >= 0).all())
             and offsets[-1] == len(ids) == len(loss_mask)
-        )
-        if not fits:
+        ):
             raise DamagedSamples(folder, "its arrays do not fit together")
         return SampleSet(ids, loss_mask, offsets, digests, np.arange(len(digests)), str(folder))
 
@@ -143,12 +141,17 @@ class SampleSet:
             ("ids", "<i4", (tokens,), (ids for ids, _ in self.token_chunks())),
             ("loss_mask", "|b1", (tokens,), (loss_mask for _, loss_mask in self.token_chunks())),
         ):
-            _write_array(folder / f"{name}.npy", dtype, shape, parts)
+            # Ordinary writes: a full disk gives an OSError, whereas a memory map would kill the process.
+            with (folder / f"{name}.npy").open("wb") as file:
+                npy.write_array_header_1_0(file, {"descr": dtype, "fortran_order": False, "shape": shape})
+                for part in parts:
+                    file.write(np.ascontiguousarray(part, dtype))
+                file.flush()
+                os.fsync(file.fileno())  # some file systems report errors only here
 
     @property
     def checksum(self) -> str:
-        """Of the samples' lengths and digests, 32 hexadecimal digits. With the tokens, which the digests vouch for, that
-        is all that a set is."""
+        """32 hex digits over the samples' lengths and digests, which identify the set: digests cover the tokens."""
         contents = self.lengths.astype("<i8").tobytes() + self.digests[self.indices].tobytes()
         return hashlib.sha256(contents).hexdigest()[:32]
 
@@ -156,23 +159,28 @@ class SampleSet:
         return len(self.indices)
 
     def __getitem__(self, index: int) -> Sample:
-        stored = int(self.indices[index])
-        ids, loss_mask = self._read(range(stored, stored + 1))
-        digest = self.digests[stored].tobytes()
-        return Sample(digest.hex(), torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(loss_mask.copy()))
+        stored_index = int(self.indices[index])
+        ids, loss_mask = self._read(range(stored_index, stored_index + 1))
+        return Sample(
+            self.digests[stored_index].tobytes().hex(),
+            torch.from_numpy(ids.astype(np.int64)),
+            torch.from_numpy(loss_mask.copy()),
+        )
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64 [samples]: tokens of each sample."""
+        """Tokens of each sample, int64 [samples]."""
         return np.diff(self.offsets)[self.indices]
 
     def count(self, *choices: Callable[[torch.Tensor], torch.Tensor]) -> np.ndarray:
-        """int64 [samples, choices]: how many rows of each sample each of them chooses (bool [T]) by its loss mask [T]."""
+        """How many tokens of each sample each of `choices` selects: int64 [samples, choices].
+
+        choices: give bool [T] for a loss mask [T]
+        """
         counts: list[list[int]] = []
         for run in self._runs():
-            _, loss_mask = self._read(run)
-            masks = torch.from_numpy(loss_mask)
-            counts += [[int(chosen(masks[a:b]).sum()) for chosen in choices] for a, b in pairwise(self._edges(run))]
+            masks = torch.from_numpy(self._read(run)[1])
+            counts += [[int(choice(masks[a:b]).sum()) for choice in choices] for a, b in pairwise(self._edges(run))]
         return np.array(counts, np.int64).reshape(-1, len(choices))
 
     @property
@@ -181,35 +189,36 @@ class SampleSet:
         return [row.tobytes().hex() for row in self.digests[self.indices]]
 
     def subset(self, indices: Sequence[int] | np.ndarray) -> "SampleSet":
-        """The samples at these positions of this set, in the order given; nothing is copied."""
+        """The samples at these positions of this set, in this order. Nothing is copied."""
         return replace(self, indices=self.indices[np.asarray(indices, np.int64)])
 
     def masked(self, mask: Callable[[Sample], torch.Tensor]) -> "SampleSet":
-        """The same samples with the loss masks that `mask` makes of them, and so with other ids. The masks are in memory, but
-        of what they leave unsupervised the operating system keeps no pages."""
+        """The same samples with the loss masks that `mask` returns, and therefore with other ids.
+
+        The masks are in memory, but the operating system allocates no pages for long unsupervised stretches.
+        """
         loss_mask, digests = np.zeros(len(self.loss_mask), bool), self.digests.copy()
-        for index, stored in enumerate(self.indices.tolist()):
+        for index, stored_index in enumerate(self.indices.tolist()):
             sample = self[index]
-            chosen = mask(sample).numpy()
-            loss_mask[int(self.offsets[stored]) + np.flatnonzero(chosen)] = True
-            digests[stored] = np.frombuffer(sample_digest(sample.ids.numpy(), chosen), np.uint8)
+            sample_mask = mask(sample).numpy()
+            loss_mask[int(self.offsets[stored_index]) + np.flatnonzero(sample_mask)] = True
+            digests[stored_index] = np.frombuffer(sample_digest(sample.ids.numpy(), sample_mask), np.uint8)
         return replace(self, loss_mask=loss_mask, digests=digests)
 
     def sorted_by_id(self) -> "SampleSet":
-        """An order that does not depend on how the samples were read."""
+        """The samples in an order that does not depend on how they were read."""
         return self.subset(np.lexsort(self.digests[self.indices].T[::-1]))
 
     def split_held_out(self, fraction: float, seed: int) -> Split:
-        """Hold out about `fraction` of the samples, whatever their order: a hash of sample and seed decides on each.
+        """Hold out about `fraction` of the samples. A hash of sample and seed decides on each, whatever their order.
 
-        Identical samples stay together. At least one sample is held out if fraction > 0 and there are two, and at least
-        one is left to train on; where that cannot be, because all are identical, a UserError says so.
+        Identical samples stay together. If fraction > 0 and there are at least two samples, at least one is held out
+        and at least one is left to train on. Raises UserError if that is impossible because all samples are identical.
         """
         if not fraction or len(self) < 2:
             return Split(self, self.subset([]))
         salt = seed.to_bytes(8, "little", signed=True)
-        rows = self.digests[self.indices]
-        hashes = (hashlib.sha256(salt + row.tobytes()).digest() for row in rows)
+        hashes = (hashlib.sha256(salt + row.tobytes()).digest() for row in self.digests[self.indices])
         draws = np.array([int.from_bytes(digest[:8], "little") for digest in hashes], np.uint64)
         if (draws == draws[0]).all():
             raise UserError(f"data: all {len(self)} samples are identical, so none can be held out; add other data")
@@ -217,42 +226,96 @@ class SampleSet:
         return Split(self.subset(np.flatnonzero(~held_out)), self.subset(np.flatnonzero(held_out)))
 
     def token_chunks(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """(ids, loss_mask) of all tokens in order, some millions at a time, or of one sample that is longer."""
-        for run in self._runs():
-            yield self._read(run)
+        """(ids, loss_mask) of all tokens in order, a few million at a time, or a longer single sample."""
+        return map(self._read, self._runs())
 
-    def _runs(self, most: int = 1 << 22) -> Iterator[range]:
-        """All samples in order, those that are stored one after another together, up to `most` tokens."""
+    def _runs(self, max_tokens: int = 1 << 22) -> Iterator[range]:
+        """All samples in order, grouped into runs of up to `max_tokens` tokens that are stored one after another."""
         run = range(0)
-        for stored in self.indices.tolist():
-            if stored != run.stop or self.offsets[stored + 1] - self.offsets[run.start] > most:
+        for stored_index in self.indices.tolist():
+            if stored_index != run.stop or self.offsets[stored_index + 1] - self.offsets[run.start] > max_tokens:
                 if run:
                     yield run
-                run = range(stored, stored)
-            run = range(run.start, stored + 1)
+                run = range(stored_index, stored_index)
+            run = range(run.start, stored_index + 1)
         if run:
             yield run
 
     def _edges(self, run: range) -> list[int]:
-        """Where stored samples begin, and the last one ends, among their tokens."""
+        """Where each sample of the run begins, and where the last one ends, relative to the run's first token."""
         edges = self.offsets[run.start : run.stop + 1]
         return (edges - edges[0]).tolist()
 
     def _read(self, run: range) -> tuple[np.ndarray, np.ndarray]:
-        """ids and loss_mask of some stored samples, which are what they were when they were digested."""
+        """ids and loss_mask of some stored samples, checked against their digests."""
         tokens = slice(int(self.offsets[run.start]), int(self.offsets[run.stop]))
         ids, loss_mask = self.ids[tokens], self.loss_mask[tokens]
-        for stored, (a, b) in zip(run, pairwise(self._edges(run)), strict=True):
-            if sample_digest(ids[a:b], loss_mask[a:b]) != self.digests[stored].tobytes():
-                raise DamagedSamples(self.origin, f"sample {stored + 1} of {len(self.digests)} does not fit its digest")
+        for stored_index, (a, b) in zip(run, pairwise(self._edges(run)), strict=True):
+            if sample_digest(ids[a:b], loss_mask[a:b]) != self.digests[stored_index].tobytes():
+                raise DamagedSamples(
+                    self.origin, f"sample {stored_index + 1} of {len(self.digests)} does not fit its digest"
+                )
         return ids, loss_mask
 
 
-def _write_array(path: Path, dtype: str, shape: tuple[int, ...], parts: Iterable[np.ndarray]) -> None:
-    """By ordinary writes, of which a full disk is an OSError; that of a memory map kills the process."""
-    with path.open("wb") as file:
-        npy.write_array_header_1_0(file, {"descr": dtype, "fortran_order": False, "shape": shape})
-        for part in parts:
-            file.write(np.ascontiguousarray(part, dtype))
-        file.flush()
-        os.fsync(file.fileno())  # some file systems tell only now
+@dataclass(frozen=True)
+class Spans:
+    """Up to `per_document` runs of `length` supervised tokens per document, new each epoch, the same on all ranks.
+
+    A document's supervised tokens are cut into runs of `length`, of which the first is shorter by a random number of
+    tokens, and `per_document` of these runs are chosen. All of its tokens are therefore chosen equally often, and with
+    a window of W keys a document costs at most per_document (W + length) rows. Unsupervised tokens inside a run, such
+    as a user's turn, do not count.
+    """
+
+    length: int
+    per_document: int
+    seed: int
+
+    def draw(self, sample: Sample, epoch: int) -> torch.Tensor:
+        """bool [T]: the part of the sample's loss mask in this epoch's spans; the whole mask if it is small enough."""
+        positions = sample.loss_mask.nonzero().flatten()
+        if len(positions) <= self.most:
+            return sample.loss_mask
+        numbers = (self._number(sample.id, epoch, index) for index in count())
+        runs = (torch.arange(len(positions)) + next(numbers) % self.length) // self.length
+        total, chosen_runs = int(runs[-1]) + 1, set[int]()
+        while len(chosen_runs) < self.per_document:
+            chosen_runs.add(next(numbers) % total)
+        mask = torch.zeros_like(sample.loss_mask)
+        mask[positions[torch.isin(runs, torch.tensor([*chosen_runs]))]] = True
+        return mask
+
+    def __str__(self) -> str:
+        return f"data.spans={{length: {self.length}, per_document: {self.per_document}}} and data.seed={self.seed}"
+
+    @property
+    def most(self) -> int:
+        """Supervised tokens that a document with enough of them has in its spans."""
+        return self.length * self.per_document
+
+    def describe(self, samples: SampleSet, anew: bool) -> str:
+        """What the spans leave of the samples' supervised tokens, in words. anew: whether each epoch draws its own."""
+        supervised = samples.count(lambda loss_mask: loss_mask)[:, 0]
+        long_samples, span_tokens = int((supervised > self.most).sum()), int(np.minimum(supervised, self.most).sum())
+        if not long_samples:
+            return (
+                "data.spans: changes nothing here, because no sample has more supervised tokens than the "
+                f"{self.most:,} that {self.per_document} spans of {self.length:,} hold"
+            )
+        frequency = "drawn anew in each epoch" if anew else "the same in each epoch, as the store has them"
+        return (
+            f"data.spans: up to {span_tokens:,} of {supervised.sum():,} supervised tokens an epoch, {frequency}; "
+            f"{long_samples:,} of {counted(len(samples), 'sample')} have more than {self.per_document} spans of "
+            f"{self.length:,} hold"
+        )
+
+    def fixed(self, samples: SampleSet) -> SampleSet:
+        """The samples with the first epoch's spans as loss masks, as a store has them."""
+        return samples.masked(lambda sample: self.draw(sample, 0))
+
+    def _number(self, sample_id: str, epoch: int, index: int) -> int:
+        """A random number, by a hash: stores keep what was drawn, and libraries change their generators."""
+        return int.from_bytes(
+            hashlib.sha256(f"{self.seed} {epoch} {index} {sample_id}".encode()).digest()[:8], "little"
+        )

@@ -1,70 +1,74 @@
-"""Chat templates: read and checked before they are run, and run: messages as text, with the choices that a recipe makes
-for them."""
+"""Chat templates: read and checked before use, and run within limits of time and memory to turn messages into text,
+with the choices that a recipe makes."""
 
 import datetime
 import json
 import re
+import resource
+import signal
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jinja2
 
 from eagle3.errors import UserError, shown
 from eagle3.text.conversations import REASONING_KEYS, Conversation
-from eagle3.text.limits import Limits
 
-if TYPE_CHECKING:  # what is looked at before anything starts must not wait for transformers
+if TYPE_CHECKING:  # the checks before a start must not wait for transformers
     from transformers import PreTrainedTokenizerBase
 
 GENERATION = re.compile(r"\{%([-+]?)\s*(generation|endgeneration)\s*([-+]?)%\}")
-# As transformers has it, which adds the tags of GENERATION.
+# transformers' settings; it adds the tags of GENERATION.
 PARSER = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
 THOUGHTS_END = "</think>"
 PROBED, RESULT = "probed_value", "probed_result"
 
-Render = Callable[..., str]  # (messages, generation_prompt=False) -> text
+# A conversation is rendered once or twice for each of its messages: with Llama 3's template, 1,000 messages of 4 MB in
+# total took 24 s, and 2 messages of the same size 0.1 s.
+SECONDS, SECONDS_A_MESSAGE = 30.0, 0.1
+MEMORY, MEMORY_A_CHARACTER = 1 << 30, 64  # bytes; Python has up to 4 a character, and filters make copies
+# Length of a rendering: JSON escapes make it longer, and so does a system prompt of the template's own.
+CHARACTERS, CHARACTERS_A_CHARACTER = 1 << 20, 4
+GRACE = 20.0  # seconds until the system ends a process whose interpreter never got to handle the signal
+PAGE = resource.getpagesize()
+
+Render = Callable[..., str]  # (messages, generation_prompt=False, template=the one chosen) -> text
 
 
 class Unusable(ValueError):
-    """A conversation for which no mask is surely right; the message says why, without anything of the sample's own."""
+    """A conversation whose mask cannot be determined with certainty. The message says why, and quotes no sample."""
 
 
 @dataclass(frozen=True)
 class Choices:
-    """What a recipe chooses to render and to supervise.
+    """What a recipe chooses to render and supervise."""
 
-    supervise: every assistant turn, or the last one only. reasoning: drop leaves out an assistant's thoughts. text: rendered
-    says that `text` rows are chat-template renderings with their own special tokens. template_variables: passed to the
-    template beside the messages. today: the date that a template is told.
-    """
-
-    supervise: Literal["all_turns", "last_turn"] = "all_turns"
-    reasoning: Literal["keep", "drop"] = "keep"
+    supervise: Literal["all_turns", "last_turn"] = "all_turns"  # assistant turns
+    reasoning: Literal["keep", "drop"] = "keep"  # in assistant turns
+    # "rendered": rows of `text` are renderings of the chat template, with its special tokens
     text: Literal["plain", "rendered"] = "plain"
-    template_variables: Mapping[str, Any] = field(default_factory=dict)
-    today: datetime.date = datetime.date(2026, 1, 1)
-
-    def variables(self) -> dict[str, Any]:
-        """All that a template is given beside the messages. strftime_now is how templates ask for the date (gpt-oss, Llama,
-        Mistral); transformers would answer with the machine's, and tomorrow's samples would not be today's."""
-        return {"strftime_now": self.today.strftime, **self.template_variables}
+    template_variables: Mapping[str, Any] = field(default_factory=dict)  # passed to the template with the messages
+    today: datetime.date = datetime.date(2026, 1, 1)  # the date given to templates that ask for it
 
 
 def read_template(path: Path) -> str:
-    """Jinja source. Raises UserError for a file that holds no template, or one that cannot be parsed."""
+    """A template's Jinja source. Raises UserError if the file holds no template or cannot be parsed."""
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:  # not UTF-8, or no path
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or not a path
         raise UserError(f"{path}: cannot be read ({error}); fix data.chat_template") from error
     if not text.strip():
         raise UserError(
             f"{path}: holds no chat template; fix data.chat_template, or leave it out for the tokenizer's own"
         )
     tags = {"generation": "if true", "endgeneration": "endif"}
-    plain = GENERATION.sub(lambda found: f"{{%{found[1]} {tags[found[2]]} {found[3]}%}}", text)
+    plain = GENERATION.sub(lambda match: f"{{%{match[1]} {tags[match[2]]} {match[3]}%}}", text)
     try:
         PARSER.parse(plain)
     except jinja2.TemplateSyntaxError as error:
@@ -73,87 +77,75 @@ def read_template(path: Path) -> str:
 
 
 def check_variables(template: str, variables: Mapping[str, Any]) -> None:
-    """Raises UserError for a variable that the template does not mention, and which would change nothing."""
+    """Raises UserError for a variable that the template does not mention, since it would change nothing."""
     for name in variables:
         if not re.search(rf"\b{re.escape(name)}\b", template):
             raise UserError(
-                f"data.template_variables: {name!r} occurs nowhere in the chat template, so it would change nothing; mend the "
-                "name or leave it out"
+                f"data.template_variables: {name!r} occurs nowhere in the chat template, so it would change nothing; "
+                "fix the name or leave it out"
             )
-
-
-def rendered(
-    messages: Sequence[dict],
-    generation_prompt: bool = False,
-    *,
-    tokenizer: "PreTrainedTokenizerBase",
-    template: str,
-    tools: list | None,
-    limits: Limits,
-    variables: Mapping[str, Any],
-) -> str:
-    """Messages as text. template: Jinja source; limits: of the row; variables: what it may read beside them. Raises UserError
-    where the template is none, or exceeds the limits, and Unusable where it refuses the messages."""
-
-    def render() -> str:
-        try:
-            return tokenizer.apply_chat_template(
-                list(messages),
-                tools=tools,
-                chat_template=template,
-                add_generation_prompt=generation_prompt,
-                tokenize=False,
-                **variables,
-            )
-        except MemoryError:  # the limits say what that means
-            raise
-        except jinja2.TemplateSyntaxError as error:
-            raise UserError(
-                f"chat template line {error.lineno}: {error.message:.200}; fix it, see data.chat_template"
-            ) from error
-        except Exception as error:  # a template is a program from outside, which may raise any
-            raise Unusable(f"the chat template refuses it ({type(error).__name__}: {error!s:.200})") from error
-
-    return limits.keep(render)
 
 
 def renderer(
     tokenizer: "PreTrainedTokenizerBase", template: str, conversation: Conversation, choices: Choices
 ) -> Render:
-    """`rendered` with this template, the conversation's tools, and limits for all of its renderings together. Raises
-    UserError for a variable among the choices that the template does not mention."""
+    """A function that renders messages with this template (Jinja source) and the conversation's tools, with limits for
+    all renderings together.
+
+    Raises UserError for a chosen variable that the template does not mention. Rendering raises UserError if the
+    template is invalid or exceeds the limits, and Unusable if it refuses the messages.
+    """
     check_variables(template, choices.template_variables)
-    return partial(
-        rendered,
-        tokenizer=tokenizer,
-        template=template,
-        tools=conversation.tools,
-        limits=Limits(conversation.origin, len(conversation.messages or ()), conversation.characters),
-        variables=choices.variables(),
-    )
+    limits = Limits(conversation.origin, len(conversation.messages or ()), conversation.characters)
+    # Templates ask for the date with strftime_now (gpt-oss, Llama, Mistral). transformers would give the machine's
+    # date, and tomorrow's samples would differ from today's.
+    variables = {"strftime_now": choices.today.strftime, **choices.template_variables}
+
+    def render(messages: Sequence[dict], generation_prompt: bool = False, template: str = template) -> str:
+        try:
+            return tokenizer.apply_chat_template(
+                list(messages),
+                tools=conversation.tools,
+                chat_template=template,
+                add_generation_prompt=generation_prompt,
+                tokenize=False,
+                **variables,
+            )
+        except MemoryError:  # `limits` turns it into a message
+            raise
+        except jinja2.TemplateSyntaxError as error:
+            raise UserError(
+                f"chat template line {error.lineno}: {error.message:.200}; fix it, see data.chat_template"
+            ) from error
+        except Exception as error:  # a template is outside code, which may raise anything
+            raise Unusable(f"the chat template refuses it ({type(error).__name__}: {error!s:.200})") from error
+
+    return partial(limits.keep, render)
 
 
 def chosen_template(
     tokenizer: "PreTrainedTokenizerBase", chat_template: str | None, tools: list | None, origin: str
 ) -> str:
-    """Jinja source: `chat_template`, or the tokenizer's own for conversations with such tools. Raises UserError for none."""
+    """The Jinja source to use: `chat_template`, or the tokenizer's own for conversations with such tools. Raises
+    UserError if there is none."""
     if chat_template is None and not tokenizer.chat_template:
         raise UserError(
             f"{origin}: the row has messages but the tokenizer has no chat template; name one with data.chat_template"
         )
     try:
         template = tokenizer.get_chat_template(chat_template, tools)
-    except ValueError as error:  # of several the tokenizer has, none is the default
+    except ValueError as error:  # the tokenizer has several, and none is the default
         raise UserError(f"{origin}: {error!s:.200}; name a template with data.chat_template") from error
     if not isinstance(template, str):
         raise UserError(
-            f"{origin}: the tokenizer's chat template is {shown(template)}, not a text; name one with data.chat_template"
+            f"{origin}: the tokenizer's chat template is {shown(template)}, not a text; name one with "
+            "data.chat_template"
         )
     return template
 
 
 def reasoning_key(template: str) -> str | None:
-    """The name under which a template reads an assistant's thoughts; None where it reads none."""
+    """The name under which a template reads an assistant's reasoning; None if it reads none."""
     return next((key for key in REASONING_KEYS if re.search(rf"\.{key}\b|['\"]{key}['\"]", template)), None)
 
 
@@ -162,14 +154,14 @@ def as_template_reads(
 ) -> list[dict]:
     """The messages in the form that the template reads. render: with this template.
 
-    An assistant's thoughts are under the name that it reads, or left out. Under "drop" thoughts that stand in the content go
-    too: all up to the last `</think>`, which is how templates that drop thoughts from earlier turns tell them. Calls have the
-    form that it shows.
+    An assistant's reasoning gets the name that the template reads, or is left out. Under "drop", reasoning inside the
+    content is removed, too: everything up to the last `</think>`, which is how templates that drop reasoning from
+    earlier turns find it. Tool calls get the form that the template shows.
     """
     key = reasoning_key(template) or REASONING_KEYS[0]
     form = call_form(render) if any(message.get("tool_calls") for message in messages) else CallForm()
-    changed = [dict(message) for message in messages]
-    for message in changed:
+    result = [dict(message) for message in messages]
+    for message in result:
         if message["role"] == "assistant":
             thoughts = message.pop(REASONING_KEYS[0], None)
             if reasoning == "drop" and THOUGHTS_END in message["content"]:
@@ -177,14 +169,14 @@ def as_template_reads(
             elif reasoning == "keep" and thoughts is not None:
                 message[key] = thoughts
             message.update(form.applied(message))
-    return changed
+    return result
 
 
 class CallForm(NamedTuple):
-    """How a template wants tool calls. text_arguments: as JSON text, not as an object. null_content: without words beside them
-    the content is null, not empty (DeepSeek-V3 shows calls in no other way)."""
+    """How a template wants tool calls."""
 
-    text_arguments: bool = False
+    text_arguments: bool = False  # as JSON text, not as an object
+    # The content is null, not empty, if there are no words beside the calls (DeepSeek-V3 shows calls in no other form).
     null_content: bool = False
 
     def applied(self, message: dict) -> dict:
@@ -202,39 +194,126 @@ class CallForm(NamedTuple):
 
 
 def probing_call(form: CallForm) -> list[dict]:
-    """A short conversation with a question, a call whose only argument is PROBED and the call's RESULT."""
+    """A short conversation with a question, a call whose only argument is PROBED, and the call's RESULT."""
     call = {"type": "function", "id": "call00001", "function": {"name": "look", "arguments": {"probed_key": PROBED}}}
-    asking = form.applied({"role": "assistant", "content": "", "tool_calls": [call]})
+    request = form.applied({"role": "assistant", "content": "", "tool_calls": [call]})
     result = {"role": "tool", "tool_call_id": "call00001", "name": "look", "content": RESULT}
-    return [{"role": "user", "content": "Look."}, asking, result]
+    return [{"role": "user", "content": "Look."}, request, result]
 
 
 def call_form(render: Render) -> CallForm:
-    """The first form in which the template shows a call's argument, told by a short conversation. Where it shows none, or
-    refuses that conversation, the usual form, so that the refusal of the true one is told in the template's own words."""
+    """The first form in which the template shows a call's argument, tried on a short conversation. If it shows none or
+    refuses that conversation, the usual form, so that it refuses the real conversation in its own words."""
     for form in (CallForm(), CallForm(text_arguments=True), CallForm(null_content=True), CallForm(True, True)):
         try:
             text = render(probing_call(form))
         except Unusable:
             continue
-        if PROBED in text and f"'{PROBED}'" not in text:  # as Python would print it: no JSON
+        if PROBED in text and f"'{PROBED}'" not in text:  # quoted as Python prints it, it would not be JSON
             return form
     return CallForm()
 
 
 def require_calls(messages: list[dict], text: str, render: Render) -> None:
-    """Raises Unusable where the template prints the same without one of the calls: what the target generated would lack it."""
+    """Raises Unusable if the template prints the same without one of the calls: the target could not generate it."""
     for index, message in enumerate(messages):
-        for place in range(len(message.get("tool_calls") or ())):
-            fewer = [call for number, call in enumerate(message["tool_calls"]) if number != place]
-            without = (
-                {**message, "tool_calls": fewer}
-                if fewer
+        for position in range(len(message.get("tool_calls") or ())):
+            other_calls = [call for number, call in enumerate(message["tool_calls"]) if number != position]
+            variant = (
+                {**message, "tool_calls": other_calls}
+                if other_calls
                 else {"role": "assistant", "content": message["content"] or ""}
             )
             try:
-                same = render([*messages[:index], without, *messages[index + 1 :]]) == text
-            except Unusable:  # it misses the call
+                same = render([*messages[:index], variant, *messages[index + 1 :]]) == text
+            except Unusable:  # the template misses the call
                 continue
             if same:
                 raise Unusable("the chat template leaves out a tool call")
+
+
+# Limits on the processor time and memory of a template, which is outside code ---------------------------------------
+
+
+class _TimeUp(BaseException):
+    """Not an Exception, because Jinja swallows some of those."""
+
+
+class Limits:
+    """What the renderings of one row may take together.
+
+    where: the row, for error messages
+    messages, characters: how many the row has
+
+    Exceeding the limits ends the run, whatever data.unusable says: an endless template would take as long for every
+    row, and if such rows were dropped, the samples would depend on the machine. Limits work only in the
+    process's main thread.
+    """
+
+    def __init__(self, where: str, messages: int, characters: int) -> None:
+        assert threading.current_thread() is threading.main_thread(), "signals interrupt the main thread alone"
+        self.where = where
+        self.seconds = self.left = SECONDS + SECONDS_A_MESSAGE * messages
+        self.memory = MEMORY + MEMORY_A_CHARACTER * characters
+        self.characters = CHARACTERS + CHARACTERS_A_CHARACTER * characters
+
+    def keep(self, render: Callable[..., str], *arguments: Any, **keywords: Any) -> str:
+        """What `render` returns for these arguments. Raises UserError if it takes more time or memory than is left, or
+        if the text is out of all proportion, so that no tokenizer could handle it."""
+        start = time.process_time()
+        try:
+            if self.left <= 0:
+                raise _TimeUp
+            text = _bounded(partial(render, *arguments, **keywords), self.left, self.memory)
+        except _TimeUp:
+            raise self.exceeded(f"runs for more than {self.seconds:,.1f} s of processor time") from None
+        except MemoryError:
+            raise self.exceeded(f"takes more than {self.memory / 2**30:,.1f} GiB of memory") from None
+        finally:
+            self.left -= time.process_time() - start
+        if len(text) > self.characters:
+            raise self.exceeded(f"prints {len(text):,} characters, more than {self.characters:,}")
+        return text
+
+    def exceeded(self, problem: str) -> UserError:
+        return UserError(
+            f"{self.where}: the chat template {problem}, the limit for this row; fix the template (data.chat_template, "
+            "else the tokenizer's) or remove the row"
+        )
+
+
+def _bounded(render: Callable[[], str], seconds: float, memory: int) -> str:
+    """What `render` returns, within limits of time and memory.
+
+    Raises _TimeUp once this process has computed for this long (time in which it is stopped does not count), and
+    MemoryError if its address space would grow by more than this many bytes. If a single operation of the interpreter
+    never ends, so that the signal goes unnoticed, the system ends the process.
+
+    Not a context manager, because _TimeUp may come at any instruction, also inside contextlib before it gets to one.
+    """
+    inside = True
+
+    def notice(number: int, frame: FrameType | None) -> None:
+        if inside:
+            raise _TimeUp
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    with open("/proc/self/statm", encoding="ascii") as file:
+        limits = (int(file.read().split()[0]) * PAGE + memory, soft, hard)
+    old_handlers = signal.signal(signal.SIGPROF, notice), signal.signal(signal.SIGVTALRM, signal.SIG_DFL)
+    try:
+        try:
+            signal.setitimer(signal.ITIMER_VIRTUAL, seconds + GRACE)
+            signal.setitimer(signal.ITIMER_PROF, seconds)
+            resource.setrlimit(
+                resource.RLIMIT_AS, (min(limit for limit in limits if limit != resource.RLIM_INFINITY), hard)
+            )
+            return render()
+        finally:
+            inside = False  # `notice` may come before this, but only once, so what follows is completed
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        for number, handler in zip((signal.SIGPROF, signal.SIGVTALRM), old_handlers, strict=True):
+            signal.signal(number, handler)

@@ -1,4 +1,4 @@
-"""The draft vocabulary: which target tokens the draft can propose, chosen by how often the target generates them."""
+"""The draft vocabulary: the target tokens that the draft can propose, chosen by how often the target generates them."""
 
 import hashlib
 from collections.abc import Callable
@@ -18,11 +18,10 @@ from eagle3.text.samples import SampleSet
 
 @dataclass(frozen=True)
 class DraftVocabulary:
-    """d2t: LongTensor [draft vocabulary], draft token i stands for target token i + d2t[i], ascending in i;
-    t2d: BoolTensor [target vocabulary], True for the target tokens that a draft token stands for."""
+    """Which target tokens the draft tokens stand for."""
 
-    d2t: torch.Tensor
-    t2d: torch.Tensor
+    d2t: torch.Tensor  # LongTensor [draft vocabulary]: draft token i is target token i + d2t[i], ascending in i
+    t2d: torch.Tensor  # BoolTensor [target vocabulary]: True for target tokens that have a draft token
 
     @property
     def size(self) -> int:
@@ -30,27 +29,27 @@ class DraftVocabulary:
 
     @property
     def target_ids(self) -> torch.Tensor:
-        """LongTensor [size]: the target token of each draft token, ascending."""
+        """The target token of each draft token, ascending: LongTensor [size]."""
         return self.d2t + torch.arange(self.size)
 
     @property
     def draft_ids(self) -> torch.Tensor:
-        """LongTensor [target vocabulary]: the draft token of each target token, -1 where there is none."""
+        """The draft token of each target token, -1 where there is none: LongTensor [target vocabulary]."""
         return torch.where(self.t2d, self.t2d.cumsum(0) - 1, -1)
 
     @property
     def digest(self) -> str:
-        """32 hex digits that tell one vocabulary from another."""
+        """32 hex digits that identify the vocabulary."""
         return hashlib.sha256(f"{len(self.t2d)} {self.target_ids.tolist()}".encode()).hexdigest()[:32]
 
 
 def choose_vocabulary(
     samples: SampleSet, target_vocab_size: int, size: int, report: Callable[[str], None] = lambda line: None
 ) -> tuple[DraftVocabulary, float]:
-    """The `size` most frequent supervised tokens, ties and what is missing by lowest id, and their coverage.
+    """The `size` most frequent supervised tokens, and their coverage: the share of supervised tokens that they are.
 
-    Coverage is the share of supervised tokens that the vocabulary holds. report: gets progress lines. Raises UserError if `size` is more than the
-    target has, or a token id of the samples is beyond its vocabulary.
+    The lowest ids win ties, and fill up if too few tokens are supervised. report: gets progress lines. Raises UserError
+    if `size` is larger than the target's vocabulary, or a token id in the samples is beyond it.
     """
     if not 1 <= size <= target_vocab_size:
         raise UserError(
@@ -58,27 +57,25 @@ def choose_vocabulary(
             f" 1 and {target_vocab_size}"
         )
     counts = _supervised_counts(samples, target_vocab_size, report)
-    chosen = np.sort(np.argsort(-counts, kind="stable")[:size])
-    t2d = torch.from_numpy(np.isin(np.arange(target_vocab_size), chosen))
-    vocabulary = DraftVocabulary(torch.from_numpy(chosen - np.arange(size)), t2d)
-    return vocabulary, _share(counts, chosen)
+    target_ids = np.sort(np.argsort(-counts, kind="stable")[:size])
+    t2d = torch.from_numpy(np.isin(np.arange(target_vocab_size), target_ids))
+    return DraftVocabulary(torch.from_numpy(target_ids - np.arange(size)), t2d), _share(counts, target_ids)
 
 
 def coverage(
     samples: SampleSet, vocabulary: DraftVocabulary, report: Callable[[str], None] = lambda line: None
 ) -> float:
-    """The share of the samples' supervised tokens that the draft vocabulary holds; 1.0 if there are none. report: gets
-    progress lines."""
+    """Share of supervised tokens that the draft vocabulary has; 1.0 if there are none. report: gets progress lines."""
     return _share(_supervised_counts(samples, len(vocabulary.t2d), report), vocabulary.target_ids.numpy())
 
 
 def save_vocabulary(vocabulary: DraftVocabulary, path: Path) -> None:
-    """Write d2t and t2d as safetensors, under the names they have in an exported draft."""
-    write_bytes(path, save({"d2t": vocabulary.d2t, "t2d": vocabulary.t2d}))  # save_file lets its owner alone read it
+    """Write d2t and t2d as safetensors, with the names that they have in an exported draft."""
+    write_bytes(path, save({"d2t": vocabulary.d2t, "t2d": vocabulary.t2d}))  # save_file's files are their owner's alone
 
 
 def load_vocabulary(path: Path, target_vocab_size: int) -> DraftVocabulary:
-    """Read d2t and t2d from a safetensors file (an exported draft will do). Raises UserError for any that do not fit."""
+    """Read d2t and t2d from a safetensors file, such as an exported draft. Raises UserError if they do not fit."""
     try:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
@@ -102,21 +99,22 @@ def load_vocabulary(path: Path, target_vocab_size: int) -> DraftVocabulary:
 
 
 def _supervised_counts(samples: SampleSet, target_vocab_size: int, report: Callable[[str], None]) -> np.ndarray:
-    """int64 [target vocabulary]: how often each token is supervised."""
+    """How often each token is supervised: int64 [target vocabulary]."""
     counts = np.zeros(target_vocab_size, np.int64)
     progress = Progress(report, "counting supervised tokens", int(samples.lengths.sum()), "tokens")
     for ids, loss_mask in samples.token_chunks():
-        found = np.bincount(ids[loss_mask], minlength=target_vocab_size)
-        if len(found) > target_vocab_size:
+        increment = np.bincount(ids[loss_mask], minlength=target_vocab_size)
+        if len(increment) > target_vocab_size:
             raise UserError(
-                f"data: token id {len(found) - 1} is beyond the target's vocabulary of {target_vocab_size}, so the tokenizer is not "
-                "the target's; copy the tokenizer and config.json that belong to the weights into the folder in model.target"
+                f"data: token id {len(increment) - 1} is beyond the target's vocabulary of {target_vocab_size}, so the "
+                "tokenizer is not the target's; copy the tokenizer and config.json that belong to the weights into "
+                "the folder in model.target"
             )
-        counts += found
+        counts += increment
         progress.advance(len(ids))
     return counts
 
 
-def _share(counts: np.ndarray, chosen: np.ndarray) -> float:
+def _share(counts: np.ndarray, target_ids: np.ndarray) -> float:
     total = counts.sum()
-    return float(counts[chosen].sum() / total) if total else 1.0
+    return float(counts[target_ids].sum() / total) if total else 1.0

@@ -1,4 +1,4 @@
-"""TensorBoard's curves. Imports TensorBoard, which need not be installed."""
+"""TensorBoard's curves. Imports TensorBoard, which is optional."""
 
 import os
 import time
@@ -11,9 +11,9 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 
 class Board:
-    """The events of one start of a run, in a file of `folder`. They are written at once: TensorBoard's own writer is a
-    thread, which prints a traceback where the disk is full. After a write that failed there are no more, and `warn`
-    gets a line."""
+    """Writes the events of one start of a run to a file in `folder`, each at once: TensorBoard's own writer is a thread
+    that prints a traceback if the disk is full. After a failed write it writes no more, and calls `warn` with a
+    line."""
 
     def __init__(self, folder: Path, warn: Callable[[str], None]) -> None:
         self.path, self.warn, self.ended = folder / f"events.out.tfevents.{time.time():.6f}.{os.getpid()}", warn, False
@@ -31,8 +31,8 @@ class Board:
             with self.path.open("ab") as file:
                 RecordWriter(file).write(event.SerializeToString())
         except OSError as error:
-            self.ended = True  # a part of this record may be there, and nothing behind it could be read
+            self.ended = True  # part of this record may be there, and nothing after it could be read
             self.warn(
                 f"{self.path}: cannot be written ({error.strerror}): TensorBoard's curves end here, those of the "
-                "report go on; free space, or set tracking.tensorboard=false"
+                "report continue; free space, or set tracking.tensorboard=false"
             )

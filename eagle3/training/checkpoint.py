@@ -1,4 +1,5 @@
-"""Checkpoints that are whole or not there: DeepSpeed's files, published by one rename, checked before they are read."""
+"""Checkpoints that are either whole or absent: DeepSpeed's files, published by one rename and verified before they are
+read."""
 
 import random
 import shutil
@@ -25,25 +26,26 @@ from eagle3.training import safe_loading
 from eagle3.training.manifest import DAMAGED, MANIFEST, Manifest, Problem
 from eagle3.training.safe_loading import plain_loads, require_plain
 
-# How long the first rank waits to see what other nodes have written; network file systems remember listings.
+# How long the first rank waits for the files of other nodes to appear; network file systems cache listings.
 SEEN_SECONDS = 30.0
 
 
 class Resumed(NamedTuple):
-    """step: optimiser steps done. progress: what the trainer had asked to keep."""
+    """What a loaded checkpoint held besides the engine's state."""
 
-    step: int
-    progress: dict[str, Any]
+    step: int  # optimiser steps done
+    progress: dict[str, Any]  # what the trainer asked to store
 
 
 class Checkpoints:
-    """The checkpoints of one run: the last `keep` and the best. Every method is called by every rank.
+    """The checkpoints of one run: the last `keep` and the best. Every rank calls every method.
 
-    run: its identity. A checkpoint that names another is never loaded; one from before checkpoints named their run is, with
-    a warning.
+    An engine started with `load_universal` reads checkpoints of any number of processes and tensor-parallel ranks, by
+    converting them first; any other engine only reads those of its own numbers (UserError).
 
-    An engine started with `load_universal` reads checkpoints of any number of processes and tensor-parallel ranks, which
-    takes a conversion; another one those of its own numbers only (UserError). say: told where something takes long.
+    run: identity of the run. A checkpoint that names another run is never loaded; one that names none, because it
+        predates run identities, is loaded with a warning.
+    say: called with a line when something takes long.
     """
 
     def __init__(
@@ -57,13 +59,14 @@ class Checkpoints:
         self.folder, self.keep, self.run, self.warn, self.say = folder, keep, run, warn, say
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of this step is, or would be."""
+        """Path of the checkpoint of `step`, whether it exists or not."""
         return self.folder / _name(step)
 
     def save(self, engine: DeepSpeedEngine, step: int, progress: dict[str, Any], best_step: int | None) -> None:
-        """Write the state after `step` optimiser steps (weights, optimiser, schedule, random generators, `progress`).
+        """Writes the state after `step` optimiser steps: weights, optimiser, schedule, random generators and
+        `progress`.
 
-        Raises UserError on every rank where it cannot be written; older checkpoints stay as they are.
+        If that fails, raises UserError on every rank; older checkpoints stay as they are.
         """
         with waiting(self.say, f"writing the checkpoint of step {step}"):
             partial, first = self.folder / f"{_name(step)}.partial", dist.get_rank() == 0
@@ -79,7 +82,7 @@ class Checkpoints:
                         save_latest=False,
                         exclude_frozen_parameters=True,
                     )
-                except OSError as error:  # of the first rank's last act there, for which the others wait
+                except OSError as error:  # from the first rank's last write, which the other ranks wait for
                     failures.append(str(error))
                     dist.barrier()
 
@@ -88,19 +91,20 @@ class Checkpoints:
                     raise UserError(failures[0])
 
             try:
-                agreed(require_written)  # by every rank, before any of it is taken for whole
+                agreed(require_written)  # every rank has written its part before the whole is published
                 agreed((lambda: self._finish(partial, Sizes.of(engine), step, best_step)) if first else None)
             except UserError as error:
                 free = shutil.disk_usage(self.folder).free / 2**30
                 dist.barrier()
                 _remove(partial if first else None)
                 raise SharedUserError(
-                    f"{self.folder}: the checkpoint of step {step} cannot be written ({error}; {free:.3g} GiB are free); the "
-                    "ones before it are whole: free space, or lower training.keep_checkpoints, and continue with --resume"
+                    f"{self.folder}: the checkpoint of step {step} cannot be written ({error}; {free:.3g} GiB are "
+                    "free); the ones before it are whole: free space, or lower training.keep_checkpoints, and continue "
+                    "with --resume"
                 ) from error
 
     def _finish(self, partial: Path, sizes: "Sizes", step: int, best_step: int | None) -> None:
-        """Give the files of all ranks their name, and remove the checkpoints that are no longer kept."""
+        """Publishes the files of all ranks under their final name, then removes checkpoints that are no longer kept."""
         _await_files(partial, sizes)
         try:
             files = sorted(path for path in partial.rglob("*") if path.is_file())
@@ -108,7 +112,7 @@ class Checkpoints:
                 flush(path)
             digests = {path.relative_to(partial).as_posix(): file_digest(path) for path in files}
             Manifest(run=self.run, files=digests).write(partial)
-            _remove(self.path(step))  # the same step of a run that was resumed from before it
+            _remove(self.path(step))  # left by a run that was resumed from an earlier step
             publish(partial, self.path(step))
         except OSError as error:
             raise UserError(str(error)) from error
@@ -117,9 +121,9 @@ class Checkpoints:
                 shutil.rmtree(path)
 
     def load_newest(self, engine: DeepSpeedEngine) -> Resumed | None:
-        """Load the newest whole checkpoint of this run; None where there is none at all. Damaged and foreign ones after it
-        are renamed, with a warning, so that they do not count among those that are kept. Raises UserError where all are
-        such."""
+        """Loads the newest intact checkpoint of this run; returns None if there is none at all. Newer ones that are
+        damaged or another run's are renamed, with a warning, so that they do not count towards `keep`. Raises UserError
+        if no checkpoint can be loaded."""
         refused: dict[Path, Problem] = {}
         for path in reversed(_finished(self.folder)):
             if (problem := self._problem(path)) is None:
@@ -129,31 +133,31 @@ class Checkpoints:
         if refused:
             listed = "; ".join(f"{path.name}: {problem.text}" for path, problem in refused.items())
             raise SharedUserError(
-                f"{self.folder}: no checkpoint is whole and of this run ({listed}); put one back, or start afresh without "
+                f"{self.folder}: no intact checkpoint of this run ({listed}); put one back, or start afresh without "
                 "--resume"
             )
         return None
 
     def _set_aside(self, refused: dict[Path, Problem]) -> None:
-        dist.barrier()  # all have looked
+        dist.barrier()  # every rank has looked
         for path, problem in refused.items():
             aside = path.with_name(f"{problem.kind}-{path.name}")
-            self.warn(f"{path}: {problem.text}; renamed {aside.name}, the checkpoint before it serves")
+            self.warn(f"{path}: {problem.text}; renamed to {aside.name}; the checkpoint before it is used")
             if dist.get_rank() == 0:
                 _remove(aside)
                 path.rename(aside)
         dist.barrier()
 
     def load_whole(self, engine: DeepSpeedEngine, step: int) -> Resumed | None:
-        """Load the checkpoint of one step; None, with a warning, where it is damaged or another run's."""
+        """Loads the checkpoint of one step; warns and returns None if it is damaged or another run's."""
         path = self.path(step)
         if problem := self._problem(path):
-            self.warn(f"{path}: {problem.text}; the last weights serve instead")
+            self.warn(f"{path}: {problem.text}; the last weights are used instead")
             return None
         return self._load(engine, path)
 
     def _problem(self, path: Path) -> Problem | None:
-        """Why the checkpoint is not to be loaded, or None."""
+        """Why this checkpoint cannot be loaded, or None if it can."""
         with waiting(self.say, f"checking {path}"):
             manifest = Manifest.read(path)
             if manifest is None:
@@ -161,7 +165,7 @@ class Checkpoints:
             problem = manifest.problem(path, self.run)
         if problem is None and manifest.run is None:
             self.warn(
-                f"{path}: from before checkpoints named their run, so nothing could check that it is this one's "
+                f"{path}: written before checkpoints named their run, so nothing could check that it is from this one "
                 f"({self.run}); it is loaded"
             )
         return problem
@@ -169,7 +173,10 @@ class Checkpoints:
     def _load(self, engine: DeepSpeedEngine, path: Path) -> Resumed:
         agreed((lambda: require_plain(path)) if dist.get_rank() == 0 else None)
         if engine.load_universal_checkpoint():
-            with waiting(self.say, f"loading {path}, of another number of processes"), _converted(path) as universal:
+            with (
+                waiting(self.say, f"loading {path}, written by another number of processes"),
+                _converted(path) as universal,
+            ):
                 return _read(engine, universal, path)
         if (written := _sizes(path)) != (here := Sizes.of(engine)):
             raise SharedUserError(
@@ -181,18 +188,18 @@ class Checkpoints:
 
 
 def written_otherwise(folder: Path, processes: int, tensor: int) -> bool:
-    """Whether some checkpoint in `folder` is of another number of processes or tensor-parallel ranks."""
+    """Whether `folder` has a checkpoint written with another number of processes or tensor-parallel ranks."""
     return any(_sizes(path) != Sizes(processes, tensor) for path in _finished(folder))
 
 
 def _finished(folder: Path) -> list[Path]:
-    """The oldest first."""
+    """Published checkpoints, oldest first."""
     return sorted(path for path in folder.glob("step-*") if path.suffix != ".partial")
 
 
 def _read(engine: DeepSpeedEngine, folder: Path, checkpoint: Path) -> Resumed:
-    """Load `folder`, which is the checkpoint or what it was converted to. Raises UserError on every rank where the
-    files of one hold other data than training writes."""
+    """Loads `folder`, which is the checkpoint itself or its conversion. Raises UserError on every rank if the files of
+    any rank hold anything other than what training writes."""
 
     def read() -> Resumed:
         try:
@@ -207,23 +214,23 @@ def _read(engine: DeepSpeedEngine, folder: Path, checkpoint: Path) -> Resumed:
             return Resumed(step, state["progress"])
         except (MemoryError, torch.OutOfMemoryError, UserError):
             raise
-        except Exception as error:  # the file chooses which
+        except Exception as error:  # what is in the file decides which exception comes
             raise other_data(checkpoint, error) from error
 
     return agreed(read)
 
 
 def other_data(checkpoint: Path, error: Exception) -> UserError:
-    """Said of a checkpoint whose files are whole and safe, but not what training writes."""
+    """The error for a checkpoint whose files are intact and safe, but do not hold what training writes."""
     return UserError(
-        f"{checkpoint}: holds other data than training writes ({error!r:.300}); move this folder away, and --resume "
-        "takes the checkpoint before it, or start afresh without --resume"
+        f"{checkpoint}: holds other data than training writes ({error!r:.300}); move this folder away, so that "
+        "--resume takes the checkpoint before it, or start afresh without --resume"
     )
 
 
 def _require_fit(engine: DeepSpeedEngine) -> None:
-    """A look at what DeepSpeed and torch take from a file as it comes and compute with in the next step. Raises
-    whatever comes of it."""
+    """Checks the values that DeepSpeed and torch take from a file unchecked and compute with in the next step. Raises
+    whatever exception that leads to."""
     zero, adam = engine.optimizer, engine.optimizer.optimizer
     scaler = vars(zero).get("loss_scaler") or LossScaler(1.0)  # DeepSpeed's optimizer for bf16 has none
     numbers = {
@@ -246,7 +253,8 @@ def _require_fit(engine: DeepSpeedEngine) -> None:
 
 @contextmanager
 def _converted(path: Path) -> Iterator[Path]:
-    """A checkpoint in DeepSpeed's universal format, there while the block runs. Raises UserError on every rank."""
+    """Converts a checkpoint to DeepSpeed's universal format for the duration of the block. Raises UserError on every
+    rank."""
     folder = path.parent / "universal.partial"
     universal, first = folder / path.name, dist.get_rank() == 0
 
@@ -263,21 +271,21 @@ def _converted(path: Path) -> Iterator[Path]:
                 "--output_folder",
                 str(universal),
             ),
-            *("--num_extract_workers", "1", "--num_merge_workers", "1"),  # no more processes
+            *("--num_extract_workers", "1", "--num_merge_workers", "1"),  # start no further processes
         )
         ended = subprocess.run(command, capture_output=True, text=True, check=False)
         if ended.returncode:
             said = (ended.stderr.strip().splitlines() or ["it said nothing"])[-1]
             raise UserError(
-                f"{path}: cannot be converted for this number of processes ({said}); look whether the disk is full, "
-                "start as many processes as wrote it, with the same parallelism.tensor, or move this folder away, and "
-                "--resume takes the checkpoint before it"
+                f"{path}: cannot be converted for this number of processes ({said}); check whether the disk is full, "
+                "start as many processes as wrote it, with the same parallelism.tensor, or move this folder away, so "
+                "that --resume takes the checkpoint before it"
             )
 
     try:
         agreed(convert if first else None)
         yield universal
-        dist.barrier()  # all have read it
+        dist.barrier()  # every rank has read it
     finally:
         _remove(folder if first else None)
 
@@ -292,26 +300,26 @@ def _name(step: int) -> str:
 
 
 def _await_files(partial: Path, sizes: "Sizes") -> None:
-    """Every file must be in the manifest, and those of other nodes may appear only after a while. Raises UserError."""
+    """Waits until this node sees the files of all nodes, since each must be in the manifest. Raises UserError if they
+    do not appear."""
     until = time.monotonic() + SEEN_SECONDS
     while (seen := _sizes(partial)) != sizes:
         if time.monotonic() > until:
             raise UserError(
-                f"{partial}: the first rank sees files of {seen.processes} of {sizes.processes} processes; all nodes must "
-                "share this folder"
+                f"{partial}: the first rank sees files of {seen.processes} of {sizes.processes} processes; all nodes "
+                "must share this folder"
             )
         time.sleep(0.1)
 
 
 class Sizes(NamedTuple):
-    """What DeepSpeed's files cannot be read with another number of."""
+    """The numbers that DeepSpeed's files depend on: they can only be read with the same ones."""
 
     processes: int
     tensor: int
 
     @classmethod
     def of(cls, engine: DeepSpeedEngine) -> "Sizes":
-        """Of this job."""
         return cls(dist.get_world_size(), engine.mpu.get_model_parallel_world_size())
 
 
@@ -325,7 +333,7 @@ def _random_state() -> dict[str, Any]:
         "torch_rng": torch.get_rng_state(),
         "cuda_rng": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
         "python_rng": random.getstate(),
-        "numpy_rng": (name, numbers.tolist(), *rest),  # an array could not be read back as plain data
+        "numpy_rng": (name, numbers.tolist(), *rest),  # as a list: an array could not be read back as plain data
     }
 
 

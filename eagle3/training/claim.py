@@ -1,17 +1,19 @@
-"""A run's claim on its folder, from the run's start to its end, so that no two runs write one folder.
+"""A run's claim on its folder, from the run's start to its end, so that no two runs write to one folder.
 
-The claim is a lock (flock) on a file inside the folder. Inside, and not beside it, so that every spelling of the path
-(relative, through a symbolic link, by another mount) meets the same lock, and a folder that is a mount point needs no
-writable parent. The folder itself never moves: a fresh run moves what an earlier one left in it, and keeps its lock
-meanwhile (RunFolder.begin). Were the folder renamed, a third run could come between and make its own.
+The claim is a lock (flock) on a file inside the folder. It is inside, not beside it, so that every spelling of the path
+(relative, through a symbolic link, by another mount) meets the same lock, and so that a folder that is a mount point
+needs no writable parent. The folder itself never moves: a fresh run moves away what an earlier one left in it, and
+holds the lock meanwhile (RunFolder.begin). If the folder were renamed, a third run could come in between and create its
+own.
 
-At its end a run removes the file, and the folder too where it wrote nothing. Somebody may have opened the file just before,
-and then get the lock of a file that is no longer there. So whoever gets a lock looks again: only where the path leads to the
-file that was locked is the folder claimed. Nobody but the holder removes the file, so from then on this stays true.
+At its end a run removes the file, and also the folder if it wrote nothing. Another process may have opened the file
+just before, and then gets the lock of a file that no longer exists. So whoever gets a lock looks again: the folder is
+only claimed if the path still leads to the locked file. As nobody but the holder removes the file, this then stays
+true.
 
-The kernel releases the lock when the holder dies. The file stays until the next run; its text names the holder in messages.
-Where a file system has no locks, or locks that other nodes do not see (docs/running-on-slurm.md), the text is a second line
-of defence: before each checkpoint and export a run looks whether the file still says what it wrote.
+The kernel releases the lock when the holder dies. The file stays until the next run; its text names the holder in
+messages. On file systems without locks, or whose locks other nodes do not see (docs/running-on-slurm.md), the text is a
+second line of defence: before each checkpoint and export, a run checks that the file still holds what it wrote.
 """
 
 import os
@@ -24,27 +26,29 @@ from eagle3.durable import Lock, lock, writing
 from eagle3.errors import UserError
 
 CLAIM = "run.lock"
-PATIENCE = 0.5  # seconds: `holder_of` has the lock for an instant, for which no run should be refused
+PATIENCE = 0.5  # seconds; `holder_of` takes the lock for an instant, which should not make a run fail
 
 
 class Claim:
-    """This process's claim on `folder`, which is made if it is not there. node: this machine's name, for messages.
+    """This process's claim on `folder`, which is created if needed. Raises UserError if another process holds the
+    folder, or if it cannot be written. `locked` is False if the file system has no locks.
 
-    locked: False where the file system has no locks. Raises UserError where another process holds the folder, or it cannot
-    be written.
+    node: this machine's name, for messages.
     """
 
     def __init__(self, folder: Path, node: str) -> None:
         self.folder, self.path = folder, folder / CLAIM
-        self.text = f"process {os.getpid()} on {node}, since {time.strftime('%Y-%m-%d %H:%M:%S %z')}\n{token_hex(16)}\n".encode()
+        self.text = (
+            f"process {os.getpid()} on {node}, since {time.strftime('%Y-%m-%d %H:%M:%S %z')}\n{token_hex(16)}\n"
+        ).encode()
         self.made = [place for place in (folder, *folder.absolute().parents) if not place.exists()]
         until = time.monotonic() + PATIENCE
         with writing(folder, "free space, or set output.dir to another place"):
             while not self._take():
                 if time.monotonic() > until:
                     raise UserError(
-                        f"{folder}: another run writes this folder ({_said_in(self.path)}); stop it or wait for its end, or "
-                        f"set output.dir to another place (where that process is dead for certain, remove {CLAIM})"
+                        f"{folder}: another run writes this folder ({_said_in(self.path)}); stop it or wait for its "
+                        f"end, or set output.dir to another place (if that process is certainly dead, remove {CLAIM})"
                     )
                 time.sleep(0.02)
             try:
@@ -56,9 +60,9 @@ class Claim:
                 raise
 
     def _take(self) -> bool:
-        """Whether the folder is claimed now; the file is open exactly then."""
+        """Tries once; returns whether the folder is claimed now. The file is left open only in that case."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        with suppress(FileNotFoundError):  # the folder, or the file, was moved or removed at this moment
+        with suppress(FileNotFoundError):  # the folder, or the file, was moved or removed just now
             self.file = self.path.open("ab+", buffering=0)
             state = lock(self.file)
             self.locked = state is Lock.HELD
@@ -69,24 +73,24 @@ class Claim:
         return False
 
     def require(self) -> None:
-        """Raises UserError where the folder is no longer this process's."""
+        """Raises UserError if the folder is no longer this process's."""
         try:
             found = self.path.read_bytes()
         except FileNotFoundError:
             found = None
         except OSError:
-            return  # the disk's trouble, which whoever writes next will meet
+            return  # a problem of the disk, which the next write will report
         if found != self.text:
             what = (
                 "the folder was moved, or its run.lock removed" if found is None else f"taken by {_said_in(self.path)}"
             )
             raise UserError(
-                f"{self.folder}: no longer this run's ({what}), so it ends and writes nothing more there; set output.dir to where "
-                "its checkpoints are now and continue with --resume"
+                f"{self.folder}: no longer this run's ({what}), so it ends and writes nothing more there; set "
+                "output.dir to where its checkpoints are now and continue with --resume"
             )
 
     def release(self) -> None:
-        """Let go of the folder, and remove it where nothing was written."""
+        """Lets go of the folder, and removes it if nothing was written."""
         with suppress(OSError):
             if self.path.read_bytes() == self.text:
                 self.path.unlink()
@@ -97,7 +101,7 @@ class Claim:
 
 
 def holder_of(folder: Path) -> str | None:
-    """Who holds the folder, in words; None where nobody does, or the file system cannot say. Changes nothing."""
+    """Who holds the folder, in words; None if nobody does or the file system cannot say. Changes nothing."""
     path = folder / CLAIM
     with suppress(OSError), path.open("rb+") as file:
         return _said_in(path) if lock(file) is Lock.TAKEN else None
@@ -105,7 +109,7 @@ def holder_of(folder: Path) -> str | None:
 
 
 def _said_in(path: Path) -> str:
-    """The first line of a claim, which anybody may have written."""
+    """The first line of a claim, which may have been written by anybody."""
     with suppress(OSError), path.open("rb") as file:
         line = file.read(200).decode("utf-8", "replace").partition("\n")[0]
         return "".join(filter(str.isprintable, line)) or "a process that is starting"

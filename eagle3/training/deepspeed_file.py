@@ -1,4 +1,5 @@
-"""The DeepSpeed file: read, filled from the recipe, and refused where the two disagree, before DeepSpeed is imported."""
+"""The DeepSpeed file: read, filled in from the recipe, and refused if the two disagree; all before DeepSpeed is
+imported."""
 
 import json
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from eagle3.parallel.sizes import stream_samples
 from eagle3.parsing import parse_json
 from eagle3.recipe.schema import Training
 
-# Sections and keys that are filled here or refused by value, and those that DeepSpeed alone reads.
+# Sections and keys that are filled in here or whose values are checked, and those that only DeepSpeed reads.
 OURS = (
     *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
     *("bf16", "optimizer", "zero_optimization", "scheduler", "fp16", "sequence_parallel_size"),
@@ -24,20 +25,22 @@ DEEPSPEEDS = (
 
 
 def read_deepspeed_file(path: Path, training: Training, data_ranks: int) -> dict[str, Any]:
-    """Read a DeepSpeed file and fill what is "auto" from the recipe.
+    """Reads a DeepSpeed file and fills in what is "auto" from the recipe.
 
-    Raises UserError where the file and the recipe disagree, or the file asks for what this project does not do.
+    Raises UserError if the file and the recipe disagree, or if the file asks for something that this project does not
+    do.
     """
     if path.suffix in (".yaml", ".yml"):
         raise SharedUserError(
-            f"--deepspeed {path}: takes a DeepSpeed file in JSON, such as ds_configs/zero2.json; a recipe stands by itself"
+            f"--deepspeed {path}: takes a DeepSpeed file in JSON, such as ds_configs/zero2.json; name a recipe without "
+            "--deepspeed"
         )
     try:
         config = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise SharedUserError(f"{path}: {error.strerror}; pass --deepspeed ds_configs/zero2.json") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise SharedUserError(f"{path}: not valid JSON ({error}); mend the file") from error
+        raise SharedUserError(f"{path}: not valid JSON ({error}); fix the file") from error
     if not isinstance(config, dict):
         raise SharedUserError(f"{path}: holds {type(config).__name__}, not sections; compare ds_configs/zero2.json")
     wanted = {
@@ -90,17 +93,20 @@ def _refuse_unsupported(path: Path, config: dict[str, Any]) -> None:
     for key in ("offload_optimizer", "offload_param"):
         if (zero.get(key) or {}).get("device", "none") != "none":
             raise SharedUserError(
-                f"{path}: zero_optimization.{key}: is not used here, where ZeRO deals a small draft's states to the ranks; remove it"
+                f"{path}: zero_optimization.{key}: is not used here: the draft is small, and ZeRO divides its states "
+                "among the ranks; remove it"
             )
     if config["optimizer"].get("type", "AdamW") != "AdamW":
         raise SharedUserError(f"{path}: optimizer.type is {config['optimizer']['type']!r}; use AdamW")
     for section in ("scheduler", "fp16", "sequence_parallel_size"):
         if config.get(section) and (section != "fp16" or config["fp16"].get("enabled")):
-            raise SharedUserError(f"{path}: {section} is not used here; remove it, the recipe's training section rules")
+            raise SharedUserError(
+                f"{path}: {section} is not used here; remove it: the recipe's training section decides"
+            )
 
 
 def refuse_unknown(path: Path, section: str, values: dict[str, Any], known: Sequence[str], what: str) -> None:
-    """Raises UserError for a key of the section that is none of the known ones; DeepSpeed passes over most of them."""
+    """Raises UserError for an unknown key in the section; DeepSpeed itself ignores most of them."""
     for key in values:
         if key not in known:
             near = get_close_matches(key, known, n=1)

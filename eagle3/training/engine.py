@@ -1,5 +1,5 @@
-"""The DeepSpeed engine: its file filled from the recipe, its groups from the topology, its learning rate over a run, its gradients
-read back."""
+"""The DeepSpeed engine: its config filled in from the recipe, its groups from the topology, its learning-rate schedule,
+and its gradients and weights read back whole."""
 
 import inspect
 import logging
@@ -29,7 +29,8 @@ from eagle3.training.deepspeed_file import read_deepspeed_file, refuse_unknown
 
 
 def deepspeed_config(path: Path, training: Training, data_ranks: int) -> dict[str, Any]:
-    """A DeepSpeed file filled from the recipe, with ZeRO's and AdamW's own keys checked by these. Raises UserError."""
+    """A DeepSpeed config file filled in from the recipe. ZeRO's and AdamW's keys are checked against DeepSpeed and
+    torch. Raises UserError."""
     config = read_deepspeed_file(path, training, data_ranks)
     zero = config["zero_optimization"]
     known = [field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()]
@@ -51,7 +52,8 @@ def start_engine(
     config: dict[str, Any],
     schedule: Callable[[torch.optim.Optimizer], LambdaLR] | None = None,
 ) -> DeepSpeedEngine:
-    """Wrap the objective in DeepSpeed (ZeRO, AdamW) with this topology's groups. `schedule` makes the rate's schedule."""
+    """Wraps the objective in DeepSpeed (ZeRO, AdamW) with this topology's groups. `schedule` builds the learning-rate
+    schedule."""
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     objective.universal_checkpoint_info = universal_checkpoint_info(objective.draft, "draft.")
     engine, *_ = deepspeed.initialize(
@@ -65,8 +67,8 @@ def start_engine(
 
 
 def warmup_cosine(steps: int, warmup_fraction: float, final_fraction: float) -> Callable[[int], float]:
-    """Share of the learning rate for step 0..steps-1: rises over the first warmup_fraction of the steps (never from 0
-    itself, which would waste a step), then falls as a cosine to final_fraction."""
+    """Factor on the learning rate for step 0..steps-1. It rises over the first `warmup_fraction` of the steps (starting
+    above 0, which would waste a step), then falls along a cosine to `final_fraction`."""
     warmup = round(steps * warmup_fraction)
 
     def share(step: int) -> float:
@@ -79,29 +81,28 @@ def warmup_cosine(steps: int, warmup_fraction: float, final_fraction: float) -> 
 
 
 def scheduler(steps: int, warmup_fraction: float, final_fraction: float) -> Callable[[torch.optim.Optimizer], LambdaLR]:
-    """What DeepSpeed takes as lr_scheduler: it steps and checkpoints it."""
+    """The lr_scheduler argument for DeepSpeed, which steps it and stores it in checkpoints."""
     return lambda optimizer: LambdaLR(optimizer, warmup_cosine(steps, warmup_fraction, final_fraction))
 
 
 def gradient_scale(data_ranks: int, accumulation: int) -> int:
-    """What a rank's surrogate loss is multiplied by: ZeRO-2 averages over data ranks and the engine divides by the
-    accumulation steps, while the loss's weights already hold the counts of the whole batch. (Sums over sequence ranks
-    are sums.)"""
+    """What a rank's surrogate loss is multiplied by. ZeRO-2 averages over data ranks and the engine divides by the
+    accumulation steps, but the loss's weights already contain the counts of the whole batch. (Over sequence ranks,
+    gradients are summed.)"""
     return data_ranks * accumulation
 
 
 def universal_checkpoint_info(draft: Eagle3Draft, prefix: str) -> dict[str, Any]:
-    """How DeepSpeed's universal checkpoints join the parts that tensor-parallel ranks hold of the trained parameters, whose
+    """Tells DeepSpeed's universal checkpoints how to join the tensor-parallel parts of the trained parameters, whose
     names it sees behind `prefix`."""
     trained = {f"^{re.escape(prefix + name)}$": parameter for name, parameter in _trained(draft)}
     cut = {pattern: parameter for pattern, parameter in trained.items() if is_cut(parameter)}
-    halves = [
-        pattern for pattern, parameter in cut.items() if parameter.partition_stride == 2
-    ]  # [gate; up], each by itself
+    # [gate; up]: each half is cut by itself
+    halves = [pattern for pattern, parameter in cut.items() if parameter.partition_stride == 2]
     rows = [pattern for pattern, parameter in cut.items() if parameter.partition_dim == 1 and pattern not in halves]
     return {
         constants.UNIVERSAL_CHECKPOINT_VERSION_KEY: constants.UNIVERSAL_CHECKPOINT_VERSION_VALUE,
-        # equal on all ranks, up to the rounding of a GPU's reductions; "replicated" would be refused for that
+        # Equal on all ranks up to the rounding of a GPU's reductions; "replicated" would reject even that.
         constants.PARAMETER_TO_AVERAGE_PATTERNS: [pattern for pattern in trained if pattern not in cut],
         constants.PARAMETER_WITH_ROW_PARALLELISM_PATTERNS: rows,
         constants.PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0: halves,
@@ -109,12 +110,13 @@ def universal_checkpoint_info(draft: Eagle3Draft, prefix: str) -> dict[str, Any]
 
 
 def full_gradients(draft: Eagle3Draft) -> dict[str, Tensor]:
-    """The reduced gradients that the optimiser will see, whole and in fp32, by parameter name. Every rank must call it."""
+    """The reduced gradients that the optimiser will see, whole and in fp32, by parameter name. Every rank must call
+    this."""
     return {name: safe_get_full_grad(parameter) for name, parameter in _trained(draft)}
 
 
 def full_weights(draft: Eagle3Draft) -> dict[str, Tensor]:
-    """The optimiser's fp32 weights, whole, by parameter name. Every rank must call it."""
+    """The optimiser's fp32 weights, whole, by parameter name. Every rank must call this."""
     return {name: safe_get_full_fp32_param(parameter) for name, parameter in _trained(draft)}
 
 

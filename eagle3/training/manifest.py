@@ -1,4 +1,5 @@
-"""What a checkpoint consists of, and which run wrote it: a list beside its files, checked before any of them is loaded."""
+"""What a checkpoint consists of, and which run wrote it: a list stored with its files and checked before any of them is
+loaded."""
 
 import json
 import re
@@ -12,29 +13,31 @@ from eagle3.durable import file_digest, write_text
 
 MANIFEST = "manifest.json"
 DAMAGED, FOREIGN = "damaged", "foreign"
-# DeepSpeed's names. Numbers: tensor-parallel rank; data-parallel and tensor-parallel rank.
+# DeepSpeed's file names. Numbers: tensor-parallel rank; data-parallel and tensor-parallel rank.
 MODEL_STATES = re.compile(r"mp_rank_(\d{2,6})_model_states\.pt")
 OPTIMIZER_STATES = re.compile(r"(?:bf16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{2,6})_optim_states\.pt")
 
 
 class Problem(NamedTuple):
-    """Why a checkpoint is not to be loaded. kind: DAMAGED or FOREIGN. text: what is wrong."""
+    """Why a checkpoint cannot be loaded."""
 
-    kind: str
-    text: str
+    kind: str  # DAMAGED or FOREIGN
+    text: str  # what is wrong
 
 
 def _inside(name: str) -> str:
-    """A path of a file below the checkpoint."""
+    """Accepts only paths below the checkpoint."""
     if name.startswith("/") or ".." in PurePosixPath(name).parts:
         raise ValueError("leads out of the checkpoint")
     return name
 
 
 class Manifest(BaseModel, strict=True):
-    """run: the identity of the run that wrote the checkpoint; None from before that was noted. files: SHA-256 by name."""
+    """The list of a checkpoint's files."""
 
+    # identity of the run that wrote the checkpoint; None if it predates run identities
     run: Annotated[str, StringConstraints(pattern="^[0-9a-f]{32}$")] | None
+    # SHA-256 by name
     files: dict[Annotated[str, AfterValidator(_inside)], Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]]
 
     def write(self, checkpoint: Path) -> None:
@@ -42,7 +45,8 @@ class Manifest(BaseModel, strict=True):
 
     @classmethod
     def read(cls, checkpoint: Path) -> "Manifest | None":
-        """None where it is missing or damaged, or lists less than a checkpoint has."""
+        """Reads a checkpoint's manifest; None if it is missing or damaged, or does not list all that a checkpoint
+        has."""
         if not (checkpoint / MANIFEST).is_file():
             return None
         try:
@@ -63,17 +67,17 @@ class Manifest(BaseModel, strict=True):
                     return Problem(DAMAGED, f"{name} is missing")
                 if file_digest(checkpoint / name) != expected:
                     return Problem(DAMAGED, f"{name} is damaged")
-            # File systems and desktops leave hidden files (.nfs..., .DS_Store), which DeepSpeed does not look at.
+            # File systems and desktops leave hidden files (.nfs..., .DS_Store), which DeepSpeed ignores.
             present = {path for path in checkpoint.rglob("*") if path.is_file() and not path.name.startswith(".")}
-        except (OSError, ValueError) as error:  # of names that are none, too
+        except (OSError, ValueError) as error:  # also for names that are not file names
             return Problem(DAMAGED, f"cannot be read ({error})")
         unknown = {path.relative_to(checkpoint).as_posix() for path in present} - {*self.files, MANIFEST}
         return Problem(DAMAGED, f"{min(unknown)} is not in {MANIFEST}") if unknown else None
 
 
 def _complete(names: Iterable[str]) -> bool:
-    """Whether these are the files of some number of processes: model states of every tensor-parallel rank, and optimizer
-    states of every one of them and every data-parallel rank."""
+    """Whether these are all files of some number of processes: model states of every tensor-parallel rank, and
+    optimizer states of every combination of a data-parallel and a tensor-parallel rank."""
     tensor = {int(found[1]) for found in map(MODEL_STATES.fullmatch, names) if found}
     ranks = {(int(found[1]), int(found[2])) for found in map(OPTIMIZER_STATES.fullmatch, names) if found}
     data = {rank for rank, _ in ranks}

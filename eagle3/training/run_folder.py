@@ -1,4 +1,5 @@
-"""The run folder: resolved recipe, metrics, checkpoints, export, evaluation, report; nothing of an earlier run is lost."""
+"""The run folder: recipe, metrics, checkpoints, export, evaluation, report. A new run never destroys an earlier one's
+files."""
 
 import json
 import re
@@ -20,7 +21,8 @@ from eagle3.recipe.schema import Recipe
 from eagle3.training.claim import CLAIM, Claim
 from eagle3.training.manifest import Manifest
 
-# What may differ when a run is resumed: it changes what is reported or kept, or who computes what, not what is computed.
+# Keys that may change when a run is resumed: they affect what is reported or kept, or who computes what, but not what
+# is computed.
 FREE_ON_RESUME = (
     *("about", "tracking", "output", "parallelism", "memory", "data.workers", "data.cache_dir"),
     *("evaluation.conversations", "evaluation.draft_tokens", "evaluation.new_tokens"),
@@ -33,14 +35,15 @@ FILES = (
     *("evaluation.json", "by_context.json", "report.html"),
 )
 FOLDERS = ("checkpoints", "export", "report", "profile", "tensorboard", "wandb")
-# What a run leaves in its folder, half-written and numbered ones too. All else in there is somebody else's, and stays.
+# Everything that a run leaves in its folder, including half-written and numbered files. All else belongs to somebody
+# else and stays.
 OWN = re.compile(
     rf"\.?({'|'.join(map(re.escape, FILES + FOLDERS))})(\.partial|\.[0-9a-f]{{8}})?|(evaluation|by_context)\.\d+\.json"
 )
 
 
 class Resume(Enum):
-    """Whether a run continues from its newest whole checkpoint. AUTO: where its folder holds a run."""
+    """Whether a run continues from its newest intact checkpoint. AUTO: if its folder holds a run."""
 
     NO = "no"
     YES = "yes"
@@ -48,7 +51,7 @@ class Resume(Enum):
 
 
 class RunFolder:
-    """Paths of one run, and its claim on them while it runs. Only the first rank calls what writes."""
+    """The paths of one run, and its claim on them while it runs. Only the first rank calls methods that write."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -70,22 +73,24 @@ class RunFolder:
         self.profile = path / "profile"
 
     def hold(self, node: str, warn: Callable[[str], None]) -> None:
-        """Keep other runs out of the folder, until `close`. Raises UserError where one is in it. node: see Claim."""
+        """Keeps other runs out of the folder until `close`. Raises UserError if one is in it already. node: see
+        Claim."""
         self.claim = Claim(self.path, node)
         if not self.claim.locked:
             warn(
-                f"{self.path}: this file system has no locks, so a second run in this folder is not kept out (only noticed at "
-                "the next checkpoint of this one); start one at a time"
+                f"{self.path}: this file system has no locks, so a second run in this folder is not kept out (only "
+                "noticed at the next checkpoint of this one); start one at a time"
             )
 
     def close(self) -> None:
-        """Let other runs in."""
+        """Lets other runs in."""
         if self.claim:
             self.claim.release()
 
     def identify(self, continues: bool) -> str:
-        """The identity of the run that is about to begin or continue, which its checkpoints bear: that in the folder; a new
-        one for a new run, and for one that began before runs had any. Raises UserError where the file is damaged or lost."""
+        """The identity of the run that is about to begin or continue; its checkpoints carry it. It is read from the
+        folder; a new run, and one from before runs had identities, gets a new one. Raises UserError if the file is
+        damaged or lost."""
         if not continues:
             return token_hex(16)
         if not self.identity.exists():
@@ -93,34 +98,38 @@ class RunFolder:
             if written <= {None}:
                 return token_hex(16)
             raise UserError(
-                f"{self.identity}: is missing; put the identity there that manifest.json of this run's checkpoints names as "
-                f"run ({', '.join(sorted(filter(None, written)))})"
+                f"{self.identity}: is missing; write into it what manifest.json of this run's checkpoints has as run "
+                f"({', '.join(sorted(filter(None, written)))})"
             )
         known = self.identity.read_bytes().decode("ascii", "replace").strip() if self.identity.is_file() else ""
         if not re.fullmatch("[0-9a-f]{32}", known):
             raise UserError(
-                f"{self.identity}: damaged; put the identity there that manifest.json of this run's checkpoints names as run"
+                f"{self.identity}: damaged; write into it what manifest.json of this run's checkpoints has as run"
             )
         return known
 
     def begin(
         self, recipe: Recipe, continues: bool, identity: str, inputs: dict[str, str], say: Callable[[str], None]
     ) -> None:
-        """Make the held folder that of this run. Unless the run `continues` one, what an earlier one left is moved aside, and
-        `say` says so. inputs: digests of what it learns from, by key. Raises UserError where nothing can be written."""
+        """Prepares the held folder for this run. Unless the run `continues` an earlier one, moves what that left aside
+        and reports it through `say`. Raises UserError if nothing can be written.
+
+        inputs: digests of what the run learns from, by key.
+        """
         with writing(self.path, "free space, or set output.dir to another place"):
             if not continues and (aside := self._empty()):
                 say(f"{self.path} held an earlier run: moved to {aside} (to continue a run instead, pass --resume)")
             self.checkpoints.mkdir(exist_ok=True)
             write_text(self.identity, f"{identity}\n")
             write_text(self.inputs, json.dumps(inputs, indent=2) + "\n")
-            resolved = dump_recipe(recipe)  # as it is: a resumed run compares it with its own
-            # last: where it is, --resume continues
+            resolved = dump_recipe(recipe)  # with passwords: a resumed run compares its recipe with this one
+            # Written last: once the recipe is there, --resume continues the run.
             write_text(self.recipe, resolved, private=resolved != without_passwords(resolved))
 
     def _empty(self) -> Path | None:
-        """Move what a run left in the folder to a new folder beside it, which is returned if there was anything. What a kill
-        interrupts the next fresh run finishes; meanwhile --resume finds no run, for the recipe moves first."""
+        """Moves what a run left to a new folder beside this one and returns its path, None if there was nothing. If
+        this is killed, the next fresh run finishes it; until then --resume finds no run, since the recipe moves
+        first."""
         place, staging = self.path.resolve(), self._staging
         left = sorted(self._own(), key=lambda path: path.name != self.recipe.name)
         if left:
@@ -130,16 +139,16 @@ class RunFolder:
         return move_aside(staging, place) if staging.exists() else None
 
     def check(self, recipe: Recipe, resume: Resume) -> bool:
-        """Whether a run of `recipe` here would continue one; changes nothing. Raises UserError where the folder cannot be
-        one, or continuing would compute something else."""
+        """Whether running `recipe` here would continue a run; changes nothing. Raises UserError if the folder cannot
+        hold a run, or if continuing would compute something different."""
         for path in (self.path, *self.path.parents):
             if path.exists() and not path.is_dir():
                 raise UserError(f"{self.path}: a file is in the way of this folder; set output.dir to another place")
         target, own = Path(recipe.model.target).resolve(), self.path.resolve()
         if target.is_dir() and own.is_relative_to(target):
             raise UserError(
-                f"output.dir: {self.path}: lies in the target's own folder, {recipe.model.target}, which a run would change; "
-                "set output.dir to another place"
+                f"output.dir: {self.path}: lies in the target's own folder, {recipe.model.target}, which a run would "
+                "change; set output.dir to another place"
             )
         for path in self.path.absolute().parents:
             if (path / self.recipe.name).exists() and any((path / name).exists() for name in (CLAIM, "run_id.txt")):
@@ -149,8 +158,8 @@ class RunFolder:
         self._require_own_names()
         if resume is not Resume.NO and not self.recipe.exists() and self._steps() and not self._staging.exists():
             raise UserError(
-                f"{self.recipe}: is missing, though there are checkpoints; put the run's recipe there (train.py --print-recipe "
-                "prints one), or start afresh without --resume"
+                f"{self.recipe}: is missing, though there are checkpoints; put the run's recipe there (train.py "
+                "--print-recipe prints one), or start afresh without --resume"
             )
         if resume is Resume.YES and not self.recipe.exists():
             raise UserError(f"{self.path}: holds no run to resume; fix output.dir, or leave out --resume")
@@ -159,14 +168,14 @@ class RunFolder:
             return False
         if (self.export / "config.json").exists() and not self._steps():
             raise UserError(
-                f"{self.checkpoints}: holds none, though this run exported its draft; set output.dir to another place, or start afresh "
-                "without --resume, which moves aside what is there"
+                f"{self.checkpoints}: holds no checkpoint, though this run exported its draft; set output.dir to "
+                "another place, or start afresh without --resume, which moves aside what is there"
             )
         self._require_same_recipe(recipe, resume)
         return True
 
     def _require_same_recipe(self, recipe: Recipe, resume: Resume) -> None:
-        """Raises UserError where a key has changed that changes what is computed."""
+        """Raises UserError if a key that affects what is computed has changed."""
         before = _mapping(self.recipe, parse_yaml)
         if before is None:
             raise UserError(f"{self.recipe}: damaged; put the run's recipe there (train.py --print-recipe prints it)")
@@ -182,11 +191,12 @@ class RunFolder:
                 )
 
     def _require_place_of_its_own(self, recipe: Recipe) -> None:
-        """Raises UserError where the folder holds what a run is started from, or reads."""
+        """Raises UserError if the folder holds something that the run is started from or reads."""
         own = self.path.resolve()
         if Path.cwd().is_relative_to(own):
             raise UserError(
-                f"output.dir: {self.path}: holds the folder that this was started in; set output.dir to a folder of its own"
+                f"output.dir: {self.path}: contains the folder that this was started in; set output.dir to a folder of "
+                "its own"
             )
         for key, name in inputs_of(recipe).items():
             if (
@@ -195,17 +205,15 @@ class RunFolder:
                 and Path(name).resolve().is_relative_to(own)
             ):
                 raise UserError(
-                    f"output.dir: {self.path}: holds {key} ({name}), which a run there would lie beside, or move away; set output.dir "
-                    "to a folder of its own"
+                    f"output.dir: {self.path}: contains {key} ({name}), which a run there would write beside, or move "
+                    "away; set output.dir to a folder of its own"
                 )
 
     def require_same_inputs(self, inputs: dict[str, str], warn: Callable[[str], None]) -> None:
-        """Raises UserError where a run that is to continue began with other inputs (see `begin`). warn: told where the run is
-        from before they were noted."""
+        """Raises UserError if the run to be continued began with other inputs (see `begin`). Runs from before inputs
+        were recorded cannot be compared: `warn` is called with a line that says so."""
         if not self.inputs.exists():
-            warn(
-                f"{self.inputs}: is not there, so target and data were not compared with those that the run began with"
-            )
+            warn(f"{self.inputs}: is missing, so target and data were not compared with those that the run began with")
             return
         before = _mapping(self.inputs, parse_json)
         if before is None:
@@ -213,13 +221,13 @@ class RunFolder:
         for key, now in inputs.items():
             if before.get(key) != now:
                 raise UserError(
-                    f"{self.inputs}: {key} was {before.get(key)} when the run began, now it is {now}; restore what the run "
-                    "began with, or start afresh without --resume"
+                    f"{self.inputs}: {key} was {before.get(key)} when the run began, now it is {now}; restore what the "
+                    "run began with, or start afresh without --resume"
                 )
 
     @property
     def _staging(self) -> Path:
-        """Where what is moved aside waits until all of it is there."""
+        """Where files wait while they are moved aside, until all of them are there."""
         place = self.path.resolve()
         return place.with_name(f"{place.name}.aside")
 
@@ -230,21 +238,21 @@ class RunFolder:
         return sorted(self.checkpoints.glob("step-*[0-9]"))
 
     def _require_own_names(self) -> None:
-        """Raises UserError where something else than a run has a name that a run needs."""
+        """Raises UserError if something other than a run's file has a name that the run needs."""
         own = {path.name for path in self._own()}
         for path in (self.path / name for name in sorted(own)):
             if (path.name in FILES and not path.is_file()) or (path.name in FOLDERS and not path.is_dir()):
                 kind = "file" if path.name in FILES else "folder"
-                raise UserError(f"{path}: is no {kind}, which a run would write there; move it away")
+                raise UserError(f"{path}: is not a {kind}, but a run would write one there; move it away")
         begun = self.checkpoints.name in own and (self._steps() or not any(self.checkpoints.iterdir()))
         if own and not begun and not own & {self.identity.name, self.metrics.name} and not self._staging.exists():
             raise UserError(
-                f"{self.path / min(own)}: has a name that a run would use, and no run left it; set output.dir to a folder of "
-                "its own"
+                f"{self.path / min(own)}: has a name that a run would use, but was not left by one; set output.dir to "
+                "a folder of its own"
             )
 
     def keep_metrics_until(self, step: int) -> None:
-        """Drop the records of steps after `step`, which a resumed run makes again."""
+        """Drops the records of steps after `step`, which a resumed run will write again."""
         if not self.metrics.exists():
             return
         kept = []
@@ -253,19 +261,19 @@ class RunFolder:
                 if parse_json(line)["step"] <= step:
                     kept.append(line)
             except json.JSONDecodeError:
-                break  # a line cut off by a kill; nothing comes after it
+                break  # a kill cut this line off; nothing comes after it
             except (TypeError, LookupError) as error:
                 raise UserError(f"{self.metrics}:{number}: damaged (no record of a step); remove that line") from error
         with writing(self.metrics, "free space and continue with --resume"):
             write_text(self.metrics, "".join(f"{line}\n" for line in kept))
 
     def note_export(self, step: int) -> None:
-        """After the metrics: the exported weights are those of `step`."""
+        """Records, after the metrics, that the exported weights are those of `step`."""
         with self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, "kind": "exported"}) + "\n")
 
     def write_run(self, described: dict[str, Any]) -> None:
-        """What the run is made of (see eagle3.jobs.description); the start of a resumed run replaces that of the first."""
+        """Writes what the run is made of (see eagle3.jobs.description); a resumed run overwrites it."""
         write_text(self.run, json.dumps(all_without_passwords(described), indent=2) + "\n")
 
     def write_evaluation(self, result: dict[str, Any]) -> None:
@@ -274,7 +282,7 @@ class RunFolder:
 
 
 def _mapping(file: Path, parse: Callable[[str], Any]) -> dict[str, Any] | None:
-    """What the file holds; None where it is damaged."""
+    """What the file holds; None if it is damaged."""
     try:
         value = parse(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, ValueError):

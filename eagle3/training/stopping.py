@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: the step in hand is finished and a checkpoint written first."""
+"""Signals that ask a run to stop: it first finishes the current step and writes a checkpoint."""
 
 import os
 import signal
@@ -9,17 +9,18 @@ from typing import Self
 from eagle3.console import is_first_rank
 
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-# Said at the first Ctrl-C, for after the second there is nobody left to say it.
+# Printed at the first Ctrl-C, since after the second nothing is left to print it.
 STOPS = (
     b"stopping after this step, with a checkpoint; Ctrl-C again ends at once: --resume then takes the last checkpoint\n"
 )
-ECHO = 1.0  # seconds in which torchrun has passed on a Ctrl-C that its processes got from the terminal, too
+ECHO = 1.0  # seconds within which torchrun passes on a Ctrl-C that its processes also got from the terminal
 
 
 class RunStopped(BaseException):
-    """A signal ended the run before its end. (Not an Exception: it may be raised in the middle of anything.)
+    """A signal ended the run early. (Not an Exception, as it may be raised in the middle of anything.)
 
-    together: every rank raises it, at the same place; else this rank alone does, at once, with nothing to save.
+    together: whether every rank raises it at the same place. If not, this rank alone raises it, at once, with nothing
+        to save.
     """
 
     def __init__(self, number: int, where: str, together: bool) -> None:
@@ -29,13 +30,13 @@ class RunStopped(BaseException):
 
     @property
     def exit_code(self) -> int:
-        """0 where a batch system asked and nothing was lost; else as shells count signals."""
+        """0 if a batch system asked and nothing was lost; otherwise as shells encode signals."""
         return 0 if self.together and self.number != signal.SIGINT else 128 + self.number
 
 
 class StopSignals:
-    """While entered, SIGTERM, SIGUSR1 and SIGINT (Ctrl-C) are noted in `received` where `stepping` is set, and elsewhere raise
-    RunStopped. A second Ctrl-C ends the process at once."""
+    """While entered, SIGTERM, SIGUSR1 and SIGINT (Ctrl-C) are recorded in `received` if `stepping` is set, and raise
+    RunStopped otherwise. A second Ctrl-C ends the process at once."""
 
     def __init__(self) -> None:
         self.received, self.stepping, self._interrupted = 0, False, 0.0
@@ -58,12 +59,12 @@ class StopSignals:
         if not self.stepping:
             raise RunStopped(
                 number,
-                "outside of the training steps: checkpoints are whole, what was being made begins again",
+                "outside the training steps: checkpoints are whole, and what was in progress will start over",
                 together=False,
             )
 
     def _end_at_next_interrupt(self) -> None:
-        if "TORCHELASTIC_RUN_ID" not in os.environ:  # else the next one may be the same Ctrl-C
+        if "TORCHELASTIC_RUN_ID" not in os.environ:  # with torchrun, the next one may be the same Ctrl-C
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         elif not self._interrupted:
             self._interrupted = time.monotonic()

@@ -1,4 +1,5 @@
-"""Where a run's numbers go: a line a step for people, metrics.jsonl, TensorBoard and Weights & Biases for tools."""
+"""Where a run's numbers go: a console line per step for people; metrics.jsonl, TensorBoard and Weights & Biases for
+tools."""
 
 import importlib.util
 import json
@@ -17,10 +18,15 @@ from eagle3.errors import UserError, extra_command
 
 
 class Tracker:
-    """Writes records {step, kind, ...numbers}. kind: train, held_out, or skipped, whose record names its samples too. A
-    number that is not finite is null. Use it on the first rank only. run_id, config: the run's identity and its recipe, which
-    Weights & Biases gets, passwords masked; the same identity continues the same run there. Raises UserError where Weights &
-    Biases does not begin."""
+    """Writes records {step, kind, ...numbers}; for use on the first rank only. Raises UserError if Weights & Biases
+    does not start.
+
+    `kind` is train, held_out, or skipped, whose record also names its samples. A number that is not finite becomes
+    null.
+
+    run_id: identity of the run; Weights & Biases continues a run with the same one.
+    config: the recipe, for Weights & Biases; passwords are masked.
+    """
 
     def __init__(
         self,
@@ -52,10 +58,10 @@ class Tracker:
                     resume="allow",
                     config=all_without_passwords(config),
                     allow_val_change=True,  # a resumed run may have another layout
-                    # the metadata hold the command line, passwords and all
+                    # The metadata include the command line, passwords and all.
                     settings=wandb.Settings(x_disable_meta=True),
                 )
-            except (wandb.Error, ValueError) as error:  # ValueError: of what its environment variables say
+            except (wandb.Error, ValueError) as error:  # ValueError: from its environment variables
                 raise _does_not_begin(wandb_project, " ".join(str(error).split())) from error
             names.append("Weights & Biases")
         elif wandb_project:
@@ -63,7 +69,7 @@ class Tracker:
         console(f"tracking in {', '.join(names)}")
 
     def write(self, step: int, kind: str, values: dict[str, Any]) -> None:
-        """Raises UserError where the disk is full."""
+        """Writes one record. Raises UserError if the disk is full."""
         values = {name: _finite(value) for name, value in values.items()}
         flat = {f"{kind}/{name}": number for name, number in _flat(values).items() if isinstance(number, int | float)}
         with writing(self.folder, "free space and continue with --resume"):
@@ -81,7 +87,7 @@ class Tracker:
 
 
 def require_account(wandb_project: str | None) -> None:
-    """Raises UserError where Weights & Biases would refuse to begin for want of a key: asked before anything is moved aside."""
+    """Raises UserError if Weights & Biases would not start for lack of a key; called before anything is moved aside."""
     offline = os.environ.get("WANDB_MODE", "online") in ("offline", "disabled", "dryrun")
     if not wandb_project or offline or not importlib.util.find_spec("wandb"):
         return
@@ -93,39 +99,34 @@ def require_account(wandb_project: str | None) -> None:
 
 def _does_not_begin(project: str, why: str) -> UserError:
     return UserError(
-        f"tracking.wandb_project: {project!r}: Weights & Biases does not begin ({why}); run `wandb login`, set WANDB_MODE=offline, or "
-        "leave the key out"
+        f"tracking.wandb_project: {project!r}: Weights & Biases does not start ({why}); run `wandb login`, set "
+        "WANDB_MODE=offline, or leave the key out"
     )
 
 
-class Profiler:
-    """Traces `steps` (counted from 1) into `folder`/trace-rank*.json, for chrome://tracing or Perfetto."""
+def step_profiler(folder: Path, skipped: int, steps: int) -> torch.profiler.profile:
+    """Traces `steps` steps, after the first `skipped`, into `folder`/trace-rank*.json for chrome://tracing or Perfetto.
+    Start it before the first step, and call `step` at the end of each."""
 
-    def __init__(self, folder: Path, steps: range) -> None:
-        self.folder, self.steps, self.trace = folder, steps, None
+    def write(profile: torch.profiler.profile) -> None:
+        folder.mkdir(exist_ok=True)
+        profile.export_chrome_trace(str(folder / f"trace-rank{torch.distributed.get_rank()}.json"))
 
-    def before(self, step: int) -> None:
-        if self.steps and step == self.steps[0]:
-            self.trace = torch.profiler.profile(record_shapes=True, profile_memory=True)
-            self.trace.start()
-
-    def after(self, step: int) -> None:
-        if self.trace and step == self.steps[-1]:
-            self.trace.stop()
-            self.folder.mkdir(exist_ok=True)
-            self.trace.export_chrome_trace(str(self.folder / f"trace-rank{torch.distributed.get_rank()}.json"))
-            self.trace = None
+    warmup = min(1, skipped)  # the profiler's own first step takes longer
+    schedule = torch.profiler.schedule(skip_first=skipped - warmup, wait=0, warmup=warmup, active=steps, repeat=1)
+    return torch.profiler.profile(schedule=schedule, on_trace_ready=write, record_shapes=True, profile_memory=True)
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no nan and no infinity."""
+    """Replaces numbers that are not finite by None: JSON has no nan and no infinity."""
     if isinstance(value, list):
         return [_finite(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _flat(values: dict[str, Any]) -> dict[str, Any]:
-    """A list as its elements by place, those by context by their context, which itself is no number to follow."""
+    """Turns each list into single numbers, named by their place in it or, for those by context, by their context.
+    `contexts` itself is left out."""
     found = {}
     for name, value in values.items():
         if not isinstance(value, list):
@@ -137,7 +138,7 @@ def _flat(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def memory_gib(device: torch.device) -> float:
-    """Peak so far: allocated on the GPU, or resident in this process."""
+    """Peak memory so far: allocated on the GPU, or resident in this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,4 +1,4 @@
-"""The training loop: whole optimiser steps over the global batch, held-out measurements, checkpoints, export."""
+"""The training loop: optimiser steps over the global batch, held-out measurements, checkpoints."""
 
 import math
 import time
@@ -35,21 +35,20 @@ from eagle3.states.loader import Drawn, LoadedStream, StreamLoader, draw_batch
 from eagle3.training.checkpoint import Checkpoints, Resumed, other_data
 from eagle3.training.run_folder import RunFolder
 from eagle3.training.stopping import RunStopped, StopSignals
-from eagle3.training.tracking import Profiler, Tracker, memory_gib
+from eagle3.training.tracking import Tracker, memory_gib, step_profiler
 
 
 @dataclass
 class Course:
-    """What a checkpoint keeps besides weights: the best held-out measurement so far; how many steps were skipped, in all
-    and since the last that was not."""
+    """Progress that a checkpoint stores beside the weights."""
 
-    best_step: int | None = None
+    best_step: int | None = None  # step of the best held-out measurement so far
     best_acceptance: float = -1.0
-    skipped: int = 0
-    skipped_in_a_row: int = 0
+    skipped: int = 0  # steps skipped for their gradient norm, over the whole run
+    skipped_in_a_row: int = 0  # the same, since the last step that was taken
 
     def see(self, step: int, metrics: Metrics) -> bool:
-        """Note a held-out measurement; True where it is the best so far."""
+        """Records a held-out measurement; returns True if it is the best so far."""
         better = metrics.simulated_acceptance_length > self.best_acceptance
         if better:
             self.best_step, self.best_acceptance = step, metrics.simulated_acceptance_length
@@ -58,14 +57,14 @@ class Course:
 
 @dataclass
 class Trainer:
-    """One run. All ranks hold the same recipe and samples; only the first writes files and speaks."""
+    """One run. All ranks hold the same recipe and samples; only the first rank writes files and prints."""
 
     recipe: Recipe
     topology: Topology
     folder: RunFolder
     engine: DeepSpeedEngine
     norms: NormLimit
-    gradient_scale: int
+    gradient_scale: int  # what the loss is multiplied by before backward (gradient_scale of eagle3.training.engine)
     batch_maker: BatchMaker
     train_loader: StreamLoader
     held_out_loader: StreamLoader
@@ -87,26 +86,27 @@ class Trainer:
         )
 
     def run(self, resume: bool, stop: StopSignals) -> None:
-        """Train to the last step, from the newest whole checkpoint when `resume`. Raises RunStopped, on every rank, after a
-        checkpoint, where `stop` asks for it."""
+        """Trains to the last step, starting from the newest intact checkpoint if `resume`. If `stop` asks for it,
+        writes a checkpoint and raises RunStopped, on every rank."""
         start = self._resume() if resume else 0
         self._require_agreement(start)
         tracker = agreed(self._tracker if self.topology.is_first else None)
         self.console(
-            f"in step lines loss is the weighted sum over {self.training.ttt_steps} TTT steps; accepted drafts are simulated, "
-            "without the target's own token"
+            f"in step lines loss is the weighted sum over {self.training.ttt_steps} TTT steps; accepted drafts are "
+            "simulated, without the target's own token"
         )
-        busy = 0.0  # seconds of the steps so far, from whose mean follows what is left
-        profile = self.training.profile
-        traced = range(profile.start, profile.start + profile.steps) if profile else range(0)
-        profiler = Profiler(self.folder.profile, traced)
+        busy = 0.0  # seconds spent in steps so far; their mean gives the time left
+        profile, profiler = self.training.profile, None
+        if profile and profile.start > start:
+            profiler = step_profiler(self.folder.profile, profile.start - 1 - start, profile.steps)
+            profiler.start()
         stop.stepping = True
         for step in range(start, self.steps):
             began = time.monotonic()
-            profiler.before(step + 1)
             metrics, rate, taken = self._train_step(step)
             done = step + 1
-            profiler.after(done)
+            if profiler:
+                profiler.step()
             if tracker:
                 seconds = time.monotonic() - began
                 busy += seconds
@@ -119,9 +119,9 @@ class Trainer:
                 }
                 tracker.write(done, "train", metrics.as_dict() | measured)
                 self.console(
-                    f"step {done}/{self.steps}  loss {metrics.loss:.4f}  "
-                    f"accepted drafts {metrics.simulated_acceptance_length:.3f}  rate {rate:.2e}  norm {taken.norm:.3f}  "
-                    f"{speed:,.0f} tokens/s  {memory:.1f} GiB  {duration(busy / (done - start) * (self.steps - done))} left"
+                    f"step {done}/{self.steps}  loss {metrics.loss:.4f}  accepted drafts "
+                    f"{metrics.simulated_acceptance_length:.3f}  rate {rate:.2e}  norm {taken.norm:.3f}  {speed:,.0f} "
+                    f"tokens/s  {memory:.1f} GiB  {duration(busy / (done - start) * (self.steps - done))} left"
                 )
             self._see_skipped(step, taken, tracker)
             last = done == self.steps
@@ -130,7 +130,7 @@ class Trainer:
             asked = self._asked(stop)
             if best or last or asked or done % self.training.checkpoint_every == 0:
                 self.watchdog.at(f"the checkpoint of step {done}", quiet=True)
-                # where the folder is another run's now, nothing is written there
+                # Writes nothing if another run has taken the folder meanwhile.
                 agreed(self.folder.claim.require if self.topology.is_first else None)
                 self.checkpoints.save(self.engine, done, vars(self.course), self.course.best_step)
             if asked:
@@ -140,17 +140,18 @@ class Trainer:
             tracker.close()
 
     def _asked(self, stop: StopSignals) -> int:
-        """The signal that some rank has received, 0 for none; the same on all."""
+        """The signal that any rank has received, 0 for none; the same on all ranks."""
         received = torch.tensor([stop.received], device=self.topology.device)
         dist.all_reduce(received, dist.ReduceOp.MAX)
         return int(received)
 
     def load_best(self) -> int:
-        """Load the weights of the best checkpoint, or keep the last ones where nothing was held out; the step they are of."""
+        """Loads the weights of the best checkpoint, or keeps the last ones if nothing was held out. Returns their
+        step."""
         best = self.course.best_step
         if best is None or best == self.steps or not self.checkpoints.load_whole(self.engine, best):
             return self.steps
-        self.console(f"exporting the checkpoint of step {best}: the most accepted drafts held out")
+        self.console(f"exporting the checkpoint of step {best}: the most accepted drafts on held-out samples")
         return best
 
     def _resume(self) -> int:
@@ -174,7 +175,7 @@ class Trainer:
             raise other_data(self.checkpoints.path(found.step), reason) from error
 
     def _require_agreement(self, step: int) -> None:
-        """Raises on every rank where ranks are about to train on different samples at `step`."""
+        """Raises on every rank if the ranks are about to train on different samples at `step`."""
         require_agreement(
             "order of the samples",
             self.train_loader.order_identity(self._batch(step)),
@@ -197,7 +198,7 @@ class Trainer:
         )
 
     def _train_step(self, step: int) -> tuple[Metrics, float, Taken]:
-        """One optimiser step: its metrics, its learning rate, and how it went."""
+        """Takes one optimiser step. Returns its metrics, its learning rate, and whether it was taken."""
         samples, accumulation = self.train_loader.samples, self.training.accumulation
         batch = self._batch(step)
         self.watchdog.at(f"step {step + 1}, loading hidden states")
@@ -209,7 +210,7 @@ class Trainer:
         weights = step_weights(self.loss_config, counts, needed)
         rate = self.engine.get_lr()[0]
         sums: list[StepSums] = []
-        for number, stream in enumerate(streams):  # on the device one at a time
+        for number, stream in enumerate(streams):  # only one is on the device at a time
             self.watchdog.at(f"step {step + 1}, stream {number + 1} of {accumulation}")
             distilled = self.engine(self._micro_batch(stream), weights)
             self.engine.backward(distilled.surrogate * self.gradient_scale)
@@ -218,7 +219,7 @@ class Trainer:
         metrics = batch_metrics(self.loss_config, sum_sums(reduce(add, sums), self.topology.batch), counts)
         taken = self.norms.taken()
         if taken.skipped:
-            self.engine.lr_scheduler.step()  # the rate follows the steps, taken or not
+            self.engine.lr_scheduler.step()  # the schedule counts every step, taken or skipped
         elif not math.isfinite(metrics.loss):
             raise SharedUserError(
                 f"training: the loss is {metrics.loss} at step {step + 1}, with finite gradients; look at samples "
@@ -227,7 +228,7 @@ class Trainer:
         return metrics, rate, taken
 
     def _see_skipped(self, step: int, taken: Taken, tracker: Tracker | None) -> None:
-        """Raises UserError after too many skipped steps in a row."""
+        """Counts and reports skipped steps. Raises UserError after too many in a row."""
         self.course.skipped_in_a_row = self.course.skipped_in_a_row + 1 if taken.skipped else 0
         if not taken.skipped:
             return
@@ -242,13 +243,13 @@ class Trainer:
         self.console.warn(warning)
         if self.course.skipped_in_a_row >= self.training.most_skipped:
             raise SharedUserError(
-                f"training.most_skipped: {self.training.most_skipped} steps in a row were skipped, at last {warning}; look at "
-                "these samples; where they are sound, raise training.skip_above_norm and continue with --resume, or begin "
-                "again with a lower training.learning_rate"
+                f"training.most_skipped: {self.training.most_skipped} steps in a row were skipped, most recently "
+                f"{warning}; look at these samples; if they are sound, raise training.skip_above_norm and continue "
+                "with --resume, or start again with a lower training.learning_rate"
             )
 
     def _measure_held_out(self, step: int, tracker: Tracker | None) -> bool:
-        """Loss and acceptance on held-out samples; True where it is the best measurement so far."""
+        """Measures loss and acceptance on the held-out samples. Returns True if this is the best measurement so far."""
         loader = self.held_out_loader
         count = min(len(loader.samples), self.recipe.evaluation.held_out_samples)
         if not count:
@@ -284,13 +285,13 @@ class Trainer:
         return best
 
     def _sums(self, streams: Sequence[LoadedStream]) -> StepSums:
-        """Global sums of a batch, without gradients."""
+        """The global sums of a batch, computed without gradients."""
         sums = (self._without_gradients(stream).sums for stream in streams)
         return sum_sums(reduce(add, sums), self.topology.batch)
 
     @torch.no_grad()
     def _without_gradients(self, stream: LoadedStream) -> Distilled:
-        """This rank's part of a stream."""
+        """This rank's share of a stream."""
         nothing = torch.zeros(self.training.ttt_steps, dtype=torch.float64)
         return self.engine.module(self._micro_batch(stream), StepWeights(nothing, nothing))
 

@@ -1,4 +1,4 @@
-"""Around the work of a job: a watchdog that sees who dies or hangs, and collectives that may wait long because of it."""
+"""Wraps the work of a job in a watchdog that sees who dies or hangs, and lets collectives wait long, since it does."""
 
 import datetime
 import os
@@ -23,17 +23,19 @@ def watched(
     advice: str,
     less_memory: str,
 ) -> Iterator[Watchdog]:
-    """Collective. Inside, a rank that dies or hangs ends the job, with a line that names it; what a rank meets because another
-    one died waits for that line.
+    """Inside, a rank that dies or hangs ends the job with a line that names it. Errors that another rank's death causes
+    wait for that line. Collective.
 
-    patience: of collectives. advice: ends that line. less_memory: ends the UserError of a device whose memory does not suffice.
+    patience: timeout of collectives.
+    advice: ends that line.
+    less_memory: ends the UserError for a device that runs out of memory.
     """
     watchdog = Watchdog(
         address=os.environ["MASTER_ADDR"],
         port=int(os.environ["MASTER_PORT"]),
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         hang_seconds=hang_minutes and 60 * hang_minutes,
-        report=lambda verdict: tell_error(f"{verdict}; see its own last words, and {advice}"),
+        report=lambda verdict: tell_error(f"{verdict}; see what it printed last, and {advice}"),
     )
     with watchdog, patient(topology, patience):
         try:
@@ -47,6 +49,6 @@ def watched(
                 watchdog.await_verdict()
             raise
         except RunStopped as stopped:
-            if not stopped.together:  # maybe by a launcher, because of the death of another rank
+            if not stopped.together:  # possibly by a launcher, because another rank died
                 watchdog.end_if_broken()
             raise

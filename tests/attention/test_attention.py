@@ -192,7 +192,8 @@ def test_the_plain_path_holds_no_more_scores_than_its_chunk(visibility):
     assert limit / 2 < largest.size <= limit < whole
 
 
-# A block's backward where its lse has a gradient too --------------------------------------------------------------------
+# A block's backward where its lse has a gradient too
+# --------------------------------------------------------------------
 
 
 def _both_gradients(grad, grad_lse, shape, path, dtype, exact_out=False):

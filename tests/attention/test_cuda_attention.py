@@ -1,4 +1,5 @@
-"""The CUDA kernels' calls, without a GPU: torch's schemas and shape functions, and the operators' definitions on CPU."""
+"""The CUDA kernels' calls, without a GPU: torch's schemas and shape functions, and the operators' definitions on
+CPU."""
 
 import math
 from collections.abc import Iterator
@@ -83,7 +84,8 @@ def _inputs(visibility, queries, keys, heads, kv_heads, dim, dtype, device):
     return q, grad, k, v, visible
 
 
-# Shapes, number formats and no wait, on CUDA as far as torch knows it without a GPU -------------------------------------
+# Shapes, number formats and no wait, on CUDA as far as torch knows it without a GPU
+# -------------------------------------
 
 
 @every_shape
@@ -170,7 +172,8 @@ def test_the_efficient_kernel_gets_the_layouts_that_it_takes_for_granted(visibil
     assert out.transpose(1, 2).is_contiguous()
 
 
-# The numbers, where the operators are what their definitions say ---------------------------------------------------------
+# The numbers, where the operators are what their definitions say
+# ---------------------------------------------------------
 
 
 class _ByDefinition(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""benchmarks/course.py repeats README's table of layouts: here of a tiny run."""
+"""benchmarks/course.py repeats the table of layouts in docs/exactness.md: here of a tiny run."""
 
 import sys
 

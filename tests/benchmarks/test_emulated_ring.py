@@ -1,4 +1,5 @@
-"""The GPU benchmark's one rank of a ring: its joined schedule computes what that rank computes, forward and backward."""
+"""The GPU benchmark's one rank of a ring: its joined schedule computes what that rank computes, forward and
+backward."""
 
 import pytest
 import torch

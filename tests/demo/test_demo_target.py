@@ -63,7 +63,7 @@ def test_a_second_call_returns_the_same_folder_without_training(tmp_path):
 def test_a_cache_that_cannot_be_written_is_said_before_anything_is_trained(tmp_path):
     (tmp_path / "cache").touch()
     with pytest.raises(
-        UserError, match=r"^data.cache_dir: .*/cache cannot be written \(.*\); free space there, or set data."
+        UserError, match=r"^\S+/cache: cannot be written \(.*\); make it writable for this user, or set data.cache_dir"
     ):
         _demo(tmp_path / "cache", lambda line: pytest.fail(line))
 
@@ -76,12 +76,12 @@ def test_a_flipped_bit_in_a_cached_target_is_found_and_the_target_made_anew(tmp_
     damaged = bytearray(whole)
     damaged[len(whole) // 2] ^= 1
     path.write_bytes(damaged)
-    with pytest.raises(UserError, match=r"model\.target: demo: .* is damaged \(.*, and one made anew"):
+    with pytest.raises(UserError, match=r"model\.target: demo: .* is damaged \(.*, and a new one"):
         _demo(tmp_path, make=False)
     assert path.read_bytes() == damaged
     assert not _demo(tmp_path, lines.append).cached and _demo(tmp_path).cached
     assert str(lines[0]).startswith(f"warning: the demo target {made.folder} is damaged (")
-    assert lines[0].endswith("; it is made anew")
+    assert lines[0].endswith("; making it again")
     assert name == RECORD or path.read_bytes() == whole  # its seconds differ
 
 
@@ -93,7 +93,7 @@ def test_a_cached_target_from_before_digests_is_taken_with_one_line(tmp_path):
     )
     assert _demo(tmp_path, lines.append, make=False) == made._replace(cached=True)
     (line,) = lines
-    assert line.startswith(f"{made.folder}: from before demo targets had digests")
+    assert line.startswith(f"{made.folder}: written before demo targets had digests")
 
 
 def test_who_wants_the_target_of_an_earlier_run_gets_no_new_one(tmp_path):

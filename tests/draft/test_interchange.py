@@ -275,7 +275,7 @@ def test_auxiliary_layers_are_read_from_either_key(nested, top):
 @pytest.mark.parametrize(
     ("nested", "top", "parts"),
     [
-        ([1, 4, 8], [1, 4, 8], ["[1, 4, 8] (counted from 0", "[1, 4, 8] (counted from 1", "take out"]),
+        ([1, 4, 8], [1, 4, 8], ["[1, 4, 8] (counted from 0", "[1, 4, 8] (counted from 1", "remove the one"]),
         ([1, 4, 8], [2, 5, 10], ["[1, 4, 8]", "[2, 5, 10]"]),
         (None, [0, 4, 8], ["[0, 4, 8]", "counted from 1"]),
         ([-1, 4, 8], None, ["eagle_config.eagle_aux", "[-1, 4, 8]", "counted from 0"]),

@@ -91,7 +91,7 @@ SPOILT: dict[str, tuple[Callable[[dict[str, Tensor]], None], str]] = {
         lambda t: t.update({"lm_head.weight": t["lm_head.weight"].T.contiguous()}),
         "lm_head.weight [32, 200]",
     ),
-    "not_a_number": (not_a_number, "fc.weight has values that are no numbers"),
+    "not_a_number": (not_a_number, "fc.weight has values that are not finite"),
     "no_d2t": (lambda t: t.pop("d2t"), "d2t is missing"),
     "short_t2d": (lambda t: t.update({"t2d": t["t2d"][:-1].clone()}), "t2d 299 entries"),
     "other_d2t": (shifted, "t2d does not mark the tokens that d2t names"),

@@ -1,4 +1,5 @@
-"""vLLM reads an export's auxiliary layers as training did: by its own functions where its files are, and by what they compute."""
+"""vLLM reads an export's auxiliary layers as training did: by its own functions where its files are, and by what they
+compute."""
 
 import json
 from bisect import bisect_right
@@ -54,8 +55,8 @@ def exported_config(folder: Path, target: LlamaForCausalLM, aux_layers: tuple[in
 @every_choice
 def test_by_the_rule_of_vllm_0_33_0_an_export_reads_the_layers_it_was_trained_on(tmp_path, target, aux_layers):
     """The rule, as `get_eagle3_aux_layers_from_config` and `set_eagle3_aux_hidden_state_layers` have it in
-    vllm/v1/worker/gpu/spec_decode/eagle/eagle3_utils.py of 0.33.0: the ids at the top level, else the target's default; and
-    LlamaModel.forward in vllm/model_executor/models/llama.py: after layer i, where i + 1 is among them."""
+    vllm/v1/worker/gpu/spec_decode/eagle/eagle3_utils.py of 0.33.0: the ids at the top level, else the target's default;
+    and LlamaModel.forward in vllm/model_executor/models/llama.py: after layer i, where i + 1 is among them."""
     exported = exported_config(tmp_path, target, aux_layers)
     ids = exported.get("eagle_aux_hidden_state_layer_ids") or (2, LAYERS // 2, LAYERS - 3)
     assert tuple(layer for layer in range(LAYERS) if layer + 1 in ids) == aux_layers
@@ -66,8 +67,8 @@ def test_by_the_rule_of_vllm_0_33_0_an_export_reads_the_layers_it_was_trained_on
 def test_vllms_own_functions_capture_the_layers_that_the_draft_was_trained_on(
     vllm, tmp_path, target, aux_layers, runner
 ):
-    """From config.json, by vLLM's config class, to the tensors that its loop over a target's layers hands to the draft, which are
-    those of training. The layers are transformers'; pipeline ranks, logging and compilation are left out."""
+    """From config.json, by vLLM's config class, to the tensors that its loop over a target's layers hands to the draft,
+    which are those of training. The layers are transformers'; pipeline ranks, logging and compilation are left out."""
     exported_config(tmp_path, target, aux_layers)
     own = vllm.definition(
         "transformers_utils/configs/eagle.py",
@@ -90,8 +91,8 @@ def test_vllms_own_functions_capture_the_layers_that_the_draft_was_trained_on(
 
 @pytest.mark.parametrize("window", [None, 5])
 def test_vllms_own_functions_give_an_export_the_window_that_it_was_trained_with(vllm, tmp_path, target, window):
-    """From config.json, by vLLM's attention of a draft's layer, to what flash attention is asked for: so many keys before a
-    query's own, which makes W of them. Layers stand in for vLLM's, and kernels are not run."""
+    """From config.json, by vLLM's attention of a draft's layer, to what flash attention is asked for: so many keys
+    before a query's own, which makes W of them. Layers stand in for vLLM's, and kernels are not run."""
     draft = derive_draft(target.config, draft_vocab_size=30, aux_layers=CHOICES[0], window=window)
     (tmp_path / "config.json").write_text(json.dumps(draft.to_json("float32")))
     config = AutoConfig.from_pretrained(tmp_path)

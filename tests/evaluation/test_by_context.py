@@ -1,4 +1,5 @@
-"""Acceptance by context: which prompts a bucket takes, intervals that hold what they promise, and the launcher from end to end."""
+"""Acceptance by context: which prompts a bucket takes, intervals that hold what they promise, and the launcher from end
+to end."""
 
 import json
 import re
@@ -18,10 +19,9 @@ from eagle3.draft.interchange import export_draft
 from eagle3.errors import UserError
 from eagle3.evaluation.acceptance import Decoding, Sampling, Verification
 from eagle3.evaluation.by_context import ContextAcceptance, ContextJudgement, ratio_intervals
-from eagle3.evaluation.context_prompts import prompt_contexts, sample_contexts
-from eagle3.evaluation.decoding import SpeculativeOutput
 from eagle3.evaluation.drafter import untrained_draft
-from eagle3.evaluation.speculative import DecodedConversation
+from eagle3.evaluation.prompts import prompt_contexts, sample_contexts
+from eagle3.evaluation.speculative import DecodedConversation, SpeculativeOutput
 from eagle3.jobs.evaluate import decoding_of, judge_contexts
 from eagle3.recipe.loading import load_recipe
 from eagle3.targets.checkpoint import fingerprint
@@ -76,15 +76,15 @@ def test_a_prompt_of_a_file_belongs_to_the_bucket_of_its_length():
 
 
 def test_texts_that_are_all_too_short_are_refused():
-    with pytest.raises(UserError, match="no answer in 1 held-out samples goes on after more than 256 tokens"):
+    with pytest.raises(UserError, match="no answer in 1 held-out samples continues after more than 256 tokens"):
         sample_contexts(samples([(10, 90)]), None, 8, longest=4000)
     with pytest.raises(UserError, match="none of 1 prompts .* longest has 90 tokens"):
         prompt_contexts([torch.arange(90)], None, 8, longest=4000)
 
 
 def clusters(conversations: int, generator: np.random.Generator) -> list[np.ndarray]:
-    """What each verification yields, of conversations whose acceptance differs, and with it how many verifications their 60
-    tokens need."""
+    """What each verification yields, of conversations whose acceptance differs, and with it how many verifications
+    their 60 tokens need."""
     yields = [1 + generator.binomial(3, share, size=60) for share in generator.beta(3, 2, size=conversations)]
     return [each[: np.searchsorted(each.cumsum(), 60) + 1] for each in yields]
 
@@ -114,8 +114,8 @@ def test_intervals_hold_the_truth_as_often_as_they_promise(conversations):
 
 
 def test_intervals_of_many_conversations_are_those_of_the_ratio_estimator():
-    """Its variance (Cochran 1977, section 6.3): sum of (y - r x)^2 / (C - 1), over C times the square of the mean of x. The
-    2,000 resamples leave a standard error of 2% in each end."""
+    """Its variance (Cochran 1977, section 6.3): sum of (y - r x)^2 / (C - 1), over C times the square of the mean of x.
+    The 2,000 resamples leave a standard error of 2% in each end."""
     counts, verifications = totals(clusters(400, np.random.default_rng(2)))
     ratio = counts[:, 0].sum() / verifications.sum()
     error = (((counts[:, 0] - ratio * verifications) ** 2).sum() / 399 / 400) ** 0.5 / verifications.mean()

@@ -110,7 +110,8 @@ def served(histogram: list[int], tokens: int, stopped: bool) -> TimedAnswer:
 
 
 def test_verifications_are_counted_in_full_up_to_an_eos():
-    """8 = 1 of the prefill + 7; the first answer's last verification reached one token beyond, the second's ended early."""
+    """8 = 1 of the prefill + 7; the first answer's last verification reached one token beyond, the second's ended
+    early."""
     cut, ended = served([1, 0, 1, 1], 8, False), served([1, 0, 0, 2], 8, True)
     alone = count_drafted([cut], 3)
     assert (alone.verifications, alone.yielded, alone.accepted) == (3, 1 + 3 + 4, [2, 2, 1])
@@ -136,7 +137,8 @@ def test_what_people_read_names_engine_and_speed():
         ((3, 4, 48, 45, 45, [0, 0, 0, 0]), "45 tokens from 45 verifications, and 3 from the prefills: 48 put out"),
         (
             (24, 4, 1941, 799, 1936, [495, 328, 192, 128]),
-            "1,936 tokens from 799 verifications, and 24 from the prefills, less 19 beyond the answers' length: 1,941 put out",
+            "1,936 tokens from 799 verifications, and 24 from the prefills, less 19 beyond the answers' length: 1,941 "
+            "put out",
         ),
     ],
 )
@@ -154,7 +156,9 @@ def test_the_judges_counts_add_up_and_give_the_acceptance_length(result, said):
 def test_a_draft_of_another_target_is_refused(tmp_path, target):
     config = derive_draft(AutoConfig.from_pretrained(target), draft_vocab_size=64, aux_layers=(1, 2, 3))
     check_belongs(config, tmp_path, config.vocab_size, 32)
-    with pytest.raises(UserError, match=f"vocabulary {config.vocab_size} and hidden size 32, this one has .* and 64"):
+    with pytest.raises(
+        UserError, match=f"vocabulary {config.vocab_size} and hidden size 32, but this one has .* and 64"
+    ):
         check_belongs(config, tmp_path, config.vocab_size, 64)
 
 
@@ -169,15 +173,15 @@ def make_export(run: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--engine", "vllm"], "--engine vllm: there is none of that name"),
+        (["--engine", "vllm"], "--engine vllm: no such engine"),
         (["--topk", "2"], "use --engine sglang"),
         (["--tree-tokens", "5"], "use --engine sglang"),
-        (["--prompts", __file__], "is no file of such a kind; name a .jsonl"),
+        (["--prompts", __file__], "is not a file of such a kind; name a .jsonl"),
         (["--prompts", "/nowhere.jsonl"], "--prompts /nowhere.jsonl: no such file"),
         (["--draft", "/nowhere"], "/nowhere: no exported draft here"),
         (
             ["--window", "3"],
-            "--window 3: a window of 3 keys cannot hold a chain of 4 (evaluation.draft_tokens); lower that, or take",
+            "--window 3: a window of 3 keys cannot hold a chain of 4 (evaluation.draft_tokens); lower that, or use",
         ),
         (["--window", "0"], "--window 0: not a number of keys, 1 or more; leave it out for the draft's own"),
         (["--window", "9" * 24], "not a number of keys"),
@@ -196,17 +200,17 @@ def test_a_run_or_a_target_in_the_place_of_a_draft_is_told_from_one(refused, tmp
     said = refused("evaluate.py", "--check", "--draft", tmp_path)
     assert f"{tmp_path}: is a run's folder; its draft is in there: --draft {tmp_path / 'export'}" in said
     said = refused("evaluate.py", "--check", "--draft", target)
-    assert f"{target}/config.json: has 5 layers, so this is no EAGLE3 draft" in said
+    assert f"{target}/config.json: has 5 layers, but an EAGLE3 draft has one" in said
 
 
 def test_a_result_displaces_nothing_but_an_earlier_result(refused, tmp_path, target):
     recipe = write_recipe(tmp_path, target, evaluation={"conversations": 2})
     make_export(tmp_path / "run")
     for out, said in (
-        (tmp_path, "is there, and is no file"),
-        ("/dev/null", "is there, and is no file"),
-        (recipe, "holds something else than an evaluation"),
-        (tmp_path / "run" / "export" / "config.json", "holds something else than an evaluation"),
+        (tmp_path, "exists, but is not a file"),
+        ("/dev/null", "exists, but is not a file"),
+        (recipe, "holds something other than an evaluation"),
+        (tmp_path / "run" / "export" / "config.json", "holds something other than an evaluation"),
         (tmp_path / "none" / "x.json", f"there is no folder {tmp_path / 'none'}"),
         (recipe / "x.json", f"there is no folder {recipe}"),
     ):
@@ -243,7 +247,9 @@ def test_a_window_that_the_recipe_names_and_the_draft_has_not_is_said(tmp_path, 
     for window, warned in ((None, False), (6, False), (9, True)):
         warn(load_recipe(path, [f"model.draft.window={'null' if window is None else window}"]), draft, console)
         said = capsys.readouterr().err
-        assert ("model.draft.window: 9, but" in said and "a window of 6 and is judged so; --window 9" in said) == warned
+        assert (
+            "model.draft.window: 9, but" in said and "a window of 6 and is judged with that; --window 9" in said
+        ) == warned
 
 
 def test_export_refuses_at_once(refused, tmp_path):

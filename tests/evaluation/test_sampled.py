@@ -11,9 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from eagle3.draft.derivation import derive_draft
 from eagle3.draft.model import Eagle3Draft
 from eagle3.evaluation.acceptance import AcceptanceRule, Decoding, Drawn, Sampled, Sampling, Verification
-from eagle3.evaluation.decoding import plain_sampled, speculative
 from eagle3.evaluation.drafter import ChainDrafter, untrained_draft
-from eagle3.evaluation.speculative import chain_drafter, decode_conversations
+from eagle3.evaluation.speculative import chain_drafter, decode_conversations, plain_sampled, speculative
 from eagle3.targets.transformers import TransformersTarget
 
 VOCABULARY, NEW_TOKENS, DRAFT_TOKENS = 16, 3, 2
@@ -108,7 +107,8 @@ def pair(topology) -> Pair:
 
 
 def cells(chances: Tensor, draws: int) -> Tensor:
-    """A cell for each outcome: its own where at least 5 draws are expected; the unlikely ones share, likeliest first."""
+    """A cell for each outcome: its own where at least 5 draws are expected; the unlikely ones share, likeliest
+    first."""
     order = chances.argsort(descending=True)
     cell, full, expected = torch.empty_like(order), 0, 0.0
     for outcome, chance in zip(order.tolist(), (chances[order] * draws).tolist(), strict=True):
@@ -180,8 +180,8 @@ def verified(kind: type[Sampled], draws: int) -> tuple[list[Verification], Tenso
 
 
 def test_one_verification_keeps_drafts_and_draws_tokens_as_often_as_it_should():
-    """The chain's tokens do not depend on one another here, so all of it is known: place 0 is drawn from p[0]; place 1, where
-    the first draft was kept, from p[1], whatever it was; and place 2 from p[2]."""
+    """The chain's tokens do not depend on one another here, so all of it is known: place 0 is drawn from p[0]; place 1,
+    where the first draft was kept, from p[1], whatever it was; and place 2 from p[2]."""
     draws = 30_000
     made, p, q = verified(Sampled, draws)
     kept = torch.minimum(p[:2], q).sum(-1)

@@ -1,4 +1,5 @@
-"""Acceptance where it is known beforehand: of a draft that is the target, of one that is always wrong, of one that guesses."""
+"""Acceptance where it is known beforehand: of a draft that is the target, of one that is always wrong, of one that
+guesses."""
 
 import pytest
 import torch
@@ -9,9 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from eagle3.draft.derivation import derive_draft
 from eagle3.draft.model import Eagle3Draft
 from eagle3.evaluation.acceptance import AcceptanceRule, Decoding, Drawn, Sampling
-from eagle3.evaluation.decoding import TargetSession
 from eagle3.evaluation.drafter import NewDrafter, untrained_draft
-from eagle3.evaluation.speculative import SpeculativeResult, chain_drafter, decode_conversations
+from eagle3.evaluation.speculative import SpeculativeResult, TargetSession, chain_drafter, decode_conversations
 from eagle3.targets.transformers import TransformersTarget
 
 TOKENS, WIDTH, DRAFT_TOKENS, NEW_TOKENS = 12, 16, 3, 30
@@ -21,8 +21,8 @@ RULES = [Sampling(), Sampling(1.0, seed=1), Sampling(0.7, seed=2)]
 
 
 def last_token_target() -> TransformersTarget:
-    """Its next token depends on the last one alone: no layer adds anything to the embedding, one entry for each token and a
-    constant one. What follows is random, but IMPOSSIBLE never does."""
+    """Its next token depends on the last one alone: no layer adds anything to the embedding, one entry for each token
+    and a constant one. What follows is random, but IMPOSSIBLE never does."""
     config = LlamaConfig(
         vocab_size=TOKENS,
         hidden_size=WIDTH,
@@ -58,9 +58,10 @@ def draft_for(target: TransformersTarget, vocabulary: int, topology) -> Eagle3Dr
 def equal_draft(target: TransformersTarget, topology) -> Eagle3Draft:
     """An EAGLE3 draft, set by hand, that says what `last_token_target` says, at every step of its chain.
 
-    Its hidden state is sqrt(8) at the entry of the last token, 0 elsewhere. Queries and keys are one constant vector, so
-    that rotation alone makes each row see itself: another row's score is lower by 50 or more. The value is the embedding's
-    part of the input less the hidden part, which takes the previous step's token out of the residual stream.
+    Its hidden state is sqrt(8) at the entry of the last token, 0 elsewhere. Queries and keys are one constant vector,
+    so that rotation alone makes each row see itself: another row's score is lower by 50 or more. The value is the
+    embedding's part of the input less the hidden part, which takes the previous step's token out of the residual
+    stream.
     """
     draft, root = draft_for(target, TOKENS, topology), 8**0.5  # an embedding's entries after its norm: 1 / sqrt(2 / 16)
     attention = draft.layer.self_attention
@@ -156,8 +157,8 @@ def test_greedy_drafts_one_beside_the_targets_choice_are_all_rejected():
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_a_draft_that_guesses_is_accepted_as_often_as_the_theory_says(topology, temperature):
-    """Of a uniform q the first draft is kept with probability sum_x min(p(x), q(x)) (Leviathan et al. 2023, theorem 3.5),
-    which the last token tells here; so are the later ones."""
+    """Of a uniform q the first draft is kept with probability sum_x min(p(x), q(x)) (Leviathan et al. 2023, theorem
+    3.5), which the last token tells here; so are the later ones."""
     target = last_token_target()
     draft = draft_for(target, TOKENS, topology)
     draft.lm_head.weight.zero_()

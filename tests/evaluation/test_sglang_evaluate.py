@@ -10,8 +10,8 @@ from sglang_cpu.targets import VOCABULARY, make_target
 from test_speculative import export_trained
 from tiny_run import finish, launch, write_recipe
 
-from eagle3.evaluation.decoding import plain_greedy
 from eagle3.evaluation.prompts import read_prompts
+from eagle3.evaluation.speculative import plain_greedy
 from eagle3.targets.checkpoint import load_tokenizer
 from eagle3.targets.transformers import load_target
 

@@ -16,7 +16,6 @@ from eagle3.draft.interchange import export_draft
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
 from eagle3.evaluation.acceptance import Drawn
-from eagle3.evaluation.decoding import PlainOutput, SpeculativeOutput, plain_greedy
 from eagle3.evaluation.drafter import ChainDrafter, LoadedDraft, load_draft
 from eagle3.evaluation.sglang_judge import (
     DraftTree,
@@ -26,7 +25,7 @@ from eagle3.evaluation.sglang_judge import (
     count_drafted,
     decode_by_server,
 )
-from eagle3.evaluation.speculative import SpeculativeResult
+from eagle3.evaluation.speculative import PlainOutput, SpeculativeOutput, SpeculativeResult, plain_greedy
 from eagle3.targets.sglang.server import EngineOptions, SGLangServer
 from eagle3.targets.sglang.version import GreedyAnswer, cpu_attention_flags, decoding_flags, speculative_flags
 from eagle3.targets.transformers import TransformersTarget, load_target
@@ -39,8 +38,8 @@ LOGITS = Logits(torch.float32, layers=6, vocab_size=VOCABULARY)
 
 @dataclass(frozen=True)
 class Decoded:
-    """What both engines made of the same prompts with the draft in `folder`; `plain` is the server without a draft, still
-    running."""
+    """What both engines made of the same prompts with the draft in `folder`; `plain` is the server without a draft,
+    still running."""
 
     folder: Path
     target: TransformersTarget
@@ -135,7 +134,8 @@ def test_both_engines_accept_the_same_drafts(decoded):
 
 @dataclass(frozen=True)
 class Windowed:
-    """A draft with a window whose last keys decide, for its attention counts five times as much; `others` are no windows of it."""
+    """A draft with a window whose last keys decide, for its attention counts five times as much; `others` are no
+    windows of it."""
 
     folder: Path
     loaded: LoadedDraft
@@ -183,7 +183,8 @@ def test_a_draft_with_a_window_is_served_as_transformers_judges_it(decoded, wind
 
 
 class Followed:
-    """A rule for a drafter that walks the tree of its `topk` best tokens along `tokens`: accepted counts how far they led."""
+    """A rule for a drafter that walks the tree of its `topk` best tokens along `tokens`: accepted counts how far they
+    led."""
 
     def __init__(self, tokens: Sequence[int], d2t: Tensor, topk: int) -> None:
         self.tokens, self.topk, self.accepted, self.off = list(tokens), topk, 0, False

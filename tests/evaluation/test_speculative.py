@@ -28,10 +28,19 @@ from eagle3.draft.interchange import export_draft, read_exported
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
 from eagle3.evaluation.acceptance import Decoding, Greedy
-from eagle3.evaluation.decoding import SpeculativeOutput, TargetSession, plain_greedy, speculative, tie_resolution
 from eagle3.evaluation.drafter import ChainDrafter, LoadedDraft, load_draft, untrained_draft
 from eagle3.evaluation.judge import judge_export
-from eagle3.evaluation.speculative import SpeculativeResult, chain_drafter, compare, decode_conversations
+from eagle3.evaluation.speculative import (
+    SpeculativeOutput,
+    SpeculativeResult,
+    TargetSession,
+    chain_drafter,
+    compare,
+    decode_conversations,
+    plain_greedy,
+    speculative,
+    tie_resolution,
+)
 from eagle3.objective.unroll import unroll, unroll_inputs
 from eagle3.parallel.sequence import Stream, plan_sequence
 from eagle3.parallel.topology import Topology
@@ -255,7 +264,8 @@ def test_drafts_and_accepted_counts_equal_the_definition_without_caches(pair):
 
 @pytest.mark.parametrize("window", [None, 6, 11])
 def test_a_draft_that_lives_by_its_attention_drafts_by_the_definition(pair, tmp_path, window):
-    """With large projections every key decides, those of the chain's own earlier steps too. Under a window the last keys."""
+    """With large projections every key decides, those of the chain's own earlier steps too. Under a window the last
+    keys."""
     draft, d2t, t2d = pair.draft()
     draft.draft_config = dataclasses.replace(draft.draft_config, window=window)
     for name, weight in draft.named_parameters():
@@ -475,7 +485,7 @@ def test_a_draft_of_another_target_is_refused(pair):
     def load(other: TargetHead):
         return load_draft(pair.folder, other, pair.topology.modules, torch.float32, CPU)
 
-    with pytest.raises(UserError, match="hidden size 64, this one has 256 and 32; name the target"):
+    with pytest.raises(UserError, match="hidden size 64, but this one has 256 and 32; name the target"):
         load(TargetHead(head.embedding[:, :32], head.head[:, :32]))
     with pytest.raises(UserError, match="vocabulary 256 .* this one has 200 and 64"):
         load(TargetHead(head.embedding[:200], head.head[:200]))

@@ -1,4 +1,5 @@
-"""Every mistake of a user gives one line that names the place, the value and the remedy, and leaves earlier runs alone."""
+"""Every mistake of a user gives one line that names the place, the value and the remedy, and leaves earlier runs
+alone."""
 
 import json
 import os
@@ -216,10 +217,13 @@ def test_a_home_folder_is_found_behind_a_tilde(recipe, monkeypatch):
     [
         (lambda folder: (folder / "config.json").unlink(), "no config.json in this folder"),
         (lambda folder: (folder / "model.safetensors").unlink(), "no weights in this folder"),
-        (lambda folder: os.truncate(folder / "model.safetensors", 1000), "less than its own header says"),
+        (
+            lambda folder: os.truncate(folder / "model.safetensors", 1000),
+            r"cut off, or a git-lfs pointer\); download it again",
+        ),
         (
             lambda folder: os.truncate(folder / "model.safetensors", (folder / "model.safetensors").stat().st_size - 1),
-            "less than its own header says",
+            r"cut off, or a git-lfs pointer\); download it again",
         ),
         (lambda folder: (folder / "model.safetensors").write_text("version https://git-lfs"), "a git-lfs pointer"),
     ],
@@ -238,7 +242,7 @@ def test_a_targets_folder_that_lacks_something_is_told_by_a_look_at_its_files(re
 def test_what_a_launcher_set_wrongly_is_named(name, value, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=f"^{name}={value}: (is no|a job of WORLD_SIZE=1 has ranks 0 to 0)"):
+    with pytest.raises(UserError, match=f"^{name}={value}: (is not|a job of WORLD_SIZE=1 has ranks 0 to 0)"):
         start_distributed()
 
 

@@ -105,7 +105,7 @@ def test_a_verify_says_what_is_not_bound_and_binds_it_where_asked_and_nothing_is
     lost.rename(shards[0])
     obstacle = tmp_path / f"{shards[-1].stem}.json.partial"
     obstacle.mkdir()
-    with pytest.raises(UserError, match="cannot be written .*; free space or change its rights"):
+    with pytest.raises(UserError, match="cannot be written .*; .*run the same again"):
         verified(repair=False, bind=True)
     obstacle.rmdir()
     unbind_all(tmp_path)
@@ -132,8 +132,8 @@ def test_what_is_stored_is_the_same_bit_for_bit_whoever_captures_it_and_whatever
 
 
 def test_a_rank_that_is_killed_is_named_and_ends_the_others_and_one_that_is_slow_does_not(tmp_path, recipe):
-    """As under srun, where nobody else would end them; a capture's ranks wait for one another for days. The slow one is late for
-    longer than hang_minutes."""
+    """As under srun, where nobody else would end them; a capture's ranks wait for one another for days. The slow one is
+    late for longer than hang_minutes."""
     said = finish(launch(sys.executable, "tests/support/capture_worker.py", "killed", str(recipe), str(tmp_path)))
     codes = dict(re.findall(r"^(.+): ended with (\[.*\])$", said, re.MULTILINE))
     assert codes.pop("unequal") == "[0, 0]", said
@@ -145,7 +145,7 @@ def test_a_rank_that_is_killed_is_named_and_ends_the_others_and_one_that_is_slow
         (0, "step 2, .+", "continue with --resume auto"),
     ):
         named = (
-            rf"^error: rank {rank} \(process \d+ on .+\) has ended, at {place}; see its own last words, and {advice}$"
+            rf"^error: rank {rank} \(process \d+ on .+\) has ended, at {place}; see what it printed last, and {advice}$"
         )
         assert len(re.findall(named, said, re.MULTILINE)) == 1, (rank, place, said)
 
@@ -183,9 +183,9 @@ def test_ranks_that_prefill_long_samples_together_capture_what_one_process_does(
         HiddenStateStore.open(str(path), {**needed, "codec": codec})
         for path, codec in ((one, "none"), (two, "lossless"))
     ]
-    lengths = [len(stores[0].tokens(sample_id).ids) for sample_id in stores[0]]
+    lengths = [len(stores[0].tokens(sample_id).ids) for sample_id in stores[0].locations]
     assert min(lengths) <= 40 < max(lengths)
-    for sample_id in stores[0]:
+    for sample_id in stores[0].locations:
         tokens = stores[0].tokens(sample_id)
         teacher = taught_rows(tokens.loss_mask).nonzero().flatten()
         request = RowRequest(sample_id, torch.arange(len(tokens.ids)), teacher)
@@ -212,7 +212,9 @@ def test_the_disk_need_is_what_a_store_takes(tmp_path, codec, dtype):
 def test_a_disk_that_cannot_hold_the_samples_is_refused_before_the_first(tmp_path):
     one = SampleSet.pack([(np.zeros(2, np.int32), np.ones(2, bool))])
     huge = [Wanted(one, 0, 10**12)] * 3
-    with pytest.raises(UserError, match=r"3 samples take .* TB more, the disk has .*hidden_states.codec to lossless"):
+    with pytest.raises(
+        UserError, match=r"3 samples take .* TB more, but the disk has .*hidden_states.codec to lossless"
+    ):
         require_disk(tmp_path, huge, Encoding("none", "bfloat16", 4096))
     with pytest.raises(UserError, match=r"take about .* TB more, .*set hidden_states.path to another disk"):
         require_disk(tmp_path, huge, Encoding("lossless", "bfloat16", 4096))

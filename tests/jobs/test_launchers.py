@@ -1,4 +1,5 @@
-"""The launchers beside train.py's own work: what they print, what they write, and what they leave out the second time."""
+"""The launchers beside train.py's own work: what they print, what they write, and what they leave out the second
+time."""
 
 import json
 import os
@@ -177,7 +178,10 @@ def test_whoever_reads_no_further_ends_a_command_as_shells_expect(main):
 
 
 def test_a_line_that_another_thread_loses_is_no_traceback():
-    main = "def main():\n  tell('1')\n  time.sleep(1)\n  thread = threading.Thread(target=tell, args=('2',))\n  thread.start()"
+    main = (
+        "def main():\n  tell('1')\n  time.sleep(1)\n  "
+        "thread = threading.Thread(target=tell, args=('2',))\n  thread.start()"
+    )
     code, error = read_by_head(
         1, "-c", f"{RUN}from eagle3.console import tell\n{main}\n  thread.join()\nrun_command(main)"
     )

@@ -1,4 +1,5 @@
-"""A run goes on under another layout from the same checkpoint: the same samples in the same order, to the same numbers."""
+"""A run goes on under another layout from the same checkpoint: the same samples in the same order, to the same
+numbers."""
 
 import sys
 from itertools import permutations

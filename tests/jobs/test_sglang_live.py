@@ -1,4 +1,5 @@
-"""Training beside running SGLang servers: the same losses as from a store, whoever is killed and however small the spool."""
+"""Training beside running SGLang servers: the same losses as from a store, whoever is killed and however small the
+spool."""
 
 import json
 import os
@@ -25,10 +26,9 @@ from eagle3.states.spool import Spool, SpoolReader
 from eagle3.states.store.folder import MANIFEST, Manifest
 from eagle3.states.store.reader import HiddenStateStore, RowRequest
 from eagle3.targets.sglang.asking import ask
-from eagle3.targets.sglang.client import Producer, Servers
+from eagle3.targets.sglang.client import Producer, Servers, spool_bytes
 from eagle3.targets.sglang.hook import HookSettings
 from eagle3.targets.sglang.server import SGLangServer
-from eagle3.targets.sglang.target import spool_bytes
 from eagle3.targets.transformers import load_target
 from eagle3.text.samples import Sample
 
@@ -120,7 +120,7 @@ def require_same_course(found: list[dict], wanted: list[dict]) -> None:
 def test_a_store_captured_from_a_server_has_the_rows_that_transformers_gives(case, stored):
     store = HiddenStateStore.open(str(case.folder / "store"), provenance_of(case.folder / "store"))
     target = load_target(case.folder / "target", aux_layers=LAYERS)
-    for sample_id in list(store)[:10]:
+    for sample_id in list(store.locations)[:10]:
         ids, mask = store.tokens(sample_id)
         taught = torch.arange(1, len(ids))[mask[:-1]]
         found = store.read([RowRequest(sample_id, torch.arange(len(ids)), taught)])[0]
@@ -172,7 +172,7 @@ def test_without_a_server_training_and_capture_end_with_the_line_that_starts_one
         assert "target.servers: http://127.0.0.1:9 does not answer" in line and "capture.py --print-server" in line
         assert "Traceback" not in said
     said = case.run("train", *DEEPSPEED, f"output.dir={case.folder}/none", "target.servers=[]", code=2)
-    assert "live training with SGLang wants servers" in said and "Traceback" not in said
+    assert "live training with SGLang needs running servers" in said and "Traceback" not in said
 
 
 class KeepingReader(SpoolReader):
@@ -252,7 +252,7 @@ def test_killed_servers_lose_nothing_while_one_is_left_and_then_the_job_ends_wit
         capturing_server(case.folder / "target", settings, LAYERS) as only,
         target_behind([only.url], settings, LAYERS, vocab_size=VOCABULARY) as target,
         pytest.raises(
-            UserError, match="no server is left.*capture.py goes on where it stopped, train.py with --resume"
+            UserError, match="no server is left.*capture.py goes on where it stopped, train.py does with --resume"
         ),
     ):
         for count, (_, parts) in enumerate(target.arriving(asked)):

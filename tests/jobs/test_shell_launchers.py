@@ -99,10 +99,10 @@ def test_a_mistake_is_one_line_and_exit_code_2(start, tmp_path, script, argument
         (("--nodes=0", "--"), {}, "a job has 1 node or more"),
         (("--gpus-per-node=0", "--"), {}, "set PROCESSES"),
         (("--gpus-per-node=0", "--time", "24:00:00", "--"), {}, "set PROCESSES"),
-        ((), {"MAX_REQUEUES": "x"}, "MAX_REQUEUES=x: is no number"),
+        ((), {"MAX_REQUEUES": "x"}, "MAX_REQUEUES=x: is not a number"),
         ((), {"CONTAINER_MOUNTS": "a:b"}, "CONTAINER_MOUNTS=a:b: is for a job in a container"),
-        (("--nodes", "2"), {}, "--nodes: is no option here; those of sbatch come first"),
-        (("--part", "0/2"), {}, "--part: is no option here: each task of sbatch's --array is a part"),
+        (("--nodes", "2"), {}, "--nodes: is not an option here; those of sbatch come first"),
+        (("--part", "0/2"), {}, "--part: is not an option here: each task of sbatch's --array is a part"),
         ((), {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}, "no GPU in this job"),
     ],
 )
@@ -151,8 +151,8 @@ def test_a_job_of_several_nodes_is_shown_to_its_last_line(start, recipe, tmp_pat
     ("script", "ranks", "said"),
     [
         ("single_node.sh", {"PROCESSES": "2"}, "data 2; 8 samples a step"),
-        ("single_node.sh", {"PROCESSES": "3"}, "training.global_batch_size raised from 8 to 9, for 3 streams a step"),
-        ("slurm_multi.sh", {}, "training.global_batch_size raised from 8 to 16, for 16 streams a step"),
+        ("single_node.sh", {"PROCESSES": "3"}, "training.global_batch_size raised from 8 to 9, for 3 streams per step"),
+        ("slurm_multi.sh", {}, "training.global_batch_size raised from 8 to 16, for 16 streams per step"),
     ],
 )
 def test_without_arguments_the_quickstart_is_trained_on_any_number_of_ranks(monkeypatch, script, ranks, said):

@@ -45,11 +45,15 @@ def test_a_layout_that_fits_is_told(job, said, chosen):
     [
         ("2x8", "tensor 1 x ulysses 16 would cross nodes of 8 processes", {"ulysses": 16}),
         ("2x6", "tensor 4 x ulysses 1 would cross nodes of 6 processes", {"tensor": 4}),
-        ("1x6", "takes 4 processes or a multiple of it, this job has 6; start 4 or 8", {"ring": 4}),
-        ("1x3", "global_batch_size 16 cannot be dealt to 3 data-parallel ranks x 1 accumulation; use 15 or 18", {}),
+        ("1x6", "takes 4 processes or a multiple of that, but this job has 6; start 4 or 8", {"ring": 4}),
+        (
+            "1x3",
+            "global_batch_size 16 cannot be divided among 3 data-parallel ranks x 1 accumulation; use 15 or 18",
+            {},
+        ),
         ("1x4", "parallelism.ulysses: 4 does not divide the 6 attention heads", {"ulysses": 4}),
-        ("0x8", "write nodes x processes a node", {}),
-        ("8", "write nodes x processes a node", {}),
+        ("0x8", "write nodes x processes per node", {}),
+        ("8", "write nodes x processes per node", {}),
     ],
 )
 def test_a_layout_that_does_not_fit_is_refused_with_the_remedy(job, said, chosen):

@@ -1,4 +1,5 @@
-"""Runs that are killed, stopped by a signal or meet a full disk end soon, lose nothing, and go on to the same weights."""
+"""Runs that are killed, stopped by a signal or meet a full disk end soon, lose nothing, and go on to the same
+weights."""
 
 import os
 import re
@@ -34,7 +35,8 @@ def require_same_run(one, other):
 
 
 def require_named(said):
-    """Every job that broke names the rank that ended, unless its draft was out already: then only goodbyes were left to say."""
+    """Every job that broke names the rank that ended, unless its draft was out already: then only goodbyes were left to
+    say."""
     jobs = re.split(r"killed rank .*: exit codes \[", said)
     for output, codes in zip(jobs, [after.partition("]")[0] for after in jobs[1:]], strict=False):
         whole = {*codes.split(", ")} == {"0"}
@@ -96,7 +98,7 @@ def test_a_signalled_run_exits_cleanly_or_with_the_code_asked_for(tmp_path, reci
     (early,) = [launch(*command, f"output.dir={tmp_path / 'early'}", "--stop-code", "75")]
     early.stdout.readline()
     os.kill(early.pid, signal.SIGTERM)
-    assert "what was being made begins again" in finish(early, 75)
+    assert "what was in progress will start over" in finish(early, 75)
 
 
 def test_a_full_disk_keeps_the_older_checkpoint_and_with_room_the_run_goes_on(tmp_path, recipe, small_disk):

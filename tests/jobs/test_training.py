@@ -90,7 +90,8 @@ def test_training_under_a_window_from_the_rows_that_it_sees_is_bit_identical(tmp
 
 
 def test_spans_are_drawn_anew_live_and_from_whole_samples_and_stay_in_a_store_of_their_own(tmp_path, target, topology):
-    """A store of whole samples gives what live training gives; of one that was captured with spans the first epoch does."""
+    """A store of whole samples gives what live training gives; of one that was captured with spans the first epoch
+    does."""
     recipe = str(write_recipe(tmp_path, target))
     spans = ["data.spans={length: 3, per_document: 2}", "model.draft.window=6"]
     train(load_recipe(recipe, [*spans, "training.max_steps=14"]), ZERO2, topology)
@@ -114,7 +115,8 @@ def test_spans_are_drawn_anew_live_and_from_whole_samples_and_stay_in_a_store_of
     ]
     with pytest.raises(
         UserError,
-        match=r"captured with data.spans={length: 3, per_document: 2} and data.seed=0; this run has data.spans={length: 4, ",
+        match=r"captured with data.spans={length: 3, per_document: 2} and data.seed=0; this run has "
+        r"data.spans={length: 4, ",
     ):
         train(load_recipe(recipe, [*others, "model.draft.window=6"]), ZERO2, topology)
     live, whole, spanned = (metrics(tmp_path / run) for run in ("run", "from whole", "from spans"))
@@ -195,7 +197,7 @@ def test_killed_runs_resume_to_the_same_weights_bit_for_bit(tmp_path, target):
     weights = max(newest.rglob("*.pt"), key=lambda path: path.stat().st_size)
     weights.write_bytes(weights.read_bytes()[:-1])
     said = finish(launch(*command, "--resume"))
-    assert f"{newest}: {weights.name} is damaged; renamed damaged-step" in said
+    assert f"{newest}: {weights.name} is damaged; renamed to damaged-step" in said
 
     expected, found = (load_file(folder / "export" / "model.safetensors") for folder in (tmp_path / "undisturbed", run))
     assert expected.keys() == found.keys()

@@ -54,8 +54,8 @@ def _check(
     config: LossConfig = KL,
     streams: Sequence[Sequence[Document]] | None = None,
 ) -> Trained:
-    """Assert that training equals the definition in fp64 and in fp32, and in fp64 also when whole steps are recomputed in
-    small pieces; returns what it computed in fp64, recomputing nothing."""
+    """Assert that training equals the definition in fp64 and in fp32, and in fp64 also when whole steps are recomputed
+    in small pieces; returns what it computed in fp64, recomputing nothing."""
     tokens = sum(len(document.ids) for document in case.documents)
     divide_by = tokens if config.normalization == "tokens" else None
     defined = define(case, steps, Loss(config.name, divide_by, config.step_decay, config.kl_scale, config.kl_decay))

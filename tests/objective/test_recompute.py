@@ -1,4 +1,5 @@
-"""What recomputation and streaming keep, and that they change nothing; that the gradients are right is test_definition.py's."""
+"""What recomputation and streaming keep, and that they change nothing; that the gradients are right is
+test_definition.py's."""
 
 import dataclasses
 
@@ -55,7 +56,8 @@ def test_many_chunks_in_bfloat16_round_the_weights_gradients_as_one_chunk_does(t
 
 
 def test_kept_bytes_of_a_supervised_token_are_a_hidden_state_and_own_keys_a_step(topology):
-    """With full recompute the graph of the unroll holds inputs of steps and K_0, V_0, own keys and values, nothing else."""
+    """With full recompute the graph of the unroll holds inputs of steps and K_0, V_0, own keys and values, nothing
+    else."""
     draft_shape = dataclasses.replace(draft_config(4, 2, 16), intermediate_size=256)
     held = {}
     for recompute in ("full", "attention_kept", "none"):

@@ -36,27 +36,32 @@ def test_sizes_that_divide_are_taken(tensor, ulysses):
         (
             {},
             16,
-            "parallelism.tensor: 16 does not divide the draft's num_key_value_heads 8; use 2 or 4 or 8, or change it under model.draft",
+            "parallelism.tensor: 16 does not divide the draft's num_key_value_heads 8; use 2 or 4 or 8, or change it "
+            "under model.draft",
         ),
         (
             {},
             3,
-            "parallelism.tensor: 3 does not divide the draft's num_key_value_heads 8; use 1 or 2, or change it under model.draft",
+            "parallelism.tensor: 3 does not divide the draft's num_key_value_heads 8; use 1 or 2, or change it under "
+            "model.draft",
         ),
         (
             {"num_key_value_heads": 1},
             2,
-            "parallelism.tensor: 2 does not divide the draft's num_key_value_heads 1; use 1, or change it under model.draft",
+            "parallelism.tensor: 2 does not divide the draft's num_key_value_heads 1; use 1, or change it under "
+            "model.draft",
         ),
         (
             {"intermediate_size": 250},
             4,
-            "parallelism.tensor: 4 does not divide the draft's intermediate_size 250; use 1 or 2, or change it under model.draft",
+            "parallelism.tensor: 4 does not divide the draft's intermediate_size 250; use 1 or 2, or change it under "
+            "model.draft",
         ),
         (
             {"draft_vocab_size": 50},
             4,
-            "parallelism.tensor: 4 does not divide the draft's draft_vocab_size 50; use 1 or 2, or change it under model.draft",
+            "parallelism.tensor: 4 does not divide the draft's draft_vocab_size 50; use 1 or 2, or change it under "
+            "model.draft",
         ),
     ],
 )

@@ -134,7 +134,8 @@ SIZES = [(ulysses, ring) for ulysses in (1, 2, 4) for ring in (1, 2, 4)]
 
 
 def _sharded(count: int = 9) -> Iterator[tuple[list, int, Stream, SequenceSharding, list[SequencePlan]]]:
-    """masks, steps, stream, sharding and the plans of all ranks; every size meets `count` streams, one of them empty."""
+    """masks, steps, stream, sharding and the plans of all ranks; every size meets `count` streams, one of them
+    empty."""
     for seed, (ulysses, ring) in enumerate(SIZES * count):
         source = random.Random(1000 + seed)
         masks = _random_masks(source) if seed >= len(SIZES) else [[False] * 3, [True]]

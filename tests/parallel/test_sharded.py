@@ -54,9 +54,9 @@ def test_every_layout_gives_the_loss_and_gradients_of_the_definition_in_fp64(com
 
 @every_case
 def test_every_layout_rounds_in_fp32_about_as_much_as_one_process(computed, case, topology):
-    """Each gradient, as a vector, is at most three times as far from the same in fp64, which the definition gives, as that of
-    one process. (Both are sums of the same terms, rounded in other orders: of 761 gradients on one machine the median ratio was
-    0.97 and the largest 1.9.) One process is held to the definition in test_definition.py."""
+    """Each gradient, as a vector, is at most three times as far from the same in fp64, which the definition gives, as
+    that of one process. (Both are sums of the same terms, rounded in other orders: of 761 gradients on one machine the
+    median ratio was 0.97 and the largest 1.9.) One process is held to the definition in test_definition.py."""
     data = case.case()
     alone = train_case(data, topology, torch.float32, STEPS, case.config, case.dealt(data))
     _, exact = read(computed / case_file(case, torch.float64))
@@ -102,9 +102,9 @@ def test_ulysses_equals_deepspeeds_distributed_attention(computed, degree):
 @pytest.mark.parametrize(("mode", "recompute"), WAYS, ids=" ".join)
 @pytest.mark.parametrize("rank", range(4))
 def test_keys_and_values_cross_the_ring_once_in_gather_and_in_every_step_in_p2p(computed, rank, mode, recompute):
-    """Counted at the collectives of Ulysses 2 x ring 2 in bfloat16. A ring of two: `gather` sends K_0, V_0 forward once and their
-    gradient, in fp32, home once, whatever is recomputed. `p2p` sends K_0, V_0 in each of the K steps forward and again backward,
-    in which the gradient makes two hops, and a third time where whole steps are recomputed."""
+    """Counted at the collectives of Ulysses 2 x ring 2 in bfloat16. A ring of two: `gather` sends K_0, V_0 forward once
+    and their gradient, in fp32, home once, whatever is recomputed. `p2p` sends K_0, V_0 in each of the K steps forward
+    and again backward, in which the gradient makes two hops, and a third time where whole steps are recomputed."""
     found = json.loads((computed / bytes_file(rank)).read_text())[f"{mode} {recompute}"]
     counted, keys, gradient = found["counted"], 2 * found["shared"], 4 * found["shared"]
     sent = counted["ring K0,V0 forward"], counted["ring K0,V0 backward"]
@@ -159,8 +159,9 @@ def test_twenty_zero2_steps_follow_one_process(computed, course):
         if name in ("losses", "norms"):
             assert difference.abs().max() <= 1e-5 * tensor.abs().max(), name
             continue
-        # AdamW divides each gradient by its own size: an element whose gradient is hardly more than rounding moves as far as any
-        # other, where rounding sends it. So a weight is compared as a whole, and no element is further off than one step.
+        # AdamW divides each gradient by its own size: an element whose gradient is hardly more than rounding moves as
+        # far as any other, where rounding sends it. So a weight is compared as a whole, and no element is further off
+        # than one step.
         assert difference.double().norm() <= 1e-5 * tensor.double().norm(), name
         assert difference.abs().max() <= LEARNING_RATE, name
 

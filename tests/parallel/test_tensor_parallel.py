@@ -1,7 +1,7 @@
 """Two and four tensor-parallel ranks distil as one process does, and share a draft's weights out and put them together.
 
-Independent of the ranks are: distil on one process (which tests/objective/test_distill.py compares with dense softmaxes) and the
-exported tensors, cut here by hand.
+Independent of the ranks are: distil on one process (which tests/objective/test_distill.py compares with dense
+softmaxes) and the exported tensors, cut here by hand.
 """
 
 import sys

@@ -188,7 +188,8 @@ def test_each_span_of_a_document_costs_a_window_of_keys(ulysses, ring):
 
 
 def test_the_planner_knows_spans(tmp_path, plan):
-    """Ten spans of 100 tokens, a window of 50: a document of a million costs 1,500 rows, however much of it is supervised."""
+    """Ten spans of 100 tokens, a window of 50: a document of a million costs 1,500 rows, however much of it is
+    supervised."""
     recipe = write_recipe(tmp_path, make_target(tmp_path / "target"))
     chosen = ["data.spans={length: 100, per_document: 10}", "model.draft.window=50"]
     reports = []

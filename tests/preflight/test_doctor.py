@@ -85,7 +85,7 @@ def test_the_doctor_names_the_node_and_the_first_thing_that_differs(said):
     assert re.search(r"^FAILED recipe: training.ttt_steps: 3 on node a\S*; 2 on node b\S*$", output, re.MULTILINE)
     assert re.search(r"^FAILED code: launchers/doctor.py: \w+ on node a\S*; \w+ on node b", output, re.MULTILINE)
     assert re.search(
-        r"^FAILED open files: 512 allowed on node b\S*, 4096 needed\n +remedy: ulimit -n 4096", output, re.MULTILINE
+        r"^FAILED open files: 512 allowed on node b\S*, 4096 needed\n +remedy: run ulimit -n 4096", output, re.MULTILINE
     )
     assert re.search(r"^(ok|note) +all-reduce between nodes: .* exact$", output, re.MULTILINE)  # they went on together
     assert set(re.findall(r"^FAILED ([^:]+):", output, re.MULTILINE)) == {"recipe", "code", "open files"}
@@ -103,7 +103,7 @@ def test_a_sound_start_takes_about_a_second(said):
         ("start, other recipe", r"recipe: training.ttt_steps: 3 on node a\S*; 4 on node b\S*; pass the same --recipe"),
         ("start, other deepspeed file", r"deepspeed file: line 2: .* on node a\S*; '' on node b\S* .*; pass the same"),
         ("start, other code", r"code: launchers/train.py: \w+ on node a\S*; absent on node b\S*; start every node"),
-        ("start, few files", r"open files: 512 allowed on node b\S*, 4096 needed; ulimit -n 4096"),
+        ("start, few files", r"open files: 512 allowed on node b\S*, 4096 needed; run ulimit -n 4096"),
         ("start, nowhere to write", r"output.dir: /proc/run: cannot be written on node a\S* \(.*\); set output.dir"),
         ("start, a file in the way", r"output.dir: \S+: cannot be written on node a\S* \(.*file is in the way\)"),
         (

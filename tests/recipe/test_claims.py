@@ -1,4 +1,5 @@
-"""recipes/claims.toml claims what the tests' own cases show, and no more: a family that leaves a test takes its claim along."""
+"""recipes/claims.toml claims what the tests' own cases show, and no more: a family that leaves a test takes its claim
+along."""
 
 from typing import Any, get_args
 

@@ -1,4 +1,5 @@
-"""Every family's recipe against a tiny model of the family's real class: captured, trained, exported; and what is captured."""
+"""Every family's recipe against a tiny model of the family's real class: captured, trained, exported; and what is
+captured."""
 
 import json
 import math
@@ -120,8 +121,8 @@ def test_a_document_in_chunks_has_the_familys_own_hidden_states_or_is_refused(fa
 
 @every_family
 def test_the_tiny_target_reads_its_document(family):
-    """What its first token is shows in the last row, beyond any window, and every layer adds something: a target of which
-    nothing depends on anything would agree with anything."""
+    """What its first token is shows in the last row, beyond any window, and every layer adds something: a target of
+    which nothing depends on anything would agree with anything."""
     changed = torch.cat(((family.ids[:1] + 1) % 400, family.ids[1:]))
     one, other = family.target.prefill([family.ids, changed])
     for mine, theirs in zip(
@@ -163,7 +164,8 @@ def assert_shaped_as(exported: dict[str, Any], family: Family, recipe: Recipe) -
 
 
 def assert_rotates_as(rope: RotaryEmbedding, config: Any, family: Family) -> None:
-    """As the published config says; and as the family's own module of the same width does, of layers that attend to all."""
+    """As the published config says; and as the family's own module of the same width does, of layers that attend to
+    all."""
     published = text_part(published_config(family.recipe))
     scaling = published.get("rope_scaling") or {}
     expected = {name: scaling[name] for name in scaling.keys() - {"type", "mscale", "mscale_all_dim"}}

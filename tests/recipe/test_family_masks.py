@@ -1,7 +1,7 @@
 """The loss mask under the chat templates that model families publish, against spans written by hand.
 
-Each `families/<recipe>/masks.yaml` holds what the template's tokenizer calls its special tokens and a list of cases: the
-messages and tools of one row, and either `supervised`, the text of each run of supervised tokens in order, or
+Each `families/<recipe>/masks.yaml` holds what the template's tokenizer calls its special tokens and a list of cases:
+the messages and tools of one row, and either `supervised`, the text of each run of supervised tokens in order, or
 `unusable: true` with `why`, words of the refusal. A family whose template is another's says `same_as: <recipe>` alone.
 """
 

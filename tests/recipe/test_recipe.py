@@ -199,13 +199,16 @@ def test_a_servers_url_may_end_with_a_slash(tmp_path):
         ({"type": "linear", "factor": 4}, "write rope_type"),
         (
             {"rope_type": "default", "facter": 8},
-            "'facter' is no key of rope_type default, which takes rope_type, rope_theta;",
+            "'facter' is not a key of rope_type default, which takes rope_type, rope_theta;",
         ),
-        ({"factor": 8}, "'factor' is no key of rope_type default"),
-        ({"rope_type": "linear", "factor": 2, "beta_fast": 32}, "'beta_fast' is no key of rope_type linear.*factor;"),
+        ({"factor": 8}, "'factor' is not a key of rope_type default"),
+        (
+            {"rope_type": "linear", "factor": 2, "beta_fast": 32},
+            "'beta_fast' is not a key of rope_type linear.*factor;",
+        ),
         ({"rope_type": "longrope"}, "'longrope' is not supported; use one of default, linear, llama3, yarn;"),
         ({"rope_type": ["yarn"]}, "is not supported"),
-        ({"full_attention": {"rope_theta": 1e6}}, "'full_attention' is no key"),
+        ({"full_attention": {"rope_theta": 1e6}}, "'full_attention' is not a key"),
     ],
     ids=str,
 )
@@ -242,7 +245,7 @@ PATHS = (
 def test_a_url_in_the_place_of_a_path_is_refused_without_its_password(tmp_path, key):
     read(tmp_path)
     password = "secret" * 12  # longer than what a line shows of a value
-    with pytest.raises(UserError, match=rf"{key} .*\*\*\*@host.*: is a URL; name a file or folder") as caught:
+    with pytest.raises(UserError, match=rf"{key} .*\*\*\*@host.*: is a URL; name a local file or folder") as caught:
         load_recipe(tmp_path / "recipe.yaml", [f"{key}=https://user:{password}@host/x?token={password}"])
     assert "secret" not in str(caught.value)
     load_recipe(tmp_path / "recipe.yaml", [f"{key}=some/folder"])

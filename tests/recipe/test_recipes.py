@@ -1,4 +1,5 @@
-"""Every recipe for a model, against its target's published config: it parses, plans and fits, and what it claims is so."""
+"""Every recipe for a model, against its target's published config: it parses, plans and fits, and what it claims is
+so."""
 
 import json
 import re
@@ -101,8 +102,8 @@ def test_what_a_recipe_says_of_layouts_and_disk_is_what_the_planner_says_now(nam
 
 @every_recipe
 def test_a_draft_reaches_as_far_as_its_target(name, facts):
-    """The rope that lets a target reach long contexts is the draft's too, and the context is not shorter, but where the recipe
-    says so (a table of ten million positions)."""
+    """The rope that lets a target reach long contexts is the draft's too, and the context is not shorter, but where the
+    recipe says so (a table of ten million positions)."""
     draft, config = planned(recipe_of(name), facts[name], NODE, ZERO2).draft, facts[name].config
     own = config.rope_parameters.get("full_attention", config.rope_parameters)
     for key in ("rope_type", "rope_theta", "factor", "original_max_position_embeddings"):
@@ -119,9 +120,9 @@ def test_the_config_of_an_export_is_one_that_transformers_reads(name, facts):
     assert RotaryEmbedding(draft).scaling == pytest.approx(LlamaRotaryEmbedding(read).attention_scaling)
 
 
-def test_readme_has_the_table_of_these_recipes():
+def test_the_documentation_has_the_table_of_these_recipes():
     assert CLAIMS.keys() == RECIPES.keys()
-    assert recipes_table(ROOT / "recipes") in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert recipes_table(ROOT / "recipes") in (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
 
 
 def test_a_claim_without_a_word_is_refused():
@@ -306,7 +307,7 @@ def test_a_recipe_lets_transformers_run_what_it_can_where_sglang_is_missing(fact
 def test_keys_on_the_command_line_make_a_recipe_where_a_config_tells_too_little(new_recipe, tmp_path):
     changed("qwen3-8b", rope_scaling={"rope_type": "dynamic", "factor": 2.0})(tmp_path)
     code, _, err = new_recipe("--target", tmp_path, "--out", tmp_path / "x.yaml")
-    assert code == 2 and "'dynamic' is none that a draft can have" in err
+    assert code == 2 and "'dynamic' is not one that a draft can have" in err
     keys = ["model.draft.rope_parameters={rope_type: default, rope_theta: 1000000}", "data.max_length=2048"]
     assert new_recipe("--target", tmp_path, "--out", tmp_path / "x.yaml", *keys)[0] == 0
     recipe = load_recipe(tmp_path / "x.yaml")
@@ -376,11 +377,11 @@ def no_json(folder: Path) -> None:
     [
         (unknown_architecture, "no model class for architecture FooForCausalLM (model_type 'foo')"),
         (own_code, "no model class for architecture BailingMoeV2ForCausalLM"),
-        (no_language_model, "is no causal language model"),
+        (no_language_model, "is not a causal language model"),
         (no_json, "config cannot be read"),
         (lambda folder: (folder / "config.json").write_text("[1]"), "config.json"),
-        (changed("qwen3-8b", architectures=["Qwen3ForSequenceClassification"]), "is no causal language model"),
-        (changed("qwen3-8b", architectures=["BertForMaskedLM"], model_type="bert"), "is no causal language model"),
+        (changed("qwen3-8b", architectures=["Qwen3ForSequenceClassification"]), "is not a causal language model"),
+        (changed("qwen3-8b", architectures=["BertForMaskedLM"], model_type="bert"), "is not a causal language model"),
         (changed("qwen3-8b", quantization_config={"quant_method": "new"}), "does not say its bits"),
         (changed("qwen3-8b", hidden_size="4096"), "has a value that transformers"),
         (
@@ -421,8 +422,8 @@ def test_a_recipe_that_names_an_unknown_architecture_fails_with_what_is_missing(
         (("--table", "absent.md"), "no such file"),
         (("--table", ROOT / "setup.cfg"), "has no lines"),
         (("--target", "./absent", "--out", "x.yaml"), "no such folder"),
-        (("--target", FAMILIES / "qwen3-8b", "--out", "absent/x.yaml"), "no such folder as absent"),
-        (("--target", FAMILIES / "qwen3-8b", "--table", ROOT / "README.md"), "name --target"),
+        (("--target", FAMILIES / "qwen3-8b", "--out", "absent/x.yaml"), "there is no folder absent"),
+        (("--target", FAMILIES / "qwen3-8b", "--table", ROOT / "docs" / "models.md"), "name --target"),
     ],
 )
 def test_mistakes_are_said_in_one_line(new_recipe, arguments, said):

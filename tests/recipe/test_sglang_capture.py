@@ -1,4 +1,5 @@
-"""Hidden states that a real SGLang captures are those of transformers: four families, TP 1 and 2, prefill cut and whole."""
+"""Hidden states that a real SGLang captures are those of transformers: four families, TP 1 and 2, prefill cut and
+whole."""
 
 import pytest
 import torch
@@ -22,8 +23,8 @@ from eagle3.text.vocabulary import DraftVocabulary, save_vocabulary
 
 pytestmark = pytest.mark.sglang
 
-# fp32 sums of 64 to 256 products in another order, layer after layer: each adds about eps of the largest value. Six layers
-# have 12 such additions to the residual stream; 3e-6 is 25 eps.
+# fp32 sums of 64 to 256 products in another order, layer after layer: each adds about eps of the largest value. Six
+# layers have 12 such additions to the residual stream; 3e-6 is 25 eps.
 ALLOWED = 3e-6
 # 200 and 500 tokens are prefilled in 7 and 16 chunks beside others, the short ones whole.
 LENGTHS = (17, 5, 200, 31, 1, 500, 32, 33)
@@ -60,7 +61,8 @@ def test_capture_equals_transformers_for_every_row_with_prefill_cut_and_whole(ta
 
 
 def test_logits_for_a_teacher_are_the_models_own_and_its_columns_meet_on_one_rank(targets, tmp_path):
-    """Two ranks, a draft vocabulary of 70 tokens, all but six of them in the first half of the vocabulary: uneven shards."""
+    """Two ranks, a draft vocabulary of 70 tokens, all but six of them in the first half of the vocabulary: uneven
+    shards."""
     model, asked = targets("llama"), documents(*LENGTHS, seed=3)
     ids = torch.cat([torch.arange(2, 130, 2), torch.tensor([140, 141, 200, 201, 254, 255])])
     t2d = torch.zeros(VOCABULARY, dtype=torch.bool)
@@ -96,11 +98,11 @@ def test_a_server_that_captures_otherwise_is_refused_with_the_command_that_start
     require_capture(server.url, settings, AUX_LAYERS, "COMMAND")
     for changes, layers, said in (
         ({"spool": "/elsewhere"}, AUX_LAYERS, "spool"),
-        ({"dtype": "bfloat16"}, AUX_LAYERS, "dtype 'float32', this recipe wants 'bfloat16'"),
+        ({"dtype": "bfloat16"}, AUX_LAYERS, "dtype 'float32', but this recipe wants 'bfloat16'"),
         ({"target": "another"}, AUX_LAYERS, "target"),
-        ({}, (0, 2, 4), r"aux layers \[1, 2, 4\], this recipe wants \[0, 2, 4\]"),
+        ({}, (0, 2, 4), r"aux layers \[1, 2, 4\], but this recipe wants \[0, 2, 4\]"),
     ):
-        with pytest.raises(UserError, match=f"{said}.*start it so: COMMAND"):
+        with pytest.raises(UserError, match=f"{said}.*start it with: COMMAND"):
             require_capture(server.url, settings._replace(**changes), layers, "COMMAND")
     with pytest.raises(UserError, match="does not answer.*start it, for example: COMMAND"):
         require_capture("http://127.0.0.1:9", settings, AUX_LAYERS, "COMMAND")

@@ -1,4 +1,5 @@
-"""What SGLang makes of the families: its draft class of the drafts that their recipes export, and which targets take drafts."""
+"""What SGLang makes of the families: its draft class of the drafts that their recipes export, and which targets take
+drafts."""
 
 import json
 import subprocess
@@ -26,7 +27,8 @@ pytestmark = pytest.mark.sglang
 CAPTURING = """
 import json
 from sglang.srt.models.registry import ModelRegistry
-print(json.dumps({name: hasattr(model, "set_eagle3_layers_to_capture") for name, model in ModelRegistry.models.items()}))
+models = ModelRegistry.models.items()
+print(json.dumps({name: hasattr(model, "set_eagle3_layers_to_capture") for name, model in models}))
 """
 # Beside the four families of test_sglang_capture.
 COMPARED = ("qwen2.5-7b", "phi-4", "glm-4.5-air", "deepseek-v2-lite", "kimi-k2")
@@ -98,8 +100,8 @@ def test_sglang_rotates_every_draft_as_training_does_at_the_size_of_the_model(tm
 
 
 def test_the_rotation_at_the_last_of_a_million_positions_is_sglangs_bit_for_bit(tmp_path):
-    """Of 2^20 positions, whatever the training length was. In fp32 an angle of a million radians is known to a sixteenth: that
-    both round it alike is what keeps a draft's keys those that it was trained with."""
+    """Of 2^20 positions, whatever the training length was. In fp32 an angle of a million radians is known to a
+    sixteenth: that both round it alike is what keeps a draft's keys those that it was trained with."""
     original = {"original_max_position_embeddings": 8192}
     ropes = {
         "plain": {"rope_type": "default", "rope_theta": 10000.0},

@@ -1,4 +1,5 @@
-"""Regenerating data: whose words stand in a row, what is left out and counted, and that a kill neither loses nor doubles a row.
+"""Regenerating data: whose words stand in a row, what is left out and counted, and that a kill neither loses nor
+doubles a row.
 
 The server is a small real one on this machine that speaks the protocol, and fails where a prompt tells it to.
 """
@@ -39,7 +40,8 @@ LOOKUP = {"type": "function", "function": {"name": "lookup", "parameters": {"typ
 
 
 class Server(ThreadingHTTPServer):
-    """Answers "A2 to <prompt>", 2 being how many messages it was sent, unless the prompt begins with a word it knows."""
+    """Answers "A2 to <prompt>", 2 being how many messages it was sent, unless the prompt begins with a word it
+    knows."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -223,7 +225,8 @@ def answers(tmp_path: Path, server: Server, *rows: dict, **changes) -> list[list
     return [row["messages"] for row in rows_of(tmp_path / "out.jsonl")]
 
 
-# Whose words stand in a row ----------------------------------------------------------------------------------------------
+# Whose words stand in a row
+# ----------------------------------------------------------------------------------------------
 
 TALK = [{"role": "system", "content": "Be brief."}, user("one"), assistant("old 1"), user("two"), assistant("old 2")]
 
@@ -366,7 +369,8 @@ def test_what_decides_the_answers_is_sent_and_what_is_not_given_is_left_to_the_s
     assert {name: sent[name] for name in given} == given and sent["chat_template_kwargs"] == variables
 
 
-# What is left out ---------------------------------------------------------------------------------------------------------
+# What is left out
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_every_answer_that_is_none_to_learn_from_is_counted_by_reason_and_not_asked_for_again(tmp_path, server):
@@ -383,7 +387,7 @@ def test_every_answer_that_is_none_to_learn_from_is_counted_by_reason_and_not_as
         "stopped by the server's content filter": 1,
         "finish_reason repetition": 1,
         "an empty answer": 1,
-        "a tool call whose arguments are no JSON object": 1,
+        "a tool call whose arguments are not a JSON object": 1,
         "plain text, which has no turns": 1,
         "an assistant's turn that follows another of its own": 1,
     }
@@ -438,7 +442,8 @@ def test_a_few_refusals_without_an_answer_are_counted_and_asked_again(tmp_path, 
     assert (summary.unrecorded, summary.rows) == (0, 2) and len(rows_of(left_out)) == 4
 
 
-# Servers that fail --------------------------------------------------------------------------------------------------------
+# Servers that fail
+# --------------------------------------------------------------------------------------------------------
 
 
 def test_a_request_that_fails_is_tried_again_and_one_that_always_does_is_left_to_the_next_run(tmp_path, server):
@@ -536,7 +541,8 @@ def test_no_more_requests_are_in_flight_than_asked_for_and_no_more_conversations
     assert server.most_at_a_time == 5 and most <= 6 and answered == 60
 
 
-# The launcher -------------------------------------------------------------------------------------------------------------
+# The launcher
+# -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -593,7 +599,9 @@ def test_after_a_kill_rows_are_neither_lost_nor_doubled_and_the_key_is_seen_nowh
 
         monkeypatch.setenv("OPENAI_API_KEY", KEY)
         code, other = called_here(*words, "--temperature", "0")
-        assert code == 2 and "temperature not set, now it is 0.0; give that again, or name another file" in other
+        assert (
+            code == 2 and "temperature not set, but now it is 0.0; use the former again, or name another file" in other
+        )
         server.key = "another"
         code, wrong = called_here(*words)
         assert code == 2 and "no endpoint can be used" in wrong and "401" in wrong and "--api-key-file" in wrong
@@ -666,15 +674,15 @@ def test_every_mistake_is_one_line_with_the_value_and_the_remedy(tmp_path, serve
         ({"--data": str(tmp_path)}, "is among the data that is read"),
         ({"--out": str(tmp_path / "other.jsonl")}, "says how they came"),
         ({"--out": str(broken)}, "settings.json: cannot be read"),
-        ({"--out": str(tmp_path / "blocked.jsonl")}, "left_out.jsonl: cannot be made (Is a directory)"),
-        ({"--max-tokens": "0"}, "--max-tokens: 0 is no value for it; give 1 or more"),
+        ({"--out": str(tmp_path / "blocked.jsonl")}, "left_out.jsonl: cannot be written (Is a directory)"),
+        ({"--max-tokens": "0"}, "--max-tokens: 0 is not a valid value; give 1 or more"),
         ({"--concurrency": "-3"}, "--concurrency: -3"),
         ({"--temperature": "nan"}, "--temperature: nan"),
         ({"--top-p": "0"}, "--top-p: 0.0"),
         ({"--timeout": "0"}, "--timeout: 0.0"),
         ({"--model": "unknown"}, "does not serve 'unknown' but tiny; name that"),
-        ({"--template-variables": "{x}"}, "is no JSON"),
-        ({"--template-variables": "3"}, "is no JSON object"),
+        ({"--template-variables": "{x}"}, "is not JSON"),
+        ({"--template-variables": "3"}, "is not a JSON object"),
         ({"--api-key-file": str(tmp_path / "nokey")}, "cannot be read (FileNotFoundError)"),
         ({"--api-key-file": str(tmp_path / "key")}, "write the key alone into it"),
     ]
@@ -703,7 +711,7 @@ def test_endpoints_of_unlike_models_are_refused_and_v1_may_be_written(server):
     assert endpoint_urls([server.url, "https://host/llm/v1/"]) == [f"{server.url}/v1", "https://host/llm/v1"]
     with serving(Server("other")) as other:
         urls = endpoint_urls([server.url, other.url])
-        with pytest.raises(UserError, match="unlike models"):
+        with pytest.raises(UserError, match="different models"):
             find_model(urls, None, None)
     with pytest.raises(UserError, match="named twice"):
         endpoint_urls([server.url, f"{server.url}/v1"])

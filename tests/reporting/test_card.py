@@ -1,4 +1,5 @@
-"""The model card beside the exported draft: metadata that hubs read, the run's numbers, and nothing of the user's machine."""
+"""The model card beside the exported draft: metadata that hubs read, the run's numbers, and nothing of the user's
+machine."""
 
 import json
 import shlex
@@ -9,9 +10,8 @@ from huggingface_hub import ModelCard
 from report_case import RECIPE, change, evaluation, started, write_json, write_run
 
 from eagle3.reporting.card import Edited, write_card
-from eagle3.reporting.markdown import one_line
+from eagle3.reporting.markdown import one_line, summary
 from eagle3.reporting.record import read_run
-from eagle3.reporting.summary import summary
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_the_card_has_the_runs_results_and_their_conditions(run):
         "| 0.78 | 0.53 | 0.31 | 0.15 |",
         "transformers 5.19.0, 4 drafted tokens, greedy",
         "24 conversations",
-        "but for 1 where the target's best logits tie",
+        "except 1 where the target's best logits tie",
         "| 8k | 2.70 | 2.60 to 2.80 | 8 | 300 |",
         "98.70% of the supervised ones",
         "yarn x4",
@@ -96,7 +96,7 @@ def test_a_windowed_draft_trained_on_spans_says_so_and_how_engines_learn_of_the_
     assert "| learnt from | 4 random spans of 512 supervised tokens, where it has more |" in text
     sglang = command(text, "python -m sglang.launch_server")
     assert sglang[sglang.index("--speculative-draft-window-size") + 1] == "127"
-    assert "SGLang takes that from the flag alone" in text and "4 random spans of 512" in summary(read_run(run.path))
+    assert "SGLang reads that only from the flag" in text and "4 random spans of 512" in summary(read_run(run.path))
 
 
 def test_sampled_and_differing_outputs_are_not_called_equal(run):
@@ -205,7 +205,7 @@ def test_what_is_known_beyond_the_training_lengths_is_said(run):
     assert "longer than 8,192 tokens; beyond that nothing is known of it" in card(run)
     data = started()["data"]
     change(run.run, data=data | {"train": data["train"] | {"longest": 512}})
-    assert "longer than 512 tokens; beyond that only the table by context tells how it does" in card(run)
+    assert "longer than 512 tokens; beyond that only the table by context shows how it does" in card(run)
 
 
 def test_a_short_judgement_is_not_sold_as_a_long_one(run):

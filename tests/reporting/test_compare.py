@@ -1,4 +1,5 @@
-"""Runs beside one another: their courses and acceptance by context in charts and tables, and what cannot be compared."""
+"""Runs beside one another: their courses and acceptance by context in charts and tables, and what cannot be
+compared."""
 
 import json
 import re
@@ -15,7 +16,7 @@ from eagle3.reporting.compare import (
     runs_table,
     write_comparison,
 )
-from eagle3.reporting.curves import measured_curve
+from eagle3.reporting.record import measured_curve
 
 
 def test_runs_are_compared_in_one_table_and_one_chart(report, tmp_path):
@@ -67,11 +68,11 @@ def test_runs_without_acceptance_by_context_are_compared_and_what_is_missing_is_
     one, other = (write_run(tmp_path / name, steps=3) for name in ("one", "other"))
     one.by_context.unlink()
     code, printed, _ = report("--compare", one.path, other.path, "--out", tmp_path / "out")
-    assert code == 0 and "No acceptance by context of one: launchers/evaluate.py --by-context measures it." in printed
+    assert code == 0 and "No acceptance by context for one: launchers/evaluate.py --by-context measures it." in printed
     assert "| context | other |" in printed
     change(other.by_context, contexts=[])
     code, printed, _ = report("--compare", one.path, other.path, "--out", tmp_path / "none")
-    assert code == 0 and "| context |" not in printed and "of one, other: " in printed
+    assert code == 0 and "| context |" not in printed and "for one, other: " in printed
     assert not list((tmp_path / "none").glob("acceptance-by-context*"))
 
 

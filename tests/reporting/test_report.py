@@ -30,10 +30,9 @@ from eagle3.recipe.schema import Recipe
 from eagle3.reporting.advice import advise
 from eagle3.reporting.card import write_card
 from eagle3.reporting.charts import charts
-from eagle3.reporting.curves import estimated_curve, simulated_positions
 from eagle3.reporting.page import page as page_of
 from eagle3.reporting.plot import MOST_POINTS, thinned
-from eagle3.reporting.record import read_run
+from eagle3.reporting.record import estimated_curve, read_run, simulated_positions
 from eagle3.reporting.report import write_report, write_up
 from eagle3.training.run_folder import Resume, RunFolder
 
@@ -44,7 +43,8 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
 
 
 class Page(HTMLParser):
-    """Every element with its attributes, and the text outside of style and script; fails where tags do not close in order."""
+    """Every element with its attributes, and the text outside of style and script; fails where tags do not close in
+    order."""
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)
@@ -112,8 +112,8 @@ def test_every_chart_of_training_says_what_its_number_is(run):
     for told in (
         "each weighted 0.8 times the one before, summed",
         "Each TTT step's own loss, without a weight",
-        "accepted drafts in the step lines. An acceptance length counts the target's own token, too: it is 1 more.",
-        "How probably sampling at temperature 1 accepts the draft of each TTT step",
+        "accepted drafts in the step lines. An acceptance length also counts the target's own token: it is 1 more.",
+        "Probability that sampling at temperature 1 accepts the draft of each TTT step",
     ):
         assert told in page.said, told
 
@@ -500,10 +500,12 @@ def test_a_chart_tells_step_and_values_under_the_pointer_and_by_keys_and_no_othe
     script = """
       const figure = [...page.querySelectorAll("figure")].find((each) => each.textContent.includes("Loss by TTT step"));
       const svg = figure.querySelector("svg"), frame = page.defaultView, told = [];
-      const tell = () => told.push([...figure.querySelectorAll(".key")].map((row) => row.textContent.replace(/\\s+/g, " ").trim()));
+      const tell = () =>
+        told.push([...figure.querySelectorAll(".key")].map((row) => row.textContent.replace(/\\s+/g, " ").trim()));
       svg.scrollIntoView();
       const box = svg.getBoundingClientRect(), first = figure.querySelector("[data-x]").dataset.x.split(" ")[98];
-      svg.dispatchEvent(new frame.PointerEvent("pointermove", { clientX: box.left + (first / 440) * box.width, clientY: box.top + 50 }));
+      const clientX = box.left + (first / 440) * box.width;
+      svg.dispatchEvent(new frame.PointerEvent("pointermove", { clientX, clientY: box.top + 50 }));
       tell();
       svg.dispatchEvent(new frame.KeyboardEvent("keydown", { key: "ArrowRight" }));
       tell();

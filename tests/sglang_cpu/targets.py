@@ -41,7 +41,8 @@ EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 
 def make_target(family: str, folder: Path) -> None:
-    """Write an fp32 checkpoint of `family` (one of FAMILIES) with its tokenizer into `folder`; always the same weights."""
+    """Write an fp32 checkpoint of `family` (one of FAMILIES) with its tokenizer into `folder`; always the same
+    weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = random_model(family)

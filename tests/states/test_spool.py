@@ -18,10 +18,9 @@ from eagle3.states.loader import SpooledSource
 from eagle3.states.rows import Rows
 from eagle3.states.spool import GONE, HELD, LOCK, Spool, SpoolReader, Ticket, sweep
 from eagle3.states.store.shard import Encoding
-from eagle3.targets.sglang.client import Producer, Servers
+from eagle3.targets.sglang.client import Producer, Servers, spool_bytes
 from eagle3.targets.sglang.hook import HookSettings, SpoolWriter
 from eagle3.targets.sglang.installed import require_supported
-from eagle3.targets.sglang.target import spool_bytes
 from eagle3.targets.sglang.version import require_captured
 from eagle3.text.samples import Sample
 
@@ -268,7 +267,7 @@ def test_a_folder_that_others_may_write_is_refused_by_jobs_and_servers(tmp_path,
         pytest.skip("only root makes folders of others")
     folder, (one, states) = tmp_path / "spool", a_sample(3, 4)
     make(folder)
-    with pytest.raises(UserError, match=f"target.spool: {folder} {problem}.*; name a folder that is not there yet"):
+    with pytest.raises(UserError, match=f"target.spool: {folder} {problem}.*; name a folder that does not exist yet"):
         Spool(folder)
     assert not list(folder.iterdir())
     job = folder / "0123456789abcdef"
@@ -361,7 +360,7 @@ def test_with_no_server_left_every_request_fails_with_the_remedy(tmp_path):
         with pytest.raises(UserError, match="no server is left"):
             SpoolReader(spool.path, 0).wait(ticket_of(spool.job, one, 0))
         producer.close()
-    assert len(said) == 1 and "left out; 1 servers go on" in said[0]
+    assert len(said) == 1 and "left out; 1 servers remain" in said[0]
 
 
 def test_a_mistake_in_the_thread_that_asks_ends_the_wait_of_who_asked(tmp_path):
@@ -369,9 +368,9 @@ def test_a_mistake_in_the_thread_that_asks_ends_the_wait_of_who_asked(tmp_path):
     one, _ = a_sample(1, 4)
     with Spool(tmp_path) as spool:
         producer = Producer(Servers(["http://127.0.0.1:9"], spool.path, 1), spool, most_bytes=2**30, readers=1)
-        with pytest.raises(UserError, match="AttributeError.*this is a mistake"):
+        with pytest.raises(UserError, match="AttributeError.*this is a bug"):
             producer.ask(ticket_of(spool.job, one), [1, 2, 3, 4], 10_000).result(30)
-        with pytest.raises(UserError, match="this is a mistake"):
+        with pytest.raises(UserError, match="this is a bug"):
             SpoolReader(spool.path, 0).wait(ticket_of(spool.job, one))
         producer.close()
 

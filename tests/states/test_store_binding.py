@@ -207,7 +207,8 @@ def test_half_a_copy_of_a_foreign_shard_adds_no_sample(ours, templates, field):
 
 @pytest.mark.parametrize("field", DIFFERENCES)
 def test_a_description_that_was_replaced_is_refused_and_named(ours, templates, field):
-    """Whether the recipe is the one that it describes or the one of the shards. It alone is off, and nothing is removed."""
+    """Whether the recipe is the one that it describes or the one of the shards. It alone is off, and nothing is
+    removed."""
     before = sorted(path.name for path in ours.glob("shard-*"))
     shutil.copyfile(templates / field / "store.json", ours / "store.json")
     changed = wanted(PLAIN, **{field: DIFFERENCES[field]})

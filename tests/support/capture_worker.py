@@ -1,8 +1,9 @@
-"""Runs launchers (capture.py, train.py) in processes that this one forks, as a plain `srun` would: no launcher of launchers
-that ends the others. Some are killed on the way. For tests/jobs/test_capture.py.
+"""Runs launchers (capture.py, train.py) in processes that this one forks, as a plain `srun` would: no launcher of
+launchers that ends the others. Some are killed on the way. For tests/jobs/test_capture.py.
 
 python tests/support/capture_worker.py same RECIPE FOLDER      what stores hold, by the way in which they were captured
-python tests/support/capture_worker.py killed RECIPE FOLDER    how ranks end, and what they say, where one of two is killed or slow
+python tests/support/capture_worker.py killed RECIPE FOLDER    how ranks end, and what they say, where one of two is
+killed or slow
 """
 
 import hashlib
@@ -108,7 +109,7 @@ def content(store: Path) -> dict[str, str]:
     """A digest of all that is stored of each sample."""
     opened = HiddenStateStore.open(str(store), read_manifest(open_files(str(store))).provenance)
     digests = {}
-    for sample_id in opened:
+    for sample_id in opened.locations:
         tokens = opened.tokens(sample_id)
         teacher = taught_rows(tokens.loss_mask).nonzero().flatten()
         (rows,) = opened.read([RowRequest(sample_id, torch.arange(len(tokens.ids)), teacher)])

@@ -1,4 +1,5 @@
-"""What a rank sends in one step, counted at the collectives, beside the planner's formula and the size of its K_0, V_0."""
+"""What a rank sends in one step, counted at the collectives, beside the planner's formula and the size of its K_0,
+V_0."""
 
 import dataclasses
 import itertools
@@ -22,8 +23,8 @@ WAYS = list(itertools.product(get_args(RingMode), get_args(Recompute)))
 
 
 def count_bytes(base: Sharded, topology: Topology) -> dict[str, Any]:
-    """By ring mode and what is recomputed: `counted` and `expected` bytes by kind and phase, and `shared`, the numbers in this
-    rank's keys and values of step 0."""
+    """By ring mode and what is recomputed: `counted` and `expected` bytes by kind and phase, and `shared`, the numbers
+    in this rank's keys and values of step 0."""
     return {
         " ".join(way): _count(dataclasses.replace(base, ring_mode=way[0], recompute=way[1]), topology) for way in WAYS
     }

@@ -1,7 +1,8 @@
 """The definition of EAGLE3 draft training in the plainest torch: dense, one document at a time, autograd.
 
-Nothing here is packed, skipped, blocked or shared with the code under test, so that agreement means something. Tests take it
-in fp64; benchmarks/step_time.py times it in fp32 as what one would write, so nothing is computed twice that is cheap to keep.
+Nothing here is packed, skipped, blocked or shared with the code under test, so that agreement means something. Tests
+take it in fp64; benchmarks/step_time.py times it in fp32 as what one would write, so nothing is computed twice that is
+cheap to keep.
 """
 
 from collections.abc import Sequence
@@ -62,8 +63,8 @@ class Loss:
 
 
 class Sums(NamedTuple):
-    """[K] over positions: cross_entropy and, with a gradient where the loss has one of it, overlap (the acceptance rate); int64
-    correct, counted, supervised."""
+    """[K] over positions: cross_entropy and, with a gradient where the loss has one of it, overlap (the acceptance
+    rate); int64 correct, counted, supervised."""
 
     cross_entropy: Tensor
     overlap: Tensor
@@ -165,8 +166,8 @@ def define(case: Case, steps: int, loss: Loss) -> Defined:
 
 
 def dense_loss(case: Case, weights: dict[str, Tensor], steps: int, loss: Loss) -> tuple[Tensor, Tensor, Sums]:
-    """The global batch's loss, for autograd, its [K] step losses, and what they are made of; in the number format of `weights`,
-    which have exported names."""
+    """The global batch's loss, for autograd, its [K] step losses, and what they are made of; in the number format of
+    `weights`, which have exported names."""
     found = [_document(case, weights, document, steps, loss) for document in case.documents]
     sums = Sums(*(torch.stack(parts).sum(0) for parts in zip(*found, strict=True)))
     step_losses = torch.stack([_step_loss(loss, *of_step) for of_step in zip(*sums[:2], sums.counted, strict=True)])

@@ -28,7 +28,8 @@ class Rows(NamedTuple):
 def random_rows(
     teacher_rows: int, queries: int, draft_vocabulary: int, dtype: torch.dtype = torch.float64, seed: int = 0
 ) -> Rows:
-    """Random teacher, heads and outputs, some of which agree with the teacher; a query serves other rows at other steps."""
+    """Random teacher, heads and outputs, some of which agree with the teacher; a query serves other rows at other
+    steps."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape, scale=1.0):

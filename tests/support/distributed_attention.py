@@ -12,7 +12,8 @@ TOKENS, HEADS, DIM, SCALE = 24, 8, 6, 0.4
 
 
 class CausalSoftmax(nn.Module):
-    """The local attention that DistributedAttention is given: [tokens, 1, heads, d], all tokens of this rank's heads."""
+    """The local attention that DistributedAttention is given: [tokens, 1, heads, d], all tokens of this rank's
+    heads."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         group = q.shape[2] // k.shape[2]

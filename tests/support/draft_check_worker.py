@@ -1,4 +1,5 @@
-"""Checks the drafts in several folders by SGLang's own class, in one process: it takes long to import. Started by a test."""
+"""Checks the drafts in several folders by SGLang's own class, in one process: it takes long to import. Started by a
+test."""
 
 import json
 import sys

@@ -1,4 +1,5 @@
-"""A family's recipe, run on the family's tiny target: captured by the launcher's own code, trained for two steps, exported."""
+"""A family's recipe, run on the family's tiny target: captured by the launcher's own code, trained for two steps,
+exported."""
 
 import json
 from pathlib import Path

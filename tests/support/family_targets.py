@@ -1,4 +1,5 @@
-"""Tiny targets of the families in tests/families: each family's real config.json with small sizes, real class, real template."""
+"""Tiny targets of the families in tests/families: each family's real config.json with small sizes, real class, real
+template."""
 
 import functools
 import json
@@ -89,8 +90,8 @@ def architecture(recipe: str) -> str:
 
 
 def make_family_target(recipe: str, folder: Path) -> Path:
-    """Write the family's tiny fp32 checkpoint with its tokenizer to `folder`; always the same weights. config.json has the
-    spelling and all that is not a size of the published one."""
+    """Write the family's tiny fp32 checkpoint with its tokenizer to `folder`; always the same weights. config.json has
+    the spelling and all that is not a size of the published one."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = family_tokenizer(recipe)
     tokenizer.save_pretrained(folder)
@@ -165,8 +166,8 @@ def _learnt(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 @functools.cache
 def tokenizer_facts(recipe: str) -> dict[str, Any]:
-    """special_tokens, bos_token, eos_token, and chat_template: of this family, or of the one whose template it has. A family
-    whose template is not among the test data gets ChatML."""
+    """special_tokens, bos_token, eos_token, and chat_template: of this family, or of the one whose template it has. A
+    family whose template is not among the test data gets ChatML."""
     known = FAMILIES / recipe / "masks.yaml"
     if not known.exists():
         template = (CHAT_TEMPLATES / "chatml.jinja").read_text("utf-8")

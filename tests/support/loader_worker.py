@@ -1,4 +1,5 @@
-"""Loads streams on several ranks, all cases in one launch, and keeps what each rank got for tests/states/test_loader.py.
+"""Loads streams on several ranks, all cases in one launch, and keeps what each rank got for
+tests/states/test_loader.py.
 
 python tests/support/loader_worker.py FOLDER    with `target` and the stores of `store_of` in it
 """

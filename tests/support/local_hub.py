@@ -1,4 +1,5 @@
-"""A hub on this machine: folders served over the hub's own HTTP interface, so that the real libraries stream from them."""
+"""A hub on this machine: folders served over the hub's own HTTP interface, so that the real libraries stream from
+them."""
 
 import hashlib
 import json
@@ -14,8 +15,8 @@ from urllib.parse import unquote, urlsplit
 
 @dataclass
 class LocalHub:
-    """url: what HF_ENDPOINT is set to. sent: (path, bytes) of every file part that was served. broken: files whose requests fail
-    that many times more."""
+    """url: what HF_ENDPOINT is set to. sent: (path, bytes) of every file part that was served. broken: files whose
+    requests fail that many times more."""
 
     root: Path
     url: str = ""

@@ -1,4 +1,5 @@
-"""Reads conversations in a process of its own, whose hub is the one that HF_ENDPOINT names: a request a line, an answer a line."""
+"""Reads conversations in a process of its own, whose hub is the one that HF_ENDPOINT names: a request a line, an answer
+a line."""
 
 import contextlib
 import json
@@ -8,13 +9,13 @@ from pathlib import Path
 
 from eagle3 import console
 from eagle3.errors import UserError
-from eagle3.text import download
+from eagle3.text import datasets
 from eagle3.text.conversations import read_conversations
-from eagle3.text.malformed import MalformedRows
+from eagle3.text.rows import MalformedRows
 
 time.sleep = lambda seconds: None  # the libraries wait for minutes, all in all, before they give up
 console.QUIET_SECONDS = console.FIRST_GAP = console.LAST_GAP = 0.0
-download.waiting = lambda say, what: contextlib.nullcontext()  # with no gaps it would speak all the time
+datasets.waiting = lambda say, what: contextlib.nullcontext()  # with no gaps it would speak all the time
 
 for line in sys.stdin:
     request = json.loads(line)

@@ -13,8 +13,8 @@ _given: set[int] = set()
 
 def fork_ranks(world: int, work: Callable[[], None]) -> None:
     """Run `work` in `world` processes under the environment that a launcher sets. The first one that fails ends the
-    others, and its traceback is raised here. Call it from a script of its own that has imported what `work` needs and has
-    neither started threads nor formed process groups."""
+    others, and its traceback is raised here. Call it from a script of its own that has imported what `work` needs and
+    has neither started threads nor formed process groups."""
     start_processes(_be, (world, free_port(), work), nprocs=world, start_method="fork")
 
 
@@ -36,8 +36,8 @@ def rank_file(world: int, rank: int) -> str:
 
 
 def free_port() -> int:
-    """Below the ports that a system gives to whoever asks for any: of those, a connection of another job could take it before
-    this job does. Never one that this process gave to a job before, which may not have taken it yet."""
+    """Below the ports that a system gives to whoever asks for any: of those, a connection of another job could take it
+    before this job does. Never one that this process gave to a job before, which may not have taken it yet."""
     while True:
         port = random.SystemRandom().randrange(10_000, 29_000)
         with socket.socket() as probe, contextlib.suppress(OSError):

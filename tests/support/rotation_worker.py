@@ -25,8 +25,8 @@ def main(folders: list[Path]) -> None:
 
 
 def at_the_last(draft: DraftConfig, table: torch.Tensor) -> dict[str, float]:
-    """Of the last position: numbers that are not SGLang's bit for bit, and how far ours are from fp64 with fp64's frequencies,
-    where the rope is a plain one, else with the same frequencies."""
+    """Of the last position: numbers that are not SGLang's bit for bit, and how far ours are from fp64 with fp64's
+    frequencies, where the rope is a plain one, else with the same frequencies."""
     last = torch.tensor([len(table) - 1])
     ours, exact = (
         torch.cat((rotation.cos, rotation.sin), -1)[0, 0]

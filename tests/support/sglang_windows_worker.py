@@ -1,7 +1,8 @@
-"""Which keys SGLang's attention shows a query under a window of N, by running its own functions: Triton's kernels in Triton's
-interpreter, torch_native's as they are. Prints JSON; TRITON_INTERPRET must be set before this starts.
+"""Which keys SGLang's attention shows a query under a window of N, by running its own functions: Triton's kernels in
+Triton's interpreter, torch_native's as they are. Prints JSON; TRITON_INTERPRET must be set before this starts.
 
-All keys are equal and values are unit vectors, so that a query's output has one entry above zero for each key that it sees.
+All keys are equal and values are unit vectors, so that a query's output has one entry above zero for each key that it
+sees.
 """
 
 import json
@@ -23,7 +24,8 @@ def seen(output: Tensor) -> list[list[int]]:
 
 
 def triton_extend(prefix: int, queries: int, window: int) -> list[list[int]]:
-    """New queries after a prefix, as a prefill or a verification has them. SGLang hands the kernel the last `window` prefix keys."""
+    """New queries after a prefix, as a prefill or a verification has them. SGLang hands the kernel the last `window`
+    prefix keys."""
     keys, values = torch.zeros(prefix + queries, 1, WIDTH), torch.eye(WIDTH)[: prefix + queries, None].contiguous()
     kept = min(prefix, window)
     output = torch.zeros(queries, 1, WIDTH)
@@ -51,14 +53,15 @@ def triton_extend(prefix: int, queries: int, window: int) -> list[list[int]]:
 
 
 def triton_draft_steps(prefix: int, steps: int, window: int) -> list[list[int]]:
-    """Of a chain: slots of the keys that each draft step reads, its own among them, where a token's slot is its position."""
+    """Of a chain: slots of the keys that each draft step reads, its own among them, where a token's slot is its
+    position."""
     slots = torch.full((steps, 2 * WIDTH), -1)
     bounds = torch.zeros(steps, 2, dtype=torch.int32)
     lengths = torch.tensor([prefix], dtype=torch.int32)
     page, upper = 1, 8
     generate_draft_decode_window_kv_indices[(steps, 1, 1)](
-        torch.tensor([0]), torch.arange(2 * WIDTH)[None], lengths, slots, bounds, lengths.long(), 2 * WIDTH, 2 * WIDTH, 2, 1,
-        upper, 1, page, window,
+        torch.tensor([0]), torch.arange(2 * WIDTH)[None], lengths, slots, bounds, lengths.long(),
+        2 * WIDTH, 2 * WIDTH, 2, 1, upper, 1, page, window,
     )  # fmt: skip
     return [slots[step, : bounds[step, 1]].tolist() for step in range(steps)]
 
@@ -79,7 +82,8 @@ def torch_native(prefix: int, queries: int, window: int) -> dict[str, list[list[
     )  # fmt: skip
     decoded = [
         TorchNativeAttnBackend._run_sdpa_forward_decode(
-            backend, torch.zeros(1, 1, WIDTH), torch.zeros(1, 1, WIDTH), keys, values, seq_lens=length(prefix + step + 1), **place
+            backend, torch.zeros(1, 1, WIDTH), torch.zeros(1, 1, WIDTH), keys, values,
+            seq_lens=length(prefix + step + 1), **place
         )
         for step in range(queries)
     ]  # fmt: skip

@@ -1,4 +1,5 @@
-"""The cases of tests/parallel/test_sharded.py: every layout once, and the other axes so that each pair of values meets."""
+"""The cases of tests/parallel/test_sharded.py: every layout once, and the other axes so that each pair of values
+meets."""
 
 import itertools
 import random

@@ -1,4 +1,5 @@
-"""Runs the cases of sharded_cases.py, all in one launch, and writes what each computed for tests/parallel/test_sharded.py.
+"""Runs the cases of sharded_cases.py, all in one launch, and writes what each computed for
+tests/parallel/test_sharded.py.
 
 python tests/support/sharded_worker.py FOLDER [name ...]
 """

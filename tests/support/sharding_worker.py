@@ -1,4 +1,5 @@
-"""Logits by vocabulary shard on several ranks, all cases in one launch, for tests/targets/test_target_sharding.py to judge.
+"""Logits by vocabulary shard on several ranks, all cases in one launch, for tests/targets/test_target_sharding.py to
+judge.
 
 python tests/support/sharding_worker.py FOLDER
 """
@@ -22,12 +23,33 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from eagle3.parallel.topology import start_distributed, stop_distributed
-from eagle3.targets.sharding import DraftColumns, document_rows, sequence_rows, summarize_sharded
+from eagle3.states.rows import deal_streams
+from eagle3.targets.logits import DraftColumns, summarize_sharded
 
 TIMEOUT = datetime.timedelta(seconds=20)
 WORLDS = (2, 4)
 PADDING = 1e30  # what is in columns that are no tokens
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+
+
+def document_rows(lengths: Sequence[int], ranks: int) -> list[Tensor]:
+    """Without sequence parallelism: the rows of each rank, whole documents of a batch that lie one after the other.
+    Longest first, each to the rank with the fewest rows; with more ranks than documents some get none."""
+    rows, nothing = torch.arange(sum(lengths)).split(list(lengths)), torch.arange(0)
+    dealt = deal_streams(lengths, ranks)
+    return [torch.cat([nothing, *(rows[document] for document in documents)]) for documents in dealt]
+
+
+def sequence_rows(shares: Sequence[int], ranks: int, divided: bool = False) -> list[Tensor]:
+    """With sequence parallelism: the rows of each of the target's ranks, of a sequence cut into consecutive `shares`
+    (rows of each sequence rank, equal or not). The target's degree is a multiple of the number of shares: the ranks r,
+    r+1, ... of one share all have its rows; or, `divided`, an about equal part each, in order."""
+    assert ranks % len(shares) == 0, f"{ranks} ranks of the target for {len(shares)} shares"
+    each = ranks // len(shares)
+    of_shares = torch.arange(sum(shares)).split(list(shares))
+    if divided:
+        return [part for share in of_shares for part in share.tensor_split(each)]
+    return [share for share in of_shares for _ in range(each)]
 
 
 @dataclass(frozen=True)
@@ -67,8 +89,8 @@ SUMMARIES = [
 
 @dataclass(frozen=True)
 class Dealt:
-    """Draft columns of `rows`: drafted tokens; who gets which rows, told by `dealing` and `parts` (lengths of documents, or
-    sizes of shares); rows of a block."""
+    """Draft columns of `rows`: drafted tokens; who gets which rows, told by `dealing` and `parts` (lengths of
+    documents, or sizes of shares); rows of a block."""
 
     name: str
     rows: Rows

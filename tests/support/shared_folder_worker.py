@@ -1,4 +1,5 @@
-"""Runs that share one output.dir, for tests/training/test_run_folder.py: launchers/train.py itself, in forks of this process.
+"""Runs that share one output.dir, for tests/training/test_run_folder.py: launchers/train.py itself, in forks of this
+process.
 
 python tests/support/shared_folder_worker.py RECIPE...
 
@@ -77,7 +78,8 @@ def _train(said: Path, first: Callable, words: list[str]) -> None:
 
 
 def entered(recipe: Path) -> dict:
-    """A second run in the folder of a live one, in many ways; then the first is killed, and another continues at once."""
+    """A second run in the folder of a live one, in many ways; then the first is killed, and another continues at
+    once."""
     folder, link = recipe.parent / "run", recipe.parent / "link"
     link.symlink_to(folder)
     holder = start(recipe, "holder", *ENDLESS)
@@ -151,7 +153,8 @@ def torn(recipe: Path) -> dict:
 
 
 def refuse_locks() -> None:
-    """From here on flock fails in this process as on a file system without locks: the kernel answers ENOSYS (seccomp)."""
+    """From here on flock fails in this process as on a file system without locks: the kernel answers ENOSYS
+    (seccomp)."""
     flock, load, jump_equal, give = {"x86_64": 73, "aarch64": 32}[os.uname().machine], 0x20, 0x15, 0x06
     allow, refuse = 0x7FFF0000, 0x00050000 | 38
     program = b"".join(

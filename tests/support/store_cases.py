@@ -81,7 +81,7 @@ def same_rows(one: Rows, other: Rows) -> bool:
 def assert_holds(path, numbers, encoding: Encoding = PLAIN) -> None:
     """Exactly these samples, each of them once and bit for bit."""
     store = open_store(path, encoding)
-    assert sorted(store) == sorted(map(sample_id, numbers))
+    assert sorted(store.locations) == sorted(map(sample_id, numbers))
     for number in numbers:
         _, ids, loss_mask, states = sample(number)
         taught = taught_rows(loss_mask)

@@ -1,4 +1,5 @@
-"""A teacher of logits and one of hidden states on two ranks, all cases in one launch, for tests/targets/test_teacher_logits.py.
+"""A teacher of logits and one of hidden states on two ranks, all cases in one launch, for
+tests/targets/test_teacher_logits.py.
 
 python tests/support/teacher_logits_worker.py FOLDER
 """

@@ -1,4 +1,5 @@
-"""Distillation and the exchange of weights in tensor-parallel groups, for tests/parallel/test_tensor_parallel.py to judge.
+"""Distillation and the exchange of weights in tensor-parallel groups, for tests/parallel/test_tensor_parallel.py to
+judge.
 
 python tests/support/tensor_parallel_worker.py FOLDER
 """
@@ -47,7 +48,8 @@ class Case(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """What distill gives: surrogate; sums [3, K]; gradients under UPSTREAM; sums_alone: without autograd; collectives."""
+    """What distill gives: surrogate; sums [3, K]; gradients under UPSTREAM; sums_alone: without autograd;
+    collectives."""
 
     surrogate: Tensor
     sums: Tensor
@@ -79,8 +81,8 @@ def make_case(name: str, dtype: torch.dtype) -> Case:
 
 def _ties(dtype: torch.dtype) -> Rows:
     """Small whole numbers, so that equal logits are equal bits. Four queries, whose largest logits are at the draft ids
-    (1, 3, 6), (5, 7), (0, 2) and everywhere; the teacher says one of these ids, at step 0 the lowest, at step 1 another,
-    at step 2 any."""
+    (1, 3, 6), (5, 7), (0, 2) and everywhere; the teacher says one of these ids, at step 0 the lowest, at step 1
+    another, at step 2 any."""
     best, queries = [1, 3, 6, 5, 7, 0, 2, *range(8)], [0, 0, 0, 1, 1, 2, 2, *[3] * 8]
     lowest = torch.tensor([each in (0, 3, 5, 7) for each in range(len(best))])
     outputs = torch.eye(4, 8).repeat(STEPS, 1, 1)

@@ -16,8 +16,8 @@ class VLLMSource:
         self.root = zipfile.Path(root) if root.suffix == ".whl" else root
 
     def definition(self, file: str, name: str, **names: Any) -> Any:
-        """The function or class of that name (`Class.method` for a method) in `file`, as it stands there but for its decorators
-        and annotations. It sees `names` and nothing else: what else it calls is a NameError."""
+        """The function or class of that name (`Class.method` for a method) in `file`, as it stands there but for its
+        decorators and annotations. It sees `names` and nothing else: what else it calls is a NameError."""
         source = (self.root / "vllm" / file).read_text(encoding="utf-8")
         body = ast.parse(source).body
         for part in name.split("."):

@@ -1,4 +1,5 @@
-"""Ranks that die, hang or leave in the ways of tests/training/test_watchdog.py, each watched by a real watchdog once there is one.
+"""Ranks that die, hang or leave in the ways of tests/training/test_watchdog.py, each watched by a real watchdog once
+there is one.
 
 python tests/support/watchdog_worker.py CASE...
 """
@@ -61,7 +62,8 @@ def ranks(case: str) -> None:
 
 
 def say(line: str) -> None:
-    """In one piece: print writes a line and its end apart, where nothing buffers them, and other ranks may come between."""
+    """In one piece: print writes a line and its end apart, where nothing buffers them, and other ranks may come
+    between."""
     os.write(sys.stdout.fileno(), f"{line}\n".encode())
 
 

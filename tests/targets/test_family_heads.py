@@ -1,4 +1,5 @@
-"""Embedding and lm_head straight from checkpoints as the families publish them: in shards, nested, quantised, with copies."""
+"""Embedding and lm_head straight from checkpoints as the families publish them: in shards, nested, quantised, with
+copies."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,5 @@
-"""Our stand-in for SGLang's CPU kernels (tests/sglang_cpu/shims), where the servers' tests do not reach. It needs PyTorch alone."""
+"""Our stand-in for SGLang's CPU kernels (tests/sglang_cpu/shims), where the servers' tests do not reach. It needs
+PyTorch alone."""
 
 import importlib.util
 

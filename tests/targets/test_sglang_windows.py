@@ -1,4 +1,5 @@
-"""What SGLang's backends make of --speculative-draft-window-size, by their own functions: docs/windows.md has the table."""
+"""What SGLang's backends make of --speculative-draft-window-size, by their own functions: docs/windows.md has the
+table."""
 
 import json
 import os

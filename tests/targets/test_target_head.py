@@ -245,7 +245,7 @@ def test_what_does_not_fit_the_config_or_is_cut_off_is_refused(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 130}))
     with pytest.raises(
-        UserError, match=r"embed_tokens.weight is \[128, 32\] in its checkpoint, \[130, 32\] by its config"
+        UserError, match=r"embed_tokens.weight is \[128, 32\] in its checkpoint, but \[130, 32\] by its config"
     ):
         load_target_head(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -312,9 +312,9 @@ HEADER = b'{"model.embed_tokens.weight":{"dtype":"F32","shape":[4,4],"data_offse
     ("index", "said"),
     [
         ({"weight_map": {"lm_head.weight": "../../x.safetensors"}}, "'lm_head.weight' in '../../x.safetensors'"),
-        ({"weight_map": {"lm_head.weight": "/etc/x.safetensors"}}, "'/etc/x.safetensors', which is no"),
+        ({"weight_map": {"lm_head.weight": "/etc/x.safetensors"}}, "'/etc/x.safetensors', which is not"),
         ({"weight_map": {"lm_head.weight": "part/../../x.safetensors"}}, "in the checkpoint's folder"),
-        ({"weight_map": {"lm_head.weight": "pytorch_model.bin"}}, "'pytorch_model.bin', which is no safetensors"),
+        ({"weight_map": {"lm_head.weight": "pytorch_model.bin"}}, "'pytorch_model.bin', which is not a safetensors"),
         ({"weight_map": ["x"]}, "has no weight_map"),
         ({"weight_map": {"lm_head.weight": 1}}, "has no weight_map"),
         ([], "has no weight_map"),

@@ -18,11 +18,11 @@ from sharding_worker import (
     Dealt,
     Measured,
     Rows,
+    document_rows,
+    sequence_rows,
 )
 from tiny_run import finish, launch
 from torch import Tensor
-
-from eagle3.targets.sharding import document_rows, sequence_rows
 
 
 class Ranks(NamedTuple):

@@ -62,8 +62,8 @@ def computed(layout: str, run: Run, folder: Path, topology: Topology) -> Compute
 
 
 def rounding_of_logits(run: Run) -> float:
-    """How far a logit may move when its sum of Ht fp32 products is taken in another order: Ht roundings of the sum of their
-    magnitudes, either way. What comes after the head moves it further by its slope, which is `scale` at most."""
+    """How far a logit may move when its sum of Ht fp32 products is taken in another order: Ht roundings of the sum of
+    their magnitudes, either way. What comes after the head moves it further by its slope, which is `scale` at most."""
     case = run.case
     last = torch.cat([document.last for document in case.documents]).double()
     magnitude = (last.abs() @ case.target_head.double().abs().T).max()
@@ -94,7 +94,8 @@ def test_either_teacher_gives_the_loss_and_gradients_of_the_definition(layout, r
 
 @runs_of((torch.float32, "logits"))
 def test_in_fp32_both_teachers_differ_by_the_rounding_of_logits(layout, run: Run, folder, topology):
-    """A probability moves relatively by twice what logits move, and so do the terms that losses and gradients are sums of."""
+    """A probability moves relatively by twice what logits move, and so do the terms that losses and gradients are sums
+    of."""
     hidden = computed(layout, Run(run.transform, run.loss, run.dtype, "hidden"), folder, topology)
     logits = computed(layout, run, folder, topology)
     tolerance = 2 * rounding_of_logits(run)
@@ -119,7 +120,8 @@ def test_a_transform_that_is_forgotten_is_seen(folder, topology):
 
 
 def test_logits_that_wait_are_not_overwritten():
-    """The loss overwrites the teacher's logits of a block; another step, and a second pass for its sums, read them again."""
+    """The loss overwrites the teacher's logits of a block; another step, and a second pass for its sums, read them
+    again."""
     rows = torch.randn(4, 6)
     teacher = Teacher(rows, None, torch.zeros(4, dtype=torch.int64), torch.zeros(4), LogitTransform(2.0, 1.0))
     before = rows.clone()

@@ -1,4 +1,5 @@
-"""The loss mask against spans written by hand, for every kind of chat template and for conversations built to mislead."""
+"""The loss mask against spans written by hand, for every kind of chat template and for conversations built to
+mislead."""
 
 import inspect
 import json
@@ -409,7 +410,8 @@ def test_reasoning_is_read_under_the_templates_own_name_and_dropped_by_choice(to
 
 SWITCHED = """{%- for m in messages -%}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endfor -%}
 {%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}
-{%- if enable_thinking is defined and not enable_thinking -%}{{ '<think>\\n\\n</think>\\n\\n' }}{%- endif -%}{%- endif -%}"""
+{%- if enable_thinking is defined and not enable_thinking -%}{{ '<think>\\n\\n</think>\\n\\n' }}{%- endif -%}
+{%- endif -%}"""
 
 
 def test_template_variables_reach_the_generation_prompt(tokenizer):
@@ -431,7 +433,7 @@ def test_the_recipe_refuses_template_variables_that_transformers_takes_itself(to
     named = {name for name, one in parameters.items() if one.kind is not one.VAR_KEYWORD}
     tokens = {"bos_token", "eos_token", "pad_token", "unk_token"}  # which a template reads of the tokenizer
     assert named | tokens | {"messages", "strftime_now"} == set(TEMPLATE_ARGUMENTS)
-    with pytest.raises(ValueError, match="tools is no variable of yours"):
+    with pytest.raises(ValueError, match="tools cannot be set here"):
         Data(train=["a.jsonl"], template_variables={"tools": []})
 
 
@@ -496,12 +498,14 @@ def test_a_rendered_text_has_the_mask_of_its_messages(tokenizer, name, talk):
 
 
 def test_a_tools_result_in_a_rendered_text_is_never_supervised(tokenizer):
-    """In the manner of DeepSeek-V3: neither a call nor its result ends with the closer, and the answer has no header."""
-    jinja = """{%- for m in messages -%}{%- if m.role == 'user' -%}{{ '<|User|>' + m.content }}{%- elif m.role == 'tool' -%}
+    """In the manner of DeepSeek-V3: neither a call nor its result ends with the closer, and the answer has no
+    header."""
+    jinja = """{%- for m in messages -%}
+{%- if m.role == 'user' -%}{{ '<|User|>' + m.content }}{%- elif m.role == 'tool' -%}
 {{- '<|tool_output|>' + m.content + '<|tool_output_end|>' -}}{%- elif m.tool_calls -%}
 {{- '<|Assistant|><|tool_call|>' + (m.tool_calls[0].function | tojson) -}}{%- else -%}
-{{- ('' if loop.previtem.role == 'tool' else '<|Assistant|>') + m.content + '<|end_of_sentence|>' -}}{%- endif -%}{%- endfor -%}
-{%- if add_generation_prompt -%}{{ '<|Assistant|>' }}{%- endif -%}"""
+{{- ('' if loop.previtem.role == 'tool' else '<|Assistant|>') + m.content + '<|end_of_sentence|>' -}}
+{%- endif -%}{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|Assistant|>' }}{%- endif -%}"""
     messages = list(chat(("u", "1?"), CALL, ("t", "one"), ("a", "It is.")).messages)
     text = tokenizer.apply_chat_template(messages, chat_template=jinja, tokenize=False)
     assert text.endswith("}<|tool_output|>one<|tool_output_end|>It is.<|end_of_sentence|>")

@@ -165,9 +165,9 @@ def test_the_standard_library_is_a_source():
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content part .* is not text"),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}]},
-            "arguments '{' are not valid JSON",
+            "arguments '{' is not valid JSON",
         ),
-        ({"messages": [], "tools": "{"}, "tools '{' are not valid JSON"),
+        ({"messages": [], "tools": "{"}, "tools '{' is not valid JSON"),
         ({"messages": [], "tools": 5}, "tools is 5, not a list"),
         ({"text": 5}, "text is 5, not a string"),
         (
@@ -176,7 +176,7 @@ def test_the_standard_library_is_a_source():
         ),
         (
             {"messages": [{"role": "assistant", "content": "x", "thinking": "a", "reasoning": "b"}]},
-            r"messages\[0\]: reasoning and thinking differ, and one of them is taken; fix the row$",
+            r"messages\[0\]: reasoning and thinking differ, and only one can be used; fix the row$",
         ),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "c1"}]}]}, "{'id': 'c1'} names no function"),
         (
@@ -200,7 +200,7 @@ def test_what_cannot_be_read_is_named_with_the_remedy(tmp_path):
     refused("a.jsonl", b'{"text": "x"}\n\n{"text": \n', "a.jsonl:3: not valid JSON")
     refused("a.json", b'[\n{"text": "x"},\n{"text": }]', r"a.json row 2: not valid JSON \(line 3: ")
     refused(
-        "a.json", b'[\n{"text": "x},\n{"text": "y"}]', r"a.json: not valid JSON \(line 2: .*cannot be told apart; fix"
+        "a.json", b'[\n{"text": "x},\n{"text": "y"}]', r"a.json: not valid JSON \(line 2: .*cannot be separated; fix"
     )
     refused("b.jsonl", b"\xff\xfe", "b.jsonl:1: not UTF-8")
     refused("b.json", b"\xff\xfe", "b.json: not UTF-8")

@@ -24,7 +24,8 @@ from eagle3.states.store.files import open_files
 from eagle3.states.store.folder import read_manifest
 from eagle3.states.store.shard import ShardIndex
 from eagle3.targets.checkpoint import target_config
-from eagle3.text import encode, limits
+from eagle3.text import encode
+from eagle3.text import template as templates
 from eagle3.text.chat import PRIVATE_USE, encode_conversation
 from eagle3.text.conversations import Conversation, read_conversations
 from eagle3.text.prepare import prepare_samples
@@ -176,13 +177,13 @@ LAUGHS = "a: &a [x, x]\n" + "".join(
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (LAUGHS, "line 2, column 8: aliases (*name) are not taken; write the value out"),
+        (LAUGHS, "line 2, column 8: aliases (*name) are not accepted; write the value out"),
         ("model: &a [*a]", "aliases"),
         ("a: &a {x: 1}\nmodel: {<<: *a}", "aliases"),
         ("model: " + "[" * 5000, "nested deeper than 100 levels"),
         ("model: " + "{a: " * 5000, "nested deeper than 100 levels"),
-        ("model: {target: a}\nmodel: {target: b}", "line 2, column 1: the key 'model' stands twice"),
-        ("model: {target: a, target: b}", "the key 'target' stands twice"),
+        ("model: {target: a}\nmodel: {target: b}", "line 2, column 1: the key 'model' appears twice"),
+        ("model: {target: a, target: b}", "the key 'target' appears twice"),
         ("model: {target: a}\ntraining: {seed: " + "1" * 5000 + "}", "a whole number of 5,000 digits"),
         ("model: {target: a}\ndata: {today: 2026-13-45}", "month must be in 1..12"),
         ("model: {target: !!python/object/apply:os.system [ls]}", "tags ('tag:yaml.org,2002:python/object/apply:os"),
@@ -221,7 +222,10 @@ def test_a_hostile_override_is_refused_with_its_beginning(tmp_path, target, over
 
 ROW = Conversation("rows.jsonl:3", ({"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}), None)
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}"
-DOUBLED = "{% set ns = namespace(x=[1], y=[1]) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% set ns.y = [ns.y, ns.y] %}{% endfor %}"
+DOUBLED = (
+    "{% set ns = namespace(x=[1], y=[1]) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}"
+    "{% set ns.y = [ns.y, ns.y] %}{% endfor %}"
+)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +241,7 @@ DOUBLED = "{% set ns = namespace(x=[1], y=[1]) %}{% for i in range(60) %}{% set 
     ],
 )
 def test_an_endless_or_greedy_template_is_stopped_at_the_limit_of_the_row(tokenizer, monkeypatch, template, said):
-    monkeypatch.setattr(limits, "SECONDS", 0.5)
+    monkeypatch.setattr(templates, "SECONDS", 0.5)
     before = (
         resource.getrlimit(resource.RLIMIT_AS),
         signal.getsignal(signal.SIGPROF),
@@ -280,12 +284,13 @@ def test_a_prompt_of_half_a_character_is_named(tmp_path, tokenizer, row):
     (tmp_path / "prompts.jsonl").write_text(json.dumps(row) + "\n")
     line = line_of(read_prompts, tmp_path / "prompts.jsonl", tokenizer, TEMPLATE, 99)
     assert (
-        line == f"{tmp_path}/prompts.jsonl:1: half of a surrogate pair in the text, which is no character; mend the row"
+        line
+        == f"{tmp_path}/prompts.jsonl:1: half of a surrogate pair in the text, which is not a character; fix the row"
     )
 
 
 def _render_what_cannot_be_interrupted(tokenizer):
-    limits.SECONDS, limits.GRACE = 0.2, 0.5
+    templates.SECONDS, templates.GRACE = 0.2, 0.5
     encode_conversation(tokenizer, ROW, DOUBLED + "{{ ns.x == ns.y }}")
 
 
@@ -300,8 +305,8 @@ def test_a_process_that_cannot_be_interrupted_is_ended_and_its_rows_are_named(to
 
 
 def test_a_template_has_its_seconds_for_all_renderings_of_a_row_together(tokenizer, monkeypatch):
-    monkeypatch.setattr(limits, "SECONDS", 0.1)
-    monkeypatch.setattr(limits, "SECONDS_A_MESSAGE", 0.0)
+    monkeypatch.setattr(templates, "SECONDS", 0.1)
+    monkeypatch.setattr(templates, "SECONDS_A_MESSAGE", 0.0)
     messages = tuple({"role": ("user", "assistant")[number % 2], "content": f"{number}"} for number in range(200))
     slow = "{% for a in range(99999) %}{% endfor %}" + TEMPLATE
     began = time.process_time()

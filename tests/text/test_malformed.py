@@ -21,10 +21,10 @@ from eagle3.evaluation.prompts import read_prompts
 from eagle3.parallel.topology import agreed
 from eagle3.parsing import array_elements
 from eagle3.recipe.loading import load_recipe
-from eagle3.text import files
+from eagle3.text import rows
 from eagle3.text.cache import sealed
 from eagle3.text.conversations import read_conversations
-from eagle3.text.malformed import MalformedRows
+from eagle3.text.rows import MalformedRows
 from eagle3.text.template import Choices
 
 
@@ -91,7 +91,8 @@ def test_all_lines_of_a_refusal_reach_every_rank_and_the_terminal(mixed):
     with pytest.raises(SharedUserError) as caught:
         agreed(lambda: read_conversations([str(mixed[0])]))
     assert str(caught.value).split("\n  ") == expected
-    code = f"from eagle3.errors import run_command as r; from eagle3.text.conversations import *; r(lambda: read_conversations([{str(mixed[0])!r}]))"
+    code = "from eagle3.errors import run_command as r; from eagle3.text.conversations import *; "
+    code += f"r(lambda: read_conversations([{str(mixed[0])!r}]))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "") and done.stderr == "error: " + "\n  ".join(expected) + "\n"
 
@@ -132,14 +133,18 @@ def test_rows_of_every_kind_of_file_are_named_by_their_place(tmp_path):
     account, *found, _ = lines_of(read_conversations, [str(tmp_path)])
     assert "8 of 17 rows" in account
     assert [line.removeprefix(f"{tmp_path}/").partition(": ")[0] for line in found] == [
-        "a.jsonl:4", "b.json row 2", "b.json row 3", "c.json:3", "d.json:1", "e.json row 1", "f.parquet row 2", "g.parquet row 2"
+        "a.jsonl:4", "b.json row "
+                     "2", "b.json row "
+                                     "3", "c.json:3", "d.json:1", "e.json row "
+                                                                             "1", "f.parquet row "
+                                                                                             "2", "g.parquet row 2"
     ]  # fmt: skip
     assert "(line 4: Expecting value" in found[1] and "the row is [1, 2]" in found[2]
     assert len(read_conversations([str(tmp_path)], malformed=MalformedRows(drop=True))) == 9
 
 
 def test_rows_that_are_too_large_to_be_read_are_malformed(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "MOST_CHARACTERS", 1000)
+    monkeypatch.setattr(rows, "MOST_CHARACTERS", 1000)
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join([talk(1), json.dumps({"text": "x" * 5000}), talk(2), json.dumps({"text": "x" * 5000})]))
     dropped = MalformedRows(drop=True)
@@ -171,7 +176,7 @@ def test_what_is_no_matter_of_rows_is_refused_whatever_is_dropped(tmp_path):
     refused("a.jsonl", b"", "holds no rows")
     refused("b.csv", b"a,b", "files of kind '.csv' are not read")
     refused("c.parquet", b"PAR1", "not a readable parquet file")
-    refused("d.json", b'[{"text": "x}, {"text": "y"}]', "cannot be told apart")
+    refused("d.json", b'[{"text": "x}, {"text": "y"}]', "cannot be separated")
     refused(
         "e.jsonl",
         b'{"prompt": 1}\n[]\n',

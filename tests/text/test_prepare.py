@@ -162,7 +162,7 @@ def test_a_template_that_does_not_show_who_speaks_is_warned_of(tmp_path, tokeniz
 def test_where_the_template_is_the_problem_another_one_is_offered(tmp_path, tokenizer):
     twice = TEMPLATE + "{{ messages[-1].content }}"
     with pytest.raises(
-        UserError, match="leaves out or repeats .*; mend the data, or name another template in data.chat_template"
+        UserError, match="leaves out or repeats .*; fix the data, or name another template in data.chat_template"
     ):
         prepared(tmp_path, tokenizer, "one", chat_template=twice)
 

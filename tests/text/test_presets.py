@@ -1,4 +1,5 @@
-"""Presets and dataset ids: the real `datasets` streams from a hub on this machine, laid out as each set's own page shows it."""
+"""Presets and dataset ids: the real `datasets` streams from a hub on this machine, laid out as each set's own page
+shows it."""
 
 import json
 import os
@@ -21,7 +22,7 @@ from places import ROOT, SUPPORT
 
 from eagle3.errors import UserError
 from eagle3.text.conversations import read_conversations
-from eagle3.text.presets import as_conversation, preset_source, presets, presets_table
+from eagle3.text.datasets import as_conversation, preset_source, presets
 
 Ask = Callable[..., dict[str, Any]]
 
@@ -241,7 +242,7 @@ def test_a_network_that_fails_is_tried_again_and_then_named_in_one_line(hub, ask
     assert ask("ann/shaky")["rows"][0][2] == "here" and hub.broken["shaky.jsonl"] == 0
     hub.broken["dead.jsonl"] = 1000
     message = ask("ann/dead")["error"]
-    assert message.startswith("ann/dead: ") and "mend the name or the network" in message and "\n" not in message
+    assert message.startswith("ann/dead: ") and "fix the name or the network" in message and "\n" not in message
 
 
 def test_reading_tells_how_far_it_is(hub, ask):
@@ -267,7 +268,7 @@ def test_reading_tells_how_far_it_is(hub, ask):
         ("preset:longalign:held_out", "has no held-out split; leave data.held_out out"),
         ("ann/talks@", "no such file or folder"),
         ("ann/talks:a b", "no such file or folder"),
-        ("ann/talks:train[:10]", "slices of a split are not taken; leave .* data.max_samples"),
+        ("ann/talks:train[:10]", "slices of a split are not supported; leave .* data.max_samples"),
         ("ann/talks/more", "no such file or folder"),
     ],
 )
@@ -290,4 +291,9 @@ def test_a_message_that_is_no_object_leaves_its_row_out():
 
 
 def test_the_documentation_has_the_table_of_presets():
-    assert presets_table() in (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
+    documented = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
+    for name, preset in presets().items():
+        splits = " / ".join(filter(None, (preset.train, preset.held_out)))
+        columns = f"`{preset.columns}`" if preset.chat else preset.columns
+        cells = (preset.dataset, splits, columns, preset.size, preset.licence, preset.note, preset.unverified)
+        assert f"| `preset:{name}` | {' | '.join(cells)} |\n" in documented

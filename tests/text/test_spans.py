@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from eagle3.text.samples import Sample, SampleSet
-from eagle3.text.spans import Spans
+from eagle3.text.samples import Sample, SampleSet, Spans
 
 
 def sample(*turns, tokens=200, name="ab"):
@@ -61,7 +60,9 @@ def test_what_spans_take_is_said_and_where_they_change_nothing():
     assert "up to 40 of 60 supervised tokens an epoch, drawn anew in each epoch; 2 of 3 samples have more" in said
     assert "the same in each epoch, as the store has them" in Spans(5, 3, seed=0).describe(samples, anew=False)
     said = Spans(10, 3, seed=0).describe(samples, anew=True)
-    assert "changes nothing here, no sample has more than the 30 supervised tokens that 3 spans of 10 hold" in said
+    assert (
+        "changes nothing here, because no sample has more supervised tokens than the 30 that 3 spans of 10 hold" in said
+    )
 
 
 def test_sample_epoch_and_seed_change_what_is_drawn():

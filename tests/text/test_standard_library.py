@@ -3,7 +3,6 @@
 import ast
 import inspect
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -67,7 +66,7 @@ def test_definitions_are_found_under_conditions_and_in_classes_but_not_in_functi
         "class Mill:\n    @property\n    @staticmethod\n    def sails():\n        'How many.'\n        return 4\n"
         "def short(): return 1\n"
     )
-    found = {definition.name: definition for definition in _definitions(path, "mill")}
+    found = {definition.name: definition for definition in _definitions("mill", path.read_text())}
     assert list(found) == ["mill", "mill.grind", "mill.Mill", "mill.Mill.sails"]
     assert found["mill"].docstring == "Grinds."
     assert found["mill.Mill.sails"].code.startswith("@property\n@staticmethod\ndef sails():\n    'How")
@@ -75,7 +74,7 @@ def test_definitions_are_found_under_conditions_and_in_classes_but_not_in_functi
 
 
 @pytest.mark.parametrize("content", [b"def broken(:\n", b"name = '\xff'\n", b"x = 1\0\n"])
-def test_a_file_that_does_not_parse_is_skipped(tmp_path: Path, content):
-    path = tmp_path / "odd.py"
-    path.write_bytes(content)
-    assert list(_definitions(path, "odd")) == []
+def test_a_file_that_does_not_parse_is_skipped(tmp_path, monkeypatch, content):
+    (tmp_path / "odd.py").write_bytes(b'"""Grinds."""\n' + content)
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
+    assert standard_library_conversations() == []

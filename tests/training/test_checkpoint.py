@@ -206,7 +206,7 @@ def test_a_damaged_newest_is_passed_over_with_a_warning(engine, checkpoints, war
     assert checkpoints.load_newest(engine) == (1, {"of": "one"})
     assert same(weights(engine), before)
     assert len(warnings) == 1
-    assert warnings[0].startswith(f"{at(checkpoints, 2)}: ") and f"{problem}; renamed damaged-step" in warnings[0]
+    assert warnings[0].startswith(f"{at(checkpoints, 2)}: ") and f"{problem}; renamed to damaged-step" in warnings[0]
     checkpoints.keep = 1
     checkpoints.save(engine, 2, {}, None)
     assert names(checkpoints) == steps(2)
@@ -234,7 +234,9 @@ def test_nothing_is_loaded_where_there_is_none_and_nothing_begun_where_every_one
         checkpoints.save(engine, step, {}, None)
         (at(checkpoints, step) / "manifest.json").unlink()
     before = weights(engine)
-    with pytest.raises(UserError, match="no checkpoint is whole .*step-00000002: .*step-00000001: .*without --resume"):
+    with pytest.raises(
+        UserError, match="no intact checkpoint of this run .*step-00000002: .*step-00000001: .*without --resume"
+    ):
         checkpoints.load_newest(engine)
     assert same(weights(engine), before) and names(checkpoints) == steps(1, 2)
 
@@ -271,7 +273,7 @@ def test_names_that_no_file_can_have_are_damage(engine, checkpoints, warnings):
     whole = json.loads(path.read_text())
     for name in ("a\0b", "\ud800", "x" * 5000, "zero_pp_rank_" + "9" * 5000 + "_mp_rank_00_optim_states.pt", ""):
         path.write_text(json.dumps(whole | {"files": whole["files"] | {name: 64 * "0"}}))
-        with pytest.raises(UserError, match="no checkpoint is whole"):
+        with pytest.raises(UserError, match="no intact checkpoint of this run"):
             checkpoints.load_newest(engine)
     path.write_text(json.dumps(whole))
     (path.parent / ".nfs0000000000000001").write_text("left by a file system")
@@ -291,8 +293,8 @@ def test_another_runs_checkpoint_is_never_loaded(engine, checkpoints, warnings):
     assert checkpoints.load_newest(engine) == (1, {"of": "own"}) and same(weights(engine), before)
     said = f"{at(checkpoints, 2)}: written by run {other}, this is run {own}; "
     assert [warning.removeprefix(said) for warning in warnings] == [
-        "the last weights serve instead",
-        "renamed foreign-step-00000002, the checkpoint before it serves",
+        "the last weights are used instead",
+        "renamed to foreign-step-00000002; the checkpoint before it is used",
     ]
     shutil.rmtree(at(checkpoints, 1))
     (checkpoints.folder / "foreign-step-00000002").rename(at(checkpoints, 2))
@@ -307,7 +309,7 @@ def test_a_checkpoint_from_before_runs_had_identities_is_loaded_with_one_line(en
     path.write_text(json.dumps(json.loads(path.read_text())["files"]))
     assert checkpoints.load_newest(engine).step == 1
     (warning,) = warnings
-    assert warning.startswith(f"{at(checkpoints, 1)}: from before checkpoints named their run") and RUN in warning
+    assert warning.startswith(f"{at(checkpoints, 1)}: written before checkpoints named their run") and RUN in warning
     checkpoints.save(engine, 2, {}, None)
     assert json.loads((at(checkpoints, 2) / "manifest.json").read_text())["run"] == RUN
     assert checkpoints.load_newest(engine).step == 2 and len(warnings) == 1

@@ -1,4 +1,5 @@
-"""No two runs write one folder, a checkpoint is its own run's, and a full disk at the end of a run takes nothing away."""
+"""No two runs write one folder, a checkpoint is its own run's, and a full disk at the end of a run takes nothing
+away."""
 
 import json
 import multiprocessing
@@ -43,26 +44,27 @@ def test_a_run_does_not_write_into_its_target(tmp_path):
 
 
 def test_a_run_has_a_folder_of_its_own(tmp_path, monkeypatch):
-    """Not that of its data, nor of what it is started in; and what lies in a folder called checkpoints may be somebody else's."""
+    """Not that of its data, nor of what it is started in; and what lies in a folder called checkpoints may be somebody
+    else's."""
     path = write_recipe(tmp_path, make_target(tmp_path / "target"))
     rows = tmp_path / "data" / "rows.jsonl"
     rows.parent.mkdir()
     (tmp_path / "conversations.jsonl").rename(rows)
     recipe = load_recipe(path, [f"data.train=[{rows}]"])
     with pytest.raises(
-        UserError, match="holds data.train.0. .*rows.jsonl.*which a run there would lie beside, or move away"
+        UserError, match="contains data.train.0. .*rows.jsonl.*which a run there would write beside, or move away"
     ):
         RunFolder(rows.parent).check(recipe, Resume.NO)
     (tmp_path / "deep" / "deeper").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "deep" / "deeper")
-    with pytest.raises(UserError, match="holds the folder that this was started in"):
+    with pytest.raises(UserError, match="contains the folder that this was started in"):
         RunFolder(tmp_path / "deep").check(recipe, Resume.NO)
     theirs = tmp_path / "theirs" / "checkpoints"
     theirs.mkdir(parents=True)
     assert not RunFolder(theirs.parent).check(recipe, Resume.AUTO)
     (theirs / "mine.pt").touch()
     for resume in (Resume.NO, Resume.AUTO):
-        with pytest.raises(UserError, match="checkpoints: has a name that a run would use, and no run left it"):
+        with pytest.raises(UserError, match="checkpoints: has a name that a run would use, but was not left by one"):
             RunFolder(theirs.parent).check(recipe, resume)
 
 
@@ -76,7 +78,7 @@ def test_an_exported_run_without_checkpoints_is_not_begun_over(tmp_path):
     assert folder.check(recipe, Resume.YES)  # killed before its first checkpoint
     (folder.export / "config.json").touch()
     for resume in (Resume.YES, Resume.AUTO):
-        with pytest.raises(UserError, match="checkpoints: holds none, though this run exported its draft"):
+        with pytest.raises(UserError, match="checkpoints: holds no checkpoint, though this run exported its draft"):
             folder.check(recipe, resume)
     assert not folder.check(recipe, Resume.NO)
 
@@ -92,7 +94,8 @@ def test_a_store_that_live_training_does_not_read_may_change_its_place(tmp_path)
         folder.check(load_recipe(path, ["hidden_states.path=states", "hidden_states.mode=stored"]), Resume.YES)
 
 
-# Two runs, one folder: processes of launchers/train.py ------------------------------------------------------------------
+# Two runs, one folder: processes of launchers/train.py
+# ------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +161,8 @@ def test_a_checkpoint_of_which_one_rank_cannot_write_its_part_is_none(shared):
     assert found["torn"]["left"] == []
 
 
-# The claim ----------------------------------------------------------------------------------------------------------------
+# The claim
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def test_a_claim_leaves_no_trace_where_nothing_was_written(tmp_path):
@@ -263,7 +267,7 @@ def test_a_folder_that_a_run_would_spoil_is_refused(tmp_path, target):
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "recipe.yaml").write_text("model: {target: x}")
-    assert said(mine).startswith(f"{mine}/recipe.yaml: has a name that a run would use, and no run left it; ")
+    assert said(mine).startswith(f"{mine}/recipe.yaml: has a name that a run would use, but was not left by one; ")
     other = tmp_path / "other"
     other.mkdir()
     for name in ("recipe.yaml", "run_id.txt"):
@@ -272,7 +276,7 @@ def test_a_folder_that_a_run_would_spoil_is_refused(tmp_path, target):
     odd = tmp_path / "odd"
     odd.mkdir()
     os.mkfifo(odd / "metrics.jsonl")
-    assert said(odd).startswith(f"{odd}/metrics.jsonl: is no file, which a run would write there; ")
+    assert said(odd).startswith(f"{odd}/metrics.jsonl: is not a file, but a run would write one there; ")
 
 
 @pytest.mark.parametrize("resume", [Resume.YES, Resume.AUTO])
@@ -281,7 +285,7 @@ def test_a_run_whose_recipe_or_identity_is_lost_is_not_begun_anew(copied, resume
     folder = RunFolder(recipe.output.dir)
     identity = folder.identity.read_text().strip()
     folder.identity.unlink()
-    with pytest.raises(UserError, match=rf"run_id.txt: is missing; put the identity there .*\({identity}\)"):
+    with pytest.raises(UserError, match=rf"run_id.txt: is missing; write into it .*\({identity}\)"):
         folder.identify(folder.check(recipe, resume))
     folder.recipe.unlink()
     with pytest.raises(UserError, match=r"recipe.yaml: is missing, though there are checkpoints; put the run's recipe"):
@@ -315,7 +319,8 @@ def test_a_run_is_not_continued_with_another_target_or_other_data(copied, traine
     assert RunFolder(recipe.output.dir).metrics.read_bytes() == before
 
 
-# Identity, and the end of a run --------------------------------------------------------------------------------------------
+# Identity, and the end of a run
+# --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -348,7 +353,7 @@ def test_a_run_from_before_identities_goes_on_with_one_line_a_checkpoint_and_has
     shutil.rmtree(folder.checkpoints / "step-00000008")
     train(recipe, ZERO2, topology, Resume.YES)
     said = capsys.readouterr().err
-    assert said.count("from before checkpoints named their run") == 2  # the newest, and the best for the export
+    assert said.count("written before checkpoints named their run") == 2  # the newest, and the best for the export
     identity = folder.identity.read_text().strip()
     assert json.loads((folder.checkpoints / "step-00000008" / "manifest.json").read_text())["run"] == identity
     train(recipe, ZERO2, topology, Resume.YES)
@@ -364,7 +369,7 @@ def test_another_runs_newer_checkpoint_is_set_aside_and_a_damaged_identity_is_a_
     manifest.write_text(manifest.read_text().replace(own, other))
     train(recipe, ZERO2, topology, Resume.AUTO)
     said = capsys.readouterr().err
-    assert f"step-00000099: written by run {other}, this is run {own}; renamed foreign-step-00000099" in said
+    assert f"step-00000099: written by run {other}, this is run {own}; renamed to foreign-step-00000099" in said
     assert (folder.checkpoints / "foreign-step-00000099").is_dir()
     folder.identity.write_bytes(b"\xff")
     with pytest.raises(UserError, match="run_id.txt: damaged; .*manifest.json"):
@@ -385,7 +390,7 @@ def test_a_full_disk_leaves_the_earlier_export_and_with_room_a_resumed_run_whose
         1 + sum(1 for _ in small_disk.rglob("*")) + 2
     )  # run.lock and one more: a file that replaces another, or a folder
     subprocess.run(["mount", "-o", f"remount,nr_inodes={inodes}", str(small_disk)], check=True)
-    with pytest.raises(UserError, match=r"export: cannot be written \(No space left.* GiB are free\); .*--resume"):
+    with pytest.raises(UserError, match=r"export: cannot be written \(No space left.* are free\); .*--resume"):
         train(recipe, ZERO2, topology, Resume.YES)
     assert before == {path.name: path.read_bytes() for path in folder.export.iterdir()}
     assert not list(folder.path.glob("*.partial"))
@@ -418,7 +423,7 @@ def test_at_the_end_of_a_run_a_full_disk_is_a_line_and_takes_nothing(tmp_path, t
         lambda: tracker.write(2, "train", much),
     ):
         with pytest.raises(
-            UserError, match=r"cannot be written \(No space left on device; 0 GiB are free\); free space"
+            UserError, match=r"cannot be written \(No space left on device; 0 bytes are free\); free space"
         ):
             write()
     with pytest.raises(OSError, match="No space"):

@@ -1,4 +1,5 @@
-"""Steps with a gradient that is not finite, or far too large, change nothing, are counted, and stop a run that has only such."""
+"""Steps with a gradient that is not finite, or far too large, change nothing, are counted, and stop a run that has only
+such."""
 
 import math
 

@@ -121,7 +121,8 @@ def test_a_resumed_run_goes_on_in_weights_and_biases_and_its_command_line_stays_
     """In processes of their own, for the command line is the process's."""
     program = (
         "import sys; from pathlib import Path; from test_tracking import write_all; "
-        f"write_all(Path({str(tmp_path)!r}), wandb_project='drafts', config={{'parallelism': {{'ring': int(sys.argv[1])}}}})"
+        f"write_all(Path({str(tmp_path)!r}), wandb_project='drafts', "
+        f"config={{'parallelism': {{'ring': int(sys.argv[1])}}}})"
     )
     environment = os.environ | {
         "WANDB_MODE": "offline",
@@ -137,8 +138,8 @@ def test_a_resumed_run_goes_on_in_weights_and_biases_and_its_command_line_stays_
 
 
 def wandb_records(data: bytes) -> list[Record]:
-    """Of a file that fits into its format's first block of 32 KiB: seven bytes of the file's own, then to each record seven bytes
-    (checksum, length, 1 for a whole one)."""
+    """Of a file that fits into its format's first block of 32 KiB: seven bytes of the file's own, then to each record
+    seven bytes (checksum, length, 1 for a whole one)."""
     assert data[:4] == b":W&B" and len(data) < 32768
     records, place = [], 7
     while place < len(data):

@@ -92,7 +92,7 @@ def test_the_first_ranks_death_is_reported_by_others_with_the_step_that_it_was_a
 )
 def test_a_rank_that_falls_silent_is_named(said, case, place, still):
     verdict, (_, codes, late, _) = said[case].verdict, said[case]
-    assert re.fullmatch(rf"rank {still} \(process \d+ on .+\) was not heard of for \d+ s, last at {place}", verdict)
+    assert re.fullmatch(rf"rank {still} \(process \d+ on .+\) was not heard from for \d+ s, last at {place}", verdict)
     assert late == f"[{still}]" and codes[1 - still] == codes[2] == 1
 
 

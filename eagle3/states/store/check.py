@@ -1,4 +1,4 @@
-"""Looks a whole store through, byte by byte, and takes out what is damaged, so that it can be captured anew."""
+"""Check a whole store byte by byte, and remove what is damaged, so that it can be captured again."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -11,22 +11,22 @@ from eagle3.durable import flush
 from eagle3.states.store.files import DamagedStore, ForeignShards, open_files
 from eagle3.states.store.folder import Provenance, find_indexes, foreign_flaw, read_own_manifest, shard_flaw
 from eagle3.states.store.reader import HiddenStateStore, Location, RowRequest, StoredTokens
-from eagle3.states.store.shard import Entry, ShardIndex, shard_of, taught_rows
+from eagle3.states.store.shard import Entry, ShardIndex, taught_rows
 from eagle3.text.samples import sample_digest
 
 # Samples read together: a remote file system answers many requests in the time of one.
 SAMPLES_AT_ONCE = 32
-# Of each of them: a sample may be longer than memory.
+# Rows read of each: a sample may be larger than memory.
 ROWS_AT_ONCE = 65536
 Kind = Literal["damaged", "foreign", "mislabelled", "not finite", "duplicate", "missing"]
 
 
 class Problem(NamedTuple):
-    """index: the file that lists the sample, None for a missing one. sample_id: None where the whole shard is meant."""
+    """Something wrong with a store."""
 
     kind: Kind
-    index: str | None
-    sample_id: str | None
+    index: str | None  # the index file that lists the sample; None if the sample is missing
+    sample_id: str | None  # None for a whole shard
     detail: str
 
     def __str__(self) -> str:
@@ -35,46 +35,52 @@ class Problem(NamedTuple):
 
 
 class Findings(NamedTuple):
-    """samples, tokens: what is whole and counts. indexes: those that can be read."""
+    """What a check found."""
 
     provenance_digest: str
     problems: list[Problem]
-    indexes: list[ShardIndex]
+    indexes: list[ShardIndex]  # the readable ones
+    # What is whole, without duplicates:
     samples: int
     tokens: int
 
 
-def check_store(path: str, provenance: Provenance, wanted: Iterable[str], report: Callable[[str], None]) -> Findings:
+def check_store(
+    path: str, provenance: Provenance, expected_ids: Iterable[str], report: Callable[[str], None]
+) -> Findings:
     """Read every sample of the store and compare it with its checksums.
 
-    wanted: ids that should be there. report: gets progress lines. Raises UserError where there is no
-    store, one of another provenance, or one that this machine cannot read, which is no damage.
+    expected_ids: ids that should be there
+    report: gets progress lines
+
+    Raises UserError if there is no store, if it has another provenance, or if this machine cannot read it, which does
+    not mean that it is damaged.
     """
     files = open_files(path)
     manifest = read_own_manifest(files, provenance)
     reader = HiddenStateStore(files, {}, manifest.record, manifest.digest)
-    indexes, broken = find_indexes(files)
-    problems = [Problem("damaged", name, None, error.flaw) for name, error in broken.items()]
-    whole: dict[str, int] = {}  # tokens by sample
-    sizes = files.sizes()  # looked at after the indexes, before which their shards were there
+    indexes, index_errors = find_indexes(files)
+    problems = [Problem("damaged", name, None, error.flaw) for name, error in index_errors.items()]
+    token_counts: dict[str, int] = {}  # token count by sample
+    sizes = files.sizes()  # read after the indexes, which are written after their shards
     progress = Progress(report, "checking the store", len(indexes), "shards")
     for index in indexes:
-        for found in _examine(reader, index, sizes):
-            if isinstance(found, Entry) and found.id in whole:
-                found = Problem("duplicate", index.name, found.id, "an earlier shard has it too")
-            if isinstance(found, Problem):
-                problems.append(found)
+        for finding in _examine(reader, index, sizes):
+            if isinstance(finding, Entry) and finding.id in token_counts:
+                finding = Problem("duplicate", index.name, finding.id, "an earlier shard has it too")
+            if isinstance(finding, Problem):
+                problems.append(finding)
             else:
-                whole[found.id] = found.tokens
+                token_counts[finding.id] = finding.tokens
         progress.advance()
-    reported = whole.keys() | {problem.sample_id for problem in problems}
-    missing = (sample_id for sample_id in wanted if sample_id not in reported)
-    problems += [Problem("missing", None, sample_id, "no shard has it whole") for sample_id in missing]
-    return Findings(manifest.digest, problems, indexes, len(whole), sum(whole.values()))
+    reported_ids = token_counts.keys() | {problem.sample_id for problem in problems}
+    missing_ids = (sample_id for sample_id in expected_ids if sample_id not in reported_ids)
+    problems += [Problem("missing", None, sample_id, "no shard has it whole") for sample_id in missing_ids]
+    return Findings(manifest.digest, problems, indexes, len(token_counts), sum(token_counts.values()))
 
 
 def _examine(reader: HiddenStateStore, index: ShardIndex, sizes: Mapping[str, int | None]) -> Iterator[Entry | Problem]:
-    """The samples of one shard that are whole, and what is wrong with the others."""
+    """The samples of one shard that are whole, and what is wrong with the rest of it."""
     where = f"{reader.where}/{index.shard}"
     try:
         if flaw := foreign_flaw(index.provenance_digest, reader.provenance_digest):
@@ -82,7 +88,7 @@ def _examine(reader: HiddenStateStore, index: ShardIndex, sizes: Mapping[str, in
         if flaw := shard_flaw(index, sizes):
             raise DamagedStore(where, flaw)
         reader.read_headers([index.shard])
-    except DamagedStore as error:  # of none of its samples
+    except DamagedStore as error:  # affects all of its samples
         yield Problem(error.kind, index.name, None, f"{index.shard}: {error.flaw}")
         return
     for start in range(0, len(index.samples), SAMPLES_AT_ONCE):
@@ -98,11 +104,10 @@ def _examine(reader: HiddenStateStore, index: ShardIndex, sizes: Mapping[str, in
 
 
 def _look_through(reader: HiddenStateStore, locations: list[Location]) -> list[Entry | Problem]:
-    """What there is to say of these samples, of which every byte is read, some rows at a time. Raises DamagedStore."""
+    """Read every byte of these samples, some rows at a time, and judge each. Raises DamagedStore."""
     tokens = reader.tokens_at(locations)
-    teachers = [taught_rows(each.loss_mask).nonzero().flatten() for each in tokens]
-    seen = [
-        location.index.encoding.seen_rows(each.loss_mask).nonzero().flatten()
+    kept_rows = [  # rows of aux, and of what the teacher needs
+        [rows_of(each.loss_mask).nonzero().flatten() for rows_of in (location.index.encoding.seen_rows, taught_rows)]
         for location, each in zip(locations, tokens, strict=True)
     ]
     infinite: list[str | None] = [None] * len(locations)
@@ -110,16 +115,16 @@ def _look_through(reader: HiddenStateStore, locations: list[Location]) -> list[E
         stop = start + ROWS_AT_ONCE
         requests = [
             RowRequest(location.entry.id, *(rows[(rows >= start) & (rows < stop)] for rows in each))
-            for location, *each in zip(locations, seen, teachers, strict=True)
+            for location, each in zip(locations, kept_rows, strict=True)
         ]
-        for place, rows in enumerate(reader.read_at(locations, requests)):
+        for position, rows in enumerate(reader.read_at(locations, requests)):
             kinds = (kind for kind, tensor in rows.named().items() if not tensor.isfinite().all())
-            infinite[place] = infinite[place] or next(kinds, None)
+            infinite[position] = infinite[position] or next(kinds, None)
     return [_judged(*each) for each in zip(locations, tokens, infinite, strict=True)]
 
 
 def _judged(location: Location, tokens: StoredTokens, infinite: str | None) -> Entry | Problem:
-    """infinite: what is not finite in it."""
+    """The sample's entry if it is whole, or what is wrong with it. infinite: which of its tensors is not finite."""
     index, entry = location
     if infinite:
         return Problem("not finite", index.name, entry.id, f"its {infinite}")
@@ -130,29 +135,32 @@ def _judged(location: Location, tokens: StoredTokens, infinite: str | None) -> E
 
 
 def remove_flawed(folder: Path, problems: Iterable[Problem]) -> None:
-    """Take what `check_store` found out of the store: whole shards that cannot be read, and of the others the samples in
-    question, by a new index. A kill leaves each index as it was or as it shall be."""
-    flawed: defaultdict[str | None, set[str | None]] = defaultdict(set)  # samples by index
+    """Remove what `check_store` found: whole shards that cannot be read and, from the others, the affected samples, by
+    writing a new index. If the process is killed, each index is either the old or the new one."""
+    ids_by_index: defaultdict[str | None, set[str | None]] = defaultdict(set)  # samples by index
     for problem in problems:
-        flawed[problem.index].add(problem.sample_id)
-    flawed.pop(None, None)
-    for name, ids in flawed.items():
-        kept: tuple[Entry, ...] = ()
+        ids_by_index[problem.index].add(problem.sample_id)
+    ids_by_index.pop(None, None)
+    for name, ids in ids_by_index.items():
+        entries: tuple[Entry, ...] = ()
         if None not in ids:
             index = ShardIndex.parse((folder / name).read_bytes(), name, str(folder))
-            kept = tuple(entry for entry in index.samples if entry.id not in ids)
-        if kept:
-            replace(index, samples=kept).write(folder)
+            entries = tuple(entry for entry in index.samples if entry.id not in ids)
+        if entries:
+            replace(index, samples=entries).write(folder)
             continue
         (folder / name).unlink()
         flush(folder)
-        (folder / shard_of(name)).unlink(missing_ok=True)
+        (folder / name).with_suffix(".safetensors").unlink(missing_ok=True)
 
 
 def bind_shards(folder: Path, findings: Findings) -> int:
-    """Write the digest of the store's provenance into the indexes that lack it; how many did. Each index holds the checksums
-    of its shard, which therefore stays as it is. A kill leaves each index as it was or as it shall be."""
-    unbound = [index for index in findings.indexes if index.provenance_digest is None]
-    for index in unbound:
+    """Write the digest of the store's provenance into the indexes that lack it, and return how many did.
+
+    Shards stay as they are, since their checksums are in the index. If the process is killed, each index is either the
+    old or the new one.
+    """
+    unbound_indexes = [index for index in findings.indexes if index.provenance_digest is None]
+    for index in unbound_indexes:
         replace(index, provenance_digest=findings.provenance_digest).write(folder)
-    return len(unbound)
+    return len(unbound_indexes)

@@ -1,4 +1,4 @@
-"""Where a store's files lie: a folder on this machine, memory-mapped, or any URL that fsspec can read."""
+"""Access to a store's files: in a local folder, memory-mapped, or at any URL that fsspec can read."""
 
 import mmap
 import os
@@ -8,22 +8,23 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from fsspec.core import url_to_fs
+from fsspec.utils import merge_offset_ranges
 
 from eagle3.errors import UserError
 
-# Maps held at a time: each takes address space and one of the kernel's 65,530 mappings, no memory and no open file.
+# Most maps at a time: each takes address space and one of the kernel's 65,530 mappings, but no memory and no open file.
 MOST_MAPS = 1024
 TOO_SHORT = "is shorter than its index says"
 
 
 class DamagedStore(UserError):
-    """Bytes that a store has lost, or that are not what was written. where: file or sample; flaw: what is wrong."""
+    """Bytes that a store has lost, or that differ from what was written. where: file or sample; flaw: what is wrong."""
 
     kind = "damaged"
-    remedy = "run capture.py --repair, which captures anew what is lost"
+    remedy = "run capture.py --repair, which captures again what is lost"
 
     def __init__(self, where: str, flaw: str) -> None:
         super().__init__(f"{where}: {flaw}; {self.remedy}")
@@ -31,10 +32,12 @@ class DamagedStore(UserError):
 
 
 class ForeignShards(DamagedStore):
-    """Shards that were captured under another provenance than the store.json beside them describes."""
+    """Shards that were captured under another provenance than that in the store.json beside them."""
 
     kind = "foreign"
-    remedy = "restore what was replaced, or run capture.py --repair, which deletes them and captures their samples anew"
+    remedy = (
+        "restore what was replaced, or run capture.py --repair, which deletes them and captures their samples again"
+    )
 
 
 class Range(NamedTuple):
@@ -43,22 +46,6 @@ class Range(NamedTuple):
     name: str
     start: int
     stop: int
-
-
-class StoreFiles(Protocol):
-    """Reads files that nobody changes any more; threads may share it. What is not there or too short raises DamagedStore,
-    what cannot be read here and now another UserError: the one is mended by capturing again, the other must not be."""
-
-    where: str
-
-    def sizes(self) -> dict[str, int | None]:
-        """Bytes of every file, by name; None where the protocol does not tell. Empty where there is no such folder."""
-
-    def read(self, names: Sequence[str]) -> list[bytes]:
-        """Whole files."""
-
-    def fetch(self, ranges: Sequence[Range]) -> list[memoryview]:
-        """Those bytes."""
 
 
 def no_store(where: str) -> UserError:
@@ -72,13 +59,8 @@ def is_url(path: str) -> bool:
     return "://" in path
 
 
-def open_files(path: str) -> StoreFiles:
-    """Raises UserError for a URL that fsspec cannot open."""
-    return RemoteFiles(path) if is_url(path) else LocalFiles(Path(path))
-
-
 class LocalFiles:
-    """Memory-mapped: a range costs no system call and no copy, and nothing but its pages is read."""
+    """Memory-mapped files: reading a range takes no system call and no copy, and touches only its pages."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.where = folder, str(folder)
@@ -86,12 +68,13 @@ class LocalFiles:
         self._lock = threading.Lock()
 
     def sizes(self) -> dict[str, int | None]:
+        """Size in bytes of every file, by name. Empty if the folder does not exist."""
         sizes: dict[str, int | None] = {}
         if not self.folder.exists():
             return sizes
         try:
             for entry in os.scandir(self.folder):
-                with suppress(FileNotFoundError):  # a writer's temporary file, gone since
+                with suppress(FileNotFoundError):  # a writer's temporary file that is gone again
                     if entry.is_file():
                         sizes[entry.name] = entry.stat().st_size
                     elif entry.is_dir() and entry.name.endswith((".safetensors", ".json")):
@@ -106,29 +89,31 @@ class LocalFiles:
         return sizes
 
     def read(self, names: Sequence[str]) -> list[bytes]:
+        """The contents of whole files."""
         try:
             return [(self.folder / name).read_bytes() for name in names]
         except OSError as error:
             raise _unreadable_here(error.filename, error) from error
 
     def fetch(self, ranges: Sequence[Range]) -> list[memoryview]:
+        """The bytes of these ranges."""
         with self._lock:
-            maps = {name: self._map(name) for name in {wanted.name for wanted in ranges}}
-        for wanted in ranges:
-            if wanted.stop > len(maps[wanted.name]):
-                raise DamagedStore(str(self.folder / wanted.name), TOO_SHORT)
-            page = wanted.start // mmap.PAGESIZE * mmap.PAGESIZE
-            if wanted.stop > page:  # all of them are on their way before the first is looked at
-                maps[wanted.name].madvise(mmap.MADV_WILLNEED, page, wanted.stop - page)
-        return [memoryview(maps[wanted.name])[wanted.start : wanted.stop] for wanted in ranges]
+            maps = {name: self._map(name) for name in {byte_range.name for byte_range in ranges}}
+        for byte_range in ranges:
+            if byte_range.stop > len(maps[byte_range.name]):
+                raise DamagedStore(str(self.folder / byte_range.name), TOO_SHORT)
+            page = byte_range.start // mmap.PAGESIZE * mmap.PAGESIZE
+            if byte_range.stop > page:  # request all pages before waiting for the first
+                maps[byte_range.name].madvise(mmap.MADV_WILLNEED, page, byte_range.stop - page)
+        return [memoryview(maps[byte_range.name])[byte_range.start : byte_range.stop] for byte_range in ranges]
 
     def forget(self, name: str) -> None:
-        """Hold nothing of a file any more."""
+        """Release a file's map."""
         with self._lock:
             self._maps.pop(name, None)
 
     def _map(self, name: str) -> mmap.mmap:
-        """Size is compared each time: touching a mapped page that a file has lost kills the process."""
+        """The file's map. Its size is compared each time: touching a mapped page that is lost kills the process."""
         path = self.folder / name
         try:
             size = path.stat().st_size
@@ -148,7 +133,7 @@ class LocalFiles:
 
 
 class RemoteFiles:
-    """By fsspec, all ranges of a call at once where the protocol can; a URL may name any that is installed."""
+    """Files read through fsspec, all ranges of a call at once if the protocol can. Any installed protocol will do."""
 
     def __init__(self, url: str) -> None:
         self.where = url.rstrip("/")
@@ -156,76 +141,75 @@ class RemoteFiles:
             self.files, root = url_to_fs(url)
         except (ValueError, ImportError, OSError) as error:
             raise UserError(
-                f"{url}: cannot be opened ({first_words(error)}); mend hidden_states.path, or install the package of "
+                f"{url}: cannot be opened ({first_words(error)}); fix hidden_states.path, or install the package of "
                 f"protocol {url.split('://')[0]!r}"
             ) from error
         self.root = root.rstrip("/")
 
     def sizes(self) -> dict[str, int | None]:
+        """Size in bytes of every file, by name; None if the protocol does not say. Empty if there is no such folder."""
         try:
-            found = self.files.ls(self.root, detail=True)
+            entries = self.files.ls(self.root, detail=True)
         except FileNotFoundError:
             return {}
         except OSError as error:
             raise _unreadable_there(self.where, error) from error
-        return {one["name"].rstrip("/").rsplit("/", 1)[-1]: one["size"] for one in found if one["type"] == "file"}
+        return {
+            entry["name"].rstrip("/").rsplit("/", 1)[-1]: entry["size"] for entry in entries if entry["type"] == "file"
+        }
 
     def read(self, names: Sequence[str]) -> list[bytes]:
+        """The contents of whole files."""
         if not names:
             return []
         paths = [f"{self.root}/{name}" for name in names]
         try:
-            found = self.files.cat(paths, recursive=False)
+            contents = self.files.cat(paths, recursive=False)
         except OSError as error:
             raise _unreadable_there(self.where, error) from error
-        return [found[path] for path in paths] if isinstance(found, dict) else [found]
+        return [contents[path] for path in paths] if isinstance(contents, dict) else [contents]
 
     def fetch(self, ranges: Sequence[Range]) -> list[memoryview]:
-        runs = _merged(ranges)
-        if not runs:
+        """The bytes of these ranges."""
+        if not ranges:
             return []
+        # Sort the ranges and merge adjacent ones, because a request costs more than its bytes.
+        names, starts, stops = merge_offset_ranges(*map(list, zip(*ranges, strict=True)))
         try:
-            found = self.files.cat_ranges(
-                [f"{self.root}/{run.name}" for run in runs],
-                [run.start for run in runs],
-                [run.stop for run in runs],
-                on_error="raise",
-            )
+            blocks = self.files.cat_ranges([f"{self.root}/{name}" for name in names], starts, stops, on_error="raise")
         except (OSError, ValueError) as error:  # ValueError: a web server that serves no ranges
             raise _unreadable_there(self.where, error) from error
-        for run, data in zip(runs, found, strict=True):
-            if len(data) != run.stop - run.start:
+        for name, start, stop, data in zip(names, starts, stops, blocks, strict=True):
+            if len(data) != stop - start:
                 raise UserError(
-                    f"{self.where}/{run.name}: gave {len(data)} bytes where {run.stop - run.start} were asked for; it is "
+                    f"{self.where}/{name}: gave {len(data)} bytes where {stop - start} were asked for; it is "
                     "cut (run capture.py --repair where it lies), or its server does not serve ranges"
                 )
-        starts = [(run.name, run.start) for run in runs]
-        pieces = []
-        for wanted in ranges:
-            place = bisect_right(starts, (wanted.name, wanted.start)) - 1
-            begin = wanted.start - runs[place].start
-            pieces.append(memoryview(found[place])[begin : begin + wanted.stop - wanted.start])
+        runs, pieces = list(zip(names, starts, strict=True)), []
+        for name, start, stop in ranges:
+            index = bisect_right(runs, (name, start)) - 1
+            pieces.append(memoryview(blocks[index])[start - starts[index] : stop - starts[index]])
         return pieces
 
 
-def _merged(ranges: Sequence[Range]) -> list[Range]:
-    """Sorted, and those that touch in one: a request costs more than its bytes."""
-    runs: list[Range] = []
-    for name, start, stop in sorted(ranges):
-        if runs and runs[-1].name == name and start <= runs[-1].stop:
-            runs[-1] = Range(name, runs[-1].start, max(stop, runs[-1].stop))
-        else:
-            runs.append(Range(name, start, stop))
-    return runs
+# Both read files that do not change any more, and threads may share them. What is missing or too short raises
+# DamagedStore; what cannot be read here and now raises another UserError, because capturing again fixes the former, but
+# must not touch the latter.
+StoreFiles = LocalFiles | RemoteFiles
+
+
+def open_files(path: str) -> StoreFiles:
+    """Files at a local path or a URL. Raises UserError for a URL that fsspec cannot open."""
+    return RemoteFiles(path) if is_url(path) else LocalFiles(Path(path))
 
 
 def first_words(error: Exception) -> str:
-    """Of a message that may be long."""
+    """The beginning of a possibly long message."""
     return f"{error!s:.200}".partition("\n")[0] or type(error).__name__
 
 
 def _unreadable_here(path: str, error: OSError) -> UserError:
-    return UserError(f"{path}: cannot be read ({error.strerror or error}); mend its rights or its disk")
+    return UserError(f"{path}: cannot be read ({error.strerror or error}); fix its permissions or its disk")
 
 
 def _unreadable_there(url: str, error: Exception) -> UserError:

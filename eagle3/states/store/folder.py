@@ -1,4 +1,4 @@
-"""A store's folder: `store.json`, which says what the hidden states were captured from, and the indexes of its shards."""
+"""A store's folder: the indexes of its shards, and `store.json`, which says what it was captured from."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,23 +12,22 @@ from eagle3.states.store.shard import DATA_START, ShardIndex, is_index, json_dig
 
 FORMAT = 2
 MANIFEST = "store.json"
-# What hidden states (or the logits of a teacher) depend on, by field; JSON values. Two stores that differ in one are not the same.
+# What hidden states (or a teacher's logits) depend on, as JSON values. Stores that differ in a field are not the same.
 Provenance = Mapping[str, str | int | float | list | None]
-# Fields that say which rows there are: a store for larger ones, or for any (None), serves as well.
+# Fields that say which rows a store has: a store with larger values, or with every row (None), serves as well.
 WINDOW = ("window", "ttt_steps")
 
 
 class Manifest(NamedTuple):
-    """provenance: what must fit, codec and dtype included. record: what is good to know (versions, names, draft vocabulary)
-    and changes no hidden state."""
+    """The contents of `store.json`."""
 
-    provenance: Provenance
-    record: Provenance
+    provenance: Provenance  # must match, codec and dtype included
+    record: Provenance  # for information: versions, names, draft vocabulary; does not affect hidden states
 
     @property
     def digest(self) -> str:
-        """Of the provenance: what indexes and shards carry to say whose they are. As in `read_own_manifest`, a field that is
-        None might as well be absent."""
+        """Digest of the provenance, which indexes and shards carry to say what they belong to. As in
+        `read_own_manifest`, a field that is None counts as absent."""
         return json_digest({field: value for field, value in self.provenance.items() if value is not None})
 
     def dump(self) -> str:
@@ -36,61 +35,62 @@ class Manifest(NamedTuple):
 
 
 def read_manifest(files: StoreFiles) -> Manifest:
-    """Raises UserError where there is no store, or not one that this version reads."""
+    """Read `store.json`. Raises UserError if there is no store, or one in a format that this version cannot read."""
     sizes = files.sizes()
     if MANIFEST not in sizes:
         if any(map(is_index, sizes)):
             raise UserError(
-                f"{files.where}: has shards but no {MANIFEST}, which says what they are; restore it, or name another folder "
-                "in hidden_states.path"
+                f"{files.where}: has shards but no {MANIFEST}, which says what they are; restore it, or name another "
+                "folder in hidden_states.path"
             )
         raise no_store(files.where)
     try:
         body = parse_json(files.read([MANIFEST])[0])
-        version = body["format"]
-        manifest = Manifest(dict(body["provenance"]), dict(body["record"])) if version == FORMAT else None
+        if body["format"] == FORMAT:
+            return Manifest(dict(body["provenance"]), dict(body["record"]))
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"{files.where}/{MANIFEST}: not a store's description ({first_words(error)}); restore it, or name another folder "
-            "in hidden_states.path"
+            f"{files.where}/{MANIFEST}: not a store's description ({first_words(error)}); restore it, or name another "
+            "folder in hidden_states.path"
         ) from error
-    if manifest is None:
-        raise UserError(
-            f"{files.where}/{MANIFEST}: store format {version}, this version reads {FORMAT}; capture again into another "
-            "folder"
-        )
-    return manifest
+    raise UserError(
+        f"{files.where}/{MANIFEST}: store format {body['format']}, this version reads {FORMAT}; capture again into "
+        "another folder"
+    )
 
 
 def read_own_manifest(files: StoreFiles, provenance: Provenance) -> Manifest:
-    """The manifest of a store that serves this provenance. Raises UserError naming the first field that differs, with both
-    values, and saying so where it is `store.json` that was changed."""
+    """The manifest of a store that serves this provenance.
+
+    Raises UserError naming the first field that differs, with both values, and saying so if it is `store.json` that was
+    changed.
+    """
     manifest = read_manifest(files)
-    found = manifest.provenance
-    wanted = json.loads(json.dumps(dict(provenance)))  # as it would come back from the file: tuples are lists there
-    if not _has_rows(found, wanted):
-        most = f"model.draft.window={found['window']} and training.ttt_steps={found['ttt_steps']}"
-        remedy = f"set at most {most}"
-        if wanted.get("window") is None:
-            remedy = f"set {most}, or less, and parallelism.query_selection=supervised"
+    actual = manifest.provenance
+    required = json.loads(json.dumps(dict(provenance)))  # as read back from a file, where tuples are lists
+    if not _has_rows(actual, required):
+        limits = f"model.draft.window={actual['window']} and training.ttt_steps={actual['ttt_steps']}"
+        full_remedy = f"set {limits}, or less, and parallelism.query_selection=supervised"
+        remedy = full_remedy if required.get("window") is None else f"set at most {limits}"
         raise UserError(
-            f"{files.where}: the store has the rows of {_window_in_words(found)}, this run needs those of "
-            f"{_window_in_words(wanted)}; {remedy}, or name another folder in hidden_states.path and capture again"
+            f"{files.where}: the store has the rows of {_window_in_words(actual)}, this run needs those of "
+            f"{_window_in_words(required)}; {remedy}, or name another folder in hidden_states.path and capture again"
         )
-    wanted |= {field: found.get(field) for field in WINDOW}
-    for field in sorted({*found, *wanted}):
-        if found.get(field) == wanted.get(field):
+    required |= {field: actual.get(field) for field in WINDOW}
+    for field in sorted({*actual, *required}):
+        if actual.get(field) == required.get(field):
             continue
-        values = f"{field}={found.get(field)!r}, this run has {wanted.get(field)!r}"
+        values = f"{field}={actual.get(field)!r}, this run has {required.get(field)!r}"
         if field == "target" and isinstance(name := manifest.record.get("target"), str):
             values = (
-                f"{shown(name)} as target (fingerprint {found.get(field)}), this run's model.target has {wanted[field]}"
+                f"{shown(name)} as target (fingerprint {actual.get(field)}), this run's model.target has "
+                f"{required[field]}"
             )
         shards, _ = find_indexes(files)
-        if {index.provenance_digest for index in shards} == {Manifest(wanted, {}).digest}:
+        if {index.provenance_digest for index in shards} == {Manifest(required, {}).digest}:
             raise UserError(
-                f"{files.where}/{MANIFEST}: says {values}, and so had all shards beside it when they were captured; restore "
-                f"the {MANIFEST} that belongs to them"
+                f"{files.where}/{MANIFEST}: says {values}, and so had all shards beside it when they were captured; "
+                f"restore the {MANIFEST} that belongs to them"
             )
         key = f"set hidden_states.{field} to that, or " if field in ("codec", "dtype") else ""
         raise UserError(
@@ -100,11 +100,11 @@ def read_own_manifest(files: StoreFiles, provenance: Provenance) -> Manifest:
     return manifest
 
 
-def _has_rows(found: Provenance, wanted: Provenance) -> bool:
-    """Whether a store of provenance `found` has every row that a run which wants `wanted` reads."""
-    if found.get("window") is None:
+def _has_rows(actual: Provenance, required: Provenance) -> bool:
+    """Whether a store of provenance `actual` has every row that a run with provenance `required` reads."""
+    if actual.get("window") is None:
         return True
-    return wanted.get("window") is not None and all(wanted[field] <= found[field] for field in WINDOW)
+    return required.get("window") is not None and all(required[field] <= actual[field] for field in WINDOW)
 
 
 def _window_in_words(provenance: Provenance) -> str:
@@ -114,26 +114,28 @@ def _window_in_words(provenance: Provenance) -> str:
 
 
 def find_indexes(files: StoreFiles) -> tuple[list[ShardIndex], dict[str, DamagedStore]]:
-    """All indexes of a folder, in the order of their names; and by name what is said of those that cannot be parsed."""
-    readable: list[ShardIndex] = []
-    broken: dict[str, DamagedStore] = {}
+    """All indexes in a folder, sorted by name; and, by name, the errors of those that cannot be parsed."""
+    indexes: list[ShardIndex] = []
+    errors: dict[str, DamagedStore] = {}
     names = sorted(filter(is_index, files.sizes()))
     for name, text in zip(names, files.read(names), strict=True):
         try:
-            readable.append(ShardIndex.parse(text, name, files.where))
+            indexes.append(ShardIndex.parse(text, name, files.where))
         except DamagedStore as error:
-            broken[name] = error
-    return readable, broken
+            errors[name] = error
+    return indexes, errors
 
 
 def read_indexes(files: StoreFiles, manifest: Manifest, report: Callable[[str], None]) -> list[ShardIndex]:
-    """The indexes of all shards, each of which is this store's, there, and as long as its index says; else ForeignShards or
-    DamagedStore. What the shards say themselves is another matter (`read_headers`). report: receives `unbound_notice`."""
-    indexes, broken = find_indexes(files)
-    for error in broken.values():
+    """The indexes of all shards, after checking that each belongs to this store, exists, and has the size in its index.
+
+    Raises ForeignShards or DamagedStore. `read_headers` checks the shards' own headers. report: gets `unbound_notice`.
+    """
+    indexes, errors = find_indexes(files)
+    for error in errors.values():
         raise error
     _require_digest(files.where, indexes, manifest.digest)
-    sizes = files.sizes()  # looked at after the indexes, before which their shards were there
+    sizes = files.sizes()  # read after the indexes, which are written after their shards
     for index in indexes:
         if flaw := shard_flaw(index, sizes):
             raise DamagedStore(f"{files.where}/{index.shard}", flaw)
@@ -143,39 +145,41 @@ def read_indexes(files: StoreFiles, manifest: Manifest, report: Callable[[str], 
 
 
 def _require_digest(where: str, indexes: list[ShardIndex], digest: str) -> None:
-    """Raises ForeignShards, which says whether it is the shards or `store.json` that must have been replaced."""
+    """Raises ForeignShards, saying whether the shards or `store.json` must have been replaced."""
     foreign = [index for index in indexes if foreign_flaw(index.provenance_digest, digest)]
     if not foreign:
         return
-    other = foreign[0].provenance_digest
-    if {index.provenance_digest for index in indexes} == {other}:
+    other_digest = foreign[0].provenance_digest
+    if {index.provenance_digest for index in indexes} == {other_digest}:
         raise ForeignShards(
             f"{where}/{MANIFEST}",
-            f"describes another provenance (digest {digest}) than its {counted(len(foreign), 'shard')} (digest {other})",
+            f"describes another provenance (digest {digest}) than its {counted(len(foreign), 'shard')} (digest "
+            f"{other_digest})",
         )
-    count = f"{len(foreign):,} of {len(indexes):,} shards are foreign"
-    raise ForeignShards(f"{where}/{foreign[0].shard}", f"{foreign_flaw(other, digest)}; {count}")
+    flaw = f"{foreign_flaw(other_digest, digest)}; {len(foreign):,} of {len(indexes):,} shards are foreign"
+    raise ForeignShards(f"{where}/{foreign[0].shard}", flaw)
 
 
 def shard_flaw(index: ShardIndex, sizes: Mapping[str, int | None]) -> str | None:
-    """What a look at the folder says against a shard."""
+    """What is wrong with a shard, judging by the folder's listing."""
     if index.shard not in sizes:
         return "is missing"
     size = sizes[index.shard]
     return None if size in (None, index.bytes) else f"has {size} bytes, its index says {index.bytes}"
 
 
-def foreign_flaw(found: str | None, provenance_digest: str | None) -> str | None:
-    """What the digest that an index or a shard carries says against it. None on either side says nothing."""
-    if None in (found, provenance_digest) or found == provenance_digest:
+def foreign_flaw(digest: str | None, provenance_digest: str | None) -> str | None:
+    """What is wrong with the digest in an index or a shard. With None on either side, there is nothing to compare."""
+    if None in (digest, provenance_digest) or digest == provenance_digest:
         return None
     return (
-        f"was captured under another provenance (digest {found}) than {MANIFEST} describes (digest {provenance_digest})"
+        f"was captured under another provenance (digest {digest}) than {MANIFEST} describes (digest "
+        f"{provenance_digest})"
     )
 
 
 def read_headers(files: StoreFiles, shards: Sequence[str], provenance_digest: str | None) -> dict[str, dict[str, int]]:
-    """By shard, where each of its tensors begins. Raises DamagedStore; ForeignShards where one carries another digest."""
+    """Where each tensor begins, by shard. Raises DamagedStore, and ForeignShards if a shard has another digest."""
     starts: dict[str, dict[str, int]] = {}
     for shard, text in zip(shards, files.fetch([Range(shard, 0, DATA_START) for shard in shards]), strict=True):
         starts[shard], digest = parse_header(text, f"{files.where}/{shard}")
@@ -185,12 +189,12 @@ def read_headers(files: StoreFiles, shards: Sequence[str], provenance_digest: st
 
 
 def unbound_notice(where: str, indexes: Iterable[ShardIndex]) -> str | None:
-    """What could not be checked of a store, where an older version captured some of it."""
+    """What could not be checked in a store of which an older version captured a part; None if all was checked."""
     digests = [index.provenance_digest for index in indexes]
     if None not in digests:
         return None
     return (
         f"{where}: {digests.count(None):,} of {len(digests):,} shards do not say under which provenance they were "
-        "captured (an older version wrote them), so a shard of another store would not be noticed; run capture.py --verify "
-        "--bind, which checks them and adds it"
+        "captured (an older version wrote them), so a shard of another store would not be noticed; run capture.py "
+        "--verify --bind, which checks them and adds it"
     )

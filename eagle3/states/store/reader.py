@@ -1,48 +1,50 @@
-"""Reads a store: the chunks that hold the rows asked for leave the disk, nothing else does, and every byte is checked."""
+"""Read a store: only the chunks with the requested rows are read from disk, and every byte is checked."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import product
+from itertools import pairwise, product
 from typing import NamedTuple, Self
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
 from eagle3.errors import UserError
 from eagle3.states.rows import Rows
-from eagle3.states.store.chunks import ChunkReads, ChunkTable, plan_reads
+from eagle3.states.store.codecs import Codec
 from eagle3.states.store.files import DamagedStore, Range, StoreFiles, open_files
 from eagle3.states.store.folder import Provenance, read_headers, read_indexes, read_own_manifest
 from eagle3.states.store.shard import (
     HIDDEN,
     NUMPY_TYPES,
+    Encoding,
     Entry,
     ShardIndex,
     kept_rows,
     sample_digest,
 )
 
-# Threads that check and decode chunks beside each other.
+# Threads that check and decode chunks in parallel.
 THREADS = 4
+# Encoded bytes that one thread checks and decodes at a time, approximately.
+RUN_BYTES = 1 << 20
 
 
 class StoredTokens(NamedTuple):
-    """ids [T] int64 and loss_mask [T] bool of one sample."""
+    """The tokens of one sample."""
 
-    ids: Tensor
-    loss_mask: Tensor
+    ids: Tensor  # [T] int64
+    loss_mask: Tensor  # [T] bool
 
 
 class RowRequest(NamedTuple):
-    """Rows 0..T-1 of a sample, int64, any order, maybe none: of `aux`, which a store for a window must have (`seen_rows`), and
-    of what the teacher needs (`last`, argmax, logsumexp), which must follow supervised rows. tokens: what the sample, or its beginning, must have been captured from;
-    None for anything."""
+    """Rows of a sample to read: int64, from 0 to T-1, in any order, maybe none."""
 
     sample_id: str
-    aux: Tensor
-    teacher: Tensor
-    tokens: StoredTokens | None = None
+    aux: Tensor  # rows of `aux`; a store for a window must have them (`seen_rows`)
+    teacher: Tensor  # rows of `last`, argmax and logsumexp; must follow supervised rows
+    tokens: StoredTokens | None = None  # what the sample must begin with; None if it does not matter
 
 
 class Location(NamedTuple):
@@ -50,11 +52,90 @@ class Location(NamedTuple):
     entry: Entry
 
 
+class ChunkTable(NamedTuple):
+    """The chunks of one tensor of one sample."""
+
+    bounds: np.ndarray  # [chunks + 1]: where they are in the tensor, in bytes
+    sums: np.ndarray  # [chunks]: checksums
+    rows: int  # how many rows the sample has in this tensor
+
+
+class Run(NamedTuple):
+    """Chunks [first, stop) of a table, decoded into `rows` of the buffer."""
+
+    first: int
+    stop: int
+    rows: slice
+
+
+class ChunkReads(NamedTuple):
+    """A plan for reading some rows of one tensor of one sample."""
+
+    codec: Codec
+    table: ChunkTable
+    runs: list[Run]
+    buffer: Tensor  # chunks are decoded into this
+    decoded: Tensor  # the sample's rows that the buffer then holds, ascending
+    wanted: Tensor  # the requested rows
+
+    def decode(self, run: Run, data: memoryview) -> str | None:
+        """Check the bytes of a run and decode them into the buffer. Returns what is wrong with them, if anything is."""
+        bounds, sums = self.table.bounds[run.first : run.stop + 1], self.table.sums[run.first : run.stop]
+        edges = (bounds - bounds[0]).tolist()
+        for (start, stop), checksum in zip(pairwise(edges), sums.tolist(), strict=True):
+            if xxhash.xxh3_64_intdigest(data[start:stop]) != checksum:
+                return "a checksum does not fit"
+        try:
+            self.codec.decode(data, np.diff(edges).tolist(), self.buffer[run.rows])
+        except ValueError as error:  # it was written like this, since the checksum matches
+            return str(error)
+        return None
+
+    def rows(self) -> Tensor:
+        """The requested rows, once all runs are decoded."""
+        if torch.equal(self.decoded, self.wanted):
+            return self.buffer
+        return self.buffer[torch.searchsorted(self.decoded, self.wanted)]
+
+
+def plan_reads(rows: Tensor, table: ChunkTable, encoding: Encoding, name: str) -> ChunkReads:
+    """Plan the reading of some rows.
+
+    rows: int64 [n], of the sample in this tensor, in any order, all inside it
+    name: `aux` or `last`
+    """
+    row_array, size = rows.numpy(), encoding.chunk_rows(name)
+    chunks = np.unique(row_array // size)
+    counts = np.minimum(size, table.rows - chunks * size)
+    edges = np.concatenate(([0], counts.cumsum()))
+    max_chunks = max(1, RUN_BYTES * len(table.sums) // max(1, int(table.bounds[-1] - table.bounds[0])))
+    runs = []
+    for group in np.split(np.arange(len(chunks)), np.flatnonzero(np.diff(chunks) != 1) + 1):
+        for start in range(0, len(group), max_chunks):
+            positions = group[start : start + max_chunks]
+            first, stop = int(chunks[positions[0]]), int(chunks[positions[-1]]) + 1
+            runs.append(Run(first, stop, slice(int(edges[positions[0]]), int(edges[positions[-1] + 1]))))
+    decoded_rows = (np.repeat(chunks * size - edges[:-1], counts) + np.arange(edges[-1])).astype(np.int64)
+    buffer = torch.empty(int(edges[-1]), encoding.width(name), dtype=encoding.number_format)
+    return ChunkReads(encoding.make_codec(name), table, runs, buffer, torch.from_numpy(decoded_rows), rows)
+
+
+class SampleFacts(NamedTuple):
+    """The small parts of one sample of T tokens."""
+
+    tokens: StoredTokens
+    argmax: np.ndarray  # [T] int32
+    logsumexp: np.ndarray  # [T] fp32
+    tables: dict[str, ChunkTable]  # of aux and last
+
+
 class HiddenStateStore:
     """An opened store. Threads may share it, and it uses several itself.
 
-    provenance_digest: what its shards may carry, None where there is nothing to compare (a spool). Of samples that two
-    shards have, the first shard's counts. Raises UserError for what is missing, damaged or another store's.
+    locations: its samples by id; if two shards have the same sample, the first shard's counts
+    provenance_digest: what shards must carry, if they carry a digest; None if there is nothing to compare (a spool)
+
+    Raises UserError for what is missing, damaged or another store's.
     """
 
     def __init__(
@@ -74,34 +155,27 @@ class HiddenStateStore:
     def open(
         cls, path: str, provenance: Provenance, threads: int = THREADS, report: Callable[[str], None] = print
     ) -> Self:
-        """path: a folder or an fsspec URL. provenance: what this run needs, codec and dtype included. report: receives a
-        line about what could not be checked.
+        """Open a store for reading.
 
-        Raises UserError naming the field where they differ, and the file where a shard is missing, has lost bytes or is
-        another store's.
+        path: a folder or an fsspec URL
+        provenance: what this run needs, codec and dtype included
+        report: gets a line about what could not be checked
+
+        Raises UserError naming the field in which provenances differ, or the file if a shard is missing, has lost bytes
+        or belongs to another store.
         """
         files = open_files(path)
         manifest = read_own_manifest(files, provenance)
-        locations: dict[str, Location] = {}
         indexes = read_indexes(files, manifest, report)
-        for index in indexes:
-            for entry in index.samples:
-                locations.setdefault(entry.id, Location(index, entry))
+        all_locations = [Location(index, entry) for index in indexes for entry in index.samples]
+        # The first of duplicates wins.
+        locations = {location.entry.id: location for location in reversed(all_locations)}
         for encoding, name in product({index.encoding for index in indexes}, HIDDEN):
-            encoding.make_codec(name)  # raises UserError where this machine cannot decode it
+            encoding.make_codec(name)  # raises UserError if this machine cannot decode it
         return cls(files, locations, manifest.record, manifest.digest, threads)
 
-    def __contains__(self, sample_id: str) -> bool:
-        return sample_id in self.locations
-
-    def __len__(self) -> int:
-        return len(self.locations)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.locations)
-
     def missing(self, sample_ids: Iterable[str]) -> list[str]:
-        """Those of `sample_ids` that the store lacks, in their order."""
+        """The ids among `sample_ids` that the store lacks, in their order."""
         return [sample_id for sample_id in sample_ids if sample_id not in self.locations]
 
     def tokens(self, sample_id: str) -> StoredTokens:
@@ -109,54 +183,54 @@ class HiddenStateStore:
         return self.tokens_at([self._locate(sample_id)])[0]
 
     def tokens_at(self, locations: Sequence[Location]) -> list[StoredTokens]:
-        """The same of samples at given places."""
+        """Like `tokens`, for samples at known locations."""
         return [facts.tokens for facts in self._facts(locations)]
 
     def read(self, requests: Sequence[RowRequest]) -> list[Rows]:
-        """The rows of all requests, hidden states and logits in the store's number format; two rounds of reads, however many
-        there are."""
+        """The rows of all requests, hidden states and logits in the store's dtype. It takes two rounds of reads,
+        whatever the number of requests."""
         return self.read_at([self._locate(request.sample_id) for request in requests], requests)
 
     def read_at(self, locations: Sequence[Location], requests: Sequence[RowRequest]) -> list[Rows]:
-        """The same of samples at given places."""
-        known = self._facts(locations)
-        wanted: list[ChunkReads] = []
-        for location, request, facts in zip(locations, requests, known, strict=True):
+        """Like `read`, for samples at known locations."""
+        sample_facts = self._facts(locations)
+        plans: list[ChunkReads] = []
+        for location, request, facts in zip(locations, requests, sample_facts, strict=True):
             if request.tokens is not None:
                 self._require_tokens(location, facts.tokens, request.tokens)
             encoding, loss_mask = location.index.encoding, facts.tokens.loss_mask
-            kept = {"aux": encoding.seen_rows(loss_mask), "last": kept_rows(location.entry, loss_mask)}
-            for name, asked in zip(HIDDEN, (request.aux, request.teacher), strict=True):
-                inside = asked.numel() == 0 or 0 <= int(asked.min()) <= int(asked.max()) < len(loss_mask)
-                assert inside, f"rows asked for, outside a sample of {len(loss_mask)} rows"
-                assert bool(kept[name][asked].all()), f"{name} hidden states are stored where they teach or are seen"
-                rows = (kept[name].cumsum(0) - 1)[asked]
-                wanted.append(plan_reads(rows, facts.tables[name], encoding, name))
-        self._decode([*zip(product(locations, HIDDEN), wanted, strict=True)])
-        found = iter(reads.rows() for reads in wanted)
+            masks = {"aux": encoding.seen_rows(loss_mask), "last": kept_rows(location.entry, loss_mask)}
+            for name, indices in zip(HIDDEN, (request.aux, request.teacher), strict=True):
+                in_range = indices.numel() == 0 or 0 <= int(indices.min()) <= int(indices.max()) < len(loss_mask)
+                assert in_range, f"rows asked for, outside a sample of {len(loss_mask)} rows"
+                assert bool(masks[name][indices].all()), f"{name} hidden states are stored where they teach or are seen"
+                rows = (masks[name].cumsum(0) - 1)[indices]
+                plans.append(plan_reads(rows, facts.tables[name], encoding, name))
+        self._decode([*zip(product(locations, HIDDEN), plans, strict=True)])
+        tensors = iter(reads.rows() for reads in plans)
         rows = []
-        for location, request, facts in zip(locations, requests, known, strict=True):
-            aux, values, teacher = next(found), next(found), request.teacher.numpy()
+        for location, request, facts in zip(locations, requests, sample_facts, strict=True):
+            aux, values, teacher = next(tensors), next(tensors), request.teacher.numpy()
             argmax, logsumexp = facts.argmax[teacher].astype(np.int64), facts.logsumexp[teacher]
             kind = location.index.encoding.teacher
             rows.append(Rows(aux, kind(values, torch.from_numpy(argmax), torch.from_numpy(logsumexp))))
         return rows
 
-    def _decode(self, wanted: Sequence[tuple[tuple[Location, str], ChunkReads]]) -> None:
-        """Read all chunks of tensors of samples, in one round, and decode them. Raises DamagedStore."""
-        jobs = [(place, reads, run) for place, reads in wanted for run in reads.runs]
+    def _decode(self, plans: Sequence[tuple[tuple[Location, str], ChunkReads]]) -> None:
+        """Read all chunks of these tensors in one round, and decode them. Raises DamagedStore."""
+        jobs = [(key, reads, run) for key, reads in plans for run in reads.runs]
         ranges = []
         for (location, name), reads, run in jobs:
-            start = self._starts[location.index.shard][name]
-            ranges.append(Range(location.index.shard, *(start + edge for edge in reads.bytes_of(run))))
+            start, bounds = self._starts[location.index.shard][name], reads.table.bounds
+            ranges.append(Range(location.index.shard, start + int(bounds[run.first]), start + int(bounds[run.stop])))
         data = self.files.fetch(ranges)
-        flaws = list(self._threads.map(lambda job, of_run: job[1].decode(job[2], of_run), jobs, data))
-        for ((location, name), _, _), flaw in zip(jobs, flaws, strict=True):  # when all have ended
+        flaws = list(self._threads.map(lambda job, block: job[1].decode(job[2], block), jobs, data))
+        for ((location, name), _, _), flaw in zip(jobs, flaws, strict=True):  # after all have finished
             if flaw:
                 raise self._damaged(location, f"{name} hidden states", flaw)
 
     def forget(self, shard: str) -> None:
-        """Know nothing more of a shard that is about to be deleted."""
+        """Forget a shard that is about to be deleted."""
         self._starts.pop(shard, None)
 
     def _locate(self, sample_id: str) -> Location:
@@ -164,72 +238,58 @@ class HiddenStateStore:
             raise UserError(f"{self.where}: sample {sample_id!r} is not in the store; run capture.py, which adds it")
         return self.locations[sample_id]
 
-    def _facts(self, locations: Sequence[Location]) -> list["SampleFacts"]:
-        """All that is small of some samples, checked against the digests in the index."""
+    def _facts(self, locations: Sequence[Location]) -> list[SampleFacts]:
+        """The small parts of some samples, checked against the digests in the index."""
         self.read_headers(location.index.shard for location in locations)
-        found = iter(self.files.fetch([each for location in locations for each in self._fact_ranges(location)]))
+        parts = iter(
+            self.files.fetch([byte_range for location in locations for byte_range in self._fact_ranges(location)])
+        )
         facts = []
         for location in locations:
-            columns = [np.frombuffer(next(found), kind) for kind in NUMPY_TYPES.values()]
-            tables, chunks = {}, []
+            small, tables = {name: np.frombuffer(next(parts), kind) for name, kind in NUMPY_TYPES.items()}, {}
             for name in HIDDEN:
-                ends, sums = np.frombuffer(next(found), "<u8"), np.frombuffer(next(found), "<u8")
-                bounds = ends if len(ends) > len(sums) else np.concatenate((np.zeros(1, "<u8"), ends))
-                rows = location.entry.rows(name), location.index.encoding.chunk_rows(name)
-                tables[name] = ChunkTable(bounds, sums, *rows)
-                chunks += [bounds[1:], sums]
-            if sample_digest((*columns, *chunks)) != location.entry.digest:
+                bounds, sums = small[f"{name}_ends"], small[f"{name}_sums"]
+                if len(bounds) == len(sums):  # the shard's first sample
+                    bounds = np.concatenate((np.zeros(1, "<u8"), bounds))
+                tables[name] = ChunkTable(bounds, sums, location.entry.rows(name))
+                small[f"{name}_ends"] = bounds[1:]
+            if sample_digest(small.values()) != location.entry.digest:
                 raise self._damaged(location, "tokens or checksums", "their digest does not fit")
-            ids, argmax, logsumexp, loss_mask = columns
-            tokens = StoredTokens(torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(loss_mask.copy()))
-            facts.append(SampleFacts(tokens, argmax, logsumexp, tables))
+            ids, loss_mask = small["ids"].astype(np.int64), small["loss_mask"].copy()
+            tokens = StoredTokens(torch.from_numpy(ids), torch.from_numpy(loss_mask))
+            facts.append(SampleFacts(tokens, small["argmax"], small["logsumexp"], tables))
         return facts
 
     def read_headers(self, shards: Iterable[str]) -> None:
-        """Know where each tensor of these shards begins; UserError naming one whose header is broken or another store's."""
-        new = sorted(set(shards) - self._starts.keys())
-        self._starts |= read_headers(self.files, new, self.provenance_digest)
+        """Find where each tensor of these shards begins. Raises UserError if a header is broken or another store's."""
+        new_shards = sorted(set(shards) - self._starts.keys())
+        self._starts |= read_headers(self.files, new_shards, self.provenance_digest)
 
-    def _require_tokens(self, location: Location, stored: StoredTokens, wanted: StoredTokens) -> None:
-        """Raises UserError unless the sample begins with these."""
-        for what, found, expected in zip(("token", "loss mask"), stored, wanted, strict=True):
-            differing = "has fewer tokens"
-            if len(found) >= len(expected):
-                others = (found[: len(expected)] != expected).nonzero().flatten().tolist()
-                if not others:
-                    continue
-                row = others[0]
-                differing = f"{what} {row} is {found[row].item()} here and {expected[row].item()} in the data"
+    def _require_tokens(self, location: Location, stored: StoredTokens, required: StoredTokens) -> None:
+        """Raises UserError unless the sample begins with these tokens."""
+        for kind, actual, expected in zip(("token", "loss mask"), stored, required, strict=True):
+            if torch.equal(actual[: len(expected)], expected):
+                continue
+            difference = "has fewer tokens"
+            if len(actual) >= len(expected):
+                row = int((actual[: len(expected)] != expected).nonzero()[0])
+                difference = f"{kind} {row} is {actual[row].item()} here and {expected[row].item()} in the data"
             shard = location.index.shard
             raise UserError(
                 f"{self.where}/{shard}: sample {location.entry.id}: its hidden states were captured from other tokens "
-                f"({differing}); delete {shard} and {location.index.name}, and run capture.py, which captures anew what they held"
+                f"({difference}); delete {shard} and {location.index.name}, and run capture.py, which captures their "
+                "samples again"
             )
 
     def _fact_ranges(self, location: Location) -> list[Range]:
-        index, entry = location
-        starts = self._starts[index.shard]
-
-        def of(name: str, itemsize: int, first: int, count: int) -> Range:
-            return Range(index.shard, starts[name] + first * itemsize, starts[name] + (first + count) * itemsize)
-
-        ranges = [of(name, np.dtype(kind).itemsize, entry.row, entry.tokens) for name, kind in NUMPY_TYPES.items()]
-        for name in HIDDEN:
-            first, chunks = entry.first_chunk(name), -(-entry.rows(name) // index.encoding.chunk_rows(name))
-            before = min(first, 1)  # the end of the chunk before is where the first one starts
-            ranges += [of(f"{name}_ends", 8, first - before, chunks + before), of(f"{name}_sums", 8, first, chunks)]
+        shard, ranges = location.index.shard, []
+        for name, part in location.entry.parts(location.index.encoding):
+            start, size = self._starts[shard][name], np.dtype(NUMPY_TYPES[name]).itemsize
+            # The first chunk starts at the end of the chunk before it.
+            first = max(part.start - 1, 0) if name.endswith("_ends") else part.start
+            ranges.append(Range(shard, start + first * size, start + part.stop * size))
         return ranges
 
-    def _damaged(self, location: Location, what: str, flaw: str) -> DamagedStore:
+    def _damaged(self, location: Location, part: str, flaw: str) -> DamagedStore:
         where = f"{self.where}/{location.index.shard}: sample {location.entry.id}"
-        return DamagedStore(where, f"its {what} are not what was written ({flaw})")
-
-
-class SampleFacts(NamedTuple):
-    """What is small of one sample of T tokens: argmax [T] int32, logsumexp [T] fp32, and where its chunks of aux and last
-    lie."""
-
-    tokens: StoredTokens
-    argmax: np.ndarray
-    logsumexp: np.ndarray
-    tables: dict[str, ChunkTable]
+        return DamagedStore(where, f"its {part} are not what was written ({flaw})")

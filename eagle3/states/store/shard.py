@@ -1,21 +1,26 @@
-"""One shard: a safetensors file that many samples share, and the JSON index beside it that says where each one lies.
+"""A shard: a safetensors file with many samples, and the JSON index beside it that says where each one is.
 
-    aux, last              hidden states, encoded chunk by chunk, sample after sample. Codec none: [rows, width] as they are;
-                           else uint8 [bytes]
+    aux, last              hidden states, encoded chunk by chunk, sample after sample. Codec none: [rows, width] as they
+                           are; otherwise uint8 [bytes]
     aux_ends, last_ends    [chunks] uint64: where each chunk ends in its tensor
     aux_sums, last_sums    [chunks] uint64: xxh3_64 of each chunk's bytes
     ids, argmax            [rows] int32     logsumexp [rows] float32     loss_mask [rows] bool
 
-Of a store of logits, the teacher's logits of the draft vocabulary lie in `last` in place of its last hidden states.
-A chunk belongs to one sample. `aux` has every row of a sample, or, in a store for a draft with a window, those that some query
-sees (`Encoding.seen_rows`); `last` has those that teach: the successors of supervised rows; or every row, where a sample's entry
-has as many. `ids` to `loss_mask` have every row. The index is written after its
-shard: what is indexed is there, whole. Both carry the digest of the provenance of the store they were written for.
+In a store of logits, `last` holds the teacher's logits of the draft vocabulary instead of last hidden states.
+
+A chunk belongs to one sample. Rows that a sample has:
+- `aux`: all or, in a store for a draft with a window, those that some query sees (`Encoding.seen_rows`)
+- `last`: those that teach, i.e. the successors of supervised rows; or all, if the sample's entry has as many
+- `ids` to `loss_mask`: all
+
+The index is written after its shard, so what is indexed is complete. Both carry the digest of the provenance of the
+store that they were written for.
 """
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -31,27 +36,27 @@ from eagle3.states.rows import DraftLogits, LastHidden, TeacherRows
 from eagle3.states.store.codecs import CHUNK_BYTES, Codec, CodecName, Fp8, Lossless, Raw, StoreDtype, chunk_rows
 from eagle3.states.store.files import DamagedStore, first_words
 
-# What a writer draws, a number, and what it is. Other files in the folder are nobody's business here.
+# A random number of the writer, a running number, and the kind of file. Other files in the folder are ignored.
 SHARD_NAME = re.compile(r"(shard-[0-9a-f]{8}-\d{5,})(\.safetensors|\.json)(\.partial)?")
-# Where the tensors begin; the header before them is written last, when their sizes are known.
+# Where the tensors begin. The header before them is written last, when their sizes are known.
 DATA_START = 4096
 HIDDEN = ("aux", "last")
-NUMPY_TYPES = {"ids": "<i4", "argmax": "<i4", "logsumexp": "<f4", "loss_mask": "?"}
-TABLES = tuple(f"{name}_{kind}" for name in HIDDEN for kind in ("ends", "sums"))
+COLUMNS = {"ids": "<i4", "argmax": "<i4", "logsumexp": "<f4", "loss_mask": "?"}
+NUMPY_TYPES = {**COLUMNS, **{f"{name}_{kind}": "<u8" for name in HIDDEN for kind in ("ends", "sums")}}
 SAFETENSORS_NAMES = {"<i4": "I32", "<f4": "F32", "?": "BOOL", "<u8": "U64", "bfloat16": "BF16", "float32": "F32"}
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """How a store's hidden states are written: codec, number format, the target's hidden size, raw bytes of a chunk.
-    teacher_width: numbers in a row of `last` where that is logits of the draft vocabulary, None where it is last hidden
-    states. window, ttt_steps: of the drafts that it is for, None where every row is kept and so any draft is served."""
+    """How a store's hidden states are written."""
 
     codec: CodecName
     dtype: StoreDtype
-    hidden_size: int
-    chunk_bytes: int = CHUNK_BYTES
+    hidden_size: int  # the target's
+    chunk_bytes: int = CHUNK_BYTES  # before encoding
+    # Numbers in a row of `last` if it holds logits of the draft vocabulary; None if it holds last hidden states.
     teacher_width: int | None = None
+    # Of the drafts that the store serves; None if every row is kept, which serves any draft.
     window: int | None = None
     ttt_steps: int | None = None
 
@@ -65,19 +70,17 @@ class Encoding:
 
     def width(self, name: str) -> int:
         """Numbers in a row of `aux` or `last`."""
-        if name == "aux":
-            return 3 * self.hidden_size
-        return self.hidden_size if self.teacher_width is None else self.teacher_width
+        return 3 * self.hidden_size if name == "aux" else self.teacher_width or self.hidden_size
 
     def seen_rows(self, loss_mask: Tensor) -> Tensor:
-        """bool [T]: rows of a sample whose auxiliary states are kept."""
+        """Which rows of a sample have their auxiliary states kept: bool [T]."""
         if self.window is None:
             return torch.ones(len(loss_mask), dtype=torch.bool)
         return seen_rows(loss_mask, self.window, self.ttt_steps)
 
     def codec_of(self, name: str) -> CodecName:
-        """Logits are not rounded to 8 bits: where states of thousands of channels average that out, a probability would
-        be wrong by a factor."""
+        """The codec of `aux` or `last`. Logits are not rounded to 8 bits: the error averages out over thousands of
+        channels of hidden states, but would change a probability by a factor."""
         logits = name == "last" and self.teacher_width is not None
         return "none" if logits and self.codec == "fp8" else self.codec
 
@@ -85,7 +88,7 @@ class Encoding:
         return chunk_rows(self.width(name), self.number_format, self.chunk_bytes)
 
     def make_codec(self, name: str) -> Codec:
-        """Of rows of `aux` or `last`. Raises UserError where its package is not installed."""
+        """Codec for rows of `aux` or `last`. Raises UserError if its package is not installed."""
         match self.codec_of(name):
             case "none":
                 return Raw()
@@ -95,63 +98,69 @@ class Encoding:
                 return Fp8(self.width(name), self.number_format, self.hidden_size)
 
     def expected_bytes(self, name: str) -> float:
-        """Of an encoded row of `aux` or `last`, checksums included; for `lossless` what a trained model's bf16 states take
-        (measured: 67 to 70%, benchmarks/store.py), and all of it in float32, whose mantissas do not compress."""
-        codec, raw = self.codec_of(name), self.width(name) * self.number_format.itemsize
+        """Bytes of an encoded row of `aux` or `last`, checksums included.
+
+        For `lossless` an estimate: bf16 states of trained models take 67 to 70% (benchmarks/store.py); float32
+        mantissas hardly compress.
+        """
+        codec, raw_bytes = self.codec_of(name), self.width(name) * self.number_format.itemsize
         share = {"none": 1.0, "lossless": 0.7 if self.dtype == "bfloat16" else 0.9, "fp8": 0.0}[codec]
-        return (self.make_codec(name).row_bytes if codec == "fp8" else raw * share) + 16 / self.chunk_rows(name)
+        return (self.make_codec(name).row_bytes if codec == "fp8" else raw_bytes * share) + 16 / self.chunk_rows(name)
 
 
 class Entry(NamedTuple):
-    """One sample in an index: `tokens` rows from `row`, of which `taught` have last hidden states; its first chunks; the
-    digest of all that it has (`sample_digest`); and how many rows have auxiliary states, None for all."""
+    """One sample in an index."""
 
     id: str
-    row: int
-    tokens: int
-    taught: int
-    aux_chunk: int
-    last_chunk: int
-    digest: str
-    seen: int | None = None
+    row: int  # its first row
+    tokens: int  # how many rows it has
+    taught: int  # how many of them have last hidden states
+    aux_chunk: int  # its first chunk of aux
+    last_chunk: int  # its first chunk of last
+    digest: str  # of everything it has (`sample_digest`)
+    seen: int | None = None  # how many rows have auxiliary states; None for all
 
     def rows(self, name: str) -> int:
-        """How many there are of `aux` or `last`."""
-        if name == "last":
-            return self.taught
-        return self.tokens if self.seen is None else self.seen
+        """Number of its rows in `aux` or `last`."""
+        return {"aux": self.tokens if self.seen is None else self.seen, "last": self.taught}[name]
 
-    def first_chunk(self, name: str) -> int:
-        """Of `aux` or `last`."""
-        return self.aux_chunk if name == "aux" else self.last_chunk
+    def parts(self, encoding: Encoding) -> list[tuple[str, slice]]:
+        """All its small parts: where each one is in which of the shard's tensors, in the order of its digest."""
+        parts = [(name, slice(self.row, self.row + self.tokens)) for name in COLUMNS]
+        for name, first in (("aux", self.aux_chunk), ("last", self.last_chunk)):
+            chunks = slice(first, first - (-self.rows(name) // encoding.chunk_rows(name)))
+            parts += [(f"{name}_ends", chunks), (f"{name}_sums", chunks)]
+        return parts
 
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """name: of the index's file; bytes: the size of its shard's. After a repair not all that it holds is in `samples`.
-    provenance_digest: of the store it was written for; None in an index of an older version, and in a spool."""
+    """The index of a shard."""
 
-    name: str
-    bytes: int
+    name: str  # of the index file
+    bytes: int  # size of the shard's file
     encoding: Encoding
-    provenance_digest: str | None
-    samples: tuple[Entry, ...]
+    provenance_digest: str | None  # of the store it was written for; None in older versions and in a spool
+    samples: tuple[Entry, ...]  # after a repair, not all that the shard holds
 
     @property
     def shard(self) -> str:
-        """The name of its shard's file."""
-        return shard_of(self.name)
+        """File name of its shard."""
+        return self.name.removesuffix(".json") + ".safetensors"
 
     def write(self, folder: Path) -> None:
-        body = {"bytes": self.bytes, "encoding": _without_none(asdict(self.encoding))}
-        if self.provenance_digest is not None:
-            body["provenance_digest"] = self.provenance_digest
-        body["samples"] = [_without_none(entry._asdict()) for entry in self.samples]
+        fields = {
+            "bytes": self.bytes,
+            "encoding": _without_none(asdict(self.encoding)),
+            "provenance_digest": self.provenance_digest,
+            "samples": [_without_none(entry._asdict()) for entry in self.samples],
+        }
+        body = _without_none(fields)
         write_text(folder / self.name, json.dumps({**body, "digest": json_digest(body)}) + "\n")
 
     @staticmethod
     def parse(text: bytes, name: str, where: str) -> "ShardIndex":
-        """where: the store. Raises DamagedStore."""
+        """Read an index. where: the store, for error messages. Raises DamagedStore."""
         try:
             body = parse_json(text)
             digest = body.pop("digest")
@@ -171,38 +180,37 @@ def index_name(shard: str) -> str:
     return shard.removesuffix(".safetensors") + ".json"
 
 
-def shard_of(index: str) -> str:
-    return index.removesuffix(".json") + ".safetensors"
-
-
 def is_index(name: str) -> bool:
     return SHARD_NAME.fullmatch(name) is not None and name.endswith(".json")
 
 
 def json_digest(body: dict) -> str:
-    """32 hex digits; neither formatting nor the order of keys changes them."""
+    """32 hex digits that do not depend on formatting or the order of keys."""
     return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())
 
 
 def taught_rows(loss_mask: Tensor) -> Tensor:
-    """bool [T]: rows whose last hidden state teaches, the successors of supervised rows."""
+    """Rows whose last hidden state teaches, i.e. the successors of supervised rows: bool [T]."""
     return torch.cat((torch.zeros(1, dtype=torch.bool), loss_mask[:-1].bool()))
 
 
 def seen_rows(loss_mask: Tensor, window: int, steps: int) -> Tensor:
-    """bool [T]: rows whose auxiliary states a draft with such a window reads in an unroll of so many steps, on any rank of any
-    layout (`plan_sequence`, of supervised queries): queries begin up to steps - 1 rows before a supervised row that has a
-    successor, and see up to window - 1 rows before them. And the first row, which a rank without a part of a stream reads."""
+    """Rows whose auxiliary states a draft with this window reads in an unroll of this many steps: bool [T].
+
+    They are the same on any rank of any layout. As in `plan_sequence` for supervised queries, queries begin up to
+    steps - 1 rows before a supervised row that has a successor, and see up to window - 1 rows before them. The first
+    row is included, since a rank without a part of a stream reads it.
+    """
     supervised = torch.cat((loss_mask[:-1].bool(), torch.zeros(1, dtype=torch.bool)))
-    before = torch.nn.functional.pad(supervised.cumsum(0), (1, 0))  # supervised rows before each row, and all of them
+    totals = torch.nn.functional.pad(supervised.cumsum(0), (1, 0))  # supervised rows before each row, and all of them
     stops = (torch.arange(len(loss_mask)) + window + steps - 1).clamp(max=len(loss_mask))
-    seen = before[stops] > before[:-1]
-    seen[0] = True
-    return seen
+    mask = totals[stops] > totals[:-1]
+    mask[0] = True
+    return mask
 
 
 def kept_rows(entry: Entry, loss_mask: Tensor) -> Tensor:
-    """bool [T]: rows whose last hidden state a sample has. The first row never teaches, so a count tells all of them."""
+    """Rows whose last hidden state a sample has: bool [T]. The first row never teaches, so the count tells which."""
     return torch.ones(entry.tokens, dtype=torch.bool) if entry.taught == entry.tokens else taught_rows(loss_mask)
 
 
@@ -215,44 +223,41 @@ def sample_digest(parts: Iterable[np.ndarray]) -> str:
 
 
 def hold(file: BinaryIO) -> bool:
-    """Lock a file for as long as it is open and this process lives; False where another holds it. On a file system
-    without locks it is True, and nobody will take the file for abandoned."""
+    """Lock a file for as long as it is open and this process lives. Returns False if another process holds it. On a
+    file system without locks it returns True, and nobody will take the file for abandoned."""
     return lock(file) is not Lock.TAKEN
 
 
-def unfinished(names: Iterable[str]) -> set[str]:
-    """Shards of which a folder with these files has something, but no index."""
-    names = set(names)
-    stems = {found[1] for found in map(SHARD_NAME.fullmatch, names) if found}
+def unfinished(names: Collection[str]) -> set[str]:
+    """Shards of which a folder with these files has some file but no index."""
+    stems = {match[1] for match in map(SHARD_NAME.fullmatch, names) if match}
     return {f"{stem}.safetensors" for stem in stems if f"{stem}.json" not in names}
 
 
 def remove_abandoned(folder: Path, shard: str) -> None:
     """Remove an unfinished shard, unless its writer lives (or the file system cannot say)."""
-    files = [folder / f"{shard}.partial", folder / shard]  # in the order in which a writer has them
-    for path in files:
-        try:
-            with path.open("rb") as file:
+    files = [folder / f"{shard}.partial", folder / shard]  # in the order in which a writer creates them
+    try:
+        for path in files:
+            with suppress(FileNotFoundError), path.open("rb") as file:
                 if lock(file) is not Lock.HELD:
                     return
-        except FileNotFoundError:
-            continue
-        except OSError:
-            return
+    except OSError:
+        return
     index = folder / index_name(shard)
-    if not index.exists():  # its writer may have ended well meanwhile
+    if not index.exists():  # its writer may have finished in the meantime
         for path in (*files, index.with_name(index.name + ".partial")):
             path.unlink(missing_ok=True)
 
 
 def parse_header(text: memoryview, where: str) -> tuple[dict[str, int], str | None]:
-    """From text, the first DATA_START bytes of a shard: where each tensor begins in it, and its provenance_digest, as in
-    `ShardIndex`. Raises DamagedStore."""
+    """Where each tensor of a shard begins, and the shard's provenance_digest (see `ShardIndex`). text: its first
+    DATA_START bytes. Raises DamagedStore."""
     try:
         if int.from_bytes(text[:8], "little") != DATA_START - 8:
             raise ValueError("not written by this project")
-        described = parse_json(bytes(text[8:]))
-        starts = {name: DATA_START + described[name]["data_offsets"][0] for name in (*HIDDEN, *TABLES, *NUMPY_TYPES)}
-        return starts, described["__metadata__"].get("provenance_digest")
+        header = parse_json(bytes(text[8:]))
+        starts = {name: DATA_START + header[name]["data_offsets"][0] for name in (*HIDDEN, *NUMPY_TYPES)}
+        return starts, header["__metadata__"].get("provenance_digest")
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise DamagedStore(where, f"broken header ({first_words(error)})") from error

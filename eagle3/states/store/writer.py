@@ -1,17 +1,25 @@
-"""Writes a store, alone or beside other writers; opened on an existing one, it goes on where the last one stopped."""
+"""Write a store, alone or beside other writers. On an existing store, a writer continues where the last one stopped."""
 
+import json
 import os
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+import shutil
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from secrets import token_hex
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
+import numpy as np
+import torch
+import xxhash
 from torch import Tensor
 
-from eagle3.durable import create_text, write_text
+from eagle3.durable import create_text, publish, write_text, writing
 from eagle3.errors import UserError
 from eagle3.states.rows import Rows
 from eagle3.states.store.files import LocalFiles, is_url
@@ -25,28 +33,42 @@ from eagle3.states.store.folder import (
     read_own_manifest,
 )
 from eagle3.states.store.shard import (
+    COLUMNS,
+    DATA_START,
+    HIDDEN,
+    NUMPY_TYPES,
+    SAFETENSORS_NAMES,
     SHARD_NAME,
     Encoding,
+    Entry,
     ShardIndex,
     hold,
+    index_name,
     is_index,
     remove_abandoned,
-    shard_of,
+    sample_digest,
+    taught_rows,
     unfinished,
 )
-from eagle3.states.store.shard_writer import ShardWriter
+
+# Chunks that a thread encodes at a time, and the most raw bytes of a tensor in work.
+JOB_CHUNKS = 8
+MOST_IN_WORK = 32 << 20
+FULL = "free space and run capture.py again, which continues here"
 
 
 class Part(NamedTuple):
-    """Share `index` of `count`. Nobody needs to be asked."""
+    """Share `index` of `count`. Processes need not communicate to find their shares."""
 
     index: int = 0
     count: int = 1
 
-    def of(self, everything: Iterable[str] | Iterable[list[str]]) -> list:
-        """This share of samples, by their ids, or of batches of them. Taking turns makes shares of equal size; in the order of
-        the ids, which are hashes, they get as many long ones each, too."""
-        return sorted(everything)[self.index :: self.count]
+    def of(self, items: Iterable[str] | Iterable[list[str]]) -> list:
+        """This share of samples, given by their ids, or of batches of them.
+
+        Taking turns gives shares of equal size. Since ids are hashes, each share also gets about as many long samples.
+        """
+        return sorted(items)[self.index :: self.count]
 
     def split(self, index: int, count: int) -> "Part":
         """Share `index` of `count` of this share."""
@@ -54,20 +76,22 @@ class Part(NamedTuple):
 
 
 EVERYTHING = Part()
-# Locked by who captures a part; never removed, since a lock on a file that others may replace excludes nobody.
+# Locked by the process that captures a part. Never removed: locking a file that others may replace excludes nobody.
 LOCK = ".part-{}-of-{}.lock"
 
 
 class StoreWriter(AbstractContextManager):
-    """Writes captured samples.
+    """Writes captured samples to a store.
 
-    provenance: what the hidden states depend on (target, aux layers, tokenizer, ...), what `encoding` says excluded.
-    record: what else is good to know, kept from the first writer. part: two writers of one part cannot live at a time;
-    writers of different parts know nothing of each other. shard_tokens: a shard is closed when it has as many; a longer
-    sample gets a shard of its own. report: receives a line about what has to be captured again or could not be checked.
+    provenance: what the hidden states depend on (target, aux layers, tokenizer, ...), apart from what `encoding` says
+    record: further information, kept from the first writer
+    part: only one writer of a part can live at a time; writers of different parts know nothing of each other
+    shard_tokens: a shard is closed when it has this many; a longer sample gets a shard of its own
+    report: gets a line about what has to be captured again or could not be checked
 
-    Leaving the `with` block normally publishes the last shard; an exception discards it. Raises UserError when another
-    writer has the part, the existing store differs in provenance, or a shard is broken or another store's.
+    Leaving the `with` block normally publishes the last shard; an exception discards it. Raises UserError if
+    another writer has the part, if the existing store has another provenance, or if a shard is damaged or belongs
+    to another store.
     """
 
     def __init__(
@@ -86,116 +110,102 @@ class StoreWriter(AbstractContextManager):
             raise UserError(
                 f"hidden_states.path: {path}: a store is written to a folder; copy it to a URL when it is whole"
             )
-        encoding.make_codec("aux")  # a package that is missing is told before anything is left in the folder
+        encoding.make_codec("aux")  # report a missing package before leaving anything in the folder
         self.folder, self.shard_tokens = Path(path), shard_tokens
-        wanted = {**provenance, **{field: getattr(encoding, field) for field in ("codec", "dtype", *WINDOW)}}
-        try:
+        full_provenance = {**provenance, **{field: getattr(encoding, field) for field in ("codec", "dtype", *WINDOW)}}
+        with writing(self.folder, "free space, or name another folder in hidden_states.path"):
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = (self.folder / LOCK.format(part.index, part.count)).open("ab")
-        except OSError as error:
-            raise UserError(
-                f"{path}: cannot be written ({error}); name another folder in hidden_states.path"
-            ) from error
         if not hold(self._lock):
             self._lock.close()
             raise UserError(
-                f"{path}: part {part.index}/{part.count} is being captured by another process; wait for it or stop it, or "
-                "split the work with --part"
+                f"{path}: part {part.index}/{part.count} is being captured by another process; wait for it or stop "
+                "it, or split the work with --part"
             )
         files = LocalFiles(self.folder)
         try:
-            manifest = self._begin(files, Manifest(wanted, record or {}))
+            manifest = self._begin(files, Manifest(full_provenance, record or {}))
             self.known = self._recover(files, manifest, report)
         except UserError:
             self._lock.close()
             raise
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="encode")
-        # of a store that has more rows than are wanted, all samples have them
+        # In a store that has more rows than needed, all samples must have them.
         self.encoding = replace(encoding, **{field: manifest.provenance.get(field) for field in WINDOW})
-        self._token, self._number, self._provenance_digest = token_hex(4), 0, manifest.digest
+        self._token, self._numbers, self._provenance_digest = token_hex(4), count(), manifest.digest
         self._shard: ShardWriter | None = None
 
     def _begin(self, files: LocalFiles, manifest: Manifest) -> Manifest:
-        """Say what the store is captured from, or find it said; what is said then. Raises UserError where that differs."""
-        if any(map(SHARD_NAME.fullmatch, files.sizes())):
-            return read_own_manifest(files, manifest.provenance)
-        create_text(self.folder / MANIFEST, manifest.dump())
+        """Write the manifest, or read the existing one, and return it. Raises UserError if it differs."""
+        has_shards = any(map(SHARD_NAME.fullmatch, files.sizes()))
+        if not has_shards:
+            create_text(self.folder / MANIFEST, manifest.dump())
         try:
             return read_own_manifest(files, manifest.provenance)
         except UserError:
-            if self._others_live():
+            if has_shards or any(map(self._is_of_another, self.folder.glob(LOCK.format("*", "*")))):
                 raise
-            write_text(
-                self.folder / MANIFEST, manifest.dump()
-            )  # left by one who was refused, or gave up, before the first shard
-            return manifest
+        # It was left by a writer that was refused, or gave up, before its first shard.
+        write_text(self.folder / MANIFEST, manifest.dump())
+        return manifest
 
-    def _others_live(self) -> bool:
-        for path in self.folder.glob(LOCK.format("*", "*")):
-            with path.open("ab") as file:
-                if not os.path.sameopenfile(file.fileno(), self._lock.fileno()) and not hold(file):
-                    return True
-        return False
+    def _is_of_another(self, lock: Path) -> bool:
+        """Whether another living writer holds a part's lock."""
+        with lock.open("ab") as file:
+            return not os.path.sameopenfile(file.fileno(), self._lock.fileno()) and not hold(file)
 
     def _recover(self, files: LocalFiles, manifest: Manifest, report: Callable[[str], None]) -> set[str]:
-        """Remove what dead writers left behind, forget samples whose shard is gone, return the ids that are stored. Shards of
-        another store are refused."""
+        """Remove what dead writers left behind, forget samples whose shard is gone, and return the ids that are stored.
+        Refuse shards of another store."""
         sizes = files.sizes()
         for shard in unfinished(sizes):
             remove_abandoned(self.folder, shard)
         for name in filter(is_index, sizes):
-            shard = self.folder / shard_of(name)
+            shard = (self.folder / name).with_suffix(".safetensors")
             if not shard.exists():
-                lost = ShardIndex.parse(files.read([name])[0], name, files.where).samples
+                lost_samples = ShardIndex.parse(files.read([name])[0], name, files.where).samples
                 (self.folder / name).unlink(missing_ok=True)
-                report(f"{shard}: gone; its {len(lost)} samples will be captured again")
+                report(f"{shard}: gone; its {len(lost_samples)} samples will be captured again")
         indexes = read_indexes(files, manifest, report)
-        for index in indexes:  # one by one: a folder's files are mapped, and mappings are limited
+        for index in indexes:  # one at a time: files in a folder are mapped, and mappings are limited
             read_headers(files, [index.shard], manifest.digest)
         return {entry.id for index in indexes for entry in index.samples}
 
     def add(self, sample_id: str, ids: Tensor, loss_mask: Tensor, rows: Rows | Iterable[Rows]) -> bool:
-        """Take one sample: ids [T] int, loss_mask [T] bool, and the rows of those T tokens, on any device; or parts of
-        them, consecutive rows each, which are written as they come.
+        """Write one sample. Returns False, and writes nothing, if its id is known.
 
-        A known id is ignored: nothing is written or asked of `rows`, and False is returned. Raises UserError where the
-        disk does not take it or a hidden state is not finite; the store is then as it was after the last shard.
+        ids: [T] int
+        loss_mask: [T] bool
+        rows: the rows of those T tokens, on any device, or consecutive parts of them, which are written as they come
+
+        For a known id, `rows` is not touched. Raises UserError if the disk is full or a hidden state is not finite; the
+        store is then as it was after the last shard.
         """
         if sample_id in self.known:
             return False
         if self._shard and self._shard.tokens + len(ids) > self.shard_tokens:
             self._publish()
-        try:
+        with writing(self.folder, FULL):
             if self._shard is None:
-                shard = f"shard-{self._token}-{self._number:05d}.safetensors"
+                shard = f"shard-{self._token}-{next(self._numbers):05d}.safetensors"
                 self._shard = ShardWriter(self.folder, shard, self.encoding, self._threads, self._provenance_digest)
             self._shard.add(sample_id, ids, loss_mask, [rows] if isinstance(rows, Rows) else rows)
-        except OSError as error:
-            raise self._unwritten(error) from error
         self.known.add(sample_id)
         return True
 
     def _publish(self) -> None:
-        try:
+        with writing(self.folder, FULL):
             self._shard.publish()
-        except OSError as error:
-            raise self._unwritten(error) from error
-        self._number += 1
         self._shard = None
 
-    def _unwritten(self, error: OSError) -> UserError:
-        return UserError(
-            f"{self.folder}: cannot be written ({error}); free disk space and run capture.py again, which continues here"
-        )
-
     def close(self) -> None:
-        """Publish the samples that are not yet in a shard, and let others have the part."""
+        """Publish the samples that are not yet in a shard, and release the part."""
         if self._shard:
             self._publish()
         self.discard()
 
     def discard(self) -> None:
-        """Forget the samples that are not yet in a shard, and let others have the part."""
+        """Drop the samples that are not yet in a shard, and release the part."""
         if self._shard:
             self._shard.discard()
         self._shard = None
@@ -208,3 +218,178 @@ class StoreWriter(AbstractContextManager):
                 self.close()
         finally:
             self.discard()
+
+
+class ShardWriter:
+    """Writes one shard front to back, under a temporary name that `publish` replaces.
+
+    In memory are the rows that are being encoded, and 13 bytes per token. The temporary file is locked while its writer
+    lives, and so is the shard until its index exists, so that others can recognise what a dead writer left behind
+    (`remove_abandoned`).
+
+    provenance_digest: of the store that the shard belongs to; None in a spool
+    """
+
+    def __init__(
+        self, folder: Path, shard: str, encoding: Encoding, threads: Executor, provenance_digest: str | None
+    ) -> None:
+        self.folder, self.shard, self.encoding = folder, shard, encoding
+        self.provenance_digest = provenance_digest
+        self.partial = folder / f"{shard}.partial"
+        self.file = self.partial.open("xb+")
+        while not (hold(self.file) and self.partial.exists()):  # another process has just removed it as abandoned
+            self.file.close()
+            self.partial.unlink(missing_ok=True)
+            self.file = self.partial.open("xb+")
+        self.file.seek(DATA_START)
+        # `last` grows at the same time and is appended at the end. Its file has no name and goes with this process.
+        self.aside = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
+        self.blobs = {
+            name: Blob(file, encoding, name, threads)
+            for name, file in zip(HIDDEN, (self.file, self.aside), strict=True)
+        }
+        self.columns: dict[str, list[np.ndarray]] = {name: [] for name in COLUMNS}  # of the rows so far, in pieces
+        self.samples: list[Entry] = []
+        self.sample: Entry | None = None  # the one being written
+        self.tokens = 0  # in finished samples
+
+    def add(self, sample_id: str, ids: Tensor, loss_mask: Tensor, parts: Iterable[Rows]) -> None:
+        """Write one sample. ids [T], loss_mask [T]; parts: consecutive rows, together T, on any device.
+
+        Raises UserError if a hidden state is not finite. After an exception the writer can only be discarded.
+        """
+        seen, taught = self.encoding.seen_rows(loss_mask), taught_rows(loss_mask)
+        self.begin(sample_id)
+        for part in parts:
+            rows = slice(self.sample.tokens, self.sample.tokens + len(part.aux))
+            self.append(ids[rows], loss_mask[rows], seen[rows], taught[rows], part)
+        tokens = self.sample.tokens
+        assert tokens == len(ids) == len(loss_mask) > 0, f"{sample_id}: {tokens} rows of {len(ids)} tokens"
+        self.end()
+
+    def begin(self, sample_id: str) -> None:
+        """Begin a sample, whose rows are then appended. `end` it before beginning another one."""
+        self.sample = Entry(
+            sample_id, self.tokens, 0, 0, *(self.blobs[name].chunks for name in HIDDEN), digest="", seen=0
+        )
+
+    def append(self, ids: Tensor, loss_mask: Tensor, seen: Tensor, taught: Tensor, rows: Rows) -> None:
+        """Append the next n rows of the sample.
+
+        ids: [n] int
+        loss_mask, seen, taught: [n] bool on the CPU
+        seen: rows whose auxiliary states are kept (`Encoding.seen_rows`)
+        taught: rows whose last hidden state is kept: those that follow supervised rows, or all of a sample's
+        rows: what the target says of them, on any device
+        """
+        sample, teacher = self.sample, rows.teacher
+        for name, values, mask in (("aux", rows.aux, seen), ("last", teacher.values, taught)):
+            self.blobs[name].append(values if mask.all() else values[mask.to(values.device)], sample.id)
+        small = {"ids": ids, "loss_mask": loss_mask.bool(), "argmax": teacher.argmax, "logsumexp": teacher.logsumexp}
+        for name, column in small.items():
+            self.columns[name].append(column.cpu().numpy().astype(NUMPY_TYPES[name]))
+        counts = {"tokens": len(ids), "taught": int(taught.sum()), "seen": int(seen.sum())}
+        self.sample = sample._replace(**{name: getattr(sample, name) + count for name, count in counts.items()})
+
+    def end(self) -> None:
+        for blob in self.blobs.values():
+            blob.end_sample()
+        self.samples.append(self.sample._replace(seen=None) if self.encoding.window is None else self.sample)
+        self.tokens += self.sample.tokens
+
+    def publish(self) -> None:
+        """Give the shard its final name, then write its index. Raises OSError."""
+        for blob in self.blobs.values():
+            blob.write()
+        self.aside.seek(0)
+        shutil.copyfileobj(self.aside, self.file, 1 << 20)
+        meta = {"codec": self.encoding.codec, "dtype": self.encoding.dtype, "provenance_digest": self.provenance_digest}
+        header, start = {"__metadata__": {key: value for key, value in meta.items() if value is not None}}, 0
+        arrays = {f"{name}_ends": np.array(blob.ends, "<u8") for name, blob in self.blobs.items()}
+        arrays |= {f"{name}_sums": np.array(blob.sums, "<u8") for name, blob in self.blobs.items()}
+        arrays |= {name: np.concatenate(columns) for name, columns in self.columns.items()}
+        tensors = {name: (*blob.form, blob.bytes) for name, blob in self.blobs.items()}
+        for name, array in arrays.items():
+            tensors[name] = SAFETENSORS_NAMES[NUMPY_TYPES[name]], [len(array)], array.nbytes
+            self.file.write(array.tobytes())
+        for name, (dtype, shape, byte_count) in tensors.items():
+            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, start + byte_count]}
+            start += byte_count
+        size = self.file.tell()
+        text = json.dumps(header, separators=(",", ":")).encode()
+        assert len(text) <= DATA_START - 8, "the header outgrew its place"
+        self.file.seek(0)
+        self.file.write((DATA_START - 8).to_bytes(8, "little") + text.ljust(DATA_START - 8))
+        self.file.flush()
+        publish(self.partial, self.folder / self.shard)
+        small = ([arrays[name][part] for name, part in entry.parts(self.encoding)] for entry in self.samples)
+        digests = map(sample_digest, small)
+        samples = tuple(entry._replace(digest=digest) for entry, digest in zip(self.samples, digests, strict=True))
+        ShardIndex(index_name(self.shard), size, self.encoding, self.provenance_digest, samples).write(self.folder)
+        self.file.close()
+        self.aside.close()
+
+    def discard(self) -> None:
+        """Remove the shard, unless it was published."""
+        for file in (self.file, self.aside):
+            with suppress(OSError):  # what is still buffered may not fit on the disk, which may be why we are here
+                file.close()
+        remove_abandoned(self.folder, self.shard)
+
+
+class Blob:
+    """One growing tensor of a shard. Rows are cut into chunks, encoded by `threads`, and written in order."""
+
+    def __init__(self, file: BinaryIO, encoding: Encoding, name: str, threads: Executor) -> None:
+        self.file, self.name, self.threads, self.encoding = file, name, threads, encoding
+        self.codec, self.chunk_rows = encoding.make_codec(name), encoding.chunk_rows(name)
+        self.waiting: list[Tensor] = []  # rows of an incomplete chunk
+        # Chunks in work, with their raw bytes.
+        self.jobs: deque[tuple[Future[Sequence[memoryview | bytes]], int]] = deque()
+        self.rows = self.chunks = self.bytes = 0
+        self.ends: list[int] = []
+        self.sums: list[int] = []
+
+    @property
+    def form(self) -> tuple[str, list[int]]:
+        """Its dtype, by safetensors' name, and its shape."""
+        if self.encoding.codec_of(self.name) == "none":
+            return SAFETENSORS_NAMES[self.encoding.dtype], [self.rows, self.encoding.width(self.name)]
+        return "U8", [self.bytes]
+
+    def append(self, rows: Tensor, sample_id: str) -> None:
+        rows = rows.to(self.encoding.number_format)
+        if rows.numel() and not all(edge.isfinite() for edge in torch.aminmax(rows)):  # one pass; isfinite needs many
+            raise UserError(
+                f"sample {sample_id}: its {self.name} hidden states are not finite in {self.encoding.dtype}; set "
+                "model.target_dtype and hidden_states.dtype to bfloat16 or float32"
+            )
+        rows = rows.cpu()
+        if self.waiting:
+            rows = torch.cat([*self.waiting, rows])
+        full = len(rows) - len(rows) % self.chunk_rows
+        self._encode(rows[:full])
+        self.waiting = [rows[full:].clone()] if full < len(rows) else []
+
+    def end_sample(self) -> None:
+        """Complete the last chunk: the next sample begins with a new one."""
+        if self.waiting:
+            self._encode(torch.cat(self.waiting))
+        self.waiting = []
+
+    def _encode(self, rows: Tensor) -> None:
+        chunks = -(-len(rows) // self.chunk_rows)
+        self.rows, self.chunks = self.rows + len(rows), self.chunks + chunks
+        for piece in rows.split(JOB_CHUNKS * self.chunk_rows) if chunks else ():
+            self.jobs.append((self.threads.submit(self.codec.encode, piece, self.chunk_rows), piece.nbytes))
+        self.write(MOST_IN_WORK)
+
+    def write(self, max_in_work: int = 0) -> None:
+        """Write encoded chunks until at most this many raw bytes are in work. Raises OSError."""
+        while sum(raw_bytes for _, raw_bytes in self.jobs) > max_in_work:
+            encoded, _ = self.jobs.popleft()
+            for chunk in encoded.result():
+                self.file.write(chunk)
+                self.bytes += len(chunk)
+                self.ends.append(self.bytes)
+                self.sums.append(xxhash.xxh3_64_intdigest(chunk))

@@ -1,86 +1,106 @@
-"""Asks running SGLang servers for hidden states: shares out the work, and goes on without servers that died."""
+"""Request hidden states from running SGLang servers, which share the work; servers that die are left out.
+
+`SGLangTarget` gives hidden states of whole documents, as a target.
+"""
 
 import os
+import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from eagle3.console import Warned
 from eagle3.errors import SharedUserError, UserError
-from eagle3.states.spool import Spool, Ticket, fail
+from eagle3.states.capture import token_bytes
+from eagle3.states.rows import Rows
+from eagle3.states.spool import Spool, SpoolReader, Ticket, fail
+from eagle3.states.store.reader import Location
+from eagle3.states.store.shard import DATA_START, Encoding
+from eagle3.targets.logits import check_tokens
 from eagle3.targets.sglang.asking import ask, server_info
 from eagle3.targets.sglang.hook import HookSettings
 from eagle3.targets.sglang.installed import require_supported
 from eagle3.targets.sglang.version import CONTEXT_RESERVE, REQUIRED_SETTINGS, hook_settings
 
 ANSWER_SECONDS = 3600.0
-# A server that answered writes the rows meanwhile. The first ones tell whether they come at all; later ones may have much
-# before them on their way.
+# A server that has answered still writes the rows. The first show whether rows come at all; later ones may queue.
 FIRST_ROWS_SECONDS, ROWS_SECONDS = 60.0, 600.0
 LOOK_SECONDS = 0.5
 POLL_SECONDS = 0.005
-# How long a server that does not answer may take to come back.
+# Limits for a server that does not answer: failures of a request, and seconds between attempts to reach the server.
 MOST_FAILURES = 10
 RETRY_SECONDS = (0.5, 1.0, 2.0, 4.0)
+# Rows of a sample that are read from the spool at a time.
+PART_ROWS = 8192
+# Documents that wait for room in the spool, in addition to those that servers work on.
+AHEAD = 256
 
 
 def require_capture(
     url: str, settings: HookSettings, aux_layers: Sequence[int], command: str, longest: int | None = None
 ) -> None:
-    """Raises UserError unless the server at `url` captures what this job wants. command: one that starts such a server;
-    longest: tokens of the longest sample."""
+    """Raises UserError unless the server at `url` captures what this job needs.
+
+    command: starts such a server, for the error message
+    longest: tokens of the longest sample
+    """
     info = server_info(url, f"start it, for example: {command}")
     require_supported(str(info.get("version")), url)
     hook = hook_settings(info)
     if hook is None:
-        raise SharedUserError(f"target.servers: {url} was started without this project's hook; start it so: {command}")
-    taught, wants = (
-        "hidden" if one is None else "logits" for one in (hook.get("draft_vocabulary"), settings.draft_vocabulary)
-    )
-    if taught != wants:
         raise SharedUserError(
-            f"target.servers: {url} was started for target.teacher={taught}, this recipe wants {wants}; start it so: {command}"
+            f"target.servers: {url} was started without this project's hook; start it with: {command}"
+        )
+    teacher, choice = (
+        "hidden" if vocabulary is None else "logits"
+        for vocabulary in (hook.get("draft_vocabulary"), settings.draft_vocabulary)
+    )
+    if teacher != choice:
+        raise SharedUserError(
+            f"target.servers: {url} was started for target.teacher={teacher}, but this recipe wants {choice}; start it "
+            f"with: {command}"
         )
     context = info.get("context_length")
     if longest and context and longest + CONTEXT_RESERVE > context:
         raise SharedUserError(
-            f"target.servers: {url} was started with --context-length {context}, too short for a sample of {longest:,} tokens; "
-            f"start it so: {command}; or lower data.max_length"
+            f"target.servers: {url} was started with --context-length {context}, too short for a sample of "
+            f"{longest:,} tokens; start it with: {command}; or lower data.max_length"
         )
-    found = {name: info.get(name) for name in REQUIRED_SETTINGS} | dict(hook)
-    found["aux layers"] = list(info.get("return_aux_hidden_state_layer_ids") or [])
-    wanted = {**REQUIRED_SETTINGS, "aux layers": list(aux_layers), **settings._asdict()}
-    for name, value in wanted.items():
-        if found.get(name) != value:
+    layers = list(info.get("return_aux_hidden_state_layer_ids") or [])
+    actual = {**{name: info.get(name) for name in REQUIRED_SETTINGS}, **hook, "aux layers": layers}
+    required = {**REQUIRED_SETTINGS, "aux layers": list(aux_layers), **settings._asdict()}
+    for name, value in required.items():
+        if actual.get(name) != value:
             raise SharedUserError(
-                f"target.servers: {url} was started with {name} {found.get(name)!r}, this recipe wants {value!r}; "
-                f"start it so: {command}"
+                f"target.servers: {url} was started with {name} {actual.get(name)!r}, but this recipe wants {value!r}; "
+                f"start it with: {command}"
             )
 
 
 class Request(NamedTuple):
-    """ids: of a sample, [T]. there: done when it lies in the spool; its exception is a UserError. failures: how often a server
-    gave no answer."""
+    """A request for one sample."""
 
     ticket: Ticket
-    ids: Tensor
-    there: "Future[None]"
-    failures: int = 0
+    ids: Tensor  # [T], of the sample
+    there: "Future[None]"  # done when the sample is in the spool; its exception is a UserError
+    failures: int = 0  # how often a server gave no answer
 
 
 class Servers:
-    """Requests wait in one queue, from which each server takes up to `in_flight` at a time.
+    """A queue of requests, from which each server takes up to `in_flight` at a time.
 
-    A server that does not answer gets some seconds to come back; then it is left out, and its requests go to the others.
-    report: told about that. With no server left all requests fail.
+    A server that does not answer gets some seconds to come back; then it is left out, which is passed to `report`, and
+    the others get its requests. If no server is left, all requests fail.
     """
 
     def __init__(
@@ -98,13 +118,13 @@ class Servers:
                 threading.Thread(target=self._serve, args=(url,), name=f"ask {url}", daemon=True).start()
 
     def request(self, request: Request) -> None:
-        """Ask for a sample; at once where it was asked for before."""
+        """Queue a request; first in line if it has failed before."""
         with self.changed:
             if self.lost:
                 request.there.set_exception(SharedUserError(self.lost))
                 return
-            add = self.waiting.appendleft if request.failures else self.waiting.append
-            add(request)
+            enqueue = self.waiting.appendleft if request.failures else self.waiting.append
+            enqueue(request)
             self.changed.notify()
 
     def close(self) -> None:
@@ -129,9 +149,9 @@ class Servers:
                 if not self._comes_back(url):
                     self._leave_out(url, error)
                     return
-            except Exception as error:  # else whoever waits for it would wait for ever
+            except Exception as error:  # otherwise whoever waits for it would wait forever
                 request.there.set_exception(
-                    UserError(f"{url}: {error!r}; this is a mistake of this project, report it")
+                    UserError(f"{url}: {error!r}; this is a bug in this project, please report it")
                 )
                 raise
 
@@ -142,8 +162,8 @@ class Servers:
             return
         request.there.set_exception(
             UserError(
-                f"{url}: gave no answer to a sample of {request.ticket.tokens:,} tokens, for the {MOST_FAILURES}th time "
-                f"({error}); look at the server's log, and lower target.memory_fraction or the sample's length"
+                f"{url}: gave no answer to a sample of {request.ticket.tokens:,} tokens, for the {MOST_FAILURES}th "
+                f"time ({error}); look at the server's log, and lower target.memory_fraction or the sample's length"
             )
         )
 
@@ -154,31 +174,31 @@ class Servers:
             "input_ids": request.ids.tolist(),
             "sampling_params": {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True},
         }
-        index, failed = self.folder / ticket.index, self.folder / ticket.mark("failed")
-        if index.exists():  # a server made it whose answer was lost
+        index, failure_note = self.folder / ticket.index, self.folder / ticket.mark("failed")
+        if index.exists():  # a server whose answer was lost had made it
             return
         answer = ask(url, "/generate", body, timeout=ANSWER_SECONDS).get("meta_info", {})
         if answer.get("finish_reason", {}).get("type") == "abort":
             raise OSError(f"aborted: {answer['finish_reason'].get('message')}")
-        answered = looked = time.monotonic()
+        answer_time = last_look = time.monotonic()
         while not index.exists():
             with suppress(FileNotFoundError):
-                raise UserError(f"{url}: {failed.read_text(encoding='utf-8')}")
+                raise UserError(f"{url}: {failure_note.read_text(encoding='utf-8')}")
             if self.closed:
                 return
             now = time.monotonic()
-            if self.rows_came and now - answered > ROWS_SECONDS:
+            if self.rows_came and now - answer_time > ROWS_SECONDS:
                 raise OSError(f"answered, but left no rows within {ROWS_SECONDS:.0f} s")
-            if not self.rows_came and now - answered > FIRST_ROWS_SECONDS:
+            if not self.rows_came and now - answer_time > FIRST_ROWS_SECONDS:
                 raise UserError(
                     f"{url}: answered, but left no rows in {self.folder}; target.spool must be the same folder for the "
                     "server and for this process, and both must be run by one user (it computed "
                     f"{answer.get('prompt_tokens')} tokens)"
                 )
-            if now - looked > LOOK_SECONDS:
-                looked = now
-                os.listdir(self.folder.parent)  # a network file system then looks again at what it took for absent
-                ask(url, "/model_info")  # OSError where the server died: rows that it had not written are lost
+            if now - last_look > LOOK_SECONDS:
+                last_look = now
+                os.listdir(self.folder.parent)  # makes a network file system look again for what it took for absent
+                ask(url, "/model_info")  # OSError if the server died: rows that it had not written are lost
             time.sleep(POLL_SECONDS)
         self.rows_came = True
 
@@ -198,11 +218,11 @@ class Servers:
                 return
             self.live.discard(url)
             if self.live:
-                self.report(Warned(f"{url} does not answer ({error}): left out; {len(self.live)} servers go on"))
+                self.report(Warned(f"{url} does not answer ({error}): left out; {len(self.live)} servers remain"))
             else:
                 self.lost = (
-                    f"target.servers: no server is left ({url}: {error}); start one and continue: capture.py goes on where it "
-                    "stopped, train.py with --resume"
+                    f"target.servers: no server is left ({url}: {error}); start one and continue: capture.py goes on "
+                    "where it stopped, train.py does with --resume"
                 )
                 for request in self.waiting:
                     request.there.set_exception(SharedUserError(self.lost))
@@ -211,42 +231,42 @@ class Servers:
 
 
 def require_room(tokens: int, size: int, most_bytes: int) -> None:
-    """UserError where a sample of so many tokens, `size` bytes in the spool, never fits a share of `most_bytes`."""
+    """Raises UserError if a sample of this many tokens, `size` bytes in the spool, cannot fit into `most_bytes`."""
     if size > most_bytes:
         raise SharedUserError(
-            f"target.spool_gib: leaves this process {most_bytes / 2**30:.3g} GiB, but a sample of {tokens:,} tokens takes "
-            f"{size / 2**30:.3g}; set it {1.01 * size / most_bytes:.3g} times as large, or lower data.max_length"
+            f"target.spool_gib: leaves this process {most_bytes / 2**30:.3g} GiB, but a sample of {tokens:,} tokens "
+            f"takes {size / 2**30:.3g}; set it {1.01 * size / most_bytes:.3g} times as large, or lower data.max_length"
         )
 
 
 class Producer:
-    """Asks for samples in the order given, as far as the spool has room; readers make room by being done.
+    """Requests samples in the given order as the spool has room. Readers make room by finishing with samples.
 
-    most_bytes: of samples in the spool or on their way to it. readers: who read every sample; where there are none, the
-    caller says `release`.
+    most_bytes: of samples in the spool or on their way to it
+    readers: how many read every sample; with none, the caller must `release` samples
     """
 
     def __init__(self, servers: Servers, spool: Spool, most_bytes: int, readers: int) -> None:
         self.servers, self.spool, self.most_bytes, self.readers = servers, spool, most_bytes, readers
-        self.asked: deque[tuple[Request, int]] = deque()  # with their bytes; they wait for room
-        self.held: dict[Ticket, int] = {}  # bytes of what is in the spool, or on its way
+        self.asked: deque[tuple[Request, int]] = deque()  # requests that wait for room, with their bytes
+        self.held: dict[Ticket, int] = {}  # bytes of samples in the spool or on their way
         self.lock = threading.Lock()
         self.closed = False
         if readers:
             threading.Thread(target=self._reap, name="reap", daemon=True).start()
 
     def ask(self, ticket: Ticket, ids: Tensor, size: int) -> "Future[None]":
-        """Done when the sample is there. size: its bytes in the spool. Raises UserError where it never fits."""
+        """Request a sample; the future is done when it is there. size: bytes. Raises UserError if it never fits."""
         require_room(ticket.tokens, size, self.most_bytes)
-        there: Future[None] = Future()
-        there.add_done_callback(partial(self._tell_readers, ticket))
+        future: Future[None] = Future()
+        future.add_done_callback(partial(self._tell_readers, ticket))
         with self.lock:
-            self.asked.append((Request(ticket, ids, there), size))
+            self.asked.append((Request(ticket, ids, future), size))
             self._use_room()
-        return there
+        return future
 
     def release(self, ticket: Ticket) -> None:
-        """Delete a sample and use its room."""
+        """Delete a sample and reuse its room."""
         self.spool.remove(ticket, self.readers)
         with self.lock:
             self.held.pop(ticket, None)
@@ -257,26 +277,87 @@ class Producer:
         self.servers.close()
 
     def _use_room(self) -> None:
-        """Under the lock."""
+        """Send requests that now have room. Call it with the lock held."""
         while self.asked and sum(self.held.values()) + self.asked[0][1] <= self.most_bytes:
             request, size = self.asked.popleft()
             self.held[request.ticket] = size
             self.servers.request(request)
 
-    def _tell_readers(self, ticket: Ticket, done: "Future[None]") -> None:
-        """Of a sample that failed."""
+    def _tell_readers(self, ticket: Ticket, future: "Future[None]") -> None:
+        """Leave a note for the readers if the sample failed."""
         try:
-            if error := done.exception():
+            if error := future.exception():
                 fail(self.spool.path, ticket, str(error))
         except OSError:
-            self.spool.close()  # readers then see that its owner is gone
+            self.spool.close()  # readers then notice that its owner is gone
 
     def _reap(self) -> None:
         while not self.closed:
             with self.lock:
-                held = list(self.held)
-            for ticket in held:
+                tickets = list(self.held)
+            for ticket in tickets:
                 if self.spool.readers(ticket, self.readers) == self.readers:
-                    with suppress(OSError):  # then in the next round
+                    with suppress(OSError):  # try again in the next round
                         self.release(ticket)
             time.sleep(POLL_SECONDS)
+
+
+def spool_bytes(encoding: Encoding, tokens: int) -> int:
+    """Bytes of a sample in the spool, apart from its index and its tables, which take some bytes per chunk."""
+    return DATA_START + round(tokens * token_bytes(encoding))
+
+
+class SGLangTarget:
+    """A `Target` behind running servers. Hidden states come through a spool, in its number format.
+
+    encoding: of the spool
+    producer: must have no other readers
+
+    Raises UserError for what the servers refuse.
+    """
+
+    def __init__(
+        self, producer: Producer, encoding: Encoding, *, vocab_size: int, aux_layers: tuple[int, int, int]
+    ) -> None:
+        assert producer.readers == 0
+        self.producer, self.encoding = producer, encoding
+        self.reader = SpoolReader(producer.spool.path, 0)
+        self.hidden_size, self.vocab_size, self.aux_layers = encoding.hidden_size, vocab_size, aux_layers
+        self.teacher = encoding.teacher
+        self._numbers = count()
+
+    def prefill(self, documents: Sequence[Tensor]) -> list[Rows]:
+        """See `Target.prefill`."""
+        results = {place: Rows.cat([*parts]) for place, parts in self.arriving(documents)}
+        return [results[place] for place in range(len(documents))]
+
+    def arriving(self, documents: Iterable[Tensor]) -> Iterator[tuple[int, Iterator[Rows]]]:
+        """Hidden states of documents (token ids [T] each) in the order in which they arrive.
+
+        Yields a document's place among the documents and its rows, in parts; these have to be read before the next
+        document is taken. Documents are taken from the iterable as the servers can accept more.
+        """
+        arrivals: queue.SimpleQueue[tuple[int, Ticket, Tensor, Future[None]]] = queue.SimpleQueue()
+        outstanding, numbered_documents = 0, enumerate(documents)
+        while True:
+            while outstanding < AHEAD and (entry := next(numbered_documents, None)) is not None:
+                place, ids = entry
+                check_tokens(ids, place, self.vocab_size)
+                ticket = Ticket.of(self.producer.spool.job, f"{next(self._numbers):032x}", len(ids), time_asked=0)
+                future = self.producer.ask(ticket, ids, spool_bytes(self.encoding, len(ids)))
+                future.add_done_callback(lambda done, p=place, t=ticket, i=ids: arrivals.put((p, t, i, done)))
+                outstanding += 1
+            if not outstanding:
+                return
+            place, ticket, ids, future = arrivals.get()
+            outstanding -= 1
+            future.result()
+            location = self.reader.wait(ticket)
+            self.reader.require_tokens(location, ids)
+            yield place, self._parts(location)
+            self.reader.forget(ticket)
+            self.producer.release(ticket)
+
+    def _parts(self, location: Location) -> Iterator[Rows]:
+        for rows in torch.arange(location.entry.tokens).split(PART_ROWS):
+            yield self.reader.read(location, rows, rows)

@@ -1,9 +1,10 @@
-"""Loads an exported draft into SGLang's own draft class and says whether every weight found its place.
+"""Load an exported draft into SGLang's own draft class, and say whether every weight found its place.
 
     python -m eagle3.targets.sglang.draft_check FOLDER
 
-One line on stdout and exit code 0, or one line on stderr and exit code 2. SGLang's loader passes over names that it does
-not know without a word, and what is missing stays as it was in memory. Neither a GPU nor the target is needed.
+Prints one line to stdout and exits with 0, or one line to stderr and exits with 2. The check is needed because SGLang's
+loader silently skips names that it does not know, and leaves missing weights as they were in memory. It needs neither a
+GPU nor the target.
 """
 
 import sys
@@ -22,7 +23,7 @@ from eagle3.targets.sglang.installed import require_supported
 from eagle3.targets.sglang.version import DRAFT_CLASS
 
 REMEDY = "export the draft again (train.py --resume does so from the checkpoints of a run)"
-EMBEDDING = "embed_tokens.weight"  # what serving takes from the target, where an export leaves it out
+EMBEDDING = "embed_tokens.weight"  # serving takes it from the target if the export leaves it out
 VOCABULARY = ("d2t", "t2d")
 
 
@@ -36,27 +37,27 @@ def main() -> None:
 
 
 def check_draft(folder: Path) -> str:
-    """What was found, in a line. Raises UserError naming the tensor that is wrong. After start_runtime."""
+    """Describe the draft in a line. Call start_runtime first. Raises UserError naming the tensor that is wrong."""
     model, tensors = empty_draft(folder), load_file(folder / "model.safetensors")
     for name, tensor in tensors.items():
         if name not in VOCABULARY and not torch.isfinite(tensor).all():
-            raise UserError(f"{folder}: {name} has values that are no numbers; {REMEDY}")
+            raise UserError(f"{folder}: {name} has values that are not finite; {REMEDY}")
         _load_one(folder, model, name, tensor)
-    unfilled = [name for name, count in missing_values(model).items() if count and name != f"model.{EMBEDDING}"]
-    if unfilled:
-        raise UserError(f"{folder}: nothing, or a part only, was loaded into SGLang's {unfilled[0]}; {REMEDY}")
+    missing_weights = [name for name, count in missing_values(model).items() if count and name != f"model.{EMBEDDING}"]
+    if missing_weights:
+        raise UserError(f"{folder}: nothing, or only a part, was loaded into SGLang's {missing_weights[0]}; {REMEDY}")
     _check_vocabulary(folder, model, tensors)
     _check_rotation(folder, model)
     extensions = [name for name in ("fc_norm", "norm_output") if getattr(model.config, name, False)]
-    newer = f" (EAGLE3.1: {', '.join(extensions)})" if extensions else ""
+    note = f" (EAGLE3.1: {', '.join(extensions)})" if extensions else ""
     embedding = "of the export" if EMBEDDING in tensors else "of the target"
-    return f"SGLang {version('sglang')} takes all {len(tensors)} tensors{newer}, with the embedding {embedding}"
+    return f"SGLang {version('sglang')} takes all {len(tensors)} tensors{note}, with the embedding {embedding}"
 
 
 def start_runtime(folder: Path) -> None:
-    """What SGLang's modules look for when they are built: its settings, with a draft's folder as the model, and process groups
-    of one. Once in a process."""
-    # Here, for it takes long to import and is an extra.
+    """Set up what SGLang's modules need when they are built: its settings, with the draft's folder as model, and
+    process groups of size one. Only once in a process."""
+    # Imported here because SGLang is optional and takes long to import.
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.distributed import bootstrap
     from sglang.srt.runtime_context import SpawnRanks, publish, spawn_world_rank
@@ -72,7 +73,7 @@ def start_runtime(folder: Path) -> None:
 
 
 def empty_draft(folder: Path) -> nn.Module:
-    """SGLang's draft model in the shape of folder's config.json, on the CPU, every parameter NaN."""
+    """SGLang's draft model in the shape of the folder's config.json, on the CPU, with every parameter NaN."""
     from sglang.srt.models import llama_eagle3
 
     config = AutoConfig.from_pretrained(folder)
@@ -87,22 +88,22 @@ def empty_draft(folder: Path) -> nn.Module:
 
 
 def missing_values(model: nn.Module) -> dict[str, int]:
-    """Of each parameter, how many numbers nothing was loaded into."""
+    """For each parameter, how many numbers were not loaded."""
     return {name: int(parameter.isnan().sum()) for name, parameter in model.named_parameters()}
 
 
 def _load_one(folder: Path, model: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    before = sum(missing_values(model).values())
+    missing_before = sum(missing_values(model).values())
     try:
         model.load_weights([(name, tensor)])
-    except (AssertionError, RuntimeError, ValueError, IndexError) as error:  # as its weight loaders say it
+    except (AssertionError, RuntimeError, ValueError, IndexError) as error:  # its weight loaders raise these
         raise UserError(
             f"{folder}: {name} {list(tensor.shape)} does not fit SGLang's draft of this config.json ({error}); {REMEDY}"
         ) from error
-    filled = before - sum(missing_values(model).values())
-    if name not in VOCABULARY and filled < tensor.numel():  # more where a vocabulary is padded
+    loaded_count = missing_before - sum(missing_values(model).values())
+    if name not in VOCABULARY and loaded_count < tensor.numel():  # it may be more: vocabularies are padded
         raise UserError(
-            f"{folder}: {name} {list(tensor.shape)} is not a weight that SGLang's draft takes: {filled} of its "
+            f"{folder}: {name} {list(tensor.shape)} is not a weight that SGLang's draft takes: {loaded_count} of its "
             f"{tensor.numel()} numbers were loaded; {REMEDY}"
         )
 
@@ -118,35 +119,34 @@ def _check_vocabulary(folder: Path, model: nn.Module, tensors: dict[str, torch.T
             f"{config.draft_vocab_size} and vocab_size {config.vocab_size}; {REMEDY}"
         )
     if not torch.equal(model.get_hot_token_id(), d2t + torch.arange(len(d2t))):
-        raise UserError(
-            f"{folder}: SGLang reads other target ids from d2t than d2t[i] + i; install SGLang as supported"
-        )
+        raise UserError(f"{folder}: SGLang reads other target ids from d2t than d2t[i] + i; install a supported SGLang")
     if not torch.equal(t2d.nonzero().flatten(), d2t + torch.arange(len(d2t))):
         raise UserError(f"{folder}: t2d does not mark the tokens that d2t names; {REMEDY}")
 
 
 def _check_rotation(folder: Path, model: nn.Module) -> None:
-    """A scaling of rope that only training or only SGLang knows turns long contexts to noise without a word."""
+    """Compare rope angles: a scaling that only training or only SGLang knows silently turns long contexts to noise."""
     config = read_draft_config(folder / "config.json")
-    apart = rotation_apart(config, model.model.layers[0].self_attn.rotary_emb.cos_sin_cache)
-    if apart is not None:
+    position = rotation_apart(config, model.model.layers[0].self_attn.rotary_emb.cos_sin_cache)
+    if position is not None:
         raise UserError(
-            f"{folder}: SGLang rotates by other angles than training did, from position {apart} on, with rope_parameters "
-            f"{config.rope_parameters}; train with a rope of model.draft.rope_parameters that SGLang knows"
+            f"{folder}: SGLang rotates by other angles than training did, from position {position} on, with "
+            f"rope_parameters {config.rope_parameters}; train with a rope of model.draft.rope_parameters that SGLang "
+            "knows"
         )
 
 
 def rotation_apart(config: DraftConfig, table: torch.Tensor) -> int | None:
-    """The first position (of some 2,048) at which SGLang's table [positions, cos then sin] and the rotation that training uses
-    are more than 4 units of fp32 rounding of an angle apart; None where there is none."""
+    """The first position (of about 2,048) at which SGLang's table [positions, cos then sin] and training's rotation are
+    more than 4 units of fp32 rounding of an angle apart; None if there is none."""
     positions = torch.arange(0, len(table), max(len(table) // 2048, 1))
-    trained = RotaryEmbedding(config).at(positions, torch.float32)
-    expected = torch.cat((trained.cos, trained.sin), -1)[:, 0]
+    rotation = RotaryEmbedding(config).at(positions, torch.float32)
+    expected = torch.cat((rotation.cos, rotation.sin), -1)[:, 0]
     if expected.shape[1] != table.shape[1]:
         return 0
-    allowed = 4 * torch.finfo(torch.float32).eps * (1 + positions[:, None]) * expected.abs().max()
-    apart = ((table[positions].float() - expected).abs() > allowed).any(1)
-    return int(positions[apart][0]) if apart.any() else None
+    tolerance = 4 * torch.finfo(torch.float32).eps * (1 + positions[:, None]) * expected.abs().max()
+    mismatch = ((table[positions].float() - expected).abs() > tolerance).any(1)
+    return int(positions[mismatch][0]) if mismatch.any() else None
 
 
 if __name__ == "__main__":

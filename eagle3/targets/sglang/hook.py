@@ -1,15 +1,16 @@
-"""Runs inside SGLang, on every tensor-parallel rank: takes hidden states of a job's requests into its spool.
+"""Runs inside SGLang, on every tensor-parallel rank, and captures hidden states of a job's requests into its spool.
 
-A server is started with this module's `make` as a forward hook on its logits processor (`version.capture_flags`). Each
-prefill forward shows it some rows of several requests. What the teacher says after each row is summed up over the ranks'
-parts of the vocabulary; then the rank that a request falls to writes its rows, in the store's format, from a thread of its
-own, while the next forward runs.
+A server is started with this module's `make` as a forward hook on its logits processor (`version.capture_flags`). In
+each prefill forward, the hook gets some rows of several requests. What the teacher says after each row is combined from
+the ranks' vocabulary shards. Then the rank that owns a request writes its rows in the store's format, from a separate
+thread, while the next forward runs.
 """
 
 import logging
 import shutil
 import threading
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,9 @@ from secrets import token_hex
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from eagle3.errors import UserError
@@ -24,43 +28,46 @@ from eagle3.states.rows import Rows
 from eagle3.states.spool import Ticket, fail, is_own_folder
 from eagle3.states.store.codecs import StoreDtype
 from eagle3.states.store.shard import Encoding, index_name
-from eagle3.states.store.shard_writer import ShardWriter
-from eagle3.targets.sglang.teacher import ServedTeacher, make_teacher
-from eagle3.targets.sglang.version import HookCall, hook_call
+from eagle3.states.store.writer import ShardWriter
+from eagle3.targets.logits import BLOCK_ROWS, DraftColumns, TeacherSummary, summarize_sharded
+from eagle3.targets.sglang.version import (
+    HookCall,
+    head_of,
+    hook_call,
+    local_logits,
+    plain_weight,
+    transform_of,
+)
 
-# Threads that write samples beside each other; one writes about 0.5 GB/s.
+# Threads that write samples in parallel; each writes about 0.5 GB/s.
 WRITERS = 4
 ENCODING_THREADS = 2
-# Bytes on their way to the spool through one writer; with more, the forward waits.
+# Most bytes on their way to the spool through one writer; beyond that, the forward waits.
 MOST_WAITING = 1 << 30
 
 logger = logging.getLogger(__name__)
 
 
 class HookSettings(NamedTuple):
-    """What a server's hook is told; all of a server's jobs share it.
+    """The settings of a server's hook, shared by all jobs of the server."""
 
-    spool: folder of the jobs' folders. dtype: number format of the rows. target: fingerprint of the checkpoint, which jobs
-    compare. hidden_size: of the target. draft_vocabulary: where logits are kept, a safetensors file with d2t, with its
-    digest and size.
-    """
-
-    spool: str
-    dtype: StoreDtype
-    target: str
-    hidden_size: int
+    spool: str  # folder of the jobs' folders
+    dtype: StoreDtype  # of the rows
+    target: str  # fingerprint of the checkpoint, which jobs compare
+    hidden_size: int  # the target's
+    # For a store of logits: a safetensors file with d2t, its digest and its size.
     draft_vocabulary: str | None = None
     vocabulary_digest: str | None = None
     vocabulary_size: int | None = None
 
     @property
     def encoding(self) -> Encoding:
-        """Of the rows in the spool."""
+        """How rows are written in the spool."""
         return Encoding("none", self.dtype, self.hidden_size, teacher_width=self.vocabulary_size)
 
 
 def make(settings: Mapping[str, Any]) -> "CaptureHook":
-    """What SGLang calls to make the hook. settings: HookSettings, as JSON."""
+    """The factory that SGLang calls to create the hook. settings: HookSettings as JSON."""
     return CaptureHook(HookSettings(**settings))
 
 
@@ -71,47 +78,52 @@ class CaptureHook:
         self.writers = [SpoolWriter(Path(settings.spool), settings.encoding) for _ in range(WRITERS)]
 
     def writer(self, ticket: Ticket, ranks: int = 1) -> "SpoolWriter":
-        """Who writes a sample on its rank; always the same."""
+        """The writer of a sample on its rank; always the same one."""
         return self.writers[_number(ticket) // ranks % WRITERS]
 
     @torch.no_grad()
     def __call__(self, processor: nn.Module, arguments: tuple[Any, ...], _output: object) -> None:
-        """On every rank with the same requests: what is decided here is decided alike on all."""
+        """Capture from one forward. Every rank has the same requests, so all decide alike."""
         call = hook_call(arguments)
-        asked = [Ticket.parse(request) for request, _, _ in call.requests] if call else []
-        if not any(asked):
+        tickets = [Ticket.parse(request) for request, _, _ in call.requests] if call else []
+        if not any(tickets):
             return
         flaw = self._flaw(processor, call)
-        if flaw:  # an exception would end the server, and say nothing to the job
-            for ticket in filter(None, asked):
+        if flaw:  # an exception would end the server without telling the job
+            for ticket in filter(None, tickets):
                 self.writer(ticket).give_up(ticket, flaw)
             return
-        ranks, me = self.teacher.group.size(), self.teacher.group.rank()
+        ranks, rank = self.teacher.group.size(), self.teacher.group.rank()
         rows: list[list[Tensor]] = [[] for _ in range(ranks)]
-        mine: list[tuple[Ticket, int]] = []
+        own_requests: list[tuple[Ticket, int]] = []
         parts = torch.arange(len(call.ids)).split([tokens for _, tokens, _ in call.requests])
-        for ticket, (_, _, before), part in zip(asked, call.requests, parts, strict=True):
+        for ticket, (_, _, first_row), part in zip(tickets, call.requests, parts, strict=True):
             if ticket:
-                owner = _number(ticket) % ranks  # who writes; every rank has the hidden states of all
+                owner = _number(ticket) % ranks  # the rank that writes; every rank has all hidden states
                 rows[owner].append(part)
-                mine += [(ticket, before)] if owner == me else []
-        nothing = torch.empty(0, dtype=torch.int64)
-        all_kept, summary = self.teacher.says(call.last, [torch.cat([nothing, *each]) for each in rows])
+                own_requests += [(ticket, first_row)] if owner == rank else []
+        empty = torch.empty(0, dtype=torch.int64)
+        teacher_values, summary = self.teacher.says(call.last, [torch.cat([empty, *each]) for each in rows])
         aux = call.aux if isinstance(call.aux, Tensor) else torch.cat(list(call.aux), dim=-1)
-        for (ticket, before), at, kept in zip(mine, rows[me], all_kept.split([*map(len, rows[me])]), strict=True):
-            part = slice(int(at[0]), int(at[-1]) + 1)
-            teacher = self.settings.encoding.teacher(kept, summary.argmax[part], summary.logsumexp[part])
-            self.writer(ticket, ranks).take(ticket, before, call.ids[part], Rows(aux[part], teacher))
+        for (ticket, first_row), positions, values in zip(
+            own_requests, rows[rank], teacher_values.split([*map(len, rows[rank])]), strict=True
+        ):
+            part = slice(int(positions[0]), int(positions[-1]) + 1)
+            teacher = self.settings.encoding.teacher(values, summary.argmax[part], summary.logsumexp[part])
+            self.writer(ticket, ranks).take(ticket, first_row, call.ids[part], Rows(aux[part], teacher))
 
     def _flaw(self, processor: nn.Module, call: HookCall) -> str | None:
-        """Why nothing can be captured from this call, if so. Makes the teacher at the first call."""
+        """Why nothing can be captured from this call; None if it can be. Creates the teacher in the first call."""
         if call.aux is None:
-            return "sglang: its class for this target shows the hook no auxiliary hidden states; set target.backend=transformers"
-        counted = sum(tokens for _, tokens, _ in call.requests)
-        if not counted == len(call.ids) == len(call.last):
             return (
-                f"sglang: a batch of {counted} tokens has {len(call.ids)} ids and {len(call.last)} hidden states here; start "
-                "the server as launchers/capture.py --print-server says"
+                "sglang: its class for this target gives the hook no auxiliary hidden states; set "
+                "target.backend=transformers"
+            )
+        token_count = sum(tokens for _, tokens, _ in call.requests)
+        if not token_count == len(call.ids) == len(call.last):
+            return (
+                f"sglang: a batch of {token_count} tokens has {len(call.ids)} ids and {len(call.last)} hidden states "
+                "here; start the server as launchers/capture.py --print-server says"
             )
         if self.teacher is None:
             try:
@@ -122,27 +134,12 @@ class CaptureHook:
 
 
 def _number(ticket: Ticket) -> int:
-    """By which samples are dealt out, the same on every rank."""
+    """The number by which samples are dealt out, the same on every rank."""
     return int(ticket.sample_id[-8:], 16)
 
 
-class Delivery(NamedTuple):
-    """Rows of one request from one forward, `before` of which came earlier. ready: their copies to the host; None where they lie
-    there."""
-
-    ticket: Ticket
-    before: int
-    ids: Tensor
-    rows: Rows
-    ready: torch.cuda.Event | None
-
-    @property
-    def bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.rows.named().values())
-
-
 class SpoolWriter:
-    """Writes rows in the order in which they come, from one thread; whole samples appear in their job's folder."""
+    """Writes rows from one thread, in the order in which they come. Only complete samples appear in a job's folder."""
 
     def __init__(self, folder: Path, encoding: Encoding) -> None:
         self.folder, self.encoding, self.dtype = folder, encoding, encoding.number_format
@@ -152,60 +149,65 @@ class SpoolWriter:
         self.encoders = ThreadPoolExecutor(ENCODING_THREADS, thread_name_prefix="spool-encode")
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="spool")
 
-    def take(self, ticket: Ticket, before: int, ids: Tensor, rows: Rows) -> None:
-        """Rows `before` and on of a request; returns when their copy to the host is on its way."""
+    def take(self, ticket: Ticket, first_row: int, ids: Tensor, rows: Rows) -> None:
+        """Take the rows of a request from row `first_row` on. Returns when their copy to the host is under way."""
         teacher = replace(rows.teacher, values=rows.teacher.values.to(self.dtype))
         on_host = Rows(rows.aux.to(self.dtype), teacher).map(_to_host)
-        ids, ready = _to_host(ids), None
+        ids, event = _to_host(ids), None
         if rows.aux.is_cuda:
-            ready = torch.cuda.Event()
-            ready.record()
-        delivery = Delivery(ticket, before, ids, on_host, ready)
+            event = torch.cuda.Event()
+            event.record()
+        size = sum(tensor.nbytes for tensor in on_host.named().values())
         with self.room:
-            self.room.wait_for(lambda: not self.waiting or self.waiting + delivery.bytes <= MOST_WAITING)
-            self.waiting += delivery.bytes
-        self.thread.submit(self._deliver, delivery)
+            self.room.wait_for(lambda: not self.waiting or self.waiting + size <= MOST_WAITING)
+            self.waiting += size
+        self.thread.submit(self._deliver, ticket, first_row, ids, on_host, event, size)
 
-    def _deliver(self, delivery: Delivery) -> None:
+    def _deliver(
+        self, ticket: Ticket, first_row: int, ids: Tensor, rows: Rows, event: torch.cuda.Event | None, size: int
+    ) -> None:
+        """Write rows that are on their way. event: after the copies to the host; None if they are there.
+        size: bytes of the rows."""
         try:
-            self._write(delivery)
-        except Exception as error:  # whatever it is, the job must hear of it
-            self.give_up(delivery.ticket, str(error) or repr(error))
+            if event:
+                event.synchronize()
+            self._write(ticket, first_row, ids, rows)
+        except Exception as error:  # whatever it is, the job must be told
+            self.give_up(ticket, str(error) or repr(error))
         finally:
             with self.room:
-                self.waiting -= delivery.bytes
+                self.waiting -= size
                 self.room.notify_all()
 
-    def _write(self, delivery: Delivery) -> None:
-        ticket, job = delivery.ticket, self.folder / delivery.ticket.job
-        if delivery.ready:
-            delivery.ready.synchronize()
-        if delivery.before == 0 and ticket in self.open:  # SGLang took the request back and begins again
+    def _write(self, ticket: Ticket, first_row: int, ids: Tensor, rows: Rows) -> None:
+        """Write one forward's rows of a request, of which `first_row` rows came earlier."""
+        job = self.folder / ticket.job
+        if first_row == 0 and ticket in self.open:  # SGLang has retracted the request and starts over
             self.open.pop(ticket).discard()
-        for ended in [other for other in self.open if not (self.folder / other.job).is_dir()]:
-            self.open.pop(ended).discard()
-        if not self._there(job):  # ended, or on a machine that does not share this folder
+        for stale_ticket in [other for other in self.open if not (self.folder / other.job).is_dir()]:
+            self.open.pop(stale_ticket).discard()
+        if not self._there(job):  # the job has ended, or this machine does not share the folder
             return
         if ticket not in self.open:
-            if delivery.before:
+            if first_row:
                 if not (job / ticket.mark("failed")).exists():
                     self.give_up(
                         ticket,
-                        f"sglang: row {delivery.before} of a sample came first; start the server with --disable-radix-cache",
+                        f"sglang: row {first_row} of a sample came first; start the server with --disable-radix-cache",
                     )
                 return
             self.open[ticket] = SampleShard(job, ticket, self.encoding, self.encoders)
         shard = self.open[ticket]
-        if shard.sample.tokens != delivery.before:
-            self.give_up(ticket, f"sglang: rows {shard.sample.tokens} to {delivery.before} of a sample never came")
+        if shard.sample.tokens != first_row:
+            self.give_up(ticket, f"sglang: rows {shard.sample.tokens} to {first_row} of a sample never came")
             return
-        shard.take(delivery)
+        shard.take(ids, rows)
         if shard.sample.tokens >= ticket.tokens:
             shard.publish()
             del self.open[ticket]
 
     def _there(self, job: Path) -> bool:
-        """Whether a job waits there; what others put into a folder of theirs could lead anywhere."""
+        """Whether a job waits there. Only in a folder of our own: what others put into theirs could lead anywhere."""
         return is_own_folder(self.folder) and job.is_dir()
 
     def give_up(self, ticket: Ticket, reason: str) -> None:
@@ -217,35 +219,35 @@ class SpoolWriter:
             if self._there(job := self.folder / ticket.job):
                 fail(job, ticket, reason)
         except Exception as error:  # as above
-            logger.error("%s: cannot be told to the job: %r", ticket.text, error)
+            logger.error("%s: the job cannot be told: %r", ticket.text, error)
 
 
 class SampleShard(ShardWriter):
-    """A sample on its way into a job's folder: written in a folder of its own, so that another server that was given the
-    same request cannot disturb it, then moved."""
+    """A sample on its way into a job's folder. It is written in a folder of its own, so that another server that got
+    the same request cannot disturb it, and then moved."""
 
     def __init__(self, job: Path, ticket: Ticket, encoding: Encoding, encoders: Executor) -> None:
         self.job = job
-        own = job / f"writing-{token_hex(6)}"
-        own.mkdir()
+        folder = job / f"writing-{token_hex(6)}"
+        folder.mkdir()
         try:
-            super().__init__(own, ticket.shard, encoding, encoders, provenance_digest=None)
+            super().__init__(folder, ticket.shard, encoding, encoders, provenance_digest=None)
         except OSError:
-            shutil.rmtree(own, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
             raise
         self.begin(ticket.sample_id)
 
-    def take(self, delivery: Delivery) -> None:
-        nothing = torch.zeros(len(delivery.ids), dtype=torch.bool)
-        self.append(delivery.ids, loss_mask=nothing, seen=~nothing, taught=~nothing, rows=delivery.rows)
+    def take(self, ids: Tensor, rows: Rows) -> None:
+        mask = torch.zeros(len(ids), dtype=torch.bool)
+        self.append(ids, loss_mask=mask, seen=~mask, taught=~mask, rows=rows)
 
     def publish(self) -> None:
         self.end()
         super().publish()
-        if (self.job / index_name(self.shard)).exists():  # another server was quicker, and it may be being read
+        if (self.job / index_name(self.shard)).exists():  # another server was faster, and its sample may be in use
             self.discard()
             return
-        for name in (self.shard, index_name(self.shard)):  # the index last: it says that all is there
+        for name in (self.shard, index_name(self.shard)):  # the index last, since it says that the sample is there
             (self.folder / name).replace(self.job / name)
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -255,8 +257,116 @@ class SampleShard(ShardWriter):
 
 
 def _to_host(tensor: Tensor) -> Tensor:
-    """A copy on the host; of a GPU's tensor into pinned memory, whole when an event recorded now has passed."""
+    """A copy on the host. From a GPU, it is in pinned memory, and complete once an event recorded now has passed."""
     if not tensor.is_cuda:
         return tensor.clone()
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return pinned.copy_(tensor, non_blocking=True)
+
+
+# What the target says after each row, from logits of which no rank has all columns ------------------------------------
+
+
+class ServedTeacher(ABC):
+    """Computes what the target says after each row. processor, module: SGLang's logits processor and its lm_head,
+    sharded over `group`."""
+
+    def __init__(self, processor: nn.Module, module: Any) -> None:
+        self.processor, self.module = processor, module
+        self.head = head_of(module)
+        self.group = self.head.group
+
+    def says(self, last: Tensor, rows: Sequence[Tensor]) -> tuple[Tensor, TeacherSummary]:
+        """What the target says in one forward. Collective over `group`.
+
+        last: [N, H]
+        rows: for each rank, the rows that it writes (int64)
+
+        Returns what the draft's teacher is computed from, [M, W], for the M rows that this rank writes; and the summary
+        of all N rows. Logits exist for one block of rows at a time.
+        """
+        shard = self.head.first_id, self.head.valid, self.group
+        blocks = [summarize_sharded(self.logits(block), *shard) for block in last.split(BLOCK_ROWS)]
+        return self.kept(last, rows), TeacherSummary(*map(torch.cat, zip(*blocks, strict=True)))
+
+    @abstractmethod
+    def logits(self, last: Tensor) -> Tensor:
+        """Logits [n, V/tp] of this rank's columns after rows last [n, H]."""
+
+    @abstractmethod
+    def kept(self, last: Tensor, rows: Sequence[Tensor]) -> Tensor:
+        """The first result of `says`."""
+
+
+class HiddenTeacher(ServedTeacher):
+    """Keeps last hidden states, to which training applies the lm_head."""
+
+    def __init__(self, processor: nn.Module, head: Any) -> None:
+        super().__init__(processor, head)
+        self.weight = plain_weight(head)
+        if self.weight is None:
+            raise UserError(
+                "target.teacher: hidden, but this target's lm_head is not a plain matrix (quantised, or with a bias), "
+                "which training could apply; set target.teacher=logits"
+            )
+        self.half_matmul = self.weight.is_cuda and self.weight.dtype in (torch.bfloat16, torch.float16)
+        self.columns = (self.weight if self.half_matmul else self.weight.float()).T
+        self.transform = transform_of(processor)
+
+    def logits(self, last: Tensor) -> Tensor:
+        if self.half_matmul:
+            return self.transform.apply(torch.mm(last.to(self.weight.dtype), self.columns, out_dtype=torch.float32))
+        return self.transform.apply(last.float() @ self.columns)
+
+    def kept(self, last: Tensor, rows: Sequence[Tensor]) -> Tensor:
+        """A view if the rows are consecutive, as they are with one rank: an index would first have to reach the GPU,
+        and the forward would wait for it."""
+        own_rows = rows[self.group.rank()]
+        if not len(own_rows):
+            return last[:0]
+        first, stop = int(own_rows[0]), int(own_rows[-1]) + 1
+        return last[first:stop] if stop - first == len(own_rows) else last[own_rows.to(last.device)]
+
+
+class LogitsTeacher(ServedTeacher):
+    """Keeps the model's own logits of the draft vocabulary's tokens, in the order of draft ids."""
+
+    def __init__(self, processor: nn.Module, head: Any, draft_ids: Tensor) -> None:
+        super().__init__(processor, head)
+        self.columns = DraftColumns.of(draft_ids.to(self.head.device), self.head.first_id, self.head.valid, self.group)
+        self.peak = 0  # bytes, largest so far
+
+    def logits(self, last: Tensor) -> Tensor:
+        return local_logits(self.processor, self.module, last)
+
+    def kept(self, last: Tensor, rows: Sequence[Tensor]) -> Tensor:
+        probe = self.logits(last[:1])
+        values = self.columns.redistribute(lambda indices: self.logits(last[indices]), rows, probe.dtype)
+        peak = self.columns.peak_bytes([len(each) for each in rows], probe.shape[1], probe.element_size())
+        if peak > self.peak:
+            self.peak = peak
+            logger.warning("teacher logits: up to %.1f MiB on this rank, for %d rows", peak / 2**20, len(last))
+        return values
+
+
+def make_teacher(processor: nn.Module, head: Any, draft_vocabulary: str | None) -> ServedTeacher:
+    """The teacher of a server. Collective over the head's group.
+
+    processor, head: SGLang's logits processor and lm_head
+    draft_vocabulary: file with d2t if logits are kept; otherwise None
+
+    Raises UserError, on every rank or on none, if this target has no such teacher.
+    """
+    if draft_vocabulary is None:
+        return HiddenTeacher(processor, head)
+    shard, draft_ids, reason = head_of(head), None, None
+    try:
+        d2t = load_file(draft_vocabulary)["d2t"]
+        draft_ids = d2t + torch.arange(len(d2t))
+    except (OSError, SafetensorError, KeyError) as error:
+        reason = f"{draft_vocabulary}: has no draft vocabulary that SGLang could read ({error}); run capture.py again"
+    failures = torch.tensor([reason is not None], dtype=torch.int32, device=shard.device)
+    dist.all_reduce(failures, dist.ReduceOp.MAX, shard.group)
+    if failures.item():
+        raise UserError(reason or f"{draft_vocabulary}: another rank of the server cannot read it; share that folder")
+    return LogitsTeacher(processor, head, draft_ids)

@@ -1,4 +1,4 @@
-"""An SGLang server in a process of its own: its command line, its start, its end."""
+"""An SGLang server in its own process: command line, start, stop."""
 
 import ctypes
 import os
@@ -25,7 +25,7 @@ from eagle3.targets.sglang.installed import require_sglang
 START_SECONDS = 1800.0
 STOP_SECONDS = 30.0
 PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG, prctl(2)
-SPARE_TOKENS = 16  # more than version.CONTEXT_RESERVE, and the token that every request decodes
+SPARE_TOKENS = 16  # more than version.CONTEXT_RESERVE plus the one token that every request decodes
 PORT_TAKEN = "address already in use"
 CPU_FLAGS = (
     "--device",
@@ -41,44 +41,42 @@ LONGER_CONTEXT = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What a server is started with, whatever it is for. tensor: GPUs. chunk_tokens: of one prefill forward; longer prompts
-    are cut. kv_tokens: None for what memory_fraction leaves. attention: None for SGLang's own choice. longest: tokens of the
-    longest prompt, None for what the model's context allows."""
+    """What every server is started with, whatever it is used for."""
 
     model: str
     revision: str | None = None
     trust_remote_code: bool = False
     dtype: str = "auto"
-    tensor: int = 1
+    tensor: int = 1  # GPUs
     memory_fraction: float = 0.8
-    kv_tokens: int | None = None
-    attention: str | None = None
-    chunk_tokens: int = 8192
-    longest: int | None = None
+    kv_tokens: int | None = None  # None for what memory_fraction leaves
+    attention: str | None = None  # None for SGLang's own choice
+    chunk_tokens: int = 8192  # of one prefill forward; longer prompts are split
+    longest: int | None = None  # tokens of the longest prompt; None for what the model's context allows
 
     def flags(self) -> list[str]:
-        given = {
+        options = {
             "--model-path": self.model,
             "--revision": self.revision,
             "--dtype": self.dtype,
             "--tp-size": self.tensor,
             "--mem-fraction-static": self.memory_fraction,
             "--max-total-tokens": self.kv_tokens,
-            "--prefill-attention-backend": self.attention,  # on a CPU the plain flag would be overruled without a word
+            "--prefill-attention-backend": self.attention,  # on a CPU, the plain flag would be silently overruled
             "--decode-attention-backend": self.attention,
             "--chunked-prefill-size": self.chunk_tokens,
             "--context-length": None if self.longest is None else self.longest + SPARE_TOKENS,
         }
-        flags = [word for name, value in given.items() if value is not None for word in (name, str(value))]
+        flags = [word for name, value in options.items() if value is not None for word in (name, str(value))]
         if self.trust_remote_code:
             flags.append("--trust-remote-code")
         return flags if torch.cuda.is_available() else [*flags, *CPU_FLAGS]
 
 
 def server_command(options: EngineOptions, flags: Sequence[str], port: int, host: str = "127.0.0.1") -> list[str]:
-    """The words of the command line. Only this machine is served unless `host` says otherwise."""
-    place = ["--host", host, "--port", str(port), "--log-level", "warning"]
-    return [sys.executable, "-m", "sglang.launch_server", *options.flags(), *flags, *place]
+    """The words of the command line. The server is reachable only from this machine, unless `host` says otherwise."""
+    network_flags = ["--host", host, "--port", str(port), "--log-level", "warning"]
+    return [sys.executable, "-m", "sglang.launch_server", *options.flags(), *flags, *network_flags]
 
 
 def as_typed(command: Sequence[str]) -> str:
@@ -88,11 +86,13 @@ def as_typed(command: Sequence[str]) -> str:
 
 
 class SGLangServer(AbstractContextManager):
-    """A running server, stopped when the `with` block ends or the thread that started it dies: a killed job must not leave one
-    on the GPU. url: where it answers.
+    """A running server. It stops with the `with` block, or with the thread that started it, so killed jobs leave none.
 
-    devices: values of CUDA_VISIBLE_DEVICES for it, None for those of this process. report: told how long its start takes.
-    Raises UserError where it does not start.
+    url: where it answers
+    devices: CUDA_VISIBLE_DEVICES for the server; None for those of this process
+    report: gets progress lines while it starts
+
+    Raises UserError if it does not start.
     """
 
     def __init__(
@@ -105,8 +105,8 @@ class SGLangServer(AbstractContextManager):
         require_sglang("name running servers in target.servers")
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
-        visible = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
-        prctl = ctypes.CDLL(None).prctl  # looked up before the fork, where another thread may hold the loader's lock
+        device_variables = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
+        prctl = ctypes.CDLL(None).prctl  # looked up before the fork, since another thread may hold the loader's lock
         with tempfile.NamedTemporaryFile(prefix="sglang-", suffix=".log", delete=False) as log:
             self.log = Path(log.name)
             self.process = subprocess.Popen(
@@ -114,7 +114,7 @@ class SGLangServer(AbstractContextManager):
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=without_launcher(os.environ) | LONGER_CONTEXT | visible,
+                env=without_launcher(os.environ) | LONGER_CONTEXT | device_variables,
                 start_new_session=True,
                 preexec_fn=lambda: prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL),
             )
@@ -126,15 +126,15 @@ class SGLangServer(AbstractContextManager):
             raise
 
     def _await_start(self) -> None:
-        began = time.monotonic()
-        while time.monotonic() - began < START_SECONDS:
+        start = time.monotonic()
+        while time.monotonic() - start < START_SECONDS:
             if self.process.poll() is not None:
                 raise UserError(
                     f"sglang: the server ended while starting (exit code {self.process.returncode}): "
-                    f"{self.last_words()}; its whole log is {self.log}"
+                    f"{self.last_words()}; the whole log is {self.log}"
                 )
-            if PORT_TAKEN in self.log.read_text(errors="replace"):  # the server stays, and answers nobody
-                raise UserError(f"sglang: {self.url.rpartition(':')[2]}, a free port, was taken meanwhile; start again")
+            if PORT_TAKEN in self.log.read_text(errors="replace"):  # the server keeps running, but answers nobody
+                raise UserError(f"sglang: port {self.url.rpartition(':')[2]} was taken in the meantime; start again")
             try:
                 ask(self.url, "/model_info", timeout=5)
                 return
@@ -143,13 +143,13 @@ class SGLangServer(AbstractContextManager):
         raise UserError(f"sglang: the server does not answer after {START_SECONDS:.0f} s; its log is {self.log}")
 
     def last_words(self) -> str:
-        """The last error that the log names, or its last line."""
+        """The last error in the log, or its last line."""
         lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
-        named = [line for line in lines if "Error" in line and not line.startswith("File ")]
-        return (named or lines or ["it said nothing"])[-1][:300]
+        error_lines = [line for line in lines if "Error" in line and not line.startswith("File ")]
+        return (error_lines or lines or ["it said nothing"])[-1][:300]
 
     def ended(self) -> bool:
-        """Whether it has ended by itself; one that is about to gets some seconds."""
+        """Whether it has ended by itself. If it is about to, this waits some seconds."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(10)
         return self.process.poll() is not None
@@ -161,25 +161,25 @@ class SGLangServer(AbstractContextManager):
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(STOP_SECONDS)
         with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # what is left of its session
+            os.killpg(self.process.pid, signal.SIGKILL)  # what remains of its session
         self.process.wait()
         if not keep_log:
             self.log.unlink(missing_ok=True)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.stop(keep_log=kind is not None and self.process.poll() is not None)  # what it died of
+        self.stop(keep_log=kind is not None and self.process.poll() is not None)  # the log says what it died of
 
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
-    """Without what torchrun and deepspeed tell the processes of their job: SGLang is none of them."""
-    told = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "CROSS_", "TORCHELASTIC_")
-    return {name: value for name, value in environment.items() if not name.startswith(told)}
+    """The environment without the variables of torchrun and deepspeed, since SGLang is not one of their processes."""
+    prefixes = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "CROSS_", "TORCHELASTIC_")
+    return {name: value for name, value in environment.items() if not name.startswith(prefixes)}
 
 
 def _free_port() -> int:
-    """Below the ports that systems hand to outgoing connections, any of which could take it before the server does."""
+    """A free port below those of outgoing connections, any of which could take it before the server does."""
     for port in random.sample(range(20000, 30000), 10000):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
-    raise UserError("sglang: no port of 20000..29999 is free on this machine; end what holds them")
+    raise UserError("sglang: none of the ports 20000..29999 is free on this machine; end what holds them")

@@ -1,4 +1,4 @@
-"""All that depends on SGLang's version: their flags, what hooks and answers look like."""
+"""Everything that depends on SGLang's version: its flags, and the form of its hook calls and answers."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from eagle3.errors import SharedUserError, UserError
 from eagle3.targets.logits import LogitTransform
 
-# Of targets that people serve: the architectures whose class takes an EAGLE3 draft (has set_eagle3_layers_to_capture).
+# Architectures that people serve and whose class takes an EAGLE3 draft (has set_eagle3_layers_to_capture).
 EAGLE3_TARGETS = frozenset(
     ("ApertusForCausalLM", "BailingMoeForCausalLM", "BailingMoeV2ForCausalLM", "DeepseekV2ForCausalLM")
     + ("DeepseekV32ForCausalLM", "DeepseekV3ForCausalLM", "ExaoneMoEForCausalLM", "Gemma3ForCausalLM")
@@ -24,7 +24,7 @@ EAGLE3_TARGETS = frozenset(
     + ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration")
 )
 HOOK = "eagle3-capture"
-# Settings under which rows would be lost or be another rank's, and what they must be.
+# Required settings: with others, rows would be lost or belong to another rank.
 REQUIRED_SETTINGS: dict[str, Any] = {
     "disable_radix_cache": True,
     "cuda_graph_backend_prefill": "disabled",
@@ -39,33 +39,29 @@ REQUIRED_SETTINGS: dict[str, Any] = {
 
 
 class HookCall(NamedTuple):
-    """What a forward hook on SGLang's logits processor sees of a prefill of N tokens of several requests.
+    """What a forward hook on SGLang's logits processor sees of a prefill of N tokens of several requests."""
 
-    ids [N]; last [N, H] after the final norm; aux [N, 3H], None where the model's class hands it over by name; head: the lm_head module, sharded over its tensor-parallel
-    group; requests: of each its id, how many tokens it has here and how many it had before.
-    """
-
-    ids: Tensor
-    last: Tensor
-    aux: Sequence[Tensor] | Tensor | None
-    head: Any
-    requests: list[tuple[str, int, int]]
+    ids: Tensor  # [N]
+    last: Tensor  # [N, H], after the final norm
+    aux: Sequence[Tensor] | Tensor | None  # [N, 3H]; None if the model's class passes it by name
+    head: Any  # the lm_head module, sharded over its tensor-parallel group
+    requests: list[tuple[str, int, int]]  # id, tokens in this call, tokens before it
 
 
 def require_captured(aux_layers: Sequence[int], num_layers: int) -> None:
-    """UserError where SGLang cannot capture these layers: it takes what a layer is given, and none is given the output of the
-    last one."""
+    """Raises UserError if SGLang cannot capture these layers: it captures a layer's input, and no layer has the last
+    one's output as input."""
     if max(aux_layers) >= num_layers - 1:
         raise SharedUserError(
-            f"model.aux_layers: {list(aux_layers)} has the last of the target's {num_layers} layers, whose output SGLang does "
-            f"not capture, neither here nor when it serves the draft; name layers below {num_layers - 1}"
+            f"model.aux_layers: {list(aux_layers)} has the last of the target's {num_layers} layers, whose output "
+            f"SGLang does not capture, neither here nor when it serves the draft; name layers below {num_layers - 1}"
         )
 
 
 def capture_flags(aux_layers: Sequence[int], hook: Mapping[str, Any]) -> list[str]:
-    """Flags with which a server captures: no draft, the aux layers, our hook with its settings, and nothing that loses rows.
+    """Flags of a capturing server: no draft, the aux layers, our hook with its settings, and nothing that loses rows.
 
-    A radix-cache hit would skip rows, and a replayed CUDA graph runs no hook.
+    A radix-cache hit would skip rows, and a replayed CUDA graph runs no hooks.
     """
     spec = {
         "name": HOOK,
@@ -78,13 +74,13 @@ def capture_flags(aux_layers: Sequence[int], hook: Mapping[str, Any]) -> list[st
         *("--return-aux-hidden-state-layer-ids", *map(str, aux_layers)),
         *("--forward-hooks", json.dumps([spec])),
         *("--disable-radix-cache", "--skip-tokenizer-init"),
-        "--sleep-on-idle",  # else its scheduler keeps a core busy while training takes what it has made
+        "--sleep-on-idle",  # otherwise its scheduler keeps a core busy while training uses what it has made
         *("--cuda-graph-backend-prefill", "disabled", "--cuda-graph-backend-decode", "disabled"),
     ]
 
 
 def hook_call(arguments: Sequence[Any]) -> HookCall | None:
-    """The arguments of the logits processor as a HookCall; None for what is no prefill of requests."""
+    """The arguments of the logits processor as a HookCall; None if they are not of a prefill of requests."""
     ids, last, head, batch, *rest = arguments
     aux = rest[0] if rest else None
     if getattr(batch, "rids", None) is None or not batch.forward_mode.is_extend():
@@ -94,23 +90,23 @@ def hook_call(arguments: Sequence[Any]) -> HookCall | None:
 
 
 class Head(NamedTuple):
-    """This rank's part of the vocabulary: columns `first_id` and on, of which `valid` are tokens and what follows padding."""
+    """This rank's shard of the lm_head."""
 
     group: ProcessGroup
-    first_id: int
-    valid: int
+    first_id: int  # token of the first column
+    valid: int  # how many columns are tokens; the rest is padding
     device: torch.device
 
 
 def head_of(head: nn.Module) -> Head:
-    """From SGLang's lm_head (a VocabParallelEmbedding)."""
+    """This rank's shard, from SGLang's lm_head (a VocabParallelEmbedding)."""
     shard = head.shard_indices
     device = next(head.parameters()).device
     return Head(head.tp_group.device_group, shard.org_vocab_start_index, shard.num_org_elements, device)
 
 
 def plain_weight(head: nn.Module) -> Tensor | None:
-    """The lm_head's matrix [V/tp, H], None where it is none: quantised, or with a bias."""
+    """The lm_head's matrix [V/tp, H]; None if it is not one: quantised, or with a bias."""
     weight = getattr(head, "weight", None)
     plain = type(head.quant_method).__name__ == "UnquantizedEmbeddingMethod" and getattr(head, "bias", None) is None
     return weight if plain and weight is not None and weight.is_floating_point() else None
@@ -123,36 +119,39 @@ def transform_of(processor: nn.Module) -> LogitTransform:
 
 
 def local_logits(processor: nn.Module, head: nn.Module, last: Tensor) -> Tensor:
-    """The model's own logits [n, V/tp] of this rank's columns after rows last [n, H], scaled and capped as it does; as
-    LogitsProcessor._get_logits makes them, before it gathers them."""
+    """The model's own logits [n, V/tp] of this rank's columns after rows last [n, H], scaled and capped like the
+    model's, as in LogitsProcessor._get_logits before it gathers them."""
     return transform_of(processor).apply(processor._compute_lm_head(last, head))
 
 
 def hook_settings(info: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """From a server's /server_info: the settings of our hook, None where it has none."""
+    """The settings of our hook, from a server's /server_info; None if it has no such hook."""
     configs = (spec.get("config") or {} for spec in info.get("forward_hooks") or [] if spec.get("name") == HOOK)
     return next(configs, None)
 
 
-# What the judge and the export check need ------------------------------------------------------------------------------
+# What the judge and the export check need -----------------------------------------------------------------------------
 
 DRAFT_CLASS = "LlamaForCausalLMEagle3"  # as an export's config.json names it
-CONTEXT_RESERVE = 6  # tokens of the context that its scheduler lets no request use (tp_worker.py, get_worker_info)
+CONTEXT_RESERVE = 6  # tokens of the context that no request can use (SGLang's tp_worker.py, get_worker_info)
 
 
 class GreedyAnswer(NamedTuple):
-    """tokens: put out, the one that stopped it included. stopped: by an EOS, not by the length. histogram[a]: how many
-    verifications accepted a drafts; what they accepted beyond the end of `tokens` counts too."""
+    """An answer to a greedy request."""
 
-    tokens: list[int]
-    stopped: bool
+    tokens: list[int]  # the output, including the token that stopped it
+    stopped: bool  # by an EOS, not by the length
+    # histogram[a]: how many verifications accepted a drafts, including what they accepted beyond the end of `tokens`
     histogram: list[int]
 
 
 def speculative_flags(draft: str, steps: int, topk: int, tree_tokens: int, window: int | None = None) -> list[str]:
-    """Flags with which a server decodes with an EAGLE3 draft. tree_tokens: verified at a time, the last token put out
-    included, so steps + 1 for a chain. window: keys that a query of the draft sees, its own included; None for all, whatever
-    config.json says, which SGLang does not read for it. Its flag counts the keys before a query's own (docs/windows.md)."""
+    """Flags of a server that decodes with an EAGLE3 draft.
+
+    tree_tokens: tokens verified at a time, including the last token of the output, so steps + 1 for a chain
+    window: keys that a query of the draft sees, its own included; None for all. SGLang does not read it from
+        config.json, and its flag counts the keys before the query's own (docs/windows.md).
+    """
     return [
         *("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", draft),
         *("--speculative-num-steps", str(steps), "--speculative-eagle-topk", str(topk)),
@@ -162,17 +161,17 @@ def speculative_flags(draft: str, steps: int, topk: int, tree_tokens: int, windo
 
 
 def decoding_flags() -> list[str]:
-    """Flags of a server that decodes given ids: no prompt's keys are found in a cache, so that every one is timed alike."""
+    """Flags of a server that decodes given ids. Prompts find no keys in a cache, so that all are timed alike."""
     return ["--skip-tokenizer-init", "--disable-radix-cache"]
 
 
 def cpu_attention_flags() -> list[str]:
-    """The one backend that drafts several steps on a CPU; named apart, as one name for both is replaced without AMX."""
+    """The only backend that drafts several steps on a CPU. Two flags, as one for both is overruled without AMX."""
     return ["--prefill-attention-backend", "intel_amx", "--decode-attention-backend", "intel_amx"]
 
 
 def greedy_request(ids: Sequence[int], new_tokens: int) -> dict[str, Any]:
-    """Body of a POST to /generate."""
+    """The body of a POST to /generate."""
     return {"input_ids": list(ids), "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens}}
 
 
@@ -186,14 +185,14 @@ def greedy_answer(answer: Mapping[str, Any]) -> GreedyAnswer:
     )
 
 
-def scores_request(ids: Sequence[int], of: Sequence[int]) -> dict[str, Any]:
-    """Asks for the log-probabilities of the tokens `of`, and the largest one, after `ids`."""
-    asked = {"return_logprob": True, "top_logprobs_num": 1, "token_ids_logprob": list(of)}
-    return greedy_request(ids, 1) | asked
+def scores_request(ids: Sequence[int], token_ids: Sequence[int]) -> dict[str, Any]:
+    """A request for the log-probabilities of the tokens `token_ids`, and the largest one, after `ids`."""
+    options = {"return_logprob": True, "top_logprobs_num": 1, "token_ids_logprob": list(token_ids)}
+    return greedy_request(ids, 1) | options
 
 
 def scores_answer(answer: Mapping[str, Any]) -> tuple[list[float], float]:
-    """(log-probabilities of the tokens asked for, in their order; the largest of all)."""
+    """(log-probabilities of the requested tokens, in their order; the largest of all)."""
     meta = answer["meta_info"]
-    asked, best = meta["output_token_ids_logprobs"][0], meta["output_top_logprobs"][0]
-    return [score for score, *_ in asked], best[0][0]
+    token_scores, best = meta["output_token_ids_logprobs"][0], meta["output_top_logprobs"][0]
+    return [score for score, *_ in token_scores], best[0][0]

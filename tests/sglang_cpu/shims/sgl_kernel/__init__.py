@@ -1,8 +1,9 @@
 """Stands for SGLang's compiled kernel package on a CPU (tests only): its operators for CPU, in plain torch.
 
-There is no wheel of that package for CPUs. This one holds what SGLang 0.5.23 calls for text models on a CPU without AMX:
-attention over the paged cache (`attention`), the book-keeping of cache slots (`cache_slots`) and EAGLE's token tree
-(`token_tree`). Everything else of SGLang is its own code. A name that is missing here fails at import or when called.
+There is no wheel of that package for CPUs. This one holds what SGLang 0.5.23 calls for text models on a CPU without
+AMX: attention over the paged cache (`attention`), the book-keeping of cache slots (`cache_slots`) and EAGLE's token
+tree (`token_tree`). Everything else of SGLang is its own code. A name that is missing here fails at import or when
+called.
 """
 
 from sgl_kernel.attention import build_draft_decode_metadata_cpu, decode_attention_cpu, extend_attention_cpu

@@ -1,8 +1,8 @@
 """Attention over the paged cache, as SGLang's `intel_amx` backend calls it: one request at a time, by its definition.
 
-The cache of one layer is [slots, heads of keys, width]; `req_to_token[request]` lists the slots of that request's tokens.
-`sliding_window` counts the keys a query sees, its own included (0: all). Sinks [heads] are one more logit in the softmax
-that carries no value. A logit cap c turns a score s into c tanh(s / c) (0: none).
+The cache of one layer is [slots, heads of keys, width]; `req_to_token[request]` lists the slots of that request's
+tokens. `sliding_window` counts the keys a query sees, its own included (0: all). Sinks [heads] are one more logit in
+the softmax that carries no value. A logit cap c turns a score s into c tanh(s / c) (0: none).
 """
 
 import torch
@@ -40,8 +40,9 @@ def visible_keys(queries: int, keys: int, causal: bool, sliding_window: int) -> 
 
 
 def visible_in_tree(mask: Tensor, committed: int, sliding_window: int) -> Tensor:
-    """Which keys the nodes of a token tree see behind `committed` tokens: bool [nodes, committed + nodes]. mask: bool [nodes, nodes],
-    a node's ancestors and itself; so many stand between it and the committed tokens, and that is its position."""
+    """Which keys the nodes of a token tree see behind `committed` tokens: bool [nodes, committed + nodes]. mask: bool
+    [nodes, nodes], a node's ancestors and itself; so many stand between it and the committed tokens, and that is its
+    position."""
     nodes = committed + mask.sum(1) - 1
     distance = nodes[:, None] - torch.cat([torch.arange(committed), nodes])
     visible = torch.cat([mask.new_ones(len(mask), committed), mask], 1)
@@ -109,9 +110,10 @@ def extend_attention_cpu(
 ) -> None:
     """Several queries a request: the new keys and values stand in the cache already; fill `output`.
 
-    A cache of latent attention (MLA) holds neither: requests without a prefix bring their keys and values expanded, one for each
-    head, and attend to those. With `tree_mask` (bool, the requests' [queries, queries] masks one after the other) a query sees the keys before the
-    new ones, and of the new ones those of its mask, as far as its window reaches.
+    A cache of latent attention (MLA) holds neither: requests without a prefix bring their keys and values expanded, one
+    for each head, and attend to those. With `tree_mask` (bool, the requests' [queries, queries] masks one after the
+    other) a query sees the keys before the new ones, and of the new ones those of its mask, as far as its window
+    reaches.
     """
     assert k_scale == v_scale == 1 and not is_cross_attention
     expanded = key is not None and key.shape[1:] != k_cache.shape[1:]

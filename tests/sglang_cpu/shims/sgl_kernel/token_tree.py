@@ -1,8 +1,8 @@
 """EAGLE's token tree: building it from the draft's choices, and the target's greedy walk through it.
 
-A request's tree has n nodes. Node 0 is the last committed token; node i > 0 is the draft's choice `selected_index[i - 1]`,
-numbered over all choices of all steps: a choice's number // topk names the list entry of its parent in `parent_list`, and
-0 there means the root.
+A request's tree has n nodes. Node 0 is the last committed token; node i > 0 is the draft's choice `selected_index[i -
+1]`, numbered over all choices of all steps: a choice's number // topk names the list entry of its parent in
+`parent_list`, and 0 there means the root.
 """
 
 from torch import Tensor
@@ -64,8 +64,8 @@ def verify_tree_greedy_cpu(
 ) -> None:
     """Walk from the root to the child that the target predicts, as long as there is one, and note the way.
 
-    `predicts` gets the target's token at every node of the way, `accept_index` the nodes, `accept_token_num` how many of
-    them the draft proposed. The names of the arguments are SGLang's.
+    `predicts` gets the target's token at every node of the way, `accept_index` the nodes, `accept_token_num` how many
+    of them the draft proposed. The names of the arguments are SGLang's.
     """
     predicted = target_predict.reshape(-1).tolist()
     for request in range(candidates.shape[0]):

@@ -1,0 +1,278 @@
+"""Datasets named by id or by a preset's short name (presets.yaml): where they are, how rows become conversations.
+
+Rows are streamed, no more of them than needed, and copied to disk, so that they are downloaded only once.
+"""
+
+import difflib
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, TextIO
+
+import yaml
+from pydantic import TypeAdapter
+
+from eagle3.console import waiting
+from eagle3.durable import publish
+from eagle3.errors import UserError, shown
+from eagle3.hub import require_hub
+from eagle3.parsing import parse_json
+from eagle3.text.cache import beside
+from eagle3.text.rows import Malformed, Row, first_readable, plain_row
+
+# owner/name, or the bare name of an early hub dataset; optionally a split and a revision.
+DATASET = re.compile(r"(?P<id>[\w-][\w.-]*(/[\w-][\w.-]*)?)(:(?P<split>\w+))?(@(?P<revision>[\w./-]+))?")
+# The same with a slice, as the `datasets` library writes it: `owner/name:train[:10]`.
+SLICE = re.compile(DATASET.pattern + r"\[.*\].*")
+PRESET = re.compile(r"preset:[^:@]*(?P<held_out>:held_out)?(@(?P<revision>.+))?")
+HOLDS_ROW = ("messages", "conversations", "text")  # a row has one of these
+READ = (*HOLDS_ROW, "system", "tools")  # the columns read from a row
+
+
+@dataclass(frozen=True)
+class DatasetSource:
+    """Rows of one split of a dataset."""
+
+    source: str  # as the user named it
+    dataset: str  # hub id, folder, or a reader of the library ("json", "parquet")
+    convert: Callable[[dict], dict | None]  # gives a row in one of the forms of conversations, or None to leave it out
+    columns: str  # what `convert` reads, in words; copies made by another rule are not reused
+    # As in `datasets.load_dataset`:
+    split: str = "train"
+    config: str | None = None
+    files: tuple[str, ...] = ()  # () for those that the dataset itself names
+    revision: str | None = None
+
+    def copy(self, folder: Path, limit: int | None) -> Path:
+        """The file with the local copy of these rows."""
+        parts = [self.source, self.dataset, self.config, self.split, self.files, self.revision, self.columns, limit]
+        digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+        return folder / f"{re.sub(r'[^a-zA-Z0-9]+', '-', self.source)}-{digest[:16]}.jsonl"
+
+
+def is_dataset(source: str) -> bool:
+    """Whether the source has the form of a dataset id."""
+    return DATASET.fullmatch(source) is not None
+
+
+def source_of_id(source: str) -> DatasetSource:
+    """The source named by `owner/name`, `owner/name:split`, `owner/name@revision` or `owner/name:split@revision`."""
+    parts = DATASET.fullmatch(source)
+    return DatasetSource(
+        source,
+        parts["id"],
+        split=parts["split"] or "train",
+        revision=parts["revision"],
+        convert=read_columns,
+        columns=", ".join(READ),
+    )
+
+
+def read_columns(row: dict) -> dict:
+    """The columns that conversations need; others may hold values that JSON cannot. If the row has no conversation,
+    only the names of its columns, for the error message."""
+    if not any(column in row for column in HOLDS_ROW):
+        return dict.fromkeys(row)
+    return {column: row[column] for column in READ if column in row}
+
+
+def downloaded_rows(
+    source: DatasetSource,
+    limit: int | None,
+    folder: Path | None,
+    report: Callable[[str], None],
+    parse: Callable[[str, Any], Row],
+) -> Iterator[tuple[str, Row | Malformed]]:
+    """(origin, what `parse` makes of origin and row) for the rows that the source's `convert` keeps, up to the
+    `limit`-th readable one, or all.
+
+    Rows come from the copy in `folder` that an earlier call for as many rows, or for all, has written. Otherwise
+    they are streamed, and copied once all have arrived. A set therefore stays as it was when first read, in every
+    process and run.
+
+    folder: None for no copy
+    report: gets a line when a copy is used
+
+    Raises UserError if rows cannot be loaded or copied.
+    """
+    copies = [source.copy(folder, count) for count in (limit, None)] if folder else []
+    if copy := next(filter(Path.is_file, copies), None):
+        report(f"{source.source}: read from {copy}; delete it to download the rows anew")
+        yield from first_readable(_copied(copy), parse, limit)
+    elif not copies:
+        yield from first_readable(_converted(source, report), parse, limit)
+    else:
+        with beside(copies[0]) as temporary:
+            temporary_copy = temporary / copies[0].name
+            with temporary_copy.open("w", encoding="utf-8") as lines:
+                yield from first_readable(_written(_converted(source, report), lines), parse, limit)
+            publish(temporary_copy, copies[0])
+
+
+def _written(rows: Iterable[tuple[str, Any]], lines: TextIO) -> Iterator[tuple[str, Any]]:
+    for origin, row in rows:
+        lines.write(_line(origin, row))
+        yield origin, row
+
+
+def _copied(path: Path) -> Iterator[tuple[str, Any]]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                origin, row, *flaw = parse_json(line)
+                row = Malformed(*flaw) if flaw else row
+            except (ValueError, TypeError) as error:
+                raise UserError(
+                    f"{path}:{number}: damaged ({shown(line)}); delete it to download the rows anew"
+                ) from error
+            yield origin, row
+
+
+def _line(origin: str, row: dict | Malformed) -> str:
+    if isinstance(row, Malformed):  # it may be nested too deep for JSON
+        return json.dumps([origin, None, row.reason, row.detail]) + "\n"
+    try:
+        return json.dumps([origin, row]) + "\n"
+    except TypeError:
+        for column, value in row.items():
+            try:
+                json.dumps(value)
+            except TypeError as error:
+                raise UserError(f"{origin}: column {column}: {error}; make it text, or take it out") from error
+        raise
+
+
+def _converted(source: DatasetSource, report: Callable[[str], None]) -> Iterator[tuple[str, Any]]:
+    """Converted rows with their origins, numbered from 1 as in the dataset. Reports how many were left out."""
+    left_out = 0
+    try:
+        for number, row in enumerate(_streamed(source, report), 1):
+            plain = plain_row(row)
+            conversation = plain if isinstance(plain, Malformed) else source.convert(plain)
+            if conversation is None:
+                left_out += 1
+            else:
+                yield f"{source.source} row {number}", conversation
+    finally:  # also if the caller wants no more rows
+        if left_out:
+            report(f"{source.source}: {left_out:,} rows without a question or an answer are left out")
+
+
+def _streamed(source: DatasetSource, report: Callable[[str], None]) -> Iterator[dict]:
+    # Imported here because they take a second, and most data are files.
+    from datasets import disable_progress_bars, load_dataset
+    from datasets.exceptions import DatasetsError
+    from huggingface_hub.errors import HTTPError  # that of the HTTP library which this version uses
+
+    disable_progress_bars()  # they garble logs, and the reader of the rows counts them
+    try:
+        if "/" in source.dataset and not Path(source.dataset).is_dir():
+            require_hub()
+        with waiting(report, f"{source.source}: opening it"):
+            rows = iter(
+                load_dataset(
+                    source.dataset,
+                    source.config,
+                    split=source.split,
+                    data_files={source.split: list(source.files)} if source.files else None,
+                    revision=source.revision,
+                    streaming=True,
+                )
+            )
+            first_rows = list(islice(rows, 1))
+        yield from chain(first_rows, rows)
+    # Where retrying helps, the library has retried for minutes already. ValueError: unknown names and splits.
+    except (OSError, ValueError, RuntimeError, DatasetsError, HTTPError) as error:
+        hint = "" if source.source.startswith("preset:") else "no file or folder here, and as a dataset id it "
+        raise UserError(
+            f"{source.source}: {hint}cannot be read ({type(error).__name__}: {error}); fix the name or the network, "
+            f"or download the files of huggingface.co/datasets/{source.dataset} by hand and name those"
+        ) from error
+
+
+# Presets -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A hub dataset with a short name."""
+
+    dataset: str
+    licence: str  # as the dataset's page states it
+    note: str
+    size: str  # number of conversations in `train`
+    train: str = "train"  # name of the split
+    held_out: str | None = None  # name of the split
+    config: str | None = None
+    files: tuple[str, ...] = ()
+    # Either the column with whole conversations, in OpenAI's or ShareGPT's form:
+    chat: str | None = None
+    # or, for sets of single questions, the columns of the question (non-empty ones, joined by empty lines) and answer:
+    questions: tuple[str, ...] = ()
+    answer: str = ""
+    unverified: str = ""  # which of these facts no public source confirms
+
+    @property
+    def columns(self) -> str:
+        return self.chat or f"{' + '.join(self.questions)} → {self.answer}"
+
+
+@cache
+def presets() -> dict[str, Preset]:
+    """All presets by name."""
+    return TypeAdapter(dict[str, Preset]).validate_python(
+        yaml.safe_load(Path(__file__).with_name("presets.yaml").read_text(encoding="utf-8"))
+    )
+
+
+def preset_source(source: str) -> DatasetSource:
+    """The source named by `preset:NAME` or `preset:NAME:held_out`, each optionally with `@REVISION`. Raises UserError
+    for an unknown name or part."""
+    known_presets, name = presets(), re.split("[:@]", source)[1]
+    if name not in known_presets:
+        suggestion = difflib.get_close_matches(name, known_presets, n=1, cutoff=0.0)[0]
+        raise UserError(
+            f"{source}: there is no preset of that name; did you mean preset:{suggestion}? There are "
+            f"{', '.join(sorted(known_presets))}"
+        )
+    preset, parts = known_presets[name], PRESET.fullmatch(source)
+    if parts is None:
+        raise UserError(
+            f"{source}: not the form of a preset; write preset:{name}, preset:{name}:held_out or ...@revision"
+        )
+    if parts["held_out"] and preset.held_out is None:
+        raise UserError(
+            f"{source}: this set has no held-out split; leave data.held_out out, and data.held_out_fraction is held out"
+        )
+    return DatasetSource(
+        source,
+        preset.dataset,
+        split=preset.held_out if parts["held_out"] else preset.train,
+        config=preset.config,
+        files=preset.files,
+        revision=parts["revision"],
+        convert=partial(as_conversation, preset),
+        columns=preset.columns,
+    )
+
+
+def as_conversation(preset: Preset, row: dict) -> dict | None:
+    """A row of the dataset in one of the forms of conversations, without other columns. None if a question, an answer
+    or a message's text is missing, or a message is not an object."""
+    if preset.chat:
+        messages = row.get(preset.chat)
+        whole = isinstance(messages, list) and all(
+            isinstance(message, dict) and message.get("content", message.get("value")) is not None
+            for message in messages
+        )
+        return {preset.chat: messages} if messages and whole else None
+    question = "\n\n".join(row[column] for column in preset.questions if row.get(column))
+    answer = row.get(preset.answer)
+    if not question or not answer:
+        return None
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}

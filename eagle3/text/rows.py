@@ -1,0 +1,210 @@
+"""Rows of .json, .jsonl and .parquet files with their origins, each as it stands in the file, or malformed.
+
+Malformed rows are counted by reason, and either listed in one error or left out.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any, TypeVar
+
+from eagle3.console import counted
+from eagle3.errors import UserError, shown
+from eagle3.parsing import DEEPEST, array_elements, is_too_deep, parse_json
+
+KINDS = (".json", ".jsonl", ".parquet")
+# Longest line: eight times the longest row that is tokenised, because JSON may escape its characters.
+MOST_CHARACTERS = 1 << 27
+LISTED = 10  # malformed rows listed in an error; reasons for dropped rows listed in a log
+NAMED = 3  # reasons listed on one line
+UNKNOWN_ROLE = "unknown role"
+
+Row = TypeVar("Row")
+
+
+class Malformed(Exception):
+    """What is wrong with one row.
+
+    reason: without anything from the row itself, so that rows can be counted by it
+    detail: the same with the place in the row and the value; default: the reason
+    """
+
+    def __init__(self, reason: str, detail: str | None = None) -> None:
+        super().__init__(reason, detail)
+        self.reason, self.detail = reason, detail or reason
+
+
+class MalformedRows:
+    """The malformed rows met so far.
+
+    drop: leave them out; otherwise reading ends with an error
+    setting: what the user writes to have them dropped; None if that is not possible
+    counts: rows by reason
+    examples: origin of the first row by reason
+    """
+
+    def __init__(self, drop: bool = False, setting: str | None = None) -> None:
+        self.drop, self.setting = drop, setting
+        self.counts: Counter[str] = Counter()
+        self.examples: dict[str, str] = {}
+        self.first: list[str] = []
+
+    @property
+    def refused(self) -> bool:
+        return bool(self.counts) and not self.drop
+
+    def add(self, origin: str, flaw: Malformed) -> None:
+        self.counts[flaw.reason] += 1
+        self.examples.setdefault(flaw.reason, origin)
+        if len(self.first) < LISTED:
+            self.first.append(f"{origin}: {flaw.detail}")
+
+    def refusal(self, sources: list[str], rows: int) -> UserError:
+        """The error that lists them. rows: how many were read from the sources, these included."""
+        count = self.counts.total()
+        remedy = f", or leave malformed rows out with {self.setting}" if self.setting else ""
+        if count == 1:
+            return UserError(f"{self.first[0]}; fix the row{remedy}")
+        heading = f"; the first {LISTED} are" if count > LISTED else ""
+        if count == rows and UNKNOWN_ROLE not in self.counts:  # a row with an unknown role has the right form
+            remedy = (
+                "; no row can be read, so the files may be of another form: .jsonl has an object on each line, .json "
+                "one list of them, both in UTF-8 (docs/data.md)"
+            )
+        return UserError(
+            f"{', '.join(sources)}: {count:,} of {rows:,} rows read are malformed ({by_reason(self.counts)}){heading}",
+            *self.first,
+            f"fix them{remedy}",
+        )
+
+
+def by_reason(counts: Counter[str]) -> str:
+    """The most frequent reasons, in one line."""
+    top_reasons = counts.most_common(NAMED)
+    return ", ".join([*(f"{count:,}: {reason}" for reason, count in top_reasons), *others(counts, top_reasons)])
+
+
+def others(counts: Counter[str], top_reasons: list[tuple[str, int]]) -> list[str]:
+    """How many rows have reasons that are not in `top_reasons`: one text, or none if all are."""
+    other_reasons, rows = len(counts) - len(top_reasons), counts.total() - sum(count for _, count in top_reasons)
+    return [f"{rows:,} for {counted(other_reasons, 'other reason')}"] if other_reasons else []
+
+
+def first_readable(
+    rows: Iterable[tuple[str, Any]], parse: Callable[[str, Any], Row], limit: int | None
+) -> Iterator[tuple[str, Row | Malformed]]:
+    """(origin, what `parse` makes of origin and row, or the Malformed that it raises) of each row.
+
+    Ends after the `limit`-th readable row, or with the rows.
+    """
+    readable = 0
+    for origin, row in rows:
+        try:
+            result = parse(origin, row)
+            readable += 1
+        except Malformed as flaw:
+            result = flaw
+        yield origin, result
+        if readable == limit:
+            return
+
+
+def file_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """(origin, row or Malformed) of a file of one of KINDS. Raises UserError if its rows cannot be separated."""
+    try:
+        yield from {".json": _json_rows, ".jsonl": _line_rows, ".parquet": _parquet_rows}[path.suffix](path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror or error}); check its rights and its disk") from error
+
+
+def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """A list of rows, a single row, or (despite the file's name) one row per line."""
+    text = path.read_text(encoding="utf-8-sig", errors="surrogateescape")
+    content = _value(text, line=1)
+    if not isinstance(content, Malformed):
+        for number, row in enumerate(content if isinstance(content, list) else [content], 1):
+            yield f"{path} row {number}", row
+    elif elements := array_elements(text):
+        line, position = 1, 0
+        for number, (start, stop) in enumerate(elements, 1):
+            line, position = line + text.count("\n", position, start), start
+            yield f"{path} row {number}", _value(text[start:stop], line)
+    elif not text.lstrip().startswith("[") and any(isinstance(row, dict) for _, row in _line_rows(path)):
+        yield from _line_rows(path)
+    else:
+        raise UserError(f"{path}: {content.detail}, so its rows cannot be separated; fix the file")
+
+
+def _line_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    with path.open(encoding="utf-8-sig", errors="surrogateescape") as lines:
+        number = 0
+        while line := lines.readline(MOST_CHARACTERS):
+            number += 1
+            if len(line) == MOST_CHARACTERS and line[-1] != "\n":
+                while (rest := lines.readline(MOST_CHARACTERS)) and rest[-1] != "\n":
+                    pass
+                yield f"{path}:{number}", Malformed(f"a line of {MOST_CHARACTERS:,} characters or more")
+            elif line.strip():
+                yield f"{path}:{number}", _value(line.rstrip())
+
+
+def _value(text: str, line: int | None = None) -> Any:
+    """The parsed JSON, or Malformed.
+
+    text: bytes that are not UTF-8 are unpaired surrogates
+    line: where the text begins, if it spans several lines
+    """
+    try:
+        if not text.isascii():
+            text.encode()
+        return parse_json(text)
+    except UnicodeEncodeError as error:
+        reason, position, flaw = "not UTF-8 text", error.start, f"byte 0x{ord(text[error.start]) & 0xFF:02x}"
+    except json.JSONDecodeError as error:
+        reason, position, flaw = "not valid JSON", error.pos, error.msg
+    line_start = text.rfind("\n", 0, position) + 1
+    where = f"column {position - line_start + 1}" if line is None else f"line {line + text.count(chr(10), 0, position)}"
+    excerpt = shown(text[max(line_start, position - 20) : position + 20].strip())
+    return Malformed(reason, f"{reason} ({where}: {flaw}, near {excerpt})")
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    # pyarrow rather than `datasets`: it makes no copy in a cache, and each file keeps its own columns.
+    import pyarrow
+    import pyarrow.parquet
+
+    flaws = (pyarrow.ArrowException, ValueError, ArithmeticError)
+
+    def rows_of(batch: pyarrow.RecordBatch) -> Iterator[Any]:
+        try:
+            return map(plain_row, batch.to_pylist())
+        except flaws as error:
+            if len(batch) == 1:
+                return iter([Malformed("a value that cannot be read", f"a value that cannot be read ({error!s:.100})")])
+            return chain.from_iterable(rows_of(batch.slice(index, 1)) for index in range(len(batch)))
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            rows = chain.from_iterable(map(rows_of, file.iter_batches(batch_size=1024)))
+            for number, row in enumerate(rows, 1):
+                yield f"{path} row {number}", row
+    except (OSError, *flaws) as error:
+        raise UserError(f"{path}: not a readable parquet file ({error!s:.200}); fix or convert it") from error
+
+
+def plain_row(row: dict) -> dict | Malformed:
+    """An Arrow row without nulls, or Malformed if it is nested too deep. Arrow gives every row every key of the column,
+    which a template would take for present."""
+    if is_too_deep(row):
+        return Malformed(f"nested deeper than {DEEPEST} levels")
+    return _without_nulls(row)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value
