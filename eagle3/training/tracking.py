@@ -87,13 +87,20 @@ class Tracker:
 
 
 def require_account(wandb_project: str | None) -> None:
-    """Raises UserError if Weights & Biases would not start for lack of a key; called before anything is moved aside."""
+    """Raises UserError if Weights & Biases would not start for lack of a valid key. Asks no server."""
     offline = os.environ.get("WANDB_MODE", "online") in ("offline", "disabled", "dryrun")
     if not wandb_project or offline or not importlib.util.find_spec("wandb"):
         return
     import wandb
+    from wandb.sdk.lib.wbauth import authenticate_session
 
-    if not wandb.login(prompt=False, verify=False):
+    # wandb.login asks the server for the user's name, which may take minutes without a network.
+    host = wandb.setup().settings.base_url
+    try:
+        credentials = authenticate_session(host=host, source="wandb", prompt=False, update_session=False)
+    except wandb.Error as error:
+        raise _does_not_begin(wandb_project, str(error)) from error
+    if not credentials:
         raise _does_not_begin(wandb_project, "no API key configured")
 
 

@@ -101,13 +101,18 @@ def test_weights_and_biases_has_every_number_at_its_step(tmp_path, monkeypatch):
     assert found == EXPECTED
 
 
-def test_weights_and_biases_without_a_key_is_refused_before_anything_is_moved(tmp_path):
-    """In a process of its own, whose home holds no key."""
+def test_weights_and_biases_without_a_valid_key_is_refused_before_anything_is_moved(tmp_path):
+    """In processes of their own, whose home holds no key."""
     program = "from eagle3.training.tracking import require_account; require_account('drafts')"
     kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")} | {
         "HOME": str(tmp_path)
     }
-    for more, refused in (({}, True), ({"WANDB_MODE": "offline"}, False), ({"WANDB_API_KEY": 40 * "a"}, False)):
+    for more, refused in (
+        ({}, True),
+        ({"WANDB_MODE": "offline"}, False),
+        ({"WANDB_API_KEY": 40 * "a"}, False),
+        ({"WANDB_API_KEY": 5 * "a"}, True),
+    ):
         done = subprocess.run(
             [sys.executable, "-c", program], env={**kept, **more}, capture_output=True, text=True, timeout=120
         )
