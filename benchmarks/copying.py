@@ -1,5 +1,5 @@
 """A small target for which far context matters, and the text that it, its drafts and their judge need: for part 2 of
-the experiment in docs/windows.md.
+the experiment in docs/windows-experiment.md.
 
     python benchmarks/copying.py --folder runs/copying
 
@@ -70,7 +70,7 @@ class WordList(NamedTuple):
     def shown(self) -> Turn:
         return Turn(f"list {self.name}:{_text(self.words)}", "noted")
 
-    def asked(self) -> Turn:
+    def question(self) -> Turn:
         return Turn(f"repeat list {self.name}", _text(self.words))
 
     def edited(self, old: str, new: str) -> Turn:
@@ -94,7 +94,7 @@ class Writer:
 
     def question(self, shown: WordList, kind: str) -> Turn:
         if kind == "whole":
-            return shown.asked()
+            return shown.question()
         return shown.edited(self.random.choice(shown.words), self.random.choice(self.words))
 
     def code_turn(self) -> Turn:
@@ -237,9 +237,9 @@ def pointed(ids: Tensor, attentions: Sequence[Tensor]) -> Tensor:
     coming = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -2)], 1)
     same = (before[:, None] == ids[:, :, None]) & (before_that[:, None] == before[:, :, None])
     right = (same & (ids[:, None] == coming[:, :, None])).tril()
-    given = [attentions[0][:, head].diagonal(-1 - head, 1, 2).flatten() for head in (0, 1)]
-    given += [(attentions[layer][:, 0] * right).sum(-1)[right.any(-1)] for layer in (1, 2)]
-    return -sum((each + 1e-6).log().mean() for each in given)
+    weights = [attentions[0][:, head].diagonal(-1 - head, 1, 2).flatten() for head in (0, 1)]
+    weights += [(attentions[layer][:, 0] * right).sum(-1)[right.any(-1)] for layer in (1, 2)]
+    return -sum((each + 1e-6).log().mean() for each in weights)
 
 
 def _earlier(ids: Tensor, steps: int) -> Tensor:
@@ -254,9 +254,9 @@ def measured(model: LlamaForCausalLM, writer: Writer, prompts: list[tuple]) -> d
         other = WordList(shown.name, writer.word_list(len(shown.words)).words)
         for name, first in (("with", turns[0]), ("without", other.shown())):
             ids = encoded(writer.tokenizer, [first, *turns[1:]])
-            asked = len(encoded(writer.tokenizer, [first, *turns[1:-1], turns[-1]._replace(assistant="")])) - 2
-            logits = model(input_ids=ids[None], use_cache=False, logits_to_keep=len(ids) - asked + 1).logits[0, :-1]
-            losses[name].append(cross_entropy(logits, ids[asked:]).item())
+            start = len(encoded(writer.tokenizer, [first, *turns[1:-1], turns[-1]._replace(assistant="")])) - 2
+            logits = model(input_ids=ids[None], use_cache=False, logits_to_keep=len(ids) - start + 1).logits[0, :-1]
+            losses[name].append(cross_entropy(logits, ids[start:]).item())
     return {name: round(sum(each) / len(each), 3) for name, each in losses.items()}
 
 

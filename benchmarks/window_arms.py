@@ -1,4 +1,4 @@
-"""What windows do to acceptance by context: the experiment in docs/windows.md.
+"""What windows do to acceptance by context: the experiment in docs/windows-experiment.md.
 
     python benchmarks/window_arms.py run --part 1 --seeds 0 1 2     trains and judges; what is there is kept
     python benchmarks/window_arms.py report --part 1                tables and marks from what is there
@@ -29,7 +29,7 @@ PIECE, FILE = 512, 8192  # tokens of a piece, and of the longest context of part
 SERVED = (None, 32, 128)  # windows at serving of drafts with full attention
 PLAIN_ROPE = "model.draft.rope_parameters={rope_type: default, rope_theta: 10000.0}"
 SPANS = "data.spans={length: 512, per_document: 1}"
-# What the marks of docs/windows.md ask for.
+# What the marks of docs/windows-experiment.md ask for.
 LEVEL, FALLEN, CLOSE, LOST = 0.93, 0.75, 0.95, 0.95
 
 
@@ -53,8 +53,8 @@ def main() -> int:
             for arm in experiment.arms:
                 run_arm(experiment, arm, seed, folder)
         return 0
-    found = read_results(experiment.arms, folder)
-    document = origin(load=os.getloadavg()[0]) | {"arms": found, "findings": experiment.findings(found)}
+    results = read_results(experiment.arms, folder)
+    document = origin(load=os.getloadavg()[0]) | {"arms": results, "findings": experiment.findings(results)}
     if options.plot:
         options.plot.write_bytes(png_of(experiment.drawn(document["findings"])))
     print(json.dumps(document) if options.json else experiment.tables(document))
@@ -110,14 +110,14 @@ def library(folder: Path, keys: Sequence[str]) -> Experiment:
     )
 
 
-def library_findings(found: dict[str, Any]) -> dict[str, Any]:
+def library_findings(results: dict[str, Any]) -> dict[str, Any]:
     """Each [measured, low, high], and whether the measured one reaches its mark."""
-    arms = Resampled(found)
+    arms = Resampled(results)
     full = [arm.served(None) for arm in (PLAIN, YARN)]
-    windows = [name for name in found if name not in full]
+    windows = [name for name in results if name not in full]
     best = np.max([arms.of(name, PIECE) for name in full], axis=0)
-    ratios = {name: interval(arms.of(name, FILE) / arms.of(name, PIECE)) for name in found}
-    close = {name: interval(arms.of(name, PIECE) / best) for name in found}
+    ratios = {name: interval(arms.of(name, FILE) / arms.of(name, PIECE)) for name in results}
+    close = {name: interval(arms.of(name, PIECE) / best) for name in results}
 
     def less(first: Callable[[int], str], second: Callable[[int], str], sizes: Sequence[int]) -> dict[str, Any]:
         return {
@@ -129,7 +129,7 @@ def library_findings(found: dict[str, Any]) -> dict[str, Any]:
         }
 
     return {
-        "acceptance": {name: {each: interval(arms.of(name, each)) for each in arms.contexts} for name in found},
+        "acceptance": {name: {each: interval(arms.of(name, each)) for each in arms.contexts} for name in results},
         f"{FILE:,} over {PIECE}": ratios,
         f"over the best full draft at {PIECE}": close,
         "differences": {
@@ -149,14 +149,14 @@ def library_findings(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def library_tables(document: dict[str, Any]) -> str:
-    found, findings = document["arms"], document["findings"]
+    results, findings = document["arms"], document["findings"]
     ratio, close = f"{FILE:,} over {PIECE}", f"over the best full draft at {PIECE}"
     tables = [
         acceptance_table(
             document,
             "",
             findings["acceptance"],
-            {name: [cell(findings[each][name]) for each in (ratio, close)] for name in found},
+            {name: [cell(findings[each][name]) for each in (ratio, close)] for name in results},
             (ratio, close),
         )
     ]
@@ -201,19 +201,19 @@ def copies(folder: Path, keys: Sequence[str], arms: Sequence[Arm]) -> Experiment
     )
 
 
-def copies_findings(found: dict[str, Any]) -> dict[str, Any]:
+def copies_findings(results: dict[str, Any]) -> dict[str, Any]:
     """Each [measured, low, high]; of the prompts that ask for lists, and of those that have code continued."""
     kinds = {LISTS: [], CODE: []}
     for place, kind in enumerate(copying.KINDS):
         kinds[CODE if kind == "code" else LISTS].append(place)
     acceptance, over = {}, {}
     for what, places in kinds.items():
-        arms = Resampled({name: of_kinds(arm, places) for name, arm in found.items()})
-        full = next(iter(found))
-        acceptance[what] = {name: {each: interval(arms.of(name, each)) for each in arms.contexts} for name in found}
+        arms = Resampled({name: of_kinds(arm, places) for name, arm in results.items()})
+        full = next(iter(results))
+        acceptance[what] = {name: {each: interval(arms.of(name, each)) for each in arms.contexts} for name in results}
         over[what] = {
             name: {each: interval(arms.of(name, each) / arms.of(full, each)) for each in arms.contexts}
-            for name in found
+            for name in results
             if name != full
         }
     lost = {
@@ -253,15 +253,15 @@ def copies_tables(document: dict[str, Any]) -> str:
 def acceptance_table(
     document: dict[str, Any], what: str, acceptance: dict[str, Any], more: dict[str, list[str]], heads: Sequence[str]
 ) -> str:
-    found = document["arms"]
-    one = next(iter(found.values()))
+    results = document["arms"]
+    one = next(iter(results.values()))
     rows = [
         [
             name,
             *map(cell, by_context.values()),
             *more[name],
-            f"{np.mean(found[name]['training_seconds']):.0f}",
-            f"{np.mean(found[name]['judging_seconds']):.0f}",
+            f"{np.mean(results[name]['training_seconds']):.0f}",
+            f"{np.mean(results[name]['judging_seconds']):.0f}",
         ]
         for name, by_context in acceptance.items()
     ]

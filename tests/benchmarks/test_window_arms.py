@@ -1,4 +1,4 @@
-"""The experiment of docs/windows.md: its texts, and how its results are compared."""
+"""The experiment of docs/windows-experiment.md: its texts, and how its results are compared."""
 
 import json
 
@@ -18,7 +18,7 @@ def writer():
 
 
 def test_conversations_have_at_most_the_wanted_tokens_and_every_answer_follows_from_a_list_before(writer):
-    asked = 0
+    answers = 0
     for tokens in (512, 2048):
         turns, lists = writer.turns(tokens), {}
         assert tokens - 400 < len(copying.encoded(writer.tokenizer, turns)) <= tokens
@@ -30,8 +30,8 @@ def test_conversations_have_at_most_the_wanted_tokens_and_every_answer_follows_f
                 name, _, edit = turn.user.removeprefix("repeat list ").partition(" with ")
                 new, _, old = edit.partition(" for ")
                 assert turn.assistant.split() == [new if edit and word == old else word for word in lists.pop(name)]
-                asked += 1
-    assert asked > 3
+                answers += 1
+    assert answers > 3
 
 
 @pytest.mark.parametrize("kind", copying.KINDS)
@@ -57,13 +57,13 @@ def test_results_are_compared_over_shared_prompts_and_only_seeds_that_all_arms_h
                     arm.result(tmp_path, seed, window).write_text(
                         json.dumps({"contexts": [{"context": 512, "of_each": of_each}], "processor_seconds": 2.0})
                     )
-    found = arm_runs.read_results(arms, tmp_path)
-    assert [*found] == [*tokens]
-    assert all(arm["seeds"] == [0, 1] and arm["training_seconds"] == [1.5, 1.5] for arm in found.values())
-    assert found["full, whole"]["counts"] == [[[[8, 2], [6, 2], [5, 2]]], [[[16, 2], [12, 2], [10, 2]]]]
+    results = arm_runs.read_results(arms, tmp_path)
+    assert [*results] == [*tokens]
+    assert all(arm["seeds"] == [0, 1] and arm["training_seconds"] == [1.5, 1.5] for arm in results.values())
+    assert results["full, whole"]["counts"] == [[[[8, 2], [6, 2], [5, 2]]], [[[16, 2], [12, 2], [10, 2]]]]
 
-    lists = arm_runs.Resampled({name: window_arms.of_kinds(arm, [0, 1]) for name, arm in found.items()})
+    lists = arm_runs.Resampled({name: window_arms.of_kinds(arm, [0, 1]) for name, arm in results.items()})
     assert lists.of("full, whole", 512)[0] == (8 + 6 + 16 + 12) / 8
     assert arm_runs.interval(lists.of("window 32", 512) / lists.of("full, whole", 512)) == [0.5, 0.5, 0.5]
-    code = arm_runs.Resampled({name: window_arms.of_kinds(arm, [2]) for name, arm in found.items()})
+    code = arm_runs.Resampled({name: window_arms.of_kinds(arm, [2]) for name, arm in results.items()})
     assert arm_runs.interval(code.of("window 32", 512) / code.of("full, whole", 512)) == [1.0, 1.0, 1.0]
