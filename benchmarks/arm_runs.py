@@ -106,31 +106,31 @@ def read_results(arms: Sequence[Arm], folder: Path) -> dict[str, Any]:
     seeds = [seed for seed in begun if all(arm.result(folder, seed, window).exists() for arm, window in pairs)]
     if not seeds:
         raise UserError(f"--folder {folder}: no seed of which all arms are judged; run this with `run` first")
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for arm, window in pairs:
         judged = [json.loads(arm.result(folder, seed, window).read_text()) for seed in seeds]
         costs = [json.loads((arm.run_folder(folder, seed) / "cost.json").read_text()) for seed in seeds]
-        found[arm.served(window)] = {
+        results[arm.served(window)] = {
             "seeds": seeds,
             "contexts": [each["context"] for each in judged[0]["contexts"]],
             "counts": [[context["of_each"] for context in each["contexts"]] for each in judged],
             "training_seconds": [cost["processor_seconds"] for cost in costs],
             "judging_seconds": [each["processor_seconds"] for each in judged],
         }
-    return found
+    return results
 
 
 class Resampled:
     """Acceptance lengths of all arms: as measured, and under resamples of seeds and prompts that all arms share."""
 
-    def __init__(self, found: dict[str, Any]) -> None:
+    def __init__(self, results: dict[str, Any]) -> None:
         generator = np.random.default_rng(0)
-        one = next(iter(found.values()))
+        one = next(iter(results.values()))
         seeds, self.contexts = len(one["seeds"]), one["contexts"]
         self.chosen_seeds = generator.integers(seeds, size=(RESAMPLES, seeds))
         self.counts = {
             name: [np.array([of_seed[place] for of_seed in arm["counts"]]) for place in range(len(self.contexts))]
-            for name, arm in found.items()
+            for name, arm in results.items()
         }
         sizes = [counts.shape[1] for counts in next(iter(self.counts.values()))]
         self.chosen_prompts = [generator.integers(size, size=(RESAMPLES, size)) for size in sizes]

@@ -227,8 +227,8 @@ def prefill(url: str, documents: Sequence[Any], in_flight: int) -> None:
     def one(ids: Any) -> None:
         body = greedy_request(ids.tolist(), 1)
         body["sampling_params"]["ignore_eos"] = True
-        found = ask(url, "/generate", body, timeout=3600)["meta_info"]["prompt_tokens"]
-        assert found == len(ids), f"{found} tokens prefilled of {len(ids)}"
+        tokens = ask(url, "/generate", body, timeout=3600)["meta_info"]["prompt_tokens"]
+        assert tokens == len(ids), f"{tokens} tokens prefilled of {len(ids)}"
 
     with ThreadPoolExecutor(in_flight) as pool:
         list(pool.map(one, documents))
@@ -320,25 +320,25 @@ def bytes_per_token(options: argparse.Namespace) -> float:
 
 
 def _markdown(document: dict[str, Any]) -> str:
-    found, settings = document["results"], document["settings"]
-    per_token = found["spool"]["bytes_per_token"]
+    results, settings = document["results"], document["settings"]
+    per_token = results["spool"]["bytes_per_token"]
 
     def to_plain(way: str, median: str, seconds: str) -> str:
-        pairs = zip(found["ways"]["plain"]["rounds"], found["ways"][way]["rounds"], strict=True)
+        pairs = zip(results["ways"]["plain"]["rounds"], results["ways"][way]["rounds"], strict=True)
         ratios = [plain[seconds] / each[seconds] for plain, each in pairs]
-        return f"{found['ways'][way][median]:.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        return f"{results['ways'][way][median]:.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
     rows = [
         [way, f"{one['tokens_per_s']:,.0f}", to_plain(way, "of_plain", "seconds")]
         + [f"{one['server_processor_s']:.2f}", to_plain(way, "processor_of_plain", "server")]
         + [f"{one['client_processor_s']:.2f}", f"{one['spool_bytes_per_s'] / 1e6:,.1f}"]
-        for way, one in found["ways"].items()
+        for way, one in results["ways"].items()
     ]
     title = (
         f"{settings['documents']} documents of {settings['tokens']:,} tokens, hidden size {settings['hidden']}, "
         f"{settings['layers']} layers, vocabulary {settings['vocabulary']:,}; medians (and range) of "
-        f"{len(found['load'])} rounds; load "
-        f"average {min(found['load']):.1f} to {max(found['load']):.1f} ({headline(document)})"
+        f"{len(results['load'])} rounds; load "
+        f"average {min(results['load']):.1f} to {max(results['load']):.1f} ({headline(document)})"
     )
     head = [
         "way",
@@ -349,13 +349,13 @@ def _markdown(document: dict[str, Any]) -> str:
         "client's processor s",
         "spool MB/s",
     ]
-    logits = found["logits"]
+    logits = results["logits"]
     more = (
         f"Logits of every row alone: {logits['seconds']:.2f} s a round, {logits['of_plain']:.1%} of plain's time "
         f"({logits['of_layers_by_count']:.1%} of the layers' multiplications). Spool: {per_token:,.0f} bytes a token, "
         f"at most "
-        f"{found['spool']['most_bytes'] / 1e6:,.1f} MB at a time. Goal {GOAL}: "
-        f"{'' if found['reached'] else 'not '}reached."
+        f"{results['spool']['most_bytes'] / 1e6:,.1f} MB at a time. Goal {GOAL}: "
+        f"{'' if results['reached'] else 'not '}reached."
     )
     return "\n\n".join([table(title, head, rows), more])
 

@@ -71,9 +71,9 @@ def cell(planned: Planned, gpus: int, tokens: int, supervised: float, usable: fl
     best = fitted.planned
     sizes = best.sizes
     names = [f"u{sizes.ulysses}"] * (sizes.ulysses > 1) + [f"r{sizes.ring}"] * (sizes.ring > 1)
-    kept = {"none": "none", "attention_kept": "kept", "full": "full"}[best.memory.recompute]
+    recompute = {"none": "none", "attention_kept": "kept", "full": "full"}[best.memory.recompute]
     host = ", host" * (best.residence == "host")
-    return f"{stream.needs(best) / 1e9:.0f} ({'-'.join(names) or 'one GPU'}, {kept}{host})"
+    return f"{stream.needs(best) / 1e9:.0f} ({'-'.join(names) or 'one GPU'}, {recompute}{host})"
 
 
 def longest(planned: Planned, gpus: int, supervised: float, usable: float) -> str:

@@ -81,9 +81,9 @@ def train(layout: Layout, processes: int, recipe: Path, folder: Path, keys: list
     )
 
 
-def largest_difference(found: list[float], expected: list[float], steps: int) -> float:
+def largest_difference(losses: list[float], expected: list[float], steps: int) -> float:
     """Of the first `steps` losses, relative to those expected."""
-    return max(abs(a - b) / abs(b) for a, b in zip(found[:steps], expected[:steps], strict=True))
+    return max(abs(a - b) / abs(b) for a, b in zip(losses[:steps], expected[:steps], strict=True))
 
 
 def judged(course: Course) -> str:

@@ -87,10 +87,10 @@ def blocks(tiny: bool) -> list[Block]:
         (unit - 3, unit // 2 - 5, "full"),
         (unit - 3, unit - 3, "causal"),
     )
-    found = [Block(*shape, *grouping) for grouping in groupings for shape in shapes]
+    unmerged = [Block(*shape, *grouping) for grouping in groupings for shape in shapes]
     usual = groupings[0]
     return [
-        *found,
+        *unmerged,
         Block(unit, 16 * unit, "full", *usual, merged=True),
         Block(unit - 3, unit - 6, "full", *usual, merged=True),
     ]
@@ -112,56 +112,58 @@ def inputs_of(block: Block, head_dim: int) -> Inputs:
     return Inputs(draw(*query), draw(*key), draw(*key), draw(*query), grad_lse, visible)
 
 
-def definition(given: Inputs) -> tuple[Tensor, ...]:
+def definition(inputs: Inputs) -> tuple[Tensor, ...]:
     """RESULTS by autograd, a key/value head at a time."""
-    scale, group = given.q.shape[-1] ** -0.5, given.q.shape[1] // given.k.shape[1]
-    found = []
-    for head in range(given.k.shape[1]):
+    scale, group = inputs.q.shape[-1] ** -0.5, inputs.q.shape[1] // inputs.k.shape[1]
+    results = []
+    for head in range(inputs.k.shape[1]):
         heads = slice(head * group, (head + 1) * group)
-        q, k, v = (x.clone().requires_grad_() for x in (given.q[:, heads], given.k[:, head], given.v[:, head]))
+        q, k, v = (x.clone().requires_grad_() for x in (inputs.q[:, heads], inputs.k[:, head], inputs.v[:, head]))
         scores = torch.einsum("qgd,sd->gqs", q, k) * scale
-        scores = scores.masked_fill(~given.visible, float("-inf"))
+        scores = scores.masked_fill(~inputs.visible, float("-inf"))
         lse = scores.logsumexp(-1)
         out = torch.einsum("gqs,sd->qgd", (scores - lse[..., None]).exp(), v)
-        upstream = given.grad[:, heads], given.grad_lse[:, heads].t()
+        upstream = inputs.grad[:, heads], inputs.grad_lse[:, heads].t()
         dq, dk, dv = torch.autograd.grad((out, lse), (q, k, v), upstream)
-        found.append((out.detach(), lse.detach().t(), dq, dk[:, None], dv[:, None]))
-    return tuple(torch.cat(parts, 1) for parts in zip(*found, strict=True))
+        results.append((out.detach(), lse.detach().t(), dq, dk[:, None], dv[:, None]))
+    return tuple(torch.cat(parts, 1) for parts in zip(*results, strict=True))
 
 
 class Call:
     """A block's forward and backward as eagle3/attention/ring.py makes them."""
 
-    def __init__(self, block: Block, given: Inputs) -> None:
-        self.block, self.given = block, given
+    def __init__(self, block: Block, inputs: Inputs) -> None:
+        self.block, self.inputs = block, inputs
         half = block.keys // 2
         self.parts = [slice(0, half), slice(half, block.keys)] if block.merged else [slice(0, block.keys)]
-        visible = given.visible if block.visibility == "masked" else None
-        self.scoring = Scoring(given.q.shape[-1] ** -0.5, block.visibility, visible)
+        visible = inputs.visible if block.visibility == "masked" else None
+        self.scoring = Scoring(inputs.q.shape[-1] ** -0.5, block.visibility, visible)
 
     def forward(self) -> BlockOutput:
         merged = None
         for keys in self.parts:
-            q, k, v = self.given.q, self.given.k[keys], self.given.v[keys]
+            q, k, v = self.inputs.q, self.inputs.k[keys], self.inputs.v[keys]
             part = block_attention(q, k, v, self.scoring)
             if not self.block.merged:
                 return part
             part = BlockOutput(part.out.to(part.lse.dtype), part.lse)
             merged = part if merged is None else merge_blocks(merged, part)
-        return BlockOutput(merged.out.to(self.given.q.dtype), merged.lse)
+        return BlockOutput(merged.out.to(self.inputs.q.dtype), merged.lse)
 
-    def backward(self, made: BlockOutput) -> BlockGradients:
-        given, out = self.given, made.out
+    def backward(self, output: BlockOutput) -> BlockGradients:
+        inputs, out = self.inputs, output.out
         if self.block.merged:
-            out = absorb_lse_gradient(out, given.grad, given.grad_lse)
-        found = [
-            block_attention_backward(given.grad, given.q, given.k[keys], given.v[keys], out, made.lse, self.scoring)
+            out = absorb_lse_gradient(out, inputs.grad, inputs.grad_lse)
+        gradients = [
+            block_attention_backward(
+                inputs.grad, inputs.q, inputs.k[keys], inputs.v[keys], out, output.lse, self.scoring
+            )
             for keys in self.parts
         ]
         if not self.block.merged:
-            return found[0]
-        dq = sum(part.q.to(made.lse.dtype) for part in found).to(given.q.dtype)
-        return BlockGradients(dq, torch.cat([part.k for part in found]), torch.cat([part.v for part in found]))
+            return gradients[0]
+        dq = sum(part.q.to(output.lse.dtype) for part in gradients).to(inputs.q.dtype)
+        return BlockGradients(dq, torch.cat([part.k for part in gradients]), torch.cat([part.v for part in gradients]))
 
 
 def seconds_of(work: Callable[[], Any], device: torch.device, repeats: int) -> float:
@@ -182,23 +184,23 @@ def seconds_of(work: Callable[[], Any], device: torch.device, repeats: int) -> f
     return began.elapsed_time(ended) / 1e3 / repeats
 
 
-def relative(found: Tensor, wanted: Tensor) -> tuple[float, float]:
+def relative(actual: Tensor, expected: Tensor) -> tuple[float, float]:
     """Error over the largest entry, and in the L2 norm. nan where one is not finite."""
-    error = found.detach().to("cpu", wanted.dtype) - wanted
-    return float(error.abs().max() / wanted.abs().max()), float(error.norm() / wanted.norm())
+    error = actual.detach().to("cpu", expected.dtype) - expected
+    return float(error.abs().max() / expected.abs().max()), float(error.norm() / expected.norm())
 
 
 def measure_block(
-    block: Block, given: Inputs, wanted: tuple[Tensor, ...], dtype: torch.dtype, device: torch.device, repeats: int
+    block: Block, inputs: Inputs, expected: tuple[Tensor, ...], dtype: torch.dtype, device: torch.device, repeats: int
 ) -> dict[str, Any]:
     """Numerics and time of one block in one number format. Backward has five products to forward's two."""
-    call = Call(block, given.to(device, dtype))
-    made = call.forward()
-    gradients = call.backward(made)
-    errors = {name: relative(x, y) for name, x, y in zip(RESULTS, (*made, *gradients), wanted, strict=True)}
-    flops = 4 * int(given.visible.sum()) * block.heads * given.q.shape[-1]
-    forward, backward = (seconds_of(work, device, repeats) for work in (call.forward, lambda: call.backward(made)))
-    head_dim = given.q.shape[-1]
+    call = Call(block, inputs.to(device, dtype))
+    output = call.forward()
+    gradients = call.backward(output)
+    errors = {name: relative(x, y) for name, x, y in zip(RESULTS, (*output, *gradients), expected, strict=True)}
+    flops = 4 * int(inputs.visible.sum()) * block.heads * inputs.q.shape[-1]
+    forward, backward = (seconds_of(work, device, repeats) for work in (call.forward, lambda: call.backward(output)))
+    head_dim = inputs.q.shape[-1]
     return {
         "block": block._asdict(),
         "dtype": str(dtype).removeprefix("torch."),
@@ -247,22 +249,22 @@ def run_steps(device: str, tiny: bool) -> list[dict[str, Any]]:
     def run(where: Topology, dtype: torch.dtype, recompute: str = "none", inputs: str = "device") -> StepRun:
         draft = Eagle3Draft(config, topology.modules, dtype)
         draft.load_state_dict(origin.state_dict())
-        given = type(rows)(rows.aux.to(dtype), rows.last.to(dtype), rows.head.to(where.device, dtype))
-        batch = batch_of(config, stream, plan, given, where.device, inputs)
+        frozen = type(rows)(rows.aux.to(dtype), rows.last.to(dtype), rows.head.to(where.device, dtype))
+        batch = batch_of(config, stream, plan, frozen, where.device, inputs)
         objective = DraftObjective(draft.to(where.device), where, memory=MemoryPlan(recompute, 4 * 2**20))
         loss = objective(batch, weights_of(batch)).surrogate
         loss.backward()
         gradients = {name: w.grad.float().cpu() for name, w in draft.named_parameters() if w.requires_grad}
         return StepRun(float(loss.detach()), gradients)
 
-    wanted = run(on_cpu, torch.float32)
-    found = []
+    expected = run(on_cpu, torch.float32)
+    results = []
     for dtype, recompute, inputs in product(STEP_BOUNDS, ("none", "attention_kept", "full"), ("device", "host")):
-        made = run(topology, dtype, recompute, inputs)
-        errors = {name: relative(made.gradients[name], gradient)[1] for name, gradient in wanted.gradients.items()}
+        actual = run(topology, dtype, recompute, inputs)
+        errors = {name: relative(actual.gradients[name], gradient)[1] for name, gradient in expected.gradients.items()}
         worst = max(errors, key=errors.__getitem__)
-        loss = abs(made.loss - wanted.loss) / abs(wanted.loss)
-        found.append(
+        loss = abs(actual.loss - expected.loss) / abs(expected.loss)
+        results.append(
             {
                 "dtype": str(dtype).removeprefix("torch."),
                 "recompute": recompute,
@@ -275,16 +277,16 @@ def run_steps(device: str, tiny: bool) -> list[dict[str, Any]]:
             }
         )
     stop_distributed()
-    return found
+    return results
 
 
 def run_blocks(device: torch.device, tiny: bool, head_dim: int, repeats: int) -> list[dict[str, Any]]:
-    found = []
+    results = []
     for block in blocks(tiny):
-        given = inputs_of(block, head_dim)
-        wanted = definition(given)
-        found += [measure_block(block, given, wanted, dtype, device, repeats) for dtype in BLOCK_BOUNDS]
-    return found
+        inputs = inputs_of(block, head_dim)
+        expected = definition(inputs)
+        results += [measure_block(block, inputs, expected, dtype, device, repeats) for dtype in BLOCK_BOUNDS]
+    return results
 
 
 def main() -> int:

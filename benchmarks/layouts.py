@@ -45,12 +45,12 @@ class Layout:
         sizes = {"tp": "tensor", "u": "ulysses", "r": "ring", "kv": "kv_heads"}
         values: dict[str, Any] = {}
         for part in name.split("-"):
-            found = re.fullmatch(r"(tp|u|r|kv)([1-9]\d*)|gather|p2p", part)
-            if not found:
+            match = re.fullmatch(r"(tp|u|r|kv)([1-9]\d*)|gather|p2p", part)
+            if not match:
                 raise UserError(
                     f"layout: {name!r} has {part!r}; write for example u2, r4-p2p, tp2-u2 or u2-r2-gather-kv2"
                 )
-            values |= {sizes[found[1]]: int(found[2])} if found[1] else {"mode": part}
+            values |= {sizes[match[1]]: int(match[2])} if match[1] else {"mode": part}
         return cls(name, **values)
 
     @property

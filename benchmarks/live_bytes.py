@@ -14,14 +14,14 @@ class LiveBytes(TorchDispatchMode):
     """Counts the storages that operations inside the context return, backward passes included, until they are freed.
 
     Views share a storage and count once. What a kernel takes for itself while it runs is not seen. `peak` is the most
-    that was alive at once, with `held`: tensors that exist already (`existing` bytes).
+    that was alive at once, with `tensors`, which exist already (`existing` bytes).
     """
 
-    def __init__(self, held: Iterable[Tensor] = ()) -> None:
+    def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self.live, self.peak = 0, 0
         self._known: set[int] = set()
-        for tensor in held:
+        for tensor in tensors:
             self._watch(tensor)
         self.existing = self.live
 
@@ -65,14 +65,14 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-def device_tensors(held) -> Iterator[Tensor]:
+def device_tensors(value) -> Iterator[Tensor]:
     """The tensors of a micro-batch that a GPU would hold: not those of the plan."""
-    if isinstance(held, Tensor):
-        yield held
-    elif dataclasses.is_dataclass(held):
-        for item in dataclasses.fields(held):
+    if isinstance(value, Tensor):
+        yield value
+    elif dataclasses.is_dataclass(value):
+        for item in dataclasses.fields(value):
             if item.name != "plan":
-                yield from device_tensors(getattr(held, item.name))
-    elif isinstance(held, tuple):
-        for each in held:
+                yield from device_tensors(getattr(value, item.name))
+    elif isinstance(value, tuple):
+        for each in value:
             yield from device_tensors(each)

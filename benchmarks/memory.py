@@ -99,7 +99,7 @@ def slopes(topology) -> list[dict[str, Any]]:
 
     from eagle3.objective.model import MemoryPlan
 
-    draft, found = draft_of_8b(WIDTH), []
+    draft, results = draft_of_8b(WIDTH), []
     block = 2**22
     for kind, recompute, lengths in (
         ("supervised", "full", supervised(2048, 4096, 6144)),
@@ -112,7 +112,7 @@ def slopes(topology) -> list[dict[str, Any]]:
             more = other.tokens - one.tokens
             per_token = {name: (after[name] - before[name]) / more * WIDTH for name in ("peak", "planned")}
             met = {"met": per_token["peak"] <= MARKS[kind]} if recompute == "full" else {}
-            found.append(
+            results.append(
                 {
                     "token": kind,
                     "recompute": recompute,
@@ -126,7 +126,7 @@ def slopes(topology) -> list[dict[str, Any]]:
                 }
                 | met
             )
-    return found
+    return results
 
 
 def _planned_on_gpu(kind: str, recompute: str) -> float:
@@ -139,11 +139,11 @@ def _planned_on_gpu(kind: str, recompute: str) -> float:
 
     planned, lengths = Planned(draft_of_8b(1), STEPS, torch.bfloat16, memory=MemoryPlan(recompute)), (2**16, 2**17)
     shares = [1.0 if kind == "supervised" else 256 / tokens for tokens in lengths]
-    held = [
+    sizes = [
         step_bytes(planned, Share.expected(tokens, share, Sizes())).total()
         for tokens, share in zip(lengths, shares, strict=True)
     ]
-    return (held[1] - held[0]) / (lengths[1] - lengths[0])
+    return (sizes[1] - sizes[0]) / (lengths[1] - lengths[0])
 
 
 def full_width(topology, tokens: int) -> list[dict[str, Any]]:

@@ -107,8 +107,8 @@ def main() -> int:
         short = dataclasses.replace(case, tokens=min(case.tokens, 8192), warm_up=0, repeats=1)
         bench.attempt(short)  # kernels are loaded on first use
         began = time.perf_counter()
-        found = bench.largest(case, say) if case.largest else bench.attempt(case)
-        results.append({"case": dataclasses.asdict(case)} | found)
+        result = bench.largest(case, say) if case.largest else bench.attempt(case)
+        results.append({"case": dataclasses.asdict(case)} | result)
         say(f"{case}: {time.perf_counter() - began:.0f} s")
         save(options.out, document(settings, results))
     print("\n".join([_HEAD, *(_line(row) for row in results)]))
@@ -130,7 +130,7 @@ def _line(row: dict[str, Any]) -> str:
     case = row["case"]
     cells = [case["tokens"], f"{case['supervised']:.0%}", case["ring"], case["recompute"], case["inputs"]]
     if "largest_tokens" in row:
-        peaks = [found["peak_bytes"] for found in row["tried"].values() if "out_of_memory" not in found]
+        peaks = [attempt["peak_bytes"] for attempt in row["tried"].values() if "out_of_memory" not in attempt]
         cells[0] = f"largest: {row['largest_tokens']}"
         return _cells([*cells, "", "", "", _gib(max((peak or 0 for peak in peaks), default=None))])
     if "out_of_memory" in row:

@@ -103,11 +103,11 @@ def random_rows(
     def rows(count: int, width: int) -> Tensor:
         if inputs == "device":
             return torch.randn(count, width, dtype=dtype, device=device)
-        held = torch.empty(count, width, dtype=dtype, pin_memory=device.type == "cuda")
+        buffer = torch.empty(count, width, dtype=dtype, pin_memory=device.type == "cuda")
         block = torch.randn(min(count, 2**15), width, dtype=dtype, device=device)
-        for part in held.split(len(block)):
+        for part in buffer.split(len(block)):
             part.copy_(block[: len(part)])
-        return held
+        return buffer
 
     wide = config.target_hidden_size
     head = torch.randn(config.draft_vocab_size, wide, dtype=dtype, device=device).div_(math.sqrt(wide))
@@ -115,16 +115,16 @@ def random_rows(
 
 
 def batch_of(
-    config: DraftConfig, stream: Stream, plan: SequencePlan, given: FrozenInputs, device: torch.device, residence: str
+    config: DraftConfig, stream: Stream, plan: SequencePlan, frozen: FrozenInputs, device: torch.device, residence: str
 ) -> MicroBatch:
     """A rank's part of a stream; the teacher's logits have variance 1 over all of its vocabulary, and its most likely
     token is always one of the draft's."""
     generator = torch.Generator().manual_seed(1)
     count = len(plan.teacher)
     argmax = torch.randint(config.draft_vocab_size, (count,), generator=generator)
-    teacher = LastHidden(given.last, argmax, torch.full((count,), math.log(config.vocab_size) + 0.5))
-    maker = BatchMaker(torch.arange(config.vocab_size), given.head, given.aux.dtype, device, residence)
-    return maker.micro_batch(stream, plan, Rows(given.aux, teacher))
+    teacher = LastHidden(frozen.last, argmax, torch.full((count,), math.log(config.vocab_size) + 0.5))
+    maker = BatchMaker(torch.arange(config.vocab_size), frozen.head, frozen.aux.dtype, device, residence)
+    return maker.micro_batch(stream, plan, Rows(frozen.aux, teacher))
 
 
 def weights_of(batch: MicroBatch) -> StepWeights:
@@ -180,13 +180,13 @@ class Bench:
         objective = self._objective(case)
         weights, before = weights_of(batch), self._allocated()
         times = [self._step(objective, batch, weights) for _ in range(case.warm_up + case.repeats)][case.warm_up :]
-        found = {"rows": len(plan.rows), "queries": int((plan.queries >= 0).sum()), "bytes_before": before}
-        found |= self._peaks() | {"optimiser_bytes": OPTIMISER_BYTES * self.trained}
+        result = {"rows": len(plan.rows), "queries": int((plan.queries >= 0).sum()), "bytes_before": before}
+        result |= self._peaks() | {"optimiser_bytes": OPTIMISER_BYTES * self.trained}
         if thin:
-            return found
+            return result
         forward, backward = sorted(times, key=sum)[len(times) // 2]
         flops, seconds = model_flops(self.config, stream, plan), forward + backward
-        return found | {
+        return result | {
             "seconds": seconds,
             "forward_seconds": forward,
             "backward_seconds": backward,
@@ -202,10 +202,10 @@ class Bench:
         tried: dict[int, dict[str, Any]] = {}
 
         def fits(tokens: int) -> bool:
-            found = self.attempt(dataclasses.replace(case, tokens=tokens), thin=True)
-            tried[tokens] = found
-            say(f"{tokens} tokens: {'out of memory' if 'out_of_memory' in found else 'fits'}")
-            return "out_of_memory" not in found
+            result = self.attempt(dataclasses.replace(case, tokens=tokens), thin=True)
+            tried[tokens] = result
+            say(f"{tokens} tokens: {'out of memory' if 'out_of_memory' in result else 'fits'}")
+            return "out_of_memory" not in result
 
         low, high = 0, case.tokens
         bound = self._most_tokens(case)

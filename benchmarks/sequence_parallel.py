@@ -84,26 +84,26 @@ def _parts(options: argparse.Namespace) -> dict[str, Callable[[], Rows]]:
 
     def by_ranks(layouts: list[Layout], measure: Callable[[list[Layout]], Rows]) -> Rows:
         worlds = sorted({layout.ranks for layout in layouts})
-        found = [
+        results = [
             _on_ranks(world, partial(measure, [layout for layout in layouts if layout.ranks == world]))
             for world in worlds
         ]
-        return [row for rows in found for row in rows]
+        return [row for rows in results for row in rows]
 
     def sent_bytes() -> Rows:
         dtype = getattr(torch, options.bytes_dtype)
         sizes = {"config": drafts["bytes"], "tokens": options.bytes_tokens, "steps": options.steps, "dtype": dtype}
-        found = by_ranks(layouts, partial(measures.measure_bytes, **sizes))
-        measures.check_gather_saves(found, options.steps)
-        return found
+        rows = by_ranks(layouts, partial(measures.measure_bytes, **sizes))
+        measures.check_gather_saves(rows, options.steps)
+        return rows
 
     def balance() -> Rows:
         return _on_ranks(1, partial(measures.measure_balance, options.rings, options.balance_tokens, options.steps))
 
     def step_time() -> Rows:
         sizes = {"config": drafts["time"], "tokens": options.time_tokens, "steps": options.steps}
-        found = by_ranks([Layout(), *timed], partial(measures.measure_time, **sizes, repeats=options.repeats))
-        return measures.compare_with_one_process(found)
+        rows = by_ranks([Layout(), *timed], partial(measures.measure_time, **sizes, repeats=options.repeats))
+        return measures.compare_with_one_process(rows)
 
     def skipping() -> Rows:
         sizes = (drafts["skipping"], options.skipping_tokens, options.steps, options.repeats)
@@ -130,9 +130,9 @@ def _be_rank(rank: int, world: int, port: int, measure: Callable[[], Rows], resu
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in names.items()})
-    found = measure()
+    rows = measure()
     if rank == 0:
-        result.write_text(json.dumps(found))
+        result.write_text(json.dumps(rows))
 
 
 def _markdown(document: dict[str, Any]) -> str:

@@ -32,7 +32,7 @@ def measure_bytes(
     stream = pack(
         [turns(tokens // 2, 60, 25), turns(tokens // 5, 20, 20), [(tokens // 5, False), (tokens // 10, True)]]
     )
-    found = []
+    results = []
     for layout in layouts:
         topology, own = layout.start(), layout.draft(config)
         for recompute in ("full", "attention_kept", "none"):
@@ -51,7 +51,7 @@ def measure_bytes(
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, counter.sent)
         sent = max(every, key=Counter.total)
-        found.append(
+        results.append(
             {
                 "layout": layout.name,
                 "ranks": layout.ranks,
@@ -63,7 +63,7 @@ def measure_bytes(
             }
         )
     stop_distributed()
-    return found
+    return results
 
 
 def _bytes_at_128k(layout: Layout) -> float:
@@ -74,9 +74,9 @@ def _bytes_at_128k(layout: Layout) -> float:
     return sent_bytes(planned, Share(rows, rows, rows, rows, 131072, 0)).total()
 
 
-def check_gather_saves(found: Sequence[dict[str, Any]], steps: int) -> None:
+def check_gather_saves(results: Sequence[dict[str, Any]], steps: int) -> None:
     """Assert that `gather` sends K_0, V_0 around the ring once, where `p2p` sends them in each of K steps."""
-    forward = {each["layout"]: each["sent"].get("ring K0,V0 forward", 0) for each in found}
+    forward = {each["layout"]: each["sent"].get("ring K0,V0 forward", 0) for each in results}
     for name, sent in forward.items():
         often = forward.get(name.replace("gather", "p2p"))
         if "gather" in name and often is not None:
@@ -105,7 +105,7 @@ def measure_balance(rings: Sequence[int], tokens: int, steps: int) -> list[dict[
     """max/mean over the ranks, from plans alone. work: keys that a ring rank's queries see. queries, and those of each
     sequence rank with two Ulysses ranks. hop: the worst hop of p2p, by the keys seen in the share that is there."""
     torch.set_num_threads(1)
-    found = []
+    results = []
     for name, documents in balance_masks(tokens).items():
         stream = pack(documents)
         for ring in rings:
@@ -116,7 +116,7 @@ def measure_balance(rings: Sequence[int], tokens: int, steps: int) -> list[dict[
                 "contiguous": _plans(stream, steps, SequenceSharding(ring=ring, layout="contiguous")),
             }
             queries = [_real(plan.ring_queries) for plan in plans]
-            found.append(
+            results.append(
                 {
                     "mask": name,
                     "tokens": stream.tokens,
@@ -128,7 +128,7 @@ def measure_balance(rings: Sequence[int], tokens: int, steps: int) -> list[dict[
                     **{f"hop_{layout}": _worst_hop(stream, each) for layout, each in hops.items()},
                 }
             )
-    return found
+    return results
 
 
 def _plans(stream: Stream, steps: int, sharding: SequenceSharding) -> list[SequencePlan]:
@@ -163,15 +163,15 @@ def measure_time(
 ) -> list[dict[str, Any]]:
     """Seconds of a step, one thread a rank, per layout (all of as many ranks as this job has) and loss mask."""
     masks = {"all supervised": [[(tokens, True)]], "every other 256 tokens": [turns(tokens, 256, 256)]}
-    found = []
+    results = []
     for layout in layouts:
         topology = layout.start()
         for name, documents in masks.items():
             prepared = prepare(pack(documents), layout.draft(config), steps, layout, topology)
             step = _median([run_step(prepared, topology) for _ in range(1 + repeats)])
-            found.append({"layout": layout.name, "ranks": layout.ranks, "mask": name} | step._asdict())
+            results.append({"layout": layout.name, "ranks": layout.ranks, "mask": name} | step._asdict())
     stop_distributed()
-    return found
+    return results
 
 
 def _median(steps: Sequence[Step]) -> Step:
@@ -179,14 +179,14 @@ def _median(steps: Sequence[Step]) -> Step:
     return Step(*(statistics.median(numbers) for numbers in zip(*steps[1:], strict=True)))
 
 
-def compare_with_one_process(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def compare_with_one_process(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Add one process's times over each one's, and assert that the losses are the same."""
-    alone = {each["mask"]: each for each in found if each["ranks"] == 1}
-    for each in found:
+    alone = {each["mask"]: each for each in results if each["ranks"] == 1}
+    for each in results:
         one = alone[each["mask"]]
         each |= {"speedup": one["seconds"] / each["seconds"], "cpu_speedup": one["cpu_seconds"] / each["cpu_seconds"]}
         assert math.isclose(each["loss"], one["loss"], rel_tol=TOLERANCE), f"{each} has not the loss of {one}"
-    return found
+    return results
 
 
 def skipping_masks(tokens: int) -> dict[str, Runs]:
@@ -201,7 +201,7 @@ def skipping_masks(tokens: int) -> dict[str, Runs]:
 def measure_skipping(config: DraftConfig, tokens: int, steps: int, repeats: int) -> list[dict[str, Any]]:
     """One process: times of a step that unrolls all rows (once) and of one that unrolls those that some step supervises
     (median), and how far apart their gradients are, relative to the largest entry of each weight's."""
-    topology, layout, found = Layout().start(), Layout(), []
+    topology, layout, results = Layout().start(), Layout(), []
     for name, runs in skipping_masks(tokens).items():
         stream = pack([runs])
         skipping = prepare(stream, config, steps, layout, topology)
@@ -211,7 +211,7 @@ def measure_skipping(config: DraftConfig, tokens: int, steps: int, repeats: int)
         mine, theirs = (_gradients(each.objective) for each in (skipping, every))
         apart = max(float((mine[key] - theirs[key]).abs().max() / theirs[key].abs().max()) for key in theirs)
         norms = [float(torch.stack([gradient.norm() for gradient in each.values()]).norm()) for each in (mine, theirs)]
-        found.append(
+        results.append(
             {
                 "mask": name,
                 "share_of_queries": len(_real(skipping.plan.queries)) / stream.tokens,
@@ -223,9 +223,9 @@ def measure_skipping(config: DraftConfig, tokens: int, steps: int, repeats: int)
                 "gradient_norm_difference": abs(norms[0] / norms[1] - 1),
             }
         )
-        assert apart < TOLERANCE and found[-1]["gradient_norm_difference"] < TOLERANCE, found[-1]
+        assert apart < TOLERANCE and results[-1]["gradient_norm_difference"] < TOLERANCE, results[-1]
     stop_distributed()
-    return found
+    return results
 
 
 def _gradients(objective: DraftObjective) -> dict[str, Tensor]:

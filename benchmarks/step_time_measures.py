@@ -48,13 +48,13 @@ class Timed(NamedTuple):
 
 
 class Contender(NamedTuple):
-    """run: one forward and backward, whose gradients stay in `weights`. held: tensors that exist before and after
+    """run: one forward and backward, whose gradients stay in `weights`. tensors: those that exist before and after
     it."""
 
     name: str
     run: Callable[[], Timed]
     weights: list[Tensor]
-    held: list[Tensor]
+    tensors: list[Tensor]
 
 
 class _Laps:
@@ -97,28 +97,28 @@ def masks(tokens: int) -> dict[str, Runs]:
 
 def measure_marks(sizes: dict[str, int], options: argparse.Namespace) -> list[dict[str, Any]]:
     """At one length and with each number of threads, beside the dense step."""
-    topology, config, found = Layout().start(), _config(**sizes), []
+    topology, config, rows = Layout().start(), _config(**sizes), []
     for mask, runs in masks(options.marks_tokens).items():
         contenders = _contenders(runs, config, options, topology, dense=True)
         about = {"mask": mask, "tokens": options.marks_tokens}
-        found += _measure(contenders, options.repeats, options.threads, True, about)
+        rows += _measure(contenders, options.repeats, options.threads, True, about)
     stop_distributed()
-    return found
+    return rows
 
 
 def measure_lengths(sizes: dict[str, int], options: argparse.Namespace) -> list[dict[str, Any]]:
     """At each length, with the most threads; the dense step as long as it fits."""
-    topology, config, found = Layout().start(), _config(**sizes), []
+    topology, config, rows = Layout().start(), _config(**sizes), []
     for tokens in options.lengths:
         estimate = _dense_bytes(config, options.steps, tokens)
         dense, repeats = estimate <= options.dense_gib * 2**30, options.repeats if tokens <= options.repeat_up_to else 1
         for mask, runs in masks(tokens).items():
             contenders = _contenders(runs, config, options, topology, dense)
             about = {"mask": mask, "tokens": tokens, "dense_estimate": estimate}
-            found += _measure(contenders, repeats, [max(options.threads)], dense, about)
+            rows += _measure(contenders, repeats, [max(options.threads)], dense, about)
             print(f"lengths: {tokens}, {mask}", file=sys.stderr, flush=True)
     stop_distributed()
-    return found
+    return rows
 
 
 def _config(vocabulary: int, **heads: int) -> DraftConfig:
@@ -133,20 +133,20 @@ def _contenders(
     stream = pack([runs], config.vocab_size)
     prepared = _with_usual_logits(prepare(stream, config, options.steps, Layout(), topology))
     draft, batch = prepared.objective.draft, prepared.batch
-    held = [batch.inputs.aux, batch.teacher.last, batch.teacher.head, batch.teacher.best, batch.teacher.logsumexp]
+    inputs = [batch.inputs.aux, batch.teacher.last, batch.teacher.head, batch.teacher.best, batch.teacher.logsumexp]
     weights = list(draft.parameters())
 
     def this(recompute: Recompute) -> Contender:
         objective = DraftObjective(draft, topology, memory=MemoryPlan(recompute, options.block_mib * 2**20))
-        return Contender(f"recompute {recompute}", partial(_step, objective, prepared), weights, [*weights, *held])
+        return Contender(f"recompute {recompute}", partial(_step, objective, prepared), weights, [*weights, *inputs])
 
-    found = [this(recompute) for recompute in RECOMPUTES]
+    contenders = [this(recompute) for recompute in RECOMPUTES]
     if dense:
         case = _dense_case(stream, prepared, config)
         (document,) = case.documents
         mine = [*weights, case.target_head, *vars(document).values()]
-        found.append(Contender("dense", partial(_dense_step, draft, case, options.steps), weights, mine))
-    return found
+        contenders.append(Contender("dense", partial(_dense_step, draft, case, options.steps), weights, mine))
+    return contenders
 
 
 def _with_usual_logits(prepared: Prepared) -> Prepared:
@@ -204,11 +204,11 @@ def _dense_step(draft: Eagle3Draft, case: Case, steps: int) -> Timed:
 
 
 class Warm(NamedTuple):
-    """What a first step, which is not timed, tells. peak, held: bytes alive at once at most, and those alive before it.
-    gradient: of all weights, joined, in fp64 (in which norms are exact enough to compare)."""
+    """What a first step, which is not timed, tells. peak, existing: bytes alive at once at most, and those alive before
+    it. gradient: of all weights, joined, in fp64 (in which norms are exact enough to compare)."""
 
     peak: int
-    held: int
+    existing: int
     loss: float
     gradient: Tensor
 
@@ -216,11 +216,11 @@ class Warm(NamedTuple):
 def _warm(contender: Contender) -> Warm:
     for weight in contender.weights:
         weight.grad = None
-    with LiveBytes(contender.held) as live:
-        held = live.live
+    with LiveBytes(contender.tensors) as live:
+        existing = live.live
         loss = contender.run().loss
     gradients = [weight.grad.double().flatten() for weight in contender.weights if weight.grad is not None]
-    return Warm(live.peak, held, loss, torch.cat(gradients))
+    return Warm(live.peak, existing, loss, torch.cat(gradients))
 
 
 def _in_turn(contenders: Sequence[Contender], repeats: int) -> list[dict[str, Any]]:
@@ -249,16 +249,16 @@ def _measure(
     all have its loss and its gradient."""
     torch.set_num_threads(max(threads))
     warm = [_warm(each) for each in contenders]
-    found = []
+    results = []
     for count in threads:
         torch.set_num_threads(count)
         rows = _in_turn(contenders, repeats)
         for row, mine in zip(rows, warm, strict=True):
-            row |= {"peak": mine.peak, "held": mine.held, "loss": mine.loss}
+            row |= {"peak": mine.peak, "held": mine.existing, "loss": mine.loss}
             if dense:
                 row |= _shares(row, rows[-1], mine, warm[-1])
-            found.append(about | {"threads": count} | row)
-    return found
+            results.append(about | {"threads": count} | row)
+    return results
 
 
 def _shares(row: dict[str, Any], dense_row: dict[str, Any], mine: Warm, dense: Warm) -> dict[str, float]:

@@ -106,21 +106,21 @@ def hidden_states(recipe_file: Path, tokens: int) -> list[Sample]:
     say = partial(print, flush=True)
     job = choose_draft(gather_inputs(find_target(recipe, topology.device, say), say), say)
     target = start_target(job, topology.device, job.vocabulary)
-    taken, total = [], 0
+    chosen, total = [], 0
     for place in range(len(job.train)):
-        taken.append(job.train[place])
-        total += len(taken[-1].ids)
+        chosen.append(job.train[place])
+        total += len(chosen[-1].ids)
         if total >= tokens:
             break
-    found = []
-    for start in range(0, len(taken), 64):
-        members = taken[start : start + 64]
+    samples = []
+    for start in range(0, len(chosen), 64):
+        members = chosen[start : start + 64]
         for sample, states in zip(members, target.prefill([sample.ids for sample in members]), strict=True):
             states = states.map(lambda tensor: tensor.cpu())
             teacher, halved = states.teacher, states.teacher.values.bfloat16()
             rows = Rows(states.aux.bfloat16(), LastHidden(halved, teacher.argmax, teacher.logsumexp.float()))
-            found.append(Sample(sample.id, sample.ids, torch.ones(len(sample.ids), dtype=torch.bool), rows))
-    return found
+            samples.append(Sample(sample.id, sample.ids, torch.ones(len(sample.ids), dtype=torch.bool), rows))
+    return samples
 
 
 def joined(samples: Sequence[Sample], tokens: int) -> list[Sample]:
@@ -177,12 +177,12 @@ def measure_codecs(samples: Sequence[Sample], threads: int, rounds: int) -> dict
 
     tensors = [(name, getattr(sample.states, name)) for sample in samples for name in ("aux", "last")]
     hidden, raw = samples[0].states.teacher.values.shape[1], sum(sample.raw for sample in samples)
-    found: dict[str, dict[str, float]] = {}
+    best: dict[str, dict[str, float]] = {}
 
     def note(name: str, size: int, write: float, read: float) -> None:
         rates = {"size": size / raw, "write_mb_per_s": raw / 1e6 / write, "read_mb_per_s": raw / 1e6 / read}
-        before = found.setdefault(name, rates)
-        found[name] = {key: max(before[key], rate) for key, rate in rates.items()}
+        before = best.setdefault(name, rates)
+        best[name] = {key: max(before[key], rate) for key, rate in rates.items()}
 
     for number in range(rounds):
         with ThreadPoolExecutor(threads) as pool:
@@ -220,7 +220,7 @@ def measure_codecs(samples: Sequence[Sample], threads: int, rounds: int) -> dict
                 assert sum(pool.map(lambda data: len(gzip.decompress(data)), encoded)) == raw
                 seconds = written - began, time.perf_counter() - written
                 note(f"gzip -9, {streams} at a time", sum(map(len, encoded)), *seconds)
-    return found
+    return best
 
 
 def time_store(samples: Sequence[Sample], path: Path, codec: str, threads: int) -> Timing:
@@ -245,9 +245,9 @@ def time_store(samples: Sequence[Sample], path: Path, codec: str, threads: int) 
             members = samples[start : start + 16]
             rows = [torch.arange(first(len(sample.ids)), last(len(sample.ids))) for sample in members]
             requests = [RowRequest(s.id, r, r[r > 0]) for s, r in zip(members, rows, strict=True)]
-            for sample, of_sample, found in zip(members, rows, store.read(requests), strict=True):
+            for sample, of_sample, stored in zip(members, rows, store.read(requests), strict=True):
                 if codec != "fp8":
-                    assert torch.equal(found.aux[-1], sample.states.aux[of_sample[-1]]), (
+                    assert torch.equal(stored.aux[-1], sample.states.aux[of_sample[-1]]), (
                         "what is read is what was written"
                     )
         return time.perf_counter() - began
@@ -290,8 +290,8 @@ def time_files(samples: Sequence[Sample], path: Path, level: int | None, threads
 
 def _markdown(document: dict[str, Any]) -> str:
     parts = []
-    for name, found in document["results"].items():
-        reference = found["formats"]["a file a sample, gzip -9"]
+    for name, result in document["results"].items():
+        reference = result["formats"]["a file a sample, gzip -9"]
         rows = [
             [
                 kind,
@@ -299,25 +299,25 @@ def _markdown(document: dict[str, Any]) -> str:
                 *(f"{of_kind[rate]:,.0f} ({of_kind[rate] / reference[rate]:.1f})" for rate in RATES),
                 f"{of_kind['seconds_for_an_eighth'] / of_kind['seconds_for_all']:.2f}",
             ]
-            for kind, of_kind in found["formats"].items()
+            for kind, of_kind in result["formats"].items()
         ]
         title = (
-            f"Samples {name}: {found['samples']}, {found['tokens']:,} tokens, hidden size {found['hidden_size']}, "
-            f"{found['raw_bytes'] / 1e6:,.0f} MB raw, {document['settings']['threads']} threads "
+            f"Samples {name}: {result['samples']}, {result['tokens']:,} tokens, hidden size {result['hidden_size']}, "
+            f"{result['raw_bytes'] / 1e6:,.0f} MB raw, {document['settings']['threads']} threads "
             f"({headline(document)}); "
             "in brackets, times the rate of gzip -9"
         )
         parts.append(
             table(title, ["format", "of raw", "write MB/s", "read MB/s", "time to read an eighth / all"], rows)
         )
-        reference = found["codecs"]["gzip -9, 1 at a time"]
+        reference = result["codecs"]["gzip -9, 1 at a time"]
         rows = [
             [
                 kind,
                 f"{of_kind['size']:.1%}",
                 *(f"{of_kind[rate]:,.0f} ({of_kind[rate] / reference[rate]:.1f})" for rate in RATES),
             ]
-            for kind, of_kind in found["codecs"].items()
+            for kind, of_kind in result["codecs"].items()
         ]
         parts.append(table("The codecs alone, in memory:", ["codec", "of raw", "encode MB/s", "decode MB/s"], rows))
     return "\n\n".join(parts)

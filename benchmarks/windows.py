@@ -90,8 +90,8 @@ def measure(case: Case, topology, rounds: int) -> dict[str, Any]:
         with StoreWriter(folder, PROVENANCE, encoding, report=_nothing) as writer:
             writer.add(sample.id, ids, mask, random_states(tokens, draft.target_hidden_size))
         stored = sum(path.stat().st_size for path in Path(folder).iterdir())
-        wanted = {**PROVENANCE, "codec": "none", "dtype": "bfloat16", **chosen}
-        store = HiddenStateStore.open(folder, wanted, report=_nothing)
+        provenance = {**PROVENANCE, "codec": "none", "dtype": "bfloat16", **chosen}
+        store = HiddenStateStore.open(folder, provenance, report=_nothing)
         best: dict[str, float] = {}
         for _ in range(rounds):
             clock = Clock(best)
@@ -100,8 +100,8 @@ def measure(case: Case, topology, rounds: int) -> dict[str, Any]:
             clock.tick("plan_seconds")
             (rows,) = store.read([RowRequest(sample.id, plan.rows, plan.teacher)])
             clock.tick("read_seconds")
-            given = rows.aux.float(), rows.teacher.values.float()
-            prepared = prepare_rows(stream, plan, *given, head, draft, Layout(), topology)
+            floats = rows.aux.float(), rows.teacher.values.float()
+            prepared = prepare_rows(stream, plan, *floats, head, draft, Layout(), topology)
             step = run_step(prepared, topology)
             best["step_seconds"] = min(best.get("step_seconds", step.cpu_seconds), step.cpu_seconds)
     prepared.objective.zero_grad()

@@ -83,14 +83,14 @@ class RecipeParser(Parser):
             for each in {key, key.rpartition(".")[2]}:
                 by_name.setdefault(each, []).append(key)
         by_name |= {other: [key] for other, key in OTHER_NAMES.items()}
-        meant = by_name.get(name) or [key for near in get_close_matches(name, by_name, 1, 0.8) for key in by_name[near]]
+        keys = by_name.get(name) or [key for near in get_close_matches(name, by_name, 1, 0.8) for key in by_name[near]]
         near = get_close_matches(option.partition("=")[0], self._option_string_actions, 1, 0.8)
         if near and name not in by_name:
             raise SharedUserError(f"command line: {shown(option)} is not an option; did you mean {near[0]}?")
-        if not meant:
+        if not keys:
             self.error(f"{shown(option)} is not an option")
-        fewest = min(key.count(".") for key in meant)  # prefer a key over one of the same name deeper in some section
-        changes = " or ".join(f"{key}={value}" for key in meant if key.count(".") == fewest)
+        depth = min(key.count(".") for key in keys)  # prefer a key over one of the same name deeper in some section
+        changes = " or ".join(f"{key}={value}" for key in keys if key.count(".") == depth)
         raise SharedUserError(f"command line: {shown(option)} is not an option; to change the recipe write {changes}")
 
 

@@ -40,7 +40,7 @@ class Console:
     """
 
     def __init__(self, speaks: bool, quiet: bool = False) -> None:
-        self.speaks, self.quiet, self.began = speaks, quiet, time.monotonic()
+        self.speaks, self.quiet, self.start = speaks, quiet, time.monotonic()
 
     def __call__(self, line: str) -> None:
         if isinstance(line, Warned):
@@ -50,7 +50,7 @@ class Console:
 
     def result(self, line: str) -> None:
         if self.speaks:
-            tell(line, lead="" if self.quiet else f"[{duration(time.monotonic() - self.began):>7s}] ")
+            tell(line, lead="" if self.quiet else f"[{duration(time.monotonic() - self.start):>7s}] ")
 
     def warn(self, line: str) -> None:
         if self.speaks:
@@ -66,11 +66,11 @@ class Progress:
     """
 
     def __init__(
-        self, say: Say, what: str, total: int | None, unit: str, clock: Callable[[], float] = time.monotonic
+        self, say: Say, task: str, total: int | None, unit: str, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.say, self.what, self.total, self.unit, self.clock = say, what, total, unit, clock
-        self.done, self.free, self.began, self.spoke = 0, 0, clock(), False
-        self.next = self.began + QUIET_SECONDS
+        self.say, self.task, self.total, self.unit, self.clock = say, task, total, unit, clock
+        self.done, self.free, self.start, self.spoke = 0, 0, clock(), False
+        self.next = self.start + QUIET_SECONDS
 
     def advance(self, count: int = 1, extra: str = "") -> None:
         """Counts `count` more as done. extra: further numbers for the line."""
@@ -90,23 +90,23 @@ class Progress:
 
         def speak() -> None:
             if (now := self.clock()) >= self.next and self.done != self.total:
-                self._tell(now, f"{duration(now - self.began)} so far")
+                self._tell(now, f"{duration(now - self.start)} so far")
 
         return _now_and_then(speak, lambda: max(self.next - self.clock(), FIRST_GAP))
 
     def end(self, extra: str = "") -> None:
         """Reports the end. Only needed if the total is unknown."""
         if self.spoke:
-            self.spoke, seconds = False, self.clock() - self.began
+            self.spoke, seconds = False, self.clock() - self.start
             self._say(extra, *self._pace(seconds)[:1], f"{duration(seconds)} in all")
 
     def _tell(self, now: float, extra: str) -> None:
-        self.spoke, self.next = True, now + _gap(now - self.began)
-        self._say(extra, *self._pace(now - self.began))
+        self.spoke, self.next = True, now + _gap(now - self.start)
+        self._say(extra, *self._pace(now - self.start))
 
     def _say(self, *numbers: str) -> None:
         total = "" if self.total is None else f"/{self.total:,}"
-        self.say(", ".join(filter(None, [f"{self.what}: {self.done:,}{total} {self.unit}", *numbers])))
+        self.say(", ".join(filter(None, [f"{self.task}: {self.done:,}{total} {self.unit}", *numbers])))
 
     def _pace(self, seconds: float) -> list[str]:
         rate = (self.done - self.free) / seconds if seconds else 0.0
@@ -117,19 +117,19 @@ class Progress:
 
 
 @contextmanager
-def waiting(say: Say, what: str) -> Iterator[None]:
-    """Wraps a step of unknown length. If it takes more than two seconds, prints `what`, then now and then the time so
+def waiting(say: Say, task: str) -> Iterator[None]:
+    """Wraps a step of unknown length. If it takes more than two seconds, prints `task`, then now and then the time so
     far, and finally that it is over."""
-    began, spoke = time.monotonic(), threading.Event()
+    start, spoke = time.monotonic(), threading.Event()
 
     def speak() -> None:
-        say(f"{what}: {duration(time.monotonic() - began)} so far" if spoke.is_set() else what)
+        say(f"{task}: {duration(time.monotonic() - start)} so far" if spoke.is_set() else task)
         spoke.set()
 
-    with _now_and_then(speak, lambda: _gap(time.monotonic() - began) if spoke.is_set() else QUIET_SECONDS):
+    with _now_and_then(speak, lambda: _gap(time.monotonic() - start) if spoke.is_set() else QUIET_SECONDS):
         yield
     if spoke.is_set():
-        say(f"{what}: took {duration(time.monotonic() - began)}")
+        say(f"{task}: took {duration(time.monotonic() - start)}")
 
 
 @contextmanager
@@ -157,8 +157,8 @@ def without_passwords(text: str) -> str:
     return WORD.sub(_without_values, USERINFO.sub("***@", text))
 
 
-def _without_values(found: re.Match[str]) -> str:
-    word = found[0]
+def _without_values(match: re.Match[str]) -> str:
+    word = match[0]
     host, slash = word.find("://"), word.find("/")
     begin = QUERY.search(word, host + 3) if host >= 0 else LINK_QUERY.search(word, slash) if slash >= 0 else None
     if begin is None:
@@ -253,9 +253,9 @@ def silence_libraries() -> None:
     disable_progress_bars()
 
 
-def counted(count: int, thing: str) -> str:
+def counted(count: int, noun: str) -> str:
     """For example `1 sample`, `2 samples`."""
-    return f"{count:,} {thing}{'' if count == 1 else 's'}"
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def data_size(count: float) -> str:

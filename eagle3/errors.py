@@ -67,12 +67,12 @@ def first_sentence(error: Exception) -> str:
     return str(error).partition(". ")[0]
 
 
-def run_command(main: Callable[[], int | None], unread: str = "") -> None:
+def run_command(main: Callable[[], int | None], notice: str = "") -> None:
     """Runs a launcher's `main`. A UserError becomes its line (or lines) on stderr and exit code 2, never a traceback.
 
     In a job, the first process on each node reports it; the others only report what they alone may have met. If the
     reader of the output has gone (`| head`), the command ends like other commands do, with the exit code of SIGPIPE.
-    unread: a line to print in that case.
+    notice: a line to print in that case.
     """
     try:
         code = _exit_code(main)
@@ -83,8 +83,8 @@ def run_command(main: Callable[[], int | None], unread: str = "") -> None:
             raise  # from some other pipe
         for stream in closed:  # discard what is still buffered, or the interpreter would try again when it exits
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-        if unread:
-            tell_error(unread)
+        if notice:
+            tell_error(notice)
         code = 128 + signal.SIGPIPE
     sys.exit(code)
 

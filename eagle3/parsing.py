@@ -5,9 +5,12 @@ import json
 import re
 import sys
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import yaml
+
+from eagle3.errors import UserError
 
 # Levels of lists and objects. Tool schemas have about twenty; near a thousand, Python's parsers, encoders and templates
 # crash.
@@ -36,13 +39,28 @@ def parse_json(text: str | bytes) -> Any:
     return value
 
 
+def read_json_object(path: Path, missing: str, damaged: str, mistake: type[UserError] = UserError) -> dict[str, Any]:
+    """Reads the JSON object in a file that a user named. Raises `mistake` with the remedy `missing` if it cannot be
+    read, or `damaged` if it holds anything else."""
+    try:
+        values = parse_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        problem = "no such file" if isinstance(error, FileNotFoundError) else error.strerror
+        raise mistake(f"{path}: {problem}; {missing}") from error
+    except ValueError as error:
+        raise mistake(f"{path}: not valid JSON ({error}); {damaged}") from error
+    if not isinstance(values, dict):
+        raise mistake(f"{path}: holds {type(values).__name__}, not an object; {damaged}")
+    return values
+
+
 def array_elements(text: str) -> list[tuple[int, int]] | None:
     """Finds the elements of a JSON array as [start, stop) in its text. It goes by strings, brackets and commas alone,
     so that an element that cannot be parsed does not hide the others. None if these do not form exactly one array."""
     elements, depth, start = [], 0, 0
-    for found in _STRING_OR_MARK.finditer(text):
-        mark, end = found[0], found.end()
-        if mark == '"' or (depth == 0 and (mark != "[" or text[: found.start()].strip())):
+    for match in _STRING_OR_MARK.finditer(text):
+        mark, end = match[0], match.end()
+        if mark == '"' or (depth == 0 and (mark != "[" or text[: match.start()].strip())):
             return None
         if mark in ("[", "{"):
             start = end if depth == 0 else start
@@ -51,9 +69,9 @@ def array_elements(text: str) -> list[tuple[int, int]] | None:
             depth -= 1
             if depth == 0:
                 whole = mark == "]" and not text[end:].strip()
-                return [*elements, (start, found.start())] if whole else None
+                return [*elements, (start, match.start())] if whole else None
         elif mark == "," and depth == 1:
-            elements.append((start, found.start()))
+            elements.append((start, match.start()))
             start = end
     return None
 
@@ -70,12 +88,12 @@ def is_too_deep(value: Any) -> bool:
 def _too_much(text: str) -> json.JSONDecodeError:
     """The error for the first place in such JSON that is nested too deep or has too long a number."""
     depth, digits = 0, sys.get_int_max_str_digits()
-    for found in _BRACKET_OR_NUMBER.finditer(text):
-        depth += (found[0] in "[{") - (found[0] in "]}")
+    for match in _BRACKET_OR_NUMBER.finditer(text):
+        depth += (match[0] in "[{") - (match[0] in "]}")
         if depth > DEEPEST:
-            return json.JSONDecodeError(f"nested deeper than {DEEPEST} levels", text, found.start())
-        if found[0][0].isdigit() and len(found[0]) > digits:
-            return json.JSONDecodeError(f"a whole number of {len(found[0]):,} digits", text, found.start())
+            return json.JSONDecodeError(f"nested deeper than {DEEPEST} levels", text, match.start())
+        if match[0][0].isdigit() and len(match[0]) > digits:
+            return json.JSONDecodeError(f"a whole number of {len(match[0]):,} digits", text, match.start())
     return json.JSONDecodeError("cannot be parsed", text, 0)
 
 

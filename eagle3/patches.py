@@ -45,12 +45,12 @@ def require_relied(relied: Mapping[str, Any] = RELIED) -> None:
     """Raises UserError if an installed library has nothing, or something different, at one of these places."""
     for place, shape in relied.items():
         try:
-            found = pkgutil.resolve_name(place)
-            seen = tuple(inspect.signature(found).parameters)[: len(shape)] if callable(found) else type(found)
+            value = pkgutil.resolve_name(place)
+            actual = tuple(inspect.signature(value).parameters)[: len(shape)] if callable(value) else type(value)
         except (ImportError, AttributeError):
-            seen = None
-        if seen != shape:
-            is_now = "is missing" if seen is None else f"has another shape ({seen}, not {shape})"
+            actual = None
+        if actual != shape:
+            is_now = "is missing" if actual is None else f"has another shape ({actual}, not {shape})"
             attribute = place.replace(":", ".")
             library = attribute.partition(".")[0]
             raise SharedUserError(
@@ -79,7 +79,7 @@ def set_timeout(groups: Iterable[ProcessGroup], timeout: datetime.timedelta) -> 
     distributed_c10d._get_default_store().set_timeout(timeout)
 
 
-class Taken(NamedTuple):
+class StepOutcome(NamedTuple):
     """How an optimiser step went."""
 
     norm: float  # of the gradients before clipping; nan if not finite
@@ -91,23 +91,23 @@ class NormLimit:
     finite. DeepSpeed has no setting for this, and chooses the class of its optimizer itself."""
 
     def __init__(self, engine: DeepSpeedEngine, limit: float) -> None:
-        self.optimizer, self.limit, self.found = engine.optimizer, limit, math.nan
+        self.optimizer, self.limit, self.last_norm = engine.optimizer, limit, math.nan
         self._norm = engine.optimizer.scaled_global_norm
         engine.optimizer.scaled_global_norm = self._limited  # called by the optimizer's `step`
 
-    def taken(self) -> Taken:
-        """How the step that the engine has just taken went."""
-        norm, self.found = self.found, math.nan
-        return Taken(norm, self.optimizer.overflow)
+    def taken(self) -> StepOutcome:
+        """The outcome of the engine's latest step."""
+        norm, self.last_norm = self.last_norm, math.nan
+        return StepOutcome(norm, self.optimizer.overflow)
 
     def _limited(self, norm_type: int = 2) -> Tensor | float:
         norm = self._norm(norm_type)
-        self.found = math.nan if is_invalid_grad_norm(norm) else float(norm)
-        return norm if self.found <= self.limit else math.inf
+        self.last_norm = math.nan if is_invalid_grad_norm(norm) else float(norm)
+        return norm if self.last_norm <= self.limit else math.inf
 
 
 @contextmanager
-def noted_failures(engine: DeepSpeedEngine) -> Iterator[list[str]]:
+def collect_failures(engine: DeepSpeedEngine) -> Iterator[list[str]]:
     """Inside, failures to write an engine's checkpoint are collected, not raised, so that no rank leaves the others in
     the barriers between DeepSpeed's writes. (A subclass of the writer would replace the one that the DeepSpeed file
     chooses.)"""
@@ -115,13 +115,13 @@ def noted_failures(engine: DeepSpeedEngine) -> Iterator[list[str]]:
     writer = engine.checkpoint_engine
     write = writer.save
 
-    def noted(state_dict: dict[str, Any], path: str) -> None:
+    def save(state_dict: dict[str, Any], path: str) -> None:
         try:
             write(state_dict, path)
         except (OSError, RuntimeError) as error:  # torch's own writer reports a full disk as a RuntimeError
             failures.append(f"{path}: {error}")
 
-    writer.save = noted
+    writer.save = save
     try:
         yield failures
     finally:

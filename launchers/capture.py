@@ -26,12 +26,12 @@ ROOT = Path(__file__).parent.parent
 def main() -> int:
     parser = RecipeParser(__doc__, ROOT / "recipes" / "quickstart.yaml")
     parser.add_argument("--part", metavar="I/N", help="capture share I (from 0) of N of the samples, beside other jobs")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument(
+    modes = parser.add_mutually_exclusive_group()
+    modes.add_argument(
         "--verify", action="store_true", help="read the whole store, compare checksums, report what is wrong"
     )
-    what.add_argument("--repair", action="store_true", help="the same, then capture again what is wrong or missing")
-    what.add_argument(
+    modes.add_argument("--repair", action="store_true", help="the same, then capture again what is wrong or missing")
+    modes.add_argument(
         "--print-server", action="store_true", help="print the command line of an SGLang server for target.servers"
     )
     parser.add_argument("--check", action="store_true", help="check recipe, files and folders, and stop")
@@ -93,12 +93,12 @@ def work(
     from eagle3.states.store.writer import Part
 
     path = recipe.hidden_states.path
-    begun = not options.print_server and (is_url(path) or Path(path, "store.json").exists())
-    begun = begun and topology.is_first
-    agreed((lambda: require_fitting_settings(recipe)) if begun else None)
+    has_store = not options.print_server and (is_url(path) or Path(path, "store.json").exists())
+    has_store = has_store and topology.is_first
+    agreed((lambda: require_fitting_settings(recipe)) if has_store else None)
     watchdog.at("gathering the data")
     known = find_target(recipe, topology.device, console)
-    agreed((lambda: require_fitting_store(known)) if begun else None)
+    agreed((lambda: require_fitting_store(known)) if has_store else None)
     job = choose_draft(gather_inputs(known, console), console)
     job.shape.check_context(int(job.train.lengths.max()))  # the same check that training will make
     if options.print_server:
@@ -109,15 +109,15 @@ def work(
     sets, spans = (job.train, job.held_out), spans_of(recipe)
     if spans:
         console(spans.describe(job.train, anew=False))
-    wanted = wanted_samples(map(spans.fixed, sets) if spans else sets)
+    samples = wanted_samples(map(spans.fixed, sets) if spans else sets)
     if options.verify or options.repair:
         watchdog.at("checking the store")
         whole = agreed(
-            (lambda: verify(job, wanted, console, options.repair, options.bind)) if topology.is_first else None
+            (lambda: verify(job, samples, console, options.repair, options.bind)) if topology.is_first else None
         )
         if options.verify:
             return 1 if topology.is_first and not whole else 0
-    fill(job, wanted, Part(*part), topology, console, watchdog)
+    fill(job, samples, Part(*part), topology, console, watchdog)
     return 0
 
 

@@ -46,10 +46,10 @@ def main() -> int:
     console, speaks = Console(topology.is_first, quiet=options.quiet), topology.is_first
     if speaks and not options.quiet:
         tell(f"processes: {len(cluster.nodes)}, nodes: {len(cluster.ranks)} ({', '.join(cluster.ranks)})")
-    found = findings(cluster, topology, recipe, deepspeed)
+    checks = findings(cluster, topology, recipe, deepspeed)
     while True:
         with waiting(console, f"check {len(states) + 1}"):
-            finding = next(found, None)
+            finding = next(checks, None)
         if finding is None:
             break
         states.append(finding.state)
@@ -66,8 +66,8 @@ def main() -> int:
 
 
 def show(finding: "Finding") -> None:
-    shown = finding.state.upper() if finding.state == "failed" else finding.state
-    tell(f"{finding.name}: {finding.found}", lead=f"{shown:6s} ", colour=COLOURS[finding.state])
+    label = finding.state.upper() if finding.state == "failed" else finding.state
+    tell(f"{finding.name}: {finding.found}", lead=f"{label:6s} ", colour=COLOURS[finding.state])
     if finding.remedy:
         tell(f"remedy: {finding.remedy}", lead=" " * 7)
 
@@ -94,8 +94,8 @@ def findings(cluster: "Cluster", topology: "Topology", recipe: Recipe, deepspeed
     yield places.check_cache(cluster, "data.cache_dir", recipe.data.cache_dir)
     yield places.check_inputs(cluster, inputs_of(recipe))
     checkpoint = cluster.ask((lambda: checkpoint_of(recipe)) if topology.is_first else None)[0]
-    kept = recipe.training.keep_checkpoints + 2  # plus the best one, and one that is being written
-    yield places.check_space(cluster, recipe.output.dir, checkpoint, kept)
+    count = recipe.training.keep_checkpoints + 2  # plus the best one, and one that is being written
+    yield places.check_space(cluster, recipe.output.dir, checkpoint, count)
     yield places.check_write_speed(cluster, recipe.output.dir, checkpoint)
     yield from bandwidth.check_all_reduce(cluster, topology.device, 2 * PATIENCE)
 

@@ -43,7 +43,7 @@ def main() -> int:
     require_inputs(recipe)
     require_weights(recipe.model.target)
     check_out(out)
-    judged = stamp(draft)
+    draft_stamp = stamp(draft)
     console = Console(is_first_rank(), options.quiet)
     console(f"recipe: {options.recipe}; draft: {draft}")
     warn_of_another_target(recipe, draft, console)
@@ -52,7 +52,7 @@ def main() -> int:
     with waiting(console, "loading PyTorch and transformers"):
         before_imports(options.quiet)
         from eagle3.evaluation.acceptance import Sampling
-        from eagle3.jobs.evaluate import decoding_of, judge, judge_contexts, judge_served, what_is_measured
+        from eagle3.jobs.evaluate import decoding_of, judge, judge_contexts, judge_served, target_and_texts
         from eagle3.jobs.job import find_target, gather_inputs
         from eagle3.parallel.topology import start_distributed, stop_distributed
 
@@ -73,7 +73,7 @@ def main() -> int:
         if topology.is_first:
             for line in by_context.lines():
                 tell(line)
-        result = by_context.as_dict() | {"draft": str(draft)} | what_is_measured(inputs, options.prompts)
+        result = by_context.as_dict() | {"draft": str(draft)} | target_and_texts(inputs, options.prompts)
         lossless = by_context.lossless
     else:
         if options.engine == "sglang":
@@ -82,7 +82,7 @@ def main() -> int:
             judgement = judge(inputs, None, draft, topology, console, options.prompts, decoding)
         lossless, result = judgement.trained.lossless, judgement.as_dict()
     # A run may have ended meanwhile, and the result would be taken for that of the new export beside it.
-    if stamp(draft) != judged:
+    if stamp(draft) != draft_stamp:
         raise UserError(
             f"{draft}: exported again while it was being judged, so the result is for a draft that is gone; judge again"
         )
@@ -153,19 +153,19 @@ def check_with_sglang(draft: Path, quiet: bool) -> int:
 
     read_exported(draft)
     with waiting(Console(speaks=True, quiet=quiet), "asking SGLang"):
-        said = check_export(draft)
-    tell(f"{draft}: {said}")
+        message = check_export(draft)
+    tell(f"{draft}: {message}")
     return 0
 
 
 def warn_of_another_window(recipe: Recipe, draft: Path, console: Console) -> None:
     """Warns if the recipe's window is not the draft's, which is the one that it is judged with."""
-    asked, own = recipe.model.draft.window, read_draft_config(draft / "config.json").window
-    if asked not in (None, own):
+    window, own = recipe.model.draft.window, read_draft_config(draft / "config.json").window
+    if window not in (None, own):
         trained = "full attention" if own is None else f"a window of {own}"
         console.warn(
-            f"model.draft.window: {asked}, but {draft} was trained with {trained} and is judged with that; --window "
-            f"{asked} judges it with the recipe's"
+            f"model.draft.window: {window}, but {draft} was trained with {trained} and is judged with that; --window "
+            f"{window} judges it with the recipe's"
         )
 
 
@@ -190,8 +190,8 @@ def write_result(out: Path, result: dict[str, Any], console: Console) -> None:
 
 def stamp(draft: Path) -> list[tuple[int, ...] | None]:
     """Changes whenever the draft is exported anew."""
-    found = [file.stat() if (file := draft / name).exists() else None for name in ("config.json", "model.safetensors")]
-    return [stat and (stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in found]
+    stats = [file.stat() if (file := draft / name).exists() else None for name in ("config.json", "model.safetensors")]
+    return [stat and (stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats]
 
 
 def check_out(out: Path) -> None:
@@ -229,8 +229,8 @@ def check(options: argparse.Namespace, recipe: Recipe, draft: Path) -> None:
             "--prompts, or judge --by-context"
         )
     if options.prompts is not None and not (options.prompts.is_file() and options.prompts.suffix in (*KINDS, ".txt")):
-        what = "is not a file of such a kind" if options.prompts.exists() else "no such file"
-        raise UserError(f"--prompts {options.prompts}: {what}; name a .jsonl, .json, .parquet or .txt file")
+        problem = "is not a file of such a kind" if options.prompts.exists() else "no such file"
+        raise UserError(f"--prompts {options.prompts}: {problem}; name a .jsonl, .json, .parquet or .txt file")
     check_window(options.window, recipe, require_export(draft), draft)
     if options.engine == "transformers" and (options.topk, options.tree_tokens) != (1, None):
         raise UserError(
@@ -244,12 +244,12 @@ def check(options: argparse.Namespace, recipe: Recipe, draft: Path) -> None:
         tree_of(options, recipe)
 
 
-def check_window(chosen: int | None, recipe: Recipe, config: DraftConfig, draft: Path) -> None:
-    if chosen is not None and not 1 <= chosen <= MOST_KEYS:
-        raise UserError(f"--window {chosen}: not a number of keys, 1 or more; leave it out for the draft's own")
+def check_window(window: int | None, recipe: Recipe, config: DraftConfig, draft: Path) -> None:
+    if window is not None and not 1 <= window <= MOST_KEYS:
+        raise UserError(f"--window {window}: not a number of keys, 1 or more; leave it out for the draft's own")
     origin = str(draft / "config.json")
-    if chosen is not None:
-        config, origin = replace(config, window=chosen), f"--window {chosen}"
+    if window is not None:
+        config, origin = replace(config, window=window), f"--window {window}"
     config.check_chain(recipe.evaluation.draft_tokens, "evaluation.draft_tokens", origin)
 
 

@@ -66,8 +66,8 @@ def write_new(options: argparse.Namespace) -> None:
     recipe = load_recipe(out)  # check that a user can load what was written
     tell(f"{out}: {facts.architecture}, {model_size(facts.parameters)}")
     if facts.assumed:
-        said = ", ".join(f"{name} {value:,}" for name, value in facts.assumed.items())
-        tell(f"config.json does not give {said}: these are the defaults of transformers' class; check them")
+        defaults = ", ".join(f"{name} {value:,}" for name, value in facts.assumed.items())
+        tell(f"config.json does not give {defaults}: these are the defaults of transformers' class; check them")
     if facts.quantised_head:
         tell("its lm_head is quantised: the recipe takes the target's own logits as teacher (target.teacher: logits)")
     if not facts.served:

@@ -37,16 +37,16 @@ def main() -> int:
     # Imported only now, and silently: DeepSpeed logs to stdout that there is no GPU, where --json may be printing.
     before_imports(quiet=True)
     from eagle3.jobs.job import Prospect
-    from eagle3.jobs.plan import DOES_NOT_FIT, FITS, plan, planned_step, written
+    from eagle3.jobs.plan import DOES_NOT_FIT, FITS, plan, plan_text, planned_step
 
     prospect = Prospect.of(recipe)
-    wanted = planned_step(prospect, options.gpus, options.deepspeed, packed=options.context is None)
-    report = plan(prospect, wanted, options.gpu_memory * 1e9, options.context, options.supervised)
+    planned = planned_step(prospect, options.gpus, options.deepspeed, packed=options.context is None)
+    report = plan(prospect, planned, options.gpu_memory * 1e9, options.context, options.supervised)
     if options.json:
         print(json.dumps(report, indent=1))
         return 0 if report["fits"] else 1
     colours = {FITS: GREEN, DOES_NOT_FIT: RED}
-    for line in written(report).split("\n"):
+    for line in plan_text(report).split("\n"):
         if line in colours:
             tell("", lead=line, colour=colours[line])
         else:

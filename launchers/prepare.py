@@ -38,8 +38,8 @@ def main() -> None:
         find_target(recipe, torch.device("cuda" if torch.cuda.is_available() else "cpu"), console), console
     )
     console.result(f"{len(inputs.train):,} training samples, {len(inputs.held_out):,} held out")
-    drafted = drafted_tokens(recipe.model.draft.vocab_size, inputs.config.vocab_size)
-    vocabulary, share = choose_vocabulary(inputs.train, inputs.config.vocab_size, drafted, console)
+    size = drafted_tokens(recipe.model.draft.vocab_size, inputs.config.vocab_size)
+    vocabulary, share = choose_vocabulary(inputs.train, inputs.config.vocab_size, size, console)
     console.result(f"a draft vocabulary of {vocabulary.size} covers {share:.2%} of the supervised tokens")
     for index in range(min(options.preview, len(inputs.train))):
         sample = inputs.train[index]

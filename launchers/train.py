@@ -81,8 +81,8 @@ def resume_apart(words: list[str]) -> list[str]:
     an override."""
     pairs = list(itertools.pairwise([*words, None]))
     for word, next_word in pairs:
-        named = word == "--resume" and next_word and next_word.isalpha() and not Path(next_word).exists()
-        if named and next_word not in ("auto", "yes", "no"):
+        is_mode = word == "--resume" and next_word and next_word.isalpha() and not Path(next_word).exists()
+        if is_mode and next_word not in ("auto", "yes", "no"):
             raise UserError(
                 f"--resume {next_word}: takes no name; write --resume, which continues from the newest checkpoint"
             )
@@ -101,8 +101,8 @@ def for_all_ranks(recipe: Recipe, options: argparse.Namespace) -> Recipe:
     data-parallel ranks."""
     sizes, batch = recipe.parallelism, recipe.training.global_batch_size
     streams = ranks_of(options) // (sizes.tensor * sizes.ulysses * sizes.ring) * recipe.training.accumulation
-    chosen = any(word.startswith("training.global_batch_size=") for word in options.overrides)
-    if chosen or not streams or batch % streams == 0:
+    explicit = any(word.startswith("training.global_batch_size=") for word in options.overrides)
+    if explicit or not streams or batch % streams == 0:
         return recipe
     raised = -(-batch // streams) * streams
     if is_first_rank() and not options.print_recipe:
@@ -172,5 +172,5 @@ def run(recipe: Recipe, options: argparse.Namespace, stop: StopSignals) -> int:
 if __name__ == "__main__":
     run_command(
         main,
-        unread="nobody reads the output any more, so this ended here; a run that had begun continues with --resume",
+        notice="nobody reads the output any more, so this ended here; a run that had begun continues with --resume",
     )

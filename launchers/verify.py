@@ -33,10 +33,10 @@ def main() -> int:
     parser.add_argument("--quiet", action="store_true", help="print only what is beyond its tolerance, and the verdict")
     parser.add_argument("--local_rank", type=int, default=0, help="set by the deepspeed launcher")
     options = parser.parse_args()
-    for name, what in (("tp", "ranks"), ("ulysses", "ranks"), ("ring", "ranks"), ("block_mib", "MiB")):
+    for name, unit in (("tp", "ranks"), ("ulysses", "ranks"), ("ring", "ranks"), ("block_mib", "MiB")):
         if getattr(options, name) < 1:
             option = name.replace("_", "-")
-            raise SharedUserError(f"--{option} {getattr(options, name)}: not a number of {what}; use 1 or more")
+            raise SharedUserError(f"--{option} {getattr(options, name)}: not a number of {unit}; use 1 or more")
     if options.out and options.out.exists() and not options.out.is_dir():
         raise SharedUserError(f"--out {options.out}: is a file; name a folder")
     if options.steps is not None and options.steps < 1:
@@ -86,12 +86,12 @@ def main() -> int:
 
 
 def report(case: Path, errors: dict[str, float], allowed: dict[str, float], dtype: str, quiet: bool) -> None:
-    beyond = [name for name, error in errors.items() if error > allowed[name]]
+    failures = [name for name, error in errors.items() if error > allowed[name]]
     for name, error in errors.items():
-        if name in beyond or not quiet:
-            tell(f"  {name:48s} {error:.1e}  allowed {allowed[name]:.0e}{'  BEYOND' if name in beyond else ''}")
+        if name in failures or not quiet:
+            tell(f"  {name:48s} {error:.1e}  allowed {allowed[name]:.0e}{'  BEYOND' if name in failures else ''}")
     worst = max(errors, key=lambda name: errors[name] / allowed[name])
-    verdict = "failed" if beyond else "passed"
+    verdict = "failed" if failures else "passed"
     tell(f"{case}: {verdict}, worst relative error {errors[worst]:.1e} ({worst}), {dtype}")
 
 

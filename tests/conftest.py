@@ -80,8 +80,8 @@ def launcher(monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:
             runpy.run_path(str(LAUNCHERS / name), run_name="__main__")
-        said = capsys.readouterr()
-        return ended.value.code, said.out, said.err
+        streams = capsys.readouterr()
+        return ended.value.code, streams.out, streams.err
 
     return call
 
@@ -96,9 +96,9 @@ def refused(launcher):
     """The one line that a launcher says before it ends with exit code 2."""
 
     def line(name: str, *arguments) -> str:
-        code, _, said = launcher(name, *arguments)
-        assert code == 2 and said.count("\n") == 1
-        return said
+        code, _, stderr = launcher(name, *arguments)
+        assert code == 2 and stderr.count("\n") == 1
+        return stderr
 
     return line
 
@@ -108,10 +108,10 @@ def small_disk(tmp_path):
     """A folder that is a file system of its own, of 1 MiB; `mount -o remount,size=` changes that."""
     mounted = tmp_path / "disk"
     mounted.mkdir()
-    made = subprocess.run(
+    mount = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(mounted)], capture_output=True, check=False
     )
-    if made.returncode:
+    if mount.returncode:
         pytest.skip("a small disk takes the right to mount one")
     yield mounted
     subprocess.run(["umount", "-l", str(mounted)], check=True)

@@ -48,7 +48,7 @@ def test_without_a_recipe_it_is_the_default(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (
             ("--learning-rate", "3"),
@@ -66,11 +66,11 @@ def test_without_a_recipe_it_is_the_default(monkeypatch, tmp_path):
         (("a.yaml", "b.yaml"), "two recipes, a.yaml and 'b.yaml'; name one"),
     ],
 )
-def test_a_mistyped_word_is_answered_with_what_to_write(words, said):
+def test_a_mistyped_word_is_answered_with_what_to_write(words, message):
     with pytest.raises(UserError) as caught:
         parse(*words)
     line = str(caught.value)
-    assert line.startswith("command line: ") and said in line and "\n" not in line
+    assert line.startswith("command line: ") and message in line and "\n" not in line
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_what_can_be_said_without_pytorch_is_said_without_it(words, code):
     command = [sys.executable, "-X", "importtime", f"launchers/{name}", *arguments]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert ended.returncode == code
-    said = [line for line in ended.stderr.splitlines() if not line.startswith("import time:")]
-    assert len(said) == (code == 2) and all(line.startswith("error: ") for line in said)
+    lines = [line for line in ended.stderr.splitlines() if not line.startswith("import time:")]
+    assert len(lines) == (code == 2) and all(line.startswith("error: ") for line in lines)
     imported = set(re.findall(r"\| +(torch|deepspeed|transformers)$", ended.stderr, re.MULTILINE))
     assert not imported or name == "regenerate.py"

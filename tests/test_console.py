@@ -158,13 +158,13 @@ def test_what_took_no_time_says_nothing_about_the_time_that_is_left():
 
 
 def test_a_day_takes_some_thousands_of_lines_and_is_never_silent_for_more_than_half_a_minute():
-    clock, said = Clock(), []
-    progress = Progress(lambda line: said.append(clock.now), "capturing", 10**9, "tokens", clock)
+    clock, times = Clock(), []
+    progress = Progress(lambda line: times.append(clock.now), "capturing", 10**9, "tokens", clock)
     for _ in range(24 * 60 * 60):
         clock.now += 1.0
         progress.advance()
-    gaps = [after - before for before, after in zip(said, said[1:], strict=False)]
-    assert said[0] == 102.0 and min(gaps) == 5.0 and max(gaps) <= 31.0 and 2500 < len(said) < 3000
+    gaps = [after - before for before, after in zip(times, times[1:], strict=False)]
+    assert times[0] == 102.0 and min(gaps) == 5.0 and max(gaps) <= 31.0 and 2500 < len(times) < 3000
 
 
 def test_a_wait_is_told_of_when_it_lasts_and_when_it_is_over(monkeypatch):
@@ -252,15 +252,15 @@ def test_who_wants_no_colours_gets_none(monkeypatch, name, value):
 
 def test_a_log_gets_whole_lines_and_no_escape_codes(capsys):
     speak()
-    said = capsys.readouterr()
-    assert re.fullmatch(rf"\[ +0m\d\ds\] {re.escape(STEP)}\n\[ +0m\d\ds\] acceptance length 2.42\n", said.out)
-    assert said.err == f"warning: {PROSE}\nwarning: from a function that can only say\nerror: {PROSE}\n"
+    streams = capsys.readouterr()
+    assert re.fullmatch(rf"\[ +0m\d\ds\] {re.escape(STEP)}\n\[ +0m\d\ds\] acceptance length 2.42\n", streams.out)
+    assert streams.err == f"warning: {PROSE}\nwarning: from a function that can only say\nerror: {PROSE}\n"
 
 
 def test_quiet_leaves_results_warnings_and_errors(capsys):
     speak(quiet=True)
-    said = capsys.readouterr()
-    assert said.out == "acceptance length 2.42\n" and said.err.count("\n") == 3
+    streams = capsys.readouterr()
+    assert streams.out == "acceptance length 2.42\n" and streams.err.count("\n") == 3
 
 
 def test_only_the_first_rank_speaks_but_every_rank_fails_aloud(capsys):
@@ -269,8 +269,8 @@ def test_only_the_first_rank_speaks_but_every_rank_fails_aloud(capsys):
     console.result("42")
     console.warn("careful")
     tell_error("gone")
-    said = capsys.readouterr()
-    assert said.out == "" and said.err == "error: gone\n"
+    streams = capsys.readouterr()
+    assert streams.out == "" and streams.err == "error: gone\n"
 
 
 def test_what_a_url_tells_of_its_user_is_never_printed(capsys):
@@ -280,9 +280,9 @@ def test_what_a_url_tells_of_its_user_is_never_printed(capsys):
     tell_error('target.servers: ["https://ann:sec%40ret@host"]')
     with pytest.raises(SystemExit):
         run_command(refuse)
-    said = capsys.readouterr()
-    assert "reading http://***@host/a@b, then s3://***@bucket/x and http://host/ann@home" in said.out
-    assert "sec" not in said.out + said.err and said.err.count("***@host") == 3
+    streams = capsys.readouterr()
+    assert "reading http://***@host/a@b, then s3://***@bucket/x and http://host/ann@home" in streams.out
+    assert "sec" not in streams.out + streams.err and streams.err.count("***@host") == 3
 
 
 @pytest.mark.parametrize(
@@ -349,9 +349,9 @@ def test_what_launchers_print_fits_a_narrow_terminal(monkeypatch, recipe):
 
 def test_a_quiet_launcher_prints_the_result_alone(recipe, tmp_path):
     command = (sys.executable, "launchers/prepare.py", "--recipe", str(recipe), f"data.cache_dir={tmp_path}", "--quiet")
-    said = finish(launch(*command))
+    output = finish(launch(*command))
     assert re.fullmatch(
         r"28 training samples, 12 held out\n"
         r"a draft vocabulary of 200 covers [\d.]+% of the supervised tokens\n",
-        said,
+        output,
     )

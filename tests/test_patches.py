@@ -14,7 +14,7 @@ def test_the_installed_libraries_have_all_that_is_patched():
 
 
 @pytest.mark.parametrize(
-    ("place", "shape", "said"),
+    ("place", "shape", "reason"),
     [
         ("torch.distributed.distributed_c10d:_no_such", (), "is missing"),
         ("torch.no_such_module:anything", (), "is missing"),
@@ -22,8 +22,8 @@ def test_the_installed_libraries_have_all_that_is_patched():
         ("torch:float32", dict, r"has another shape \(<class 'torch.dtype'>, not <class 'dict'>\)"),
     ],
 )
-def test_another_version_is_refused_by_library_version_and_attribute(place, shape, said):
-    named = f"torch {version('torch')}: {place.replace(':', '.')} {said}".replace("+", r"\+")
+def test_another_version_is_refused_by_library_version_and_attribute(place, shape, reason):
+    named = f"torch {version('torch')}: {place.replace(':', '.')} {reason}".replace("+", r"\+")
     with pytest.raises(UserError, match=f"^{named}.*constraints/"):
         require_relied({place: shape})
 

@@ -1,4 +1,5 @@
-"""The house: the folders of eagle3 are floors, a value's way through them is short, and a recipe is resolved once."""
+"""The order of imports between the folders of eagle3, the length of a value's way through them, and that a recipe is
+resolved once."""
 
 import ast
 import sys
@@ -22,11 +23,11 @@ def test_no_folder_imports_one_that_imports_it_back():
     imports: dict[str, set[str]] = {}
     for path in PACKAGE.rglob("*.py"):
         room = path.relative_to(PACKAGE).with_suffix("").parts[0]
-        found = imports.setdefault(room, set())
+        others = imports.setdefault(room, set())
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("eagle3."):
-                found.add(node.module.split(".")[1])
-        found.discard(room)
+                others.add(node.module.split(".")[1])
+        others.discard(room)
     assert {"objective", "targets", "errors"} <= imports["jobs"], "imports are seen"
     TopologicalSorter(imports).prepare()  # raises CycleError, which names the circle
 

@@ -79,8 +79,8 @@ def _write_vocabulary(path: Path) -> None:
     """As many tokens as the own one, the last 200 of the target's."""
     from safetensors.numpy import save_file
 
-    taken = np.arange(300) >= 100
-    save_file({"d2t": np.full(200, 100), "t2d": taken}, path)
+    mask = np.arange(300) >= 100
+    save_file({"d2t": np.full(200, 100), "t2d": mask}, path)
 
 
 def mix(ground: Ground, kind: str, manner: str, use: str, place: float) -> Verdict:

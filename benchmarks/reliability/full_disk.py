@@ -37,11 +37,11 @@ def cases(ground: Ground, dice: random.Random) -> Iterator[Case]:
 @contextmanager
 def small_disk(folder: Path) -> Iterator[None]:
     """A tmpfs mounted on `folder`. Raises NotHere."""
-    made = subprocess.run(
+    mount = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={ROOM}", "none", str(folder)], capture_output=True, text=True, check=False
     )
-    if made.returncode:
-        raise NotHere(f"no right to mount ({made.stderr.strip()}); run as root, or in `unshare -Urm`")
+    if mount.returncode:
+        raise NotHere(f"no right to mount ({mount.stderr.strip()}); run as root, or in `unshare -Urm`")
     try:
         yield
     finally:
@@ -49,8 +49,8 @@ def small_disk(folder: Path) -> Iterator[None]:
 
 
 def used(disk: Path) -> int:
-    found = os.statvfs(disk)
-    return (found.f_blocks - found.f_bfree) * found.f_frsize
+    stats = os.statvfs(disk)
+    return (stats.f_blocks - stats.f_bfree) * stats.f_frsize
 
 
 def resize(disk: Path, size: int) -> None:
@@ -108,14 +108,14 @@ def fill(ground: Ground, kind: str, level: float) -> Verdict:
         if crash:
             return crash._replace(detail=f"{room >> 10} KB free: {crash.detail}")
         hurt = not ended.well or warned(ended)
-        said, again = last_words(ended), ground.launchers.run(*command) if hurt else ended
+        words, again = last_words(ended), ground.launchers.run(*command) if hurt else ended
         verdict = judge(again, lambda: _difference(kind, folder, disk, whole), good="continued" if hurt else "right")
         left = [] if verdict.outcome not in ("right", "continued") else leftovers(disk)
     if verdict.outcome == "refused":
         return Verdict("lost", f"{room >> 10} KB free: with room: {verdict.detail}")
     if left:
         return Verdict("broken promise", f"{room >> 10} KB free: left behind for good: {left[0]} ({len(left)} in all)")
-    return verdict._replace(detail=f"{room >> 10} KB free: {said}; with room: {verdict.detail}")
+    return verdict._replace(detail=f"{room >> 10} KB free: {words}; with room: {verdict.detail}")
 
 
 def _cut_at_export(ground: Ground, command: list[str], disk: Path, room: int) -> Ended:

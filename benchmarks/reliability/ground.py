@@ -111,7 +111,7 @@ class Ground:
 def require(ended: Ended) -> Ended:
     """An undisturbed run that fails is no attack's business: the harness cannot go on."""
     if not ended.well:
-        raise RuntimeError(f"an undisturbed run ended with {ended.codes}:\n{ended.said}")
+        raise RuntimeError(f"an undisturbed run ended with {ended.codes}:\n{ended.output}")
     return ended
 
 
@@ -217,8 +217,8 @@ def store_difference(store: Path, undisturbed: Path) -> str | None:
     missing = len({*right} - {*rows})
     if missing or len(rows) > len(right):
         return f"{missing} of {len(right)} samples missing, {len({*rows} - {*right})} too many"
-    found = [_array_difference(rows[name], right[name]) for name in right]
-    different = [difference for difference in found if difference is not None]
+    differences = [_array_difference(rows[name], right[name]) for name in right]
+    different = [difference for difference in differences if difference is not None]
     return f"{len(different)} of {len(right)} samples differ, by {max(different):.1e} at most" if different else None
 
 

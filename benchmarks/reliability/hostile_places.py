@@ -63,9 +63,9 @@ def read_only(folder: Path) -> Iterator[None]:
     """A read-only bind mount of a folder on itself. Raises NotHere."""
     folder.mkdir(parents=True, exist_ok=True)
     mount = ["mount", "--bind", str(folder), str(folder)]
-    made = subprocess.run(mount, capture_output=True, text=True, check=False)
-    if made.returncode:
-        raise NotHere(f"no right to mount ({made.stderr.strip()}); run as root, or in `unshare -Urm`")
+    mounting = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if mounting.returncode:
+        raise NotHere(f"no right to mount ({mounting.stderr.strip()}); run as root, or in `unshare -Urm`")
     try:
         subprocess.run(["mount", "-o", "remount,ro,bind", str(folder)], check=True)
         yield
@@ -145,10 +145,10 @@ def _spool(ground: Ground, name: str) -> Verdict:
         folder.chmod(0o777)
     elif name == "neighbours":  # two folders that look a little like a job's, and are not
         folder.chmod(0o700)
-        for kept in (neighbour, folder / ".gone-on-holiday"):
-            kept.mkdir()
-            (kept / "owner.lock").write_text("held\n", encoding="utf-8")
-            (kept / "thesis.txt").write_text("years of work", encoding="utf-8")
+        for theirs in (neighbour, folder / ".gone-on-holiday"):
+            theirs.mkdir()
+            (theirs / "owner.lock").write_text("held\n", encoding="utf-8")
+            (theirs / "thesis.txt").write_text("years of work", encoding="utf-8")
     before = contents(folder)
     ended = ground.launchers.run(str(Path(__file__).with_name("open_spool.py")), str(folder), limit=60)
     verdict = judge(ended, loss=loss_of(folder, before))
@@ -157,9 +157,9 @@ def _spool(ground: Ground, name: str) -> Verdict:
     gone = loss_of(folder, before)()
     if gone:
         return Verdict("lost", gone)
-    found = folder.stat()
-    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
-        return Verdict("broken promise", f"used: owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}")
+    status = folder.stat()
+    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        return Verdict("broken promise", f"used: owner {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o}")
     return verdict
 
 
@@ -174,10 +174,10 @@ def _with_token(recipe: dict, key: str) -> dict:
 
 
 def _shown(ended: Ended, files: list[Path]) -> str | None:
-    if SECRET in ended.said:
+    if SECRET in ended.output:
         return "the token is in the output"
-    found = [path.name for path in files if path.is_file() and SECRET in path.read_text("utf-8", "replace")]
-    return f"the token is in {found[0]}" if found else None
+    leaks = [path.name for path in files if path.is_file() and SECRET in path.read_text("utf-8", "replace")]
+    return f"the token is in {leaks[0]}" if leaks else None
 
 
 def _token_in_report(ground: Ground, key: str) -> Verdict:
@@ -238,8 +238,8 @@ def _modes(ground: Ground) -> Verdict:
     run = finished_run(ground)
     files = [run / "draft_vocabulary.safetensors", run / "export" / "model.safetensors", run / "export" / "config.json"]
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in files}
-    said = ", ".join(f"{name} {mode:o}" for name, mode in modes.items())
-    return Verdict("right" if len(set(modes.values())) == 1 else "broken promise", said)
+    detail = ", ".join(f"{name} {mode:o}" for name, mode in modes.items())
+    return Verdict("right" if len(set(modes.values())) == 1 else "broken promise", detail)
 
 
 # Ranks ----------------------------------------------------------------------------------------------------------------
@@ -253,7 +253,7 @@ def _killed_capture(ground: Ground, rank: int, delay: float) -> Verdict:
     spoke = time.monotonic()
     while ground.launchers.alive(job) and time.monotonic() - spoke < delay:
         time.sleep(0.002)
-    return _after_kill(ground, job, rank, lambda said: None)
+    return _after_kill(ground, job, rank, lambda output: None)
 
 
 def _slow(folder: Path) -> dict:
@@ -268,7 +268,7 @@ def _killed_training(ground: Ground, rank: int, step: int) -> Verdict:
     ground.launchers.wait_until(lambda: steps_done(folder / "run") >= step, job)
     named = re.compile(rf"rank {rank}\b.*step \d+")
     return _after_kill(
-        ground, job, rank, lambda said: None if named.search(said) else "no line names the rank and its step"
+        ground, job, rank, lambda output: None if named.search(output) else "no line names the rank and its step"
     )
 
 
@@ -283,6 +283,6 @@ def _after_kill(ground: Ground, job: list, rank: int, flaw: Callable[[str], str 
     if ended.well:
         return Verdict("right", "the kill came after its end")
     alone = time.monotonic() - struck
-    found = flaw(ended.said)
+    fault = flaw(ended.output)
     detail = f"the other ended {alone:.0f} s later: {last_words(ended)}"
-    return Verdict("broken promise", f"{found}; {detail}") if found else Verdict("refused", detail)
+    return Verdict("broken promise", f"{fault}; {detail}") if fault else Verdict("refused", detail)

@@ -58,7 +58,7 @@ class Ended(NamedTuple):
         return None in self.codes
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         return self.out + self.err
 
 
@@ -134,7 +134,7 @@ class Launchers:
         """In a child: what starts threads, or patches modules, must not do so in the process that forks."""
         ended = self.finish([self._fork(lambda: function(*arguments))], 300)
         if not ended.well:
-            raise RuntimeError(f"{function.__name__}: {ended.codes}\n{ended.said}")
+            raise RuntimeError(f"{function.__name__}: {ended.codes}\n{ended.output}")
 
     def _fork(self, be: Callable[[], None]) -> Process:
         self.count += 1

@@ -63,20 +63,20 @@ def main() -> int:
     out.mkdir(parents=True, exist_ok=True)
     if not options.resume:
         written.unlink(missing_ok=True)
-    done = {(one["attack"], one["try"]) for one in read(written)}
+    earlier = {(one["attack"], one["try"]) for one in read(written)}
     preload()
     launchers = Launchers(options.checkout.resolve(), out / "logs")
     ground, code = Ground(out, launchers), 0
     for attack in options.attacks or ATTACKS:
         try:
-            found = importlib.import_module(attack).cases(ground, random.Random(f"{attack} {options.seed}"))
-            cases = list(found)[: options.first]
+            candidates = importlib.import_module(attack).cases(ground, random.Random(f"{attack} {options.seed}"))
+            cases = list(candidates)[: options.first]
         except NotHere as reason:
             print(f"{attack}: not tried: {reason}", flush=True)
             code = 2
             continue
         for number, case in enumerate(cases):
-            if (attack, case.name) in done or (options.only and options.only not in case.name):
+            if (attack, case.name) in earlier or (options.only and options.only not in case.name):
                 continue
             launchers.fresh = number % FRESH_EVERY == 0
             record = {"attack": attack, "try": case.name, **one_try(case, launchers), "fresh": launchers.fresh}

@@ -65,8 +65,8 @@ def judge(ended: Ended, difference: Finding = nothing, loss: Finding = nothing, 
     if crash:
         return crash
     if ended.well:
-        found = difference()
-        return Verdict("silently wrong", f"{found}; {last_words(ended)}") if found else Verdict(good, last_words(ended))
+        fault = difference()
+        return Verdict("silently wrong", f"{fault}; {last_words(ended)}") if fault else Verdict(good, last_words(ended))
     gone = loss()
     return Verdict("lost", f"{gone}; {last_words(ended)}") if gone else Verdict("refused", last_words(ended))
 
@@ -78,7 +78,7 @@ def crashed(ended: Ended, killed: bool = False) -> Verdict | None:
     signals = [-code for code in ended.codes if code < 0 and not (killed and code == -9)]
     if signals:
         return Verdict("traceback", f"ended by signal {signals[0]}; {last_words(ended)}")
-    if CRASH.search(ended.said):
+    if CRASH.search(ended.output):
         return Verdict("traceback", last_words(ended))
     lines = [line for line in ended.err.splitlines() if line.strip() and not TORCH_LOG.match(line)]
     if not ended.well and len(lines) > MOST_LINES * len(ended.codes):

@@ -44,13 +44,13 @@ def flash_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scoring: Scoring
 ) -> BlockGradients:
     """`block_attention_backward` for blocks whose forward was `flash_attention`."""
-    unread = torch.empty(0, dtype=torch.uint64, device=q.device)  # dropout's seed and offset
+    rng_state = torch.empty(0, dtype=torch.uint64, device=q.device)  # dropout's seed and offset, not read
     gradients = torch.ops.aten._flash_attention_backward(
         *(x[None] for x in (grad, q, k, v, out.to(q.dtype))),
         lse.transpose(0, 1)[None].contiguous(),
         **_flash_arguments(q, k, scoring),
-        rng_state=unread,
-        unused=unread,
+        rng_state=rng_state,
+        unused=rng_state,
     )
     return BlockGradients(*(gradient[0] for gradient in gradients))
 
@@ -85,7 +85,7 @@ def efficient_attention_backward(
     lse = lse.transpose(0, 1).unflatten(0, (kv_heads, -1))
     lse = torch.nn.functional.pad(lse, (0, -len(q) % LSE_MULTIPLE), value=float("inf"))
     q, k, v, mask = _groups_as_batch(q, k, v, scoring)
-    unread = torch.empty(0, dtype=torch.int64, device=q.device)  # dropout's seed and offset
+    rng_state = torch.empty(0, dtype=torch.int64, device=q.device)  # dropout's seed and offset, not read
     dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
         grad.transpose(1, 2),
         q,
@@ -94,8 +94,8 @@ def efficient_attention_backward(
         mask,
         out.contiguous().transpose(1, 2),  # the kernel assumes it is contiguous as [batch, queries, heads, d]
         lse.contiguous(),
-        unread,
-        unread,
+        rng_state,
+        rng_state,
         dropout_p=0.0,
         grad_input_mask=[True, True, True, False],
         is_causal=scoring.visibility == "causal",

@@ -121,7 +121,7 @@ def _scores(q: Tensor, k: Tensor, rows: slice, scoring: Scoring) -> Tensor:
     if scoring.visibility == "full":
         return scores
     if scoring.visibility == "causal":
-        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(rows.start)
+        visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(rows.start)
     else:
-        seen = scoring.visible[rows]
-    return scores.masked_fill(~seen, float("-inf"))
+        visible = scoring.visible[rows]
+    return scores.masked_fill(~visible, float("-inf"))

@@ -80,10 +80,6 @@ class SharedKeyValue:
     key_value: Tensor  # [ring, 2, S, kv_heads, d]; for `p2p` this rank's [2, S, kv_heads, d]
     gradient: KeyValueGradient = field(default_factory=KeyValueGradient)
 
-    def detached(self) -> "SharedKeyValue":
-        """The same keys and values for a separate graph, whose backward adds to the same gradient."""
-        return SharedKeyValue(self.key_value.detach().requires_grad_(), self.gradient)
-
 
 class Exchange:
     """Keys and values on their way to their readers. In this base class they are already in place: `key_value` has
@@ -236,9 +232,9 @@ def _shares(key_value: Tensor, ring: RingAttention) -> Iterator[tuple[int, Tenso
         yield from ((source, key_value[source]) for source in sources)
         return
     for source in sources[:-1]:
-        coming = _PassedOn(key_value, ring.group)
+        transfer = _PassedOn(key_value, ring.group)
         yield source, key_value
-        key_value = coming.wait()
+        key_value = transfer.wait()
     yield sources[-1], key_value
 
 
@@ -251,14 +247,14 @@ def _shares_with_gradients(
         for source, block in _shares(key_value, ring):
             yield source, block, total[source]
         return
-    travelling = None
+    transfer = None
     for source, block in _shares(key_value, ring):
         part = torch.zeros_like(total)
         yield source, block, part
-        if travelling:  # what earlier ranks have added to the gradient of this share
-            part += travelling.wait()
-        travelling = _PassedOn(part, ring.group)
-    total += travelling.wait()  # after the last hop it is back on its own rank
+        if transfer:  # what earlier ranks have added to the gradient of this share
+            part += transfer.wait()
+        transfer = _PassedOn(part, ring.group)
+    total += transfer.wait()  # after the last hop it is back on its own rank
 
 
 class _PassedOn:
@@ -268,7 +264,7 @@ class _PassedOn:
         self.sent, self.received, self.works = tensor.contiguous(), tensor, []
         if group.size() > 1:
             self.received = torch.empty_like(self.sent)
-            following, previous = (dist.get_global_rank(group, (group.rank() + way) % group.size()) for way in (1, -1))
+            following, previous = (dist.get_global_rank(group, (group.rank() + hop) % group.size()) for hop in (1, -1))
             self.works = dist.batch_isend_irecv(
                 [
                     dist.P2POp(dist.isend, self.sent, following, group),

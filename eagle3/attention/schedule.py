@@ -44,8 +44,8 @@ class PrefixSchedule:
         if piece.visibility != "masked":
             return None
         queries, keys = self.query_rows[piece.queries, None], self.key_rows[None, piece.keys]
-        seen = keys <= queries
-        return seen if self.window is None else seen & (keys > queries - self.window)
+        visible = keys <= queries
+        return visible if self.window is None else visible & (keys > queries - self.window)
 
     def dense_pieces(self, bands: bool) -> Iterator[Piece]:
         """Yields all pieces. Unless `bands` are allowed, cuts banded pieces into masked ones, for kernels without
@@ -157,8 +157,8 @@ def _slices(whole: slice, width: int) -> Iterator[tuple[int, int]]:
 def _runs(queries: Tensor, firsts: Tensor, block: int, span: int) -> list[tuple[int, int]]:
     """Runs [start, stop) of at most `block` queries within one document. A run is also cut where two neighbours are
     more than `block` rows apart, and where it would reach over more than `span` rows."""
-    cut = (firsts.diff() != 0) | (queries.diff() > block)
-    bounds = [0, *(cut.nonzero().flatten() + 1).tolist(), len(queries)]
+    cuts = (firsts.diff() != 0) | (queries.diff() > block)
+    bounds = [0, *(cuts.nonzero().flatten() + 1).tolist(), len(queries)]
     reach = torch.searchsorted(queries.contiguous(), queries + span).tolist()
     runs = []
     for begin, end in zip(bounds, bounds[1:], strict=False):

@@ -82,8 +82,8 @@ class TTTAttention:
     def start(self, prefix: KeyValue) -> Exchange:
         """Starts to share this rank's K_0, V_0, for use in all steps. Every sequence rank has the same number of
         rows."""
-        joined = self.ulysses.to_heads(self.ulysses.replicate(torch.cat(prefix, -1)))
-        return self.ring.start(joined.unflatten(-1, (2, -1)).permute(2, 0, 1, 3))
+        key_value = self.ulysses.to_heads(self.ulysses.replicate(torch.cat(prefix, -1)))
+        return self.ring.start(key_value.unflatten(-1, (2, -1)).permute(2, 0, 1, 3))
 
     def __call__(
         self,
@@ -126,11 +126,11 @@ class _MergeOwn(torch.autograd.Function):
         out, lse, q, total, *own = ctx.saved_tensors
         gradients = [torch.empty_like(tensor) for tensor in (out, lse, q, *own)]
         for rows in ctx.chunks:
-            saved = (tensor[rows] for tensor in (grad, out, lse, q, total))
-            made = _merge_rows_backward(*saved, [x[rows] for x in own], ctx.scale)
-            for whole, part in zip(gradients, made, strict=True):
+            tensors = (tensor[rows] for tensor in (grad, out, lse, q, total))
+            parts = _merge_rows_backward(*tensors, [x[rows] for x in own], ctx.scale)
+            for whole, part in zip(gradients, parts, strict=True):
                 whole[rows] = part
-            del made, part
+            del parts, part
         return *gradients[:3], None, None, *gradients[3:]
 
 

@@ -238,7 +238,8 @@ def byte_level_tokenizer(rows: list[dict], vocab_size: int, context: int) -> Pre
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    bpe.train_from_iterator((text for row in rows for text in _texts(row)), trainer)
+    texts = ([row["text"]] if "text" in row else [turn["content"] for turn in row["messages"]] for row in rows)
+    bpe.train_from_iterator(texts, trainer)
     if bpe.get_vocab_size() < vocab_size:
         raise UserError(
             f"model.demo.vocab_size: {vocab_size}, but this text yields {bpe.get_vocab_size()} tokens; lower it"
@@ -252,10 +253,6 @@ def byte_level_tokenizer(rows: list[dict], vocab_size: int, context: int) -> Pre
         clean_up_tokenization_spaces=False,
         model_max_length=context,
     )
-
-
-def _texts(row: dict) -> list[str]:
-    return [row["text"]] if "text" in row else [turn["content"] for turn in row["messages"]]
 
 
 def _documents(tokenizer: PreTrainedTokenizerFast, rows: list[dict], longest: int, key: str) -> list[torch.Tensor]:

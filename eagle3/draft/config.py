@@ -1,13 +1,12 @@
 """The shape of a draft (sizes, rope, window): read from an exported config.json and written back to one."""
 
-import json
 import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from eagle3.errors import SharedUserError, UserError, shown
-from eagle3.parsing import parse_json
+from eagle3.parsing import read_json_object
 
 # The keys of each rope type: required, then optional.
 ROPE_TYPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -296,15 +295,8 @@ def drafted_tokens(chosen: int | None, target_vocab_size: int) -> int:
 
 
 def read_draft_config(path: Path) -> DraftConfig:
-    """Reads a draft's config.json. Raises UserError if the file is missing or not valid JSON."""
-    try:
-        values = parse_json(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise UserError(f"{path}: no such file; name the config.json of a draft") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not valid JSON ({error}); export the draft again or fix the file") from error
-    if not isinstance(values, dict):
-        raise UserError(f"{path}: holds {type(values).__name__}, not the fields of a config; export the draft again")
+    """Reads a draft's config.json. Raises UserError if it cannot be read, or describes no draft."""
+    values = read_json_object(path, "name the config.json of a draft", "export the draft again or fix the file")
     return DraftConfig.from_json(values, str(path))
 
 

@@ -27,7 +27,7 @@ def derive_draft(
 
     changes: fields of DraftConfig that override the derived ones; None keeps what is derived.
     """
-    chosen = {name: value for name, value in changes.items() if value is not None}
+    overrides = {name: value for name, value in changes.items() if value is not None}
     target = _full_attention_layer(target)
     values = {
         "target_hidden_size": _of(target, "hidden_size"),
@@ -36,16 +36,16 @@ def derive_draft(
         "draft_vocab_size": draft_vocab_size,
         "aux_layers": aux_layers,
         "token_ids": {name: getattr(target, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
-        **({} if chosen.keys() >= HEADS else _heads(target)),
-        **chosen,
+        **({} if overrides.keys() >= HEADS else _heads(target)),
+        **overrides,
     }
     values.setdefault("hidden_size", values["target_hidden_size"])
-    derived = {
+    rules = {
         "intermediate_size": _intermediate_size,
         "rope_parameters": derived_rope,
         "max_position_embeddings": partial(_of, name="max_position_embeddings"),
     }
-    return DraftConfig(**values, **{name: rule(target) for name, rule in derived.items() if name not in values})
+    return DraftConfig(**values, **{name: rule(target) for name, rule in rules.items() if name not in values})
 
 
 def _full_attention_layer(target: PretrainedConfig) -> PretrainedConfig:
@@ -73,14 +73,14 @@ def derived_rope(target: PretrainedConfig) -> dict[str, Any]:
                 "which the draft uses with model.draft.rope_parameters"
             )
         values = {"rope_parameters": rope["full_attention"]}
-    found = rope_parameters(values)
-    found.pop("partial_rotary_factor", None)
-    if not isinstance(found["rope_type"], str) or found["rope_type"] not in ROPE_TYPES:
+    draft_rope = rope_parameters(values)
+    draft_rope.pop("partial_rotary_factor", None)
+    if not isinstance(draft_rope["rope_type"], str) or draft_rope["rope_type"] not in ROPE_TYPES:
         raise UserError(
-            f"target config: rope_type {found['rope_type']!r} is not one that a draft can have "
+            f"target config: rope_type {draft_rope['rope_type']!r} is not one that a draft can have "
             f"({', '.join(ROPE_TYPES)}); give the draft one with model.draft.rope_parameters"
         )
-    return found
+    return draft_rope
 
 
 def _heads(target: PretrainedConfig) -> dict[str, int]:
@@ -107,10 +107,10 @@ def _intermediate_size(target: PretrainedConfig) -> int:
     or, without that key, intermediate_size."""
     dense = getattr(target, "intermediate_size_mlp", None)
     experts = getattr(target, "num_local_experts", None) or getattr(target, "num_experts", None)
-    chosen = getattr(target, "num_experts_per_tok", None) or 1
+    active = getattr(target, "num_experts_per_tok", None) or 1
     if getattr(target, "moe_intermediate_size", None):
-        return max(chosen * _of(target, "moe_intermediate_size"), getattr(target, "intermediate_size", None) or 0)
-    return dense or _of(target, "intermediate_size") * (chosen if experts else 1)
+        return max(active * _of(target, "moe_intermediate_size"), getattr(target, "intermediate_size", None) or 0)
+    return dense or _of(target, "intermediate_size") * (active if experts else 1)
 
 
 def _of(target: PretrainedConfig, name: str) -> int:

@@ -50,10 +50,10 @@ class ExportedDraft:
     origin: str  # where it was read, for messages
 
 
-def exported_tensors(named: dict[str, Tensor]) -> dict[str, Tensor]:
+def exported_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Renames tensors from Eagle3Draft's parameter names to exported names (weights or gradients, all or some)."""
     exported: dict[str, Tensor] = {}
-    for parameter, tensor in named.items():
+    for parameter, tensor in tensors.items():
         names = _NAMES.get(parameter, (parameter,))
         exported |= zip(names, tensor.chunk(len(names)), strict=True)
     return exported
@@ -73,14 +73,14 @@ def shard(whole: Tensor, parameter: Tensor, group: dist.ProcessGroup) -> Tensor:
     size = -(-length // group.size())
     start = min(group.rank() * size, length)
     part = runs.narrow(dim + 1, start, min(size, length - start))
-    missing = list(part.shape)
-    missing[dim + 1] = size - part.shape[dim + 1]
-    if missing[dim + 1]:
-        part = torch.cat((part, part.new_zeros(missing)), dim + 1)
+    padding = list(part.shape)
+    padding[dim + 1] = size - part.shape[dim + 1]
+    if padding[dim + 1]:
+        part = torch.cat((part, part.new_zeros(padding)), dim + 1)
     return part.flatten(dim, dim + 1)
 
 
-def whole_tensors(named: dict[str, Tensor], draft: Eagle3Draft, group: dist.ProcessGroup) -> dict[str, Tensor]:
+def whole_tensors(tensors: dict[str, Tensor], draft: Eagle3Draft, group: dist.ProcessGroup) -> dict[str, Tensor]:
     """Joins the ranks' parts of tensors (weights or gradients, by parameter name of `draft`) into whole tensors on
     every rank.
 
@@ -89,9 +89,9 @@ def whole_tensors(named: dict[str, Tensor], draft: Eagle3Draft, group: dist.Proc
     in a group of one rank, are returned as they are.
     """
     if group.size() == 1:
-        return dict(named)
+        return dict(tensors)
     parameters, whole = dict(draft.named_parameters()), {}
-    for name, tensor in named.items():
+    for name, tensor in tensors.items():
         parameter = parameters[name]
         assert tensor.shape == parameter.shape, f"{name}: {tensor.shape} is not a rank's part, {parameter.shape}"
         if not is_cut(parameter):
@@ -217,8 +217,8 @@ def read_exported(folder: Path, weights_name: str = WEIGHTS) -> ExportedDraft:
             raise UserError(f"{path}: {name} ({kind}) is missing; this is not an EAGLE3 draft")
     d2t, t2d = tensors.pop("d2t"), tensors.pop("t2d")
     sizes = len(d2t), len(t2d)
-    agreeing = torch.equal(t2d.nonzero().flatten(), torch.arange(len(d2t)) + d2t)
-    if sizes != (config.draft_vocab_size, config.vocab_size) or not agreeing:
+    consistent = torch.equal(t2d.nonzero().flatten(), torch.arange(len(d2t)) + d2t)
+    if sizes != (config.draft_vocab_size, config.vocab_size) or not consistent:
         raise UserError(f"{path}: d2t and t2d do not agree with each other or with config.json; export the draft again")
     return ExportedDraft(config, tensors, d2t, t2d, str(folder))
 
@@ -228,8 +228,8 @@ def tensor_digest(tensors: dict[str, Tensor]) -> str:
     dtype, shape), then its bytes."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
-        described = [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
-        digest.update(json.dumps(described).encode() + b"\n")
+        header = [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+        digest.update(json.dumps(header).encode() + b"\n")
         digest.update(tensor.flatten().view(torch.uint8).numpy())
     return digest.hexdigest()
 

@@ -78,13 +78,13 @@ class Sampled:
         count, q = len(proposal.tokens), proposal.probabilities
         assert q is not None, "a sampled chain brings the probabilities that it was drawn from"
         p = self.probabilities(logits)
-        drafted = proposal.tokens[:, None]
+        index = proposal.tokens[:, None]
         threshold = torch.rand(count, dtype=p.dtype, device=p.device, generator=self.generator)
-        kept = threshold * q.gather(1, drafted)[:, 0] < p[:count].gather(1, drafted)[:, 0]
-        accepted = int(kept.int().cumprod(0).sum())
-        left = p[count] if accepted == count else (p[accepted] - q[accepted]).clamp(min=0)
+        mask = threshold * q.gather(1, index)[:, 0] < p[:count].gather(1, index)[:, 0]
+        accepted = int(mask.int().cumprod(0).sum())
+        weights = p[count] if accepted == count else (p[accepted] - q[accepted]).clamp(min=0)
         drafts = proposal.tokens.tolist()
-        return Verification(drafts, accepted, drafts[:accepted] + self.pick(left[None]).tolist())
+        return Verification(drafts, accepted, drafts[:accepted] + self.pick(weights[None]).tolist())
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """softmax(logits / temperature): [N, V] fp64."""

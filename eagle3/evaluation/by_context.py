@@ -129,8 +129,8 @@ def ratio_intervals(counts: np.ndarray, verifications: np.ndarray, seed: int) ->
     in 91 with 8; two or three can only give the range that they span, which is less. Conversations without a
     verification are left out; the result is None if fewer than two remain.
     """
-    told = verifications > 0
-    counts, verifications, conversations = counts[told], verifications[told], int(told.sum())
+    valid = verifications > 0
+    counts, verifications, conversations = counts[valid], verifications[valid], int(valid.sum())
     if conversations < 2:
         return None
     times = np.random.default_rng(seed).multinomial(

@@ -145,8 +145,8 @@ class ChainDrafter:
         """Append rows: aux [N, 3Ht], next_tokens [N]."""
         fused = self.draft.fuse(aux.to(self.prefix.dtype))
         positions = torch.arange(self.rows, self.rows + len(fused), device=fused.device)
-        for kept, new in zip(self.prefix, self.draft.prefix(fused, next_tokens, positions), strict=True):
-            kept[self.rows : self.rows + len(fused)] = new
+        for cache, rows in zip(self.prefix, self.draft.prefix(fused, next_tokens, positions), strict=True):
+            cache[self.rows : self.rows + len(fused)] = rows
         self.rows += len(fused)
         self.hidden, self.next_token, self.position = fused[-1:], next_tokens[-1:], positions[-1:]
 
@@ -157,8 +157,8 @@ class ChainDrafter:
         hidden, token, own = self.hidden, self.next_token, ()
         tokens, probabilities = [], []
         for step in range(count):
-            q, *made = self.draft.project(hidden, token, self.position + step, first=step == 0)
-            own = (*own, KeyValue(*made)) if made else own
+            q, *key_value = self.draft.project(hidden, token, self.position + step, first=step == 0)
+            own = (*own, KeyValue(*key_value)) if key_value else own
             hidden = self.draft.finish(hidden, self.attention(q, shared, self._schedules(step), own))
             drawn = rule.draw(self.draft.logits(hidden))
             token = drawn.tokens + self.d2t[drawn.tokens]
@@ -171,8 +171,8 @@ class ChainDrafter:
         """The last row's query at `step` against the keys in its window, apart from the chain's own."""
         window = self.draft.draft_config.window
         first = 0 if window is None else max(0, self.rows - window + step)
-        seen = Piece(slice(0, 1), slice(first, self.rows), "full")
-        return (PrefixSchedule(self.position, self.position, (seen,)),)  # its rows are not read
+        prefix = Piece(slice(0, 1), slice(first, self.rows), "full")
+        return (PrefixSchedule(self.position, self.position, (prefix,)),)  # its rows are not read
 
     def _over_target(self, probabilities: Tensor) -> Tensor:
         """[K, Vd] -> [K, V], with 0 for tokens that the draft cannot propose."""

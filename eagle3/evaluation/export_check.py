@@ -43,8 +43,8 @@ def check_export(folder: Path) -> str:
     if run.returncode == 0:
         return run.stdout.splitlines()[-1]
     errors = run.stderr.splitlines()
-    said = [line.removeprefix("error: ") for line in errors if line.startswith("error: ")]
-    if run.returncode == 2 and said:
-        raise UserError(said[-1])
+    messages = [line.removeprefix("error: ") for line in errors if line.startswith("error: ")]
+    if run.returncode == 2 and messages:
+        raise UserError(messages[-1])
     last = next((line.strip() for line in reversed(errors) if line.strip()), "it said nothing")
     raise NotChecked(f"{folder}: not checked: SGLang does not start here (exit code {run.returncode}: {last})")

@@ -69,7 +69,7 @@ class Judgement:
         trained, speed = self.trained, self.speed
         positions = " ".join(f"{share:.2f}" for share in trained.position_acceptance)
         return [
-            f"acceptance length {trained.acceptance_length:.2f} (tokens a verification: accepted drafts and the "
+            f"acceptance length {trained.acceptance_length:.2f} (tokens per verification: accepted drafts and the "
             "target's own)",
             *self.window.lines(),
             *([f"untrained draft: acceptance length {self.untrained.acceptance_length:.2f}"] if self.untrained else []),
@@ -83,11 +83,11 @@ class Judgement:
     def _counts(self) -> str:
         """How the verifications' tokens add up to the output."""
         trained = self.trained
-        beyond = trained.yielded + trained.conversations - trained.new_tokens  # each prefill gives one token
-        cut = f", less {beyond:,} beyond the answers' length" if beyond else ""
+        excess = trained.yielded + trained.conversations - trained.new_tokens  # each prefill gives one token
+        correction = f", less {excess:,} beyond the answers' length" if excess else ""
         return (
             f"{trained.yielded:,} tokens from {counted(trained.verifications, 'verification')}, and "
-            f"{trained.conversations:,} from the prefills{cut}: {trained.new_tokens:,} put out"
+            f"{trained.conversations:,} from the prefills{correction}: {trained.new_tokens:,} put out"
         )
 
     def _comparison(self) -> str:
@@ -211,20 +211,20 @@ def judge_by_context(
     drafter = chain_drafter(target, draft, d2t)
     contexts, left_out = [], []
     for context, prompts in buckets:
-        what, why, decoded = f"context {context:,}", "no text is of that length", []
+        label, reason, decoded = f"context {context:,}", "no text is of that length", []
         if prompts:
-            report(f"{what}: {counted(len(prompts), 'prompt')}")
-            why = "the target ends all with their first token"
+            report(f"{label}: {counted(len(prompts), 'prompt')}")
+            reason = "the target ends all with their first token"
             try:
                 decoded = decode_conversations(
-                    target, drafter, prompts, decoding, what=what, timed=False, report=report
+                    target, drafter, prompts, decoding, task=label, timed=False, report=report
                 )
             except torch.OutOfMemoryError as error:  # keep what has been measured so far
-                why = f"out of memory ({first_sentence(error)})"
+                reason = f"out of memory ({first_sentence(error)})"
         if any(each.verifications for each in decoded):
             contexts.append(ContextAcceptance.over(context, decoded, decoding.draft_tokens, decoding.sampling.seed))
             continue
-        report(f"{what}: left out, {why}")
+        report(f"{label}: left out, {reason}")
         left_out.append(context)
     if not contexts:
         raise UserError(

@@ -18,7 +18,7 @@ from eagle3.text.chat import tokenized
 from eagle3.text.conversations import Conversation, read_conversations
 from eagle3.text.rows import KINDS
 from eagle3.text.samples import SampleSet
-from eagle3.text.template import Choices, Unusable, as_template_reads, chosen_template, renderer
+from eagle3.text.template import Choices, Unusable, as_template_reads, choose_template, renderer
 
 
 def longest_prompt(context: int, new_tokens: int, room: int) -> int:
@@ -37,13 +37,13 @@ def choose_prompts(samples: SampleSet, count: int, longest: int) -> list[Tensor]
     starts = [(sample.ids, int(sample.loss_mask.int().argmax())) for sample in samples]
     fitting = [ids[:start] for ids, start in starts if 0 < start <= longest]
     if not fitting:
-        found = f"none of {len(samples)} held-out samples has a prompt of 1 to {longest} tokens"
+        problem = f"none of {len(samples)} held-out samples has a prompt of 1 to {longest} tokens"
         raise UserError(
-            f"evaluation: {found if len(samples) else 'nothing is held out'}; name such samples in data.held_out, "
+            f"evaluation: {problem if len(samples) else 'nothing is held out'}; name such samples in data.held_out, "
             "raise data.held_out_fraction, or set evaluation.conversations=0"
         )
-    chosen = torch.linspace(0, len(fitting) - 1, min(count, len(fitting))).round().long()
-    return [fitting[index] for index in chosen.tolist()]
+    indices = torch.linspace(0, len(fitting) - 1, min(count, len(fitting))).round().long()
+    return [fitting[index] for index in indices.tolist()]
 
 
 def read_prompts(
@@ -102,17 +102,17 @@ def _prompt(
         if conversation.messages is None:
             text, plain = conversation.text, choices.text == "plain"  # rendered text has its own special tokens
         else:
-            template = chosen_template(tokenizer, chat_template, conversation.tools, conversation.origin)
+            template = choose_template(tokenizer, chat_template, conversation.tools, conversation.origin)
             render = renderer(tokenizer, template, conversation, choices)
-            asked = as_template_reads(_asked(conversation), template, choices.reasoning, render)
-            text, plain = render(asked, generation_prompt=True), False
+            messages = as_template_reads(_prompt_messages(conversation), template, choices.reasoning, render)
+            text, plain = render(messages, generation_prompt=True), False
         ids = tokenized(tokenizer, text, add_special_tokens=plain)["input_ids"]
     except Unusable as reason:
         raise UserError(f"{conversation.origin}: {reason}; fix the row") from reason
     return torch.tensor(ids, dtype=torch.long)
 
 
-def _asked(conversation: Conversation) -> list[dict]:
+def _prompt_messages(conversation: Conversation) -> list[dict]:
     """The messages before the last answer."""
     messages = list(conversation.messages)
     while messages and messages[-1]["role"] == "assistant":
@@ -177,7 +177,7 @@ def _bucketed(
     longest: int,
     refusal: str,
 ) -> list[ContextPrompts]:
-    """Sort texts into buckets. Without given contexts, the last bucket is not empty.
+    """Sort texts into buckets. If no contexts are given, the last bucket is not empty.
 
     texts: each with the places where it may be cut, ascending
     refusal: message of the UserError if no bucket has a prompt
@@ -186,11 +186,11 @@ def _bucketed(
     cuts = np.array([_cuts(places, buckets, longest) for _, places in texts], np.int64).reshape(-1, len(buckets))
     if not cuts.any():
         raise UserError(refusal)
-    found = [
-        ContextPrompts(bucket, [texts[index][0][: lengths[index]] for index in chosen])
-        for bucket, lengths, chosen in zip(buckets, cuts.T, _chosen(cuts, per_context), strict=True)
+    prompts = [
+        ContextPrompts(bucket, [texts[index][0][: lengths[index]] for index in indices])
+        for bucket, lengths, indices in zip(buckets, cuts.T, _choose(cuts, per_context), strict=True)
     ]
-    return found if contexts is not None else found[: 1 + int(cuts.any(0).nonzero()[0][-1])]
+    return prompts if contexts is not None else prompts[: 1 + int(cuts.any(0).nonzero()[0][-1])]
 
 
 def _cuts(rows: np.ndarray, buckets: Sequence[int], longest: int) -> np.ndarray:
@@ -199,14 +199,14 @@ def _cuts(rows: np.ndarray, buckets: Sequence[int], longest: int) -> np.ndarray:
     return np.where(2 * last > buckets, last, 0)
 
 
-def _chosen(cuts: np.ndarray, count: int) -> list[list[int]]:
-    """Up to `count` texts for each bucket. cuts: [texts, buckets]. Longer buckets have fewer texts, so choose first."""
-    chosen, earlier = [], []
+def _choose(cuts: np.ndarray, count: int) -> list[list[int]]:
+    """Up to `count` texts for each bucket. cuts: [texts, buckets]. Long contexts have the fewest, so choose first."""
+    choices, earlier = [], []
     for lengths in cuts.T[::-1]:
-        kept = [index for index in earlier if lengths[index]][:count]
-        others = np.setdiff1d(np.flatnonzero(lengths), kept)
-        wanted = min(count - len(kept), len(others))
-        spread = np.linspace(0, len(others) - 1, wanted).round().astype(int) if wanted else []
-        chosen.append(sorted([*kept, *(int(others[place]) for place in spread)]))
-        earlier += [index for index in chosen[-1] if index not in earlier]
-    return chosen[::-1]
+        reused = [index for index in earlier if lengths[index]][:count]
+        others = np.setdiff1d(np.flatnonzero(lengths), reused)
+        extra = min(count - len(reused), len(others))
+        spread = np.linspace(0, len(others) - 1, extra).round().astype(int) if extra else []
+        choices.append(sorted([*reused, *(int(others[place]) for place in spread)]))
+        earlier += [index for index in choices[-1] if index not in earlier]
+    return choices[::-1]

@@ -61,17 +61,17 @@ class DraftTree(NamedTuple):
         """The tree; without `tokens`, as many as a chain has, or topk per step. Raises UserError if there is none."""
         if topk < 1:
             raise UserError(f"--topk {topk}: a node has at least one branch; leave it out for a chain")
-        drafted = topk + (steps - 1) * topk**2  # each step opens topk branches of each of the topk best nodes
+        nodes = topk + (steps - 1) * topk**2  # each step opens topk branches of each of the topk best nodes
         tokens = (steps * topk if topk > 1 else steps) + 1 if tokens is None else tokens
         if topk == 1 and tokens != steps + 1:
             raise UserError(
                 f"--tree-tokens {tokens}: a chain of evaluation.draft_tokens={steps} has {steps + 1}; leave it out, "
                 "or set --topk to 2 or more for a tree"
             )
-        if not 2 <= tokens <= drafted + 1:
+        if not 2 <= tokens <= nodes + 1:
             raise UserError(
                 f"--tree-tokens {tokens}: with evaluation.draft_tokens={steps} and --topk {topk} a tree has 2 to "
-                f"{drafted + 1}; choose such a number"
+                f"{nodes + 1}; choose such a number"
             )
         return cls(steps, topk, tokens)
 
@@ -111,14 +111,14 @@ def judge_by_sglang(
     flags = [*decoding_flags(), *attention]
     report("starting SGLang with the draft")
     with SGLangServer(options, [*flags, *speculative_flags(str(exported), *tree, window)], report=report) as server:
-        drafted = decode_by_server(server, prompts, new_tokens, report)
-    result = count_drafted(drafted, tree.steps)
+        speculative = decode_by_server(server, prompts, new_tokens, report)
+    result = count_drafted(speculative, tree.steps)
     report(f"acceptance length {result.acceptance_length:.2f}; starting SGLang without the draft")
     with SGLangServer(options, flags, report=report) as server:
         plain = decode_by_server(server, prompts, new_tokens, report)
         verdicts = [
             compare_by_server(server, prompt, one.answer.tokens, other.answer.tokens, logits)
-            for prompt, one, other in zip(prompts, drafted, plain, strict=True)
+            for prompt, one, other in zip(prompts, speculative, plain, strict=True)
         ]
     for number, verdict in enumerate(verdicts, start=1):
         if verdict == "mismatch":
@@ -152,38 +152,38 @@ def decode_by_server(
     return answers
 
 
-def count_drafted(drafted: Sequence[TimedAnswer], steps: int) -> SpeculativeResult:
+def count_drafted(answers: Sequence[TimedAnswer], steps: int) -> SpeculativeResult:
     """The figures of a server with a draft (the module docstring says how it counts); all others are 0."""
-    histograms = [each.answer.histogram for each in drafted]
+    histograms = [each.answer.histogram for each in answers]
     most = max(map(len, histograms))
     assert most <= steps + 1, f"SGLang accepted {most - 1} drafts at once, drafted were {steps}"
     histogram = [sum(counts) for counts in itertools.zip_longest(*histograms, fillvalue=0)]
     if not sum(histogram):
         raise UserError(
-            f"evaluation: the target ends all {len(drafted)} conversations with their first token, so nothing can be "
+            f"evaluation: the target ends all {len(answers)} conversations with their first token, so nothing can be "
             "measured; use other conversations"
         )
     return SpeculativeResult(
-        conversations=len(drafted),
+        conversations=len(answers),
         draft_tokens=steps,
-        new_tokens=sum(len(each.answer.tokens) for each in drafted),
+        new_tokens=sum(len(each.answer.tokens) for each in answers),
         verifications=sum(histogram),
-        yielded=sum(_yielded(each.answer) for each in drafted),
+        yielded=sum(_yielded(each.answer) for each in answers),
         accepted=[sum(histogram[depth + 1 :]) for depth in range(steps)],
         identical=0,
         ties=0,
         mismatches=0,
-        seconds_speculative=sum(each.seconds for each in drafted),
+        seconds_speculative=sum(each.seconds for each in answers),
         seconds_plain=0.0,
     )
 
 
 def _yielded(answer: GreedyAnswer) -> int:
     """Tokens that the verifications added, up to the first EOS."""
-    counted = sum(count * (accepted + 1) for accepted, count in enumerate(answer.histogram))
-    put_out = len(answer.tokens) - 1  # the first is the prefill's
-    assert counted >= put_out, f"SGLang counts {counted} tokens of verifications where it puts out {put_out}"
-    return put_out if answer.stopped else counted
+    total = sum(count * (accepted + 1) for accepted, count in enumerate(answer.histogram))
+    new_tokens = len(answer.tokens) - 1  # the first is the prefill's
+    assert total >= new_tokens, f"SGLang counts {total} tokens of verifications where it puts out {new_tokens}"
+    return new_tokens if answer.stopped else total
 
 
 def compare_by_server(

@@ -1,6 +1,7 @@
 """Judge a trained draft by real speculative decoding with its target; greedy output is compared with plain decoding.
 
-A conversation is decoded one token at a time, and by verified drafts; the figures are over many conversations.
+Each conversation is decoded twice: one token at a time, and from drafts that the target verifies. Results are counts
+over many conversations.
 """
 
 import itertools
@@ -22,7 +23,7 @@ from eagle3.evaluation.acceptance import AcceptanceRule, Decoding, Greedy, Verif
 from eagle3.evaluation.drafter import ChainDrafter, Drafter, NewDrafter
 from eagle3.targets.transformers import TransformersTarget
 
-CANDIDATES = 8  # best logits of each position that plain decoding keeps, to tell a tie from a mismatch
+CANDIDATES = 8  # how many of the best logits plain decoding keeps per position, to tell a tie from a mismatch
 
 Verdict = Literal["identical", "tie", "mismatch"]
 
@@ -44,8 +45,9 @@ class PlainOutput(NamedTuple):
 
 
 class TargetSession:
-    """A target that decodes one conversation (batch 1) with its KV cache. Raises UserError for a target with a
-    recurrent state, because what a rejected draft did to the state cannot be undone."""
+    """A target that decodes one conversation (batch 1) with its KV cache. can_forget: whether `forget` will be used.
+    Raises UserError for a target with a recurrent state, because what a rejected draft did to that state cannot be
+    undone."""
 
     def __init__(self, target: TransformersTarget, *, can_forget: bool) -> None:
         self.target = target
@@ -78,7 +80,7 @@ def speculative(
     draft_tokens: int,
     new_tokens: int,
 ) -> SpeculativeOutput:
-    """Decode `new_tokens` after prompt [P], or up to and including the target's EOS, by drafts that `rule` verifies.
+    """Decode up to `new_tokens` tokens after prompt [P], stopping after an EOS, with drafts that `rule` verifies.
 
     drafter: a new one, with room for P + new_tokens rows on the target's device
 
@@ -91,16 +93,16 @@ def speculative(
     prompt = prompt.to(target.device)
     verifications = []
     with target.captured_layers() as captured:
-        chosen = rule.draw(session.forward(prompt, rows=1)).tokens
-        aux, following = _aux(captured, target), torch.cat((prompt[1:], chosen))
-        tokens = chosen.tolist()
+        first = rule.draw(session.forward(prompt, rows=1)).tokens
+        aux, next_tokens = _aux(captured, target), torch.cat((prompt[1:], first))
+        tokens = first.tolist()
         while len(tokens) < new_tokens and tokens[-1] not in ends:
-            drafter.extend(aux, following)
+            drafter.extend(aux, next_tokens)
             proposal = drafter.propose(draft_tokens, rule)
-            logits = session.forward(torch.cat((following[-1:], proposal.tokens)), rows=draft_tokens + 1)
+            logits = session.forward(torch.cat((next_tokens[-1:], proposal.tokens)), rows=draft_tokens + 1)
             drafts, accepted, added = rule.verify(proposal, logits)
             session.forget(draft_tokens - accepted)
-            aux, following = _aux(captured, target)[: accepted + 1], following.new_tensor(added)
+            aux, next_tokens = _aux(captured, target)[: accepted + 1], next_tokens.new_tensor(added)
             end = next((place for place, token in enumerate(added, 1) if token in ends), len(added))
             verifications.append(Verification(drafts, min(accepted, end), added[:end]))
             tokens += added[:end]
@@ -109,15 +111,15 @@ def speculative(
 
 @torch.no_grad()
 def plain_greedy(target: TransformersTarget, prompt: Tensor, *, new_tokens: int) -> PlainOutput:
-    """Decode `new_tokens` after prompt [P], or up to and including the target's EOS, one token per forward."""
-    tokens, kept = [], []
+    """Decode up to `new_tokens` tokens after prompt [P], stopping after an EOS, one token per forward."""
+    tokens, candidates = [], []
     for token, logits in _one_by_one(target, prompt, Greedy(), new_tokens):
         best = logits.float().topk(min(CANDIDATES, len(logits)))
         # A model that converts its logits to a wider dtype does not make them more exact.
         rounded = logits.to(target.head.embedding.dtype)
-        kept.append((best.indices, best.values, tie_resolution(rounded, len(target.layers))))
+        candidates.append((best.indices, best.values, tie_resolution(rounded, len(target.layers))))
         tokens.append(token)
-    return PlainOutput(tokens, *(torch.stack(column).cpu() for column in zip(*kept, strict=True)))
+    return PlainOutput(tokens, *(torch.stack(column).cpu() for column in zip(*candidates, strict=True)))
 
 
 @torch.no_grad()
@@ -142,16 +144,17 @@ def _one_by_one(
 
 
 def tie_resolution(logits: Tensor, layers: int) -> Tensor:
-    """How far rounding alone may move two logits relative to each other, between forwards over one token and over many.
+    """How far rounding alone may move two logits relative to each other, between a forward over one token and a forward
+    over many.
 
     logits: [V], of one position
 
-    Returns an fp32 scalar. Rounding a stream to a precision of `eps` at each of 2 x layers additions moves a logit by
-    about 0.4 eps sqrt(2 layers) of the logits' standard deviation. (0.28 if there were only additions; independent
-    roundings add in quadrature, and a random error of the hidden state reaches the logits like the state itself.) fp32
-    sums of thousands of products lose more than their last bit; at most 64 eps is assumed for them. The factor of three
-    sqrt(2 layers) leaves five standard deviations for a pair. Half an eps for rounding either logit itself, in both
-    forwards, is added.
+    Returns an fp32 scalar. Rounding the residual stream to precision `eps` at each of its 2 x layers additions moves a
+    logit by about 0.4 eps sqrt(2 layers) standard deviations of the logits. (The additions alone would give 0.28:
+    independent roundings add in quadrature, and a random error of the hidden state reaches the logits as the state
+    itself does.) fp32 sums of thousands of products lose more than their last bit, so eps is taken as at least 64 eps
+    of fp32. The bound of 3 eps sqrt(2 layers) is five standard deviations of the difference of two logits. Half an eps
+    is added for rounding each of the two logits in each of the two forwards.
     """
     precision = torch.finfo(logits.dtype).eps
     state = max(precision, 64 * torch.finfo(torch.float32).eps)
@@ -195,7 +198,7 @@ class DecodedConversation:
         return sum(len(each.tokens) for each in self.verifications)
 
     def accepted(self, draft_tokens: int) -> list[int]:
-        """[draft_tokens]: how many verifications accepted all of the drafts 0..i."""
+        """For each i < draft_tokens: how many verifications accepted all of the drafts 0..i."""
         return [sum(each.accepted > i for each in self.verifications) for i in range(draft_tokens)]
 
 
@@ -221,7 +224,8 @@ class SpeculativeResult:
 
     @classmethod
     def over(cls, decoded: Sequence[DecodedConversation], draft_tokens: int) -> "SpeculativeResult":
-        """Sum up the conversations. Raises UserError if the target ends every one of them at its first token."""
+        """Sum up the conversations. Raises UserError if every conversation ends with its first token, because then
+        nothing was verified."""
         verifications = sum(len(each.verifications) for each in decoded)
         if not verifications:
             raise UserError(
@@ -262,7 +266,7 @@ class SpeculativeResult:
 
     @property
     def lossless(self) -> bool | None:
-        """Whether no output differs from plain decoding, except by ties; None if they were not compared."""
+        """Whether every output equals plain decoding, ties aside; None if they were not compared."""
         return self.mismatches == 0 if self.compared else None
 
     def as_dict(self) -> dict[str, Any]:
@@ -276,7 +280,7 @@ class SpeculativeResult:
 
 def chain_drafter(target: TransformersTarget, draft: Eagle3Draft, d2t: Tensor) -> NewDrafter:
     """A factory that makes a drafter for each conversation. d2t [Vd] and the draft are on the target's device. Raises
-    UserError if the draft reads other layers than `target` gives."""
+    UserError if the draft reads layers that `target` does not capture."""
     layers = draft.draft_config.aux_layers
     if layers is not None and layers != target.aux_layers:
         raise UserError(
@@ -294,19 +298,19 @@ def decode_conversations(
     *,
     timed: bool = True,
     report: Say = lambda _: None,
-    what: str = "speculative decoding",
+    task: str = "speculative decoding",
 ) -> list[DecodedConversation]:
     """Decode every prompt (int64 [P]) speculatively and plainly.
 
-    timed: whether to decode plainly even if only the time is of interest, i.e. if tokens are sampled
-    report: gets progress lines that begin with `what`
+    timed: whether sampled runs also decode plainly, for the time alone (greedy runs always do)
+    report: gets progress lines that begin with `task`
 
     Raises UserError for a prompt that is empty, or leaves no room for its answer in the target's context.
     """
     draft_tokens, new_tokens, sampling = decoding.draft_tokens, decoding.new_tokens, decoding.sampling
     _check(target, prompts, draft_tokens, new_tokens)
     rule = sampling.rule(target.device)
-    progress = Progress(report, what, len(prompts), "conversations")
+    progress = Progress(report, task, len(prompts), "conversations")
     decoded: list[DecodedConversation] = []
     for number, prompt in enumerate(prompts, start=1):
         start = time.perf_counter()
@@ -314,16 +318,16 @@ def decode_conversations(
         output = speculative(target, drafter, prompt, rule, draft_tokens=draft_tokens, new_tokens=new_tokens)
         middle = time.perf_counter()
         progress.at(number - 1)  # shows that a long prompt is making progress
-        verdict, plain_tokens, began = None, 0, time.perf_counter()
+        verdict, plain_tokens, begin = None, 0, time.perf_counter()
         if sampling.greedy:
             plain = plain_greedy(target, prompt, new_tokens=new_tokens)
             verdict, plain_tokens = compare(output.tokens, plain), len(plain.tokens)
         elif timed:
             plain_tokens = len(plain_sampled(target, prompt, rule, new_tokens=new_tokens))
-        decoded.append(DecodedConversation(output, verdict, plain_tokens, middle - start, time.perf_counter() - began))
+        decoded.append(DecodedConversation(output, verdict, plain_tokens, middle - start, time.perf_counter() - begin))
         if verdict == "mismatch":
             _, place = first_difference(output.tokens, plain.tokens)
-            report(Warned(f"{what}: conversation {number} differs from plain decoding at new token {place}"))
+            report(Warned(f"{task}: conversation {number} differs from plain decoding at new token {place}"))
         length = sum(each.yielded for each in decoded) / max(1, sum(len(each.verifications) for each in decoded))
         progress.at(number, extra=f"acceptance length {length:.2f}")
     return decoded
@@ -332,8 +336,9 @@ def decode_conversations(
 def compare(tokens: Sequence[int], plain: PlainOutput) -> Verdict:
     """Compare speculative output with plain output.
 
-    A first difference is a tie if plain decoding rated the other token within its resolution of the best. After a tie,
-    the texts are equally right and are not compared. Anything else is a mismatch, a different length included.
+    The first difference is a tie if, in plain decoding, the logit of the other token is within `resolution` of the
+    best. After a tie both texts are equally right, so the rest is not compared. Anything else is a mismatch, including
+    a different length.
     """
     verdict, first = first_difference(tokens, plain.tokens)
     if verdict:
@@ -354,8 +359,8 @@ def _check(target: TransformersTarget, prompts: Sequence[Tensor], draft_tokens: 
             raise UserError(f"evaluation: prompt {number} has no tokens; leave it out")
         if context and len(prompt) + new_tokens - 1 + draft_tokens > context:  # end of the last possible chain
             raise UserError(
-                f"evaluation: prompt {number} has {len(prompt)} tokens, which with {new_tokens} new and {draft_tokens} "
-                f"drafted exceed the target's context of {context}; use shorter prompts or lower evaluation.new_tokens"
+                f"evaluation: prompt {number} has {len(prompt)} tokens; with {new_tokens} new and {draft_tokens} draft "
+                f"tokens it exceeds the context of {context}; use shorter prompts or lower evaluation.new_tokens"
             )
 
 

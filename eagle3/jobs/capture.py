@@ -29,14 +29,14 @@ PATIENCE = datetime.timedelta(days=7)
 MOST_LINES = 20
 
 
-def verify(job: Job, wanted: dict[str, Wanted], console: Console, repair: bool, bind: bool) -> bool:
+def verify(job: Job, samples: dict[str, Wanted], console: Console, repair: bool, bind: bool) -> bool:
     """Report what is wrong with the store. Returns whether it is whole.
 
     repair: delete what is wrong
     bind: if nothing is wrong, bind shards of older versions to the store
     """
     path = job.recipe.hidden_states.path
-    findings = check_store(path, store_provenance(job), wanted, console)
+    findings = check_store(path, store_provenance(job), samples, console)
     whole, bound = not findings.problems, None
     for problem in findings.problems[:MOST_LINES]:
         console.result(str(problem))
@@ -85,11 +85,11 @@ class ShareCourse:
 
     def __init__(self, samples: int, tokens: int, say: Say, at: Callable[[str], None]) -> None:
         self.progress = Progress(say, "capturing this share", tokens, "tokens")
-        self.samples, self.at, self.begun, self.place = samples, at, 0, ""
+        self.samples, self.at, self.count, self.place = samples, at, 0, ""
 
     def begin(self, samples: int) -> None:
-        self.place = f"capturing sample {self.begun + 1} of {self.samples}"
-        self.begun += samples
+        self.place = f"capturing sample {self.count + 1} of {self.samples}"
+        self.count += samples
         self.at(self.place)
 
     def advance(self, tokens: int) -> None:
@@ -98,7 +98,7 @@ class ShareCourse:
 
 
 def fill(
-    job: Job, wanted: dict[str, Wanted], part: Part, topology: Topology, console: Console, watchdog: Watchdog
+    job: Job, samples: dict[str, Wanted], part: Part, topology: Topology, console: Console, watchdog: Watchdog
 ) -> None:
     """Capture what the store lacks of this job's part. Returns when every rank has finished its share."""
     path, sequence = job.recipe.hidden_states.path, topology.sequence
@@ -106,7 +106,7 @@ def fill(
     alone = together.split(sequence.rank(), sequence.size())
     watchdog.at("opening the store")
     with waiting(console, f"opening {path}"):
-        opened = agreed(
+        store = agreed(
             lambda: StoreWriter(
                 path,
                 provenance(job),
@@ -117,15 +117,15 @@ def fill(
                 report=console,
             )
         )
-    with opened as writer:
-        missing = {sample_id: one for sample_id, one in wanted.items() if sample_id not in writer.known}
+    with store as writer:
+        missing = {sample_id: one for sample_id, one in samples.items() if sample_id not in writer.known}
         need = agreed(lambda: require_disk(Path(path), list(missing.values()), writer.encoding))
-        console(f"{path}: {len(wanted)} samples, {len(wanted) - len(missing)} already stored; {need}")
+        console(f"{path}: {len(samples)} samples, {len(samples) - len(missing)} already stored; {need}")
         if job.recipe.target.backend == "sglang":
-            own = [missing[sample_id] for sample_id in alone.of(wanted) if sample_id in missing]
+            own = [missing[sample_id] for sample_id in alone.of(samples) if sample_id in missing]
             _capture_by_sglang(job, own, writer, topology, console, watchdog)
         else:
-            _capture_here(job, wanted, writer, (alone, together), topology, console, watchdog)
+            _capture_here(job, samples, writer, (alone, together), topology, console, watchdog)
     watchdog.at("the end of its share")
     dist.barrier()
     shares = topology.batch.size() * part.count
@@ -145,7 +145,7 @@ def _capture_by_sglang(
 
 def _capture_here(
     job: Job,
-    wanted: dict[str, Wanted],
+    samples: dict[str, Wanted],
     writer: StoreWriter,
     parts: tuple[Part, Part],
     topology: Topology,
@@ -159,25 +159,25 @@ def _capture_here(
     look at the store at different times.
     """
     (alone, together), most, sequence = parts, job.recipe.hidden_states.prefill_tokens, topology.sequence
-    missing = wanted.keys() - writer.known
-    batches = [batch for batch in alone.of(prefill_batches(wanted, most)) if not missing.isdisjoint(batch)]
-    long = together.of(sample_id for sample_id, one in wanted.items() if one.tokens > most)
+    missing = samples.keys() - writer.known
+    batches = [batch for batch in alone.of(prefill_batches(samples, most)) if not missing.isdisjoint(batch)]
+    long = together.of(sample_id for sample_id, one in samples.items() if one.tokens > most)
     # One rank may have found a sample stored that another, looking a moment earlier, did not.
-    chosen = [[sample_id for sample_id in long if sample_id in missing]]
-    dist.broadcast_object_list(chosen, group=sequence, group_src=0)
-    (long,) = chosen
+    message = [[sample_id for sample_id in long if sample_id in missing]]
+    dist.broadcast_object_list(message, group=sequence, group_src=0)
+    (long,) = message
     own = [*chain(*batches), *(long if sequence.rank() == 0 else ())]
-    tokens = sum(wanted[sample_id].tokens for sample_id in own if sample_id in missing)
+    tokens = sum(samples[sample_id].tokens for sample_id in own if sample_id in missing)
     course = ShareCourse(len(own), tokens, console, watchdog.at)
     watchdog.at("loading the target")
     with waiting(console, f"loading {job.target}"):
         target = start_target(job, topology.device, job.vocabulary)
     with watchdog.watching():
-        capture(target, [[wanted[sample_id] for sample_id in batch] for batch in batches], writer, course)
+        capture(target, [[samples[sample_id] for sample_id in batch] for batch in batches], writer, course)
     if not long:
         return
     watchdog.at("the end of its short samples")
     dist.barrier(sequence)  # may take hours, so the watchdog does not count waiting here as a hang
     with watchdog.watching():
         long_target = LongPrefill(target, topology.ulysses, topology.ring, sequence, most)
-        capture_arriving(long_target, [wanted[sample_id] for sample_id in long], writer, course)
+        capture_arriving(long_target, [samples[sample_id] for sample_id in long], writer, course)

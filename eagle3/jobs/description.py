@@ -62,7 +62,7 @@ def describe_run(
             "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
             "processes": processes,
         },
-        "versions": {name: found for name, found in versions(SHOWN).items() if found != ABSENT},
+        "versions": {name: number for name, number in versions(SHOWN).items() if number != ABSENT},
         "target": {
             "hub_id": recipe.model.target if recipe.model.target == job.target and not _is_here(job.target) else None,
             "architecture": (target.architectures or [type(target).__name__])[0],
@@ -94,10 +94,10 @@ def describe_run(
 
 def hub_datasets(sources: Sequence[str]) -> list[str]:
     """Ids of the sources that are hub datasets. Files and generated data are left out."""
-    named = [source for source in sources if not _is_here(source)]
-    found = [preset_source(source) for source in named if source.startswith("preset:")]
-    found += [source_of_id(source) for source in named if is_dataset(source)]
-    return list(dict.fromkeys(each.dataset for each in found if "/" in each.dataset))
+    remote = [source for source in sources if not _is_here(source)]
+    hub_sources = [preset_source(source) for source in remote if source.startswith("preset:")]
+    hub_sources += [source_of_id(source) for source in remote if is_dataset(source)]
+    return list(dict.fromkeys(each.dataset for each in hub_sources if "/" in each.dataset))
 
 
 def _is_here(path: str) -> bool:
@@ -162,5 +162,5 @@ def estimate_memory(
 def _processor() -> str:
     facts = Path("/proc/cpuinfo")
     text = facts.read_text(encoding="utf-8", errors="replace") if facts.is_file() else ""
-    named = re.search(r"^model name.*?:(.*)", text, re.MULTILINE)
-    return named[1].strip() if named else platform.processor() or platform.machine()
+    match = re.search(r"^model name.*?:(.*)", text, re.MULTILINE)
+    return match[1].strip() if match else platform.processor() or platform.machine()

@@ -101,7 +101,7 @@ def judge_contexts(
     return judge_by_context(exported, target, buckets, topology.modules_alone, decoding, console)
 
 
-def what_is_measured(inputs: Inputs, prompts_file: Path | None) -> dict[str, str]:
+def target_and_texts(inputs: Inputs, prompts_file: Path | None) -> dict[str, str]:
     """Target and texts of a judgement, so that comparisons notice differences. Paths are reduced to their last part."""
     model, samples = inputs.recipe.model, inputs.held_out
     name = Path(model.target).name if Path(model.target).expanduser().is_dir() else model.target
@@ -121,7 +121,7 @@ def judge_served(
     window: int | None = None,
 ) -> Judgement:
     """Like `judge`, but SGLang decodes: one server with the draft, then one without it."""
-    wanted, config = inputs.recipe.evaluation, inputs.config
+    evaluation, config = inputs.recipe.evaluation, inputs.config
     draft = read_exported(exported).config
     check_belongs(draft, exported, config.vocab_size, config.hidden_size)
     require_captured(draft.aux_layers or inputs.aux_layers, config.num_hidden_layers)
@@ -129,7 +129,7 @@ def judge_served(
     prompts = prompts_to_judge(inputs, prompts_file, room)
     options = engine_options(inputs)
     if options.kv_tokens is None and not torch.cuda.is_available():  # else SGLang takes nearly all memory
-        most = max(map(len, prompts)) + wanted.new_tokens + room
+        most = max(map(len, prompts)) + evaluation.new_tokens + room
         options = replace(options, kv_tokens=2 * most + CPU_KV_TOKENS)
     console(f"decoding {len(prompts)} {'prompts' if prompts_file else 'held-out conversations'} by SGLang")
     result = judge_by_sglang(
@@ -137,13 +137,13 @@ def judge_served(
         options,
         prompts,
         tree=tree,
-        new_tokens=wanted.new_tokens,
+        new_tokens=evaluation.new_tokens,
         logits=Logits(getattr(torch, options.dtype), config.num_hidden_layers, config.vocab_size),
         window=window or draft.window,
         report=console,
     )
-    seen = Window(window or draft.window, draft.window)
-    judgement = Judgement(result, None, "sglang", version("sglang"), tree.topk, tree.tokens, window=seen)
+    windows = Window(window or draft.window, draft.window)
+    judgement = Judgement(result, None, "sglang", version("sglang"), tree.topk, tree.tokens, window=windows)
     for line in judgement.lines():
         console.result(line)
     return judgement
@@ -161,8 +161,8 @@ def prompts_to_judge(inputs: Inputs, file: Path | None, room: int) -> list[Tenso
 
     room: tokens of the target's context that a prompt must leave free in addition to the answer's
     """
-    wanted = inputs.recipe.evaluation
-    longest = longest_prompt(inputs.config.max_position_embeddings, wanted.new_tokens, room)
+    evaluation = inputs.recipe.evaluation
+    longest = longest_prompt(inputs.config.max_position_embeddings, evaluation.new_tokens, room)
     if file is None:
-        return choose_prompts(inputs.held_out, wanted.conversations, longest)
+        return choose_prompts(inputs.held_out, evaluation.conversations, longest)
     return read_prompts(file, inputs.tokenizer, inputs.chat_template, longest, choices_of(inputs.recipe))

@@ -52,10 +52,10 @@ class Prospect:
             quickstart will make it.
         """
         model = recipe.model
-        if config is None and model.target == "demo":
-            config = LlamaConfig(**demo_shape(model.demo))
-        config = config or target_config(
-            model.target, revision=model.revision, trust_remote_code=model.trust_remote_code
+        config = config or (
+            LlamaConfig(**demo_shape(model.demo))
+            if model.target == "demo"
+            else target_config(model.target, revision=model.revision, trust_remote_code=model.trust_remote_code)
         )
         return cls(recipe, _shape_draft(recipe, config))
 
@@ -159,7 +159,7 @@ def gather_inputs(known: KnownTarget, say: Say, *, judging: bool = False) -> Inp
         choices_of(known.recipe),
     )
 
-    def prepare(what: str, sources: list[str], most: int | None) -> Prepared:
+    def prepare(key: str, sources: list[str], most: int | None) -> Prepared:
         prepared = prepare_samples(
             [places.get(source, source) for source in sources],
             encoder,
@@ -169,10 +169,10 @@ def gather_inputs(known: KnownTarget, say: Say, *, judging: bool = False) -> Inp
             report=say,
         )
         for line in (prepared.summary, *prepared.summary.reasons()):
-            say(f"{what}: {line}")
+            say(f"{key}: {line}")
         if count := prepared.summary.empty_answers:
             empty = f"{counted(count, 'answer')} {'is' if count == 1 else 'are'} empty"
-            say(Warned(f"{what}: {empty}: only the end of the turn is supervised there"))
+            say(Warned(f"{key}: {empty}: only the end of the turn is supervised there"))
         return prepared
 
     train, summary, held_out_summary = SampleSet.pack([]), None, None
@@ -200,9 +200,9 @@ def _places_of_answers(known: KnownTarget) -> dict[str, str]:
         return {"demo_answers": str(answers), "demo_answers:held_out": str(Path(known.target, HELD_OUT_ANSWERS))}
     for key, sources in (("data.train", data.train), ("data.held_out", data.held_out or [])):
         if any(source.startswith("demo_answers") for source in sources):
-            asked = f"model.target is {model.target!r}" if model.target != "demo" else "model.demo.text is 'files'"
+            problem = f"model.target is {model.target!r}" if model.target != "demo" else "model.demo.text is 'files'"
             raise UserError(
-                f"recipe: {key} names demo_answers, but {asked}; name other data there, or write a recipe of your own"
+                f"recipe: {key} names demo_answers, but {problem}; name other data there, or write a recipe of your own"
             )
     return {}
 
@@ -218,7 +218,7 @@ def _demo(recipe: Recipe, device: torch.device, say: Say, make: bool) -> Path:
     with waiting(say, "reading the standard library"):
         text = standard_library_files() if demo.text == "files" else standard_library_text()
     with every_core():
-        found = demo_target(
+        target = demo_target(
             text.train,
             text.held_out,
             demo,
@@ -227,14 +227,14 @@ def _demo(recipe: Recipe, device: torch.device, say: Say, make: bool) -> Path:
             report=say,
             make=make,
         )
-    origin = "found in the cache" if found.cached else f"made in {found.seconds:.0f} s"
-    say(f"demo target: loss {found.loss:.3f}, held-out loss {found.held_out_loss:.3f} nats a token ({origin})")
-    return found.folder
+    origin = "found in the cache" if target.cached else f"made in {target.seconds:.0f} s"
+    say(f"demo target: loss {target.loss:.3f}, held-out loss {target.held_out_loss:.3f} nats a token ({origin})")
+    return target.folder
 
 
 def _aux_layers(recipe: Recipe, target: PretrainedConfig) -> tuple[int, int, int]:
-    chosen = recipe.model.aux_layers or default_aux_layers(target.num_hidden_layers)
-    return check_aux_layers(chosen, target.num_hidden_layers)
+    layers = recipe.model.aux_layers or default_aux_layers(target.num_hidden_layers)
+    return check_aux_layers(layers, target.num_hidden_layers)
 
 
 def start_target(inputs: Inputs, device: torch.device, vocabulary: DraftVocabulary) -> TransformersTarget:
@@ -259,7 +259,7 @@ def choose_draft(inputs: Inputs, say: Say) -> Job:
     """
     draft, share, target_vocab_size = inputs.recipe.model.draft, None, inputs.config.vocab_size
     if draft.vocabulary is not None:
-        chosen, origin = load_vocabulary(draft.vocabulary, target_vocab_size), str(draft.vocabulary)
+        vocabulary, origin = load_vocabulary(draft.vocabulary, target_vocab_size), str(draft.vocabulary)
     elif draft.init_from is not None:
         exported = read_exported(draft.init_from)
         if len(exported.t2d) != target_vocab_size:
@@ -267,19 +267,22 @@ def choose_draft(inputs: Inputs, say: Say) -> Job:
                 f"{exported.origin}: was made for a target of {len(exported.t2d)} tokens, but this one has "
                 f"{target_vocab_size}; train without model.draft.init_from"
             )
-        chosen, origin = DraftVocabulary(d2t=exported.d2t, t2d=exported.t2d), str(draft.init_from)
+        vocabulary, origin = DraftVocabulary(d2t=exported.d2t, t2d=exported.t2d), str(draft.init_from)
     else:
         size, origin = drafted_tokens(draft.vocab_size, target_vocab_size), "most frequent"
-        chosen, share = choose_vocabulary(inputs.train, target_vocab_size, size, say)
-    if draft.vocab_size not in (None, chosen.size):
+        vocabulary, share = choose_vocabulary(inputs.train, target_vocab_size, size, say)
+    if draft.vocab_size not in (None, vocabulary.size):
         raise UserError(
-            f"model.draft.vocab_size: {draft.vocab_size}, but {origin} has {chosen.size} draft tokens; leave "
+            f"model.draft.vocab_size: {draft.vocab_size}, but {origin} has {vocabulary.size} draft tokens; leave "
             "vocab_size out"
         )
-    share = coverage(inputs.train, chosen, say) if share is None else share
-    say(f"draft vocabulary: {chosen.size} of {target_vocab_size} tokens ({origin}), {share:.2%} of supervised tokens")
+    share = coverage(inputs.train, vocabulary, say) if share is None else share
+    say(
+        f"draft vocabulary: {vocabulary.size} of {target_vocab_size} tokens ({origin}), {share:.2%} of supervised "
+        "tokens"
+    )
     return Job.grown(
-        inputs, vocabulary=chosen, coverage=share, shape=_shape_draft(inputs.recipe, inputs.config, chosen)
+        inputs, vocabulary=vocabulary, coverage=share, shape=_shape_draft(inputs.recipe, inputs.config, vocabulary)
     )
 
 
@@ -288,23 +291,23 @@ def _shape_draft(recipe: Recipe, target: PretrainedConfig, vocabulary: DraftVoca
 
     vocabulary: if it is already chosen
     """
-    wanted = recipe.model.draft
-    changes = {name: getattr(wanted, name) for name in SHAPE}
-    if wanted.rope_parameters is not None:
-        changes["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, **wanted.rope_parameters}
-    if wanted.config is not None:
-        given = read_draft_config(wanted.config)
-        changes = {name: getattr(given, name) if value is None else value for name, value in changes.items()}
+    draft = recipe.model.draft
+    changes = {name: getattr(draft, name) for name in SHAPE}
+    if draft.rope_parameters is not None:
+        changes["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, **draft.rope_parameters}
+    if draft.config is not None:
+        config = read_draft_config(draft.config)
+        changes = {name: getattr(config, name) if value is None else value for name, value in changes.items()}
     shape = derive_draft(
         target,
-        draft_vocab_size=vocabulary.size if vocabulary else drafted_tokens(wanted.vocab_size, target.vocab_size),
+        draft_vocab_size=vocabulary.size if vocabulary else drafted_tokens(draft.vocab_size, target.vocab_size),
         aux_layers=_aux_layers(recipe, target),
         vocab_size=len(vocabulary.t2d) if vocabulary else target.vocab_size,
-        fc_norm=wanted.fc_norm,
-        norm_output=wanted.norm_output,
+        fc_norm=draft.fc_norm,
+        norm_output=draft.norm_output,
         **changes,
     )
-    origin = "model.draft.window" if wanted.config is None or wanted.window is not None else str(wanted.config)
+    origin = "model.draft.window" if draft.config is None or draft.window is not None else str(draft.config)
     shape.check_chain(recipe.training.ttt_steps, "training.ttt_steps", origin)
     shape.check_chain(recipe.evaluation.draft_tokens, "evaluation.draft_tokens", origin)
     return shape
@@ -312,6 +315,4 @@ def _shape_draft(recipe: Recipe, target: PretrainedConfig, vocabulary: DraftVoca
 
 def draft_window(draft: Draft) -> int | None:
     """How many keys a query of the draft can see; None for all."""
-    if draft.window is None and draft.config is not None:
-        return read_draft_config(draft.config).window
-    return draft.window
+    return read_draft_config(draft.config).window if draft.window is None and draft.config else draft.window

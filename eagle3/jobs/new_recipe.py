@@ -88,15 +88,15 @@ def new_recipe_text(
         apply_override(values, override)
     context = facts.context or planned(_recipe(values), facts, NODE, deepspeed_file).draft.max_position_embeddings
     length = values["data"].setdefault("max_length", min(CONTEXTS[1], context))
-    chosen = _fitting(_recipe(values), facts, NODE, PlannedStream(length, 1, 1.0), deepspeed_file)
-    if chosen is not None:
-        sizes, memory = chosen.planned.sizes, chosen.planned.memory
+    layout = _fitting(_recipe(values), facts, NODE, PlannedStream(length, 1, 1.0), deepspeed_file)
+    if layout is not None:
+        sizes, memory = layout.planned.sizes, layout.planned.memory
         values["parallelism"] = {"ulysses": sizes.ulysses, "ring": sizes.ring} | values["parallelism"]
         if sizes.ring > 1:
-            values["parallelism"].setdefault("ring_mode", chosen.planned.ring_mode)
+            values["parallelism"].setdefault("ring_mode", layout.planned.ring_mode)
         # one sample per stream, as assumed when the layout was chosen
         values["training"].setdefault("accumulation", max(values["training"]["global_batch_size"] // sizes.data, 1))
-        values["memory"] = {"recompute": memory.recompute, "inputs": chosen.planned.residence} | values["memory"]
+        values["memory"] = {"recompute": memory.recompute, "inputs": layout.planned.residence} | values["memory"]
     head = (
         f"An EAGLE3 draft for {target} ({model_size(facts.parameters)}). Edit it, and run plan.py, prepare.py, "
         "capture.py, train.py with it; docs/new-model.md goes through every part. Drafts learn best from the target's "
@@ -155,19 +155,19 @@ def findings(recipe: Recipe, facts: TargetFacts, deepspeed_file: Path) -> str:
         f"layouts for GPUs of 80 GB, one sample a stream, all supervised, {recipe.training.ttt_steps} TTT steps, "
         f"{deepspeed_file.name}; plan.py has the rest:",
     ]
-    beyond = f" (beyond the target's context, {context:,})"
-    shown = [line for line in lines for line in textwrap.wrap(line, WIDTH, subsequent_indent="  ")]
+    note = f" (beyond the target's context, {context:,})"
+    comments = [line for line in lines for line in textwrap.wrap(line, WIDTH, subsequent_indent="  ")]
     for gpus in GPUS:
         for tokens in contexts:
             layout = _layout(_fitting(recipe, facts, gpus, PlannedStream(tokens, 1, 1.0), deepspeed_file))
-            shown.append(f"  {gpus:3d} GPUs {tokens:>9,} tokens: {layout}{beyond * (tokens > context)}")
+            comments.append(f"  {gpus:3d} GPUs {tokens:>9,} tokens: {layout}{note * (tokens > context)}")
         if contexts == CONTEXTS:
             largest = longest_of_any_layout(planned(recipe, facts, gpus, deepspeed_file), gpus, 1.0, USABLE)
             most = "more than the planner looks for" if largest is None else f"{largest:,} tokens"
-            shown.append(f"  {gpus:3d} GPUs at most {most}{beyond if largest is None or largest > context else ''}")
+            comments.append(f"  {gpus:3d} GPUs at most {most}{note if largest is None or largest > context else ''}")
     if max(contexts) > ANSWER:
-        shown += windows(recipe, facts, max(contexts), deepspeed_file)
-    return "\n".join([BEGIN, *(f"# {line}" for line in shown), END])
+        comments += windows(recipe, facts, max(contexts), deepspeed_file)
+    return "\n".join([BEGIN, *(f"# {line}" for line in comments), END])
 
 
 def windows(recipe: Recipe, facts: TargetFacts, tokens: int, deepspeed_file: Path) -> list[str]:
@@ -179,14 +179,14 @@ def windows(recipe: Recipe, facts: TargetFacts, tokens: int, deepspeed_file: Pat
     ]
     for name, window in (("full attention", None), (f"model.draft.window={WINDOW}", WINDOW)):
         draft = recipe.model.draft.model_copy(update={"window": window})
-        chosen = recipe.model_copy(update={"model": recipe.model.model_copy(update={"draft": draft})})
-        encoding = store_encoding(Prospect.of(chosen, facts.config))
-        stored = 1000 * tokens * token_bytes(encoding, stream.supervised, seen_share(encoding, stream))
-        fitted, step = _fitting(chosen, facts, NODE, stream, deepspeed_file), "does not fit"
+        variant = recipe.model_copy(update={"model": recipe.model.model_copy(update={"draft": draft})})
+        encoding = store_encoding(Prospect.of(variant, facts.config))
+        size = 1000 * tokens * token_bytes(encoding, stream.supervised, seen_share(encoding, stream))
+        fitted, step = _fitting(variant, facts, NODE, stream, deepspeed_file), "does not fit"
         if fitted is not None:
             seconds = step_seconds(fitted.planned, stream.share(fitted.planned))
             step = f"{_whole_gb(stream.needs(fitted.planned))}, {seconds:.2g} s"
-        lines.append(f"  {name:24s} {_whole_gb(stored):>9s}, {step}")
+        lines.append(f"  {name:24s} {_whole_gb(size):>9s}, {step}")
     return lines
 
 

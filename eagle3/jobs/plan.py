@@ -105,7 +105,7 @@ def spanned(stream: PlannedStream, spans: Spans | None) -> PlannedStream:
     return dataclasses.replace(stream, supervised=most, spans=spans.per_document)
 
 
-def plan(prospect: Prospect, wanted: Planned, memory: float, context: int | None, supervised: float) -> dict:
+def plan(prospect: Prospect, planned: Planned, memory: float, context: int | None, supervised: float) -> dict:
     """The whole plan as numbers (bytes, tokens, seconds)."""
     recipe, usable = prospect.recipe, memory * (1 - RESERVED)
 
@@ -115,31 +115,31 @@ def plan(prospect: Prospect, wanted: Planned, memory: float, context: int | None
     def stream_of(sizes: Sizes) -> PlannedStream | None:
         return recipe_stream(recipe, sizes.data, supervised) if context is None else document(context)
 
-    stream = stream_of(wanted.sizes)
-    share = stream.share(wanted)
-    held, flops = rank_bytes(wanted, share), step_flops(wanted, share)
-    best = best_layout(wanted, wanted.sizes.ranks, stream_of, usable)
+    stream = stream_of(planned.sizes)
+    share = stream.share(planned)
+    needs, flops = rank_bytes(planned, share), step_flops(planned, share)
+    best = best_layout(planned, planned.sizes.ranks, stream_of, usable)
     encoding = store_encoding(prospect)
     return {
-        "draft": {name: getattr(wanted.draft, name) for name in SHAPE},
-        "layout": described(wanted),
+        "draft": {name: getattr(planned.draft, name) for name in SHAPE},
+        "layout": layout_of(planned),
         "stream": dataclasses.asdict(stream),
-        "memory": dict(held) | {"all": held.total(), "usable": usable},
-        "host_memory": host_bytes(wanted, share),
-        "fits": held.total() <= usable,
-        "positions": wanted.draft.max_position_embeddings,
+        "memory": dict(needs) | {"all": needs.total(), "usable": usable},
+        "host_memory": host_bytes(planned, share),
+        "fits": needs.total() <= usable,
+        "positions": planned.draft.max_position_embeddings,
         "largest_context": {
             f"{each.memory.recompute}, inputs on the {each.residence}": longest_context(each, document, usable)
-            for each in variants(wanted)
+            for each in variants(planned)
         },
         "best_layout": None
         if best is None
-        else described(best.planned) | {"memory": best.stream.needs(best.planned), "tokens": best.stream.tokens},
+        else layout_of(best.planned) | {"memory": best.stream.needs(best.planned), "tokens": best.stream.tokens},
         "step": {
             "model_flops": flops.model,
             "executed_flops": flops.executed,
-            "sent": sent_bytes(wanted, share).total(),
-            "seconds": step_seconds(wanted, share),
+            "sent": sent_bytes(planned, share).total(),
+            "seconds": step_seconds(planned, share),
             "assumed": dataclasses.asdict(Machine()),
         },
         "codec": recipe.hidden_states.codec,
@@ -170,7 +170,7 @@ SHAPE = (
 )
 
 
-def described(planned: Planned) -> dict:
+def layout_of(planned: Planned) -> dict:
     """The layout under the recipe's key names."""
     return planned.sizes._asdict() | {
         "ring_mode": planned.ring_mode,
@@ -180,12 +180,12 @@ def described(planned: Planned) -> dict:
     }
 
 
-def written(report: dict) -> str:
+def plan_text(report: dict) -> str:
     """The report of `plan` as text."""
     stream, step, assumed = report["stream"], report["step"], report["step"]["assumed"]
     memory, best, draft = report["memory"], report["best_layout"], report["draft"]
     on_disk, whole = report["hidden_states_per_token"], report["hidden_states_of_stream"]
-    beyond = f" (beyond the draft's positions, {report['positions']:,})"
+    note = f" (beyond the draft's positions, {report['positions']:,})"
     unseen = f", {on_disk['unseen']:,} one that the draft's window never reaches" * (draft["window"] is not None)
     best_of_all = (
         "no layout of these GPUs fits; use more GPUs, a shorter context (data.max_length), smaller blocks "
@@ -219,7 +219,7 @@ def written(report: dict) -> str:
         *(
             f"  recompute {name:38s} "
             + (f"more than {MOST_TOKENS:,}" if tokens is None else f"{tokens:12,}")
-            + beyond * (tokens is None or tokens > report["positions"])
+            + note * (tokens is None or tokens > report["positions"])
             for name, tokens in report["largest_context"].items()
         ),
         best_of_all,

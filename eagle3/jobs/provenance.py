@@ -28,11 +28,11 @@ def target_provenance(known: KnownTarget) -> Provenance:
 
 def input_digests(inputs: Inputs) -> dict[str, str]:
     """Digests of what a run learns from, by recipe key. A resumed run must find the same."""
-    found = target_provenance(inputs)
+    digests = target_provenance(inputs)
     return {
-        "model.target": found["target"],
-        "model.target's tokenizer": found["tokenizer"],
-        "data.chat_template": found["chat_template"],
+        "model.target": digests["target"],
+        "model.target's tokenizer": digests["tokenizer"],
+        "data.chat_template": digests["chat_template"],
         "data.train": inputs.train.checksum,
         "data.held_out": inputs.held_out.checksum,
     }
@@ -40,10 +40,10 @@ def input_digests(inputs: Inputs) -> dict[str, str]:
 
 def provenance(job: Job) -> Provenance:
     """What the rows that training reads depend on. A store with a different provenance is refused."""
-    found = target_provenance(job)
+    record = target_provenance(job)
     if job.recipe.target.teacher == "logits":
-        found |= {"teacher": "logits", "teacher_vocabulary": job.vocabulary.digest}
-    return found
+        record |= {"teacher": "logits", "teacher_vocabulary": job.vocabulary.digest}
+    return record
 
 
 def store_provenance(job: Job) -> Provenance:
@@ -88,14 +88,14 @@ def store_encoding(prospect: Prospect | Job) -> Encoding:
 
 def spans_of(recipe: Recipe) -> Spans | None:
     """The spans of each sample that training supervises; None for its whole loss mask."""
-    chosen = recipe.data.spans
-    return None if chosen is None else Spans(chosen.length, chosen.per_document, recipe.data.seed)
+    spans = recipe.data.spans
+    return None if spans is None else Spans(spans.length, spans.per_document, recipe.data.seed)
 
 
 def capture_record(job: Job) -> Provenance:
     """What is useful to know about a capture but does not affect hidden states."""
     recipe, spans = job.recipe, spans_of(job.recipe)
-    found = versions(("eagle3-recipes", "torch", "transformers", "tokenizers", "blosc2", "sglang"))
+    packages = versions(("eagle3-recipes", "torch", "transformers", "tokenizers", "blosc2", "sglang"))
     return {
         "target": job.target,
         "revision": recipe.model.revision,
@@ -103,5 +103,5 @@ def capture_record(job: Job) -> Provenance:
         "draft_vocabulary": job.vocabulary.digest,
         "spans": None if spans is None else str(spans),
         "captured": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        **{name: number for name, number in found.items() if number != ABSENT},  # blosc2 and sglang are optional
+        **{name: number for name, number in packages.items() if number != ABSENT},  # blosc2 and sglang are optional
     }

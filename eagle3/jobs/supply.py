@@ -59,9 +59,9 @@ def hidden_state_supply(job: Job, topology: Topology, say: Say) -> Iterator[Hidd
             store, samples, spans = agreed(lambda: _open_store(job, samples, spans, say))
         if store.record.get("draft_vocabulary") != job.vocabulary.digest:
             say(f"{store.where}: was captured for another draft vocabulary, which changes none of its hidden states")
-    if chosen := spans_of(recipe):  # on the first rank only, because it reads all samples
+    if recipe_spans := spans_of(recipe):  # on the first rank only, because it reads all samples
         anew = spans is not None
-        agreed((lambda: say(chosen.describe(job.train, anew))) if topology.is_first else None)
+        agreed((lambda: say(recipe_spans.describe(job.train, anew))) if topology.is_first else None)
     if not stored and recipe.target.backend == "transformers":
         with waiting(say, f"loading {job.target}"):
             target = start_target(job, topology.device, job.vocabulary)
@@ -92,17 +92,17 @@ def _open_store(
     Whole samples serve any spans, drawn anew in every epoch. Samples that were captured with spans serve only those.
     """
     store = HiddenStateStore.open(job.recipe.hidden_states.path, store_provenance(job), report=say)
-    captured, chosen, drawn = store.record.get("spans"), spans, ""
+    captured, original, detail = store.record.get("spans"), spans, ""
     missing = _missing(store, samples)
     if missing and spans is not None:
         samples, spans = Split(*map(spans.fixed, samples)), None
         missing = _missing(store, samples)
     if not missing:
         return store, samples, spans
-    if chosen is not None or captured is not None:  # samples captured with other spans count as other samples
-        drawn = f", which was captured with {captured or 'no data.spans'}; this run has {chosen or 'no data.spans'}"
+    if original is not None or captured is not None:  # samples captured with other spans count as other samples
+        detail = f", which was captured with {captured or 'no data.spans'}; this run has {original or 'no data.spans'}"
     raise UserError(
-        f"{store.where}: {len(missing)} samples of this recipe are not in the store (first: {missing[0]}){drawn}; "
+        f"{store.where}: {len(missing)} samples of this recipe are not in the store (first: {missing[0]}){detail}; "
         "run launchers/capture.py with this recipe, which adds them"
     )
 
@@ -144,15 +144,15 @@ def hook_settings(job: Job) -> HookSettings:
     )
     if job.recipe.target.teacher == "hidden":
         return settings
-    kept = spool / f"vocabulary-{vocabulary.digest}.safetensors"
+    file = spool / f"vocabulary-{vocabulary.digest}.safetensors"
     own_folder(spool)
-    if not kept.exists():
+    if not file.exists():
         with writing(spool, REMEDY):
-            partial = kept.with_name(f".{kept.name}.{token_hex(4)}")  # other processes write the same file
+            partial = file.with_name(f".{file.name}.{token_hex(4)}")  # other processes write the same file
             save_vocabulary(vocabulary, partial)
-            publish(partial, kept)
+            publish(partial, file)
     return settings._replace(
-        draft_vocabulary=str(kept), vocabulary_digest=vocabulary.digest, vocabulary_size=vocabulary.size
+        draft_vocabulary=str(file), vocabulary_digest=vocabulary.digest, vocabulary_size=vocabulary.size
     )
 
 
@@ -179,18 +179,18 @@ def _require_servers(job: Job) -> None:
 @contextmanager
 def capture_target(job: Job, processes: int, say: Say) -> Iterator[SGLangTarget]:
     """A target for one of a capture's `processes`: the recipe's servers, or its own engine on the next free GPUs."""
-    settings, wanted, engine = hook_settings(job), job.recipe.target, None
-    most = round(wanted.spool_gib * 2**30 / processes)
+    settings, target, engine = hook_settings(job), job.recipe.target, None
+    most = round(target.spool_gib * 2**30 / processes)
     require_room(job.longest, spool_bytes(settings.encoding, job.longest), most)
     with ExitStack() as stack:
         spool = stack.enter_context(Spool(settings.spool, say, most))
-        urls = wanted.servers
+        urls = target.servers
         if urls:
             _require_servers(job)
         else:
-            engine = SGLangServer(*_capture_engine(job), _devices(wanted.tensor), say)
+            engine = SGLangServer(*_capture_engine(job), _devices(target.tensor), say)
             urls = [stack.enter_context(engine).url]
-        servers = Servers(urls, spool.path, wanted.in_flight, say)
+        servers = Servers(urls, spool.path, target.in_flight, say)
         producer = stack.enter_context(closing(Producer(servers, spool, most, readers=0)))
         try:
             yield SGLangTarget(producer, settings.encoding, vocab_size=job.config.vocab_size, aux_layers=job.aux_layers)
@@ -222,8 +222,8 @@ def _devices(tensor: int) -> str | None:
 @contextmanager
 def live_source(job: Job, head: TargetHead, topology: Topology, say: Say) -> Iterator[SpooledSource]:
     """Rows for this rank's stream from the recipe's servers, requested by the stream's first rank. Collective."""
-    wanted = job.recipe.target
-    if not wanted.servers:
+    target = job.recipe.target
+    if not target.servers:
         line = agreed((lambda: server_line(job)) if topology.is_first else None)
         raise SharedUserError(
             "target.servers: live training with SGLang needs running servers; name their URLs, and start each with: "
@@ -231,23 +231,23 @@ def live_source(job: Job, head: TargetHead, topology: Topology, say: Say) -> Ite
         )
     agreed((lambda: _require_servers(job)) if topology.is_first else None)
     settings = hook_settings(job)
-    most = round(wanted.spool_gib * 2**30 / topology.data.size())
+    most = round(target.spool_gib * 2**30 / topology.data.size())
     require_room(job.longest, spool_bytes(settings.encoding, job.longest), most)
     with ExitStack() as stack:
         asks = topology.stream.rank() == 0
         spool = agreed((lambda: stack.enter_context(Spool(settings.spool, say, most))) if asks else None)
-        named = [spool.job if asks else None]
-        dist.broadcast_object_list(named, group=topology.stream, group_src=0)
+        message = [spool.job if asks else None]
+        dist.broadcast_object_list(message, group=topology.stream, group_src=0)
         ask = None
         if asks:
-            servers = Servers(wanted.servers, spool.path, wanted.in_flight, say)
+            servers = Servers(target.servers, spool.path, target.in_flight, say)
             producer = stack.enter_context(closing(Producer(servers, spool, most, topology.stream.size())))
 
             def ask(ticket: Ticket, ids: torch.Tensor) -> None:
                 producer.ask(ticket, ids, spool_bytes(settings.encoding, len(ids)))
 
-        reader = SpoolReader(Path(settings.spool) / named[0], topology.stream.rank())
-        source = SpooledSource(reader, named[0], ask)
+        reader = SpoolReader(Path(settings.spool) / message[0], topology.stream.rank())
+        source = SpooledSource(reader, message[0], ask)
         agreed(lambda: _probe(source, head, topology))
         yield source
 
@@ -261,8 +261,8 @@ def _probe(source: SpooledSource, head: TargetHead, topology: Topology) -> None:
     teacher = source.rows([sample], [every], [every])[0].teacher
     if isinstance(teacher, DraftLogits):
         return
-    made = summarize_teacher(teacher.values.to(head.head.device, head.head.dtype), head.head, transform=head.transform)
-    difference = (made.logsumexp.cpu() - teacher.logsumexp).abs().max()
+    own = summarize_teacher(teacher.values.to(head.head.device, head.head.dtype), head.head, transform=head.transform)
+    difference = (own.logsumexp.cpu() - teacher.logsumexp).abs().max()
     if difference > 0.02 * teacher.logsumexp.abs().max() + 0.02:
         raise UserError(
             "target.servers: their logits are not those of this target's lm_head (logsumexp differs by "

@@ -140,9 +140,9 @@ def _enter(recipe: Recipe, run: _Run, resume: Resume) -> None:
         continues = folder.check(recipe, resume)  # again: another run may have ended in the meantime
         return continues, folder.identify(continues)
 
-    claimed = [run.on_first(claim)]
-    dist.broadcast_object_list(claimed)
-    run.continues, run.identity = claimed[0]
+    message = [run.on_first(claim)]
+    dist.broadcast_object_list(message)
+    run.continues, run.identity = message[0]
     require_sound_start(
         dump_recipe(recipe),
         run.deepspeed_file.read_text(encoding="utf-8"),
@@ -181,7 +181,7 @@ def _resolve(recipe: Recipe, run: _Run) -> Job:
 
 def _build_draft(job: Job, head: TargetHead, topology: Topology) -> Eagle3Draft:
     """The draft with the target's embedding, and seeded weights or those of the warm start."""
-    wanted = job.recipe.model.draft
+    settings = job.recipe.model.draft
     torch.manual_seed(job.recipe.training.seed)
     draft = Eagle3Draft(job.shape, topology.modules, torch.float32)
     if head.embedding.shape[1] != job.shape.hidden_size:
@@ -191,16 +191,16 @@ def _build_draft(job: Job, head: TargetHead, topology: Topology) -> Eagle3Draft:
         )
     with torch.no_grad():
         draft.embedding.weight.copy_(shard(head.embedding, draft.embedding.weight, topology.tensor))
-        if wanted.lm_head == "target":
+        if settings.lm_head == "target":
             if head.head is None:
                 raise SharedUserError(
                     "model.draft.lm_head: 'target', but this target's lm_head is not a plain matrix that a draft "
                     "could start from (quantised, or with a bias); set model.draft.lm_head=random"
                 )
             draft.lm_head.weight.copy_(shard(_drafted_rows(job, head), draft.lm_head.weight, topology.tensor))
-    if wanted.init_from is None:
+    if settings.init_from is None:
         return draft
-    exported = read_exported(wanted.init_from)
+    exported = read_exported(settings.init_from)
     if exported.config.window is not None and job.shape.window is None:
         raise UserError(
             f"{exported.origin}: has a window of {exported.config.window} keys, this run's draft full attention; set "
@@ -210,7 +210,7 @@ def _build_draft(job: Job, head: TargetHead, topology: Topology) -> Eagle3Draft:
         remedy = f"set model.draft.config to {exported.origin}/config.json"
         if name in ("hidden_size", "target_hidden_size", "vocab_size"):
             remedy = "name the export of a draft for this target"
-        elif getattr(wanted, name, None) is not None:
+        elif getattr(settings, name, None) is not None:
             remedy = f"leave out model.draft.{name}"
         raise UserError(
             f"{exported.origin}: {name} is {getattr(exported.config, name)!r}, this run's draft has "
@@ -357,8 +357,8 @@ def _check(exported: Path, console: Console) -> None:
     """Load the export in SGLang. Raises UserError if SGLang would not serve it correctly; the files stay."""
     try:
         with waiting(console, "asking SGLang whether it takes the export"):
-            said = check_export(exported)
-        console(f"export check: {said}")
+            message = check_export(exported)
+        console(f"export check: {message}")
     except NotInstalled:
         console("export check: not made, because SGLang is not installed (launchers/evaluate.py --check makes it)")
     except NotChecked as reason:

@@ -125,10 +125,10 @@ def relative_errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> d
     A tensor that is missing, misshapen or not finite has an infinite error.
     """
     errors = dict.fromkeys(expected, float("inf"))
-    for name, wanted in expected.items():
-        found, wanted = actual.get(name), wanted.double()
-        if found is not None and found.shape == wanted.shape and bool(found.isfinite().all()):
-            errors[name] = float((found.double() - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30))
+    for name, reference in expected.items():
+        value, reference = actual.get(name), reference.double()
+        if value is not None and value.shape == reference.shape and bool(value.isfinite().all()):
+            errors[name] = float((value.double() - reference).abs().max() / reference.abs().max().clamp(min=1e-30))
     names = [name for name in expected if name.startswith("grad.")]
     if names and all(name in actual for name in names):
         norms = [sum(float(side[name].double().square().sum()) for name in names) ** 0.5 for side in (actual, expected)]
@@ -152,5 +152,5 @@ def _micro_batch(
     exact = torch.promote_types(dtype, torch.float32)  # as capture computes it
     teacher = summarize_teacher(last[plan.teacher].to(exact), head.to(exact))
     rows = Rows(aux[plan.rows], LastHidden(last[plan.teacher], *teacher))
-    shown = shard(head[vocabulary.target_ids], lm_head, topology.tensor).to(topology.device, dtype)
-    return BatchMaker(vocabulary.draft_ids, shown, dtype, topology.device).micro_batch(stream, plan, rows)
+    draft_head = shard(head[vocabulary.target_ids], lm_head, topology.tensor).to(topology.device, dtype)
+    return BatchMaker(vocabulary.draft_ids, draft_head, dtype, topology.device).micro_batch(stream, plan, rows)

@@ -166,12 +166,12 @@ class _Gradients:
             self.head.addmm_(logits.t(), flat)
         else:
             self.head += logits.t() @ flat
-        made = (logits @ head).view_as(normed)
+        gradient = (logits @ head).view_as(normed)
         if self.norm_weights:
-            made, *norm = torch.autograd.grad(normed, (hidden, *self.norm_weights), made)
+            gradient, *norm = torch.autograd.grad(normed, (hidden, *self.norm_weights), gradient)
             for whole, part in zip(self.norm, norm, strict=True):
                 whole += part
-        for whole, at, part in zip(self.outputs, slots, made, strict=True):
+        for whole, at, part in zip(self.outputs, slots, gradient, strict=True):
             whole.index_add_(0, at, part)  # slots without a query point at row 0 and carry a zero gradient
 
 

@@ -30,7 +30,7 @@ class LossConfig:
     def needs_sums(self) -> bool:
         """True if the gradient's weights depend on the batch's acceptance rate, so that a forward pass has to come
         first."""
-        return self.name != "kl"
+        return self.name in ("lk_alpha", "lk_lambda")
 
     def step_loss(self, cross_entropy: Tensor, acceptance: Tensor) -> Tensor:
         """The loss of one TTT step, given its mean cross-entropy and mean acceptance rate over the global batch (fp64
@@ -156,7 +156,7 @@ class ContextCounts(NamedTuple):
         with that context is supervised."""
         accuracy = self.correct.double() / self.supervised.clamp(min=1)  # double(): dividing integers would give fp32
         lengths = accuracy.cumprod(1).sum(1).tolist()
-        return [length if seen else None for length, seen in zip(lengths, self.supervised[:, 0].tolist(), strict=True)]
+        return [length if n else None for length, n in zip(lengths, self.supervised[:, 0].tolist(), strict=True)]
 
 
 def contexts_up_to(longest: int) -> list[int]:

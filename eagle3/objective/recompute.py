@@ -72,11 +72,11 @@ class ChunkedWork:
             return self.plainly(*inputs)
         outputs: list[Tensor] = []
         for cut in self.cuts:
-            made = self.function(cut, *(tensor[cut.rows] for tensor in inputs))
+            parts = self.function(cut, *(tensor[cut.rows] for tensor in inputs))
             if not outputs:
                 rows = (last.stop for last in self.cuts[-1].outputs)
-                outputs = [part.new_empty(count, *part.shape[1:]) for count, part in zip(rows, made, strict=True)]
-            for whole, rows, part in zip(outputs, cut.outputs, made, strict=True):
+                outputs = [part.new_empty(count, *part.shape[1:]) for count, part in zip(rows, parts, strict=True)]
+            for whole, rows, part in zip(outputs, cut.outputs, parts, strict=True):
                 whole[rows] = part
         return tuple(outputs)
 
@@ -96,16 +96,16 @@ class ChunkedWork:
                 for output, gradient, rows in zip(outputs, gradients, cut.outputs, strict=True)
                 if gradient is not None
             ]
-            made, upstream = zip(*used, strict=True)
-            found = torch.autograd.grad(made, (*leaves, *self.weights), upstream, allow_unused=True)
-            del outputs, used, made, upstream
-            for whole, part in zip(d_inputs, found, strict=False):
+            roots, upstream = zip(*used, strict=True)
+            d_leaves = torch.autograd.grad(roots, (*leaves, *self.weights), upstream, allow_unused=True)
+            del outputs, used, roots, upstream
+            for whole, part in zip(d_inputs, d_leaves, strict=False):
                 whole[cut.rows] = part
-            for index, part in enumerate(found[len(inputs) :]):
+            for index, part in enumerate(d_leaves[len(inputs) :]):
                 if part is not None and d_weights[index] is None and len(self.cuts) > 1:
                     part = part.to(torch.promote_types(part.dtype, torch.float32))  # chunks are summed in this dtype
                 d_weights[index] = _added(d_weights[index], part)
-            del found, part
+            del d_leaves, part
         return d_inputs, [
             None if total is None else total.to(weight.dtype)
             for total, weight in zip(d_weights, self.weights, strict=True)
@@ -148,13 +148,13 @@ class Step:
         """
         if recompute == "full":
             flat, prefix = [tensor for pair in own for tensor in pair], exchange.shared
-            output, *made = _Step.apply(
+            output, *new = _Step.apply(
                 self, prefix.gradient, hidden, prefix.key_value, len(flat), *flat, *self.project.weights
             )
-            return output, own + _pairs(made)
+            return output, own + _pairs(new)
         project, finish = (part.plainly if recompute == "none" else part for part in (self.project, self.finish))
-        q, *made = project(hidden)
-        own += _pairs(made)
+        q, *new = project(hidden)
+        own += _pairs(new)
         (output,) = finish(hidden, self.attend(q, exchange.shared, own))
         return output, own
 
@@ -168,25 +168,25 @@ class _Step(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         own = own_and_weights[:own_count]
         ctx.save_for_backward(hidden, key_value, *own)
-        q, *made = step.project.forward((hidden,))
-        attended = step.attend(q, SharedKeyValue(key_value, gradient), _pairs((*own, *made)))
-        return *step.finish.forward((hidden, attended)), *made
+        q, *new = step.project.forward((hidden,))
+        attended = step.attend(q, SharedKeyValue(key_value, gradient), _pairs((*own, *new)))
+        return *step.finish.forward((hidden, attended)), *new
 
     @staticmethod
-    def backward(ctx, d_output, *d_made):
+    def backward(ctx, d_output, *d_new):
         hidden, key_value, *own = ctx.saved_tensors
         step = ctx.step
-        q, *made = step.project.forward((hidden,))
+        q, *new = step.project.forward((hidden,))
         with torch.enable_grad():
-            q, *own_and_made = (tensor.detach().requires_grad_() for tensor in (q, *own, *made))
-            shared = SharedKeyValue(key_value, ctx.gradient).detached()
-            attended = step.attend(q, shared, _pairs(own_and_made))
+            q, *own_and_new = (tensor.detach().requires_grad_() for tensor in (q, *own, *new))
+            shared = SharedKeyValue(key_value.detach().requires_grad_(), ctx.gradient)
+            attended = step.attend(q, shared, _pairs(own_and_new))
         (d_hidden, d_attended), finishing = step.finish.backward((hidden, attended.detach()), (d_output,))
-        d_q, *d_own = torch.autograd.grad(attended, (q, *own_and_made), d_attended)
-        del attended, q, made, own_and_made, d_attended
+        d_q, *d_own = torch.autograd.grad(attended, (q, *own_and_new), d_attended)
+        del attended, q, new, own_and_new, d_attended
         d_own, from_here = d_own[: len(own)], d_own[len(own) :]
-        d_made = map(_added, from_here, d_made)
-        (d_projected,), projecting = step.project.backward((hidden,), (d_q, *d_made))
+        d_new = map(_added, from_here, d_new)
+        (d_projected,), projecting = step.project.backward((hidden,), (d_q, *d_new))
         d_hidden += d_projected
         return None, None, d_hidden, None, None, *d_own, *map(_added, finishing, projecting)
 

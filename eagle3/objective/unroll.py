@@ -107,10 +107,12 @@ def unroll(
     outputs = []
     for k in range(len(inputs.query_tokens)):
         work = StepWork(draft, attention, inputs, k)
-        projected = cut_rows(queries, chunk, outputs=3 if k else 1)  # q and, from step 1 on, K_k and V_k
-        finished = cut_rows(queries, chunk, outputs=1)
+        project_cuts = cut_rows(queries, chunk, outputs=3 if k else 1)  # q and, from step 1 on, K_k and V_k
+        finish_cuts = cut_rows(queries, chunk, outputs=1)
         step = Step(
-            ChunkedWork(work.project, projected, weights), work.attend, ChunkedWork(work.finish, finished, weights)
+            ChunkedWork(work.project, project_cuts, weights),
+            work.attend,
+            ChunkedWork(work.finish, finish_cuts, weights),
         )
         hidden, own = step.run(hidden, exchange, own, recompute)
         outputs.append(hidden)

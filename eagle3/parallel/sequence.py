@@ -117,10 +117,10 @@ def plan_sequence(
     of them; keys that no query sees are assigned to no rank. (At step k the query sees k fewer, in favour of its own
     K_1..K_k.)
     """
-    chosen = _queries(stream, steps, sharding.query_selection)
-    visible = (stream.position[chosen] + 1).clamp(max=stream.tokens if window is None else window)
-    ring_keys = deal_keys(_covered(chosen + 1 - visible, chosen + 1, stream.tokens), sharding)
-    dealt_queries = deal_queries(chosen, visible, sharding)
+    query_rows = _queries(stream, steps, sharding.query_selection)
+    visible = (stream.position[query_rows] + 1).clamp(max=stream.tokens if window is None else window)
+    ring_keys = deal_keys(_covered(query_rows + 1 - visible, query_rows + 1, stream.tokens), sharding)
+    dealt_queries = deal_queries(query_rows, visible, sharding)
     ring, ulysses = divmod(rank, sharding.ulysses)
     keys = ring_keys[ring].chunk(sharding.ulysses)[ulysses]
     queries = dealt_queries[ring].chunk(sharding.ulysses)[ulysses]
@@ -157,17 +157,17 @@ def _covered(starts: Tensor, stops: Tensor, rows: int) -> Tensor:
     return edges.cumsum(0).nonzero().flatten()
 
 
-def _slots(rows: Tensor, wanted: Tensor) -> Tensor:
-    return torch.where(wanted >= 0, torch.searchsorted(rows, wanted), len(rows) - 1)
+def _slots(rows: Tensor, positions: Tensor) -> Tensor:
+    return torch.where(positions >= 0, torch.searchsorted(rows, positions), len(rows) - 1)
 
 
 def _queries(stream: Stream, steps: int, selection: str) -> Tensor:
     if selection == "all":
         return torch.arange(stream.tokens)
-    wanted, rows = stream.supervised.clone(), torch.arange(stream.tokens)
+    needed, rows = stream.supervised.clone(), torch.arange(stream.tokens)
     for step in range(1, min(steps, stream.tokens)):
-        wanted[:-step] |= stream.supervised[step:] & (rows[:-step] + step <= stream.end[:-step])
-    return wanted.nonzero().flatten()
+        needed[:-step] |= stream.supervised[step:] & (rows[:-step] + step <= stream.end[:-step])
+    return needed.nonzero().flatten()
 
 
 def deal_keys(rows: Tensor, sharding: SequenceSharding) -> Tensor:

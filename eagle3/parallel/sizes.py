@@ -25,10 +25,10 @@ class JobSize(NamedTuple):
 
 def read_job_size(text: str) -> JobSize:
     """Parses the size in train.py's --check, for example 2x8. Raises UserError."""
-    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
-    if not found:
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    if not match:
         raise UserError(f"--check {text}: write nodes x processes per node, as in --check 2x8")
-    return JobSize(*map(int, found.groups()))
+    return JobSize(*map(int, match.groups()))
 
 
 def check_sizes(section: str, tensor: int, ulysses: int, ring: int, world: int) -> int:

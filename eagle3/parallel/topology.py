@@ -247,7 +247,7 @@ def gathered(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 
 
 def agreed(work: Callable[[], Any] | None, group: dist.ProcessGroup | None = None) -> Any:
-    """Calls `work` on the ranks that pass some, while the others wait; returns its result, None on ranks without work.
+    """Calls `work` on the ranks that pass it, while the others wait. Returns its result, or None on ranks without work.
 
     Every rank of the group (by default, the job) calls this. A UserError on one rank is raised on all of them, so that
     none is left waiting.
@@ -264,7 +264,7 @@ def agreed(work: Callable[[], Any] | None, group: dist.ProcessGroup | None = Non
     return result
 
 
-def require_agreement(what: str, identity: bytes, device: torch.device, remedy: str) -> None:
+def require_agreement(name: str, identity: bytes, device: torch.device, remedy: str) -> None:
     """Raises SharedUserError on every rank of the job unless `identity` is the same on all. Every rank calls this.
 
     The message names the ranks that differ from the majority (with two ranks, the higher one) and the ranks that they
@@ -281,12 +281,12 @@ def require_agreement(what: str, identity: bytes, device: torch.device, remedy: 
         differing = [rank for rank, digest in enumerate(digests) if digest != common]
         usual = [rank for rank, digest in enumerate(digests) if digest == common]
         raise SharedUserError(
-            f"{what}: not the same on all ranks, {_named(differing)} {'differs' if len(differing) == 1 else 'differ'} "
-            f"from {_named(usual)}; {remedy}"
+            f"{name}: not the same on all ranks, {_label(differing)} {'differs' if len(differing) == 1 else 'differ'} "
+            f"from {_label(usual)}; {remedy}"
         )
 
 
-def _named(ranks: Sequence[int]) -> str:
+def _label(ranks: Sequence[int]) -> str:
     """For example `rank 3`, or `ranks 0-3, 8`."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
@@ -294,8 +294,8 @@ def _named(ranks: Sequence[int]) -> str:
             runs[-1][1] = rank
         else:
             runs.append([rank, rank])
-    shown = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"
+    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}"
 
 
 def _free_port() -> int:

@@ -201,13 +201,13 @@ class Watchdog(AbstractContextManager):
         Only seconds in which the interpreter was free count, so that the exchange had its turn."""
         if self.rank == 0:
             return  # the store is in its own process
-        seconds, seen = 0.0, 0
+        seconds, previous = 0.0, 0
         while True:
             self.thread.join(BEAT_SECONDS)
             if not self.thread.is_alive():
                 return
-            seconds = seconds + BEAT_SECONDS if self.exchanges == seen else 0.0
-            seen = self.exchanges
+            seconds = seconds + BEAT_SECONDS if self.exchanges == previous else 0.0
+            previous = self.exchanges
             if seconds > self.silent_seconds:
                 self._end(self._first_gone(f"was not heard from for {seconds:.0f} s, last"))
 
@@ -225,8 +225,8 @@ class Watchdog(AbstractContextManager):
             return Verdict("the launcher that keeps the job's store has ended", first_gone=True)
         return self._first_gone("has ended,")
 
-    def _first_gone(self, what: str) -> Verdict:
-        return Verdict(f"rank 0 {self._first.who} {what} at {self._first.place}", first_gone=True)
+    def _first_gone(self, event: str) -> Verdict:
+        return Verdict(f"rank 0 {self._first.who} {event} at {self._first.place}", first_gone=True)
 
     @property
     def _first(self) -> Beat:

@@ -86,10 +86,10 @@ class _Rank:
 
     def phases(self) -> list[Bytes]:
         """The phases of a step that may be the largest."""
-        held, steps = self.held(), range(self.planned.steps)
+        base, steps = self.persistent(), range(self.planned.steps)
         if self.planned.memory.recompute == "none":
-            held += self.kept_entry()
-            return [held + self.distilling(), *(held + self.plainly(step) for step in steps)]
+            base += self.entry_activations()
+            return [base + self.distilling(), *(base + self.plainly(step) for step in steps)]
         backward = (self.finishing, self.attending, self.projecting)
         parts = (
             self.distilling(),
@@ -97,9 +97,9 @@ class _Rank:
             self.homing(),
             self.entering(),
         )
-        return [held + part for part in parts]
+        return [base + part for part in parts]
 
-    def held(self) -> Bytes:
+    def persistent(self) -> Bytes:
         """What is held from the start of the step to its end."""
         planned, share, draft, steps = self.planned, self.share, self.planned.draft, self.planned.steps
         ulysses, ring, streamed = planned.sizes.ulysses, planned.sizes.ring, planned.residence == "host"
@@ -126,7 +126,7 @@ class _Rank:
         planned, hidden = self.planned, self.planned.draft.hidden_size
         return loss_rows(planned.steps, planned.columns, hidden, planned.dtype, planned.memory.block_bytes)
 
-    def kept(self, steps: int) -> int:
+    def activations(self, steps: int) -> int:
         """What the first `steps` steps have saved for their backward pass: own keys and values, and whatever
         `recompute` saves."""
         planned, draft, tensor = self.planned, self.planned.draft, self.planned.sizes.tensor
@@ -139,16 +139,16 @@ class _Rank:
             total += steps * self.share.queries * (planned.itemsize * wide + self.norm(3, 2, 1))
         return total
 
-    def norm(self, states: int, learned: int, results: int) -> int:
+    def norm(self, states: int, trainable: int, results: int) -> int:
         """Bytes per row that norms save for their backward pass, besides their input. On CPUs a norm is several
         operations, in fp32 or wider.
 
         states: hidden states that are normed.
-        learned: how many of them need a gradient.
+        trainable: how many of them need a gradient.
         results: how many of the outputs are saved.
         """
         size, exact = self.planned.itemsize, self.planned.exact
-        widened = (states if size == exact else states + learned) if self.planned.device == "cpu" else 0
+        widened = (states if size == exact else states + trainable) if self.planned.device == "cpu" else 0
         return self.planned.draft.hidden_size * (results * size + exact * widened)
 
     def distilling(self) -> Bytes:
@@ -162,7 +162,7 @@ class _Rank:
         row = loss_row_bytes(steps, planned.columns, width, planned.dtype)
         return Counter(
             {
-                "queries": self.kept(steps) + (1 + steps) * self.hidden,
+                "queries": self.activations(steps) + (1 + steps) * self.hidden,
                 "gradients": planned.columns * width * (planned.exact + (size if size < planned.exact else 0)),
                 "loss block": min(self.loss_rows(), self.share.teacher) * row,
                 "indices": INDEX * steps * self.share.teacher,
@@ -173,9 +173,9 @@ class _Rank:
         """During the backward pass of step `step`: what this step and earlier ones saved, and the gradients of their
         outputs, of own keys (twice: those of later steps are added to its own) and of weights."""
         weights, later = self.planned.weights, step < self.planned.steps - 1
-        made = weights.head + (weights.project + weights.finish if later else 0)
-        kept = self.kept(step + 1) + (step + 1) * self.hidden + (step * self.own if later else 0)
-        return Counter({"queries": kept, "gradients": made * self.planned.itemsize})
+        gradients = weights.head + (weights.project + weights.finish if later else 0)
+        activations = self.activations(step + 1) + (step + 1) * self.hidden + (step * self.own if later else 0)
+        return Counter({"queries": activations, "gradients": gradients * self.planned.itemsize})
 
     def parts(self, rows: int, weights: int, wide: bool = True) -> Bytes:
         """One chunk of position-wise work and the gradients of its weights: the chunk's own and, with several chunks,
@@ -199,8 +199,8 @@ class _Rank:
         return 0 if self.planned.memory.recompute == "full" else tensors * self.attention + self.hidden
 
     def finishing(self, step: int) -> Bytes:
-        made = Counter({"queries": self.hidden + self.attention + self.rebuilt(step)})
-        return self.backward(step) + made + self.parts(self.share.queries, self.planned.weights.finish)
+        outputs = Counter({"queries": self.hidden + self.attention + self.rebuilt(step)})
+        return self.backward(step) + outputs + self.parts(self.share.queries, self.planned.weights.finish)
 
     def attending(self, step: int) -> Bytes:
         """While attending, at the moment when the gradient of the queries is complete."""
@@ -212,10 +212,10 @@ class _Rank:
         widths = (draft.num_key_value_heads, draft.num_attention_heads)
         # Gradients of a block's keys, values and queries; in half precision a CPU holds fp32 copies of all of them.
         working = sum(n * w for n, w in zip(tile, widths, strict=True)) * exact * (4 if planned.widens else 2)
-        made = self.hidden + upstream * self.attention + gradients + step * self.own
+        states = self.hidden + upstream * self.attention + gradients + step * self.own
         return self.backward(step) + Counter(
             {
-                "queries": made + self.rebuilt(step) - self.freed(step, attended=False),
+                "queries": states + self.rebuilt(step) - self.freed(step, attended=False),
                 "keys": self.key_gradient,
                 "gradients": planned.weights.finish * size,
                 "attention block": working * draft.head_dim // planned.sizes.tensor // planned.sizes.ulysses,
@@ -223,10 +223,10 @@ class _Rank:
         )
 
     def projecting(self, step: int) -> Bytes:
-        made = 2 * self.hidden + self.attention + step * self.own - self.freed(step, attended=True)
+        states = 2 * self.hidden + self.attention + step * self.own - self.freed(step, attended=True)
         weights, size = self.planned.weights, self.planned.itemsize
-        held = Counter({"queries": made, "keys": self.key_gradient, "gradients": weights.finish * size})
-        return self.backward(step) + held + self.parts(self.share.queries, weights.project, wide=False)
+        extra = Counter({"queries": states, "keys": self.key_gradient, "gradients": weights.finish * size})
+        return self.backward(step) + extra + self.parts(self.share.queries, weights.project, wide=False)
 
     def homing(self) -> Bytes:
         """After the last step: the gradients of K_0, V_0 return to their ranks, in the dtype of the keys; all others
@@ -240,10 +240,10 @@ class _Rank:
 
     def entered(self) -> Bytes:
         weights = self.planned.weights
-        made = (weights.head + weights.project + weights.finish) * self.planned.itemsize
-        return Counter({"queries": self.hidden, "gradients": made})
+        gradients = (weights.head + weights.project + weights.finish) * self.planned.itemsize
+        return Counter({"queries": self.hidden, "gradients": gradients})
 
-    def kept_entry(self) -> Bytes:
+    def entry_activations(self) -> Bytes:
         """Without recomputation: the keys' fused states and the input of their projections."""
         states = 3 * self.planned.draft.hidden_size * self.planned.itemsize
         return Counter({"queries": self.share.keys * (states + self.norm(2, 1, 0))})
@@ -251,6 +251,6 @@ class _Rank:
     def plainly(self, step: int) -> Bytes:
         """Without recomputation: a gradient of the MLP's width on top of what was saved."""
         planned, size = self.planned, self.planned.itemsize
-        made = self.share.queries * size * planned.draft.intermediate_size // planned.sizes.tensor
-        held = {"queries": made, "keys": self.key_gradient, "gradients": planned.weights.finish * size}
-        return self.backward(step) + Counter(held)
+        mlp = self.share.queries * size * planned.draft.intermediate_size // planned.sizes.tensor
+        extra = {"queries": mlp, "keys": self.key_gradient, "gradients": planned.weights.finish * size}
+        return self.backward(step) + Counter(extra)

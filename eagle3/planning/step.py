@@ -77,8 +77,8 @@ class Share(NamedTuple):
         if query_selection == "all":
             supervised, spans = 1.0, 1
         counting, reach = longest * supervised, longest if window is None else min(window, longest)
-        begun = max(0.0, counting - (longest - reach))  # queries whose window is cut off by the start of the document
-        pairs = round(documents * (counting * reach - begun**2 / 2))
+        clipped = max(0.0, counting - (longest - reach))  # queries whose window is cut off by the start of the document
+        pairs = round(documents * (counting * reach - clipped**2 / 2))
         queries, keys = tokens * supervised, min(tokens, documents * (counting + spans * reach))
         mine, shared = math.ceil(queries / sizes.sequence), math.ceil(keys / sizes.sequence)
         # Rows that are keys and queries of the same rank, counted on the first Ulysses rank, which has the fewest of
@@ -261,7 +261,7 @@ def _tensor_bytes(planned: Planned, share: Share) -> tuple[float, float, float]:
     hidden, size, exact, steps = planned.draft.hidden_size, planned.itemsize, planned.exact, planned.steps
     keys, queries, teacher = share.keys, share.queries, share.teacher
     unrolled = (keys + 3 * steps * queries) * hidden * size
-    distilled = 2 * (steps + 1) * teacher * exact + steps * (teacher + 3) * 8 + steps * queries * hidden * size
+    distilled = 2 * (steps + 1) * teacher * exact + steps * (teacher + 2) * 8 + steps * queries * hidden * size
     if not planned.draft.norm_output:
         distilled += hidden * exact
     entering = (steps * queries * 2 + 2 * (keys + (steps - 1) * queries) * 2 + steps * queries) * hidden * size

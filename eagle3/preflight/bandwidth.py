@@ -54,15 +54,15 @@ def check_all_reduce(cluster: Cluster, device: torch.device, timeout: datetime.t
         ("all-reduce of all", [[*range(len(cluster.nodes))]] if inside and between else []),
     )
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    for what, rings in circles:
+    for label, rings in circles:
         if not rings:
             continue
         groups = [dist.new_group(ranks, timeout=timeout) for ranks in rings]  # every rank must form all groups
         mine = [group for ranks, group in zip(rings, groups, strict=True) if cluster.rank in ranks]
         measured = cluster.ask(partial(measure, mine[0], device) if mine else None, Reduced._make)
-        ports = 0.0 if "inside" in what else max(cluster.gather(port_speed()))
-        spec = None if name is None else link_speed(name) if "inside" in what else ports or ETHERNET
-        yield judge_reduction(cluster, what, measured, spec)
+        ports = 0.0 if "inside" in label else max(cluster.gather(port_speed()))
+        spec = None if name is None else link_speed(name) if "inside" in label else ports or ETHERNET
+        yield judge_reduction(cluster, label, measured, spec)
         if troubled(measured):
             return  # the ranks no longer agree on what comes next
 
@@ -72,39 +72,39 @@ def measure(group: dist.ProcessGroup, device: torch.device) -> Reduced:
     count, size = (CUDA_BYTES if device.type == "cuda" else CPU_BYTES) // 4, group.size()
     # Whole numbers below 2^24, whose fp32 sums are exact in any order (for up to 5000 ranks).
     pattern = (torch.arange(count, device=device) % PATTERN).float()
-    mine, wanted = pattern + group.rank(), pattern * size + size * (size - 1) // 2
+    mine, expected = pattern + group.rank(), pattern * size + size * (size - 1) // 2
     total, seconds, exact = torch.empty_like(mine), [], True
     for _ in range(WARM_UPS + REPETITIONS):
         total.copy_(mine)
         _finish(device)
-        began = time.perf_counter()
+        start = time.perf_counter()
         dist.all_reduce(total, group=group, async_op=True).wait(PATIENCE)
         _finish(device)
-        seconds.append(time.perf_counter() - began)
-        exact = torch.equal(total, wanted) and exact
-    moved = 2 * (size - 1) / size * 4 * count
-    return Reduced(moved / statistics.median(seconds[WARM_UPS:]) / 1e9, exact)
+        seconds.append(time.perf_counter() - start)
+        exact = torch.equal(total, expected) and exact
+    traffic = 2 * (size - 1) / size * 4 * count
+    return Reduced(traffic / statistics.median(seconds[WARM_UPS:]) / 1e9, exact)
 
 
-def judge_reduction(cluster: Cluster, name: str, measured: dict[int, Reduced], spec: float | None) -> Finding:
+def judge_reduction(cluster: Cluster, name: str, results: dict[int, Reduced], spec: float | None) -> Finding:
     """Judges the measurements. spec: GB/s that the link should reach; None where speed is not judged, as on CPUs."""
-    if reasons := troubled(measured):
+    if reasons := troubled(results):
         return Finding(
             name, "failed", f"did not finish on {cluster.named([*reasons])}: {next(iter(reasons.values()))}", REMEDY
         )
-    if wrong := [rank for rank, reduced in measured.items() if not reduced.exact]:
+    if wrong := [rank for rank, reduced in results.items() if not reduced.exact]:
         return Finding(
             name,
             "failed",
             f"the sum is wrong on {cluster.named(wrong)}: a GPU or a link corrupts data",
             "take the node out of the job, and look at dmesg and nvidia-smi -q there",
         )
-    speed, rank = min((reduced.gigabytes, rank) for rank, reduced in measured.items())
+    speed, rank = min((reduced.gigabytes, rank) for rank, reduced in results.items())
     if spec is None or speed >= spec * FAR_BELOW:
-        found = f"{speed:.2f} GB/s of bus bandwidth (least: {cluster.named([rank])}), the sums are exact"
-        return Finding(name, "note" if spec is None else "ok", found)
-    found = f"{speed:.2f} GB/s of bus bandwidth on {cluster.named([rank])}, far below the {spec:.0f} of a data sheet"
-    return Finding(name, "failed", found, REMEDY)
+        detail = f"{speed:.2f} GB/s of bus bandwidth (least: {cluster.named([rank])}), the sums are exact"
+        return Finding(name, "note" if spec is None else "ok", detail)
+    detail = f"{speed:.2f} GB/s of bus bandwidth on {cluster.named([rank])}, far below the {spec:.0f} of a data sheet"
+    return Finding(name, "failed", detail, REMEDY)
 
 
 def link_speed(gpu: str) -> float:

@@ -89,10 +89,10 @@ class Cluster:
 
 def owners(values: Iterable[tuple[int, Value]]) -> dict[Value, list[int]]:
     """Groups (rank, value) pairs: which ranks have which value."""
-    found: dict[Value, list[int]] = {}
+    groups: dict[Value, list[int]] = {}
     for rank, value in values:
-        found.setdefault(value, []).append(rank)
-    return found
+        groups.setdefault(value, []).append(rank)
+    return groups
 
 
 def troubled(answers: dict[int, Any]) -> dict[int, str]:

@@ -26,7 +26,7 @@ WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pth", "*.pt", "*.ckpt", "*.pkl")
 def inputs_of(recipe: Recipe) -> dict[str, str]:
     """What the recipe reads and may name as a local path, by key."""
     draft, data = recipe.model.draft, recipe.data
-    named = {
+    paths = {
         "model.target": recipe.model.target,
         "model.draft.config": draft.config,
         "model.draft.init_from": draft.init_from,
@@ -34,11 +34,11 @@ def inputs_of(recipe: Recipe) -> dict[str, str]:
         "data.chat_template": data.chat_template,
     }
     for key, sources in (("data.train", data.train), ("data.held_out", data.held_out or [])):
-        named |= {f"{key}[{number}]": source for number, source in enumerate(sources)}
+        paths |= {f"{key}[{number}]": source for number, source in enumerate(sources)}
     store = recipe.hidden_states
     if store.mode == "stored" and not is_url(store.path):  # otherwise it is on the network
-        named["hidden_states.path"] = store.path
-    return {key: str(path) for key, path in named.items() if path is not None}
+        paths["hidden_states.path"] = store.path
+    return {key: str(path) for key, path in paths.items() if path is not None}
 
 
 def require_inputs(recipe: Recipe) -> None:
@@ -124,14 +124,14 @@ def require_servers(urls: list[str]) -> None:
         server_info(url, "start it with the command that launchers/capture.py --print-server prints")
 
 
-def require_export(draft: Path, named: str = "--draft ") -> DraftConfig:
+def require_export(draft: Path, option: str = "--draft ") -> DraftConfig:
     """Returns the draft's config. Raises UserError if, judging by config.json, the folder is not an exported draft.
-    named: what the user wrote in front of the folder."""
+    option: what the user wrote in front of the folder."""
     if (draft / "config.json").is_file():
         return read_draft_config(draft / "config.json")
     if (draft / "export" / "config.json").is_file():
-        raise UserError(f"{draft}: is a run's folder; its draft is in there: {named}{draft / 'export'}")
-    raise UserError(f"{draft}: no exported draft here; train first, or name one with {named}FOLDER")
+        raise UserError(f"{draft}: is a run's folder; its draft is in there: {option}{draft / 'export'}")
+    raise UserError(f"{draft}: no exported draft here; train first, or name one with {option}FOLDER")
 
 
 def _require_target(model: Model) -> None:
@@ -164,6 +164,6 @@ def _sizes_of(model: Model) -> tuple[int | None, int | None]:
     with suppress(OSError, ValueError, AttributeError):
         values = parse_json(Path(model.target, "config.json").read_text(encoding="utf-8"))
         values = values.get("text_config", values)
-        found = (values.get(name) for name in ("vocab_size", "num_hidden_layers"))
-        return tuple(size if type(size) is int else None for size in found)
+        sizes = (values.get(name) for name in ("vocab_size", "num_hidden_layers"))
+        return tuple(size if type(size) is int else None for size in sizes)
     return None, None

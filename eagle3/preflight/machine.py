@@ -30,21 +30,21 @@ class GpuSeen(NamedTuple):
 
 
 def check_gpus(cluster: Cluster, device: torch.device) -> Finding:
-    seen = cluster.ask((lambda: _look(device)) if device.type == "cuda" else None, GpuSeen._make)
-    if not seen:
+    gpus = cluster.ask((lambda: _look(device)) if device.type == "cuda" else None, GpuSeen._make)
+    if not gpus:
         return Finding("gpus", "note", "none: this is a CPU job, for tests and demonstrations")
-    if len(seen) < len(cluster.nodes):
-        without = [rank for rank in range(len(cluster.nodes)) if rank not in seen]
+    if len(gpus) < len(cluster.nodes):
+        without = [rank for rank in range(len(cluster.nodes)) if rank not in gpus]
         return Finding(
             "gpus",
             "failed",
             f"no GPU for {cluster.named(without)}",
             "look at nvidia-smi and CUDA_VISIBLE_DEVICES there",
         )
-    if reasons := troubled(seen):
+    if reasons := troubled(gpus):
         rank, reason = next(iter(reasons.items()))
         return Finding("gpus", "failed", f"{cluster.named([rank])}: {reason}", "look at nvidia-smi there")
-    kinds = owners((rank, gpu.name) for rank, gpu in seen.items())
+    kinds = owners((rank, gpu.name) for rank, gpu in gpus.items())
     if len(kinds) > 1:
         return Finding(
             "gpus",
@@ -53,20 +53,20 @@ def check_gpus(cluster: Cluster, device: torch.device) -> Finding:
             "use nodes with the same GPUs: the slowest one sets the pace of all",
         )
     for node, ranks in cluster.ranks.items():
-        unit, times = Counter(seen[rank].unit for rank in ranks).most_common(1)[0]
+        unit, times = Counter(gpus[rank].unit for rank in ranks).most_common(1)[0]
         if times > 1:
             return Finding(
                 "gpus",
                 "failed",
-                f"{times} processes on one GPU of {node} ({unit}), which has {seen[ranks[0]].count}",
+                f"{times} processes on one GPU of {node} ({unit}), which has {gpus[ranks[0]].count}",
                 "start at most one process per GPU",
             )
-    free, rank = min((gpu.free, rank) for rank, gpu in seen.items())
+    free, rank = min((gpu.free, rank) for rank, gpu in gpus.items())
     return Finding(
         "gpus",
         "ok",
-        f"{len(seen)} x {next(iter(kinds))} on {len(cluster.ranks)} node(s); least free memory {free / 2**30:.1f} of "
-        f"{seen[rank].total / 2**30:.1f} GiB ({cluster.named([rank])})",
+        f"{len(gpus)} x {next(iter(kinds))} on {len(cluster.ranks)} node(s); least free memory {free / 2**30:.1f} of "
+        f"{gpus[rank].total / 2**30:.1f} GiB ({cluster.named([rank])})",
     )
 
 
@@ -82,11 +82,11 @@ def check_clocks(cluster: Cluster, clock: Callable[[], float] = time.time) -> Fi
     rounds = []
     for _ in range(CLOCK_ROUNDS):
         cluster.gather(None)  # so that they begin together
-        began = time.monotonic()
+        start = time.monotonic()
         cluster.gather(None)
-        took, now = time.monotonic() - began, clock()
-        told = cluster.gather((took, now))
-        rounds.append((max(took for took, _ in told), [now for _, now in told]))
+        took, now = time.monotonic() - start, clock()
+        replies = cluster.gather((took, now))
+        rounds.append((max(took for took, _ in replies), [now for _, now in replies]))
     uncertainty, clocks = min(rounds)
     early, late = (clocks.index(extreme(clocks)) for extreme in (min, max))
     skew = clocks[late] - clocks[early]
@@ -130,6 +130,6 @@ def check_shared_memory(cluster: Cluster, folder: Path = Path("/dev/shm")) -> Fi
     if reasons := troubled(rooms):
         return Finding("shared memory", "note", f"{cluster.where([*reasons])}: {next(iter(reasons.values()))}")
     free, total, rank = min((free, total, rank) for rank, (total, _, free) in rooms.items())
-    found = f"{folder}: {free / 2**30:.2f} of {total / 2**30:.2f} GiB free ({cluster.where([rank])} has the least)"
+    detail = f"{folder}: {free / 2**30:.2f} of {total / 2**30:.2f} GiB free ({cluster.where([rank])} has the least)"
     small = "; NCCL and SGLang's spool use it: a container gets more with --shm-size=16g or --ipc=host"
-    return Finding("shared memory", "note", found + (small if free < SMALL_SHARED_MEMORY else ""))
+    return Finding("shared memory", "note", detail + (small if free < SMALL_SHARED_MEMORY else ""))

@@ -35,17 +35,17 @@ def check_shared(cluster: Cluster, key: str, folder: Path, patience: float = PAT
         marker = cluster.ask(leave if cluster.rank == 0 else None)[0]
         if isinstance(marker, Trouble):
             return _unwritable(cluster, key, folder, {0: marker})
-        seen = cluster.ask_leaders(lambda: _await_marker(folder, *marker, patience))
-    if reasons := troubled(seen):
+        replies = cluster.ask_leaders(lambda: _await_marker(folder, *marker, patience))
+    if reasons := troubled(replies):
         return _unwritable(cluster, key, folder, reasons)
-    lacking = [rank for rank, why in seen.items() if why]
+    lacking = [rank for rank, why in replies.items() if why]
     if not lacking:
-        told = "is writable" if len(cluster.ranks) == 1 else f"is shared by {len(cluster.ranks)} nodes"
-        return Finding(key, "ok", f"the place of {folder} {told}")
+        verdict = "is writable" if len(cluster.ranks) == 1 else f"is shared by {len(cluster.ranks)} nodes"
+        return Finding(key, "ok", f"the place of {folder} {verdict}")
     return Finding(
         key,
         "failed",
-        f"{folder}: {seen[lacking[0]]} on {cluster.where(lacking)}",
+        f"{folder}: {replies[lacking[0]]} on {cluster.where(lacking)}",
         f"set {key} to a folder on a file system that every node mounts and can write to",
     )
 
@@ -72,8 +72,8 @@ def check_cache(cluster: Cluster, key: str, folder: Path, patience: float = PATI
     if len(cluster.ranks) == 1:
         return Finding(key, "ok", f"{folder} is writable")
     shared = check_shared(cluster, key, folder, patience).state == "ok"
-    told = "shared: one node's preparation serves all" if shared else "not shared: each node prepares its own copy"
-    return Finding(key, "ok" if shared else "note", f"{folder} is writable, and {told}")
+    verdict = "shared: one node's preparation serves all" if shared else "not shared: each node prepares its own copy"
+    return Finding(key, "ok" if shared else "note", f"{folder} is writable, and {verdict}")
 
 
 def check_inputs(cluster: Cluster, inputs: dict[str, str]) -> Finding:
@@ -92,26 +92,26 @@ def check_inputs(cluster: Cluster, inputs: dict[str, str]) -> Finding:
         )
     local = []
     for key, path in inputs.items():
-        having = owners((rank, listed[key]) for rank, listed in listings.items())
-        if [*having] == [ABSENT] and not path.startswith(("/", ".", "~")) and path.count("/") < 2:
+        holders = owners((rank, listed[key]) for rank, listed in listings.items())
+        if [*holders] == [ABSENT] and not path.startswith(("/", ".", "~")) and path.count("/") < 2:
             continue
         local.append(key)
-        if len(having) > 1 or ABSENT in having:
-            found = "; ".join(f"{what} on {cluster.where(ranks)}" for what, ranks in having.items())
+        if len(holders) > 1 or ABSENT in holders:
+            differences = "; ".join(f"{listing} on {cluster.where(ranks)}" for listing, ranks in holders.items())
             return Finding(
                 "inputs",
                 "failed",
-                f"{key} {path}: {found}",
+                f"{key} {path}: {differences}",
                 "copy it to every node, or name a place that every node mounts",
             )
-    told = f"{', '.join(local)}: the same on every node" if local else "none of them is a local file"
+    detail = f"{', '.join(local)}: the same on every node" if local else "none of them is a local file"
     target = inputs.get("model.target", "demo")
     hub = (
         ""
         if target == "demo" or "model.target" in local
         else f"; model.target {target}: no folder here, so taken for a hub id"
     )
-    return Finding("inputs", "ok", told + hub)
+    return Finding("inputs", "ok", detail + hub)
 
 
 def _listing(path: Path) -> str:
@@ -141,21 +141,21 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(_existing_parent(folder)).free
 
 
-def judge_space(folder: Path, free: int, needed: int, what: str) -> Finding:
-    takes = "takes" if what.startswith("a ") else "take"
-    found = f"{folder}: {data_size(free)} free, {what} {takes} {data_size(needed)}"
+def judge_space(folder: Path, free: int, needed: int, content: str) -> Finding:
+    takes = "takes" if content.startswith("a ") else "take"
+    detail = f"{folder}: {data_size(free)} free, {content} {takes} {data_size(needed)}"
     if free >= needed:
-        return Finding("disk space", "ok", found)
+        return Finding("disk space", "ok", detail)
     return Finding(
         "disk space",
         "failed",
-        found,
+        detail,
         "free some, set output.dir to a larger place, or lower training.keep_checkpoints",
     )
 
 
-def check_space(cluster: Cluster, folder: Path, checkpoint: int | None, kept: int) -> Finding:
-    """Checks that checkpoints fit on the disk. Collective. checkpoint: bytes of one, None if unknown. kept: how many
+def check_space(cluster: Cluster, folder: Path, checkpoint: int | None, count: int) -> Finding:
+    """Checks that checkpoints fit on the disk. Collective. checkpoint: bytes of one, None if unknown. count: how many
     are there at a time."""
     free = cluster.ask_leaders(lambda: free_bytes(folder))
     if reasons := troubled(free):
@@ -163,7 +163,7 @@ def check_space(cluster: Cluster, folder: Path, checkpoint: int | None, kept: in
     least = min(free.values())
     if checkpoint is None:
         return Finding("disk space", "note", f"{folder}: {data_size(least)} free; a checkpoint's size is not known yet")
-    return judge_space(folder, least, kept * checkpoint, f"{kept} checkpoints")
+    return judge_space(folder, least, count * checkpoint, f"{count} checkpoints")
 
 
 def check_write_speed(cluster: Cluster, folder: Path, checkpoint: int | None) -> Finding:
@@ -173,17 +173,17 @@ def check_write_speed(cluster: Cluster, folder: Path, checkpoint: int | None) ->
     if reasons := troubled(speeds):
         return _unwritable(cluster, "output.dir", folder, reasons)._replace(name="write speed")
     slowest, rank = min((speed, rank) for rank, speed in speeds.items())
-    found = (
+    detail = (
         f"{data_size(slowest)}/s from {cluster.where([rank])}"
         + (f", the slowest of {len(speeds)}" if len(speeds) > 1 else "")
         + (f": a checkpoint takes about {checkpoint / slowest / len(speeds):.1f} s" if checkpoint else "")
     )
     if slowest >= LEAST_WRITE_SPEED:
-        return Finding("write speed", "ok", found)
+        return Finding("write speed", "ok", detail)
     return Finding(
         "write speed",
         "failed",
-        f"{found}; less than {data_size(LEAST_WRITE_SPEED)}/s",
+        f"{detail}; less than {data_size(LEAST_WRITE_SPEED)}/s",
         "set output.dir to a faster file system, or checkpoint less often (training.checkpoint_every)",
     )
 
@@ -244,11 +244,11 @@ def _write_speed(place: Path) -> float:
     """Bytes per second, measured with random bytes, since some file systems compress."""
     probe, block = place / _probe_name(), os.urandom(2**22)
     try:
-        began = time.perf_counter()
+        start = time.perf_counter()
         with probe.open("wb") as file:
             for _ in range(PROBE_BYTES // len(block)):
                 file.write(block)
         flush(probe)
-        return PROBE_BYTES / (time.perf_counter() - began)
+        return PROBE_BYTES / (time.perf_counter() - start)
     finally:
         probe.unlink(missing_ok=True)

@@ -31,15 +31,15 @@ REMEDIES = {
 
 def versions(packages: Sequence[str]) -> Traits:
     """Versions of Python, of these packages as installed here, and of NCCL on a machine with GPUs."""
-    found = {"python": platform.python_version()}
+    traits = {"python": platform.python_version()}
     for package in packages:
         try:
-            found[package] = version(package)
+            traits[package] = version(package)
         except PackageNotFoundError:
-            found[package] = ABSENT
+            traits[package] = ABSENT
     if torch.cuda.is_available():
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return found
+        traits["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return traits
 
 
 def running_code() -> Traits:
@@ -77,17 +77,17 @@ def compare(cluster: Cluster, name: str, mine: Traits) -> Finding:
     keys = dict.fromkeys(key for traits in everyones for key in traits)  # in the order of the file
     differing = [key for key in keys if len({traits.get(key) for traits in everyones}) > 1]
     assert differing, f"{name}: digests differ and traits do not"
-    having = owners((rank, traits.get(differing[0], ABSENT)) for rank, traits in enumerate(everyones))
-    held = "; ".join(f"{_shown(value)} on {cluster.named(ranks)}" for value, ranks in having.items())
+    holders = owners((rank, traits.get(differing[0], ABSENT)) for rank, traits in enumerate(everyones))
+    values = "; ".join(f"{_shorten(value)} on {cluster.named(ranks)}" for value, ranks in holders.items())
     more = f" (and {len(differing) - 1} more differ)" if len(differing) > 1 else ""
-    return Finding(name, "failed", f"{differing[0]}: {held}{more}", REMEDIES[name])
+    return Finding(name, "failed", f"{differing[0]}: {values}{more}", REMEDIES[name])
 
 
 def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:DIGITS]
 
 
-def _shown(value: str) -> str:
+def _shorten(value: str) -> str:
     """Shortens long values to their beginning and a digest, since they may differ at the end. Passwords are masked
     first: a URL that was cut off no longer shows that it had one."""
     value = without_passwords(value)

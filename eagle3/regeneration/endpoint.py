@@ -149,7 +149,7 @@ class Endpoint:
         self.url, self.key, self.model, self.concurrency, self.patience = url, key, model, concurrency, patience
         self.dead: str | None = None
         self.failures = 0  # requests given up since the last answer
-        self._seen = time.monotonic()
+        self._last_seen = time.monotonic()
         self._looking = asyncio.Lock()
         self._client = httpx2.AsyncClient(
             headers=_headers(key),
@@ -170,14 +170,14 @@ class Endpoint:
             raise NoAnswer(_words(error)) from error
         except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
             raise NoAnswer(f"the answer is not of the OpenAI form ({type(error).__name__}: {error!s:.200})") from error
-        self._seen = time.monotonic()
+        self._last_seen = time.monotonic()
         return answer
 
     async def comes_back(self, failure_time: float) -> bool:
         """Whether it answers again, after a request failed at monotonic time `failure_time`. One caller checks for all.
         Raises Unfit if it now serves another model."""
         async with self._looking:
-            if self.dead is not None or self._seen > failure_time:
+            if self.dead is not None or self._last_seen > failure_time:
                 return self.dead is None
             for seconds in (0.0, *self.patience):
                 await asyncio.sleep(seconds)
@@ -187,7 +187,7 @@ class Endpoint:
                     continue
                 if self.model not in names:
                     raise Unfit(f"it now serves {', '.join(names) or 'no model'}")
-                self._seen = time.monotonic()
+                self._last_seen = time.monotonic()
                 return True
             return False
 

@@ -103,7 +103,7 @@ class Regeneration:
         self.conversations, self.file, self.generation = conversations, file, generation
         self.report, self.progress = report, Progress(progress, "regenerating", total, "conversations")
         self.summary = Summary(read=total)
-        self.began = time.monotonic()
+        self.start = time.monotonic()
         self.passed = self.new = 0  # conversations that need no request, and those done by this run
         self.seen: set[str] = set()
         self.unrecorded: list[tuple[Plan, LeftOut]] = []  # refusals, until an answer shows that the settings are fine
@@ -172,7 +172,7 @@ class Regeneration:
                 again = await self.failed(endpoint, work, str(error))
             finally:
                 self.new += not again
-                rate = f"{self.summary.tokens / (time.monotonic() - self.began):,.0f} tokens/s"
+                rate = f"{self.summary.tokens / (time.monotonic() - self.start):,.0f} tokens/s"
                 self.progress.at(self.passed + self.new, free=self.passed, extra=rate)
                 await self.queue.end(work, again=again)
 
@@ -253,6 +253,6 @@ def regenerate(
     """
     run = Regeneration(conversations, total, file, generation, report, progress)
     asyncio.run(run.run(endpoints))
-    run.summary.seconds = time.monotonic() - run.began
+    run.summary.seconds = time.monotonic() - run.start
     run.summary.rows, run.summary.unrecorded = len(file.answered), len(run.unrecorded)
     return run.summary

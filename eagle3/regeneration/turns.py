@@ -98,7 +98,7 @@ def _name_calls(messages: list[dict]) -> None:
     number = 0
     for message in messages:
         if calls := message.get("tool_calls"):
-            message["tool_calls"] = [_named_call(call, f"call_{number + offset}") for offset, call in enumerate(calls)]
+            message["tool_calls"] = [_openai_call(call, f"call_{number + offset}") for offset, call in enumerate(calls)]
             number += len(calls)
             pending_ids = [call["id"] for call in message["tool_calls"]]
         elif message["role"] == "tool":
@@ -107,7 +107,7 @@ def _name_calls(messages: list[dict]) -> None:
                 pending_ids.remove(call_id)
 
 
-def _named_call(call: dict, default_id: str) -> dict:
+def _openai_call(call: dict, default_id: str) -> dict:
     """The call in OpenAI's form. default_id: its id if it has none."""
     arguments = call["function"].get("arguments", {})
     if not isinstance(arguments, str):

@@ -64,7 +64,7 @@ def advise(run: RunRecord) -> list[Advice]:
         _far_from_simulated,
         _falls_with_context,
     )
-    return [found for check in checks for found in check(run)]
+    return [advice for check in checks for advice in check(run)]
 
 
 def _lossy(run: RunRecord) -> Iterator[Advice]:
@@ -179,16 +179,16 @@ def _overfitted(run: RunRecord) -> Iterator[Advice]:
 
 
 def _far_from_simulated(run: RunRecord) -> Iterator[Advice]:
-    judged = run.evaluation
-    if judged.get("temperature") or judged.get("topk", 1) > 1:
+    result = run.evaluation
+    if result.get("temperature") or result.get("topk", 1) > 1:
         return  # the simulation is for greedy chains
-    pairs = zip(simulated_positions(run), judged.get("position_acceptance") or [], strict=False)
-    for place, (expected, found) in enumerate(pairs, 1):
-        verifications = judged["verifications"]
+    pairs = zip(simulated_positions(run), result.get("position_acceptance") or [], strict=False)
+    for place, (expected, actual) in enumerate(pairs, 1):
+        verifications = result["verifications"]
         noise = 3 * (expected * (1 - expected) / verifications) ** 0.5 if verifications else np.inf
-        if abs(expected - found) > max(FAR, noise):
+        if abs(expected - actual) > max(FAR, noise):
             yield Advice(
-                f"Draft position {place}: {expected:.0%} accepted as simulated on held-out text, {found:.0%} in "
+                f"Draft position {place}: {expected:.0%} accepted as simulated on held-out text, {actual:.0%} in "
                 "decoding.",
                 "The texts differ, or the number formats do: train on the target's own answers "
                 "(launchers/regenerate.py), and judge in the format of the hidden states.",

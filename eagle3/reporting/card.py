@@ -122,12 +122,12 @@ def _facts(run: RunRecord) -> dict[str, str]:
         "rope": rope.get("rope_type", "default") + (f" x{rope['factor']:g}" if rope.get("factor") else ""),
         "number format": str(draft.get("dtype") or draft.get("torch_dtype")),
     }
-    return {name: told for name, told in facts.items() if told}
+    return {name: text for name, text in facts.items() if text}
 
 
 def _training(run: RunRecord) -> dict[str, str]:
     pace, spans, train = run.pace, run.key("data.spans"), run.started.get("data", {}).get("train")
-    chosen = ((name, run.key(key), told) for name, key, told in FROM_RECIPE)
+    settings = ((name, run.key(key), text) for name, key, text in FROM_RECIPE)
     rows = {
         "data": ", ".join(map(source_name, run.key("data.train") or [])),
         "samples": train
@@ -136,49 +136,49 @@ def _training(run: RunRecord) -> dict[str, str]:
         "learnt from": spans and spans_in_words(spans),
         "steps": run.train and f"{len(run.train):,}",
         "seen": run.train and f"{pace.tokens:,} tokens, {pace.supervised:,} supervised",
-        **{name: told.format(value) for name, value, told in chosen if value is not None},
+        **{name: text.format(value) for name, value, text in settings if value is not None},
         "layout": layout_in_words(run.started.get("layout", {})),
         "made with": versions_in_words(run.started.get("versions", {}), VERSIONS),
     }
-    return {name: told for name, told in rows.items() if told}
+    return {name: text for name, text in rows.items() if text}
 
 
 def _judged(run: RunRecord) -> dict[str, Any] | None:
-    found = run.evaluation
-    if found.get("acceptance_length") is None:
+    result = run.evaluation
+    if result.get("acceptance_length") is None:
         return None
-    shares, untrained = found.get("position_acceptance") or [], found.get("untrained")
+    shares, untrained = result.get("position_acceptance") or [], result.get("untrained")
     # What all verifications added, without the first tokens, which come from prefills.
-    yielded = round(found["acceptance_length"] * found["verifications"])
-    drafted = f"{found['draft_tokens']} drafted tokens"
-    if found.get("topk", 1) > 1:
-        drafted = f"trees of {found.get('tree_tokens')} tokens, {found['topk']} branches a node"
+    yielded = round(result["acceptance_length"] * result["verifications"])
+    method = f"{result['draft_tokens']} drafted tokens"
+    if result.get("topk", 1) > 1:
+        method = f"trees of {result.get('tree_tokens')} tokens, {result['topk']} branches a node"
     return {
-        "length": number(found["acceptance_length"]),
+        "length": number(result["acceptance_length"]),
         "conditions": (
-            f"Measured by {found.get('engine')} {found.get('engine_version')}, {drafted}, {rule(found)}, one "
-            f"conversation at a time, on {counted(found['conversations'], 'conversation')}: {yielded:,} tokens from "
-            f"{found['verifications']:,} verifications."
+            f"Measured by {result.get('engine')} {result.get('engine_version')}, {method}, {rule(result)}, one "
+            f"conversation at a time, on {counted(result['conversations'], 'conversation')}: {yielded:,} tokens from "
+            f"{result['verifications']:,} verifications."
         ),
         "positions": [*range(1, len(shares) + 1)],
         "shares": [*map(number, shares)],
-        "lossless": _lossless(found),
+        "lossless": _lossless(result),
         "untrained": f"An untrained draft of the same shape: {untrained['acceptance_length']:.2f}."
         if untrained
         else "",
     }
 
 
-def _lossless(found: Record) -> str:
+def _lossless(result: Record) -> str:
     """How the output compared with the target's alone. Sampled outputs are not compared."""
-    if found.get("temperature") or found.get("compared") is False:
+    if result.get("temperature") or result.get("compared") is False:
         return "The outputs were sampled, so they were not compared with plain decoding."
-    if found.get("mismatches"):
+    if result.get("mismatches"):
         return (
-            f"Output DIFFERED from plain decoding in {counted(found['mismatches'], 'conversation')}, more than "
+            f"Output DIFFERED from plain decoding in {counted(result['mismatches'], 'conversation')}, more than "
             "rounding explains."
         )
-    ties = found.get("ties")
+    ties = result.get("ties")
     tied = f", except {ties} where the target's best logits tie within rounding" if ties else ""
     return f"Output equal to plain decoding in all conversations{tied}."
 
@@ -194,13 +194,13 @@ def _held_out(run: RunRecord) -> str | None:
 
 
 def _contexts(run: RunRecord) -> dict[str, Any] | None:
-    found = run.by_context
-    if not found.get("contexts"):
+    by_context = run.by_context
+    if not by_context.get("contexts"):
         return None
     return {
-        "rows": [row for row, _ in context_rows(found)],
-        "conditions": f"{found.get('engine')} {found.get('engine_version')}, {found.get('draft_tokens')} drafted "
-        f"tokens, {rule(found)}",
+        "rows": [row for row, _ in context_rows(by_context)],
+        "conditions": f"{by_context.get('engine')} {by_context.get('engine_version')}, "
+        f"{by_context.get('draft_tokens')} drafted tokens, {rule(by_context)}",
     }
 
 

@@ -30,12 +30,12 @@ from eagle3.reporting.record import (
     RunRecord,
     column,
     columns,
+    curve_text,
     estimated_curve,
     mean,
     measured_curve,
     rule,
     simulated_positions,
-    told_curve,
 )
 
 TRAINING, HELD_OUT = "training", "held out"
@@ -88,17 +88,17 @@ def _course(run: RunRecord, name: str, title: str, key: str, label: str, about: 
     alt = f"{title}: {_from_to(values)} over {len(values)} optimiser steps"
     if np.isfinite(held_out).any():
         series.append(Series(HELD_OUT, column(run.held_out, "step"), held_out, VERMILLION, "dots"))
-        alt += f"; held out it ends at {_told(held_out[-1])}"
+        alt += f"; held out it ends at {_text(held_out[-1])}"
     axis = number_axis(label, [each.y for each in series])
     return Plot(name, title, about, f"{alt}.", step_axis(all_steps), axis, series)
 
 
 def _from_to(values: np.ndarray) -> str:
     tenth = max(1, len(values) // 10)
-    return f"from {_told(mean(values[:tenth]))} to {_told(mean(values[-tenth:]))}"
+    return f"from {_text(mean(values[:tenth]))} to {_text(mean(values[-tenth:]))}"
 
 
-def _told(value: float) -> str:
+def _text(value: float) -> str:
     return f"{value:.3g}" if np.isfinite(value) else "unknown"
 
 
@@ -125,7 +125,7 @@ def _by_ttt_step(run: RunRecord, name: str, title: str, key: str, label: str, ab
         f"TTT step {curves.shape[1]} {_from_to(curves[:, -1])}"
     )
     if len(held_out):
-        alt += f"; held out they end at {_told(held_out[-1][0])} and {_told(held_out[-1][-1])}"
+        alt += f"; held out they end at {_text(held_out[-1][0])} and {_text(held_out[-1][-1])}"
     axis = number_axis(label, [each.y for each in series])
     return Plot(name, title, about, f"{alt}.", step_axis(all_steps), axis, series)
 
@@ -166,11 +166,11 @@ def _positions(run: RunRecord, name: str, title: str) -> Plot | None:
     ]
     if not series:
         return None
-    told = "; ".join(f"{each.label} {', '.join(f'{share:.2f}' for share in each.y)}" for each in series)
+    values = "; ".join(f"{each.label} {', '.join(f'{share:.2f}' for share in each.y)}" for each in series)
     places = range(1, 1 + max(len(each.y) for each in series))
     ticks = [(float(place), str(place)) for place in places]
     axis = Axis("draft position", 0.8, places[-1] + 0.2, ticks, lambda place: f"{place:.0f}")
-    alt = f"{title}, from the first: {told}."
+    alt = f"{title}, from the first: {values}."
     return Plot(name, title, ABOUT_POSITIONS, alt, axis, share_axis("of verifications"), series)
 
 
@@ -180,17 +180,17 @@ def curve_series(label: str, curve: Curve, colour: Colour, look: str = "line") -
     return Series(label, curve.contexts, curve.lengths, colour, look, dotted=True, band=band)
 
 
-def contexts_plot(name: str, series: Sequence[Series], told: str) -> Plot:
+def contexts_plot(name: str, series: Sequence[Series], summary: str) -> Plot:
     title = "Acceptance length by context"
     bands = [each.band for each in series if each.band is not None]
     values = [*(each.y for each in series), *bands, np.ones(1)]
-    axis = number_axis("tokens a verification", values)._replace(tell=lambda length: f"{length:.2f}")
+    axis = number_axis("tokens per verification", values)._replace(tell=lambda length: f"{length:.2f}")
     contexts = context_axis("context in tokens", np.unique(np.concatenate([each.x for each in series])))
     about = (
         "Tokens produced per pass of the target, accepted drafts and its own, after contexts of up to this many tokens."
         + (" Bands: 95% intervals." if bands else "")
     )
-    return Plot(name, title, about, f"{title}: {told}.", contexts, axis, series)
+    return Plot(name, title, about, f"{title}: {summary}.", contexts, axis, series)
 
 
 def _contexts(run: RunRecord, name: str, _: str) -> Plot | None:
@@ -200,8 +200,8 @@ def _contexts(run: RunRecord, name: str, _: str) -> Plot | None:
         ("estimated", " from hidden states, greedy", estimated_curve(run), BLUE, "dashed"),
     )
     series = [curve_series(label + how, curve, colour, look) for label, how, curve, colour, look in curves if curve]
-    told = "; ".join(f"{label} {told_curve(curve)}" for label, _, curve, *_ in curves if curve)
-    return contexts_plot(name, series, told) if series else None
+    summary = "; ".join(f"{label} {curve_text(curve)}" for label, _, curve, *_ in curves if curve)
+    return contexts_plot(name, series, summary) if series else None
 
 
 def _throughput(run: RunRecord, name: str, title: str, key: str) -> Plot:
@@ -238,7 +238,7 @@ def _lengths(run: RunRecord, name: str, title: str) -> Plot | None:
     grow = any(edges[-1] - edges[-2] > 1.5 * (edges[1] - edges[0]) for edges in all_edges)  # the bins do
     logarithmic = 0 < 2 * least <= most and grow
     middles = [np.sqrt(edges[1:] * edges[:-1]) if logarithmic else (edges[1:] + edges[:-1]) / 2 for edges in all_edges]
-    shares = [np.array(found["counts"], float) / max(1, sum(found["counts"])) for found in known.values()]
+    shares = [np.array(histogram["counts"], float) / max(1, sum(histogram["counts"])) for histogram in known.values()]
     series = [
         Series(label, at, of_samples, colour, "stairs", edges=edges)
         for (label, colour), at, of_samples, edges in zip(
@@ -266,7 +266,7 @@ OF_STEPS: tuple[tuple[str, str, str, Callable[[RunRecord, str, str, str], Plot]]
         "accepted",
         "Accepted drafts, simulated",
         "simulated_acceptance_length",
-        partial(_course, label="drafts a verification", about=ABOUT_ACCEPTED),
+        partial(_course, label="drafts per verification", about=ABOUT_ACCEPTED),
     ),
     (
         "acceptance",

@@ -13,7 +13,7 @@ from eagle3.reporting.charts import ABOUT_ACCEPTED, about_loss, contexts_plot, c
 from eagle3.reporting.markdown import Markdown, Table, escaped, summary_rows
 from eagle3.reporting.page import rendered, vector
 from eagle3.reporting.plot import COLOURS, Colour, Plot, Series, count_axis, number_axis, png, step_axis, thinned
-from eagle3.reporting.record import Record, RunRecord, column, measured_curve, read_run, tokens_label, told_curve
+from eagle3.reporting.record import Record, RunRecord, column, curve_text, measured_curve, read_run, tokens_label
 
 WIDE = 6.4  # inches, for a document rather than a phone
 PAGE, RUNS, CONTEXTS = "comparison.html", "runs.md", "acceptance-by-context"
@@ -68,10 +68,10 @@ def read_compared(folders: Sequence[Path], names: Sequence[str] | None) -> list[
         raise UserError(f"{twice[0]}: this run is named twice; compare different ones")
     names = [place.name for place in places] if names is None else [name.strip() for name in names]
     if len(names) != len(folders) or len(set(names)) != len(names) or not all(names):
-        wanted = ",".join(f"name{place}" for place in range(1, len(folders) + 1))
+        example = ",".join(f"name{place}" for place in range(1, len(folders) + 1))
         raise UserError(
             f"--names {','.join(names)}: {len(folders)} runs need {len(folders)} different names; write --names "
-            f"{wanted}, with your own names"
+            f"{example}, with your own names"
         )
     return [Compared(name, read_run(folder)) for name, folder in zip(names, folders, strict=True)]
 
@@ -80,12 +80,12 @@ def runs_table(compared: Sequence[Compared]) -> Table:
     """The key numbers, one column per run, with a note on other differences."""
     rows = [summary_rows(each.run) for each in compared]
     names = list(dict.fromkeys(name for of_run in rows for name in of_run))
-    told = differing(compared, {key: [each.run.key(key) for each in compared] for key in DECISIVE})
+    differences = differing(compared, {key: [each.run.key(key) for each in compared] for key in DECISIVE})
     return Table(
         "Runs",
         ["run", *(each.name for each in compared)],
         [[name, *(of_run.get(name, "–") for of_run in rows)] for name in names],
-        f"Not the same for all, so compare with care: {'; '.join(told)}." if told else "",
+        f"Not the same for all, so compare with care: {'; '.join(differences)}." if differences else "",
     )
 
 
@@ -107,13 +107,13 @@ def contexts_table(compared: Sequence[Compared]) -> Table:
     rows = {each.name: {row["context"]: row for row in each.found["contexts"]} for each in compared}
     contexts = sorted({context for of_run in rows.values() for context in of_run})
     values = {name: [_condition(each.found, name) for each in compared] for name in CONDITIONS}
-    known = {name: found for name, found in values.items() if set(found) != {None}}  # None: files of an older version
-    same = [f"{name} {found[0]}" for name, found in known.items() if len(set(found)) == 1]
+    known = {name: group for name, group in values.items() if set(group) != {None}}  # None: files of an older version
+    same = [f"{name} {group[0]}" for name, group in known.items() if len(set(group)) == 1]
     return Table(
         "Acceptance length by context",
         ["context", *(each.name for each in compared)],
         [[tokens_label(each), *(_cell(of_run.get(each)) for of_run in rows.values())] for each in contexts],
-        "Acceptance length, in tokens a verification, with its 95% interval and the number of verifications. "
+        "Acceptance length, in tokens per verification, with its 95% interval and the number of verifications. "
         f"{'; '.join([*differing(compared, known), *same])}.",
     )
 
@@ -126,10 +126,10 @@ def _cell(row: Record | None) -> str:
     return Markdown(f"{row['acceptance_length']:.2f}{interval} ({row['verifications']:,})")  # its brackets are no link
 
 
-def _condition(found: Record, name: str) -> Any:
+def _condition(record: Record, name: str) -> Any:
     if name != "prompts":
-        return found.get(name)
-    counts = sorted({row["conversations"] for row in found["contexts"]})
+        return record.get(name)
+    counts = sorted({row["conversations"] for row in record["contexts"]})
     return f"{counts[0]} a context" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} a context"
 
 
@@ -146,14 +146,14 @@ def compared_plots(compared: Sequence[Compared]) -> list[Plot]:
             "accepted",
             "simulated_acceptance_length",
             "Accepted drafts, simulated",
-            "drafts a verification",
+            "drafts per verification",
             ABOUT_ACCEPTED,
         ),
     )
     plots = [_course(coloured, over, *course) for course in courses for over in ("step", "tokens")]
     if curves := [(each.name, measured_curve(each.found), colour) for each, colour in coloured if each.found]:
-        told = "; ".join(f"{name} {told_curve(curve)}" for name, curve, _ in curves)
-        plots.append(contexts_plot(CONTEXTS, [curve_series(*each) for each in curves], told))
+        summary = "; ".join(f"{name} {curve_text(curve)}" for name, curve, _ in curves)
+        plots.append(contexts_plot(CONTEXTS, [curve_series(*each) for each in curves], summary))
     return [plot for plot in plots if plot]
 
 
@@ -165,24 +165,24 @@ def _course(
     key: in metrics.jsonl
     unit: of its axis
     """
-    training, held_out, told = [], [], []
+    training, held_out, ends = [], [], []
     for (label, run), colour in coloured:
         steps, values = thinned(column(run.train, "step"), column(run.train, key))
-        measured, found = column(run.held_out, "step"), column(run.held_out, key)
+        at, results = column(run.held_out, "step"), column(run.held_out, key)
         if over == "tokens":
-            steps, measured = run.supervised_until(steps), run.supervised_until(measured)
+            steps, at = run.supervised_until(steps), run.supervised_until(at)
         if np.isfinite(values).any():
             training.append(Series(label, steps, values, colour, "pale", group="training"))
-        if np.isfinite(found).any():
-            held_out.append(Series(label, measured, found, colour, dotted=True, group="held out"))
-            told.append(f"{label} ends at {found[np.isfinite(found)][-1]:.3g}")
+        if np.isfinite(results).any():
+            held_out.append(Series(label, at, results, colour, dotted=True, group="held out"))
+            ends.append(f"{label} ends at {results[np.isfinite(results)][-1]:.3g}")
     if not (series := training + held_out):
         return None
     places = np.concatenate([each.x for each in series])
     axis = step_axis(places) if over == "step" else count_axis("supervised tokens", places)
     alt = (
         f"{title} of the runs over {axis.label.removesuffix('s')}s; held out "
-        + ", ".join(told or ["nothing was measured"])
+        + ", ".join(ends or ["nothing was measured"])
         + "."
     )
     return Plot(

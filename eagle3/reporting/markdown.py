@@ -62,7 +62,7 @@ def fenced_command(words: Sequence[str]) -> Markdown:
 
 def summary_rows(run: RunRecord) -> dict[str, str]:
     """The known key numbers. They hold no paths: of files and folders, only the last part is shown."""
-    return {name: one_line(value) for name, value in (_made_of(run) | _came_of(run) | _ran_on(run)).items() if value}
+    return {name: one_line(value) for name, value in (_setup(run) | _results(run) | _ran_on(run)).items() if value}
 
 
 def summary(run: RunRecord) -> str:
@@ -85,7 +85,7 @@ def versions_in_words(versions: dict[str, str], names: Sequence[str]) -> str:
     return ", ".join(f"{name} {versions[name]}" for name in names if name in versions)
 
 
-def _made_of(run: RunRecord) -> dict[str, str]:
+def _setup(run: RunRecord) -> dict[str, str]:
     started, pace = run.started, run.pace
     rows = {
         "target": target_name(run),
@@ -117,10 +117,10 @@ def _made_of(run: RunRecord) -> dict[str, str]:
     return rows
 
 
-def _came_of(run: RunRecord) -> dict[str, Any]:
-    """The results. A falsy value means that a number is not known; so below."""
-    judged, best, length = run.evaluation, run.exported, run.evaluation.get("acceptance_length")
-    loss, untrained, speed = mean(column(run.train[-LAST:], "loss")), judged.get("untrained"), judged.get("speed")
+def _results(run: RunRecord) -> dict[str, Any]:
+    """The results. A falsy value means that a number is not known, here and below."""
+    result, best, length = run.evaluation, run.exported, run.evaluation.get("acceptance_length")
+    loss, untrained, speed = mean(column(run.train[-LAST:], "loss")), result.get("untrained"), result.get("speed")
     return {
         f"loss in training, {WEIGHTED}": np.isfinite(loss)
         and f"{loss:#.5g} (mean of the last {min(LAST, len(run.train))} steps)",
@@ -129,15 +129,15 @@ def _came_of(run: RunRecord) -> dict[str, Any]:
         "accepted drafts, simulated": best
         and f"{number(best['simulated_acceptance_length'])} held out (the target's own token not counted)",
         "acceptance length": length is not None
-        and f"{length:.2f} (the target's own token counted; {rule(judged)}, "
-        f"{counted(judged['conversations'], 'conversation')})"
+        and f"{length:.2f} (the target's own token counted; {rule(result)}, "
+        f"{counted(result['conversations'], 'conversation')})"
         + (f"; untrained draft {untrained['acceptance_length']:.2f}" if untrained else ""),
         "accepted by draft position": length is not None
-        and " ".join(map(number, judged.get("position_acceptance") or [])),
+        and " ".join(map(number, result.get("position_acceptance") or [])),
         "decoding speed": speed
         and f"{speed['speculative']:,.1f} tokens/s, {speed['plain']:,.1f} without the draft: "
-        f"{speed['speculative'] / speed['plain']:.2f} times as fast ({judged.get('engine')} "
-        f"{judged.get('engine_version')})",
+        f"{speed['speculative'] / speed['plain']:.2f} times as fast ({result.get('engine')} "
+        f"{result.get('engine_version')})",
     }
 
 

@@ -71,7 +71,7 @@ def page(run: RunRecord, plots: Sequence[Plot | Absent]) -> str:
         title=run.folder.path.resolve().name,
         subtitle=_subtitle(run),
         tiles=_tiles(run),
-        advice=[_shown(run, advice) for advice in advise(run)],
+        advice=[_with_values(run, advice) for advice in advise(run)],
         absent=run.absent,
         sections=sections,
         summary=summary(run),
@@ -84,21 +84,21 @@ def page(run: RunRecord, plots: Sequence[Plot | Absent]) -> str:
 def _subtitle(run: RunRecord) -> str:
     parts = [f"An EAGLE3 draft for {target_name(run)}"]
     if run.started:
-        began = "resumed" if run.started.get("continues") else "begun"
-        parts.append(f"{began} {run.started['started'].replace('T', ' ').replace('+00:00', ' UTC')}")
+        verb = "resumed" if run.started.get("continues") else "begun"
+        parts.append(f"{verb} {run.started['started'].replace('T', ' ').replace('+00:00', ' UTC')}")
     return ", ".join(parts)
 
 
 def _tiles(run: RunRecord) -> list[tuple[str, str, str]]:
     """(name, value, note); the note may be empty."""
-    judged, best, pace, all_steps = run.evaluation, run.exported, run.pace, run.started.get("steps")
-    untrained, speed, tiles = judged.get("untrained"), judged.get("speed"), []
+    result, best, pace, all_steps = run.evaluation, run.exported, run.pace, run.started.get("steps")
+    untrained, speed, tiles = result.get("untrained"), result.get("speed"), []
     length_note = "by context, below" if run.by_context else "not judged yet"
-    if judged:
+    if result:
         length_note = (
-            "tokens a verification, the target's own counted; "
-            f"{counted(judged['conversations'], 'conversation')}{_rule(judged)}, by {judged.get('engine')} "
-            f"{judged.get('engine_version')}"
+            "tokens per verification, the target's own counted; "
+            f"{counted(result['conversations'], 'conversation')}{_rule(result)}, by {result.get('engine')} "
+            f"{result.get('engine_version')}"
             + (f"; untrained {untrained['acceptance_length']:.2f}" if untrained else "")
         )
     if speed:
@@ -108,11 +108,11 @@ def _tiles(run: RunRecord) -> list[tuple[str, str, str]]:
         )
         tiles = [("Speed by the draft", f"{speed['speculative'] / speed['plain']:.2f}x", note)]
     return [
-        ("Acceptance length", number(judged.get("acceptance_length")), length_note),
+        ("Acceptance length", number(result.get("acceptance_length")), length_note),
         (
             "Accepted drafts, held out",
             number(best.get("simulated_acceptance_length")),
-            "a verification, simulated, the target's own token not counted; "
+            "per verification, simulated, the target's own token not counted; "
             f"loss {number(best.get('loss'))}, at step {best['step']}"
             if best
             else "not measured",
@@ -128,12 +128,12 @@ def _tiles(run: RunRecord) -> list[tuple[str, str, str]]:
     ]
 
 
-def _rule(judged: Record) -> str:
-    sampled = f", temperature {judged['temperature']:g}" if judged.get("temperature") else ""
-    return sampled + (f", a tree of {judged['topk']} branches" if judged.get("topk", 1) > 1 else "")
+def _rule(result: Record) -> str:
+    sampled = f", temperature {result['temperature']:g}" if result.get("temperature") else ""
+    return sampled + (f", a tree of {result['topk']} branches" if result.get("topk", 1) > 1 else "")
 
 
-def _shown(run: RunRecord, advice: Advice) -> dict[str, Any]:
+def _with_values(run: RunRecord, advice: Advice) -> dict[str, Any]:
     """The advice with the current values of its keys."""
     values = {name: "null" if run.key(name) is None else str(run.key(name)) for name in advice.keys}
     keys = {
@@ -146,10 +146,10 @@ def _contexts_table(run: RunRecord) -> Table | None:
     """The chart of by_context.json in numbers, and acceptance by draft position."""
     if not run.by_context.get("contexts"):
         return None
-    found = context_rows(run.by_context)
-    positions = max(len(shares) for _, shares in found)
+    contexts = context_rows(run.by_context)
+    positions = max(len(shares) for _, shares in contexts)
     head = ("context", "length", "95% interval", "prompts", "verified", *(f"draft {n + 1}" for n in range(positions)))
-    rows = [[*row, *map(number, shares), *["–"] * (positions - len(shares))] for row, shares in found]
+    rows = [[*row, *map(number, shares), *["–"] * (positions - len(shares))] for row, shares in contexts]
     return Table(f"By context, {rule(run.by_context)}", head, rows)
 
 
@@ -170,24 +170,24 @@ def _data(run: RunRecord) -> tuple[Table | None, list[str]]:
         "truncated": [rows.get("truncated") for rows in read],
         "empty answers": [rows.get("empty_answers") for rows in read],  # not counted by older runs
     }
-    rows = [(name, *map(_cell, found)) for name, found in counts.items()]
+    rows = [(name, *map(_cell, row)) for name, row in counts.items()]
     vocabulary = run.started["vocabulary"]
     notes = [
         f"Draft vocabulary: {vocabulary['size']:,} of the target's {vocabulary['target_size']:,} tokens, "
         f"{vocabulary['coverage']:.2%} of the supervised ones.",
         *(
             f"Dropped ({name}): {count:,} for {reason}."
-            for found, name in zip(read, PARTS.values(), strict=True)
-            for reason, count in found.get("dropped", {}).items()
+            for rows, name in zip(read, PARTS.values(), strict=True)
+            for reason, count in rows.get("dropped", {}).items()
         ),
     ]
     return Table("Samples", ("", *PARTS.values()), rows), notes
 
 
-def _cell(found: int | str | None) -> str:
-    if found is None:
+def _cell(value: int | str | None) -> str:
+    if value is None:
         return "–"
-    return found if isinstance(found, str) else f"{found:,}"
+    return value if isinstance(value, str) else f"{value:,}"
 
 
 def _memory(run: RunRecord) -> tuple[Table | None, list[str]]:
@@ -305,11 +305,11 @@ def _entry(plot: Plot, series: Series, xs: np.ndarray, ys: np.ndarray) -> Entry:
 
 
 def _value(plot: Plot, series: Series, place: int) -> str:
-    told = plot.y.tell(float(series.y[place]))
+    text = plot.y.tell(float(series.y[place]))
     if series.band is None or not np.isfinite(series.band[place]).all():
-        return told
+        return text
     low, high = (plot.y.tell(float(edge)) for edge in series.band[place])
-    return f"{told} ({low} to {high})"
+    return f"{text} ({low} to {high})"
 
 
 def _shapes(series: Series, across: Place, down: Place) -> Iterator[tuple[str, str]]:

@@ -79,8 +79,8 @@ class RunRecord:
 
     def supervised_until(self, steps: np.ndarray) -> np.ndarray:
         """How many supervised tokens training had seen after each of these steps."""
-        done, seen = column(self.train, "step"), np.nancumsum(column(self.train, "supervised"))
-        return np.append(0, seen)[np.searchsorted(done, steps, side="right")]
+        logged, totals = column(self.train, "step"), np.nancumsum(column(self.train, "supervised"))
+        return np.append(0, totals)[np.searchsorted(logged, steps, side="right")]
 
 
 def read_run(path: Path) -> RunRecord:
@@ -105,14 +105,14 @@ def read_run(path: Path) -> RunRecord:
         "by_context": (folder.by_context, ByContext, "launchers/evaluate.py --by-context writes it"),
         "draft": (folder.export / "config.json", DraftFile, "the run has not ended"),
     }
-    found = {name: _read_json(file, kind) for name, (file, kind, _) in files.items()}
+    contents = {name: _read_json(file, kind) for name, (file, kind, _) in files.items()}
     there = [
         (folder.recipe, folder.recipe.is_file(), "the resolved recipe"),
         (folder.metrics, records, "no step was recorded yet"),
-        *((file, found[name], why) for name, (file, _, why) in files.items()),
+        *((file, contents[name], why) for name, (file, _, why) in files.items()),
     ]
     absent = tuple(f"{file.relative_to(path)}: {why}" for file, content, why in there if not content)
-    return RunRecord(folder, text, recipe, **by_kind, exports=exports, **found, absent=absent)
+    return RunRecord(folder, text, recipe, **by_kind, exports=exports, **contents, absent=absent)
 
 
 def column(records: Sequence[Record], name: str) -> np.ndarray:
@@ -123,10 +123,10 @@ def column(records: Sequence[Record], name: str) -> np.ndarray:
 def columns(records: Sequence[Record], name: str, least: int = 0) -> np.ndarray:
     """A list of numbers of each record: float64 [records, most numbers or `least`], nan where a list has no number."""
     lists = [record.get(name) or [] for record in records]
-    found = np.full((len(lists), max([least, *map(len, lists)])), np.nan)
-    for row, values in zip(found, lists, strict=True):
+    table = np.full((len(lists), max([least, *map(len, lists)])), np.nan)
+    for row, values in zip(table, lists, strict=True):
         row[: len(values)] = values
-    return found
+    return table
 
 
 def _read_metrics(path: Path) -> list[Record]:
@@ -154,13 +154,13 @@ def _read_text(path: Path, remedy: str) -> str:
 def _parsed(text: str, kind: type[BaseModel], origin: str, remedy: str) -> Record:
     """The JSON object in a text. Raises UserError if it is not valid JSON, or not of this kind."""
     try:
-        found = parse_json(text)
+        record = parse_json(text)
         if "\\ud" in text.lower():
-            json.dumps(found, ensure_ascii=False).encode()  # fails for lone surrogates, which no page can hold
-        kind.model_validate(found, strict=True)
+            json.dumps(record, ensure_ascii=False).encode()  # fails for lone surrogates, which no page can hold
+        kind.model_validate(record, strict=True)
     except ValueError as error:
         raise UserError(f"{origin}: damaged ({first_problem(error)}); {remedy}") from error
-    return found
+    return record
 
 
 def _read_recipe(path: Path) -> tuple[str, Record]:
@@ -227,9 +227,9 @@ def simulated_positions(run: RunRecord) -> list[float]:
     return np.cumprod(columns([run.exported], "accuracy")[0]).tolist()
 
 
-def rule(judged: Record) -> str:
+def rule(result: Record) -> str:
     """How tokens were chosen, according to an evaluation.json or by_context.json."""
-    return f"at temperature {judged['temperature']:g}" if judged.get("temperature") else "greedy"
+    return f"at temperature {result['temperature']:g}" if result.get("temperature") else "greedy"
 
 
 def context_rows(by_context: Record) -> list[tuple[list[str], list[float]]]:
@@ -241,14 +241,14 @@ def context_rows(by_context: Record) -> list[tuple[list[str], list[float]]]:
     rows = []
     for row in sorted(by_context["contexts"], key=lambda row: row["context"]):
         low, high = row.get("interval") or (None, None)
-        told = [
+        cells = [
             tokens_label(row["context"]),
             number(row.get("acceptance_length")),
             "–" if low is None or high is None else f"{low:.2f} to {high:.2f}",
             f"{row['conversations']:,}",
             f"{row['verifications']:,}",
         ]
-        rows.append((told, row.get("position_acceptance") or []))
+        rows.append((cells, row.get("position_acceptance") or []))
     return rows
 
 
@@ -256,7 +256,7 @@ def number(value: float | None) -> str:
     return "–" if value is None or not np.isfinite(value) else f"{value:.2f}"
 
 
-def told_curve(curve: Curve) -> str:
+def curve_text(curve: Curve) -> str:
     pairs = zip(curve.contexts, curve.lengths, strict=True)
     return ", ".join(f"{length:.2f} at {tokens_label(context)}" for context, length in pairs if np.isfinite(length))
 

@@ -37,28 +37,28 @@ def write_report(path: Path) -> Path:
     from eagle3.reporting.plot import Plot, png
 
     plots = list(charts(run))
-    written = page(run, plots)
+    html = page(run, plots)
     run.folder.charts.mkdir(exist_ok=True)
     for plot in plots:
         if isinstance(plot, Plot):
             write_bytes(run.folder.charts / f"{plot.name}.png", png(plot))
     write_text(run.folder.summary, summary(run))
-    write_text(run.folder.report, written)
+    write_text(run.folder.report, html)
     return run.folder.report
 
 
 def write_up(run: Path, console: Console) -> None:
     """Write card and page of the run in folder `run`. If that fails, the run is whole, and a line says how to
     repeat it."""
-    for what, write in (("model card", write_card), ("report", write_report)):
+    for product, write in (("model card", write_card), ("report", write_report)):
         try:
-            with waiting(console, f"writing the {what}"):
-                written = write(run)
-            console.result(f"{what}: {written}")
-        except Edited as kept:
-            console(str(kept))
+            with waiting(console, f"writing the {product}"):
+                path = write(run)
+            console.result(f"{product}: {path}")
+        except Edited as notice:
+            console(str(notice))
         except NoMatplotlib as lack:
-            console(f"no {what}: {lack}, then python launchers/report.py {run}")
+            console(f"no {product}: {lack}, then python launchers/report.py {run}")
         except Exception as error:
             reason = " ".join(str(error).split()) or type(error).__name__
-            console.warn(f"no {what}: {reason}; the run is whole, and python launchers/report.py {run} makes it")
+            console.warn(f"no {product}: {reason}; the run is whole, and python launchers/report.py {run} makes it")

@@ -20,29 +20,30 @@ from eagle3.states.spool import SpoolReader, Ticket
 from eagle3.states.store.reader import HiddenStateStore, RowRequest, StoredTokens
 from eagle3.text.samples import Sample, SampleSet, Spans
 
-# A ticket's counter has eight hex digits: the channel, above 28 bits that count a loader's requests for the sample.
+# A ticket's counter has eight hex digits: 4 bits for the loader's channel, then 28 that count its requests for the
+# sample.
 CHANNEL_SHIFT = 28
 
 
 class HiddenStateSource(Protocol):
     """Where hidden states come from."""
 
-    alone: bool  # a rank may ask without the others, from one thread at a time
+    alone: bool  # a rank may call `rows` without the others, from one thread at a time
 
     def rows(self, samples: Sequence[Sample], aux: Sequence[Tensor], teacher: Sequence[Tensor]) -> list[Rows]:
         """For each sample, the auxiliary states at rows aux[i] and the teacher's values at rows teacher[i].
 
-        Rows are int64 on the CPU and may be none. Unless `alone`, all ranks of a stream call it together, with the same
-        samples and rows of their own.
+        Row indices are int64 on the CPU; a tensor may be empty. Unless `alone`, all ranks of a stream call this
+        together, with the same samples, each with its own rows.
         """
 
 
 class LiveSource:
-    """Runs the target. Each sample is prefilled by one rank, which sends every other rank its rows.
+    """Runs the target. Each sample is prefilled by one rank, which sends every other rank the rows that it needs.
 
     group: all ranks that work on one stream
     device: where the target's states are and the group's backend exchanges tensors
-    keep_on: where the rows are held until they are needed
+    keep_on: where the rows are held until they are needed; default: `device`
     """
 
     alone = False
@@ -61,7 +62,7 @@ class LiveSource:
             ]
         owners = deal_streams([len(sample.ids) for sample in samples], self.group.size())
         mine = owners[self.group.rank()]
-        # Prefill everything before the first exchange: otherwise ranks would wait for the slowest batch at every batch.
+        # Prefill everything before the first exchange: otherwise every batch would wait for the slowest rank.
         results = agreed((lambda: self.target.prefill([samples[index].ids for index in mine])) if mine else None) or []
         fetch_aux, fetch_teacher = (request_rows(each, owners, self.group, self.device) for each in (aux, teacher))
         aux_rows = fetch_aux([states.aux for states in results])
@@ -79,20 +80,21 @@ def request_rows(
 ) -> Callable[[Sequence[Tensor]], list[Tensor]]:
     """Tell every rank which rows of its documents the others want. Collective over `group`.
 
-    rows: for each document (the same on every rank), the rows that this rank wants: int64, CPU, any order, maybe none
+    rows: for each document (the same documents on every rank), the rows that this rank wants: int64, CPU, any order,
+    may be empty
     owners: for each rank of the group, its documents. Each document has one owner; the first rank owns at least one.
     device: where the group's backend exchanges tensors
 
-    Requests cost 8 bytes a row, compared to kilobytes of hidden states, and spare each rank the plans of all others.
-    Returns a function that moves these rows, once for each kind of tensor.
+    A request costs 8 bytes per row, against kilobytes of hidden states, and saves each rank from planning for all
+    others. Returns a function that exchanges these rows; call it once for each kind of tensor.
     """
     order, own = list(chain(*owners)), owners[group.rank()]
-    assert owners[0] and sorted(order) == list(range(len(rows))), "each document has one owner, the first rank has one"
+    assert owners[0] and sorted(order) == list(range(len(rows))), "one owner per document; the first rank owns some"
     counts = torch.tensor([len(document_rows) for document_rows in rows], device=device)
     all_counts = [torch.empty_like(counts) for _ in owners]
     dist.all_gather(all_counts, counts, group=group)
     receive_counts = [sum(len(rows[document]) for document in documents) for documents in owners]
-    # What the others (and this rank itself) want from this rank's documents, by rank of the group, then by document.
+    # sizes[r][d]: how many rows rank r of the group (this one included) wants of this rank's document d.
     sizes = [[rank_counts[document] for document in own] for rank_counts in torch.stack(all_counts).tolist()]
     send_counts = [sum(document_sizes) for document_sizes in sizes]
     requests = _all_to_all(
@@ -106,7 +108,7 @@ def request_rows(
 
         Returns the wanted rows [n, ...] of each document of the group, in the order of the request, bit for bit.
         """
-        assert len(tensors) == len(own), "a rank sends of exactly the documents it owns"
+        assert len(tensors) == len(own), "a rank passes exactly the documents it owns"
         # The group's first rank, which always owns a document, announces the shape and dtype of a row.
         header = [(tensors[0].shape[1:], tensors[0].dtype) if tensors else None]
         dist.broadcast_object_list(header, group=group, group_src=0, device=device)
@@ -149,13 +151,12 @@ class StoredSource:
 
 
 class SpooledSource:
-    """A `HiddenStateSource` whose ranks do not communicate: they meet in the job's folder of a spool.
-
-    All ranks of a stream call `rows` with the same samples, so that they arrive at the same tickets. Samples are read
-    in the order of the call, whatever order they arrive in.
+    """Reads hidden states that a running target writes to a spool. Ranks do not communicate; they share the job's
+    folder in the spool. All ranks of a stream call `rows` with the same samples, so they derive the same tickets
+    (request names). Samples are read in the order of the call, whatever order they come in.
 
     ask: requests a sample, given its ticket and token ids, and returns at once; None on all ranks of the stream but one
-    channel: different for each loader, so that their files have different names, whichever comes first on a rank
+    channel: different for each loader, so that two loaders' files never share a name, whichever asks first on a rank
     """
 
     alone = True
@@ -218,14 +219,14 @@ def draw_batch(step: int, samples: int, batch_size: int, seed: int) -> list[Draw
 
 
 class StreamLoader:
-    """Loads this rank's part of the streams of its data-parallel rank.
+    """Loads this rank's part of each stream that its data-parallel rank trains on.
 
     samples: the same on all ranks, in the same order
-    steps: K of the unroll
+    steps: number of steps K in the unroll
     sharding: how a stream is spread over its sequence ranks
     data: the group whose ranks have different streams
     sequence: the group whose ranks share a stream, with the Ulysses rank varying fastest
-    window: of the draft's attention
+    window: keys that a query of the draft sees; None: all
     spans: which part of a sample to supervise; default: its whole loss mask
     """
 
@@ -249,13 +250,14 @@ class StreamLoader:
         self._ahead: tuple[tuple[list[Drawn], int], Future[list[LoadedStream]]] | None = None
 
     def read_ahead(self, batch: Sequence[Drawn], accumulation: int) -> None:
-        """Start loading in the background what `load` will be asked for next, if ranks of this source may ask alone."""
+        """Start loading, in the background, what the next `load` will ask for. Does nothing unless the source is
+        `alone`."""
         if self.source.alone:
             self._ahead = (list(batch), accumulation), self._background.submit(self._load, batch, accumulation)
 
     def load(self, batch: Sequence[Drawn], accumulation: int) -> list[LoadedStream]:
-        """This rank's part of its `accumulation` streams of the global `batch`; the list is as long on every rank.
-        Collective over a stream's ranks if the source is."""
+        """This rank's part of each of its `accumulation` streams of the global `batch`: a list of the same length on
+        every rank. Collective over a stream's ranks unless the source is `alone`."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead[0] == (list(batch), accumulation):
             return ahead[1].result()
@@ -276,13 +278,13 @@ class StreamLoader:
         ]
 
     def order_identity(self, batch: Sequence[Drawn]) -> bytes:
-        """What must be the same on every rank of the job: ids and lengths of all samples, and a global batch. Ids stand
-        for the contents, because a sample that does not match its id is never read."""
+        """Bytes that must be equal on every rank of the job: the ids and lengths of all samples, and a global batch.
+        Ids stand for the contents, because a sample that does not match its id is never read."""
         ids = self.samples.digests[self.samples.indices]
         return ids.tobytes() + self.samples.lengths.tobytes() + np.asarray(batch, np.int64).tobytes()
 
     def _members(self, batch: Sequence[Drawn], accumulation: int) -> list[list[tuple[Sample, Tensor]]]:
-        """The samples of each stream of this data-parallel rank, with the mask of what is supervised."""
+        """For each stream of this data-parallel rank, its samples, each with the mask of its supervised tokens."""
         streams = self.data.size() * accumulation
         assignments = deal_streams(self.samples.lengths[[drawn.index for drawn in batch]].tolist(), streams)
         mine = assignments[self.data.rank() * accumulation : (self.data.rank() + 1) * accumulation]

@@ -133,11 +133,11 @@ class ChunkedAttention:
             raise self.refusal(f"attends in {type(module).__name__} twice in a layer, or says no layer")
         self.attended.append(layer)
         parts = self.cache.setdefault(layer, [])
-        del parts[: len(parts) + 1 - len(self._seen(window))]
+        del parts[: len(parts) + 1 - len(self._visible(window))]
         parts.append(key_value)
         return torch.cat(parts, 1)
 
-    def _seen(self, window: int | None) -> list[Chunk]:
+    def _visible(self, window: int | None) -> list[Chunk]:
         """The chunks whose keys are seen by tokens of this chunk or a later one; the same on every rank."""
         chunks, start = self.chunks[: self.number + 1], self.chunk.start
         return [chunk for chunk in chunks if window is None or chunk.stop > start - window + 1]
@@ -145,7 +145,7 @@ class ChunkedAttention:
     def _schedule(self, window: int | None, device: torch.device) -> tuple[PrefixSchedule, ...]:
         ring = self.ring
         queries = self._rows(self.chunk, ring.rank())
-        keys = (torch.cat([self._rows(chunk, rank) for chunk in self._seen(window)]) for rank in range(ring.size()))
+        keys = (torch.cat([self._rows(chunk, rank) for chunk in self._visible(window)]) for rank in range(ring.size()))
         return tuple(schedule_prefix(queries, queries, rows, window=window).to(device) for rows in keys)
 
     def _rows(self, chunk: Chunk, ring_rank: int) -> Tensor:

@@ -1,9 +1,9 @@
 """The loss mask of a conversation under any chat template: what the target itself would generate, and nothing else.
 
-Each message in turn is marked and the whole conversation rendered again; where this differs from the true rendering is
-what that message contributed. The generation prompt shows where an assistant's turn begins. No text is searched for, so
-repeated contents, or contents with the template's own markers, cannot mislead the comparison. What remains ambiguous
-is refused (`Unusable`).
+Each message in turn has its content marked, and the whole conversation is rendered again: the part that differs from
+the true rendering is what that message contributed. The generation prompt shows where an assistant's turn begins. No
+text is searched for, so repeated contents, or contents with the template's own markers, cannot mislead the comparison.
+What remains ambiguous is refused (`Unusable`).
 """
 
 import re
@@ -24,7 +24,7 @@ from eagle3.text.template import (
     Render,
     Unusable,
     as_template_reads,
-    chosen_template,
+    choose_template,
     renderer,
     require_calls,
 )
@@ -38,7 +38,7 @@ class Encoded(NamedTuple):
     ids: np.ndarray  # int32 [T]
     loss_mask: np.ndarray  # bool [T], True for tokens that the target generates
     text: str  # the rendering that was tokenised
-    empty_answers: tuple[int, ...] = ()  # first tokens of turns that hold only added tokens and white space
+    empty_answers: tuple[int, ...] = ()  # where turns without text (only added tokens and white space) begin
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class Region:
 
     start: int
     stop: int
-    # Apart from white space, nothing before the content depends on the message.
+    # True if, apart from white space, nothing printed before the content depends on the message.
     direct: bool
-    # What the template prints after the message, if the comparison has shown it.
+    # What the template prints after the message; None if the comparison cannot show it.
     closing: str | None
 
 
@@ -78,13 +78,13 @@ def encode_conversation(
     choices = choices or Choices()
     if not tokenizer.is_fast:
         raise UserError(
-            f"tokenizer {type(tokenizer).__name__}: a slow one, which does not say where its tokens are in the text;"
+            f"tokenizer {type(tokenizer).__name__}: slow tokenizers do not report where tokens are in the text;"
             f" use a model folder with a tokenizer.json"
         )
     if conversation.messages is None and choices.text == "plain":
         ids = tokenized(tokenizer, conversation.text, add_special_tokens=True)["input_ids"]
         return Encoded(np.asarray(ids, np.int32), np.ones(len(ids), bool), conversation.text)
-    template = chosen_template(tokenizer, chat_template, conversation.tools, conversation.origin)
+    template = choose_template(tokenizer, chat_template, conversation.tools, conversation.origin)
     render = renderer(tokenizer, template, conversation, choices)
     contents = {token_id: token.content for token_id, token in tokenizer.added_tokens_decoder.items()}
     added_tokens = sorted(contents.values(), key=len, reverse=True)
@@ -103,8 +103,8 @@ def encode_conversation(
 
 
 def _added_tokens(text: str, ids: np.ndarray, offsets: np.ndarray, contents: dict[int, str]) -> list[AddedToken]:
-    """The added tokens in a text, in order. contents: of all added tokens, by id. An occurrence may include white space
-    on its left, which is cut off."""
+    """The added tokens in a text, in order. contents: the text of every added token, by id. White space that the
+    tokenizer counts as part of an added token, on its left, is cut off."""
     tokens = zip(map(contents.get, ids.tolist()), offsets.tolist(), strict=True)
     return [
         AddedToken(content, max(text.find(content, start, stop), start), stop)
@@ -125,7 +125,7 @@ def _talk_spans(
         marks = _unused(text)
         spans = _marked_spans(text, render(messages, template=_with_marks(template, *marks)), *marks)
         if supervise == "last_turn" and len(spans) != count:
-            raise Unusable("the chat template has not one {% generation %} block for each assistant turn")
+            raise Unusable("the chat template does not have one {% generation %} block per assistant turn")
     else:
         spans = _assistant_spans(messages, text, render, added_tokens)
     require_calls(messages, text, render)
@@ -136,7 +136,7 @@ def tokenized(tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_toke
     """Tokenize a text of any length. Raises Unusable for text with unpaired surrogates."""
     if re.search("[\ud800-\udfff]", text):
         raise Unusable("half of a surrogate pair in the text, which is not a character")
-    # verbose would warn of texts longer than the model's context; a long text's lists of ones and zeros take gigabytes
+    # verbose=True would warn of texts beyond the model's context; masks and type ids, as lists, would take gigabytes
     return tokenizer(
         text,
         add_special_tokens=add_special_tokens,
@@ -147,7 +147,8 @@ def tokenized(tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_toke
 
 
 def _with_offsets(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[np.ndarray, np.ndarray]:
-    """int32 [T] ids, and the characters of each, int64 [T, 2]. Special tokens are those that the template wrote."""
+    """Token ids, int32 [T], and the characters [start, stop) of each, int64 [T, 2]. Adds no special tokens: the
+    template has written them."""
     encoded = tokenized(tokenizer, text, add_special_tokens=False)
     [encoding] = encoded.encodings  # has the offsets without a list of tuples
     spans = chain.from_iterable(map(encoding.token_to_chars, range(len(encoding))))
@@ -158,7 +159,7 @@ def _unused(text: str) -> tuple[str, str]:
     """Two private-use characters that are not in the text. No template trims them, and no content resembles them."""
     marks = list(islice((mark for mark in map(chr, PRIVATE_USE) if mark not in text), 2))
     if len(marks) < 2:
-        raise Unusable("it holds all private-use characters, so none is left to mark its messages with")
+        raise Unusable("the conversation uses all private-use characters, so none is left to mark its messages with")
     return marks[0], marks[1]
 
 
@@ -166,7 +167,8 @@ def _unused(text: str) -> tuple[str, str]:
 
 
 def _with_marks(template: str, begin: str, end: str) -> str:
-    """The template with each `{% generation %}` tag as a block of the same white-space control that prints a mark.
+    """The template with each `{% generation %}` tag replaced by a block that prints a mark, with the same white-space
+    control.
 
     transformers' own `return_assistant_tokens_mask` counts characters printed before the tag, which is wrong inside a
     macro or a captured block; printed marks are right everywhere.
@@ -183,7 +185,7 @@ def _marked_spans(text: str, marked_text: str, begin: str, end: str) -> list[Spa
     marks = re.findall(f"[{begin}{end}]", marked_text)
     if any(mark != expected for mark, expected in zip(marks, cycle((begin, end)), strict=False)):
         raise Unusable("the chat template nests its {% generation %} blocks")
-    positions = list(accumulate(map(len, re.split(f"[{begin}{end}]", marked_text))))  # of the marks, and of the end
+    positions = list(accumulate(map(len, re.split(f"[{begin}{end}]", marked_text))))  # in `text`: the marks, its end
     if len(marks) < 2:
         raise Unusable("the chat template prints no {% generation %} block")
     return list(zip(positions[:-1:2], positions[1:-1:2], strict=False))
@@ -237,7 +239,7 @@ def _assistant_spans(messages: list[dict], text: str, render: Render, added_toke
         try:
             regions.append(_region(chat, index))
         except Unusable:
-            if len(message) == 2 or index not in turns:  # with role and content only, there is no other way
+            if len(message) == 2 or index not in turns:  # role and content only: _prefix_region cannot help
                 raise
             regions.append(_prefix_region(chat, index))
     closed_turns = [index for index in turns if regions[index].closing is not None]
@@ -257,7 +259,8 @@ def _assistant_spans(messages: list[dict], text: str, render: Render, added_toke
 
 
 def _region(chat: _Chat, index: int) -> Region:
-    """The part of the text that depends on message `index`, from comparing with a rendering that has it marked."""
+    """The part of the text that depends on message `index`, found by comparison with a rendering in which that message
+    is marked."""
     marked_messages = [*chat.messages[:index], chat.marked[index], *chat.messages[index + 1 :]]
     head, tail = chat.around_marks(chat.render(marked_messages), index)
     start = _common_prefix(chat.text, head)
@@ -274,9 +277,9 @@ def _region(chat: _Chat, index: int) -> Region:
 def _prefix_region(chat: _Chat, index: int) -> Region:
     """The turn of an assistant whose message cannot be replaced, because a following tool message needs its call.
 
-    It lies between two renderings: of what comes before it, with the generation prompt, and of the same with the
-    message. The message is taken whole or, if the template drops reasoning (and words that it takes for reasoning) from
-    earlier turns, without these.
+    The turn lies between the ends of two renderings: the messages before it with the generation prompt, and the same
+    messages with this one added. This one is taken whole or, if the template drops reasoning (and words that it takes
+    for reasoning) from earlier turns, without it.
     """
     prefix = chat.render(chat.messages[:index], generation_prompt=True)
     has_prompt = prefix != chat.render(chat.messages[:index])
@@ -290,7 +293,7 @@ def _prefix_region(chat: _Chat, index: int) -> Region:
 
 
 def _closer(chat: _Chat, last: int) -> str | None:
-    """The added token with which the template ends a conversation's `last` turn, where the target therefore stops.
+    """The added token that ends the turn at index `last` when the conversation ends there; the target stops at it.
 
     A token that only follows turns in the middle does not count: it may be the header of the next message.
     """
@@ -308,7 +311,8 @@ def _turn_start(chat: _Chat, index: int, previous_end: int, region: Region) -> i
     opening = chat.around_marks(prompt, index - 1)[1]
     opened = chat.text.startswith(opening, previous_end)
     start = previous_end + len(opening)
-    # If only white space lies between, the target generates that, too, even with an empty generation prompt (Llama 2).
+    # If only white space lies between the prompt and the content, the target generates that too, even with an empty
+    # generation prompt (Llama 2).
     if opened and (not chat.text[start : region.start].strip() or prompt != chat.render(history)):
         return start
     # Either the template has no generation prompt, or the turn shows only part of it (a generation prompt that opens a
@@ -329,7 +333,8 @@ def _common_prefix(a: str, b: str) -> int:
 
 
 def _supervised(ids: np.ndarray, text: str, offsets: np.ndarray, spans: list[Span], added_ids: list[int]) -> Encoded:
-    """Supervise the tokens that overlap a span and have at most white space before it. offsets: int64 [T, 2]."""
+    """Supervise the tokens that overlap a span. A token that begins before the span counts only if that part is white
+    space. offsets: int64 [T, 2]."""
     begins, ends = offsets.T
     mask, empty_answers = np.zeros(len(ids), bool), []
     words = ~np.isin(ids, added_ids)

@@ -20,7 +20,7 @@ from eagle3.text.conversations import Conversation, read_conversations
 from eagle3.text.encode import Outcome, Problem, SampleEncoder, encode_all, split
 from eagle3.text.rows import LISTED, MalformedRows, others
 from eagle3.text.samples import DamagedSamples, Sample, SampleSet
-from eagle3.text.template import Unusable, chosen_template, reasoning_key, renderer
+from eagle3.text.template import Unusable, choose_template, reasoning_key, renderer
 
 SUMMARY = "summary.json"
 FORMAT = 2  # version of the cached folders and of the mask's meaning; changing it rebuilds every cached set
@@ -194,7 +194,7 @@ def _tell_unshown(conversations: Sequence[Conversation], encoder: SampleEncoder,
         return
     question, answer = {"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}
     probe = Conversation(example.origin, (question, answer), None)
-    source = chosen_template(encoder.tokenizer, encoder.chat_template, None, example.origin)
+    source = choose_template(encoder.tokenizer, encoder.chat_template, None, example.origin)
     render = renderer(encoder.tokenizer, source, probe, encoder.choices)
     with suppress(Unusable):  # a template that refuses a conversation knows its roles
         if render(probe.messages) == render([{**question, "role": "assistant"}, {**answer, "role": "user"}]):

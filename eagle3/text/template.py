@@ -123,7 +123,7 @@ def renderer(
     return partial(limits.keep, render)
 
 
-def chosen_template(
+def choose_template(
     tokenizer: "PreTrainedTokenizerBase", chat_template: str | None, tools: list | None, origin: str
 ) -> str:
     """The Jinja source to use: `chat_template`, or the tokenizer's own for conversations with such tools. Raises

@@ -21,7 +21,7 @@ from eagle3.console import waiting
 from eagle3.durable import file_digest, flush, publish
 from eagle3.errors import SharedUserError, UserError, shown
 from eagle3.parallel.topology import agreed
-from eagle3.patches import noted_failures
+from eagle3.patches import collect_failures
 from eagle3.training import safe_loading
 from eagle3.training.manifest import DAMAGED, MANIFEST, Manifest, Problem
 from eagle3.training.safe_loading import plain_loads, require_plain
@@ -73,7 +73,7 @@ class Checkpoints:
             _remove(partial if first else None)
             dist.barrier()
             state = {"step": step, "progress": progress, **_random_state()}
-            with noted_failures(engine) as failures:
+            with collect_failures(engine) as failures:
                 try:
                     engine.save_checkpoint(
                         str(self.folder),
@@ -124,23 +124,23 @@ class Checkpoints:
         """Loads the newest intact checkpoint of this run; returns None if there is none at all. Newer ones that are
         damaged or another run's are renamed, with a warning, so that they do not count towards `keep`. Raises UserError
         if no checkpoint can be loaded."""
-        refused: dict[Path, Problem] = {}
+        problems: dict[Path, Problem] = {}
         for path in reversed(_finished(self.folder)):
             if (problem := self._problem(path)) is None:
-                self._set_aside(refused)
+                self._set_aside(problems)
                 return self._load(engine, path)
-            refused[path] = problem
-        if refused:
-            listed = "; ".join(f"{path.name}: {problem.text}" for path, problem in refused.items())
+            problems[path] = problem
+        if problems:
+            reasons = "; ".join(f"{path.name}: {problem.text}" for path, problem in problems.items())
             raise SharedUserError(
-                f"{self.folder}: no intact checkpoint of this run ({listed}); put one back, or start afresh without "
+                f"{self.folder}: no intact checkpoint of this run ({reasons}); put one back, or start afresh without "
                 "--resume"
             )
         return None
 
-    def _set_aside(self, refused: dict[Path, Problem]) -> None:
+    def _set_aside(self, problems: dict[Path, Problem]) -> None:
         dist.barrier()  # every rank has looked
-        for path, problem in refused.items():
+        for path, problem in problems.items():
             aside = path.with_name(f"{problem.kind}-{path.name}")
             self.warn(f"{path}: {problem.text}; renamed to {aside.name}; the checkpoint before it is used")
             if dist.get_rank() == 0:
@@ -273,11 +273,11 @@ def _converted(path: Path) -> Iterator[Path]:
             ),
             *("--num_extract_workers", "1", "--num_merge_workers", "1"),  # start no further processes
         )
-        ended = subprocess.run(command, capture_output=True, text=True, check=False)
-        if ended.returncode:
-            said = (ended.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        process = subprocess.run(command, capture_output=True, text=True, check=False)
+        if process.returncode:
+            error = (process.stderr.strip().splitlines() or ["it said nothing"])[-1]
             raise UserError(
-                f"{path}: cannot be converted for this number of processes ({said}); check whether the disk is full, "
+                f"{path}: cannot be converted for this number of processes ({error}); check whether the disk is full, "
                 "start as many processes as wrote it, with the same parallelism.tensor, or move this folder away, so "
                 "that --resume takes the checkpoint before it"
             )

@@ -41,13 +41,13 @@ class Claim:
         self.text = (
             f"process {os.getpid()} on {node}, since {time.strftime('%Y-%m-%d %H:%M:%S %z')}\n{token_hex(16)}\n"
         ).encode()
-        self.made = [place for place in (folder, *folder.absolute().parents) if not place.exists()]
+        self.new_folders = [place for place in (folder, *folder.absolute().parents) if not place.exists()]
         until = time.monotonic() + PATIENCE
         with writing(folder, "free space, or set output.dir to another place"):
             while not self._take():
                 if time.monotonic() > until:
                     raise UserError(
-                        f"{folder}: another run writes this folder ({_said_in(self.path)}); stop it or wait for its "
+                        f"{folder}: another run writes this folder ({_holder(self.path)}); stop it or wait for its "
                         f"end, or set output.dir to another place (if that process is certainly dead, remove {CLAIM})"
                     )
                 time.sleep(0.02)
@@ -75,17 +75,17 @@ class Claim:
     def require(self) -> None:
         """Raises UserError if the folder is no longer this process's."""
         try:
-            found = self.path.read_bytes()
+            content = self.path.read_bytes()
         except FileNotFoundError:
-            found = None
+            content = None
         except OSError:
             return  # a problem of the disk, which the next write will report
-        if found != self.text:
-            what = (
-                "the folder was moved, or its run.lock removed" if found is None else f"taken by {_said_in(self.path)}"
+        if content != self.text:
+            cause = (
+                "the folder was moved, or its run.lock removed" if content is None else f"taken by {_holder(self.path)}"
             )
             raise UserError(
-                f"{self.folder}: no longer this run's ({what}), so it ends and writes nothing more there; set "
+                f"{self.folder}: no longer this run's ({cause}), so it ends and writes nothing more there; set "
                 "output.dir to where its checkpoints are now and continue with --resume"
             )
 
@@ -96,7 +96,7 @@ class Claim:
                 self.path.unlink()
         self.file.close()
         with suppress(OSError):  # not empty
-            for place in self.made:
+            for place in self.new_folders:
                 place.rmdir()
 
 
@@ -104,11 +104,11 @@ def holder_of(folder: Path) -> str | None:
     """Who holds the folder, in words; None if nobody does or the file system cannot say. Changes nothing."""
     path = folder / CLAIM
     with suppress(OSError), path.open("rb+") as file:
-        return _said_in(path) if lock(file) is Lock.TAKEN else None
+        return _holder(path) if lock(file) is Lock.TAKEN else None
     return None
 
 
-def _said_in(path: Path) -> str:
+def _holder(path: Path) -> str:
     """The first line of a claim, which may have been written by anybody."""
     with suppress(OSError), path.open("rb") as file:
         line = file.read(200).decode("utf-8", "replace").partition("\n")[0]

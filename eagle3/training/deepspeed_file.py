@@ -1,7 +1,6 @@
 """The DeepSpeed file: read, filled in from the recipe, and refused if the two disagree; all before DeepSpeed is
 imported."""
 
-import json
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 
 from eagle3.errors import SharedUserError
 from eagle3.parallel.sizes import stream_samples
-from eagle3.parsing import parse_json
+from eagle3.parsing import read_json_object
 from eagle3.recipe.schema import Training
 
 # Sections and keys that are filled in here or whose values are checked, and those that only DeepSpeed reads.
@@ -35,15 +34,9 @@ def read_deepspeed_file(path: Path, training: Training, data_ranks: int) -> dict
             f"--deepspeed {path}: takes a DeepSpeed file in JSON, such as ds_configs/zero2.json; name a recipe without "
             "--deepspeed"
         )
-    try:
-        config = parse_json(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise SharedUserError(f"{path}: {error.strerror}; pass --deepspeed ds_configs/zero2.json") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise SharedUserError(f"{path}: not valid JSON ({error}); fix the file") from error
-    if not isinstance(config, dict):
-        raise SharedUserError(f"{path}: holds {type(config).__name__}, not sections; compare ds_configs/zero2.json")
-    wanted = {
+    remedy = "pass --deepspeed ds_configs/zero2.json"
+    config = read_json_object(path, remedy, f"fix the file, or {remedy}", SharedUserError)
+    required = {
         "train_batch_size": training.global_batch_size,
         "train_micro_batch_size_per_gpu": stream_samples(training.global_batch_size, data_ranks, training.accumulation),
         "gradient_accumulation_steps": training.accumulation,
@@ -54,7 +47,7 @@ def read_deepspeed_file(path: Path, training: Training, data_ranks: int) -> dict
         "optimizer.params.betas": list(training.betas),
         "optimizer.params.weight_decay": training.weight_decay,
     }
-    for key, value in wanted.items():
+    for key, value in required.items():
         _fill(path, config, key, value)
     _refuse_unsupported(path, config)
     config["optimizer"].setdefault("type", "AdamW")
@@ -69,10 +62,10 @@ def _fill(path: Path, config: dict[str, Any], key: str, value: Any) -> None:
         config = config.setdefault(section, {})
         if not isinstance(config, dict):
             raise SharedUserError(f"{path}: {section}: {config!r} is not a section; compare ds_configs/zero2.json")
-    found = config.get(name, "auto")
-    if found != "auto" and found != value:
+    present = config.get(name, "auto")
+    if present not in ("auto", value):
         raise SharedUserError(
-            f'{path}: {key} is {found!r} but the recipe says {value!r}; set it to "auto" or make them agree'
+            f'{path}: {key} is {present!r} but the recipe says {value!r}; set it to "auto" or make them agree'
         )
     config[name] = value
 
@@ -110,5 +103,5 @@ def refuse_unknown(path: Path, section: str, values: dict[str, Any], known: Sequ
     for key in values:
         if key not in known:
             near = get_close_matches(key, known, n=1)
-            asked = f"did you mean {section}{near[0]}?" if near else "remove it"
-            raise SharedUserError(f"{path}: {section}{key:.100}: {what}; {asked}")
+            remedy = f"did you mean {section}{near[0]}?" if near else "remove it"
+            raise SharedUserError(f"{path}: {section}{key:.100}: {what}; {remedy}")

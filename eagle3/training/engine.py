@@ -95,15 +95,15 @@ def gradient_scale(data_ranks: int, accumulation: int) -> int:
 def universal_checkpoint_info(draft: Eagle3Draft, prefix: str) -> dict[str, Any]:
     """Tells DeepSpeed's universal checkpoints how to join the tensor-parallel parts of the trained parameters, whose
     names it sees behind `prefix`."""
-    trained = {f"^{re.escape(prefix + name)}$": parameter for name, parameter in _trained(draft)}
-    cut = {pattern: parameter for pattern, parameter in trained.items() if is_cut(parameter)}
+    parameters = {f"^{re.escape(prefix + name)}$": parameter for name, parameter in _trained(draft)}
+    sharded = {pattern: parameter for pattern, parameter in parameters.items() if is_cut(parameter)}
     # [gate; up]: each half is cut by itself
-    halves = [pattern for pattern, parameter in cut.items() if parameter.partition_stride == 2]
-    rows = [pattern for pattern, parameter in cut.items() if parameter.partition_dim == 1 and pattern not in halves]
+    halves = [pattern for pattern, parameter in sharded.items() if parameter.partition_stride == 2]
+    rows = [pattern for pattern, parameter in sharded.items() if parameter.partition_dim == 1 and pattern not in halves]
     return {
         constants.UNIVERSAL_CHECKPOINT_VERSION_KEY: constants.UNIVERSAL_CHECKPOINT_VERSION_VALUE,
         # Equal on all ranks up to the rounding of a GPU's reductions; "replicated" would reject even that.
-        constants.PARAMETER_TO_AVERAGE_PATTERNS: [pattern for pattern in trained if pattern not in cut],
+        constants.PARAMETER_TO_AVERAGE_PATTERNS: [pattern for pattern in parameters if pattern not in sharded],
         constants.PARAMETER_WITH_ROW_PARALLELISM_PATTERNS: rows,
         constants.PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0: halves,
     }

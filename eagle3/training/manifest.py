@@ -52,10 +52,10 @@ class Manifest(BaseModel, strict=True):
         try:
             content = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
             names_run = "files" in content
-            found = cls.model_validate(content if names_run else {"run": None, "files": content})
+            manifest = cls.model_validate(content if names_run else {"run": None, "files": content})
         except (OSError, ValueError, TypeError, RecursionError):
             return None
-        return found if bool(found.run) == names_run and _complete(found.files) else None
+        return manifest if bool(manifest.run) == names_run and _complete(manifest.files) else None
 
     def problem(self, checkpoint: Path, run: str) -> Problem | None:
         """Why `run` should not load the checkpoint, or None."""
@@ -78,8 +78,8 @@ class Manifest(BaseModel, strict=True):
 def _complete(names: Iterable[str]) -> bool:
     """Whether these are all files of some number of processes: model states of every tensor-parallel rank, and
     optimizer states of every combination of a data-parallel and a tensor-parallel rank."""
-    tensor = {int(found[1]) for found in map(MODEL_STATES.fullmatch, names) if found}
-    ranks = {(int(found[1]), int(found[2])) for found in map(OPTIMIZER_STATES.fullmatch, names) if found}
+    tensor = {int(match[1]) for match in map(MODEL_STATES.fullmatch, names) if match}
+    ranks = {(int(match[1]), int(match[2])) for match in map(OPTIMIZER_STATES.fullmatch, names) if match}
     data = {rank for rank, _ in ranks}
-    counted = data == {*range(len(data))} and tensor == {*range(len(tensor))}
-    return bool(ranks) and counted and {rank for _, rank in ranks} == tensor and len(ranks) == len(data) * len(tensor)
+    gapless = data == {*range(len(data))} and tensor == {*range(len(tensor))}
+    return bool(ranks) and gapless and {rank for _, rank in ranks} == tensor and len(ranks) == len(data) * len(tensor)

@@ -244,8 +244,8 @@ class RunFolder:
             if (path.name in FILES and not path.is_file()) or (path.name in FOLDERS and not path.is_dir()):
                 kind = "file" if path.name in FILES else "folder"
                 raise UserError(f"{path}: is not a {kind}, but a run would write one there; move it away")
-        begun = self.checkpoints.name in own and (self._steps() or not any(self.checkpoints.iterdir()))
-        if own and not begun and not own & {self.identity.name, self.metrics.name} and not self._staging.exists():
+        is_run = self.checkpoints.name in own and (self._steps() or not any(self.checkpoints.iterdir()))
+        if own and not is_run and not own & {self.identity.name, self.metrics.name} and not self._staging.exists():
             raise UserError(
                 f"{self.path / min(own)}: has a name that a run would use, but was not left by one; set output.dir to "
                 "a folder of its own"
@@ -255,26 +255,26 @@ class RunFolder:
         """Drops the records of steps after `step`, which a resumed run will write again."""
         if not self.metrics.exists():
             return
-        kept = []
+        lines = []
         for number, line in enumerate(self.metrics.read_text(encoding="utf-8").splitlines(), 1):
             try:
                 if parse_json(line)["step"] <= step:
-                    kept.append(line)
+                    lines.append(line)
             except json.JSONDecodeError:
                 break  # a kill cut this line off; nothing comes after it
             except (TypeError, LookupError) as error:
                 raise UserError(f"{self.metrics}:{number}: damaged (no record of a step); remove that line") from error
         with writing(self.metrics, "free space and continue with --resume"):
-            write_text(self.metrics, "".join(f"{line}\n" for line in kept))
+            write_text(self.metrics, "".join(f"{line}\n" for line in lines))
 
     def note_export(self, step: int) -> None:
         """Records, after the metrics, that the exported weights are those of `step`."""
         with self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, "kind": "exported"}) + "\n")
 
-    def write_run(self, described: dict[str, Any]) -> None:
+    def write_run(self, description: dict[str, Any]) -> None:
         """Writes what the run is made of (see eagle3.jobs.description); a resumed run overwrites it."""
-        write_text(self.run, json.dumps(all_without_passwords(described), indent=2) + "\n")
+        write_text(self.run, json.dumps(all_without_passwords(description), indent=2) + "\n")
 
     def write_evaluation(self, result: dict[str, Any]) -> None:
         with writing(self.evaluation, "free space, and judge the draft again with launchers/evaluate.py"):

@@ -94,8 +94,8 @@ def require_plain(folder: Path) -> None:
 
 def _unreadable(file: Path, error: Exception) -> str:
     with suppress(Exception):  # this function reads the file by rules of its own
-        if named := torch.serialization.get_unsafe_globals_in_checkpoint(file):
-            return ", ".join(sorted(named))
+        if names := torch.serialization.get_unsafe_globals_in_checkpoint(file):
+            return ", ".join(sorted(names))
     return type(error).__name__
 
 

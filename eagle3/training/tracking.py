@@ -104,9 +104,9 @@ def require_account(wandb_project: str | None) -> None:
         raise _does_not_begin(wandb_project, "no API key configured")
 
 
-def _does_not_begin(project: str, why: str) -> UserError:
+def _does_not_begin(project: str, reason: str) -> UserError:
     return UserError(
-        f"tracking.wandb_project: {project!r}: Weights & Biases does not start ({why}); run `wandb login`, set "
+        f"tracking.wandb_project: {project!r}: Weights & Biases does not start ({reason}); run `wandb login`, set "
         "WANDB_MODE=offline, or leave the key out"
     )
 
@@ -134,14 +134,14 @@ def _finite(value: Any) -> Any:
 def _flat(values: dict[str, Any]) -> dict[str, Any]:
     """Turns each list into single numbers, named by their place in it or, for those by context, by their context.
     `contexts` itself is left out."""
-    found = {}
+    flat = {}
     for name, value in values.items():
         if not isinstance(value, list):
-            found[name] = value
+            flat[name] = value
         elif name != "contexts":
             places = values["contexts"] if name.endswith("_by_context") else range(len(value))
-            found |= {f"{name}/{place}": number for place, number in zip(places, value, strict=True)}
-    return found
+            flat |= {f"{name}/{place}": number for place, number in zip(places, value, strict=True)}
+    return flat
 
 
 def memory_gib(device: torch.device) -> float:

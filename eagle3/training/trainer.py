@@ -29,7 +29,7 @@ from eagle3.objective.losses import (
 from eagle3.objective.model import BatchMaker, MicroBatch
 from eagle3.parallel.topology import Topology, agreed, require_agreement
 from eagle3.parallel.watchdog import Watchdog
-from eagle3.patches import NormLimit, Taken
+from eagle3.patches import NormLimit, StepOutcome
 from eagle3.recipe.schema import Recipe, Training
 from eagle3.states.loader import Drawn, LoadedStream, StreamLoader, draw_batch
 from eagle3.training.checkpoint import Checkpoints, Resumed, other_data
@@ -102,48 +102,49 @@ class Trainer:
             profiler.start()
         stop.stepping = True
         for step in range(start, self.steps):
-            began = time.monotonic()
-            metrics, rate, taken = self._train_step(step)
+            step_start = time.monotonic()
+            metrics, rate, outcome = self._train_step(step)
             done = step + 1
             if profiler:
                 profiler.step()
             if tracker:
-                seconds = time.monotonic() - began
+                seconds = time.monotonic() - step_start
                 busy += seconds
                 speed, memory = metrics.tokens / seconds, memory_gib(self.topology.device)
                 measured = {
                     "learning_rate": rate,
-                    "gradient_norm": taken.norm,
+                    "gradient_norm": outcome.norm,
                     "tokens_per_second": speed,
                     "memory_gib": memory,
                 }
                 tracker.write(done, "train", metrics.as_dict() | measured)
                 self.console(
                     f"step {done}/{self.steps}  loss {metrics.loss:.4f}  accepted drafts "
-                    f"{metrics.simulated_acceptance_length:.3f}  rate {rate:.2e}  norm {taken.norm:.3f}  {speed:,.0f} "
-                    f"tokens/s  {memory:.1f} GiB  {duration(busy / (done - start) * (self.steps - done))} left"
+                    f"{metrics.simulated_acceptance_length:.3f}  rate {rate:.2e}  norm {outcome.norm:.3f}  "
+                    f"{speed:,.0f} tokens/s  {memory:.1f} GiB  "
+                    f"{duration(busy / (done - start) * (self.steps - done))} left"
                 )
-            self._see_skipped(step, taken, tracker)
+            self._see_skipped(step, outcome, tracker)
             last = done == self.steps
             best = (done % self.recipe.evaluation.every == 0 or last) and self._measure_held_out(done, tracker)
             self.watchdog.at(f"the end of step {done}")
-            asked = self._asked(stop)
-            if best or last or asked or done % self.training.checkpoint_every == 0:
+            signal = self._stop_signal(stop)
+            if best or last or signal or done % self.training.checkpoint_every == 0:
                 self.watchdog.at(f"the checkpoint of step {done}", quiet=True)
                 # Writes nothing if another run has taken the folder meanwhile.
                 agreed(self.folder.claim.require if self.topology.is_first else None)
                 self.checkpoints.save(self.engine, done, vars(self.course), self.course.best_step)
-            if asked:
-                raise RunStopped(asked, f"after step {done} of {self.steps}: checkpoint written", together=True)
+            if signal:
+                raise RunStopped(signal, f"after step {done} of {self.steps}: checkpoint written", together=True)
         stop.stepping = False
         if tracker:
             tracker.close()
 
-    def _asked(self, stop: StopSignals) -> int:
+    def _stop_signal(self, stop: StopSignals) -> int:
         """The signal that any rank has received, 0 for none; the same on all ranks."""
-        received = torch.tensor([stop.received], device=self.topology.device)
-        dist.all_reduce(received, dist.ReduceOp.MAX)
-        return int(received)
+        signal = torch.tensor([stop.received], device=self.topology.device)
+        dist.all_reduce(signal, dist.ReduceOp.MAX)
+        return int(signal)
 
     def load_best(self) -> int:
         """Loads the weights of the best checkpoint, or keeps the last ones if nothing was held out. Returns their
@@ -156,23 +157,23 @@ class Trainer:
 
     def _resume(self) -> int:
         self.watchdog.at("loading a checkpoint", quiet=True)
-        found = self.checkpoints.load_newest(self.engine)
-        if found is None:
+        resumed = self.checkpoints.load_newest(self.engine)
+        if resumed is None:
             self.console(f"no checkpoint in {self.folder.checkpoints}: beginning at step 0")
         else:
-            agreed(partial(self._take_up, found))
-            self.console(f"resumed after step {found.step}")
-        start = found.step if found else 0
+            agreed(partial(self._take_up, resumed))
+            self.console(f"resumed after step {resumed.step}")
+        start = resumed.step if resumed else 0
         agreed(partial(self.folder.keep_metrics_until, start) if self.topology.is_first else None)
         return start
 
-    def _take_up(self, found: Resumed) -> None:
+    def _take_up(self, resumed: Resumed) -> None:
         try:
-            self.course = TypeAdapter(Course).validate_python(found.progress)
+            self.course = TypeAdapter(Course).validate_python(resumed.progress)
         except ValidationError as error:
             wrong = error.errors()[0]
             reason = ValueError(f"{'.'.join(map(str, ('progress', *wrong['loc'])))}: {wrong['msg']}")
-            raise other_data(self.checkpoints.path(found.step), reason) from error
+            raise other_data(self.checkpoints.path(resumed.step), reason) from error
 
     def _require_agreement(self, step: int) -> None:
         """Raises on every rank if the ranks are about to train on different samples at `step`."""
@@ -197,8 +198,8 @@ class Trainer:
             config=self.recipe.model_dump(mode="json"),
         )
 
-    def _train_step(self, step: int) -> tuple[Metrics, float, Taken]:
-        """Takes one optimiser step. Returns its metrics, its learning rate, and whether it was taken."""
+    def _train_step(self, step: int) -> tuple[Metrics, float, StepOutcome]:
+        """Takes one optimiser step. Returns its metrics, its learning rate and its outcome."""
         samples, accumulation = self.train_loader.samples, self.training.accumulation
         batch = self._batch(step)
         self.watchdog.at(f"step {step + 1}, loading hidden states")
@@ -217,28 +218,28 @@ class Trainer:
             self.engine.step()
             sums.append(distilled.sums)
         metrics = batch_metrics(self.loss_config, sum_sums(reduce(add, sums), self.topology.batch), counts)
-        taken = self.norms.taken()
-        if taken.skipped:
+        outcome = self.norms.taken()
+        if outcome.skipped:
             self.engine.lr_scheduler.step()  # the schedule counts every step, taken or skipped
         elif not math.isfinite(metrics.loss):
             raise SharedUserError(
                 f"training: the loss is {metrics.loss} at step {step + 1}, with finite gradients; look at samples "
                 f"{', '.join(samples[drawn.index].id for drawn in batch)}"
             )
-        return metrics, rate, taken
+        return metrics, rate, outcome
 
-    def _see_skipped(self, step: int, taken: Taken, tracker: Tracker | None) -> None:
+    def _see_skipped(self, step: int, outcome: StepOutcome, tracker: Tracker | None) -> None:
         """Counts and reports skipped steps. Raises UserError after too many in a row."""
-        self.course.skipped_in_a_row = self.course.skipped_in_a_row + 1 if taken.skipped else 0
-        if not taken.skipped:
+        self.course.skipped_in_a_row = self.course.skipped_in_a_row + 1 if outcome.skipped else 0
+        if not outcome.skipped:
             return
         self.course.skipped += 1
         samples = [self.train_loader.samples[drawn.index].id for drawn in self._batch(step)]
         if tracker:
-            counted = {"skipped": self.course.skipped, "in_a_row": self.course.skipped_in_a_row}
-            tracker.write(step + 1, "skipped", {"gradient_norm": taken.norm, **counted, "samples": samples})
-        limit = f"{taken.norm:.4g}, above training.skip_above_norm {self.training.skip_above_norm:g}"
-        norm = limit if math.isfinite(taken.norm) else "not finite"
+            counts = {"skipped": self.course.skipped, "in_a_row": self.course.skipped_in_a_row}
+            tracker.write(step + 1, "skipped", {"gradient_norm": outcome.norm, **counts, "samples": samples})
+        limit = f"{outcome.norm:.4g}, above training.skip_above_norm {self.training.skip_above_norm:g}"
+        norm = limit if math.isfinite(outcome.norm) else "not finite"
         warning = f"step {step + 1}, skipped for its gradient norm, {norm}, with the samples {', '.join(samples)}"
         self.console.warn(warning)
         if self.course.skipped_in_a_row >= self.training.most_skipped:
@@ -269,13 +270,13 @@ class Trainer:
             counts.append(self._counts(streams))
             progress.advance(len(batch))
         metrics = batch_metrics(self.loss_config, sum_sums(reduce(add, sums), self.topology.batch), reduce(add, counts))
-        counted = sum_sums(reduce(add, by_context), self.topology.batch, self.topology.device)
+        totals = sum_sums(reduce(add, by_context), self.topology.batch, self.topology.device)
         best = self.course.see(step, metrics)
         if tracker:
             numbers = {
                 "contexts": contexts,
-                "acceptance_by_context": counted.acceptance(),
-                "supervised_by_context": counted.supervised[:, 0].tolist(),
+                "acceptance_by_context": totals.acceptance(),
+                "supervised_by_context": totals.supervised[:, 0].tolist(),
             }
             tracker.write(step, "held_out", metrics.as_dict() | numbers)
             self.console(
@@ -296,9 +297,9 @@ class Trainer:
         return self.engine.module(self._micro_batch(stream), StepWeights(nothing, nothing))
 
     def _counts(self, streams: Sequence[LoadedStream]) -> BatchCounts:
-        kept = (self.batch_maker.draft_id[stream.rows.teacher.argmax.cpu()] >= 0 for stream in streams)
+        masks = (self.batch_maker.draft_id[stream.rows.teacher.argmax.cpu()] >= 0 for stream in streams)
         counted = sum(
-            (stream.plan.supervised & in_draft).sum(1) for stream, in_draft in zip(streams, kept, strict=True)
+            (stream.plan.supervised & in_draft).sum(1) for stream, in_draft in zip(streams, masks, strict=True)
         )
         supervised = sum(stream.plan.supervised.sum(1) for stream in streams)
         tokens = sum(stream.stream.tokens for stream in streams) if self.topology.sequence.rank() == 0 else 0

@@ -35,9 +35,9 @@ def _normal(generator: torch.Generator, *shape: int, dtype: torch.dtype = torch.
     return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def _close(found, wanted, tolerance):
-    scale = wanted.abs().max().clamp(min=1e-30)
-    return found.shape == wanted.shape and float((found.double() - wanted).abs().max() / scale) < tolerance
+def _close(actual, expected, tolerance):
+    scale = expected.abs().max().clamp(min=1e-30)
+    return actual.shape == expected.shape and float((actual.double() - expected).abs().max() / scale) < tolerance
 
 
 # One block ------------------------------------------------------------------------------------------------------------
@@ -91,19 +91,19 @@ def test_a_block_equals_softmax_and_its_gradients_equal_autograd(path, visibilit
     gradients = torch.autograd.grad(expected, leaves, grad)
     out, lse = path.forward(q, k, v, Scoring(SCALE, visibility, visible))
     assert _close(out, expected, 1e-13) and _close(lse, expected_lse, 1e-13)
-    found = path.backward(grad, q, k, v, out, lse, Scoring(SCALE, visibility, visible))
-    for part, wanted in zip(found, gradients, strict=True):
+    actual = path.backward(grad, q, k, v, out, lse, Scoring(SCALE, visibility, visible))
+    for part, gradient in zip(actual, gradients, strict=True):
         # where a query sees one key alone the gradient of the scores is nothing but rounding
-        assert part.shape == wanted.shape and (part - wanted).abs().max() < 1e-12
+        assert part.shape == gradient.shape and (part - gradient).abs().max() < 1e-12
 
 
 @every_grouping
 @every_shape
 def test_a_softcap_changes_scaled_scores_before_the_softmax(visibility, queries, keys, heads, kv_heads, dim):
     q, k, v, _, visible, seen = _block(visibility, queries, keys, heads, kv_heads, dim)
-    found = block_attention(q, k, v, Scoring(SCALE, visibility, visible, 0.8))
-    for part, wanted in zip(found, _softmax_attention(q, k, v, seen, 0.8), strict=True):
-        assert _close(part, wanted, 1e-13)
+    actual = block_attention(q, k, v, Scoring(SCALE, visibility, visible, 0.8))
+    for part, expected in zip(actual, _softmax_attention(q, k, v, seen, 0.8), strict=True):
+        assert _close(part, expected, 1e-13)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
@@ -119,9 +119,9 @@ def test_the_plain_path_equals_the_kernel_path(visibility, queries, keys, heads,
         *zip(kernel, plain, strict=True),
         *zip(block_attention_backward(*back), plain_attention_backward(*back), strict=True),
     ]
-    for found, wanted in pairs:
-        assert found.shape == wanted.shape and found.dtype == wanted.dtype == dtype
-        assert (found - wanted).abs().max() < tolerance
+    for actual, expected in pairs:
+        assert actual.shape == expected.shape and actual.dtype == expected.dtype == dtype
+        assert (actual - expected).abs().max() < tolerance
 
 
 half_precision = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -132,8 +132,10 @@ def _rounding(dtype):
     return torch.finfo(dtype).eps / 2
 
 
-def _rounded_once(found, wanted, dtype, noise=1e-5):
-    return found.dtype == dtype and bool(((found - wanted).abs() <= _rounding(dtype) * wanted.abs() + noise).all())
+def _rounded_once(actual, expected, dtype, noise=1e-5):
+    return actual.dtype == dtype and bool(
+        ((actual - expected).abs() <= _rounding(dtype) * expected.abs() + noise).all()
+    )
 
 
 @half_precision
@@ -147,9 +149,9 @@ def test_a_block_in_half_precision_is_fp32_arithmetic_rounded_once(visibility, q
     out, lse = path.forward(q, k, v, Scoring(SCALE, visibility, visible))
     assert _rounded_once(out, expected, dtype) and lse.dtype == torch.float32 and _close(lse, expected_lse, 1e-5)
     # fed with the exact out, whose rounding would otherwise show in sum(grad * out)
-    found = path.backward(grad, q, k, v, expected.detach(), lse, Scoring(SCALE, visibility, visible))
-    for part, wanted in zip(found, gradients, strict=True):
-        assert _rounded_once(part, wanted, dtype, noise=2e-5)
+    actual = path.backward(grad, q, k, v, expected.detach(), lse, Scoring(SCALE, visibility, visible))
+    for part, gradient in zip(actual, gradients, strict=True):
+        assert _rounded_once(part, gradient, dtype, noise=2e-5)
 
 
 @every_shape
@@ -160,13 +162,13 @@ def test_the_plain_path_gives_the_same_in_chunks_of_any_size(chunk_bytes, visibi
     softened = block._replace(softcap=0.8)
     whole, capped = (plain_attention(q, k, v, each) for each in (block, softened))
     gradients = plain_attention_backward(grad, q, k, v, *whole, block)
-    found = (
+    actual = (
         *plain_attention(q, k, v, block, **chunked),
         *plain_attention(q, k, v, softened, **chunked),
         *plain_attention_backward(grad, q, k, v, *whole, block, **chunked),
     )
-    for part, wanted in zip(found, (*whole, *capped, *gradients), strict=True):
-        assert (part - wanted).abs().max() < 1e-13
+    for part, expected in zip(actual, (*whole, *capped, *gradients), strict=True):
+        assert (part - expected).abs().max() < 1e-13
 
 
 class _Largest(TorchDispatchMode):
@@ -201,10 +203,10 @@ def _both_gradients(grad, grad_lse, shape, path, dtype, exact_out=False):
     q, k, v, _, visible, seen = _block(*shape, 4, 2, 8, dtype)
     leaves = [tensor.double().requires_grad_() for tensor in (q, k, v)]
     expected = _softmax_attention(*leaves, seen)
-    wanted = torch.autograd.grad(expected, leaves, (grad.double(), grad_lse.double()))
+    gradients = torch.autograd.grad(expected, leaves, (grad.double(), grad_lse.double()))
     out, lse = path.forward(q, k, v, Scoring(SCALE, shape[0], visible))
     stand_in = absorb_lse_gradient(expected[0].detach() if exact_out else out, grad, grad_lse)
-    return path.backward(grad, q, k, v, stand_in, lse, Scoring(SCALE, shape[0], visible)), wanted
+    return path.backward(grad, q, k, v, stand_in, lse, Scoring(SCALE, shape[0], visible)), gradients
 
 
 def _upstream(shape, dtype):
@@ -220,8 +222,8 @@ def test_a_function_of_out_and_lse_has_exact_gradients_whatever_its_size(lse_siz
     """lse_size: of the gradient of lse, relative to that of out. The square of 1e-25 is 0 in fp32."""
     for shape in SHAPES:
         grad, grad_lse = _upstream(shape, dtype)
-        found, wanted = _both_gradients(grad * size, grad_lse * size * lse_size, shape, path, dtype)
-        for part, exact in zip(found, wanted, strict=True):
+        actual, expected = _both_gradients(grad * size, grad_lse * size * lse_size, shape, path, dtype)
+        for part, exact in zip(actual, expected, strict=True):
             error = (part.double() - exact).abs().max() / (size * max(1.0, lse_size))
             assert part.dtype == dtype and error < tolerance
 
@@ -234,17 +236,17 @@ def test_rows_whose_gradients_are_of_any_size_or_zero_have_exact_gradients_side_
     grad, grad_lse = _upstream(shape, dtype)
     grad, grad_lse = grad * sizes[:, None, None], grad_lse * sizes[:, None]
     grad[4, 1], grad_lse[4, 1] = 0, 0  # one head of a row
-    found, wanted = _both_gradients(grad, grad_lse, shape, path, dtype)
-    error = (found.q.double() - wanted[0]).abs().amax((1, 2))
-    assert bool((error <= tolerance * sizes.double()).all()) and not found.q[0].any() and not found.q[4, 1].any()
-    assert _close(found.k, wanted[1], tolerance) and _close(found.v, wanted[2], tolerance)
+    actual, expected = _both_gradients(grad, grad_lse, shape, path, dtype)
+    error = (actual.q.double() - expected[0]).abs().amax((1, 2))
+    assert bool((error <= tolerance * sizes.double()).all()) and not actual.q[0].any() and not actual.q[4, 1].any()
+    assert _close(actual.k, expected[1], tolerance) and _close(actual.v, expected[2], tolerance)
 
 
 def test_a_gradient_of_lse_beside_a_vanishing_one_of_out_is_not_lost():
     shape = ("causal", 67, 67)
     grad, grad_lse = _upstream(shape, torch.float32)
-    found, wanted = _both_gradients(grad * 1e-25, grad_lse, shape, KERNEL, torch.float32)
-    for part, exact in zip(found, wanted, strict=True):
+    actual, expected = _both_gradients(grad * 1e-25, grad_lse, shape, KERNEL, torch.float32)
+    for part, exact in zip(actual, expected, strict=True):
         assert _close(part, exact, 1e-5)
 
 
@@ -259,12 +261,12 @@ def test_the_sum_that_a_kernel_forms_survives_half_precision(dtype):
     grad[3:6, 1, 2:] = 0  # two entries are enough
     grad_lse = _normal(generator, 500, 4) * sizes[:, None]
     grad_lse[:3, 0] = 0
-    wanted = (grad.double() * out).sum(-1) - grad_lse
+    expected = (grad.double() * out).sum(-1) - grad_lse
     stand_in = absorb_lse_gradient(out, grad, grad_lse.float())
-    found = (grad.double() * stand_in.double()).sum(-1)
+    actual = (grad.double() * stand_in.double()).sum(-1)
     noise = 1e-6 * ((grad.double() * out).abs().sum(-1) + grad_lse.abs())  # of fp32
     assert stand_in.dtype == dtype and not stand_in[:3, 0].any()
-    assert bool(((found - wanted).abs() <= _rounding(dtype) ** 2 * wanted.abs() + noise).all())
+    assert bool(((actual - expected).abs() <= _rounding(dtype) ** 2 * expected.abs() + noise).all())
 
 
 @half_precision
@@ -273,8 +275,8 @@ def test_gradients_in_half_precision_beside_one_of_lse_are_rounded_once(path, dt
     """Given an out that is not rounded itself."""
     for shape in [*SHAPES, ("full", 100, 900)]:
         grad, grad_lse = _upstream(shape, dtype)
-        found, wanted = _both_gradients(grad, grad_lse, shape, path, dtype, exact_out=True)
-        for part, exact in zip(found, wanted, strict=True):
+        actual, expected = _both_gradients(grad, grad_lse, shape, path, dtype, exact_out=True)
+        for part, exact in zip(actual, expected, strict=True):
             assert _rounded_once(part, exact, dtype, noise=2e-4 * float(exact.abs().max()))
 
 
@@ -294,18 +296,18 @@ def test_merged_parts_of_the_keys_equal_one_block_forward_and_backward(heads, kv
             merged = merge_blocks(merged, outputs[index])
         assert _close(merged.out, whole.out, 1e-13) and _close(merged.lse, whole.lse, 1e-13)
     expected = block_attention_backward(grad, q, k, v, *whole, Scoring(SCALE, "full"))
-    found = [block_attention_backward(grad, q, k[part], v[part], *merged, Scoring(SCALE, "full")) for part in parts]
-    assert _close(sum(each.q for each in found), expected.q, 1e-12)
-    assert _close(torch.cat([each.k for each in found]), expected.k, 1e-12)
-    assert _close(torch.cat([each.v for each in found]), expected.v, 1e-12)
+    shares = [block_attention_backward(grad, q, k[part], v[part], *merged, Scoring(SCALE, "full")) for part in parts]
+    assert _close(sum(each.q for each in shares), expected.q, 1e-12)
+    assert _close(torch.cat([each.k for each in shares]), expected.k, 1e-12)
+    assert _close(torch.cat([each.v for each in shares]), expected.v, 1e-12)
 
 
 def test_merging_is_exact_where_one_part_outweighs_the_other_by_any_factor():
     a = BlockOutput(torch.full((1, 1, 2), 3.0), torch.tensor([[-400.0]]))
     b = BlockOutput(torch.full((1, 1, 2), 5.0), torch.tensor([[400.0]]))
     nothing = BlockOutput(torch.zeros(1, 1, 2), torch.tensor([[float("-inf")]]))
-    for merged, wanted in ((merge_blocks(a, b), b), (merge_blocks(b, a), b), (merge_blocks(nothing, a), a)):
-        assert torch.equal(merged.out, wanted.out) and torch.equal(merged.lse, wanted.lse)
+    for merged, expected in ((merge_blocks(a, b), b), (merge_blocks(b, a), b), (merge_blocks(nothing, a), a)):
+        assert torch.equal(merged.out, expected.out) and torch.equal(merged.lse, expected.lse)
 
 
 # A TTT step -----------------------------------------------------------------------------------------------------------
@@ -383,10 +385,10 @@ def _equals_definition(step: Step, out: Tensor, tolerance: float) -> bool:
     """Output, and the gradients of q, K_0, V_0, and every own key and value."""
     leaves = [leaf.detach().double().requires_grad_() for leaf in step.leaves]
     expected = step.holding(leaves).defined()
-    wanted = (expected, *torch.autograd.grad(expected, leaves, step.grad.double()))
-    found = (out, *torch.autograd.grad(out, step.leaves, step.grad))
-    assert all(part.dtype == step.q.dtype for part in found)
-    return all(_close(*pair, tolerance) for pair in zip(found, wanted, strict=True))
+    exact = (expected, *torch.autograd.grad(expected, leaves, step.grad.double()))
+    actual = (out, *torch.autograd.grad(out, step.leaves, step.grad))
+    assert all(part.dtype == step.q.dtype for part in actual)
+    return all(_close(*pair, tolerance) for pair in zip(actual, exact, strict=True))
 
 
 # documents, query rows, key rows

@@ -100,8 +100,8 @@ def test_a_block_on_cuda_has_the_shapes_and_number_formats_of_its_inputs_and_nev
         out, lse = block_attention(q, k, v, Scoring(SCALE, visibility, visible))
         stand_in = absorb_lse_gradient(out.to(exact), grad, torch.zeros_like(lse))
         gradients = block_attention_backward(grad, q, k, v, stand_in, lse, Scoring(SCALE, visibility, visible))
-    for found, like in ((out, q), (stand_in, q), *zip(gradients, (q, k, v), strict=True)):
-        assert found.shape == like.shape and found.dtype == dtype and found.device.type == "cuda"
+    for actual, like in ((out, q), (stand_in, q), *zip(gradients, (q, k, v), strict=True)):
+        assert actual.shape == like.shape and actual.dtype == dtype and actual.device.type == "cuda"
     assert lse.shape == (queries, heads) and lse.dtype == exact and lse.device.type == "cuda"
 
 
@@ -145,9 +145,9 @@ def test_flash_reads_rows_of_longer_tensors_in_place(visibility):
         with _Calls() as calls:
             cuda.flash_attention_backward(grad, q, k, v, out, lse, Scoring(SCALE, visibility))
     assert set(calls.operators) == {FLASH_BACKWARD, aten.empty.memory_format}  # that of the seed, which nobody reads
-    given = calls.arguments[FLASH_BACKWARD]
-    assert given["logsumexp"].is_contiguous() and given["logsumexp"].shape == (1, 6, 64)
-    assert given["rng_state"].numel() == given["unused"].numel() == given["dropout_p"] == 0
+    arguments = calls.arguments[FLASH_BACKWARD]
+    assert arguments["logsumexp"].is_contiguous() and arguments["logsumexp"].shape == (1, 6, 64)
+    assert arguments["rng_state"].numel() == arguments["unused"].numel() == arguments["dropout_p"] == 0
 
 
 @every_shape
@@ -159,10 +159,10 @@ def test_the_efficient_kernel_gets_the_layouts_that_it_takes_for_granted(visibil
             out, lse = cuda.efficient_attention(q, k, v, Scoring(SCALE, visibility, visible))
             cuda.efficient_attention_backward(grad, q, k, v, out, lse, Scoring(SCALE, visibility, visible))
     forward, backward = (calls.arguments[operator] for operator in (EFFICIENT, EFFICIENT_BACKWARD))
-    for given in (forward, backward):
-        for x in (given["query"], given["key"], given["value"]):
+    for arguments in (forward, backward):
+        for x in (arguments["query"], arguments["key"], arguments["value"]):
             assert x.stride(-1) == 1 and not any(place % 8 for place in (*x.stride()[:-1], x.storage_offset()))
-        mask = given["attn_bias"]
+        mask = arguments["attn_bias"]
         assert (mask is None) == (visibility != "masked")
         if mask is not None:
             assert mask.shape == (2, 3, queries, keys) and mask.dtype == q.dtype
@@ -240,13 +240,13 @@ def test_both_kernels_calls_mean_the_block_that_plain_products_compute(
     torch.manual_seed(queries + keys)
     q, grad, k, v, visible = _inputs(visibility, queries, keys, heads, kv_heads, dim, torch.float64, "cpu")
     block = Scoring(SCALE, visibility, visible)
-    wanted = plain_attention(q, k, v, Scoring(SCALE, visibility, visible))
-    merged = wanted.out * 0.8 + 0.1, wanted.lse + 0.3
-    wanted_gradients = plain_attention_backward(grad, q, k, v, *merged, Scoring(SCALE, visibility, visible))
+    expected = plain_attention(q, k, v, Scoring(SCALE, visibility, visible))
+    merged = expected.out * 0.8 + 0.1, expected.lse + 0.3
+    expected_gradients = plain_attention_backward(grad, q, k, v, *merged, Scoring(SCALE, visibility, visible))
     with _ByDefinition():
-        found = getattr(cuda, f"{kernel}_attention")(q, k, v, block)
+        actual = getattr(cuda, f"{kernel}_attention")(q, k, v, block)
         gradients = getattr(cuda, f"{kernel}_attention_backward")(grad, q, k, v, *merged, block)
-    for part, exact in zip((*found, *gradients), (*wanted, *wanted_gradients), strict=True):
+    for part, exact in zip((*actual, *gradients), (*expected, *expected_gradients), strict=True):
         # grouped keys are summed in fp32
         assert part.shape == exact.shape and (part - exact).abs().max() < 1e-5 * exact.abs().max()
 
@@ -259,13 +259,13 @@ def test_flashs_call_for_a_band_means_the_mask_of_its_window(heads, kv_heads, di
     q, grad, k, v, _ = _inputs("full", queries, keys, heads, kv_heads, dim, torch.float64, "cpu")
     back = torch.arange(queries)[:, None] + keys - queries - torch.arange(keys)
     masked = Scoring(SCALE, "masked", (back >= 0) & (back < window))
-    wanted = plain_attention(q, k, v, masked)
-    merged = wanted.out * 0.8 + 0.1, wanted.lse + 0.3
-    wanted_gradients = plain_attention_backward(grad, q, k, v, *merged, masked)
+    expected = plain_attention(q, k, v, masked)
+    merged = expected.out * 0.8 + 0.1, expected.lse + 0.3
+    expected_gradients = plain_attention_backward(grad, q, k, v, *merged, masked)
     with _ByDefinition():
-        found = cuda.flash_attention(q, k, v, Scoring(SCALE, "banded", window=window))
+        actual = cuda.flash_attention(q, k, v, Scoring(SCALE, "banded", window=window))
         gradients = cuda.flash_attention_backward(grad, q, k, v, *merged, Scoring(SCALE, "banded", window=window))
-    for part, exact in zip((*found, *gradients), (*wanted, *wanted_gradients), strict=True):
+    for part, exact in zip((*actual, *gradients), (*expected, *expected_gradients), strict=True):
         assert part.shape == exact.shape and torch.allclose(part, exact, rtol=1e-12, atol=1e-12)
 
 

@@ -10,9 +10,9 @@ from tiny_run import finish, launch, make_target, write_recipe
 def test_the_script_trains_every_layout_and_prints_how_far_their_losses_are_apart(tmp_path):
     recipe = write_recipe(tmp_path, make_target(tmp_path / "target"), evaluation={"conversations": 1, "new_tokens": 8})
     command = ["benchmarks/course.py", "--recipe", recipe, "--out", tmp_path / "course", "--layouts", "u2", "r2-p2p"]
-    said = finish(launch(sys.executable, *map(str, command), "--steps", "4", "--compared", "3"), timeout=900)
+    output = finish(launch(sys.executable, *map(str, command), "--steps", "4", "--compared", "3"), timeout=900)
     head, _, *rows = [
-        [cell.strip() for cell in line.split("|")[1:-1]] for line in said.splitlines() if line.startswith("|")
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in output.splitlines() if line.startswith("|")
     ]
     assert head[1:3] == ["loss at step 1, 4", "largest relative difference of the first 3 losses"]
     assert [row[0] for row in rows] == ["one process", "u2", "r2-p2p"] and rows[0][2] == ""

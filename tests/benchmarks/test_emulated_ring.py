@@ -32,8 +32,8 @@ def test_one_rank_of_a_ring_emulated_equals_dense_attention_of_its_queries(topol
         out = RingAttention(topology.alone, "gather", scale)(q, shared, (schedule,)).out[: len(rows)]
         scores = torch.einsum("qhd,shd->hqs", q[: len(rows)], keys) * scale
         unseen = torch.arange(tokens) > rows[:, None]
-        wanted = torch.einsum("hqs,shd->qhd", scores.masked_fill(unseen, float("-inf")).softmax(-1), values)
-        assert (out - wanted).abs().max() < 1e-13
+        dense = torch.einsum("hqs,shd->qhd", scores.masked_fill(unseen, float("-inf")).softmax(-1), values)
+        assert (out - dense).abs().max() < 1e-13
         upstream = torch.randn(out.shape, generator=generator, dtype=torch.float64)
-        (found,), (expected,) = (torch.autograd.grad(each, q, upstream, retain_graph=True) for each in (out, wanted))
-        assert (found - expected).abs().max() < 1e-12
+        (gradient,), (expected,) = (torch.autograd.grad(each, q, upstream, retain_graph=True) for each in (out, dense))
+        assert (gradient - expected).abs().max() < 1e-12

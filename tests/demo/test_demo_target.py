@@ -70,8 +70,8 @@ def test_a_cache_that_cannot_be_written_is_said_before_anything_is_trained(tmp_p
 
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", ANSWERS, RECORD])
 def test_a_flipped_bit_in_a_cached_target_is_found_and_the_target_made_anew(tmp_path, name):
-    made = _demo(tmp_path)
-    path = made.folder / name
+    demo = _demo(tmp_path)
+    path = demo.folder / name
     whole, lines = path.read_bytes(), []
     damaged = bytearray(whole)
     damaged[len(whole) // 2] ^= 1
@@ -80,28 +80,28 @@ def test_a_flipped_bit_in_a_cached_target_is_found_and_the_target_made_anew(tmp_
         _demo(tmp_path, make=False)
     assert path.read_bytes() == damaged
     assert not _demo(tmp_path, lines.append).cached and _demo(tmp_path).cached
-    assert str(lines[0]).startswith(f"warning: the demo target {made.folder} is damaged (")
+    assert str(lines[0]).startswith(f"warning: the demo target {demo.folder} is damaged (")
     assert lines[0].endswith("; making it again")
     assert name == RECORD or path.read_bytes() == whole  # its seconds differ
 
 
 def test_a_cached_target_from_before_digests_is_taken_with_one_line(tmp_path):
-    made, lines = _demo(tmp_path), []
-    record = json.loads((made.folder / RECORD).read_text())
-    (made.folder / RECORD).write_text(
+    demo, lines = _demo(tmp_path), []
+    record = json.loads((demo.folder / RECORD).read_text())
+    (demo.folder / RECORD).write_text(
         json.dumps({name: record[name] for name in record if name not in ("files", "digest")})
     )
-    assert _demo(tmp_path, lines.append, make=False) == made._replace(cached=True)
+    assert _demo(tmp_path, lines.append, make=False) == demo._replace(cached=True)
     (line,) = lines
-    assert line.startswith(f"{made.folder}: written before demo targets had digests")
+    assert line.startswith(f"{demo.folder}: written before demo targets had digests")
 
 
 def test_who_wants_the_target_of_an_earlier_run_gets_no_new_one(tmp_path):
     with pytest.raises(UserError, match=r"model\.target: demo: .* is not there, .* set data\.cache_dir"):
         _demo(tmp_path, make=False)
     assert not list(tmp_path.iterdir())
-    made = _demo(tmp_path)
-    assert _demo(tmp_path, make=False).folder == made.folder
+    demo = _demo(tmp_path)
+    assert _demo(tmp_path, make=False).folder == demo.folder
 
 
 def test_a_demo_target_named_by_its_folder_still_offers_its_answers(tmp_path):
@@ -226,14 +226,14 @@ def test_files_are_learnt_whole_in_pieces_of_the_context_and_the_first_steps_see
     lines, changes = [], {"context": 48, "short_context": 8, "short_steps": 3, "steps": 5}
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 12, "rope_theta": 10000.0}
     options = {**TINY, **changes, "rope_parameters": rope}
-    made = demo_target(texts, texts[:3], Demo(**options), cache_dir=tmp_path, report=lines.append)
-    config = AutoModelForCausalLM.from_pretrained(made.folder).config
+    demo = demo_target(texts, texts[:3], Demo(**options), cache_dir=tmp_path, report=lines.append)
+    config = AutoModelForCausalLM.from_pretrained(demo.folder).config
     assert (config.max_position_embeddings, config.rope_parameters["rope_type"]) == (48, "yarn")
-    assert not (made.folder / ANSWERS).exists()
-    tokenizer = AutoTokenizer.from_pretrained(made.folder)
+    assert not (demo.folder / ANSWERS).exists()
+    tokenizer = AutoTokenizer.from_pretrained(demo.folder)
     tokens = sum(len(tokenizer(row["text"])["input_ids"]) for row in texts)
     assert any(f"{tokens:,} tokens of text" in line for line in lines)  # none is cut off
-    assert demo_target(texts, texts[:3], Demo(**options | {"short_steps": 2}), cache_dir=tmp_path).folder != made.folder
+    assert demo_target(texts, texts[:3], Demo(**options | {"short_steps": 2}), cache_dir=tmp_path).folder != demo.folder
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def test_the_first_steps_take_the_short_documents(tmp_path):
         )
     )
     seen = []
-    model.register_forward_pre_hook(lambda _, __, given: seen.append(given["input_ids"].shape[1]), with_kwargs=True)
+    model.register_forward_pre_hook(lambda _, __, inputs: seen.append(inputs["input_ids"].shape[1]), with_kwargs=True)
     training = Demo(batch_tokens=12, steps=5, learning_rate=0.01, adam_learning_rate=0.01, seed=0, short_steps=3)
     short, whole = [torch.arange(4)] * 6, [torch.arange(12)] * 2
     train_language_model(model, whole, training, lambda line: None, short)

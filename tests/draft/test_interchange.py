@@ -117,9 +117,9 @@ def test_exported_weights_come_back_bit_for_bit(tmp_path, topology, dtype, chang
     assert torch.equal(exported.d2t, D2T) and torch.equal(exported.t2d, T2D)
     assert {weight.dtype for weight in exported.weights.values()} == {dtype}
     load_weights(draft, exported, topology.tensor)
-    for (name, found), (_, sent) in zip(draft.named_parameters(), source.named_parameters(), strict=True):
-        wanted = own_embedding if name == "embedding.weight" and not with_embedding else sent.to(dtype).float()
-        assert torch.equal(found, wanted), name
+    for (name, actual), (_, sent) in zip(draft.named_parameters(), source.named_parameters(), strict=True):
+        expected = own_embedding if name == "embedding.weight" and not with_embedding else sent.to(dtype).float()
+        assert torch.equal(actual, expected), name
 
 
 @pytest.mark.parametrize("fc_norm", [False, True])
@@ -309,7 +309,7 @@ def test_a_window_is_what_layer_types_says_of_the_layer(keys, window):
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "reason"),
     [
         ({"sliding_window": 16}, "sliding_window is 16 but layer_types does not say"),
         ({"sliding_window": 16, "layer_types": []}, "sliding_window is 16 but layer_types does not say"),
@@ -324,9 +324,9 @@ def test_a_window_is_what_layer_types_says_of_the_layer(keys, window):
     ],
     ids=str,
 )
-def test_a_window_that_readers_would_take_differently_is_refused(keys, said):
+def test_a_window_that_readers_would_take_differently_is_refused(keys, reason):
     message = _refusal(DraftConfig.from_json, _with_layers(None, None) | keys, "some/config.json")
-    assert message.startswith("some/config.json: ") and said in message
+    assert message.startswith("some/config.json: ") and reason in message
 
 
 EVERY_NAME = sorted({*NAMES, *FC_NORM} - {"d2t", "t2d"})
@@ -381,10 +381,10 @@ def test_a_draft_of_another_hidden_size_is_refused_with_both_shapes(exported, to
     assert "[30, 16]" in message and "[30, 32]" in message and "embed_tokens.weight" in message
 
 
-@pytest.mark.parametrize("kept", [0, 4, 200, -1], ids=["nothing", "half a length", "half a header", "all but a byte"])
-def test_a_truncated_file_is_named(exported, kept):
+@pytest.mark.parametrize("size", [0, 4, 200, -1], ids=["nothing", "half a length", "half a header", "all but a byte"])
+def test_a_truncated_file_is_named(exported, size):
     path = exported / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:kept])
+    path.write_bytes(path.read_bytes()[:size])
     assert str(path) in _refusal(read_exported, exported)
 
 

@@ -121,8 +121,8 @@ def test_fp64_rotation_turns_by_the_exact_angle(rope):
             turned = complex(x[row, 0, pair], x[row, 0, pair + 4]) * complex(
                 math.cos(position * frequency), math.sin(position * frequency)
             )
-            found = complex(rotated[row, 0, pair], rotated[row, 0, pair + 4])
-            assert abs(found - turned * embedding.attention_scaling) < 1e-9
+            actual = complex(rotated[row, 0, pair], rotated[row, 0, pair + 4])
+            assert abs(actual - turned * embedding.attention_scaling) < 1e-9
 
 
 def test_fp32_frequencies_are_the_formula_to_fp32_rounding():

@@ -99,7 +99,7 @@ SPOILT: dict[str, tuple[Callable[[dict[str, Tensor]], None], str]] = {
 
 
 @pytest.fixture(scope="module")
-def said(topology, tmp_path_factory) -> dict[str, tuple[int, str]]:
+def verdicts(topology, tmp_path_factory) -> dict[str, tuple[int, str]]:
     """By folder's name, exit code and line of the check."""
     work = tmp_path_factory.mktemp("exports")
     whole = export(work / "whole", topology)
@@ -125,36 +125,36 @@ def said(topology, tmp_path_factory) -> dict[str, tuple[int, str]]:
     return json.loads(run.stdout.splitlines()[-1])
 
 
-def test_an_export_is_taken_whole(said):
-    assert said["whole"] == [0, "SGLang 0.5.23 takes all 15 tensors, with the embedding of the target"]
-    assert said["with_embedding"] == [0, "SGLang 0.5.23 takes all 16 tensors, with the embedding of the export"]
+def test_an_export_is_taken_whole(verdicts):
+    assert verdicts["whole"] == [0, "SGLang 0.5.23 takes all 15 tensors, with the embedding of the target"]
+    assert verdicts["with_embedding"] == [0, "SGLang 0.5.23 takes all 16 tensors, with the embedding of the export"]
 
 
-def test_what_eagle31_adds_is_taken_too(said):
-    code, line = said["eagle31"]
+def test_what_eagle31_adds_is_taken_too(verdicts):
+    code, line = verdicts["eagle31"]
     assert code == 0 and "all 18 tensors (EAGLE3.1: fc_norm, norm_output)" in line
 
 
 @pytest.mark.parametrize("name", SPOILT)
-def test_a_spoilt_tensor_is_named(said, name):
-    code, line = said[name]
+def test_a_spoilt_tensor_is_named(verdicts, name):
+    code, line = verdicts[name]
     assert code == 2 and SPOILT[name][1] in line and "; export the draft again" in line
 
 
 @pytest.mark.parametrize("name", ROPES)
-def test_sglang_rotates_as_training_does(said, name):
-    assert said[f"rope {name}"][0] == 0, said[f"rope {name}"][1]
+def test_sglang_rotates_as_training_does(verdicts, name):
+    assert verdicts[f"rope {name}"][0] == 0, verdicts[f"rope {name}"][1]
 
 
-def test_a_rope_that_sglang_reads_otherwise_is_refused(said):
-    code, line = said["rope of one reader"]
+def test_a_rope_that_sglang_reads_otherwise_is_refused(verdicts):
+    code, line = verdicts["rope of one reader"]
     assert (
         code == 2 and "SGLang rotates by other angles than training" in line and "model.draft.rope_parameters" in line
     )
 
 
-def test_a_config_of_another_class_is_refused(said):
-    assert said["other_class"][0] == 2 and "architectures is ['LlamaForCausalLM']" in said["other_class"][1]
+def test_a_config_of_another_class_is_refused(verdicts):
+    assert verdicts["other_class"][0] == 2 and "architectures is ['LlamaForCausalLM']" in verdicts["other_class"][1]
 
 
 def test_the_launcher_says_one_line(topology, tmp_path):

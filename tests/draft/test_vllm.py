@@ -97,14 +97,14 @@ def test_vllms_own_functions_give_an_export_the_window_that_it_was_trained_with(
     (tmp_path / "config.json").write_text(json.dumps(draft.to_json("float32")))
     config = AutoConfig.from_pretrained(tmp_path)
     config.target_layer_count = LAYERS  # as vLLM numbers a draft's layers
-    kinds, asked = SimpleNamespace(DECODER="decoder", ENCODER_ONLY="encoder_only"), {}
+    kinds, arguments = SimpleNamespace(DECODER="decoder", ENCODER_ONLY="encoder_only"), {}
     nothing = dict.fromkeys(("QKVParallelLinear", "RowParallelLinear", "get_rope"), lambda *_, **__: None)
     attention = vllm.definition(
         "model_executor/models/llama.py",
         "LlamaAttention",
         nn=torch.nn,
         AttentionType=kinds,
-        Attention=lambda *_, **given: asked.update(given),
+        Attention=lambda *_, **keywords: arguments.update(keywords),
         EncoderOnlyAttention=None,
         extract_layer_index=lambda prefix: int(prefix.split(".")[2]),
         get_tensor_model_parallel_world_size=lambda: 1,
@@ -116,7 +116,7 @@ def test_vllms_own_functions_give_an_export_the_window_that_it_was_trained_with(
     )
     flash = SimpleNamespace()
     with pytest.raises(NameError):  # at what comes after the window, the platform among it
-        start(flash, 4, draft.head_dim, 1.0, 2, None, asked["per_layer_sliding_window"], "auto")
+        start(flash, 4, draft.head_dim, 1.0, 2, None, arguments["per_layer_sliding_window"], "auto")
     assert flash.sliding_window == ((-1, -1) if window is None else (window - 1, 0))
 
 

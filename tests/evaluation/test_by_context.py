@@ -101,15 +101,15 @@ def test_intervals_hold_the_truth_as_often_as_they_promise(conversations):
     generator = np.random.default_rng(1)
     counts, verifications = totals(clusters(20_000, generator))
     truth = counts.sum() / verifications.sum()
-    held, independent = [], []
+    clustered, independent = [], []
     for seed in range(400):
         yields = clusters(conversations, generator)
         ((low, high),) = ratio_intervals(*totals(yields), seed)
-        held.append(low <= truth <= high)
+        clustered.append(low <= truth <= high)
         if seed < 100:
             ((low, high),) = ratio_intervals(*totals(np.concatenate(yields)[:, None]), seed)
             independent.append(low <= truth <= high)
-    assert 0.95 - 0.044 - 0.02 < np.mean(held) < 0.95 + 0.044
+    assert 0.95 - 0.044 - 0.02 < np.mean(clustered) < 0.95 + 0.044
     assert np.mean(independent) < 0.75
 
 
@@ -131,17 +131,17 @@ def test_one_conversation_has_no_interval_and_two_have_all_that_they_span():
 
 
 def decoded(*accepted: int, verdict: str | None = "identical") -> DecodedConversation:
-    made = [Verification([5, 5, 5], count, [5] * (count + 1)) for count in accepted]
-    return DecodedConversation(SpeculativeOutput([5], made), verdict, 1, 1.0, 1.0)
+    verifications = [Verification([5, 5, 5], count, [5] * (count + 1)) for count in accepted]
+    return DecodedConversation(SpeculativeOutput([5], verifications), verdict, 1, 1.0, 1.0)
 
 
 def test_a_bucket_is_counted_over_its_conversations():
-    found = ContextAcceptance.over(512, [decoded(3, 0), decoded(1, verdict="tie"), decoded()], draft_tokens=3, seed=0)
-    assert (found.conversations, found.verifications, found.acceptance_length) == (3, 3, 7 / 3)
-    assert found.position_acceptance == [2 / 3, 1 / 3, 1 / 3]
-    assert found.interval == [2, 2.5] and found.position_intervals == [[0.5, 1], [0, 0.5], [0, 0.5]]
-    assert found.of_each == [(5, 2), (2, 1), (0, 0)]
-    assert (found.mismatches, found.ties, found.compared) == (0, 1, True)
+    bucket = ContextAcceptance.over(512, [decoded(3, 0), decoded(1, verdict="tie"), decoded()], draft_tokens=3, seed=0)
+    assert (bucket.conversations, bucket.verifications, bucket.acceptance_length) == (3, 3, 7 / 3)
+    assert bucket.position_acceptance == [2 / 3, 1 / 3, 1 / 3]
+    assert bucket.interval == [2, 2.5] and bucket.position_intervals == [[0.5, 1], [0, 0.5], [0, 0.5]]
+    assert bucket.of_each == [(5, 2), (2, 1), (0, 0)]
+    assert (bucket.mismatches, bucket.ties, bucket.compared) == (0, 1, True)
     alone = ContextAcceptance.over(512, [decoded(3, 0, verdict=None)], draft_tokens=3, seed=0)
     assert alone.interval is alone.position_intervals is None and not alone.compared
 
@@ -187,7 +187,7 @@ def run(topology, tmp_path_factory):
 
 def test_by_context_writes_and_prints_every_bucket(run):
     command = ["launchers/evaluate.py", "--recipe", str(run), "--by-context", "--contexts", "16,32,64,128"]
-    said = finish(launch(sys.executable, *command, "--per-context", "3"))
+    output = finish(launch(sys.executable, *command, "--per-context", "3"))
     folder = run.parent / "run"
     result = json.loads((folder / "by_context.json").read_text())
     assert (result["engine"], result["temperature"], result["seed"]) == ("transformers", 0, 0)
@@ -197,8 +197,8 @@ def test_by_context_writes_and_prints_every_bucket(run):
         r"\d+ held-out samples of [\d,]+ tokens", result["texts"]
     )
     assert ([each["context"] for each in result["contexts"]], result["left_out"]) == ([32, 64], [16, 128])
-    assert "context 128: left out, no text is of that length" in said
-    rows = {line.split()[0]: line.split() for line in said.splitlines() if line.startswith("     ")}
+    assert "context 128: left out, no text is of that length" in output
+    rows = {line.split()[0]: line.split() for line in output.splitlines() if line.startswith("     ")}
     for each in result["contexts"]:
         assert each["conversations"] == 3 and each["mismatches"] == 0 and each["compared"]
         assert each["interval"][0] <= each["acceptance_length"] <= each["interval"][1]
@@ -211,20 +211,20 @@ def test_by_context_writes_and_prints_every_bucket(run):
 def test_a_quiet_judge_says_the_result_alone_and_leaves_examples(run):
     """Sampled, so that there is nothing to compare with."""
     command = ["launchers/evaluate.py", "--recipe", str(run), "--temperature", "1", "--quiet"]
-    said = finish(launch(sys.executable, *command))
+    output = finish(launch(sys.executable, *command))
     folder = run.parent / "run"
-    assert said.startswith("acceptance length ") and said.endswith(f"written to {folder / 'evaluation.json'}\n")
-    assert "sampled at temperature 1, seed 0: not compared with plain sampling" in said
+    assert output.startswith("acceptance length ") and output.endswith(f"written to {folder / 'evaluation.json'}\n")
+    assert "sampled at temperature 1, seed 0: not compared with plain sampling" in output
     result = json.loads((folder / "evaluation.json").read_text())
     assert result["lossless"] is None and (result["temperature"], result["compared"]) == (1, False)
     assert len(result["examples"]) == 2
     for example in result["examples"]:
         assert example["prompt"].endswith("<|im_start|>assistant\n") and len(example["prompt"]) <= 300
         assert example["first"] and all(verified["own"] != "" for verified in example["verifications"])
-    made = [verified for example in result["examples"] for verified in example["verifications"]]
-    assert len(made) == result["verifications"]
-    assert sum(len(verified["accepted"]) for verified in made) == sum(result["accepted"])
-    assert all(len(each["accepted"]) + len(each["rejected"]) == 4 for each in made if each["own"] is not None)
+    verifications = [verified for example in result["examples"] for verified in example["verifications"]]
+    assert len(verifications) == result["verifications"]
+    assert sum(len(verified["accepted"]) for verified in verifications) == sum(result["accepted"])
+    assert all(len(each["accepted"]) + len(each["rejected"]) == 4 for each in verifications if each["own"] is not None)
 
 
 def test_contexts_are_judged_by_samples_too_and_not_beyond_the_targets(run, topology):
@@ -243,7 +243,7 @@ def test_contexts_are_judged_by_samples_too_and_not_beyond_the_targets(run, topo
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--by-context", "--contexts", "0"], "--contexts 0: name lengths in tokens, ascending"),
         (["--by-context", "--contexts", "64,32"], "--contexts 64,32: name lengths"),
@@ -259,5 +259,5 @@ def test_contexts_are_judged_by_samples_too_and_not_beyond_the_targets(run, topo
         (["--by-context", "--engine", "sglang"], "--by-context: SGLang is judged greedily"),
     ],
 )
-def test_evaluate_refuses_at_once_what_no_bucket_or_sample_can_be(refused, run, arguments, said):
-    assert said in refused("evaluate.py", "--recipe", run, *arguments)
+def test_evaluate_refuses_at_once_what_no_bucket_or_sample_can_be(refused, run, arguments, message):
+    assert message in refused("evaluate.py", "--recipe", run, *arguments)

@@ -50,8 +50,8 @@ def test_a_prompt_is_all_before_the_last_answer(tmp_path, tokenizer):
         rows = json.dumps({"messages": turns})
         assert read(tmp_path, tokenizer, "a.jsonl", rows) == [ids(tokenizer, PROMPT)]
     shared = [{"from": "human", "value": "And why?"}, {"from": "gpt", "value": "So early."}]
-    asked = "<|im_start|>user\nAnd why?<|im_end|>\n<|im_start|>assistant\n"
-    assert read(tmp_path, tokenizer, "a.json", json.dumps([{"conversations": shared}])) == [ids(tokenizer, asked)]
+    prompt = "<|im_start|>user\nAnd why?<|im_end|>\n<|im_start|>assistant\n"
+    assert read(tmp_path, tokenizer, "a.json", json.dumps([{"conversations": shared}])) == [ids(tokenizer, prompt)]
 
 
 def test_a_text_is_continued_and_a_line_is_a_question(tmp_path, tokenizer):
@@ -60,8 +60,8 @@ def test_a_text_is_continued_and_a_line_is_a_question(tmp_path, tokenizer):
         ids(tokenizer, "The cat sat"),
         ids(tokenizer, "and rain fell"),
     ]
-    asked = "<|im_start|>user\nAnd why?<|im_end|>\n<|im_start|>assistant\n"
-    assert read(tmp_path, tokenizer, "a.txt", "\nAnd why?  \n\nAnd why?") == [ids(tokenizer, asked)] * 2
+    prompt = "<|im_start|>user\nAnd why?<|im_end|>\n<|im_start|>assistant\n"
+    assert read(tmp_path, tokenizer, "a.txt", "\nAnd why?  \n\nAnd why?") == [ids(tokenizer, prompt)] * 2
 
 
 def test_a_template_given_replaces_the_tokenizers(tmp_path, tokenizer):
@@ -70,7 +70,7 @@ def test_a_template_given_replaces_the_tokenizers(tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "said"),
+    ("name", "text", "message"),
     [
         ("a.jsonl", "", "a.jsonl: holds no rows"),
         ("a.txt", "\n \n", "a.txt: holds no lines"),
@@ -82,10 +82,10 @@ def test_a_template_given_replaces_the_tokenizers(tmp_path, tokenizer):
         ("a.jsonl", json.dumps({"text": "rain fell " * 60}), "at most 50 leave room"),
     ],
 )
-def test_a_file_that_holds_no_prompts_is_refused_in_one_line(tmp_path, tokenizer, name, text, said):
+def test_a_file_that_holds_no_prompts_is_refused_in_one_line(tmp_path, tokenizer, name, text, message):
     with pytest.raises(UserError) as refusal:
         read(tmp_path, tokenizer, name, text, longest=50)
-    assert said in str(refusal.value) and "\n" not in str(refusal.value)
+    assert message in str(refusal.value) and "\n" not in str(refusal.value)
 
 
 def test_a_conversation_without_a_template_is_refused(tmp_path, tokenizer):
@@ -126,13 +126,13 @@ def test_what_people_read_names_engine_and_speed():
     lines = judgement.lines()
     assert "30.0 tokens/s, 20.0 without the draft: 1.50 times as fast (by sglang 0.5.23" in lines[-1]
     assert not any("untrained" in line for line in lines)
-    kept = judgement.as_dict()
-    assert kept["engine"] == "sglang" and kept["speed"] == {"speculative": 30.0, "plain": 20.0}
-    assert json.loads(json.dumps(kept)) == kept
+    document = judgement.as_dict()
+    assert document["engine"] == "sglang" and document["speed"] == {"speculative": 30.0, "plain": 20.0}
+    assert json.loads(json.dumps(document)) == document
 
 
 @pytest.mark.parametrize(
-    ("result", "said"),
+    ("result", "line"),
     [
         ((3, 4, 48, 45, 45, [0, 0, 0, 0]), "45 tokens from 45 verifications, and 3 from the prefills: 48 put out"),
         (
@@ -142,12 +142,12 @@ def test_what_people_read_names_engine_and_speed():
         ),
     ],
 )
-def test_the_judges_counts_add_up_and_give_the_acceptance_length(result, said):
+def test_the_judges_counts_add_up_and_give_the_acceptance_length(result, line):
     counts = SpeculativeResult(*result, 0, 0, 0, seconds_speculative=1.0, seconds_plain=1.0)
     lines = Judgement(counts, None, "transformers", "5", topk=1, tree_tokens=5).lines()
-    assert said in lines
+    assert line in lines
     yielded, verifications, prefills, *less, put_out = [
-        int(number.replace(",", "")) for number in re.findall(r"[\d,]*\d", said)
+        int(number.replace(",", "")) for number in re.findall(r"[\d,]*\d", line)
     ]
     assert yielded + prefills - sum(less) == put_out
     assert lines[0].startswith(f"acceptance length {yielded / verifications:.2f} (")
@@ -171,7 +171,7 @@ def make_export(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--engine", "vllm"], "--engine vllm: no such engine"),
         (["--topk", "2"], "use --engine sglang"),
@@ -189,24 +189,24 @@ def make_export(run: Path) -> None:
         (["evaluation.conversations=0"], "evaluation.conversations is 0"),
     ],
 )
-def test_evaluate_refuses_at_once(refused, tmp_path, target, arguments, said):
+def test_evaluate_refuses_at_once(refused, tmp_path, target, arguments, message):
     recipe = write_recipe(tmp_path, target, evaluation={"conversations": 2})
     make_export(tmp_path / "run")
-    assert said in refused("evaluate.py", "--recipe", recipe, *arguments)
+    assert message in refused("evaluate.py", "--recipe", recipe, *arguments)
 
 
 def test_a_run_or_a_target_in_the_place_of_a_draft_is_told_from_one(refused, tmp_path, target):
     make_export(tmp_path)
-    said = refused("evaluate.py", "--check", "--draft", tmp_path)
-    assert f"{tmp_path}: is a run's folder; its draft is in there: --draft {tmp_path / 'export'}" in said
-    said = refused("evaluate.py", "--check", "--draft", target)
-    assert f"{target}/config.json: has 5 layers, but an EAGLE3 draft has one" in said
+    message = refused("evaluate.py", "--check", "--draft", tmp_path)
+    assert f"{tmp_path}: is a run's folder; its draft is in there: --draft {tmp_path / 'export'}" in message
+    message = refused("evaluate.py", "--check", "--draft", target)
+    assert f"{target}/config.json: has 5 layers, but an EAGLE3 draft has one" in message
 
 
 def test_a_result_displaces_nothing_but_an_earlier_result(refused, tmp_path, target):
     recipe = write_recipe(tmp_path, target, evaluation={"conversations": 2})
     make_export(tmp_path / "run")
-    for out, said in (
+    for out, message in (
         (tmp_path, "exists, but is not a file"),
         ("/dev/null", "exists, but is not a file"),
         (recipe, "holds something other than an evaluation"),
@@ -214,7 +214,7 @@ def test_a_result_displaces_nothing_but_an_earlier_result(refused, tmp_path, tar
         (tmp_path / "none" / "x.json", f"there is no folder {tmp_path / 'none'}"),
         (recipe / "x.json", f"there is no folder {recipe}"),
     ):
-        assert said in refused("evaluate.py", "--recipe", recipe, "--out", out)
+        assert message in refused("evaluate.py", "--recipe", recipe, "--out", out)
 
 
 def test_a_draft_of_a_run_with_another_target_is_judged_with_a_warning_that_names_both(tmp_path, target, capsys):
@@ -229,8 +229,8 @@ def test_a_draft_of_a_run_with_another_target_is_judged_with_a_warning_that_name
         (tmp_path / "link").symlink_to(target)
         beside.write_text(dump_recipe(load_recipe(path, [f"model.target={trained}"])))
         warn(recipe, draft, console)
-        said = capsys.readouterr().err
-        assert said == (
+        stderr = capsys.readouterr().err
+        assert stderr == (
             f"warning: {draft}: was trained for the target acme/other ({beside}), and is judged with {target}\n"
             if warned
             else ""
@@ -246,9 +246,9 @@ def test_a_window_that_the_recipe_names_and_the_draft_has_not_is_said(tmp_path, 
     make_export(tmp_path / "run")
     for window, warned in ((None, False), (6, False), (9, True)):
         warn(load_recipe(path, [f"model.draft.window={'null' if window is None else window}"]), draft, console)
-        said = capsys.readouterr().err
+        stderr = capsys.readouterr().err
         assert (
-            "model.draft.window: 9, but" in said and "a window of 6 and is judged with that; --window 9" in said
+            "model.draft.window: 9, but" in stderr and "a window of 6 and is judged with that; --window 9" in stderr
         ) == warned
 
 
@@ -263,8 +263,8 @@ def test_without_sglang_nothing_is_checked_or_decoded(refused, tmp_path, target)
         check_export(tmp_path)
     recipe = write_recipe(tmp_path, target, evaluation={"conversations": 2})
     make_export(tmp_path / "run")
-    said = refused("evaluate.py", "--recipe", recipe, "--engine", "sglang")
-    assert "SGLang is not installed: pip install -e" in said and "--engine transformers" in said
+    message = refused("evaluate.py", "--recipe", recipe, "--engine", "sglang")
+    assert "SGLang is not installed: pip install -e" in message and "--engine transformers" in message
 
 
 def installed() -> bool:

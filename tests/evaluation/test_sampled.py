@@ -49,12 +49,12 @@ class Pair(NamedTuple):
 
     def speculate(self, rule: AcceptanceRule, runs: int) -> Tensor:
         """[runs]: the number of each sequence of new tokens (see `number`)."""
-        made = []
+        numbers = []
         for _ in range(runs):
             drafter = ChainDrafter(self.draft, self.d2t, len(PROMPT) + NEW_TOKENS)
             output = speculative(self.target, drafter, PROMPT, rule, draft_tokens=DRAFT_TOKENS, new_tokens=NEW_TOKENS)
-            made.append(number(output.tokens))
-        return torch.tensor(made)
+            numbers.append(number(output.tokens))
+        return torch.tensor(numbers)
 
     def sample(self, rule: AcceptanceRule, runs: int) -> Tensor:
         return torch.tensor(
@@ -128,8 +128,8 @@ def fit(draws: Tensor, chances: Tensor) -> float:
     """p-value of draws [N] of outcomes against their exact chances."""
     cell = cells(chances, len(draws))
     expected = torch.zeros(int(cell.max()) + 1, dtype=torch.float64).index_add(0, cell, chances) * len(draws)
-    found = cell[draws].bincount(minlength=len(expected))
-    return tail(((found - expected) ** 2 / expected).sum(), len(expected) - 1)
+    counts = cell[draws].bincount(minlength=len(expected))
+    return tail(((counts - expected) ** 2 / expected).sum(), len(expected) - 1)
 
 
 def agreement(some: Tensor, others: Tensor, chances: Tensor) -> float:
@@ -137,8 +137,8 @@ def agreement(some: Tensor, others: Tensor, chances: Tensor) -> float:
     assert len(some) == len(others)
     cell = cells(chances, len(some))
     one, two = (cell[draws].bincount(minlength=int(cell.max()) + 1).double() for draws in (some, others))
-    told = one + two > 0
-    return tail(((one - two) ** 2 / (one + two))[told].sum(), int(told.sum()) - 1)
+    nonempty = one + two > 0
+    return tail(((one - two) ** 2 / (one + two))[nonempty].sum(), int(nonempty.sum()) - 1)
 
 
 @pytest.fixture(scope="module")
@@ -172,32 +172,32 @@ def verified(kind: type[Sampled], draws: int) -> tuple[list[Verification], Tenso
     logits, proposed = torch.randn(3, 8, generator=generator).double(), torch.randn(2, 8, generator=generator).double()
     proposed[:, 5:] = -torch.inf  # what the draft cannot say
     judge = rule(kind, 0.8, seed=22)
-    made = []
+    verifications = []
     for _ in range(draws):
         drawn = judge.draw(proposed)
-        made.append(judge.verify(drawn, logits))
-    return made, judge.probabilities(logits), judge.probabilities(proposed)
+        verifications.append(judge.verify(drawn, logits))
+    return verifications, judge.probabilities(logits), judge.probabilities(proposed)
 
 
 def test_one_verification_keeps_drafts_and_draws_tokens_as_often_as_it_should():
     """The chain's tokens do not depend on one another here, so all of it is known: place 0 is drawn from p[0]; place 1,
     where the first draft was kept, from p[1], whatever it was; and place 2 from p[2]."""
     draws = 30_000
-    made, p, q = verified(Sampled, draws)
-    kept = torch.minimum(p[:2], q).sum(-1)
-    for place, chance in enumerate([kept[0], kept.prod()]):
-        found = sum(each.accepted > place for each in made) / draws
-        assert abs(found - float(chance)) < 4 * (float(chance) * (1 - float(chance)) / draws) ** 0.5
+    verifications, p, q = verified(Sampled, draws)
+    overlap = torch.minimum(p[:2], q).sum(-1)
+    for place, chance in enumerate([overlap[0], overlap.prod()]):
+        share = sum(each.accepted > place for each in verifications) / draws
+        assert abs(share - float(chance)) < 4 * (float(chance) * (1 - float(chance)) / draws) ** 0.5
     for place in range(3):
-        tokens = torch.tensor([each.tokens[place] for each in made if len(each.tokens) > place])
+        tokens = torch.tensor([each.tokens[place] for each in verifications if len(each.tokens) > place])
         assert fit(tokens, p[place]) > LIKELY
-    assert all(each.tokens[: each.accepted] == each.drafts[: each.accepted] for each in made)
+    assert all(each.tokens[: each.accepted] == each.drafts[: each.accepted] for each in verifications)
 
 
 @pytest.mark.parametrize("kind", [KeepsAll, WithoutResidual])
 def test_one_verification_tells_a_wrong_rule(kind):
-    made, p, _ = verified(kind, 5000)
-    assert fit(torch.tensor([each.tokens[0] for each in made]), p[0]) < UNLIKELY
+    verifications, p, _ = verified(kind, 5000)
+    assert fit(torch.tensor([each.tokens[0] for each in verifications]), p[0]) < UNLIKELY
 
 
 def test_nothing_after_a_sampled_eos_counts(pair, monkeypatch):
@@ -210,16 +210,16 @@ def test_nothing_after_a_sampled_eos_counts(pair, monkeypatch):
     )
     ended = {"drafted": 0, "own": 0, "not": 0}
     for each in decoded:
-        tokens, made = each.output.tokens, each.verifications
+        tokens, verifications = each.output.tokens, each.verifications
         place = next((i for i, token in enumerate(tokens) if token in (4, 9)), None)
         if place is None:
             assert len(tokens) == 20 <= 1 + each.yielded
             ended["not"] += 1
             continue
         assert len(tokens) == place + 1 == 1 + each.yielded
-        if made:
-            ended["drafted" if made[-1].own is None else "own"] += 1
-            assert made[-1].accepted == len(made[-1].tokens) - (made[-1].own is not None)
+        if verifications:
+            ended["drafted" if verifications[-1].own is None else "own"] += 1
+            assert verifications[-1].accepted == len(verifications[-1].tokens) - (verifications[-1].own is not None)
     assert ended["drafted"] and ended["own"], ended
     assert {each.verdict for each in decoded} == {None}
 

@@ -168,14 +168,14 @@ def test_a_draft_that_guesses_is_accepted_as_often_as_the_theory_says(topology, 
     head = target.weights().head
     logits = (head[:, :TOKENS] + head[:, CONSTANT, None]).T * 8**0.5
     chance = (logits / temperature).softmax(-1).clamp(max=1 / TOKENS).sum(-1)  # [TOKENS], after each
-    expected, found = [], []
+    expected, actual = [], []
     for each in decoded:
         last = each.output.tokens[0]
         for verified in each.verifications:
             before = [last, *verified.drafts][: verified.accepted + 1][:DRAFT_TOKENS]
             expected += [float(chance[token]) for token in before]
-            found += [place < verified.accepted for place in range(len(before))]
+            actual += [place < verified.accepted for place in range(len(before))]
             last = verified.tokens[-1]
     spread = sum(share * (1 - share) for share in expected) ** 0.5
-    assert abs(sum(found) - sum(expected)) < 4 * spread
-    assert 5 * spread < min(sum(found), len(found) - sum(found)), "neither nothing nor everything"
+    assert abs(sum(actual) - sum(expected)) < 4 * spread
+    assert 5 * spread < min(sum(actual), len(actual) - sum(actual)), "neither nothing nor everything"

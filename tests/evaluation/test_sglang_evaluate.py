@@ -28,10 +28,10 @@ def test_a_tree_is_lossless_and_its_figures_are_written(topology, tmp_path, monk
     generator = torch.Generator().manual_seed(5)
     words = [[f"t{word}" for word in torch.randint(3, VOCABULARY, (4 + i,), generator=generator)] for i in range(4)]
     prompts.write_text("".join(json.dumps({"text": " ".join(text)}) + "\n" for text in words))
-    asked = read_prompts(prompts, load_tokenizer(target), None, longest=100)
+    ids = read_prompts(prompts, load_tokenizer(target), None, longest=100)
     loaded = load_target(target, dtype="float32")
-    export_trained(tmp_path / "export", loaded, asked, topology)
-    put_out = sum(len(plain_greedy(loaded, prompt, new_tokens=NEW_TOKENS).tokens) for prompt in asked)
+    export_trained(tmp_path / "export", loaded, ids, topology)
+    put_out = sum(len(plain_greedy(loaded, prompt, new_tokens=NEW_TOKENS).tokens) for prompt in ids)
     recipe = write_recipe(
         tmp_path,
         target,
@@ -43,13 +43,13 @@ def test_a_tree_is_lossless_and_its_figures_are_written(topology, tmp_path, monk
         monkeypatch.setenv(name, value)
     command = [sys.executable, "launchers/evaluate.py", "--recipe", recipe, "--engine", "sglang"]
     command += ["--prompts", prompts, "--draft", tmp_path / "export", "--topk", TOPK, "--tree-tokens", TREE_TOKENS]
-    said = finish(launch(*map(str, command)), timeout=400)
+    output = finish(launch(*map(str, command)), timeout=400)
     result = json.loads((tmp_path / "evaluation.json").read_text())
-    made = {"engine": "sglang", "engine_version": "0.5.23", "topk": TOPK, "tree_tokens": TREE_TOKENS}
-    assert {name: result[name] for name in made} == made
+    settings = {"engine": "sglang", "engine_version": "0.5.23", "topk": TOPK, "tree_tokens": TREE_TOKENS}
+    assert {name: result[name] for name in settings} == settings
     assert result["conversations"] == result["identical"] == 4 and result["lossless"]
     assert result["new_tokens"] == put_out
     assert result["verifications"] < put_out - 4, "some drafts must be accepted for this to tell"
     shares = result["position_acceptance"]
     assert len(shares) == STEPS and 1 >= shares[0] >= shares[1] >= shares[2] > 0 and shares[2] < 1
-    assert f"acceptance length {result['acceptance_length']:.2f}" in said and "tokens/s" in said
+    assert f"acceptance length {result['acceptance_length']:.2f}" in output and "tokens/s" in output

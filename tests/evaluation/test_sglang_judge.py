@@ -222,11 +222,11 @@ def test_a_tree_under_a_window_accepts_as_the_definition_says(decoded, windowed)
             rows += rule.accepted + 1
         return counts
 
-    found = [(served[number].answer.histogram + [0, 0])[:3] for number in whole]
-    assert found == [defined(windowed.window, number) for number in whole]
-    assert all(sum(column) for column in zip(*found, strict=True))
+    histograms = [(served[number].answer.histogram + [0, 0])[:3] for number in whole]
+    assert histograms == [defined(windowed.window, number) for number in whole]
+    assert all(sum(column) for column in zip(*histograms, strict=True))
     for other in windowed.others:
-        assert found != [defined(other, number) for number in whole]
+        assert histograms != [defined(other, number) for number in whole]
 
 
 def test_the_figures_mean_the_same(decoded):
@@ -235,8 +235,8 @@ def test_the_figures_mean_the_same(decoded):
         assert getattr(served, name) == getattr(own, name), name
     whole = [number for number, (answer, _) in enumerate(decoded.served) if not answer.stopped]
     shares = count_drafted([decoded.served[number] for number in whole], STEPS).accepted
-    made = [each.accepted for number in whole for each in decoded.own[number].verifications]
-    assert shares == [sum(accepted > depth for accepted in made) for depth in range(STEPS)]
+    accepted_counts = [each.accepted for number in whole for each in decoded.own[number].verifications]
+    assert shares == [sum(accepted > depth for accepted in accepted_counts) for depth in range(STEPS)]
 
 
 def test_the_length_asked_for_biases_nothing(decoded):

@@ -438,8 +438,8 @@ def test_the_judge_reads_the_models_own_logits(make):
     session = TargetSession(target, can_forget=True)
     with torch.no_grad():
         expected = target.model(prompt[None], use_cache=False).logits[0]
-        found = torch.cat((session.forward(prompt[:2], rows=1), session.forward(prompt[2:], rows=len(prompt) - 2)))
-    torch.testing.assert_close(found, expected[1:], rtol=1e-5, atol=1e-5)
+        actual = torch.cat((session.forward(prompt[:2], rows=1), session.forward(prompt[2:], rows=len(prompt) - 2)))
+    torch.testing.assert_close(actual, expected[1:], rtol=1e-5, atol=1e-5)
 
 
 def test_a_model_that_widens_its_logits_is_trusted_no_further():

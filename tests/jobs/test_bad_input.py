@@ -70,7 +70,7 @@ def write_rows(recipe, rows, name="conversations.jsonl"):
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "parts"),
     [
         ("training.learning_rat=1", ["training.learning_rat:", "value 1", "did you mean training.learning_rate?"]),
         ("model.draft.vocabsize=9", ["model.draft.vocabsize:", "value 9", "did you mean model.draft.vocab_size?"]),
@@ -99,15 +99,15 @@ def write_rows(recipe, rows, name="conversations.jsonl"):
         ("training.betas=[0.9", ["training.betas=[0.9", "not valid YAML"]),
     ],
 )
-def test_a_mistake_in_a_key_or_value_names_it(recipe, override, said):
+def test_a_mistake_in_a_key_or_value_names_it(recipe, override, parts):
     with pytest.raises(UserError) as caught:
         load_recipe(recipe, [override])
     message = one_line(caught)
-    assert all(part in message for part in said), message
+    assert all(part in message for part in parts), message
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "expected"),
     [
         (b"model: {target: [\n", "not valid YAML"),
         (b"model:\n\ttarget: x\n", "not valid YAML"),
@@ -119,13 +119,13 @@ def test_a_mistake_in_a_key_or_value_names_it(recipe, override, said):
         (b"model: {target: x}\ndata: {train: [x]}\noutput: {dir: x}\n1: 2\n", "1"),
     ],
 )
-def test_a_file_that_is_no_recipe_is_named(tmp_path, content, said):
+def test_a_file_that_is_no_recipe_is_named(tmp_path, content, expected):
     path = tmp_path / "recipe.yaml"
     path.write_bytes(content)
     with pytest.raises(UserError) as caught:
         load_recipe(path)
     message = one_line(caught)
-    assert message.startswith(f"{path}: ") and said in message, message
+    assert message.startswith(f"{path}: ") and expected in message, message
 
 
 def test_a_missing_recipe_is_named(tmp_path):
@@ -163,11 +163,11 @@ def test_a_sample_without_an_assistant_turn_stops_or_is_dropped_and_counted(reci
     assert message.startswith(f"{data}:6: no assistant turn; 2 samples have such a problem; ")
     assert "data.unusable=drop" in message
 
-    said = []
-    kept = inputs_of(load_recipe(recipe, ["data.unusable=drop"]), topology.device, said.append)
-    assert len(kept.train) + len(kept.held_out) == 12
-    assert any("12 of 14 samples" in line for line in said)
-    assert f"training data: 2 dropped: no assistant turn (first {data}:6)" in said
+    lines = []
+    inputs = inputs_of(load_recipe(recipe, ["data.unusable=drop"]), topology.device, lines.append)
+    assert len(inputs.train) + len(inputs.held_out) == 12
+    assert any("12 of 14 samples" in line for line in lines)
+    assert f"training data: 2 dropped: no assistant turn (first {data}:6)" in lines
 
 
 def test_a_long_sample_stops_is_dropped_or_is_truncated(recipe, topology):
@@ -178,23 +178,23 @@ def test_a_long_sample_stops_is_dropped_or_is_truncated(recipe, topology):
     assert message.startswith(f"{data}:4: longer than 200 tokens (") and "data.max_length" in message
     assert "data.too_long=drop" in message and "data.too_long=truncate" in message
 
-    for policy, kept, account in (("drop", 11, "1 dropped: longer than 200 tokens"), ("truncate", 12, "1 truncated")):
-        said, changed = [], load_recipe(recipe, ["data.max_length=200", f"data.too_long={policy}"])
-        inputs = inputs_of(changed, topology.device, said.append)
+    for policy, count, account in (("drop", 11, "1 dropped: longer than 200 tokens"), ("truncate", 12, "1 truncated")):
+        lines, changed = [], load_recipe(recipe, ["data.max_length=200", f"data.too_long={policy}"])
+        inputs = inputs_of(changed, topology.device, lines.append)
         lengths = [*inputs.train.lengths, *inputs.held_out.lengths]
-        assert len(lengths) == kept and (max(lengths) == 200) == (policy == "truncate")
-        assert any(account in line for line in said)
+        assert len(lengths) == count and (max(lengths) == 200) == (policy == "truncate")
+        assert any(account in line for line in lines)
 
 
 def test_held_out_samples_that_are_trained_on_are_warned_of(recipe, topology):
-    rows, said = conversations(12), []
+    rows, lines = conversations(12), []
     write_rows(recipe, rows)
     path = write_rows(recipe, rows[:3], "held_out.jsonl")
-    inputs_of(load_recipe(recipe, [f"data.held_out=[{path}]"]), topology.device, said.append)
-    assert any("data.held_out: 3 of 3 samples are also trained on" in line for line in said)
-    said.clear()
-    inputs_of(load_recipe(recipe), topology.device, said.append)
-    assert not any("also trained on" in line for line in said)
+    inputs_of(load_recipe(recipe, [f"data.held_out=[{path}]"]), topology.device, lines.append)
+    assert any("data.held_out: 3 of 3 samples are also trained on" in line for line in lines)
+    lines.clear()
+    inputs_of(load_recipe(recipe), topology.device, lines.append)
+    assert not any("also trained on" in line for line in lines)
 
 
 def test_rows_of_which_none_can_be_read_are_of_another_form(recipe, topology):
@@ -213,7 +213,7 @@ def test_a_home_folder_is_found_behind_a_tilde(recipe, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "message"),
     [
         (lambda folder: (folder / "config.json").unlink(), "no config.json in this folder"),
         (lambda folder: (folder / "model.safetensors").unlink(), "no weights in this folder"),
@@ -228,12 +228,12 @@ def test_a_home_folder_is_found_behind_a_tilde(recipe, monkeypatch):
         (lambda folder: (folder / "model.safetensors").write_text("version https://git-lfs"), "a git-lfs pointer"),
     ],
 )
-def test_a_targets_folder_that_lacks_something_is_told_by_a_look_at_its_files(recipe, tmp_path, damage, said):
+def test_a_targets_folder_that_lacks_something_is_told_by_a_look_at_its_files(recipe, tmp_path, damage, message):
     folder = shutil.copytree(load_recipe(recipe).model.target, tmp_path / "copied")
     require_inputs(load_recipe(recipe, [f"model.target={folder}"]))
     require_weights(str(folder))
     damage(folder)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         require_inputs(load_recipe(recipe, [f"model.target={folder}"]))
         require_weights(str(folder))
 
@@ -255,9 +255,9 @@ def test_no_sample_left_is_said_with_the_reason(recipe, topology):
     silent = [{"messages": [{"role": "user", "content": f"Is anybody there, {number}?"}]} for number in range(3)]
     data = write_rows(recipe, silent, "silent.jsonl")
     drop = "data.unusable=drop"
-    said = f"{data}: no usable sample among 3 (3: no assistant turn); give other data"
-    assert complaint(recipe, topology, drop, f"data.train=[{data}]") == said
-    assert complaint(recipe, topology, drop, f"data.held_out=[{data}]") == said  # training data is there
+    expected = f"{data}: no usable sample among 3 (3: no assistant turn); give other data"
+    assert complaint(recipe, topology, drop, f"data.train=[{data}]") == expected
+    assert complaint(recipe, topology, drop, f"data.held_out=[{data}]") == expected  # training data is there
 
 
 @pytest.mark.parametrize("held_out", ["none", "without prompts"])
@@ -381,7 +381,7 @@ def test_a_warm_start_that_is_missing_or_damaged_is_named(recipe, topology, targ
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "parts"),
     [
         ("hidden_size=64", ["model.draft.hidden_size is 64", "32", "leave hidden_size out"]),
         ("num_key_value_heads=3", ["num_key_value_heads 3", "model.draft"]),
@@ -391,9 +391,9 @@ def test_a_warm_start_that_is_missing_or_damaged_is_named(recipe, topology, targ
         ("vocabulary=/nowhere/vocabulary.safetensors", ["/nowhere/vocabulary.safetensors: ", "d2t"]),
     ],
 )
-def test_a_draft_that_cannot_be_built_is_refused(recipe, topology, override, said):
+def test_a_draft_that_cannot_be_built_is_refused(recipe, topology, override, parts):
     message = complaint(recipe, topology, f"model.draft.{override}")
-    assert all(part in message for part in said), message
+    assert all(part in message for part in parts), message
 
 
 # DeepSpeed ------------------------------------------------------------------------------------------------------------
@@ -413,7 +413,7 @@ def test_a_global_batch_that_cannot_be_dealt_out_offers_two_that_can(recipe, top
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "parts"),
     [
         ({"train_batch_size": 32}, ["train_batch_size is 32", "recipe says 4", '"auto"']),
         ({"gradient_accumulation_steps": 3}, ["gradient_accumulation_steps is 3", "recipe says 1"]),
@@ -440,11 +440,11 @@ def test_a_global_batch_that_cannot_be_dealt_out_offers_two_that_can(recipe, top
     ],
     ids=lambda value: json.dumps(value) if isinstance(value, dict) else "",
 )
-def test_a_deepspeed_file_that_contradicts_the_recipe_is_refused(recipe, topology, changes, said):
+def test_a_deepspeed_file_that_contradicts_the_recipe_is_refused(recipe, topology, changes, parts):
     path = recipe.parent / "zero.json"
     path.write_text(json.dumps(json.loads(ZERO2.read_text(encoding="utf-8")) | changes), encoding="utf-8")
     message = complaint(recipe, topology, deepspeed=path)
-    assert message.startswith(f"{path}: ") and all(part in message for part in said), message
+    assert message.startswith(f"{path}: ") and all(part in message for part in parts), message
 
 
 @pytest.mark.parametrize("content", [b"{,}", b"\xff\xfe", b"", b"[]", b"3"])
@@ -503,7 +503,7 @@ def began_with(recipe):
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "expected"),
     [
         ("training.learning_rate=3e-3", "training.learning_rate was 0.002, now it is 0.003"),
         ("model.draft.fc_norm=true", "model.draft.fc_norm was False, now it is True"),
@@ -511,10 +511,10 @@ def began_with(recipe):
         ("data.seed=1", "data.seed was 0, now it is 1"),
     ],
 )
-def test_resuming_with_another_recipe_names_the_key(recipe, topology, override, said):
+def test_resuming_with_another_recipe_names_the_key(recipe, topology, override, expected):
     began_with(recipe)
     message = complaint(recipe, topology, override, resume=True)
-    assert message.startswith(f"{recipe.parent / 'run' / 'recipe.yaml'}: {said}") and "without --resume" in message
+    assert message.startswith(f"{recipe.parent / 'run' / 'recipe.yaml'}: {expected}") and "without --resume" in message
 
 
 def test_a_mistake_on_resuming_changes_nothing_of_the_run(recipe, topology):

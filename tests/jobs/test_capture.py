@@ -45,9 +45,9 @@ def checked(recipe: Path, store: Path, topology, *overrides: str):
     """What a check finds of a store that should hold all samples of the recipe."""
     loaded = load_recipe(recipe, list(overrides))
     job = job_of(loaded, topology)
-    wanted = wanted_samples((job.train, job.held_out))
-    assert len(wanted) == 40
-    return check_store(str(store), store_provenance(job), wanted, lambda done, shards: None)
+    samples = wanted_samples((job.train, job.held_out))
+    assert len(samples) == 40
+    return check_store(str(store), store_provenance(job), samples, lambda count, shards: None)
 
 
 def test_a_capture_split_killed_damaged_and_repaired_ends_complete_without_duplicates(tmp_path, recipe, topology):
@@ -62,8 +62,8 @@ def test_a_capture_split_killed_damaged_and_repaired_ends_complete_without_dupli
     victim.communicate()
     finish(other)
     before = {path: path.read_bytes() for path in store.glob("shard-*.json")}
-    said = finish(launch(*command(recipe, store, "--part", "0/2")))
-    assert "this share of 2 is complete" in said and "already stored" in said
+    output = finish(launch(*command(recipe, store, "--part", "0/2")))
+    assert "this share of 2 is complete" in output and "already stored" in output
     assert checked(recipe, store, topology).problems == []
     assert all(path.read_bytes() == text for path, text in before.items())
 
@@ -73,13 +73,15 @@ def test_a_capture_split_killed_damaged_and_repaired_ends_complete_without_dupli
     first.write_bytes(content)
     second.unlink()
     os.truncate(third, third.stat().st_size // 2)
-    said = finish(launch(*command(recipe, store, "--verify")), code=1)
+    output = finish(launch(*command(recipe, store, "--verify")), code=1)
     assert (
-        "damaged: sample " in said and f"damaged: {second.stem}.json" in said and f"damaged: {third.stem}.json" in said
+        "damaged: sample " in output
+        and f"damaged: {second.stem}.json" in output
+        and f"damaged: {third.stem}.json" in output
     )
-    assert "missing: sample " in said and "damaged, " in said and "Traceback" not in said
-    said = finish(launch(*command(recipe, store, "--repair")))
-    assert "complete" in said and " 0 already stored" not in said
+    assert "missing: sample " in output and "damaged, " in output and "Traceback" not in output
+    output = finish(launch(*command(recipe, store, "--repair")))
+    assert "complete" in output and " 0 already stored" not in output
     assert checked(recipe, store, topology).problems == []
 
 
@@ -88,12 +90,12 @@ def test_a_verify_says_what_is_not_bound_and_binds_it_where_asked_and_nothing_is
 ):
     loaded = load_recipe(recipe, [f"hidden_states.path={tmp_path}"])
     job = job_of(loaded, topology)
-    wanted = wanted_samples((job.train, job.held_out))
+    samples = wanted_samples((job.train, job.held_out))
     encoding = Encoding(loaded.hidden_states.codec, loaded.hidden_states.dtype, HIDDEN)
     with StoreWriter(tmp_path, provenance(job), encoding, shard_tokens=500) as writer:
-        for name, one in wanted.items():
+        for name, one in samples.items():
             writer.add(name, one.load().ids, one.load().loss_mask, sample(1, tokens=one.tokens)[3])
-    verified = partial(verify, job, wanted, Console(True))
+    verified = partial(verify, job, samples, Console(True))
     assert verified(repair=False, bind=False) and "not say" not in capsys.readouterr().out
     shards = sorted(tmp_path.glob("*.safetensors"))
     unbind_all(tmp_path)
@@ -121,12 +123,12 @@ def test_a_verify_says_what_is_not_bound_and_binds_it_where_asked_and_nothing_is
 
 def test_what_is_stored_is_the_same_bit_for_bit_whoever_captures_it_and_whatever_was_killed(tmp_path, recipe):
     """Batches of 400 tokens, several samples each: last bits show in which batch a sample was prefilled."""
-    said = finish(launch(sys.executable, "tests/support/capture_worker.py", "same", str(recipe), str(tmp_path)))
-    found = json.loads(said.splitlines()[-1])
-    assert 0 < found["stored when killed"] < 40
-    undisturbed = found["stores"].pop("undisturbed")
-    assert len(undisturbed) == 40 and set(found["stores"]) == {"three ranks", "two parts", "killed"}
-    for name, content in found["stores"].items():
+    output = finish(launch(sys.executable, "tests/support/capture_worker.py", "same", str(recipe), str(tmp_path)))
+    result = json.loads(output.splitlines()[-1])
+    assert 0 < result["stored when killed"] < 40
+    undisturbed = result["stores"].pop("undisturbed")
+    assert len(undisturbed) == 40 and set(result["stores"]) == {"three ranks", "two parts", "killed"}
+    for name, content in result["stores"].items():
         differ = [sample_id for sample_id in undisturbed if content.get(sample_id) != undisturbed[sample_id]]
         assert not differ and len(content) == 40, (name, len(differ))
 
@@ -134,10 +136,10 @@ def test_what_is_stored_is_the_same_bit_for_bit_whoever_captures_it_and_whatever
 def test_a_rank_that_is_killed_is_named_and_ends_the_others_and_one_that_is_slow_does_not(tmp_path, recipe):
     """As under srun, where nobody else would end them; a capture's ranks wait for one another for days. The slow one is
     late for longer than hang_minutes."""
-    said = finish(launch(sys.executable, "tests/support/capture_worker.py", "killed", str(recipe), str(tmp_path)))
-    codes = dict(re.findall(r"^(.+): ended with (\[.*\])$", said, re.MULTILINE))
-    assert codes.pop("unequal") == "[0, 0]", said
-    assert sorted(codes.values()) == ["[-9, 1]", "[-9, 1]", "[1, -9]", "[1, -9]"], said
+    output = finish(launch(sys.executable, "tests/support/capture_worker.py", "killed", str(recipe), str(tmp_path)))
+    codes = dict(re.findall(r"^(.+): ended with (\[.*\])$", output, re.MULTILINE))
+    assert codes.pop("unequal") == "[0, 0]", output
+    assert sorted(codes.values()) == ["[-9, 1]", "[-9, 1]", "[1, -9]", "[1, -9]"], output
     for rank, place, advice in (
         (1, "loading the target", "run capture.py again, which continues"),
         (1, r"capturing sample \d+ of \d+", "run capture.py again, which continues"),
@@ -147,7 +149,7 @@ def test_a_rank_that_is_killed_is_named_and_ends_the_others_and_one_that_is_slow
         named = (
             rf"^error: rank {rank} \(process \d+ on .+\) has ended, at {place}; see what it printed last, and {advice}$"
         )
-        assert len(re.findall(named, said, re.MULTILINE)) == 1, (rank, place, said)
+        assert len(re.findall(named, output, re.MULTILINE)) == 1, (rank, place, output)
 
 
 @pytest.mark.parametrize("prefill_tokens", [24, 60, 1000])
@@ -158,13 +160,13 @@ def test_batches_hold_each_short_sample_once_and_more_data_change_the_last_ones_
         for length in generator.integers(8, 60, 400)
     ]
     train, more, held_out = (SampleSet.pack(part) for part in (encoded[:200], encoded[:300], encoded[300:]))
-    wanted, grown = wanted_samples((train, held_out)), wanted_samples((more, held_out))
-    batches, after = (prefill_batches(samples, prefill_tokens) for samples in (wanted, grown))
-    assert sorted(chain(*batches)) == sorted(name for name, one in wanted.items() if one.tokens <= prefill_tokens)
+    first, grown = wanted_samples((train, held_out)), wanted_samples((more, held_out))
+    batches, after = (prefill_batches(samples, prefill_tokens) for samples in (first, grown))
+    assert sorted(chain(*batches)) == sorted(name for name, one in first.items() if one.tokens <= prefill_tokens)
     for batch in batches:
-        assert len(batch) * max(wanted[sample_id].tokens for sample_id in batch) <= prefill_tokens
+        assert len(batch) * max(first[sample_id].tokens for sample_id in batch) <= prefill_tokens
     gone = [batch for batch in batches if batch not in after]
-    tokens = sum(wanted[sample_id].tokens for sample_id in chain(*gone))
+    tokens = sum(first[sample_id].tokens for sample_id in chain(*gone))
     assert tokens <= ROUND_BATCHES * prefill_tokens and not set(chain(*gone)) & set(held_out.sample_ids)
 
 
@@ -174,8 +176,8 @@ def test_ranks_that_prefill_long_samples_together_capture_what_one_process_does(
     finish(launch(*command(recipe, one, "hidden_states.prefill_tokens=1000")))
     keys = ("hidden_states.ring=2", "hidden_states.prefill_tokens=40", "hidden_states.codec=lossless")
     job = (*deepspeed(2), *command(recipe, two, *keys)[1:])
-    said = finish(launch(*job))
-    assert "this share of 2 is complete" in said
+    output = finish(launch(*job))
+    assert "this share of 2 is complete" in output
     assert checked(recipe, two, topology, "hidden_states.codec=lossless").problems == []
     loaded = load_recipe(recipe)
     needed = store_provenance(job_of(loaded, topology))
@@ -192,8 +194,8 @@ def test_ranks_that_prefill_long_samples_together_capture_what_one_process_does(
         alone, together = (store.read([request])[0] for store in stores)
         assert torch.equal(alone.teacher.argmax, together.teacher.argmax)
         for name in ("aux", "values", "logsumexp"):
-            expected, found = alone.named()[name], together.named()[name]
-            assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+            expected, actual = alone.named()[name], together.named()[name]
+            assert (actual - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 @pytest.mark.parametrize("codec", ["none", "fp8"])

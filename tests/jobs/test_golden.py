@@ -99,8 +99,8 @@ def test_a_gradient_that_is_absent_misshapen_or_not_finite_is_found(outcomes):
 
 
 def test_two_processes_under_deepspeed_pass_and_write_every_tensor(tmp_path):
-    said = finish(launch(*deepspeed(2), "launchers/verify.py", "tests/golden/ragged", "--out", str(tmp_path / "out")))
-    assert "tests/golden/ragged: passed" in said
+    output = finish(launch(*deepspeed(2), "launchers/verify.py", "tests/golden/ragged", "--out", str(tmp_path / "out")))
+    assert "tests/golden/ragged: passed" in output
     with safe_open(GOLDEN / "ragged" / "expected.safetensors", "pt") as expected:
         written = load_file(tmp_path / "out" / "actual.safetensors")
         assert written.keys() == set(expected.keys())
@@ -112,16 +112,16 @@ def test_a_damaged_expectation_makes_verify_fail_and_name_it(tmp_path):
     expected = read_tensors(GOLDEN / "ragged" / "expected.safetensors")
     expected[GRADIENT] = expected[GRADIENT] * (1 + 3e-5)
     case = link_case(tmp_path / "case", expected)
-    said = finish(launch(sys.executable, "launchers/verify.py", str(case)), code=1)
-    assert f"{case}: failed" in said
-    assert [line.split()[0] for line in said.splitlines() if "BEYOND" in line] == [GRADIENT]
+    output = finish(launch(sys.executable, "launchers/verify.py", str(case)), code=1)
+    assert f"{case}: failed" in output
+    assert [line.split()[0] for line in output.splitlines() if "BEYOND" in line] == [GRADIENT]
     assert (case / "actual.safetensors").is_file()
 
 
 @pytest.mark.parametrize("option", ["--tp", "--ulysses", "--ring"])
 def test_sizes_that_the_job_cannot_have_are_refused_in_one_line(launcher, topology, option):
-    code, _, said = launcher("verify.py", GOLDEN / "ragged", option, 2)
-    assert code == 2 and said.count("\n") == 1 and said.startswith("error: parallelism: ") and "start 2" in said
+    code, _, stderr = launcher("verify.py", GOLDEN / "ragged", option, 2)
+    assert code == 2 and stderr.count("\n") == 1 and stderr.startswith("error: parallelism: ") and "start 2" in stderr
 
 
 @pytest.mark.parametrize("name", ["config.json", "draft.safetensors", "inputs.safetensors"])

@@ -80,9 +80,9 @@ def test_a_preview_counts_what_was_dropped(launcher, recipe, tmp_path):
 def test_a_second_capture_captures_nothing(recipe, topology):
     command = (sys.executable, "launchers/capture.py", "--recipe", str(recipe))
     store = recipe.parent / "store"
-    said = finish(launch(*command))
-    assert "40 samples, 0 already stored" in said
-    assert "\033" not in said and "\r" not in said  # in a log neither colours nor bars
+    output = finish(launch(*command))
+    assert "40 samples, 0 already stored" in output
+    assert "\033" not in output and "\r" not in output  # in a log neither colours nor bars
     written = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in store.iterdir()}
     assert len([name for name in written if name.endswith(".safetensors")]) > 1
     assert "40 samples, 40 already stored" in finish(launch(*command))
@@ -98,18 +98,18 @@ def test_an_export_is_judged_by_itself_as_after_training(recipe, topology):
     run = recipe.parent / "run"
     assert load_file(run / "export" / "model.safetensors")["d2t"].shape == (200,)
     after_training = json.loads((run / "evaluation.json").read_text(encoding="utf-8"))
-    said = finish(launch(sys.executable, "launchers/evaluate.py", "--recipe", str(recipe)))
+    output = finish(launch(sys.executable, "launchers/evaluate.py", "--recipe", str(recipe)))
     judged = json.loads((run / "evaluation.json").read_text(encoding="utf-8"))
     assert json.loads((run / "evaluation.1.json").read_text(encoding="utf-8")) == after_training
-    assert "evaluation.json held an earlier result: moved to " in said
+    assert "evaluation.json held an earlier result: moved to " in output
     assert judged["conversations"] == 2 and judged["lossless"]
-    assert f"acceptance length {judged['acceptance_length']:.2f}" in said
+    assert f"acceptance length {judged['acceptance_length']:.2f}" in output
     exact = ("conversations", "identical", "ties", "acceptance_length", "position_acceptance", "lossless")
     assert {name: judged[name] for name in exact} == {name: after_training[name] for name in exact}
 
 
 @pytest.mark.parametrize(
-    ("name", "overrides", "said"),
+    ("name", "overrides", "message"),
     [
         ("train.py", ["training.learning_rat=1"], "did you mean training.learning_rate?"),
         ("train.py", ["training.ttt_steps=none"], "training.ttt_steps"),
@@ -131,9 +131,9 @@ def test_an_export_is_judged_by_itself_as_after_training(recipe, topology):
         ("prepare.py", ["data.trian=[x]"], "did you mean data.train?"),
     ],
 )
-def test_every_launcher_says_a_mistake_in_one_line(launcher, recipe, name, overrides, said):
+def test_every_launcher_says_a_mistake_in_one_line(launcher, recipe, name, overrides, message):
     code, _, error = launcher(name, "--recipe", recipe, *overrides)
-    assert code == 2 and error.count("\n") == 1 and error.startswith("error: ") and said in error
+    assert code == 2 and error.count("\n") == 1 and error.startswith("error: ") and message in error
 
 
 def test_of_a_jobs_processes_only_the_first_says_what_all_find(launcher, recipe, monkeypatch):
@@ -190,8 +190,8 @@ def test_a_line_that_another_thread_loses_is_no_traceback():
 
 def test_another_pipe_that_breaks_is_no_reader_that_left():
     main = "def main():\n  there, here = os.pipe()\n  os.close(there)\n  os.write(here, b'x')"
-    said = subprocess.run([sys.executable, "-c", f"{RUN}{main}\nrun_command(main)"], capture_output=True, text=True)
-    assert said.returncode == 1 and said.stderr.splitlines()[-1].startswith("BrokenPipeError")
+    ended = subprocess.run([sys.executable, "-c", f"{RUN}{main}\nrun_command(main)"], capture_output=True, text=True)
+    assert ended.returncode == 1 and ended.stderr.splitlines()[-1].startswith("BrokenPipeError")
 
 
 def test_a_run_whose_reader_left_says_that_it_can_be_continued(recipe, tmp_path):

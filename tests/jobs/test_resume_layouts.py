@@ -45,9 +45,9 @@ def require_the_course_of_one_process(recipe, name):
         for key in COMPUTED:
             left, right = (torch.tensor(record[key]).double() for record in (one, two))
             assert torch.allclose(left, right, rtol=1e-5, atol=1e-7), (name, one["step"], key, left, right)
-    expected, found = (load_file(folder / "export" / "model.safetensors") for folder in (alone, other))
-    assert expected.keys() == found.keys()
-    assert all(torch.allclose(found[key], expected[key], rtol=1e-4, atol=1e-5) for key in expected)
+    expected, actual = (load_file(folder / "export" / "model.safetensors") for folder in (alone, other))
+    assert expected.keys() == actual.keys()
+    assert all(torch.allclose(actual[key], expected[key], rtol=1e-4, atol=1e-5) for key in expected)
 
 
 def test_a_run_that_changes_its_layout_five_times_follows_one_process(case):
@@ -55,9 +55,9 @@ def test_a_run_that_changes_its_layout_five_times_follows_one_process(case):
     for number, layout in enumerate(CHAIN[1:], start=1):
         runs.append(f"cut:{case.parent}/chain,{2 * number}")
         runs.append(LAYOUTS[layout].replace(":", "+resume:", 1) + f",output.dir={case.parent}/chain")
-    said = work(case, *runs)
+    output = work(case, *runs)
     for number in range(1, len(CHAIN)):
-        assert f"resumed after step {2 * number}" in said
+        assert f"resumed after step {2 * number}" in output
     require_the_course_of_one_process(case, "chain")
     assert not list((case.parent / "chain" / "checkpoints").glob("universal*"))
 

@@ -71,8 +71,8 @@ class Case:
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory):
-    made = Case(tmp_path_factory.mktemp("live"))
-    line = made.run("capture", "--print-server").splitlines()[-1]
+    live = Case(tmp_path_factory.mktemp("live"))
+    line = live.run("capture", "--print-server").splitlines()[-1]
     words = shlex.split(line)
     settings = dict(word.split("=", 1) for word in words[: words.index("python")])
     command = [sys.executable, *words[words.index("python") + 1 :]]
@@ -95,7 +95,7 @@ def case(tmp_path_factory):
                 break
             except OSError:
                 time.sleep(0.5)
-        yield made
+        yield live
     finally:
         os.killpg(server.pid, signal.SIGKILL)
         server.wait()
@@ -104,15 +104,15 @@ def case(tmp_path_factory):
 @pytest.fixture(scope="module")
 def stored(case):
     """Metrics of a run from a store that was captured from the server, in fp32."""
-    said = case.run("capture", f"hidden_states.path={case.folder}/store")
-    assert "complete" in said and left_in(case.spool) == []
+    output = case.run("capture", f"hidden_states.path={case.folder}/store")
+    assert "complete" in output and left_in(case.spool) == []
     case.run("train", *DEEPSPEED, "hidden_states.mode=stored", f"hidden_states.path={case.folder}/store")
     return metrics(case.folder / "run")
 
 
-def require_same_course(found: list[dict], wanted: list[dict]) -> None:
-    assert [each["step"] for each in found] == [each["step"] for each in wanted]
-    for mine, other in zip(found, wanted, strict=True):
+def require_same_course(actual: list[dict], expected: list[dict]) -> None:
+    assert [each["step"] for each in actual] == [each["step"] for each in expected]
+    for mine, other in zip(actual, expected, strict=True):
         for name in ("loss", "gradient_norm"):
             assert mine[name] == pytest.approx(other[name], rel=1e-5), (name, mine["step"])
 
@@ -123,13 +123,15 @@ def test_a_store_captured_from_a_server_has_the_rows_that_transformers_gives(cas
     for sample_id in list(store.locations)[:10]:
         ids, mask = store.tokens(sample_id)
         taught = torch.arange(1, len(ids))[mask[:-1]]
-        found = store.read([RowRequest(sample_id, torch.arange(len(ids)), taught)])[0]
-        (wanted,) = target.prefill([ids])
-        assert torch.allclose(found.aux, wanted.aux, atol=3e-6 * float(wanted.aux.abs().max()))
+        actual = store.read([RowRequest(sample_id, torch.arange(len(ids)), taught)])[0]
+        (expected,) = target.prefill([ids])
+        assert torch.allclose(actual.aux, expected.aux, atol=3e-6 * float(expected.aux.abs().max()))
         assert torch.allclose(
-            found.teacher.values, wanted.teacher.values[taught], atol=3e-6 * float(wanted.teacher.values.abs().max())
+            actual.teacher.values,
+            expected.teacher.values[taught],
+            atol=3e-6 * float(expected.teacher.values.abs().max()),
         )
-        assert torch.equal(found.teacher.argmax, wanted.teacher.argmax[taught])
+        assert torch.equal(actual.teacher.argmax, expected.teacher.argmax[taught])
 
 
 def provenance_of(store: Path) -> dict:
@@ -157,22 +159,22 @@ def test_a_trainer_killed_in_the_middle_goes_on_to_the_same_end_and_its_rows_are
     process.wait()
     process.stdout.close()
     assert any(name.endswith("owner.lock") for name in left_in(case.spool)), "a kill leaves its folder"
-    said = case.run("train", *words, "--resume")
-    assert "removed what 1 ended job had left" in said and "resumed after step 4" in said
+    output = case.run("train", *words, "--resume")
+    assert "removed what 1 ended job had left" in output and "resumed after step 4" in output
     require_same_course(metrics(case.folder / "killed"), stored)
     assert left_in(case.spool) == []
 
 
 def test_without_a_server_training_and_capture_end_with_the_line_that_starts_one(case, stored):
     for launcher, words in (("train", DEEPSPEED), ("capture", (f"hidden_states.path={case.folder}/other",))):
-        said = case.run(
+        output = case.run(
             launcher, *words, f"output.dir={case.folder}/none", "target.servers=['http://127.0.0.1:9']", code=2
         )
-        (line,) = [line for line in said.splitlines() if line.startswith("error:")]
+        (line,) = [line for line in output.splitlines() if line.startswith("error:")]
         assert "target.servers: http://127.0.0.1:9 does not answer" in line and "capture.py --print-server" in line
-        assert "Traceback" not in said
-    said = case.run("train", *DEEPSPEED, f"output.dir={case.folder}/none", "target.servers=[]", code=2)
-    assert "live training with SGLang needs running servers" in said and "Traceback" not in said
+        assert "Traceback" not in output
+    output = case.run("train", *DEEPSPEED, f"output.dir={case.folder}/none", "target.servers=[]", code=2)
+    assert "live training with SGLang needs running servers" in output and "Traceback" not in output
 
 
 class KeepingReader(SpoolReader):
@@ -206,16 +208,16 @@ def test_rows_of_a_plan_are_bit_for_bit_those_of_a_store_of_the_spooled_samples(
             lambda ticket, ids: producer.ask(ticket, ids, spool_bytes(settings.encoding, len(ids))),
         )
         plans = [plan_sequence(stream, 3, SequenceSharding(2, 1, "zigzag", "supervised"), rank) for rank in range(2)]
-        asked = [[by_document(stream, plan.rows), by_document(stream, plan.teacher)] for plan in plans]
-        live = [source.rows(samples, *wanted) for wanted in asked]
+        requested = [[by_document(stream, plan.rows), by_document(stream, plan.teacher)] for plan in plans]
+        live = [source.rows(samples, *rows) for rows in requested]
         producer.close()
     create_text(keep / MANIFEST, Manifest({}, {}).dump())
     for shard in sorted(keep.glob("shard-00000001-*")):  # asked twice, once for each rank; both are the same samples
         shard.unlink()
     store = HiddenStateStore.open(str(keep), {})
-    for (aux, teacher), found in zip(asked, live, strict=True):
+    for (aux, teacher), rows_of_rank in zip(requested, live, strict=True):
         requests = [RowRequest(one.id, a, b) for one, a, b in zip(samples, aux, teacher, strict=True)]
-        for mine, other in zip(found, store.read(requests), strict=True):
+        for mine, other in zip(rows_of_rank, store.read(requests), strict=True):
             assert type(mine.teacher) is type(other.teacher)
             assert all(torch.equal(tensor, other.named()[name]) for name, tensor in mine.named().items())
 
@@ -227,8 +229,8 @@ def by_document(stream: Stream, rows: torch.Tensor) -> list[torch.Tensor]:
 def test_killed_servers_lose_nothing_while_one_is_left_and_then_the_job_ends_with_the_remedy(case):
     settings = case.settings()
     generator = torch.Generator().manual_seed(4)
-    asked = [torch.randint(3, VOCABULARY, (60 + number,), generator=generator) for number in range(120)]
-    wanted = load_target(case.folder / "target", aux_layers=LAYERS).prefill(asked)
+    documents = [torch.randint(3, VOCABULARY, (60 + number,), generator=generator) for number in range(120)]
+    expected = load_target(case.folder / "target", aux_layers=LAYERS).prefill(documents)
     first = f"http://127.0.0.1:{PORT}"
     # without the hook it answers and leaves no rows, as one does that dies between the two
     with (
@@ -237,12 +239,12 @@ def test_killed_servers_lose_nothing_while_one_is_left_and_then_the_job_ends_wit
         target_behind([first, second.url], settings, LAYERS, vocab_size=VOCABULARY) as target,
     ):
         arrived: dict[int, Rows] = {}
-        for place, parts in target.arriving(asked):
+        for place, parts in target.arriving(documents):
             (arrived[place],) = parts
             if len(arrived) == 5:
                 os.killpg(second.process.pid, signal.SIGKILL)
         assert sorted(arrived) == list(range(120))
-        for place, other in enumerate(wanted):
+        for place, other in enumerate(expected):
             assert torch.allclose(arrived[place].aux, other.aux, atol=3e-6 * float(other.aux.abs().max()))
         left = time.monotonic() + 20  # it is asked some more times before it is left out
         while target.producer.servers.live != {first} and time.monotonic() < left:
@@ -255,7 +257,7 @@ def test_killed_servers_lose_nothing_while_one_is_left_and_then_the_job_ends_wit
             UserError, match="no server is left.*capture.py goes on where it stopped, train.py does with --resume"
         ),
     ):
-        for count, (_, parts) in enumerate(target.arriving(asked)):
+        for count, (_, parts) in enumerate(target.arriving(documents)):
             list(parts)
             if count == 5:
                 os.killpg(only.process.pid, signal.SIGKILL)

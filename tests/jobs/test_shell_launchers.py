@@ -51,8 +51,8 @@ def finish_refused(process) -> str:
 
 def test_values_of_other_sbatch_options_are_not_taken_for_gpus(start):
     before = ("-N", "2", "--time", "24:00:00", "-J", "3", "--")
-    said = finish(start("slurm_multi.sh", "--dry-run", "training.global_batch_size=16", before=before))
-    assert "2 nodes of 8 processes" in said
+    output = finish(start("slurm_multi.sh", "--dry-run", "training.global_batch_size=16", before=before))
+    assert "2 nodes of 8 processes" in output
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
@@ -62,20 +62,20 @@ def test_bash_can_read_every_script(script):
 
 def test_single_node_shows_what_it_would_start_and_starts_nothing(start, recipe, tmp_path):
     settings = {"PYTORCH_ALLOC_CONF": "backend:native", "CUDA_VISIBLE_DEVICES": "4,6,7", "PROCESSES": "2"}
-    said = finish(start("single_node.sh", "--dry-run", "--resume", "auto", "parallelism.ring=2", **settings))
-    assert "tensor 1 x ulysses 1 inside a node, ring 2 inside a node, data 1" in said
-    command = re.search(r"^deepspeed --hostfile /dev/null --master_port (\d+) (.*)$", said, re.MULTILINE)
+    text = finish(start("single_node.sh", "--dry-run", "--resume", "auto", "parallelism.ring=2", **settings))
+    assert "tensor 1 x ulysses 1 inside a node, ring 2 inside a node, data 1" in text
+    command = re.search(r"^deepspeed --hostfile /dev/null --master_port (\d+) (.*)$", text, re.MULTILINE)
     assert 20000 <= int(command[1]) < 30000
     output = f"output.dir={tmp_path / 'run'}"
     assert command[2] == f"{LAUNCHERS / 'train.py'} {recipe} {output} --resume auto parallelism.ring=2"
     # with --num_gpus DeepSpeed would take GPUs 0 and 1
-    assert "export CUDA_VISIBLE_DEVICES=4\\,6\n" in said
-    assert "export PYTORCH_ALLOC_CONF=backend:native\n" in said and "export OMP_NUM_THREADS=1\n" in said
-    assert f"export PYTHONPATH={ROOT}" in said and not (tmp_path / "run").exists()
+    assert "export CUDA_VISIBLE_DEVICES=4\\,6\n" in text
+    assert "export PYTORCH_ALLOC_CONF=backend:native\n" in text and "export OMP_NUM_THREADS=1\n" in text
+    assert f"export PYTHONPATH={ROOT}" in text and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
-    ("script", "arguments", "settings", "told"),
+    ("script", "arguments", "settings", "message"),
     [
         ("single_node.sh", ("training.max_stepz=3",), {}, "did you mean training.max_steps"),
         ("single_node.sh", (), {"PROCESSES": "two"}, "PROCESSES=two"),
@@ -87,13 +87,13 @@ def test_single_node_shows_what_it_would_start_and_starts_nothing(start, recipe,
         ("slurm_capture.sh", ("training.max_stepz=3",), {}, "did you mean training.max_steps"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(start, tmp_path, script, arguments, settings, told):
-    assert told in finish_refused(start(script, *arguments, **settings))
+def test_a_mistake_is_one_line_and_exit_code_2(start, tmp_path, script, arguments, settings, message):
+    assert message in finish_refused(start(script, *arguments, **settings))
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
-    ("before", "settings", "told"),
+    ("before", "settings", "message"),
     [
         (("--nodes=2-4", "--"), {}, "--nodes=2-4"),
         (("--nodes=0", "--"), {}, "a job has 1 node or more"),
@@ -106,20 +106,20 @@ def test_a_mistake_is_one_line_and_exit_code_2(start, tmp_path, script, argument
         ((), {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}, "no GPU in this job"),
     ],
 )
-def test_sbatch_options_that_make_no_layout_are_refused(start, before, settings, told):
-    assert told in finish_refused(start("slurm_multi.sh", before=before, **settings))
+def test_sbatch_options_that_make_no_layout_are_refused(start, before, settings, message):
+    assert message in finish_refused(start("slurm_multi.sh", before=before, **settings))
 
 
 @pytest.mark.parametrize("array", ["1,3", "1-8,12", "x"])
 def test_an_array_with_gaps_is_refused_before_it_is_submitted(start, array):
-    said = finish_refused(start("slurm_capture.sh", "--dry-run", before=(f"--array={array}", "--")))
-    assert f"--array={array}: parts need tasks without gaps; write it as 1-N" in said
+    message = finish_refused(start("slurm_capture.sh", "--dry-run", before=(f"--array={array}", "--")))
+    assert f"--array={array}: parts need tasks without gaps; write it as 1-N" in message
 
 
 def test_a_capture_whose_inputs_are_not_there_is_refused_before_it_is_submitted(start, tmp_path):
     states = f"hidden_states.path={tmp_path / 'states'}"
-    said = finish_refused(start("slurm_capture.sh", "--dry-run", states, "data.train=[absent.jsonl]"))
-    assert "absent.jsonl: no such file or folder" in said
+    message = finish_refused(start("slurm_capture.sh", "--dry-run", states, "data.train=[absent.jsonl]"))
+    assert "absent.jsonl: no such file or folder" in message
 
 
 def test_a_launcher_started_by_another_shell_says_so(recipe):
@@ -134,66 +134,68 @@ def test_a_copy_that_does_not_know_its_repository_says_so(script, recipe, tmp_pa
 
 def test_a_job_of_several_nodes_is_shown_to_its_last_line(start, recipe, tmp_path):
     before = ("-N4", "--gpus-per-node=h100:2", "--partition=lab", "--")
-    said = finish(start("slurm_multi.sh", "--dry-run", "parallelism.ring=8", before=before))
+    text = finish(start("slurm_multi.sh", "--dry-run", "parallelism.ring=8", before=before))
     output = f"output.dir={tmp_path / 'run'}"
-    assert "4 nodes of 2 processes" in said and "ring 8 crosses nodes" in said
+    assert "4 nodes of 2 processes" in text and "ring 8 crosses nodes" in text
     script = LAUNCHERS / "slurm_multi.sh"
-    assert f"sbatch {' '.join(before[:-1])} {script} {recipe} {output} parallelism.ring=8\n" in said
+    assert f"sbatch {' '.join(before[:-1])} {script} {recipe} {output} parallelism.ring=8\n" in text
     train = f"{LAUNCHERS / 'train.py'} {recipe} {output} parallelism.ring=8 --resume auto --stop-code 75\n"
-    step = next(line for line in said.splitlines(keepends=True) if line.startswith("srun "))
+    step = next(line for line in text.splitlines(keepends=True) if line.startswith("srun "))
     assert step.startswith("srun --nodes=4 --ntasks=4 --ntasks-per-node=1 ") and step.endswith(train)
-    assert "--output=slurm-JOB-node%n.log" in step and "container" not in said
-    node = next(line for line in said.splitlines(keepends=True) if line.startswith("deepspeed "))
+    assert "--output=slurm-JOB-node%n.log" in step and "container" not in text
+    node = next(line for line in text.splitlines(keepends=True) if line.startswith("deepspeed "))
     assert "--node_rank 0 --master_addr HEAD_NODE --master_port FREE_PORT" in node and node.endswith(train)
 
 
 @pytest.mark.parametrize(
-    ("script", "ranks", "said"),
+    ("script", "ranks", "layout"),
     [
         ("single_node.sh", {"PROCESSES": "2"}, "data 2; 8 samples a step"),
         ("single_node.sh", {"PROCESSES": "3"}, "training.global_batch_size raised from 8 to 9, for 3 streams per step"),
         ("slurm_multi.sh", {}, "training.global_batch_size raised from 8 to 16, for 16 streams per step"),
     ],
 )
-def test_without_arguments_the_quickstart_is_trained_on_any_number_of_ranks(monkeypatch, script, ranks, said):
+def test_without_arguments_the_quickstart_is_trained_on_any_number_of_ranks(monkeypatch, script, ranks, layout):
     for name in (*VARIABLES, *(name for name in os.environ if name.startswith("SLURM"))):
         monkeypatch.delenv(name, raising=False)
     for name, value in ranks.items():
         monkeypatch.setenv(name, value)
     shown = finish(launch("bash", str(LAUNCHERS / script), "--dry-run"))
-    assert said in shown and "begins runs/quickstart" in shown
+    assert layout in shown and "begins runs/quickstart" in shown
     assert re.search(r"^deepspeed .*launchers/train.py( --resume auto --stop-code 75)?$", shown, re.MULTILINE)
 
 
 @pytest.mark.parametrize("script", ["single_node.sh", "slurm_multi.sh", "slurm_capture.sh"])
 def test_help_is_the_head_of_the_script(script):
     for word in ("--help", "-h"):
-        said = finish(launch("bash", str(LAUNCHERS / script), word))
-        assert f"bash launchers/{script} [" in said and "#" not in said.splitlines()[0] and "SBATCH --" not in said
+        output = finish(launch("bash", str(LAUNCHERS / script), word))
+        assert (
+            f"bash launchers/{script} [" in output and "#" not in output.splitlines()[0] and "SBATCH --" not in output
+        )
 
 
 def test_a_container_is_an_option_of_srun_and_a_resume_of_the_callers_wins(start):
     """With the default layout, two nodes of eight GPUs."""
     settings = {"CONTAINER_IMAGE": "lab/eagle3:1", "CONTAINER_MOUNTS": "/data:/data"}
-    said = finish(start("slurm_multi.sh", "--dry-run", "--resume", **settings)).replace("\\", "")
-    assert "checked in the job" in said and "--container-image=lab/eagle3:1" in said
-    assert f"--container-mounts={ROOT}:{ROOT},{ROOT}:{ROOT},/data:/data" in said
-    assert "slurm_node.sh 2 8 HEAD_NODE FREE_PORT" in said
-    assert "--resume --stop-code 75\n" in said and "auto" not in said
+    output = finish(start("slurm_multi.sh", "--dry-run", "--resume", **settings)).replace("\\", "")
+    assert "checked in the job" in output and "--container-image=lab/eagle3:1" in output
+    assert f"--container-mounts={ROOT}:{ROOT},{ROOT}:{ROOT},/data:/data" in output
+    assert "slurm_node.sh 2 8 HEAD_NODE FREE_PORT" in output
+    assert "--resume --stop-code 75\n" in output and "auto" not in output
 
 
 def test_the_doctor_takes_the_place_of_train(start, recipe, tmp_path):
-    said = finish(start("slurm_multi.sh", "--dry-run", "--doctor", CONTAINER_IMAGE="lab/eagle3:1"))
+    text = finish(start("slurm_multi.sh", "--dry-run", "--doctor", CONTAINER_IMAGE="lab/eagle3:1"))
     output = f"output.dir={tmp_path / 'run'}"
-    assert f"slurm_multi.sh {recipe} {output} --doctor\n" in said
-    assert said.endswith(f"{LAUNCHERS / 'doctor.py'} {recipe} {output}\n") and "train.py" not in said
+    assert f"slurm_multi.sh {recipe} {output} --doctor\n" in text
+    assert text.endswith(f"{LAUNCHERS / 'doctor.py'} {recipe} {output}\n") and "train.py" not in text
 
 
 def test_a_capture_array_is_shown_to_its_last_line(start, recipe, tmp_path):
     path = f"hidden_states.path={tmp_path / 'store'}"
-    said = finish(start("slurm_capture.sh", "--dry-run", path, before=("--array=1-8", "--gpus-per-node=4", "--")))
-    assert f"sbatch --array=1-8 --gpus-per-node=4 {LAUNCHERS / 'slurm_capture.sh'} {recipe}" in said
-    assert f"capture.py --part I/N {recipe}" in said and not (tmp_path / "store").exists()
+    output = finish(start("slurm_capture.sh", "--dry-run", path, before=("--array=1-8", "--gpus-per-node=4", "--")))
+    assert f"sbatch --array=1-8 --gpus-per-node=4 {LAUNCHERS / 'slurm_capture.sh'} {recipe}" in output
+    assert f"capture.py --part I/N {recipe}" in output and not (tmp_path / "store").exists()
 
 
 def test_two_processes_stop_by_a_signal_with_a_checkpoint_and_continue_from_it(start, tmp_path):
@@ -208,12 +210,12 @@ def test_two_processes_stop_by_a_signal_with_a_checkpoint_and_continue_from_it(s
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
         process.send_signal(number)  # to the script alone
-        said = finish(process, code)
+        output = finish(process, code)
         steps = len(metrics(run))
-        assert f"after step {steps} of 100000" in said
+        assert f"after step {steps} of 100000" in output
         name = "Ctrl-C" if number == signal.SIGINT else "SIGUSR1"
-        assert f"\n{name}: SIGUSR1 asks the ranks to finish their step" in said
-        assert (f"resumed after step {before}" in said) == (before > 0)
+        assert f"\n{name}: SIGUSR1 asks the ranks to finish their step" in output
+        assert (f"resumed after step {before}" in output) == (before > 0)
         assert (run / "checkpoints" / f"step-{steps:08d}" / "manifest.json").exists()
         assert processes_of(run) == []
         before = steps

@@ -20,7 +20,7 @@ def recipe(chosen):
 
 
 @pytest.mark.parametrize(
-    ("job", "said", "chosen"),
+    ("job", "message", "chosen"),
     [
         (
             "1x1",
@@ -36,12 +36,12 @@ def recipe(chosen):
         ("3x2", "ring 6 crosses nodes, data 1;", {"ring": 6}),
     ],
 )
-def test_a_layout_that_fits_is_told(job, said, chosen):
-    assert said in check_layout(recipe(chosen), ZERO2, job)
+def test_a_layout_that_fits_is_told(job, message, chosen):
+    assert message in check_layout(recipe(chosen), ZERO2, job)
 
 
 @pytest.mark.parametrize(
-    ("job", "said", "chosen"),
+    ("job", "message", "chosen"),
     [
         ("2x8", "tensor 1 x ulysses 16 would cross nodes of 8 processes", {"ulysses": 16}),
         ("2x6", "tensor 4 x ulysses 1 would cross nodes of 6 processes", {"tensor": 4}),
@@ -56,8 +56,8 @@ def test_a_layout_that_fits_is_told(job, said, chosen):
         ("8", "write nodes x processes per node", {}),
     ],
 )
-def test_a_layout_that_does_not_fit_is_refused_with_the_remedy(job, said, chosen):
-    with pytest.raises(UserError, match=said.replace("(", r"\(")):
+def test_a_layout_that_does_not_fit_is_refused_with_the_remedy(job, message, chosen):
+    with pytest.raises(UserError, match=message.replace("(", r"\(")):
         check_layout(recipe(chosen), ZERO2, job)
 
 
@@ -75,17 +75,17 @@ def test_resume_takes_no_override_for_its_own_word(here, words):
 
 
 def test_resume_from_anything_else_is_refused(here, tmp_path):
-    code, _, said = here("--print-recipe", "--resume", str(tmp_path))
-    assert code == 2 and said == f"error: --resume {tmp_path}: takes no folder; output.dir names the run\n"
-    code, _, said = here("--print-recipe", "--resume", "yes")
-    assert code == 2 and said.startswith("error: --resume yes: write --resume to continue a run, or --resume auto ")
+    code, _, stderr = here("--print-recipe", "--resume", str(tmp_path))
+    assert code == 2 and stderr == f"error: --resume {tmp_path}: takes no folder; output.dir names the run\n"
+    code, _, stderr = here("--print-recipe", "--resume", "yes")
+    assert code == 2 and stderr.startswith("error: --resume yes: write --resume to continue a run, or --resume auto ")
 
 
 def test_check_starts_nothing_and_a_mistake_is_a_line(here):
     code, printed, _ = here("--check", "1x2", "parallelism.ring=2", "training.global_batch_size=4")
     assert code == 0 and printed.startswith("1 node of 2 processes: ") and len(printed.splitlines()) == 1
-    code, _, said = here("--check", "1x2", "parallelism.ring=3")
-    assert code == 2 and said.startswith("error: parallelism: ") and len(said.splitlines()) == 1
+    code, _, stderr = here("--check", "1x2", "parallelism.ring=3")
+    assert code == 2 and stderr.startswith("error: parallelism: ") and len(stderr.splitlines()) == 1
 
 
 def test_a_port_that_another_job_holds_is_said_with_the_remedy(monkeypatch):
@@ -101,6 +101,6 @@ def test_a_port_that_another_job_holds_is_said_with_the_remedy(monkeypatch):
         }
         environment = os.environ | {name: str(value) for name, value in names.items()}
         words = ["env", *(f"{name}={environment[name]}" for name in names), sys.executable, "launchers/train.py"]
-        said = finish(launch(*words, "parallelism.ring=2"), 2)
-    (line,) = [line for line in said.splitlines() if line.startswith("error:")]
-    assert "cannot meet the others" in line and "--master_port" in line and "Traceback" not in said
+        output = finish(launch(*words, "parallelism.ring=2"), 2)
+    (line,) = [line for line in output.splitlines() if line.startswith("error:")]
+    assert "cannot meet the others" in line and "--master_port" in line and "Traceback" not in output

@@ -34,33 +34,33 @@ def require_same_run(one, other):
     assert courses[0] == courses[1] and len(courses[0]) > 1
 
 
-def require_named(said):
+def require_named(log):
     """Every job that broke names the rank that ended, unless its draft was out already: then only goodbyes were left to
     say."""
-    jobs = re.split(r"killed rank .*: exit codes \[", said)
+    jobs = re.split(r"killed rank .*: exit codes \[", log)
     for output, codes in zip(jobs, [after.partition("]")[0] for after in jobs[1:]], strict=False):
         whole = {*codes.split(", ")} == {"0"}
-        assert whole or "has ended" in output or "/killed/export" in output, said
+        assert whole or "has ended" in output or "/killed/export" in output, log
 
 
 def test_any_rank_killed_at_five_moments_resumes_to_the_same_weights(tmp_path, recipe):
-    said = work("killed", recipe, "2", "5", "11", "parallelism.ulysses=2")
-    require_named(said)
+    output = work("killed", recipe, "2", "5", "11", "parallelism.ulysses=2")
+    require_named(output)
     require_same_run(tmp_path / "killed", tmp_path / "whole")
 
 
 @pytest.mark.slow
 def test_any_of_four_ranks_killed_at_twenty_moments_resumes_to_the_same_weights(tmp_path, recipe):
     layout = ("parallelism.ulysses=2", "parallelism.ring=2")
-    said = work("killed", recipe, "4", "20", "42", *layout, timeout=1800)
-    require_named(said)
+    output = work("killed", recipe, "4", "20", "42", *layout, timeout=1800)
+    require_named(output)
     require_same_run(tmp_path / "killed", tmp_path / "whole")
 
 
 def test_a_signal_to_one_rank_stops_all_after_a_checkpoint(tmp_path, recipe):
-    said = work("stopped", recipe)
-    assert said.count("stopped by SIGTERM after step") == said.count("stopped by SIGUSR1 after step") == 2
-    assert said.count("resumed after step") == 2
+    output = work("stopped", recipe)
+    assert output.count("stopped by SIGTERM after step") == output.count("stopped by SIGUSR1 after step") == 2
+    assert output.count("resumed after step") == 2
     finish(launch(sys.executable, "tests/support/training_worker.py", recipe, f"2:output.dir={tmp_path / 'whole'}"))
     require_same_run(tmp_path / "stopped", tmp_path / "whole")
 
@@ -85,16 +85,16 @@ def test_a_signalled_run_exits_cleanly_or_with_the_code_asked_for(tmp_path, reci
     ):
         process = begin(*words)
         os.kill(process.pid, number)
-        said = finish(process, code)
+        output = finish(process, code)
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-        assert f"stopped by {name} after step" in said and "Traceback" not in said
-        assert words or said.endswith(continuing), said
+        assert f"stopped by {name} after step" in output and "Traceback" not in output
+        assert words or output.endswith(continuing), output
     process = begin()
     for _ in range(2):
         os.kill(process.pid, signal.SIGINT)
         time.sleep(0.05)
-    said = finish(process, -signal.SIGINT)
-    assert "stopped" not in said and "--resume then takes the last checkpoint" in said
+    output = finish(process, -signal.SIGINT)
+    assert "stopped" not in output and "--resume then takes the last checkpoint" in output
     (early,) = [launch(*command, f"output.dir={tmp_path / 'early'}", "--stop-code", "75")]
     early.stdout.readline()
     os.kill(early.pid, signal.SIGTERM)
@@ -106,7 +106,11 @@ def test_a_full_disk_keeps_the_older_checkpoint_and_with_room_the_run_goes_on(tm
     checkpoint = max((tmp_path / "whole" / "checkpoints").glob("step-*"))
     size = sum(path.stat().st_size for path in checkpoint.iterdir())
     subprocess.run(["mount", "-o", f"remount,size={int(1.6 * size)}", str(small_disk)], check=True)
-    said = work("full", recipe, str(small_disk), str(10 * size))
-    assert "the checkpoint of step 4 cannot be written" in said and "GiB are free" in said and "Traceback" not in said
-    assert "kept ['step-00000002']" in said and "resumed after step 2" in said
+    output = work("full", recipe, str(small_disk), str(10 * size))
+    assert (
+        "the checkpoint of step 4 cannot be written" in output
+        and "GiB are free" in output
+        and "Traceback" not in output
+    )
+    assert "kept ['step-00000002']" in output and "resumed after step 2" in output
     require_same_run(small_disk / "run", tmp_path / "whole")

@@ -153,8 +153,8 @@ def test_sequence_and_tensor_parallel_runs_follow_one_process(tmp_path, target, 
         "tensor": "2:parallelism.tensor=2",
         "all": "8:parallelism.tensor=2,parallelism.ulysses=2,parallelism.ring=2,training.loss=kl",
     }
-    wanted = [f"{run},output.dir={tmp_path / name}" for name, run in runs.items()]
-    finish(launch(sys.executable, "tests/support/training_worker.py", recipe, *wanted))
+    jobs = [f"{run},output.dir={tmp_path / name}" for name, run in runs.items()]
+    finish(launch(sys.executable, "tests/support/training_worker.py", recipe, *jobs))
     expected = load_file(tmp_path / "run" / "export" / "model.safetensors")
     for name in runs:
         assert_same_course(metrics(tmp_path / "run"), metrics(tmp_path / name), 1e-5)
@@ -169,10 +169,10 @@ def test_sequence_and_tensor_parallel_runs_follow_one_process(tmp_path, target, 
 
     shutil.rmtree(tmp_path / "tensor" / "checkpoints" / "step-00000004")
     before = load((tmp_path / "tensor" / "export" / "model.safetensors").read_bytes())
-    said = finish(
-        launch(sys.executable, "tests/support/training_worker.py", recipe, wanted[2].replace("2:", "2+resume:"))
+    output = finish(
+        launch(sys.executable, "tests/support/training_worker.py", recipe, jobs[2].replace("2:", "2+resume:"))
     )
-    assert "resumed after step 2" in said
+    assert "resumed after step 2" in output
     assert [record["step"] for record in metrics(tmp_path / "tensor")] == [1, 2, 3, 4]
     resumed = load_file(tmp_path / "tensor" / "export" / "model.safetensors")
     assert all(torch.equal(resumed[key], before[key]) for key in resumed)
@@ -196,12 +196,14 @@ def test_killed_runs_resume_to_the_same_weights_bit_for_bit(tmp_path, target):
     newest = sorted(path for path in (run / "checkpoints").glob("step-*") if path.suffix != ".partial")[-1]
     weights = max(newest.rglob("*.pt"), key=lambda path: path.stat().st_size)
     weights.write_bytes(weights.read_bytes()[:-1])
-    said = finish(launch(*command, "--resume"))
-    assert f"{newest}: {weights.name} is damaged; renamed to damaged-step" in said
+    output = finish(launch(*command, "--resume"))
+    assert f"{newest}: {weights.name} is damaged; renamed to damaged-step" in output
 
-    expected, found = (load_file(folder / "export" / "model.safetensors") for folder in (tmp_path / "undisturbed", run))
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    expected, actual = (
+        load_file(folder / "export" / "model.safetensors") for folder in (tmp_path / "undisturbed", run)
+    )
+    assert expected.keys() == actual.keys()
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
     assert [record["step"] for record in metrics(run)] == list(range(1, 13))
     assert [record["loss"] for record in metrics(run)] == [
         record["loss"] for record in metrics(tmp_path / "undisturbed")

@@ -24,21 +24,21 @@ def test_every_hit_is_counted_once_in_its_context_however_the_stream_is_dealt():
     stream, contexts = Stream.pack(ids, masks), contexts_up_to(max(lengths))
     hit = torch.rand(STEPS, stream.tokens, generator=generator) < 0.5  # by step and the row that is predicted
 
-    wanted = torch.zeros(2, len(contexts), STEPS, dtype=torch.int64)
+    expected = torch.zeros(2, len(contexts), STEPS, dtype=torch.int64)
     for document, (length, mask) in enumerate(zip(lengths, masks, strict=True)):
         first = sum(lengths[:document])
         for step in range(STEPS):
             for position in range(step + 1, length):  # predicted at step `step` from `step + 1` rows before
                 if mask[position - 1]:
                     place = next(i for i, context in enumerate(contexts) if position <= context)
-                    wanted[1, place, step] += 1
-                    wanted[0, place, step] += int(hit[step, first + position])
+                    expected[1, place, step] += 1
+                    expected[0, place, step] += int(hit[step, first + position])
 
     for sharding in (SequenceSharding(), SequenceSharding(2, 2), SequenceSharding(1, 3, "contiguous", "all")):
         plans = [plan_sequence(stream, STEPS, sharding, rank) for rank in range(sharding.ranks)]
         parts = [count_by_context(stream, plan, plan.supervised & hit[:, plan.teacher], contexts) for plan in plans]
-        found = sum(parts[1:], start=parts[0])
-        assert torch.equal(torch.stack(tuple(found)), wanted)
+        counts = sum(parts[1:], start=parts[0])
+        assert torch.equal(torch.stack(tuple(counts)), expected)
 
 
 def test_acceptance_of_a_context_is_the_sum_of_its_accuracies_products_and_none_where_nothing_is_supervised():

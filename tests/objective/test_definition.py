@@ -34,12 +34,12 @@ def _errors(trained: Trained, defined: Defined) -> dict[str, float]:
         "acceptance": (torch.tensor(trained.metrics.acceptance_rate, dtype=torch.float64), defined.acceptance),
         "gradient norm": (_norm(trained.gradients), _norm(defined.gradients)),
     }
-    pairs |= {name: (trained.gradients[name], wanted) for name, wanted in defined.gradients.items()}
+    pairs |= {name: (trained.gradients[name], expected) for name, expected in defined.gradients.items()}
     errors = {}
-    for name, (found, wanted) in pairs.items():
-        assert found.shape == wanted.shape and bool(found.isfinite().all()), name
-        scale = float(wanted.abs().max())
-        errors[name] = float((found.double() - wanted).abs().max()) / (scale or 1.0)
+    for name, (actual, expected) in pairs.items():
+        assert actual.shape == expected.shape and bool(actual.isfinite().all()), name
+        scale = float(expected.abs().max())
+        errors[name] = float((actual.double() - expected).abs().max()) / (scale or 1.0)
     return errors
 
 
@@ -60,14 +60,14 @@ def _check(
     divide_by = tokens if config.normalization == "tokens" else None
     defined = define(case, steps, Loss(config.name, divide_by, config.step_decay, config.kl_scale, config.kl_decay))
     runs = [*((dtype, MemoryPlan()) for dtype in TOLERANCES), (torch.float64, IN_PIECES)]
-    found = {run: train_case(case, topology, run[0], steps, config, streams, memory=run[1]) for run in runs}
-    for (dtype, memory), trained in found.items():
+    results = {run: train_case(case, topology, run[0], steps, config, streams, memory=run[1]) for run in runs}
+    for (dtype, memory), trained in results.items():
         assert set(trained.gradients) == set(defined.gradients)
         assert torch.equal(trained.counts.counted, defined.counted)
         assert torch.equal(trained.counts.supervised, defined.supervised)
         wrong = {name: error for name, error in _errors(trained, defined).items() if error > TOLERANCES[dtype]}
         assert wrong == {}, (dtype, memory)
-    return found[torch.float64, MemoryPlan()]
+    return results[torch.float64, MemoryPlan()]
 
 
 @pytest.mark.parametrize("name", ["dense", "ragged", "windowed"])
@@ -91,8 +91,8 @@ def test_the_definition_reproduces_the_golden_case(name):
     assert torch.equal(defined.counted.double(), expected["position_count"])
     assert {f"grad.{name}" for name in defined.gradients} == {name for name in expected if name.startswith("grad.")}
     for weight, gradient in defined.gradients.items():
-        wanted = expected[f"grad.{weight}"]
-        assert (gradient - wanted).abs().max() < 1e-7 * wanted.abs().max(), weight
+        golden = expected[f"grad.{weight}"]
+        assert (gradient - golden).abs().max() < 1e-7 * golden.abs().max(), weight
 
 
 def test_packed_documents_of_unequal_length_equal_the_definition(topology):

@@ -43,16 +43,18 @@ def test_sums_and_gradients_equal_dense_softmaxes(topology, rows, queries, block
     outputs, head, *_ = case
     expected = _dense(*case)
     surrogate = (weights[0] * expected.cross_entropy + weights[1] * expected.overlap).sum()
-    wanted = torch.autograd.grad(surrogate, (outputs, head))
+    gradients = torch.autograd.grad(surrogate, (outputs, head))
     distilled = distill(*case, weights, topology.tensor, block_bytes=block_bytes)
     assert torch.equal(distilled.sums.correct, expected.correct) and expected.correct.min() > 0
     assert torch.allclose(distilled.sums.cross_entropy, expected.cross_entropy, rtol=1e-12)
     assert torch.allclose(distilled.sums.overlap, expected.overlap, rtol=1e-12)
     assert torch.allclose(distilled.surrogate, surrogate, rtol=1e-12)
     scale = 3.0  # of the upstream gradient, as accumulation or data parallelism would have it
-    for found, gradient in zip(torch.autograd.grad(distilled.surrogate * scale, (outputs, head)), wanted, strict=True):
-        assert found.shape == gradient.shape
-        assert (found - scale * gradient).abs().max() < 1e-11 * scale * gradient.abs().max()
+    for actual, gradient in zip(
+        torch.autograd.grad(distilled.surrogate * scale, (outputs, head)), gradients, strict=True
+    ):
+        assert actual.shape == gradient.shape
+        assert (actual - scale * gradient).abs().max() < 1e-11 * scale * gradient.abs().max()
 
 
 def test_rows_of_several_blocks_add_up_to_the_same_sums_as_their_parts(topology):
@@ -69,10 +71,10 @@ def test_rows_of_several_blocks_add_up_to_the_same_sums_as_their_parts(topology)
         sums.append(one.sums)
         for total, gradient in zip(added, torch.autograd.grad(one.surrogate, (outputs, head)), strict=True):
             total += gradient
-    for found, wanted in zip(sum(sums[1:], start=sums[0]), whole.sums, strict=True):
-        assert torch.allclose(found, wanted, rtol=1e-12)
-    for found, wanted in zip(added, gradients, strict=True):
-        assert (found - wanted).abs().max() < 1e-12 * wanted.abs().max()
+    for actual, expected in zip(sum(sums[1:], start=sums[0]), whole.sums, strict=True):
+        assert torch.allclose(actual, expected, rtol=1e-12)
+    for actual, expected in zip(added, gradients, strict=True):
+        assert (actual - expected).abs().max() < 1e-12 * expected.abs().max()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -83,13 +85,13 @@ def test_lower_precision_stays_within_its_rounding_of_fp64(topology, dtype):
     leaves = [tensor.detach().double().requires_grad_() for tensor in (outputs, head)]
     expected = _dense(*leaves, exact, query_of)
     weights = WEIGHTS["cross-entropy"]
-    wanted = torch.autograd.grad((weights[0] * expected.cross_entropy).sum(), leaves)
+    gradients = torch.autograd.grad((weights[0] * expected.cross_entropy).sum(), leaves)
     distilled = distill(*case, weights, topology.tensor)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     assert distilled.sums.cross_entropy.dtype == torch.float64
     assert torch.allclose(distilled.sums.cross_entropy, expected.cross_entropy, rtol=tolerance)
-    for found, gradient in zip(torch.autograd.grad(distilled.surrogate, (outputs, head)), wanted, strict=True):
-        assert found.dtype == dtype and (found.double() - gradient).abs().max() < tolerance * gradient.abs().max()
+    for actual, gradient in zip(torch.autograd.grad(distilled.surrogate, (outputs, head)), gradients, strict=True):
+        assert actual.dtype == dtype and (actual.double() - gradient).abs().max() < tolerance * gradient.abs().max()
 
 
 def test_no_supervised_row_at_all_gives_zeros(topology):
@@ -111,9 +113,9 @@ def test_rows_without_a_query_change_nothing(topology):
         torch.where(nobody, 3, teacher.best),
         teacher.logsumexp,
     )
-    found = [distill(outputs, head, each, query_of, WEIGHTS["both"], topology.tensor) for each in (teacher, other)]
-    assert all(torch.equal(a, b) for a, b in zip(found[0].sums, found[1].sums, strict=True))
-    gradients = [torch.autograd.grad(each.surrogate, (outputs, head)) for each in found]
+    distilled = [distill(outputs, head, each, query_of, WEIGHTS["both"], topology.tensor) for each in (teacher, other)]
+    assert all(torch.equal(a, b) for a, b in zip(distilled[0].sums, distilled[1].sums, strict=True))
+    gradients = [torch.autograd.grad(each.surrogate, (outputs, head)) for each in distilled]
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
@@ -153,11 +155,11 @@ def test_the_norm_before_lm_head_is_differentiated_too(topology, weights):
         norm.weight.copy_(torch.linspace(0.5, 2, HIDDEN))
     leaves = (outputs, head, norm.weight)
     normed = distill(norm(outputs), head, *rest, weights, topology.tensor).surrogate
-    wanted = torch.autograd.grad(normed, leaves)
+    gradients = torch.autograd.grad(normed, leaves)
     within = distill(outputs, head, *rest, weights, topology.tensor, norm, SIXTEEN_ROWS).surrogate
     assert torch.allclose(within, normed, rtol=1e-13)
-    for found, gradient in zip(torch.autograd.grad(within, leaves), wanted, strict=True):
-        assert (found - gradient).abs().max() < 1e-12 * gradient.abs().max()
+    for actual, gradient in zip(torch.autograd.grad(within, leaves), gradients, strict=True):
+        assert (actual - gradient).abs().max() < 1e-12 * gradient.abs().max()
 
 
 def test_gradients_are_handed_out_once(topology):

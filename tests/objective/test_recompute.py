@@ -37,10 +37,10 @@ def test_inputs_that_wait_on_the_host_give_the_same_bits(topology, recompute):
 
 
 def test_rows_are_streamed_in_any_slices_and_again():
-    held = torch.arange(20.0).reshape(10, 2)
-    rows = StreamedRows(held, torch.device("cpu"))
+    tensor = torch.arange(20.0).reshape(10, 2)
+    rows = StreamedRows(tensor, torch.device("cpu"))
     for _ in range(2):
-        assert torch.equal(torch.cat([rows[slice(start, start + 4)] for start in (0, 4, 8)]), held)
+        assert torch.equal(torch.cat([rows[slice(start, start + 4)] for start in (0, 4, 8)]), tensor)
     assert len(rows) == 10
 
 
@@ -59,7 +59,7 @@ def test_kept_bytes_of_a_supervised_token_are_a_hidden_state_and_own_keys_a_step
     """With full recompute the graph of the unroll holds inputs of steps and K_0, V_0, own keys and values, nothing
     else."""
     draft_shape = dataclasses.replace(draft_config(4, 2, 16), intermediate_size=256)
-    held = {}
+    per_token = {}
     for recompute in ("full", "attention_kept", "none"):
         peaks = []
         for count in (256, 512):
@@ -69,13 +69,13 @@ def test_kept_bytes_of_a_supervised_token_are_a_hidden_state_and_own_keys_a_step
                 outputs = unroll(objective.draft, objective.attention, inputs, recompute, chunk=32)
             peaks.append(bytes_.live - bytes_.existing)
             del outputs
-        held[recompute] = (peaks[1] - peaks[0]) / (2 * 127)  # a document's last token is no query
+        per_token[recompute] = (peaks[1] - peaks[0]) / (2 * 127)  # a document's last token is no query
     hidden, own, keys = 64, 2 * 2 * 16, 2 * 2 * 16
     # inputs of 5 steps and the last output, own keys and values of the 3 steps that a later one sees, K_0 and V_0, and
     # positions of 8 bytes
-    assert held["full"] == pytest.approx(4 * (6 * hidden + 3 * own + keys) + 5 * 8, rel=0.02)
-    assert held["attention_kept"] > held["full"] + 4 * 5 * 2 * 64
-    assert held["none"] > held["attention_kept"] + 4 * 5 * 4 * 256
+    assert per_token["full"] == pytest.approx(4 * (6 * hidden + 3 * own + keys) + 5 * 8, rel=0.02)
+    assert per_token["attention_kept"] > per_token["full"] + 4 * 5 * 2 * 64
+    assert per_token["none"] > per_token["attention_kept"] + 4 * 5 * 4 * 256
 
 
 @pytest.mark.parametrize("recompute", ["none", "attention_kept", "full"])

@@ -159,5 +159,5 @@ def test_contiguous_keys_are_one_run_of_rows_a_rank_and_zigzag_keys_are_spread(r
     assert torch.equal(contiguous.flatten(), rows)
     for share in deal_keys(rows, SequenceSharding(ring=ring)):
         # of any 2048 rows in a row each rank has its part, to one run
-        held = torch.isin(rows, share).float().unfold(0, 2048, 1).sum(1)
-        assert bool(((held - 2048 / ring).abs() <= 64).all())
+        counts = torch.isin(rows, share).float().unfold(0, 2048, 1).sum(1)
+        assert bool(((counts - 2048 / ring).abs() <= 64).all())

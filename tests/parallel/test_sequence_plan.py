@@ -46,16 +46,16 @@ def _cases(count=200):
 def _counted(masks, steps):
     """Every (step k, row t of the stream, row t + k) that the definition counts: mask[t + k], of a document's rows but
     its last, at row t after k shifts."""
-    found, first = [], 0
+    triples, first = [], 0
     for mask in masks:
         mask = [*mask[:-1], False]
         for step in range(steps):
             for t in range(len(mask)):
                 if mask[t]:
-                    found.append((step, first + t, first + t + step))
+                    triples.append((step, first + t, first + t + step))
             mask = [*mask[1:], False]
         first += len(mask)
-    return found
+    return triples
 
 
 def test_a_stream_holds_documents_back_to_back_with_positions_of_their_own():
@@ -124,7 +124,7 @@ def test_teacher_rows_are_exactly_those_whose_distribution_a_counted_position_co
 def test_a_plan_supervises_what_the_accuracies_count():
     for masks, steps, _, stream in _cases():
         counted = _counted(masks, steps)
-        expected = [sum(step == wanted for step, _, _ in counted) for wanted in range(steps)]
+        expected = [sum(step == number for step, _, _ in counted) for number in range(steps)]
         assert plan_sequence(stream, steps).supervised.sum(1).tolist() == expected
 
 
@@ -149,10 +149,10 @@ def _sharded(count: int = 9) -> Iterator[tuple[list, int, Stream, SequenceShardi
 
 def test_the_queries_of_all_ranks_are_the_wanted_rows_once():
     for masks, steps, stream, sharding, plans in _sharded():
-        wanted = sorted({t for _, t, _ in _counted(masks, steps)})
+        expected = sorted({t for _, t, _ in _counted(masks, steps)})
         if sharding.query_selection == "all":
-            wanted = list(range(stream.tokens))
-        assert sorted(row for plan in plans for row in _real(plan.queries)) == wanted
+            expected = list(range(stream.tokens))
+        assert sorted(row for plan in plans for row in _real(plan.queries)) == expected
 
 
 def test_the_keys_of_all_ranks_are_the_rows_that_some_query_sees_once():
@@ -195,8 +195,8 @@ def test_rows_are_keys_and_queries_and_slots_find_them():
         for plan in plans:
             both = torch.cat((plan.keys, plan.queries))
             assert plan.rows.tolist() == (sorted(set(both[both >= 0].tolist())) or [0])
-            for wanted, slots in ((plan.keys, plan.key_slots), (plan.queries, plan.query_slots)):
-                assert torch.equal(plan.rows[slots], torch.where(wanted >= 0, wanted, plan.rows[-1]))
+            for rows, slots in ((plan.keys, plan.key_slots), (plan.queries, plan.query_slots)):
+                assert torch.equal(plan.rows[slots], torch.where(rows >= 0, rows, plan.rows[-1]))
                 assert bool((slots.diff() >= 0).all())
 
 

@@ -65,8 +65,10 @@ def test_every_layout_rounds_in_fp32_about_as_much_as_one_process(computed, case
     assert close(numbers["loss"], alone.metrics.loss, 1e-5)
     assert close(numbers["step_losses"], alone.metrics.step_losses, 1e-5)
     assert gradients.keys() == exact.keys()
-    for name, wanted in exact.items():
-        errors = [float((side[name].double() - wanted).norm() / wanted.norm()) for side in (gradients, alone.gradients)]
+    for name, gradient in exact.items():
+        errors = [
+            float((side[name].double() - gradient).norm() / gradient.norm()) for side in (gradients, alone.gradients)
+        ]
         assert errors[0] <= 3 * errors[1] + 2e-7, (name, errors)  # three units in the last place beside
     assert close(norm(gradients), norm(exact), 1e-5)
     assert numbers["replicas_differ"] <= 1e-5
@@ -85,16 +87,16 @@ def test_layouts_in_bfloat16_round_no_more_than_one_process(computed, case, topo
     assert close(numbers["loss"], alone.metrics.loss, 2e-2)
     assert close(numbers["step_losses"], alone.metrics.step_losses, 2e-2)
     assert close(norm(gradients), norm(alone.gradients), 2e-2)
-    for name, wanted in exact.gradients.items():
-        errors = [float((side[name] - wanted).norm() / wanted.norm()) for side in (gradients, alone.gradients)]
+    for name, gradient in exact.gradients.items():
+        errors = [float((side[name] - gradient).norm() / gradient.norm()) for side in (gradients, alone.gradients)]
         assert errors[0] <= errors[1] + 2e-2, (name, errors)
 
 
 @pytest.mark.parametrize("degree", [2, 4])
 def test_ulysses_equals_deepspeeds_distributed_attention(computed, degree):
-    found = sorted(computed.glob(f"distributed_attention-u{degree}-rank*.json"))
-    assert len(found) == degree
-    for path in found:
+    paths = sorted(computed.glob(f"distributed_attention-u{degree}-rank*.json"))
+    assert len(paths) == degree
+    for path in paths:
         for differences in json.loads(path.read_text()).values():
             assert differences.keys() == {"out", "q", "k", "v"} and max(differences.values()) < 1e-12
 
@@ -105,13 +107,13 @@ def test_keys_and_values_cross_the_ring_once_in_gather_and_in_every_step_in_p2p(
     """Counted at the collectives of Ulysses 2 x ring 2 in bfloat16. A ring of two: `gather` sends K_0, V_0 forward once
     and their gradient, in fp32, home once, whatever is recomputed. `p2p` sends K_0, V_0 in each of the K steps forward
     and again backward, in which the gradient makes two hops, and a third time where whole steps are recomputed."""
-    found = json.loads((computed / bytes_file(rank)).read_text())[f"{mode} {recompute}"]
-    counted, keys, gradient = found["counted"], 2 * found["shared"], 4 * found["shared"]
+    record = json.loads((computed / bytes_file(rank)).read_text())[f"{mode} {recompute}"]
+    counted, keys, gradient = record["counted"], 2 * record["shared"], 4 * record["shared"]
     sent = counted["ring K0,V0 forward"], counted["ring K0,V0 backward"]
     again = STEPS * keys if recompute == "full" else 0
     assert keys > 0
     assert sent == ((keys, gradient) if mode == "gather" else (STEPS * keys, STEPS * (keys + 2 * gradient) + again))
-    assert counted == found["expected"]  # what the planner says of each kind, to the byte
+    assert counted == record["expected"]  # what the planner says of each kind, to the byte
 
 
 def read(path: Path) -> tuple[dict, dict[str, Tensor]]:
@@ -121,18 +123,18 @@ def read(path: Path) -> tuple[dict, dict[str, Tensor]]:
         return json.loads(file.metadata()["numbers"]), {name: file.get_tensor(name) for name in names}
 
 
-def close(found, wanted, tolerance: float) -> bool:
+def close(actual, expected, tolerance: float) -> bool:
     """Each number to the tolerance, relative to its own size."""
-    found, wanted = (torch.as_tensor(each, dtype=torch.float64) for each in (found, wanted))
-    return bool(((found - wanted).abs() <= tolerance * wanted.abs()).all())
+    actual, expected = (torch.as_tensor(each, dtype=torch.float64) for each in (actual, expected))
+    return bool(((actual - expected).abs() <= tolerance * expected.abs()).all())
 
 
-def assert_same_gradients(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float) -> None:
+def assert_same_gradients(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
     """Every gradient, relative to its largest entry, and the norm of all of them."""
-    assert found.keys() == wanted.keys()
-    errors = {name: float((found[name] - each).abs().max() / each.abs().max()) for name, each in wanted.items()}
+    assert actual.keys() == expected.keys()
+    errors = {name: float((actual[name] - each).abs().max() / each.abs().max()) for name, each in expected.items()}
     assert {name: error for name, error in errors.items() if not error <= tolerance} == {}
-    assert close(norm(found), norm(wanted), tolerance)
+    assert close(norm(actual), norm(expected), tolerance)
 
 
 def norm(gradients: dict[str, Tensor]) -> float:
@@ -151,11 +153,11 @@ def test_every_layout_passes_the_golden_cases_through_the_engine(computed, case,
 @pytest.mark.parametrize("course", COURSES, ids=lambda course: course.name)
 def test_twenty_zero2_steps_follow_one_process(computed, course):
     """Losses, gradient norms before clipping, and the weights at the end."""
-    found, wanted = (load_file(computed / course_file(each)) for each in (course, reference(course)))
-    assert found.keys() == wanted.keys() and len(wanted["losses"]) == STEPS_OF_COURSE
-    assert float(wanted["losses"].max() - wanted["losses"].min()) > 0.1 and float(wanted["norms"].min()) > 0
-    for name, tensor in wanted.items():
-        difference = found[name] - tensor
+    actual, expected = (load_file(computed / course_file(each)) for each in (course, reference(course)))
+    assert actual.keys() == expected.keys() and len(expected["losses"]) == STEPS_OF_COURSE
+    assert float(expected["losses"].max() - expected["losses"].min()) > 0.1 and float(expected["norms"].min()) > 0
+    for name, tensor in expected.items():
+        difference = actual[name] - tensor
         if name in ("losses", "norms"):
             assert difference.abs().max() <= 1e-5 * tensor.abs().max(), name
             continue

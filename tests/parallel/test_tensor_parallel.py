@@ -73,26 +73,26 @@ def _refusal(path: Path) -> str:
         return file.metadata()["refusal"]
 
 
-def _close(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> bool:
+def _close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
     """Within the tolerance of the largest entry; where that is 0, exactly."""
-    assert found.shape == wanted.shape and found.dtype == wanted.dtype
-    difference, scale = (found - wanted).abs(), wanted.abs()
-    return not found.numel() or bool(difference.max() <= TOLERANCE[dtype] * scale.max())
+    assert actual.shape == expected.shape and actual.dtype == expected.dtype
+    difference, scale = (actual - expected).abs(), expected.abs()
+    return not actual.numel() or bool(difference.max() <= TOLERANCE[dtype] * scale.max())
 
 
 @every_world
 @every_case
 def test_sums_surrogate_and_gradients_are_those_of_one_process(computed, topology, world, dtype, name):
     """The sums step by step; the gradient of the outputs whole on every rank, that of the head by rows."""
-    wanted = compare(make_case(name, dtype), topology.tensor)
+    expected = compare(make_case(name, dtype), topology.tensor)
     ranks = [Compared(**rank) for rank in computed.of(world, name, dtype)]
     for rank in ranks:
-        assert _close(rank.surrogate, wanted.surrogate, dtype)
-        assert torch.allclose(rank.sums[:2], wanted.sums[:2], rtol=TOLERANCE[dtype], atol=0)
-        assert torch.equal(rank.sums[2], wanted.sums[2])
-        assert _close(rank.d_outputs, wanted.d_outputs, dtype)
-    assert {rank.d_head.shape[0] for rank in ranks} == {len(wanted.d_head) // world}
-    assert _close(torch.cat([rank.d_head for rank in ranks]), wanted.d_head, dtype)
+        assert _close(rank.surrogate, expected.surrogate, dtype)
+        assert torch.allclose(rank.sums[:2], expected.sums[:2], rtol=TOLERANCE[dtype], atol=0)
+        assert torch.equal(rank.sums[2], expected.sums[2])
+        assert _close(rank.d_outputs, expected.d_outputs, dtype)
+    assert {rank.d_head.shape[0] for rank in ranks} == {len(expected.d_head) // world}
+    assert _close(torch.cat([rank.d_head for rank in ranks]), expected.d_head, dtype)
 
 
 @every_world
@@ -123,8 +123,8 @@ def test_the_cases_hold_what_they_are_named_for():
         if name == "logits that overflow exp":
             logits = rows.outputs @ rows.head.T
             assert logits.max().exp().isinf()
-    given = {name: tuple(bool(weight.any()) for weight in make_case(name, torch.float64).weights) for name in WEIGHTS}
-    assert given == {"cross-entropy": (True, False), "overlap": (False, True), "both": (True, True)}
+    nonzero = {name: tuple(bool(weight.any()) for weight in make_case(name, torch.float64).weights) for name in WEIGHTS}
+    assert nonzero == {"cross-entropy": (True, False), "overlap": (False, True), "both": (True, True)}
 
 
 def blocks_of_several(world: int) -> int:
@@ -149,13 +149,13 @@ def test_of_equal_logits_the_lowest_id_wins_on_whichever_rank_it_is(computed, wo
 def test_a_block_takes_two_all_reduces_three_with_overlap_and_a_call_two_more_and_one_a_step(computed, world):
     """MAX and SUM of the softmaxes, one more for the overlap's gradient; then best ids, sums, each step's gradient."""
 
-    def taken(name):
+    def collectives(name):
         return {int(rank["collectives"]) for rank in computed.of(world, name, torch.float64)}
 
-    assert taken("cross-entropy") == {2 + 2 + STEPS}
-    assert taken("both") == {3 + 2 + STEPS}
-    assert taken("several blocks") == {3 * blocks_of_several(world) + 2 + STEPS}
-    assert taken("no teacher rows") == {0}
+    assert collectives("cross-entropy") == {2 + 2 + STEPS}
+    assert collectives("both") == {3 + 2 + STEPS}
+    assert collectives("several blocks") == {3 * blocks_of_several(world) + 2 + STEPS}
+    assert collectives("no teacher rows") == {0}
 
 
 @every_case
@@ -203,12 +203,12 @@ def test_each_rank_loads_its_part_and_padding_is_zero(computed, world, dtype, na
     missing = -len(embedding) % world
     assert bool(missing) == (name != "even vocabulary")
     weights["embed_tokens.weight"] = torch.cat((embedding, torch.zeros(missing, 16, dtype=dtype)))
-    for rank, found in enumerate(computed.of(world, name, dtype)):
+    for rank, tensors in enumerate(computed.of(world, name, dtype)):
         for how, parameters in CUT.items():
             for parameter, sources in parameters.items():
-                wanted = torch.cat([_part(weights[source], how, rank, world) for source in sources])
-                assert torch.equal(found[f"part {parameter}"], wanted), parameter
-        assert torch.equal(found["part of lm_head "], found["part lm_head.weight"])
+                expected = torch.cat([_part(weights[source], how, rank, world) for source in sources])
+                assert torch.equal(tensors[f"part {parameter}"], expected), parameter
+        assert torch.equal(tensors["part of lm_head "], tensors["part lm_head.weight"])
 
 
 @every_world
@@ -217,8 +217,8 @@ def test_each_rank_loads_its_part_and_padding_is_zero(computed, world, dtype, na
 def test_whole_tensors_gives_back_what_was_loaded_on_every_rank(computed, world, dtype, name):
     """Bit for bit, gate and up in their places, the embedding without its padding."""
     weights = exported_draft(draft_config(name), dtype).weights
-    for found in computed.of(world, name, dtype):
-        whole = {key: tensor for key, tensor in found.items() if key.startswith("whole ")}
+    for tensors in computed.of(world, name, dtype):
+        whole = {key: tensor for key, tensor in tensors.items() if key.startswith("whole ")}
         exported = exported_tensors({key.removeprefix("whole "): tensor for key, tensor in whole.items()})
         assert exported.keys() == weights.keys()
         assert [key for key, tensor in exported.items() if not torch.equal(tensor, weights[key])] == []
@@ -230,15 +230,15 @@ def test_whole_tensors_gives_back_what_was_loaded_on_every_rank(computed, world,
 def test_the_cut_modules_compute_what_the_whole_ones_do_and_so_do_their_gradients(
     computed, topology, world, dtype, name
 ):
-    wanted = dict(run_draft(name, dtype, topology))
-    compared = [key for key in wanted if key.startswith(("output ", "gradient "))]
+    expected = dict(run_draft(name, dtype, topology))
+    compared = [key for key in expected if key.startswith(("output ", "gradient "))]
     assert {key for key in compared if key.startswith("gradient ")} == {
         "gradient layer.mlp.linear_fc1.weight",
         "gradient layer.mlp.linear_fc2.weight",
         "gradient layer.self_attention.linear_proj.weight",
     }
-    for found in computed.of(world, name, dtype):
-        assert [key for key in compared if not _close(found[key], wanted[key], dtype)] == []
+    for tensors in computed.of(world, name, dtype):
+        assert [key for key in compared if not _close(tensors[key], expected[key], dtype)] == []
 
 
 def test_a_misshapen_tensor_is_refused_with_whole_shapes_on_every_rank(computed):

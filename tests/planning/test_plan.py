@@ -78,8 +78,8 @@ def test_the_best_layout_of_packed_streams_fits_when_it_is_applied(plan, recipe)
 def test_a_teacher_of_logits_is_planned_for(chosen, logit_bytes, plan, recipe, tmp_path):
     chosen = [*chosen, f"hidden_states.path={tmp_path}", f"target.spool={tmp_path}", "training.dtype=float32"]
     chosen += ["hidden_states.codec=none", "hidden_states.dtype=bfloat16"]
-    asked = ["--recipe", recipe, "--gpus", 1, "--context", 1000, "--supervised", 0.5, "--json", *chosen]
-    hidden, logits = (json.loads(plan(*asked, f"target.teacher={kind}")[1]) for kind in ("hidden", "logits"))
+    arguments = ["--recipe", recipe, "--gpus", 1, "--context", 1000, "--supervised", 0.5, "--json", *chosen]
+    hidden, logits = (json.loads(plan(*arguments, f"target.teacher={kind}")[1]) for kind in ("hidden", "logits"))
     draft = hidden["draft"]
     width, columns = draft["target_hidden_size"], draft["draft_vocab_size"]
     assert "teacher head" in hidden["memory"] and "teacher head" not in logits["memory"]
@@ -217,8 +217,8 @@ def test_recomputing_costs_flops_and_saves_bytes_and_more_ranks_divide_both():
     flops = [step_flops(each, share) for each in by_mode]
     assert flops[0].model == flops[1].model == flops[2].model == flops[0].executed
     assert flops[0].executed < flops[1].executed < flops[2].executed
-    held = [rank_bytes(each, share).total() for each in by_mode]
-    assert held[0] > held[1] > held[2]
+    totals = [rank_bytes(each, share).total() for each in by_mode]
+    assert totals[0] > totals[1] > totals[2]
     assert not sent_bytes(by_mode[2], share).total()
     four = Planned(DRAFT, 7, torch.bfloat16, Sizes(1, 2, 2), memory=MemoryPlan("full"))
     quarter = Share.expected(8192, 1.0, four.sizes)

@@ -70,8 +70,8 @@ def test_a_teacher_of_logits_is_planned_for(topology, name, logits):
     stream = pack(STREAMS[name], draft.vocab_size)
     prepared = prepare(stream, draft, 5, Layout(), topology, memory=memory)
     teacher = prepared.batch.teacher
-    kept = dataclasses.replace(teacher, last=(teacher.last @ teacher.head.T).to(logits), head=None)
-    prepared = prepared._replace(batch=dataclasses.replace(prepared.batch, teacher=kept))
+    logit_teacher = dataclasses.replace(teacher, last=(teacher.last @ teacher.head.T).to(logits), head=None)
+    prepared = prepared._replace(batch=dataclasses.replace(prepared.batch, teacher=logit_teacher))
     plan = Planned(draft, 5, torch.float32, memory=memory, device=topology.device.type, logit_bytes=logits.itemsize)
     share = Share.of(prepared.plan, stream)
     assert abs(step_bytes(plan, share).total() / measured(prepared) - 1) < 0.1

@@ -59,28 +59,28 @@ def started(folder):
 
 
 @pytest.fixture(scope="module")
-def said(started):
+def outputs(started):
     """By the flawed job: what each of its acts printed."""
     acts = re.split(r"^== (.*)\n", finish(started[1]), flags=re.MULTILINE)
     return dict(zip(acts[1::2], acts[2::2], strict=True))
 
 
-def test_a_sound_job_passes_and_no_job_leaves_anything_behind(started, said, folder):
+def test_a_sound_job_passes_and_no_job_leaves_anything_behind(started, outputs, folder):
     output = finish(started[0])
     lines = re.findall(r"^(ok|note|FAILED) +([^:]+): (.*)$", output, re.MULTILINE)
-    found = {name: (state, text) for state, name, text in lines}
-    assert [name for name, (state, _) in found.items() if state == "FAILED"] == []
-    assert {"versions", "code", "recipe", "clocks", "output.dir", "disk space", "write speed"} <= found.keys()
-    assert found["gpus"][0] in ("note", "ok")
-    assert "sums are exact" in found["all-reduce inside a node"][1]
-    assert "model.target, data.train[0]: the same on every node" in found["inputs"][1]
-    assert f"sound: {len(found)} checks, none failed" in output
-    # the flawed job, which `said` has waited for, writes its probes below the same folder
+    checks = {name: (state, text) for state, name, text in lines}
+    assert [name for name, (state, _) in checks.items() if state == "FAILED"] == []
+    assert {"versions", "code", "recipe", "clocks", "output.dir", "disk space", "write speed"} <= checks.keys()
+    assert checks["gpus"][0] in ("note", "ok")
+    assert "sums are exact" in checks["all-reduce inside a node"][1]
+    assert "model.target, data.train[0]: the same on every node" in checks["inputs"][1]
+    assert f"sound: {len(checks)} checks, none failed" in output
+    # the flawed job, which `outputs` has waited for, writes its probes below the same folder
     assert not (folder / "run").exists() and not list(folder.glob("**/.preflight*"))
 
 
-def test_the_doctor_names_the_node_and_the_first_thing_that_differs(said):
-    output = said["doctor"]
+def test_the_doctor_names_the_node_and_the_first_thing_that_differs(outputs):
+    output = outputs["doctor"]
     assert "processes: 2, nodes: 2" in output
     assert re.search(r"^FAILED recipe: training.ttt_steps: 3 on node a\S*; 2 on node b\S*$", output, re.MULTILINE)
     assert re.search(r"^FAILED code: launchers/doctor.py: \w+ on node a\S*; \w+ on node b", output, re.MULTILINE)
@@ -92,9 +92,9 @@ def test_the_doctor_names_the_node_and_the_first_thing_that_differs(said):
     assert "exit codes [1, 1]" in output
 
 
-def test_a_sound_start_takes_about_a_second(said):
-    assert float(re.search(r"sound in (\S+) s", said["sound start"])[1]) < 3
-    assert "exit codes [0, 0]" in said["sound start"]
+def test_a_sound_start_takes_about_a_second(outputs):
+    assert float(re.search(r"sound in (\S+) s", outputs["sound start"])[1]) < 3
+    assert "exit codes [0, 0]" in outputs["sound start"]
 
 
 @pytest.mark.parametrize(
@@ -112,8 +112,8 @@ def test_a_sound_start_takes_about_a_second(said):
         ),
     ],
 )
-def test_training_refuses_an_unsound_start_in_one_line_on_every_rank(said, act, line):
-    output = said[act]
+def test_training_refuses_an_unsound_start_in_one_line_on_every_rank(outputs, act, line):
+    output = outputs[act]
     assert len(re.findall(rf"^error: {line}.*$", output, re.MULTILINE)) == 1, output
     assert output.count("error:") == 1 and "Traceback" not in output and "exit codes [2, 2]" in output
 
@@ -126,8 +126,8 @@ def test_a_rank_that_does_not_come_is_named():
             cluster.gather("here")
         return str(raised.value)
 
-    said, *_ = as_ranks(work, nodes=("a", "a", "b"), timeout=0.5)
-    assert "rank 2 did not answer within" in said
+    message, *_ = as_ranks(work, nodes=("a", "a", "b"), timeout=0.5)
+    assert "rank 2 did not answer within" in message
 
 
 class Payload:
@@ -250,8 +250,8 @@ def tiny_disk(tmp_path):
 
 def test_a_disk_that_checkpoints_would_fill_is_found_before_they_do(tiny_disk):
     run = tiny_disk / "run"
-    found = only(as_ranks(lambda cluster: places.check_space(cluster, run, 300_000, 4)))
-    assert found.state == "failed" and "training.keep_checkpoints" in found.remedy
+    finding = only(as_ranks(lambda cluster: places.check_space(cluster, run, 300_000, 4)))
+    assert finding.state == "failed" and "training.keep_checkpoints" in finding.remedy
     assert only(as_ranks(lambda cluster: places.check_space(cluster, run, 250_000, 4))).state == "ok"
     full = only(as_ranks(lambda cluster: places.check_write_speed(cluster, run, None), nodes=["a"]))
     assert full.state == "failed" and "No space left" in full.found

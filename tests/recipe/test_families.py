@@ -69,13 +69,13 @@ def family(request, tmp_path_factory) -> Family:
 
 @every_family
 def test_auxiliary_states_are_the_familys_own(family):
-    (found,) = family.target.prefill([family.ids])
+    (states,) = family.target.prefill([family.ids])
     expected = family.own_outputs().hidden_states
     assert len(expected) == LAYERS + 1
-    for layer, aux in zip(family.target.aux_layers, found.aux.chunk(3, dim=-1), strict=True):
+    for layer, aux in zip(family.target.aux_layers, states.aux.chunk(3, dim=-1), strict=True):
         assert torch.allclose(aux, expected[layer + 1][0], rtol=1e-5, atol=1e-5)
         assert not torch.allclose(aux, expected[layer][0], rtol=1e-2, atol=1e-2)
-    assert torch.allclose(found.teacher.values, expected[-1][0], rtol=1e-5, atol=1e-5)
+    assert torch.allclose(states.teacher.values, expected[-1][0], rtol=1e-5, atol=1e-5)
 
 
 @every_family
@@ -83,8 +83,8 @@ def test_teacher_logits_from_the_stored_head_are_the_familys_own(family):
     (states,) = family.target.prefill([family.ids])
     expected = family.own_outputs().logits[0]
     head = load_target_head(family.folder, dtype="float32")
-    found = head.transform.apply(states.teacher.values @ head.head.T)
-    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+    actual = head.transform.apply(states.teacher.values @ head.head.T)
+    assert (actual - expected).abs().max() <= 1e-4 * expected.abs().max()
     assert torch.equal(states.teacher.argmax, expected.argmax(-1))
     assert torch.allclose(states.teacher.logsumexp, expected.logsumexp(-1), rtol=1e-4)
     assert len(set(states.teacher.argmax.tolist())) > 5  # a model that says little would agree with anything
@@ -112,11 +112,11 @@ def test_a_document_in_chunks_has_the_familys_own_hidden_states_or_is_refused(fa
         with pytest.raises(UserError, match=f"has layers of type {NOT_IN_CHUNKS[family.recipe]}.* set hidden_states"):
             in_chunks()
         return
-    found, expected = in_chunks(), family.own_outputs().hidden_states
-    assert len(found) == -(-len(family.ids) // 16)
-    wanted = torch.cat([expected[layer + 1][0] for layer in family.target.aux_layers], dim=-1)
-    assert torch.allclose(torch.cat([chunk.aux for chunk in found]), wanted, rtol=1e-4, atol=1e-4)
-    assert torch.allclose(torch.cat([chunk.teacher.values for chunk in found]), expected[-1][0], rtol=1e-4, atol=1e-4)
+    chunks, expected = in_chunks(), family.own_outputs().hidden_states
+    assert len(chunks) == -(-len(family.ids) // 16)
+    expected_aux = torch.cat([expected[layer + 1][0] for layer in family.target.aux_layers], dim=-1)
+    assert torch.allclose(torch.cat([chunk.aux for chunk in chunks]), expected_aux, rtol=1e-4, atol=1e-4)
+    assert torch.allclose(torch.cat([chunk.teacher.values for chunk in chunks]), expected[-1][0], rtol=1e-4, atol=1e-4)
 
 
 @every_family
@@ -172,8 +172,8 @@ def assert_rotates_as(rope: RotaryEmbedding, config: Any, family: Family) -> Non
     expected["rope_type"] = scaling.get("rope_type") or scaling.get("type") or "default"
     if "rope_theta" in published:
         expected["rope_theta"] = published["rope_theta"]
-    found = {name: config.rope_parameters.get(name) for name in expected}
-    assert found == expected
+    actual = {name: config.rope_parameters.get(name) for name in expected}
+    assert actual == expected
     own = family.target.decoder.rotary_emb
     frequencies = getattr(own, "full_attention_inv_freq", None)
     frequencies = own.inv_freq if frequencies is None else frequencies

@@ -194,7 +194,7 @@ def test_a_servers_url_may_end_with_a_slash(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("rope", "said"),
+    ("rope", "message"),
     [
         ({"type": "linear", "factor": 4}, "write rope_type"),
         (
@@ -212,8 +212,8 @@ def test_a_servers_url_may_end_with_a_slash(tmp_path):
     ],
     ids=str,
 )
-def test_a_rope_key_that_would_change_nothing_is_refused_with_those_that_do(tmp_path, rope, said):
-    with pytest.raises(UserError, match=f"model.draft.rope_parameters: .*{said}"):
+def test_a_rope_key_that_would_change_nothing_is_refused_with_those_that_do(tmp_path, rope, message):
+    with pytest.raises(UserError, match=f"model.draft.rope_parameters: .*{message}"):
         read(tmp_path, model={"target": "some/model", "draft": {"rope_parameters": rope}})
 
 

@@ -78,11 +78,11 @@ def test_every_published_config_has_a_recipe_but_the_one_without_a_class():
 @every_recipe
 def test_a_recipe_plans_and_fits_on_one_node(name, facts):
     recipe = recipe_of(name)
-    wanted = planned_step(Prospect.of(recipe, facts[name].config), NODE, ZERO2, packed=True)
-    documents, left = divmod(recipe.training.global_batch_size, wanted.sizes.data * recipe.training.accumulation)
+    planned = planned_step(Prospect.of(recipe, facts[name].config), NODE, ZERO2, packed=True)
+    documents, left = divmod(recipe.training.global_batch_size, planned.sizes.data * recipe.training.accumulation)
     assert left == 0
     stream = PlannedStream(documents * recipe.data.max_length, documents, 1.0)
-    assert stream.needs(wanted) <= GPU_BYTES * (1 - RESERVED)
+    assert stream.needs(planned) <= GPU_BYTES * (1 - RESERVED)
 
 
 @every_recipe
@@ -223,9 +223,9 @@ def test_what_a_config_lacks_is_said_in_one_line(config, missing):
 
 def test_a_new_recipe_is_one_that_plans_and_fits(new_recipe, tmp_path):
     out = tmp_path / "mine.yaml"
-    code, said, _ = new_recipe("--target", FAMILIES / "qwen3-8b", "--id", "me/My-Qwen", "--out", out)
+    code, output, _ = new_recipe("--target", FAMILIES / "qwen3-8b", "--id", "me/My-Qwen", "--out", out)
     recipe = load_recipe(out)
-    assert code == 0 and "Qwen3ForCausalLM, 8B parameters" in said
+    assert code == 0 and "Qwen3ForCausalLM, 8B parameters" in output
     assert recipe.model.target == "me/My-Qwen" and recipe.output.dir == Path("runs/my-qwen")
     assert new_recipe("--target", FAMILIES / "qwen3-8b", "--out", out)[0] == 2  # not over what is there
 
@@ -241,8 +241,8 @@ def test_a_target_alone_is_a_valid_recipe(tmp_path):
 
 def test_sizes_that_a_config_leaves_to_its_class_are_named(new_recipe, tmp_path):
     changed("qwen3-8b", hidden_size=None, vocab_size=None)(tmp_path)
-    code, said, _ = new_recipe("--target", tmp_path, "--out", tmp_path / "x.yaml")
-    assert code == 0 and "config.json does not give hidden_size 4,096, vocab_size 151,936" in said
+    code, output, _ = new_recipe("--target", tmp_path, "--out", tmp_path / "x.yaml")
+    assert code == 0 and "config.json does not give hidden_size 4,096, vocab_size 151,936" in output
     published = {name: set(read_facts(str(FAMILIES / name)).assumed) for name in ("gemma-3-27b", "llama-4-scout")}
     assert published == {"gemma-3-27b": {"vocab_size", "max_position_embeddings"}, "llama-4-scout": set()}
 
@@ -253,8 +253,8 @@ def test_a_small_target_is_counted_in_millions(new_recipe, tmp_path):
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": True}
     changed("qwen3-8b", **small, **heads)(tmp_path)
     out = tmp_path / "x.yaml"
-    code, said, _ = new_recipe("--target", tmp_path, "--out", out)
-    assert code == 0 and "Qwen3ForCausalLM, 1.7M parameters" in said
+    code, output, _ = new_recipe("--target", tmp_path, "--out", out)
+    assert code == 0 and "Qwen3ForCausalLM, 1.7M parameters" in output
     text = out.read_text(encoding="utf-8")
     assert "(1.7M parameters)" in text and "# target: 1.7M parameters, 3.3 MB as stored" in text
 
@@ -262,11 +262,11 @@ def test_a_small_target_is_counted_in_millions(new_recipe, tmp_path):
 def test_a_target_of_short_context_is_planned_no_longer_than_that(new_recipe, tmp_path):
     changed("qwen3-8b", max_position_embeddings=2048)(tmp_path)
     out = tmp_path / "x.yaml"
-    code, said, _ = new_recipe("--target", tmp_path, "--out", out)
+    code, output, _ = new_recipe("--target", tmp_path, "--out", out)
     assert code == 0 and load_recipe(out).data.max_length == 2048
     closing = out.read_text(encoding="utf-8").partition(BEGIN)[2]
     assert re.findall(r" GPUs +([\d,]+) tokens", closing) == ["2,048"] * 2 and "at most" not in closing
-    assert ("training.dtype=float32" in said) == (not torch.cuda.is_available())
+    assert ("training.dtype=float32" in output) == (not torch.cuda.is_available())
 
 
 @pytest.mark.parametrize(
@@ -286,9 +286,9 @@ def test_a_target_of_short_context_is_planned_no_longer_than_that(new_recipe, tm
 )
 def test_a_quantised_head_gets_its_targets_own_logits_for_a_teacher(new_recipe, tmp_path, quantised, head, size):
     changed("qwen3-8b", quantization_config=quantised)(tmp_path)
-    code, said, _ = new_recipe("--target", tmp_path, "--out", tmp_path / "x.yaml")
+    code, output, _ = new_recipe("--target", tmp_path, "--out", tmp_path / "x.yaml")
     recipe = load_recipe(tmp_path / "x.yaml")
-    assert code == 0 and (recipe.target.teacher == "logits") == head == ("lm_head is quantised" in said)
+    assert code == 0 and (recipe.target.teacher == "logits") == head == ("lm_head is quantised" in output)
     assert (recipe.model.draft.lm_head == "random") == head
     facts = read_facts(str(tmp_path))
     assert facts.bytes / facts.parameters == pytest.approx(size)
@@ -414,7 +414,7 @@ def test_a_recipe_that_names_an_unknown_architecture_fails_with_what_is_missing(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ((), "name --target"),
         (("--refresh", "absent.yaml"), "no such recipe"),
@@ -426,6 +426,6 @@ def test_a_recipe_that_names_an_unknown_architecture_fails_with_what_is_missing(
         (("--target", FAMILIES / "qwen3-8b", "--table", ROOT / "docs" / "models.md"), "name --target"),
     ],
 )
-def test_mistakes_are_said_in_one_line(new_recipe, arguments, said):
+def test_mistakes_are_said_in_one_line(new_recipe, arguments, message):
     code, _, err = new_recipe(*arguments)
-    assert code == 2 and said in err and "Traceback" not in err
+    assert code == 2 and message in err and "Traceback" not in err

@@ -46,11 +46,11 @@ def targets(tmp_path_factory):
 @pytest.mark.parametrize("tensor", [1, 2])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_capture_equals_transformers_for_every_row_with_prefill_cut_and_whole(targets, tmp_path, family, tensor):
-    model, settings, asked = targets(family), hook_of(tmp_path / "spool"), documents(*LENGTHS)
-    wanted = load_target(model, aux_layers=AUX_LAYERS).prefill(asked)
+    model, settings, prompts = targets(family), hook_of(tmp_path / "spool"), documents(*LENGTHS)
+    expected = load_target(model, aux_layers=AUX_LAYERS).prefill(prompts)
     with capturing_server(model, settings, tensor=tensor) as server, target_behind([server.url], settings) as target:
-        found = target.prefill(asked)
-        for ids, mine, other in zip(asked, found, wanted, strict=True):
+        actual = target.prefill(prompts)
+        for ids, mine, other in zip(prompts, actual, expected, strict=True):
             assert mine.teacher.values.shape == (len(ids), HIDDEN) and mine.aux.shape == (len(ids), 3 * HIDDEN)
             errors = largest_errors(mine, other)
             # argmax may differ where two logits are equal to rounding: then the best two are that near
@@ -63,7 +63,7 @@ def test_capture_equals_transformers_for_every_row_with_prefill_cut_and_whole(ta
 def test_logits_for_a_teacher_are_the_models_own_and_its_columns_meet_on_one_rank(targets, tmp_path):
     """Two ranks, a draft vocabulary of 70 tokens, all but six of them in the first half of the vocabulary: uneven
     shards."""
-    model, asked = targets("llama"), documents(*LENGTHS, seed=3)
+    model, prompts = targets("llama"), documents(*LENGTHS, seed=3)
     ids = torch.cat([torch.arange(2, 130, 2), torch.tensor([140, 141, 200, 201, 254, 255])])
     t2d = torch.zeros(VOCABULARY, dtype=torch.bool)
     t2d[ids] = True
@@ -75,9 +75,9 @@ def test_logits_for_a_teacher_are_the_models_own_and_its_columns_meet_on_one_ran
         vocabulary_digest=vocabulary.digest,
         vocabulary_size=vocabulary.size,
     )
-    wanted = load_target(model, aux_layers=AUX_LAYERS, draft_ids=ids).prefill(asked)
+    expected = load_target(model, aux_layers=AUX_LAYERS, draft_ids=ids).prefill(prompts)
     with capturing_server(model, settings, tensor=2) as server, target_behind([server.url], settings) as target:
-        for mine, other in zip(target.prefill(asked), wanted, strict=True):
+        for mine, other in zip(target.prefill(prompts), expected, strict=True):
             assert (
                 mine.teacher.values.shape == other.teacher.values.shape == (len(other.teacher.argmax), vocabulary.size)
             )
@@ -96,13 +96,13 @@ def llama(targets, tmp_path_factory):
 def test_a_server_that_captures_otherwise_is_refused_with_the_command_that_starts_a_right_one(llama):
     server, settings, _ = llama
     require_capture(server.url, settings, AUX_LAYERS, "COMMAND")
-    for changes, layers, said in (
+    for changes, layers, message in (
         ({"spool": "/elsewhere"}, AUX_LAYERS, "spool"),
         ({"dtype": "bfloat16"}, AUX_LAYERS, "dtype 'float32', but this recipe wants 'bfloat16'"),
         ({"target": "another"}, AUX_LAYERS, "target"),
         ({}, (0, 2, 4), r"aux layers \[1, 2, 4\], but this recipe wants \[0, 2, 4\]"),
     ):
-        with pytest.raises(UserError, match=f"{said}.*start it with: COMMAND"):
+        with pytest.raises(UserError, match=f"{message}.*start it with: COMMAND"):
             require_capture(server.url, settings._replace(**changes), layers, "COMMAND")
     with pytest.raises(UserError, match="does not answer.*start it, for example: COMMAND"):
         require_capture("http://127.0.0.1:9", settings, AUX_LAYERS, "COMMAND")
@@ -110,10 +110,10 @@ def test_a_server_that_captures_otherwise_is_refused_with_the_command_that_start
 
 def test_more_tokens_than_its_cache_holds_wait_and_a_document_that_never_fits_is_refused(llama):
     server, settings, model = llama
-    asked = documents(*[97 + number for number in range(24)], seed=5)  # 2.6k tokens through a cache of 600
-    wanted = load_target(model, aux_layers=AUX_LAYERS).prefill(asked)
+    prompts = documents(*[97 + number for number in range(24)], seed=5)  # 2.6k tokens through a cache of 600
+    expected = load_target(model, aux_layers=AUX_LAYERS).prefill(prompts)
     with target_behind([server.url], settings) as target:
-        for mine, other in zip(target.prefill(asked), wanted, strict=True):
+        for mine, other in zip(target.prefill(prompts), expected, strict=True):
             assert max(largest_errors(mine, other).values()) < ALLOWED
         with pytest.raises(UserError, match="longer than the model.s context"):
             target.prefill(documents(800))
@@ -123,23 +123,23 @@ def test_the_same_prompt_again_gives_every_row_again(llama):
     """A radix cache would skip what it knows."""
     server, settings, model = llama
     (once,) = documents(150, seed=9)
-    wanted = load_target(model, aux_layers=AUX_LAYERS).prefill([once])[0]
+    expected = load_target(model, aux_layers=AUX_LAYERS).prefill([once])[0]
     with target_behind([server.url], settings) as target:
         for mine in target.prefill([once, once, once[:100]]):
             rows = len(mine.teacher.values)
-            assert torch.allclose(mine.aux, wanted.aux[:rows], atol=3e-5), "rows of another place"
+            assert torch.allclose(mine.aux, expected.aux[:rows], atol=3e-5), "rows of another place"
 
 
 def test_a_spool_with_room_for_two_documents_passes_twenty_and_is_never_fuller(llama):
     server, settings, _ = llama
-    asked = documents(*[60] * 20, seed=11)
+    prompts = documents(*[60] * 20, seed=11)
     size = 60 * (4 * 4 * HIDDEN + 13) + 4096
     with target_behind([server.url], settings, most_bytes=2 * size + 100) as target:
         fullest = 0
-        for place, parts in target.arriving(asked):
-            held = [file.stat().st_size for file in target.producer.spool.path.glob("shard-*.safetensors")]
-            fullest = max(fullest, sum(held))
-            assert sum(len(part.teacher.values) for part in parts) == len(asked[place])
+        for place, parts in target.arriving(prompts):
+            sizes = [file.stat().st_size for file in target.producer.spool.path.glob("shard-*.safetensors")]
+            fullest = max(fullest, sum(sizes))
+            assert sum(len(part.teacher.values) for part in parts) == len(prompts[place])
         assert 0 < fullest <= 2 * size + 2048, "but for the tables of its chunks"
         assert left_in(target.producer.spool.path) == ["owner.lock"]
 

@@ -44,7 +44,7 @@ def in_sglang(*command: str) -> list | dict:
 
 
 @pytest.fixture(scope="module")
-def said(topology, tmp_path_factory) -> dict[str, tuple[int, str]]:
+def verdicts(topology, tmp_path_factory) -> dict[str, tuple[int, str]]:
     """By recipe, exit code and line of the check of its export."""
     work, exports = tmp_path_factory.mktemp("runs"), tmp_path_factory.mktemp("exports")
     for recipe in with_class():
@@ -55,8 +55,8 @@ def said(topology, tmp_path_factory) -> dict[str, tuple[int, str]]:
 
 
 @pytest.mark.parametrize("recipe", with_class())
-def test_the_draft_of_every_recipe_is_taken_whole(said, recipe):
-    code, line = said[recipe]
+def test_the_draft_of_every_recipe_is_taken_whole(verdicts, recipe):
+    code, line = verdicts[recipe]
     assert code == 0, line
     assert "takes all 15 tensors" in line
 
@@ -76,14 +76,14 @@ def test_the_targets_that_take_a_draft_are_those_that_sglang_has(registry, recip
 def test_captured_hidden_states_are_those_of_transformers(recipe, tmp_path):
     model, settings = make_family_target(recipe, tmp_path / "target"), hook_of(tmp_path / "spool")
     generator = torch.Generator().manual_seed(1)
-    asked = [torch.randint(3, VOCABULARY, (length,), generator=generator) for length in (17, 5, 200, 31)]
+    prompts = [torch.randint(3, VOCABULARY, (length,), generator=generator) for length in (17, 5, 200, 31)]
     own = load_target(model)
-    wanted, layers = own.prefill(asked), own.aux_layers
+    expected, layers = own.prefill(prompts), own.aux_layers
     with (
         capturing_server(model, settings, layers) as server,
         target_behind([server.url], settings, layers, vocab_size=own.vocab_size) as target,
     ):
-        for mine, other in zip(target.prefill(asked), wanted, strict=True):
+        for mine, other in zip(target.prefill(prompts), expected, strict=True):
             errors = largest_errors(mine, other)
             assert errors.pop("argmax") == 0 and max(errors.values()) < ALLOWED, errors
 
@@ -95,8 +95,8 @@ def test_sglang_rotates_every_draft_as_training_does_at_the_size_of_the_model(tm
         draft = Prospect.of(read, target).shape
         (tmp_path / recipe).mkdir()
         (tmp_path / recipe / "config.json").write_text(json.dumps(draft.to_json("bfloat16")))
-    found = in_sglang("tests/support/rotation_worker.py", *(str(tmp_path / recipe) for recipe in with_class()))
-    assert {recipe: of_recipe["apart"] for recipe, of_recipe in found.items()} == dict.fromkeys(with_class(), None)
+    results = in_sglang("tests/support/rotation_worker.py", *(str(tmp_path / recipe) for recipe in with_class()))
+    assert {recipe: of_recipe["apart"] for recipe, of_recipe in results.items()} == dict.fromkeys(with_class(), None)
 
 
 def test_the_rotation_at_the_last_of_a_million_positions_is_sglangs_bit_for_bit(tmp_path):
@@ -122,6 +122,6 @@ def test_the_rotation_at_the_last_of_a_million_positions_is_sglangs_bit_for_bit(
         (tmp_path / name).mkdir()
         draft = DraftConfig(**sizes, **heads, rope_parameters=rope)
         (tmp_path / name / "config.json").write_text(json.dumps(draft.to_json("float32")))
-    found = in_sglang("tests/support/rotation_worker.py", *(str(tmp_path / name) for name in ropes))
-    assert {name: each["differing"] for name, each in found.items()} == dict.fromkeys(ropes, 0)
-    assert max(each["error"] for each in found.values()) < 1 / 16
+    results = in_sglang("tests/support/rotation_worker.py", *(str(tmp_path / name) for name in ropes))
+    assert {name: each["differing"] for name, each in results.items()} == dict.fromkeys(ropes, 0)
+    assert max(each["error"] for each in results.values()) < 1 / 16

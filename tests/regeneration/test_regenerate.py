@@ -205,12 +205,12 @@ def settings(**changes) -> Generation:
 
 
 def ask(
-    out: Path, rows: list[dict], *servers: Server, concurrency: int = 4, timeout: float = 20, said=None, **changes
+    out: Path, rows: list[dict], *servers: Server, concurrency: int = 4, timeout: float = 20, lines=None, **changes
 ) -> Summary:
     source = write(out.with_name("prompts.jsonl"), *rows)
     conversations = read_conversations([source])
     generation = settings(**changes)
-    patience, report = (0.01, 0.02, 0.05), (said if said is not None else []).append
+    patience, report = (0.01, 0.02, 0.05), (lines if lines is not None else []).append
     with AnswerFile(out, asdict(generation)) as file:
         endpoints = [
             Endpoint(url, None, generation.model, concurrency=concurrency, timeout=timeout, patience=patience)
@@ -246,16 +246,19 @@ def test_the_last_turn_alone_is_asked_for_after_the_original_ones(tmp_path, serv
 @pytest.mark.parametrize("turns", ["all", "last"])
 def test_a_prompt_without_an_answer_gets_one_and_a_greeting_that_opens_stays(tmp_path, server, turns):
     prompt, greeted = [user("one")], [assistant("Hello!"), user("two"), assistant("old")]
-    found = answers(tmp_path, server, {"messages": prompt}, {"messages": greeted}, turns=turns)
-    assert found == [[user("one"), assistant("A1 to one")], [assistant("Hello!"), user("two"), assistant("A2 to two")]]
+    messages = answers(tmp_path, server, {"messages": prompt}, {"messages": greeted}, turns=turns)
+    assert messages == [
+        [user("one"), assistant("A1 to one")],
+        [assistant("Hello!"), user("two"), assistant("A2 to two")],
+    ]
 
 
 def test_rows_are_read_back_as_they_are_and_the_same_prompt_is_asked_for_once(tmp_path, server):
     rows = [{"messages": [user("one"), assistant(f"old {number}")]} for number in range(3)]
     summary = ask(tmp_path / "out.jsonl", [*rows, {"messages": [user("two")]}], server)
     assert (summary.answered, summary.repeated, summary.rows, summary.tokens) == (2, 2, 2, 6)
-    found = {one.messages for one in map(Hashable, read_conversations([str(tmp_path / "out.jsonl")]))}
-    assert found == {repr((user(word), assistant(f"A1 to {word}"))) for word in ("one", "two")}
+    talks = {one.messages for one in map(Hashable, read_conversations([str(tmp_path / "out.jsonl")]))}
+    assert talks == {repr((user(word), assistant(f"A1 to {word}"))) for word in ("one", "two")}
     assert all(list(row) == ["id", "messages"] for row in rows_of(tmp_path / "out.jsonl"))
     # a folder with the answers is data: nothing beside them is taken for rows
     (tmp_path / "prompts.jsonl").unlink()
@@ -362,11 +365,11 @@ def test_with_the_last_turn_alone_original_calls_and_results_are_context(tmp_pat
 def test_what_decides_the_answers_is_sent_and_what_is_not_given_is_left_to_the_server(tmp_path, server):
     ask(tmp_path / "a.jsonl", [{"messages": [user("one")]}], server)
     assert server.bodies.pop() == {"model": "tiny", "messages": [user("one")], "max_tokens": 50}
-    given = {"temperature": 0.0, "top_p": 0.9, "seed": 7}
+    sampling = {"temperature": 0.0, "top_p": 0.9, "seed": 7}
     variables = {"enable_thinking": False}
-    ask(tmp_path / "b.jsonl", [{"messages": [user("one")]}], server, **given, template_variables=variables)
+    ask(tmp_path / "b.jsonl", [{"messages": [user("one")]}], server, **sampling, template_variables=variables)
     sent = server.bodies.pop()
-    assert {name: sent[name] for name in given} == given and sent["chat_template_kwargs"] == variables
+    assert {name: sent[name] for name in sampling} == sampling and sent["chat_template_kwargs"] == variables
 
 
 # What is left out
@@ -393,9 +396,9 @@ def test_every_answer_that_is_none_to_learn_from_is_counted_by_reason_and_not_as
     }
     assert summary.left_out == expected and summary.rows == summary.answered == 1
     assert "prompts.jsonl:1: 400: too long by far" in summary.examples["refused by the server"]
-    asked = len(server.bodies)
+    requests = len(server.bodies)
     again = ask(tmp_path / "out.jsonl", rows, server)
-    assert len(server.bodies) == asked and again.left_out == expected and again.rows == 1
+    assert len(server.bodies) == requests and again.left_out == expected and again.rows == 1
     assert (again.answered, again.earlier) == (0, 8)
 
 
@@ -463,16 +466,16 @@ def test_a_slow_answer_is_a_failure_after_the_time_limit(tmp_path):
 
 
 def test_an_endpoint_that_dies_is_named_and_the_other_does_its_work(tmp_path, server):
-    said = []
+    lines = []
     with serving(Server(seconds=0.01)) as dying:
         rows = [{"messages": [user(f"prompt {number}")]} for number in range(80)]
         dying.dies_after = 10
         server.seconds = 0.03
-        summary = ask(tmp_path / "out.jsonl", rows, dying, server, said=said)
+        summary = ask(tmp_path / "out.jsonl", rows, dying, server, lines=lines)
     assert summary.rows == summary.answered == 80 and server.bodies
     prompts = sorted(row["messages"][0]["content"] for row in rows_of(tmp_path / "out.jsonl"))
     assert prompts == sorted(f"prompt {number}" for number in range(80))
-    assert len(said) == 1 and said[0].startswith(f"{dying.url}/v1 is left out: ")
+    assert len(lines) == 1 and lines[0].startswith(f"{dying.url}/v1 is left out: ")
     assert len(dying.bodies) > 10
 
 
@@ -508,12 +511,12 @@ def test_an_endpoint_that_died_while_it_waited_for_work_puts_it_back(tmp_path, s
 
 
 def test_an_endpoint_that_comes_back_with_another_model_is_left_out(tmp_path, server):
-    said = []
+    lines = []
     with serving(Server()) as other:
         rows = [{"messages": [user(word)]} for word in ("FAILTWICE now", *(f"prompt {number}" for number in range(6)))]
         server.model = "replaced"
-        summary = ask(tmp_path / "out.jsonl", rows, server, other, concurrency=1, said=said)
-    assert summary.rows == 7 and said == [f"{server.url}/v1 is left out: it now serves replaced"]
+        summary = ask(tmp_path / "out.jsonl", rows, server, other, concurrency=1, lines=lines)
+    assert summary.rows == 7 and lines == [f"{server.url}/v1 is left out: it now serves replaced"]
 
 
 def test_no_more_requests_are_in_flight_than_asked_for_and_no_more_conversations_held(tmp_path):
@@ -577,12 +580,12 @@ def test_after_a_kill_rows_are_neither_lost_nor_doubled_and_the_key_is_seen_nowh
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         assert code == 2 and "another process writes it; wait for it" in second
-        said = process.stdout.read()
+        output = process.stdout.read()
         process.stdout.close()
 
         whole = out.read_bytes()
-        kept = whole[: whole.rindex(b"\n") + 1]
-        out.write_bytes(kept + b'{"id": "torn", "mess')
+        intact = whole[: whole.rindex(b"\n") + 1]
+        out.write_bytes(intact + b'{"id": "torn", "mess')
         server.bodies.clear()
         server.seconds = 0.0
         monkeypatch.delenv("OPENAI_API_KEY")
@@ -590,8 +593,8 @@ def test_after_a_kill_rows_are_neither_lost_nor_doubled_and_the_key_is_seen_nowh
         code, resumed = called_here(*words, "--api-key-file", str(tmp_path / "key"))
         (tmp_path / "key").unlink()
         assert code == 0 and f"data.train=[{out}]" in resumed and "400: too long by far, Bearer [key]" in resumed
-        assert out.read_bytes().startswith(kept), "what was there stays as it was"
-        assert len(server.bodies) == 61 - kept.count(b"\n"), "asked for what was missing and no more"
+        assert out.read_bytes().startswith(intact), "what was there stays as it was"
+        assert len(server.bodies) == 61 - intact.count(b"\n"), "asked for what was missing and no more"
         prompts = [row["messages"][0]["content"] for row in rows_of(out)]
         assert sorted(prompts) == sorted(f"prompt {number}" for number in range(60))
         summary = json.loads((tmp_path / "out.jsonl.record" / "summary.json").read_text())
@@ -606,15 +609,15 @@ def test_after_a_kill_rows_are_neither_lost_nor_doubled_and_the_key_is_seen_nowh
         code, wrong = called_here(*words)
         assert code == 2 and "no endpoint can be used" in wrong and "401" in wrong and "--api-key-file" in wrong
     texts = [file.read_text() for file in tmp_path.rglob("*") if file.is_file()]
-    assert not any(KEY in text for text in [*texts, said, second, resumed, other, wrong])
+    assert not any(KEY in text for text in [*texts, output, second, resumed, other, wrong])
 
 
 def test_a_dead_endpoint_at_the_start_is_named_and_last_turn_supervision_is_recommended(tmp_path, server, called_here):
     source = write(tmp_path / "prompts.jsonl", {"messages": TALK})
     words = ("--data", source, "--out", str(tmp_path / "out.jsonl"), "--turns", "last")
-    code, said = called_here(*words, "--endpoint", "http://127.0.0.1:9", server.url)
-    assert code == 0 and "warning: http://127.0.0.1:9/v1 is left out: ConnectError" in said
-    assert "data.supervise=last_turn" in said and "1 rows of 1 conversations" in said
+    code, output = called_here(*words, "--endpoint", "http://127.0.0.1:9", server.url)
+    assert code == 0 and "warning: http://127.0.0.1:9/v1 is left out: ConnectError" in output
+    assert "data.supervise=last_turn" in output and "1 rows of 1 conversations" in output
 
 
 def test_a_run_with_failures_ends_with_exit_code_1_and_one_without_a_row_with_2(
@@ -622,24 +625,24 @@ def test_a_run_with_failures_ends_with_exit_code_1_and_one_without_a_row_with_2(
 ):
     words = ("--out", str(tmp_path / "out.jsonl"), "--endpoint", server.url)
     source = write(tmp_path / "prompts.jsonl", *({"messages": [user(word)]} for word in ("one", "FAIL")))
-    code, said = called_here("--data", source, *words)
-    assert code == 1 and "1 failed" in said
+    code, output = called_here("--data", source, *words)
+    assert code == 1 and "1 failed" in output
     source = write(tmp_path / "text.jsonl", {"text": "No turns."})
-    code, said = called_here("--data", source, "--out", str(tmp_path / "none.jsonl"), "--endpoint", server.url)
-    assert code == 2 and "has no row" in said and "1 left out: plain text" in said
+    code, output = called_here("--data", source, "--out", str(tmp_path / "none.jsonl"), "--endpoint", server.url)
+    assert code == 2 and "has no row" in output and "1 left out: plain text" in output
 
 
 def test_malformed_rows_are_listed_before_anything_is_asked_for_or_left_out_and_counted(tmp_path, server, called_here):
     source = tmp_path / "prompts.jsonl"
     source.write_text(json.dumps({"messages": [user("one")]}) + '\n\n[1]\n{"messages": [\n')
     words = ("--data", str(source), "--out", str(tmp_path / "out.jsonl"), "--endpoint", server.url)
-    code, said = called_here(*words)
+    code, output = called_here(*words)
     assert code == 2 and not server.bodies
-    assert f"error: {source}: 2 of 3 rows read are malformed" in said
-    assert f"  {source}:3: the row is [1]" in said and f"  {source}:4: not valid JSON" in said
-    assert said.endswith("  fix them, or leave malformed rows out with --malformed drop\n")
-    code, said = called_here(*words, "--malformed", "drop")
-    assert code == 0 and f"1 left out: malformed row (not an object) (first {source}:3)" in said
+    assert f"error: {source}: 2 of 3 rows read are malformed" in output
+    assert f"  {source}:3: the row is [1]" in output and f"  {source}:4: not valid JSON" in output
+    assert output.endswith("  fix them, or leave malformed rows out with --malformed drop\n")
+    code, output = called_here(*words, "--malformed", "drop")
+    assert code == 0 and f"1 left out: malformed row (not an object) (first {source}:3)" in output
     summary = json.loads((tmp_path / "out.jsonl.record" / "summary.json").read_text())
     assert (summary["read"], summary["rows"], sum(summary["left_out"].values())) == (1, 1, 2)
 
@@ -687,19 +690,19 @@ def test_every_mistake_is_one_line_with_the_value_and_the_remedy(tmp_path, serve
         ({"--api-key-file": str(tmp_path / "key")}, "write the key alone into it"),
     ]
     for changes, expected in cases:
-        code, said = called_here(*(word for pair in (good | changes).items() for word in pair))
-        lines = said.splitlines()
-        assert code == 2 and lines[-1].startswith("error: ") and expected in lines[-1], (changes, said)
-        assert len(lines) == 1 and "two words" not in said and "secret" not in said, said
+        code, output = called_here(*(word for pair in (good | changes).items() for word in pair))
+        lines = output.splitlines()
+        assert code == 2 and lines[-1].startswith("error: ") and expected in lines[-1], (changes, output)
+        assert len(lines) == 1 and "two words" not in output and "secret" not in output, output
 
 
 def test_the_key_of_the_environment_does_not_travel_in_the_clear(tmp_path, server, called_here, monkeypatch):
     words = ("--data", write(tmp_path / "a.jsonl", {"messages": TALK}), "--out", str(tmp_path / "out.jsonl"))
     far = (*words, "--endpoint", server.url, "http://192.0.2.1:9")
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    code, said = called_here(*far)
-    assert code == 2 and "OPENAI_API_KEY: would go unencrypted to http://192.0.2.1:9/v1; unset it, or give" in said
-    assert KEY not in said and not server.bodies
+    code, output = called_here(*far)
+    assert code == 2 and "OPENAI_API_KEY: would go unencrypted to http://192.0.2.1:9/v1; unset it, or give" in output
+    assert KEY not in output and not server.bodies
     monkeypatch.setattr("eagle3.regeneration.endpoint.PROBE_SECONDS", 0.1)
     (tmp_path / "key").write_text(KEY)
     assert called_here(*far, "--api-key-file", str(tmp_path / "key"))[0] == 0
@@ -720,8 +723,8 @@ def test_endpoints_of_unlike_models_are_refused_and_v1_may_be_written(server):
 def test_a_file_locked_by_another_is_left_as_it_is(tmp_path):
     out = tmp_path / "out.jsonl"
     out.write_bytes(b'{"id": "torn')
-    with out.open("rb") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+    with out.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(UserError, match="another process writes it; wait for it, or name another file"):
             AnswerFile(out, {})
     assert out.read_bytes() == b'{"id": "torn'

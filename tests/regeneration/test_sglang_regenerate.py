@@ -55,8 +55,8 @@ def greedy(folder, messages: list[dict]) -> tuple[str, bool]:
     """What transformers decodes after these messages, and whether it came to an end."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    given = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
-    tokens = model.generate(**given, max_new_tokens=NEW_TOKENS, do_sample=False)[0, given["input_ids"].shape[1] :]
+    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
+    tokens = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)[0, inputs["input_ids"].shape[1] :]
     ended = tokens[-1].item() == tokenizer.eos_token_id
     return tokenizer.decode(tokens, skip_special_tokens=True), ended
 
@@ -78,9 +78,9 @@ def test_answers_are_the_greedy_decoding_of_the_target_and_training_supervises_e
         monkeypatch.setattr(sys, "argv", ["regenerate.py", *map(str, words)])
         with pytest.raises(SystemExit) as ended:
             runpy.run_path(str(LAUNCHERS / "regenerate.py"), run_name="__main__")
-        said, mistakes = capfd.readouterr()
-        assert ended.value.code == 0, said + mistakes
-        return said
+        stdout, mistakes = capfd.readouterr()
+        assert ended.value.code == 0, stdout + mistakes
+        return stdout
 
     with cpu_environment(), SGLangServer(options(target)) as server:
         first = regenerate(server.url)
@@ -99,7 +99,7 @@ def test_answers_are_the_greedy_decoding_of_the_target_and_training_supervises_e
     assert row.messages[-1]["content"] not in ("", "Yes.")
 
     answered = [json.loads(line) for line in content.splitlines()]
-    wanted, truncated = {}, 0
+    expected, truncated = {}, 0
     for row in rows[:PROMPTS]:
         messages, whole = [], True
         for message in row["messages"]:
@@ -109,9 +109,9 @@ def test_answers_are_the_greedy_decoding_of_the_target_and_training_supervises_e
             messages.append(message)
         truncated += not whole
         if whole:
-            wanted[messages[0]["content"]] = messages
-    assert len(wanted) >= PROMPTS - 2, "the target has learnt to end its answers"
-    assert {row["messages"][0]["content"]: row["messages"] for row in answered} == wanted
+            expected[messages[0]["content"]] = messages
+    assert len(expected) >= PROMPTS - 2, "the target has learnt to end its answers"
+    assert {row["messages"][0]["content"]: row["messages"] for row in answered} == expected
     summary = json.loads((tmp_path / "answers.jsonl.record" / "summary.json").read_text())
     counts = {"refused by the server": 1} | ({"truncated at the length limit": truncated} if truncated else {})
     assert summary["left_out"] == counts and "1 left out: refused by the server" in first

@@ -48,7 +48,7 @@ class Page(HTMLParser):
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)
-        self.open, self.elements, self.said = [], [], ""
+        self.open, self.elements, self.text = [], [], ""
         self.feed(text)
         self.close()
         assert not self.open, self.open
@@ -63,7 +63,7 @@ class Page(HTMLParser):
 
     def handle_data(self, text):
         if not {"style", "script"} & {*self.open}:
-            self.said += text
+            self.text += text
 
     def all(self, tag):
         return [attributes for name, attributes in self.elements if name == tag]
@@ -74,7 +74,7 @@ def run(tmp_path):
     return write_run(tmp_path / "mine")
 
 
-def said(folder):
+def render(folder):
     """The page, without the charts' files, which take longer."""
     run = read_run(folder.path)
     folder.report.write_text(page_of(run, list(charts(run))), encoding="utf-8")
@@ -82,18 +82,18 @@ def said(folder):
 
 
 def test_the_page_has_the_runs_numbers_and_every_chart_as_a_file_too(run):
-    page = said(run)
+    page = render(run)
     text = run.report.read_text(encoding="utf-8")
     assert write_report(run.path) == run.report and run.report.read_text(encoding="utf-8") == text
     for number in ("2.77", "1.80", "800k", "320k supervised", "98.70%", "untrained 1.00", "10,100", "TTT", "8,192"):
-        assert number in page.said or any(number in chart["aria-label"] for chart in page.all("svg")), number
+        assert number in page.text or any(number in chart["aria-label"] for chart in page.all("svg")), number
     assert {path.stem for path in run.charts.glob("*.png")} == CHARTS and len(page.all("svg")) == len(CHARTS)
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in run.charts.glob("*.png"))
 
 
 def test_a_curve_goes_through_the_runs_numbers_and_the_legend_has_its_last(run):
     """Each point's place in the drawing, by the places of the axes' named ticks, is its value in metrics.jsonl."""
-    said(run)
+    render(run)
     text = run.report.read_text(encoding="utf-8")
     figure = re.search(r"<h3>Gradient norm</h3>.*?</figure>", text, re.DOTALL)[0]
     norms = [record["gradient_norm"] for record in metrics(run.path)]
@@ -102,26 +102,26 @@ def test_a_curve_goes_through_the_runs_numbers_and_the_legend_has_its_last(run):
     slope, origin = np.polyfit(places, values, 1)
     drawn = [float(y) for y in re.search(r'data-y="([^"]*)"', figure)[1].split(" ")]
     assert np.exp(slope * np.array(drawn) + origin) == pytest.approx(norms, rel=0.02)
-    told = re.search(r'data-values="([^"]*)"', figure)[1].split(";")
-    assert [float(value) for value in told] == pytest.approx(norms, rel=1e-3)
-    assert f"optimiser step <b>{STEPS}</b>" in figure and f"<b>{told[-1]}</b>" in figure
+    labels = re.search(r'data-values="([^"]*)"', figure)[1].split(";")
+    assert [float(value) for value in labels] == pytest.approx(norms, rel=1e-3)
+    assert f"optimiser step <b>{STEPS}</b>" in figure and f"<b>{labels[-1]}</b>" in figure
 
 
 def test_every_chart_of_training_says_what_its_number_is(run):
-    page = said(run)
-    for told in (
+    page = render(run)
+    for text in (
         "each weighted 0.8 times the one before, summed",
         "Each TTT step's own loss, without a weight",
         "accepted drafts in the step lines. An acceptance length also counts the target's own token: it is 1 more.",
         "Probability that sampling at temperature 1 accepts the draft of each TTT step",
     ):
-        assert told in page.said, told
+        assert text in page.text, text
 
 
 def test_the_key_numbers_are_there_to_be_pasted(run):
     write_report(run.path)
     text = run.summary.read_text(encoding="utf-8")
-    assert text in said(run).said
+    assert text in render(run).text
     cells = [re.split(r" ?\| ?", line)[1:-1] for line in text.splitlines()]
     assert cells[0] == ["mine", ""] and cells[1] == ["---", "---"] and {len(row) for row in cells} == {2}
     rows = dict(cells[2:])
@@ -136,13 +136,13 @@ def test_a_run_with_hardly_any_numbers_has_its_summary_too(run):
     change(run.run, versions={"torch": f"a | b {HOSTILE}"})
     for path in (run.metrics, run.evaluation, run.by_context):
         path.unlink()
-    page = said(run)
-    assert r"| versions | torch a \| b \<script\>alert(1)\</script\> |" in page.said
-    assert "acceptance length |" not in page.said and len(page.all("svg")) == 1  # of the sample lengths
+    page = render(run)
+    assert r"| versions | torch a \| b \<script\>alert(1)\</script\> |" in page.text
+    assert "acceptance length |" not in page.text and len(page.all("svg")) == 1  # of the sample lengths
 
 
 def test_the_page_is_well_formed_and_loads_nothing(run):
-    page, text = said(run), run.report.read_text(encoding="utf-8")
+    page, text = render(run), run.report.read_text(encoding="utf-8")
     assert len(text) < 2_000_000
     assert not page.all("link") and "url(" not in text and "@import" not in text
     for _, attributes in page.elements:
@@ -162,14 +162,14 @@ def test_the_page_is_well_formed_and_loads_nothing(run):
 def test_text_from_data_is_escaped_wherever_it_stands(run):
     run.recipe.write_text(yaml.safe_dump({"model": {"target": HOSTILE}}), encoding="utf-8")
     change(run.run, versions={"torch": HOSTILE})
-    page = said(run)
+    page = render(run)
     assert HOSTILE not in run.report.read_text(encoding="utf-8")
     # in an example's tokens and its prompt (twice each), a reason, the recipe, a version; the header has the hub's id
-    assert page.said.count(HOSTILE) >= 2 + 2 + 1 + 1 + 1
+    assert page.text.count(HOSTILE) >= 2 + 2 + 1 + 1 + 1
 
 
 def test_accepted_rejected_and_own_tokens_are_told_apart(run):
-    text = html.unescape(said(run) and run.report.read_text(encoding="utf-8"))
+    text = html.unescape(render(run) and run.report.read_text(encoding="utf-8"))
     answer = "<b>A</b><ins> red</ins><ins> square</ins><ins> on</ins><del>↵</del><b> grey</b>"
     assert text.count(answer) == 2  # both examples
 
@@ -181,12 +181,12 @@ def test_what_a_run_folder_lacks_is_named_and_the_rest_is_shown(run, name):
     if name == "all but recipe":
         for path in (run.metrics, run.run, run.evaluation, run.by_context, run.export / "config.json"):
             path.unlink()
-        assert set(re.findall(r"(\S+\.jsonl?): ", said(run).said)) >= {"metrics.jsonl", "run.json", "evaluation.json"}
+        assert set(re.findall(r"(\S+\.jsonl?): ", render(run).text)) >= {"metrics.jsonl", "run.json", "evaluation.json"}
         return
     path = run.path / name if "/" in name else getattr(run, name)
     path.unlink()
-    page = said(run)
-    assert f"{path.relative_to(run.path)}: " in page.said
+    page = render(run)
+    assert f"{path.relative_to(run.path)}: " in page.text
     assert len(page.all("svg")) >= 3
 
 
@@ -199,8 +199,8 @@ def test_numbers_that_are_not_finite_leave_gaps(run):
     lines = [json.dumps(record) for record in records]
     run.metrics.write_text("\n".join([*lines, '{"step": 10, "ki']), encoding="utf-8")  # and a line cut off by a kill
     change(run.by_context, contexts=[by_context([2, 2, 2, 2, 2])["contexts"][0] | {"interval": None}])
-    page = said(run)
-    assert len(page.all("svg")) == len(CHARTS) and "nan" not in page.said
+    page = render(run)
+    assert len(page.all("svg")) == len(CHARTS) and "nan" not in page.text
     assert read_run(run.path).exported["step"] == 300
     # 350 steps of 2,000 tokens at 4,000 a second or so
     assert read_run(run.path).pace.seconds == pytest.approx(175, rel=0.05)
@@ -211,7 +211,7 @@ def test_numbers_of_a_run_gone_wrong_are_drawn_too(run, loss):
     records = [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
     records[7] |= {"loss": loss, "gradient_norm": abs(loss)}
     run.metrics.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    page = said(run)
+    page = render(run)
     assert len(page.all("svg")) == len(CHARTS)
     drawn = " ".join(shape["d"] for shape in page.all("path"))
     assert "nan" not in drawn and "inf" not in drawn and re.search(r"[-\d]\d{4}", drawn) is None
@@ -222,7 +222,7 @@ def test_the_draft_is_described_by_the_step_that_was_exported_not_by_the_best(ru
         for step in (400, 200):  # of two exports, the later one lies there
             file.write(json.dumps({"step": step, "kind": "exported"}) + "\n")
     assert read_run(run.path).exported["step"] == 200
-    assert "at step 200" in said(run).said
+    assert "at step 200" in render(run).text
 
 
 def test_passwords_in_the_recipe_stay_out_of_the_page(run):
@@ -234,10 +234,10 @@ def test_passwords_in_the_recipe_stay_out_of_the_page(run):
     }  # YAML breaks it
     run.recipe.write_text(yaml.safe_dump(recipe), encoding="utf-8")
     write_card(run.path)
-    page = said(run)
+    page = render(run)
     assert all("hunter2" not in path.read_text(encoding="utf-8") for path in (run.report, run.card))
-    assert "http://***@host:30000" in page.said and "https://***@host/own.jsonl" in page.said
-    assert "https://host/states?version=***&token=***" in page.said
+    assert "http://***@host:30000" in page.text and "https://***@host/own.jsonl" in page.text
+    assert "https://host/states?version=***&token=***" in page.text
 
 
 def test_only_their_owner_reads_the_passwords_of_a_recipe_and_run_json_has_none(tmp_path):
@@ -282,7 +282,7 @@ def test_a_damaged_file_is_named_with_its_line(run):
 
 
 @pytest.mark.parametrize(
-    ("file", "values", "said"),
+    ("file", "values", "message"),
     [
         ("evaluation.json", {"acceptance_length": "x"}, "acceptance_length: Input should be a valid number"),
         ("evaluation.json", {"acceptance_length": float("nan")}, "acceptance_length: Input should be a finite number"),
@@ -299,10 +299,10 @@ def test_a_damaged_file_is_named_with_its_line(run):
         ("export/config.json", {"draft_vocab_size": None}, "draft_vocab_size: Input should be a valid integer"),
     ],
 )
-def test_what_cannot_be_is_refused_with_file_key_and_value(report, run, file, values, said):
+def test_what_cannot_be_is_refused_with_file_key_and_value(report, run, file, values, message):
     change(run.path / file, **values)
     code, _, error = report(run.path)
-    assert code == 2 and error.count("\n") == 1 and f"{file}: damaged ({said}" in error and "move it away" in error
+    assert code == 2 and error.count("\n") == 1 and f"{file}: damaged ({message}" in error and "move it away" in error
 
 
 def test_what_is_in_the_way_of_the_report_is_said_in_a_line(report, run):
@@ -316,9 +316,9 @@ def test_what_is_in_the_way_of_the_report_is_said_in_a_line(report, run):
 
 
 def test_the_page_has_acceptance_by_context_in_numbers(run):
-    page = said(run)
-    for told in ("By context, greedy", "2.60 to 2.80", "draft 2", "8k"):
-        assert told in page.said, told
+    page = render(run)
+    for text in ("By context, greedy", "2.60 to 2.80", "draft 2", "8k"):
+        assert text in page.text, text
 
 
 def test_a_folder_that_is_no_run_is_refused_in_one_line(report, tmp_path):
@@ -425,10 +425,10 @@ TROUBLES = {
 def test_what_looks_wrong_is_told_with_its_number_and_the_key_to_change(run, trouble):
     damage, number, key = TROUBLES[trouble]
     damage(run)
-    (found,) = advise(read_run(run.path))
-    assert number in found.finding and key in found.keys
-    page = said(run)
-    assert found.finding in page.said and f"{key}: " in page.said
+    (advice,) = advise(read_run(run.path))
+    assert number in advice.finding and key in advice.keys
+    page = render(run)
+    assert advice.finding in page.text and f"{key}: " in page.text
 
 
 def test_what_was_left_out_is_answered_by_its_reasons_alone(run):
@@ -439,20 +439,20 @@ def test_what_was_left_out_is_answered_by_its_reasons_alone(run):
     }
     for kind, (remedy, keys) in remedies.items():
         _with_started(run, prepared=_prepared(dropped={"a reason": 60}, kinds={"a reason": kind}))
-        (found,) = advise(read_run(run.path))
-        assert remedy in found.change and set(found.keys) == keys
+        (advice,) = advise(read_run(run.path))
+        assert remedy in advice.change and set(advice.keys) == keys
     _with_started(run, prepared=_prepared(60, dropped={"a reason": 9}, kinds={"a reason": "malformed"}))
-    (found,) = advise(read_run(run.path))
-    assert {"data.malformed", "data.max_length"} <= set(found.keys) and "unusable" not in found.change
+    (advice,) = advise(read_run(run.path))
+    assert {"data.malformed", "data.max_length"} <= set(advice.keys) and "unusable" not in advice.change
 
 
 def test_malformed_rows_and_empty_answers_stand_in_the_section_on_data(run):
-    assert "empty answers–" in said(run).said.replace("\n", ""), "a run from before did not count them"
+    assert "empty answers–" in render(run).text.replace("\n", ""), "a run from before did not count them"
     left_out = {"malformed row (unknown role)": 310}
     _with_started(run, prepared={"rows": 1000, "truncated": 0, "dropped": left_out, "empty_answers": 4711})
-    page = said(run)
-    assert "4,711" in page.said and "Dropped (training): 310 for malformed row (unknown role)." in page.said
-    assert "data.malformed" in page.said
+    page = render(run)
+    assert "4,711" in page.text and "Dropped (training): 310 for malformed row (unknown role)." in page.text
+    assert "data.malformed" in page.text
 
 
 def test_a_fall_that_chance_explains_is_no_advice(run):
@@ -463,10 +463,10 @@ def test_a_fall_that_chance_explains_is_no_advice(run):
 def in_browser(tmp_path, page, width, script):
     """What `script` makes of the page in a frame of this width, in which it is `page`: its value as text."""
     frame = f'<iframe id="f" style="border:0;width:{width}px;height:900px" srcdoc="{html.escape(page)}"></iframe>'
-    asked = f"""<script>onload = () => {{ const page = document.getElementById("f").contentDocument;
+    probe = f"""<script>onload = () => {{ const page = document.getElementById("f").contentDocument;
       {script} }};</script>"""
     outer = tmp_path / "frame.html"
-    outer.write_text(f'<!doctype html><meta charset="utf-8"><title></title>{frame}{asked}', encoding="utf-8")
+    outer.write_text(f'<!doctype html><meta charset="utf-8"><title></title>{frame}{probe}', encoding="utf-8")
     options = [
         "--headless=new",
         "--no-sandbox",
@@ -485,7 +485,7 @@ def test_the_page_does_not_scroll_sideways(run, tmp_path, width):
     change(run.run, versions={"a-package": "x" * 300})
     recipe = run.recipe.read_text(encoding="utf-8")
     run.recipe.write_text(recipe + f"about: {'y' * 400}\n", encoding="utf-8")
-    said(run)
+    render(run)
     page = run.report.read_text(encoding="utf-8").replace("<details", "<details open")
     script = 'const root = page.scrollingElement; document.title = root.clientWidth + " " + root.scrollWidth;'
     visible, whole = map(int, in_browser(tmp_path, page, width, script).split())
@@ -494,7 +494,7 @@ def test_the_page_does_not_scroll_sideways(run, tmp_path, width):
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed here")
 def test_a_chart_tells_step_and_values_under_the_pointer_and_by_keys_and_no_other_script_runs(run, tmp_path):
-    said(run)
+    render(run)
     page = run.report.read_text(encoding="utf-8")
     page = page.replace("</main>", "</main><script>document.body.textContent = 'gone'</script>")  # as if injected
     script = """
@@ -551,8 +551,8 @@ def trained(tmp_path_factory, topology):
 
 def test_a_run_writes_down_what_it_is_made_of(trained):
     folder = RunFolder(trained.output.dir)
-    found = json.loads(folder.run.read_text(encoding="utf-8"))
-    train_set, held_out = found["data"]["train"], found["data"]["held_out"]
+    record = json.loads(folder.run.read_text(encoding="utf-8"))
+    train_set, held_out = record["data"]["train"], record["data"]["held_out"]
     prepared = train_set["prepared"]
     assert (prepared["rows"], prepared["kept"], prepared["truncated"]) == (40, 39, 0)
     assert list(prepared["dropped"].values()) == [1] and prepared["empty_answers"] == 0
@@ -561,9 +561,9 @@ def test_a_run_writes_down_what_it_is_made_of(trained):
         assert sum(part["lengths"]["counts"]) == part["samples"]
         assert 0 < part["supervised"] < part["tokens"] <= part["samples"] * part["longest"]
     tensors = read_exported(folder.export)  # which the card beside it does not disturb
-    assert found["draft"]["parameters"] == sum(tensor.numel() for tensor in tensors.weights.values())
-    assert found["memory"]["estimate_gib"] > 0 and found["steps"] == 4 and not found["continues"]
-    assert "/" not in json.dumps(found["target"]) and found["target"]["hub_id"] is None
+    assert record["draft"]["parameters"] == sum(tensor.numel() for tensor in tensors.weights.values())
+    assert record["memory"]["estimate_gib"] > 0 and record["steps"] == 4 and not record["continues"]
+    assert "/" not in json.dumps(record["target"]) and record["target"]["hub_id"] is None
 
 
 def test_a_run_ends_with_its_report_and_its_card(trained):
@@ -571,14 +571,14 @@ def test_a_run_ends_with_its_report_and_its_card(trained):
     page = Page(folder.report.read_text(encoding="utf-8"))
     assert len(page.all("svg")) == len(CHARTS - {"contexts"})  # its few positions say nothing by context
     judged = json.loads(folder.evaluation.read_text(encoding="utf-8"))
-    assert f"{judged['acceptance_length']:.2f}" in page.said and "Acceptance length" in page.said
+    assert f"{judged['acceptance_length']:.2f}" in page.text and "Acceptance length" in page.text
     assert judged["position_acceptance"] and f"{judged['acceptance_length']:.2f}" in folder.card.read_text(
         encoding="utf-8"
     )
 
 
 @pytest.mark.parametrize(
-    ("raised", "told"),
+    ("raised", "message"),
     [
         (UserError("the judge: refuses"), "the judge: refuses"),
         (
@@ -587,7 +587,7 @@ def test_a_run_ends_with_its_report_and_its_card(trained):
         ),
     ],
 )
-def test_a_judge_that_refuses_costs_no_report(trained, topology, monkeypatch, raised, told):
+def test_a_judge_that_refuses_costs_no_report(trained, topology, monkeypatch, raised, message):
     folder = RunFolder(trained.output.dir)
     folder.report.unlink()
     folder.card.unlink()
@@ -597,7 +597,7 @@ def test_a_judge_that_refuses_costs_no_report(trained, topology, monkeypatch, ra
         raise raised
 
     monkeypatch.setattr("eagle3.jobs.evaluate.judge_export", refuse)
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         train(trained, ZERO2, topology, Resume.YES, console=Console(speaks=False), finish=write_up)
     assert folder.report.exists() and folder.card.exists()
     assert read_run(folder.path).exports == (*exports, exports[-1])
@@ -622,6 +622,6 @@ def test_a_report_that_cannot_be_made_is_told_and_raises_nothing(trained, capsys
     folder.report.rmdir()
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     write_up(folder.path, Console(speaks=True))
-    (told,) = [line for line in capsys.readouterr().out.splitlines() if "no report" in line]
-    assert 'pip install -e ".[report]"' in told and f"launchers/report.py {folder.path}" in told
+    (notice,) = [line for line in capsys.readouterr().out.splitlines() if "no report" in line]
+    assert 'pip install -e ".[report]"' in notice and f"launchers/report.py {folder.path}" in notice
     assert not folder.report.exists() and folder.card.exists()

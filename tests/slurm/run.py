@@ -46,10 +46,10 @@ def claim(holds: object, what: str) -> None:
 def until(happened: Callable[[], object], seconds: float, what: str) -> object:
     """What `happened` returns as soon as that is true; Failed after so many seconds."""
     deadline = time.monotonic() + seconds
-    while not (found := happened()):
+    while not (result := happened()):
         claim(time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}")
         time.sleep(0.5)
-    return found
+    return result
 
 
 class Lab:
@@ -89,10 +89,10 @@ class Lab:
 
     def submit(self, folder: Path, *words: object, script: str = "slurm_multi.sh") -> str:
         """Through the launcher's own submission; the job's number."""
-        done = self.run("bash", ROOT / "launchers" / script, *NODES, *words, folder=folder)
-        found = re.search(r"Submitted batch job (\d+)", done.stdout)
-        claim(found, f"not submitted: {done.stdout}")
-        return found[1]
+        process = self.run("bash", ROOT / "launchers" / script, *NODES, *words, folder=folder)
+        match = re.search(r"Submitted batch job (\d+)", process.stdout)
+        claim(match, f"not submitted: {process.stdout}")
+        return match[1]
 
     def job(self, number: str) -> dict[str, str]:
         """What Slurm says of a job (of an array: of one task)."""
@@ -120,8 +120,8 @@ def two_nodes_follow_one_process(lab: Lab) -> None:
     folder, recipe = lab.case("equal")
     number = lab.submit(folder, "--", recipe, *RING)
     lab.await_end(number, STARTS)
-    done = lab.run("bash", ROOT / "launchers/single_node.sh", recipe, f"output.dir={folder / 'one'}", folder=folder)
-    claim(done.returncode == 0, done.stdout)
+    process = lab.run("bash", ROOT / "launchers/single_node.sh", recipe, f"output.dir={folder / 'one'}", folder=folder)
+    claim(process.returncode == 0, process.stdout)
     two, one = metrics(folder / "run"), metrics(folder / "one")
     claim(len(one) == len(two) == 8, f"{len(one)} and {len(two)} steps")
     for name in ("loss", "gradient_norm"):
@@ -135,18 +135,18 @@ def the_time_limit_changes_no_bit(lab: Lab) -> None:
     folder, recipe = lab.case("limit")
     number = lab.submit(folder, "--time=3", "--signal=B:USR1@40", "--", recipe, *RING, *long)
     lab.await_end(number, 2400)
-    said = (folder / f"slurm-{number}-node0.log").read_text()
-    parts = said.count("stopped by SIGUSR1 after step")
-    claim(parts >= 1 and said.count("resumed after step") == parts, f"{parts} interruptions")
+    log = (folder / f"slurm-{number}-node0.log").read_text()
+    parts = log.count("stopped by SIGUSR1 after step")
+    claim(parts >= 1 and log.count("resumed after step") == parts, f"{parts} interruptions")
     claim(int(lab.job(number)["Restarts"]) == parts, lab.job(number)["Restarts"])
     undisturbed = lab.submit(folder, "--", recipe, *RING, *long, f"output.dir={folder / 'undisturbed'}")
     lab.await_end(undisturbed, 1800)
     runs = [folder / "run", folder / "undisturbed"]
-    found, expected = (load_file(run / "export" / "model.safetensors") for run in runs)
-    claim(found.keys() == expected.keys(), "other weights")
-    claim(all(torch.equal(found[name], expected[name]) for name in expected), "weights differ")
-    found, expected = ([record["loss"] for record in metrics(run)] for run in runs)
-    claim(found == expected and len(found) == 1200, "losses differ")
+    actual, expected = (load_file(run / "export" / "model.safetensors") for run in runs)
+    claim(actual.keys() == expected.keys(), "other weights")
+    claim(all(torch.equal(actual[name], expected[name]) for name in expected), "weights differ")
+    actual, expected = ([record["loss"] for record in metrics(run)] for run in runs)
+    claim(actual == expected and len(actual) == 1200, "losses differ")
 
 
 def a_job_that_never_makes_a_step_is_not_queued_for_ever(lab: Lab) -> None:
@@ -156,9 +156,9 @@ def a_job_that_never_makes_a_step_is_not_queued_for_ever(lab: Lab) -> None:
         lab.await_said(folder / f"slurm-{number}.out", f"part {part}: ", STARTS)
         lab.slurm("scancel", "--batch", "--signal=USR1", number)
     lab.await_end(number, 60, "FAILED")
-    job, said = lab.job(number), (folder / f"slurm-{number}.out").read_text()
+    job, log = lab.job(number), (folder / f"slurm-{number}.out").read_text()
     claim((job["ExitCode"], job["Restarts"]) == ("75:0", "1"), f"{job['ExitCode']} after {job['Restarts']} restarts")
-    claim("error: stopped twice before the first step" in said, said)
+    claim("error: stopped twice before the first step" in log, log)
 
 
 def without_arguments_the_quickstart_is_trained(lab: Lab) -> None:
@@ -203,8 +203,8 @@ def the_doctor_looks_at_both_nodes(lab: Lab) -> None:
     folder, recipe = lab.case("doctor")
     number = lab.submit(folder, "--doctor", "--", recipe)
     lab.await_end(number, STARTS)
-    said = (folder / f"slurm-{number}-node0.log").read_text()
-    claim("nodes: 2 (n1" in said and "sound: " in said, said)
+    log = (folder / f"slurm-{number}-node0.log").read_text()
+    claim("nodes: 2 (n1" in log and "sound: " in log, log)
     claim(not (folder / "run").exists(), "a run was begun")
 
 
@@ -235,17 +235,17 @@ def a_wrong_recipe_takes_no_node(lab: Lab) -> None:
     folder, recipe = lab.case("wrong")
     before = lab.slurm("scontrol", "show", "job", "-o").splitlines()
     for words in (("training.max_stepz=3",), ("parallelism.ulysses=2",), ("parallelism.ring=3",)):
-        done = lab.run("bash", ROOT / "launchers/slurm_multi.sh", *NODES, "--", recipe, *words, folder=folder)
-        told = [line for line in done.stdout.splitlines() if line.startswith("error: ")]
-        claim(done.returncode == 2 and len(told) == 1, f"exit code {done.returncode}: {done.stdout}")
-        claim("Traceback" not in done.stdout, done.stdout)
+        process = lab.run("bash", ROOT / "launchers/slurm_multi.sh", *NODES, "--", recipe, *words, folder=folder)
+        lines = [line for line in process.stdout.splitlines() if line.startswith("error: ")]
+        claim(process.returncode == 2 and len(lines) == 1, f"exit code {process.returncode}: {process.stdout}")
+        claim("Traceback" not in process.stdout, process.stdout)
     claim(len(lab.slurm("scontrol", "show", "job", "-o").splitlines()) == len(before), "a job was made")
     line = ("sbatch", "--parsable", *NODES, ROOT / "launchers/slurm_multi.sh", recipe, "training.max_stepz=3")
     number = lab.run(*line, folder=folder).stdout.strip()
     job = lab.await_end(number, 60, "FAILED")
     claim(job["ExitCode"] == "2:0", job["ExitCode"])
-    told = (folder / f"slurm-{number}.out").read_text().splitlines()
-    claim(len(told) == 1 and told[0].startswith("error: ") and "max_steps" in told[0], told)
+    lines = (folder / f"slurm-{number}.out").read_text().splitlines()
+    claim(len(lines) == 1 and lines[0].startswith("error: ") and "max_steps" in lines[0], lines)
     claim(not list(folder.glob("*node*.log")), "a node was started")
 
 
@@ -255,11 +255,13 @@ def captures_in_an_array_are_one_capture(lab: Lab) -> None:
     number = lab.submit(folder, "--array=1-2", "--", recipe, array, script="slurm_capture.sh")
     lab.await_end(f"{number}_1", 240)
     lab.await_end(f"{number}_2", 240)
-    done = lab.run(sys.executable, ROOT / "launchers/capture.py", "--recipe", recipe, array, "--verify", folder=folder)
-    claim(done.returncode == 0 and "nothing wrong" in done.stdout, done.stdout)
+    process = lab.run(
+        sys.executable, ROOT / "launchers/capture.py", "--recipe", recipe, array, "--verify", folder=folder
+    )
+    claim(process.returncode == 0 and "nothing wrong" in process.stdout, process.stdout)
     one = f"hidden_states.path={folder / 'one'}"
-    done = lab.run(sys.executable, ROOT / "launchers/capture.py", "--recipe", recipe, one, folder=folder)
-    claim(done.returncode == 0, done.stdout)
+    process = lab.run(sys.executable, ROOT / "launchers/capture.py", "--recipe", recipe, one, folder=folder)
+    claim(process.returncode == 0, process.stdout)
     parts, whole = (samples(folder / name) for name in ("array", "one"))
     claim(len(list((folder / "array").glob("shard-*.json"))) > 1, "one shard only: no second task")
     claim(parts.keys() == whole.keys() and len(whole) > 30, f"{len(parts)} and {len(whole)} samples")
@@ -270,15 +272,15 @@ def captures_in_an_array_are_one_capture(lab: Lab) -> None:
 
 def samples(store: Path) -> dict[str, list[torch.Tensor]]:
     """What all shards hold of each sample, by its id (prefilled in other batches, the last bits may be others)."""
-    found = {}
+    contents = {}
     for path in store.glob("shard-*.json"):
         tensors, last = load_file(path.with_suffix(".safetensors")), 0
         for sample in json.loads(path.read_text())["samples"]:
             rows = slice(sample["row"], sample["row"] + sample["tokens"])
             taught = slice(last, last := last + sample["taught"])
             columns = [tensors[name][rows] for name in ("ids", "argmax", "loss_mask", "logsumexp", "aux")]
-            found[sample["id"]] = [*columns, tensors["last"][taught]]
-    return found
+            contents[sample["id"]] = [*columns, tensors["last"][taught]]
+    return contents
 
 
 def a_killed_rank_ends_the_job_within_a_minute_with_the_cause(lab: Lab) -> None:
@@ -290,8 +292,8 @@ def a_killed_rank_ends_the_job_within_a_minute_with_the_cause(lab: Lab) -> None:
     victim.send_signal(signal.SIGKILL)
     job = lab.await_end(number, 60, "FAILED")
     claim(not job["ExitCode"].startswith(("0:", "75:")), job["ExitCode"])
-    said = "".join(path.read_text() for path in folder.glob(f"slurm-{number}*"))
-    claim(f"rank 1 (process {victim.pid} on n2" in said, "the rank is not named")
+    log = "".join(path.read_text() for path in folder.glob(f"slurm-{number}*"))
+    claim(f"rank 1 (process {victim.pid} on n2" in log, "the rank is not named")
     claim("error: exit code" in (folder / f"slurm-{number}.out").read_text(), "no error in the job's log")
 
 

@@ -76,7 +76,7 @@ def documents_of(stream):
 
 def expected_rows(loaded, states):
     """What a LoadedStream must hold, from the states of its stream's documents."""
-    whole = {name: torch.cat([held.named()[name] for held in states]) for name in FIELDS}
+    whole = {name: torch.cat([each.named()[name] for each in states]) for name in FIELDS}
     rows = {"aux": loaded.plan.rows} | dict.fromkeys(FIELDS[1:], loaded.plan.teacher)
     return {name: whole[name][rows[name]] for name in FIELDS}
 
@@ -88,8 +88,8 @@ def test_rows_that_other_ranks_prefilled_arrive_bit_for_bit(outcomes, prefill_al
         for loaded in outcome["alone"]:
             states = [prefill_alone(case.dtype, ids) for ids in documents_of(loaded.stream)]
             for name, rows in expected_rows(loaded, states).items():
-                found = loaded.rows.named()[name]
-                assert found.dtype == rows.dtype and torch.equal(found, rows), name
+                actual = loaded.rows.named()[name]
+                assert actual.dtype == rows.dtype and torch.equal(actual, rows), name
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.dtype == "float32"], ids=lambda case: case.name)
@@ -124,9 +124,9 @@ def stream_groups(case, outcomes):
 @by_case
 def test_each_document_is_prefilled_by_one_rank_of_its_stream(outcomes, case):
     for group in stream_groups(case, outcomes(case.name, case.world)):
-        found = Counter(tuple(ids) for outcome in group for ids in outcome["prefilled"])
+        prefills = Counter(tuple(ids) for outcome in group for ids in outcome["prefilled"])
         streams = [loaded.stream for loaded in group[0]["alone"]]
-        assert found == Counter(tuple(ids.tolist()) for stream in streams for ids in documents_of(stream))
+        assert prefills == Counter(tuple(ids.tolist()) for stream in streams for ids in documents_of(stream))
         shares = [len(outcome["prefilled"]) for outcome in group]
         assert min(shares) > 0 or max(shares) == 1, "a rank is idle only where documents are fewer than ranks"
 
@@ -139,16 +139,16 @@ def test_ranks_that_read_samples_in_different_orders_load_each_of_the_batch_once
             for ours, first in zip(outcome["alone"], group[0]["alone"], strict=True):
                 assert all(torch.equal(getattr(ours.stream, f.name), getattr(first.stream, f.name)) for f in STREAM)
         loaded += group[0]["alone"]
-    found = []
+    actual = []
     for stream in (one.stream for one in loaded):
         masks = stream.supervised.split(torch.bincount(stream.document).tolist())
-        found += [(*ids.tolist(), *mask.tolist()) for ids, mask in zip(documents_of(stream), masks, strict=True)]
+        actual += [(*ids.tolist(), *mask.tolist()) for ids, mask in zip(documents_of(stream), masks, strict=True)]
     expected = []
     for place in case.documents or range(len(LENGTHS)):
         ids, mask = documents[place]
         expected.append((*ids.tolist(), *mask[:-1].tolist(), False))  # a last row is never supervised
-    spare = Counter(found) - Counter(expected)
-    assert not Counter(expected) - Counter(found)
+    spare = Counter(actual) - Counter(expected)
+    assert not Counter(expected) - Counter(actual)
     assert all(len(document) == 2 and not document[1] for document in spare), "one unsupervised token"
     assert spare.total() == max(0, len(loaded) - len(expected))
 
@@ -184,8 +184,8 @@ def test_a_stream_without_supervision_has_a_row_to_run_on_and_no_teacher(outcome
 
 
 def test_agreeing_ranks_hear_nothing(outcomes):
-    for said in outcomes("agreement", 4):
-        assert said["same order"] is None
+    for outcome in outcomes("agreement", 4):
+        assert outcome["same order"] is None
 
 
 @pytest.mark.parametrize(
@@ -198,5 +198,5 @@ def test_agreeing_ranks_hear_nothing(outcomes):
     ],
 )
 def test_all_ranks_are_told_in_one_line_which_of_them_differ(outcomes, check, names):
-    (line,) = {said[check] for said in outcomes("agreement", 4)}
+    (line,) = {outcome[check] for outcome in outcomes("agreement", 4)}
     assert line == f"samples: not the same on all ranks, {names}; prepare again"

@@ -184,10 +184,10 @@ def test_what_a_killed_job_left_is_swept_by_the_next_and_a_live_job_is_left_alon
         with pytest.raises(UserError, match="has ended.*--resume"):
             reader.wait(ticket_of(dead, one))
         (tmp_path / f"{GONE}0123456789abcdef").mkdir()
-        said = []
-        with Spool(tmp_path, said.append) as spool:
+        lines = []
+        with Spool(tmp_path, lines.append) as spool:
             assert sorted(os.listdir(tmp_path)) == sorted([live, spool.job])
-        assert said == [f"{tmp_path}: removed what 1 ended job had left"]
+        assert lines == [f"{tmp_path}: removed what 1 ended job had left"]
     finally:
         for holder in holders:
             holder.kill()
@@ -281,25 +281,25 @@ def test_a_folder_that_others_may_write_is_refused_by_jobs_and_servers(tmp_path,
 
 def test_readers_of_a_stream_get_samples_in_their_own_order_and_the_last_one_frees_them(tmp_path):
     """Two ranks, samples written in the reverse order; each reads rows of its own; then the folder is empty."""
-    made = [a_sample(number, 6 + number) for number in range(5)]
-    samples = [one for one, _ in made]
+    pairs = [a_sample(number, 6 + number) for number in range(5)]
+    samples = [one for one, _ in pairs]
     with Spool(tmp_path) as spool:
         writer = hook_writer(spool)
         sources = [SpooledSource(SpoolReader(spool.path, rank), spool.job, None) for rank in range(2)]
         rows = [[torch.arange(len(one.ids))[rank::2] for one in samples] for rank in range(2)]
-        found: dict[int, list] = {}
+        results: dict[int, list] = {}
         threads = [
-            threading.Thread(target=lambda r=rank: found.update({r: sources[r].rows(samples, rows[r], rows[r])}))
+            threading.Thread(target=lambda r=rank: results.update({r: sources[r].rows(samples, rows[r], rows[r])}))
             for rank in range(2)
         ]
         for thread in threads:
             thread.start()
-        for one, states in reversed(made):
+        for one, states in reversed(pairs):
             feed(writer, ticket_of(spool.job, one), one, states, [])
         for thread in threads:
             thread.join(20)
-        for rank, wanted in enumerate(rows):
-            for (_, states), got, each in zip(made, found[rank], wanted, strict=True):
+        for rank, selection in enumerate(rows):
+            for (_, states), got, each in zip(pairs, results[rank], selection, strict=True):
                 assert torch.equal(got.aux, states.aux[each]) and torch.equal(
                     got.teacher.values, states.teacher.values[each]
                 )
@@ -321,17 +321,17 @@ def test_training_and_held_out_samples_never_meet_in_one_file(tmp_path):
     """The same sample in both, asked for in either order."""
     one, states = a_sample(3, 12)
     with Spool(tmp_path) as spool:
-        writer, asked = hook_writer(spool), []
+        writer, shards = hook_writer(spool), []
 
         def ask(ticket, ids) -> None:
-            asked.append(ticket.shard)
+            shards.append(ticket.shard)
             feed(writer, ticket, one, states, [])
 
         train = SpooledSource(SpoolReader(spool.path, 0), spool.job, ask)
         held_out, rows = train.beside(1), [torch.arange(3)]
         for source in (held_out, train, train, held_out):
             assert torch.equal(source.rows([one], rows, rows)[0].aux, states.aux[:3])
-        assert len(set(asked)) == 4
+        assert len(set(shards)) == 4
 
 
 def test_a_sample_that_never_fits_the_spool_is_refused_with_the_size_it_needs(tmp_path):
@@ -349,18 +349,18 @@ def test_a_sample_that_never_fits_the_spool_is_refused_with_the_size_it_needs(tm
 
 def test_with_no_server_left_every_request_fails_with_the_remedy(tmp_path):
     one, _ = a_sample(1, 4)
-    said = []
+    lines = []
     with Spool(tmp_path) as spool:
-        servers = Servers(["http://127.0.0.1:9", "http://127.0.0.1:10"], spool.path, 2, said.append)
+        servers = Servers(["http://127.0.0.1:9", "http://127.0.0.1:10"], spool.path, 2, lines.append)
         producer = Producer(servers, spool, most_bytes=2**30, readers=1)
-        asked = [producer.ask(ticket_of(spool.job, one, time), one.ids, 10_000) for time in range(3)]
-        for future in asked:
+        futures = [producer.ask(ticket_of(spool.job, one, time), one.ids, 10_000) for time in range(3)]
+        for future in futures:
             with pytest.raises(UserError, match="no server is left.*--resume"):
                 future.result(60)
         with pytest.raises(UserError, match="no server is left"):
             SpoolReader(spool.path, 0).wait(ticket_of(spool.job, one, 0))
         producer.close()
-    assert len(said) == 1 and "left out; 1 servers remain" in said[0]
+    assert len(lines) == 1 and "left out; 1 servers remain" in lines[0]
 
 
 def test_a_mistake_in_the_thread_that_asks_ends_the_wait_of_who_asked(tmp_path):

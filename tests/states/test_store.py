@@ -15,11 +15,11 @@ from store_cases import (
     assert_holds,
     check,
     open_store,
+    provenance_of,
     read_whole,
     same_rows,
     sample,
     sample_id,
-    wanted,
     write,
 )
 
@@ -48,12 +48,12 @@ def test_whole_samples_come_back_exactly_or_rounded_to_bf16(tmp_path, codec, dty
 def test_logits_in_place_of_last_hidden_states_come_back_exactly_whatever_the_codec(tmp_path, codec, dtype):
     """Rounded to 8 bits they would say other probabilities. 37 is no multiple of anything that a codec works in."""
     encoding = Encoding(codec, dtype, HIDDEN, teacher_width=37)
-    given = {}
+    originals = {}
     with StoreWriter(tmp_path, PROVENANCE, encoding, shard_tokens=100) as writer:
         for number in range(8):
             sample_id, ids, loss_mask, states = sample(number)
             logits = 10 * torch.randn(len(ids), 37, generator=torch.Generator().manual_seed(number))
-            given[number] = logits[taught_rows(loss_mask)].to(encoding.number_format)
+            originals[number] = logits[taught_rows(loss_mask)].to(encoding.number_format)
             writer.add(
                 sample_id,
                 ids,
@@ -61,7 +61,7 @@ def test_logits_in_place_of_last_hidden_states_come_back_exactly_whatever_the_co
                 Rows(states.aux, DraftLogits(logits, states.teacher.argmax, states.teacher.logsumexp)),
             )
     store = open_store(tmp_path, encoding)
-    assert all(torch.equal(read_whole(store, number).teacher.values, logits) for number, logits in given.items())
+    assert all(torch.equal(read_whole(store, number).teacher.values, logits) for number, logits in originals.items())
     assert check(tmp_path, range(8), encoding).problems == []
 
 
@@ -89,13 +89,13 @@ def test_fp8_stays_within_its_stated_error(tmp_path, hidden):
     with StoreWriter(tmp_path, PROVENANCE, encoding) as writer:
         writer.add(sample_id, ids, loss_mask, states)
     stored = read_whole(open_store(tmp_path, encoding), 3, tokens=33)
-    for found, given in (
+    for actual, original in (
         (stored.aux, states.aux),
         (stored.teacher.values, states.teacher.values[taught_rows(loss_mask)]),
     ):
-        assert found.dtype == torch.bfloat16
-        error = (found.double() - given.double()).abs()
-        assert (error <= fp8_bound(given.double(), hidden)).all() and error.max() > 0
+        assert actual.dtype == torch.bfloat16
+        error = (actual.double() - original.double()).abs()
+        assert (error <= fp8_bound(original.double(), hidden)).all() and error.max() > 0
     size = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
     raw = 2 * hidden * (3 * len(ids) + int(taught_rows(loss_mask).sum()))
     assert hidden < 128 or size - 4096 < (0.51 if hidden != 200 else 0.52) * raw + 40 * len(ids)
@@ -107,8 +107,8 @@ def test_every_fp8_number_survives_being_stored_again():
     rows = torch.randn(200, 64, generator=generator) * torch.logspace(-20, 20, 200)[:, None]
     rows[0, 0] = 440.0  # comes back as 448, the largest number of its scale
     once, twice = torch.empty_like(rows), torch.empty_like(rows)
-    for given, out in ((rows, once), (once, twice)):
-        (data,) = codec.encode(given, len(given))
+    for numbers, out in ((rows, once), (once, twice)):
+        (data,) = codec.encode(numbers, len(numbers))
         codec.decode(data, [len(data)], out)
     assert torch.equal(once, twice)
 
@@ -159,9 +159,11 @@ def test_ranged_rows_equal_those_of_the_whole_sample(tmp_path, codec, aux_rows, 
     _, _, loss_mask, states = sample(7, tokens=50, hidden=1024)
     aux = torch.tensor(aux_rows, dtype=torch.int64)
     teacher = taught_rows(loss_mask).nonzero().flatten()[torch.tensor(taught, dtype=torch.int64)]
-    asked = [RowRequest(sample_id(7, tokens=50), *rows) for rows in ((aux, teacher), (torch.arange(50), teacher[:0]))]
+    requests = [
+        RowRequest(sample_id(7, tokens=50), *rows) for rows in ((aux, teacher), (torch.arange(50), teacher[:0]))
+    ]
     for place in (tmp_path, f"file://{tmp_path}"):  # of the same sample twice: by fsspec one range lies in another
-        stored, whole = open_store(place, encoding).read(asked)
+        stored, whole = open_store(place, encoding).read(requests)
         assert same_rows(stored, Rows(states.aux[aux], states.teacher[teacher])) and torch.equal(whole.aux, states.aux)
 
 
@@ -176,7 +178,7 @@ def test_rows_of_the_neighbouring_sample_and_rows_that_teach_nobody_are_out_of_r
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "part"),
     [
         (lambda ids, mask: (ids + (torch.arange(50) == 7), mask), r"token 7 is \d+ here and \d+ in the data"),
         (
@@ -186,7 +188,7 @@ def test_rows_of_the_neighbouring_sample_and_rows_that_teach_nobody_are_out_of_r
         (lambda ids, mask: (torch.cat((ids, ids[:1])), mask), "has fewer tokens"),
     ],
 )
-def test_hidden_states_of_other_tokens_are_refused(tmp_path, change, said):
+def test_hidden_states_of_other_tokens_are_refused(tmp_path, change, part):
     with StoreWriter(tmp_path, PROVENANCE, PLAIN) as writer:
         for number in (6, 7, 8):
             writer.add(*sample(number, tokens=50))
@@ -199,7 +201,7 @@ def test_hidden_states_of_other_tokens_are_refused(tmp_path, change, said):
     shard = r"shard-\w+-\d+"
     with pytest.raises(
         UserError,
-        match=rf"{shard}.safetensors: sample {samples[1].id}: .* other tokens \({said}.*\); delete {shard}.safetensors "
+        match=rf"{shard}.safetensors: sample {samples[1].id}: .* other tokens \({part}.*\); delete {shard}.safetensors "
         rf"and "
         rf"{shard}.json, and run capture.py",
     ):
@@ -356,9 +358,9 @@ def test_a_known_sample_is_ignored_and_add_says_so(tmp_path):
 )
 def test_different_provenance_is_refused_with_field_and_both_values(tmp_path, field, value):
     write(tmp_path, [1])
-    message = f"{field}={wanted(PLAIN).get(field)!r}, this run has {value!r}; "
+    message = f"{field}={provenance_of(PLAIN).get(field)!r}, this run has {value!r}; "
     with pytest.raises(UserError) as reading:
-        HiddenStateStore.open(str(tmp_path), wanted(PLAIN, **{field: value}))
+        HiddenStateStore.open(str(tmp_path), provenance_of(PLAIN, **{field: value}))
     with pytest.raises(UserError) as writing:
         StoreWriter(
             tmp_path,

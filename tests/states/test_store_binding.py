@@ -19,12 +19,12 @@ from store_cases import (
     check,
     killed_at_call,
     open_store,
+    provenance_of,
     read_whole,
     run,
     sample,
     unbind,
     unbind_all,
-    wanted,
     write,
 )
 
@@ -121,9 +121,9 @@ def replace_shard(ours: Path, theirs: Path) -> None:
 
 def add_one_that_was_repaired(ours: Path, theirs: Path) -> None:
     index = shards(theirs)[1].with_suffix(".json")
-    found = ShardIndex.parse(index.read_bytes(), index.name, "")
+    content = ShardIndex.parse(index.read_bytes(), index.name, "")
     copy(index, ours / index.name)
-    replace(found, samples=found.samples[:1]).write(ours)
+    replace(content, samples=content.samples[:1]).write(ours)
 
 
 def exchange_one_that_an_older_version_repaired(ours: Path, theirs: Path) -> None:
@@ -211,7 +211,7 @@ def test_a_description_that_was_replaced_is_refused_and_named(ours, templates, f
     removed."""
     before = sorted(path.name for path in ours.glob("shard-*"))
     shutil.copyfile(templates / field / "store.json", ours / "store.json")
-    changed = wanted(PLAIN, **{field: DIFFERENCES[field]})
+    changed = provenance_of(PLAIN, **{field: DIFFERENCES[field]})
     with pytest.raises(UserError, match="store.json: describes another provenance .* than its 3 shards"):
         HiddenStateStore.open(str(ours), changed)
     findings = check_store(str(ours), changed, [], lambda line: None)
@@ -242,13 +242,13 @@ def test_a_store_stays_itself_when_it_is_moved_renamed_or_its_description_laid_o
 
 def test_a_store_of_an_older_version_is_used_with_one_line_and_bound_once_it_is_verified(ours, templates, capsys):
     unbind_all(ours)
-    said = "warning: .* {} of {} shards do not say .* capture.py --verify --bind, which checks them and adds it"
+    pattern = "warning: .* {} of {} shards do not say .* capture.py --verify --bind, which checks them and adds it"
     open_store(ours)
-    assert re.fullmatch(said.format(3, 3), capsys.readouterr().out.strip())
+    assert re.fullmatch(pattern.format(3, 3), capsys.readouterr().out.strip())
     (line,) = write(ours, [*NUMBERS, 12])
-    assert re.fullmatch(said.format(3, 3), str(line))
+    assert re.fullmatch(pattern.format(3, 3), str(line))
     (line,) = write(ours, [*NUMBERS, 12])
-    assert re.fullmatch(said.format(3, 4), str(line))
+    assert re.fullmatch(pattern.format(3, 4), str(line))
     findings = check(ours, [*NUMBERS, 12])
     assert not findings.problems
     before = {path: path.read_bytes() for path in ours.glob("*.safetensors")}
@@ -283,9 +283,9 @@ def test_a_binding_killed_at_any_call_leaves_a_store_that_is_read_and_bound_by_t
 
 def test_an_index_that_lists_one_sample_s_tokens_under_another_s_name_is_found(ours):
     index = shards(ours)[1].with_suffix(".json")
-    found = ShardIndex.parse(index.read_bytes(), index.name, "")
-    first, second, *others = found.samples
-    replace(found, samples=(first._replace(id=second.id), second._replace(id=first.id), *others)).write(ours)
+    content = ShardIndex.parse(index.read_bytes(), index.name, "")
+    first, second, *others = content.samples
+    replace(content, samples=(first._replace(id=second.id), second._replace(id=first.id), *others)).write(ours)
     problems = check(ours, NUMBERS).problems
     assert {problem.sample_id for problem in problems if problem.kind == "mislabelled"} == {first.id, second.id}
     assert f"those of sample {first.id}" in problems[0].detail

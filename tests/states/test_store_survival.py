@@ -61,10 +61,10 @@ def test_a_writer_killed_at_any_call_leaves_a_store_that_continues(tmp_path):
         stored = {entry["id"] for index in published for entry in json.loads(index.read_text())["samples"]}
         assert len(stored) >= stored_before  # later deaths lose no more
         stored_before = len(stored)
-        kept = {index.name: index.read_bytes() for index in published}
+        contents = {index.name: index.read_bytes() for index in published}
         write(path, range(9))
         assert_holds(path, range(9))
-        assert all((path / name).read_bytes() == text for name, text in kept.items())
+        assert all((path / name).read_bytes() == text for name, text in contents.items())
         assert not list(path.glob("*.partial")) and len(list(path.glob("*.safetensors"))) == len(
             list(path.glob("shard-*.json"))
         )
@@ -101,9 +101,9 @@ def fill_the_disk() -> None:
         UserError, match="cannot be written .*No space left on device.* are free.*; free space and run capture.py"
     ):
         write(path, range(60))
-    held = sum(-(-file.stat().st_size // 4096) * 4096 for file in path.iterdir())
+    size = sum(-(-file.stat().st_size // 4096) * 4096 for file in path.iterdir())
     assert (
-        not list(path.glob("*.partial")) and shutil.disk_usage(path).used <= held + 8192
+        not list(path.glob("*.partial")) and shutil.disk_usage(path).used <= size + 8192
     )  # what was unfinished is gone
     stored = len(open_store(path).locations)
     assert 5 < stored < 60
@@ -130,9 +130,9 @@ def test_a_full_disk_loses_the_shard_in_flight_and_no_more(tmp_path):
         pytest.skip("this machine lets nobody mount a small disk")
     environment = os.environ | {"PYTHONPATH": f"{SUPPORT}:{Path(__file__).parent}:{ROOT}"}
     command = [*namespace, "bash", "-c", SMALL_DISK, "_", str(tmp_path), str(SUPPORT), sys.executable]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "stored" in done.stdout and "continued" in done.stdout
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert "stored" in process.stdout and "continued" in process.stdout
 
 
 def test_a_file_size_limit_is_told_like_a_full_disk(tmp_path):
@@ -173,8 +173,8 @@ def test_a_flipped_byte_anywhere_is_found_by_whoever_reads_it_and_by_the_check(t
                 refused += "run capture.py --repair" in str(error)
             else:
                 assert same_rows(stored, expected[number])
-        found = check(tmp_path, range(5), encoding).problems
-        assert bool(refused) == bool(found)
+        problems = check(tmp_path, range(5), encoding).problems
+        assert bool(refused) == bool(problems)
         assert refused or place < 4096
         shard.write_bytes(original)
 
@@ -227,7 +227,7 @@ def test_a_damaged_shard_is_named_and_repaired_with_its_samples_alone(tmp_path, 
     write(tmp_path, range(20))
     shard = sorted(tmp_path.glob("*.safetensors"))[1]
     lost = {entry["id"] for entry in json.loads(shard.with_suffix(".json").read_text())["samples"]}
-    kept = {path: path.read_bytes() for path in tmp_path.glob("shard-*") if path.stem != shard.stem}
+    contents = {path: path.read_bytes() for path in tmp_path.glob("shard-*") if path.stem != shard.stem}
     damage(shard)
     with pytest.raises(UserError, match=f"{shard.stem}.*run capture.py --repair"):
         store = open_store(tmp_path)
@@ -241,7 +241,7 @@ def test_a_damaged_shard_is_named_and_repaired_with_its_samples_alone(tmp_path, 
         assert writer.known == set(map(sample_id, range(20))) - lost and lost
         assert {sample_id(number) for number in range(20) if writer.add(*sample(number))} == lost
     assert_holds(tmp_path, range(20))
-    assert all(path.read_bytes() == content for path, content in kept.items())
+    assert all(path.read_bytes() == content for path, content in contents.items())
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".json"])
@@ -433,9 +433,9 @@ def test_what_cannot_be_read_here_is_not_taken_for_damage(tmp_path, monkeypatch)
     write(tmp_path / "store", range(10), encoding)
     monkeypatch.setitem(sys.modules, "blosc2", None)
     for attempt in (check, lambda path, *rest: open_store(path, encoding)):
-        with pytest.raises(UserError, match="'lossless' needs the package blosc2") as told:
+        with pytest.raises(UserError, match="'lossless' needs the package blosc2") as caught:
             attempt(tmp_path / "store", range(10), encoding)
-        assert not isinstance(told.value, DamagedStore)
+        assert not isinstance(caught.value, DamagedStore)
     with pytest.raises(UserError, match="needs the package blosc2"):
         write(tmp_path / "new", range(10), encoding)
     assert not (tmp_path / "new").exists()
@@ -446,8 +446,8 @@ def test_what_cannot_be_read_here_is_not_taken_for_damage(tmp_path, monkeypatch)
 def test_a_store_without_shards_may_become_another_one_unless_its_writer_lives(tmp_path):
     """After `the disk cannot hold it; set hidden_states.codec to fp8` the same folder will do."""
     fp8 = Encoding("fp8", "float32", HIDDEN)
-    told = pytest.raises(UserError, match="captured with codec='none', this run has 'fp8'")
-    with StoreWriter(tmp_path, PROVENANCE, PLAIN, part=Part(0, 2)), told:
+    refusal = pytest.raises(UserError, match="captured with codec='none', this run has 'fp8'")
+    with StoreWriter(tmp_path, PROVENANCE, PLAIN, part=Part(0, 2)), refusal:
         StoreWriter(tmp_path, PROVENANCE, fp8, part=Part(1, 2))
     write(tmp_path, [1], fp8)
     with pytest.raises(UserError, match="captured with codec='fp8', this run has 'none'"):

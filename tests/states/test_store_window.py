@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from store_cases import HIDDEN, PLAIN, PROVENANCE, check, open_store, same_rows, sample, wanted, write
+from store_cases import HIDDEN, PLAIN, PROVENANCE, check, open_store, provenance_of, same_rows, sample, write
 
 from eagle3.errors import UserError
 from eagle3.parallel.sequence import SequenceSharding, Stream, plan_sequence
@@ -71,8 +71,8 @@ def test_rows_that_no_query_sees_are_out_of_reach(tmp_path):
     with StoreWriter(tmp_path, PROVENANCE, WINDOWED) as writer:
         writer.add("ab" * 16, ids, mask, states)
     store, none = open_store(tmp_path, WINDOWED), torch.zeros(0, dtype=torch.int64)
-    (found,) = store.read([RowRequest("ab" * 16, torch.tensor([0, 35, 51]), none)])
-    assert torch.equal(found.aux, states.aux[[0, 35, 51]])
+    (actual,) = store.read([RowRequest("ab" * 16, torch.tensor([0, 35, 51]), none)])
+    assert torch.equal(actual.aux, states.aux[[0, 35, 51]])
     for row in (34, 52):
         with pytest.raises(AssertionError, match="where they teach or are seen"):
             store.read([RowRequest("ab" * 16, torch.tensor([row]), none)])
@@ -104,19 +104,19 @@ def test_a_long_prompt_with_a_short_answer_takes_what_its_window_takes(tmp_path,
 
 
 @pytest.mark.parametrize(
-    ("asked", "served"),
+    ("sizes", "served"),
     [((4, 3), True), ((3, 3), True), ((4, 2), True), ((5, 3), False), ((4, 4), False), ((2, 9), False), (None, False)],
 )
-def test_a_store_serves_windows_and_steps_up_to_its_own_and_a_full_one_serves_all(tmp_path, asked, served):
-    needs = {} if asked is None else dict(zip(("window", "ttt_steps"), asked, strict=True))
+def test_a_store_serves_windows_and_steps_up_to_its_own_and_a_full_one_serves_all(tmp_path, sizes, served):
+    needs = {} if sizes is None else dict(zip(("window", "ttt_steps"), sizes, strict=True))
     write(tmp_path / "windowed", range(3), WINDOWED)
     write(tmp_path / "full", range(3))
-    HiddenStateStore.open(str(tmp_path / "full"), wanted(PLAIN, **needs))
+    HiddenStateStore.open(str(tmp_path / "full"), provenance_of(PLAIN, **needs))
     if served:
-        HiddenStateStore.open(str(tmp_path / "windowed"), wanted(PLAIN, **needs))
+        HiddenStateStore.open(str(tmp_path / "windowed"), provenance_of(PLAIN, **needs))
         return
     with pytest.raises(UserError, match="has the rows of a window of 4 keys and 3 TTT steps, this run needs those of"):
-        HiddenStateStore.open(str(tmp_path / "windowed"), wanted(PLAIN, **needs))
+        HiddenStateStore.open(str(tmp_path / "windowed"), provenance_of(PLAIN, **needs))
     with pytest.raises(
         UserError, match=r"set (at most )?model.draft.window=4 and training.ttt_steps=3.*, or name another"
     ):

@@ -168,8 +168,8 @@ def define(case: Case, steps: int, loss: Loss) -> Defined:
 def dense_loss(case: Case, weights: dict[str, Tensor], steps: int, loss: Loss) -> tuple[Tensor, Tensor, Sums]:
     """The global batch's loss, for autograd, its [K] step losses, and what they are made of; in the number format of
     `weights`, which have exported names."""
-    found = [_document(case, weights, document, steps, loss) for document in case.documents]
-    sums = Sums(*(torch.stack(parts).sum(0) for parts in zip(*found, strict=True)))
+    results = [_document(case, weights, document, steps, loss) for document in case.documents]
+    sums = Sums(*(torch.stack(parts).sum(0) for parts in zip(*results, strict=True)))
     step_losses = torch.stack([_step_loss(loss, *of_step) for of_step in zip(*sums[:2], sums.counted, strict=True)])
     total = sum(loss.step_decay**step * step_loss for step, step_loss in enumerate(step_losses))
     return total, step_losses, sums

@@ -40,8 +40,8 @@ def differences(topology: Topology, kv_heads: int) -> dict[str, float]:
 
     theirs = [tensor.clone()[:, None].requires_grad_() for tensor in inputs]
     deepspeed = DistributedAttention(CausalSoftmax(), topology.ulysses, scatter_idx=2, gather_idx=0)
-    wanted = deepspeed(*theirs, 1)
-    wanted.backward(upstream[:, None])
-    pairs = {"out": (out, wanted[:, 0])}
+    reference = deepspeed(*theirs, 1)
+    reference.backward(upstream[:, None])
+    pairs = {"out": (out, reference[:, 0])}
     pairs |= {name: (a.grad, b.grad[:, 0]) for name, a, b in zip("qkv", ours, theirs, strict=True)}
     return {name: float((a - b).abs().max()) for name, (a, b) in pairs.items()}

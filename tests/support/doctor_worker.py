@@ -102,8 +102,10 @@ def play(act: Act) -> None:
         os.write(write, f"{int(second)}{code}".encode())
 
     fork_ranks(2, rank)
-    told = os.read(read, 4).decode()
-    print("exit codes", [int(told[place + 1]) for place in sorted((0, 2), key=lambda place: told[place])], flush=True)
+    digits = os.read(read, 4).decode()
+    print(
+        "exit codes", [int(digits[place + 1]) for place in sorted((0, 2), key=lambda place: digits[place])], flush=True
+    )
 
 
 if __name__ == "__main__":

@@ -11,13 +11,13 @@ from eagle3.targets.sglang.draft_check import check_draft, start_runtime
 
 def main(folders: list[Path]) -> None:
     start_runtime(folders[0])
-    said = {}
+    verdicts = {}
     for folder in folders:
         try:
-            said[folder.name] = [0, check_draft(folder)]
+            verdicts[folder.name] = [0, check_draft(folder)]
         except UserError as mistake:
-            said[folder.name] = [2, str(mistake)]
-    print(json.dumps(said))
+            verdicts[folder.name] = [2, str(mistake)]
+    print(json.dumps(verdicts))
 
 
 if __name__ == "__main__":

@@ -30,10 +30,10 @@ def run_recipe(name: str, target: Path, folder: Path, topology: Topology) -> Rec
     recipe = load_recipe(recipe_file(name, folder), overrides(target, folder))
     job = job_of(recipe, topology)
     assert len(job.train) + len(job.held_out) == len(conversations())
-    wanted = wanted_samples((job.train, job.held_out))
+    samples = wanted_samples((job.train, job.held_out))
     console = Console(topology.is_first)
     with watched_capture(recipe, topology) as watchdog:
-        fill(job, wanted, Part(0, 1), topology, console, watchdog)
+        fill(job, samples, Part(0, 1), topology, console, watchdog)
     train(recipe, ZERO2, topology)
     return recipe
 

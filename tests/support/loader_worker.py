@@ -152,7 +152,7 @@ def run(folder: Path, world: int) -> None:
             )
             for codec in ("none", "lossless")
         }
-        found = {}
+        results = {}
         for name, source in {
             "alone": LiveSource(alone, topology.stream, topology.device),
             "batched": LiveSource(batched, topology.stream, topology.device),
@@ -169,9 +169,9 @@ def run(folder: Path, world: int) -> None:
             )
             if name == "lossless":
                 loader.read_ahead(batch_of(case), case.accumulation)
-            found[name] = loader.load(batch_of(case), case.accumulation)
+            results[name] = loader.load(batch_of(case), case.accumulation)
         assert alone.prefilled == batched.prefilled
-        return found | {"prefilled": alone.prefilled}
+        return results | {"prefilled": alone.prefilled}
 
     cases = sorted((case for case in CASES if case.world == world), key=_sizes)
     for sizes, alike in itertools.groupby(cases, _sizes):  # groups are formed once a layout
@@ -195,7 +195,7 @@ def agree(topology: "Topology") -> dict[str, str | None]:
     whole, batch = sample_set(order), [Drawn(index, 0) for index in range(len(LENGTHS))]
     other_mask = SampleSet.pack([(ids.numpy(), mask.numpy() ^ (len(ids) == 9)) for ids, mask in encoded_documents()])
 
-    def said(identity: bytes) -> str | None:
+    def complaint(identity: bytes) -> str | None:
         try:
             require_agreement("samples", identity, topology.device, "prepare again")
         except SharedUserError as mistake:
@@ -207,11 +207,11 @@ def agree(topology: "Topology") -> dict[str, str | None]:
         return StreamLoader(samples.sorted_by_id(), None, steps=STEPS, **place).order_identity(batch)
 
     checks: dict[str, Callable[[], str | None]] = {
-        "same order": lambda: said(order_of(whole)),
-        "another mask on rank 3": lambda: said(order_of(other_mask if rank == 3 else whole)),
-        "rank 0 has one sample fewer": lambda: said(order_of(sample_set(order[1:]) if rank == 0 else whole)),
-        "another batch on ranks 1 and 3": lambda: said(order_of(whole, [Drawn(rank % 2, 0)])),
-        "everyone differs": lambda: said(bytes([rank])),
+        "same order": lambda: complaint(order_of(whole)),
+        "another mask on rank 3": lambda: complaint(order_of(other_mask if rank == 3 else whole)),
+        "rank 0 has one sample fewer": lambda: complaint(order_of(sample_set(order[1:]) if rank == 0 else whole)),
+        "another batch on ranks 1 and 3": lambda: complaint(order_of(whole, [Drawn(rank % 2, 0)])),
+        "everyone differs": lambda: complaint(bytes([rank])),
     }
     return {name: check() for name, check in checks.items()}
 

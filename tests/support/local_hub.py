@@ -81,10 +81,10 @@ def _handler(hub: LocalHub) -> type[BaseHTTPRequestHandler]:
             else:
                 self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
 
-        def _revision(self, dataset: str, wanted: str) -> str | None:
+        def _revision(self, dataset: str, revision: str) -> str | None:
             folder = hub.root / dataset
             names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-            return next((name for name in names if wanted in (name, _commit(dataset, name))), None)
+            return next((name for name in names if revision in (name, _commit(dataset, name))), None)
 
         def _tell(self, dataset: str, what: str | None, revision: str | None, inside: str) -> None:
             if revision is None:
@@ -94,28 +94,28 @@ def _handler(hub: LocalHub) -> type[BaseHTTPRequestHandler]:
             files = sorted(path for path in folder.rglob("*") if path.is_file())
             names = [path.relative_to(folder).as_posix() for path in files]
             if what in ("tree", "paths-info"):
-                wanted = self.body["paths"] if what == "paths-info" else None
+                paths = self.body["paths"] if what == "paths-info" else None
                 listed = [
                     {"type": "file", "path": name, "size": path.stat().st_size, "oid": _commit(name, revision)}
                     for name, path in zip(names, files, strict=True)
-                    if (name in wanted if wanted is not None else name.startswith(inside))
+                    if (name in paths if paths is not None else name.startswith(inside))
                 ]
                 folders = {name.rpartition("/")[0] for name in names} - {""}
                 listed += [
                     {"type": "directory", "path": name, "oid": _commit(name, revision)}
                     for name in sorted(folders)
-                    if (name in wanted if wanted is not None else name.startswith(inside))
+                    if (name in paths if paths is not None else name.startswith(inside))
                 ]
                 return self._send(200, json.dumps(listed).encode())
             siblings = [{"rfilename": name} for name in names]
-            told = {
+            description = {
                 "id": dataset,
                 "sha": _commit(dataset, revision),
                 "siblings": siblings,
                 "tags": [],
                 "private": False,
             }
-            return self._send(200, json.dumps(told | {"downloads": 0, "likes": 0, "gated": False}).encode())
+            return self._send(200, json.dumps(description | {"downloads": 0, "likes": 0, "gated": False}).encode())
 
         def _file(self, dataset: str, revision: str | None, name: str) -> None:
             path = hub.root / dataset / str(revision) / name
@@ -125,13 +125,13 @@ def _handler(hub: LocalHub) -> type[BaseHTTPRequestHandler]:
                 hub.broken[name] -= 1
                 return self._send(503, b"")
             content = path.read_bytes()
-            told = {"ETag": f'"{_commit(name, str(revision))}"', "X-Repo-Commit": _commit(dataset, str(revision))}
+            headers = {"ETag": f'"{_commit(name, str(revision))}"', "X-Repo-Commit": _commit(dataset, str(revision))}
             part = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
             if part is None:
-                return self._send(200, content, told, name)
+                return self._send(200, content, headers, name)
             start, stop = int(part[1]), min(int(part[2] or len(content)) + 1, len(content))
-            told["Content-Range"] = f"bytes {start}-{stop - 1}/{len(content)}"
-            return self._send(206, content[start:stop], told, name)
+            headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(content)}"
+            return self._send(206, content[start:stop], headers, name)
 
         def _send(self, status: int, content: bytes, headers: dict[str, str] | None = None, name: str = "") -> None:
             self.send_response(status)

@@ -141,15 +141,15 @@ def differences(prefill: LongPrefill, document: torch.Tensor) -> dict[str, float
         assert chunks == [None] * len(chunks)
         return None
     (expected,) = prefill.target.prefill([document])
-    found = {name: torch.cat([chunk.named()[name] for chunk in chunks]) for name in expected.named()}
+    actual = {name: torch.cat([chunk.named()[name] for chunk in chunks]) for name in expected.named()}
     for name, tensor in expected.named().items():
-        assert found[name].shape == tensor.shape and found[name].dtype == tensor.dtype
+        assert actual[name].shape == tensor.shape and actual[name].dtype == tensor.dtype
     relative = {
-        name: float((found[name] - tensor).abs().max() / tensor.abs().max())
+        name: float((actual[name] - tensor).abs().max() / tensor.abs().max())
         for name, tensor in expected.named().items()
         if name != "argmax"
     }
-    return relative | {"argmax": float((found["argmax"] != expected.teacher.argmax).sum())}
+    return relative | {"argmax": float((actual["argmax"] != expected.teacher.argmax).sum())}
 
 
 def long_prefill(target: TransformersTarget, topology: Topology) -> LongPrefill:
@@ -158,13 +158,13 @@ def long_prefill(target: TransformersTarget, topology: Topology) -> LongPrefill:
 
 def refusals(topology: Topology) -> dict[str, str]:
     """What every rank is told, where only one meets the mistake; each is followed by a document that is well."""
-    told = {}
+    messages = {}
 
     def record(name: str, work) -> None:
         try:
             work()
         except UserError as error:
-            told[name] = str(error)
+            messages[name] = str(error)
 
     last = topology.sequence.rank() == topology.sequence.size() - 1
     prefill = long_prefill(target_of("llama"), topology)
@@ -180,7 +180,7 @@ def refusals(topology: Topology) -> dict[str, str]:
     record("well again", lambda: list(prefill.chunks(document[:-1])))
     if topology.ulysses.size() == 4:
         record("heads", lambda: long_prefill(target_of("llama", num_attention_heads=6, hidden_size=96), topology))
-    return told
+    return messages
 
 
 def run(folder: Path) -> None:
@@ -188,13 +188,13 @@ def run(folder: Path) -> None:
         topology = start_distributed(1, ulysses, ring, timeout=TIMEOUT)
         # Two groups that differ in what they do: nothing may wait for a rank outside its own.
         lengths = LENGTHS[:: -1 if topology.data.rank() else 1]
-        found = {"refusals": refusals(topology)}
+        results = {"refusals": refusals(topology)}
         for family in families(ulysses, ring):
             prefill = long_prefill(target_of(family), topology)
-            found[family] = {length: differences(prefill, document_of(length)) for length in lengths}
+            results[family] = {length: differences(prefill, document_of(length)) for length in lengths}
         prefill = long_prefill(target_of_logits(), topology)
-        found["logits"] = {length: differences(prefill, document_of(length)) for length in lengths}
-        result_file(folder, ulysses, ring, dist.get_rank()).write_text(json.dumps(found))
+        results["logits"] = {length: differences(prefill, document_of(length)) for length in lengths}
+        result_file(folder, ulysses, ring, dist.get_rank()).write_text(json.dumps(results))
     stop_distributed()
 
 

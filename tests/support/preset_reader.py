@@ -19,14 +19,14 @@ datasets.waiting = lambda say, what: contextlib.nullcontext()  # with no gaps it
 
 for line in sys.stdin:
     request = json.loads(line)
-    told: list[str] = []
+    messages: list[str] = []
     downloads = request.get("downloads") and Path(request["downloads"])
     malformed = MalformedRows(request.get("drop", False))
     try:
         rows = read_conversations(
-            [request["source"]], request.get("limit"), malformed=malformed, downloads=downloads, report=told.append
+            [request["source"]], request.get("limit"), malformed=malformed, downloads=downloads, report=messages.append
         )
         answer = {"rows": [[row.origin, row.messages, row.text] for row in rows], "malformed": malformed.counts}
     except UserError as mistake:
         answer = {"error": str(mistake)}
-    print(json.dumps(answer | {"told": told}), flush=True)
+    print(json.dumps(answer | {"told": messages}), flush=True)

@@ -14,14 +14,14 @@ from eagle3.targets.sglang.draft_check import rotation_apart, start_runtime
 
 def main(folders: list[Path]) -> None:
     start_runtime(folders[0])
-    said = {}
+    results = {}
     for folder in folders:
         draft = read_draft_config(folder / "config.json")
         rope = draft.to_json("float32")["rope_parameters"]
         width, positions = draft.head_dim, draft.max_position_embeddings
         table = get_rope(width, width, positions, rope["rope_theta"], rope_scaling=dict(rope)).cos_sin_cache
-        said[folder.name] = {"apart": rotation_apart(draft, table), **at_the_last(draft, table)}
-    print(json.dumps(said))
+        results[folder.name] = {"apart": rotation_apart(draft, table), **at_the_last(draft, table)}
+    print(json.dumps(results))
 
 
 def at_the_last(draft: DraftConfig, table: torch.Tensor) -> dict[str, float]:

@@ -74,11 +74,11 @@ def documents(*lengths: int, seed: int = 1) -> list[torch.Tensor]:
     return [torch.randint(3, VOCABULARY, (length,), generator=generator) for length in lengths]
 
 
-def largest_errors(found: Rows, wanted: Rows) -> dict[str, float]:
+def largest_errors(actual: Rows, expected: Rows) -> dict[str, float]:
     """Of aux, the teacher's values and logsumexp, relative to the largest value; of argmax the rows that differ."""
-    errors = {"argmax": float((found.teacher.argmax != wanted.teacher.argmax).sum())}
+    errors = {"argmax": float((actual.teacher.argmax != expected.teacher.argmax).sum())}
     for name in ("aux", "values", "logsumexp"):
-        mine, other = found.named()[name].double(), wanted.named()[name].double()
+        mine, other = actual.named()[name].double(), expected.named()[name].double()
         errors[name] = float((mine - other).abs().max() / other.abs().max())
     return errors
 

@@ -27,7 +27,7 @@ def triton_extend(prefix: int, queries: int, window: int) -> list[list[int]]:
     """New queries after a prefix, as a prefill or a verification has them. SGLang hands the kernel the last `window`
     prefix keys."""
     keys, values = torch.zeros(prefix + queries, 1, WIDTH), torch.eye(WIDTH)[: prefix + queries, None].contiguous()
-    kept = min(prefix, window)
+    visible = min(prefix, window)
     output = torch.zeros(queries, 1, WIDTH)
     extend_attention_fwd(
         torch.zeros(queries, 1, WIDTH),
@@ -37,8 +37,8 @@ def triton_extend(prefix: int, queries: int, window: int) -> list[list[int]]:
         keys,
         values,
         torch.tensor([0, queries], dtype=torch.int32),
-        torch.tensor([0, kept], dtype=torch.int32),
-        torch.arange(prefix - kept, prefix),
+        torch.tensor([0, visible], dtype=torch.int32),
+        torch.arange(prefix - visible, prefix),
         None,
         True,
         None,
@@ -47,7 +47,7 @@ def triton_extend(prefix: int, queries: int, window: int) -> list[list[int]]:
         1.0,
         sm_scale=1.0,
         sliding_window_size=window,
-        window_kv_offsets=torch.tensor([prefix - kept], dtype=torch.int32),
+        window_kv_offsets=torch.tensor([prefix - visible], dtype=torch.int32),
     )
     return seen(output)
 
@@ -92,7 +92,7 @@ def torch_native(prefix: int, queries: int, window: int) -> dict[str, list[list[
 
 def main() -> None:
     queries = int(sys.argv[2])
-    found = [
+    results = [
         {
             "triton": {
                 "extend": triton_extend(prefix, queries, window),
@@ -102,7 +102,7 @@ def main() -> None:
         }
         for prefix, window in json.loads(sys.argv[1])
     ]
-    print(json.dumps(found))
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -60,13 +60,13 @@ def run(cases: list[Sharded], courses: list[Sharded], folder: Path) -> None:
         Path(folder / bytes_file(dist.get_rank())).write_text(json.dumps(count_bytes(case, topology)))
     for case, name in itertools.product(filter(on_golden, cases), GOLDEN_CASES):
         golden = read_case(GOLDEN / name)
-        found = run_case(golden, topology, 7, torch.float32, ZERO2, case.sharding, case.ring_mode, case.memory)
+        tensors = run_case(golden, topology, 7, torch.float32, ZERO2, case.sharding, case.ring_mode, case.memory)
         if dist.get_rank() == 0:
-            save_file(found, folder / golden_file(case, name))
+            save_file(tensors, folder / golden_file(case, name))
     for course in courses:
-        found = run_course(course, topology)
+        tensors = run_course(course, topology)
         if dist.get_rank() == 0:
-            save_file(found, folder / course_file(course))
+            save_file(tensors, folder / course_file(course))
     stop_distributed()
 
 

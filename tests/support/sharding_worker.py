@@ -159,8 +159,8 @@ class Widths(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        found = (leaf.shape[1] for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.dim() == 2)
-        self.widest = max(self.widest, *found, 0)
+        widths = (leaf.shape[1] for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.dim() == 2)
+        self.widest = max(self.widest, *widths, 0)
         return result
 
 
@@ -186,8 +186,8 @@ def redistribute(
     logits, first, valid = shard_of(rows, group)
     columns = DraftColumns.of(torch.tensor(drafted), first, valid, group)
     with Widths() as widths:
-        found = columns.redistribute(logits.__getitem__, rows_of, rows.dtype, block_rows)
-    return {"columns": found, "widest": torch.tensor(widths.widest)}
+        result = columns.redistribute(logits.__getitem__, rows_of, rows.dtype, block_rows)
+    return {"columns": result, "widest": torch.tensor(widths.widest)}
 
 
 def measure(case: Measured, group: ProcessGroup) -> dict[str, Tensor]:
@@ -200,23 +200,23 @@ def measure(case: Measured, group: ProcessGroup) -> dict[str, Tensor]:
         time.sleep(0.02)  # a thread of gloo's lets go of the last block's tensors a moment after their exchange
         return logits[rows]
 
-    with LiveBytes(held=rows) as bytes_alive:
+    with LiveBytes(tensors=rows) as bytes_alive:
         columns.redistribute(logits_after, rows, case.rows.dtype, block_rows)
     sizes = [len(each) for each in rows]
-    said = columns.peak_bytes(sizes, logits.shape[1], case.rows.dtype.itemsize, block_rows)
-    return {"measured": torch.tensor([bytes_alive.peak - bytes_alive.existing, said])}
+    predicted = columns.peak_bytes(sizes, logits.shape[1], case.rows.dtype.itemsize, block_rows)
+    return {"measured": torch.tensor([bytes_alive.peak - bytes_alive.existing, predicted])}
 
 
 def work(world: int, folder: Path) -> None:
     group = start_distributed(tensor=world, timeout=TIMEOUT).tensor
-    found = {f"summary {rows.name}": summarize(rows, group) for rows in SUMMARIES}
+    results = {f"summary {rows.name}": summarize(rows, group) for rows in SUMMARIES}
     for case in REDISTRIBUTIONS:
         if world in case.worlds:
             parts = case.rows_of(world)
-            found[f"columns {case.name}"] = redistribute(case.rows, case.drafted, parts, case.block_rows, group)
+            results[f"columns {case.name}"] = redistribute(case.rows, case.drafted, parts, case.block_rows, group)
     if world == MEASURED_WORLD:
-        found |= {f"bytes {case.name}": measure(case, group) for case in MEASURED}
-    flat = {f"{case} {name}": tensor for case, tensors in found.items() for name, tensor in tensors.items()}
+        results |= {f"bytes {case.name}": measure(case, group) for case in MEASURED}
+    flat = {f"{case} {name}": tensor for case, tensors in results.items() for name, tensor in tensors.items()}
     save_file({name: tensor.contiguous() for name, tensor in flat.items()}, folder / rank_file(world, group.rank()))
     stop_distributed()
 

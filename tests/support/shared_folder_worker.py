@@ -34,10 +34,10 @@ PATIENCE = 120
 
 
 class Run(NamedTuple):
-    """processes: its ranks. said: a file of their output."""
+    """processes: its ranks. log: a file of their output."""
 
     processes: list
-    said: Path
+    log: Path
 
     def end(self) -> tuple[int, str]:
         """The first rank's exit code and the output; all ranks have the same code."""
@@ -47,14 +47,14 @@ class Run(NamedTuple):
         codes = {process.exitcode for process in self.processes}
         for process in self.processes:
             process.kill()
-        said = self.said.read_text()
-        assert len(codes) == 1 and None not in codes, (codes, said)
-        return codes.pop(), said
+        output = self.log.read_text()
+        assert len(codes) == 1 and None not in codes, (codes, output)
+        return codes.pop(), output
 
     def await_step(self, folder: Path, step: int = 1) -> None:
         deadline = time.monotonic() + PATIENCE
-        while f"step {step}/" not in self.said.read_text() or not (folder / "metrics.jsonl").exists():
-            assert self.processes[0].is_alive() and time.monotonic() < deadline, self.said.read_text()
+        while f"step {step}/" not in self.log.read_text() or not (folder / "metrics.jsonl").exists():
+            assert self.processes[0].is_alive() and time.monotonic() < deadline, self.log.read_text()
             time.sleep(0.01)
 
     def send(self, number: int) -> None:
@@ -63,13 +63,13 @@ class Run(NamedTuple):
 
 def start(recipe: Path, name: str, *words: str, world: int = 1, first: Callable = lambda: None) -> Run:
     """train.py with these words. first: called in each of its processes."""
-    said = recipe.parent / f"{name}.log"
-    said.touch()
-    return Run(begin_ranks(world, partial(_train, said, first, ["--recipe", str(recipe), *words])), said)
+    log = recipe.parent / f"{name}.log"
+    log.touch()
+    return Run(begin_ranks(world, partial(_train, log, first, ["--recipe", str(recipe), *words])), log)
 
 
-def _train(said: Path, first: Callable, words: list[str]) -> None:
-    with said.open("a") as file:
+def _train(log: Path, first: Callable, words: list[str]) -> None:
+    with log.open("a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     first()
@@ -95,19 +95,19 @@ def entered(recipe: Path) -> dict:
         "two ranks": start(recipe, "ranks", *ENDLESS, "parallelism.ulysses=2", "--resume", "auto", world=2),
         "check": start(recipe, "check", "--check", "1x1"),
     }
-    found = {way: run.end() for way, run in ways.items()}
+    outcomes = {way: run.end() for way, run in ways.items()}
     assert before == sorted(path.name for path in recipe.parent.iterdir() if path.suffix != ".log")
     assert holder.processes[0].is_alive()
-    found["holder"] = holder.processes[0].pid
+    outcomes["holder"] = holder.processes[0].pid
     holder.send(signal.SIGKILL)
     holder.processes[0].join()
     after = start(recipe, "after", *ENDLESS, "--resume", "auto")
     after.await_step(folder)
     assert identity == (folder / "run_id.txt").read_text()
     after.send(signal.SIGTERM)
-    found["after"] = after.end()
-    found["left"] = sorted(path.name for path in folder.iterdir())
-    return found
+    outcomes["after"] = after.end()
+    outcomes["left"] = sorted(path.name for path in folder.iterdir())
+    return outcomes
 
 
 def at_once(recipe: Path) -> dict:
@@ -132,12 +132,12 @@ def unlocked(recipe: Path) -> dict:
     one = start(recipe, "one", *endless, first=refuse_locks)
     one.await_step(folder)
     two = start(recipe, "two", *endless, first=refuse_locks)
-    found = {"one": one.end()}
+    outcomes = {"one": one.end()}
     two.await_step(folder)
     two.send(signal.SIGTERM)
-    found["two"] = two.end()
+    outcomes["two"] = two.end()
     manifests = [json.loads(path.read_text()) for path in folder.glob("checkpoints/step-*/manifest.json")]
-    return found | {"of": sorted({manifest["run"] for manifest in manifests})}
+    return outcomes | {"of": sorted({manifest["run"] for manifest in manifests})}
 
 
 def torn(recipe: Path) -> dict:

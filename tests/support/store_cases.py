@@ -46,10 +46,10 @@ def sample(number: int, tokens: int | None = None, hidden: int = HIDDEN):
     return sample_digest(ids.numpy(), loss_mask.numpy()).hex(), ids, loss_mask, Rows(aux, teacher)
 
 
-def wanted(encoding: Encoding, **changes) -> dict:
+def provenance_of(encoding: Encoding, **changes) -> dict:
     """The provenance of a store that `write` wrote."""
-    said = {field: getattr(encoding, field) for field in ("codec", "dtype", "window", "ttt_steps")}
-    return {**PROVENANCE, **said, **changes}
+    fields = {field: getattr(encoding, field) for field in ("codec", "dtype", "window", "ttt_steps")}
+    return {**PROVENANCE, **fields, **changes}
 
 
 def write(
@@ -64,7 +64,7 @@ def write(
 
 
 def open_store(path, encoding: Encoding = PLAIN) -> HiddenStateStore:
-    return HiddenStateStore.open(str(path), wanted(encoding))
+    return HiddenStateStore.open(str(path), provenance_of(encoding))
 
 
 def read_whole(store: HiddenStateStore, number: int, tokens: int | None = None) -> Rows:
@@ -87,8 +87,8 @@ def assert_holds(path, numbers, encoding: Encoding = PLAIN) -> None:
         taught = taught_rows(loss_mask)
         stored, dtype = read_whole(store, number), encoding.number_format
         assert stored.aux.dtype == stored.teacher.values.dtype == dtype
-        given = replace(states.teacher[taught], values=states.teacher.values[taught].to(dtype))
-        assert same_rows(stored, Rows(states.aux.to(dtype), given))
+        teacher = replace(states.teacher[taught], values=states.teacher.values[taught].to(dtype))
+        assert same_rows(stored, Rows(states.aux.to(dtype), teacher))
         tokens = store.tokens(sample_id(number))
         assert torch.equal(tokens.ids, ids) and torch.equal(tokens.loss_mask, loss_mask)
     findings = check(path, numbers, encoding)
@@ -137,4 +137,4 @@ def killed_at_call(number: int, work, *arguments) -> None:
 
 
 def check(path, numbers, encoding: Encoding = PLAIN) -> Findings:
-    return check_store(str(path), wanted(encoding), list(map(sample_id, numbers)), lambda line: None)
+    return check_store(str(path), provenance_of(encoding), list(map(sample_id, numbers)), lambda line: None)

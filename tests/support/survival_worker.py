@@ -69,9 +69,9 @@ def run(world: int, recipe: str, overrides: list[str], meanwhile: Callable = lam
 def killed(recipe: str, world: str, moments: str, steps: str, *overrides: str) -> None:
     """Runs that are killed at seeded moments and resumed, beside one that is not: folders `killed` and `whole`."""
     folder, dice, world = Path(recipe).parent, random.Random(7), int(world)
-    wanted = [*overrides, f"training.max_steps={steps}"]
+    words = [*overrides, f"training.max_steps={steps}"]
     began = time.monotonic()
-    assert run(world, recipe, [*wanted, f"output.dir={folder / 'whole'}"]) == [0] * world
+    assert run(world, recipe, [*words, f"output.dir={folder / 'whole'}"]) == [0] * world
     pace = (time.monotonic() - began) / int(steps)
     for moment in range(int(moments)):
         step = (moment + 1) * (int(steps) - 1) // int(moments)
@@ -84,18 +84,18 @@ def killed(recipe: str, world: str, moments: str, steps: str, *overrides: str) -
             time.sleep(delay)
             os.kill(processes[rank].pid, signal.SIGKILL)
 
-        codes = run(world, recipe, [*wanted, f"output.dir={folder / 'killed'}"], kill)
+        codes = run(world, recipe, [*words, f"output.dir={folder / 'killed'}"], kill)
         print(f"killed rank {rank} {delay:.3f} s after step {step}: exit codes {codes}", flush=True)
         assert codes[rank] == -signal.SIGKILL or codes == [0] * world, "the last moment may come after the end"
         exported = (folder / "killed" / "export").exists()  # nothing is left to do but each rank's own end
         assert codes == [0] * world or all(codes) or exported, "nobody ends well in a broken job"
-    assert run(world, recipe, [*wanted, f"output.dir={folder / 'killed'}"]) == [0] * world
+    assert run(world, recipe, [*words, f"output.dir={folder / 'killed'}"]) == [0] * world
 
 
 def stopped(recipe: str, *overrides: str) -> None:
     """One of two ranks gets a signal, twice; then the run goes on to its end."""
     run_folder = Path(recipe).parent / "stopped"
-    wanted = [*overrides, f"output.dir={run_folder}"]
+    words = [*overrides, f"output.dir={run_folder}"]
     for number, after in ((signal.SIGTERM, 2), (signal.SIGUSR1, 5)):
 
         def send(processes, number=number, after=after) -> None:
@@ -103,20 +103,20 @@ def stopped(recipe: str, *overrides: str) -> None:
                 time.sleep(0.002)
             os.kill(processes[1].pid, number)
 
-        assert run(2, recipe, wanted, send) == [75, 75]
+        assert run(2, recipe, words, send) == [75, 75]
         newest = max(path.name for path in (run_folder / "checkpoints").glob("step-*"))
         assert newest == f"step-{steps_done(run_folder):08d}", newest
-    assert run(2, recipe, wanted) == [0, 0]
+    assert run(2, recipe, words) == [0, 0]
 
 
 def full(recipe: str, mounted: str, larger: str, *overrides: str) -> None:
     """The disk is full at the second checkpoint; with more room the run goes on."""
-    wanted = [*overrides, f"output.dir={mounted}/run"]
-    assert run(2, recipe, wanted) == [2, 2]
-    kept = [path.name for path in Path(mounted, "run", "checkpoints").iterdir() if path.name.startswith("step-")]
-    print(f"kept {kept}", flush=True)
+    words = [*overrides, f"output.dir={mounted}/run"]
+    assert run(2, recipe, words) == [2, 2]
+    names = [path.name for path in Path(mounted, "run", "checkpoints").iterdir() if path.name.startswith("step-")]
+    print(f"kept {names}", flush=True)
     assert os.system(f"mount -o remount,size={larger} {mounted}") == 0
-    assert run(2, recipe, wanted) == [0, 0]
+    assert run(2, recipe, words) == [0, 0]
 
 
 def changed(folder: Path) -> int:

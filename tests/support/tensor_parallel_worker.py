@@ -206,15 +206,15 @@ def refusal(topology: Topology) -> str:
 
 def work(world: int, folder: Path) -> None:
     topology = start_distributed(tensor=world, timeout=TIMEOUT)
-    found = {}
+    results = {}
     for dtype in DTYPES:
         for name in case_names(dtype):
             compared = compare(make_case(name, dtype), topology.tensor)
-            found |= {f"{name} {dtype} {key}": tensor for key, tensor in compared._asdict().items()}
+            results |= {f"{name} {dtype} {key}": tensor for key, tensor in compared._asdict().items()}
         for name in DRAFTS:
-            found |= {f"{name} {dtype} {key}": tensor for key, tensor in run_draft(name, dtype, topology)}
-    found = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in found.items()}
-    save_file(found, folder / rank_file(world, topology.tensor.rank()), metadata={"refusal": refusal(topology)})
+            results |= {f"{name} {dtype} {key}": tensor for key, tensor in run_draft(name, dtype, topology)}
+    results = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in results.items()}
+    save_file(results, folder / rank_file(world, topology.tensor.rank()), metadata={"refusal": refusal(topology)})
     stop_distributed()
 
 

@@ -70,12 +70,12 @@ def stream_batch(
         transform,
         slice(rank * width, (rank + 1) * width),
     )
-    said = (
+    teacher_rows = (
         DraftLogits(case.teacher_logits(taught.to(exact))[:, case.t2d], *teacher)
         if logits
         else LastHidden(taught, *teacher)
     )
-    return maker.micro_batch(stream, plan, Rows(aux[plan.rows], said))
+    return maker.micro_batch(stream, plan, Rows(aux[plan.rows], teacher_rows))
 
 
 def batch_counts(batches: Sequence[MicroBatch], topology: Topology) -> BatchCounts:

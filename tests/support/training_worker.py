@@ -36,8 +36,8 @@ def cut(folder: str, step: str) -> None:
 
 
 if __name__ == "__main__":
-    for wanted in sys.argv[2:]:
-        processes, _, overrides = wanted.partition(":")
+    for job in sys.argv[2:]:
+        processes, _, overrides = job.partition(":")
         if processes in ("cut", "copy"):
             {"cut": cut, "copy": shutil.copytree}[processes](*overrides.split(","))
             continue

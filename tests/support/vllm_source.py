@@ -21,21 +21,21 @@ class VLLMSource:
         source = (self.root / "vllm" / file).read_text(encoding="utf-8")
         body = ast.parse(source).body
         for part in name.split("."):
-            (found,) = (node for node in body if getattr(node, "name", None) == part)
-            body = found.body
-        found.decorator_list.clear()
+            (item,) = (node for node in body if getattr(node, "name", None) == part)
+            body = item.body
+        item.decorator_list.clear()
         code = compile(
-            ast.Module([found], []),
+            ast.Module([item], []),
             f"vllm/{file}",
             "exec",
             flags=__future__.annotations.compiler_flag,
             dont_inherit=True,
         )
         exec(code, names)
-        return names[found.name]
+        return names[item.name]
 
 
 def installed() -> Path | None:
     """Where vLLM is installed, if it is; it is not imported."""
-    found = importlib.util.find_spec("vllm")
-    return Path(found.origin).parent.parent if found and found.origin else None
+    spec = importlib.util.find_spec("vllm")
+    return Path(spec.origin).parent.parent if spec and spec.origin else None

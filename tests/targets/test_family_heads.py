@@ -22,9 +22,9 @@ INDEX = "model.safetensors.index.json"
 Weights = dict[str, Tensor]
 
 
-def published(recipes: list[str], found: Callable[[dict], bool]) -> list[str]:
+def published(recipes: list[str], predicate: Callable[[dict], bool]) -> list[str]:
     """The families whose config.json has something."""
-    return [recipe for recipe in recipes if found(published_config(recipe))]
+    return [recipe for recipe in recipes if predicate(published_config(recipe))]
 
 
 def quantised_by(method: str) -> list[str]:
@@ -41,12 +41,12 @@ PREDICTING = published(with_class(), lambda config: bool(config.get("num_nextn_p
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Callable[[str], Path]:
     """The family's tiny checkpoint, made once; not to be written to."""
-    made: dict[str, Path] = {}
+    folders: dict[str, Path] = {}
 
     def of(recipe: str) -> Path:
-        if recipe not in made:
-            made[recipe] = make_family_target(recipe, tmp_path_factory.mktemp(recipe) / "target")
-        return made[recipe]
+        if recipe not in folders:
+            folders[recipe] = make_family_target(recipe, tmp_path_factory.mktemp(recipe) / "target")
+        return folders[recipe]
 
     return of
 
@@ -82,12 +82,12 @@ def matrix_names(weights: Weights) -> tuple[str, str | None]:
 def assert_stored(folder: Path, weights: Weights) -> None:
     """What load_target_head gives is what is stored, bit for bit."""
     embedding, head = matrix_names(weights)
-    found = load_target_head(folder)
-    assert found.embedding.dtype == weights[embedding].dtype and torch.equal(found.embedding, weights[embedding])
+    actual = load_target_head(folder)
+    assert actual.embedding.dtype == weights[embedding].dtype and torch.equal(actual.embedding, weights[embedding])
     if head is None:
-        assert found.head is found.embedding
+        assert actual.head is actual.embedding
     else:
-        assert found.head.dtype == weights[head].dtype and torch.equal(found.head, weights[head])
+        assert actual.head.dtype == weights[head].dtype and torch.equal(actual.head, weights[head])
 
 
 @pytest.mark.parametrize("recipe", with_class())
@@ -152,29 +152,29 @@ def test_copies_in_layers_for_multi_token_prediction_are_left_alone(recipe, chec
 
 def in_fp8(weights: Weights) -> Weights:
     """Linear weights in blocks of 128 x 128 with a scale each, as DeepSeek-V3 is published; the rest in bf16."""
-    found: Weights = {}
+    tensors: Weights = {}
     for name, tensor in weights.items():
-        found[name] = tensor.to(torch.bfloat16)
+        tensors[name] = tensor.to(torch.bfloat16)
         if tensor.dim() == 2 and not name.endswith(("embed_tokens.weight", "lm_head.weight", "gate.weight")):
             rows, columns = tensor.shape
             scales = torch.full((-(-rows // 128), -(-columns // 128)), tensor.abs().max() / 448)
-            found[name] = (tensor / scales[0, 0]).to(torch.float8_e4m3fn)
-            found[f"{name}_scale_inv"] = scales
-    return found
+            tensors[name] = (tensor / scales[0, 0]).to(torch.float8_e4m3fn)
+            tensors[f"{name}_scale_inv"] = scales
+    return tensors
 
 
 def in_mxfp4(weights: Weights) -> Weights:
     """Experts in blocks of 32 numbers of 4 bits with a shared exponent, as gpt-oss is published; the rest in bf16."""
-    found: Weights = {}
+    tensors: Weights = {}
     for name, tensor in weights.items():
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             experts, width, out = tensor.shape  # published the other way round, as out by width
             shape = (experts, out, width // 32)
-            found[f"{name}_blocks"] = torch.randint(256, (*shape, 16), dtype=torch.uint8)
-            found[f"{name}_scales"] = torch.full(shape, 124, dtype=torch.uint8)
+            tensors[f"{name}_blocks"] = torch.randint(256, (*shape, 16), dtype=torch.uint8)
+            tensors[f"{name}_scales"] = torch.full(shape, 124, dtype=torch.uint8)
         else:
-            found[name] = tensor.to(torch.bfloat16)
-    return found
+            tensors[name] = tensor.to(torch.bfloat16)
+    return tensors
 
 
 def quantised(recipe: str, source: Path, folder: Path, shards: int = 4) -> tuple[Path, Weights]:
@@ -216,8 +216,8 @@ def test_a_head_in_fp8_is_refused_with_the_remedy_and_the_embedding_still_read(r
     folder = written(checkpoint(recipe), tmp_path / "scaled", weights | scaled)
     with pytest.raises(UserError, match="its lm_head is quantised, .*; set target.teacher=logits"):
         load_target_head(folder)
-    found = load_target_head(folder, required=False)
-    assert found.head is None and torch.equal(found.embedding, weights[embedding])
+    target_head = load_target_head(folder, required=False)
+    assert target_head.head is None and torch.equal(target_head.embedding, weights[embedding])
 
 
 def test_a_model_of_several_parts_may_tie_in_its_own_name(checkpoint, tmp_path):

@@ -56,26 +56,26 @@ every_family = pytest.mark.parametrize("family", FAMILIES)
 def test_every_layout_gives_the_hidden_states_of_one_process(computed, layout):
     ranks = layout[0] * layout[1]
     for rank in range(0, WORLD, ranks):
-        found = json.loads(result_file(computed, *layout, rank).read_text())
+        results = json.loads(result_file(computed, *layout, rank).read_text())
         for family in (*families(*layout), "logits"):
-            assert set(found[family]) == {str(length) for length in LENGTHS}
-            for length, errors in found[family].items():
+            assert set(results[family]) == {str(length) for length in LENGTHS}
+            for length, errors in results[family].items():
                 assert_same(errors, f"{family}, {length} tokens")
 
 
 @every_layout
 def test_what_one_rank_finds_wrong_is_said_by_all_and_leaves_none_waiting(computed, layout):
     for rank in range(WORLD):
-        told = json.loads(result_file(computed, *layout, rank).read_text())["refusals"]
-        assert "document 0 has token id 96, outside the vocabulary of 96" in told["token id on one rank"]
-        assert "its logits are not finite" in told["overflow on one rank"]
-        assert "well again" not in told
-        assert ("heads" in told) == (layout[0] == 4)
+        messages = json.loads(result_file(computed, *layout, rank).read_text())["refusals"]
+        assert "document 0 has token id 96, outside the vocabulary of 96" in messages["token id on one rank"]
+        assert "its logits are not finite" in messages["overflow on one rank"]
+        assert "well again" not in messages
+        assert ("heads" in messages) == (layout[0] == 4)
 
 
 def test_heads_that_the_ulysses_ranks_cannot_share_are_refused_with_the_degrees_that_can(computed):
-    told = json.loads(result_file(computed, 4, 1, rank=3).read_text())["refusals"]
-    assert told["heads"].startswith(
+    messages = json.loads(result_file(computed, 4, 1, rank=3).read_text())["refusals"]
+    assert messages["heads"].startswith(
         "hidden_states.ulysses: 4 does not divide the target's 6 attention heads; use one of 1, 2, 3, 6,"
     )
 
@@ -124,10 +124,10 @@ def test_documents_taken_in_turns_do_not_mix(topology):
     documents = [document_of(length) for length in (40, 39, 38)]
     runs = [one.chunks(documents[0]), other.chunks(documents[1]), one.chunks(documents[2])]
     for chunks, document in zip(zip(*runs, strict=True), range(7), strict=True):
-        taken = [chunk.named() for chunk in chunks]
+        pieces = [chunk.named() for chunk in chunks]
         rows = slice(document * CHUNK_TOKENS, (document + 1) * CHUNK_TOKENS)
-        for found, states in zip(taken, target.prefill(documents), strict=True):
-            torch.testing.assert_close(found["values"], states.teacher.values[rows], rtol=1e-4, atol=1e-4)
+        for piece, states in zip(pieces, target.prefill(documents), strict=True):
+            torch.testing.assert_close(piece["values"], states.teacher.values[rows], rtol=1e-4, atol=1e-4)
 
 
 @every_family
@@ -147,8 +147,8 @@ def test_sliding_layers_keep_no_key_that_nothing_sees_any_more(topology):
     gc.collect()
     for number, _ in enumerate(prefill.chunks(document_of(10 * CHUNK_TOKENS)), start=1):
         shapes = [each.shape for each in gc.get_objects() if type(each) is torch.Tensor and each.dim() == 4]
-        held = sum(shape[1] for shape in shapes if shape[0] == 2 and shape[2:] == (2, 8))
-        assert held == CHUNK_TOKENS * (2 * number + 2 * min(number, 2))
+        tokens = sum(shape[1] for shape in shapes if shape[0] == 2 and shape[2:] == (2, 8))
+        assert tokens == CHUNK_TOKENS * (2 * number + 2 * min(number, 2))
 
 
 @pytest.mark.parametrize("ropes", [{"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, "longrope"])
@@ -186,7 +186,7 @@ def test_attention_that_does_more_than_is_known_is_refused(topology):
         def forward(self, *arguments, **keywords):
             return super().forward(*arguments, **keywords)[0] + super().forward(*arguments, **keywords)[0], None
 
-    for attention, said in (
+    for attention, message in (
         (Biased, "LlamaForCausalLM attends with position_bias"),
         (BothWays, "attends with is_causal=False"),
         (Plain, "has 4 layers, of which 3 attend"),
@@ -194,7 +194,7 @@ def test_attention_that_does_more_than_is_known_is_refused(topology):
     ):
         target = target_of("llama")
         target.layers[2].self_attn.__class__ = attention
-        refused(said, target, topology)
+        refused(message, target, topology)
 
 
 def test_masks_that_hide_other_keys_are_refused(topology):
@@ -234,8 +234,8 @@ def of(model) -> TransformersTarget:
     return TransformersTarget(model, aux_layers=(0, 1, 3), prefill_tokens=64)
 
 
-def refused(said: str, target: TransformersTarget, topology) -> None:
-    with pytest.raises(UserError, match=said) as mistake:
+def refused(message: str, target: TransformersTarget, topology) -> None:
+    with pytest.raises(UserError, match=message) as mistake:
         long_prefill(target, topology)
     assert "choose another target" in str(mistake.value)
 

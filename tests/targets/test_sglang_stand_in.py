@@ -35,9 +35,9 @@ def test_a_node_of_a_tree_attends_as_the_last_token_of_its_branch_alone(attentio
     table, whole = torch.arange(committed + nodes)[None], torch.tensor([committed + nodes])
     arguments = {"scale": width**-0.5, "logit_cap": 0.0, "is_cross_attention": False, "sliding_window": window}
     arguments |= {"k_scale": 1.0, "v_scale": 1.0, "encoder_lens": None, "sinks": None}
-    found = torch.empty_like(q)
+    output = torch.empty_like(q)
     attention.extend_attention_cpu(
-        q, k[committed:], v[committed:], found, k, v,
+        q, k[committed:], v[committed:], output, k, v,
         req_to_token=table, req_pool_indices=torch.tensor([0]), seq_lens=whole, extend_seq_lens=torch.tensor([nodes]),
         extend_start_loc=torch.tensor([0]), max_len_extend=nodes, tree_mask=mask.flatten(), is_causal=True, **arguments,
     )  # fmt: skip
@@ -49,4 +49,4 @@ def test_a_node_of_a_tree_attends_as_the_last_token_of_its_branch_alone(attentio
             attn_logits=torch.empty(0), req_to_token=torch.tensor([rows]), req_pool_indices=torch.tensor([0]),
             seq_lens=torch.tensor([len(rows)]), **arguments,
         )  # fmt: skip
-        assert torch.allclose(found[node], alone[0], atol=1e-6), node
+        assert torch.allclose(output[node], alone[0], atol=1e-6), node

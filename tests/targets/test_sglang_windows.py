@@ -21,11 +21,11 @@ QUERIES = 4
 def test_backends_show_a_query_as_many_keys_as_the_table_says():
     worker = [sys.executable, str(SUPPORT / "sglang_windows_worker.py"), json.dumps(CASES), str(QUERIES)]
     interpreted = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(worker, env=interpreted, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
-    for (prefix, window), found in zip(CASES, json.loads(done.stdout.splitlines()[-1]), strict=True):
+    process = subprocess.run(worker, env=interpreted, capture_output=True, text=True, timeout=120)
+    assert process.returncode == 0, process.stderr[-2000:]
+    for (prefix, window), keys in zip(CASES, json.loads(process.stdout.splitlines()[-1]), strict=True):
         for backend, kinds in TABLE.items():
             for kind, more in kinds.items():
                 positions = range(prefix, prefix + QUERIES)
                 expected = [list(range(max(0, place + 1 - window - more), place + 1)) for place in positions]
-                assert found[backend][kind] == expected, (backend, kind, prefix, window)
+                assert keys[backend][kind] == expected, (backend, kind, prefix, window)

@@ -76,12 +76,12 @@ def of_whole_model(folder: Path, dtype: str | torch.dtype = "auto", required: bo
     return model_head(str(folder), load_causal_lm(str(folder), None, False, dtype), required)
 
 
-def assert_same(found: TargetHead, expected: TargetHead) -> None:
-    for one, other in ((found.embedding, expected.embedding), (found.head, expected.head)):
+def assert_same(actual: TargetHead, expected: TargetHead) -> None:
+    for one, other in ((actual.embedding, expected.embedding), (actual.head, expected.head)):
         assert one.dtype == other.dtype and torch.equal(one, other)
         assert one.untyped_storage().nbytes() == one.nbytes and not one.requires_grad
-    assert (found.head is found.embedding) == (expected.head.data_ptr() == expected.embedding.data_ptr())
-    assert found.transform == expected.transform
+    assert (actual.head is actual.embedding) == (expected.head.data_ptr() == expected.embedding.data_ptr())
+    assert actual.transform == expected.transform
 
 
 def rewrite(folder: Path, change) -> None:
@@ -94,8 +94,8 @@ def rewrite(folder: Path, change) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_it_is_that_of_the_whole_model_bit_for_bit(family, dtype, tmp_path):
     save(family, tmp_path, dtype)
-    for asked in ("auto", "bfloat16" if dtype == torch.float32 else torch.float32):
-        assert_same(load_target_head(tmp_path, dtype=asked), of_whole_model(tmp_path, asked))
+    for number_format in ("auto", "bfloat16" if dtype == torch.float32 else torch.float32):
+        assert_same(load_target_head(tmp_path, dtype=number_format), of_whole_model(tmp_path, number_format))
     assert load_target_head(tmp_path).embedding.dtype == dtype
     changed = family in ("gemma2", "granite", "cohere")
     assert (load_target_head(tmp_path).transform != LogitTransform()) == changed
@@ -149,9 +149,9 @@ def test_tied_weights_that_are_both_stored_are_one_only_if_equal(tmp_path):
     for name, factor in (("same", 1), ("different", 2)):
         folder = save("llama_tied", tmp_path / name)
         rewrite(folder, lambda weights, factor=factor: weights | {HEAD: weights[EMBEDDING] * factor})
-        found = load_target_head(folder)
-        assert_same(found, of_whole_model(folder))
-        assert (found.head is found.embedding) == (factor == 1)
+        target_head = load_target_head(folder)
+        assert_same(target_head, of_whole_model(folder))
+        assert (target_head.head is target_head.embedding) == (factor == 1)
 
 
 def test_a_tied_weight_may_be_stored_as_either(tmp_path):
@@ -217,8 +217,8 @@ def test_a_quantised_head_is_refused_where_required_and_else_left_to_the_model(k
     rewrite(tmp_path, lambda weights: {name: each for name, each in weights.items() if name != HEAD} | stored)
     with pytest.raises(UserError, match="its lm_head is quantised, not linear without bias, .* target.teacher=logits"):
         load_target_head(tmp_path)
-    found = load_target_head(tmp_path, required=False)
-    assert found.head is None and torch.equal(found.embedding, expected.embedding) and found.vocab_size == 128
+    actual = load_target_head(tmp_path, required=False)
+    assert actual.head is None and torch.equal(actual.embedding, expected.embedding) and actual.vocab_size == 128
 
 
 @pytest.mark.parametrize("kind", quantisations())
@@ -236,8 +236,8 @@ def test_a_head_with_a_bias_is_refused_where_required_and_else_left_to_the_model
     model.save_pretrained(tmp_path)
     with pytest.raises(UserError, match="its lm_head is a Linear with a bias, .* target.teacher=logits"):
         load_target_head(tmp_path)
-    found = load_target_head(tmp_path, required=False)
-    assert found.head is None and torch.equal(found.embedding, model.model.embed_tokens.weight)
+    target_head = load_target_head(tmp_path, required=False)
+    assert target_head.head is None and torch.equal(target_head.embedding, model.model.embed_tokens.weight)
 
 
 def test_what_does_not_fit_the_config_or_is_cut_off_is_refused(tmp_path):
@@ -280,8 +280,8 @@ def test_a_model_that_brings_its_own_code_is_loaded_by_it(tmp_path, monkeypatch)
     monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     plain = save_own_code(tmp_path / "model")
     for trust, factor in ((True, 2), (False, 1)):
-        found = load_target_head(tmp_path / "model", trust_remote_code=trust)
-        assert torch.equal(found.head, plain.lm_head.weight * factor)
+        target_head = load_target_head(tmp_path / "model", trust_remote_code=trust)
+        assert torch.equal(target_head.head, plain.lm_head.weight * factor)
 
 
 class Planted:
@@ -309,7 +309,7 @@ HEADER = b'{"model.embed_tokens.weight":{"dtype":"F32","shape":[4,4],"data_offse
 
 
 @pytest.mark.parametrize(
-    ("index", "said"),
+    ("index", "message"),
     [
         ({"weight_map": {"lm_head.weight": "../../x.safetensors"}}, "'lm_head.weight' in '../../x.safetensors'"),
         ({"weight_map": {"lm_head.weight": "/etc/x.safetensors"}}, "'/etc/x.safetensors', which is not"),
@@ -324,7 +324,7 @@ HEADER = b'{"model.embed_tokens.weight":{"dtype":"F32","shape":[4,4],"data_offse
         (b"\xff", "not valid JSON"),
     ],
 )
-def test_an_index_that_is_damaged_or_leaves_its_folder_is_refused(tmp_path, index, said):
+def test_an_index_that_is_damaged_or_leaves_its_folder_is_refused(tmp_path, index, message):
     folder = tmp_path / "a" / "b"
     folder.mkdir(parents=True)
     save("qwen3", folder)
@@ -335,7 +335,7 @@ def test_an_index_that_is_damaged_or_leaves_its_folder_is_refused(tmp_path, inde
         with pytest.raises(UserError) as caught:
             load(folder)
         assert str(caught.value).startswith(f"target '{folder}': its model.safetensors.index.json ")
-        assert said in str(caught.value) and len(str(caught.value)) < 500
+        assert message in str(caught.value) and len(str(caught.value)) < 500
 
 
 def test_links_of_a_folder_may_lead_anywhere_as_in_the_hubs_cache(tmp_path):

@@ -83,8 +83,8 @@ def test_ties_lie_on_both_sides_of_shard_borders():
 @every_dealing
 def test_each_rank_gets_its_rows_of_all_draft_columns_bit_for_bit(ranks: Ranks, world: int, case: Dealt):
     expected = case.rows.logits()[:, list(case.drafted)]
-    found = ranks.of(world, f"columns {case.name} columns")
-    for columns, rows in zip(found, case.rows_of(world), strict=True):
+    results = ranks.of(world, f"columns {case.name} columns")
+    for columns, rows in zip(results, case.rows_of(world), strict=True):
         assert columns.dtype == case.rows.dtype and torch.equal(columns, expected[rows])
 
 
@@ -97,8 +97,8 @@ def test_no_rank_ever_holds_a_row_of_the_whole_vocabulary(ranks: Ranks, world: i
 
 @pytest.mark.parametrize("case", MEASURED, ids=lambda case: case.name)
 def test_a_rank_holds_the_bytes_that_were_said(ranks: Ranks, case: Measured):
-    for peak, said in (found.tolist() for found in ranks.of(MEASURED_WORLD, f"bytes {case.name} measured")):
-        assert peak == said
+    for peak, predicted in (pair.tolist() for pair in ranks.of(MEASURED_WORLD, f"bytes {case.name} measured")):
+        assert peak == predicted
 
 
 def test_peak_bytes_fall_with_the_sequence_degree(ranks: Ranks):

@@ -233,10 +233,10 @@ def transformed(family: str, folder: Path) -> Path:
     torch.manual_seed(7)
     model, config, changes = TRANSFORMED[family]
     names = {"tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-    made = model(config(**SHAPE | names | changes))
+    instance = model(config(**SHAPE | names | changes))
     with torch.no_grad():
-        made.lm_head.weight.mul_(3)
-    made.save_pretrained(folder / family)
+        instance.lm_head.weight.mul_(3)
+    instance.save_pretrained(folder / family)
     return folder / family
 
 
@@ -260,20 +260,20 @@ def test_attention_that_a_family_caps_is_capped(tmp_path):
     """sdpa, which transformers would choose, drops the cap without a word."""
     folder = transformed("gemma2", tmp_path)
     (document,) = documents(29)
-    found = {}
+    outputs = {}
     for attention in ("eager", "sdpa"):
         for cap in (0.05, None):
             model = Gemma2ForCausalLM.from_pretrained(folder, attn_implementation=attention)
             for layer in model.model.layers:
                 layer.self_attn.attn_logit_softcapping = cap
             with torch.no_grad():
-                found[attention, cap] = model.model(document[None]).last_hidden_state[0]
-    torch.testing.assert_close(found["sdpa", 0.05], found["eager", None], rtol=1e-5, atol=1e-5)
-    assert (found["eager", 0.05] - found["eager", None]).abs().max() > 1e-2
+                outputs[attention, cap] = model.model(document[None]).last_hidden_state[0]
+    torch.testing.assert_close(outputs["sdpa", 0.05], outputs["eager", None], rtol=1e-5, atol=1e-5)
+    assert (outputs["eager", 0.05] - outputs["eager", None]).abs().max() > 1e-2
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"attn_logit_softcapping": 0.05}))
     (states,) = load_target(folder, dtype="float32").prefill([document])
-    torch.testing.assert_close(states.teacher.values, found["eager", 0.05], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(states.teacher.values, outputs["eager", 0.05], rtol=1e-5, atol=1e-5)
 
 
 class Scaled(LlamaForCausalLM):

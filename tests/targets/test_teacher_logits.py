@@ -83,13 +83,13 @@ def runs_of(*dtypes_and_kinds: tuple[torch.dtype, str]):
 @runs_of((torch.float64, "hidden"), (torch.float64, "logits"))
 def test_either_teacher_gives_the_loss_and_gradients_of_the_definition(layout, run: Run, folder, topology):
     defined = define(run.case, STEPS, Loss(run.loss))
-    found = computed(layout, run, folder, topology)
-    assert found.numbers["loss"] == pytest.approx(float(defined.loss), rel=1e-10)
-    assert found.numbers["acceptance_rate"] == pytest.approx(defined.acceptance.tolist(), rel=1e-10)
-    assert found.numbers["accuracy"] == pytest.approx(defined.accuracy.tolist(), rel=1e-10)
-    assert found.gradients.keys() == defined.gradients.keys()
-    for name, wanted in defined.gradients.items():
-        assert (found.gradients[name] - wanted).abs().max() <= 1e-10 * wanted.abs().max(), name
+    actual = computed(layout, run, folder, topology)
+    assert actual.numbers["loss"] == pytest.approx(float(defined.loss), rel=1e-10)
+    assert actual.numbers["acceptance_rate"] == pytest.approx(defined.acceptance.tolist(), rel=1e-10)
+    assert actual.numbers["accuracy"] == pytest.approx(defined.accuracy.tolist(), rel=1e-10)
+    assert actual.gradients.keys() == defined.gradients.keys()
+    for name, expected in defined.gradients.items():
+        assert (actual.gradients[name] - expected).abs().max() <= 1e-10 * expected.abs().max(), name
 
 
 @runs_of((torch.float32, "logits"))
@@ -108,8 +108,8 @@ def test_in_fp32_both_teachers_differ_by_the_rounding_of_logits(layout, run: Run
     for gradients in (hidden.gradients, logits.gradients):
         norms.append(torch.stack([gradient.double().norm() for gradient in gradients.values()]).norm())
     assert float(norms[1] / norms[0]) == pytest.approx(1, abs=tolerance)
-    for name, wanted in hidden.gradients.items():
-        assert (logits.gradients[name] - wanted).abs().max() <= tolerance * wanted.abs().max(), name
+    for name, expected in hidden.gradients.items():
+        assert (logits.gradients[name] - expected).abs().max() <= tolerance * expected.abs().max(), name
 
 
 def test_a_transform_that_is_forgotten_is_seen(folder, topology):
@@ -154,8 +154,8 @@ def capture_logits(recipe: Recipe, topology: Topology) -> None:
     findings = check_store(
         recipe.hidden_states.path,
         store_provenance(job),
-        [sample_id for found in (job.train, job.held_out) for sample_id in found.sample_ids],
-        lambda done, shards: None,
+        [sample_id for part in (job.train, job.held_out) for sample_id in part.sample_ids],
+        lambda count, shards: None,
     )
     assert findings.problems == [] and findings.samples == len(samples)
 
@@ -184,8 +184,8 @@ def test_runs_with_a_teacher_of_logits_follow_one_of_hidden_states(tmp_path, tar
         "tensor": f"2:parallelism.tensor=2,memory.inputs=host,{','.join(stored)}",
         "ulysses": f"2:parallelism.ulysses=2,{LOGITS}",
     }
-    wanted = [f"{run},output.dir={tmp_path / name}" for name, run in together.items()]
-    finish(launch(sys.executable, "tests/support/training_worker.py", recipe, *wanted))
+    jobs = [f"{run},output.dir={tmp_path / name}" for name, run in together.items()]
+    finish(launch(sys.executable, "tests/support/training_worker.py", recipe, *jobs))
     for name in (*alone, *together):
         assert_same_course(tmp_path / "run", tmp_path / name, 1e-5)
     assert_same_course(tmp_path / "live", tmp_path / "stored", 1e-6)

@@ -34,18 +34,18 @@ def tokenizer():
 @pytest.fixture
 def mounted(tmp_path):
     """mounted(options): a small disk there, or the same one with other options."""
-    place, made = tmp_path / "disk", []
+    place, mounts = tmp_path / "disk", []
     place.mkdir()
 
     def mount(options: str) -> Path:
-        remount = f"remount,{options}" if made else options
+        remount = f"remount,{options}" if mounts else options
         if subprocess.run(["mount", "-t", "tmpfs", "-o", remount, "none", place], capture_output=True).returncode:
             pytest.skip("a small disk takes the right to mount one")
-        made.append(place)
+        mounts.append(place)
         return place
 
     yield mount
-    if made:
+    if mounts:
         subprocess.run(["umount", "-l", str(place)], check=True)
 
 
@@ -123,7 +123,7 @@ def test_a_written_set_opens_as_it_was_and_a_damaged_one_is_refused(tmp_path):
 def test_a_folder_that_another_process_put_there_meanwhile_stays_if_it_is_whole(tmp_path, whole):
     """It may be being read: nodes that share a cache make the same set at the same time."""
     folder = tmp_path / "set"
-    with replacing_folder(folder, keep=lambda found: whole and (found / "theirs").exists()) as mine:
+    with replacing_folder(folder, keep=lambda place: whole and (place / "theirs").exists()) as mine:
         (mine / "mine").touch()
         folder.mkdir()
         (folder / "theirs").touch()
@@ -138,17 +138,17 @@ def test_a_flipped_bit_anywhere_in_the_cache_is_found_and_the_samples_are_built_
     start = 128 if name.endswith(".npy") else 0  # before it is NumPy's header
     rng = np.random.default_rng(FILES.index(name))
     places = [*rng.integers(start, len(whole), 6), *rng.integers(0, start + 1, 4)]
-    found = []
+    rebuilds = []
     for place, bit in zip(places, rng.integers(0, 8, len(places)), strict=True):
         flip(cached(tmp_path, name), place, bit)
         lines: list[str] = []
         samples, summary = prepared(tmp_path, tokenizer, *ANSWERS, report=lines.append)
         assert contents(samples) == expected
-        found.append(not summary.cached)
-        assert sum("damaged" in line and line.endswith("rebuilding it") for line in lines) == found[-1]
+        rebuilds.append(not summary.cached)
+        assert sum("damaged" in line and line.endswith("rebuilding it") for line in lines) == rebuilds[-1]
         if summary.cached:  # nothing that a reader needs
             cached(tmp_path, name).write_bytes(whole)
-    assert all(found[:6])
+    assert all(rebuilds[:6])
 
 
 def test_damage_after_the_opening_is_refused_by_whoever_reads_it(tmp_path, tokenizer):
@@ -218,11 +218,11 @@ def test_a_whole_folder_that_comes_between_the_look_and_the_rename_is_put_back(t
     folder.mkdir()
     (folder / "damaged").touch()
 
-    def keep(found: Path) -> bool:
+    def keep(place: Path) -> bool:
         if (folder / "damaged").exists():  # another process replaces it just after this look at it
             (folder / "damaged").rename(folder / "theirs")
             return False
-        return (found / "theirs").exists()
+        return (place / "theirs").exists()
 
     with replacing_folder(folder, keep) as mine:
         (mine / "mine").touch()
@@ -257,12 +257,12 @@ def test_a_full_disk_is_one_line_that_leaves_nothing_and_with_room_the_set_is_ma
 
 def test_a_cache_that_cannot_be_written_is_one_line(tmp_path, tokenizer):
     (tmp_path / "cache").write_text("a file is in the way")
-    said = (
+    message = (
         rf"^{tmp_path}/cache/\w+: cannot be written \(.+\); make it writable for this user, or set data.cache_dir \(of"
     )
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         prepared(tmp_path, tokenizer, *ANSWERS)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         list(
             downloaded_rows(
                 source_of_id("owner/name"), None, tmp_path / "cache" / "downloads", print, lambda origin, row: row
@@ -274,11 +274,11 @@ def test_a_read_only_cache_serves_what_it_holds_and_for_the_rest_is_one_line(tmp
     (tmp_path / "cache").symlink_to(mounted("size=1m"))
     prepared(tmp_path, tokenizer, *ANSWERS)
     mounted("ro")
-    said = r"^\S+/tokenized: cannot be written \(Read-only file system\); make it writable for this user, or set "
+    message = r"^\S+/tokenized: cannot be written \(Read-only file system\); make it writable for this user, or set "
     assert prepared(tmp_path, tokenizer, *ANSWERS).summary.cached
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         prepared(tmp_path, tokenizer, "other")
-    with pytest.raises(UserError, match=said.replace("tokenized", "cache/downloads")):
+    with pytest.raises(UserError, match=message.replace("tokenized", "cache/downloads")):
         list(
             downloaded_rows(
                 source_of_id("owner/name"), None, tmp_path / "cache" / "downloads", print, lambda origin, row: row

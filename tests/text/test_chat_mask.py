@@ -158,8 +158,8 @@ def test_an_injected_generation_prompt_stays_unsupervised_under_every_template(t
 
 def test_white_space_around_an_answer_is_kept_or_trimmed_with_the_template(tokenizer):
     turns = chat(("u", "Hi"), ("a", "  \n yes \n"), ("u", "  "), ("a", "\n\n"))
-    kept = supervised(encode_conversation(tokenizer, turns, template("chatml")), tokenizer)
-    assert kept == ["  \n yes \n<|im_end|>", "\n\n<|im_end|>"]
+    answers = supervised(encode_conversation(tokenizer, turns, template("chatml")), tokenizer)
+    assert answers == ["  \n yes \n<|im_end|>", "\n\n<|im_end|>"]
     trimmed = supervised(encode_conversation(tokenizer, turns, template("llama3")), tokenizer)
     assert trimmed == ["yes<|eot_id|>", "<|eot_id|>"]
 
@@ -403,8 +403,8 @@ def test_reasoning_is_read_under_the_templates_own_name_and_dropped_by_choice(to
     dropped = encode_conversation(tokenizer, inline, template("chatml"), Choices(reasoning="drop"))
     assert supervised(dropped, tokenizer) == ["Rome.<|im_end|>"]
     # A question that speaks of the tag is left alone.
-    asked = chat(("u", "What is </think>?"), ("a", "A tag."))
-    text = encode_conversation(tokenizer, asked, template("chatml"), Choices(reasoning="drop")).text
+    turns = chat(("u", "What is </think>?"), ("a", "A tag."))
+    text = encode_conversation(tokenizer, turns, template("chatml"), Choices(reasoning="drop")).text
     assert "What is </think>?" in text
 
 
@@ -511,26 +511,28 @@ def test_a_tools_result_in_a_rendered_text_is_never_supervised(tokenizer):
     assert text.endswith("}<|tool_output|>one<|tool_output_end|>It is.<|end_of_sentence|>")
     with pytest.raises(Unusable, match="without its"):
         as_rendered(tokenizer, text, jinja)
-    asked = as_rendered(tokenizer, "<|User|>1?<|Assistant|>It is.<|end_of_sentence|>", jinja)
-    assert supervised(asked, tokenizer) == ["It is.<|end_of_sentence|>"]
+    encoded = as_rendered(tokenizer, "<|User|>1?<|Assistant|>It is.<|end_of_sentence|>", jinja)
+    assert supervised(encoded, tokenizer) == ["It is.<|end_of_sentence|>"]
 
 
 def test_special_tokens_in_a_rendered_text_are_special_tokens_and_an_unclosed_turn_is_refused(tokenizer):
     chatml = template("chatml")
-    asked, header = "<|im_start|>user\nHi<|im_end|>\n", "<|im_start|>assistant\n"
-    encoded = as_rendered(tokenizer, f"{asked}{header}Yes<|im_end|>\n{header}No<|im_end|>\n", chatml)
+    question, header = "<|im_start|>user\nHi<|im_end|>\n", "<|im_start|>assistant\n"
+    encoded = as_rendered(tokenizer, f"{question}{header}Yes<|im_end|>\n{header}No<|im_end|>\n", chatml)
     assert supervised(encoded, tokenizer) == ["Yes<|im_end|>", "No<|im_end|>"]
     assert np.isin(encoded.ids, tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])).sum() == 6
-    last = as_rendered(tokenizer, f"{asked}{header}Yes<|im_end|>\n{header}No<|im_end|>", chatml, supervise="last_turn")
+    last = as_rendered(
+        tokenizer, f"{question}{header}Yes<|im_end|>\n{header}No<|im_end|>", chatml, supervise="last_turn"
+    )
     assert supervised(last, tokenizer) == ["No<|im_end|>"]
-    for text in (f"{asked}{header}Yes", f"{asked}{header}Yes\n{asked}{header}No<|im_end|>\n"):
+    for text in (f"{question}{header}Yes", f"{question}{header}Yes\n{question}{header}No<|im_end|>\n"):
         with pytest.raises(Unusable, match="an assistant turn without its <|im_end|>".replace("|", r"\|")):
             as_rendered(tokenizer, text, chatml)
-    for text in (asked, "Paris.", f"{header}Welcome<|im_end|>\n{asked}"):  # the last one answers nothing
+    for text in (question, "Paris.", f"{header}Welcome<|im_end|>\n{question}"):  # the last one answers nothing
         with pytest.raises(Unusable, match="no assistant turn in the rendered text"):
             as_rendered(tokenizer, text, chatml)
     with pytest.raises(UserError, match="data.chat_template"):
-        as_rendered(tokenizer, asked, None)
+        as_rendered(tokenizer, question, None)
 
 
 def test_prompts_of_a_file_are_what_samples_hold_before_the_answer(tokenizer, tmp_path):

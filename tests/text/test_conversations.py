@@ -219,6 +219,6 @@ def test_what_cannot_be_read_is_named_with_the_remedy(tmp_path):
 def test_a_dataset_id_that_cannot_be_loaded_is_one_line():
     code = "from eagle3.text.conversations import read_conversations as r; r(['nobody/nothing-of-this-name'])"
     offline = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=offline, check=False)
-    last = done.stderr.strip().splitlines()[-1]
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=offline, check=False)
+    last = process.stderr.strip().splitlines()[-1]
     assert last.startswith("eagle3.errors.UserError: nobody/nothing-of-this-name: no file or folder here")

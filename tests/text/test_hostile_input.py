@@ -175,7 +175,7 @@ LAUGHS = "a: &a [x, x]\n" + "".join(
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (LAUGHS, "line 2, column 8: aliases (*name) are not accepted; write the value out"),
         ("model: &a [*a]", "aliases"),
@@ -193,11 +193,11 @@ LAUGHS = "a: &a [x, x]\n" + "".join(
         ("#" + "x" * 300_000, "has more than 262,144 bytes"),
     ],
 )
-def test_a_hostile_recipe_is_refused_with_line_and_reason(tmp_path, text, said):
+def test_a_hostile_recipe_is_refused_with_line_and_reason(tmp_path, text, message):
     path = tmp_path / "recipe.yaml"
     path.write_text(text, encoding="utf-8")
     line = line_of(load_recipe, path)
-    assert line.startswith(f"{path}: ") and said in line, line
+    assert line.startswith(f"{path}: ") and message in line, line
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ DOUBLED = (
 
 
 @pytest.mark.parametrize(
-    ("template", "said"),
+    ("template", "part"),
     [
         (LOOP, "of processor time"),
         ("{% macro m(n) %}{{ m(n - 1) ~ m(n - 1) if n }}{% endmacro %}{{ m(60) }}", "of processor time"),
@@ -240,7 +240,7 @@ DOUBLED = (
         ("{{ 'a' * 2**21 }}", "prints 2,097,152 characters, more than "),
     ],
 )
-def test_an_endless_or_greedy_template_is_stopped_at_the_limit_of_the_row(tokenizer, monkeypatch, template, said):
+def test_an_endless_or_greedy_template_is_stopped_at_the_limit_of_the_row(tokenizer, monkeypatch, template, part):
     monkeypatch.setattr(templates, "SECONDS", 0.5)
     before = (
         resource.getrlimit(resource.RLIMIT_AS),
@@ -248,7 +248,7 @@ def test_an_endless_or_greedy_template_is_stopped_at_the_limit_of_the_row(tokeni
         signal.getsignal(signal.SIGVTALRM),
     )
     line = line_of(encode_conversation, tokenizer, ROW, template)
-    assert line.startswith("rows.jsonl:3: the chat template ") and said in line and "data.chat_template" in line, line
+    assert line.startswith("rows.jsonl:3: the chat template ") and part in line and "data.chat_template" in line, line
     assert signal.getitimer(signal.ITIMER_PROF) == signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
     after = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGPROF), signal.getsignal(signal.SIGVTALRM)
     assert after == before

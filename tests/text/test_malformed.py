@@ -81,8 +81,8 @@ def test_the_refusal_counts_the_most_frequent_reasons_and_names_the_first_ten_an
     assert all(f"{count}: {reason}" in account for reason, count in frequent)
     assert f", {rest} for {len(REASONS) - 3} other reasons)" in account and len(account) < 300 + len(str(path))
     assert account.endswith("; the first 10 are") and len(rows) == 10
-    for line, place, (_, _, said) in zip(rows, places, BROKEN, strict=False):
-        assert line.startswith(f"{path}:{place}: ") and said in line, line
+    for line, place, (_, _, text) in zip(rows, places, BROKEN, strict=False):
+        assert line.startswith(f"{path}:{place}: ") and text in line, line
     assert remedy == "fix them, or leave malformed rows out with data.malformed=drop"
 
 
@@ -93,18 +93,18 @@ def test_all_lines_of_a_refusal_reach_every_rank_and_the_terminal(mixed):
     assert str(caught.value).split("\n  ") == expected
     code = "from eagle3.errors import run_command as r; from eagle3.text.conversations import *; "
     code += f"r(lambda: read_conversations([{str(mixed[0])!r}]))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (2, "") and done.stderr == "error: " + "\n  ".join(expected) + "\n"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stdout) == (2, "") and run.stderr == "error: " + "\n  ".join(expected) + "\n"
 
 
 def test_what_is_dropped_is_counted_and_the_rest_is_as_without_it(mixed):
     path, places = mixed
     dropped = MalformedRows(drop=True)
-    found = read_conversations([str(path)], malformed=dropped)
+    conversations = read_conversations([str(path)], malformed=dropped)
     clean = path.with_name("clean.jsonl")
     clean.write_text("\n".join(map(talk, range(len(BROKEN)))))
-    assert [row.messages for row in found] == [row.messages for row in read_conversations([str(clean)])]
-    assert [row.origin for row in found] == [f"{path}:{place - 1}" for place in places]
+    assert [row.messages for row in conversations] == [row.messages for row in read_conversations([str(clean)])]
+    assert [row.origin for row in conversations] == [f"{path}:{place - 1}" for place in places]
     assert dropped.counts == REASONS and dropped.examples["not UTF-8 text"] == f"{path}:{places[2]}"
 
 
@@ -130,16 +130,16 @@ def test_rows_of_every_kind_of_file_are_named_by_their_place(tmp_path):
         pa.string(), 2, [None, pa.py_buffer(b"\0\0\0\0\1\0\0\0\2\0\0\0"), pa.py_buffer(b"a\xff")]
     )
     pq.write_table(pa.table({"text": strings}), tmp_path / "g.parquet")
-    account, *found, _ = lines_of(read_conversations, [str(tmp_path)])
+    account, *lines, _ = lines_of(read_conversations, [str(tmp_path)])
     assert "8 of 17 rows" in account
-    assert [line.removeprefix(f"{tmp_path}/").partition(": ")[0] for line in found] == [
+    assert [line.removeprefix(f"{tmp_path}/").partition(": ")[0] for line in lines] == [
         "a.jsonl:4", "b.json row "
                      "2", "b.json row "
                                      "3", "c.json:3", "d.json:1", "e.json row "
                                                                              "1", "f.parquet row "
                                                                                              "2", "g.parquet row 2"
     ]  # fmt: skip
-    assert "(line 4: Expecting value" in found[1] and "the row is [1, 2]" in found[2]
+    assert "(line 4: Expecting value" in lines[1] and "the row is [1, 2]" in lines[2]
     assert len(read_conversations([str(tmp_path)], malformed=MalformedRows(drop=True))) == 9
 
 
@@ -166,12 +166,12 @@ def test_a_source_of_another_form_is_given_up_after_ten_rows_and_others_are_stil
 
 
 def test_what_is_no_matter_of_rows_is_refused_whatever_is_dropped(tmp_path):
-    def refused(name: str, content: bytes, said: str) -> None:
+    def refused(name: str, content: bytes, message: str) -> None:
         (tmp_path / name).write_bytes(content)
         dropped = MalformedRows(drop=True, setting="data.malformed=drop")
         (tmp_path / "good.jsonl").write_text(talk(1))
         [line] = lines_of(read_conversations, [str(tmp_path / "good.jsonl"), str(tmp_path / name)], malformed=dropped)
-        assert line.startswith(f"{tmp_path / name}: ") and said in line, line
+        assert line.startswith(f"{tmp_path / name}: ") and message in line, line
 
     refused("a.jsonl", b"", "holds no rows")
     refused("b.csv", b"a,b", "files of kind '.csv' are not read")
@@ -203,8 +203,8 @@ def test_what_is_no_matter_of_rows_is_refused_whatever_is_dropped(tmp_path):
     ],
 )
 def test_the_elements_of_an_array_are_told_apart_or_it_is_no_array(text, elements):
-    found = array_elements(text)
-    assert elements == (found and [text[start:stop] for start, stop in found])
+    spans = array_elements(text)
+    assert elements == (spans and [text[start:stop] for start, stop in spans])
 
 
 def test_prompts_are_never_dropped_and_all_their_mistakes_are_told(mixed):
@@ -246,7 +246,7 @@ def test_samples_are_those_of_the_readable_rows_and_the_account_counts_the_other
 # Empty answers --------------------------------------------------------------------------------------------------------
 
 
-def asked(*answers: str) -> list[dict]:
+def chat(*answers: str) -> list[dict]:
     turns = [({"role": "user", "content": "Hi"}, {"role": "assistant", "content": answer}) for answer in answers]
     return [message for turn in turns for message in turn]
 
@@ -258,7 +258,7 @@ def write(path: Path, *rows: dict) -> list[str]:
 
 def test_answers_without_text_are_counted_as_far_as_they_are_supervised(tmp_path):
     tokenizer, template = byte_tokenizer(), OPTIONS["chat_template"]
-    talks = [asked("one", "so"), asked("", "so"), asked(" \n ", "so"), asked("</s>", "so"), asked("two", "")]
+    talks = [chat("one", "so"), chat("", "so"), chat(" \n ", "so"), chat("</s>", "so"), chat("two", "")]
     chats = write(tmp_path / "chats.jsonl", *({"messages": messages} for messages in talks))
     texts = [tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False) for messages in talks[:2]]
     rendered = write(tmp_path / "texts.jsonl", *({"text": text} for text in texts))
@@ -276,7 +276,7 @@ def test_answers_without_text_are_counted_as_far_as_they_are_supervised(tmp_path
 
 def test_a_cache_from_before_says_nothing_of_empty_answers(tmp_path):
     tokenizer, options = byte_tokenizer(), {**OPTIONS, "cache_dir": tmp_path / "cache"}
-    sources = write(tmp_path / "a.jsonl", {"messages": asked("", "one")})
+    sources = write(tmp_path / "a.jsonl", {"messages": chat("", "one")})
     prepare(sources, tokenizer, **options)
     [path] = (tmp_path / "cache").rglob("summary.json")
     body = json.loads(path.read_text())
@@ -295,12 +295,12 @@ def test_a_recipe_hears_of_both(tmp_path, topology):
     data.write_text("".join(json.dumps(row) + "\n" for row in rows) + "[1]\n")
     with pytest.raises(UserError, match=f"^{data}:13: the row is \\[1\\].*data.malformed=drop$"):
         inputs_of(load_recipe(recipe), topology.device, print)
-    said = []
-    inputs = inputs_of(load_recipe(recipe, ["data.malformed=drop"]), topology.device, said.append)
+    lines = []
+    inputs = inputs_of(load_recipe(recipe, ["data.malformed=drop"]), topology.device, lines.append)
     assert len(inputs.train) + len(inputs.held_out) == 12
-    assert any("12 of 13 samples" in line and line.endswith("; 1 dropped") for line in said)
-    assert f"training data: 1 dropped: malformed row (not an object) (first {data}:13)" in said
-    assert Warned("training data: 1 answer is empty: only the end of the turn is supervised there") in said
+    assert any("12 of 13 samples" in line and line.endswith("; 1 dropped") for line in lines)
+    assert f"training data: 1 dropped: malformed row (not an object) (first {data}:13)" in lines
+    assert Warned("training data: 1 answer is empty: only the end of the turn is supervised there") in lines
 
 
 def test_a_judge_with_held_out_data_of_its_own_does_not_mind_malformed_training_rows(tmp_path, topology):

@@ -132,9 +132,9 @@ def test_choices_reach_the_samples(tmp_path, tokenizer):
 def test_a_template_that_asks_for_the_date_is_told_the_recipes(tmp_path, tokenizer):
     """gpt-oss, Llama and Mistral print it; samples of today and of tomorrow would not be the same."""
     dated = "{{ strftime_now('%d %b %Y') }}" + OPTIONS["chat_template"]
-    for options, said in (({}, "01 Jan 2026"), ({"choices": Choices(today=datetime.date(2024, 2, 29))}, "29 Feb 2024")):
+    for options, date in (({}, "01 Jan 2026"), ({"choices": Choices(today=datetime.date(2024, 2, 29))}, "29 Feb 2024")):
         samples, summary = prepared(tmp_path, tokenizer, "one", chat_template=dated, **options)
-        assert tokenizer.decode(samples[0].ids.tolist()).startswith(said) and not summary.cached
+        assert tokenizer.decode(samples[0].ids.tolist()).startswith(date) and not summary.cached
 
 
 def test_thoughts_that_a_template_does_not_show_are_told_of(tmp_path, tokenizer):
@@ -154,9 +154,9 @@ def test_thoughts_that_a_template_does_not_show_are_told_of(tmp_path, tokenizer)
 def test_a_template_that_does_not_show_who_speaks_is_warned_of(tmp_path, tokenizer):
     alike = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
     for template, warned in ((alike, True), (TEMPLATE, False)):
-        said = []
-        prepared(tmp_path, tokenizer, "one", "two", chat_template=template, report=said.append)
-        assert any("prints a user's and an assistant's messages alike" in line for line in said) == warned
+        lines = []
+        prepared(tmp_path, tokenizer, "one", "two", chat_template=template, report=lines.append)
+        assert any("prints a user's and an assistant's messages alike" in line for line in lines) == warned
 
 
 def test_where_the_template_is_the_problem_another_one_is_offered(tmp_path, tokenizer):

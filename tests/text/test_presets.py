@@ -45,12 +45,12 @@ def ask(hub, tmp_path_factory) -> Iterator[Ask]:
         command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as process:
 
-        def asked(source: str, **request: object) -> dict[str, Any]:
+        def read(source: str, **request: object) -> dict[str, Any]:
             process.stdin.write(json.dumps({"source": source, **request}) + "\n")
             process.stdin.flush()
             return json.loads(process.stdout.readline())
 
-        yield asked
+        yield read
         process.stdin.close()
 
 
@@ -137,8 +137,8 @@ def test_every_preset_gives_the_conversations_of_its_dataset(hub, ask):
         answer = ask(source)
         assert [row[1] for row in answer.get("rows", [answer])] == conversations, source
         assert answer["rows"][0][0] == f"{source} row 1"
-    told = ask("preset:perfectblend")["told"]
-    assert "preset:perfectblend: 1 rows without a question or an answer are left out" in told
+    messages = ask("preset:perfectblend")["told"]
+    assert "preset:perfectblend: 1 rows without a question or an answer are left out" in messages
     # The number is that of the row in the dataset, also behind one that is left out.
     assert ask("preset:perfectblend")["rows"][1][0] == "preset:perfectblend row 3"
 
@@ -247,13 +247,13 @@ def test_a_network_that_fails_is_tried_again_and_then_named_in_one_line(hub, ask
 
 def test_reading_tells_how_far_it_is(hub, ask):
     (hub.folder("ann/slow") / "train.jsonl").write_text('{"text": "x"}\n' * 3)
-    told = [line for line in ask("ann/slow")["told"] if line.startswith("reading ann/slow")]
-    assert [line.split(", ")[0] for line in told] == [
+    messages = [line for line in ask("ann/slow")["told"] if line.startswith("reading ann/slow")]
+    assert [line.split(", ")[0] for line in messages] == [
         f"reading ann/slow: {number} conversations" for number in (1, 2, 3, 3)
     ]
-    assert told[-1].endswith(" in all")
-    told = [line for line in ask("ann/slow", limit=2)["told"] if line.startswith("reading ann/slow")]
-    assert [line.split(", ")[0] for line in told] == [
+    assert messages[-1].endswith(" in all")
+    messages = [line for line in ask("ann/slow", limit=2)["told"] if line.startswith("reading ann/slow")]
+    assert [line.split(", ")[0] for line in messages] == [
         f"reading ann/slow: {number}/2 conversations" for number in (1, 2)
     ]
 

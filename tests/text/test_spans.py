@@ -56,12 +56,12 @@ def test_documents_with_no_more_than_their_spans_hold_are_supervised_whole():
 
 def test_what_spans_take_is_said_and_where_they_change_nothing():
     samples = SampleSet.pack([(np.arange(length), np.arange(length) >= 10) for length in (20, 30, 40)])
-    said = Spans(5, 3, seed=0).describe(samples, anew=True)
-    assert "up to 40 of 60 supervised tokens an epoch, drawn anew in each epoch; 2 of 3 samples have more" in said
+    text = Spans(5, 3, seed=0).describe(samples, anew=True)
+    assert "up to 40 of 60 supervised tokens an epoch, drawn anew in each epoch; 2 of 3 samples have more" in text
     assert "the same in each epoch, as the store has them" in Spans(5, 3, seed=0).describe(samples, anew=False)
-    said = Spans(10, 3, seed=0).describe(samples, anew=True)
+    text = Spans(10, 3, seed=0).describe(samples, anew=True)
     assert (
-        "changes nothing here, because no sample has more supervised tokens than the 30 that 3 spans of 10 hold" in said
+        "changes nothing here, because no sample has more supervised tokens than the 30 that 3 spans of 10 hold" in text
     )
 
 

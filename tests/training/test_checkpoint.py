@@ -101,12 +101,12 @@ def test_a_loaded_checkpoint_continues_bit_for_bit(engine, checkpoints):
 
 
 def test_pruning_keeps_the_last_two_and_the_best(engine, checkpoints):
-    kept = []
+    listings = []
     for step, best in ((1, None), (2, 2), (3, 2), (4, 2), (5, 5), (6, 5), (12, 5), (13, 5)):
         checkpoints.save(engine, step, {}, best)
-        kept.append(names(checkpoints))
+        listings.append(names(checkpoints))
     expected = [(1,), (1, 2), (2, 3), (2, 3, 4), (4, 5), (5, 6), (5, 6, 12), (5, 12, 13)]
-    assert kept == [steps(*numbers) for numbers in expected]
+    assert listings == [steps(*numbers) for numbers in expected]
     assert checkpoints.load_whole(engine, 5).step == 5
 
 
@@ -291,8 +291,8 @@ def test_another_runs_checkpoint_is_never_loaded(engine, checkpoints, warnings):
     checkpoints.run = own
     assert checkpoints.load_whole(engine, 2) is None
     assert checkpoints.load_newest(engine) == (1, {"of": "own"}) and same(weights(engine), before)
-    said = f"{at(checkpoints, 2)}: written by run {other}, this is run {own}; "
-    assert [warning.removeprefix(said) for warning in warnings] == [
+    prefix = f"{at(checkpoints, 2)}: written by run {other}, this is run {own}; "
+    assert [warning.removeprefix(prefix) for warning in warnings] == [
         "the last weights are used instead",
         "renamed to foreign-step-00000002; the checkpoint before it is used",
     ]

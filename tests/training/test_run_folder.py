@@ -106,59 +106,61 @@ def shared(tmp_path_factory, target):
     for folder in folders.values():
         folder.mkdir()
     recipes = [str(write_recipe(folder, target, output={"check_export": False})) for folder in folders.values()]
-    said = finish(launch(sys.executable, "tests/support/shared_folder_worker.py", *recipes), timeout=600)
-    return json.loads(said.splitlines()[-1]), folders
+    output = finish(launch(sys.executable, "tests/support/shared_folder_worker.py", *recipes), timeout=600)
+    return json.loads(output.splitlines()[-1]), folders
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_second_run_is_refused_with_the_holder_before_anything_is_written(shared, way):
     """The worker has compared what is in the folder; and every rank has ended with the same code."""
-    found, _ = shared
-    code, said = found["entered"][way]
-    *_, line = said.splitlines()
+    outcomes, _ = shared
+    code, output = outcomes["entered"][way]
+    *_, line = output.splitlines()
     assert code == 2 and line.startswith("error: ") and "another run writes this folder" in line
-    assert f"(process {found['entered']['holder']} on " in line and ", since 20" in line and "set output.dir" in line
+    assert f"(process {outcomes['entered']['holder']} on " in line and ", since 20" in line and "set output.dir" in line
 
 
 def test_the_check_before_a_job_names_the_holder_and_passes(shared):
-    found, _ = shared
-    code, said = found["entered"]["check"]
-    assert code == 0 and "begins " in said
-    assert f"warning: {shared[1]['entered'] / 'run'}: another run writes this folder (process" in said
+    outcomes, _ = shared
+    code, output = outcomes["entered"]["check"]
+    assert code == 0 and "begins " in output
+    assert f"warning: {shared[1]['entered'] / 'run'}: another run writes this folder (process" in output
 
 
 def test_a_dead_holders_folder_is_free_at_once_and_the_run_goes_on_under_its_identity(shared):
-    found, _ = shared
-    code, said = found["entered"]["after"]
-    assert code == 0 and "checkpoint written" in said and "moved to" not in said
-    assert CLAIM not in found["entered"]["left"] and "run_id.txt" in found["entered"]["left"]
+    outcomes, _ = shared
+    code, output = outcomes["entered"]["after"]
+    assert code == 0 and "checkpoint written" in output and "moved to" not in output
+    assert CLAIM not in outcomes["entered"]["left"] and "run_id.txt" in outcomes["entered"]["left"]
 
 
 def test_of_runs_that_start_together_one_wins_and_the_others_move_nothing(shared):
-    found, folders = shared
-    code, said = found["at_once"]["winner"]
-    assert code == 0 and "checkpoint written" in said and said.count("moved to") == 1
-    for code, said in found["at_once"]["others"]:
-        assert code == 2 and "another run writes this folder" in said and said.count("error: ") == 1
+    outcomes, folders = shared
+    code, output = outcomes["at_once"]["winner"]
+    assert code == 0 and "checkpoint written" in output and output.count("moved to") == 1
+    for code, output in outcomes["at_once"]["others"]:
+        assert code == 2 and "another run writes this folder" in output and output.count("error: ") == 1
     aside = sorted(path.name for path in folders["at_once"].glob("run*"))
     assert aside == ["run", "run.1"]
     assert [path.name for path in (folders["at_once"] / "run.1").iterdir()] == ["checkpoints", "recipe.yaml"]
 
 
 def test_without_locks_both_runs_say_so_and_the_first_ends_before_it_writes_into_the_seconds_folder(shared):
-    found, folders = shared
-    (code, said), (second_code, second_said) = found["unlocked"]["one"], found["unlocked"]["two"]
-    assert "warning: " in said and said.count("has no locks") == second_said.count("has no locks") == 1
-    assert code == 2 and "no longer this run's (taken by process" in said.splitlines()[-1] and "Traceback" not in said
-    assert second_code == 0 and "moved to" in second_said
-    assert found["unlocked"]["of"] == [(folders["unlocked"] / "run" / "run_id.txt").read_text().strip()]
+    outcomes, folders = shared
+    (code, output), (second_code, second_output) = outcomes["unlocked"]["one"], outcomes["unlocked"]["two"]
+    assert "warning: " in output and output.count("has no locks") == second_output.count("has no locks") == 1
+    assert (
+        code == 2 and "no longer this run's (taken by process" in output.splitlines()[-1] and "Traceback" not in output
+    )
+    assert second_code == 0 and "moved to" in second_output
+    assert outcomes["unlocked"]["of"] == [(folders["unlocked"] / "run" / "run_id.txt").read_text().strip()]
 
 
 def test_a_checkpoint_of_which_one_rank_cannot_write_its_part_is_none(shared):
-    found, _ = shared
-    code, said = found["torn"]["torn"]
-    assert code == 2 and "the checkpoint of step 2 cannot be written" in said and "Traceback" not in said
-    assert found["torn"]["left"] == []
+    outcomes, _ = shared
+    code, output = outcomes["torn"]["torn"]
+    assert code == 2 and "the checkpoint of step 2 cannot be written" in output and "Traceback" not in output
+    assert outcomes["torn"]["left"] == []
 
 
 # The claim
@@ -179,8 +181,8 @@ def test_who_holds_a_folder_is_said_and_a_stranger_cannot_say_more_than_a_line(t
     claim = Claim(tmp_path, "n1")
     assert " on n1, since 20" in holder_of(tmp_path)
     (tmp_path / CLAIM).write_bytes(b"\x1b[2J\xff" + 500 * b"x" + b"\nmore")
-    said = holder_of(tmp_path)
-    assert said.isprintable() and len(said) <= 200
+    holder = holder_of(tmp_path)
+    assert holder.isprintable() and len(holder) <= 200
     began = time.monotonic()
     with pytest.raises(UserError, match="another run writes this folder"):
         Claim(tmp_path, "n2")
@@ -259,7 +261,7 @@ def test_what_no_run_left_stays_where_it_is(copied, topology):
 def test_a_folder_that_a_run_would_spoil_is_refused(tmp_path, target):
     recipe = load_recipe(write_recipe(tmp_path, target))
 
-    def said(path: Path, resume: Resume = Resume.NO) -> str:
+    def refusal(path: Path, resume: Resume = Resume.NO) -> str:
         with pytest.raises(UserError) as caught:
             RunFolder(path).check(recipe, resume)
         return str(caught.value)
@@ -267,16 +269,18 @@ def test_a_folder_that_a_run_would_spoil_is_refused(tmp_path, target):
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "recipe.yaml").write_text("model: {target: x}")
-    assert said(mine).startswith(f"{mine}/recipe.yaml: has a name that a run would use, but was not left by one; ")
+    assert refusal(mine).startswith(f"{mine}/recipe.yaml: has a name that a run would use, but was not left by one; ")
     other = tmp_path / "other"
     other.mkdir()
     for name in ("recipe.yaml", "run_id.txt"):
         (other / name).write_text("")
-    assert said(other / "checkpoints").startswith(f"{other}/checkpoints: lies in the folder of another run, {other}; ")
+    assert refusal(other / "checkpoints").startswith(
+        f"{other}/checkpoints: lies in the folder of another run, {other}; "
+    )
     odd = tmp_path / "odd"
     odd.mkdir()
     os.mkfifo(odd / "metrics.jsonl")
-    assert said(odd).startswith(f"{odd}/metrics.jsonl: is not a file, but a run would write one there; ")
+    assert refusal(odd).startswith(f"{odd}/metrics.jsonl: is not a file, but a run would write one there; ")
 
 
 @pytest.mark.parametrize("resume", [Resume.YES, Resume.AUTO])
@@ -352,8 +356,8 @@ def test_a_run_from_before_identities_goes_on_with_one_line_a_checkpoint_and_has
         path.write_text(json.dumps(json.loads(path.read_text())["files"]))
     shutil.rmtree(folder.checkpoints / "step-00000008")
     train(recipe, ZERO2, topology, Resume.YES)
-    said = capsys.readouterr().err
-    assert said.count("written before checkpoints named their run") == 2  # the newest, and the best for the export
+    stderr = capsys.readouterr().err
+    assert stderr.count("written before checkpoints named their run") == 2  # the newest, and the best for the export
     identity = folder.identity.read_text().strip()
     assert json.loads((folder.checkpoints / "step-00000008" / "manifest.json").read_text())["run"] == identity
     train(recipe, ZERO2, topology, Resume.YES)
@@ -368,8 +372,8 @@ def test_another_runs_newer_checkpoint_is_set_aside_and_a_damaged_identity_is_a_
     manifest = folder.checkpoints / "step-00000099" / "manifest.json"
     manifest.write_text(manifest.read_text().replace(own, other))
     train(recipe, ZERO2, topology, Resume.AUTO)
-    said = capsys.readouterr().err
-    assert f"step-00000099: written by run {other}, this is run {own}; renamed to foreign-step-00000099" in said
+    stderr = capsys.readouterr().err
+    assert f"step-00000099: written by run {other}, this is run {own}; renamed to foreign-step-00000099" in stderr
     assert (folder.checkpoints / "foreign-step-00000099").is_dir()
     folder.identity.write_bytes(b"\xff")
     with pytest.raises(UserError, match="run_id.txt: damaged; .*manifest.json"):
@@ -397,8 +401,8 @@ def test_a_full_disk_leaves_the_earlier_export_and_with_room_a_resumed_run_whose
     subprocess.run(["mount", "-o", "remount,nr_inodes=10000", str(small_disk)], check=True)
     (folder.export / "model.safetensors").write_bytes(b"")
     train(recipe, ZERO2, topology, Resume.YES)
-    found = load_file(folder.export / "model.safetensors")
-    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    actual = load_file(folder.export / "model.safetensors")
+    assert actual.keys() == expected.keys() and all(torch.equal(actual[name], expected[name]) for name in actual)
     assert (folder.export / "notes.md").read_text() == "somebody's" and CLAIM not in {*folder.path.iterdir()}
 
 

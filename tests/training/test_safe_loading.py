@@ -176,8 +176,8 @@ def test_other_data_end_in_one_line_and_moved_away_leave_the_checkpoint_before_t
 def test_a_converted_checkpoint_continues_as_the_one_that_was_saved(engine, other_layout, saved):
     expected = weights(engine)
     advance(other_layout)
-    found = Checkpoints(saved.parent, keep=2, run=RUN, warn=pytest.fail).load_newest(other_layout)
-    assert found == (2, {"best_step": 1}) and same(weights(other_layout), expected)
+    result = Checkpoints(saved.parent, keep=2, run=RUN, warn=pytest.fail).load_newest(other_layout)
+    assert result == (2, {"best_step": 1}) and same(weights(other_layout), expected)
 
 
 def test_a_checkpoint_that_keeps_numpys_random_state_as_an_array_still_loads(engine, saved):

@@ -47,10 +47,8 @@ def test_a_bad_step_changes_neither_weights_nor_moments(topology, dtype, factor)
     assert not norms.taken().skipped
     before, state = weights(engine), torch.get_rng_state()
     spoil(engine, factor)
-    taken = norms.taken()
-    assert (
-        taken.skipped and (taken.norm > LIMIT or math.isnan(taken.norm)) and math.isnan(taken.norm) == (factor != 1e9)
-    )
+    step = norms.taken()
+    assert step.skipped and (step.norm > LIMIT or math.isnan(step.norm)) and math.isnan(step.norm) == (factor != 1e9)
     assert same(weights(engine), before)
     advance(engine)
     after = weights(engine)
@@ -67,9 +65,9 @@ def test_a_bad_step_changes_neither_weights_nor_moments(topology, dtype, factor)
 def test_the_norm_is_the_one_before_clipping(topology, dtype):
     engine = fresh_engine(topology, dtype)
     norms = NormLimit(engine, LIMIT)
-    wanted = 2 * math.sqrt(sum(float(weight.double().square().sum()) for weight in weights(engine).values()))
+    expected = 2 * math.sqrt(sum(float(weight.double().square().sum()) for weight in weights(engine).values()))
     spoil(engine, 1.0)
-    assert norms.taken().norm == pytest.approx(wanted, rel=1e-5 if dtype == "float32" else 1e-2)
+    assert norms.taken().norm == pytest.approx(expected, rel=1e-5 if dtype == "float32" else 1e-2)
 
 
 @pytest.fixture

@@ -60,8 +60,8 @@ def test_metrics_jsonl_has_every_record_and_null_for_what_is_no_number(tmp_path)
 def test_tensorboard_reads_every_number_at_its_step(tmp_path):
     write_all(tmp_path, tensorboard=True)
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    found = {name: {event.step: event.value for event in events.Scalars(name)} for name in events.Tags()["scalars"]}
-    assert found == {name: pytest.approx(values, rel=1e-6) for name, values in EXPECTED.items()}  # events are in fp32
+    actual = {name: {event.step: event.value for event in events.Scalars(name)} for name in events.Tags()["scalars"]}
+    assert actual == {name: pytest.approx(values, rel=1e-6) for name, values in EXPECTED.items()}  # events are in fp32
 
 
 def test_a_disk_too_full_for_tensorboard_is_one_warning_and_the_run_goes_on(tmp_path, capsys):
@@ -89,7 +89,7 @@ def test_weights_and_biases_has_every_number_at_its_step(tmp_path, monkeypatch):
     config = {item.key: json.loads(item.value_json) for item in started.config.update}
     masked = {"path": "https://***@host/states?token=***"}
     assert {name: config[name] for name in CONFIG} == CONFIG | {"hidden_states": masked}
-    found = {}
+    actual = {}
     for record in records:
         if record.HasField("history"):
             values = {
@@ -97,14 +97,14 @@ def test_weights_and_biases_has_every_number_at_its_step(tmp_path, monkeypatch):
             }
             for name, value in values.items():
                 if not name.startswith("_"):
-                    found.setdefault(name, {})[values["_step"]] = value
-    assert found == EXPECTED
+                    actual.setdefault(name, {})[values["_step"]] = value
+    assert actual == EXPECTED
 
 
 def test_weights_and_biases_without_a_valid_key_is_refused_before_anything_is_moved(tmp_path):
     """In processes of their own, whose home holds no key."""
     program = "from eagle3.training.tracking import require_account; require_account('drafts')"
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")} | {
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")} | {
         "HOME": str(tmp_path)
     }
     for more, refused in (
@@ -113,13 +113,13 @@ def test_weights_and_biases_without_a_valid_key_is_refused_before_anything_is_mo
         ({"WANDB_API_KEY": 40 * "a"}, False),
         ({"WANDB_API_KEY": 5 * "a"}, True),
     ):
-        done = subprocess.run(
-            [sys.executable, "-c", program], env={**kept, **more}, capture_output=True, text=True, timeout=120
+        process = subprocess.run(
+            [sys.executable, "-c", program], env={**environment, **more}, capture_output=True, text=True, timeout=120
         )
-        assert (done.returncode == 1) == refused and (
-            "run `wandb login`, set WANDB_MODE=offline" in done.stderr
+        assert (process.returncode == 1) == refused and (
+            "run `wandb login`, set WANDB_MODE=offline" in process.stderr
         ) == refused
-        assert "eprecated" not in done.stderr
+        assert "eprecated" not in process.stderr
 
 
 def test_a_resumed_run_goes_on_in_weights_and_biases_and_its_command_line_stays_here(tmp_path):

@@ -32,41 +32,41 @@ class Ended(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def said():
+def endings():
     """By case."""
     output = finish(launch(sys.executable, "tests/support/watchdog_worker.py", *CASES))
-    found = {}
+    by_case = {}
     for case in CASES:
         lines = [line.removeprefix(f"{case}: ") for line in output.splitlines() if line.startswith(f"{case}: ")]
         *verdicts, ended = lines
         codes, late = re.fullmatch(r"ended with \[(.*)\], late (\[.*\])", ended).groups()
         errors = [line for line in output.splitlines() if f" of {case}: " in line]
-        found[case] = Ended(verdicts, [int(code) for code in codes.split(",")], late, errors)
-    return found
+        by_case[case] = Ended(verdicts, [int(code) for code in codes.split(",")], late, errors)
+    return by_case
 
 
-def test_a_sound_job_ends_well_however_long_it_takes(said):
-    verdicts, codes, _, _ = said["sound"]
+def test_a_sound_job_ends_well_however_long_it_takes(endings):
+    verdicts, codes, _, _ = endings["sound"]
     assert not verdicts and codes == [0, 0, 0]
 
 
 @pytest.mark.parametrize("case", ["killed", "killed elsewhere", "own mistake"])
-def test_a_rank_that_died_is_named_with_the_step_it_was_at(said, case):
-    verdict, (_, codes, late, _) = said[case].verdict, said[case]
+def test_a_rank_that_died_is_named_with_the_step_it_was_at(endings, case):
+    verdict, (_, codes, late, _) = endings[case].verdict, endings[case]
     node = "n1@.+" if case == "killed elsewhere" else ".+"
     assert re.fullmatch(rf"rank 1 \(process \d+ on {node}\) has ended, at step 0, stream 1 of 2", verdict)
     assert late == "[]" and codes[0] == codes[2] == 1
 
 
 @pytest.mark.parametrize("case", ["first works", "works for long"])
-def test_the_others_wait_for_a_rank_longer_than_a_collective_would(said, case):
-    verdicts, codes, _, _ = said[case]
+def test_the_others_wait_for_a_rank_longer_than_a_collective_would(endings, case):
+    verdicts, codes, _, _ = endings[case]
     assert not verdicts and codes == [0, 0, 0]
 
 
 @pytest.mark.parametrize("case", FORMING)
-def test_a_rank_that_dies_before_there_is_a_watchdog_leaves_nobody_waiting(said, case):
-    mistakes, codes, late, _ = said[case]
+def test_a_rank_that_dies_before_there_is_a_watchdog_leaves_nobody_waiting(endings, case):
+    mistakes, codes, late, _ = endings[case]
     assert mistakes and all(mistake.startswith("launcher: this process cannot meet") for mistake in mistakes)
     assert late == "[]" and codes[0] == codes[2] == 1
 
@@ -74,8 +74,8 @@ def test_a_rank_that_dies_before_there_is_a_watchdog_leaves_nobody_waiting(said,
 @pytest.mark.parametrize(
     ("case", "reports"), [("first killed", 1), ("first killed elsewhere", 2), ("first works and dies", 1)]
 )
-def test_the_first_ranks_death_is_reported_by_others_with_the_step_that_it_was_at(said, case, reports):
-    verdicts, codes, late, _ = said[case]
+def test_the_first_ranks_death_is_reported_by_others_with_the_step_that_it_was_at(endings, case, reports):
+    verdicts, codes, late, _ = endings[case]
     node = "n0@.+" if case == "first killed elsewhere" else ".+"
     named = rf"rank 0 \(process \d+ on {node}\) has ended, at step 0, stream 1 of 2"
     assert len(verdicts) == reports and all(re.fullmatch(named, verdict) for verdict in verdicts)
@@ -90,14 +90,14 @@ def test_the_first_ranks_death_is_reported_by_others_with_the_step_that_it_was_a
         ("first stopped", "step 0, stream 1 of 2", 0),
     ],
 )
-def test_a_rank_that_falls_silent_is_named(said, case, place, still):
-    verdict, (_, codes, late, _) = said[case].verdict, said[case]
+def test_a_rank_that_falls_silent_is_named(endings, case, place, still):
+    verdict, (_, codes, late, _) = endings[case].verdict, endings[case]
     assert re.fullmatch(rf"rank {still} \(process \d+ on .+\) was not heard from for \d+ s, last at {place}", verdict)
     assert late == f"[{still}]" and codes[1 - still] == codes[2] == 1
 
 
-def test_a_rank_that_hangs_is_named_with_its_place_and_the_collective_that_others_wait_in(said):
-    verdict, (_, codes, late, _) = said["hangs"].verdict, said["hangs"]
+def test_a_rank_that_hangs_is_named_with_its_place_and_the_collective_that_others_wait_in(endings):
+    verdict, (_, codes, late, _) = endings["hangs"].verdict, endings["hangs"]
     assert re.match(
         r"no progress for \d+ s: rank 1 \(process \d+ on .+\) did not arrive: outside of this package, at", verdict
     )
@@ -105,6 +105,6 @@ def test_a_rank_that_hangs_is_named_with_its_place_and_the_collective_that_other
     assert late == "[]" and codes == [1, 1, 1]
 
 
-def test_a_mistake_that_all_ranks_make_is_nobodys_death(said):
-    verdicts, codes, _, _ = said["shared mistake"]
+def test_a_mistake_that_all_ranks_make_is_nobodys_death(endings):
+    verdicts, codes, _, _ = endings["shared mistake"]
     assert not verdicts and codes == [1, 1, 1]

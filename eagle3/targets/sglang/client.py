@@ -112,7 +112,7 @@ class Servers:
         self.changed = threading.Condition()
         self.live = set(urls)
         self.closed = self.rows_came = False
-        self.lost: str | None = None
+        self.failure: str | None = None
         for url in urls:
             for _ in range(in_flight):
                 threading.Thread(target=self._serve, args=(url,), name=f"ask {url}", daemon=True).start()
@@ -120,8 +120,8 @@ class Servers:
     def request(self, request: Request) -> None:
         """Queue a request; first in line if it has failed before."""
         with self.changed:
-            if self.lost:
-                request.there.set_exception(SharedUserError(self.lost))
+            if self.failure:
+                request.there.set_exception(SharedUserError(self.failure))
                 return
             enqueue = self.waiting.appendleft if request.failures else self.waiting.append
             enqueue(request)
@@ -220,12 +220,12 @@ class Servers:
             if self.live:
                 self.report(Warned(f"{url} does not answer ({error}): left out; {len(self.live)} servers remain"))
             else:
-                self.lost = (
+                self.failure = (
                     f"target.servers: no server is left ({url}: {error}); start one and continue: capture.py goes on "
                     "where it stopped, train.py does with --resume"
                 )
                 for request in self.waiting:
-                    request.there.set_exception(SharedUserError(self.lost))
+                    request.there.set_exception(SharedUserError(self.failure))
                 self.waiting.clear()
             self.changed.notify_all()
 
@@ -248,8 +248,8 @@ class Producer:
 
     def __init__(self, servers: Servers, spool: Spool, most_bytes: int, readers: int) -> None:
         self.servers, self.spool, self.most_bytes, self.readers = servers, spool, most_bytes, readers
-        self.asked: deque[tuple[Request, int]] = deque()  # requests that wait for room, with their bytes
-        self.held: dict[Ticket, int] = {}  # bytes of samples in the spool or on their way
+        self.backlog: deque[tuple[Request, int]] = deque()  # requests that wait for room, with their bytes
+        self.sizes: dict[Ticket, int] = {}  # bytes of samples in the spool or on their way
         self.lock = threading.Lock()
         self.closed = False
         if readers:
@@ -261,7 +261,7 @@ class Producer:
         future: Future[None] = Future()
         future.add_done_callback(partial(self._tell_readers, ticket))
         with self.lock:
-            self.asked.append((Request(ticket, ids, future), size))
+            self.backlog.append((Request(ticket, ids, future), size))
             self._use_room()
         return future
 
@@ -269,7 +269,7 @@ class Producer:
         """Delete a sample and reuse its room."""
         self.spool.remove(ticket, self.readers)
         with self.lock:
-            self.held.pop(ticket, None)
+            self.sizes.pop(ticket, None)
             self._use_room()
 
     def close(self) -> None:
@@ -278,9 +278,9 @@ class Producer:
 
     def _use_room(self) -> None:
         """Send requests that now have room. Call it with the lock held."""
-        while self.asked and sum(self.held.values()) + self.asked[0][1] <= self.most_bytes:
-            request, size = self.asked.popleft()
-            self.held[request.ticket] = size
+        while self.backlog and sum(self.sizes.values()) + self.backlog[0][1] <= self.most_bytes:
+            request, size = self.backlog.popleft()
+            self.sizes[request.ticket] = size
             self.servers.request(request)
 
     def _tell_readers(self, ticket: Ticket, future: "Future[None]") -> None:
@@ -294,7 +294,7 @@ class Producer:
     def _reap(self) -> None:
         while not self.closed:
             with self.lock:
-                tickets = list(self.held)
+                tickets = list(self.sizes)
             for ticket in tickets:
                 if self.spool.readers(ticket, self.readers) == self.readers:
                     with suppress(OSError):  # try again in the next round

@@ -287,14 +287,14 @@ class ServedTeacher(ABC):
         """
         shard = self.head.first_id, self.head.valid, self.group
         blocks = [summarize_sharded(self.logits(block), *shard) for block in last.split(BLOCK_ROWS)]
-        return self.kept(last, rows), TeacherSummary(*map(torch.cat, zip(*blocks, strict=True)))
+        return self.teacher_values(last, rows), TeacherSummary(*map(torch.cat, zip(*blocks, strict=True)))
 
     @abstractmethod
     def logits(self, last: Tensor) -> Tensor:
         """Logits [n, V/tp] of this rank's columns after rows last [n, H]."""
 
     @abstractmethod
-    def kept(self, last: Tensor, rows: Sequence[Tensor]) -> Tensor:
+    def teacher_values(self, last: Tensor, rows: Sequence[Tensor]) -> Tensor:
         """The first result of `says`."""
 
 
@@ -318,7 +318,7 @@ class HiddenTeacher(ServedTeacher):
             return self.transform.apply(torch.mm(last.to(self.weight.dtype), self.columns, out_dtype=torch.float32))
         return self.transform.apply(last.float() @ self.columns)
 
-    def kept(self, last: Tensor, rows: Sequence[Tensor]) -> Tensor:
+    def teacher_values(self, last: Tensor, rows: Sequence[Tensor]) -> Tensor:
         """A view if the rows are consecutive, as they are with one rank: an index would first have to reach the GPU,
         and the forward would wait for it."""
         own_rows = rows[self.group.rank()]
@@ -339,7 +339,7 @@ class LogitsTeacher(ServedTeacher):
     def logits(self, last: Tensor) -> Tensor:
         return local_logits(self.processor, self.module, last)
 
-    def kept(self, last: Tensor, rows: Sequence[Tensor]) -> Tensor:
+    def teacher_values(self, last: Tensor, rows: Sequence[Tensor]) -> Tensor:
         probe = self.logits(last[:1])
         values = self.columns.redistribute(lambda indices: self.logits(last[indices]), rows, probe.dtype)
         peak = self.columns.peak_bytes([len(each) for each in rows], probe.shape[1], probe.element_size())
