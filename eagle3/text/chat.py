@@ -78,7 +78,7 @@ def encode_conversation(
     choices = choices or Choices()
     if not tokenizer.is_fast:
         raise UserError(
-            f"tokenizer {type(tokenizer).__name__}: slow tokenizers do not report where tokens are in the text;"
+            f"tokenizer {type(tokenizer).__name__}: a slow one, which does not report where tokens are in the text;"
             f" use a model folder with a tokenizer.json"
         )
     if conversation.messages is None and choices.text == "plain":
@@ -125,7 +125,7 @@ def _talk_spans(
         marks = _unused(text)
         spans = _marked_spans(text, render(messages, template=_with_marks(template, *marks)), *marks)
         if supervise == "last_turn" and len(spans) != count:
-            raise Unusable("the chat template does not have one {% generation %} block per assistant turn")
+            raise Unusable("there is not one {% generation %} block for each assistant turn in the chat template")
     else:
         spans = _assistant_spans(messages, text, render, added_tokens)
     require_calls(messages, text, render)
