@@ -1,4 +1,4 @@
-"""The command line that launchers share: a recipe, overrides of its keys, and mistakes reported in one line."""
+"""The command line that launchers share: a recipe, overrides of its keys, and errors in one line."""
 
 import argparse
 import os
@@ -15,7 +15,7 @@ from eagle3.recipe.schema import Recipe
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's parser, except that a mistake is a UserError and options cannot be abbreviated."""
+    """argparse's parser, except that mistakes raise UserError and options cannot be abbreviated."""
 
     def __init__(self, description: str | None) -> None:
         super().__init__(description=description, allow_abbrev=False)
@@ -25,9 +25,9 @@ class Parser(argparse.ArgumentParser):
 
 
 class RecipeParser(Parser):
-    """For launchers that take a recipe, bare or after --recipe, and `section.key=value` for each key to change.
+    """Parser for launchers that take a recipe, bare or after --recipe, and `section.key=value` for each key to change.
 
-    default: the recipe if none is named.
+    default: the recipe to use if none is named.
     """
 
     def __init__(self, description: str | None, default: Path) -> None:
@@ -47,10 +47,11 @@ class RecipeParser(Parser):
         )
 
     def parse(self, words: Sequence[str] | None = None) -> argparse.Namespace:
-        """Parses the options. They include `recipe`, `named` (whether a recipe was) and `overrides`, the changes of
-        keys. Raises UserError; for what looks like a key of the recipe, the message contains the override to write.
+        """Parses the options. The result includes `recipe`, `named` (whether the user named it) and `overrides` (the
+        changes to keys). Raises UserError for a mistake. If an option looks like a key of the recipe, the message
+        contains the override to write instead.
 
-        words: default sys.argv's.
+        words: the words of the command line; default: sys.argv's.
         """
         words = list(sys.argv[1:] if words is None else words)
         options, unknown = self.parse_known_intermixed_args(words)
@@ -69,7 +70,7 @@ class RecipeParser(Parser):
                 f"command line: two recipes, {recipes[0]} and {shown(str(recipes[1]))}; name one, and quote a value "
                 "with spaces"
             )
-        here = Path.cwd()  # so that the default is named as a user would name it from here
+        here = Path.cwd()  # so that the default has the name by which a user would call it from here
         default = self.default.relative_to(here) if self.default.is_relative_to(here) else self.default
         options.recipe, options.named = recipes[0] if recipes else default, bool(recipes)
         return options
@@ -89,23 +90,23 @@ class RecipeParser(Parser):
             raise SharedUserError(f"command line: {shown(option)} is not an option; did you mean {near[0]}?")
         if not keys:
             self.error(f"{shown(option)} is not an option")
-        depth = min(key.count(".") for key in keys)  # prefer a key over one of the same name deeper in some section
+        depth = min(key.count(".") for key in keys)  # prefer a key over one with the same name in a deeper section
         changes = " or ".join(f"{key}={value}" for key in keys if key.count(".") == depth)
         raise SharedUserError(f"command line: {shown(option)} is not an option; to change the recipe write {changes}")
 
 
 def _value_of(word: str, words: list[str]) -> str:
-    """The word that follows, if it may be meant as the value of this one."""
+    """The word after this one, if it may be meant as its value."""
     following = words[words.index(word) + 1 :][:1]
     return following[0] if following and "=" not in following[0] and following[0][:1] != "-" else "VALUE"
 
 
 def before_imports(quiet: bool = False) -> None:
-    """Prepares for the imports that take seconds; call it before them, and after everything that can be refused without
-    them. On a machine without GPUs it tells DeepSpeed to use the CPU, or it would warn that it has found no
-    accelerator.
+    """Prepares for the imports that take seconds. Call it before them, and after every check that does not need them.
+    On a machine without GPUs, it tells DeepSpeed to use the CPU, since DeepSpeed would otherwise warn that it has found
+    no accelerator.
 
-    quiet: libraries only print errors.
+    quiet: let libraries print only errors.
     """
     if quiet:
         silence_libraries()

@@ -1,4 +1,4 @@
-"""Terminal and log output: lines that fit, progress with rate and time left, colours where they are supported."""
+"""Terminal and log output: lines that fit, progress with rate and time left, colours if they are supported."""
 
 import logging
 import os
@@ -13,30 +13,31 @@ from typing import Any, TextIO
 Say = Callable[[str], None]
 WARNING = "warning: "
 RED, GREEN, YELLOW, PLAIN = "\033[31m", "\033[32m", "\033[33m", "\033[0m"
-QUIET_SECONDS = 2.0  # a step that ends sooner reports no progress
-# Seconds between two progress lines of a step: 5 at first, more as it lasts. 10 minutes give 60 lines, a day 3,000.
+QUIET_SECONDS = 2.0  # a step that takes less time reports no progress
+# Seconds between progress lines of a step: 5 at first, then more. 10 minutes give 60 lines, a day gives 3,000.
 FIRST_GAP, LAST_GAP, GAPS = 5.0, 30.0, 20
-USERINFO = re.compile(r"(?<=://)[^\s/?#'\"]+@")  # in a URL: user name and password, or a token
+USERINFO = re.compile(r"(?<=://)[^\s/?#'\"]+@")  # user name and password, or a token, in a URL
 WORD = re.compile(r"\S+")
 QUERY, LINK_QUERY = re.compile("[?#]"), re.compile(r"\?[^?#&=]+=")
 PARAMETER = re.compile(r"(?P<lead>[?#&;](?:[\w.\-\[\]]+=(?==*[^=&#;]))?)[^&#;]+")
-CLOSING = ".,:;!?)]}>'\"`"  # usually ends a sentence or a quotation, not a query
+CLOSING = ".,:;!?)]}>'\"`"  # these usually end a sentence or a quotation, not a query
 BETWEEN_FIELDS = re.compile(r"((?<=[,;]) |  +)")
 
 
 class Warned(str):
-    """A warning, for code that was only given a function to call with lines; str() puts `warning: ` in front."""
+    """A line that is a warning, for code that only has a function to call with lines. str() puts `warning: ` in
+    front."""
 
     def __str__(self) -> str:
         return WARNING + self
 
 
 class Console:
-    """Prints on the first rank only: information and progress when called, and by `result` what the command was run
+    """Prints on the first rank only: information and progress when called, and through `result` what the user asked
     for.
 
-    quiet: prints no information. Warnings (`Warned` lines) and errors remain, and so do results, without the leading
-        time.
+    quiet: print no information. Warnings (`Warned` lines) and errors still appear, and so do results, without the
+        leading time.
     """
 
     def __init__(self, speaks: bool, quiet: bool = False) -> None:
@@ -58,11 +59,11 @@ class Console:
 
 
 class Progress:
-    """Reports how far a step is: nothing in its first seconds, then a line now and then, and its end if any line came
-    before.
+    """Reports the progress of a step: nothing in its first seconds, then a line now and then. Reports the end only
+    after such a line.
 
-    total: None if unknown.
-    unit: what is counted, in the plural.
+    total: number of items; None if unknown.
+    unit: name of the items, in the plural.
     """
 
     def __init__(
@@ -73,12 +74,12 @@ class Progress:
         self.next = self.start + QUIET_SECONDS
 
     def advance(self, count: int = 1, extra: str = "") -> None:
-        """Counts `count` more as done. extra: further numbers for the line."""
+        """Counts `count` more items as done. extra: further numbers for the line."""
         self.at(self.done + count, free=self.free, extra=extra)
 
     def at(self, done: int, *, free: int = 0, extra: str = "") -> None:
-        """Sets the number done so far. free: how many of these took no time, because an earlier run did them; the rate
-        leaves them out."""
+        """Sets the number of items done so far. free: how many of them took no time, because an earlier run did them.
+        The rate leaves these out."""
         self.done, self.free, now = done, free, self.clock()
         if done == self.total:
             self.end(extra)
@@ -86,7 +87,7 @@ class Progress:
             self._tell(now, extra)
 
     def also_between(self) -> AbstractContextManager[None]:
-        """Inside the block, lines also appear while a single item takes long and no call comes."""
+        """Inside the block, lines appear even if a single item takes long and there are no calls."""
 
         def speak() -> None:
             if (now := self.clock()) >= self.next and self.done != self.total:
@@ -95,7 +96,7 @@ class Progress:
         return _now_and_then(speak, lambda: max(self.next - self.clock(), FIRST_GAP))
 
     def end(self, extra: str = "") -> None:
-        """Reports the end. Only needed if the total is unknown."""
+        """Reports the end. Needed only if the total is unknown."""
         if self.spoke:
             self.spoke, seconds = False, self.clock() - self.start
             self._say(extra, *self._pace(seconds)[:1], f"{duration(seconds)} in all")
@@ -118,8 +119,8 @@ class Progress:
 
 @contextmanager
 def waiting(say: Say, task: str) -> Iterator[None]:
-    """Wraps a step of unknown length. If it takes more than two seconds, prints `task`, then now and then the time so
-    far, and finally that it is over."""
+    """Wraps a step of unknown length. If it takes more than two seconds, prints `task`, then the time so far now and
+    then, and in the end how long it took."""
     start, spoke = time.monotonic(), threading.Event()
 
     def speak() -> None:
@@ -134,7 +135,7 @@ def waiting(say: Say, task: str) -> Iterator[None]:
 
 @contextmanager
 def _now_and_then(speak: Callable[[], None], gap: Callable[[], float]) -> Iterator[None]:
-    """Inside the block, a thread calls `speak` whenever another `gap()` seconds have passed."""
+    """Inside the block, a thread calls `speak` every `gap()` seconds."""
     over = threading.Event()
 
     def speaking() -> None:
@@ -151,9 +152,9 @@ def _now_and_then(speak: Callable[[], None], gap: Callable[[], float]) -> Iterat
 
 
 def without_passwords(text: str) -> str:
-    """Replaces by *** the user information of URLs in the text, and each value in their queries and fragments: tokens
-    and signatures go by many names. A path with a query counts too, since libraries quote what they failed to fetch in
-    that form."""
+    """Masks secrets in the text: replaces with *** the user information of URLs, and every value in their queries and
+    fragments, because tokens and signatures go by many names. A path with a query counts as a URL, since libraries
+    quote it that way if they failed to fetch it."""
     return WORD.sub(_without_values, USERINFO.sub("***@", text))
 
 
@@ -169,7 +170,7 @@ def _without_values(match: re.Match[str]) -> str:
 
 
 def all_without_passwords(value: Any) -> Any:
-    """Does the same to every string in a JSON or YAML value."""
+    """Masks secrets like `without_passwords`, in every string of a JSON or YAML value."""
     if isinstance(value, dict):
         return {name: all_without_passwords(each) for name, each in value.items()}
     if isinstance(value, list):
@@ -178,35 +179,35 @@ def all_without_passwords(value: Any) -> Any:
 
 
 def is_first_rank() -> bool:
-    """Whether this is the first of the processes that a launcher started; True without a launcher."""
+    """Whether this is the first process that a launcher started; True without a launcher."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def tell(line: str, *, lead: str = "", colour: str | None = None, stream: TextIO | None = None) -> None:
-    """Prints `lead`, in colour, and the line; wraps them on a terminal and nowhere else. stream: default stdout."""
+    """Prints `lead`, in colour, and the line. Wraps them only on a terminal. stream: default stdout."""
     stream = stream or sys.stdout
     text = fitted(lead + without_passwords(line), columns_of(stream), indent=len(lead))
     if colour and lead:
         text = painted(lead.rstrip(), colour, stream) + text.removeprefix(lead.rstrip())
     try:
-        stream.write(text + "\n")  # in one write: several threads print
+        stream.write(text + "\n")  # in one write, because several threads print
         stream.flush()
-    except BrokenPipeError:  # the reader is gone: the main thread ends the command when it next prints
+    except BrokenPipeError:  # the reader is gone; the main thread will end the command when it next prints
         if threading.current_thread() is threading.main_thread():
             raise
 
 
 def tell_error(line: str, lead: str = "") -> None:
-    """Prints an error on stderr behind `lead` or `error:`. Never wrapped, so that what it names can be copied."""
-    # In one write: other ranks may print too.
+    """Prints an error on stderr after `lead` or `error:`. Never wraps it, so that the names in it can be copied."""
+    # In one write, because other ranks may print too.
     sys.stderr.write(f"{lead or painted('error:', RED, sys.stderr)} {without_passwords(line)}\n")
     sys.stderr.flush()
 
 
 def fitted(text: str, columns: int | None, indent: int = 0) -> str:
-    """Breaks the text into lines of at most `columns` (None: no limit). Lines break between fields, which two spaces, a
-    comma or a semicolon separate; a field that is too long breaks between words. Continuation lines are indented. A
-    word that is too long stays whole, so that it can be copied."""
+    """Breaks the text into lines of at most `columns` characters (None: no limit), with continuation lines indented.
+    Lines break between fields, which are separated by two spaces, a comma or a semicolon. A field that is too long
+    breaks between words. A word that is too long stays whole, so that it can be copied."""
     return "\n".join(_wrapped(line, columns, indent) for line in text.split("\n"))
 
 
@@ -228,7 +229,7 @@ def _wrapped(line: str, columns: int | None, indent: int) -> str:
 
 
 def columns_of(stream: TextIO) -> int | None:
-    """The width of the terminal; None if there is none, or if its width is unknown."""
+    """The width of the stream's terminal; None if the stream is not a terminal or its width is unknown."""
     try:
         return os.get_terminal_size(stream.fileno()).columns or None
     except (OSError, ValueError):
@@ -236,19 +237,19 @@ def columns_of(stream: TextIO) -> int | None:
 
 
 def painted(text: str, colour: str, stream: TextIO | None = None) -> str:
-    """The text in this colour if the stream (default: stdout) shows colours."""
+    """The text, in this colour if the stream (default: stdout) shows colours."""
     return f"{colour}{text}{PLAIN}" if shows_colours(stream or sys.stdout) else text
 
 
 def shows_colours(stream: TextIO) -> bool:
-    """Whether the stream is a terminal with colours whose user has not turned them off (no-color.org)."""
+    """Whether the stream is a terminal with colours, and the user has not turned them off (no-color.org)."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def silence_libraries() -> None:
-    """For --quiet, before other libraries are imported: they log only errors and show no download bars."""
+    """Make libraries log only errors and show no download bars, for --quiet. Call it before they are imported."""
     logging.disable(logging.WARNING)
-    from huggingface_hub.utils import disable_progress_bars  # imported here, since most commands run without it
+    from huggingface_hub.utils import disable_progress_bars  # imported here, because most commands do not need it
 
     disable_progress_bars()
 
@@ -282,5 +283,5 @@ def duration(seconds: float) -> str:
 
 
 def _gap(seconds: float) -> float:
-    """Seconds until the next line of a step that has taken `seconds` so far."""
+    """Seconds until the next line, for a step that has taken `seconds` so far."""
     return min(LAST_GAP, max(FIRST_GAP, seconds / GAPS))

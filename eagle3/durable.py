@@ -1,5 +1,5 @@
-"""Files that survive a kill or a full disk: whole under their name, or absent. Locks that a kill releases. Digests that
-show what has changed."""
+"""Files that a kill or a full disk leaves either whole or absent, locks that a kill releases, and digests that reveal
+changes."""
 
 import errno
 import fcntl
@@ -20,7 +20,7 @@ from eagle3.errors import UserError
 
 
 class Lock(Enum):
-    """The result of an attempt to lock a file. UNKNOWN: its file system has no locks."""
+    """The result of trying to lock a file. UNKNOWN: the file system has no locks."""
 
     HELD = "held"
     TAKEN = "taken"
@@ -28,7 +28,8 @@ class Lock(Enum):
 
 
 def lock(file: BinaryIO) -> Lock:
-    """Locks a file (flock) for as long as it is open and this process lives. Never waits for another process's lock."""
+    """Locks a file (flock) for as long as it is open and this process lives. Never waits for a lock that another
+    process holds."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -40,9 +41,9 @@ def lock(file: BinaryIO) -> Lock:
 
 @contextmanager
 def writing(path: Path, remedy: str) -> Iterator[None]:
-    """Wraps code that writes `path`: raises UserError if that fails.
+    """Wraps code that writes `path`, and raises UserError if writing fails.
 
-    remedy: begins with "free space", which is replaced by another remedy if space is not what is missing.
+    remedy: begins with "free space", which is replaced if the cause is not a lack of space.
     """
     try:
         yield
@@ -57,32 +58,32 @@ def writing(path: Path, remedy: str) -> Iterator[None]:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file, 64 hex digits."""
+    """SHA-256 of a file, as 64 hex digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_text(path: Path, text: str, private: bool = False) -> None:
-    """Replaces the content of `path` by `text`; a kill or a full disk leaves either the old file or the new one.
-    private: only its owner may read it."""
+    """Replaces the content of `path` with `text`. A kill or a full disk leaves either the old file or the new one.
+    private: only the owner may read the file."""
     write_bytes(path, text.encode("utf-8"), private)
 
 
 def replace_text(path: Path, text: str) -> Path | None:
-    """Like `write_text`, but moves an existing file aside, once `text` is on disk, and returns its new path."""
+    """Like `write_text`, but once `text` is on disk, moves an existing file aside and returns its new path."""
     return write_bytes(path, text.encode("utf-8"), aside=True)
 
 
 def write_bytes(path: Path, content: bytes, private: bool = False, aside: bool = False) -> Path | None:
-    """Like `write_text` or, with `aside`, like `replace_text`."""
+    """Like `write_text` or, with `aside`, like `replace_text`, for bytes."""
     partial, moved = path.with_name(path.name + ".partial"), None
     try:
         with partial.open("wb") as file:
             if private:
-                os.fchmod(file.fileno(), 0o600)  # before there is anything to read
+                os.fchmod(file.fileno(), 0o600)  # before the file has any content
             file.write(content)
         if aside and path.exists():
-            flush(partial)  # before the earlier file loses its name
+            flush(partial)  # before the old file loses its name
             moved = move_aside(path)
         publish(partial, path)
     except OSError:
@@ -92,7 +93,7 @@ def write_bytes(path: Path, content: bytes, private: bool = False, aside: bool =
 
 
 def create_text(path: Path, text: str) -> None:
-    """Writes `text` unless `path` exists. If several processes do so at once, one wins; a kill leaves a whole file or
+    """Writes `text` unless `path` exists. If several processes try at once, one wins. A kill leaves a whole file or
     none."""
     temporary = path.with_name(f".{path.name}.{token_hex(4)}")
     try:
@@ -106,15 +107,16 @@ def create_text(path: Path, text: str) -> None:
 
 
 def publish(partial: Path, path: Path) -> None:
-    """Gives a finished file or folder its name once its bytes are on disk. The name is on disk when this returns."""
+    """Gives a finished file or folder its final name, once its bytes are on disk. When this returns, the name is on
+    disk too."""
     flush(partial)
     partial.replace(path)
     flush(path.parent)
 
 
 def move_aside(path: Path, name: Path | None = None) -> Path:
-    """Renames what an earlier run left to the first free name: run -> run.1, result.json -> result.1.json. name: derive
-    the new name from this path instead."""
+    """Renames a file or folder from an earlier run to the first free name: run -> run.1, result.json -> result.1.json.
+    name: path from which to derive the new name instead."""
     name = name or path
     stem, suffix = (name.name, "") if path.is_dir() else (name.stem, name.suffix)
     number = 1

@@ -1,4 +1,4 @@
-"""Mistakes that a user can fix, reported in one line each: where, which value, and how to fix it."""
+"""Mistakes that a user can fix. Each is reported in one line: where it is, which value is wrong, and how to fix it."""
 
 import errno
 import json
@@ -12,15 +12,15 @@ from typing import Any, TextIO
 
 from eagle3.console import tell_error, without_passwords
 
-LONGEST_LINE = 1200  # characters of an error message
+LONGEST_LINE = 1200  # most characters in an error message
 
 
 class UserError(ValueError):
-    """A mistake that the user can fix. The message is one line: `where: what, with the value; remedy`. For many
-    mistakes of one kind, the message sums them up and the `further` lines name them, the last one being the remedy.
+    """A mistake that the user can fix. The message is one line: `where: what, with the value; remedy`. If there are
+    many mistakes of one kind, the message summarises them, and the `further` lines name them and end with the remedy.
 
-    Text in a line may come from a hostile file: long lines lose their middle, and characters that could control a
-    terminal, or are not text, are escaped.
+    Text in a line may come from a hostile file. Long lines therefore lose their middle, and characters that are not
+    text, or could control a terminal, are escaped.
     """
 
     def __init__(self, message: str, *further: str) -> None:
@@ -31,7 +31,7 @@ class UserError(ValueError):
 
 
 class SharedUserError(UserError):
-    """A mistake that every process of a job raises, so that one of them is enough to report it."""
+    """A mistake that every process of a job raises, so that it is enough for one of them to report it."""
 
 
 def extra_command(extra: str) -> str:
@@ -48,11 +48,11 @@ def _one_line(text: str) -> str:
 
 class _Short(reprlib.Repr):
     def repr_str(self, text: str, level: int) -> str:
-        return super().repr_str(without_passwords(text), level)  # before the text is cut, and a password with it
+        return super().repr_str(without_passwords(text), level)  # before the text, with a password in it, is cut
 
 
 def shown(value: Any, most: int = 60) -> str:
-    """A value as error messages show it: its repr in at most `most` characters, however large or nested it is, with
+    """A value for an error message: its repr in at most `most` characters, however large or nested the value is, with
     passwords in URLs masked. null, true and false are written as in JSON and YAML."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
@@ -63,15 +63,15 @@ def shown(value: Any, most: int = 60) -> str:
 
 
 def first_sentence(error: Exception) -> str:
-    """The first sentence of PyTorch's long report that memory ran out."""
+    """The first sentence of an error, such as PyTorch's long report that memory ran out."""
     return str(error).partition(". ")[0]
 
 
 def run_command(main: Callable[[], int | None], notice: str = "") -> None:
     """Runs a launcher's `main`. A UserError becomes its line (or lines) on stderr and exit code 2, never a traceback.
 
-    In a job, the first process on each node reports it; the others only report what they alone may have met. If the
-    reader of the output has gone (`| head`), the command ends like other commands do, with the exit code of SIGPIPE.
+    In a job, the first process on each node reports every UserError; the others report only errors that they alone may
+    have met. If the reader of the output is gone (`| head`), the command ends as usual, with SIGPIPE's exit code.
     notice: a line to print in that case.
     """
     try:
@@ -80,8 +80,8 @@ def run_command(main: Callable[[], int | None], notice: str = "") -> None:
     except BrokenPipeError:
         closed = [stream for stream in (sys.stdout, sys.stderr) if _is_closed(stream)]
         if not closed:
-            raise  # from some other pipe
-        for stream in closed:  # discard what is still buffered, or the interpreter would try again when it exits
+            raise  # from a different pipe
+        for stream in closed:  # discard the buffered rest, or the interpreter would write it on exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         if notice:
             tell_error(notice)
@@ -113,7 +113,7 @@ def _exit_code(main: Callable[[], int | None]) -> int | str | None:
 
 
 def _is_closed(stream: TextIO) -> bool:
-    """Whether the stream is a pipe whose other end has been closed."""
+    """Whether the stream is a pipe whose other end is closed."""
     poll = select.poll()
-    poll.register(stream, 0)  # errors are reported without being asked for
+    poll.register(stream, 0)  # poll reports errors even if no events are requested
     return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))

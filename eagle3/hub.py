@@ -1,5 +1,5 @@
-"""Checks whether a target can be where its name says: in an existing folder, or on a hub that can be reached. This
-takes seconds; the hub's client would retry for more than half a minute."""
+"""Checks that a target can be where its name says: in an existing folder, or on a hub that can be reached. Takes at
+most seconds, while the hub's client would retry for more than half a minute."""
 
 import functools
 import os
@@ -24,10 +24,10 @@ def require_target_folder(name: str) -> None:
 @functools.cache
 def require_hub() -> None:
     """Raises OSError if neither the hub nor the proxy that leads to it accepts a connection."""
-    from huggingface_hub import constants  # imported here: it takes long, and most commands need no hub
+    from huggingface_hub import constants  # imported here, because it takes long and most commands need no hub
 
     if constants.HF_HUB_OFFLINE:
-        return  # the client itself reports that, at once
+        return  # the client reports that at once
     url = urlsplit(constants.ENDPOINT)
     proxy = getproxies().get(url.scheme)
     if proxy and url.hostname not in os.environ.get("no_proxy", "").split(","):

@@ -1,5 +1,5 @@
-"""Parses JSON and YAML that people write and tools download. Whatever the text holds, it is parsed or refused with
-place and reason."""
+"""Parses JSON and YAML written by users or downloaded by tools. Any text is either parsed, or refused with the place
+and the reason."""
 
 import json
 import re
@@ -12,20 +12,20 @@ import yaml
 
 from eagle3.errors import UserError
 
-# Levels of lists and objects. Tool schemas have about twenty; near a thousand, Python's parsers, encoders and templates
-# crash.
+# Most levels of lists and objects. Tool schemas have about twenty; near a thousand, Python's parsers, encoders and
+# templates crash.
 DEEPEST = 100
-MOST_DIGITS = 18  # of a whole number in YAML: code that computes with it expects 64 bits
-_NO_TEXT = re.compile("[\0\ud800-\udfff]")  # neither file names nor UTF-8 can hold these
+MOST_DIGITS = 18  # in a whole number in YAML, since code that computes with it expects 64 bits
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")  # neither file names nor UTF-8 can contain these
 _BRACKET_OR_NUMBER = re.compile(r'"(?:[^"\\]++|\\.)*+"|[\[{\]}]|(?<![.\d])\d{1000,}+(?!\.\d|[eE][-+]?\d)', re.DOTALL)
 
-# An unterminated quotation mark is matched by itself: no JSON string contains a line break.
+# An unterminated quotation mark matches by itself, because JSON strings contain no line breaks.
 _STRING_OR_MARK = re.compile(r'"(?:[^"\\\n]++|\\.)*+"|[\[{\]},"]')
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parses JSON. Raises json.JSONDecodeError, also for values nested too deep and whole numbers with too many digits,
-    and UnicodeDecodeError for bytes that are not text."""
+    """Parses JSON. Raises json.JSONDecodeError, including for values that are nested too deep and whole numbers with
+    too many digits, and UnicodeDecodeError for bytes that are not text."""
     if isinstance(text, bytes):
         text = text.decode(json.detect_encoding(text), "surrogatepass")
     try:
@@ -40,8 +40,8 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_json_object(path: Path, missing: str, damaged: str, mistake: type[UserError] = UserError) -> dict[str, Any]:
-    """Reads the JSON object in a file that a user named. Raises `mistake` with the remedy `missing` if it cannot be
-    read, or `damaged` if it holds anything else."""
+    """Reads the JSON object in a file that a user named. Raises `mistake`, with the remedy `missing` if the file cannot
+    be read, or `damaged` if it contains anything else."""
     try:
         values = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -55,8 +55,8 @@ def read_json_object(path: Path, missing: str, damaged: str, mistake: type[UserE
 
 
 def array_elements(text: str) -> list[tuple[int, int]] | None:
-    """Finds the elements of a JSON array as [start, stop) in its text. It goes by strings, brackets and commas alone,
-    so that an element that cannot be parsed does not hide the others. None if these do not form exactly one array."""
+    """Finds the elements of a JSON array, as [start, stop) in its text. Looks only at strings, brackets and commas, so
+    that an element that cannot be parsed does not hide the others. None if these do not form exactly one array."""
     elements, depth, start = [], 0, 0
     for match in _STRING_OR_MARK.finditer(text):
         mark, end = match[0], match.end()
@@ -86,7 +86,7 @@ def is_too_deep(value: Any) -> bool:
 
 
 def _too_much(text: str) -> json.JSONDecodeError:
-    """The error for the first place in such JSON that is nested too deep or has too long a number."""
+    """The error for JSON that is nested too deep or has too long a number, at the first such place."""
     depth, digits = 0, sys.get_int_max_str_digits()
     for match in _BRACKET_OR_NUMBER.finditer(text):
         depth += (match[0] in "[{") - (match[0] in "]}")
@@ -98,21 +98,22 @@ def _too_much(text: str) -> json.JSONDecodeError:
 
 
 def parse_yaml(text: str) -> Any:
-    """Parses YAML with mappings, lists and scalars only; None for an empty text. Raises yaml.YAMLError, with line and
-    reason, also for what would crash YAML's reader or grow without bound, and for duplicate keys, of which the reader
-    would silently keep one."""
+    """Parses YAML that has only mappings, lists and scalars; None for an empty text. Raises yaml.YAMLError with line
+    and reason, including for text that would crash YAML's reader or grow without bound, and for duplicate keys, of
+    which the reader would silently keep one."""
     try:
         return yaml.load(text, _PlainLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         raise yaml.YAMLError(f"{place}{error.problem or error.context:.200}") from error
-    except ValueError as error:  # for example a date that does not exist
+    except ValueError as error:  # for example, a date that does not exist
         raise yaml.YAMLError(str(error)) from error
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """Refuses aliases (recipes do not need them, a YAML bomb does), tags, deep nesting and long numbers."""
+    """A loader that refuses aliases (recipes do not need them, but YAML bombs do), tags, deep nesting and long
+    numbers."""
 
     depth = 0
 

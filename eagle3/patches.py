@@ -1,6 +1,6 @@
-"""Every change that this project makes to objects of other libraries, and every call of a private function of theirs.
-Each has its reason here, and is checked before a job relies on it. If an argument, a subclass or a public registration
-does, that is used instead."""
+"""Every change that this project makes to other libraries' objects, and every call to their private functions. The
+reason for each is given here, and each is checked before a job relies on it. If an argument, a subclass or a public
+registration is enough, that is used instead."""
 
 import copyreg
 import datetime
@@ -26,7 +26,7 @@ from eagle3.errors import SharedUserError
 FORCE, FORBID = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"  # torch accepts at most one of them
 
 
-# What is patched or called here: module:attribute -> the first parameters of a function, or the class of an object.
+# Everything patched or called here: module:attribute -> a function's first parameters, or an object's class.
 RELIED = {
     "torch.distributed.distributed_c10d:_set_pg_timeout": ("timeout", "group"),
     "torch.distributed.distributed_c10d:_get_default_store": (),
@@ -37,12 +37,12 @@ RELIED = {
         "path",
     ),
 }
-# Kept apart, since DeepSpeed creates it when it is first asked for, by looking at the machine's compilers.
+# Separate, because DeepSpeed creates it on first use, by looking at the machine's compilers.
 OPERATIONS = {"deepspeed.ops:__compatible_ops__": dict}
 
 
 def require_relied(relied: Mapping[str, Any] = RELIED) -> None:
-    """Raises UserError if an installed library has nothing, or something different, at one of these places."""
+    """Raises UserError if one of these is missing or different in an installed library."""
     for place, shape in relied.items():
         try:
             value = pkgutil.resolve_name(place)
@@ -65,14 +65,14 @@ copyreg.pickle(ZeroStageEnum, lambda member: (ZeroStageEnum, (member.value,)))
 
 
 def without_compiled_collective() -> None:
-    """Stops DeepSpeed from compiling a collective over shared memory on CPUs. A machine may lack the compiler, and no
-    argument turns this off."""
+    """Stops DeepSpeed from compiling a shared-memory collective on CPUs. A machine may lack the compiler, and no
+    argument turns the compilation off."""
     require_relied(OPERATIONS)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def set_timeout(groups: Iterable[ProcessGroup], timeout: datetime.timedelta) -> None:
-    """Sets the timeout of collectives, and of NCCL's first ones, which meet through the job's store. torch has no
+    """Sets the timeout for collectives, including NCCL's first ones, which meet through the job's store. torch has no
     public function for this."""
     for group in groups:
         distributed_c10d._set_pg_timeout(timeout, group)
@@ -80,15 +80,15 @@ def set_timeout(groups: Iterable[ProcessGroup], timeout: datetime.timedelta) -> 
 
 
 class StepOutcome(NamedTuple):
-    """How an optimiser step went."""
+    """The outcome of an optimiser step."""
 
-    norm: float  # of the gradients before clipping; nan if not finite
-    skipped: bool  # nothing was changed
+    norm: float  # gradient norm before clipping; nan if not finite
+    skipped: bool  # whether the step was skipped, leaving everything unchanged
 
 
 class NormLimit:
-    """Makes an engine skip a step whose gradient norm is above `limit`, as DeepSpeed does for a norm that is not
-    finite. DeepSpeed has no setting for this, and chooses the class of its optimizer itself."""
+    """Makes an engine skip steps whose gradient norm is above `limit`, as DeepSpeed does if the norm is not finite.
+    DeepSpeed has no setting for this, and chooses its optimizer's class itself."""
 
     def __init__(self, engine: DeepSpeedEngine, limit: float) -> None:
         self.optimizer, self.limit, self.last_norm = engine.optimizer, limit, math.nan
@@ -108,9 +108,9 @@ class NormLimit:
 
 @contextmanager
 def collect_failures(engine: DeepSpeedEngine) -> Iterator[list[str]]:
-    """Inside, failures to write an engine's checkpoint are collected, not raised, so that no rank leaves the others in
-    the barriers between DeepSpeed's writes. (A subclass of the writer would replace the one that the DeepSpeed file
-    chooses.)"""
+    """Inside the block, failures to write an engine's checkpoint are collected instead of raised, so that no rank
+    leaves the others waiting at the barriers between DeepSpeed's writes. (A subclass of the writer would replace the
+    writer that the DeepSpeed file chooses.)"""
     failures: list[str] = []
     writer = engine.checkpoint_engine
     write = writer.save
@@ -118,7 +118,7 @@ def collect_failures(engine: DeepSpeedEngine) -> Iterator[list[str]]:
     def save(state_dict: dict[str, Any], path: str) -> None:
         try:
             write(state_dict, path)
-        except (OSError, RuntimeError) as error:  # torch's own writer reports a full disk as a RuntimeError
+        except (OSError, RuntimeError) as error:  # torch's writer reports a full disk as a RuntimeError
             failures.append(f"{path}: {error}")
 
     writer.save = save
@@ -130,9 +130,9 @@ def collect_failures(engine: DeepSpeedEngine) -> Iterator[list[str]]:
 
 @contextmanager
 def loads_restricted_to(readable: list[Any]) -> Iterator[None]:
-    """Inside, every torch.load of this process and its children only accepts plain data and what is `readable`,
-    whatever its caller asks for; DeepSpeed asks for anything that a file names. (safe_loading explains why, and checks
-    that torch obeys.)"""
+    """Inside the block, every torch.load in this process and its children accepts only plain data and the classes in
+    `readable`, whatever its caller asks for. DeepSpeed asks for anything that a file names. (safe_loading explains why
+    this matters, and checks that torch obeys.)"""
     environment = {name: os.environ.pop(name, None) for name in (FORCE, FORBID)}
     others = torch.serialization.get_safe_globals()
     _allow(readable)

@@ -83,7 +83,7 @@ def work(
     console: Console,
     watchdog: "Watchdog",
 ) -> int:
-    """Does what the options ask for. Returns the exit code of this rank."""
+    """Carries out what the options ask for. Returns this rank's exit code."""
     from eagle3.jobs.capture import fill, verify
     from eagle3.jobs.job import choose_draft, find_target, gather_inputs
     from eagle3.jobs.provenance import require_fitting_settings, require_fitting_store, spans_of
@@ -100,7 +100,7 @@ def work(
     known = find_target(recipe, topology.device, console)
     agreed((lambda: require_fitting_store(known)) if has_store else None)
     job = choose_draft(gather_inputs(known, console), console)
-    job.shape.check_context(int(job.train.lengths.max()))  # the same check that training will make
+    job.shape.check_context(int(job.train.lengths.max()))  # the check that training will make, too
     if options.print_server:
         line = agreed(lambda: server_line(job))
         if topology.is_first:
@@ -122,7 +122,7 @@ def work(
 
 
 def check(options: argparse.Namespace, recipe: Recipe) -> None:
-    """Raises UserError for everything that can be refused before anything is loaded."""
+    """Raises UserError for every mistake that can be found before anything is loaded."""
     if options.part and options.verify:
         raise SharedUserError(f"--part: {options.part}, but --verify checks the whole store; leave it out")
     if options.bind and not options.verify:
@@ -139,7 +139,7 @@ def check(options: argparse.Namespace, recipe: Recipe) -> None:
     require_inputs(recipe)
     if captures:
         require_weights(recipe.model.target)
-    here = captures and not options.check  # after --check, other machines may do these
+    here = captures and not options.check  # after --check, the capture may run on other machines
     if recipe.target.backend == "sglang" and here and not recipe.target.servers:
         require_sglang("let transformers run the target: target.backend=transformers")
     if is_url(path or "") and (options.bind or not options.verify):
@@ -155,12 +155,12 @@ def check(options: argparse.Namespace, recipe: Recipe) -> None:
             "itself; set both to 1, and target.tensor to the GPUs of an engine"
         )
     check_sizes("hidden_states", 1, hidden.ulysses, hidden.ring, launched("WORLD_SIZE", 1))
-    if here and is_first_rank() and not Path(path).exists():  # if the store is already complete, no server is needed
+    if here and is_first_rank() and not Path(path).exists():  # a store that exists may be complete and need no server
         require_servers(recipe.target.servers)
 
 
 def parse_part(text: str) -> tuple[int, int]:
-    """Parses I/N into index and count."""
+    """Parses I/N into an index and a count."""
     index, slash, count = text.partition("/")
     if not (slash and text.isascii() and index.isdecimal() and count.isdecimal() and int(index) < int(count)):
         raise SharedUserError(f"--part: {text!r} is not a share; write I/N with I from 0 to N-1, as in 0/4")

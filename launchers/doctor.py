@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parent.parent
 COLOURS = {"ok": GREEN, "note": YELLOW, "failed": RED}
-PATIENCE = datetime.timedelta(minutes=2)  # for processes that come late, or not at all
+PATIENCE = datetime.timedelta(minutes=2)  # for processes that start late, or not at all
 
 
 def main() -> int:
@@ -32,11 +32,11 @@ def main() -> int:
     parser.add_argument("--local_rank", type=int, default=0, help="set by the deepspeed launcher")
     options = parser.parse()
     for file in (options.recipe, options.deepspeed):
-        if not file.is_file():  # every process reports it: the file may be missing on some nodes only
+        if not file.is_file():  # every process reports this, because the file may be missing on some nodes only
             raise UserError(f"{file}: no such file on {socket.gethostname()}; copy it there, or fix the command line")
     recipe, deepspeed = load_recipe(options.recipe, options.overrides), options.deepspeed.read_text(encoding="utf-8")
     before_imports(options.quiet)
-    # Imported only now: they take seconds, and a mistake in the recipe should be reported at once.
+    # Imported only now, because these take seconds and a mistake in the recipe should be reported at once.
     from eagle3.parallel.topology import start_distributed, stop_distributed
     from eagle3.preflight.cluster import join, store_gather
 
@@ -61,7 +61,7 @@ def main() -> int:
         tell(f"{verdict}, {states.count('note')} for you to judge")
     gather.leave()
     if not failed:
-        stop_distributed()  # after a failure, the links that it says goodbye over may be down
+        stop_distributed()  # not after a failure, because the links needed for that may be down
     return int(failed > 0)
 
 
@@ -73,14 +73,14 @@ def show(finding: "Finding") -> None:
 
 
 def findings(cluster: "Cluster", topology: "Topology", recipe: Recipe, deepspeed: str) -> Iterator["Finding"]:
-    """Runs the checks and yields their findings. Collective: every rank takes all of them, in this order. Checks that
-    may leave a link broken come last."""
+    """Runs the checks and yields their findings. Collective: every rank goes through all of them, in this order. Checks
+    that may leave a link broken come last."""
     from eagle3.preflight import bandwidth, machine, places, sameness
 
     traits = sameness.own_traits(dump_recipe(recipe), deepspeed, packages_of(recipe, sameness.PACKAGES))
     for name, trait in traits.items():
         yield sameness.compare(cluster, name, trait)
-    # From here on the first rank's recipe is used, so that all ranks make the same checks.
+    # From here on all ranks use the first rank's recipe, so that they make the same checks.
     recipe = cluster.ask(
         (lambda: recipe.model_dump(mode="json")) if topology.is_first else None, Recipe.model_validate
     )[0]
@@ -94,7 +94,7 @@ def findings(cluster: "Cluster", topology: "Topology", recipe: Recipe, deepspeed
     yield places.check_cache(cluster, "data.cache_dir", recipe.data.cache_dir)
     yield places.check_inputs(cluster, inputs_of(recipe))
     checkpoint = cluster.ask((lambda: checkpoint_of(recipe)) if topology.is_first else None)[0]
-    count = recipe.training.keep_checkpoints + 2  # plus the best one, and one that is being written
+    count = recipe.training.keep_checkpoints + 2  # plus the best one, and the one being written
     yield places.check_space(cluster, recipe.output.dir, checkpoint, count)
     yield places.check_write_speed(cluster, recipe.output.dir, checkpoint)
     yield from bandwidth.check_all_reduce(cluster, topology.device, 2 * PATIENCE)
@@ -114,7 +114,7 @@ def checkpoint_of(recipe: Recipe) -> int | None:
     try:
         draft = Prospect.of(recipe).shape
     except UserError:
-        return None  # training will report it in full
+        return None  # training will report the reason in full
     return checkpoint_bytes(draft, recipe.parallelism.tensor, getattr(torch, recipe.training.dtype).itemsize)
 
 

@@ -81,7 +81,7 @@ def main() -> int:
         else:
             judgement = judge(inputs, None, draft, topology, console, options.prompts, decoding)
         lossless, result = judgement.trained.lossless, judgement.as_dict()
-    # A run may have ended meanwhile, and the result would be taken for that of the new export beside it.
+    # A run may have exported a new draft meanwhile, and the result beside it would be taken for the new draft's.
     if stamp(draft) != draft_stamp:
         raise UserError(
             f"{draft}: exported again while it was being judged, so the result is for a draft that is gone; judge again"
@@ -145,8 +145,8 @@ def parse() -> argparse.Namespace:
 
 
 def check_with_sglang(draft: Path, quiet: bool) -> int:
-    """Checks the draft with SGLang, which must be installed; needs neither a GPU nor the target. Raises UserError if
-    SGLang's class does not take the draft whole."""
+    """Checks the draft with SGLang, which must be installed. Needs neither a GPU nor the target. Raises UserError if
+    SGLang's class does not load the whole draft."""
     require_export(draft)
     from eagle3.draft.interchange import read_exported
     from eagle3.evaluation.export_check import check_export
@@ -159,7 +159,7 @@ def check_with_sglang(draft: Path, quiet: bool) -> int:
 
 
 def warn_of_another_window(recipe: Recipe, draft: Path, console: Console) -> None:
-    """Warns if the recipe's window is not the draft's, which is the one that it is judged with."""
+    """Warns if the recipe's window differs from the draft's, with which the draft is judged."""
     window, own = recipe.model.draft.window, read_draft_config(draft / "config.json").window
     if window not in (None, own):
         trained = "full attention" if own is None else f"a window of {own}"
@@ -170,11 +170,11 @@ def warn_of_another_window(recipe: Recipe, draft: Path, console: Console) -> Non
 
 
 def warn_of_another_target(recipe: Recipe, draft: Path, console: Console) -> None:
-    """Warns if the run that exported the draft, whose recipe is beside it, had another target."""
+    """Warns if the run that exported the draft had a different target, according to the recipe beside the draft."""
     file = draft.parent / "recipe.yaml"
     if not file.is_file():
         return
-    with suppress(UserError):  # from another version: nothing is known
+    with suppress(UserError):  # the recipe is from a different version, so nothing is known
         trained, judged = load_recipe(file).model.target, recipe.model.target
         if trained != judged and not (os.path.isdir(judged) and os.path.realpath(trained) == os.path.realpath(judged)):
             console.warn(f"{draft}: was trained for the target {trained} ({file}), and is judged with {judged}")
@@ -189,13 +189,13 @@ def write_result(out: Path, result: dict[str, Any], console: Console) -> None:
 
 
 def stamp(draft: Path) -> list[tuple[int, ...] | None]:
-    """Changes whenever the draft is exported anew."""
+    """A value that changes whenever the draft is exported anew."""
     stats = [file.stat() if (file := draft / name).exists() else None for name in ("config.json", "model.safetensors")]
     return [stat and (stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats]
 
 
 def check_out(out: Path) -> None:
-    """Raises UserError, before anything is decoded, if the result could not be written or would overwrite something
+    """Raises UserError before anything is decoded if the result could not be written, or would overwrite something
     else."""
     if out.exists() and not out.is_file():
         raise UserError(f"--out {out}: exists, but is not a file; name a file for the result")
@@ -218,7 +218,7 @@ def check_out(out: Path) -> None:
 
 
 def check(options: argparse.Namespace, recipe: Recipe, draft: Path) -> None:
-    """Raises UserError for everything that can be refused before anything is loaded."""
+    """Raises UserError for every mistake that can be found before anything is loaded."""
     if options.engine not in ("transformers", "sglang"):
         raise UserError(f"--engine {options.engine}: no such engine; use transformers or sglang")
     check_sampling(options, recipe)
@@ -283,8 +283,8 @@ def check_contexts(options: argparse.Namespace) -> None:
 
 
 def contexts_of(options: argparse.Namespace) -> list[int] | None:
-    """The lengths asked for; None for the default ones. Raises UserError if they are not an ascending list of
-    lengths."""
+    """The context lengths that the user asked for; None for the defaults. Raises UserError if they are not a list of
+    ascending lengths."""
     if options.contexts is None:
         return None
     fields = options.contexts.split(",")
@@ -295,7 +295,7 @@ def contexts_of(options: argparse.Namespace) -> list[int] | None:
 
 
 def tree_of(options: argparse.Namespace, recipe: Recipe):
-    """The DraftTree asked for. Raises UserError if there is no such tree."""
+    """The DraftTree that the user asked for. Raises UserError if there is no such tree."""
     from eagle3.evaluation.sglang_judge import DraftTree
 
     return DraftTree.of(recipe.evaluation.draft_tokens, options.topk, options.tree_tokens)

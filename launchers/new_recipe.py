@@ -63,7 +63,7 @@ def write_new(options: argparse.Namespace) -> None:
     text = new_recipe_text(target, facts, options.deepspeed, model, options.overrides, engine=is_installed())
     with writing(out, "free space, or name another file with --out"):
         out.write_text(text, encoding="utf-8")
-    recipe = load_recipe(out)  # check that a user can load what was written
+    recipe = load_recipe(out)  # check that the new recipe can be loaded
     tell(f"{out}: {facts.architecture}, {model_size(facts.parameters)}")
     if facts.assumed:
         defaults = ", ".join(f"{name} {value:,}" for name, value in facts.assumed.items())

@@ -14,7 +14,7 @@ from eagle3.parallel.sizes import check_sizes, stream_samples
 from eagle3.recipe.loading import load_recipe
 
 ROOT = Path(__file__).parent.parent
-MOST_GB = 2000  # more than any GPU has, and less than one GPU's memory in MiB
+MOST_GB = 2000  # more than any GPU has, but less than one GPU's memory written in MiB
 
 
 def main() -> int:
@@ -34,7 +34,7 @@ def main() -> int:
     data = check_sizes(f"--gpus {options.gpus}: parallelism", sizes.tensor, sizes.ulysses, sizes.ring, options.gpus)
     if options.context is None:
         stream_samples(recipe.training.global_batch_size, data, recipe.training.accumulation)
-    # Imported only now, and silently: DeepSpeed logs to stdout that there is no GPU, where --json may be printing.
+    # Imported only now, and silently, because DeepSpeed logs to stdout that there is no GPU, and --json prints there.
     before_imports(quiet=True)
     from eagle3.jobs.job import Prospect
     from eagle3.jobs.plan import DOES_NOT_FIT, FITS, plan, plan_text, planned_step

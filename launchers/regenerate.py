@@ -94,8 +94,8 @@ def main() -> int:
                 options.data, options.limit, malformed=malformed, downloads=downloads, report=report
             )
 
-        # Reads all conversations before the first request: malformed rows show up now, and the total gives the time
-        # left.
+        # Read all conversations before the first request, to find malformed rows early and to know the total for the
+        # time left.
         drop, setting = options.malformed == "drop", "--malformed drop"
         malformed = MalformedRows(drop, setting)
         total = sum(1 for _ in conversations(malformed, console))
@@ -133,8 +133,8 @@ def require_numbers(options: argparse.Namespace) -> None:
 
 
 def api_key(path: Path | None, urls: list[str]) -> str | None:
-    """The API key, which no message may show. A key from the environment may be meant for another server, so it is
-    never sent unencrypted to another machine."""
+    """The API key, which no message may show. A key from the environment may be meant for a different server, so it is
+    never sent to another machine unencrypted."""
     where = "OPENAI_API_KEY" if path is None else f"--api-key-file: {path}"
     if path is None:
         text = os.environ.get("OPENAI_API_KEY", "")
@@ -170,7 +170,7 @@ def template_variables(text: str) -> dict[str, Any]:
 
 
 def require_apart(out: Path, sources: list[str]) -> None:
-    """Raises UserError if the output would be read as prompts."""
+    """Raises UserError if the output file would be read as prompts."""
     here = out.expanduser().resolve()
     for source in sources:
         if Path(source).expanduser().resolve() in (here, here.parent):

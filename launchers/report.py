@@ -23,7 +23,7 @@ def main() -> None:
     check(options)
     try:
         write(options, Console(True, options.quiet))
-    except BrokenPipeError:  # from the reader of our output
+    except BrokenPipeError:  # the reader of our output is gone
         raise
     except OSError as error:
         raise UserError(
@@ -42,7 +42,7 @@ def write(options: argparse.Namespace, console: Console) -> None:
 
             compared = read_compared(options.runs, options.names.split(",") if options.names else None)
             tables = write_comparison(compared, options.out)
-        print(tables)  # unwrapped, so that they can be copied
+        print(tables)  # without wrapping, so that they can be copied
         console.result(f"comparison: {options.out / PAGE}")
         return
     folder = options.runs[0]
@@ -55,7 +55,7 @@ def write(options: argparse.Namespace, console: Console) -> None:
 
 
 def write_model_card(folder: Path) -> str:
-    """Writes the card; returns a line about what happened."""
+    """Writes the card. Returns a line that says what happened."""
     from eagle3.reporting.card import Edited, write_card
 
     try:

@@ -58,7 +58,7 @@ def main() -> int:
     if not 0 <= options.stop_code < 256:
         raise SharedUserError(f"--stop-code {options.stop_code}: an exit code is 0 to 255; give one of these")
     if options.check:
-        # report its mistakes first: --check may have swallowed a word that is then missed elsewhere
+        # report its mistakes first, because --check may have swallowed a word that is now missing elsewhere
         read_job_size(options.check)
     recipe = load_recipe(options.recipe, options.overrides)
     if not options.named:
@@ -77,8 +77,8 @@ def main() -> int:
 
 
 def resume_apart(words: list[str]) -> list[str]:
-    """The command line with a value for each `--resume`: anything but `auto` after it is not its value, but a recipe or
-    an override."""
+    """The command line with a value added to each bare `--resume`: unless the next word is `auto`, it is not a value
+    but a recipe or an override."""
     pairs = list(itertools.pairwise([*words, None]))
     for word, next_word in pairs:
         is_mode = word == "--resume" and next_word and next_word.isalpha() and not Path(next_word).exists()
@@ -97,7 +97,7 @@ def resume_apart(words: list[str]) -> list[str]:
 
 
 def for_all_ranks(recipe: Recipe, options: argparse.Namespace) -> Recipe:
-    """The default recipe, which was made for two cores, with a global batch that divides evenly among the job's
+    """The default recipe, which is meant for two cores, with a global batch that divides evenly among this job's
     data-parallel ranks."""
     sizes, batch = recipe.parallelism, recipe.training.global_batch_size
     streams = ranks_of(options) // (sizes.tensor * sizes.ulysses * sizes.ring) * recipe.training.accumulation
@@ -114,12 +114,12 @@ def for_all_ranks(recipe: Recipe, options: argparse.Namespace) -> Recipe:
 
 
 def ranks_of(options: argparse.Namespace) -> int:
-    """Processes of this job or, with --check, of the one to check."""
+    """Number of processes in this job or, with --check, in the job to check."""
     return math.prod(read_job_size(options.check)) if options.check else launched("WORLD_SIZE", 1)
 
 
 def own_command() -> str:
-    """The command that continues this run."""
+    """The command line that continues this run."""
     words = [word for word in resume_apart(sys.argv) if word not in ("auto", "--resume") and "--resume=" not in word]
     return shlex.join(["python", *words, "--resume", "auto"])
 
@@ -138,7 +138,7 @@ def run(recipe: Recipe, options: argparse.Namespace, stop: StopSignals) -> int:
         if recipe.hidden_states.mode == "stored":
             require_store(recipe.hidden_states.path)
         continues = folder.check(recipe, resume)
-        if recipe.hidden_states.mode == "live" and not options.check:  # with --check they may start later, with the job
+        if recipe.hidden_states.mode == "live" and not options.check:  # with --check, they may start with the job
             require_servers(recipe.target.servers)
     if not options.check:
         console(f"recipe: {options.recipe}; output.dir: {recipe.output.dir}")
@@ -151,7 +151,7 @@ def run(recipe: Recipe, options: argparse.Namespace, stop: StopSignals) -> int:
 
     if options.check:
         layout = check_layout(recipe, options.deepspeed, options.check)
-        if holder := holder_of(folder.path):  # not an error: the job being checked may start after that one has ended
+        if holder := holder_of(folder.path):  # no error: the job being checked may start after that run has ended
             Console(True).warn(
                 f"{folder.path}: another run writes this folder ({holder}); until it ends, a second one is refused"
             )

@@ -1,4 +1,4 @@
-"""The quickstart's target: a small Llama trained on the spot, since a draft needs a real language model to predict."""
+"""The quickstart's target: a small Llama trained on the spot, because a draft needs a language model to predict."""
 
 import hashlib
 import json
@@ -22,11 +22,11 @@ from eagle3.errors import UserError
 from eagle3.recipe.schema import Demo
 from eagle3.text.cache import DAMAGE, opens, replacing_folder, sealed, unsealed
 
-BATCH = 256  # conversations answered together
-FORMAT = 2  # raise this if a change here makes another model from the same arguments
+BATCH = 256  # questions answered together
+FORMAT = 2  # raise this if a change here makes a different model from the same arguments
 ANSWERS, HELD_OUT_ANSWERS = "answers.jsonl", "held_out_answers.jsonl"
 RECORD = "training.json"
-# The chat template spells these out again, so that it can be read on its own.
+# The chat template repeats these literally, so that it can be read on its own.
 TURN_START, TURN_END, PADDING = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
@@ -42,10 +42,10 @@ class DemoTarget(NamedTuple):
     """A trained demo target."""
 
     folder: Path
-    # Nats per token, over all tokens:
+    # In nats per token, over all tokens:
     loss: float
     held_out_loss: float
-    seconds: float  # that its training took
+    seconds: float  # duration of its training
     cached: bool
 
 
@@ -59,23 +59,24 @@ def demo_target(
     report: Callable[[str], None] = print,
     make: bool = True,
 ) -> DemoTarget:
-    """A small model trained on `rows`, which are conversations (`messages`) or files (`text`). It is trained once, then
-    found under `cache_dir`.
+    """Train a small model on `rows`, which are conversations (`messages`) or files (`text`). If it was trained before,
+    take it from `cache_dir`.
 
-    The folder holds what `from_pretrained` needs, `training.json` and, if rows are conversations, the target's own
-    greedy answers of at most `answer_tokens` tokens to up to `answers` opening questions of each set (answers.jsonl,
-    held_out_answers.jsonl): a draft has to predict what its target says, so it learns from that. The folder's name is a
-    hash of the rows, the parameters and the libraries' versions. It appears by a rename, so that a killed run leaves
-    nothing half-made. A cached folder is compared with its digests, and made again if a file does not match.
+    The folder holds the files that `from_pretrained` needs, `training.json` and, if rows are conversations, the
+    target's own greedy answers, of at most `answer_tokens` tokens, to up to `answers` opening questions of each set
+    (answers.jsonl, held_out_answers.jsonl). The draft learns from these, because it has to predict what its target
+    says. The folder's name is a hash of the rows, the parameters and the libraries' versions. The folder appears by a
+    rename, so that a killed run leaves nothing half-made. A cached folder is compared with its digests, and made again
+    if a file does not match.
 
-    In conversations, tokens past `context` are cut off; files are cut into pieces. Weights are the same for the same
+    In conversations, tokens beyond `context` are cut off; files are cut into pieces. Weights are the same for the same
     arguments, device and number of threads.
 
     report: gets a line now and then
     make: whether to train the target if it is not in the cache
 
-    Raises UserError for shapes that do not fit together, for too little text, and if the target is neither cached nor
-    to be made.
+    Raises UserError for shapes that do not fit together, for too little text, and if the target is not cached and
+    `make` is false.
     """
     _require_shape(demo)
     training = {name: getattr(demo, name) for name in TRAINED_BY}
@@ -127,7 +128,7 @@ def _require_shape(demo: Demo) -> None:
 
 
 def _open(folder: Path, report: Callable[[str], None] = lambda line: None) -> DemoTarget:
-    """The demo target in `folder`, after checking all of it. Raises one of DAMAGE."""
+    """Open the demo target in `folder`, after checking all of it. Raises one of DAMAGE."""
     record, has_digest = unsealed((folder / RECORD).read_text(encoding="utf-8"))
     if has_digest != ("files" in record):
         raise ValueError(f"{RECORD} does not fit its digest")
@@ -165,7 +166,7 @@ def _make(
     report: Callable[[str], None],
 ) -> None:
     start = time.monotonic()
-    disable_progress_bar()  # the one for saving the model garbles logs
+    disable_progress_bar()  # the bar for saving the model garbles logs
     with waiting(report, "demo target: making a tokenizer"):
         tokenizer = byte_level_tokenizer(rows, demo.vocab_size, demo.context)
     with waiting(report, "demo target: tokenising its text"):
@@ -199,7 +200,7 @@ def _make(
         raise OSError(str(error)) from error
     for source, name in ((rows, ANSWERS), (held_out, HELD_OUT_ANSWERS)):
         if "text" in source[0]:
-            continue  # files ask nothing
+            continue  # files have no questions
         questions = [conversation["messages"][0] for conversation in _spread(source, demo.answers)]
         answers = greedy_answers(model, tokenizer, questions, demo.answer_tokens, report)
         text = "".join(json.dumps({"messages": messages}) + "\n" for messages in answers)
@@ -216,13 +217,13 @@ def _make(
 
 
 def _spread(conversations: list[dict], count: int) -> list[dict]:
-    """`count` conversations, evenly spread, or all."""
+    """Choose `count` conversations, evenly spread, or all if there are fewer."""
     count = min(count, len(conversations))
     return [conversations[position * len(conversations) // count] for position in range(count)]
 
 
 def byte_level_tokenizer(rows: list[dict], vocab_size: int, context: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of `vocab_size` tokens learnt from the rows, with a ChatML template. Any text round-trips.
+    """Train a byte-level BPE of `vocab_size` tokens on the rows, with a ChatML template. Any text round-trips.
 
     Raises UserError if `vocab_size` has no room for 256 bytes and three special tokens, or if there is too little text.
     """
@@ -256,8 +257,13 @@ def byte_level_tokenizer(rows: list[dict], vocab_size: int, context: int) -> Pre
 
 
 def _documents(tokenizer: PreTrainedTokenizerFast, rows: list[dict], longest: int, key: str) -> list[torch.Tensor]:
-    """Documents of at most `longest` tokens (int64), as they will be met, i.e. from position 0: the beginning of a
-    rendered conversation, or all of a file, in pieces."""
+    """Tokenise rows into documents (int64) of at most `longest` tokens: the beginning of a rendered conversation, or
+    all of a file, in pieces. Every document begins at position 0, as texts do when the target is used.
+
+    key: the recipe's name for the rows, for error messages
+
+    Raises UserError if there are no rows.
+    """
     if not rows:
         raise UserError(f"{key}: no text for the demo target; give it at least one row")
     texts = [row.get("text") or tokenizer.apply_chat_template(row["messages"], tokenize=False) for row in rows]

@@ -13,8 +13,8 @@ from transformers import LlamaForCausalLM
 from eagle3.console import Progress
 from eagle3.recipe.schema import Demo
 
-WINDOW = 1024  # documents that are sorted by length together, so that batches have little padding
-IGNORED = -100  # label that transformers' loss ignores
+WINDOW = 1024  # documents sorted by length together, so that batches have little padding
+IGNORED = -100  # a label that transformers' loss ignores
 WARMUP_FRACTION = 0.05
 
 
@@ -25,7 +25,7 @@ class Batch(NamedTuple):
     """
 
     ids: torch.Tensor  # int64 [documents, longest]
-    labels: torch.Tensor  # the ids, and IGNORED for padding
+    labels: torch.Tensor  # the same, but IGNORED for padding
 
 
 # Keys of model.demo that the training depends on.
@@ -39,8 +39,8 @@ def train_language_model(
     report: Callable[[str], None],
     short: Sequence[torch.Tensor] = (),
 ) -> float:
-    """Train the model in place on `documents` (int64 [T] each), in the first steps on `short`, as `demo` says
-    (TRAINED_BY). Returns the mean loss of the last tenth of the steps, in nats per token."""
+    """Train the model in place on `documents` (int64 [T] each) with the settings in `demo` (TRAINED_BY). The first
+    `short_steps` steps train on `short`. Returns the mean loss of the last tenth of the steps, in nats per token."""
     batch_tokens, steps, seed = demo.batch_tokens, demo.steps, demo.seed
     matrices = [weight for name, weight in model.named_parameters() if weight.ndim == 2 and ".layers." in name]
     others = [weight for name, weight in model.named_parameters() if weight.ndim != 2 or ".layers." not in name]
@@ -72,7 +72,8 @@ def rate(step: int, steps: int) -> float:
 
 
 def batches(documents: Sequence[torch.Tensor], batch_tokens: int, seed: int) -> Iterator[Batch]:
-    """Endless batches. Every document comes once per epoch, in a new order, with others of about its length."""
+    """Yield batches endlessly. Each epoch has every document once, in a new order, batched with others of similar
+    length."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         order = torch.randperm(len(documents), generator=generator).tolist()
@@ -82,7 +83,7 @@ def batches(documents: Sequence[torch.Tensor], batch_tokens: int, seed: int) -> 
 
 
 def padded(documents: Sequence[torch.Tensor], batch_tokens: int) -> Iterator[Batch]:
-    """All `documents`, from short to long, in batches of at most `batch_tokens` tokens, padding included."""
+    """Yield all `documents`, from short to long, in batches of at most `batch_tokens` tokens, padding included."""
     remaining = sorted(documents, key=len)
     while remaining:
         count = 1
@@ -96,7 +97,7 @@ def padded(documents: Sequence[torch.Tensor], batch_tokens: int) -> Iterator[Bat
 def measure_language_model(
     model: LlamaForCausalLM, documents: Sequence[torch.Tensor], batch_tokens: int, report: Callable[[str], None]
 ) -> tuple[float, float]:
-    """Mean loss in nats, and share of tokens that are the argmax, over all predicted tokens of `documents`."""
+    """Mean loss in nats per token, and share of tokens that are the argmax, over all predicted tokens."""
     loss, correct, count = 0.0, 0, 0
     progress = Progress(report, "demo target, held out", len(documents), "documents")
     for batch in padded(documents, batch_tokens):

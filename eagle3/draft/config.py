@@ -8,7 +8,7 @@ from typing import Any
 from eagle3.errors import SharedUserError, UserError, shown
 from eagle3.parsing import read_json_object
 
-# The keys of each rope type: required, then optional.
+# The required and the optional keys of each rope type.
 ROPE_TYPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
     "linear": (("factor",), ()),
@@ -19,14 +19,14 @@ ROPE_TYPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
 }
 
-# Under eagle_config layers count from 0, as SGLang reads them; at the top level from 1, as vLLM does: see _aux_layers.
+# Under eagle_config, layers count from 0, for SGLang; at the top level they count from 1, for vLLM. See _aux_layers.
 _AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _ROPE_NUMBERS = (
     *("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "attn_factor", "partial_rotary_factor"),
 )
-DRAFTED_TOKENS = 32_000  # the draft vocabulary of EAGLE3's own drafts
+DRAFTED_TOKENS = 32_000  # size of the draft vocabulary in EAGLE3's own drafts
 _SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
 
@@ -46,8 +46,8 @@ class DraftConfig:
     rms_norm_eps: float = 1e-6
     rope_parameters: dict[str, Any] = field(default_factory=dict)  # as in transformers: rope_type, rope_theta, ...
     aux_layers: tuple[int, ...] | None = None  # 0-based target layers whose outputs the draft reads
-    fc_norm: bool = False  # norm each of the three target states before fusing them
-    norm_output: bool = False  # a step hands on its normed output, not the un-normed one
+    fc_norm: bool = False  # whether each of the three target states is normed before they are fused
+    norm_output: bool = False  # whether a step hands on its normed output instead of the un-normed one
     window: int | None = None  # most keys that a query sees, its own included; None: all
     token_ids: dict[str, Any] = field(default_factory=dict)  # the target's bos_, eos_ and pad_token_id
 
@@ -92,8 +92,8 @@ class DraftConfig:
         object.__setattr__(self, "rope_parameters", whole)
 
     def check_parallel(self, tensor: int, ulysses: int) -> None:
-        """Raises UserError, naming sizes that would work, if the draft cannot be divided by these degrees. Having fewer
-        key/value heads than `tensor` is an error; having fewer than `ulysses` is not, they are replicated."""
+        """Raises UserError, naming sizes that would work, if the draft cannot be divided by these degrees. Fewer
+        key/value heads than `tensor` is an error; fewer than `ulysses` is not, since they are replicated."""
         names = ("num_key_value_heads", "num_attention_heads", "intermediate_size", "draft_vocab_size")
         for name in names:
             size = getattr(self, name)
@@ -114,7 +114,7 @@ class DraftConfig:
 
     def check_chain(self, steps: int, key: str, origin: str) -> None:
         """Raises UserError if the draft's window cannot hold the keys of a chain of `steps` tokens. For the message,
-        key says what set the number of steps, and origin what set the window."""
+        `key` names the setting for the number of steps, and `origin` the one for the window."""
         if self.window is not None and self.window < steps:
             raise SharedUserError(
                 f"{origin}: a window of {self.window} keys cannot hold a chain of {steps} ({key}); lower that, or use "
@@ -133,7 +133,7 @@ class DraftConfig:
 
     @classmethod
     def from_json(cls, values: dict[str, Any], origin: str) -> "DraftConfig":
-        """Parses the `values` of an exported config.json; `origin` names the file in errors."""
+        """Parses the `values` of an exported config.json. origin: name of the file for errors."""
         needed = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
         eagle = values.get("eagle_config") or {}
         layers, act = values.get("num_hidden_layers", 1), values.get("hidden_act", "silu")
@@ -182,7 +182,8 @@ class DraftConfig:
         )
 
     def to_json(self, dtype: str) -> dict[str, Any]:
-        """Returns config.json as SGLang and vLLM read it, with the rope in the spellings of transformers 4 and 5."""
+        """The contents of config.json as SGLang and vLLM read it, with the rope as both transformers 4 and transformers
+        5 spell it."""
         rope = dict(self.rope_parameters)
         scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
         return {
@@ -216,15 +217,15 @@ class DraftConfig:
         }
 
     def different_sizes(self, other: "DraftConfig") -> list[str]:
-        """Names the fields by which `other` has different weights or computes something different with them. The window
-        is not among them: weights can be trained on with any window."""
+        """Names the fields that make `other` have different weights, or compute something different with them. The
+        window does not count, because weights can be trained further with any window."""
         ignored = ("token_ids", "window", "aux_layers" if None in (self.aux_layers, other.aux_layers) else "")
         names = (item.name for item in fields(self) if item.name not in ignored)
         return [name for name in names if getattr(self, name) != getattr(other, name)]
 
 
 def _refuse(where: str, *mistakes: tuple[Any, str]) -> None:
-    """Raises UserError for the first mistake, each given as (is it one?, message)."""
+    """Raises UserError for the first of the mistakes that was made. Each is given as (whether it was made, message)."""
     for wrong, message in mistakes:
         if wrong:
             raise UserError(f"{where}: {message}")
@@ -262,8 +263,8 @@ def _check_rope(rope: dict[str, Any]) -> None:
 
 
 def check_rope_keys(rope: dict[str, Any]) -> dict[str, Any]:
-    """Returns the rope parameters of a recipe as they are. Raises ValueError for a type that a draft cannot have, and
-    for a key that this type ignores. (A target's own parameters may hold more keys: see rope_parameters.)"""
+    """Returns a recipe's rope parameters unchanged. Raises ValueError for a type that a draft cannot have, and for a
+    key that the type ignores. (A target's own parameters may have more keys: see rope_parameters.)"""
     kind = rope.get("rope_type", "default")
     if "type" in rope:
         raise ValueError("type is not a key here; write rope_type")
@@ -282,8 +283,8 @@ def _no_such_rope(kind: Any) -> str:
 
 
 def drafted_tokens(chosen: int | None, target_vocab_size: int) -> int:
-    """Size of the draft vocabulary: the recipe's choice or, without one, the default. Raises UserError if it exceeds
-    the target's vocabulary."""
+    """Size of the draft vocabulary: the recipe's choice or, if there is none, the default. Raises UserError if it
+    exceeds the target's vocabulary."""
     if chosen is None:
         return min(DRAFTED_TOKENS, target_vocab_size)
     if chosen > target_vocab_size:
@@ -295,7 +296,7 @@ def drafted_tokens(chosen: int | None, target_vocab_size: int) -> int:
 
 
 def read_draft_config(path: Path) -> DraftConfig:
-    """Reads a draft's config.json. Raises UserError if it cannot be read, or describes no draft."""
+    """Reads a draft's config.json. Raises UserError if it cannot be read, or does not describe a draft."""
     values = read_json_object(path, "name the config.json of a draft", "export the draft again or fix the file")
     return DraftConfig.from_json(values, str(path))
 
@@ -303,9 +304,9 @@ def read_draft_config(path: Path) -> DraftConfig:
 def _aux_layers(values: dict[str, Any], eagle: dict[str, Any], origin: str) -> tuple[int, ...] | None:
     """The 0-based target layers that a config.json and its eagle_config name; None if neither names any.
 
-    SGLang reads eagle_config's ids, which count from 0. vLLM reads those at the top level and captures the input of the
-    layer with that number, i.e. the output of the one before; without them it uses its model's default. Older exports
-    have only the former; drafts from other trainers may have only the latter.
+    SGLang reads the ids in eagle_config, which count from 0. vLLM reads those at the top level, and captures the input
+    of the layer with that number, i.e. the output of the layer before; without them, it uses its model's default. Older
+    exports have only the ids in eagle_config, and drafts from other trainers may have only those at the top level.
     """
     nested, top = _layer_ids(eagle, f"{origin}: eagle_config.", 0), _layer_ids(values, f"{origin}: ", 1)
     if nested and top and [layer + 1 for layer in nested] != top:
@@ -355,8 +356,8 @@ def _layer_ids(values: dict[str, Any], place: str, first: int) -> list[int]:
 
 
 def rope_parameters(values: dict[str, Any]) -> dict[str, Any]:
-    """Merges either spelling into one dictionary: `rope_parameters`, or `rope_theta` beside `rope_scaling` (which may
-    call the type `type`)."""
+    """Reads the rope parameters from either spelling: `rope_parameters`, or `rope_theta` beside `rope_scaling` (in
+    which the type may be called `type`)."""
     rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
     if not isinstance(rope, dict):
         raise UserError(f"config.json: the rope parameters are {shown(rope)}, not a dictionary; fix the file")
@@ -369,14 +370,14 @@ def rope_parameters(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether `value` is a number that a float can hold; booleans are not."""
+    """Whether `value` is a number that a float can hold. Booleans do not count."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 def _with_attention_factor(rope: dict[str, Any]) -> dict[str, Any]:
-    """Spells YaRN's attention factor so that every reader gets the same number. transformers reads attention_factor, or
-    mscale and mscale_all_dim; engines multiply their own default, 0.1 ln(factor) + 1, by attn_factor, and may not know
-    the other keys."""
+    """Writes YaRN's attention factor in such a way that every reader gets the same number. transformers reads
+    attention_factor, or mscale and mscale_all_dim. Engines multiply their own default, 0.1 ln(factor) + 1, by
+    attn_factor, and may not know the other keys."""
     rope = dict(rope)
     one, all_dim, multiplier = (rope.pop(name, None) for name in ("mscale", "mscale_all_dim", "attn_factor"))
     stretch = 0.1 * math.log(max(rope["factor"], 1))

@@ -1,4 +1,4 @@
-"""Derives the draft's shape from its target's config, of any model family. Each rule names the config keys that it
+"""Derives the draft's shape from its target's config, for any model family. Each rule names the config keys that it
 reads."""
 
 from functools import partial
@@ -9,8 +9,8 @@ from transformers import PretrainedConfig
 from eagle3.draft.config import ROPE_TYPES, DraftConfig, rope_parameters
 from eagle3.errors import UserError
 
-# Used if the target's heads do not suit a draft: the head width and the number of key/value heads that serving kernels
-# are made for.
+# The head width and the number of key/value heads for which serving kernels are made, used if the target's heads do not
+# suit a draft.
 HEAD_DIM = 128
 KEY_VALUE_HEADS = 8
 HEADS = {"num_attention_heads", "num_key_value_heads", "head_dim"}
@@ -19,13 +19,13 @@ HEADS = {"num_attention_heads", "num_key_value_heads", "head_dim"}
 def derive_draft(
     target: PretrainedConfig, *, draft_vocab_size: int, aux_layers: tuple[int, ...], **changes: Any
 ) -> DraftConfig:
-    """The config of a draft for a target with this (text) config.
+    """Derives the config of a draft for a target with this (text) config.
 
-    Sizes, eps, context and rope are the target's, since the draft reads its hidden states at its positions. For targets
-    that are not dense models with ordinary heads, see `_heads`, `_intermediate_size` and `derived_rope`. Raises
-    UserError, with the recipe key to set, if the config lacks something that the draft needs.
+    Sizes, eps, context and rope are the target's, because the draft reads the target's hidden states at the target's
+    positions. For targets that are not dense models with ordinary heads, see `_heads`, `_intermediate_size` and
+    `derived_rope`. Raises UserError, with the recipe key to set, if the config lacks something that the draft needs.
 
-    changes: fields of DraftConfig that override the derived ones; None keeps what is derived.
+    changes: fields of DraftConfig that override the derived values; None keeps the derived value.
     """
     overrides = {name: value for name, value in changes.items() if value is not None}
     target = _full_attention_layer(target)
@@ -61,8 +61,9 @@ def _full_attention_layer(target: PretrainedConfig) -> PretrainedConfig:
 def derived_rope(target: PretrainedConfig) -> dict[str, Any]:
     """The target's rope, including the llama3 or YaRN factors that let it reach long contexts.
 
-    If the rope differs by layer type, this is the one for full attention, as the draft attends to everything. A partial
-    rotation becomes a whole one, as serving engines rotate drafts: the same base over more pairs.
+    If the rope differs by layer type, this is the one for full attention, since the draft attends to everything. A
+    partial rotation becomes a full one with the same base over more pairs, because that is how serving engines rotate
+    drafts.
     """
     values = target.to_dict()
     rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
@@ -85,8 +86,8 @@ def derived_rope(target: PretrainedConfig) -> dict[str, Any]:
 
 def _heads(target: PretrainedConfig) -> dict[str, int]:
     """num_attention_heads, num_key_value_heads and head_dim. Two kinds of targets have heads that no Llama layer can
-    have: those with latent attention (kv_lora_rank; three head widths, and a key for each head), and those whose heads
-    do not divide their hidden size (GLM-4.5). Their drafts get hidden_size / 128 heads."""
+    have: targets with latent attention (kv_lora_rank; three head widths, and a key for each head), and targets whose
+    number of heads does not divide their hidden size (GLM-4.5). Their drafts get hidden_size / 128 heads."""
     hidden = _of(target, "hidden_size")
     if getattr(target, "kv_lora_rank", None) or hidden % _of(target, "num_attention_heads"):
         heads = max(hidden // HEAD_DIM, 1)
@@ -102,9 +103,9 @@ def _heads(target: PretrainedConfig) -> dict[str, int]:
 
 
 def _intermediate_size(target: PretrainedConfig) -> int:
-    """As wide as the widest part of the target that a token passes through: a dense layer (Llama 4's has a key of its
-    own, intermediate_size_mlp), or all the experts that a token uses in a layer. An expert has moe_intermediate_size
-    or, without that key, intermediate_size."""
+    """The width of the widest MLP that a token passes through in the target: a dense layer (in Llama 4,
+    intermediate_size_mlp), or all experts that a token uses in a layer together. An expert's width is
+    moe_intermediate_size or, without that key, intermediate_size."""
     dense = getattr(target, "intermediate_size_mlp", None)
     experts = getattr(target, "num_local_experts", None) or getattr(target, "num_experts", None)
     active = getattr(target, "num_experts_per_tok", None) or 1

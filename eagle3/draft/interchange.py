@@ -1,4 +1,4 @@
-"""Converts exactly between the draft's Megatron parameters and the names that serving engines load, in both
+"""Converts drafts between Megatron parameters and the files that serving engines load, exactly and in both
 directions."""
 
 import hashlib
@@ -21,7 +21,7 @@ from eagle3.errors import UserError
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 DIGEST = "sha256_of_tensors"  # in the metadata of the weights, which engines ignore
 EMBEDDING = "embed_tokens.weight"
-# Parameter of Eagle3Draft -> names of its equal parts in an export. fc_norm's names are the same in both.
+# Parameter of Eagle3Draft -> names of its equal parts in an export. fc_norm has the same names in both.
 _NAMES = {
     "embedding.weight": (EMBEDDING,),
     "fc.weight": ("fc.weight",),
@@ -44,14 +44,14 @@ class ExportedDraft:
     """A draft read from disk."""
 
     config: DraftConfig
-    weights: dict[str, Tensor]  # by exported name
+    weights: dict[str, Tensor]  # exported name -> tensor
     d2t: Tensor  # d2t and t2d: the draft vocabulary
     t2d: Tensor
-    origin: str  # where it was read, for messages
+    origin: str  # where the draft was read, for messages
 
 
 def exported_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Renames tensors from Eagle3Draft's parameter names to exported names (weights or gradients, all or some)."""
+    """Renames tensors (weights or gradients, all or some) from Eagle3Draft's parameter names to exported names."""
     exported: dict[str, Tensor] = {}
     for parameter, tensor in tensors.items():
         names = _NAMES.get(parameter, (parameter,))
@@ -62,8 +62,8 @@ def exported_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def shard(whole: Tensor, parameter: Tensor, group: dist.ProcessGroup) -> Tensor:
     """This rank's part of a whole tensor, cut as Megatron-core cuts `parameter` over the tensor-parallel `group`.
 
-    A partition stride of 2 means that the halves, [gate; up], are each cut by themselves. If the group's size does not
-    divide the vocabulary, zeros pad the embedding's last parts. May return a view of `whole`, or `whole` itself.
+    With a partition stride of 2, the halves, [gate; up], are each cut separately. If the group's size does not divide
+    the vocabulary, the embedding's last parts are padded with zeros. May return a view of `whole`, or `whole` itself.
     """
     if group.size() == 1 or not is_cut(parameter):
         return whole
@@ -84,9 +84,9 @@ def whole_tensors(tensors: dict[str, Tensor], draft: Eagle3Draft, group: dist.Pr
     """Joins the ranks' parts of tensors (weights or gradients, by parameter name of `draft`) into whole tensors on
     every rank.
 
-    Every rank of the tensor-parallel `group` calls this with the same names in the same order, and with tensors on a
-    device that the group's backend handles. The embedding loses its padding. Tensors that are not cut, and all tensors
-    in a group of one rank, are returned as they are.
+    Collective over the tensor-parallel `group`: every rank passes the same names in the same order, and tensors on a
+    device that the group's backend supports. Padding is removed from the embedding. Tensors that are not cut are
+    returned as they are, and so are all tensors if the group has one rank.
     """
     if group.size() == 1:
         return dict(tensors)
@@ -107,9 +107,9 @@ def whole_tensors(tensors: dict[str, Tensor], draft: Eagle3Draft, group: dist.Pr
 
 
 def load_weights(draft: Eagle3Draft, exported: ExportedDraft, group: dist.ProcessGroup) -> None:
-    """Copies an exported draft into `draft`: from each tensor, the part of this rank of the tensor-parallel `group`.
-    Raises UserError if a tensor is missing, unknown or misshapen. A missing embedding is allowed and leaves the draft's
-    as it is (the caller uses the target's)."""
+    """Copies an exported draft into `draft`: from each tensor, the part that belongs to this rank of the
+    tensor-parallel `group`. Raises UserError if a tensor is missing, unknown or misshapen. The embedding may be
+    missing; the draft's then stays as it is (callers use the target's)."""
     sources = [(parameter, _NAMES.get(name, (name,))) for name, parameter in draft.named_parameters()]
     shapes = {}
     for parameter, exported_names in sources:
@@ -135,8 +135,8 @@ def load_weights(draft: Eagle3Draft, exported: ExportedDraft, group: dist.Proces
 
 
 def is_cut(parameter: Tensor) -> bool:
-    """Whether tensor parallelism cuts the parameter. Megatron-core marks those; torch's own modules (fc, norms) carry
-    no mark and are whole on every rank."""
+    """Whether tensor parallelism cuts the parameter. Megatron-core marks such parameters. Those of torch's own modules
+    (fc, norms) have no mark, and are whole on every rank."""
     return getattr(parameter, "tensor_model_parallel", False)
 
 
@@ -159,11 +159,11 @@ def export_draft(
     dtype: torch.dtype,
     with_embedding: bool,
 ) -> None:
-    """Writes config.json and model.safetensors as SGLang and vLLM load them. Either both are written, or an OSError or
-    SafetensorError is raised and the folder keeps what it had. Other files in it stay. Raises UserError for a draft
+    """Writes config.json and model.safetensors as SGLang and vLLM load them. Either writes both, or raises an OSError
+    or SafetensorError and leaves the folder unchanged. Other files in the folder stay. Raises UserError for a draft
     that no serving engine loads.
 
-    weights: whole (see whole_tensors), by parameter name of Eagle3Draft; usually the optimiser's fp32 masters.
+    weights: whole tensors (see whole_tensors), by Eagle3Draft's parameter names; usually the optimiser's fp32 masters.
     """
     config = draft.draft_config.to_json(str(dtype).removeprefix("torch."))
     tensors = exported_tensors(weights)
@@ -178,13 +178,12 @@ def export_draft(
         (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         save_file(tensors, partial / WEIGHTS, metadata={"format": "pt", DIGEST: tensor_digest(tensors)})
         _order_header(partial / WEIGHTS)
-        # save_file makes a file that only its owner can read; config.json follows the umask.
+        # save_file creates a file that only its owner can read, while config.json follows the umask.
         (partial / WEIGHTS).chmod((partial / CONFIG).stat().st_mode)
         for name in (WEIGHTS, CONFIG):
             flush(partial / name)
         folder.mkdir(exist_ok=True)
-        # Renaming takes no space. A kill in between leaves no config.json, i.e. no draft, rather than one of two
-        # halves.
+        # Renaming takes no space. A kill in between leaves no config.json, i.e. no draft, rather than a mixture of two.
         (folder / CONFIG).unlink(missing_ok=True)
         publish(partial / WEIGHTS, folder / WEIGHTS)
         publish(partial / CONFIG, folder / CONFIG)
@@ -193,10 +192,10 @@ def export_draft(
 
 
 def read_exported(folder: Path, weights_name: str = WEIGHTS) -> ExportedDraft:
-    """Reads an exported draft. Raises UserError if a file is missing, damaged, or not of an EAGLE3 draft.
+    """Reads an exported draft. Raises UserError if a file is missing, damaged, or does not belong to an EAGLE3 draft.
 
-    The tensors must match the digest that the export wrote beside them; drafts from elsewhere, and older exports, have
-    none.
+    The tensors must match the digest that the export stored with them. Older exports, and drafts from elsewhere, have
+    no digest.
     """
     config, path = read_draft_config(folder / CONFIG), folder / weights_name
     if not path.is_file():
@@ -224,8 +223,8 @@ def read_exported(folder: Path, weights_name: str = WEIGHTS) -> ExportedDraft:
 
 
 def tensor_digest(tensors: dict[str, Tensor]) -> str:
-    """SHA-256, in hexadecimal, over contiguous CPU tensors in the order of their names: for each a line of JSON (name,
-    dtype, shape), then its bytes."""
+    """SHA-256, in hexadecimal, over contiguous CPU tensors in the order of their names: for each tensor a line of JSON
+    (name, dtype, shape), then its bytes."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         header = [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
@@ -235,7 +234,7 @@ def tensor_digest(tensors: dict[str, Tensor]) -> str:
 
 
 def _order_header(path: Path) -> None:
-    """Sorts the header's metadata, whose order safetensors leaves to chance, so that equal drafts are equal files."""
+    """Sorts the header's metadata, whose order safetensors leaves to chance, so that equal drafts give equal files."""
     with path.open("r+b") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))

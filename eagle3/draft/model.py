@@ -1,5 +1,5 @@
-"""The EAGLE3 draft as a Megatron-core module: fusing the target's states, K_0 and V_0, and the parts of a TTT step
-before and after attention, built as one decoder layer from Megatron-core's parts."""
+"""The EAGLE3 draft: a decoder layer built from Megatron-core's modules. Its methods fuse the target's states, compute
+K_0 and V_0, and compute the parts of a TTT step before and after attention."""
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ INITIAL_SCALE = 0.02
 
 
 class Eagle3Attention(MegatronModule):
-    """The projections of attention. Keys are projected separately from queries, so that skipped positions only pay for
+    """The projections of attention. Queries are projected separately, so that positions that are not unrolled cost only
     k and v."""
 
     def __init__(self, config: TransformerConfig, tensor: ProcessGroup) -> None:
@@ -79,18 +79,18 @@ class Eagle3Layer(MegatronModule):
         return torch.cat((self.input_layernorm(embedding), self.hidden_norm(hidden)), dim=-1)
 
     def forward(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """What follows attention: maps hidden [Q, H] and attended [Q, local heads, d] to the layer's un-normed output
+        """The part after attention: maps hidden [Q, H] and attended [Q, local heads, d] to the layer's un-normed output
         [Q, H]."""
         hidden = hidden + self.self_attention.output(attended)
         return hidden + self.mlp(self.pre_mlp_layernorm(hidden))[0]
 
 
 class Eagle3Draft(MegatronModule):
-    """The one-layer draft described by `draft_config`, on the process groups `groups`. Only tp is used, and hidden
-    states are replicated in it.
+    """The one-layer draft that `draft_config` describes. Of `groups` it uses only tp, in which hidden states are
+    replicated.
 
     Weights are drawn from torch's global generator and do not depend on the tensor-parallel size. The embedding is the
-    target's, and frozen; its vocabulary is padded to a multiple of the tensor-parallel size.
+    target's and frozen. Its vocabulary is padded to a multiple of the tensor-parallel size.
 
     Shapes: N keys, Q queries, H draft hidden, Ht target hidden, d head dimension, Vd draft vocabulary.
     """
@@ -123,11 +123,11 @@ class Eagle3Draft(MegatronModule):
             gather_output=False,
             tp_group=groups.tp,
         )
-        self.to(dtype)  # torch creates norms in fp32
+        self.to(dtype)  # since torch creates norms in fp32
 
     @property
     def scale(self) -> float:
-        """Scale of the attention scores."""
+        """Factor on the attention scores."""
         return self.draft_config.head_dim**-0.5
 
     def fuse(self, aux: Tensor) -> Tensor:
@@ -142,17 +142,17 @@ class Eagle3Draft(MegatronModule):
         """K_0, V_0 [N, kv heads, d] for rows with fused states `hidden` [N, H].
 
         next_tokens: [N], the token after each row (0 at the end of a document).
-        positions: [N], in the document.
+        positions: [N], positions in the document.
         """
         x = self.layer.attention_input(self.embedding(next_tokens), hidden)
         return self.layer.self_attention.key_value(x, self.rope.at(positions, x.dtype))
 
     def project(self, hidden: Tensor, next_tokens: Tensor, positions: Tensor, first: bool) -> tuple[Tensor, ...]:
-        """The part of TTT step k before attention. Returns q [Q, local heads, d], and K_k, V_k of the same rows except
-        at step 0, where they are already in K_0, V_0.
+        """The part of TTT step k before attention. Returns q [Q, local heads, d] and, except at step 0, K_k and V_k of
+        the same rows. (At step 0 these are already in K_0 and V_0.)
 
-        hidden: [Q, H], output of step k-1; the fused states at k = 0.
-        next_tokens: [Q], the token k+1 after each query.
+        hidden: [Q, H], output of step k-1, or the fused states if k = 0.
+        next_tokens: [Q], the token k+1 positions after each query.
         positions: [Q], already advanced by k.
         first: whether k = 0.
         """
@@ -161,8 +161,8 @@ class Eagle3Draft(MegatronModule):
         return attention.query(x, rotation), *(() if first else attention.key_value(x, rotation))
 
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """The part after attention. Maps hidden [Q, H], as given to `project`, and attended [Q, local heads, d] to the
-        step's output [Q, H], which feeds the next step and, through `output_norm`, lm_head."""
+        """The part of a TTT step after attention. Maps hidden [Q, H], as passed to `project`, and attended [Q, local
+        heads, d] to the step's output [Q, H], which feeds the next step and, through `output_norm`, lm_head."""
         hidden = self.layer(hidden, attended)
         return self.norm(hidden) if self.draft_config.norm_output else hidden
 
@@ -176,7 +176,8 @@ class Eagle3Draft(MegatronModule):
         return self.lm_head(output if self.output_norm is None else self.output_norm(output))[0]
 
     def state_dict(self, *args, **kwargs):
-        """Drops Megatron's empty `_extra_state` entries, which DeepSpeed's universal checkpoints cannot hold."""
+        """The weights, without Megatron's empty `_extra_state` entries, which DeepSpeed's universal checkpoints cannot
+        hold."""
         state = super().state_dict(*args, **kwargs)
         for name in [name for name in state if name.endswith("_extra_state")]:
             del state[name]

@@ -1,4 +1,4 @@
-"""Rotary position embedding from explicit positions. Angles are in fp32 or wider, whatever the model's dtype."""
+"""Rotary position embedding for explicit positions. Angles are in fp32 or wider, whatever the model's dtype."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from eagle3.draft.config import DraftConfig
 
 @dataclass(frozen=True)
 class Rotation:
-    """cos and sin of each token's angles, [tokens, 1, head_dim / 2], in the dtype of what is rotated."""
+    """cos and sin of each token's angles, [tokens, 1, head_dim / 2], in the dtype of the tensors to rotate."""
 
     cos: Tensor
     sin: Tensor
@@ -24,14 +24,14 @@ class Rotation:
 
 
 class RotaryEmbedding:
-    """The rotations of one draft config, equal to those of transformers' Llama with the same config.
+    """Computes rotations for a draft config. They equal those of transformers' Llama with the same config.
 
-    This is not a module and has no buffers: `.to(bfloat16)` on the draft must not round the frequencies, and there is
-    no table that a long sequence could outgrow.
+    This is not a module and has no buffers, so that `.to(bfloat16)` on the draft does not round the frequencies. There
+    is no table that a long sequence could outgrow.
     """
 
     def __init__(self, config: DraftConfig) -> None:
-        # a key that only engines read
+        # Only engines read this key.
         rope = {name: value for name, value in config.rope_parameters.items() if name != "attn_factor"}
         embedding = LlamaRotaryEmbedding(
             LlamaConfig(
@@ -44,17 +44,17 @@ class RotaryEmbedding:
         )
         self.scaling = float(embedding.attention_scaling)
         self.frequencies = {torch.float32: embedding.inv_freq, torch.float64: embedding.inv_freq.double()}
-        if rope["rope_type"] == "default":  # fp64 follows the definition itself, not transformers' fp32 rounding of it
+        if rope["rope_type"] == "default":  # fp64 follows the definition, not transformers' fp32 rounding of it
             exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
             self.frequencies[torch.float64] = rope["rope_theta"] ** -exponents
         self.placed: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def at(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
-        """The rotation of `positions` [tokens] (int64, any value). cos and sin are rounded to `dtype` at the very
-        end."""
+        """The rotation for `positions` [tokens] (int64, any value). Only the final cos and sin are rounded to
+        `dtype`."""
         exact = torch.promote_types(dtype, torch.float32)
         place = exact, positions.device
-        if place not in self.placed:  # copied once: a copy in every step would make the host wait
+        if place not in self.placed:  # copied once, because a copy in every step would make the host wait
             self.placed[place] = self.frequencies[exact].to(positions.device)
         angles = positions.to(exact)[:, None, None] * self.placed[place]
         return Rotation((angles.cos() * self.scaling).to(dtype), (angles.sin() * self.scaling).to(dtype))

@@ -1,4 +1,4 @@
-"""Acceptance by the length of the context before an answer: figures with confidence intervals, and their tables."""
+"""Acceptance by context length (tokens before an answer): figures with confidence intervals, and tables of them."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -24,10 +24,10 @@ class ContextAcceptance:
     verifications: int
     acceptance_length: float
     # 95% confidence interval of the acceptance length, [low, high]. Intervals are None if only one conversation was
-    # verified, because nothing then shows how much others differ.
+    # verified, because a single one does not show how much they differ.
     interval: list[float] | None
     position_acceptance: list[float]
-    position_intervals: list[list[float]] | None  # of each position's share
+    position_intervals: list[list[float]] | None  # for each position's share
     # (tokens, verifications) of each conversation, in the order of the prompts, to compare drafts prompt by prompt.
     of_each: list[tuple[int, int]]
     # As in SpeculativeResult:
@@ -39,7 +39,7 @@ class ContextAcceptance:
     def over(
         cls, context: int, decoded: Sequence[DecodedConversation], draft_tokens: int, seed: int
     ) -> "ContextAcceptance":
-        """Sum up a bucket. seed: of the bootstrap. Raises UserError as SpeculativeResult.over does."""
+        """Sum up a bucket's conversations. seed: for the bootstrap. Raises UserError like SpeculativeResult.over."""
         result = SpeculativeResult.over(decoded, draft_tokens)
         counts = np.array([[each.yielded, *each.accepted(draft_tokens)] for each in decoded])
         verified = [len(each.verifications) for each in decoded]
@@ -61,18 +61,18 @@ class ContextAcceptance:
 
 @dataclass(frozen=True)
 class ContextJudgement:
-    """Acceptance of one draft by context."""
+    """Acceptance of one draft by context length."""
 
     contexts: list[ContextAcceptance]
     left_out: list[int]  # contexts for which nothing was measured
-    engine: str  # what decoded, and its version
+    engine: str  # the engine that decoded, and its version
     version: str
     decoding: Decoding
     window: Window = FULL  # the draft's
 
     @property
     def lossless(self) -> bool | None:
-        """As in SpeculativeResult."""
+        """Whether every output equals plain decoding, ties aside; None if they were not compared."""
         if not all(each.compared for each in self.contexts):
             return None
         return not any(each.mismatches for each in self.contexts)
@@ -122,12 +122,13 @@ def ratio_intervals(counts: np.ndarray, verifications: np.ndarray, seed: int) ->
     counts: [C, M]
     verifications: [C]
 
-    Computed by a bootstrap over the C conversations, whose verifications are not independent of one another. Its plain
-    percentiles are too narrow for few conversations, so they are taken further out, as Student's t and the factor
+    The bootstrap resamples the C conversations, because the verifications of one conversation are not independent. With
+    few conversations, its plain percentiles are too narrow, so they are moved outwards, as Student's t and the factor
     sqrt(C / (C - 1)) require (the expanded percentile interval of Hesterberg 2015, arXiv:1411.5279, section 4.3). In
-    tests/evaluation/test_by_context.py, intervals then contain the truth in 94 of 100 cases with 24 conversations, and
-    in 91 with 8; two or three can only give the range that they span, which is less. Conversations without a
-    verification are left out; the result is None if fewer than two remain.
+    tests/evaluation/test_by_context.py, these intervals contain the truth in 94 of 100 cases with 24 conversations, and
+    in 91 with 8. With two or three, an interval is only the range that they span, and contains the truth less often.
+
+    Conversations without a verification are left out. The result is None if fewer than two remain.
     """
     valid = verifications > 0
     counts, verifications, conversations = counts[valid], verifications[valid], int(valid.sum())
@@ -144,7 +145,7 @@ def ratio_intervals(counts: np.ndarray, verifications: np.ndarray, seed: int) ->
 
 def _student_quantile(freedom: int) -> float:
     """Student's t at (1 + CONFIDENCE) / 2, by Abramowitz and Stegun 26.7.5: within 2% from 3 degrees of freedom on.
-    Below, it is far too small, but still large enough: the interval is then the whole range of the resamples anyway."""
+    With fewer, the value is too small, but large enough for the interval to be the resamples' whole range anyway."""
     z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
     first = (z**3 + z) / 4
     second = (5 * z**5 + 16 * z**3 + 3 * z) / 96

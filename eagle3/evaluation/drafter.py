@@ -23,20 +23,20 @@ REMEDY = "name the target it was trained for"
 
 
 class Drafter(Protocol):
-    """What proposes drafts in one conversation."""
+    """Proposes drafts in one conversation."""
 
     def extend(self, aux: Tensor, next_tokens: Tensor) -> None:
-        """Append rows whose tokens the target has read: their aux [N, 3Ht], and next_tokens [N] that follow each."""
+        """Append rows of tokens that the target has read: their aux [N, 3Ht], and the next token of each, [N]."""
 
     def propose(self, count: int, rule: AcceptanceRule) -> Drawn:
-        """A chain of `count` drafts after the last of next_tokens, each drawn by the rule."""
+        """Propose a chain of `count` drafts to follow the last next token. `rule` draws each of them."""
 
 
-NewDrafter = Callable[[int], Drafter]  # makes one for a conversation of at most this many tokens
+NewDrafter = Callable[[int], Drafter]  # makes a drafter for a conversation of at most this many tokens
 
 
 class Window(NamedTuple):
-    """How many keys a draft's queries see, when judged and in training; None for all."""
+    """Number of keys that a draft's queries see, when judged and in training; None for all."""
 
     window: int | None  # when judged
     trained_window: int | None
@@ -70,7 +70,7 @@ def load_draft(
 ) -> LoadedDraft:
     """Read an exported draft as a serving engine would: from its files, and the target's embedding if it has none.
 
-    window: in keys, overrides its own
+    window: in keys; overrides the draft's own
 
     Raises UserError if the draft does not belong to this target.
     """
@@ -90,8 +90,8 @@ def untrained_draft(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Eagle3Draft:
-    """A draft as training starts with it: random weights from `seed`, and the target's embedding. It shows how much of
-    an acceptance length was learnt. The caller's random state is not changed."""
+    """Make a draft that has learnt nothing: random weights from `seed`, and the target's embedding. Comparing with it
+    shows how much of an acceptance length was learnt. The caller's random state does not change."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return _empty_draft(config, "draft config", False, target_head, groups, dtype).to(device)
@@ -119,7 +119,7 @@ def _empty_draft(
 
 
 def check_belongs(config: DraftConfig, origin: object, vocab_size: int, hidden_size: int) -> None:
-    """Raises UserError if the draft was made for a target of other sizes."""
+    """Raises UserError if the draft was made for a target with a different vocabulary or hidden size."""
     if (config.vocab_size, config.target_hidden_size) != (vocab_size, hidden_size):
         raise UserError(
             f"{origin}: is for a target with vocabulary {config.vocab_size} and hidden size "
@@ -128,9 +128,9 @@ def check_belongs(config: DraftConfig, origin: object, vocab_size: int, hidden_s
 
 
 class ChainDrafter:
-    """A draft's side of a conversation: K_0, V_0 of every row whose aux is known, and the chain drafted after them.
+    """Drafts chains in one conversation. Keeps K_0 and V_0 of every row whose aux is known.
 
-    Row s holds the target's aux of token s, and the following token s+1, as in training.
+    As in training, row s combines the target's aux of token s with the next token, s+1.
     """
 
     def __init__(self, draft: Eagle3Draft, d2t: Tensor, capacity: int) -> None:
@@ -151,7 +151,7 @@ class ChainDrafter:
         self.hidden, self.next_token, self.position = fused[-1:], next_tokens[-1:], positions[-1:]
 
     def propose(self, count: int, rule: AcceptanceRule) -> Drawn:
-        """See `Drafter.propose`. Runs `count` training-time-test steps of the last row."""
+        """See `Drafter.propose`. Runs `count` training-time-test steps on the last row."""
         self.draft.draft_config.check_chain(count, "drafted tokens", "draft")
         shared = SharedKeyValue(self.prefix[None, :, : self.rows])
         hidden, token, own = self.hidden, self.next_token, ()
@@ -168,14 +168,14 @@ class ChainDrafter:
         return Drawn(torch.cat(tokens), None if greedy else self._over_target(torch.cat(probabilities)))
 
     def _schedules(self, step: int) -> tuple[PrefixSchedule]:
-        """The last row's query at `step` against the keys in its window, apart from the chain's own."""
+        """Schedule of the last row's query at `step`: all keys in its window, apart from the chain's own."""
         window = self.draft.draft_config.window
         first = 0 if window is None else max(0, self.rows - window + step)
         prefix = Piece(slice(0, 1), slice(first, self.rows), "full")
-        return (PrefixSchedule(self.position, self.position, (prefix,)),)  # its rows are not read
+        return (PrefixSchedule(self.position, self.position, (prefix,)),)  # nothing reads the schedule's rows
 
     def _over_target(self, probabilities: Tensor) -> Tensor:
-        """[K, Vd] -> [K, V], with 0 for tokens that the draft cannot propose."""
+        """Expand probabilities [K, Vd] to [K, V], with 0 for tokens that the draft cannot propose."""
         wide = probabilities.new_zeros(len(probabilities), self.draft.draft_config.vocab_size)
         wide[:, self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)] = probabilities
         return wide

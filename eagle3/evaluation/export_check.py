@@ -1,4 +1,4 @@
-"""Check in a separate process whether SGLang's own draft class takes an exported draft completely."""
+"""Check in a separate process whether SGLang's own draft class loads all of an exported draft."""
 
 import os
 import subprocess
@@ -14,16 +14,16 @@ CHECK_SECONDS = 600.0
 
 
 class NotChecked(UserError):
-    """Nothing is known about the draft, because SGLang is not installed or does not start here."""
+    """Raised if the draft was not checked, because SGLang is not installed or does not start here."""
 
 
 class NotInstalled(NotChecked):
-    """SGLang is not installed."""
+    """Raised if the draft was not checked, because SGLang is not installed."""
 
 
 def check_export(folder: Path) -> str:
-    """What SGLang says about the export in `folder`, in one line. Raises UserError if it would not serve the draft
-    correctly, and NotChecked if it cannot be asked."""
+    """Have SGLang check the export in `folder`. Returns its verdict as one line. Raises UserError if SGLang would not
+    serve the draft correctly, and NotChecked if it cannot be asked."""
     if not is_installed():
         raise NotInstalled(
             f"{folder}: not checked: SGLang is not installed; {INSTALL}, or run launchers/evaluate.py --check where "

@@ -22,10 +22,10 @@ from eagle3.evaluation.speculative import DecodedConversation, SpeculativeResult
 from eagle3.targets.transformers import TransformersTarget
 
 Engine = Literal["transformers", "sglang"]
-UNTRAINED_CONVERSATIONS = 8  # enough to show that it accepts nothing; it needs a verification for every token
+UNTRAINED_CONVERSATIONS = 8  # enough to show that none of its drafts is accepted; every token takes a verification
 EXAMPLES = 4
-PROMPT_CHARACTERS = 300  # shown of an example, from its end
-LONGEST_CHARACTER = 4  # most tokens in a character: its UTF-8 bytes
+PROMPT_CHARACTERS = 300  # from the end of an example's prompt
+LONGEST_CHARACTER = 4  # most tokens that a character can have: its UTF-8 bytes
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Judgement:
     trained: SpeculativeResult  # the exported draft
     # A fresh draft of the same shape, on the first few conversations; None if the engine does not judge one.
     untrained: SpeculativeResult | None
-    engine: Engine  # what decoded, and its version
+    engine: Engine  # the engine that decoded, and its version
     version: str
     # As in DraftTree:
     topk: int
@@ -65,7 +65,7 @@ class Judgement:
         return Speed(trained.new_tokens / trained.seconds_speculative, plain_tokens / trained.seconds_plain)
 
     def lines(self) -> list[str]:
-        """The result as lines for a person."""
+        """The result in words, line by line."""
         trained, speed = self.trained, self.speed
         positions = " ".join(f"{share:.2f}" for share in trained.position_acceptance)
         return [
@@ -81,7 +81,7 @@ class Judgement:
         ]
 
     def _counts(self) -> str:
-        """How the verifications' tokens add up to the output."""
+        """A line that shows how the verifications' tokens add up to the output."""
         trained = self.trained
         excess = trained.yielded + trained.conversations - trained.new_tokens  # each prefill gives one token
         correction = f", less {excess:,} beyond the answers' length" if excess else ""
@@ -105,7 +105,7 @@ class Judgement:
 
 
 class Speed(NamedTuple):
-    """Tokens of output per second of decoding, prefill included, with the draft and without."""
+    """Output tokens per second of decoding, prefill included, with the draft and without."""
 
     speculative: float
     plain: float
@@ -126,10 +126,10 @@ def judge_export(
     seed: int,
     report: Say,
 ) -> Judgement:
-    """Decode prompts (int64 [P]) with transformers and the draft in folder `exported`, which is loaded afresh.
+    """Judge the draft in folder `exported`, loaded afresh, by decoding prompts (int64 [P]) with transformers.
 
     tokenizer: for the text of the examples
-    seed: of the untrained draft
+    seed: for the weights of the untrained draft
 
     Raises UserError if the draft does not belong to the target, or a prompt does not fit the target's context.
     """
@@ -151,7 +151,7 @@ def judge_export(
     )
     return Judgement(
         trained,
-        # None if the target ends these few with their first tokens.
+        # None if the target ends all of these few conversations with their first token.
         SpeculativeResult.over(untrained, decoding.draft_tokens)
         if any(one.verifications for one in untrained)
         else None,
@@ -181,7 +181,7 @@ def example_texts(
             "verifications": [
                 {
                     "accepted": [tokenizer.decode([token]) for token in verified.drafts[: verified.accepted]],
-                    # Drafts behind an accepted EOS were not rejected, because nobody asked for them.
+                    # Drafts after an accepted EOS do not count as rejected, because the text has ended.
                     "rejected": []
                     if verified.own is None
                     else [tokenizer.decode([token]) for token in verified.drafts[verified.accepted :]],
@@ -202,10 +202,10 @@ def judge_by_context(
     decoding: Decoding,
     report: Say,
 ) -> ContextJudgement:
-    """Decode the prompts of each bucket with transformers and the draft in folder `exported`, which is loaded afresh.
+    """Judge the draft in folder `exported`, loaded afresh, by decoding each bucket's prompts with transformers.
 
-    A bucket without prompts, or whose conversations all end at once, is left out, with a line to `report`. Raises
-    UserError as `judge_export` does, and if nothing is left.
+    A bucket is left out, with a line to `report`, if it has no prompts, if memory runs out, or if the target ends all
+    its conversations with their first token. Raises UserError like `judge_export`, and if no bucket is left.
     """
     (draft, d2t, _), window = _load(exported, target, groups, decoding.window)
     drafter = chain_drafter(target, draft, d2t)

@@ -1,6 +1,6 @@
 """The prompts that a draft is judged on, from held-out samples or from a file of conversations, texts or questions.
 
-For judging by context length: texts, cut where an answer continues, in buckets of doubling length.
+To judge by context length, samples are cut where an answer continues, and put into buckets of doubling length.
 """
 
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ from eagle3.text.template import Choices, Unusable, as_template_reads, choose_te
 
 
 def longest_prompt(context: int, new_tokens: int, room: int) -> int:
-    """Tokens of the longest prompt that leaves room in the target's context for an answer of `new_tokens`, and for
-    `room` tokens of a verification at its end. Raises UserError if there is none."""
+    """Length of the longest prompt that leaves room in the target's context for an answer of `new_tokens`, and for a
+    verification of `room` tokens at the answer's end. Raises UserError if there is none."""
     if (longest := context - new_tokens - room) < 1:
         raise UserError(
             f"evaluation.new_tokens: {new_tokens:,} tokens of an answer, and {room:,} of a verification "
@@ -33,7 +33,8 @@ def longest_prompt(context: int, new_tokens: int, room: int) -> int:
 
 
 def choose_prompts(samples: SampleSet, count: int, longest: int) -> list[Tensor]:
-    """Prompts [P] of up to `count` samples, spread evenly over the set: all tokens before the first supervised one."""
+    """Choose up to `count` samples, spread evenly over the set. Returns their prompts [P]: all tokens before the first
+    supervised one, at most `longest`. Raises UserError if no sample has such a prompt."""
     starts = [(sample.ids, int(sample.loss_mask.int().argmax())) for sample in samples]
     fitting = [ids[:start] for ids, start in starts if 0 < start <= longest]
     if not fitting:
@@ -53,17 +54,17 @@ def read_prompts(
     longest: int,
     choices: Choices | None = None,
 ) -> list[Tensor]:
-    """The prompts in a file (int64 [P]), in its order.
+    """Read the prompts in a file (int64 [P] each), in the file's order.
 
-    .jsonl, .json and .parquet files hold rows like training data. From `messages` and `conversations`, everything
+    .jsonl, .json and .parquet files hold rows like training data. In `messages` and `conversations`, everything
     before the last answer is the prompt, followed by the chat template's generation prompt; a `text` is continued as it
     stands. In a .txt file, every non-blank line is one user question.
 
     chat_template: Jinja source; None for the tokenizer's own
     longest: most tokens in a prompt
-    choices: those of training, so that the draft is judged on what it learnt; default Choices()
+    choices: the same as in training, so that the draft is judged on what it learnt; default Choices()
 
-    Raises UserError for what cannot be read or rendered, and for a prompt that is too long.
+    Raises UserError for a file or row that cannot be read or rendered, and for a prompt that is too long.
     """
     if not path.is_file():
         raise UserError(f"--prompts {path}: no such file; name a {', '.join(KINDS)} or .txt file")
@@ -128,17 +129,17 @@ def _prompt_messages(conversation: Conversation) -> list[dict]:
 class ContextPrompts(NamedTuple):
     """The prompts of one bucket."""
 
-    context: int
+    context: int  # tokens of the longest prompt that belongs here
     prompts: list[Tensor]  # int64 [P] each, with context / 2 < P <= context
 
 
 def sample_contexts(
     samples: SampleSet, contexts: Sequence[int] | None, per_context: int, longest: int
 ) -> list[ContextPrompts]:
-    """For each context, up to `per_context` prompts of at most `longest` tokens.
+    """Choose up to `per_context` prompts of at most `longest` tokens for each context.
 
-    Prompts are beginnings of samples, as long as the bucket allows, and followed by a supervised token. Buckets use the
-    same samples where these are long enough, and spread the others evenly over the set.
+    A prompt is the beginning of a sample, as long as its bucket allows, and a supervised token follows it. Buckets
+    share samples that are long enough. The other samples are spread evenly over the set.
 
     contexts: ascending; None for 512, 1024, ... as far as there are prompts
 
@@ -158,7 +159,7 @@ def sample_contexts(
 def prompt_contexts(
     prompts: Sequence[Tensor], contexts: Sequence[int] | None, per_context: int, longest: int
 ) -> list[ContextPrompts]:
-    """Like `sample_contexts`, for whole prompts: each belongs to the bucket of its length."""
+    """Like `sample_contexts`, but for whole prompts, each in the bucket of its length."""
     return _bucketed(
         [(prompt, np.array([len(prompt)])) for prompt in prompts],
         contexts,
@@ -177,7 +178,7 @@ def _bucketed(
     longest: int,
     refusal: str,
 ) -> list[ContextPrompts]:
-    """Sort texts into buckets. If no contexts are given, the last bucket is not empty.
+    """Sort texts into buckets. If no contexts are given, buckets after the last one with prompts are dropped.
 
     texts: each with the places where it may be cut, ascending
     refusal: message of the UserError if no bucket has a prompt
@@ -200,7 +201,10 @@ def _cuts(rows: np.ndarray, buckets: Sequence[int], longest: int) -> np.ndarray:
 
 
 def _choose(cuts: np.ndarray, count: int) -> list[list[int]]:
-    """Up to `count` texts for each bucket. cuts: [texts, buckets]. Long contexts have the fewest, so choose first."""
+    """Choose up to `count` texts for each bucket. Long contexts choose first, because the fewest texts suit them.
+
+    cuts: [texts, buckets]; 0 if a text does not suit a bucket
+    """
     choices, earlier = [], []
     for lengths in cuts.T[::-1]:
         reused = [index for index in earlier if lengths[index]][:count]

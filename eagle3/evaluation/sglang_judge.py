@@ -1,20 +1,20 @@
-"""Judge a draft with SGLang: real servers decode prompts greedily, one with the exported draft, another one without it.
+"""Judge a draft with SGLang: real servers decode prompts greedily, one with the exported draft and one without.
 
-How SGLang counts (0.5.23, batch_result_processor.py and tokenizer_manager.py), and what follows for the figures, which
-mean the same here as in eagle3/evaluation/speculative.py:
+The figures mean the same as in eagle3/evaluation/speculative.py. This is how SGLang counts (0.5.23,
+batch_result_processor.py and tokenizer_manager.py), and what follows from it:
 
-- The first token is the prefill's and belongs to no verification, as in the other judge.
-- Every verification is counted, with the drafts that it accepted, before its tokens are cut at an EOS or at the
-  requested length, so the last one may reach beyond that length. In the other judge it does so, too, and counts in
-  full.
-- After an EOS, nothing counts in the other judge. An answer that ends with one has yielded its tokens but the first,
-  whatever the histogram says, so the acceptance length is the same. The histogram does not say which of its entries was
-  last, so `accepted` may count drafts of that one verification that come after the EOS. (An EOS in the last
-  verification, but beyond the requested length, goes unnoticed: up to `steps` tokens too many are counted there.)
-- SGLang's own `spec_accept_length` divides all tokens of the output, with the prefill's first and without cut-off ones,
-  by the verifications. It differs slightly for short answers and is not used.
+- The first token comes from the prefill and belongs to no verification, as in speculative.py.
+- SGLang counts a verification, and the drafts that it accepted, before it cuts the tokens at an EOS or at the requested
+  length, so the last verification may reach beyond that length. In speculative.py it may, too, and counts in full.
+- In speculative.py, nothing after an EOS counts. An answer that ends with an EOS has therefore yielded all its tokens
+  but the first, whatever the histogram says, and the acceptance length is the same. The histogram does not show which
+  of its entries belongs to the last verification, so `accepted` may count drafts of that verification that come after
+  the EOS. (An EOS in the last verification, but beyond the requested length, goes unnoticed: up to `steps` tokens too
+  many are then counted.)
+- SGLang's own `spec_accept_length` is the number of output tokens, including the prefill's and excluding those that
+  were cut off, divided by the number of verifications. It differs slightly for short answers and is not used.
 
-One conversation is decoded at a time, so that tokens per second are those of a single user.
+One conversation is decoded at a time, so tokens per second are those of a single user.
 """
 
 import itertools
@@ -45,23 +45,26 @@ from eagle3.targets.sglang.version import (
 
 ANSWER_SECONDS = 3600.0
 WARM_UP_TOKENS = 8
-SAMPLED_SCORES = 512  # tokens whose scores show how far the logits of a position spread
+SAMPLED_SCORES = 512  # tokens whose scores show how widely the logits of a position spread
 
 
 class DraftTree(NamedTuple):
-    """What is drafted before a verification."""
+    """The tree of tokens that are drafted before each verification."""
 
     steps: int  # forwards of the draft, i.e. the depth
     topk: int  # branches of each node
-    # Verified at a time, including the output's last token, from which the tree grows; steps + 1 for a chain.
+    # Tokens per verification, including the output's last one, from which the tree grows; steps + 1 for a chain.
     tokens: int
 
     @classmethod
     def of(cls, steps: int, topk: int, tokens: int | None) -> "DraftTree":
-        """The tree; without `tokens`, as many as a chain has, or topk per step. Raises UserError if there is none."""
+        """Make a tree. Raises UserError if no tree has these sizes.
+
+        tokens: see the field; default: as many as a chain has, or topk per step
+        """
         if topk < 1:
             raise UserError(f"--topk {topk}: a node has at least one branch; leave it out for a chain")
-        nodes = topk + (steps - 1) * topk**2  # each step opens topk branches of each of the topk best nodes
+        nodes = topk + (steps - 1) * topk**2  # later steps open topk branches at each of the topk best nodes
         tokens = (steps * topk if topk > 1 else steps) + 1 if tokens is None else tokens
         if topk == 1 and tokens != steps + 1:
             raise UserError(
@@ -82,12 +85,12 @@ class TimedAnswer(NamedTuple):
 
 
 class Logits(NamedTuple):
-    """What the judge needs to know of a target's logits."""
+    """Properties of a target's logits that matter to the judge."""
 
     # How far rounding moves them depends on these two:
     dtype: torch.dtype
     layers: int
-    vocab_size: int  # tokens that they rate
+    vocab_size: int  # logits per position
 
 
 def judge_by_sglang(
@@ -101,7 +104,7 @@ def judge_by_sglang(
     window: int | None,
     report: Callable[[str], None],
 ) -> SpeculativeResult:
-    """Decode all prompts (int64 [P]) with a server that has the draft in folder `exported`, then with one that has not.
+    """Decode all prompts (int64 [P]) with a server that has the draft in folder `exported`, then with one without.
 
     window: keys that a query of the draft sees; None for all
 
@@ -135,7 +138,7 @@ def judge_by_sglang(
 def decode_by_server(
     server: SGLangServer, prompts: Sequence[Tensor], new_tokens: int, report: Callable[[str], None]
 ) -> list[TimedAnswer]:
-    """Greedy answers of up to new_tokens, one after another, with the seconds that each took, prefill included."""
+    """Get greedy answers of up to `new_tokens`, one at a time, with the seconds that each took, prefill included."""
     _generate(server, greedy_request(prompts[0].tolist(), min(new_tokens, WARM_UP_TOKENS)))
     answers, progress = [], Progress(report, "decoding by SGLang", len(prompts), "conversations")
     for number, prompt in enumerate(prompts, start=1):
@@ -153,7 +156,8 @@ def decode_by_server(
 
 
 def count_drafted(answers: Sequence[TimedAnswer], steps: int) -> SpeculativeResult:
-    """The figures of a server with a draft (the module docstring says how it counts); all others are 0."""
+    """Compute the figures that come from the server with the draft (the module docstring says how it counts). Other
+    figures are 0. Raises UserError if nothing was verified."""
     histograms = [each.answer.histogram for each in answers]
     most = max(map(len, histograms))
     assert most <= steps + 1, f"SGLang accepted {most - 1} drafts at once, drafted were {steps}"
@@ -189,11 +193,11 @@ def _yielded(answer: GreedyAnswer) -> int:
 def compare_by_server(
     server: SGLangServer, prompt: Tensor, tokens: Sequence[int], plain: Sequence[int], logits: Logits
 ) -> Verdict:
-    """Like `eagle3.evaluation.speculative.compare`, with the server's scores.
+    """Like `eagle3.evaluation.speculative.compare`, but with scores from the server.
 
     At the first difference, the server is asked for the scores of both tokens. SGLang gives log-probabilities, not
     logits; they differ by a constant. A sample of them over the vocabulary, minus its mean, therefore stands for the
-    logits, whose size and spread say how much rounding matters.
+    logits, because rounding depends on the size and spread of those.
     """
     verdict, first = first_difference(tokens, plain)
     if verdict:

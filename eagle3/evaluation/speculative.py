@@ -359,8 +359,8 @@ def _check(target: TransformersTarget, prompts: Sequence[Tensor], draft_tokens: 
             raise UserError(f"evaluation: prompt {number} has no tokens; leave it out")
         if context and len(prompt) + new_tokens - 1 + draft_tokens > context:  # end of the last possible chain
             raise UserError(
-                f"evaluation: prompt {number} has {len(prompt)} tokens; with {new_tokens} new and {draft_tokens} draft "
-                f"tokens it exceeds the context of {context}; use shorter prompts or lower evaluation.new_tokens"
+                f"evaluation: prompt {number} has {len(prompt)} tokens, so {new_tokens} new and {draft_tokens} draft "
+                f"tokens exceed the context of {context}; use shorter prompts or lower evaluation.new_tokens"
             )
 
 

@@ -1,4 +1,4 @@
-"""Fill a recipe's hidden-state store, each process its share of what is missing; check and repair stores."""
+"""Fill a recipe's hidden-state store, each process with its share of the missing samples; check and repair stores."""
 
 import datetime
 from collections import Counter
@@ -24,16 +24,16 @@ from eagle3.states.store.writer import Part, StoreWriter
 from eagle3.targets.long_prefill import LongPrefill
 from eagle3.training.watched import watched
 
-# Processes finish their shares hours apart and then wait for one another; the watchdog notices those that never will.
+# Processes finish hours apart and wait for one another. The watchdog notices those that will never finish.
 PATIENCE = datetime.timedelta(days=7)
 MOST_LINES = 20
 
 
 def verify(job: Job, samples: dict[str, Wanted], console: Console, repair: bool, bind: bool) -> bool:
-    """Report what is wrong with the store. Returns whether it is whole.
+    """Report everything that is wrong with the store. Returns whether it is whole.
 
-    repair: delete what is wrong
-    bind: if nothing is wrong, bind shards of older versions to the store
+    repair: delete whatever is wrong
+    bind: if nothing is wrong, bind shards from older versions to the store
     """
     path = job.recipe.hidden_states.path
     findings = check_store(path, store_provenance(job), samples, console)
@@ -64,10 +64,10 @@ def verify(job: Job, samples: dict[str, Wanted], console: Console, repair: bool,
 
 
 def watched_capture(recipe: Recipe, topology: Topology) -> AbstractContextManager[Watchdog]:
-    """The watchdog around a capture. Collective."""
+    """The watchdog for a capture. Collective."""
     return watched(
         topology,
-        # SGLang's client has its own time limits, which allow for servers that are busy with other jobs.
+        # SGLang's client has time limits of its own, which allow for servers that are busy with other jobs.
         hang_minutes=None if recipe.target.backend == "sglang" else recipe.training.hang_minutes,
         patience=PATIENCE,
         advice="run capture.py again, which continues",
@@ -76,11 +76,11 @@ def watched_capture(recipe: Recipe, topology: Topology) -> AbstractContextManage
 
 
 class ShareCourse:
-    """Progress of this process's share: prints it, and tells the watchdog what the process is doing.
+    """Progress of this process's share. Prints it, and tells the watchdog what the process is doing.
 
-    samples: how many go through the target
-    tokens: how many are written
-    at: takes the description of the current place
+    samples: number of samples that go through the target
+    tokens: number of tokens to write
+    at: called with a description of what the process is about to do
     """
 
     def __init__(self, samples: int, tokens: int, say: Say, at: Callable[[str], None]) -> None:
@@ -94,13 +94,13 @@ class ShareCourse:
 
     def advance(self, tokens: int) -> None:
         self.progress.advance(tokens)
-        self.at(self.place)  # again, so that a long sample in progress does not look hung
+        self.at(self.place)  # repeated, so that a long sample in progress does not look like a hang
 
 
 def fill(
     job: Job, samples: dict[str, Wanted], part: Part, topology: Topology, console: Console, watchdog: Watchdog
 ) -> None:
-    """Capture what the store lacks of this job's part. Returns when every rank has finished its share."""
+    """Capture the samples in this job's part that the store lacks. Returns when every rank has finished its share."""
     path, sequence = job.recipe.hidden_states.path, topology.sequence
     together = part.split(topology.data.rank(), topology.data.size())
     alone = together.split(sequence.rank(), sequence.size())
@@ -154,7 +154,7 @@ def _capture_here(
 ) -> None:
     """Capture with the target in these processes.
 
-    Each rank prefills batches of short samples alone, and the ranks of a sequence group prefill long samples together;
+    Each rank prefills batches of short samples by itself; the ranks of a sequence group prefill long samples together.
     `parts` are this rank's parts of the two. All samples are dealt out, stored or not, so that ranks agree even if they
     look at the store at different times.
     """
@@ -162,7 +162,7 @@ def _capture_here(
     missing = samples.keys() - writer.known
     batches = [batch for batch in alone.of(prefill_batches(samples, most)) if not missing.isdisjoint(batch)]
     long = together.of(sample_id for sample_id, one in samples.items() if one.tokens > most)
-    # One rank may have found a sample stored that another, looking a moment earlier, did not.
+    # A rank may see a sample in the store that another rank, looking a moment earlier, did not.
     message = [[sample_id for sample_id in long if sample_id in missing]]
     dist.broadcast_object_list(message, group=sequence, group_src=0)
     (long,) = message

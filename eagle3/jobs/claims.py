@@ -1,4 +1,4 @@
-"""The verification claims of the single-model recipes (recipes/claims.toml), and docs/models.md's table of them."""
+"""What has been verified about each single-model recipe (recipes/claims.toml), and docs/models.md's table of it."""
 
 import tomllib
 from pathlib import Path
@@ -21,7 +21,7 @@ class Claims(BaseModel):
     context: int = Field(ge=1)
     rope: str
     verified: list[Claim] = []
-    unverified: dict[Claim, str] = {}  # each with the reason
+    unverified: dict[Claim, str] = {}  # claim -> the reason why not
 
     @model_validator(mode="after")
     def _every_claim_once(self) -> "Claims":
@@ -32,13 +32,13 @@ class Claims(BaseModel):
 
 
 def read_claims(path: Path) -> dict[str, Claims]:
-    """The claims, keyed by recipe name."""
+    """Read the claims, by recipe name."""
     return TypeAdapter(dict[str, Claims]).validate_python(tomllib.loads(path.read_text(encoding="utf-8")))
 
 
 def recipes_table(folder: Path) -> str:
-    """Markdown table with a row for each recipe in the claims of `folder`: target, rope and context, and for each claim
-    "yes" or the number of the reason why not."""
+    """A Markdown table with a row for each recipe in the claims file of `folder`: target, rope, context and, for each
+    claim, "yes" or the number of the reason why not."""
     names, reasons = get_args(Claim), []
     head = ["Recipe", "Target", "Draft's rope; target's context", *(name.replace("_", " ") for name in names)]
     rows = []

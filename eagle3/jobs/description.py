@@ -26,8 +26,8 @@ from eagle3.text.prepare import Summary
 from eagle3.text.samples import SampleSet
 
 GIB = 2**30
-BINS = 24  # in the histogram of sample lengths
-WIDE = 16  # if the longest sample is at least this many times the shortest, the bins are equal on a logarithmic scale
+BINS = 24  # number of bins in the histogram of sample lengths
+WIDE = 16  # bins are logarithmic if the longest sample is at least this many times the shortest
 PREPARED = ("rows", "kept", "truncated", "dropped", "kinds", "empty_answers")
 SHOWN = (*PACKAGES, "eagle3-recipes", "tokenizers", "numpy", "sglang")
 
@@ -41,9 +41,9 @@ def describe_run(
     continues: bool,
     memory_before: float,
 ) -> dict[str, Any]:
-    """The contents of run.json, as JSON values.
+    """Collect the contents of run.json, as JSON values.
 
-    steps: optimiser steps of the whole run
+    steps: number of optimiser steps in the whole run
     memory_before: peak memory in GiB before the draft was built
     """
     recipe, target, shape, sizes = job.recipe, job.config, job.shape, job.recipe.parallelism
@@ -54,7 +54,7 @@ def describe_run(
         "continues": continues,
         "steps": steps,
         "layout": {"tensor": sizes.tensor, "ulysses": sizes.ulysses, "ring": sizes.ring, "data": data},
-        "machine": {  # the first rank's node; no host name, because reports are shared
+        "machine": {  # describes the first rank's node; without its host name, because reports are shared
             "system": platform.platform(),
             "processor": _processor(),
             "cores": usable_cores(),
@@ -129,7 +129,7 @@ def _histogram(lengths: np.ndarray) -> dict[str, list[float]] | None:
 
 
 def _prepared(summary: Summary | None) -> dict[str, Any] | None:
-    """How many rows were read, kept, truncated and dropped, the reasons, and the empty answers (None: not counted)."""
+    """Numbers of rows read, kept, truncated and dropped, with the reasons, and of empty answers (None: not counted)."""
     return summary and {name: getattr(summary, name) for name in PREPARED}
 
 
@@ -139,7 +139,8 @@ def estimate_memory(
     """The planner's estimate of a rank's memory in GiB, for the largest stream that the samples can form.
 
     supervised: share of that stream's tokens that are supervised
-    If the planner refuses the layout, estimate_gib is None and `why` has the reason.
+
+    If the planner refuses the layout, estimate_gib is None and `why` gives the reason.
     """
     try:
         planned = planned_step(job, processes, deepspeed_file, packed=True)

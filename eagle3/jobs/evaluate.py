@@ -25,11 +25,12 @@ from eagle3.targets.sglang.version import CONTEXT_RESERVE, require_captured
 from eagle3.targets.transformers import TransformersTarget
 from eagle3.text.vocabulary import DraftVocabulary
 
-CPU_KV_TOKENS = 4096  # for a server on a CPU, beyond what it needs: SGLang wants more than one request's tokens
+CPU_KV_TOKENS = 4096  # for a server on a CPU, on top of its needs: SGLang insists on more than one request's tokens
 
 
 def decoding_of(recipe: Recipe, sampling: Sampling = GREEDY, window: int | None = None) -> Decoding:
-    """Decoding settings from the recipe's evaluation section. window: in keys, overrides the draft's own."""
+    """Decoding settings from the recipe's evaluation section. window: number of keys, overrides the draft's own
+    window."""
     return Decoding(recipe.evaluation.draft_tokens, recipe.evaluation.new_tokens, sampling, window)
 
 
@@ -42,13 +43,13 @@ def judge(
     prompts_file: Path | None = None,
     decoding: Decoding | None = None,
 ) -> Judgement:
-    """Judge an exported draft with transformers, as the recipe's evaluation section says, and print the result.
+    """Judge an exported draft with transformers, by the recipe's evaluation section, and print the result.
 
-    target: None to load it
+    target: the target, if it is loaded already
     prompts_file: see read_prompts; None for held-out conversations
-    decoding: None for the recipe's, greedy
+    decoding: None to decode greedily with the recipe's settings
 
-    Raises UserError for what the user can fix, too little memory included.
+    Raises UserError for anything that the user can fix, including too little memory.
     """
     decoding = decoding or decoding_of(inputs.recipe)
     prompts = prompts_to_judge(inputs, prompts_file, decoding.draft_tokens)
@@ -87,7 +88,8 @@ def judge_contexts(
     prompts_file: Path | None = None,
     decoding: Decoding | None = None,
 ) -> ContextJudgement:
-    """Like `judge`, by context length: see sample_contexts and, for prompts_file, prompt_contexts. Prints no result."""
+    """Like `judge`, but by context length, and without printing the result. Contexts come from sample_contexts or, with
+    a prompts_file, from prompt_contexts."""
     decoding, most = decoding or decoding_of(inputs.recipe), inputs.config.max_position_embeddings
     if contexts is not None and contexts[-1] > most:
         raise UserError(f"--contexts: {contexts[-1]} is beyond the target's context of {most}; name smaller ones")
@@ -102,7 +104,8 @@ def judge_contexts(
 
 
 def target_and_texts(inputs: Inputs, prompts_file: Path | None) -> dict[str, str]:
-    """Target and texts of a judgement, so that comparisons notice differences. Paths are reduced to their last part."""
+    """The target and texts of a judgement, by which comparisons notice differences. Paths are reduced to their last
+    part."""
     model, samples = inputs.recipe.model, inputs.held_out
     name = Path(model.target).name if Path(model.target).expanduser().is_dir() else model.target
     own = f"{len(samples):,} held-out samples of {int(samples.lengths.sum()):,} tokens"
@@ -120,7 +123,7 @@ def judge_served(
     prompts_file: Path | None = None,
     window: int | None = None,
 ) -> Judgement:
-    """Like `judge`, but SGLang decodes: one server with the draft, then one without it."""
+    """Like `judge`, but SGLang decodes: first a server with the draft, then one without it."""
     evaluation, config = inputs.recipe.evaluation, inputs.config
     draft = read_exported(exported).config
     check_belongs(draft, exported, config.vocab_size, config.hidden_size)
@@ -128,7 +131,7 @@ def judge_served(
     room = max(tree.tokens, CONTEXT_RESERVE)
     prompts = prompts_to_judge(inputs, prompts_file, room)
     options = engine_options(inputs)
-    if options.kv_tokens is None and not torch.cuda.is_available():  # else SGLang takes nearly all memory
+    if options.kv_tokens is None and not torch.cuda.is_available():  # otherwise SGLang takes nearly all memory
         most = max(map(len, prompts)) + evaluation.new_tokens + room
         options = replace(options, kv_tokens=2 * most + CPU_KV_TOKENS)
     console(f"decoding {len(prompts)} {'prompts' if prompts_file else 'held-out conversations'} by SGLang")
@@ -150,16 +153,16 @@ def judge_served(
 
 
 def _target_of(inputs: Inputs, exported: Path, topology: Topology, console: Console) -> TransformersTarget:
-    """Load the target only for judging."""
+    """Load the target to judge with."""
     draft = read_exported(exported)
     with waiting(console, f"loading {inputs.target}"):
         return start_target(inputs, topology.device, DraftVocabulary(d2t=draft.d2t, t2d=draft.t2d))
 
 
 def prompts_to_judge(inputs: Inputs, file: Path | None, room: int) -> list[Tensor]:
-    """Prompts from held-out conversations, or from a file. Raises UserError if there are none.
+    """Prompts from held-out conversations or from a file. Raises UserError if there are none.
 
-    room: tokens of the target's context that a prompt must leave free in addition to the answer's
+    room: number of tokens that a prompt must leave free in the target's context, on top of the answer's
     """
     evaluation = inputs.recipe.evaluation
     longest = longest_prompt(inputs.config.max_position_embeddings, evaluation.new_tokens, room)

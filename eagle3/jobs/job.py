@@ -1,4 +1,4 @@
-"""Resolve a recipe once, into records that are passed on: target, tokenizer, samples, draft vocabulary, draft shape."""
+"""Resolve a recipe once into records to pass on: target, tokenizer, samples, draft vocabulary, draft shape."""
 
 import os
 from collections.abc import Callable
@@ -30,7 +30,7 @@ from eagle3.text.template import Choices, read_template
 from eagle3.text.vocabulary import DraftVocabulary, choose_vocabulary, coverage, load_vocabulary
 
 Answer = TypeVar("Answer")
-# Keys of model.draft that override the config's.
+# Keys of model.draft that override the config.
 SHAPE = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("max_position_embeddings", "rope_parameters", "rms_norm_eps", "window"),
@@ -39,17 +39,17 @@ SHAPE = (
 
 @dataclass(frozen=True)
 class Prospect:
-    """What follows from a recipe and its target's config alone. A Job knows all of it, too."""
+    """Everything that follows from a recipe and its target's config alone. A Job has the same fields."""
 
     recipe: Recipe
     shape: DraftConfig  # the draft's
 
     @classmethod
     def of(cls, recipe: Recipe, config: PretrainedConfig | None = None) -> "Prospect":
-        """Derive the draft's shape. Raises UserError.
+        """Derive the draft's shape. Raises UserError if none can be derived.
 
-        config: of the target's language part, if the caller has it. Otherwise it is read, or, for `demo`, made as the
-            quickstart will make it.
+        config: config of the target's language part. Default: read it or, for `demo`, build the one that the
+            quickstart's target will have.
         """
         model = recipe.model
         config = config or (
@@ -62,11 +62,11 @@ class Prospect:
 
 @dataclass(frozen=True)
 class KnownTarget:
-    """A recipe's target, found and read."""
+    """A recipe's target, with its config and tokenizer."""
 
     recipe: Recipe
     target: str  # folder or hub id
-    config: PretrainedConfig  # of the language part
+    config: PretrainedConfig  # config of the language part
     tokenizer: PreTrainedTokenizerBase
     chat_template: str | None  # Jinja source; None for the tokenizer's own
 
@@ -77,12 +77,12 @@ class KnownTarget:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Fingerprint of the target's weights."""
+        """Fingerprint of the target's checkpoint."""
         return fingerprint(self.target, revision=self.recipe.model.revision)
 
     @classmethod
     def grown(cls, known: "KnownTarget", **more: Any) -> Self:
-        """A copy with more fields. A fingerprint that was computed is kept: computing it reads the whole checkpoint."""
+        """A copy with more fields. Keeps cached properties, because the fingerprint takes time to compute."""
         grown = cls(**{field.name: getattr(known, field.name) for field in fields(known)}, **more)
         vars(grown).update(vars(known))
         return grown
@@ -90,11 +90,11 @@ class KnownTarget:
 
 @dataclass(frozen=True)
 class Inputs(KnownTarget):
-    """The target and the samples."""
+    """A recipe's target and samples."""
 
     train: SampleSet
-    held_out: SampleSet  # may be empty: nothing is measured during training then
-    # What reading the data reported; None if not read, and for a held-out part of data.train.
+    held_out: SampleSet  # may be empty; then nothing is measured during training
+    # Summaries of reading the data; None if it was not read, and for samples held out from data.train.
     train_summary: Summary | None
     held_out_summary: Summary | None
 
@@ -106,15 +106,16 @@ class Inputs(KnownTarget):
 
 @dataclass(frozen=True)
 class Job(Inputs):
-    """Inputs, and the draft that the recipe makes from them."""
+    """The inputs, and the draft that follows from them and the recipe."""
 
     vocabulary: DraftVocabulary
-    coverage: float  # share of the supervised training tokens that the draft vocabulary has
+    coverage: float  # share of the supervised training tokens that are in the draft vocabulary
     shape: DraftConfig
 
 
 def _first_on_a_node(work: Callable[..., Answer]) -> Callable[..., Answer]:
-    """Let the first process on each node do the work; the others call it afterwards and find it cached. Collective."""
+    """Let the first process on each node do the work. The others call it afterwards and find the result cached.
+    Collective."""
 
     @wraps(work)
     def shared(*arguments: Any, **options: Any) -> Answer:
@@ -129,7 +130,7 @@ def _first_on_a_node(work: Callable[..., Answer]) -> Callable[..., Answer]:
 def find_target(recipe: Recipe, device: torch.device, say: Say, *, make: bool = True) -> KnownTarget:
     """Find the target, and read its config and tokenizer. Collective. Raises UserError.
 
-    make: train the demo target if it is not in the cache; not for judging a draft, which needs its own target
+    make: train the demo target if it is not in the cache; False for judging, since a draft needs its own target
     """
     model, template = recipe.model, recipe.data.chat_template
     target = str(_demo(recipe, device, say, make)) if model.target == "demo" else model.target
@@ -137,7 +138,7 @@ def find_target(recipe: Recipe, device: torch.device, say: Say, *, make: bool = 
         tokenizer = load_tokenizer(target, revision=model.revision, trust_remote_code=model.trust_remote_code)
     config = target_config(target, revision=model.revision, trust_remote_code=model.trust_remote_code)
     if model.draft.vocabulary is None and model.draft.init_from is None:
-        # Refuse an impossible size before any data are read.
+        # Refuse an impossible size before reading any data.
         drafted_tokens(model.draft.vocab_size, config.vocab_size)
     return KnownTarget(recipe, target, config, tokenizer, read_template(template) if template else None)
 
@@ -146,7 +147,7 @@ def find_target(recipe: Recipe, device: torch.device, say: Say, *, make: bool = 
 def gather_inputs(known: KnownTarget, say: Say, *, judging: bool = False) -> Inputs:
     """Tokenise the samples, or find them in the cache. Collective. Raises UserError.
 
-    judging: for an existing draft. If the recipe names held-out data, data.train is then not read; `train` is empty.
+    judging: the draft exists already. If the recipe names held-out data, data.train is not read and `train` is empty.
     """
     data, places = known.recipe.data, _places_of_answers(known)
     encoder = SampleEncoder(
@@ -193,10 +194,10 @@ def gather_inputs(known: KnownTarget, say: Say, *, judging: bool = False) -> Inp
 
 
 def _places_of_answers(known: KnownTarget) -> dict[str, str]:
-    """Files behind `demo_answers` in data.train and data.held_out: a demo target's own answers. Raises UserError if the
-    recipe names them and the target has none."""
+    """The files with a demo target's own answers, which `demo_answers` in data.train and data.held_out stands for.
+    Raises UserError if the recipe uses them and the target has none."""
     answers, model, data = Path(known.target, ANSWERS), known.recipe.model, known.recipe.data
-    if answers.is_file():  # a demo target, given as `demo` or by its folder
+    if answers.is_file():  # a demo target, named `demo` or by its folder
         return {"demo_answers": str(answers), "demo_answers:held_out": str(Path(known.target, HELD_OUT_ANSWERS))}
     for key, sources in (("data.train", data.train), ("data.held_out", data.held_out or [])):
         if any(source.startswith("demo_answers") for source in sources):
@@ -208,7 +209,7 @@ def _places_of_answers(known: KnownTarget) -> dict[str, str]:
 
 
 def choices_of(recipe: Recipe) -> Choices:
-    """Which parts of the recipe's conversations are rendered and supervised."""
+    """The recipe's choice of which parts of a conversation are rendered and supervised."""
     data = recipe.data
     return Choices(data.supervise, data.reasoning, data.text, data.template_variables, data.today)
 
@@ -238,7 +239,8 @@ def _aux_layers(recipe: Recipe, target: PretrainedConfig) -> tuple[int, int, int
 
 
 def start_target(inputs: Inputs, device: torch.device, vocabulary: DraftVocabulary) -> TransformersTarget:
-    """Load the target into this process. vocabulary: the draft's, over which a `logits` teacher gives its logits."""
+    """Load the target into this process. vocabulary: the draft vocabulary, to which a `logits` teacher limits its
+    logits."""
     model = inputs.recipe.model
     return load_target(
         inputs.target,
@@ -253,9 +255,10 @@ def start_target(inputs: Inputs, device: torch.device, vocabulary: DraftVocabula
 
 
 def choose_draft(inputs: Inputs, say: Say) -> Job:
-    """Choose the draft vocabulary and the draft's shape. Raises UserError.
+    """Choose the draft vocabulary and the draft's shape. Raises UserError if the recipe's choices do not fit the
+    target.
 
-    The vocabulary is the given one, that of the warm start, or the most frequent supervised tokens.
+    The vocabulary is the one that the recipe gives, the warm start's, or the most frequent supervised tokens.
     """
     draft, share, target_vocab_size = inputs.recipe.model.draft, None, inputs.config.vocab_size
     if draft.vocabulary is not None:
@@ -287,9 +290,9 @@ def choose_draft(inputs: Inputs, say: Say) -> Job:
 
 
 def _shape_draft(recipe: Recipe, target: PretrainedConfig, vocabulary: DraftVocabulary | None = None) -> DraftConfig:
-    """The draft's shape: from model.draft.config, or else the target's config; keys of model.draft override both.
+    """The draft's shape, from model.draft.config or else from the target's config. Keys of model.draft override both.
 
-    vocabulary: if it is already chosen
+    vocabulary: the draft vocabulary, if it is already chosen
     """
     draft = recipe.model.draft
     changes = {name: getattr(draft, name) for name in SHAPE}

@@ -1,4 +1,4 @@
-"""Write a recipe for one target: keys chosen from the target's config, and the planner's findings as comments."""
+"""Write a recipe for a target: keys chosen by the target's config, and the planner's findings as comments."""
 
 import textwrap
 from collections.abc import Sequence
@@ -20,9 +20,9 @@ from eagle3.states.capture import token_bytes
 from eagle3.targets.facts import TargetFacts
 
 CONTEXTS = (8192, 32768, 131072)
-# Supervised tokens after a long prompt, and a window in keys: the findings say what the window saves for such prompts.
+# Number of supervised tokens after a long prompt, and a window in keys. The findings say what this window would save.
 ANSWER, WINDOW = 5000, 512
-# One H100's memory, and the GPUs of one node and of four.
+# The memory of an H100, and the numbers of GPUs in one node and in four.
 GPU_BYTES = 80e9
 USABLE = GPU_BYTES * (1 - RESERVED)
 NODE = 8
@@ -53,17 +53,18 @@ def new_recipe_text(
     overrides: Sequence[str] = (),
     engine: bool = True,
 ) -> str:
-    """A whole recipe for the target `target` (hub id or folder), for editing, laid out for one node of 8 GPUs of 80 GB.
+    """A complete recipe for `target` (hub id or folder), ready for editing, laid out for one node with 8 GPUs of 80 GB.
 
-    model, overrides: further keys of the recipe's `model` section, and `section.key=value`, to write into the recipe
-    engine: use SGLang for the target where it can serve it. Otherwise transformers runs it during training, unless the
-        target needs several GPUs or its head is quantised.
+    model: further keys for the recipe's `model` section
+    overrides: `section.key=value` for other keys to set in the recipe
+    engine: use SGLang if it can serve the target. If False, transformers runs the target during training, unless it
+        needs several GPUs or its head is quantised.
 
     Raises UserError if no draft can be derived, naming the override that would help.
     """
     name, gpus = Path(target).name.lower(), engine_gpus(facts)
     positions = {"max_position_embeddings": MOST_POSITIONS // 4} if (facts.context or 0) > MOST_POSITIONS else {}
-    # A quantised head gives the draft's head nothing to start from, and training nothing to compute logits with.
+    # With a quantised head, the draft's head has nothing to start from, and training cannot compute logits.
     lm_head, teacher = ({"lm_head": "random"}, {"teacher": "logits"}) if facts.quantised_head else ({}, {})
     engine = facts.served and (engine or gpus > 1 or facts.quantised_head)
     store = {"mode": "stored", "path": f"states/{name}", "codec": "lossless"}
@@ -108,12 +109,12 @@ def new_recipe_text(
 
 
 def model_size(parameters: int) -> str:
-    """For example 8B parameters, or 1.7M parameters."""
+    """For example `8B parameters` or `1.7M parameters`."""
     return f"{parameters / 1e9:,.0f}B parameters" if parameters >= 1e9 else f"{parameters / 1e6:,.1f}M parameters"
 
 
 def _whole_gb(size: float) -> str:
-    """Whole GB, because the fractions of an estimate mean nothing."""
+    """The size in whole GB, because fractions of an estimate mean nothing."""
     return f"{size / 1e9:,.0f} GB" if size >= 1e9 else data_size(size)
 
 
@@ -135,8 +136,8 @@ def refreshed(text: str, recipe: Recipe, facts: TargetFacts, deepspeed_file: Pat
 
 
 def findings(recipe: Recipe, facts: TargetFacts, deepspeed_file: Path) -> str:
-    """Draft, disk and layouts as comment lines from BEGIN to END, for CONTEXTS, or for the target's context if it is
-    shorter than all of those. Contexts beyond the target's are marked: a longer rope reaches them."""
+    """Draft, disk and layouts, as comment lines from BEGIN to END, for each of CONTEXTS, or for the target's context if
+    that is shorter than all of them. Contexts beyond the target's are marked: they need a longer rope."""
     prospect, engine = Prospect.of(recipe, facts.config), engine_gpus(facts)
     draft, encoding = prospect.shape, store_encoding(prospect)
     context = facts.context or draft.max_position_embeddings
@@ -171,7 +172,7 @@ def findings(recipe: Recipe, facts: TargetFacts, deepspeed_file: Path) -> str:
 
 
 def windows(recipe: Recipe, facts: TargetFacts, tokens: int, deepspeed_file: Path) -> list[str]:
-    """What a window saves when a long prompt has a short answer."""
+    """Comment lines about what a window saves if a long prompt has a short answer."""
     stream = PlannedStream(tokens, 1, ANSWER / tokens)
     lines = [
         f"of {tokens:,} tokens the last {ANSWER:,} supervised; 1,000 samples on disk, a rank of {NODE} GPUs, its step "
@@ -191,7 +192,7 @@ def windows(recipe: Recipe, facts: TargetFacts, tokens: int, deepspeed_file: Pat
 
 
 def planned(recipe: Recipe, facts: TargetFacts, gpus: int, deepspeed_file: Path) -> Planned:
-    """A plan of the recipe's draft on this many GPUs, whatever layout the recipe names."""
+    """A plan for the recipe's draft on this many GPUs, regardless of the recipe's layout."""
     alone = recipe.model_copy(update={"parallelism": type(recipe.parallelism)(tensor=recipe.parallelism.tensor)})
     return planned_step(Prospect.of(alone, facts.config), gpus, deepspeed_file, packed=False)
 
@@ -202,7 +203,7 @@ def engine_gpus(facts: TargetFacts) -> int:
 
 
 def rope_in_words(draft: DraftConfig) -> str:
-    """For example `yarn x32 of 4,096, theta 150,000`."""
+    """The rope, for example `yarn x32 of 4,096, theta 150,000`."""
     rope = draft.rope_parameters
     factor = f" x{rope['factor']:g}" if "factor" in rope else ""
     original = rope.get("original_max_position_embeddings")

@@ -1,4 +1,4 @@
-"""Plan a job before it takes any GPUs: memory, layouts, time and disk, as numbers and as text."""
+"""Plan a job before it uses any GPU: memory, layouts, time and disk, as numbers and as text."""
 
 import dataclasses
 from pathlib import Path
@@ -26,9 +26,9 @@ FITS, DOES_NOT_FIT = "fits", "DOES NOT FIT"
 def check_layout(recipe: Recipe, deepspeed_file: Path, job: str) -> str:
     """Describe the recipe's layout on this job in one line.
 
-    job: `NxP`, N nodes of P processes each
+    job: `NxP`, i.e. N nodes with P processes each
 
-    Raises UserError if the recipe does not fit the job, or if traffic that belongs inside a node would cross nodes.
+    Raises UserError if the recipe does not fit the job, or if traffic that should stay inside a node would leave it.
     """
     (nodes, processes), sizes = read_job_size(job), recipe.parallelism
     data = check_sizes("parallelism", sizes.tensor, sizes.ulysses, sizes.ring, nodes * processes)
@@ -39,7 +39,7 @@ def check_layout(recipe: Recipe, deepspeed_file: Path, job: str) -> str:
             f"processes; let their product divide {processes}, and use parallelism.ring between nodes"
         )
     samples = deepspeed_config(deepspeed_file, recipe.training, data)["train_micro_batch_size_per_gpu"]
-    here = Path(recipe.model.target).is_dir()  # a hub id is for the job to check: its nodes may have the files
+    here = Path(recipe.model.target).is_dir()  # a hub id is left for the job to check, whose nodes may have the files
     if here or recipe.model.target == "demo":
         Prospect.of(recipe).shape.check_parallel(sizes.tensor, sizes.ulysses)
     if recipe.hidden_states.mode == "stored":
@@ -56,9 +56,9 @@ def check_layout(recipe: Recipe, deepspeed_file: Path, job: str) -> str:
 
 
 def planned_step(prospect: Prospect | Job, gpus: int, deepspeed_file: Path, packed: bool) -> Planned:
-    """One micro-batch on `gpus` GPUs. Raises UserError for an impossible layout.
+    """The plan of one micro-batch on `gpus` GPUs. Raises UserError for an impossible layout.
 
-    packed: plan the streams of the recipe's batch, which must then divide among the ranks
+    packed: plan the streams that the recipe packs; its batch must then divide evenly among the ranks
     """
     recipe, draft = prospect.recipe, prospect.shape
     parallel, memory, training = recipe.parallelism, recipe.memory, recipe.training
@@ -68,7 +68,7 @@ def planned_step(prospect: Prospect | Job, gpus: int, deepspeed_file: Path, pack
         training = training.model_copy(update={"global_batch_size": data * training.accumulation})
     zero = deepspeed_config(deepspeed_file, training, data)["zero_optimization"]
     bucket = DeepSpeedZeroConfig(**zero).reduce_bucket_size * (2 if zero.get("overlap_comm") else 1)
-    # In the number format of the store or spool; a target in these processes hands over its own, 4 bytes at most.
+    # Logits have the number format of the store or spool. A target in these processes uses its own: at most 4 bytes.
     written_down = recipe.hidden_states.mode == "stored" or recipe.target.backend == "sglang"
     logit_bytes = getattr(torch, recipe.hidden_states.dtype).itemsize if written_down else 4
     return Planned(
@@ -87,8 +87,8 @@ def planned_step(prospect: Prospect | Job, gpus: int, deepspeed_file: Path, pack
 
 
 def recipe_stream(recipe: Recipe, data_ranks: int, supervised: float) -> PlannedStream | None:
-    """The longest stream that the recipe can pack: every sample at data.max_length. None if the batch does not divide
-    among this many data ranks."""
+    """The longest stream that the recipe can pack, with every sample at data.max_length. None if the batch does not
+    divide evenly among this many data ranks."""
     documents, left = divmod(recipe.training.global_batch_size, data_ranks * recipe.training.accumulation)
     return (
         None
@@ -98,7 +98,7 @@ def recipe_stream(recipe: Recipe, data_ranks: int, supervised: float) -> Planned
 
 
 def spanned(stream: PlannedStream, spans: Spans | None) -> PlannedStream:
-    """The stream with its supervised share limited to what these spans can hold."""
+    """The stream, with its supervised share limited to the tokens that these spans can cover."""
     most = stream.documents * spans.per_document * spans.length / stream.tokens if spans else 1.0
     if stream.supervised <= most:
         return stream
@@ -152,12 +152,12 @@ def plan(prospect: Prospect, planned: Planned, memory: float, context: int | Non
     }
 
 
-# Shares of such tokens for which a store holds last hidden states, and auxiliary ones.
+# Kind of token -> for which share of such tokens a store holds last hidden states, and auxiliary ones.
 KINDS_OF_TOKENS = {"supervised": (1.0, 1.0), "prompt": (0.0, 1.0), "unseen": (0.0, 0.0)}
 
 
 def seen_share(encoding: Encoding, stream: PlannedStream) -> float:
-    """Share of a stream's tokens within reach of a window from supervised ones."""
+    """Share of a stream's tokens that are supervised or within a window's reach of a supervised one."""
     if encoding.window is None:
         return 1.0
     reached = stream.documents * stream.spans * (encoding.window + encoding.ttt_steps - 2) / stream.tokens
@@ -181,7 +181,7 @@ def layout_of(planned: Planned) -> dict:
 
 
 def plan_text(report: dict) -> str:
-    """The report of `plan` as text."""
+    """Format the report of `plan` as text."""
     stream, step, assumed = report["stream"], report["step"], report["step"]["assumed"]
     memory, best, draft = report["memory"], report["best_layout"], report["draft"]
     on_disk, whole = report["hidden_states_per_token"], report["hidden_states_of_stream"]
@@ -245,6 +245,6 @@ def in_words(layout: dict) -> str:
 
 
 def overrides(layout: dict) -> str:
-    """The layout as overrides to add to the command line."""
+    """The layout as overrides for the command line."""
     keys = {"parallelism": ("tensor", "ulysses", "ring", "ring_mode"), "memory": ("recompute", "inputs", "block_mib")}
     return " ".join(f"{section}.{name}={layout[name]}" for section, names in keys.items() for name in names)

@@ -1,4 +1,4 @@
-"""Digests of what a job's samples and hidden states depend on, which resumed runs, stores and captures must match."""
+"""Digests of everything that a job's samples and hidden states depend on, for comparison with runs and stores."""
 
 import datetime
 import hashlib
@@ -14,7 +14,7 @@ from eagle3.text.samples import Spans
 
 
 def target_provenance(known: KnownTarget) -> Provenance:
-    """What the target's hidden states of a conversation depend on."""
+    """Everything that the target's hidden states of a conversation depend on."""
     template = str(known.chat_template or known.tokenizer.chat_template or "")
     tokenizer = known.tokenizer.backend_tokenizer.to_str()
     return {
@@ -27,7 +27,7 @@ def target_provenance(known: KnownTarget) -> Provenance:
 
 
 def input_digests(inputs: Inputs) -> dict[str, str]:
-    """Digests of what a run learns from, by recipe key. A resumed run must find the same."""
+    """Digests of a run's inputs, by recipe key. They must be the same when it is resumed."""
     digests = target_provenance(inputs)
     return {
         "model.target": digests["target"],
@@ -39,7 +39,7 @@ def input_digests(inputs: Inputs) -> dict[str, str]:
 
 
 def provenance(job: Job) -> Provenance:
-    """What the rows that training reads depend on. A store with a different provenance is refused."""
+    """Everything that the rows for training depend on. A store with a different provenance is refused."""
     record = target_provenance(job)
     if job.recipe.target.teacher == "logits":
         record |= {"teacher": "logits", "teacher_vocabulary": job.vocabulary.digest}
@@ -47,20 +47,21 @@ def provenance(job: Job) -> Provenance:
 
 
 def store_provenance(job: Job) -> Provenance:
-    """What a store must have been captured with in order to serve this job."""
+    """The settings with which a store must have been captured to serve this job."""
     return {**provenance(job), **_written(job.recipe)}
 
 
 def require_fitting_settings(recipe: Recipe) -> None:
     """Raises UserError if the store at hidden_states.path was written with settings that this recipe cannot read."""
     teacher = "logits" if recipe.target.teacher == "logits" else None
-    rows = dict.fromkeys(WINDOW)  # a run that needs all rows states no window
+    rows = dict.fromkeys(WINDOW)  # a run that needs all rows has no window
     settings = {"target_dtype": recipe.model.target_dtype, "teacher": teacher, **rows, **_written(recipe)}
     _compare(recipe.hidden_states.path, settings)
 
 
 def require_fitting_store(known: KnownTarget) -> None:
-    """Raises UserError if the store belongs to another target. Template and vocabulary are compared on opening it."""
+    """Raises UserError if the store belongs to a different target. Template and vocabulary are compared when it is
+    opened."""
     expected = {"target": known.fingerprint, "aux_layers": list(known.aux_layers)}
     _compare(known.recipe.hidden_states.path, expected)
 
@@ -71,8 +72,8 @@ def _compare(path: str, expected: Provenance) -> None:
 
 
 def _written(recipe: Recipe) -> dict[str, Any]:
-    """What a store records in addition to its provenance: how rows are encoded and, unless training may read all rows,
-    which ones are stored."""
+    """The settings that a store records in addition to its provenance: how rows are encoded and, unless training may
+    read every row, which rows are stored."""
     hidden, window = recipe.hidden_states, draft_window(recipe.model.draft)
     every_row = window is None or recipe.parallelism.query_selection == "all"
     rows = {} if every_row else {"window": window, "ttt_steps": recipe.training.ttt_steps}
@@ -80,7 +81,7 @@ def _written(recipe: Recipe) -> dict[str, Any]:
 
 
 def store_encoding(prospect: Prospect | Job) -> Encoding:
-    """How the rows of a store for this job are written."""
+    """How rows are encoded in a store for this job."""
     recipe, shape = prospect.recipe, prospect.shape
     width = shape.draft_vocab_size if recipe.target.teacher == "logits" else None
     return Encoding(hidden_size=shape.target_hidden_size, teacher_width=width, **_written(recipe))
@@ -93,7 +94,7 @@ def spans_of(recipe: Recipe) -> Spans | None:
 
 
 def capture_record(job: Job) -> Provenance:
-    """What is useful to know about a capture but does not affect hidden states."""
+    """Facts about a capture that are useful to know but do not affect hidden states."""
     recipe, spans = job.recipe, spans_of(job.recipe)
     packages = versions(("eagle3-recipes", "torch", "transformers", "tokenizers", "blosc2", "sglang"))
     return {

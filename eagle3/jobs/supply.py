@@ -1,4 +1,4 @@
-"""Where a job's hidden states come from: a target in these processes, SGLang servers, or a store."""
+"""Supply a job's hidden states: from a target in these processes, SGLang servers, or a store."""
 
 import os
 from collections.abc import Iterator
@@ -38,17 +38,17 @@ PROBE_TOKENS = 16
 class HiddenStateSupply:
     """The samples and hidden states that training reads."""
 
-    samples: Split  # with the ids and loss masks that the source knows
-    spans: Spans | None  # which parts of them to supervise; None for their whole masks
+    samples: Split  # with the ids and loss masks by which the source knows them
+    spans: Spans | None  # which parts of the samples to supervise; None for their whole masks
     source: HiddenStateSource
-    held_out_source: HiddenStateSource  # separate: training reads ahead while held-out samples are measured
-    head: TargetHead  # the target's embedding and head
-    target: TransformersTarget | None  # if it runs in this process
+    held_out_source: HiddenStateSource  # a source of its own, because training reads ahead during measurements
+    head: TargetHead  # the target's embedding and lm_head
+    target: TransformersTarget | None  # None unless it runs in this process
 
 
 @contextmanager
 def hidden_state_supply(job: Job, topology: Topology, say: Say) -> Iterator[HiddenStateSupply]:
-    """Start the target, contact servers, or open the store; read the target's embedding and head. Collective."""
+    """Start the target, contact servers, or open the store, and load the target's embedding and lm_head. Collective."""
     recipe, model, spans = job.recipe, job.recipe.model, spans_of(job.recipe)
     samples, stored = (
         Split(job.train.sorted_by_id(), job.held_out.sorted_by_id()),
@@ -59,7 +59,7 @@ def hidden_state_supply(job: Job, topology: Topology, say: Say) -> Iterator[Hidd
             store, samples, spans = agreed(lambda: _open_store(job, samples, spans, say))
         if store.record.get("draft_vocabulary") != job.vocabulary.digest:
             say(f"{store.where}: was captured for another draft vocabulary, which changes none of its hidden states")
-    if recipe_spans := spans_of(recipe):  # on the first rank only, because it reads all samples
+    if recipe_spans := spans_of(recipe):  # described on the first rank only, because that reads all samples
         anew = spans is not None
         agreed((lambda: say(recipe_spans.describe(job.train, anew))) if topology.is_first else None)
     if not stored and recipe.target.backend == "transformers":
@@ -89,7 +89,8 @@ def _open_store(
 ) -> tuple[HiddenStateStore, Split, Spans | None]:
     """The store, and the samples and spans that it can serve (see `HiddenStateSupply`).
 
-    Whole samples serve any spans, drawn anew in every epoch. Samples that were captured with spans serve only those.
+    Samples that were captured whole serve any spans, drawn anew in every epoch. Samples captured with spans serve only
+    those.
     """
     store = HiddenStateStore.open(job.recipe.hidden_states.path, store_provenance(job), report=say)
     captured, original, detail = store.record.get("spans"), spans, ""
@@ -99,7 +100,7 @@ def _open_store(
         missing = _missing(store, samples)
     if not missing:
         return store, samples, spans
-    if original is not None or captured is not None:  # samples captured with other spans count as other samples
+    if original is not None or captured is not None:  # samples captured with different spans count as different samples
         detail = f", which was captured with {captured or 'no data.spans'}; this run has {original or 'no data.spans'}"
     raise UserError(
         f"{store.where}: {len(missing)} samples of this recipe are not in the store (first: {missing[0]}){detail}; "
@@ -115,10 +116,10 @@ def _missing(store: HiddenStateStore, samples: Split) -> list[str]:
 
 
 def engine_options(inputs: Inputs) -> EngineOptions:
-    """How to start a server of this recipe's target, whatever it is used for."""
+    """Options for starting a server with this recipe's target, whatever it is used for."""
     recipe, model, target = inputs.recipe, inputs.recipe.model, inputs.recipe.target
     dtype = model.target_dtype
-    if dtype == "auto":  # with transformers' meaning; SGLang's own "auto" halves a float32 target
+    if dtype == "auto":  # as transformers understands it; SGLang's own "auto" runs a float32 target in half precision
         dtype = str(inputs.config.dtype or torch.float32).removeprefix("torch.")
     return EngineOptions(
         model=inputs.target,
@@ -134,7 +135,7 @@ def engine_options(inputs: Inputs) -> EngineOptions:
 
 
 def hook_settings(job: Job) -> HookSettings:
-    """Settings of the hook in a server. Creates the spool folder; for logits, writes the draft vocabulary to it."""
+    """Settings for a server's hook. Creates the spool folder and, for logits, writes the draft vocabulary to it."""
     spool, vocabulary = Path(job.recipe.target.spool).expanduser().absolute(), job.vocabulary
     settings = HookSettings(
         spool=str(spool),
@@ -148,7 +149,7 @@ def hook_settings(job: Job) -> HookSettings:
     own_folder(spool)
     if not file.exists():
         with writing(spool, REMEDY):
-            partial = file.with_name(f".{file.name}.{token_hex(4)}")  # other processes write the same file
+            partial = file.with_name(f".{file.name}.{token_hex(4)}")  # other processes may be writing the same file
             save_vocabulary(vocabulary, partial)
             publish(partial, file)
     return settings._replace(
@@ -157,15 +158,15 @@ def hook_settings(job: Job) -> HookSettings:
 
 
 def server_line(job: Job) -> str:
-    """Command line that starts a server which captures for this job, as a person would type it."""
+    """The command line, as a person would type it, that starts a capturing server for this job."""
     return as_typed(server_command(*_capture_engine(job), SERVER_PORT))
 
 
 def _capture_engine(job: Job) -> tuple[EngineOptions, list[str]]:
-    """Options of a capturing server, and the further flags, which load the hook."""
+    """Options for a capturing server, and the further flags that load the hook."""
     require_captured(job.aux_layers, job.config.num_hidden_layers)
     options, longest = engine_options(job), job.recipe.data.max_length
-    if options.kv_tokens is None and not torch.cuda.is_available():  # else SGLang takes that share of host memory
+    if options.kv_tokens is None and not torch.cuda.is_available():  # otherwise SGLang takes that share of host memory
         options = replace(options, kv_tokens=2 * longest + 2 * options.chunk_tokens)
     return replace(options, longest=longest), capture_flags(job.aux_layers, hook_settings(job)._asdict())
 
@@ -178,7 +179,8 @@ def _require_servers(job: Job) -> None:
 
 @contextmanager
 def capture_target(job: Job, processes: int, say: Say) -> Iterator[SGLangTarget]:
-    """A target for one of a capture's `processes`: the recipe's servers, or its own engine on the next free GPUs."""
+    """A target for one process of a capture with `processes` of them: the recipe's servers, or its own engine on its
+    own GPUs."""
     settings, target, engine = hook_settings(job), job.recipe.target, None
     most = round(target.spool_gib * 2**30 / processes)
     require_room(job.longest, spool_bytes(settings.encoding, job.longest), most)
@@ -205,7 +207,7 @@ def capture_target(job: Job, processes: int, say: Say) -> Iterator[SGLangTarget]
 
 
 def _devices(tensor: int) -> str | None:
-    """GPUs for this process's engine; None on a machine without GPUs."""
+    """CUDA_VISIBLE_DEVICES for this process's engine; None on a machine without GPUs."""
     if not torch.cuda.is_available():
         return None
     count, local_rank = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", "0"))
@@ -221,7 +223,7 @@ def _devices(tensor: int) -> str | None:
 
 @contextmanager
 def live_source(job: Job, head: TargetHead, topology: Topology, say: Say) -> Iterator[SpooledSource]:
-    """Rows for this rank's stream from the recipe's servers, requested by the stream's first rank. Collective."""
+    """Source of this rank's rows from the recipe's servers. The first rank of each stream requests them. Collective."""
     target = job.recipe.target
     if not target.servers:
         line = agreed((lambda: server_line(job)) if topology.is_first else None)
@@ -253,8 +255,8 @@ def live_source(job: Job, head: TargetHead, topology: Topology, say: Say) -> Ite
 
 
 def _probe(source: SpooledSource, head: TargetHead, topology: Topology) -> None:
-    """Send one short document through the whole path, to check that every rank sees the spool, and that the lm_head
-    used in training gives the server's logits."""
+    """Send a short document through the whole path to check that every rank sees the spool, and that training's lm_head
+    gives the server's logits."""
     every = torch.arange(PROBE_TOKENS)
     ids = every % len(head.embedding)
     sample = Sample(f"{topology.data.rank():032x}", ids, torch.zeros(len(ids), dtype=torch.bool))

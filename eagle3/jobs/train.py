@@ -1,4 +1,4 @@
-"""Run one training run from its recipe: gather the inputs, train, export the draft, judge it."""
+"""Carry out a training run from its recipe: gather the inputs, train, export the draft, judge it."""
 
 import datetime
 import math
@@ -47,12 +47,12 @@ from eagle3.training.trainer import Trainer
 from eagle3.training.watched import watched
 
 Finish = Callable[[Path, Console], None]
-PATIENCE = datetime.timedelta(minutes=30)  # timeout of collectives; torch's default
+PATIENCE = datetime.timedelta(minutes=30)  # timeout for collectives; torch's default
 
 
 @dataclass
 class _Run:
-    """What belongs to one run in these processes rather than to its job."""
+    """Everything that belongs to this run rather than to its job."""
 
     deepspeed_file: Path
     topology: Topology
@@ -60,11 +60,11 @@ class _Run:
     console: Console
     watchdog: Watchdog
     # Both are known once the folder is claimed:
-    continues: bool = False  # whether it resumes from a checkpoint
+    continues: bool = False  # whether the run resumes from a checkpoint
     identity: str = ""  # id of the run, see RunFolder
 
     def on_first(self, work: Callable[[], Any]) -> Any:
-        """Do this work on the first rank only; if it refuses, every rank raises the error. Collective."""
+        """Do this work on the first rank only. If it raises UserError, so does every rank. Collective."""
         return agreed(work if self.topology.is_first else None)
 
 
@@ -81,9 +81,9 @@ def train(
 
     finish: called on the first rank with the run's folder after export and judging, even if judging failed
 
-    Everything is written to `recipe.output.dir` (see RunFolder), which no other run can enter meanwhile. If a rank dies
-    or hangs, the watchdog reports it and ends the process. Raises UserError for what the user can fix, and RunStopped
-    if one of the signals in `stop` ends the run early.
+    Everything is written to `recipe.output.dir` (see RunFolder), which no other run can use meanwhile. If a rank dies
+    or hangs, the watchdog reports it and ends the process. Raises UserError for anything that the user can fix, and
+    RunStopped if a signal in `stop` ends the run early.
     """
     console = console or Console(topology.is_first)
     folder, stop = RunFolder(recipe.output.dir), stop or StopSignals()
@@ -104,7 +104,7 @@ def train(
             if not stopped.together:
                 raise
             ended = stopped
-    raise ended  # only now: the watchdog must see this rank leave in order
+    raise ended  # only now, so that the watchdog sees this rank leave in good order
 
 
 def _train(recipe: Recipe, run: _Run, resume: Resume, stop: StopSignals, finish: Finish) -> bool:
@@ -123,7 +123,8 @@ def _train(recipe: Recipe, run: _Run, resume: Resume, stop: StopSignals, finish:
             trainer.run(run.continues, stop)
         _export(job, run, trainer.load_best(), draft)
     run.console.result(f"exported draft: {run.folder.export}")
-    # The other ranks wait, since a Slurm job ends soon after its first rank to exit, and raise what the first raises.
+    # The other ranks wait, because a Slurm job ends soon after any rank exits. They raise whatever the first rank
+    # raises.
     if not run.topology.is_first:
         run.watchdog.await_first()
     return run.on_first(lambda: _judge(job, run, supply.target, finish)) is not False
@@ -134,10 +135,10 @@ def _enter(recipe: Recipe, run: _Run, resume: Resume) -> None:
     folder, console = run.folder, run.console
 
     def claim() -> tuple[bool, str]:
-        folder.check(recipe, resume)  # before anything is written
+        folder.check(recipe, resume)  # before writing anything
         require_account(recipe.tracking.wandb_project)
         folder.hold(node_name(), console.warn)
-        continues = folder.check(recipe, resume)  # again: another run may have ended in the meantime
+        continues = folder.check(recipe, resume)  # checked again, because another run may have ended in the meantime
         return continues, folder.identify(continues)
 
     message = [run.on_first(claim)]
@@ -152,7 +153,8 @@ def _enter(recipe: Recipe, run: _Run, resume: Resume) -> None:
 
 
 def _resolve(recipe: Recipe, run: _Run) -> Job:
-    """Resolve the job. Whatever can be refused is refused here, before a target is loaded and hours have passed."""
+    """Resolve the job. Everything that can be refused is refused here, before a target is loaded and hours have
+    passed."""
     console, evaluation, sizes = run.console, recipe.evaluation, recipe.parallelism
     stored = recipe.hidden_states.mode == "stored"
     if stored:
@@ -180,7 +182,7 @@ def _resolve(recipe: Recipe, run: _Run) -> Job:
 
 
 def _build_draft(job: Job, head: TargetHead, topology: Topology) -> Eagle3Draft:
-    """The draft with the target's embedding, and seeded weights or those of the warm start."""
+    """Build the draft, with the target's embedding, and with seeded weights or the warm start's."""
     settings = job.recipe.model.draft
     torch.manual_seed(job.recipe.training.seed)
     draft = Eagle3Draft(job.shape, topology.modules, torch.float32)
@@ -221,7 +223,7 @@ def _build_draft(job: Job, head: TargetHead, topology: Topology) -> Eagle3Draft:
 
 
 def _drafted_rows(job: Job, head: TargetHead) -> Tensor:
-    """The rows of the target's lm_head that are in the draft vocabulary."""
+    """The rows of the target's lm_head that belong to the draft vocabulary."""
     return head.head[job.vocabulary.target_ids.to(head.head.device)]
 
 
@@ -278,7 +280,7 @@ def _trainer(
 
 def _batch_maker(job: Job, supply: HiddenStateSupply, draft: Eagle3Draft, topology: Topology) -> BatchMaker:
     own, rank, teacher_head = draft.lm_head.weight, topology.tensor.rank(), None
-    if job.recipe.target.teacher == "hidden":  # otherwise the teacher already gives logits
+    if job.recipe.target.teacher == "hidden":  # otherwise the teacher provides logits
         teacher_head = shard(_drafted_rows(job, supply.head), own, topology.tensor).to(topology.device, own.dtype)
     return BatchMaker(
         job.vocabulary.draft_ids,
@@ -308,12 +310,12 @@ def _begin(job: Job, run: _Run, steps: int, memory_before: float) -> None:
                 memory_before=memory_before,
             )
         )
-    except Exception as error:  # only the report needs it: no reason to refuse to start
+    except Exception as error:  # only the report needs it, so it is no reason to refuse to start
         run.console.warn(f"{folder.run}: not written, so the report will lack it ({error!r})")
 
 
 def _export(job: Job, run: _Run, step: int, draft: Eagle3Draft) -> None:
-    """Write the draft, with the weights of step `step`, for serving engines. Collective."""
+    """Export the draft for serving engines, with the weights of `step`. Collective."""
     output, folder = job.recipe.output, run.folder
     with waiting(run.console, "exporting the draft"):
         weights = full_weights(draft) | {"embedding.weight": draft.embedding.weight}
@@ -337,7 +339,7 @@ def _export(job: Job, run: _Run, step: int, draft: Eagle3Draft) -> None:
 
 
 def _judge(job: Job, run: _Run, target: TransformersTarget | None, finish: Finish) -> bool:
-    """Check and judge the export as the recipe asks. Returns whether speculative decoding was lossless."""
+    """Check and judge the export as the recipe says. Returns whether speculative decoding was lossless."""
     folder, console = run.folder, run.console
     try:
         if job.recipe.output.check_export:
@@ -354,7 +356,8 @@ def _judge(job: Job, run: _Run, target: TransformersTarget | None, finish: Finis
 
 
 def _check(exported: Path, console: Console) -> None:
-    """Load the export in SGLang. Raises UserError if SGLang would not serve it correctly; the files stay."""
+    """Check the export by loading it in SGLang. Raises UserError if SGLang would not serve it correctly; the files
+    stay."""
     try:
         with waiting(console, "asking SGLang whether it takes the export"):
             message = check_export(exported)

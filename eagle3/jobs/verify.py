@@ -1,4 +1,4 @@
-"""Run a golden case through the code that training uses, and measure the error against the stored reference."""
+"""Run a golden case through the training code, and measure the error against the stored reference."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,17 +23,17 @@ from eagle3.targets.logits import summarize_teacher
 from eagle3.text.vocabulary import DraftVocabulary
 from eagle3.training.engine import deepspeed_config, full_gradients, gradient_scale, start_engine
 
-# Relative to the largest entry of the compared tensor. fp64 is no tighter, as expected gradients are stored in fp32.
+# Relative to the largest entry of the compared tensor. fp64 is no tighter because the reference gradients are fp32.
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 2e-2}
-# Rounding only the weights and inputs of `dense` and `ragged` to bf16, with fp64 arithmetic, already changes single
-# gradients by up to 4.4e-2, and those of `windowed` by 7.5e-2: `windowed` cannot meet this tolerance in bf16.
+# Even with fp64 arithmetic, rounding only the weights and inputs to bf16 changes single gradients by up to 4.4e-2 in
+# `dense` and `ragged`, and by up to 7.5e-2 in `windowed`. So `windowed` cannot meet this tolerance in bf16.
 BFLOAT16_GRADIENTS = 5e-2
 INPUTS = ("input_ids", "loss_mask", "attention_mask", "aux_hidden_state", "hidden_state", "lm_head_weight")
 
 
 @dataclass(frozen=True)
 class GoldenCase:
-    """A draft and a right-padded batch of B x T."""
+    """A draft and a right-padded batch of B x T tokens."""
 
     draft: ExportedDraft  # draft.safetensors with config.json
     inputs: dict[str, Tensor]  # the tensors of inputs.safetensors
@@ -67,13 +67,13 @@ def run_case(
     ring_mode: RingMode = "gather",
     memory: MemoryPlan = MemoryPlan(),
 ) -> dict[str, Tensor]:
-    """The case's losses, accuracies and gradients, with the keys of expected.safetensors, whole on every rank.
+    """Compute the case's losses, accuracies and gradients, under the keys of expected.safetensors, whole on every rank.
 
     The batch's documents are dealt to the data-parallel ranks and packed; each stream is spread over its sequence ranks
-    according to `sharding`. The losses are divided by B*T of the padded batch. In fp64, which the DeepSpeed engine
-    lacks, gradients are summed by plain collectives; other dtypes go through the engine.
+    according to `sharding`. The losses are divided by the padded batch's B*T. The DeepSpeed engine has no fp64, so fp64
+    gradients are summed with plain collectives; other dtypes go through the engine.
 
-    Raises UserError for sizes that do not fit.
+    Raises UserError if the draft cannot be divided among the ranks.
     """
     case.draft.config.check_parallel(topology.tensor.size(), sharding.ulysses)
     draft = Eagle3Draft(case.draft.config, topology.modules, dtype)
@@ -113,14 +113,15 @@ def run_case(
 
 
 def tolerance(name: str, dtype: torch.dtype) -> float:
-    """Largest relative error that `dtype` may cause in the tensor `name` (or in the gradients' joint norm)."""
+    """Largest relative error allowed in the tensor `name` (or in the gradients' joint norm) when computing in
+    `dtype`."""
     if dtype == torch.bfloat16 and name == "acc_correct":
-        return float("inf")  # a count of argmaxes: it jumps where two logits are closer than bf16 resolves
+        return float("inf")  # it counts argmaxes, and jumps if two logits are closer than bf16 can resolve
     return BFLOAT16_GRADIENTS if dtype == torch.bfloat16 and name.startswith("grad.") else TOLERANCES[dtype]
 
 
 def relative_errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
-    """Largest difference in each expected tensor, relative to its largest entry, and that of the gradients' joint norm.
+    """Largest error in each expected tensor, relative to its largest entry, and that of the gradients' joint norm.
 
     A tensor that is missing, misshapen or not finite has an infinite error.
     """
@@ -139,17 +140,17 @@ def relative_errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> d
 def _micro_batch(
     case: GoldenCase, topology: Topology, steps: int, sharding: SequenceSharding, lm_head: Tensor
 ) -> MicroBatch:
-    """This rank's part of its stream. lm_head: the draft's, or this rank's part of it."""
+    """This rank's part of its stream. lm_head: the draft's lm_head, or this rank's part of it."""
     dtype, vocabulary = lm_head.dtype, DraftVocabulary(case.draft.d2t, case.draft.t2d)
     ids, loss_mask, real, aux, last, head = (case.inputs[name] for name in INPUTS)
     real, mine = real.bool(), range(topology.data.rank(), len(real), topology.data.size())
-    if not mine:  # more ranks than documents: one unsupervised token
+    if not mine:  # more ranks than documents: train on one unsupervised token
         mine, loss_mask, real = [0], torch.zeros_like(loss_mask), torch.zeros_like(real)
         real[0, 0] = True
     ids, loss_mask, aux, last = ([of[row][real[row]] for row in mine] for of in (ids, loss_mask, aux, last))
     stream, aux, last = Stream.pack(ids, loss_mask), torch.cat(aux), torch.cat(last)
     plan = plan_sequence(stream, steps, sharding, topology.sequence.rank(), case.draft.config.window)
-    exact = torch.promote_types(dtype, torch.float32)  # as capture computes it
+    exact = torch.promote_types(dtype, torch.float32)  # as in a capture
     teacher = summarize_teacher(last[plan.teacher].to(exact), head.to(exact))
     rows = Rows(aux[plan.rows], LastHidden(last[plan.teacher], *teacher))
     draft_head = shard(head[vocabulary.target_ids], lm_head, topology.tensor).to(topology.device, dtype)

@@ -1,5 +1,5 @@
-"""The packed token stream, and the plan of which of its rows each rank computes. Keys are dealt by their layout,
-queries by their work; both follow from ids and loss mask alone."""
+"""The packed token stream, and the plan that says which of its rows each rank computes. Keys are dealt by layout,
+queries by work. Both follow from token ids and loss mask alone."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,26 +12,26 @@ from torch import Tensor
 Layout = Literal["contiguous", "zigzag"]
 QuerySelection = Literal["supervised", "all"]
 
-# Rows that zigzag deals at once. Few enough that every block of queries sees the same number of keys in each share,
-# even with short documents whose length resonates with the dealing (tests/parallel/test_dealing.py); many enough for
-# reads of 100 KB.
+# Rows that zigzag deals at a time. Few enough that every block of queries sees the same number of keys in each share,
+# even with short documents whose length resonates with the dealing (tests/parallel/test_dealing.py); enough for reads
+# of 100 KB.
 ZIGZAG_ROWS = 4
-# Queries dealt at once: enough for dense kernels, few enough to give each rank many blocks.
+# Queries dealt at a time: enough for dense kernels, few enough that each rank gets many blocks.
 MOST_QUERIES, FEWEST_QUERIES, BLOCKS_A_RANK = 512, 32, 32
 
 
 @dataclass(frozen=True)
 class SequenceSharding:
-    """How one stream is spread over ulysses x ring ranks."""
+    """Settings for spreading a stream over ulysses x ring ranks."""
 
     ulysses: int = 1
     ring: int = 1
-    # of the keys along the ring: `contiguous` gives each ring rank one run of rows; `zigzag` deals short runs back and
-    # forth (0..R-1, R-1..0, ...), so that each ring rank holds the same share of whatever a query sees
+    # Layout of the keys along the ring. `contiguous` gives each ring rank one run of rows. `zigzag` deals short runs
+    # back and forth (0..R-1, R-1..0, ...), so that each ring rank holds the same share of whatever a query sees.
     layout: Layout = "zigzag"
-    # `supervised` unrolls the rows that some step supervises, `all` every row
+    # `supervised` unrolls the rows that are supervised in some step, `all` unrolls every row.
     query_selection: QuerySelection = "supervised"
-    # queries dealt at once; None: derived from their number
+    # Number of queries dealt at a time; None: derived from the number of queries.
     query_block: int | None = None
 
     @property
@@ -41,19 +41,18 @@ class SequenceSharding:
 
 @dataclass(frozen=True)
 class Stream:
-    """Documents back to back, without a batch dimension and without padding. All tensors are [T], and the same on every
-    rank."""
+    """Documents back to back, without a batch dimension or padding. All tensors are [T], and the same on every rank."""
 
     ids: Tensor  # int64 tokens
-    document: Tensor  # int64 number of each row's document, from 0
+    document: Tensor  # int64, index of each row's document, from 0
     position: Tensor  # int64, from 0 in each document
     end: Tensor  # int64, last row of each row's document
-    # bool; never set in a document's last row, which has no successor (mask[last] = 0 in the definition)
+    # bool; False in a document's last row, which has no successor (mask[last] = 0 in the definition)
     supervised: Tensor
 
     @classmethod
     def pack(cls, ids: Sequence[Tensor], loss_masks: Sequence[Tensor]) -> "Stream":
-        """Packs at least one document, none of them empty. ids, loss_masks: per document a tensor [T_i], int64 and
+        """Packs one or more documents, none of them empty. ids, loss_masks: for each document a tensor [T_i], int64 or
         bool."""
         lengths = torch.tensor([len(document) for document in ids])
         assert len(lengths) and int(lengths.min()) > 0, "a stream holds documents that are not empty"
@@ -74,7 +73,7 @@ class Stream:
         return (self.position == 0).nonzero().flatten().tolist()
 
     def tokens_after(self, rows: Tensor, distance: int) -> Tensor:
-        """ids at rows + distance; 0 beyond the end of the row's document."""
+        """The token ids at rows + distance; 0 beyond the end of a row's document."""
         ahead = rows + distance
         inside = ahead <= self.end[rows]
         return torch.where(inside, self.ids[ahead.clamp(max=self.tokens - 1)], 0)
@@ -82,24 +81,23 @@ class Stream:
 
 @dataclass(frozen=True)
 class SequencePlan:
-    """What one rank computes of a stream, for K steps.
+    """One rank's part of a stream, for K steps.
 
-    Rows ascend. Keys and queries are padded with -1 to the same number on every rank. All tensors are int64 on the CPU,
-    except `supervised`, which is bool.
+    Rows are in ascending order. Keys and queries are padded with -1 to the same number on every rank. All tensors are
+    int64 on the CPU, except `supervised`, which is bool.
     """
 
     keys: Tensor  # [N]: rows whose K_0, V_0 this rank computes
-    queries: Tensor  # [Q]: rows that it unrolls
-    teacher: Tensor  # [M]: rows whose target distribution it needs, t+1..t+K of its queries; not padded
-    rows: Tensor  # keys and queries together (at least one row): where it reads auxiliary states
-    key_slots: Tensor  # [N]: places of `keys` in `rows`, ascending; padding points at the last
+    queries: Tensor  # [Q]: rows that this rank unrolls
+    teacher: Tensor  # [M]: rows whose target distribution it needs: t+1..t+K for its queries t; not padded
+    rows: Tensor  # keys and queries together (at least one row), whose auxiliary states it reads
+    key_slots: Tensor  # [N]: indices of `keys` in `rows`, ascending; padding points at the last row
     query_slots: Tensor  # [Q]: the same for `queries`
-    # [K, M]: for step k and teacher row m, the place in `queries` of the query t = teacher - 1 - k; -1 if not on this
-    # rank
+    # [K, M]: at [k, m], the index in `queries` of the query t = teacher[m] - 1 - k; -1 if it is not on this rank
     query_of: Tensor
-    supervised: Tensor  # [K, M]: that query is here and the definition's mask[t + k] is set
-    ring_keys: Tensor  # [ring, ulysses * N]: the keys of every ring rank
-    ring_queries: Tensor  # [ulysses * Q]: the queries of this rank's Ulysses group, in its order
+    supervised: Tensor  # [K, M]: whether that query is on this rank and the definition's mask[t + k] is set
+    ring_keys: Tensor  # [ring, ulysses * N]: the keys on every ring rank
+    ring_queries: Tensor  # [ulysses * Q]: the queries of this rank's Ulysses group, in the group's order
     window: int | None  # most keys that a query sees, its own included; None: all
 
 
@@ -110,12 +108,12 @@ def plan_sequence(
     rank: int = 0,
     window: int | None = None,
 ) -> SequencePlan:
-    """The plan of sequence rank `rank` (Ulysses fastest). It follows from the loss mask alone, without communication.
+    """Plan the part of sequence rank `rank` (Ulysses varies fastest), from the stream alone and without communication.
 
     Step k at row t counts if row t+k is supervised and inside t's document, so the queries are the rows with a
-    supervised row among t..t+K-1. A query sees the keys of its document up to its own row, but only the last `window`
-    of them; keys that no query sees are assigned to no rank. (At step k the query sees k fewer, in favour of its own
-    K_1..K_k.)
+    supervised row among t..t+K-1. A query sees its document's keys up to its own row, but only the last `window` of
+    them. Keys that no query sees are not assigned to any rank. (At step k, a query sees k fewer of them, to make room
+    for its own K_1..K_k.)
     """
     query_rows = _queries(stream, steps, sharding.query_selection)
     visible = (stream.position[query_rows] + 1).clamp(max=stream.tokens if window is None else window)
@@ -151,7 +149,7 @@ def plan_sequence(
 
 
 def _covered(starts: Tensor, stops: Tensor, rows: int) -> Tensor:
-    """The rows, ascending, that lie in any of the ranges [start, stop)."""
+    """The rows that lie in any of the ranges [start, stop), in ascending order."""
     edges = torch.zeros(rows + 1, dtype=torch.long)
     edges.index_add_(0, starts, torch.ones_like(starts)).index_add_(0, stops, -torch.ones_like(stops))
     return edges.cumsum(0).nonzero().flatten()
@@ -172,7 +170,7 @@ def _queries(stream: Stream, steps: int, selection: str) -> Tensor:
 
 def deal_keys(rows: Tensor, sharding: SequenceSharding) -> Tensor:
     """Deals ascending key rows [N] to ring ranks: [ring, n], ascending, padded with -1 at the end. n is a multiple of
-    the Ulysses degree, whose ranks take equal runs of them."""
+    the Ulysses degree, so that Ulysses ranks can take equal runs."""
     ring = sharding.ring
     match sharding.layout:
         case "contiguous":
@@ -188,12 +186,13 @@ def deal_keys(rows: Tensor, sharding: SequenceSharding) -> Tensor:
 
 
 def deal_queries(rows: Tensor, work: Tensor, sharding: SequenceSharding) -> Tensor:
-    """Deals ascending query rows [Q] to ring ranks, in the same form as keys. work [Q]: the keys that each query sees.
+    """Deals ascending query rows [Q] to ring ranks, in the same form as keys. work [Q]: number of keys that each query
+    sees.
 
-    As many blocks as give each rank the same number are sorted by falling work and dealt back and forth over the ring;
-    the differences between turns telescope to less than the heaviest block's work. The remainder is cut into one short
-    block per rank, the heaviest going to the rank with the least work so far. So two ranks differ by at most one query,
-    and by at most the heaviest block's work.
+    As many whole blocks as divide evenly among the ranks are sorted by decreasing work and dealt back and forth over
+    the ring. The differences between turns telescope to less than the heaviest block's work. The rest is cut into one
+    short block per rank, and the heaviest of these goes to the rank with the least work so far. So two ranks differ by
+    at most one query, and by at most the work of the heaviest block.
     """
     ring, block = sharding.ring, sharding.query_block
     if block is None:

@@ -1,5 +1,5 @@
-"""How many processes a job has, and whether they and a batch can be divided as a recipe says. Does not import
-PyTorch."""
+"""The number of processes in a job, and whether the processes and a batch can be divided as a recipe says. Does not
+import PyTorch."""
 
 import os
 import re
@@ -9,7 +9,7 @@ from eagle3.errors import SharedUserError, UserError
 
 
 def launched(name: str, default: int) -> int:
-    """A number that a launcher put into the environment. Raises UserError if it is not one."""
+    """A number that a launcher put into the environment. Raises UserError if it is not a number."""
     text = os.environ.get(name) or str(default)
     if not re.fullmatch(r"\d{1,9}", text):
         raise SharedUserError(
@@ -24,7 +24,7 @@ class JobSize(NamedTuple):
 
 
 def read_job_size(text: str) -> JobSize:
-    """Parses the size in train.py's --check, for example 2x8. Raises UserError."""
+    """Parses the size in train.py's --check, for example 2x8. Raises UserError if it is malformed."""
     match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
     if not match:
         raise UserError(f"--check {text}: write nodes x processes per node, as in --check 2x8")
@@ -32,8 +32,8 @@ def read_job_size(text: str) -> JobSize:
 
 
 def check_sizes(section: str, tensor: int, ulysses: int, ring: int, world: int) -> int:
-    """The number of data-parallel ranks in a job of `world` processes. Raises UserError if these sizes, keys of the
-    recipe's `section`, do not divide it."""
+    """The number of data-parallel ranks in a job with `world` processes. Raises UserError if these sizes, which are
+    keys in the recipe's `section`, do not divide `world`."""
     needed = tensor * ulysses * ring
     if world % needed:
         counts = [count for count in (world // needed * needed, (world // needed + 1) * needed) if count]
@@ -46,8 +46,8 @@ def check_sizes(section: str, tensor: int, ulysses: int, ring: int, world: int) 
 
 
 def stream_samples(global_batch_size: int, data_ranks: int, accumulation: int) -> int:
-    """Samples in each packed stream of a step. Raises UserError if the batch cannot be divided into that many equal
-    streams."""
+    """Number of samples in each packed stream of a step. Raises UserError if the batch cannot be divided equally among
+    the streams."""
     streams = data_ranks * accumulation
     if global_batch_size % streams:
         lower = global_batch_size // streams * streams

@@ -1,5 +1,5 @@
-"""Process groups, built by Megatron-core and passed to modules; the adapter that DeepSpeed asks for them; and how ranks
-agree."""
+"""The process groups, which Megatron-core builds and modules receive; the adapter through which DeepSpeed gets them;
+and ways for ranks to agree."""
 
 import datetime
 import hashlib
@@ -21,8 +21,8 @@ from eagle3.errors import SharedUserError, UserError
 from eagle3.parallel.sizes import check_sizes, launched
 from eagle3.patches import require_relied, set_timeout, without_compiled_collective
 
-# How long a job's processes wait for one another before a watchdog watches them. Starts can differ by minutes if nodes
-# read their packages from one busy disk.
+# How long a job's processes wait for one another before there is a watchdog. They can start minutes apart if nodes read
+# their packages from one busy disk.
 FORMING = datetime.timedelta(minutes=10)
 
 
@@ -30,37 +30,37 @@ FORMING = datetime.timedelta(minutes=10)
 class Topology:
     """The process groups of this rank. Ranks are ordered tensor, Ulysses, ring, data, the fastest-changing first."""
 
-    tensor: dist.ProcessGroup  # ranks that share one layer's weights
-    ulysses: dist.ProcessGroup  # neighbours in `sequence`, which trade heads for tokens
-    ring: dist.ProcessGroup  # ranks in `sequence` that trade keys and values
-    sequence: dist.ProcessGroup  # ulysses x ring: ranks that share one stream
+    tensor: dist.ProcessGroup  # ranks that share each layer's weights
+    ulysses: dist.ProcessGroup  # neighbours in `sequence`, which exchange heads for tokens
+    ring: dist.ProcessGroup  # ranks in `sequence` that exchange keys and values
+    sequence: dist.ProcessGroup  # ulysses x ring: ranks that share a stream
     data: dist.ProcessGroup  # ranks with the same part of different streams
-    batch: dist.ProcessGroup  # data x sequence: gradients and counts are summed over it
-    stream: dist.ProcessGroup  # tensor x sequence: all ranks that work on one stream
+    batch: dist.ProcessGroup  # data x sequence: ranks over which gradients and counts are summed
+    stream: dist.ProcessGroup  # tensor x sequence: all ranks that work on the same stream
     alone: dist.ProcessGroup  # this rank by itself
     device: torch.device
 
     @property
     def modules(self) -> ProcessGroupCollection:
-        """The groups in the form that Megatron-core's modules take."""
+        """The groups in the form that Megatron-core's modules expect."""
         return ProcessGroupCollection(tp=self.tensor, cp=self.sequence)
 
     @property
     def modules_alone(self) -> ProcessGroupCollection:
-        """The groups for a module that is whole on this rank, regardless of the others."""
+        """The groups for a module that is whole on this rank and independent of the other ranks."""
         return ProcessGroupCollection(tp=self.alone, cp=self.alone)
 
     @property
     def is_first(self) -> bool:
-        """True on the one rank that writes files and prints."""
+        """Whether this is the rank that writes files and prints."""
         return dist.get_rank() == 0
 
 
 class DeepSpeedGroups:
-    """The `mpu` interface that DeepSpeed expects, answered from a Topology.
+    """Implements DeepSpeed's `mpu` interface with the groups of a Topology.
 
-    With it ZeRO-2 sums gradients over the sequence ranks and averages over the data ranks. DeepSpeed's other two ways
-    to pass groups (`mesh_param`, `sequence_parallel_size`) leave out the sum over sequence ranks.
+    With it, ZeRO-2 sums gradients over the sequence ranks and averages them over the data ranks. DeepSpeed's two other
+    ways to pass groups (`mesh_param`, `sequence_parallel_size`) omit the sum over sequence ranks.
     """
 
     def __init__(self, topology: Topology) -> None:
@@ -88,18 +88,18 @@ def start_distributed(
     section: str = "parallelism",
     forming: datetime.timedelta = FORMING,
 ) -> Topology:
-    """Joins the job that `deepspeed` or `torchrun` started, or becomes a job of one process, and forms the groups.
+    """Joins the job that `deepspeed` or `torchrun` started, or becomes a job with one process, and forms the groups.
 
-    A second call in the same job forms the groups anew. Raises UserError if the other processes do not come or end
+    A second call in the same job forms the groups anew. Raises UserError if other processes do not join or end
     meanwhile, and if the sizes do not fit the job.
 
-    tensor, ulysses, ring: sizes of those groups; the rest of the job is data-parallel.
-    timeout: of a collective.
+    tensor, ulysses, ring: sizes of these groups; the job is data-parallel beyond them.
+    timeout: how long a collective may take.
     section: the recipe section that holds the sizes, for messages.
     forming: how long to wait for the other processes.
     """
     require_relied()
-    if "RANK" not in os.environ:  # started as a plain program: set what a launcher would have
+    if "RANK" not in os.environ:  # started as a plain program: set what a launcher would set
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     check_sizes(section, tensor, ulysses, ring, launched("WORLD_SIZE", 1))
@@ -143,8 +143,8 @@ def start_distributed(
 
 
 def _own_device() -> torch.device:
-    """This process's GPU, or the CPU with this process's share of the cores. Raises UserError for an environment that
-    no launcher sets up."""
+    """This process's GPU, or the CPU with this process's share of the cores. Raises UserError if the environment is not
+    one that a launcher sets up."""
     local, rank, world = launched("LOCAL_RANK", 0), launched("RANK", 0), launched("WORLD_SIZE", 1)
     if not 0 <= rank < world:
         raise SharedUserError(f"RANK={rank}: a job of WORLD_SIZE={world} has ranks 0 to {world - 1}; set one of these")
@@ -171,8 +171,8 @@ def _own_device() -> torch.device:
 
 @contextmanager
 def meeting() -> Iterator[None]:
-    """Wraps the first exchanges of a job: if a process never joins, the error that the others get becomes a message to
-    the user."""
+    """Wraps a job's first exchanges. If a process never joins, the error on the others becomes a message to the
+    user."""
     try:
         yield
     except RuntimeError as error:
@@ -187,15 +187,15 @@ def meeting() -> Iterator[None]:
 
 
 def is_broken(error: RuntimeError) -> bool:
-    """Whether the error comes from a process that ended or never joined. (Gloo raises a plain RuntimeError, so only its
-    text identifies it.)"""
+    """Whether the error was caused by a process that ended or never joined. (Gloo raises a plain RuntimeError, which
+    only its text identifies.)"""
     return isinstance(error, dist.DistError) or "gloo" in str(error).lower()
 
 
 @contextmanager
 def patient(topology: Topology, timeout: datetime.timedelta) -> Iterator[None]:
-    """Lets collectives wait for `timeout` inside the block: while a watchdog sees who dies, a rank may work alone for
-    hours."""
+    """Inside the block, collectives wait for up to `timeout`. While a watchdog sees which ranks die, a rank may work
+    alone for hours."""
     _set_timeout(topology, timeout)
     try:
         yield
@@ -209,7 +209,7 @@ def _set_timeout(topology: Topology, timeout: datetime.timedelta) -> None:
 
 
 def stop_distributed() -> None:
-    """Leaves the job together with the others: if a process leaves while others still talk to it, they end with an
+    """Leaves the job together with the others. If a process left while others still talk to it, they would end with an
     error."""
     dist.barrier()
     parallel_state.destroy_model_parallel()
@@ -217,14 +217,14 @@ def stop_distributed() -> None:
 
 
 def usable_cores() -> int:
-    """Cores of this machine that this process may use."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager
 def every_core() -> Iterator[None]:
-    """Lets torch use all cores inside the block, not just this process's share, for work that the node's other
-    processes wait for."""
+    """Inside the block, torch uses all cores, not just this process's share. For work that the node's other processes
+    wait for."""
     share = torch.get_num_threads()
     torch.set_num_threads(max(share, usable_cores()))
     try:
@@ -234,23 +234,23 @@ def every_core() -> Iterator[None]:
 
 
 def node_name() -> str:
-    """The host's name, with Slurm's name of the node if that differs (several nodes may share a host)."""
+    """The host's name, with Slurm's name for the node if that differs (several nodes may share a host)."""
     host, slurm = socket.gethostname(), os.environ.get("SLURMD_NODENAME", "")
     return host if slurm in ("", host, host.split(".")[0]) else f"{slurm}@{host}"
 
 
 def gathered(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """The `value` of every rank, in rank order. Every rank of the group (by default, the job) calls this."""
+    """The `value` of every rank, in rank order. Collective over the group (by default, the job)."""
     values = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
 
 
 def agreed(work: Callable[[], Any] | None, group: dist.ProcessGroup | None = None) -> Any:
-    """Calls `work` on the ranks that pass it, while the others wait. Returns its result, or None on ranks without work.
+    """Calls `work` on the ranks that pass it, while the others wait. Returns the result, or None on ranks without work.
 
-    Every rank of the group (by default, the job) calls this. A UserError on one rank is raised on all of them, so that
-    none is left waiting.
+    Collective over the group (by default, the job). A UserError on one rank is raised on all of them, so that none is
+    left waiting.
     """
     result = mistake = None
     try:
@@ -265,10 +265,9 @@ def agreed(work: Callable[[], Any] | None, group: dist.ProcessGroup | None = Non
 
 
 def require_agreement(name: str, identity: bytes, device: torch.device, remedy: str) -> None:
-    """Raises SharedUserError on every rank of the job unless `identity` is the same on all. Every rank calls this.
+    """Raises SharedUserError on every rank of the job unless `identity` is the same on all. Collective.
 
-    The message names the ranks that differ from the majority (with two ranks, the higher one) and the ranks that they
-    differ from.
+    The message names the ranks that differ from the majority (of two ranks, the higher one), and the majority.
 
     device: where the job's backend exchanges tensors.
     """

@@ -1,11 +1,10 @@
-"""Ends the job when a rank dies or hangs, and names that rank; launchers and collectives alone would leave it waiting
-for half an hour.
+"""Ends the job when a rank dies or hangs, and names that rank. Without it, the other ranks could wait for half an hour.
 
-Every rank runs a thread that beats: each second it writes to the job's store where its main thread is, and for how
-long. The first rank listens to all others, the others listen to the first, and the first two ranks of each node also
-listen to their node, where they can see which processes are alive. A rank has died if its process is gone, or if it is
-on another node and has been silent for `silent_seconds`. A rank that stays at one place for `hang_seconds` hangs, or is
-waiting for one that does.
+In every rank a thread sends a heartbeat: each second it writes to the job's store where its main thread is, and how
+long it has been there. The first rank listens to all others, the others listen to the first, and the first two ranks of
+each node also listen to their own node, where they can see which processes are alive. A rank has died if its process is
+gone, or if it is on a different node and has been silent for `silent_seconds`. A rank that stays at one place for
+`hang_seconds` hangs, or waits for one that does.
 """
 
 import json
@@ -31,14 +30,14 @@ from eagle3.errors import SharedUserError
 from eagle3.parallel.topology import meeting, node_name
 
 BEAT_SECONDS = 1.0
-# Time to reach the job's store; on a machine that starts many processes that takes seconds.
+# Time limit for reaching the job's store, which takes seconds on a machine that is starting many processes.
 CONNECT = timedelta(minutes=1)
 SILENT_SECONDS = 25.0
-# Allowed silence of a rank that is not watched, or at a quiet place: longer than anything there holds the interpreter.
+# Allowed silence of a rank that is unwatched or at a quiet place: longer than any work there holds the interpreter.
 ASLEEP_SECONDS = 900.0
-# How long a rank that lost its peer waits to learn which one that was; everything takes longer on a busy machine.
+# How long a rank that lost a peer waits to learn which one; generous, because a busy machine is slow.
 VERDICT_SECONDS = SILENT_SECONDS + 20.0
-# From a verdict to the end of the processes, so that their own error messages can still appear.
+# Time from a verdict to the end of the processes, so that their own error messages can still appear.
 GRACE_SECONDS = 3.0
 SEE_OFF_SECONDS = 5.0
 VERDICT, FIRST_DONE = "verdict", "first is done"
@@ -46,18 +45,18 @@ PACKAGE = Path(__file__).parent.parent
 
 
 class Beat(NamedTuple):
-    """What a rank last reported."""
+    """A rank's latest report."""
 
     count: int
     node: str
     pid: int
-    place: str  # what the main thread is about to do, as passed to Watchdog.at
+    place: str  # what the main thread is doing, as passed to Watchdog.at
     seconds: float  # time spent at `place`
-    collective: str | None  # the collective that it is waiting in, if any
-    where: str  # the function of this package that it is in
-    watched: bool  # it is training, so it may neither hang nor fall silent
-    quiet: bool  # `place` may hold the interpreter, and so the beating thread, for long
-    left: bool  # it has finished
+    collective: str | None  # the collective in which it is waiting, if any
+    where: str  # the function of this package in which it is
+    watched: bool  # whether the rank is at work, so that it may neither hang nor fall silent
+    quiet: bool  # whether `place` may hold the interpreter, and with it the heartbeat, for a long time
+    left: bool  # whether the rank has finished
 
     @property
     def who(self) -> str:
@@ -65,19 +64,19 @@ class Beat(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Why the job ends."""
+    """The reason why the job ends."""
 
     text: str
-    first_gone: bool = False  # the first rank, which normally reports the verdict, cannot
+    first_gone: bool = False  # whether the first rank, which normally reports the verdict, is gone
 
 
 class Watchdog(AbstractContextManager):
-    """Watches the job from every rank while entered; `at` records where this rank is.
+    """Watches the job from every rank inside a `with` block. `at` records where this rank is.
 
-    address, port: the job's store, where the launcher put it.
-    hang_seconds: None to never call a rank hung.
-    report: called with the reason before this process exits with code 1. It runs on one rank only, or on the first two
-        of each node if the first rank died.
+    address, port: address of the job's store, as set by the launcher.
+    hang_seconds: None if no rank is ever to count as hung.
+    report: called with the reason before this process exits with code 1; only on one rank, or on the first two of each
+        node if the first rank died.
     """
 
     def __init__(
@@ -104,11 +103,11 @@ class Watchdog(AbstractContextManager):
             )
             token = [token_hex(8)]
             dist.broadcast_object_list(token)
-            # under a prefix of its own: the store may have served an earlier run
+            # Use a separate prefix, because the store may have served an earlier run.
             self.store = dist.PrefixStore(f"watchdog/{token[0]}", store)
             self._beat()
-            dist.barrier()  # every rank has beaten once
-            # Each rank that this one listens to: its last beat, and when it arrived.
+            dist.barrier()  # wait until every rank has sent a heartbeat
+            # For each rank that this one listens to: its last heartbeat, and when that arrived.
             self.heard = {rank: (self._heard_of(rank), time.monotonic()) for rank in self._listens_to()}
         store.set_timeout(timedelta(seconds=silent_seconds))
         self.ended = threading.Event()
@@ -118,18 +117,18 @@ class Watchdog(AbstractContextManager):
         self.watcher.start()
 
     def at(self, place: str, quiet: bool = False) -> None:
-        """Records that the main thread moves on to `place`, for example `step 7, stream 1 of 2`.
+        """Records that the main thread has moved on to `place`, for example `step 7, stream 1 of 2`.
 
-        quiet: what happens there may hold the interpreter for long.
+        quiet: whether the interpreter may be held there for a long time.
         """
         self.place, self.since, self.quiet = place, time.monotonic(), quiet
         if quiet:
-            with suppress(dist.DistError):  # the watchdog thread will notice it too
+            with suppress(dist.DistError):  # the watchdog thread will notice that too
                 self._beat()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """While inside, a rank that stays at one place for hang_seconds counts as hung."""
+        """Inside the block, a rank that stays at one place for hang_seconds counts as hung."""
         self.at("starting")
         self.watched = True
         try:
@@ -138,40 +137,40 @@ class Watchdog(AbstractContextManager):
             self.watched = False
 
     def first_is_done(self) -> None:
-        """Called by the first rank to release the others from `await_first`."""
+        """Releases the other ranks from `await_first`. The first rank calls this."""
         self.store.set(FIRST_DONE, "")
 
     def await_first(self) -> None:
-        """Waits for `first_is_done`, however long the first rank's own work takes; a collective would time out. If the
-        first rank dies meanwhile, the watchdog reports it as usual."""
+        """Waits for `first_is_done`, however long the first rank works alone; a collective would time out. If the first
+        rank dies meanwhile, the watchdog reports it as usual."""
         while not self.store.check([FIRST_DONE]):
             time.sleep(BEAT_SECONDS)
 
     def await_verdict(self) -> None:
-        """Gives the watchdog time to find out which rank broke a collective; it ends this process once it knows."""
+        """Gives the watchdog time to find out which rank broke a collective. Once it knows, it ends this process."""
         self.broken = True
         time.sleep(VERDICT_SECONDS)
 
     def end_if_broken(self) -> None:
-        """Ends this process, naming the cause, if another rank has died: the launcher will then stop all ranks."""
+        """Ends this process and names the cause if another rank has died. The launcher will then stop all ranks."""
         if verdict := self._exchange():
             self._end(verdict)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Stops watching. To the others, a rank that leaves because of an error of its own has died: they would wait
-        for it in vain."""
+        """Stops watching. A rank that leaves because of an error of its own counts as dead for the others, which would
+        wait for it in vain."""
         self.left = kind is None or issubclass(kind, SharedUserError)
         self.ended.set()
         self.thread.join()
         self.watcher.join()
-        with suppress(dist.DistError):  # the first rank, and its store, may have left already
+        with suppress(dist.DistError):  # the first rank may have left already, with its store
             self._beat()
             if self.left and self.rank == 0:
                 self._see_off()
 
     def _see_off(self) -> None:
-        """Keeps the first rank until the others have left, if they are quick: without its store they would print
-        errors."""
+        """Waits briefly on the first rank until the others have left, since they print errors once its store is
+        gone."""
         until = time.monotonic() + SEE_OFF_SECONDS
         while time.monotonic() < until and not all(self._heard_of(rank).left for rank in self.heard):
             time.sleep(0.05)
@@ -188,7 +187,7 @@ class Watchdog(AbstractContextManager):
             verdict = None
             try:
                 verdict = self._exchange()
-            except Exception as error:  # if this thread ended, a later death would go unnoticed
+            except Exception as error:  # if this thread ended, later deaths would go unnoticed
                 if sound:
                     Console(speaks=True).warn(f"the watchdog of rank {self.rank} failed once and continues: {error!r}")
                 sound = False
@@ -197,10 +196,10 @@ class Watchdog(AbstractContextManager):
                 self._end(verdict)
 
     def _watch_store(self) -> None:
-        """Ends this process if an exchange never returns, because the store's machine was lost or its process stopped.
-        Only seconds in which the interpreter was free count, so that the exchange had its turn."""
+        """Ends this process if an exchange does not return because the store's machine was lost or its process stopped.
+        Counts only seconds in which the interpreter was free, so that the exchange could have run."""
         if self.rank == 0:
-            return  # the store is in its own process
+            return  # the store is in this process
         seconds, previous = 0.0, 0
         while True:
             self.thread.join(BEAT_SECONDS)
@@ -219,8 +218,8 @@ class Watchdog(AbstractContextManager):
             return self._without_store()
 
     def _without_store(self) -> Verdict:
-        """The verdict once the store is gone: the first rank held it, unless the launcher did."""
-        time.sleep(BEAT_SECONDS)  # the store closes moments before its process ends
+        """The verdict after the store is gone. It was held by the first rank, unless the launcher held it."""
+        time.sleep(BEAT_SECONDS)  # the store closes shortly before its process ends
         if self.rank == 0 or (self._first.node == self.node and _lives(self._first.pid)):
             return Verdict("the launcher that keeps the job's store has ended", first_gone=True)
         return self._first_gone("has ended,")
@@ -285,7 +284,7 @@ class Watchdog(AbstractContextManager):
         if self.hang_seconds is None or longest < self.hang_seconds:
             return None
         busy = {rank: beat for rank, beat in beats.items() if beat.collective is None}
-        # A rank that works alone, as in a capture, keeps moving from place to place whatever happens to the others.
+        # A rank that works alone, as in a capture, keeps moving from place to place, whatever happens to the others.
         absent = {rank: beat for rank, beat in busy.items() if beat.seconds > longest / 2} or busy or beats
         waiting = {rank: beat for rank, beat in beats.items() if beat.collective and rank not in absent}
         did = "did not arrive" if waiting else "hangs"
@@ -305,8 +304,9 @@ def _doing(beat: Beat) -> str:
 
 
 def _whereabouts(main: int) -> tuple[str | None, str]:
-    """The collective that a thread of this process is waiting in, and the innermost function of this package on that
-    thread; without one, None and where the main thread is. (On a GPU, backward runs in threads of its own.)"""
+    """The collective in which a thread of this process is waiting, and the innermost function of this package on that
+    thread. If no thread is waiting, None and the main thread's function. (On a GPU, backward has threads of its
+    own.)"""
     stacks = {
         thread: [frame for frame, _ in traceback.walk_stack(innermost)]
         for thread, innermost in sys._current_frames().items()
@@ -319,11 +319,11 @@ def _whereabouts(main: int) -> tuple[str | None, str]:
 
 
 def _collective(frames: list[FrameType]) -> str | None:
-    """The outermost function of torch.distributed on the stack, or the wait for a collective begun earlier."""
+    """The outermost function of torch.distributed on the stack, or the wait for an asynchronous collective."""
     names = [frame.f_code.co_name for frame in frames if frame.f_code.co_filename.endswith("distributed_c10d.py")]
     if names:
         return names[-1]
-    code, line = frames[0].f_code, frames[0].f_lineno or 0  # no line: between two statements
+    code, line = frames[0].f_code, frames[0].f_lineno or 0  # no line number: between two statements
     mine = Path(code.co_filename).is_relative_to(PACKAGE)
     return "wait" if mine and ".wait()" in linecache.getline(code.co_filename, line) else None
 

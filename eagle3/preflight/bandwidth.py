@@ -1,5 +1,4 @@
-"""Measures how fast the job's ranks add up a tensor, and checks the sums: inside each node, between nodes, and all
-together."""
+"""Measures the speed of all-reduces inside nodes, between nodes, and over all ranks, and checks the sums."""
 
 import datetime
 import statistics
@@ -14,19 +13,19 @@ import torch.distributed as dist
 
 from eagle3.preflight.cluster import Cluster, Finding, troubled
 
-CUDA_BYTES, CPU_BYTES = 256 * 2**20, 8 * 2**20  # enough that latency does not count
+CUDA_BYTES, CPU_BYTES = 256 * 2**20, 8 * 2**20  # large enough for latency not to matter
 WARM_UPS, REPETITIONS = 2, 5
 PATIENCE = datetime.timedelta(seconds=60)  # for one all-reduce, which takes milliseconds
-PATTERN = 1021  # a prime, so that a shift by any power of two shows
+PATTERN = 1021  # a prime, so that a shift by any power of two is noticed
 
-# The numbers below are from data sheets, in GB/s in one direction, and have not been measured by this project. NCCL
-# reaches more than half of them. An eighth is more than a detour achieves (a slower link, host memory, TCP instead of
-# RDMA), and less than remains at a busy moment.
+# The numbers below come from data sheets, in GB/s in one direction; this project has not measured them. NCCL reaches
+# more than half of them. An eighth is more than traffic reaches on a detour (a slower link, host memory, TCP instead of
+# RDMA), and less than it reaches on a busy network.
 FAR_BELOW = 1 / 8
 NVLINK = {"A100-SXM": 300.0, "H100 80GB HBM3": 450.0, "H200": 450.0, "B200": 900.0}
-WITHOUT_NVLINK = ("NVL", "PCIe")  # cards of the same name; pairs may have a bridge, a node does not
-PCIE = 32.0  # generation 4, 16 lanes: any server's GPU reaches its neighbours at least this fast
-ETHERNET = 8.0  # if no InfiniBand or RoCE port is up; an eighth is a 10 Gb/s line at 80%
+WITHOUT_NVLINK = ("NVL", "PCIe")  # cards with the same name; pairs may have a bridge, but a whole node does not
+PCIE = 32.0  # generation 4, 16 lanes: in any server, a GPU reaches its neighbours at least this fast
+ETHERNET = 8.0  # assumed if no InfiniBand or RoCE port is up; an eighth of it is 80% of a 10 Gb/s line
 REMEDY = (
     "run again with NCCL_DEBUG=INFO and read which transport it takes; NCCL_SOCKET_IFNAME names the network interface, "
     "NCCL_IB_HCA the InfiniBand cards (ibstat), nvidia-smi topo -m the links inside a node"
@@ -34,15 +33,15 @@ REMEDY = (
 
 
 class Reduced(NamedTuple):
-    """The result of all-reduces."""
+    """The result of timing all-reduces."""
 
-    gigabytes: float  # bus bandwidth per second: 2 (n - 1) / n * bytes / seconds
+    gigabytes: float  # bus bandwidth in GB/s: 2 (n - 1) / n * bytes / seconds / 1e9
     exact: bool  # whether every sum was exact
 
 
 def check_all_reduce(cluster: Cluster, device: torch.device, timeout: datetime.timedelta) -> Iterator[Finding]:
-    """Checks all-reduces inside nodes, between them, and of all ranks. Collective. timeout: of the groups formed for
-    this; longer than PATIENCE, so that a rank can report what it met."""
+    """Checks all-reduces inside nodes, between nodes, and over all ranks. Collective. timeout: for the groups formed
+    here; must be longer than PATIENCE, so that a rank can report what went wrong."""
     if len(cluster.nodes) == 1:
         yield Finding("all-reduce", "note", "one process, nothing to add up")
         return
@@ -64,13 +63,13 @@ def check_all_reduce(cluster: Cluster, device: torch.device, timeout: datetime.t
         spec = None if name is None else link_speed(name) if "inside" in label else ports or ETHERNET
         yield judge_reduction(cluster, label, measured, spec)
         if troubled(measured):
-            return  # the ranks no longer agree on what comes next
+            return  # the ranks may no longer agree on what comes next
 
 
 def measure(group: dist.ProcessGroup, device: torch.device) -> Reduced:
-    """Times all-reduces in a group. Raises dist.DistError if a sum does not arrive."""
+    """Times all-reduces in a group. Raises dist.DistError if one does not finish."""
     count, size = (CUDA_BYTES if device.type == "cuda" else CPU_BYTES) // 4, group.size()
-    # Whole numbers below 2^24, whose fp32 sums are exact in any order (for up to 5000 ranks).
+    # Whole numbers, whose fp32 sums are exact in any order as long as they stay below 2^24 (up to 4,800 ranks).
     pattern = (torch.arange(count, device=device) % PATTERN).float()
     mine, expected = pattern + group.rank(), pattern * size + size * (size - 1) // 2
     total, seconds, exact = torch.empty_like(mine), [], True
@@ -87,7 +86,7 @@ def measure(group: dist.ProcessGroup, device: torch.device) -> Reduced:
 
 
 def judge_reduction(cluster: Cluster, name: str, results: dict[int, Reduced], spec: float | None) -> Finding:
-    """Judges the measurements. spec: GB/s that the link should reach; None where speed is not judged, as on CPUs."""
+    """Judges the measurements. spec: the link's GB/s by data sheet; None to not judge the speed, as on CPUs."""
     if reasons := troubled(results):
         return Finding(
             name, "failed", f"did not finish on {cluster.named([*reasons])}: {next(iter(reasons.values()))}", REMEDY
@@ -108,15 +107,15 @@ def judge_reduction(cluster: Cluster, name: str, results: dict[int, Reduced], sp
 
 
 def link_speed(gpu: str) -> float:
-    """GB/s from such a GPU to the others of its node, by data sheet."""
+    """GB/s from such a GPU to the others in its node, by data sheet."""
     if any(mark in gpu.replace("NVLink", "") for mark in WITHOUT_NVLINK):
         return PCIE
     return next((speed for mark, speed in NVLINK.items() if mark in gpu), PCIE)
 
 
 def port_speed(root: Path = Path("/sys/class/infiniband")) -> float:
-    """GB/s of the fastest InfiniBand or RoCE port that is up here, from what the kernel reports ("400 Gb/sec (4X
-    NDR)")."""
+    """GB/s of this machine's fastest InfiniBand or RoCE port that is up, as the kernel reports it ("400 Gb/sec (4X
+    NDR)"); 0 if there is none."""
     speeds = (
         float(rate.read_text(encoding="utf-8").split()[0]) / 8
         for rate in root.glob("*/ports/*/rate")

@@ -1,5 +1,5 @@
-"""The job as its preflight checks see it: which rank is on which node. Answers come from every rank, or those that gave
-none are named, whatever state the job's collectives are in."""
+"""The job as preflight checks see it: which rank is on which node, and a way to ask all ranks. This works whatever
+state the job's collectives are in, and names the ranks that do not answer."""
 
 import datetime
 import itertools
@@ -16,11 +16,11 @@ from eagle3.parallel.topology import node_name
 
 Gather = Callable[[Any], list[Any]]
 Value = TypeVar("Value")
-SHOWN = 4  # nodes or ranks named in one line
+SHOWN = 4  # most nodes or ranks to name in one line
 
 
 class Finding(NamedTuple):
-    """The result of a check. A note is for a person to judge; a failure comes with a remedy."""
+    """The result of a check. A note is left for a person to judge; a failure comes with a remedy."""
 
     name: str
     state: Literal["ok", "failed", "note"]
@@ -29,16 +29,16 @@ class Finding(NamedTuple):
 
 
 class Trouble(str):
-    """What kept a rank from answering."""
+    """The reason why a rank could not answer."""
 
 
 @dataclass(frozen=True)
 class Cluster:
     """The ranks of a job, and a way to ask them."""
 
-    rank: int  # of this process
-    nodes: tuple[str, ...]  # of every rank
-    # a collective that returns the values of all ranks, in rank order, as JSON keeps them (a tuple may become a list)
+    rank: int  # rank of this process
+    nodes: tuple[str, ...]  # node of every rank
+    # A collective that returns the values of all ranks, in rank order, as JSON stores them (a tuple may become a list).
     gather: Gather
 
     @property
@@ -52,10 +52,10 @@ class Cluster:
         return owners(enumerate(self.nodes))
 
     def ask(self, work: Callable[[], Any] | None, kind: Callable[[Any], Any] = lambda value: value) -> dict[int, Any]:
-        """Returns the result of `work` for each rank that passes some. Collective. If the operating system, the GPU or
-        a collective fails, that rank's answer is a Trouble, so that no rank waits for one that failed.
+        """Returns the result of `work` for each rank that passes `work`. Collective. If the operating system, the GPU
+        or a collective fails on a rank, its answer is a Trouble, so that no rank waits for one that failed.
 
-        kind: converts each answer from the form that JSON gave it.
+        kind: converts each answer from JSON's types.
         """
         try:
             answer = None if work is None else {"answer": work()}
@@ -83,12 +83,12 @@ class Cluster:
         return prefix + ", ".join(places[:SHOWN]) + more
 
     def where(self, leaders: Sequence[int]) -> str:
-        """Names the nodes that these ranks lead, for questions that are asked once per node."""
+        """Names the nodes that these ranks lead, for questions asked once per node."""
         return self.named([rank for leader in leaders for rank in self.ranks[self.nodes[leader]]])
 
 
 def owners(values: Iterable[tuple[int, Value]]) -> dict[Value, list[int]]:
-    """Groups (rank, value) pairs: which ranks have which value."""
+    """Groups (rank, value) pairs into the ranks that have each value."""
     groups: dict[Value, list[int]] = {}
     for rank, value in values:
         groups.setdefault(value, []).append(rank)
@@ -96,20 +96,21 @@ def owners(values: Iterable[tuple[int, Value]]) -> dict[Value, list[int]]:
 
 
 def troubled(answers: dict[int, Any]) -> dict[int, str]:
-    """The reasons of the ranks that could not answer."""
+    """The reasons why ranks could not answer, by rank."""
     return {rank: answer for rank, answer in answers.items() if isinstance(answer, Trouble)}
 
 
 class StoreGather:
-    """Gathers through the job's key-value store, over a TCP connection from each rank to the first. It works even if
-    NCCL or Gloo do not, and can say which ranks are missing. Values are JSON: anybody who reaches that connection can
-    write there, and a pickle would run code."""
+    """Gathers through the job's key-value store, over a TCP connection from each rank to the first. This works even if
+    NCCL or Gloo does not, and shows which ranks are missing. Values are JSON, because anybody who can connect to the
+    store can write to it, and a pickle would run code."""
 
     def __init__(self, store: dist.Store, rank: int, world: int) -> None:
         self.store, self.rank, self.world, self.rounds = store, rank, world, itertools.count()
 
     def __call__(self, value: Any) -> list[Any]:
-        """Raises SharedUserError if a rank does not come within the store's timeout, or if what came is not JSON."""
+        """Gathers `value` from every rank. Raises SharedUserError if a rank sends nothing within the store's timeout,
+        or something that is not JSON."""
         name = f"round {next(self.rounds)}"
         self.store.set(f"{name} of {self.rank}", json.dumps(value))
         try:
@@ -133,7 +134,7 @@ class StoreGather:
             ) from error
 
     def leave(self) -> None:
-        """Leaves the store, the first rank, which holds it, last. Collective."""
+        """Leaves the store. The first rank holds the store, so it leaves last. Collective."""
         self(None)
         if self.rank:
             self.store.set(f"rank {self.rank} leaves", b"")
@@ -142,8 +143,7 @@ class StoreGather:
 
 
 def store_gather(timeout: datetime.timedelta) -> StoreGather:
-    """A gather over the store that this job's process group was formed with. timeout: how much later one rank may be
-    than another."""
+    """A gather over the store that this job's process group uses. timeout: how long ranks wait for the slowest one."""
     store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
     return StoreGather(dist.PrefixStore("preflight", store), rank, world)
 
@@ -154,7 +154,7 @@ def join(gather: Gather, rank: int) -> Cluster:
 
 
 def in_one_line(error: Exception) -> str:
-    """What the operating system or a library reports, without its traces."""
+    """The message of the operating system or a library, without a stack trace."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return (str(error).strip() or type(error).__name__).splitlines()[0]

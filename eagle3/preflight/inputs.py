@@ -1,4 +1,4 @@
-"""Checks what a recipe reads, before any import that takes seconds."""
+"""Checks the files that a recipe reads, before any import that takes seconds."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -19,12 +19,12 @@ from eagle3.text.template import check_variables, read_template
 FILES = ("model.draft.config", "model.draft.vocabulary", "data.chat_template")
 # Every checkpoint with a tokenizer has one of these.
 TOKENIZER_FILES = ("*token*", "vocab*", "*.model")
-# Pickled weights are refused later, when they are read.
+# Includes pickled weights, which are refused later, when they are read.
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pth", "*.pt", "*.ckpt", "*.pkl")
 
 
 def inputs_of(recipe: Recipe) -> dict[str, str]:
-    """What the recipe reads and may name as a local path, by key."""
+    """Everything that the recipe reads and may name as a local path, by key."""
     draft, data = recipe.model.draft, recipe.data
     paths = {
         "model.target": recipe.model.target,
@@ -36,15 +36,15 @@ def inputs_of(recipe: Recipe) -> dict[str, str]:
     for key, sources in (("data.train", data.train), ("data.held_out", data.held_out or [])):
         paths |= {f"{key}[{number}]": source for number, source in enumerate(sources)}
     store = recipe.hidden_states
-    if store.mode == "stored" and not is_url(store.path):  # otherwise it is on the network
+    if store.mode == "stored" and not is_url(store.path):  # otherwise the store is on the network
         paths["hidden_states.path"] = store.path
     return {key: str(path) for key, path in paths.items() if path is not None}
 
 
 def require_inputs(recipe: Recipe) -> None:
-    """Raises UserError if data, files or a target's folder that the recipe names are missing, or if a draft's config,
-    draft vocabulary, layers or chat template cannot be valid. What may come from the hub, and whether a target is
-    sound, is checked later by the code that reads it."""
+    """Raises UserError if data, files or a target folder that the recipe names are missing, or if the draft's config,
+    draft vocabulary, layers or chat template cannot be valid. Names that may be on the hub, and the contents of a
+    target, are checked later by the code that reads them."""
     _require_target(recipe.model)
     for key, name in inputs_of(recipe).items():
         if key.startswith(("data.train", "data.held_out")) and not name.startswith("demo_answers"):
@@ -63,8 +63,8 @@ def require_inputs(recipe: Recipe) -> None:
 
 
 def require_trainable(recipe: Recipe) -> None:
-    """Raises UserError for keys that contradict each other in training. (capture.py and evaluate.py may read the same
-    recipe.)"""
+    """Raises UserError for keys that contradict each other in training. (capture.py and evaluate.py accept such
+    recipes.)"""
     data, hidden = recipe.data, recipe.hidden_states
     if recipe.evaluation.conversations and not data.held_out and not data.held_out_fraction:
         raise SharedUserError(
@@ -81,7 +81,7 @@ def require_trainable(recipe: Recipe) -> None:
 
 
 def require_weights(target: str) -> None:
-    """Raises UserError if a target's folder has no weights, or a weight file that cannot be opened."""
+    """Raises UserError if a target's folder has no weights, or has a weight file that cannot be opened."""
     folder = Path(target)
     if target != "demo" and folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES):
         raise SharedUserError(
@@ -97,14 +97,14 @@ def require_weights(target: str) -> None:
 
 
 def require_store(path: str) -> None:
-    """Raises UserError for a folder without a store. Stores on the network, and damaged ones, are reported when they
-    are opened."""
+    """Raises UserError for a folder without a store. Problems with stores that are on the network or damaged are
+    reported when they are opened."""
     if not is_url(path) and not any(name.endswith(".json") for name in LocalFiles(Path(path)).sizes()):
         raise no_store(path)
 
 
 def require_store_place(path: str) -> None:
-    """Raises UserError for a local path where a store cannot be begun or continued without mixing it with other
+    """Raises UserError for a local path at which a store cannot be begun or continued without mixing it with other
     files."""
     folder = Path(path)
     if folder.exists() and not folder.is_dir():
@@ -118,15 +118,15 @@ def require_store_place(path: str) -> None:
 
 
 def require_servers(urls: list[str]) -> None:
-    """Raises UserError if one of target.servers does not answer. What it captures is checked once the data are
-    known."""
+    """Raises UserError if one of target.servers does not answer. Whether it captures the right thing is checked once
+    the data are known."""
     for url in urls:
         server_info(url, "start it with the command that launchers/capture.py --print-server prints")
 
 
 def require_export(draft: Path, option: str = "--draft ") -> DraftConfig:
-    """Returns the draft's config. Raises UserError if, judging by config.json, the folder is not an exported draft.
-    option: what the user wrote in front of the folder."""
+    """Returns an exported draft's config. Raises UserError if config.json does not describe an exported draft. option:
+    the option that the user wrote before the folder, for messages."""
     if (draft / "config.json").is_file():
         return read_draft_config(draft / "config.json")
     if (draft / "export" / "config.json").is_file():
@@ -145,7 +145,7 @@ def _require_target(model: Model) -> None:
             )
         if not any(
             any(folder.glob(pattern)) for pattern in TOKENIZER_FILES
-        ):  # transformers would make one that knows no tokens
+        ):  # transformers would create a tokenizer without tokens
             raise SharedUserError(
                 f"target '{folder}': no tokenizer in this folder (tokenizer.json, for example); copy it from where the "
                 "weights come from"
@@ -158,7 +158,7 @@ def _require_target(model: Model) -> None:
 
 
 def _sizes_of(model: Model) -> tuple[int | None, int | None]:
-    """The target's vocabulary size and number of layers; None if no local config.json has them in the usual place."""
+    """The target's vocabulary size and number of layers; None for what no local config.json has in the usual place."""
     if model.target == "demo":
         return model.demo.vocab_size, model.demo.layers
     with suppress(OSError, ValueError, AttributeError):

@@ -1,4 +1,4 @@
-"""Checks that every node is fit to take part: GPUs, clock, open files and shared memory."""
+"""Checks that every node is fit for the job: GPUs, clock, open files and shared memory."""
 
 import resource
 import shutil
@@ -14,18 +14,18 @@ from eagle3.preflight.cluster import Cluster, Finding, owners, troubled
 
 MOST_SKEW = 2.0  # seconds
 CLOCK_ROUNDS = 8
-# A rank has sockets to all others, its shards, its workers' pipes: hundreds in a job on one node, thousands on many.
+# A rank opens sockets to all others, its shards, and pipes to its workers: hundreds on one node, thousands on many.
 LEAST_OPEN_FILES = 4096
-SMALL_SHARED_MEMORY = 2**30  # containers start with 64 MiB, less than NCCL and a loader's workers take
+SMALL_SHARED_MEMORY = 2**30  # containers start with 64 MiB, less than NCCL and a loader's workers need
 
 
 class GpuSeen(NamedTuple):
-    """What one rank sees of its GPUs."""
+    """One rank's view of its GPUs."""
 
-    count: int  # GPUs that its process may use
+    count: int  # number of GPUs that its process may use
     name: str
-    unit: str  # persistent id of its own GPU
-    free: int  # bytes of its own GPU; so is `total`
+    unit: str  # persistent id of the rank's own GPU
+    free: int  # bytes on the rank's own GPU; `total` likewise
     total: int
 
 
@@ -76,9 +76,9 @@ def _look(device: torch.device) -> GpuSeen:
 
 
 def check_clocks(cluster: Cluster, clock: Callable[[], float] = time.time) -> Finding:
-    """Compares the clocks. All ranks read theirs when a round of messages is over. A rank's round ends after all others
-    have begun theirs, so two readings are at most one round apart: that is the uncertainty, and the shortest of several
-    rounds counts."""
+    """Compares the nodes' clocks. Each rank reads its clock at the end of a round of messages. A rank's round ends
+    after all others have begun theirs, so two readings are at most one round apart. This is the uncertainty; the
+    shortest of several rounds counts."""
     rounds = []
     for _ in range(CLOCK_ROUNDS):
         cluster.gather(None)  # so that they begin together
@@ -101,8 +101,8 @@ def check_clocks(cluster: Cluster, clock: Callable[[], float] = time.time) -> Fi
 
 
 def open_files() -> int:
-    """The number of files that this process may have open. Raises the soft limit to what is needed if the hard limit,
-    which only an administrator can raise, allows it. (Shells often start with 1024 of a million.)"""
+    """The number of files that this process may have open. Raises the soft limit to LEAST_OPEN_FILES if the hard limit
+    allows; only an administrator can raise that. (Shells often start with 1024 out of a million.)"""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = LEAST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, LEAST_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:

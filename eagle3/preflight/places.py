@@ -1,4 +1,4 @@
-"""Checks that the nodes see the same files, and that the disk has room and speed for checkpoints."""
+"""Checks that the nodes see the same files, and that the disk is large and fast enough for checkpoints."""
 
 import errno
 import hashlib
@@ -17,18 +17,18 @@ from eagle3.durable import flush
 from eagle3.planning.step import Weights
 from eagle3.preflight.cluster import Cluster, Finding, Trouble, owners, troubled
 
-PATIENCE = 10.0  # seconds in which another node's file must appear; network file systems cache directories
+PATIENCE = 10.0  # seconds within which another node's file must appear; network file systems cache directories
 PROBE_BYTES = 128 * 2**20
 LEAST_WRITE_SPEED = 20e6  # bytes per second and node: the checkpoint of an 8B target's draft, 6 GB, takes 5 minutes
 ABSENT = "absent"
 
 
 def check_shared(cluster: Cluster, key: str, folder: Path, patience: float = PATIENCE) -> Finding:
-    """Checks that every node sees a file that the first rank writes into `folder` (or where it will be created), with
-    its content, and can itself write there. Collective.
+    """Checks that the nodes share `folder`: every node sees a file that the first rank writes into it (or where it will
+    be created), with the right content, and can write there itself. Collective.
 
-    key: the recipe's key.
-    folder: as each node resolves it (~, and what a relative path starts from, may differ by node).
+    key: the recipe key that names the folder.
+    folder: each node resolves it by itself (~ and the working directory may differ between nodes).
     """
     with ExitStack() as left:
         leave = partial(left.enter_context, _marker(folder))
@@ -51,7 +51,7 @@ def check_shared(cluster: Cluster, key: str, folder: Path, patience: float = PAT
 
 
 def _unwritable(cluster: Cluster, key: str, folder: Path, reasons: dict[int, str]) -> Finding:
-    """reasons: by rank, for ranks that lead a node."""
+    """The finding for a folder that cannot be written. reasons: by rank, for ranks that lead a node."""
     return Finding(
         key,
         "failed",
@@ -61,7 +61,7 @@ def _unwritable(cluster: Cluster, key: str, folder: Path, reasons: dict[int, str
 
 
 def check_cache(cluster: Cluster, key: str, folder: Path, patience: float = PATIENCE) -> Finding:
-    """Checks that every node can write to the folder; if all see the same one, that only saves work. Collective."""
+    """Checks that every node can write to the folder. They need not share it; sharing only saves work. Collective."""
 
     def write() -> None:
         with _marker(folder):
@@ -77,10 +77,10 @@ def check_cache(cluster: Cluster, key: str, folder: Path, patience: float = PATI
 
 
 def check_inputs(cluster: Cluster, inputs: dict[str, str]) -> Finding:
-    """Checks that the files that a run only reads are on every node, with the same names and sizes. Collective.
+    """Checks that the files that a run reads are on every node, with the same names and sizes. Collective.
 
-    inputs: recipe key -> path. One that exists nowhere and does not look like a path is taken for a hub id or a keyword
-        of the recipe.
+    inputs: recipe key -> path. A value that exists on no node and does not look like a path is taken for a hub id or a
+        keyword of the recipe.
     """
     listings = cluster.ask_leaders(lambda: {key: _listing(Path(path).expanduser()) for key, path in inputs.items()})
     if reasons := troubled(listings):
@@ -115,8 +115,8 @@ def check_inputs(cluster: Cluster, inputs: dict[str, str]) -> Finding:
 
 
 def _listing(path: Path) -> str:
-    """Describes a file by its size; a folder by the number and bytes of its files, and a digest of their names and
-    sizes."""
+    """Describes a file by its size, and a folder by the number and total size of its files and a digest of their names
+    and sizes."""
     if path.is_file():
         return f"{path.stat().st_size} bytes"
     if not path.is_dir():
@@ -131,13 +131,13 @@ def _listing(path: Path) -> str:
 
 
 def checkpoint_bytes(draft: DraftConfig, tensor: int, itemsize: int) -> int:
-    """Bytes of one checkpoint, over all tensor-parallel ranks: the trained weights in their own dtype, `itemsize` bytes
-    each, and AdamW's fp32 masters and two moments. (The frozen embedding is not written.)"""
+    """Bytes of one checkpoint, with all tensor-parallel ranks: the trained weights in their own dtype, at `itemsize`
+    bytes each, and AdamW's fp32 masters and two moments. (The frozen embedding is not written.)"""
     return Weights.of(draft, tensor).trained * tensor * (itemsize + 12)
 
 
 def free_bytes(folder: Path) -> int:
-    """Free space on the file system where `folder` is or will be. Quotas are not visible."""
+    """Free bytes on the file system where `folder` is or will be. Does not see quotas."""
     return shutil.disk_usage(_existing_parent(folder)).free
 
 
@@ -155,8 +155,8 @@ def judge_space(folder: Path, free: int, needed: int, content: str) -> Finding:
 
 
 def check_space(cluster: Cluster, folder: Path, checkpoint: int | None, count: int) -> Finding:
-    """Checks that checkpoints fit on the disk. Collective. checkpoint: bytes of one, None if unknown. count: how many
-    are there at a time."""
+    """Checks that checkpoints fit on the disk. Collective. checkpoint: bytes per checkpoint, None if unknown. count:
+    how many exist at a time."""
     free = cluster.ask_leaders(lambda: free_bytes(folder))
     if reasons := troubled(free):
         return Finding("disk space", "failed", f"{folder}: {next(iter(reasons.values()))}", "fix output.dir")
@@ -167,8 +167,8 @@ def check_space(cluster: Cluster, folder: Path, checkpoint: int | None, count: i
 
 
 def check_write_speed(cluster: Cluster, folder: Path, checkpoint: int | None) -> Finding:
-    """Measures how fast all nodes write at once, as they do for a checkpoint: each writes a file and flushes it to
-    disk. Collective."""
+    """Measures the write speed with all nodes writing at once, as for a checkpoint. Each writes a file and flushes it
+    to disk. Collective."""
     speeds = cluster.ask_leaders(lambda: _write_speed(_existing_parent(folder)))
     if reasons := troubled(speeds):
         return _unwritable(cluster, "output.dir", folder, reasons)._replace(name="write speed")
@@ -205,8 +205,8 @@ def _and_above(folder: Path) -> list[Path]:
 
 @contextmanager
 def _marker(folder: Path) -> Iterator[tuple[str, int]]:
-    """Leaves a file that holds its own name in `folder`, or in the nearest existing folder above it, while inside.
-    Yields the file's name and how many levels above `folder` it is."""
+    """Inside the block, there is a file in `folder`, or in the nearest existing folder above it, that contains its own
+    name. Yields the file's name and how many levels above `folder` it is."""
     place = _existing_parent(folder)
     path = place / _probe_name()
     try:
@@ -214,19 +214,19 @@ def _marker(folder: Path) -> Iterator[tuple[str, int]]:
         flush(path)
         yield path.name, _and_above(folder).index(place)
     finally:
-        with suppress(OSError):  # it was never written
+        with suppress(OSError):  # the file was never written
             path.unlink()
 
 
 def _await_marker(folder: Path, name: str, above: int, patience: float) -> str:
-    """Waits for the marker that another node left. Returns "" if it is there with its content and this node may write
-    beside it, else the reason. patience: seconds."""
+    """Waits for the marker that a different node leaves. Returns "" if it appears with the right content and this node
+    can write beside it, otherwise the reason. patience: in seconds."""
     path = _and_above(folder)[above] / name
     if not path.parent.is_dir():
         return f"no folder {path.parent}"
     until = time.monotonic() + patience
     while True:
-        os.listdir(path.parent)  # makes a network file system look again
+        os.listdir(path.parent)  # makes a network file system refresh its cached listing
         with suppress(FileNotFoundError):
             if path.read_text(encoding="utf-8") == name:
                 break
@@ -241,7 +241,7 @@ def _probe_name() -> str:
 
 
 def _write_speed(place: Path) -> float:
-    """Bytes per second, measured with random bytes, since some file systems compress."""
+    """Write speed in bytes per second, measured with random bytes, since some file systems compress."""
     probe, block = place / _probe_name(), os.urandom(2**22)
     try:
         start = time.perf_counter()

@@ -15,11 +15,11 @@ import eagle3
 from eagle3.console import without_passwords
 from eagle3.preflight.cluster import Cluster, Finding, owners
 
-# What one rank has: the name of a package, file or key -> its value, readable by people.
+# What one rank runs: name of a package, file or key -> its value, as people can read it.
 Traits = dict[str, str]
 PACKAGES = ("torch", "deepspeed", "megatron-core", "transformers", "safetensors")
 ABSENT = "absent"
-DIGITS = 12  # of a digest that is shown: 48 bits
+DIGITS = 12  # hex digits of a digest that are shown: 48 bits
 ENTRIES = {"code": "files", "recipe": "keys", "deepspeed file": "lines"}
 REMEDIES = {
     "versions": "install one constraints/ file on every node",
@@ -30,7 +30,7 @@ REMEDIES = {
 
 
 def versions(packages: Sequence[str]) -> Traits:
-    """Versions of Python, of these packages as installed here, and of NCCL on a machine with GPUs."""
+    """The versions of Python, of these packages as installed here and, on a machine with GPUs, of NCCL."""
     traits = {"python": platform.python_version()}
     for package in packages:
         try:
@@ -43,8 +43,8 @@ def versions(packages: Sequence[str]) -> Traits:
 
 
 def running_code() -> Traits:
-    """Digests of the package's modules and of the scripts beside the running one (if it is a script). These are the
-    modules that Python imports here: if the package is installed, they may differ from those beside the recipe."""
+    """Digests of the package's modules and, if a script is running, of the scripts beside it. These are the modules
+    that Python imports here. If the package is installed, they may differ from those beside the recipe."""
     package, program = Path(eagle3.__file__).parent, Path(sys.argv[0])
     files = {f"{package.name}/{path.relative_to(package)}": path for path in package.rglob("*.py")}
     if program.suffix == ".py":
@@ -54,7 +54,8 @@ def running_code() -> Traits:
 
 
 def own_traits(recipe: str, deepspeed: str, packages: Sequence[str]) -> dict[str, Traits]:
-    """Everything that must agree. recipe: resolved, as YAML. deepspeed: the text of its file."""
+    """Everything about this rank that must be the same on all ranks. recipe: resolved, as YAML. deepspeed: the text of
+    the DeepSpeed file."""
     return {
         "versions": versions(packages),
         "code": running_code(),
@@ -66,15 +67,15 @@ def own_traits(recipe: str, deepspeed: str, packages: Sequence[str]) -> dict[str
 
 
 def compare(cluster: Cluster, name: str, mine: Traits) -> Finding:
-    """Compares traits across ranks. Collective. Ranks exchange digests, and the traits themselves only if those differ;
-    the finding then names the first key that differs, with its values and who has which."""
+    """Compares traits across ranks. Collective. Ranks exchange digests, and the traits themselves only if the digests
+    differ. The finding then names the first key that differs, its values, and the ranks or nodes with each value."""
     digests = cluster.gather(hashlib.sha256(repr(sorted(mine.items())).encode()).hexdigest())
     if len(set(digests)) == 1:
         if name == "versions":
             return Finding(name, "ok", ", ".join(f"{key} {value}" for key, value in mine.items()))
         return Finding(name, "ok", f"the same on all ranks ({len(mine)} {ENTRIES[name]}, sha256 {digests[0][:DIGITS]})")
     everyones = cluster.gather(mine)
-    keys = dict.fromkeys(key for traits in everyones for key in traits)  # in the order of the file
+    keys = dict.fromkeys(key for traits in everyones for key in traits)  # in the file's order
     differing = [key for key in keys if len({traits.get(key) for traits in everyones}) > 1]
     assert differing, f"{name}: digests differ and traits do not"
     holders = owners((rank, traits.get(differing[0], ABSENT)) for rank, traits in enumerate(everyones))
@@ -88,8 +89,8 @@ def _digest(content: bytes) -> str:
 
 
 def _shorten(value: str) -> str:
-    """Shortens long values to their beginning and a digest, since they may differ at the end. Passwords are masked
-    first: a URL that was cut off no longer shows that it had one."""
+    """Shortens a long value to its beginning and a digest, since values may differ at the end. Masks passwords first,
+    because in a URL that is cut off they could no longer be recognised."""
     value = without_passwords(value)
     return value if len(value) <= 60 else f"{value[:40]}... ({_digest(value.encode())})"
 

@@ -1,4 +1,4 @@
-"""What every job checks in its first second: its processes run the same thing and can write their run folder."""
+"""Checks that every job makes in its first second: its processes run the same thing and can write to the run folder."""
 
 from pathlib import Path
 
@@ -13,17 +13,17 @@ from eagle3.preflight.sameness import PACKAGES, compare, own_traits
 
 
 def require_sound_start(recipe: str, deepspeed: str, output_dir: Path, packages: tuple[str, ...] = ()) -> None:
-    """Checks the start of a job, after start_distributed. Collective, with a few exchanges of small objects. Raises
-    SharedUserError on every rank at the first check that fails:
+    """Checks that a job has started properly; call it after start_distributed. Collective, with a few exchanges of
+    small objects. Raises SharedUserError on every rank unless:
     - versions, code, recipe and DeepSpeed file are the same on all ranks;
-    - enough files may be open (the soft limit is raised if possible);
-    - every node sees the place of the run folder and may write there.
+    - enough files can be open (raises the soft limit if possible);
+    - every node sees the run folder's location and can write there.
 
-    launchers/doctor.py checks more, and takes longer.
+    launchers/doctor.py checks more, but takes longer.
 
     recipe: resolved, as YAML (dump_recipe).
-    deepspeed: the text of its file.
-    packages: packages whose versions count in addition to the usual ones.
+    deepspeed: the text of the DeepSpeed file.
+    packages: further packages whose versions must be the same.
     """
     cluster = join(gathered, dist.get_rank())
     for name, traits in own_traits(recipe, deepspeed, (*PACKAGES, *packages)).items():
@@ -33,8 +33,8 @@ def require_sound_start(recipe: str, deepspeed: str, output_dir: Path, packages:
 
 
 def require_room(output_dir: Path, checkpoint: int) -> None:
-    """Raises SharedUserError if there is no room for one checkpoint of that many bytes (places.checkpoint_bytes).
-    Called by all ranks, which see the same file system."""
+    """Raises SharedUserError if the disk has no room for one checkpoint of `checkpoint` bytes (see
+    places.checkpoint_bytes). Call it on all ranks, which see the same file system."""
     try:
         free = free_bytes(output_dir)
     except OSError as error:

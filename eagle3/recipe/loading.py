@@ -1,4 +1,4 @@
-"""Load recipes from YAML files and command lines; say in one line what is wrong with one."""
+"""Load recipes from YAML files and command lines, and explain errors in them in one line."""
 
 import difflib
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ from eagle3.parsing import DEEPEST, parse_yaml
 from eagle3.recipe.schema import Recipe
 from eagle3.recipe.section import Section
 
-LARGEST = 1 << 18  # most bytes in a recipe file; the YAML parser takes about ten seconds for this many
+LARGEST = 1 << 18  # most bytes in a recipe file; the YAML parser takes about ten seconds for them
 NAME = "name a YAML file with --recipe"  # remedy in error messages
-LONGEST_KEY = 100  # characters of a key in an error line
+LONGEST_KEY = 100  # most characters of a key that are shown in an error message
 # Other trainers' names for some of our keys that are too different to be found by similarity; for error messages.
 OTHER_NAMES = {
     "lr": "training.learning_rate",
@@ -32,7 +32,7 @@ OTHER_NAMES = {
 
 
 def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
-    """Read a YAML recipe and apply `section.key=value` overrides. Raises UserError naming file, key, value, remedy."""
+    """Read a YAML recipe and apply `section.key=value` overrides. Raises UserError with file, key, value and remedy."""
     path = Path(path)
     exists = path.is_file()
     for wrong, flaw in (
@@ -55,8 +55,8 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
 
 
 def checked_recipe(values: dict, origin: Path | str, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe with these values, in which the overrides are already applied. Raises UserError if they are invalid,
-    naming the override at fault, or else `origin`."""
+    """Make a recipe from its values, to which the overrides were already applied. Raises UserError if they are invalid,
+    naming the override at fault or, if there is none, `origin`."""
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
@@ -68,7 +68,8 @@ def checked_recipe(values: dict, origin: Path | str, overrides: Sequence[str] = 
 
 
 def _may_cause(problem: dict, key: str) -> bool:
-    """Whether this key contains the problem's place or lies in it. Without a place, the message names the keys."""
+    """Whether a value for `key` may cause the problem: it must contain the problem's place, or lie in it. A problem
+    without a place has a message that names the keys."""
     place = _key_of(problem)
     if not place:
         return key in problem["msg"]
@@ -80,7 +81,7 @@ def _key_of(problem: dict) -> str:
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """The resolved recipe as YAML, every default written out."""
+    """The resolved recipe as YAML, with every default written out."""
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
 
 

@@ -13,7 +13,7 @@ from eagle3.recipe.section import Count, Fraction, LocalPath, LocalText, Named, 
 from eagle3.text.datasets import preset_source
 
 MOST_KEYS = 10**9  # upper limit of a window: longer than any context
-# Not allowed in data.template_variables: arguments of transformers' apply_chat_template, and what templates get anyway.
+# Not allowed in data.template_variables: apply_chat_template's arguments, and variables that templates get anyway.
 TEMPLATE_ARGUMENTS = (
     *("messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize"),
     *("continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
@@ -49,7 +49,7 @@ class Demo(Section):
 
 
 class Draft(Section):
-    """The draft's shape. Keys that are left out are derived from the target's config."""
+    """The draft's shape. Keys that are not set are derived from the target's config."""
 
     config: LocalPath | None = Field(None, description="config.json of a draft whose shape to use")
     init_from: LocalPath | None = Field(None, description="folder of an exported draft to start from (warm start)")
@@ -101,7 +101,7 @@ class Model(Section):
 
 
 class Spans(Section):
-    """Which of a document's supervised tokens a step learns from."""
+    """Selects the supervised tokens of a document that a step learns from."""
 
     length: Count = Field(512, description="supervised tokens in a span")
     per_document: Count = Field(
@@ -206,7 +206,7 @@ class HiddenStates(Section):
 
 
 class Target(Section):
-    """What runs the target that `model.target` names, and what the draft learns from it."""
+    """Settings for running the target that `model.target` names, and for what the draft learns from it."""
 
     backend: Literal["transformers", "sglang"] = Field(
         "transformers", description="run it inside these processes, or in SGLang servers beside them"
@@ -252,7 +252,7 @@ class Target(Section):
 
 
 class Parallelism(Section):
-    """How one draft and one stream are divided among ranks; the ranks left over are data-parallel."""
+    """Divides one draft and one stream among ranks; the ranks left over are data-parallel."""
 
     tensor: Count = Field(1, description="ranks that share the draft's weights; divides its heads, MLP and vocabulary")
     ulysses: Count = Field(1, description="ranks that exchange heads for tokens, within a node; divides the heads")
@@ -266,7 +266,7 @@ class Parallelism(Section):
 
 
 class Memory(Section):
-    """What a training step keeps in memory. The gradients do not depend on it; plan.py says what each choice takes."""
+    """Choices about what a training step keeps in memory. They do not affect gradients; plan.py shows their cost."""
 
     recompute: Literal["none", "attention_kept", "full"] = Field(
         "full", description="what the backward pass computes again: nothing, all but attention, or whole TTT steps"

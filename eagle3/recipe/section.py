@@ -15,14 +15,14 @@ Precision = Literal["float32", "bfloat16"]
 
 
 def no_url(value: Any) -> Any:
-    """Reject URLs as local paths: Path would make folders of one, and a folder's name of its user and password."""
+    """Reject a URL in place of a local path: Path would turn it into folders, one named after its user and password."""
     if isinstance(value, str) and "://" in value:
         raise ValueError("is a URL; name a local file or folder, and copy remote data there first")
     return value
 
 
 def _home(value: Any) -> Any:
-    """Expand a leading ~ as a shell does; shells do not expand it after the = of an override."""
+    """Expand a leading ~ like a shell, because shells do not expand it after the = of an override."""
     return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~") else value
 
 

@@ -1,4 +1,4 @@
-"""The file that answers are appended to. A kill leaves it whole, and it has one writer and one set of settings."""
+"""The file that answers are appended to. It survives a kill, and has one writer and one set of settings."""
 
 import json
 import os
@@ -18,13 +18,13 @@ SYNC_SECONDS = 5.0
 
 
 class AnswerFile(AbstractContextManager):
-    """`path` (the rows), and the folder `path`.record with settings.json, left_out.jsonl and summary.json.
+    """An answer file: rows in `path`, and a folder `path`.record with settings.json, left_out.jsonl and summary.json.
 
-    Because of the folder's name, they are not read as data if someone names the whole parent folder. Each row is passed
-    to the system at once, so that a killed process loses none, and forced to disk every few seconds.
+    The folder's name keeps its files from being read as data if someone names the whole parent folder. Each row is
+    handed to the system immediately, so that a killed process loses none, and forced to disk every few seconds.
 
     answered: ids of the rows
-    left_out: why a conversation gave no row, by id
+    left_out: reasons why conversations gave no row, by id
 
     Raises UserError if another process is writing, or if the file was made with other settings or holds something else.
     """
@@ -118,7 +118,7 @@ def _append(file: BinaryIO, row: dict) -> None:
 
 
 def _rows(file: BinaryIO, path: Path, *keys: str) -> Iterator[list[str]]:
-    """The values of these keys in each row. Then cuts off a last line that a kill left incomplete."""
+    """Yield the values of these keys in each row. Then cut off a last line that a kill left incomplete."""
     file.seek(0)
     end = 0
     for number, line in enumerate(file, 1):

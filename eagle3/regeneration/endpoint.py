@@ -1,4 +1,4 @@
-"""OpenAI-compatible endpoints (SGLang, vLLM): their model, their answers, and what a missing answer means."""
+"""OpenAI-compatible endpoints (SGLang, vLLM): find their model, request answers, and classify failures."""
 
 import asyncio
 import ipaddress
@@ -15,19 +15,19 @@ from eagle3.parsing import parse_json
 CONNECT_SECONDS = 10.0
 PROBE_SECONDS = 10.0
 REASON_CHARACTERS = 300
-PATIENCE = (1.0, 2.0, 4.0, 8.0)  # seconds before each look whether a silent endpoint is back
+PATIENCE = (1.0, 2.0, 4.0, 8.0)  # seconds before each check whether a silent endpoint is back
 
 
 class Refused(Exception):
-    """The server refuses this request, whoever asks. The message is its reason."""
+    """Raised if the server refuses a request because of the request itself. The message is the server's reason."""
 
 
 class NoAnswer(Exception):
-    """No answer this time: connection, time-out, overload, or an error in the server."""
+    """Raised if there is no answer this time: connection lost, time-out, overload, or an error in the server."""
 
 
 class Unfit(Exception):
-    """The endpoint cannot answer any of our requests: wrong key, no such route, a redirect."""
+    """Raised if the endpoint cannot answer any of our requests: wrong key, no such route, a redirect."""
 
 
 class Answer(NamedTuple):
@@ -37,11 +37,11 @@ class Answer(NamedTuple):
     reasoning: str | None
     tool_calls: list[dict]  # in OpenAI's form, with arguments as a JSON string
     finish_reason: str
-    tokens: int  # how many were generated
+    tokens: int  # number of generated tokens
 
 
 class Served(NamedTuple):
-    """What the endpoints serve."""
+    """The model that the endpoints serve, and the endpoints that can be used."""
 
     model: str
     urls: list[str]  # the endpoints to use
@@ -49,7 +49,7 @@ class Served(NamedTuple):
 
 
 def endpoint_urls(addresses: Sequence[str]) -> list[str]:
-    """Each endpoint as `http://host:port/v1`, whether or not `/v1` was given. Raises UserError for other addresses."""
+    """Each endpoint as `http://host:port/v1`, whether or not `/v1` was given. Raises UserError for invalid ones."""
     urls = []
     for number, text in enumerate(addresses, 1):
         if "@" in text:  # what precedes it may be a password, which no message may show
@@ -75,7 +75,7 @@ def endpoint_urls(addresses: Sequence[str]) -> list[str]:
 
 
 def exposed(url: str) -> bool:
-    """Whether others may read what is sent there, since it is neither https nor this machine."""
+    """Whether others may read what is sent to `url`, because it is neither https nor on this machine."""
     address = httpx2.URL(url)
     try:
         local = ipaddress.ip_address(address.host).is_loopback
@@ -87,7 +87,8 @@ def exposed(url: str) -> bool:
 def find_model(urls: Sequence[str], model_name: str | None, key: str | None) -> Served:
     """Ask each endpoint what it serves. model_name: the one to use; None for the only one served.
 
-    Raises UserError if none answers, or if they serve another model, several, or different ones.
+    Raises UserError if no endpoint can be used, if one does not serve `model_name`, if one serves several models and
+    `model_name` is None, or if they serve different models.
     """
     models: dict[str, str] = {}
     left_out: dict[str, str] = {}
@@ -132,7 +133,7 @@ class Endpoint:
     """One endpoint that serves `model`, with up to `concurrency` requests at a time.
 
     timeout: seconds for one answer
-    patience: seconds to wait before each further look whether a silent endpoint is back
+    patience: seconds to wait before each further check whether a silent endpoint is back
     dead: why the endpoint is left out, or None
     """
 
@@ -174,8 +175,8 @@ class Endpoint:
         return answer
 
     async def comes_back(self, failure_time: float) -> bool:
-        """Whether it answers again, after a request failed at monotonic time `failure_time`. One caller checks for all.
-        Raises Unfit if it now serves another model."""
+        """Whether the endpoint answers again after a request failed at monotonic time `failure_time`. One caller checks
+        for all of them. Raises Unfit if the endpoint now serves a different model."""
         async with self._looking:
             if self.dead is not None or self._last_seen > failure_time:
                 return self.dead is None
@@ -212,7 +213,7 @@ def _require_answer(response: httpx2.Response, key: str | None) -> None:
 
 
 def _reason(response: httpx2.Response, key: str | None) -> str:
-    """What the server says, on one line and without the key, which some servers repeat."""
+    """The server's message, on one line and without the key, which some servers repeat."""
     if response.is_redirect:
         return f"it redirects to {response.headers['location']}"
     try:
@@ -231,7 +232,7 @@ def _words(error: Exception) -> str:
 
 
 def _answer(response: dict) -> Answer:
-    """The answer in a response. Raises TypeError, ValueError, LookupError or AttributeError if it is malformed."""
+    """Get the answer from a response. Raises TypeError, ValueError, LookupError or AttributeError if malformed."""
     (choice,) = response["choices"]
     message = choice["message"]
     calls = [
@@ -258,7 +259,7 @@ def _text(value: Any) -> str:
 
 
 def _arguments(function: dict) -> str:
-    """The arguments as a JSON string, OpenAI's form. Some servers give the object, or nothing without parameters."""
+    """The arguments as a JSON string, OpenAI's form. Some servers send an object, or nothing if there are none."""
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         return arguments

@@ -13,24 +13,24 @@ from eagle3.regeneration.endpoint import Endpoint, NoAnswer, Refused, Unfit
 from eagle3.regeneration.turns import Generation, LeftOut, Plan, Work, plan_of
 from eagle3.text.conversations import Conversation
 
-MOST_TRIES = 4  # for one conversation before this run gives it up
-MOST_FAILED = 16  # conversations that an endpoint gives up without an answer in between, before it is left out
-MOST_REFUSED = 32  # conversations before this run's first answer: then the settings or the server must be wrong
+MOST_TRIES = 4  # for one conversation, before this run gives it up
+MOST_FAILED = 16  # conversations given up at an endpoint without an answer in between, before it is left out
+MOST_REFUSED = 32  # conversations left out before any row; then the settings or the server must be wrong
 
 
 @dataclass
 class Summary:
-    """What became of the conversations."""
+    """Counts of what became of the conversations."""
 
-    # Of this input, in whichever run it was done:
+    # For this input, whichever run did it:
     read: int = 0  # conversations
-    repeated: int = 0  # the same ones again
+    repeated: int = 0  # duplicates
     earlier: int = 0  # done by earlier runs
     # Of this run:
     answered: int = 0  # rows
     failed: int = 0  # given up; the next run asks again
-    unrecorded: int = 0  # left out while no answer came; the next run asks again
-    # Of this input, by reason:
+    unrecorded: int = 0  # left out before any answer came; the next run asks again
+    # For this input, by reason:
     left_out: dict[str, int] = field(default_factory=dict)
     examples: dict[str, str] = field(default_factory=dict)  # origin and detail of the first one
     # Of this run:
@@ -62,14 +62,14 @@ class Summary:
 
 
 class Queue:
-    """Plans that nobody has taken yet, and works that were put back; these come first, as they may be partly done."""
+    """Plans that nobody has taken yet, and work that was put back, which comes first, because it may be partly done."""
 
     def __init__(self, plans: Iterable[Plan]) -> None:
         self.new, self.again, self.taken = map(Work, plans), deque[Work](), 0
         self.changed = asyncio.Condition()
 
     async def take(self) -> Work | None:
-        """The next work; None when all is done. While others work, waits for what they may put back."""
+        """Take the next piece of work; None when all is done. While others work, wait: they may put some back."""
         async with self.changed:
             while (work := self.left()) is None and self.taken:
                 await self.changed.wait()
@@ -77,7 +77,7 @@ class Queue:
             return work
 
     def left(self) -> Work | None:
-        """The next work that nobody is doing."""
+        """Remove and return the next piece of work that nobody is doing; None if there is none."""
         return self.again.popleft() if self.again else next(self.new, None)
 
     async def end(self, work: Work, *, again: bool) -> None:
@@ -89,7 +89,7 @@ class Queue:
 
 
 class Regeneration:
-    """One run, which asks the endpoints for what the file lacks."""
+    """One run, which asks the endpoints for the answers that the file lacks."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class Regeneration:
         self.unrecorded: list[tuple[Plan, LeftOut]] = []  # refusals, until an answer shows that the settings are fine
 
     def plans(self) -> Iterator[Plan]:
-        """The plans to ask for, in the order of the input."""
+        """Yield the plans that need requests, in the order of the input."""
         for conversation in self.conversations:
             try:
                 plan = plan_of(conversation, self.generation)
@@ -188,7 +188,12 @@ class Regeneration:
         self.unrecorded.clear()
 
     def leave_out(self, work: Work, reason: LeftOut, *, answered: int) -> None:
-        """Leave a conversation out, and record it if `answered` rows show that the fault is the conversation's own."""
+        """Leave a conversation out. It is recorded only if there are answered rows, which show that it is at fault.
+
+        answered: number of these rows
+
+        Raises UserError once MOST_REFUSED conversations were left out without being recorded.
+        """
         self.summary.tokens += work.tokens
         self.summary.leave_out(work.plan.origin, reason)
         if answered:
@@ -203,7 +208,7 @@ class Regeneration:
             )
 
     async def failed(self, endpoint: Endpoint, work: Work, reason: str) -> bool:
-        """Handle a request without answer. Returns whether to ask again."""
+        """Handle a request that got no answer. Returns whether to ask again."""
         failure_time = time.monotonic()
         work.failures += 1
         again = work.failures < MOST_TRIES
@@ -240,7 +245,7 @@ def regenerate(
     report: Callable[[str], None],
     progress: Callable[[str], None],
 ) -> Summary:
-    """Ask the endpoints for every conversation that `file` lacks, as many at a time as each endpoint takes.
+    """Ask the endpoints for every conversation that `file` lacks, keeping each endpoint as busy as it allows.
 
     Only the conversations in progress are held in memory.
 
@@ -248,8 +253,9 @@ def regenerate(
     report: gets a line for each endpoint that is left out
     progress: gets a line now and then
 
-    Raises UserError if no endpoint is left, or if nothing but refusals comes; answers received until then are in the
-    file. Fewer refusals without an answer are counted but not recorded, so that the next run asks again.
+    Raises UserError if no endpoint is left, or if the first MOST_REFUSED conversations give no row; answers received
+    until then are in the file. If fewer give no row, and no other conversation gives one, they are counted but not
+    recorded, so that the next run asks again.
     """
     run = Regeneration(conversations, total, file, generation, report, progress)
     asyncio.run(run.run(endpoints))

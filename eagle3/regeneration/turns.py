@@ -1,4 +1,4 @@
-"""Which turns of a conversation the target is asked for, in what context, and which answers can be learnt from."""
+"""Decide which turns of a conversation to ask the target for, in what context, and which answers can be learnt from."""
 
 import hashlib
 import json
@@ -17,7 +17,11 @@ BROKEN_OFF = {"length": "truncated at the length limit", "content_filter": "stop
 
 
 class LeftOut(Exception):
-    """A conversation that gives no row. reason: the same for all of its kind; detail: of this conversation."""
+    """Raised for a conversation that gives no row.
+
+    reason: the same for all conversations with this problem
+    detail: specific to this conversation
+    """
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(reason)
@@ -26,7 +30,7 @@ class LeftOut(Exception):
 
 @dataclass(frozen=True)
 class Generation:
-    """The settings that decide the answers, of which a file has one set. None: the server's default."""
+    """Settings that determine the answers. All rows of a file share one set. None stands for the server's default."""
 
     model: str
     turns: Literal["all", "last"]
@@ -47,12 +51,12 @@ class Generation:
 
 
 class Plan(NamedTuple):
-    """A conversation in OpenAI's form, and which turns to ask for."""
+    """A conversation in OpenAI's form, with the turns to ask for."""
 
-    id: str  # hex digest of all of the below but the origin, and of the settings that decide the answers
+    id: str  # hex digest of all other fields but the origin, and of the settings that determine the answers
     origin: str
     messages: list[dict]
-    # Messages that the target gives anew. Their contents are dropped; their tool calls are kept for comparison.
+    # Indices of messages that the target writes anew. Their contents are dropped; tool calls are kept for comparison.
     asked: frozenset[int]
     tools: list | None
 
@@ -87,13 +91,13 @@ def plan_of(conversation: Conversation, generation: Generation) -> Plan:
 
 
 def _sendable(message: dict, reasoning: str) -> dict:
-    """The message with only the keys that an endpoint knows."""
+    """Reduce a message to the keys that an endpoint knows."""
     dropped_keys = ("reasoning_content",) if reasoning == "drop" else ()
     return {name: message[name] for name in SENT if message.get(name) is not None and name not in dropped_keys}
 
 
 def _name_calls(messages: list[dict]) -> None:
-    """Make the arguments of tool calls JSON strings, as in OpenAI's form, and give calls and results an id."""
+    """Turn the arguments of tool calls into JSON strings, as OpenAI has them, and add ids where there are none."""
     pending_ids: list[str] = []
     number = 0
     for message in messages:
@@ -108,7 +112,7 @@ def _name_calls(messages: list[dict]) -> None:
 
 
 def _openai_call(call: dict, default_id: str) -> dict:
-    """The call in OpenAI's form. default_id: its id if it has none."""
+    """Convert a call to OpenAI's form. default_id: its id if it has none."""
     arguments = call["function"].get("arguments", {})
     if not isinstance(arguments, str):
         arguments = _json(arguments, "text")
@@ -117,7 +121,7 @@ def _openai_call(call: dict, default_id: str) -> dict:
 
 
 def _json(value: Any, where: str) -> str:
-    """The value as JSON. Raises LeftOut if it cannot be sent: parquet rows may hold dates, texts lone surrogates."""
+    """The value as JSON. Raises LeftOut if it cannot be sent: rows may hold dates, and texts unpaired surrogates."""
     try:
         text = json.dumps(value, ensure_ascii=False)
         text.encode()
@@ -138,7 +142,7 @@ class Work:
         self.tokens = self.think_tags = 0
 
     async def ask(self, endpoint: Endpoint, generation: Generation) -> None:
-        """Request the missing answers. Raises LeftOut, and what Endpoint.chat raises; earlier answers are kept."""
+        """Request the missing answers. Raises LeftOut, and whatever Endpoint.chat raises. Earlier answers are kept."""
         plan = self.plan
         while len(self.messages) < len(plan.messages) and self.cut is None:
             index = len(self.messages)
@@ -158,7 +162,7 @@ class Work:
 
 
 def _turn(answer: Answer, generation: Generation) -> dict:
-    """The answer as a message. Raises LeftOut if it cannot be learnt from."""
+    """Turn an answer into a message. Raises LeftOut if it cannot be learnt from, NoAnswer if the server aborted it."""
     finish = answer.finish_reason
     if finish == "abort":  # SGLang was told to end while it was answering
         raise NoAnswer("the server broke the answer off (finish_reason abort)")
@@ -178,8 +182,8 @@ def _turn(answer: Answer, generation: Generation) -> dict:
 
 
 def _ends_early(answer: Answer, plan: Plan, index: int, turn: dict) -> str | None:
-    """Why the rest of the original cannot follow this turn; None if it can, or if there is none. If the calls are
-    equal, they get the original's ids, to which the following results refer."""
+    """The reason why the rest of the original cannot follow this turn; None if it can, or if nothing follows. If the
+    turn's calls equal the original's, they get its ids, because the results that follow refer to those."""
     if index == len(plan.messages) - 1:
         return None
     if answer.finish_reason == "length":

@@ -1,4 +1,4 @@
-"""What looks wrong in a run: each finding with its number, and the recipe keys that change it."""
+"""Finds things that look wrong in a run. Each finding has its number, and the recipe keys that change it."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -16,25 +16,25 @@ from eagle3.reporting.record import (
     tokens_label,
 )
 
-LEAST_SUPERVISED = 0.05  # share of the tokens
-FEW_SUPERVISED = 1_000_000  # tokens; EAGLE3's own drafts saw hundreds of millions
+LEAST_SUPERVISED = 0.05  # least share of supervised tokens
+FEW_SUPERVISED = 1_000_000  # number of tokens; EAGLE3's own drafts saw hundreds of millions
 LEAST_COVERAGE = 0.95
-MOST_LEFT_OUT = 0.05  # share of the conversations that were read
-FALL = 0.8  # share of the acceptance length at short contexts that should remain at long ones
-DIVERGED = 1.2  # times the training loss at the start
-RISE = 1.01  # times the lowest held-out loss
-FAR = 0.1  # difference between simulated and real shares of a draft position
+MOST_LEFT_OUT = 0.05  # share of the conversations read
+FALL = 0.8  # share of the acceptance length at short contexts that long ones should reach
+DIVERGED = 1.2  # as a multiple of the training loss at the start
+RISE = 1.01  # as a multiple of the lowest held-out loss
+FAR = 0.1  # difference between simulated and real acceptance of a draft position
 
 
 class Advice(NamedTuple):
     """Something that looks wrong, and what to do about it."""
 
-    finding: str  # with its number
+    finding: str  # what looks wrong, with its number
     change: str  # what to do
-    keys: tuple[str, ...]  # of the recipe
+    keys: tuple[str, ...]  # recipe keys to change
 
 
-# What to do, and the keys, by the kind of reason for which rows are left out; None for runs that do not record kinds.
+# Kind of reason for leaving out rows -> what to do, and the keys. The kind None is for runs that do not record kinds.
 LEFT_OUT = {
     "malformed": ("Malformed rows: correct them, by the reasons under Data.", ("data.malformed",)),
     "too_large": ("Rows that are too large: cut each into several.", ("data.malformed", "data.too_long")),
@@ -51,7 +51,7 @@ LEFT_OUT = {
 
 
 def advise(run: RunRecord) -> list[Advice]:
-    """Everything that looks wrong. A check whose numbers the folder lacks finds nothing."""
+    """Everything that looks wrong. A check finds nothing if the folder lacks its numbers."""
     checks = (
         _lossy,
         _diverged,
@@ -181,7 +181,7 @@ def _overfitted(run: RunRecord) -> Iterator[Advice]:
 def _far_from_simulated(run: RunRecord) -> Iterator[Advice]:
     result = run.evaluation
     if result.get("temperature") or result.get("topk", 1) > 1:
-        return  # the simulation is for greedy chains
+        return  # the simulation assumes greedy chains
     pairs = zip(simulated_positions(run), result.get("position_acceptance") or [], strict=False)
     for place, (expected, actual) in enumerate(pairs, 1):
         verifications = result["verifications"]
@@ -198,13 +198,13 @@ def _far_from_simulated(run: RunRecord) -> Iterator[Advice]:
 
 
 def _falls_with_context(run: RunRecord) -> Iterator[Advice]:
-    """Finds a curve whose end is far below its best point, by more than chance explains."""
+    """Finds a curve that ends far below its best point, by more than chance explains."""
     curve, how = (measured_curve(run.by_context), "measured") if run.by_context else (estimated_curve(run), "estimated")
     known = np.flatnonzero(np.isfinite(curve.lengths)) if curve else []
     if len(known) < 2:
         return
     best, last = known[np.argmax(curve.lengths[known])], known[-1]
-    chance = curve.interval[last][1] >= curve.interval[best][0]  # False if an interval is not known
+    chance = curve.interval[last][1] >= curve.interval[best][0]  # False if an interval is unknown
     if curve.lengths[last] < FALL * curve.lengths[best] and not chance:
         near, far = (f"{curve.lengths[place]:.2f} at {tokens_label(curve.contexts[place])}" for place in (best, last))
         yield Advice(

@@ -1,4 +1,4 @@
-"""The model card: README.md beside the exported draft, with the metadata that hubs expect, filled in from the run."""
+"""The model card: README.md beside the exported draft, with the metadata that hubs expect, filled in from its run."""
 
 import hashlib
 import json
@@ -36,7 +36,7 @@ from eagle3.targets.sglang.version import speculative_flags
 
 TEMPLATE = Path(__file__).with_name("card.md")
 VERSIONS = ("eagle3-recipes", "torch", "deepspeed", "megatron-core", "transformers")
-AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"  # vLLM reads this key, and SGLang reads it in eagle_config
+AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"  # vLLM reads this key at the top level, SGLang in eagle_config
 FROM_RECIPE = (
     ("samples a step", "training.global_batch_size", "{:,}"),
     ("TTT steps", "training.ttt_steps", "{}"),
@@ -45,18 +45,18 @@ FROM_RECIPE = (
     ("learning rate", "training.learning_rate", "{}"),
     ("longest sample allowed", "data.max_length", "{:,} tokens"),
 )
-LONG = 4096  # tokens of context; a draft that was judged on less shows nothing about long contexts
+LONG = 4096  # tokens of context; a draft judged on less shows nothing about long contexts
 SEAL = "\n<!-- written from the run's files; sha256 of the lines above: "
 
 
 class Edited(UserError):
-    """The card was changed by hand. What somebody wrote is not overwritten."""
+    """The card was edited by hand. Edits are never overwritten."""
 
 
 def write_card(path: Path) -> Path | None:
-    """Write the card of the run in folder `path`, and return its path; None if no draft has been exported yet.
+    """Write the card for the run in folder `path`, and return the card's path; None if no draft has been exported yet.
 
-    Raises UserError if there is no run, and Edited if somebody has changed the card.
+    Raises UserError if there is no run, and Edited if somebody has edited the card.
     """
     run = read_run(path)
     if not run.draft:
@@ -69,13 +69,13 @@ def write_card(path: Path) -> Path | None:
 
 
 def sealed(text: str) -> str:
-    """The text with a last line that reveals later changes."""
+    """The text plus a last line that reveals later edits."""
     return f"{text}{SEAL}{hashlib.sha256(text.encode()).hexdigest()} -->\n"
 
 
 def card_text(run: RunRecord) -> str:
-    """Markdown with YAML front matter, in which every value is escaped. It holds no paths of the machine: of a folder,
-    only the last part is shown."""
+    """The card as Markdown with YAML front matter, with every value escaped. Folders are shown without their paths on
+    this machine."""
     hub_id = hub_id_of(run)
     data = ModelCardData(
         base_model=hub_id and one_line(hub_id),
@@ -148,7 +148,7 @@ def _judged(run: RunRecord) -> dict[str, Any] | None:
     if result.get("acceptance_length") is None:
         return None
     shares, untrained = result.get("position_acceptance") or [], result.get("untrained")
-    # What all verifications added, without the first tokens, which come from prefills.
+    # Tokens that the verifications added. First tokens do not count, because they come from prefills.
     yielded = round(result["acceptance_length"] * result["verifications"])
     method = f"{result['draft_tokens']} drafted tokens"
     if result.get("topk", 1) > 1:
@@ -170,7 +170,7 @@ def _judged(run: RunRecord) -> dict[str, Any] | None:
 
 
 def _lossless(result: Record) -> str:
-    """How the output compared with the target's alone. Sampled outputs are not compared."""
+    """How the output compares with that of the target alone. Sampled outputs are not compared."""
     if result.get("temperature") or result.get("compared") is False:
         return "The outputs were sampled, so they were not compared with plain decoding."
     if result.get("mismatches"):
@@ -205,7 +205,8 @@ def _contexts(run: RunRecord) -> dict[str, Any] | None:
 
 
 def _serving(run: RunRecord, target: str) -> dict[str, Any]:
-    """The commands that serve the draft. vllm_key: what config.json lacks for vLLM, as in exports of older versions."""
+    """The commands that serve the draft. vllm_key: an entry that vLLM needs and that config.json lacks in older
+    exports."""
     draft, steps = run.draft, run.key("evaluation.draft_tokens") or 4
     window, context = draft.get("sliding_window"), draft["max_position_embeddings"]
     flags = speculative_flags("DRAFT", steps, 1, steps + 1, window)

@@ -1,4 +1,4 @@
-"""The charts of one run, drawn from what its folder holds. A chart that lacks something says so."""
+"""The charts of one run, from the contents of its folder. A chart that cannot be drawn says what is missing."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -57,7 +57,7 @@ ABOUT_POSITIONS = (
 
 
 class Absent(NamedTuple):
-    """A chart that cannot be drawn, and what it lacks."""
+    """A chart that cannot be drawn, with what is missing."""
 
     name: str
     title: str
@@ -69,7 +69,7 @@ def loss_label(run: RunRecord) -> str:
 
 
 def about_loss(run: RunRecord) -> str:
-    """What `loss` is, wherever it appears."""
+    """The definition of `loss`, wherever it appears."""
     steps, decay = run.key("training.ttt_steps"), run.key("training.step_decay")
     steps = "the TTT steps" if steps is None else f"the {steps} TTT steps"
     weights = "" if decay is None else f", each weighted {decay:g} times the one before"
@@ -81,7 +81,7 @@ def _loss(run: RunRecord, name: str, title: str, key: str) -> Plot:
 
 
 def _course(run: RunRecord, name: str, title: str, key: str, label: str, about: str) -> Plot:
-    """One number over the steps, in training and held out."""
+    """A chart of one number over the steps, in training and on held-out text."""
     values, held_out = column(run.train, key), column(run.held_out, key)
     all_steps = column(run.train, "step")
     series = [Series(TRAINING, *thinned(all_steps, values), BLUE)]
@@ -108,7 +108,7 @@ def _step_losses(run: RunRecord, name: str, title: str, key: str) -> Plot:
 
 
 def _by_ttt_step(run: RunRecord, name: str, title: str, key: str, label: str, about: str) -> Plot:
-    """Training as lines and held out as dots, with one colour per TTT step."""
+    """A chart with training as lines and held-out text as dots, in one colour per TTT step."""
     curves, held_out = columns(run.train, key), columns(run.held_out, key)
     all_steps, colours = column(run.train, "step"), shades(curves.shape[1])
     steps, smooth = thinned(all_steps, curves)
@@ -143,7 +143,7 @@ def _norm(run: RunRecord, name: str, title: str, key: str) -> Plot:
 def _of_steps(
     run: RunRecord, name: str, title: str, key: str, label: str, about: str, colour: Colour, **scale: bool
 ) -> Plot:
-    """One number for each step."""
+    """A chart of one number per step."""
     values, all_steps = column(run.train, key), column(run.train, "step")
     series = Series(title.lower(), *thinned(all_steps, values), colour)
     alt = f"{title}: {_from_to(values)}, at most {short_number(float(np.nanmax(values)))}."
@@ -175,7 +175,7 @@ def _positions(run: RunRecord, name: str, title: str) -> Plot | None:
 
 
 def curve_series(label: str, curve: Curve, colour: Colour, look: str = "line") -> Series:
-    """Acceptance length by context, with its interval if known."""
+    """A series of acceptance lengths by context, with the confidence interval if known."""
     band = curve.interval if np.isfinite(curve.interval).any() else None
     return Series(label, curve.contexts, curve.lengths, colour, look, dotted=True, band=band)
 
@@ -235,7 +235,7 @@ def _lengths(run: RunRecord, name: str, title: str) -> Plot | None:
         return None
     all_edges = [np.array(histogram["edges"]) for histogram in known.values()]
     least, most = min(edges[0] for edges in all_edges), max(edges[-1] for edges in all_edges)
-    grow = any(edges[-1] - edges[-2] > 1.5 * (edges[1] - edges[0]) for edges in all_edges)  # the bins do
+    grow = any(edges[-1] - edges[-2] > 1.5 * (edges[1] - edges[0]) for edges in all_edges)  # whether bins grow
     logarithmic = 0 < 2 * least <= most and grow
     middles = [np.sqrt(edges[1:] * edges[:-1]) if logarithmic else (edges[1:] + edges[:-1]) / 2 for edges in all_edges]
     shares = [np.array(histogram["counts"], float) / max(1, sum(histogram["counts"])) for histogram in known.values()]
@@ -258,7 +258,7 @@ def _lengths(run: RunRecord, name: str, title: str) -> Plot | None:
     return Plot(name, title, about, alt, axis, share_axis("of samples", highest or 1.0), series)
 
 
-# File name, title, key in metrics.jsonl, and the function that draws it; in the order of the page, like those below.
+# File name, title, key in metrics.jsonl, and the function that draws it. In the order of the page, as below.
 OF_STEPS: tuple[tuple[str, str, str, Callable[[RunRecord, str, str, str], Plot]], ...] = (
     ("total_loss", "Loss", "loss", _loss),
     ("loss", "Loss by TTT step", "step_losses", _step_losses),
@@ -284,7 +284,7 @@ OF_STEPS: tuple[tuple[str, str, str, Callable[[RunRecord, str, str, str], Plot]]
     ("throughput", "Throughput of training", "tokens_per_second", _throughput),
     ("memory", "Peak memory of the first rank", "memory_gib", _memory),
 )
-# Name, title, the function that draws it, and what is missing if it draws nothing.
+# File name, title, the function that draws it, and what is missing if it draws nothing.
 OTHERS: tuple[tuple[str, str, Callable[[RunRecord, str, str], Plot | None], str], ...] = (
     (
         "positions",

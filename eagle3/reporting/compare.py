@@ -1,4 +1,4 @@
-"""Compare several runs: their courses and their acceptance by context in charts, their key numbers in tables."""
+"""Compare several runs: charts of their training curves and acceptance by context, and tables of their key numbers."""
 
 import itertools
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ CONDITIONS = (
     "new_tokens",
     "prompts",
 )
-# Keys of the recipe: if they differ, a loss or an acceptance is another quantity, or one of other texts.
+# Recipe keys that decide what a loss or an acceptance measures, and on which texts.
 DECISIVE = (
     "model.target",
     "model.draft.vocab_size",
@@ -47,21 +47,21 @@ DECISIVE = (
 
 
 class Compared(NamedTuple):
-    """A run with its name in charts and tables."""
+    """A run, with its name in charts and tables."""
 
     name: str
     run: RunRecord
 
     @property
     def found(self) -> Record:
-        """Its by_context.json; empty if it measured nothing."""
+        """The run's by_context.json; empty if it has none."""
         return self.run.by_context if self.run.by_context.get("contexts") else {}
 
 
 def read_compared(folders: Sequence[Path], names: Sequence[str] | None) -> list[Compared]:
-    """Read the runs to compare. names: one for each run; default: the folders' own.
+    """Read the runs to compare. names: a name for each run; default: the folders' names.
 
-    Raises UserError if a folder holds no run, or if there is not a different name for each run.
+    Raises UserError if a folder holds no run, or unless each run has a different name.
     """
     places = [folder.resolve() for folder in folders]
     if twice := [folder for folder, place in zip(folders, places, strict=True) if places.count(place) > 1]:
@@ -77,7 +77,7 @@ def read_compared(folders: Sequence[Path], names: Sequence[str] | None) -> list[
 
 
 def runs_table(compared: Sequence[Compared]) -> Table:
-    """The key numbers, one column per run, with a note on other differences."""
+    """The table of key numbers, with one column per run and a note on further differences."""
     rows = [summary_rows(each.run) for each in compared]
     names = list(dict.fromkeys(name for of_run in rows for name in of_run))
     differences = differing(compared, {key: [each.run.key(key) for each in compared] for key in DECISIVE})
@@ -90,7 +90,7 @@ def runs_table(compared: Sequence[Compared]) -> Table:
 
 
 def differing(compared: Sequence[Compared], values: dict[str, Sequence[Any]]) -> list[str]:
-    """For each key whose values differ, which run has which value."""
+    """Describe each key whose values differ: which run has which value."""
     return [
         f"{key} DIFFERS: " + ", ".join(f"{value} ({each.name})" for value, each in zip(of_runs, compared, strict=True))
         for key, of_runs in values.items()
@@ -99,10 +99,10 @@ def differing(compared: Sequence[Compared], values: dict[str, Sequence[Any]]) ->
 
 
 def contexts_table(compared: Sequence[Compared]) -> Table:
-    """Acceptance of the runs that were measured: one row per context, one column per run.
+    """The table of acceptance, for runs that measured it: one row per context, one column per run.
 
-    Cells have 95% confidence intervals and the number of verifications. The note says how runs were measured, and warns
-    of differences.
+    Cells include 95% confidence intervals and the number of verifications. The note says how the runs were measured,
+    and warns if that differs.
     """
     rows = {each.name: {row["context"]: row for row in each.found["contexts"]} for each in compared}
     contexts = sorted({context for of_run in rows.values() for context in of_run})
@@ -134,7 +134,8 @@ def _condition(record: Record, name: str) -> Any:
 
 
 def compared_plots(compared: Sequence[Compared]) -> list[Plot]:
-    """Loss and accepted drafts by step and by supervised tokens, and acceptance by context, where runs have them."""
+    """Charts of loss and accepted drafts by step and by supervised tokens, and of acceptance by context, if runs have
+    them."""
     coloured = [*zip(compared, itertools.cycle(COLOURS), strict=False)]
     abouts = {about_loss(each.run) for each in compared}
     about = (
@@ -160,10 +161,11 @@ def compared_plots(compared: Sequence[Compared]) -> list[Plot]:
 def _course(
     coloured: Sequence[tuple[Compared, Colour]], over: str, name: str, key: str, title: str, unit: str, about: str
 ) -> Plot | None:
-    """Pale lines for training and dots for held-out text, by steps or supervised tokens; None if no run has any.
+    """A chart with pale lines for training and dots for held-out text, by steps or supervised tokens; None if there is
+    no data.
 
-    key: in metrics.jsonl
-    unit: of its axis
+    key: key of the values in metrics.jsonl
+    unit: unit of the value axis
     """
     training, held_out, ends = [], [], []
     for (label, run), colour in coloured:

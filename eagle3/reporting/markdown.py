@@ -1,6 +1,6 @@
-"""A run in Markdown: its key numbers as a small table, to be pasted into an issue or a chat.
+"""A run's key numbers as a small Markdown table, to paste into an issue or a chat.
 
-Names that others chose (targets, data sets, folders) are escaped, so that they make no links, HTML, lines or cells.
+Names that others chose (targets, data sets, folders) are escaped, so that they create no links, HTML, lines or cells.
 """
 
 import re
@@ -13,11 +13,11 @@ import numpy as np
 from eagle3.console import counted, duration, memory_size
 from eagle3.reporting.record import Record, RunRecord, column, mean, number, rule, short, source_name, target_name
 
-# An underscore inside a word is not markup.
+# Special characters in Markdown. An underscore inside a word is not one.
 SPECIAL = re.compile(r"[\\`*\[\]<>|&~$#]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")
 VERSIONS = ("eagle3-recipes", "python", "torch", "deepspeed", "transformers", "sglang")
 WEIGHTED = "weighted sum over TTT steps"
-LAST = 10  # steps over which the last training loss is averaged
+LAST = 10  # number of steps over which the last training loss is averaged
 
 
 class Markdown(str):
@@ -25,7 +25,7 @@ class Markdown(str):
 
 
 def escaped(value: object) -> Markdown:
-    """The value as text in a paragraph, heading or table cell. Markdown stays as it is."""
+    """Escape a value for a paragraph, a heading or a table cell. Leaves Markdown as it is."""
     return value if isinstance(value, Markdown) else Markdown(SPECIAL.sub(r"\\\g<0>", one_line(str(value))))
 
 
@@ -35,7 +35,7 @@ class Table(NamedTuple):
     title: str
     head: Sequence[str]
     rows: Iterable[Sequence[str]]
-    note: str = ""  # shown below it
+    note: str = ""  # shown below the table
 
     def markdown(self) -> str:
         """The table as Markdown, without its title."""
@@ -45,12 +45,12 @@ class Table(NamedTuple):
 
 
 def one_line(text: str) -> str:
-    """The text without line breaks, and without characters that are invisible or reverse the text."""
+    """The text without line breaks, and without characters that are invisible or change the direction of text."""
     return " ".join("".join(each if each.isprintable() else " " for each in text).split())
 
 
 def fenced_command(words: Sequence[str]) -> Markdown:
-    """A code block with a shell command, one option per line. Its fence holds, whatever the words are."""
+    """A code block with a shell command, one option per line. No word can close its fence."""
     quoted = [quote(one_line(word)) for word in words]
     command = quoted[0] + "".join(f" \\\n  {word}" if word.startswith("--") else f" {word}" for word in quoted[1:])
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", command)), default=0))
@@ -61,7 +61,7 @@ def fenced_command(words: Sequence[str]) -> Markdown:
 
 
 def summary_rows(run: RunRecord) -> dict[str, str]:
-    """The known key numbers. They hold no paths: of files and folders, only the last part is shown."""
+    """The key numbers that are known. Files and folders are shown without their paths."""
     return {name: one_line(value) for name, value in (_setup(run) | _results(run) | _ran_on(run)).items() if value}
 
 
@@ -81,7 +81,7 @@ def spans_in_words(spans: Record) -> str:
 
 
 def versions_in_words(versions: dict[str, str], names: Sequence[str]) -> str:
-    """The versions of those of `names` that are known."""
+    """The versions of those `names` whose version is known."""
     return ", ".join(f"{name} {versions[name]}" for name in names if name in versions)
 
 
@@ -118,7 +118,7 @@ def _setup(run: RunRecord) -> dict[str, str]:
 
 
 def _results(run: RunRecord) -> dict[str, Any]:
-    """The results. A falsy value means that a number is not known, here and below."""
+    """The results. Here and below, a falsy value means that a number is not known."""
     result, best, length = run.evaluation, run.exported, run.evaluation.get("acceptance_length")
     loss, untrained, speed = mean(column(run.train[-LAST:], "loss")), result.get("untrained"), result.get("speed")
     return {

@@ -1,4 +1,4 @@
-"""The page of a run: what its folder holds, as a single HTML file that needs nothing else and reads well on a phone."""
+"""The page of a run: the contents of its folder as a single, self-contained HTML file that reads well on a phone."""
 
 import base64
 import hashlib
@@ -26,16 +26,16 @@ SECTIONS = {  # title -> names of the charts
 }
 PARTS = {"train": "training", "held_out": "held out"}
 MOST_EXAMPLES = 8
-MOST_PROMPT, OPENING, MOST_VALUE = 2000, 90, 60  # most characters
-LETTER = 8.5  # width of a letter in the drawing
+MOST_PROMPT, OPENING, MOST_VALUE = 2000, 90, 60  # limits in characters
+LETTER = 8.5  # assumed width of a letter in the drawing
 SEPARATOR = ";"
-Place = Callable[[np.ndarray], np.ndarray]  # from values to places in the drawing
-Tick = tuple[float, str]  # place and name
-Shape = tuple[str, str, Colour]  # class in the page's style, SVG path, colour
+Place = Callable[[np.ndarray], np.ndarray]  # maps values to positions in the drawing
+Tick = tuple[float, str]  # position and label
+Shape = tuple[str, str, Colour]  # CSS class, SVG path, colour
 
 
 def rendered(template: str, **values: Any) -> str:
-    """HTML in which all text from data is escaped, and the page's own script is the only one that can run."""
+    """Render HTML in which all text from data is escaped, and no script but the page's own can run."""
     folder = Path(__file__).parent
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(folder),
@@ -90,7 +90,7 @@ def _subtitle(run: RunRecord) -> str:
 
 
 def _tiles(run: RunRecord) -> list[tuple[str, str, str]]:
-    """(name, value, note); the note may be empty."""
+    """The key figures, each as (name, value, note); the note may be empty."""
     result, best, pace, all_steps = run.evaluation, run.exported, run.pace, run.started.get("steps")
     untrained, speed, tiles = result.get("untrained"), result.get("speed"), []
     length_note = "by context, below" if run.by_context else "not judged yet"
@@ -134,7 +134,7 @@ def _rule(result: Record) -> str:
 
 
 def _with_values(run: RunRecord, advice: Advice) -> dict[str, Any]:
-    """The advice with the current values of its keys."""
+    """The advice, with the current values of the keys that it names."""
     values = {name: "null" if run.key(name) is None else str(run.key(name)) for name in advice.keys}
     keys = {
         name: value if len(value) <= MOST_VALUE else f"{value[: MOST_VALUE - 1]}…" for name, value in values.items()
@@ -143,7 +143,7 @@ def _with_values(run: RunRecord, advice: Advice) -> dict[str, Any]:
 
 
 def _contexts_table(run: RunRecord) -> Table | None:
-    """The chart of by_context.json in numbers, and acceptance by draft position."""
+    """The numbers behind the chart of by_context.json, and acceptance by draft position."""
     if not run.by_context.get("contexts"):
         return None
     contexts = context_rows(run.by_context)
@@ -154,7 +154,7 @@ def _contexts_table(run: RunRecord) -> Table | None:
 
 
 def _data(run: RunRecord) -> tuple[Table | None, list[str]]:
-    """What the samples are, and how they were made."""
+    """A table of the samples, and notes on how they were made."""
     if not run.started:
         return None, []
     parts = [run.started["data"][part] for part in PARTS]
@@ -168,7 +168,7 @@ def _data(run: RunRecord) -> tuple[Table | None, list[str]]:
         "rows read": [rows.get("rows") for rows in read],
         "dropped": [sum(rows["dropped"].values()) if rows else None for rows in read],
         "truncated": [rows.get("truncated") for rows in read],
-        "empty answers": [rows.get("empty_answers") for rows in read],  # not counted by older runs
+        "empty answers": [rows.get("empty_answers") for rows in read],  # older runs did not count them
     }
     rows = [(name, *map(_cell, row)) for name, row in counts.items()]
     vocabulary = run.started["vocabulary"]
@@ -191,7 +191,7 @@ def _cell(value: int | str | None) -> str:
 
 
 def _memory(run: RunRecord) -> tuple[Table | None, list[str]]:
-    """The planner's estimate, and what it covers."""
+    """The planner's memory estimate, and notes on what it covers."""
     memory = run.started.get("memory", {})
     if memory.get("estimate_gib") is None:
         return None, [f"The planner made no estimate: {memory['why']}"] if memory.get("why") else []
@@ -216,7 +216,7 @@ def _example(example: Record) -> dict[str, Any]:
         "prompt": prompt if len(prompt) <= MOST_PROMPT else f"…{prompt[-MOST_PROMPT:]}",
         "first": example.get("first"),
         "verifications": [
-            # a line break that was never part of the output would tear the text
+            # a line break in a rejected token would break up the text, although the output never contained it
             {**each, "rejected": [token.replace("\n", "↵") for token in each["rejected"]]}
             for each in example["verifications"]
         ],
@@ -241,7 +241,7 @@ def _facts(run: RunRecord) -> dict[str, str]:
     }
 
 
-# A chart as shapes and words of an SVG drawing, and its legend, in which the page's script finds the values -----------
+# A chart as an SVG drawing's shapes and words, and its legend, in which the page's script finds the values ------------
 
 
 class Entry(NamedTuple):
@@ -249,9 +249,9 @@ class Entry(NamedTuple):
 
     series: Series
     value: str  # the last value
-    at: str  # where that is
-    # For the page's script: points in the drawing (x, y) and what they are, in words (at, values). Each is one text
-    # with separators. All are empty for a rule, which is the same everywhere.
+    at: str  # where the last value is
+    # For the page's script: points in the drawing (x, y) and their description (at, values), each as one string with
+    # separators. All are empty for a rule, which is the same everywhere.
     points: dict[str, str]
 
 
@@ -259,13 +259,13 @@ class Vector(NamedTuple):
     """A plot as the page draws it."""
 
     plot: Plot
-    left: float  # where its axes begin
+    left: float  # left end of its axes
     xticks: Sequence[Tick]
     yticks: Sequence[Tick]
     shapes: Sequence[Shape]
-    rows: Sequence[tuple[str, Sequence[Entry]]]  # entries that belong together, each group with its heading
+    rows: Sequence[tuple[str, Sequence[Entry]]]  # groups of entries that belong together, each with its heading
 
-    # The drawing's size, which the page scales, and where its axes end.
+    # The drawing's size, which the page scales, and the ends of its axes.
     width, height = 440, 270
     top, right, bottom = 26, 426, 228
 
@@ -298,7 +298,7 @@ def _entry(plot: Plot, series: Series, xs: np.ndarray, ys: np.ndarray) -> Entry:
     known = np.flatnonzero(np.isfinite(xs) & np.isfinite(ys))
     values, ats = [_value(plot, series, place) for place in known], [plot.x.tell(series.x[place]) for place in known]
     last = (values[-1], ats[-1]) if len(known) else ("–", "")
-    if series.look == "rule":  # has nothing to point at
+    if series.look == "rule":  # a rule has no points
         known, values, ats = [], [], []
     x, y = (" ".join(f"{each[place]:.1f}" for place in known) for each in (xs, ys))
     return Entry(series, *last, {"x": x, "y": y, "at": SEPARATOR.join(ats), "values": SEPARATOR.join(values)})
@@ -313,7 +313,7 @@ def _value(plot: Plot, series: Series, place: int) -> str:
 
 
 def _shapes(series: Series, across: Place, down: Place) -> Iterator[tuple[str, str]]:
-    """(kind, path) of each shape."""
+    """Each shape as (kind, path)."""
     xs, ys = across(series.x), down(series.y)
     if series.look == "stairs":
         first, *edges = across(series.edges)
@@ -326,7 +326,7 @@ def _shapes(series: Series, across: Place, down: Place) -> Iterator[tuple[str, s
         if around:
             yield "band", "M" + "L".join([up for up, _ in around] + [down for _, down in around[::-1]]) + "z"
     points = _points(xs, ys)
-    if series.look != "dots":  # a curve, with gaps where a point has no place
+    if series.look != "dots":  # a curve, with gaps at points that have no position
         runs = (list(run) for known, run in itertools.groupby(points, key=bool) if known)
         yield series.look, "".join("M" + "L".join(run) for run in runs)
     if series.dotted or series.look == "dots":
@@ -334,6 +334,6 @@ def _shapes(series: Series, across: Place, down: Place) -> Iterator[tuple[str, s
 
 
 def _points(xs: np.ndarray, ys: np.ndarray) -> list[str]:
-    """Points as text; empty for one that has no place."""
+    """Points as text; empty for a point that has no position."""
     known = np.isfinite(xs) & np.isfinite(ys)
     return [f"{x:.1f} {y:.1f}" if there else "" for x, y, there in zip(xs, ys, known, strict=True)]

@@ -1,6 +1,6 @@
-"""What a chart shows: axes with their ticks, series, and the sentence that defines them; and the chart as a PNG file.
+"""Describes a chart (axes with ticks, series, and the sentence that defines them), and draws it as a PNG file.
 
-The page draws charts itself, from the same data.
+The page draws its own charts from the same description.
 """
 
 import io
@@ -18,21 +18,21 @@ from matplotlib.ticker import LogLocator, MaxNLocator
 
 from eagle3.reporting.record import mean, short, tokens_label
 
-MOST_POINTS = 500  # in a series; more than a chart can show
-WIDE = 20  # if the greatest value is this many times the least, an axis is logarithmic where it may be
-MARGIN = 0.04  # share of an axis beyond its values
-MOST, MOST_SPREAD = 1e100, 1e12  # numbers beyond these, from a run gone wrong, are drawn at an axis's end
+MOST_POINTS = 500  # points in a series; more than a chart can show
+WIDE = 20  # least ratio of greatest to least value for a logarithmic axis
+MARGIN = 0.04  # share of an axis left free beyond its values
+MOST, MOST_SPREAD = 1e100, 1e12  # numbers beyond these come from a run gone wrong, and are drawn at the end of an axis
 Look = Literal["line", "pale", "dashed", "rule", "dots", "stairs"]
 
 
 class Colour(NamedTuple):
-    """A colour on a white page and on a dark one."""
+    """A colour for white pages and one for dark pages."""
 
     light: str
     dark: str
 
 
-# Okabe and Ito's palette, whose colours colour-blind people can tell apart, and similar colours for dark pages.
+# Okabe and Ito's palette, whose colours colour-blind people can tell apart, with similar colours for dark pages.
 BLUE, ORANGE = Colour("#0072b2", "#4db2f0"), Colour("#e69f00", "#f2b73f")
 GREEN, VERMILLION = Colour("#009e73", "#2fc99b"), Colour("#d55e00", "#ff8f4d")
 PURPLE, SKY = Colour("#cc79a7", "#e39ac3"), Colour("#56b4e9", "#8fd0f7")
@@ -41,24 +41,25 @@ COLOURS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY)
 
 
 def shades(count: int) -> list[Colour]:
-    """Colours for an ordered series, of which the first stands out most."""
+    """Colours for ordered series; the first stands out most."""
     scale, steps = matplotlib.colormaps["viridis"], np.linspace(0, 1, max(1, count))
     both = zip(scale(0.88 * steps), scale(1 - 0.58 * steps), strict=True)
     return [Colour(*(matplotlib.colors.to_hex(colour) for colour in pair)) for pair in both]
 
 
 class Axis(NamedTuple):
-    """An axis from low to high."""
+    """An axis that goes from `low` to `high`."""
 
     label: str
     low: float
     high: float
-    ticks: Sequence[tuple[float, str]]  # each with its name
-    tell: Callable[[float], str]  # a value in words, shown when someone points at it
-    base: int | None = None  # of a logarithmic axis
+    ticks: Sequence[tuple[float, str]]  # value and label of each tick
+    tell: Callable[[float], str]  # describes a value, for when someone points at it
+    base: int | None = None  # base of a logarithmic axis
 
     def place(self, values: np.ndarray) -> np.ndarray:
-        """Places of values, from 0 at the low end to 1 at the high end; nan if a value has no place."""
+        """Positions of values on the axis, from 0 at the low end to 1 at the high end; nan for a value that has
+        none."""
         values = np.clip(values, -MOST, MOST)
         with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
             if self.base is None:
@@ -71,30 +72,32 @@ class Series(NamedTuple):
 
     label: str
     x: np.ndarray  # [n]
-    y: np.ndarray  # [n], nan where there is no value
+    y: np.ndarray  # [n], nan if there is no value
     colour: Colour
-    # line, pale, dashed: curves; rule: a level that is the same everywhere; dots: no curve; stairs: a histogram
+    # line, pale, dashed: curves; rule: a level that is the same everywhere; dots: points without a curve; stairs: a
+    # histogram
     look: Look = "line"
-    dotted: bool = False  # a curve whose points show
-    band: np.ndarray | None = None  # [n, 2], around y
-    edges: np.ndarray | None = None  # [n + 1], of a histogram's bins around x
-    group: str = ""  # series of a group are read together, for example those of training or of held-out text
+    dotted: bool = False  # whether a curve's points are drawn
+    band: np.ndarray | None = None  # [n, 2], band around y
+    edges: np.ndarray | None = None  # [n + 1], edges of a histogram's bins around x
+    group: str = ""  # series in a group are read together, for example those for training or for held-out text
 
 
 class Plot(NamedTuple):
-    """A chart, apart from how it is drawn."""
+    """A chart, independent of how it is drawn."""
 
-    name: str  # of its file
+    name: str  # name of its file
     title: str
-    about: str  # what its numbers are, in a sentence or two
-    alt: str  # what it shows, with its numbers, for people who cannot see it
+    about: str  # defines its numbers, in a sentence or two
+    alt: str  # describes the chart, with its numbers, for people who cannot see it
     x: Axis
     y: Axis
     series: Sequence[Series]
 
 
 def thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """A long curve reduced to the means of equal runs of points. steps: [n]; values: [n] or [n, k], maybe nan."""
+    """Reduce a long curve to the means of equally long runs of points. steps: [n]; values: [n] or [n, k], may be
+    nan."""
     if len(steps) <= MOST_POINTS:
         return steps, values
     edges = np.linspace(0, len(steps), MOST_POINTS + 1).astype(int)
@@ -103,12 +106,12 @@ def thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 
 def level(label: str, x: Axis, height: float, colour: Colour = GREY) -> Series:
-    """A level that is the same everywhere."""
+    """A series for a level that is the same everywhere."""
     return Series(label, np.array([x.low, x.high]), np.array([height, height]), colour, "rule")
 
 
 def tick_name(value: float) -> str:
-    """Name of one tick among others: 0.25, 4012, 12k, 1.5M, 5e-5."""
+    """Label of a tick, for example 0.25, 4012, 12k, 1.5M, 5e-5."""
     if 0 < abs(value) < 1e-3:
         mantissa, exponent = f"{value:.2e}".split("e")
         return f"{float(mantissa):g}e{int(exponent)}"
@@ -116,7 +119,7 @@ def tick_name(value: float) -> str:
 
 
 def short_number(value: float) -> str:
-    """The value in about four digits: 0.3612, 21.05, 2.000, 4,012, 9.86e-5."""
+    """The value with about four digits, for example 0.3612, 21.05, 2.000, 4,012, 9.86e-5."""
     if abs(value) >= 1000:
         return f"{value:,.0f}"
     return tick_name(value) if 0 < abs(value) < 1e-3 else f"{value:#.4g}"
@@ -127,14 +130,15 @@ def step_axis(steps: np.ndarray) -> Axis:
 
 
 def count_axis(label: str, counts: np.ndarray, tell: Callable[[float], str] = tick_name) -> Axis:
-    """An axis for whole numbers, just around them."""
+    """An axis that just covers these whole numbers."""
     low, high = _ends([counts])
     ticks = MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]).tick_values(low, high)
     return Axis(label, low, high, _within(ticks, low, high), tell)
 
 
 def number_axis(label: str, values: Sequence[np.ndarray], *, zero: bool = False, logarithmic: bool = False) -> Axis:
-    """An axis around the values. zero: from 0. logarithmic: if a linear axis would hide most of the values."""
+    """An axis that covers the values. zero: begin at 0. logarithmic: allow a logarithmic axis, for values that a linear
+    one would hide."""
     low, high = _ends(values)
     if logarithmic and low > 0 and high > WIDE * low:
         low, high = max(low, high / MOST_SPREAD) / 1.1, high * 1.1
@@ -153,7 +157,7 @@ def share_axis(label: str, most: float = 1.0) -> Axis:
 
 
 def context_axis(label: str, contexts: np.ndarray) -> Axis:
-    """A logarithmic axis with a tick for each context, or for some of them if there are many."""
+    """A logarithmic axis with a tick at each context, or at some of them if there are many."""
     every = 1 + (len(contexts) - 1) // 9
     ticks = [(float(context), tokens_label(context)) for context in contexts[::every]]
     return Axis(label, float(contexts[0]) / 1.15, float(contexts[-1]) * 1.15, ticks, tokens_label, base=2)
@@ -176,7 +180,7 @@ def _within(
 
 # As a PNG file, by matplotlib, for documents, chats and slides --------------------------------------------------------
 
-# Narrow, so that letters keep their size on a phone, where 340 CSS pixels are 340 points.
+# Narrow, so that letters keep their size on a phone, whose width of 340 CSS pixels corresponds to 340 points.
 WIDTH, HEIGHT, DPI = 4.7, 3.5, 180  # inches, dots per inch
 INK = "#1f2933"
 STYLE = {
@@ -195,7 +199,7 @@ STYLE = {
     "ytick.color": INK,
     "legend.frameon": False,
     "legend.fontsize": 9,
-    "text.parse_math": False,  # a $ in a run's name is just a $
+    "text.parse_math": False,  # a $ in a run's name is only a $
     "figure.facecolor": "white",
 }
 LOOKS = {
@@ -206,7 +210,7 @@ LOOKS = {
     "dots": {"linestyle": "", "marker": "o", "markersize": 6, "markeredgecolor": "white"},
     "stairs": {"linewidth": 4},
 }
-MARKERS = "osD^vP"  # for series whose points show
+MARKERS = "osD^vP"  # for series whose points are drawn
 
 
 def png(plot: Plot, width: float = WIDTH) -> bytes:

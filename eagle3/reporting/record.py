@@ -1,6 +1,6 @@
-"""The contents of a run folder, read once for report and card, and the acceptance that they show.
+"""Reads a run folder once, for the report and the card, and derives acceptance from its contents.
 
-A run may lack any of its files, and any number may be null.
+Any of a run's files may be missing, and any number may be null.
 """
 
 import json
@@ -27,16 +27,16 @@ FEW = 1000  # positions; with fewer, the acceptance length is uncertain by more 
 
 
 class Pace(NamedTuple):
-    """All training steps together."""
+    """Totals over all training steps."""
 
     tokens: int
     supervised: int
-    seconds: float  # spent in steps, without measurements, checkpoints and judging
+    seconds: float  # time in steps, without measurements, checkpoints and judging
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The contents of a run folder. What the folder lacks is empty."""
+    """The contents of a run folder. Fields are empty for missing files."""
 
     folder: RunFolder
     # The resolved recipe as text and as values, without passwords.
@@ -46,7 +46,7 @@ class RunRecord:
     train: tuple[Record, ...]
     held_out: tuple[Record, ...]
     skipped: tuple[Record, ...]
-    exports: tuple[int, ...]  # steps whose weights were exported; the last one's are in the export folder
+    exports: tuple[int, ...]  # steps whose weights were exported; the export folder has those of the last one
     started: Record  # run.json
     evaluation: Record
     by_context: Record
@@ -78,7 +78,7 @@ class RunRecord:
         return Pace(int(np.nansum(tokens)), int(np.nansum(supervised)), float(np.nansum(seconds)))
 
     def supervised_until(self, steps: np.ndarray) -> np.ndarray:
-        """How many supervised tokens training had seen after each of these steps."""
+        """Number of supervised tokens that training had seen after each of these steps."""
         logged, totals = column(self.train, "step"), np.nancumsum(column(self.train, "supervised"))
         return np.append(0, totals)[np.searchsorted(logged, steps, side="right")]
 
@@ -116,12 +116,13 @@ def read_run(path: Path) -> RunRecord:
 
 
 def column(records: Sequence[Record], name: str) -> np.ndarray:
-    """One number of each record: float64 [records], nan if it is null or missing."""
+    """One number from each record: float64 [records], nan if it is null or missing."""
     return np.array([record.get(name) for record in records], np.float64)
 
 
 def columns(records: Sequence[Record], name: str, least: int = 0) -> np.ndarray:
-    """A list of numbers of each record: float64 [records, most numbers or `least`], nan where a list has no number."""
+    """A list of numbers from each record: float64 [records, longest list or `least`], nan where a list has no
+    number."""
     lists = [record.get(name) or [] for record in records]
     table = np.full((len(lists), max([least, *map(len, lists)])), np.nan)
     for row, values in zip(table, lists, strict=True):
@@ -130,19 +131,19 @@ def columns(records: Sequence[Record], name: str, least: int = 0) -> np.ndarray:
 
 
 def _read_metrics(path: Path) -> list[Record]:
-    """All complete lines. A kill may have cut off the last line before its end."""
+    """Read all complete lines. A kill may have cut off the last one."""
     text = _read_text(path, MOVE_AWAY)
     lines = text[: text.rfind("\n") + 1].splitlines()
     return [_parsed(line, Metrics, f"{path}:{number}", "remove that line") for number, line in enumerate(lines, 1)]
 
 
 def _read_json(path: Path, kind: type[BaseModel]) -> Record:
-    """The object in a file; empty if there is no file."""
+    """Read the JSON object in a file; empty if there is no file."""
     return _parsed(_read_text(path, MOVE_AWAY), kind, str(path), MOVE_AWAY) if path.is_file() else {}
 
 
 def _read_text(path: Path, remedy: str) -> str:
-    """The text of a file; empty if there is none. Raises UserError if it cannot be read, or is not text."""
+    """Read the text of a file; empty if there is no file. Raises UserError if it cannot be read, or is not text."""
     try:
         return path.read_text(encoding="utf-8") if path.is_file() else ""
     except UnicodeDecodeError as error:
@@ -152,11 +153,11 @@ def _read_text(path: Path, remedy: str) -> str:
 
 
 def _parsed(text: str, kind: type[BaseModel], origin: str, remedy: str) -> Record:
-    """The JSON object in a text. Raises UserError if it is not valid JSON, or not of this kind."""
+    """Parse the JSON object in a text. Raises UserError if it is not valid JSON, or not of this kind."""
     try:
         record = parse_json(text)
         if "\\ud" in text.lower():
-            json.dumps(record, ensure_ascii=False).encode()  # fails for lone surrogates, which no page can hold
+            json.dumps(record, ensure_ascii=False).encode()  # fails for lone surrogates, which a page cannot contain
         kind.model_validate(record, strict=True)
     except ValueError as error:
         raise UserError(f"{origin}: damaged ({first_problem(error)}); {remedy}") from error
@@ -164,7 +165,8 @@ def _parsed(text: str, kind: type[BaseModel], origin: str, remedy: str) -> Recor
 
 
 def _read_recipe(path: Path) -> tuple[str, Record]:
-    """The recipe as text and as values, without passwords. They are removed value by value: YAML may wrap text."""
+    """Read the recipe as text and as values, without passwords. Passwords are removed value by value, since YAML may
+    wrap text."""
     remedy = "put the run's recipe there"
     try:
         values = all_without_passwords(parse_yaml(_read_text(path, remedy)) or {})
@@ -189,31 +191,31 @@ def hub_id_of(run: RunRecord) -> str | None:
 
 
 def source_name(source: str) -> str:
-    """Name of a source in data.train: the id of a dataset, or the last part of a path."""
+    """Name of a source in data.train: a dataset's id, or the last part of a path."""
     known = source.startswith(("preset:", "demo_answers", "standard_library"))
     return source if known or (is_dataset(source) and not Path(source).expanduser().exists()) else Path(source).name
 
 
-# What the records say about acceptance, and how numbers are written --------------------------------------------------
+# Acceptance according to the records, and how numbers are written -----------------------------------------------------
 
 
 class Curve(NamedTuple):
     """Acceptance length by context."""
 
     contexts: np.ndarray  # in tokens, ascending
-    lengths: np.ndarray  # [n], nan where not measured
+    lengths: np.ndarray  # [n], nan if not measured
     interval: np.ndarray  # [n, 2], 95% confidence, or nan
 
 
 def measured_curve(by_context: Record) -> Curve:
-    """The curve in a by_context.json."""
+    """The acceptance curve in a by_context.json."""
     rows = sorted(by_context["contexts"], key=lambda row: row["context"])
     return Curve(column(rows, "context"), column(rows, "acceptance_length"), columns(rows, "interval", least=2))
 
 
 def estimated_curve(run: RunRecord) -> Curve | None:
-    """The curve estimated from the held-out record of the exported draft: draft tokens that would be accepted, plus the
-    target's own. Nan where there are fewer than FEW positions; None if no context has more."""
+    """The acceptance curve estimated from the exported draft's held-out record: draft tokens that would be accepted,
+    plus the target's own. nan for contexts with fewer than FEW positions; None if all have fewer."""
     names = ("contexts", "acceptance_by_context", "supervised_by_context")
     contexts, accepted, supervised = (columns([run.exported], name)[0] for name in names)
     known = supervised >= FEW
@@ -223,20 +225,21 @@ def estimated_curve(run: RunRecord) -> Curve | None:
 
 
 def simulated_positions(run: RunRecord) -> list[float]:
-    """Share of verifications that would accept all of drafts 0..i, from the exported draft's held-out accuracies."""
+    """Share of verifications that would accept all of the drafts 0..i, by the exported draft's held-out accuracies, for
+    each i."""
     return np.cumprod(columns([run.exported], "accuracy")[0]).tolist()
 
 
 def rule(result: Record) -> str:
-    """How tokens were chosen, according to an evaluation.json or by_context.json."""
+    """How tokens were chosen (greedily or by sampling), according to an evaluation.json or by_context.json."""
     return f"at temperature {result['temperature']:g}" if result.get("temperature") else "greedy"
 
 
 def context_rows(by_context: Record) -> list[tuple[list[str], list[float]]]:
-    """The contexts of a by_context.json, ascending, as text.
+    """The rows of a by_context.json as text, with ascending contexts.
 
-    For each: its tokens, acceptance length, 95% confidence interval, prompts and verifications; and the share of
-    verifications that accepted all of the drafts 0..i, for each i.
+    Each row has the context in tokens, the acceptance length, its 95% confidence interval, and the numbers of prompts
+    and verifications. With it comes, for each i, the share of verifications that accepted all of the drafts 0..i.
     """
     rows = []
     for row in sorted(by_context["contexts"], key=lambda row: row["context"]):
@@ -262,7 +265,7 @@ def curve_text(curve: Curve) -> str:
 
 
 def tokens_label(tokens: float) -> str:
-    """512, 1k, 1.5k, 128k, 1M; a thousand is 1,024, as usual for contexts."""
+    """A number of tokens as 512, 1k, 1.5k, 128k or 1M, where k is 1,024, as usual for contexts."""
     for size, letter in ((2**20, "M"), (2**10, "k")):
         if tokens >= size:
             return f"{tokens / size:.3g}{letter}"
@@ -270,7 +273,7 @@ def tokens_label(tokens: float) -> str:
 
 
 def short(value: float, digits: int = 3) -> str:
-    """1,234 as it is; 372,235 as 372k; 1,234,567 as 1.23M."""
+    """Shorten a number: 1,234 stays; 372,235 becomes 372k, and 1,234,567 1.23M."""
     for least, unit, letter in ((10**9, 10**9, "G"), (10**6, 10**6, "M"), (10**4, 10**3, "k")):
         if abs(value) >= least:
             return f"{value / unit:.{digits}g}{letter}"
@@ -278,7 +281,7 @@ def short(value: float, digits: int = 3) -> str:
 
 
 def mean(values: np.ndarray) -> np.ndarray:
-    """Mean over the first axis of what is not nan; nan where everything is."""
+    """Mean over the first axis, ignoring nan; nan if there is nothing else."""
     known = ~np.isnan(values)
     counts = known.sum(0)
     return np.where(counts > 0, np.where(known, values, 0).sum(0) / np.maximum(counts, 1), np.nan)

@@ -1,6 +1,6 @@
-"""Write a run's report: report.html and, in report/, its charts as PNG files and its key numbers as Markdown.
+"""Write a run's report: report.html and, in report/, the charts as PNG files and the key numbers as Markdown.
 
-At its end, a run also leaves the model card of its draft.
+When a run ends, its draft's model card is written too.
 """
 
 import importlib.util
@@ -15,11 +15,11 @@ from eagle3.reporting.record import read_run
 
 
 class NoMatplotlib(UserError):
-    """Charts cannot be drawn on this machine."""
+    """matplotlib is missing, so charts cannot be drawn."""
 
 
 def require_matplotlib() -> None:
-    """Raises NoMatplotlib if it is not installed."""
+    """Raises NoMatplotlib if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise NoMatplotlib(f"matplotlib, which draws the charts, is not installed; {extra_command('report')}")
 
@@ -27,11 +27,11 @@ def require_matplotlib() -> None:
 def write_report(path: Path) -> Path:
     """Write the page of the run in folder `path`, and return its path.
 
-    Raises UserError if there is no run or a file is damaged, and NoMatplotlib.
+    Raises UserError if there is no run or a file is damaged, and NoMatplotlib if matplotlib is missing.
     """
     run = read_run(path)
     require_matplotlib()
-    # Imported only now, because they import matplotlib, which may be missing.
+    # Imported here because they import matplotlib, which may be missing.
     from eagle3.reporting.charts import charts
     from eagle3.reporting.page import page
     from eagle3.reporting.plot import Plot, png
@@ -48,8 +48,8 @@ def write_report(path: Path) -> Path:
 
 
 def write_up(run: Path, console: Console) -> None:
-    """Write card and page of the run in folder `run`. If that fails, the run is whole, and a line says how to
-    repeat it."""
+    """Write the card and the page of the run in folder `run`. If that fails, the run itself is intact, and a line says
+    how to try again."""
     for product, write in (("model card", write_card), ("report", write_report)):
         try:
             with waiting(console, f"writing the {product}"):

@@ -1,7 +1,7 @@
-"""What a run's files hold, as far as page, card and comparison read them.
+"""The contents of a run's files, as far as the page, the card and the comparison read them.
 
-Files may have been written by a person or another program. Records are used as they are: these models only check what a
-file holds, and name the key with a problem.
+Files may have been written by a person or a different program. These models only check a file's contents and name the
+key with a problem; the records themselves are used as they are.
 """
 
 from typing import Annotated, Any, Self
@@ -129,8 +129,8 @@ class Prepared(BaseModel):
     rows: Count
     truncated: Count
     dropped: dict[str, Count]
-    kinds: dict[str, str] = {}  # by reason; older runs have none
-    empty_answers: Count | None = None  # older runs did not count them
+    kinds: dict[str, str] = {}  # reason -> its kind; older runs have none
+    empty_answers: Count | None = None  # None in older runs, which did not count them
 
 
 class DataPart(BaseModel):
@@ -156,7 +156,7 @@ class LargestStream(BaseModel):
 
 
 class Memory(BaseModel):
-    """The memory estimate; null, with a reason why, if the planner made none."""
+    """The memory estimate; null, with the reason, if the planner made none."""
 
     before_gib: Amount
     estimate_gib: Amount | None
@@ -210,7 +210,7 @@ class RecipeEvaluation(BaseModel):
 
 
 class RecipeFile(BaseModel):
-    """The contents of recipe.yaml, as far as values are used and not only shown."""
+    """The contents of recipe.yaml, as far as they are used and not only shown."""
 
     model: RecipeModel | None = None
     data: RecipeData | None = None
@@ -219,7 +219,7 @@ class RecipeFile(BaseModel):
 
 
 class Metrics(BaseModel):
-    """A line of metrics.jsonl, in which numbers may be null."""
+    """A line of metrics.jsonl. Numbers may be null."""
 
     step: Count
     kind: str
@@ -240,7 +240,8 @@ class Metrics(BaseModel):
 
 
 def first_problem(error: ValueError) -> str:
-    """`key: what should be, not what is`; for text that is not JSON, the parser's message."""
+    """The first problem, as `key: what is expected, not what is there`; if the text is not JSON, the parser's
+    message."""
     if not isinstance(error, ValidationError):
         return str(error)
     first = error.errors()[0]

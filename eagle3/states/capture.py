@@ -1,4 +1,4 @@
-"""Fill a hidden-state store: which samples a process captures, how much disk they take, and the capture itself."""
+"""Fill a hidden-state store: form batches of samples, check that they fit on the disk, and capture them."""
 
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -16,35 +16,35 @@ from eagle3.states.store.shard import Encoding, taught_rows
 from eagle3.states.store.writer import StoreWriter
 from eagle3.text.samples import Sample, SampleSet
 
-# Bytes of a token's ids, argmax, logsumexp and loss mask.
+# Bytes per token for its id, argmax, logsumexp and loss mask.
 TOKEN_BYTES = 13
-# Batches are formed from neighbours in the data, this many batches' tokens at a time. With chat data (1,100 tokens a
-# sample, batches of 8,192), 6% is padding then; 4 batches leave 15%, and 64 leave 2%. When data is added, only the last
-# of these groups changes.
+# Samples are batched in groups of neighbours in the data, and a group has at most this many batches' tokens. With chat
+# data (1,100 tokens per sample, 8,192 per batch), this leaves 6% padding; groups of 4 batches leave 15%, and groups of
+# 64 leave 2%. When data is added, only the last group changes.
 ROUND_BATCHES = 16
 
 
 class Wanted(NamedTuple):
-    """Sample `place` of a set, to be captured."""
+    """A sample to capture. Its tokens are not in memory until `load`."""
 
-    samples: SampleSet
-    place: int
-    tokens: int
+    samples: SampleSet  # the set that it is in
+    place: int  # its index in the set
+    tokens: int  # its length
 
     def load(self) -> Sample:
         return self.samples[self.place]
 
 
 class ArrivingTarget(Protocol):
-    """Prefills documents in its own order, some rows at a time, possibly on several ranks together."""
+    """A target that prefills documents in an order of its own, some rows at a time, possibly on several ranks."""
 
     def arriving(self, documents: Iterable[Tensor]) -> Iterator[tuple[int, Iterator[Rows | None]]]:
-        """(place of a document, iterator over consecutive parts of its rows) as documents arrive. Ranks other than the
-        first get as many parts, all None."""
+        """Yield (index of a document, iterator over consecutive parts of its rows) as documents arrive. Ranks other
+        than the first get the same number of parts, all of them None."""
 
 
 def wanted_samples(sets: Iterable[SampleSet]) -> dict[str, Wanted]:
-    """The samples of all sets by id, without duplicates. Nothing is loaded."""
+    """Collect the samples of all sets by id, without duplicates and without loading them."""
     by_id: dict[str, Wanted] = {}
     for samples in sets:
         for place, (sample_id, tokens) in enumerate(zip(samples.sample_ids, samples.lengths.tolist(), strict=True)):
@@ -53,13 +53,16 @@ def wanted_samples(sets: Iterable[SampleSet]) -> dict[str, Wanted]:
 
 
 def token_bytes(encoding: Encoding, taught_share: float = 1.0, seen_share: float = 1.0) -> float:
-    """Average bytes of a token in a store; an estimate for `lossless`. taught_share, seen_share: of tokens with
-    last hidden states, and with auxiliary ones."""
+    """Average number of bytes per token in a store; an estimate for `lossless`.
+
+    taught_share: share of tokens that have last hidden states
+    seen_share: share of tokens that have auxiliary hidden states
+    """
     return TOKEN_BYTES + seen_share * encoding.expected_bytes("aux") + taught_share * encoding.expected_bytes("last")
 
 
 def disk_need(samples: Collection[Wanted], encoding: Encoding) -> int:
-    """Bytes that these samples take in a store, apart from shard headers and indexes."""
+    """Bytes that these samples take up in a store, without shard headers and indexes."""
     sets = {id(sample.samples): sample.samples for sample in samples}
     counts = {set_id: sample_set.count(taught_rows, encoding.seen_rows) for set_id, sample_set in sets.items()}
     shares = ((sample.tokens, counts[id(sample.samples)][sample.place] / sample.tokens) for sample in samples)
@@ -67,7 +70,8 @@ def disk_need(samples: Collection[Wanted], encoding: Encoding) -> int:
 
 
 def require_disk(folder: Path, samples: Sequence[Wanted], encoding: Encoding) -> str:
-    """What the samples take and what is free, in words. Raises UserError if the disk cannot hold them."""
+    """Check that the disk can hold the samples. Returns a text that says how much they take and how much is free.
+    Raises UserError if the disk cannot hold them."""
     need, free = disk_need(samples, encoding), shutil.disk_usage(folder).free
     prefix = "about " if encoding.codec == "lossless" else ""
     if need > free:
@@ -80,21 +84,22 @@ def require_disk(folder: Path, samples: Sequence[Wanted], encoding: Encoding) ->
 
 
 class Course(Protocol):
-    """Is notified of a capture's progress."""
+    """Receives notice of a capture's progress."""
 
     def begin(self, samples: int) -> None:
         """The capturing thread starts on the next `samples` samples."""
 
     def advance(self, tokens: int) -> None:
-        """This many more tokens are captured; 0 if another rank writes them."""
+        """`tokens` more tokens have been captured; 0 if another rank writes them."""
 
 
 def prefill_batches(samples: dict[str, Wanted], prefill_tokens: int) -> list[list[str]]:
-    """Sample ids of each batch, as `capture` takes them. Samples longer than `prefill_tokens` are in none.
+    """Form the batches that `capture` prefills. Returns each batch's sample ids. Samples longer than `prefill_tokens`
+    are in no batch.
 
-    The last bits of a sample's hidden states depend on its batch: the batch's size, its longest sample, the sample's
-    place. So batches are formed from all samples of the recipe, in the data's order, whether they are stored or not and
-    whoever captures them.
+    The last bits of a sample's hidden states depend on its batch: on the batch's size, its longest sample and the
+    sample's place in it. Batches are therefore formed from all samples of the recipe, in the data's order, regardless
+    of which ones are stored already and which process captures them.
     """
     batches = []
     short = {sample_id: sample for sample_id, sample in samples.items() if sample.tokens <= prefill_tokens}
@@ -105,7 +110,7 @@ def prefill_batches(samples: dict[str, Wanted], prefill_tokens: int) -> list[lis
 
 
 def capture(target: Target, batches: Iterable[Sequence[Wanted]], writer: StoreWriter, course: Course) -> None:
-    """Prefill each batch as a whole, and write what the store lacks of it while the next one is prefilled."""
+    """Prefill each batch as a whole. The samples that the store lacks are written while the next batch is prefilled."""
 
     def write(batch: Sequence[Sample], rows: Sequence[Rows]) -> None:
         for sample, sample_rows in zip(batch, rows, strict=True):
@@ -124,8 +129,8 @@ def capture(target: Target, batches: Iterable[Sequence[Wanted]], writer: StoreWr
 
 
 def capture_arriving(target: ArrivingTarget, samples: Sequence[Wanted], writer: StoreWriter, course: Course) -> None:
-    """Write samples in the order in which the target delivers them. Ranks that share `target` call it with the same
-    samples. What the target hands to this rank goes to disk as it comes."""
+    """Capture samples in the order in which the target delivers them. All ranks that share `target` call this with the
+    same samples. Rows that the target hands to this rank are written as they arrive."""
     in_flight: dict[int, Sample] = {}
 
     def documents() -> Iterator[Tensor]:
@@ -143,7 +148,7 @@ def capture_arriving(target: ArrivingTarget, samples: Sequence[Wanted], writer: 
 
 
 def _followed(parts: Iterable[Rows | None], course: Course) -> Iterator[Rows]:
-    """The parts that came to this rank."""
+    """Yield the parts that were handed to this rank, and report the progress of all parts."""
     for part in parts:
         if part is not None:
             yield part
@@ -151,7 +156,7 @@ def _followed(parts: Iterable[Rows | None], course: Course) -> Iterator[Rows]:
 
 
 def _rounds(samples: dict[str, Wanted], budget: int) -> Iterator[list[str]]:
-    """Ids of consecutive samples of one set with at most `budget` tokens together, or of a single longer one."""
+    """Yield the ids of consecutive samples of one set: at most `budget` tokens in total, or a single longer sample."""
     members: list[str] = []
     tokens, current_set = 0, None
     for sample_id, sample in samples.items():

@@ -10,14 +10,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TeacherRows:
-    """What a target says after each of m rows."""
+    """A target's predictions after each of m rows."""
 
-    values: Tensor  # [m, W]: what the draft's teacher is computed from, see LastHidden and DraftLogits
+    values: Tensor  # [m, W]: the draft's teacher is computed from these; see LastHidden and DraftLogits
     argmax: Tensor  # [m] int64: most likely next token over the full vocabulary (ties: lowest id)
-    logsumexp: Tensor  # [m] fp32 (fp64 for an fp64 target): of the logits over the full vocabulary
+    logsumexp: Tensor  # [m] fp32 (fp64 for an fp64 target): over the logits of the full vocabulary
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """The same kind of teacher with `change` applied to each tensor."""
+        """Apply `change` to each tensor. The kind of teacher stays the same."""
         return type(self)(change(self.values), change(self.argmax), change(self.logsumexp))
 
     def __getitem__(self, rows: slice | Tensor) -> Self:
@@ -26,16 +26,18 @@ class TeacherRows:
 
 
 class LastHidden(TeacherRows):
-    """values [m, Ht]: hidden states after the final norm, to which training applies the target's lm_head."""
+    """Teacher rows that hold hidden states after the final norm: values [m, Ht]. Training applies the target's lm_head
+    to them."""
 
 
 class DraftLogits(TeacherRows):
-    """values [m, Vd]: the target's own logits over the draft vocabulary, for heads that training cannot apply."""
+    """Teacher rows that hold the target's own logits over the draft vocabulary: values [m, Vd]. They serve targets with
+    a head that training cannot apply."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Hidden states of some tokens, and what the target says after the same tokens or others."""
+    """Hidden states of some tokens, and the target's predictions after the same tokens or different ones."""
 
     aux: Tensor  # [n, 3*Ht]: residual stream after each of three target layers, low to high, concatenated
     teacher: TeacherRows  # m rows
@@ -49,12 +51,12 @@ class Rows:
         return {"aux": self.aux, **vars(self.teacher)}
 
     def __getitem__(self, rows: slice) -> "Rows":
-        """Views of some rows. Only where aux and teacher have the same rows."""
+        """Views of some rows. Valid only if aux and teacher have the same rows."""
         return Rows(self.aux[rows], self.teacher[rows])
 
     @staticmethod
     def cat(parts: Sequence["Rows"]) -> "Rows":
-        """Concatenate. All parts must have the same kind of teacher."""
+        """Concatenate the parts, which must all have the same kind of teacher."""
         teachers = [part.teacher for part in parts]
         assert len({type(teacher) for teacher in teachers}) == 1, "one target has one kind of teacher"
         columns = ([getattr(teacher, name) for teacher in teachers] for name in ("values", "argmax", "logsumexp"))
@@ -67,18 +69,19 @@ class Target(Protocol):
     hidden_size: int
     vocab_size: int
     aux_layers: tuple[int, int, int]  # 0-based, low to high; `prefill` returns their outputs as aux
-    teacher: type[TeacherRows]  # the kind that its rows have
+    teacher: type[TeacherRows]  # the kind of teacher in its rows
 
     def prefill(self, documents: Sequence[Tensor]) -> list[Rows]:
-        """All rows of each document (token ids, int64 [T]), in the documents' order and without padding.
+        """Compute all rows of each document (token ids, int64 [T]). Returns them in the documents' order, unpadded.
 
         Raises UserError for an empty document, and for a token id outside the vocabulary.
         """
 
 
 def length_buckets(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Batches of indices, longest documents first, with documents x longest <= budget tokens. A longer document gets
-    its own batch. Bucketing the documents of one batch again, in its order, gives the same batch."""
+    """Batch documents of similar length: indices, longest documents first, with documents x longest <= budget tokens
+    per batch. A document longer than the budget gets a batch of its own. Bucketing the documents of one batch again, in
+    the batch's order, gives the same batch."""
     batches: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= budget:
@@ -91,7 +94,7 @@ def length_buckets(lengths: Sequence[int], budget: int) -> list[list[int]]:
 def deal_streams(lengths: Sequence[int], streams: int) -> list[list[int]]:
     """Deal samples to `streams` packed streams of about equal length: longest first, each to the shortest stream.
 
-    With at least as many samples as streams, no stream stays empty. Within a stream, samples keep their order.
+    No stream stays empty if there are at least as many samples as streams. Within a stream, samples keep their order.
     """
     totals, assignments = [0] * streams, [[] for _ in range(streams)]
     for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):

@@ -1,13 +1,13 @@
-"""The spool: a folder where a running target leaves hidden states for a job as one-sample shards, gone when the job is.
+"""The spool: a folder in which a target leaves hidden states for a job, as one-sample shards, until the job ends.
 
-    SPOOL/JOB/owner.lock            locked while the job's owner lives; if it is free, the folder may be swept
+    SPOOL/JOB/owner.lock            locked while the job's owner lives; once it is unlocked, the folder may be swept
     SPOOL/JOB/SHARD.safetensors     one sample, in the store's format, with the last hidden state of every row
     SPOOL/JOB/SHARD.json            its index; written last, so an index means a complete sample
-    SPOOL/JOB/SHARD.failed          why this sample will not come
-    SPOOL/JOB/SHARD.read-N          reader N is done with it
+    SPOOL/JOB/SHARD.failed          says why this sample will not come
+    SPOOL/JOB/SHARD.read-N          exists once reader N is done with the sample
 
-Producers and readers of hidden states share nothing else: no process group, no socket. Both run as the same user, who
-must own the folder alone, because /dev/shm, where it usually is, belongs to everybody.
+Producers and readers of hidden states share nothing else: no process group, no socket. Both run as the same user. The
+folder must belong to that user alone, because it is usually in /dev/shm, where everybody may write.
 """
 
 import os
@@ -36,16 +36,16 @@ HELD = b"held\n"
 GONE = ".gone-"
 JOB = re.compile(f"({re.escape(GONE)})?[0-9a-f]{{16}}")
 POLL_SECONDS = 0.002
-# A waiting reader checks this often whether the owner lives.
+# How often a waiting reader checks whether the owner is still alive.
 OWNER_SECONDS = 1.0
 HEADER = "eagle3"
 REMEDY = "free space, or name another folder in target.spool"  # if the spool cannot be written
-# Anyone with access to a server can choose an id; it names a file below the spool's folder, or nothing.
+# Anyone with access to a server can choose an id, so only ids that name a file below the spool's folder are accepted.
 REQUEST = re.compile(HEADER + r":([0-9a-f]{16}):(shard-[0-9a-f]{8}-\d{47,}\.safetensors):([0-9a-f]{32}):(\d+)")
 
 
 class Ticket(NamedTuple):
-    """A sample that a job has requested. Its text is the request's id, which is all that the target's side gets."""
+    """A sample that a job has requested. Its text, the request's id, tells the target's side where to leave rows."""
 
     job: str
     shard: str  # name of the file that will hold it
@@ -57,8 +57,8 @@ class Ticket(NamedTuple):
         """The ticket for a sample's next request.
 
         sample_id: 32 hex digits
-        time_asked: how often this many tokens of the sample were requested before; with the same count, every rank
-            arrives at the same name
+        time_asked: a number that differs between requests for this many tokens of the sample: the loader's channel,
+            then a count of earlier requests. Ranks that pass the same number get the same name.
         """
         return cls(job, f"shard-{time_asked:08x}-{int(sample_id, 16):039d}{tokens:08d}.safetensors", sample_id, tokens)
 
@@ -68,7 +68,7 @@ class Ticket(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
-        """The ticket in a request's id; None if the id is not this project's."""
+        """The ticket that a request's id stands for; None if the id does not come from this project."""
         match = REQUEST.fullmatch(text)
         return match and cls(match[1], match[2], match[3], int(match[4]))
 
@@ -81,7 +81,8 @@ class Ticket(NamedTuple):
 
 
 class Spool(AbstractContextManager):
-    """A job's own folder, made by its owner and removed with all its contents by `close`.
+    """A job's own folder in the spool `folder`. The job's owner creates it, and `close` removes it with all its
+    contents.
 
     Raises UserError if `folder` cannot be written, does not belong to this user alone, or lacks room for the
     `most_bytes` that may wait there.
@@ -109,7 +110,7 @@ class Spool(AbstractContextManager):
             report(f"{folder}: removed what {removed_jobs} ended job{'s' if removed_jobs > 1 else ''} had left")
 
     def readers(self, ticket: Ticket, count: int) -> int:
-        """How many of `count` readers are done with the sample."""
+        """Number of readers, out of `count`, that are done with the sample."""
         return sum((self.path / ticket.mark(f"read-{reader}")).exists() for reader in range(count))
 
     def remove(self, ticket: Ticket, readers: int) -> None:
@@ -127,8 +128,8 @@ class Spool(AbstractContextManager):
 
 
 def own_folder(folder: Path) -> None:
-    """Create a spool for this user alone, or check that the existing one is. Raises UserError if it cannot be created,
-    or if others may write there."""
+    """Create a spool that belongs to this user alone, or check that an existing one does. Raises UserError if it cannot
+    be created, or if others may write to it."""
     with writing(folder, REMEDY):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         problem = _not_ours(folder)
@@ -147,7 +148,7 @@ def is_own_folder(folder: Path) -> bool:
 
 
 def _not_ours(folder: Path) -> str:
-    """Why others may write into the folder; empty if they may not."""
+    """The reason why others may write to the folder; empty if they may not."""
     status = folder.lstat()
     if stat.S_ISLNK(status.st_mode):
         return "is a symbolic link"
@@ -159,12 +160,13 @@ def _not_ours(folder: Path) -> str:
 
 
 def sweep(folder: Path) -> int:
-    """Remove the folders of this user's jobs whose owner is dead, and return how many there were. Nothing else in
-    `folder` is touched, and no link is followed."""
+    """Remove the folders of this user's jobs whose owner process has died, and return their number. Folders that an
+    earlier removal left unfinished are removed, too, but not counted. Nothing else in `folder` is touched, and no link
+    is followed."""
     count = 0
     jobs = [path for path in folder.iterdir() if JOB.fullmatch(path.name) and path.is_dir() and not path.is_symlink()]
     for job in jobs:
-        with suppress(OSError):  # another job is sweeping, too, or we may not look into it
+        with suppress(OSError):  # another job is sweeping, too, or we may not look inside
             if job.lstat().st_uid != os.geteuid():
                 continue
             if job.name.startswith(GONE):
@@ -176,13 +178,13 @@ def sweep(folder: Path) -> int:
 
 
 def _abandoned(job: Path) -> bool:
-    """Whether a job's owner has once locked this folder and is dead."""
+    """Whether the job's owner locked this folder at some point and has died since."""
     with open(job / LOCK, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW)) as file:
         return file.read(len(HELD) + 1) == HELD and lock(file) is Lock.HELD
 
 
 def _remove(job: Path) -> None:
-    """Delete a job's folder. It is renamed first, so that late writers find no path and add nothing to it."""
+    """Delete a job's folder. It is renamed first, so that late writers no longer find it and add nothing."""
     trash = job.with_name(GONE + job.name)
     with suppress(FileNotFoundError):
         job.rename(trash)
@@ -190,13 +192,16 @@ def _remove(job: Path) -> None:
 
 
 def fail(folder: Path, ticket: Ticket, reason: str) -> None:
-    """Leave a note in a job's folder why a sample will not come; no note if the job is gone."""
+    """Leave a note in a job's folder that says why a sample will not come. Does nothing if the job is gone."""
     with suppress(FileNotFoundError):
         write_text(folder / ticket.mark("failed"), reason)
 
 
 class SpoolReader:
-    """Reads samples from a job's folder as they come. number: this reader's, among those who read every sample."""
+    """Reads samples from a job's folder as they arrive.
+
+    number: this reader's number among the job's readers, each of which reads every sample
+    """
 
     def __init__(self, path: Path, number: int) -> None:
         self.path, self.number = path, number
@@ -207,11 +212,11 @@ class SpoolReader:
         """Wait until the sample is there. Raises UserError if it failed, or if the job's owner is gone."""
         index, failure_note, last_look = self.path / ticket.index, self.path / ticket.mark("failed"), time.monotonic()
         while not index.exists():
-            with suppress(FileNotFoundError):  # usually there is none, or the owner has just removed everything
+            with suppress(FileNotFoundError):  # there is usually no note, or the owner has just removed everything
                 raise SharedUserError(failure_note.read_text(encoding="utf-8"))
             if time.monotonic() - last_look > OWNER_SECONDS:
                 last_look = time.monotonic()
-                os.listdir(self.path.parent)  # makes a network file system look again for what it took for absent
+                os.listdir(self.path.parent)  # makes a network file system look again for files that it took for absent
                 self._require_owner()
             time.sleep(POLL_SECONDS)
         try:
@@ -226,7 +231,7 @@ class SpoolReader:
         return Location(shard_index, entry)
 
     def read(self, location: Location, aux: Tensor, teacher: Tensor) -> Rows:
-        """Rows of a sample, as in `RowRequest`; any row can be read."""
+        """Read rows of a sample (see `RowRequest`). Any row can be read."""
         return self.store.read_at([location], [RowRequest(location.entry.id, aux, teacher)])[0]
 
     def require_tokens(self, location: Location, ids: Tensor) -> None:
@@ -238,17 +243,17 @@ class SpoolReader:
             )
 
     def done(self, ticket: Ticket) -> None:
-        """Mark the sample as read by this reader. It is deleted once all readers have."""
+        """Mark the sample as read by this reader. It is deleted once all readers have marked it."""
         self.forget(ticket)
         (self.path / ticket.mark(f"read-{self.number}")).touch()
 
     def forget(self, ticket: Ticket) -> None:
-        """Release the sample's memory map: on tmpfs, a deleted file takes memory as long as it is mapped."""
+        """Release the sample's memory map: on tmpfs, a deleted file keeps its memory as long as it is mapped."""
         self.store.forget(ticket.shard)
         self.files.forget(ticket.shard)
 
     def _require_owner(self) -> None:
-        """Raises UserError if the owner is gone. If the file system cannot say, the owner counts as alive."""
+        """Raises UserError if the owner is gone. If the file system has no locks, the owner counts as alive."""
         with suppress(FileNotFoundError), (self.path / LOCK).open("rb") as file:
             if lock(file) is not Lock.HELD:
                 return

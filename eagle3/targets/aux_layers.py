@@ -1,4 +1,4 @@
-"""Which target layers feed a draft. No PyTorch here: launchers check them before importing anything heavy."""
+"""The target layers that feed a draft. Does not import PyTorch, so that launchers can check the layers early."""
 
 from collections.abc import Sequence
 
@@ -6,11 +6,11 @@ from eagle3.errors import UserError
 
 
 def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
-    """The layers that EAGLE3 reads: 1, n//2-1 and n-4, 0-based; below 8 layers moved as little as keeps them distinct.
+    """The layers that EAGLE3 reads: 1, n//2-1 and n-4, 0-based; shifted just enough to stay distinct below 8 layers.
 
-    They are those of the EAGLE3 reference implementation and of the engines that serve its drafts. The last layer is
-    left out, because SGLang captures a layer's input, and no layer has the last one's output as input; only targets
-    with three layers leave no choice.
+    These are the layers of the EAGLE3 reference implementation and of the engines that serve its drafts. The last layer
+    is avoided: SGLang captures each layer's input, and no layer takes the last one's output as input. Only a target
+    with three layers leaves no choice.
     """
     if num_layers < 3:
         raise UserError(f"target: has {num_layers} layers, EAGLE3 reads three; choose a target with at least 3 layers")
@@ -23,7 +23,7 @@ def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
 
 
 def check_aux_layers(aux_layers: Sequence[int], num_layers: int) -> tuple[int, int, int]:
-    """`aux_layers` as a tuple. Raises UserError unless they are three ascending layers out of `num_layers`."""
+    """Return `aux_layers` as a tuple. Raises UserError unless they are three ascending layers below `num_layers`."""
     layers = tuple(aux_layers)
     if len(layers) != 3 or list(layers) != sorted(set(layers)) or layers[0] < 0 or layers[-1] >= num_layers:
         raise UserError(

@@ -39,16 +39,16 @@ QUANTISED_REMEDY = (
 def target_config(
     name_or_path: str | Path, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> PretrainedConfig:
-    """The config of the target's language model (its text part, if it has several). Raises UserError if unreadable."""
+    """The config of the target's language model (the text part of a multimodal one). Raises UserError if unreadable."""
     return whole_config(str(name_or_path), revision, trust_remote_code).get_text_config(decoder=True)
 
 
 def whole_config(name: str, revision: str | None, trust_remote_code: bool) -> PretrainedConfig:
-    """The config of all parts of the target.
+    """The config of the whole target, with all its parts.
 
-    If its model_type is unknown but its architecture is a transformers model of another type (Kimi-K2 is a
-    DeepSeek-V3), it is that model's config. Raises UserError if it cannot be read or needs code that is neither
-    installed nor allowed, naming what is missing.
+    If transformers does not know the model_type but does know the architecture (Kimi-K2 is a DeepSeek-V3), returns a
+    config of that architecture's type. Raises UserError if the config cannot be read, or needs code that is neither
+    installed nor allowed; the message names what is missing.
     """
     with readable(name, "config"), sound_config(name):
         values = config_values(name, revision)
@@ -76,7 +76,7 @@ def whole_config(name: str, revision: str | None, trust_remote_code: bool) -> Pr
 
 
 def config_values(name: str, revision: str | None) -> dict:
-    """The contents of config.json, without the defaults of any class."""
+    """The contents of config.json, without the defaults of a config class."""
     with readable(name, "config"):
         values, _ = PretrainedConfig.get_config_dict(name, revision=revision)
     if not isinstance(values, dict):
@@ -93,7 +93,7 @@ def config_values(name: str, revision: str | None) -> dict:
             )
     for part in (values, *(value for value in values.values() if isinstance(value, dict))):
         layers = part.get("num_hidden_layers")
-        if isinstance(layers, int) and layers > MOST_LAYERS:  # transformers would build every one of them
+        if isinstance(layers, int) and layers > MOST_LAYERS:  # transformers would build them all
             raise UserError(
                 f"target {name!r}: its config.json has {shown(layers)} layers, more than {MOST_LAYERS:,}; name another "
                 "checkpoint in model.target"
@@ -102,11 +102,11 @@ def config_values(name: str, revision: str | None) -> dict:
 
 
 def weight_files(name: str, revision: str | None) -> dict[str, str] | None:
-    """The safetensors file of each tensor that transformers would load. None for a checkpoint on the hub that has none
-    or is out of reach, which loading will report.
+    """Map each tensor that transformers would load to its safetensors file. None if the checkpoint has no such files or
+    the hub is out of reach, which loading will report.
 
-    Raises UserError if the only weights are pickled, because reading them could run code, and for an index that is
-    damaged or names files elsewhere.
+    Raises UserError if all weights are pickled, because reading them could run code, and if the index is damaged or
+    names files outside the folder.
     """
     for file in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
         with contextlib.suppress(EntryNotFoundError):
@@ -127,7 +127,8 @@ def weight_files(name: str, revision: str | None) -> dict[str, str] | None:
 
 
 def _indexed(name: str, path: Path) -> dict[str, str]:
-    """File of each tensor by the index. Names must stay in the folder; links may lead anywhere (the hub's do)."""
+    """Read each tensor's file from the index. Names must stay in the folder; links may lead out of it (the hub's
+    do)."""
     prefix = f"target {name!r}: its {path.name} "
     try:
         index = parse_json(path.read_text(encoding="utf-8"))
@@ -147,7 +148,7 @@ def _indexed(name: str, path: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def sound_config(name: str, file: str = "config.json") -> Iterator[None]:
-    """Turn what transformers raises for unexpected values in `file` into one line."""
+    """Turn transformers' errors about unexpected values in `file` into a one-line UserError."""
     try:
         yield
     except (AttributeError, KeyError, TypeError, StrictDataclassError) as error:
@@ -164,7 +165,7 @@ def load_tokenizer(
     """The target's tokenizer. Raises UserError if there is none."""
     name = str(name_or_path)
     with readable(name, "tokenizer"), sound_config(name, "tokenizer_config.json"):
-        # Pass the config, or transformers reads it itself and fails on an unknown model_type.
+        # Pass the config; otherwise transformers reads it itself and fails on an unknown model_type.
         config = whole_config(name, revision, trust_remote_code)
         tokenizer = AutoTokenizer.from_pretrained(
             name, config=config, revision=revision, trust_remote_code=trust_remote_code
@@ -175,12 +176,11 @@ def load_tokenizer(
 
 
 def fingerprint(name_or_path: str | Path, *, revision: str | None = None) -> str:
-    """32 hex digits that identify a target, for provenance; takes milliseconds per weight file.
+    """A target's identity for provenance, as 32 hex digits. Takes milliseconds per weight file.
 
-    A hub id is identified by its commit. A folder is identified by config.json, the weights' index, and the name, size
-    and a sample of the bytes of each weight file: a fine-tuned copy has the same names, sizes and headers, but not the
-    same bytes. A change of single values between the sampled bytes goes unnoticed. The folder's path does not count, so
-    it can be moved.
+    A hub id is identified by its commit. A folder is identified by config.json, the weights' index, and each weight
+    file's name, size and sampled bytes. (A fine-tuned copy has the same names, sizes and headers, but different bytes.)
+    Changes to a few values between the samples go unnoticed. The folder's path does not count, so it can be moved.
     """
     name, digest = str(name_or_path), hashlib.sha256()
     with readable(name, "config"):
@@ -196,7 +196,7 @@ def fingerprint(name_or_path: str | Path, *, revision: str | None = None) -> str
 
 
 def _sampled_bytes(file: Path, windows: int = 64, window: int = 4096) -> Iterator[bytes]:
-    """`windows` evenly spaced pieces of the file, its first and last bytes included; all of a small file."""
+    """`windows` evenly spaced pieces of the file, including its first and last bytes; all of it if it is small."""
     last = max(file.stat().st_size - window, 0)
     with file.open("rb") as stream:
         for start in sorted({last * i // (windows - 1) for i in range(windows)}):
@@ -207,11 +207,11 @@ def _sampled_bytes(file: Path, windows: int = 64, window: int = 4096) -> Iterato
 def load_causal_lm(
     name: str, revision: str | None, trust_remote_code: bool, dtype: str | torch.dtype
 ) -> PreTrainedModel:
-    """The whole model on the CPU. Raises UserError if it cannot be read, or if weights are missing."""
+    """Load the whole model on the CPU. Raises UserError if it cannot be read, or if weights are missing."""
     config = whole_config(name, revision, trust_remote_code)
-    # Among transformers' attentions, sdpa silently drops this cap.
+    # transformers' sdpa attention silently drops this cap.
     capped = getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None
-    logging.disable_progress_bar()  # bars garble logs, and loading is not worth one
+    logging.disable_progress_bar()  # progress bars garble logs
     quantization = getattr(config, "quantization_config", None)
     with (
         readable(name, "causal language model", QUANTISED_REMEDY if quantization else None),
@@ -221,7 +221,7 @@ def load_causal_lm(
         stack.callback(logging.set_verbosity, logging.get_verbosity())
         logging.set_verbosity_error()
         weight_files(name, revision)
-        # By transformers' tables, some models of several parts are not causal language models, though they decode text.
+        # In transformers' tables, some multimodal models are not causal language models, although they decode text.
         multimodal = (
             type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
         )
@@ -237,7 +237,7 @@ def load_causal_lm(
             ignore_mismatched_sizes=True,  # reported below, by name
             **({"attn_implementation": "eager"} if capped else {}),
         )
-    # transformers only warns, and fills what is missing with random numbers.
+    # transformers only warns, and fills missing weights with random numbers.
     if mismatches := sorted(loading_info["mismatched_keys"]):
         key, actual_shape, config_shape = mismatches[0]
         raise UserError(
@@ -254,8 +254,8 @@ def load_causal_lm(
 
 @contextlib.contextmanager
 def readable(name: str, part: str, remedy: str | None = None) -> Iterator[None]:
-    """Turn what transformers and the hub raise for an unreadable checkpoint into one line with a remedy: the given one,
-    or to name a complete checkpoint."""
+    """Turn errors that transformers and the hub raise for an unreadable checkpoint into a one-line UserError. It ends
+    with `remedy`, by default the advice to name a complete checkpoint."""
     require_target_folder(name)
     try:
         if not Path(name).is_dir() and not isinstance(try_to_load_from_cache(name, "config.json"), str):
@@ -263,7 +263,7 @@ def readable(name: str, part: str, remedy: str | None = None) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except Exception as error:  # such a file can make them raise anything: tokenizers raises plain Exceptions
+    except Exception as error:  # a damaged file can cause any exception: tokenizers raises plain Exceptions
         reason = f"{(str(error).strip() or type(error).__name__).splitlines()[0]:.300}"
         if not isinstance(error, OSError | ValueError | ImportError | RuntimeError | SafetensorError):
             reason = f"{type(error).__name__}: {reason}"
@@ -277,7 +277,7 @@ def readable(name: str, part: str, remedy: str | None = None) -> Iterator[None]:
 
 
 def fetched(name: str, file: str, revision: str | None) -> Path:
-    """Path of a file of the checkpoint: in its folder, or in the hub's cache, to which it is downloaded if need be."""
+    """Path of a file of the checkpoint: in its folder, or in the hub's cache, after a download if necessary."""
     if Path(name).is_dir():
         return Path(name) / file
     return Path(hf_hub_download(name, file, revision=revision))

@@ -1,4 +1,4 @@
-"""What a target's config says before any weight is read: class, size, quantisation, and whether it can be a target."""
+"""Facts about a target from its config alone: class, size, quantisation, and whether it can be a target."""
 
 import re
 from typing import NamedTuple
@@ -14,19 +14,19 @@ from eagle3.errors import UserError
 from eagle3.targets.checkpoint import config_values, readable, sound_config, whole_config
 from eagle3.targets.sglang.version import EAGLE3_TARGETS
 
-# Sizes that a config should give, rather than leave to its class's defaults.
+# Sizes that a config should state rather than leave to its class's defaults.
 NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings")
 
 
 class TargetFacts(NamedTuple):
-    """What a target's config says."""
+    """Facts about a target that follow from its config."""
 
     architecture: str  # the class that config.json names
     config: PretrainedConfig  # of the language part
     parameters: int  # of the language part
-    bytes: float  # of its weights as stored
-    quantised_head: bool  # the lm_head is quantised, too
-    assumed: dict[str, int]  # sizes that config.json lacks, with the defaults of transformers' class
+    bytes: float  # size of its weights as stored
+    quantised_head: bool  # whether the lm_head is quantised as well
+    assumed: dict[str, int]  # sizes that config.json lacks, with the defaults that transformers assumes
 
     @property
     def context(self) -> int | None:
@@ -35,11 +35,11 @@ class TargetFacts(NamedTuple):
 
     @property
     def served(self) -> bool:
-        """Whether SGLang takes an EAGLE3 draft for it."""
+        """Whether SGLang can serve this target with an EAGLE3 draft."""
         return self.architecture in EAGLE3_TARGETS
 
     def engine_gpus(self, usable: float) -> int:
-        """How many GPUs hold the weights, as a power of two, with `usable` bytes for weights on each."""
+        """Number of GPUs, a power of two, that hold the weights if each has `usable` bytes for them."""
         gpus = 1
         while self.bytes > gpus * usable:
             gpus *= 2
@@ -49,8 +49,8 @@ class TargetFacts(NamedTuple):
 def read_facts(name: str, revision: str | None = None, trust_remote_code: bool = False) -> TargetFacts:
     """Read a target's facts from the config of a hub id or folder.
 
-    Builds the model's skeleton without its weights; with trust_remote_code, by the checkpoint's own code if it has
-    some. Raises UserError if it is not a causal language model of transformers.
+    Builds the model without its weights; with trust_remote_code, the checkpoint's own code builds it, if there is any.
+    Raises UserError if transformers has no such causal language model.
     """
     values, root_config = config_values(name, revision), whole_config(name, revision, trust_remote_code)
     config = root_config.get_text_config(decoder=True)
@@ -79,17 +79,18 @@ def read_facts(name: str, revision: str | None = None, trust_remote_code: bool =
 
 
 def _parts(values: dict) -> list[dict]:
-    """config.json as a whole, and its sections for single parts (text_config and others)."""
+    """The whole of config.json and its sections for single parts (text_config and others)."""
     return [values, *(part for part in values.values() if isinstance(part, dict) and "model_type" in part)]
 
 
 def _gives(values: dict, config: PretrainedConfig, key: str) -> bool:
-    """Whether config.json has this key, for the model or a part, under this name or the family's own."""
+    """Whether config.json has this key, for the model or for a part, under this name or the model family's own."""
     return any(name in part for part in _parts(values) for name in (key, config.attribute_map.get(key)))
 
 
 def _bytes_a_weight(quantization: dict) -> float:
-    """Bytes per weight, from quantization_config; 4-bit scales add a tenth. Raises UserError for an unknown form."""
+    """Bytes per weight, from quantization_config. The scales of 4-bit weights add a tenth. Raises UserError for an
+    unknown form."""
     method, groups = quantization.get("quant_method"), list((quantization.get("config_groups") or {}).values())
     bits = quantization.get("bits") or {"fp8": 8, "mxfp4": 4, "awq": 4}.get(method)
     if groups and isinstance(groups[0], dict):  # compressed-tensors
@@ -108,7 +109,7 @@ def _bytes_a_weight(quantization: dict) -> float:
 
 
 def _quantises_head(quantization: dict) -> bool:
-    """Whether the lm_head is quantised: GPTQ says so, compressed-tensors and ModelOpt list what is not."""
+    """Whether the lm_head is quantised. GPTQ says so; compressed-tensors and ModelOpt list the modules that are not."""
     exclusions = quantization.get("ignore") or []
     if quantization.get("quant_method") in ("compressed-tensors", "modelopt"):
         patterns = [name.removeprefix("re:") for name in exclusions if name.startswith("re:")]

@@ -16,13 +16,13 @@ from eagle3.errors import UserError
 from eagle3.targets.checkpoint import fetched, load_causal_lm, readable, weight_files, whole_config
 from eagle3.targets.logits import LogitTransform, TargetHead
 
-# Config fields that change logits; different models have different names for the same.
+# Config fields that change logits. Model families use different names for the same thing.
 SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 DIVISORS = ("logits_scaling",)
 CAPS = ("final_logit_softcapping", "logits_soft_cap")
-# Model types that multiply by their DIVISORS.
+# Prefixes of the model types that multiply by these "divisors".
 MULTIPLYING = ("hyperclovax",)
-# safetensors' names of number formats that are not quantised.
+# safetensors' names for number formats that are not quantised.
 NUMBER_FORMATS = ("F64", "F32", "BF16", "F16")
 
 
@@ -34,18 +34,18 @@ def load_target_head(
     dtype: str | torch.dtype = "auto",
     required: bool = True,
 ) -> TargetHead:
-    """Embedding and lm_head on the CPU, for training with a target that runs elsewhere, or ran before.
+    """Load only the embedding and lm_head, on the CPU, to train with a target that runs elsewhere or ran earlier.
 
-    Nothing else is read from the checkpoint, and from the hub only the files with these two are downloaded. Their names
-    are those in transformers' model, which is built on the meta device, without weights. A model whose own Python code
-    trust_remote_code runs is loaded as a whole and then dropped, because only that code knows what it reads. Pickled
-    weights (PyTorch's .bin) are refused.
+    Reads nothing else from the checkpoint, and downloads from the hub only the files that hold these two. Their names
+    come from transformers' model, which is built without weights on the meta device. A model with its own Python code
+    (trust_remote_code) is loaded whole and then dropped, because only that code knows which weights it reads. Refuses
+    pickled weights (PyTorch's .bin).
 
-    dtype: a torch dtype, its name, or "auto" (the config's; as stored if it names none)
-    required: whether the lm_head must be a plain matrix; a store of logits does without
+    dtype: a torch dtype, its name, or "auto" (the config's dtype, or as stored if the config names none)
+    required: whether the lm_head must be a plain matrix; a store of logits does not need one
 
-    Raises UserError for what cannot be read, for weights that are missing or could be several tensors, and for a
-    quantised embedding.
+    Raises UserError if the checkpoint cannot be read, if a weight is missing or matches several tensors, and if the
+    embedding is quantised.
     """
     name = str(name_or_path)
     config = whole_config(name, revision, trust_remote_code)
@@ -59,7 +59,8 @@ def load_target_head(
 
 
 def model_head(name: str, model: PreTrainedModel, required: bool) -> TargetHead:
-    """Embedding and lm_head of a loaded model. A head that is no plain matrix is None, or a UserError if required."""
+    """Embedding and lm_head of a loaded model. A head that is not a plain matrix becomes None; if `required`, it raises
+    UserError."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings().weight.detach()
     plain = _is_linear(head) and head.weight.is_floating_point() and head.weight.itemsize > 1
     if required and not plain:
@@ -68,7 +69,7 @@ def model_head(name: str, model: PreTrainedModel, required: bool) -> TargetHead:
 
 
 def _transform_of(model: PreTrainedModel) -> LogitTransform:
-    """What a model does to its logits after the lm_head, according to the config of its language part."""
+    """The transform that a model applies to its logits, according to the config of its language part."""
     values, scale = model.config.get_text_config(decoder=True).to_dict(), 1.0
     for field in (*SCALES, *DIVISORS):
         factor = 1.0 if values.get(field) is None else values[field]
@@ -79,7 +80,7 @@ def _transform_of(model: PreTrainedModel) -> LogitTransform:
 
 
 def _is_linear(head: nn.Module | None) -> bool:
-    """Whether it is a linear layer without bias, whose weight is the matrix."""
+    """Whether the head is a linear layer without bias, whose weight is the plain matrix."""
     return (
         isinstance(head, nn.Linear) and head.bias is None and head.weight.shape == (head.out_features, head.in_features)
     )
@@ -102,7 +103,7 @@ class _Stored(NamedTuple):
     files: dict[str, str]  # file name by tensor
 
     def slice(self, tensor: str) -> Any:
-        """safetensors' slice of this tensor, which has shape and number format before any of it is read."""
+        """safetensors' slice of this tensor, which knows its shape and number format without reading its values."""
         return self._file(tensor).get_slice(tensor)
 
     def read(self, tensor: str) -> Tensor:
@@ -116,15 +117,15 @@ class _Place(NamedTuple):
     """Where a weight is stored."""
 
     parameter: str  # its name in the model
-    shape: list[int]  # its shape there
-    tensor: str | None  # its name in the checkpoint; None if it is not there
+    shape: list[int]  # its shape in the model
+    tensor: str | None  # its name in the checkpoint; None if missing
     quantised: bool  # stored in parts, or not as a matrix of numbers
 
 
 def _read_head(stored: _Stored, config: PretrainedConfig, dtype: str | torch.dtype, required: bool) -> TargetHead:
-    # A model of several parts may tie at the top level what its text part alone would not.
+    # A multi-part config may tie the embeddings at the top level only, not in its text part.
     ties = getattr(config, "tie_word_embeddings", False)
-    # If transformers does not take the whole for a language model, it has one for the text part.
+    # If transformers has no causal language model for the whole config, it has one for the text part.
     config = config if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else config.get_text_config(decoder=True)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
@@ -144,13 +145,13 @@ def _read_head(stored: _Stored, config: PretrainedConfig, dtype: str | torch.dty
     if head is None:
         return TargetHead(matrix, None, _transform_of(model))
     weight = matrix if head is embedding else _read(stored, head, dtype)
-    # If both are stored though tied, transformers uses a separate head only if it differs.
+    # If both are stored although tied, transformers uses the separate head only if it differs.
     return TargetHead(matrix, matrix if tied and torch.equal(matrix, weight) else weight, _transform_of(model))
 
 
 def _names_in_model(model: PreTrainedModel, tensors: Iterable[str]) -> dict[str, str]:
-    """The checkpoint's tensor names by the names that transformers gives them on loading: many checkpoints have names
-    of their own (`embed_out.weight`), which transformers knows."""
+    """Map transformers' names to the checkpoint's. Many checkpoints have tensor names of their own
+    (`embed_out.weight`), which transformers renames on loading."""
     conversions, names = get_model_conversion_mapping(model), {}
     for tensor in sorted(tensors):
         model_name = tensor
@@ -172,9 +173,9 @@ def _place(stored: _Stored, names: dict[str, str], model: PreTrainedModel, modul
 
 
 def _alike(stored: _Stored, names: dict[str, str], parameter: str, shape: list[int]) -> str | None:
-    """The only tensor of this shape whose name ends like the parameter's, or, failing that, like a shorter end of it.
+    """The only tensor of this shape whose name ends with `parameter` or, failing that, with a shorter suffix of it.
 
-    A checkpoint of several parts may have another prefix than the model of its text part. Tensors in numbered layers do
+    A multi-part checkpoint may use a different prefix than the model of its text part. Tensors in numbered layers do
     not count, because layers for multi-token prediction have their own copies.
     """
     ends = parameter.split(".")

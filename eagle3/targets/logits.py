@@ -1,7 +1,7 @@
-"""A target's logits: the head that computes them from hidden states, their transform, and what is kept to teach.
+"""A target's logits: the head and the transform that compute them, and the part of them that training needs.
 
-With tensor-parallel ranks that hold them by vocabulary shard, summaries are the same, and the draft's columns are dealt
-to the ranks that train on the rows, without any rank ever holding a whole row.
+If tensor-parallel ranks hold the logits in vocabulary shards, the summaries are the same, and each rank gets the draft
+vocabulary's columns of its own rows. No rank ever holds a whole row.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from eagle3.errors import UserError
 
-# Rows for which logits of the full vocabulary exist at a time.
+# Number of rows whose full-vocabulary logits exist at a time.
 BLOCK_ROWS = 512
 # Above every token id, so that it loses when ranks look for the lowest id among the largest logits.
 _ELSEWHERE = torch.iinfo(torch.int64).max
@@ -34,9 +34,9 @@ def check_tokens(ids: Tensor, number: int, limit: int) -> None:
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """What a model does to its logits after the lm_head: multiply by `scale`, then cap softly at +-`cap`.
+    """Transforms the lm_head's logits as the model does: multiplies them by `scale`, then caps them softly at +-`cap`.
 
-    This is the order in the model families that do both.
+    Model families that do both do them in this order.
     """
 
     scale: float = 1.0
@@ -56,8 +56,8 @@ class TargetHead:
     """The target's frozen embedding and lm_head; the same tensor if the target ties them."""
 
     embedding: Tensor  # [V, Ht]
-    # [V, Ht]; None if it is not a plain matrix (quantised, biased), so that only the model itself can compute logits.
-    # It then has as many tokens as the embedding.
+    # [V, Ht]; None if it is not a plain matrix (quantised, biased) and only the model itself can compute logits. V is
+    # then the embedding's.
     head: Tensor | None
     transform: LogitTransform = LogitTransform()  # applied to head @ hidden state
 
@@ -72,7 +72,7 @@ class TargetHead:
 
 
 class TeacherSummary(NamedTuple):
-    """For each row, what the target's whole distribution says."""
+    """The target's full distribution in each row, reduced to two numbers."""
 
     argmax: Tensor  # [N] int64, over the full vocabulary
     logsumexp: Tensor  # [N] fp32 (fp64 for fp64 inputs), over the full vocabulary
@@ -82,14 +82,15 @@ class TeacherSummary(NamedTuple):
 def summarize_teacher(
     last: Tensor, head: Tensor, block_rows: int = BLOCK_ROWS, transform: LogitTransform = LogitTransform()
 ) -> TeacherSummary:
-    """Argmax and logsumexp of `transform(last @ head.T)` for last [N, Ht], head [V, Ht], `block_rows` rows at a time.
+    """Argmax and logsumexp of `transform(last @ head.T)`, last [N, Ht], head [V, Ht], for `block_rows` rows at a time.
 
     Logits are fp32 even for bf16 inputs (fp64 for fp64 ones) and exist for one block at a time. Ties go to the lowest
     id.
     """
     accumulate = torch.float64 if last.dtype == torch.float64 else torch.float32
-    # Half-precision products are exact in fp32, so a tensor-core matmul that returns its fp32 sums equals an fp32 one
-    # in a fraction of the time. torch has it only on CUDA; elsewhere the head is converted, once for all blocks.
+    # Half-precision products are exact in fp32, so a tensor-core matmul that returns its fp32 sums equals an fp32
+    # matmul and takes a fraction of the time. torch has it only on CUDA; elsewhere the head is converted once, for all
+    # blocks.
     half_matmul = last.is_cuda and last.dtype == head.dtype and last.dtype in (torch.bfloat16, torch.float16)
     weight = (head if half_matmul else head.to(accumulate)).T
     blocks = []
@@ -108,10 +109,10 @@ def summarize_sharded(logits: Tensor, first_id: int, valid: int, group: dist.Pro
     """Argmax (ties: lowest id) and logsumexp over the full vocabulary, on every rank. Collective over `group`.
 
     logits: [N, V/tp], the same N rows on every rank, for tokens first_id, first_id + 1, ... of the vocabulary
-    valid: how many of these columns are tokens; the rest is padding, with any contents
+    valid: how many of these columns are tokens; the rest are padding, whose values do not matter
 
-    Sums are fp32 (fp64 for fp64 logits), in copies of some rows at a time. For each row, ranks exchange a maximum, a
-    logsumexp and an id.
+    Computes in fp32 (fp64 for fp64 logits) on copies of BLOCK_ROWS rows at a time. Ranks exchange a maximum, a
+    logsumexp and an id per row.
     """
     assert 0 <= valid <= logits.shape[1], f"{valid} tokens in a shard of {logits.shape[1]} columns"
     exact = torch.promote_types(logits.dtype, torch.float32)
@@ -123,7 +124,7 @@ def summarize_sharded(logits: Tensor, first_id: int, valid: int, group: dist.Pro
         columns = logits[block, :valid].to(exact)
         own[0, block], best[block] = columns.max(-1)
         own[1, block] = columns.logsumexp(-1)
-        del columns  # before the next block's are made
+        del columns  # so that no two blocks exist at a time
     best = torch.where(best == _ELSEWHERE, best, best + first_id)
     if group.size() == 1:
         return TeacherSummary(best, own[1])
@@ -138,10 +139,10 @@ def summarize_sharded(logits: Tensor, first_id: int, valid: int, group: dist.Pro
 
 @dataclass(frozen=True)
 class DraftColumns:
-    """The draft vocabulary's columns in vocabulary shards."""
+    """Where the draft vocabulary's columns are in vocabulary shards of the logits."""
 
     local: Tensor  # [n] int64: columns of this rank's shard that are draft tokens, ascending
-    # Their number on each rank of `group`; together they are the draft vocabulary, in its order.
+    # How many there are on each rank of `group`. In rank order, all of them are the draft vocabulary in its own order.
     widths: tuple[int, ...]
     group: dist.ProcessGroup
 
@@ -152,7 +153,7 @@ class DraftColumns:
         draft_ids: [Vd] int64, the tokens of the draft vocabulary, ascending, the same on every rank
         first_id, valid: see `summarize_sharded`
 
-        Ranks must hold the vocabulary in rank order, as SGLang and Megatron-core cut it.
+        Shards must be in rank order, as in SGLang and Megatron-core.
         """
         local = draft_ids[(draft_ids >= first_id) & (draft_ids < first_id + valid)] - first_id
         shard_info = torch.tensor([first_id, valid, len(local)], device=draft_ids.device)
@@ -172,11 +173,11 @@ class DraftColumns:
     def exchange(self, logits: Tensor, rows: Sequence[int], out: Tensor) -> None:
         """Exchange logits so that each rank gets its own rows with the whole draft vocabulary. Collective.
 
-        logits: [n, V/tp], all rows of this rank's shard
-        rows: how many of the n rows each rank gets, in rank order; may be 0
-        out: [rows[own rank], Vd]; may be a part of a larger tensor
+        logits: [n, V/tp], this rank's shard of all rows
+        rows: how many of the n rows each rank gets, in rank order; may be 0 for some
+        out: [rows[own rank], Vd], receives the result; may be a view of a larger tensor
 
-        Only draft columns cross ranks, each to one rank.
+        Only draft columns are sent, each row to a single rank.
         """
         own_count, width = rows[self.group.rank()], len(self.local)
         assert len(logits) == sum(rows) and out.shape == (own_count, self.size)
@@ -189,7 +190,7 @@ class DraftColumns:
         dist.all_to_all_single(
             incoming, draft_logits.flatten(), receive_sizes, [each * width for each in rows], group=self.group
         )
-        # `out` is laid out row by row, what arrived rank by rank.
+        # `out` is laid out row by row, but the data arrived rank by rank.
         for part, piece in zip(out.split(self.widths, 1), incoming.split(receive_sizes), strict=True):
             part.copy_(piece.view_as(part))
 
@@ -200,14 +201,14 @@ class DraftColumns:
         dtype: torch.dtype,
         block_rows: int = BLOCK_ROWS,
     ) -> Tensor:
-        """This rank's rows of the draft's columns, [len(rows[own rank]), Vd], in the order of its `rows`. Collective.
+        """Compute the draft columns of this rank's rows: [len(rows[own rank]), Vd], in the order of its `rows`.
+        Collective over `group`.
 
-        logits: gives this rank's shard of the logits after rows [n], as [n, V/tp] in `dtype`
-        rows: for each rank of the group, the rows it keeps (int64). The lists are the same on every rank; a row may be
-            kept by several ranks, or by none.
+        logits: maps row indices [n] to this rank's shard of their logits, [n, V/tp] in `dtype`
+        rows: for each rank of the group, the rows that it keeps (int64). The lists are the same on every rank. A row
+            may be kept by several ranks, or by none.
 
-        Logits are computed for `block_rows` rows per rank at a time, so that no more of them exist; `peak_bytes`
-        gives the memory.
+        Logits are computed for `block_rows` rows per rank at a time, to save memory (see `peak_bytes`).
         """
         group, device = self.group, self.local.device
         max_rows, own_count = max(map(len, rows)), len(rows[group.rank()])
@@ -219,14 +220,14 @@ class DraftColumns:
         return out
 
     def peak_bytes(self, rows: Sequence[int], width: int, itemsize: int, block_rows: int = BLOCK_ROWS) -> int:
-        """Most bytes that this rank holds in `redistribute`: its own rows and, for a block of all ranks' rows, the
-        shard's logits, their draft columns, and what arrives.
+        """Peak memory of `redistribute` on this rank, in bytes: the result and, for one block of all ranks' rows, the
+        shard's logits, their draft columns, and the columns received.
 
-        rows: number for each rank
+        rows: number of rows that each rank keeps
         width: columns of a shard, padding included
         itemsize: bytes of a logit
 
-        What `logits` itself needs for a block is not included.
+        Does not include the working memory of `logits` itself.
         """
         own_count, block = rows[self.group.rank()], [min(each, block_rows) for each in rows]
         incoming = 0 if self.group.size() == 1 else min(own_count, block_rows) * self.size

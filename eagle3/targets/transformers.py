@@ -20,14 +20,14 @@ from eagle3.targets.logits import BLOCK_ROWS, TargetHead, TeacherSummary, check_
 class TransformersTarget:
     """A `Target` around a loaded causal language model, which it freezes and puts into eval mode.
 
-    aux_layers: 0-based, low to high; None for EAGLE3's default. Layer i's output is the residual stream after layer i,
-        un-normed: transformers' `hidden_states[i+1]`, except for the last layer, where transformers has the normed one.
-    prefill_tokens: largest batch of `prefill` in tokens, padding included; a longer document runs alone
-    draft_ids: [Vd] int64, the draft vocabulary's tokens, for a teacher with the model's own logits of them instead of
-        last hidden states
+    aux_layers: 0-based, low to high; None for EAGLE3's default. Layer i's output is the un-normed residual stream after
+        layer i. This is transformers' `hidden_states[i+1]`, except for the last layer, which transformers norms.
+    prefill_tokens: largest batch in `prefill`, in tokens including padding; a longer document runs alone
+    draft_ids: [Vd] int64, the draft vocabulary's tokens. If given, the teacher holds the model's own logits for them
+        instead of last hidden states.
 
-    Raises UserError if the model's layers cannot be found; and, without draft_ids, if its logits are not those of an
-    lm_head and a transform that training can apply.
+    Raises UserError if the model's layers cannot be found or, without draft_ids, if training could not compute its
+    logits from an lm_head and a transform.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class TransformersTarget:
     def prefill(self, documents: Sequence[Tensor]) -> list[Rows]:
         """See `Target.prefill`. The tensors are on the model's device, each in its own storage.
 
-        The last bits of a document's states depend on its batch (`length_buckets` of all documents here).
+        The last bits of a document's states depend on its batch (`length_buckets` forms batches from all `documents`).
         """
         for number, document in enumerate(documents):
             check_tokens(document, number, len(self.head.embedding))
@@ -92,8 +92,8 @@ class TransformersTarget:
         return results
 
     def teach(self, output: BaseModelOutput, last: Tensor) -> TeacherRows:
-        """What the teacher says after rows last [N, Ht] of the decoder's `output`; logits are in the model's own dtype.
-        Raises UserError if they are not finite."""
+        """The teacher's values after last hidden states `last` [N, Ht], which are rows of the decoder's `output`.
+        Logits are in the model's own dtype. Raises UserError if the values are not finite."""
         if self.draft_ids is None:
             return LastHidden(last, *_finite(summarize_teacher(last, self.head.head, transform=self.head.transform)))
         draft_logits, summaries = [], []
@@ -109,14 +109,15 @@ class TransformersTarget:
 
     @torch.no_grad()
     def own_logits(self, output: BaseModelOutput, last: Tensor) -> Tensor:
-        """The model's own logits [N, V] for last hidden states [N, Ht], whatever its head is and does afterwards.
+        """The model's own logits [N, V] for last hidden states [N, Ht], whatever its head is and whatever follows it.
 
-        Its forward runs around a decoder that returns these rows in its `output`, without their cache.
+        Runs the model's forward with a stand-in for the decoder, which returns `output` with these rows and without a
+        cache.
         """
         fields = {**output, "last_hidden_state": last[None]}
         fields.pop("past_key_values", None)
         decoder_output = type(output)(**fields)
-        previous_forward = vars(self.decoder).get("forward")  # loading may have put one in front of the class's
+        previous_forward = vars(self.decoder).get("forward")  # loading may have put one on the instance
         self.decoder.forward = lambda *_arguments, **_keywords: decoder_output
         try:
             ids = torch.zeros(1, len(last), dtype=torch.int64, device=last.device)
@@ -128,8 +129,8 @@ class TransformersTarget:
 
     @contextlib.contextmanager
     def captured_layers(self) -> Iterator[dict[int, Tensor]]:
-        """Collect the aux layers' outputs [B, T, Ht] during the forward pass in the block. Uses hooks, because
-        output_hidden_states would keep every layer's output."""
+        """Collect the aux layers' outputs [B, T, Ht] in the forward pass that runs inside the block. Uses hooks,
+        because output_hidden_states would keep every layer's output."""
         outputs: dict[int, Tensor] = {}
 
         def hook_of(layer: int):
@@ -151,8 +152,8 @@ class TransformersTarget:
 
     @torch.no_grad()
     def _check_logits(self, name: str) -> None:
-        """Compare the model's own logits of a few tokens with what the teacher will say. A model may scale, cap or cut
-        its logits in code that no known config field shows, and the teacher would then be silently wrong."""
+        """Compare the model's own logits of a few tokens with the teacher's. A model may scale, cap or cut its logits
+        in code that no known config field reveals; the teacher would then be silently wrong."""
         outputs = []
         ids = torch.arange(min(8, self.vocab_size), device=self.device)[None]
         with self.decoder.register_forward_hook(lambda _m, _a, output: outputs.append(output)):
@@ -173,7 +174,8 @@ class TransformersTarget:
 
 
 def _decoder_of(model: PreTrainedModel) -> nn.Module:
-    """transformers' decoder of the model, or, if it has no layers, the model within it that has (Llama 4)."""
+    """The decoder that transformers names or, if it has no layers of its own (Llama 4), the model inside it that
+    does."""
     decoder = model.get_decoder()
     models = [part for part in decoder.children() if isinstance(part, PreTrainedModel) and hasattr(part, "layers")]
     return decoder if hasattr(decoder, "layers") or len(models) != 1 else models[0]

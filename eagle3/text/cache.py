@@ -1,5 +1,7 @@
-"""Safe writing below data.cache_dir: into a temporary folder that is renamed when complete. Leftovers of killed
-processes are removed, and records carry a digest that shows damage."""
+"""Write safely below data.cache_dir: into a temporary folder, which is renamed once it is complete.
+
+Leftovers of killed processes are removed. Records carry a digest that reveals damage.
+"""
 
 import hashlib
 import json
@@ -17,10 +19,10 @@ from typing import Any
 from eagle3.durable import Lock, lock, writing
 
 LOCK = "owner.lock"  # holds the host's name
-# Temporary names of tokenised data, downloads and demo targets, those of older versions without locks included.
+# Temporary names of tokenised data, downloads and demo targets, including those of older versions, which had no locks.
 OURS = re.compile(r"\.([0-9a-f]{32}\.|.+-[0-9a-f]{16}\.jsonl\.|demo-target-[0-9a-f]{16}[-.])[a-z0-9_]{8}")
 QUIET_SECONDS = 86_400.0
-# What reading a damaged record, or a file that is no record, may raise.
+# Exceptions that may be raised by reading a damaged record, or a file that is not a record.
 DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
@@ -30,7 +32,8 @@ def sealed(record: dict[str, Any]) -> str:
 
 
 def unsealed(text: str) -> tuple[dict[str, Any], bool]:
-    """The record, and whether it had a digest; older versions wrote none. Raises one of DAMAGE."""
+    """Parse a sealed record. Returns it, and whether it had a digest, which older versions did not write. Raises one of
+    DAMAGE."""
     record = json.loads(text)
     if "digest" not in record:
         return record, False
@@ -45,8 +48,8 @@ def _digest(record: dict[str, Any]) -> str:
 
 @contextmanager
 def beside(path: Path) -> Iterator[Path]:
-    """A temporary folder beside `path`, removed at the end. Raises UserError, also for an OSError in the caller's
-    block, which is there to write."""
+    """Provide a temporary folder beside `path`, and remove it at the end. Raises UserError if it cannot be created, and
+    in place of an OSError in the caller's block, which writes into it."""
     remedy = "free space, or set data.cache_dir (of regenerate.py: --cache-dir) to a folder that this user may write"
     with writing(path.parent, remedy):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -54,8 +57,8 @@ def beside(path: Path) -> Iterator[Path]:
         temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
         try:
             with (temporary / LOCK).open("wb") as file:
-                lock(file)  # without locks, nobody will take this process for dead
-                file.write(socket.gethostname().encode())  # only now: seen unlocked, all of it may be removed
+                lock(file)  # if there are no locks, nobody will take this process for dead
+                file.write(socket.gethostname().encode())  # an unlocked file with a name means a dead owner
                 file.flush()
                 yield temporary
         finally:
@@ -64,9 +67,9 @@ def beside(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def replacing_folder(folder: Path, keep: Callable[[Path], bool] = lambda _: False) -> Iterator[Path]:
-    """A temporary folder to write into, which then replaces `folder`. Raises UserError if it cannot be written.
+    """Provide a temporary folder to write into, which then replaces `folder`. Raises UserError if it cannot be written.
 
-    keep: whether an existing folder stays instead, because another process was faster and may be reading it
+    keep: whether an existing folder stays instead, because a faster process wrote it and may be reading it
 
     A reader sees the old folder, briefly none, or the complete new one; after an exception, the old one. Files that a
     reader has open stay readable.
@@ -92,7 +95,7 @@ def replacing_folder(folder: Path, keep: Callable[[Path], bool] = lambda _: Fals
 
 
 def opens(load: Callable[[Path], Any], folder: Path) -> bool:
-    """Whether `load`, which checks a whole folder, accepts it, so that it can be kept."""
+    """Whether `load`, which checks a whole folder, accepts `folder`, so that it can be kept."""
     try:
         load(folder)
     except DAMAGE:
@@ -110,8 +113,8 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def _is_abandoned(leftover: Path) -> bool:
-    """Whether the owner is dead. A free lock shows that if the owner ran on this host, because some file systems keep
-    locks to one host. Without a telling lock, a day without changes does."""
+    """Whether the owner is dead. A free lock proves it only if the owner ran on this host, because some file systems do
+    not share locks between hosts. If the lock proves nothing, a day without changes counts as proof."""
     try:
         with (leftover / LOCK).open("r+b") as file:
             host = file.read().decode()

@@ -16,7 +16,7 @@ from eagle3.text.rows import KINDS, LISTED, UNKNOWN_ROLE, Malformed, MalformedRo
 from eagle3.text.standard_library import SOURCES
 
 FORMS = "`messages` (role, content), `conversations` (from, value) or `text`"
-# Names under which data keep an assistant's reasoning: Qwen3's and SGLang's, vLLM's, gpt-oss's. We use the first.
+# Keys under which data sets keep an assistant's reasoning: Qwen3's and SGLang's, vLLM's, gpt-oss's. We use the first.
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 # ShareGPT's role names and similar ones; OpenAI's map to themselves.
 ROLES = {
@@ -60,7 +60,7 @@ def read_conversations(
     downloads: Path | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> list[Conversation]:
-    """`iterate_conversations`, all at once."""
+    """Like `iterate_conversations`, but returns all conversations at once."""
     return list(iterate_conversations(sources, limit, malformed=malformed, downloads=downloads, report=report))
 
 
@@ -72,7 +72,7 @@ def iterate_conversations(
     downloads: Path | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> Iterator[Conversation]:
-    """The conversations of all sources, in order, with at most one in memory; with `limit`, only the first so many.
+    """Yield the conversations of all sources, one at a time and in order.
 
     A source is one of:
     - a .json, .jsonl or .parquet file, or a folder of these
@@ -82,6 +82,7 @@ def iterate_conversations(
 
     A row has `messages` (OpenAI), `conversations` (ShareGPT) or `text`.
 
+    limit: stop after this many conversations
     malformed: counts the rows that cannot be read, which are left out or, at the end, refused; None to refuse them
     downloads: folder in which rows of datasets are kept, so that they are downloaded once; None to keep none
     report: gets progress lines
@@ -108,7 +109,7 @@ def iterate_conversations(
             if isinstance(row, Malformed):
                 malformed.add(origin, row)
                 if count == start and malformed.refused and (malformed.counts - old_flaws).total() == LISTED:
-                    break  # the whole source has another form
+                    break  # the whole source has a different form
             else:
                 yield row
                 count += 1
@@ -127,8 +128,8 @@ def iterate_conversations(
 
 
 def dataset_of(source: str) -> DatasetSource | None:
-    """The dataset that a source names; None for a local source. Raises UserError if it is not a source, as far as that
-    can be checked without reading it."""
+    """The dataset that a source names; None for a local source. Raises UserError if the source is invalid, as far as
+    that can be checked without reading it."""
     path = Path(source).expanduser()
     if source.startswith("preset:"):
         return preset_source(source)
@@ -190,13 +191,13 @@ def _conversation(origin: str, row: Any) -> Conversation:
 
 
 def _require(value: Any, kind: type, reason: str, where: str, expected: str) -> None:
-    """Raises Malformed if the value is not of this kind."""
+    """Raises Malformed if the value is not an instance of `kind`."""
     if not isinstance(value, kind):
         raise Malformed(reason, f"{where} is {shown(value)}, not {expected}")
 
 
 def _message(where: str, message: Any) -> dict:
-    """One message in OpenAI's form, further keys (reasoning_content, tool_calls, ...) included. Raises Malformed."""
+    """Convert a message to OpenAI's form. Other keys (reasoning_content, tool_calls, ...) stay. Raises Malformed."""
     _require(message, dict, "a message is not an object", where, "an object with role and content")
     role_key, content_key = ("from", "value") if "from" in message and "role" not in message else ("role", "content")
     name = message.get(role_key)
@@ -228,7 +229,7 @@ def _content(where: str, content: Any) -> str:
 
 
 def _reasoning(where: str, message: dict) -> str | None:
-    """The message's reasoning, under any of the names that data use for it."""
+    """The message's reasoning, whichever of the known keys it is under. Raises Malformed."""
     values = {key: message[key] for key in REASONING_KEYS if message.get(key)}
     for key, value in values.items():
         _require(value, str, f"{key}: not a string", f"{where}: {key}", "a string")
@@ -240,8 +241,11 @@ def _reasoning(where: str, message: dict) -> str | None:
 
 
 def _parsed(where: str, key: str, value: Any) -> Any:
-    """The value, parsed if it is a JSON string: parquet files often store what has no fixed columns that way. where:
-    prefix of the key in error messages."""
+    """Parse the value if it is a JSON string. Parquet files often store data without fixed columns that way. Raises
+    Malformed.
+
+    where: prefix of the key in error messages
+    """
     if not isinstance(value, str):
         return value
     try:
@@ -253,7 +257,8 @@ def _parsed(where: str, key: str, value: Any) -> Any:
 
 
 def _tool_call(where: str, call: Any) -> dict:
-    """A call with its arguments as an object, as chat templates and serving engines want; OpenAI has a JSON string."""
+    """Convert a call so that its arguments are an object, as chat templates and serving engines expect. In OpenAI's
+    form they are a JSON string. Raises Malformed."""
     if not isinstance(call, dict):
         raise Malformed("tool_calls: not a call", f"{where}: {shown(call)} is not an object")
     if isinstance(call.get("function"), dict):
@@ -269,7 +274,8 @@ def _tool_call(where: str, call: Any) -> dict:
 
 
 def _tools(tools: Any) -> list | None:
-    """Tool schemas as serving engines pass them to the template: `{"type": "function", "function": {...}}`."""
+    """Convert tool schemas to the form that serving engines pass to the template:
+    `{"type": "function", "function": {...}}`. Raises Malformed."""
     tools = _parsed("", "tools", tools)
     tools = [_parsed("", "tools", tool) for tool in tools] if isinstance(tools, list) else tools
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):

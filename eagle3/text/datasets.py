@@ -1,6 +1,6 @@
 """Datasets named by id or by a preset's short name (presets.yaml): where they are, how rows become conversations.
 
-Rows are streamed, no more of them than needed, and copied to disk, so that they are downloaded only once.
+Only the rows that are needed are streamed. They are copied to disk, so that they are downloaded only once.
 """
 
 import difflib
@@ -40,8 +40,8 @@ class DatasetSource:
 
     source: str  # as the user named it
     dataset: str  # hub id, folder, or a reader of the library ("json", "parquet")
-    convert: Callable[[dict], dict | None]  # gives a row in one of the forms of conversations, or None to leave it out
-    columns: str  # what `convert` reads, in words; copies made by another rule are not reused
+    convert: Callable[[dict], dict | None]  # to one of the forms of conversations; None leaves the row out
+    columns: str  # what `convert` reads, in words; a copy made by a different rule is not reused
     # As in `datasets.load_dataset`:
     split: str = "train"
     config: str | None = None
@@ -49,7 +49,7 @@ class DatasetSource:
     revision: str | None = None
 
     def copy(self, folder: Path, limit: int | None) -> Path:
-        """The file with the local copy of these rows."""
+        """The file for the local copy of the first `limit` rows, or of all rows."""
         parts = [self.source, self.dataset, self.config, self.split, self.files, self.revision, self.columns, limit]
         digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
         return folder / f"{re.sub(r'[^a-zA-Z0-9]+', '-', self.source)}-{digest[:16]}.jsonl"
@@ -74,8 +74,8 @@ def source_of_id(source: str) -> DatasetSource:
 
 
 def read_columns(row: dict) -> dict:
-    """The columns that conversations need; others may hold values that JSON cannot. If the row has no conversation,
-    only the names of its columns, for the error message."""
+    """Keep only the columns that conversations need, since others may hold values that JSON cannot represent. A row
+    without a conversation keeps only its column names, for the error message."""
     if not any(column in row for column in HOLDS_ROW):
         return dict.fromkeys(row)
     return {column: row[column] for column in READ if column in row}
@@ -88,12 +88,12 @@ def downloaded_rows(
     report: Callable[[str], None],
     parse: Callable[[str, Any], Row],
 ) -> Iterator[tuple[str, Row | Malformed]]:
-    """(origin, what `parse` makes of origin and row) for the rows that the source's `convert` keeps, up to the
-    `limit`-th readable one, or all.
+    """Yield (origin, result of `parse`) for the rows that the source's `convert` keeps, up to the `limit`-th readable
+    one, or for all.
 
-    Rows come from the copy in `folder` that an earlier call for as many rows, or for all, has written. Otherwise
-    they are streamed, and copied once all have arrived. A set therefore stays as it was when first read, in every
-    process and run.
+    Rows come from a copy in `folder` if an earlier call for the same number of rows, or for all, has written one.
+    Otherwise they are streamed, and the copy is published once all have arrived. A data set therefore stays as it was
+    when first read, in every process and run.
 
     folder: None for no copy
     report: gets a line when a copy is used
@@ -134,7 +134,7 @@ def _copied(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _line(origin: str, row: dict | Malformed) -> str:
-    if isinstance(row, Malformed):  # it may be nested too deep for JSON
+    if isinstance(row, Malformed):  # it may be nested too deeply for JSON
         return json.dumps([origin, None, row.reason, row.detail]) + "\n"
     try:
         return json.dumps([origin, row]) + "\n"
@@ -148,7 +148,7 @@ def _line(origin: str, row: dict | Malformed) -> str:
 
 
 def _converted(source: DatasetSource, report: Callable[[str], None]) -> Iterator[tuple[str, Any]]:
-    """Converted rows with their origins, numbered from 1 as in the dataset. Reports how many were left out."""
+    """Yield (origin, converted row), numbered from 1 as in the dataset. Reports how many rows were left out."""
     left_out = 0
     try:
         for number, row in enumerate(_streamed(source, report), 1):
@@ -164,12 +164,12 @@ def _converted(source: DatasetSource, report: Callable[[str], None]) -> Iterator
 
 
 def _streamed(source: DatasetSource, report: Callable[[str], None]) -> Iterator[dict]:
-    # Imported here because they take a second, and most data are files.
+    # Imported here because they take a second, and most data sets are files.
     from datasets import disable_progress_bars, load_dataset
     from datasets.exceptions import DatasetsError
-    from huggingface_hub.errors import HTTPError  # that of the HTTP library which this version uses
+    from huggingface_hub.errors import HTTPError  # of the HTTP library that this version uses
 
-    disable_progress_bars()  # they garble logs, and the reader of the rows counts them
+    disable_progress_bars()  # they garble logs, and whoever reads the rows counts them
     try:
         if "/" in source.dataset and not Path(source.dataset).is_dir():
             require_hub()
@@ -186,7 +186,7 @@ def _streamed(source: DatasetSource, report: Callable[[str], None]) -> Iterator[
             )
             first_rows = list(islice(rows, 1))
         yield from chain(first_rows, rows)
-    # Where retrying helps, the library has retried for minutes already. ValueError: unknown names and splits.
+    # If retrying helps, the library has already done so for minutes. ValueError: unknown names and splits.
     except (OSError, ValueError, RuntimeError, DatasetsError, HTTPError) as error:
         hint = "" if source.source.startswith("preset:") else "no file or folder here, and as a dataset id it "
         raise UserError(
@@ -262,8 +262,8 @@ def preset_source(source: str) -> DatasetSource:
 
 
 def as_conversation(preset: Preset, row: dict) -> dict | None:
-    """A row of the dataset in one of the forms of conversations, without other columns. None if a question, an answer
-    or a message's text is missing, or a message is not an object."""
+    """Convert a row of the dataset to one of the forms of conversations, without other columns. Returns None if a
+    question, an answer or a message's text is missing, or if a message is not an object."""
     if preset.chat:
         messages = row.get(preset.chat)
         whole = isinstance(messages, list) and all(

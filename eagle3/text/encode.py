@@ -17,11 +17,11 @@ from eagle3.text.chat import encode_conversation
 from eagle3.text.conversations import Conversation
 from eagle3.text.template import Choices, Unusable
 
-# A process takes about two seconds to start; one core encodes about a million characters a second, renderings included.
+# A process takes about two seconds to start; one core encodes a million characters per second, renderings included.
 CHARACTERS_WORTH_A_PROCESS = 4_000_000
 CHUNK = 64
-# Longest row in characters, each of which takes up to 250 bytes while it is tokenised; a row with more than 16
-# characters for each of the tokens that a sample may have gives no sample anyway.
+# Most characters in a row, each of which takes up to 250 bytes while it is tokenised. If samples may be long, the limit
+# is instead LONGEST_TOKEN characters for each token of the longest sample.
 LONGEST_ROW, LONGEST_TOKEN = 1 << 24, 16
 
 
@@ -32,7 +32,7 @@ class Problem(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What became of one conversation: ids and loss mask, or a problem."""
+    """The result of encoding one conversation: ids and loss mask, or a problem."""
 
     ids: np.ndarray | None = None  # int32 [T]; still whole if the text is to be split
     loss_mask: np.ndarray | None = None  # bool [T]
@@ -43,16 +43,16 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class SampleEncoder:
-    """How conversations become samples."""
+    """Turns conversations into samples."""
 
     tokenizer: PreTrainedTokenizerBase
     chat_template: str | None  # Jinja source; None for the tokenizer's own
     max_length: int  # tokens
-    # Samples that are too long: "truncate" cuts them, "split" leaves texts whole for `split`, else they are problems.
+    # Samples that are too long: "truncate" cuts them, "split" leaves texts whole for `split`, others give problems.
     too_long: Literal["stop", "drop", "truncate", "split"] = "stop"
     unusable: Literal["stop", "drop"] = "stop"  # samples without a mask
     malformed: Literal["stop", "drop"] = "stop"  # rows that cannot be read
-    choices: Choices = Choices()  # what of a conversation is rendered and supervised
+    choices: Choices = Choices()  # which parts of a conversation are rendered and supervised
 
     def outcome(self, conversation: Conversation) -> Outcome:
         longest = max(LONGEST_ROW, LONGEST_TOKEN * self.max_length)
@@ -87,7 +87,7 @@ class SampleEncoder:
 
 
 def split(outcome: Outcome, longest: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Consecutive pieces (ids, loss_mask) of at most `longest` tokens. A single last token is left out."""
+    """Cut an outcome into consecutive pieces (ids, loss_mask) of up to `longest` tokens. Drops a single last token."""
     pieces = (slice(start, start + longest) for start in range(0, len(outcome.ids) - 1, longest))
     return [(outcome.ids[piece], outcome.loss_mask[piece]) for piece in pieces]
 
@@ -95,9 +95,9 @@ def split(outcome: Outcome, longest: int) -> list[tuple[np.ndarray, np.ndarray]]
 def encode_all(
     encoder: SampleEncoder, conversations: Sequence[Conversation], workers: int | None = None
 ) -> Iterator[list[Outcome]]:
-    """The outcomes of all conversations in order, chunk by chunk. workers: most processes; default: one per core.
+    """Yield the outcomes of all conversations in order, chunk by chunk. workers: most processes; default: one per core.
 
-    A few conversations are encoded in this process, because starting others would take longer.
+    If there are only a few conversations, this process encodes them, because starting others would take longer.
     """
     chunks = [conversations[start : start + CHUNK] for start in range(0, len(conversations), CHUNK)]
     useful_processes = 1 + sum(row.characters for row in conversations) // CHARACTERS_WORTH_A_PROCESS
@@ -121,7 +121,7 @@ def _encode_in_processes(
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(target=_work, args=(encoder, chunks[number::processes], sender), daemon=True)
             process.start()
-            sender.close()  # the process has its own copy; if this one stayed open, its death would go unnoticed
+            sender.close()  # the process has its own copy; with this one open, we would not notice its death
             workers.append((receiver, process))
         for chunk, (receiver, process) in zip(chunks, cycle(workers), strict=False):
             try:

@@ -28,10 +28,10 @@ FORMAT = 2  # version of the cached folders and of the mask's meaning; changing 
 
 @dataclass(frozen=True)
 class Summary:
-    """What was read, kept and left out."""
+    """Counts of what was read, kept and left out."""
 
-    rows: int  # read
-    # Samples; if texts are split, there may be more of them than rows.
+    rows: int  # rows read
+    # Samples. If texts are split, there may be more samples than rows.
     kept: int
     truncated: int
     # Of the kept samples:
@@ -40,13 +40,13 @@ class Summary:
     dropped: dict[str, int] = field(default_factory=dict)  # count by reason
     # By reason: "malformed" or the Problem's kind; empty in older caches.
     kinds: dict[str, str] = field(default_factory=dict)
-    examples: dict[str, str] = field(default_factory=dict)  # by reason: origin of the first row that was dropped for it
-    # Answers in the kept samples with only special tokens and white space to supervise; None in older caches.
+    examples: dict[str, str] = field(default_factory=dict)  # by reason: origin of the first row dropped for it
+    # Answers in the kept samples that have only special tokens and white space to supervise; None in older caches.
     empty_answers: int | None = None
     cached: bool = False  # taken from the cache
 
     def with_malformed(self, malformed: MalformedRows) -> "Summary":
-        """The summary with malformed rows included. The cache lacks them, because no conversation comes of them."""
+        """The summary with malformed rows included. The cache lacks them, because they give no conversation."""
         labels = {reason: f"malformed row ({reason})" for reason in malformed.counts}
         return replace(
             self,
@@ -64,7 +64,7 @@ class Summary:
         return "; ".join(parts) + (" (cached)" if self.cached else "")
 
     def reasons(self) -> list[str]:
-        """Why rows were dropped, most frequent first: a line for each of LISTED reasons, and one for the rest."""
+        """Lines that say why rows were dropped: one for each of the LISTED most frequent reasons, one for the rest."""
         counts = Counter(self.dropped)
         top_reasons = counts.most_common(LISTED)
         return [
@@ -91,11 +91,12 @@ def prepare_samples(
 
     Every cached sample is compared with its digest, and the set is rebuilt if one does not match.
 
-    max_samples: use only the first so many readable rows
+    max_samples: use only this many rows, the first ones that are readable
     workers: most processes; default: one per core
     report: gets progress lines and warnings
 
-    Raises UserError for what cannot be read or written, for a problem under "stop", and if no sample is left.
+    Raises UserError for anything that cannot be read or written, for a problem whose policy is "stop", and if no sample
+    is left.
     """
     cache = Path(cache_dir).expanduser()
     malformed = MalformedRows(encoder.malformed == "drop", "data.malformed=drop")
@@ -164,12 +165,12 @@ def preview(sample: Sample, tokenizer: PreTrainedTokenizerBase, color: bool) -> 
 
 
 def _content_key(conversations: Sequence[Conversation], encoder: SampleEncoder, report: Callable[[str], None]) -> str:
-    """32 hex digits that are the same for the same conversations under the same rules."""
+    """Key of a cached set: 32 hex digits, which are the same for the same conversations under the same rules."""
     tokenizer = encoder.tokenizer
     options = [encoder.max_length, encoder.too_long, encoder.unusable, asdict(encoder.choices)]
-    if encoder.malformed == "drop":  # otherwise the key is that of sets made before this option existed
+    if encoder.malformed == "drop":  # otherwise the key equals that of sets made before this option existed
         options.append("malformed rows dropped")
-    # Special tokens are template variables in addition to the vocabulary; JSON keeps the parts apart.
+    # Special tokens count in addition to the vocabulary: they are template variables. JSON keeps the parts apart.
     backend = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else type(tokenizer).__name__
     rules = [FORMAT, options, encoder.chat_template or tokenizer.chat_template, tokenizer.special_tokens_map, backend]
     digest = hashlib.sha256(_json_line(rules))
@@ -186,8 +187,11 @@ def _json_line(value: list) -> bytes:
 
 
 def _tell_unshown(conversations: Sequence[Conversation], encoder: SampleEncoder, report: Callable[[str], None]) -> None:
-    """Warn of templates that hide things: one that prints what is said but not by whom is hardly the one that the
-    target is served with, and one that cannot show reasoning loses it, which a user who keeps reasoning should know."""
+    """Warn about templates that hide something.
+
+    A template that prints what is said but not who says it is hardly the one that the target is served with. A template
+    that cannot show reasoning loses it, which a user who keeps reasoning should know.
+    """
     template = encoder.chat_template or encoder.tokenizer.chat_template
     example = next((row for row in conversations if row.messages), None)
     if example is None or not template:
@@ -196,7 +200,7 @@ def _tell_unshown(conversations: Sequence[Conversation], encoder: SampleEncoder,
     probe = Conversation(example.origin, (question, answer), None)
     source = choose_template(encoder.tokenizer, encoder.chat_template, None, example.origin)
     render = renderer(encoder.tokenizer, source, probe, encoder.choices)
-    with suppress(Unusable):  # a template that refuses a conversation knows its roles
+    with suppress(Unusable):  # a template that refuses the swapped roles tells them apart
         if render(probe.messages) == render([{**question, "role": "assistant"}, {**answer, "role": "user"}]):
             label = "data.chat_template" if encoder.chat_template else "the tokenizer's chat template"
             report(Warned(f"{label} prints a user's and an assistant's messages alike; is the target served with it?"))
@@ -208,7 +212,7 @@ def _tell_unshown(conversations: Sequence[Conversation], encoder: SampleEncoder,
 
 
 def _open(folder: Path, report: Callable[[str], None] = lambda line: None) -> Prepared:
-    """The set in `folder`, after checking all of it. Raises DamagedSamples."""
+    """Open the set in `folder`, after checking all of it. Raises DamagedSamples."""
     try:
         record, has_digest = unsealed((folder / SUMMARY).read_text(encoding="utf-8"))
         checksum = record.pop("samples") if has_digest else None
@@ -232,7 +236,7 @@ def _open(folder: Path, report: Callable[[str], None] = lambda line: None) -> Pr
 
 
 def _stop_at_problem(problems: list[tuple[str, Problem]], encoder: SampleEncoder) -> None:
-    """Raise for the first problem whose policy is not "drop", and count others of its kind."""
+    """Raises UserError for the first problem whose policy is not "drop", with the number of problems of its kind."""
     policies = {
         "unusable": [encoder.unusable],
         "too_long": [encoder.too_long],

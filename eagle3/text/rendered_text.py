@@ -1,8 +1,8 @@
 """Find the turns in a text that a chat template has already rendered, by the template's own special tokens.
 
-Such a text cannot be rendered again and compared, as eagle3.text.chat does. Short conversations of this file's own show
-how the template opens a turn (its generation prompt) and closes it. Both must be added tokens of the tokenizer, which
-plain text cannot hold; in rendered text every special token counts as one.
+Such a text cannot be rendered again and compared, as eagle3.text.chat does with messages. Instead, short conversations
+of our own show how the template opens a turn (its generation prompt) and closes it. Both must have added tokens of the
+tokenizer, which ordinary text cannot contain: in rendered text, whatever looks like a special token is taken for one.
 """
 
 import re
@@ -24,19 +24,19 @@ class AddedToken(NamedTuple):
 
 
 class Turns(NamedTuple):
-    """How a template writes an assistant's turns."""
+    """The texts and tokens with which a template delimits an assistant's turns."""
 
-    # What may stand before a turn: the generation prompt, or what the history shows of it if that is less.
+    # Texts that may precede a turn: the generation prompt, and the part of it that earlier turns show if that is less.
     prompts: tuple[str, ...]
     anchor: str  # first added token of each prompt
     before: int  # characters from the beginning of a prompt to its anchor
     closer: str  # added token that ends a turn
-    # The closer, and added tokens that begin another message: if one of those comes first, the closer is lost.
+    # The closer, and added tokens that begin a new message: if one of those comes first, the closer is missing.
     ends: frozenset[str]
 
 
 def turns_of(render: Render, added: Sequence[str]) -> Turns:
-    """What a template prints around turns. added: the tokenizer's added tokens, longest first. Raises Unusable."""
+    """Find out how a template delimits turns. added: the tokenizer's added tokens, longest first. Raises Unusable."""
     token = re.compile("|".join(map(re.escape, filter(None, added))) or "(?!)")
     question, answer = {"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}
     after_question = _between(render([question], generation_prompt=True), QUESTION)
@@ -64,7 +64,7 @@ def turns_of(render: Render, added: Sequence[str]) -> Turns:
 
 
 def _result_token(render: Render, token: re.Pattern) -> list[str]:
-    """The added token that begins a tool's result, if any: a turn with it contains what the target did not say."""
+    """The added token that begins a tool's result, if any. A turn that contains it is not all the target's own."""
     messages = probing_call(call_form(render))
     try:
         call_text, result_text = render(messages[:2]), render(messages)
@@ -77,7 +77,13 @@ def _result_token(render: Render, token: re.Pattern) -> list[str]:
 
 def turn_spans(text: str, tokens: Sequence[AddedToken], turns: Turns, bos: str) -> list[tuple[int, int]]:
     """Characters [start, stop) of every assistant turn except one that opens the text, from the end of the generation
-    prompt to the end of the closer. tokens: all added tokens of the text, in order. Raises Unusable."""
+    prompt to the end of the closer.
+
+    tokens: all added tokens of the text, in order
+    bos: the tokenizer's BOS token, which may precede the opening turn
+
+    Raises Unusable.
+    """
     spans = []
     for number, token in enumerate(tokens):
         opening = token.start - turns.before
@@ -99,7 +105,7 @@ def turn_spans(text: str, tokens: Sequence[AddedToken], turns: Turns, bos: str) 
 
 
 def _between(text: str, begin: str, end: str | None = None) -> str:
-    """What is between two contents, or after one."""
+    """The text between two contents, or after one. Raises Unusable."""
     if any(text.count(mark) != 1 for mark in (begin, end) if mark):
         raise Unusable(
             "the chat template leaves out or repeats the content of a message, so rendered text does not show turns"
@@ -109,7 +115,7 @@ def _between(text: str, begin: str, end: str | None = None) -> str:
 
 
 def _common_pieces(a: str, b: str, token: re.Pattern) -> str:
-    """The longest common beginning that ends at the edge of an added token, or at the end of one of the texts."""
+    """The longest common prefix that ends at the edge of an added token, or at the end of one of the texts."""
     return a[: max(cut for cut in _edges(a, token) & _edges(b, token) if b.startswith(a[:cut]))]
 
 

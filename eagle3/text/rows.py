@@ -1,4 +1,4 @@
-"""Rows of .json, .jsonl and .parquet files with their origins, each as it stands in the file, or malformed.
+"""Read the rows of .json, .jsonl and .parquet files with their origins, each as it stands in the file, or as malformed.
 
 Malformed rows are counted by reason, and either listed in one error or left out.
 """
@@ -25,9 +25,9 @@ Row = TypeVar("Row")
 
 
 class Malformed(Exception):
-    """What is wrong with one row.
+    """A row that cannot be used; raised, or put in the row's place.
 
-    reason: without anything from the row itself, so that rows can be counted by it
+    reason: what is wrong, without anything from the row itself, so that rows can be counted by it
     detail: the same with the place in the row and the value; default: the reason
     """
 
@@ -37,12 +37,12 @@ class Malformed(Exception):
 
 
 class MalformedRows:
-    """The malformed rows met so far.
+    """The malformed rows found so far.
 
     drop: leave them out; otherwise reading ends with an error
-    setting: what the user writes to have them dropped; None if that is not possible
+    setting: the setting with which the user drops them, for messages; None if there is none
     counts: rows by reason
-    examples: origin of the first row by reason
+    examples: origin of the first row, by reason
     """
 
     def __init__(self, drop: bool = False, setting: str | None = None) -> None:
@@ -62,7 +62,7 @@ class MalformedRows:
             self.first.append(f"{origin}: {flaw.detail}")
 
     def refusal(self, sources: list[str], rows: int) -> UserError:
-        """The error that lists them. rows: how many were read from the sources, these included."""
+        """The error that lists them. rows: number of rows read from the sources, malformed ones included."""
         count = self.counts.total()
         remedy = f", or leave malformed rows out with {self.setting}" if self.setting else ""
         if count == 1:
@@ -87,7 +87,7 @@ def by_reason(counts: Counter[str]) -> str:
 
 
 def others(counts: Counter[str], top_reasons: list[tuple[str, int]]) -> list[str]:
-    """How many rows have reasons that are not in `top_reasons`: one text, or none if all are."""
+    """A text that says how many rows have reasons outside `top_reasons`, in a list that is empty if there are none."""
     other_reasons, rows = len(counts) - len(top_reasons), counts.total() - sum(count for _, count in top_reasons)
     return [f"{rows:,} for {counted(other_reasons, 'other reason')}"] if other_reasons else []
 
@@ -95,9 +95,9 @@ def others(counts: Counter[str], top_reasons: list[tuple[str, int]]) -> list[str
 def first_readable(
     rows: Iterable[tuple[str, Any]], parse: Callable[[str, Any], Row], limit: int | None
 ) -> Iterator[tuple[str, Row | Malformed]]:
-    """(origin, what `parse` makes of origin and row, or the Malformed that it raises) of each row.
+    """Yield (origin, result) for each row. The result is what `parse` returns, or the Malformed that it raises.
 
-    Ends after the `limit`-th readable row, or with the rows.
+    Ends after the `limit`-th readable row, or when there are no more rows.
     """
     readable = 0
     for origin, row in rows:
@@ -112,7 +112,8 @@ def first_readable(
 
 
 def file_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """(origin, row or Malformed) of a file of one of KINDS. Raises UserError if its rows cannot be separated."""
+    """Yield (origin, row or Malformed) for each row of a file of one of KINDS. Raises UserError if the file cannot be
+    read or its rows cannot be separated."""
     try:
         yield from {".json": _json_rows, ".jsonl": _line_rows, ".parquet": _parquet_rows}[path.suffix](path)
     except OSError as error:
@@ -120,7 +121,7 @@ def file_rows(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """A list of rows, a single row, or (despite the file's name) one row per line."""
+    """Read a file that holds a list of rows, a single row or, despite its name, one row per line."""
     text = path.read_text(encoding="utf-8-sig", errors="surrogateescape")
     content = _value(text, line=1)
     if not isinstance(content, Malformed):
@@ -151,10 +152,10 @@ def _line_rows(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _value(text: str, line: int | None = None) -> Any:
-    """The parsed JSON, or Malformed.
+    """Parse JSON. Returns the value, or Malformed if the text is not valid.
 
-    text: bytes that are not UTF-8 are unpaired surrogates
-    line: where the text begins, if it spans several lines
+    text: has unpaired surrogates in place of bytes that are not UTF-8
+    line: number of the text's first line if it may span several
     """
     try:
         if not text.isascii():
@@ -195,8 +196,10 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def plain_row(row: dict) -> dict | Malformed:
-    """An Arrow row without nulls, or Malformed if it is nested too deep. Arrow gives every row every key of the column,
-    which a template would take for present."""
+    """Remove the nulls from an Arrow row. Returns Malformed if the row is nested too deeply.
+
+    Arrow gives every row every key of the column, and a template would take those keys for present.
+    """
     if is_too_deep(row):
         return Malformed(f"nested deeper than {DEEPEST} levels")
     return _without_nulls(row)

@@ -23,7 +23,11 @@ DIGEST_BYTES = 16
 
 
 class DamagedSamples(UserError):
-    """Samples that are incomplete or differ from what was written. where: file or folder; flaw: what is wrong."""
+    """Raised if samples are incomplete or differ from what was written.
+
+    where: file or folder
+    flaw: what is wrong with it
+    """
 
     def __init__(self, where: Path | str, flaw: str) -> None:
         super().__init__(
@@ -45,16 +49,16 @@ class Split(NamedTuple):
 
 
 def sample_digest(ids: np.ndarray, loss_mask: np.ndarray) -> bytes:
-    """The first 16 bytes of the sha256 over ids (int32, little endian) and mask (a byte each)."""
+    """The first 16 bytes of the sha256 over ids (int32, little endian) and loss mask (one byte per token)."""
     digest = hashlib.sha256(np.ascontiguousarray(ids, "<i4"))
     digest.update(np.ascontiguousarray(loss_mask, bool))
     return digest.digest()[:DIGEST_BYTES]
 
 
 class TokenFile:
-    """A .npy file with one number per token, read by slices. Threads may share it. Raises DamagedSamples.
+    """A .npy file with one number per token, read in slices. Threads may share it. Raises DamagedSamples.
 
-    It is not a memory map: if the file loses bytes or the disk fails, touching a mapped page kills the process.
+    It is not memory-mapped, because touching a mapped page kills the process if the file lost bytes or the disk fails.
     """
 
     def __init__(self, path: Path, dtype: np.typing.DTypeLike) -> None:
@@ -112,14 +116,14 @@ class SampleSet:
     def open(folder: Path) -> "SampleSet":
         """The set stored in `folder`. Raises DamagedSamples.
 
-        Offsets and digests are read at once, so that `checksum` can be compared; tokens are read on demand.
+        Offsets and digests are read immediately, so that `checksum` can be compared; tokens are read on demand.
         """
         try:
             ids, loss_mask = TokenFile(folder / "ids.npy", "<i4"), TokenFile(folder / "loss_mask.npy", bool)
             offsets, digests = (np.load(folder / name, allow_pickle=False) for name in ("offsets.npy", "digests.npy"))
         except DamagedSamples:
             raise
-        except Exception as error:  # NumPy evaluates the header as Python, so a damaged one can raise anything
+        except Exception as error:  # NumPy evaluates the header as Python, so a damaged one may raise anything
             raise DamagedSamples(folder, f"{error!s:.200}") from error
         if not (
             (offsets.dtype, offsets.ndim, digests.dtype) == (np.int64, 1, np.uint8)
@@ -151,7 +155,7 @@ class SampleSet:
 
     @property
     def checksum(self) -> str:
-        """32 hex digits over the samples' lengths and digests, which identify the set: digests cover the tokens."""
+        """32 hex digits that identify the set: a hash of the samples' lengths and digests, which cover the tokens."""
         contents = self.lengths.astype("<i8").tobytes() + self.digests[self.indices].tobytes()
         return hashlib.sha256(contents).hexdigest()[:32]
 
@@ -173,9 +177,9 @@ class SampleSet:
         return np.diff(self.offsets)[self.indices]
 
     def count(self, *choices: Callable[[torch.Tensor], torch.Tensor]) -> np.ndarray:
-        """How many tokens of each sample each of `choices` selects: int64 [samples, choices].
+        """Count the tokens that each of `choices` selects in each sample: int64 [samples, choices].
 
-        choices: give bool [T] for a loss mask [T]
+        choices: functions that turn a loss mask [T] into a selection, bool [T]
         """
         counts: list[list[int]] = []
         for run in self._runs():
@@ -193,7 +197,7 @@ class SampleSet:
         return replace(self, indices=self.indices[np.asarray(indices, np.int64)])
 
     def masked(self, mask: Callable[[Sample], torch.Tensor]) -> "SampleSet":
-        """The same samples with the loss masks that `mask` returns, and therefore with other ids.
+        """The same samples with the loss masks that `mask` returns, and therefore with different ids.
 
         The masks are in memory, but the operating system allocates no pages for long unsupervised stretches.
         """
@@ -210,7 +214,7 @@ class SampleSet:
         return self.subset(np.lexsort(self.digests[self.indices].T[::-1]))
 
     def split_held_out(self, fraction: float, seed: int) -> Split:
-        """Hold out about `fraction` of the samples. A hash of sample and seed decides on each, whatever their order.
+        """Hold out about `fraction` of the samples. A hash of sample and seed decides, whatever the order.
 
         Identical samples stay together. If fraction > 0 and there are at least two samples, at least one is held out
         and at least one is left to train on. Raises UserError if that is impossible because all samples are identical.
@@ -226,7 +230,7 @@ class SampleSet:
         return Split(self.subset(np.flatnonzero(~held_out)), self.subset(np.flatnonzero(held_out)))
 
     def token_chunks(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """(ids, loss_mask) of all tokens in order, a few million at a time, or a longer single sample."""
+        """Yield (ids, loss_mask) of all tokens in order: a few million at a time, or a single longer sample."""
         return map(self._read, self._runs())
 
     def _runs(self, max_tokens: int = 1 << 22) -> Iterator[range]:
@@ -242,12 +246,12 @@ class SampleSet:
             yield run
 
     def _edges(self, run: range) -> list[int]:
-        """Where each sample of the run begins, and where the last one ends, relative to the run's first token."""
+        """Offsets at which the run's samples begin and the last one ends, relative to the run's first token."""
         edges = self.offsets[run.start : run.stop + 1]
         return (edges - edges[0]).tolist()
 
     def _read(self, run: range) -> tuple[np.ndarray, np.ndarray]:
-        """ids and loss_mask of some stored samples, checked against their digests."""
+        """Read ids and loss_mask of some stored samples, and check them against their digests."""
         tokens = slice(int(self.offsets[run.start]), int(self.offsets[run.stop]))
         ids, loss_mask = self.ids[tokens], self.loss_mask[tokens]
         for stored_index, (a, b) in zip(run, pairwise(self._edges(run)), strict=True):
@@ -260,12 +264,12 @@ class SampleSet:
 
 @dataclass(frozen=True)
 class Spans:
-    """Up to `per_document` runs of `length` supervised tokens per document, new each epoch, the same on all ranks.
+    """Up to `per_document` runs of `length` supervised tokens per document, new in each epoch, the same on all ranks.
 
-    A document's supervised tokens are cut into runs of `length`, of which the first is shorter by a random number of
-    tokens, and `per_document` of these runs are chosen. All of its tokens are therefore chosen equally often, and with
-    a window of W keys a document costs at most per_document (W + length) rows. Unsupervised tokens inside a run, such
-    as a user's turn, do not count.
+    A document's supervised tokens are cut into runs of `length`; the first run is shorter by a random number of tokens.
+    Then `per_document` of these runs are chosen, so all tokens are chosen equally often. With a window of W keys, a
+    document costs about per_document (W + length) rows at most, plus unsupervised tokens inside its runs, such as a
+    user's turn.
     """
 
     length: int
@@ -273,7 +277,7 @@ class Spans:
     seed: int
 
     def draw(self, sample: Sample, epoch: int) -> torch.Tensor:
-        """bool [T]: the part of the sample's loss mask in this epoch's spans; the whole mask if it is small enough."""
+        """Mask of the supervised tokens in this epoch's spans: bool [T]. If few are supervised, the whole loss mask."""
         positions = sample.loss_mask.nonzero().flatten()
         if len(positions) <= self.most:
             return sample.loss_mask
@@ -291,11 +295,12 @@ class Spans:
 
     @property
     def most(self) -> int:
-        """Supervised tokens that a document with enough of them has in its spans."""
+        """Most supervised tokens that a document has in its spans."""
         return self.length * self.per_document
 
     def describe(self, samples: SampleSet, anew: bool) -> str:
-        """What the spans leave of the samples' supervised tokens, in words. anew: whether each epoch draws its own."""
+        """Describe in words how many of the samples' supervised tokens are in spans. anew: whether each epoch draws new
+        ones."""
         supervised = samples.count(lambda loss_mask: loss_mask)[:, 0]
         long_samples, span_tokens = int((supervised > self.most).sum()), int(np.minimum(supervised, self.most).sum())
         if not long_samples:
@@ -315,7 +320,7 @@ class Spans:
         return samples.masked(lambda sample: self.draw(sample, 0))
 
     def _number(self, sample_id: str, epoch: int, index: int) -> int:
-        """A random number, by a hash: stores keep what was drawn, and libraries change their generators."""
+        """A random number from a hash. Libraries may change their generators, but stores keep what was drawn."""
         return int.from_bytes(
             hashlib.sha256(f"{self.seed} {epoch} {index} {sample_id}".encode()).digest()[:8], "little"
         )

@@ -15,11 +15,11 @@ SKIPPED_FOLDERS = {
     *("site-packages", "dist-packages", "_bundled", "__pycache__"),
     *("test", "tests", "idlelib", "turtledemo", "lib2to3", "encodings", "pydoc_data"),
 }
-LINES = range(3, 61)  # of a definition
-HELD_OUT_ONE_IN = 20  # top-level modules, for conversations
-HELD_OUT_FILES_ONE_IN = 8  # top-level modules, for files, so that some held-out files are long
+LINES = range(3, 61)  # lines that a definition may have
+HELD_OUT_ONE_IN = 20  # one top-level module in this many is held out, for conversations
+HELD_OUT_FILES_ONE_IN = 8  # the same for files; more are held out, so that some of them are long
 SHORTEST_FILE = 2000  # characters
-MOST_CHARACTERS = 1500  # in a conversation: about 512 tokens with a vocabulary of a few thousand
+MOST_CHARACTERS = 1500  # in a conversation, about 512 tokens with a vocabulary of a few thousand
 
 SHOW = (
     "Show me `{name}`.",
@@ -43,7 +43,7 @@ class Definition(NamedTuple):
 class LibraryText(NamedTuple):
     """Rows for training, and rows about held-out modules.
 
-    They are conversations `{"messages": [{"role", "content"}, ...]}` or files `{"text"}`.
+    Rows are conversations `{"messages": [{"role", "content"}, ...]}` or files `{"text"}`.
     """
 
     train: list[dict]
@@ -51,8 +51,8 @@ class LibraryText(NamedTuple):
 
 
 def standard_library_text() -> LibraryText:
-    """The conversations, of which those about one top-level module in HELD_OUT_ONE_IN are held out. Modules are held
-    out as a whole, so that no method of a held-out class is in the training text."""
+    """Conversations about the standard library. Those about roughly one top-level module in HELD_OUT_ONE_IN are held
+    out. Modules are held out as a whole, so that no method of a held-out class is in the training text."""
     return _parted(_conversations(), HELD_OUT_ONE_IN)
 
 
@@ -64,7 +64,7 @@ def standard_library_files() -> LibraryText:
 
 
 def _parted(rows: Iterable[tuple[str, dict]], one_in: int) -> LibraryText:
-    """Split the rows by module. rows: (module, row)."""
+    """Split rows into training and held-out ones by their module. rows: (module, row)."""
     text = LibraryText([], [])
     for module, row in rows:
         (text.train if zlib.crc32(module.split(".")[0].encode()) % one_in else text.held_out).append(row)
@@ -74,15 +74,16 @@ def _parted(rows: Iterable[tuple[str, dict]], one_in: int) -> LibraryText:
 def standard_library_conversations() -> list[dict]:
     """Conversations about the functions, classes and modules of the interpreter's standard library.
 
-    Returns `{"messages": [{"role", "content"}, ...]}` in the order of module and line, the same on every call, no two
-    with the same opening question or the same code. The contents depend only on the Python version. Files that this
-    interpreter cannot parse, and definitions of fewer than 3 or more than 60 lines, are left out.
+    Returns `{"messages": [{"role", "content"}, ...]}` in the order of module and line, the same on every call. No two
+    have the same opening question or the same code. The contents depend only on the Python version. Files that this
+    interpreter cannot parse, definitions of fewer than 3 or more than 60 lines, and conversations of more than
+    MOST_CHARACTERS are left out.
     """
     return [conversation for _, conversation in _conversations()]
 
 
 def _conversations() -> Iterator[tuple[str, dict]]:
-    """(module, conversation) for every definition that gives one."""
+    """Yield (module, conversation) for every definition that gives one."""
     names, codes = set(), set()
     for module, source in _modules():
         for definition in _definitions(module, source):
@@ -96,7 +97,7 @@ def _conversations() -> Iterator[tuple[str, dict]]:
 
 
 def _modules() -> Iterator[tuple[str, str]]:
-    """The library's modules, sorted by file name, each with its source. Files that are not UTF-8 are left out."""
+    """Yield (module, source) for the library's modules, sorted by file name. Files that are not UTF-8 are left out."""
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).parts):
         parts = path.relative_to(root).with_suffix("").parts
@@ -117,7 +118,7 @@ def _definitions(module: str, source: str) -> Iterator[Definition]:
 
 
 def _inside(node: ast.AST, prefix: str, lines: list[str]) -> Iterator[Definition]:
-    """The definitions inside `node`, including those under `if` and `try`, but not those local to a function."""
+    """Yield the definitions inside `node`, including those under `if` and `try`, but not those local to a function."""
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield from _inside(child, prefix, lines)
@@ -125,7 +126,7 @@ def _inside(node: ast.AST, prefix: str, lines: list[str]) -> Iterator[Definition
         name = f"{prefix}.{child.name}"
         first_line = min([child.lineno, *(decorator.lineno for decorator in child.decorator_list)])
         code = textwrap.dedent("".join(lines[first_line - 1 : child.end_lineno])).rstrip()
-        # Text at column 0 inside a string prevents dedenting, and so do definitions after a semicolon.
+        # Text at column 0 inside a string prevents dedenting, as does a definition after a semicolon.
         if child.end_lineno - first_line + 1 in LINES and not code[0].isspace() and "```" not in code:
             yield Definition(name, code, ast.get_docstring(child) or "")
         if isinstance(child, ast.ClassDef):

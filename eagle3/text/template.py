@@ -1,5 +1,7 @@
-"""Chat templates: read and checked before use, and run within limits of time and memory to turn messages into text,
-with the choices that a recipe makes."""
+"""Read and check chat templates, and run them within limits on time and memory to turn messages into text.
+
+What is rendered, and what is supervised, follows the recipe's choices.
+"""
 
 import datetime
 import json
@@ -24,18 +26,18 @@ if TYPE_CHECKING:  # the checks before a start must not wait for transformers
     from transformers import PreTrainedTokenizerBase
 
 GENERATION = re.compile(r"\{%([-+]?)\s*(generation|endgeneration)\s*([-+]?)%\}")
-# transformers' settings; it adds the tags of GENERATION.
+# The settings of transformers, which adds the tags of GENERATION.
 PARSER = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
 THOUGHTS_END = "</think>"
 PROBED, RESULT = "probed_value", "probed_result"
 
-# A conversation is rendered once or twice for each of its messages: with Llama 3's template, 1,000 messages of 4 MB in
+# A conversation is rendered once or twice per message: with Llama 3's template, 1,000 messages of 4 MB in
 # total took 24 s, and 2 messages of the same size 0.1 s.
 SECONDS, SECONDS_A_MESSAGE = 30.0, 0.1
-MEMORY, MEMORY_A_CHARACTER = 1 << 30, 64  # bytes; Python has up to 4 a character, and filters make copies
-# Length of a rendering: JSON escapes make it longer, and so does a system prompt of the template's own.
+MEMORY, MEMORY_A_CHARACTER = 1 << 30, 64  # bytes; Python needs up to 4 per character, and filters make copies
+# Length of a rendering, which JSON escapes and the template's own system prompt make longer.
 CHARACTERS, CHARACTERS_A_CHARACTER = 1 << 20, 4
-GRACE = 20.0  # seconds until the system ends a process whose interpreter never got to handle the signal
+GRACE = 20.0  # seconds until the system ends a process whose interpreter does not get to handle the signal
 PAGE = resource.getpagesize()
 
 Render = Callable[..., str]  # (messages, generation_prompt=False, template=the one chosen) -> text
@@ -47,10 +49,10 @@ class Unusable(ValueError):
 
 @dataclass(frozen=True)
 class Choices:
-    """What a recipe chooses to render and supervise."""
+    """A recipe's choices of what to render and supervise."""
 
-    supervise: Literal["all_turns", "last_turn"] = "all_turns"  # assistant turns
-    reasoning: Literal["keep", "drop"] = "keep"  # in assistant turns
+    supervise: Literal["all_turns", "last_turn"] = "all_turns"  # which assistant turns
+    reasoning: Literal["keep", "drop"] = "keep"  # what to do with reasoning in assistant turns
     # "rendered": rows of `text` are renderings of the chat template, with its special tokens
     text: Literal["plain", "rendered"] = "plain"
     template_variables: Mapping[str, Any] = field(default_factory=dict)  # passed to the template with the messages
@@ -58,7 +60,7 @@ class Choices:
 
 
 def read_template(path: Path) -> str:
-    """A template's Jinja source. Raises UserError if the file holds no template or cannot be parsed."""
+    """Read a template's Jinja source. Raises UserError if the file cannot be read or parsed, or holds no template."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or not a path
@@ -89,10 +91,10 @@ def check_variables(template: str, variables: Mapping[str, Any]) -> None:
 def renderer(
     tokenizer: "PreTrainedTokenizerBase", template: str, conversation: Conversation, choices: Choices
 ) -> Render:
-    """A function that renders messages with this template (Jinja source) and the conversation's tools, with limits for
-    all renderings together.
+    """Make a function that renders messages with this template (Jinja source) and the conversation's tools. Its limits
+    apply to all renderings together.
 
-    Raises UserError for a chosen variable that the template does not mention. Rendering raises UserError if the
+    Raises UserError for a variable in `choices` that the template does not mention. Rendering raises UserError if the
     template is invalid or exceeds the limits, and Unusable if it refuses the messages.
     """
     check_variables(template, choices.template_variables)
@@ -126,7 +128,7 @@ def renderer(
 def choose_template(
     tokenizer: "PreTrainedTokenizerBase", chat_template: str | None, tools: list | None, origin: str
 ) -> str:
-    """The Jinja source to use: `chat_template`, or the tokenizer's own for conversations with such tools. Raises
+    """The Jinja source to use: `chat_template`, or the tokenizer's own for conversations with these tools. Raises
     UserError if there is none."""
     if chat_template is None and not tokenizer.chat_template:
         raise UserError(
@@ -145,18 +147,18 @@ def choose_template(
 
 
 def reasoning_key(template: str) -> str | None:
-    """The name under which a template reads an assistant's reasoning; None if it reads none."""
+    """The key from which a template reads an assistant's reasoning; None if it reads none."""
     return next((key for key in REASONING_KEYS if re.search(rf"\.{key}\b|['\"]{key}['\"]", template)), None)
 
 
 def as_template_reads(
     messages: Sequence[dict], template: str, reasoning: Literal["keep", "drop"], render: Render
 ) -> list[dict]:
-    """The messages in the form that the template reads. render: with this template.
+    """Convert messages to the form that the template reads. render: renders with this template.
 
-    An assistant's reasoning gets the name that the template reads, or is left out. Under "drop", reasoning inside the
-    content is removed, too: everything up to the last `</think>`, which is how templates that drop reasoning from
-    earlier turns find it. Tool calls get the form that the template shows.
+    An assistant's reasoning moves to the key that the template reads, or is left out. Under "drop", reasoning inside
+    the content is removed, too: everything up to the last `</think>`. Templates that drop reasoning from earlier turns
+    find it the same way. Tool calls get the form that the template shows.
     """
     key = reasoning_key(template) or REASONING_KEYS[0]
     form = call_form(render) if any(message.get("tool_calls") for message in messages) else CallForm()
@@ -173,10 +175,10 @@ def as_template_reads(
 
 
 class CallForm(NamedTuple):
-    """How a template wants tool calls."""
+    """The form in which a template expects tool calls."""
 
-    text_arguments: bool = False  # as JSON text, not as an object
-    # The content is null, not empty, if there are no words beside the calls (DeepSeek-V3 shows calls in no other form).
+    text_arguments: bool = False  # arguments are JSON text, not an object
+    # Content is null, not empty, if there are no words beside the calls. DeepSeek-V3 shows calls in no other form.
     null_content: bool = False
 
     def applied(self, message: dict) -> dict:
@@ -203,19 +205,20 @@ def probing_call(form: CallForm) -> list[dict]:
 
 def call_form(render: Render) -> CallForm:
     """The first form in which the template shows a call's argument, tried on a short conversation. If it shows none or
-    refuses that conversation, the usual form, so that it refuses the real conversation in its own words."""
+    refuses that conversation, returns the usual form, so that it refuses the real conversation in its own words."""
     for form in (CallForm(), CallForm(text_arguments=True), CallForm(null_content=True), CallForm(True, True)):
         try:
             text = render(probing_call(form))
         except Unusable:
             continue
-        if PROBED in text and f"'{PROBED}'" not in text:  # quoted as Python prints it, it would not be JSON
+        if PROBED in text and f"'{PROBED}'" not in text:  # a value quoted as Python prints it would not be JSON
             return form
     return CallForm()
 
 
 def require_calls(messages: list[dict], text: str, render: Render) -> None:
-    """Raises Unusable if the template prints the same without one of the calls: the target could not generate it."""
+    """Raises Unusable if the template prints the same text without one of the calls, because the target could not
+    generate that call."""
     for index, message in enumerate(messages):
         for position in range(len(message.get("tool_calls") or ())):
             other_calls = [call for number, call in enumerate(message["tool_calls"]) if number != position]
@@ -226,7 +229,7 @@ def require_calls(messages: list[dict], text: str, render: Render) -> None:
             )
             try:
                 same = render([*messages[:index], variant, *messages[index + 1 :]]) == text
-            except Unusable:  # the template misses the call
+            except Unusable:  # the template notices that the call is missing
                 continue
             if same:
                 raise Unusable("the chat template leaves out a tool call")
@@ -236,16 +239,16 @@ def require_calls(messages: list[dict], text: str, render: Render) -> None:
 
 
 class _TimeUp(BaseException):
-    """Not an Exception, because Jinja swallows some of those."""
+    """Raised when a template's time is up. Not an Exception, because Jinja swallows some of those."""
 
 
 class Limits:
-    """What the renderings of one row may take together.
+    """Limits on the time and memory that all renderings of one row may take, and on their length.
 
     where: the row, for error messages
-    messages, characters: how many the row has
+    messages, characters: numbers of the row's messages and characters
 
-    Exceeding the limits ends the run, whatever data.unusable says: an endless template would take as long for every
+    Exceeding the limits ends the run, whatever data.unusable says: an endless template would take that long for every
     row, and if such rows were dropped, the samples would depend on the machine. Limits work only in the
     process's main thread.
     """
@@ -258,8 +261,8 @@ class Limits:
         self.characters = CHARACTERS + CHARACTERS_A_CHARACTER * characters
 
     def keep(self, render: Callable[..., str], *arguments: Any, **keywords: Any) -> str:
-        """What `render` returns for these arguments. Raises UserError if it takes more time or memory than is left, or
-        if the text is out of all proportion, so that no tokenizer could handle it."""
+        """Call `render` with these arguments, and return its text. Raises UserError if it takes more than the time that
+        is left or too much memory, or if the text is so long that no tokenizer could handle it."""
         start = time.process_time()
         try:
             if self.left <= 0:
@@ -283,13 +286,14 @@ class Limits:
 
 
 def _bounded(render: Callable[[], str], seconds: float, memory: int) -> str:
-    """What `render` returns, within limits of time and memory.
+    """Call `render` within limits on time and memory, and return its text.
 
-    Raises _TimeUp once this process has computed for this long (time in which it is stopped does not count), and
-    MemoryError if its address space would grow by more than this many bytes. If a single operation of the interpreter
-    never ends, so that the signal goes unnoticed, the system ends the process.
+    Raises _TimeUp once this process has used `seconds` of processor time, and MemoryError if its address space would
+    grow by more than `memory` bytes. If a single operation of the interpreter never ends, so that the signal goes
+    unnoticed, the system ends the process.
 
-    Not a context manager, because _TimeUp may come at any instruction, also inside contextlib before it gets to one.
+    This is not a context manager, because _TimeUp may come at any instruction, even inside contextlib before the block
+    is entered.
     """
     inside = True
 
@@ -310,7 +314,7 @@ def _bounded(render: Callable[[], str], seconds: float, memory: int) -> str:
             )
             return render()
         finally:
-            inside = False  # `notice` may come before this, but only once, so what follows is completed
+            inside = False  # `notice` may raise before this, but only once, so what follows is completed
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
         signal.setitimer(signal.ITIMER_PROF, 0)

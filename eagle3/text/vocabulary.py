@@ -18,7 +18,7 @@ from eagle3.text.samples import SampleSet
 
 @dataclass(frozen=True)
 class DraftVocabulary:
-    """Which target tokens the draft tokens stand for."""
+    """The mapping between draft tokens and the target tokens that they stand for."""
 
     d2t: torch.Tensor  # LongTensor [draft vocabulary]: draft token i is target token i + d2t[i], ascending in i
     t2d: torch.Tensor  # BoolTensor [target vocabulary]: True for target tokens that have a draft token
@@ -34,7 +34,7 @@ class DraftVocabulary:
 
     @property
     def draft_ids(self) -> torch.Tensor:
-        """The draft token of each target token, -1 where there is none: LongTensor [target vocabulary]."""
+        """The draft token of each target token, -1 if there is none: LongTensor [target vocabulary]."""
         return torch.where(self.t2d, self.t2d.cumsum(0) - 1, -1)
 
     @property
@@ -46,10 +46,11 @@ class DraftVocabulary:
 def choose_vocabulary(
     samples: SampleSet, target_vocab_size: int, size: int, report: Callable[[str], None] = lambda line: None
 ) -> tuple[DraftVocabulary, float]:
-    """The `size` most frequent supervised tokens, and their coverage: the share of supervised tokens that they are.
+    """Choose the `size` most frequent supervised tokens. Returns them and their coverage, i.e. the share of all
+    supervised tokens that they account for.
 
-    The lowest ids win ties, and fill up if too few tokens are supervised. report: gets progress lines. Raises UserError
-    if `size` is larger than the target's vocabulary, or a token id in the samples is beyond it.
+    Ties go to the lowest ids, which also fill the vocabulary if too few tokens are supervised. report: gets progress
+    lines. Raises UserError if `size` is larger than the target's vocabulary, or a token id in the samples is beyond it.
     """
     if not 1 <= size <= target_vocab_size:
         raise UserError(
@@ -65,13 +66,13 @@ def choose_vocabulary(
 def coverage(
     samples: SampleSet, vocabulary: DraftVocabulary, report: Callable[[str], None] = lambda line: None
 ) -> float:
-    """Share of supervised tokens that the draft vocabulary has; 1.0 if there are none. report: gets progress lines."""
+    """Share of supervised tokens in the draft vocabulary; 1.0 if none is supervised. report: gets progress lines."""
     return _share(_supervised_counts(samples, len(vocabulary.t2d), report), vocabulary.target_ids.numpy())
 
 
 def save_vocabulary(vocabulary: DraftVocabulary, path: Path) -> None:
-    """Write d2t and t2d as safetensors, with the names that they have in an exported draft."""
-    write_bytes(path, save({"d2t": vocabulary.d2t, "t2d": vocabulary.t2d}))  # save_file's files are their owner's alone
+    """Write d2t and t2d as safetensors, under the names that they have in an exported draft."""
+    write_bytes(path, save({"d2t": vocabulary.d2t, "t2d": vocabulary.t2d}))  # only the owner can read save_file's
 
 
 def load_vocabulary(path: Path, target_vocab_size: int) -> DraftVocabulary:
@@ -99,7 +100,7 @@ def load_vocabulary(path: Path, target_vocab_size: int) -> DraftVocabulary:
 
 
 def _supervised_counts(samples: SampleSet, target_vocab_size: int, report: Callable[[str], None]) -> np.ndarray:
-    """How often each token is supervised: int64 [target vocabulary]."""
+    """Count how often each token is supervised: int64 [target vocabulary]."""
     counts = np.zeros(target_vocab_size, np.int64)
     progress = Progress(report, "counting supervised tokens", int(samples.lengths.sum()), "tokens")
     for ids, loss_mask in samples.token_chunks():

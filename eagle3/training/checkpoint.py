@@ -1,5 +1,5 @@
-"""Checkpoints that are either whole or absent: DeepSpeed's files, published by one rename and verified before they are
-read."""
+"""Checkpoints that are either whole or absent: DeepSpeed's files, published by a single rename and verified before
+use."""
 
 import random
 import shutil
@@ -26,26 +26,26 @@ from eagle3.training import safe_loading
 from eagle3.training.manifest import DAMAGED, MANIFEST, Manifest, Problem
 from eagle3.training.safe_loading import plain_loads, require_plain
 
-# How long the first rank waits for the files of other nodes to appear; network file systems cache listings.
+# How long the first rank waits to see the other nodes' files, since network file systems cache listings.
 SEEN_SECONDS = 30.0
 
 
 class Resumed(NamedTuple):
-    """What a loaded checkpoint held besides the engine's state."""
+    """The contents of a loaded checkpoint, apart from the engine's state."""
 
-    step: int  # optimiser steps done
-    progress: dict[str, Any]  # what the trainer asked to store
+    step: int  # number of optimiser steps done
+    progress: dict[str, Any]  # the trainer's own record
 
 
 class Checkpoints:
-    """The checkpoints of one run: the last `keep` and the best. Every rank calls every method.
+    """The checkpoints of one run: the last `keep`, and the best one. Every rank calls every method.
 
-    An engine started with `load_universal` reads checkpoints of any number of processes and tensor-parallel ranks, by
-    converting them first; any other engine only reads those of its own numbers (UserError).
+    An engine started with `load_universal` can read checkpoints from any number of processes and tensor-parallel ranks,
+    by converting them first. Any other engine raises UserError unless the numbers are its own.
 
-    run: identity of the run. A checkpoint that names another run is never loaded; one that names none, because it
-        predates run identities, is loaded with a warning.
-    say: called with a line when something takes long.
+    run: identity of the run. A checkpoint that names a different run is never loaded. One that predates run identities
+        names none, and is loaded with a warning.
+    say: called with a line if something takes long.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Checkpoints:
         """Writes the state after `step` optimiser steps: weights, optimiser, schedule, random generators and
         `progress`.
 
-        If that fails, raises UserError on every rank; older checkpoints stay as they are.
+        If that fails, raises UserError on every rank and leaves older checkpoints as they are.
         """
         with waiting(self.say, f"writing the checkpoint of step {step}"):
             partial, first = self.folder / f"{_name(step)}.partial", dist.get_rank() == 0
@@ -82,7 +82,7 @@ class Checkpoints:
                         save_latest=False,
                         exclude_frozen_parameters=True,
                     )
-                except OSError as error:  # from the first rank's last write, which the other ranks wait for
+                except OSError as error:  # from the first rank's last write, for which the other ranks are waiting
                     failures.append(str(error))
                     dist.barrier()
 
@@ -91,7 +91,7 @@ class Checkpoints:
                     raise UserError(failures[0])
 
             try:
-                agreed(require_written)  # every rank has written its part before the whole is published
+                agreed(require_written)  # publish only once every rank has written its part
                 agreed((lambda: self._finish(partial, Sizes.of(engine), step, best_step)) if first else None)
             except UserError as error:
                 free = shutil.disk_usage(self.folder).free / 2**30
@@ -121,9 +121,9 @@ class Checkpoints:
                 shutil.rmtree(path)
 
     def load_newest(self, engine: DeepSpeedEngine) -> Resumed | None:
-        """Loads the newest intact checkpoint of this run; returns None if there is none at all. Newer ones that are
-        damaged or another run's are renamed, with a warning, so that they do not count towards `keep`. Raises UserError
-        if no checkpoint can be loaded."""
+        """Loads this run's newest intact checkpoint; returns None if there are no checkpoints. Newer ones that are
+        damaged or belong to a different run are renamed, with a warning, so that they do not count towards `keep`.
+        Raises UserError if there are checkpoints but none can be loaded."""
         problems: dict[Path, Problem] = {}
         for path in reversed(_finished(self.folder)):
             if (problem := self._problem(path)) is None:
@@ -139,7 +139,7 @@ class Checkpoints:
         return None
 
     def _set_aside(self, problems: dict[Path, Problem]) -> None:
-        dist.barrier()  # every rank has looked
+        dist.barrier()  # wait until every rank has looked
         for path, problem in problems.items():
             aside = path.with_name(f"{problem.kind}-{path.name}")
             self.warn(f"{path}: {problem.text}; renamed to {aside.name}; the checkpoint before it is used")
@@ -149,7 +149,7 @@ class Checkpoints:
         dist.barrier()
 
     def load_whole(self, engine: DeepSpeedEngine, step: int) -> Resumed | None:
-        """Loads the checkpoint of one step; warns and returns None if it is damaged or another run's."""
+        """Loads the checkpoint of one step. If it is damaged or a different run's, warns and returns None."""
         path = self.path(step)
         if problem := self._problem(path):
             self.warn(f"{path}: {problem.text}; the last weights are used instead")
@@ -188,7 +188,7 @@ class Checkpoints:
 
 
 def written_otherwise(folder: Path, processes: int, tensor: int) -> bool:
-    """Whether `folder` has a checkpoint written with another number of processes or tensor-parallel ranks."""
+    """Whether `folder` has a checkpoint written by a different number of processes or tensor-parallel ranks."""
     return any(_sizes(path) != Sizes(processes, tensor) for path in _finished(folder))
 
 
@@ -198,8 +198,8 @@ def _finished(folder: Path) -> list[Path]:
 
 
 def _read(engine: DeepSpeedEngine, folder: Path, checkpoint: Path) -> Resumed:
-    """Loads `folder`, which is the checkpoint itself or its conversion. Raises UserError on every rank if the files of
-    any rank hold anything other than what training writes."""
+    """Loads `folder`, which is the checkpoint itself or its conversion. Raises UserError on every rank if any rank's
+    files hold data that training does not write."""
 
     def read() -> Resumed:
         try:
@@ -214,14 +214,14 @@ def _read(engine: DeepSpeedEngine, folder: Path, checkpoint: Path) -> Resumed:
             return Resumed(step, state["progress"])
         except (MemoryError, torch.OutOfMemoryError, UserError):
             raise
-        except Exception as error:  # what is in the file decides which exception comes
+        except Exception as error:  # the exception depends on the file's contents
             raise other_data(checkpoint, error) from error
 
     return agreed(read)
 
 
 def other_data(checkpoint: Path, error: Exception) -> UserError:
-    """The error for a checkpoint whose files are intact and safe, but do not hold what training writes."""
+    """The error for a checkpoint whose files are intact and safe, but hold data that training does not write."""
     return UserError(
         f"{checkpoint}: holds other data than training writes ({error!r:.300}); move this folder away, so that "
         "--resume takes the checkpoint before it, or start afresh without --resume"
@@ -229,8 +229,8 @@ def other_data(checkpoint: Path, error: Exception) -> UserError:
 
 
 def _require_fit(engine: DeepSpeedEngine) -> None:
-    """Checks the values that DeepSpeed and torch take from a file unchecked and compute with in the next step. Raises
-    whatever exception that leads to."""
+    """Checks the values that DeepSpeed and torch take from a file without checking them, and use in the next step. May
+    raise any exception."""
     zero, adam = engine.optimizer, engine.optimizer.optimizer
     scaler = vars(zero).get("loss_scaler") or LossScaler(1.0)  # DeepSpeed's optimizer for bf16 has none
     numbers = {
@@ -243,7 +243,7 @@ def _require_fit(engine: DeepSpeedEngine) -> None:
     for name, values in numbers.items():
         if not all(isinstance(value, int | float) for value in values):
             raise TypeError(f"{name}: {shown(values)}")
-    for weight, state in adam.state.items():  # no state where every step so far was skipped
+    for weight, state in adam.state.items():  # empty if every step so far was skipped
         if state.keys() != {"step", "exp_avg", "exp_avg_sq"}:
             raise ValueError(f"optimizer state: {shown([*state])}")
         for name in ("exp_avg", "exp_avg_sq"):
@@ -253,8 +253,8 @@ def _require_fit(engine: DeepSpeedEngine) -> None:
 
 @contextmanager
 def _converted(path: Path) -> Iterator[Path]:
-    """Converts a checkpoint to DeepSpeed's universal format for the duration of the block. Raises UserError on every
-    rank."""
+    """Converts a checkpoint to DeepSpeed's universal format, for the duration of the block. If that fails, raises
+    UserError on every rank."""
     folder = path.parent / "universal.partial"
     universal, first = folder / path.name, dist.get_rank() == 0
 
@@ -271,7 +271,7 @@ def _converted(path: Path) -> Iterator[Path]:
                 "--output_folder",
                 str(universal),
             ),
-            *("--num_extract_workers", "1", "--num_merge_workers", "1"),  # start no further processes
+            *("--num_extract_workers", "1", "--num_merge_workers", "1"),  # do not start further processes
         )
         process = subprocess.run(command, capture_output=True, text=True, check=False)
         if process.returncode:
@@ -285,7 +285,7 @@ def _converted(path: Path) -> Iterator[Path]:
     try:
         agreed(convert if first else None)
         yield universal
-        dist.barrier()  # every rank has read it
+        dist.barrier()  # wait until every rank has read it
     finally:
         _remove(folder if first else None)
 
@@ -300,8 +300,8 @@ def _name(step: int) -> str:
 
 
 def _await_files(partial: Path, sizes: "Sizes") -> None:
-    """Waits until this node sees the files of all nodes, since each must be in the manifest. Raises UserError if they
-    do not appear."""
+    """Waits until this node sees all nodes' files, which must all be in the manifest. Raises UserError if they do not
+    appear."""
     until = time.monotonic() + SEEN_SECONDS
     while (seen := _sizes(partial)) != sizes:
         if time.monotonic() > until:
@@ -313,7 +313,7 @@ def _await_files(partial: Path, sizes: "Sizes") -> None:
 
 
 class Sizes(NamedTuple):
-    """The numbers that DeepSpeed's files depend on: they can only be read with the same ones."""
+    """The numbers that DeepSpeed's files depend on. The files can only be read with the same numbers."""
 
     processes: int
     tensor: int
@@ -333,7 +333,7 @@ def _random_state() -> dict[str, Any]:
         "torch_rng": torch.get_rng_state(),
         "cuda_rng": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
         "python_rng": random.getstate(),
-        "numpy_rng": (name, numbers.tolist(), *rest),  # as a list: an array could not be read back as plain data
+        "numpy_rng": (name, numbers.tolist(), *rest),  # an array is not plain data, and would not be read back
     }
 
 

@@ -1,19 +1,18 @@
 """A run's claim on its folder, from the run's start to its end, so that no two runs write to one folder.
 
-The claim is a lock (flock) on a file inside the folder. It is inside, not beside it, so that every spelling of the path
-(relative, through a symbolic link, by another mount) meets the same lock, and so that a folder that is a mount point
-needs no writable parent. The folder itself never moves: a fresh run moves away what an earlier one left in it, and
-holds the lock meanwhile (RunFolder.begin). If the folder were renamed, a third run could come in between and create its
-own.
+The claim is a lock (flock) on a file inside the folder. The file is inside the folder, not beside it, so that every
+spelling of the path (relative, through a symbolic link, through a different mount) leads to the same lock, and so that
+a folder that is a mount point needs no writable parent. The folder itself never moves: a fresh run holds the lock while
+it moves an earlier run's files out of the folder (RunFolder.begin). If the folder itself were renamed, a third run
+could create its own in the meantime.
 
-At its end a run removes the file, and also the folder if it wrote nothing. Another process may have opened the file
-just before, and then gets the lock of a file that no longer exists. So whoever gets a lock looks again: the folder is
-only claimed if the path still leads to the locked file. As nobody but the holder removes the file, this then stays
-true.
+When a run ends, it removes the file, and the folder too if it wrote nothing. A process that opened the file just before
+then gets the lock on a file that no longer exists. So whoever gets the lock checks again: the folder is claimed only if
+the path still leads to the locked file. This stays true, because only the holder removes the file.
 
-The kernel releases the lock when the holder dies. The file stays until the next run; its text names the holder in
-messages. On file systems without locks, or whose locks other nodes do not see (docs/running-on-slurm.md), the text is a
-second line of defence: before each checkpoint and export, a run checks that the file still holds what it wrote.
+The kernel releases the lock when the holder dies. The file stays until the next run; messages name the holder by its
+text. The text is also a second line of defence on file systems without locks, or whose locks other nodes do not see
+(docs/running-on-slurm.md): before each checkpoint and export, a run checks that the file still holds what it wrote.
 """
 
 import os
@@ -26,12 +25,12 @@ from eagle3.durable import Lock, lock, writing
 from eagle3.errors import UserError
 
 CLAIM = "run.lock"
-PATIENCE = 0.5  # seconds; `holder_of` takes the lock for an instant, which should not make a run fail
+PATIENCE = 0.5  # seconds; `holder_of` takes the lock for an instant, which must not make a run fail
 
 
 class Claim:
     """This process's claim on `folder`, which is created if needed. Raises UserError if another process holds the
-    folder, or if it cannot be written. `locked` is False if the file system has no locks.
+    folder, or if the folder cannot be written. `locked` is False if the file system has no locks.
 
     node: this machine's name, for messages.
     """
@@ -60,7 +59,7 @@ class Claim:
                 raise
 
     def _take(self) -> bool:
-        """Tries once; returns whether the folder is claimed now. The file is left open only in that case."""
+        """Tries once to claim the folder. Returns whether that succeeded; only then does the file stay open."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with suppress(FileNotFoundError):  # the folder, or the file, was moved or removed just now
             self.file = self.path.open("ab+", buffering=0)
@@ -73,13 +72,13 @@ class Claim:
         return False
 
     def require(self) -> None:
-        """Raises UserError if the folder is no longer this process's."""
+        """Raises UserError if this process no longer holds the folder."""
         try:
             content = self.path.read_bytes()
         except FileNotFoundError:
             content = None
         except OSError:
-            return  # a problem of the disk, which the next write will report
+            return  # a disk problem, which the next write will report
         if content != self.text:
             cause = (
                 "the folder was moved, or its run.lock removed" if content is None else f"taken by {_holder(self.path)}"
@@ -90,7 +89,7 @@ class Claim:
             )
 
     def release(self) -> None:
-        """Lets go of the folder, and removes it if nothing was written."""
+        """Releases the folder, and removes it if nothing was written."""
         with suppress(OSError):
             if self.path.read_bytes() == self.text:
                 self.path.unlink()
@@ -101,7 +100,8 @@ class Claim:
 
 
 def holder_of(folder: Path) -> str | None:
-    """Who holds the folder, in words; None if nobody does or the file system cannot say. Changes nothing."""
+    """A description of the process that holds the folder; None if none does or the file system cannot tell. Changes
+    nothing."""
     path = folder / CLAIM
     with suppress(OSError), path.open("rb+") as file:
         return _holder(path) if lock(file) is Lock.TAKEN else None
@@ -109,7 +109,7 @@ def holder_of(folder: Path) -> str | None:
 
 
 def _holder(path: Path) -> str:
-    """The first line of a claim, which may have been written by anybody."""
+    """The first line of a claim, made printable, because anybody may have written it."""
     with suppress(OSError), path.open("rb") as file:
         line = file.read(200).decode("utf-8", "replace").partition("\n")[0]
         return "".join(filter(str.isprintable, line)) or "a process that is starting"

@@ -1,5 +1,5 @@
-"""The DeepSpeed file: read, filled in from the recipe, and refused if the two disagree; all before DeepSpeed is
-imported."""
+"""Reads the DeepSpeed file, fills it in from the recipe, and refuses it if the two disagree. Does not import
+DeepSpeed."""
 
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -11,7 +11,7 @@ from eagle3.parallel.sizes import stream_samples
 from eagle3.parsing import read_json_object
 from eagle3.recipe.schema import Training
 
-# Sections and keys that are filled in here or whose values are checked, and those that only DeepSpeed reads.
+# Sections and keys that are filled in or checked here, and those that only DeepSpeed reads.
 OURS = (
     *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
     *("bf16", "optimizer", "zero_optimization", "scheduler", "fp16", "sequence_parallel_size"),
@@ -24,10 +24,9 @@ DEEPSPEEDS = (
 
 
 def read_deepspeed_file(path: Path, training: Training, data_ranks: int) -> dict[str, Any]:
-    """Reads a DeepSpeed file and fills in what is "auto" from the recipe.
+    """Reads a DeepSpeed file, and fills in its "auto" values from the recipe.
 
-    Raises UserError if the file and the recipe disagree, or if the file asks for something that this project does not
-    do.
+    Raises UserError if the file and the recipe disagree, or if the file asks for something that is not supported.
     """
     if path.suffix in (".yaml", ".yml"):
         raise SharedUserError(
@@ -99,7 +98,7 @@ def _refuse_unsupported(path: Path, config: dict[str, Any]) -> None:
 
 
 def refuse_unknown(path: Path, section: str, values: dict[str, Any], known: Sequence[str], what: str) -> None:
-    """Raises UserError for an unknown key in the section; DeepSpeed itself ignores most of them."""
+    """Raises UserError for an unknown key in the section. DeepSpeed itself ignores most unknown keys."""
     for key in values:
         if key not in known:
             near = get_close_matches(key, known, n=1)

@@ -1,5 +1,5 @@
-"""The DeepSpeed engine: its config filled in from the recipe, its groups from the topology, its learning-rate schedule,
-and its gradients and weights read back whole."""
+"""The DeepSpeed engine: fills in its config from the recipe, passes it the topology's groups and a learning-rate
+schedule, and reads back whole gradients and weights."""
 
 import inspect
 import logging
@@ -29,8 +29,8 @@ from eagle3.training.deepspeed_file import read_deepspeed_file, refuse_unknown
 
 
 def deepspeed_config(path: Path, training: Training, data_ranks: int) -> dict[str, Any]:
-    """A DeepSpeed config file filled in from the recipe. ZeRO's and AdamW's keys are checked against DeepSpeed and
-    torch. Raises UserError."""
+    """Reads a DeepSpeed config file and fills it in from the recipe. Raises UserError if the two disagree, or if
+    DeepSpeed or torch does not know a key of ZeRO or AdamW."""
     config = read_deepspeed_file(path, training, data_ranks)
     zero = config["zero_optimization"]
     known = [field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()]
@@ -52,7 +52,7 @@ def start_engine(
     config: dict[str, Any],
     schedule: Callable[[torch.optim.Optimizer], LambdaLR] | None = None,
 ) -> DeepSpeedEngine:
-    """Wraps the objective in DeepSpeed (ZeRO, AdamW) with this topology's groups. `schedule` builds the learning-rate
+    """Wraps the objective in DeepSpeed (ZeRO, AdamW) with this topology's groups. schedule: builds the learning-rate
     schedule."""
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     objective.universal_checkpoint_info = universal_checkpoint_info(objective.draft, "draft.")
@@ -67,8 +67,9 @@ def start_engine(
 
 
 def warmup_cosine(steps: int, warmup_fraction: float, final_fraction: float) -> Callable[[int], float]:
-    """Factor on the learning rate for step 0..steps-1. It rises over the first `warmup_fraction` of the steps (starting
-    above 0, which would waste a step), then falls along a cosine to `final_fraction`."""
+    """A function from step 0..steps-1 to the factor on the learning rate. The factor rises over the first
+    `warmup_fraction` of the steps, starting above 0 so as not to waste a step, and then falls along a cosine to
+    `final_fraction`."""
     warmup = round(steps * warmup_fraction)
 
     def share(step: int) -> float:
@@ -81,20 +82,20 @@ def warmup_cosine(steps: int, warmup_fraction: float, final_fraction: float) -> 
 
 
 def scheduler(steps: int, warmup_fraction: float, final_fraction: float) -> Callable[[torch.optim.Optimizer], LambdaLR]:
-    """The lr_scheduler argument for DeepSpeed, which steps it and stores it in checkpoints."""
+    """The `lr_scheduler` argument for DeepSpeed, which steps the schedule and stores it in checkpoints."""
     return lambda optimizer: LambdaLR(optimizer, warmup_cosine(steps, warmup_fraction, final_fraction))
 
 
 def gradient_scale(data_ranks: int, accumulation: int) -> int:
-    """What a rank's surrogate loss is multiplied by. ZeRO-2 averages over data ranks and the engine divides by the
-    accumulation steps, but the loss's weights already contain the counts of the whole batch. (Over sequence ranks,
+    """The factor for a rank's surrogate loss. It undoes two divisions: ZeRO-2 averages over data ranks, and the engine
+    divides by the accumulation steps, but the loss's weights already account for the whole batch. (Over sequence ranks,
     gradients are summed.)"""
     return data_ranks * accumulation
 
 
 def universal_checkpoint_info(draft: Eagle3Draft, prefix: str) -> dict[str, Any]:
-    """Tells DeepSpeed's universal checkpoints how to join the tensor-parallel parts of the trained parameters, whose
-    names it sees behind `prefix`."""
+    """Tells DeepSpeed's universal checkpoints how to join the tensor-parallel parts of the trained parameters. prefix:
+    precedes the parameters' names in DeepSpeed."""
     parameters = {f"^{re.escape(prefix + name)}$": parameter for name, parameter in _trained(draft)}
     sharded = {pattern: parameter for pattern, parameter in parameters.items() if is_cut(parameter)}
     # [gate; up]: each half is cut by itself
@@ -102,7 +103,7 @@ def universal_checkpoint_info(draft: Eagle3Draft, prefix: str) -> dict[str, Any]
     rows = [pattern for pattern, parameter in sharded.items() if parameter.partition_dim == 1 and pattern not in halves]
     return {
         constants.UNIVERSAL_CHECKPOINT_VERSION_KEY: constants.UNIVERSAL_CHECKPOINT_VERSION_VALUE,
-        # Equal on all ranks up to the rounding of a GPU's reductions; "replicated" would reject even that.
+        # Equal on all ranks up to rounding in a GPU's reductions; "replicated" would reject even such differences.
         constants.PARAMETER_TO_AVERAGE_PATTERNS: [pattern for pattern in parameters if pattern not in sharded],
         constants.PARAMETER_WITH_ROW_PARALLELISM_PATTERNS: rows,
         constants.PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0: halves,
@@ -110,13 +111,12 @@ def universal_checkpoint_info(draft: Eagle3Draft, prefix: str) -> dict[str, Any]
 
 
 def full_gradients(draft: Eagle3Draft) -> dict[str, Tensor]:
-    """The reduced gradients that the optimiser will see, whole and in fp32, by parameter name. Every rank must call
-    this."""
+    """The reduced gradients that the optimiser will see, whole and in fp32, by parameter name. Collective."""
     return {name: safe_get_full_grad(parameter) for name, parameter in _trained(draft)}
 
 
 def full_weights(draft: Eagle3Draft) -> dict[str, Tensor]:
-    """The optimiser's fp32 weights, whole, by parameter name. Every rank must call this."""
+    """The optimiser's fp32 weights, whole, by parameter name. Collective."""
     return {name: safe_get_full_fp32_param(parameter) for name, parameter in _trained(draft)}
 
 

@@ -1,5 +1,5 @@
-"""What a checkpoint consists of, and which run wrote it: a list stored with its files and checked before any of them is
-loaded."""
+"""The list of a checkpoint's files, with the run that wrote it. Stored with the files, and checked before any of them
+is loaded."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from eagle3.durable import file_digest, write_text
 
 MANIFEST = "manifest.json"
 DAMAGED, FOREIGN = "damaged", "foreign"
-# DeepSpeed's file names. Numbers: tensor-parallel rank; data-parallel and tensor-parallel rank.
+# DeepSpeed's file names. Their numbers are the tensor-parallel rank, and the data-parallel and tensor-parallel ranks.
 MODEL_STATES = re.compile(r"mp_rank_(\d{2,6})_model_states\.pt")
 OPTIMIZER_STATES = re.compile(r"(?:bf16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{2,6})_optim_states\.pt")
 
@@ -33,11 +33,11 @@ def _inside(name: str) -> str:
 
 
 class Manifest(BaseModel, strict=True):
-    """The list of a checkpoint's files."""
+    """The list of a checkpoint's files and their digests."""
 
     # identity of the run that wrote the checkpoint; None if it predates run identities
     run: Annotated[str, StringConstraints(pattern="^[0-9a-f]{32}$")] | None
-    # SHA-256 by name
+    # file name -> SHA-256
     files: dict[Annotated[str, AfterValidator(_inside)], Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]]
 
     def write(self, checkpoint: Path) -> None:
@@ -45,8 +45,8 @@ class Manifest(BaseModel, strict=True):
 
     @classmethod
     def read(cls, checkpoint: Path) -> "Manifest | None":
-        """Reads a checkpoint's manifest; None if it is missing or damaged, or does not list all that a checkpoint
-        has."""
+        """Reads a checkpoint's manifest. None if it is missing or damaged, or does not list every file that a
+        checkpoint needs."""
         if not (checkpoint / MANIFEST).is_file():
             return None
         try:
@@ -58,7 +58,7 @@ class Manifest(BaseModel, strict=True):
         return manifest if bool(manifest.run) == names_run and _complete(manifest.files) else None
 
     def problem(self, checkpoint: Path, run: str) -> Problem | None:
-        """Why `run` should not load the checkpoint, or None."""
+        """Why `run` must not load the checkpoint, or None."""
         if self.run not in (None, run):
             return Problem(FOREIGN, f"written by run {self.run}, this is run {run}")
         try:
@@ -69,15 +69,15 @@ class Manifest(BaseModel, strict=True):
                     return Problem(DAMAGED, f"{name} is damaged")
             # File systems and desktops leave hidden files (.nfs..., .DS_Store), which DeepSpeed ignores.
             present = {path for path in checkpoint.rglob("*") if path.is_file() and not path.name.startswith(".")}
-        except (OSError, ValueError) as error:  # also for names that are not file names
+        except (OSError, ValueError) as error:  # ValueError: a name is not a valid file name
             return Problem(DAMAGED, f"cannot be read ({error})")
         unknown = {path.relative_to(checkpoint).as_posix() for path in present} - {*self.files, MANIFEST}
         return Problem(DAMAGED, f"{min(unknown)} is not in {MANIFEST}") if unknown else None
 
 
 def _complete(names: Iterable[str]) -> bool:
-    """Whether these are all files of some number of processes: model states of every tensor-parallel rank, and
-    optimizer states of every combination of a data-parallel and a tensor-parallel rank."""
+    """Whether these are all the files that some number of processes write: model states for each tensor-parallel rank,
+    and optimizer states for each combination of data-parallel and tensor-parallel rank."""
     tensor = {int(match[1]) for match in map(MODEL_STATES.fullmatch, names) if match}
     ranks = {(int(match[1]), int(match[2])) for match in map(OPTIMIZER_STATES.fullmatch, names) if match}
     data = {rank for rank, _ in ranks}

@@ -21,8 +21,8 @@ from eagle3.recipe.schema import Recipe
 from eagle3.training.claim import CLAIM, Claim
 from eagle3.training.manifest import Manifest
 
-# Keys that may change when a run is resumed: they affect what is reported or kept, or who computes what, but not what
-# is computed.
+# Keys that may change when a run is resumed. They affect what is reported or kept, or which rank computes what, but not
+# the result; only training.skip_above_norm can change that.
 FREE_ON_RESUME = (
     *("about", "tracking", "output", "parallelism", "memory", "data.workers", "data.cache_dir"),
     *("evaluation.conversations", "evaluation.draft_tokens", "evaluation.new_tokens"),
@@ -35,15 +35,15 @@ FILES = (
     *("evaluation.json", "by_context.json", "report.html"),
 )
 FOLDERS = ("checkpoints", "export", "report", "profile", "tensorboard", "wandb")
-# Everything that a run leaves in its folder, including half-written and numbered files. All else belongs to somebody
-# else and stays.
+# The names of everything that a run leaves in its folder, including half-written and numbered files. Everything else is
+# not the run's, and stays.
 OWN = re.compile(
     rf"\.?({'|'.join(map(re.escape, FILES + FOLDERS))})(\.partial|\.[0-9a-f]{{8}})?|(evaluation|by_context)\.\d+\.json"
 )
 
 
 class Resume(Enum):
-    """Whether a run continues from its newest intact checkpoint. AUTO: if its folder holds a run."""
+    """Whether a run continues from its newest intact checkpoint. AUTO: it does if its folder holds a run."""
 
     NO = "no"
     YES = "yes"
@@ -73,7 +73,7 @@ class RunFolder:
         self.profile = path / "profile"
 
     def hold(self, node: str, warn: Callable[[str], None]) -> None:
-        """Keeps other runs out of the folder until `close`. Raises UserError if one is in it already. node: see
+        """Keeps other runs out of the folder until `close`. Raises UserError if another run is using it. node: see
         Claim."""
         self.claim = Claim(self.path, node)
         if not self.claim.locked:
@@ -83,14 +83,14 @@ class RunFolder:
             )
 
     def close(self) -> None:
-        """Lets other runs in."""
+        """Lets other runs use the folder again."""
         if self.claim:
             self.claim.release()
 
     def identify(self, continues: bool) -> str:
-        """The identity of the run that is about to begin or continue; its checkpoints carry it. It is read from the
-        folder; a new run, and one from before runs had identities, gets a new one. Raises UserError if the file is
-        damaged or lost."""
+        """The identity of the run that is about to begin or continue, which its checkpoints will carry. A run that
+        continues has it in its folder. A new run gets a new identity, and so does one that began before there were
+        identities. Raises UserError if the file with the identity is damaged or lost."""
         if not continues:
             return token_hex(16)
         if not self.identity.exists():
@@ -111,10 +111,10 @@ class RunFolder:
     def begin(
         self, recipe: Recipe, continues: bool, identity: str, inputs: dict[str, str], say: Callable[[str], None]
     ) -> None:
-        """Prepares the held folder for this run. Unless the run `continues` an earlier one, moves what that left aside
-        and reports it through `say`. Raises UserError if nothing can be written.
+        """Prepares the folder for this run, which holds it already. Unless the run `continues` an earlier one, moves
+        that one's files aside and reports it through `say`. Raises UserError if the folder cannot be written.
 
-        inputs: digests of what the run learns from, by key.
+        inputs: digests of the run's inputs, by key.
         """
         with writing(self.path, "free space, or set output.dir to another place"):
             if not continues and (aside := self._empty()):
@@ -122,14 +122,14 @@ class RunFolder:
             self.checkpoints.mkdir(exist_ok=True)
             write_text(self.identity, f"{identity}\n")
             write_text(self.inputs, json.dumps(inputs, indent=2) + "\n")
-            resolved = dump_recipe(recipe)  # with passwords: a resumed run compares its recipe with this one
+            resolved = dump_recipe(recipe)  # with passwords, because a resumed run compares its recipe with this one
             # Written last: once the recipe is there, --resume continues the run.
             write_text(self.recipe, resolved, private=resolved != without_passwords(resolved))
 
     def _empty(self) -> Path | None:
-        """Moves what a run left to a new folder beside this one and returns its path, None if there was nothing. If
-        this is killed, the next fresh run finishes it; until then --resume finds no run, since the recipe moves
-        first."""
+        """Moves an earlier run's files to a new folder beside this one. Returns its path, or None if there were no
+        files. If this is killed, the next fresh run completes the move. Until then --resume finds no run, since the
+        recipe moves first."""
         place, staging = self.path.resolve(), self._staging
         left = sorted(self._own(), key=lambda path: path.name != self.recipe.name)
         if left:
@@ -139,8 +139,8 @@ class RunFolder:
         return move_aside(staging, place) if staging.exists() else None
 
     def check(self, recipe: Recipe, resume: Resume) -> bool:
-        """Whether running `recipe` here would continue a run; changes nothing. Raises UserError if the folder cannot
-        hold a run, or if continuing would compute something different."""
+        """Whether running `recipe` here would continue a run. Changes nothing. Raises UserError if the folder cannot
+        hold a run, or if the recipe would make the run compute something different."""
         for path in (self.path, *self.path.parents):
             if path.exists() and not path.is_dir():
                 raise UserError(f"{self.path}: a file is in the way of this folder; set output.dir to another place")
@@ -191,7 +191,7 @@ class RunFolder:
                 )
 
     def _require_place_of_its_own(self, recipe: Recipe) -> None:
-        """Raises UserError if the folder holds something that the run is started from or reads."""
+        """Raises UserError if the folder contains the working directory or something that the run reads."""
         own = self.path.resolve()
         if Path.cwd().is_relative_to(own):
             raise UserError(
@@ -210,8 +210,8 @@ class RunFolder:
                 )
 
     def require_same_inputs(self, inputs: dict[str, str], warn: Callable[[str], None]) -> None:
-        """Raises UserError if the run to be continued began with other inputs (see `begin`). Runs from before inputs
-        were recorded cannot be compared: `warn` is called with a line that says so."""
+        """Raises UserError if the run to be continued began with different inputs (see `begin`). If it began before
+        inputs were recorded, they cannot be compared, and `warn` is called with a line that says so."""
         if not self.inputs.exists():
             warn(f"{self.inputs}: is missing, so target and data were not compared with those that the run began with")
             return
@@ -227,7 +227,7 @@ class RunFolder:
 
     @property
     def _staging(self) -> Path:
-        """Where files wait while they are moved aside, until all of them are there."""
+        """The folder in which files that are moved aside are collected until all of them are there."""
         place = self.path.resolve()
         return place.with_name(f"{place.name}.aside")
 
@@ -238,7 +238,7 @@ class RunFolder:
         return sorted(self.checkpoints.glob("step-*[0-9]"))
 
     def _require_own_names(self) -> None:
-        """Raises UserError if something other than a run's file has a name that the run needs."""
+        """Raises UserError if something that no run left there has a name that the run needs."""
         own = {path.name for path in self._own()}
         for path in (self.path / name for name in sorted(own)):
             if (path.name in FILES and not path.is_file()) or (path.name in FOLDERS and not path.is_dir()):
@@ -252,7 +252,7 @@ class RunFolder:
             )
 
     def keep_metrics_until(self, step: int) -> None:
-        """Drops the records of steps after `step`, which a resumed run will write again."""
+        """Drops the records of steps after `step`, because the resumed run will write them again."""
         if not self.metrics.exists():
             return
         lines = []
@@ -261,19 +261,19 @@ class RunFolder:
                 if parse_json(line)["step"] <= step:
                     lines.append(line)
             except json.JSONDecodeError:
-                break  # a kill cut this line off; nothing comes after it
+                break  # cut off by a kill, so it is the last line
             except (TypeError, LookupError) as error:
                 raise UserError(f"{self.metrics}:{number}: damaged (no record of a step); remove that line") from error
         with writing(self.metrics, "free space and continue with --resume"):
             write_text(self.metrics, "".join(f"{line}\n" for line in lines))
 
     def note_export(self, step: int) -> None:
-        """Records, after the metrics, that the exported weights are those of `step`."""
+        """Appends to the metrics a record that the exported weights are those of `step`."""
         with self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, "kind": "exported"}) + "\n")
 
     def write_run(self, description: dict[str, Any]) -> None:
-        """Writes what the run is made of (see eagle3.jobs.description); a resumed run overwrites it."""
+        """Writes the description of the run (see eagle3.jobs.description). A resumed run overwrites it."""
         write_text(self.run, json.dumps(all_without_passwords(description), indent=2) + "\n")
 
     def write_evaluation(self, result: dict[str, Any]) -> None:
@@ -282,7 +282,7 @@ class RunFolder:
 
 
 def _mapping(file: Path, parse: Callable[[str], Any]) -> dict[str, Any] | None:
-    """What the file holds; None if it is damaged."""
+    """The mapping in a file; None if the file is damaged."""
     try:
         value = parse(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, ValueError):

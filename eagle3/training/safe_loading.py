@@ -1,14 +1,14 @@
-"""Reads checkpoints without running code from them, whoever wrote them.
+"""Reads checkpoints without running code from them, no matter who wrote them.
 
-DeepSpeed stores checkpoints as pickles and reads them, also when it converts them, by `torch.load(...,
-weights_only=False)`, which lets a file run whatever it names. The manifest's digests do not help, since whoever plants
-a file can write its digest too. So every load is restricted to plain data by two means:
+DeepSpeed stores checkpoints as pickles. It reads and converts them with `torch.load(..., weights_only=False)`, which
+lets a file run any code that it names. The manifest's digests do not help, since whoever plants a file can write its
+digest too. So every load is restricted to plain data, by two means:
 - TORCH_FORCE_WEIGHTS_ONLY_LOAD, which torch reads at each load and which overrides what the caller passed;
-- a list of the few classes that DeepSpeed's files need. Nothing else is on that list while a checkpoint is read.
-  Megatron-core adds some classes for the whole process, among them numpy's array, and an array of objects over bytes
-  that a file chooses is a pointer that the file chooses.
+- a list of the few classes that DeepSpeed's files need. While a checkpoint is read, nothing else is on that list: not
+  the classes that Megatron-core adds for the whole process either. One of them is numpy's array, and an array of
+  objects whose bytes come from a file is a pointer that the file chooses.
 
-DeepSpeed's conversion to a universal checkpoint, guarded in the same way, is
+This runs DeepSpeed's conversion to a universal checkpoint under the same guard:
 
     python -m eagle3.training.safe_loading --input_folder ... --output_folder ...
 """
@@ -35,25 +35,25 @@ Readable = Callable[..., Any] | tuple[Callable[..., Any], str]
 
 
 class OldDtype:
-    """Stands in for numpy's dtype in the random state of checkpoints that store it as an array."""
+    """Stands in for numpy's dtype when reading checkpoints that store numpy's random state as an array."""
 
     def __init__(self, code: str, *_: Any) -> None:
         if code != UINT32:
             raise pickle.UnpicklingError(f"an array of {code!r}")
 
     def __setstate__(self, state: object) -> None:
-        """Ignores byte order and flags, which numpy itself would believe."""
+        """Ignores byte order and flags, which numpy itself would trust."""
 
 
 class OldArray(list[int]):
-    """Stands in for numpy's array there, and keeps its numbers."""
+    """Stands in for numpy's array in the same checkpoints, and keeps its numbers."""
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self[:] = np.frombuffer(state[-1], f"<{UINT32}").tolist()
 
 
 def _old_array(*_: Any) -> OldArray:
-    """Stands in for the function that makes numpy's array before it is filled."""
+    """Stands in for the function that creates numpy's array before it is filled."""
     return OldArray()
 
 
@@ -70,17 +70,17 @@ READABLE: list[Readable] = [
 
 @contextmanager
 def plain_loads() -> Iterator[None]:
-    """Inside, every torch.load of this process and its children only accepts plain data and what is READABLE, whatever
-    its caller asks for. Raises UserError if this torch does not obey."""
+    """Inside the block, every torch.load in this process and its children accepts only plain data and the classes in
+    READABLE, whatever its caller asks for. Raises UserError if this torch does not obey."""
     with loads_restricted_to(READABLE):
         require_obedience()
         yield
 
 
 def require_plain(folder: Path) -> None:
-    """Raises UserError if a checkpoint's file holds more than plain data. Reads what the files say about their tensors,
-    not the tensors themselves. One rank calls this before all of them load: each reads only a part, and a rank that
-    refused its part would leave the others in DeepSpeed's collectives."""
+    """Raises UserError if a file of a checkpoint holds more than plain data. Reads descriptions of the tensors, not
+    their values. One rank calls this before all ranks load. Each rank reads only a part, and if one refused its part,
+    the others would be stuck in DeepSpeed's collectives."""
     with plain_loads():
         for file in sorted(folder.rglob("*.pt")):
             try:
@@ -93,16 +93,16 @@ def require_plain(folder: Path) -> None:
 
 
 def _unreadable(file: Path, error: Exception) -> str:
-    with suppress(Exception):  # this function reads the file by rules of its own
+    with suppress(Exception):  # this function has a reader of its own
         if names := torch.serialization.get_unsafe_globals_in_checkpoint(file):
             return ", ".join(sorted(names))
     return type(error).__name__
 
 
 def require_obedience() -> None:
-    """Raises UserError if torch.load still unpickles whatever its caller allows, as it does outside plain_loads."""
+    """Raises UserError if torch.load unpickles whatever its caller allows, as it does outside plain_loads."""
     harmless = io.BytesIO()
-    torch.save(Fraction(1, 2), harmless)  # a class that is on no list
+    torch.save(Fraction(1, 2), harmless)  # a class that no list allows
     harmless.seek(0)
     with suppress(pickle.UnpicklingError):
         torch.load(harmless, weights_only=False)
@@ -114,7 +114,7 @@ def require_obedience() -> None:
 
 def convert() -> None:
     """Runs DeepSpeed's own command, with its own options."""
-    from deepspeed.checkpoint import ds_to_universal  # imported here, since only the conversion's process needs it
+    from deepspeed.checkpoint import ds_to_universal  # imported here, because only the converting process needs it
 
     with plain_loads():
         ds_to_universal.main(ds_to_universal.parse_arguments())

@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: it first finishes the current step and writes a checkpoint."""
+"""Signals that ask a run to stop. It first finishes the current step and writes a checkpoint."""
 
 import os
 import signal
@@ -9,18 +9,18 @@ from typing import Self
 from eagle3.console import is_first_rank
 
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-# Printed at the first Ctrl-C, since after the second nothing is left to print it.
+# Printed at the first Ctrl-C, since the second one leaves no time to print.
 STOPS = (
     b"stopping after this step, with a checkpoint; Ctrl-C again ends at once: --resume then takes the last checkpoint\n"
 )
-ECHO = 1.0  # seconds within which torchrun passes on a Ctrl-C that its processes also got from the terminal
+ECHO = 1.0  # within this many seconds, torchrun passes on a Ctrl-C that its processes already got from the terminal
 
 
 class RunStopped(BaseException):
-    """A signal ended the run early. (Not an Exception, as it may be raised in the middle of anything.)
+    """A signal ended the run early. (Not an Exception, because it may be raised in the middle of anything.)
 
-    together: whether every rank raises it at the same place. If not, this rank alone raises it, at once, with nothing
-        to save.
+    together: whether every rank raises it at the same place. If not, only this rank raises it, at once and without
+        saving.
     """
 
     def __init__(self, number: int, where: str, together: bool) -> None:
@@ -30,13 +30,13 @@ class RunStopped(BaseException):
 
     @property
     def exit_code(self) -> int:
-        """0 if a batch system asked and nothing was lost; otherwise as shells encode signals."""
+        """0 if a batch system sent the signal and nothing was lost; otherwise 128 + the signal, as in shells."""
         return 0 if self.together and self.number != signal.SIGINT else 128 + self.number
 
 
 class StopSignals:
-    """While entered, SIGTERM, SIGUSR1 and SIGINT (Ctrl-C) are recorded in `received` if `stepping` is set, and raise
-    RunStopped otherwise. A second Ctrl-C ends the process at once."""
+    """Handles SIGTERM, SIGUSR1 and SIGINT (Ctrl-C) inside a `with` block: records them in `received` if `stepping` is
+    set, and raises RunStopped otherwise. A second Ctrl-C ends the process at once."""
 
     def __init__(self) -> None:
         self.received, self.stepping, self._interrupted = 0, False, 0.0
@@ -64,7 +64,7 @@ class StopSignals:
             )
 
     def _end_at_next_interrupt(self) -> None:
-        if "TORCHELASTIC_RUN_ID" not in os.environ:  # with torchrun, the next one may be the same Ctrl-C
+        if "TORCHELASTIC_RUN_ID" not in os.environ:  # under torchrun, the next one may be the same Ctrl-C
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         elif not self._interrupted:
             self._interrupted = time.monotonic()

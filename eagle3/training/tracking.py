@@ -1,4 +1,4 @@
-"""Where a run's numbers go: a console line per step for people; metrics.jsonl, TensorBoard and Weights & Biases for
+"""Writes a run's numbers: one console line per step for people; metrics.jsonl, TensorBoard and Weights & Biases for
 tools."""
 
 import importlib.util
@@ -18,14 +18,14 @@ from eagle3.errors import UserError, extra_command
 
 
 class Tracker:
-    """Writes records {step, kind, ...numbers}; for use on the first rank only. Raises UserError if Weights & Biases
-    does not start.
+    """Writes records {step, kind, ...numbers}. Used on the first rank only. Raises UserError if Weights & Biases does
+    not start.
 
-    `kind` is train, held_out, or skipped, whose record also names its samples. A number that is not finite becomes
+    `kind` is train, held_out, or skipped; a skipped record also names its samples. Numbers that are not finite become
     null.
 
-    run_id: identity of the run; Weights & Biases continues a run with the same one.
-    config: the recipe, for Weights & Biases; passwords are masked.
+    run_id: identity of the run, by which Weights & Biases continues it.
+    config: the recipe, for Weights & Biases, with passwords masked.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class Tracker:
                     name=folder.resolve().name,
                     resume="allow",
                     config=all_without_passwords(config),
-                    allow_val_change=True,  # a resumed run may have another layout
-                    # The metadata include the command line, passwords and all.
+                    allow_val_change=True,  # a resumed run may have a different layout
+                    # The metadata would include the command line with its passwords.
                     settings=wandb.Settings(x_disable_meta=True),
                 )
-            except (wandb.Error, ValueError) as error:  # ValueError: from its environment variables
+            except (wandb.Error, ValueError) as error:  # ValueError: for bad environment variables
                 raise _does_not_begin(wandb_project, " ".join(str(error).split())) from error
             names.append("Weights & Biases")
         elif wandb_project:
@@ -87,7 +87,7 @@ class Tracker:
 
 
 def require_account(wandb_project: str | None) -> None:
-    """Raises UserError if Weights & Biases would not start for lack of a valid key. Asks no server."""
+    """Raises UserError if Weights & Biases would not start because it has no valid key. Does not ask a server."""
     offline = os.environ.get("WANDB_MODE", "online") in ("offline", "disabled", "dryrun")
     if not wandb_project or offline or not importlib.util.find_spec("wandb"):
         return
@@ -112,8 +112,8 @@ def _does_not_begin(project: str, reason: str) -> UserError:
 
 
 def step_profiler(folder: Path, skipped: int, steps: int) -> torch.profiler.profile:
-    """Traces `steps` steps, after the first `skipped`, into `folder`/trace-rank*.json for chrome://tracing or Perfetto.
-    Start it before the first step, and call `step` at the end of each."""
+    """A profiler that traces `steps` steps, after the first `skipped`, into `folder`/trace-rank*.json for
+    chrome://tracing or Perfetto. Start it before the first step, and call its `step` at the end of each step."""
 
     def write(profile: torch.profiler.profile) -> None:
         folder.mkdir(exist_ok=True)
@@ -125,15 +125,15 @@ def step_profiler(folder: Path, skipped: int, steps: int) -> torch.profiler.prof
 
 
 def _finite(value: Any) -> Any:
-    """Replaces numbers that are not finite by None: JSON has no nan and no infinity."""
+    """Replaces numbers that are not finite with None, because JSON has no nan and no infinity."""
     if isinstance(value, list):
         return [_finite(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _flat(values: dict[str, Any]) -> dict[str, Any]:
-    """Turns each list into single numbers, named by their place in it or, for those by context, by their context.
-    `contexts` itself is left out."""
+    """Splits each list into single numbers. Their names end with their index in the list or, for lists by context, with
+    their context. `contexts` itself is left out."""
     flat = {}
     for name, value in values.items():
         if not isinstance(value, list):
@@ -145,7 +145,7 @@ def _flat(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def memory_gib(device: torch.device) -> float:
-    """Peak memory so far: allocated on the GPU, or resident in this process."""
+    """Peak memory so far, in GiB: allocated on the GPU, or resident in this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -40,15 +40,15 @@ from eagle3.training.tracking import Tracker, memory_gib, step_profiler
 
 @dataclass
 class Course:
-    """Progress that a checkpoint stores beside the weights."""
+    """Progress that a checkpoint stores along with the weights."""
 
     best_step: int | None = None  # step of the best held-out measurement so far
     best_acceptance: float = -1.0
-    skipped: int = 0  # steps skipped for their gradient norm, over the whole run
-    skipped_in_a_row: int = 0  # the same, since the last step that was taken
+    skipped: int = 0  # steps skipped because of their gradient norm, in the whole run
+    skipped_in_a_row: int = 0  # the same, since the last step that was not skipped
 
     def see(self, step: int, metrics: Metrics) -> bool:
-        """Records a held-out measurement; returns True if it is the best so far."""
+        """Records a held-out measurement. Returns whether it is the best so far."""
         better = metrics.simulated_acceptance_length > self.best_acceptance
         if better:
             self.best_step, self.best_acceptance = step, metrics.simulated_acceptance_length
@@ -57,14 +57,15 @@ class Course:
 
 @dataclass
 class Trainer:
-    """One run. All ranks hold the same recipe and samples; only the first rank writes files and prints."""
+    """Trains one run's draft. All ranks have the same recipe and samples; only the first rank writes files and
+    prints."""
 
     recipe: Recipe
     topology: Topology
     folder: RunFolder
     engine: DeepSpeedEngine
     norms: NormLimit
-    gradient_scale: int  # what the loss is multiplied by before backward (gradient_scale of eagle3.training.engine)
+    gradient_scale: int  # factor on the loss before backward (see gradient_scale in eagle3.training.engine)
     batch_maker: BatchMaker
     train_loader: StreamLoader
     held_out_loader: StreamLoader
@@ -86,8 +87,8 @@ class Trainer:
         )
 
     def run(self, resume: bool, stop: StopSignals) -> None:
-        """Trains to the last step, starting from the newest intact checkpoint if `resume`. If `stop` asks for it,
-        writes a checkpoint and raises RunStopped, on every rank."""
+        """Trains to the last step, starting from the newest intact checkpoint if `resume`. If any rank got a signal in
+        `stop`, writes a checkpoint and raises RunStopped on every rank."""
         start = self._resume() if resume else 0
         self._require_agreement(start)
         tracker = agreed(self._tracker if self.topology.is_first else None)
@@ -95,7 +96,7 @@ class Trainer:
             f"in step lines loss is the weighted sum over {self.training.ttt_steps} TTT steps; accepted drafts are "
             "simulated, without the target's own token"
         )
-        busy = 0.0  # seconds spent in steps so far; their mean gives the time left
+        busy = 0.0  # seconds spent in steps so far, to estimate the time left
         profile, profiler = self.training.profile, None
         if profile and profile.start > start:
             profiler = step_profiler(self.folder.profile, profile.start - 1 - start, profile.steps)
@@ -131,7 +132,7 @@ class Trainer:
             signal = self._stop_signal(stop)
             if best or last or signal or done % self.training.checkpoint_every == 0:
                 self.watchdog.at(f"the checkpoint of step {done}", quiet=True)
-                # Writes nothing if another run has taken the folder meanwhile.
+                # If another run has taken the folder meanwhile, this raises before anything is written.
                 agreed(self.folder.claim.require if self.topology.is_first else None)
                 self.checkpoints.save(self.engine, done, vars(self.course), self.course.best_step)
             if signal:
@@ -141,13 +142,13 @@ class Trainer:
             tracker.close()
 
     def _stop_signal(self, stop: StopSignals) -> int:
-        """The signal that any rank has received, 0 for none; the same on all ranks."""
+        """A signal that some rank has received, or 0; the same on all ranks."""
         signal = torch.tensor([stop.received], device=self.topology.device)
         dist.all_reduce(signal, dist.ReduceOp.MAX)
         return int(signal)
 
     def load_best(self) -> int:
-        """Loads the weights of the best checkpoint, or keeps the last ones if nothing was held out. Returns their
+        """Loads the weights of the best checkpoint, or keeps the last weights if nothing was held out. Returns their
         step."""
         best = self.course.best_step
         if best is None or best == self.steps or not self.checkpoints.load_whole(self.engine, best):
@@ -211,7 +212,7 @@ class Trainer:
         weights = step_weights(self.loss_config, counts, needed)
         rate = self.engine.get_lr()[0]
         sums: list[StepSums] = []
-        for number, stream in enumerate(streams):  # only one is on the device at a time
+        for number, stream in enumerate(streams):  # one at a time is on the device
             self.watchdog.at(f"step {step + 1}, stream {number + 1} of {accumulation}")
             distilled = self.engine(self._micro_batch(stream), weights)
             self.engine.backward(distilled.surrogate * self.gradient_scale)
@@ -220,7 +221,7 @@ class Trainer:
         metrics = batch_metrics(self.loss_config, sum_sums(reduce(add, sums), self.topology.batch), counts)
         outcome = self.norms.taken()
         if outcome.skipped:
-            self.engine.lr_scheduler.step()  # the schedule counts every step, taken or skipped
+            self.engine.lr_scheduler.step()  # the schedule advances even if the step was skipped
         elif not math.isfinite(metrics.loss):
             raise SharedUserError(
                 f"training: the loss is {metrics.loss} at step {step + 1}, with finite gradients; look at samples "
@@ -250,7 +251,7 @@ class Trainer:
             )
 
     def _measure_held_out(self, step: int, tracker: Tracker | None) -> bool:
-        """Measures loss and acceptance on the held-out samples. Returns True if this is the best measurement so far."""
+        """Measures loss and acceptance on the held-out samples. Returns whether this is the best measurement so far."""
         loader = self.held_out_loader
         count = min(len(loader.samples), self.recipe.evaluation.held_out_samples)
         if not count:
@@ -286,13 +287,13 @@ class Trainer:
         return best
 
     def _sums(self, streams: Sequence[LoadedStream]) -> StepSums:
-        """The global sums of a batch, computed without gradients."""
+        """Computes the global sums of a batch, without gradients."""
         sums = (self._without_gradients(stream).sums for stream in streams)
         return sum_sums(reduce(add, sums), self.topology.batch)
 
     @torch.no_grad()
     def _without_gradients(self, stream: LoadedStream) -> Distilled:
-        """This rank's share of a stream."""
+        """Runs this rank's share of a stream, without gradients."""
         nothing = torch.zeros(self.training.ttt_steps, dtype=torch.float64)
         return self.engine.module(self._micro_batch(stream), StepWeights(nothing, nothing))
 

@@ -1,4 +1,4 @@
-"""Wraps the work of a job in a watchdog that sees who dies or hangs, and lets collectives wait long, since it does."""
+"""Runs a job's work under a watchdog that sees which rank dies or hangs. Collectives can then have a long timeout."""
 
 import datetime
 import os
@@ -23,12 +23,12 @@ def watched(
     advice: str,
     less_memory: str,
 ) -> Iterator[Watchdog]:
-    """Inside, a rank that dies or hangs ends the job with a line that names it. Errors that another rank's death causes
-    wait for that line. Collective.
+    """Inside the block, a rank that dies or hangs ends the job with a line that names it. Errors that follow from a
+    different rank's death wait for that line. Collective.
 
-    patience: timeout of collectives.
-    advice: ends that line.
-    less_memory: ends the UserError for a device that runs out of memory.
+    patience: how long a collective may take.
+    advice: the end of that line.
+    less_memory: the end of the UserError for a device that runs out of memory.
     """
     watchdog = Watchdog(
         address=os.environ["MASTER_ADDR"],
@@ -49,6 +49,6 @@ def watched(
                 watchdog.await_verdict()
             raise
         except RunStopped as stopped:
-            if not stopped.together:  # possibly by a launcher, because another rank died
+            if not stopped.together:  # the signal may have come from a launcher, because another rank died
                 watchdog.end_if_broken()
             raise

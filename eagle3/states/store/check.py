@@ -14,9 +14,9 @@ from eagle3.states.store.reader import HiddenStateStore, Location, RowRequest, S
 from eagle3.states.store.shard import Entry, ShardIndex, taught_rows
 from eagle3.text.samples import sample_digest
 
-# Samples read together: a remote file system answers many requests in the time of one.
+# Samples read together, because a remote file system answers many requests in the time of one.
 SAMPLES_AT_ONCE = 32
-# Rows read of each: a sample may be larger than memory.
+# Rows read of each sample at a time, because a sample may be larger than memory.
 ROWS_AT_ONCE = 65536
 Kind = Literal["damaged", "foreign", "mislabelled", "not finite", "duplicate", "missing"]
 
@@ -35,12 +35,12 @@ class Problem(NamedTuple):
 
 
 class Findings(NamedTuple):
-    """What a check found."""
+    """The result of checking a store."""
 
     provenance_digest: str
     problems: list[Problem]
     indexes: list[ShardIndex]  # the readable ones
-    # What is whole, without duplicates:
+    # Intact samples and their tokens, without duplicates:
     samples: int
     tokens: int
 
@@ -53,8 +53,8 @@ def check_store(
     expected_ids: ids that should be there
     report: gets progress lines
 
-    Raises UserError if there is no store, if it has another provenance, or if this machine cannot read it, which does
-    not mean that it is damaged.
+    Raises UserError if there is no store, if its provenance is a different one, or if this machine cannot read it
+    (which does not mean that it is damaged).
     """
     files = open_files(path)
     manifest = read_own_manifest(files, provenance)
@@ -80,7 +80,7 @@ def check_store(
 
 
 def _examine(reader: HiddenStateStore, index: ShardIndex, sizes: Mapping[str, int | None]) -> Iterator[Entry | Problem]:
-    """The samples of one shard that are whole, and what is wrong with the rest of it."""
+    """Yield the entries of a shard's intact samples, and a Problem for everything else in it."""
     where = f"{reader.where}/{index.shard}"
     try:
         if flaw := foreign_flaw(index.provenance_digest, reader.provenance_digest):
@@ -88,14 +88,14 @@ def _examine(reader: HiddenStateStore, index: ShardIndex, sizes: Mapping[str, in
         if flaw := shard_flaw(index, sizes):
             raise DamagedStore(where, flaw)
         reader.read_headers([index.shard])
-    except DamagedStore as error:  # affects all of its samples
+    except DamagedStore as error:  # affects all samples of the shard
         yield Problem(error.kind, index.name, None, f"{index.shard}: {error.flaw}")
         return
     for start in range(0, len(index.samples), SAMPLES_AT_ONCE):
         members = [Location(index, entry) for entry in index.samples[start : start + SAMPLES_AT_ONCE]]
         try:
             yield from _look_through(reader, members)
-        except DamagedStore:  # which of them?
+        except DamagedStore:  # read them one by one to find out which of them
             for member in members:
                 try:
                     yield from _look_through(reader, [member])
@@ -104,9 +104,9 @@ def _examine(reader: HiddenStateStore, index: ShardIndex, sizes: Mapping[str, in
 
 
 def _look_through(reader: HiddenStateStore, locations: list[Location]) -> list[Entry | Problem]:
-    """Read every byte of these samples, some rows at a time, and judge each. Raises DamagedStore."""
+    """Read every byte of these samples, a few rows at a time, and judge each sample. Raises DamagedStore."""
     tokens = reader.tokens_at(locations)
-    kept_rows = [  # rows of aux, and of what the teacher needs
+    kept_rows = [  # rows of aux, and rows that the teacher needs
         [rows_of(each.loss_mask).nonzero().flatten() for rows_of in (location.index.encoding.seen_rows, taught_rows)]
         for location, each in zip(locations, tokens, strict=True)
     ]
@@ -124,7 +124,7 @@ def _look_through(reader: HiddenStateStore, locations: list[Location]) -> list[E
 
 
 def _judged(location: Location, tokens: StoredTokens, infinite: str | None) -> Entry | Problem:
-    """The sample's entry if it is whole, or what is wrong with it. infinite: which of its tensors is not finite."""
+    """The sample's entry if it is intact, else its Problem. infinite: name of a tensor that is not finite, if any."""
     index, entry = location
     if infinite:
         return Problem("not finite", index.name, entry.id, f"its {infinite}")
@@ -135,8 +135,9 @@ def _judged(location: Location, tokens: StoredTokens, infinite: str | None) -> E
 
 
 def remove_flawed(folder: Path, problems: Iterable[Problem]) -> None:
-    """Remove what `check_store` found: whole shards that cannot be read and, from the others, the affected samples, by
-    writing a new index. If the process is killed, each index is either the old or the new one."""
+    """Remove everything that `check_store` found. Shards that cannot be read or have no intact sample are deleted; the
+    others get a new index without the affected samples. If the process is killed, each index is either the old one or
+    the new one."""
     ids_by_index: defaultdict[str | None, set[str | None]] = defaultdict(set)  # samples by index
     for problem in problems:
         ids_by_index[problem.index].add(problem.sample_id)
@@ -157,8 +158,8 @@ def remove_flawed(folder: Path, problems: Iterable[Problem]) -> None:
 def bind_shards(folder: Path, findings: Findings) -> int:
     """Write the digest of the store's provenance into the indexes that lack it, and return how many did.
 
-    Shards stay as they are, since their checksums are in the index. If the process is killed, each index is either the
-    old or the new one.
+    The shards themselves are not changed, because their checksums in the index tie them to it. If the process is
+    killed, each index is either the old one or the new one.
     """
     unbound_indexes = [index for index in findings.indexes if index.provenance_digest is None]
     for index in unbound_indexes:

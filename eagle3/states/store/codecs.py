@@ -12,12 +12,12 @@ from eagle3.errors import UserError, extra_command
 
 CodecName = Literal["none", "lossless", "fp8"]
 StoreDtype = Literal["float32", "bfloat16"]
-# Most raw bytes in a chunk (of at least one row). Larger chunks compress no better and make every ranged read wider
-# (benchmarks/store.py); smaller ones pay the codec's start-up too often.
+# Upper limit for the raw bytes of a chunk, which has at least one row. Larger chunks compress no better and make every
+# ranged read wider (benchmarks/store.py); smaller ones pay the codec's start-up cost too often.
 CHUNK_BYTES = 65536
-# Most channels that share one fp8 scale.
+# Upper limit for the channels that share one fp8 scale.
 SCALE_BLOCK = 128
-LARGEST_FP8 = 448.0  # of float8_e4m3fn
+LARGEST_FP8 = 448.0  # the largest float8_e4m3fn number
 EXPONENT_BIAS = 127
 # Smallest exponent of a scale; no run of finite float32 numbers needs one beyond 2 ** 120.
 LOWEST_EXPONENT = -126
@@ -27,19 +27,25 @@ class Codec(Protocol):
     """Encodes and decodes rows. Both methods may run in several threads at once."""
 
     def encode(self, rows: Tensor, chunk_rows: int) -> Sequence[memoryview | bytes]:
-        """The bytes of each chunk.
+        """Encode rows. Returns the bytes of each chunk.
 
         rows: [n, width] with n > 0, contiguous, on the CPU, in the store's dtype
         chunk_rows: rows in each chunk but the last
         """
 
     def decode(self, data: memoryview, sizes: Sequence[int], out: Tensor) -> None:
-        """Fill out [n, width], contiguous, with the shape and dtype of the encoded rows. data: consecutive encodings of
-        `sizes` bytes. Raises ValueError if they do not encode that many rows."""
+        """Decode chunks into `out`.
+
+        data: consecutive encoded chunks
+        sizes: bytes of each chunk
+        out: [n, width], contiguous, in the dtype of the encoded rows
+
+        Raises ValueError if the chunks do not encode n rows.
+        """
 
 
 class Raw:
-    """`none`: the numbers as they are in memory."""
+    """Codec `none`: stores the numbers as they are in memory."""
 
     def encode(self, rows: Tensor, chunk_rows: int) -> list[memoryview]:
         return _chunks(_bytes_of(rows), len(rows), chunk_rows)
@@ -52,7 +58,7 @@ class Raw:
 
 
 class Lossless:
-    """`lossless`: zstd at level 1, after grouping bytes of equal significance (exponents repeat, mantissas do not)."""
+    """Codec `lossless`: zstd level 1 on bytes grouped by significance (exponents repeat, mantissas do not)."""
 
     def __init__(self, itemsize: int) -> None:
         try:
@@ -62,9 +68,9 @@ class Lossless:
                 f"hidden_states.codec: 'lossless' needs the package blosc2; {extra_command('compress')}, or set it to "
                 "none"
             ) from error
-        blosc2.set_releasegil(True)  # otherwise threads would wait for one another
+        blosc2.set_releasegil(True)  # otherwise threads would wait for each other
         self.blosc2 = blosc2
-        self.compression = {  # plain arguments: parameter objects of blosc2 take longer than decoding a small chunk
+        self.compression = {  # plain arguments: making blosc2's parameter objects takes longer than decoding a chunk
             "typesize": itemsize,
             "codec": blosc2.Codec.ZSTD,
             "clevel": 1,
@@ -90,11 +96,11 @@ class Lossless:
 
 
 class Fp8:
-    """`fp8`: float8_e4m3fn, with a power-of-two scale for each run of `block` channels of a row.
+    """Codec `fp8`: float8_e4m3fn, with a power-of-two scale for each run of `block` channels in a row.
 
-    The scales are MX's E8M0, one byte each after the row's numbers, chosen so that the run's largest number fits (OCP
-    Microscaling Formats (MX) Specification 1.0, section 5.4.1). A value x in a run with scale s comes back within
-    max(|x| / 16, s / 1024), and s is at most 1/224 of the run's largest.
+    Scales are MX's E8M0, one byte each, and follow the row's numbers. A scale is chosen so that the run's largest
+    number fits (OCP Microscaling Formats (MX) Specification 1.0, section 5.4.1). A value x in a run with scale s is
+    restored to within max(|x| / 16, s / 1024), and s is at most 1/224 of the largest magnitude in the run.
     """
 
     def __init__(self, width: int, dtype: torch.dtype, hidden_size: int) -> None:
@@ -117,7 +123,7 @@ class Fp8:
         if len(data) != len(out) * self.row_bytes:
             raise ValueError(f"{len(data)} bytes instead of {len(out) * self.row_bytes}")
         encoded = np.frombuffer(data, np.uint8).reshape(len(out), self.row_bytes)
-        # A table is several times as fast as torch's conversion on CPUs. Scaling is exact in bfloat16, too.
+        # A table lookup is several times as fast as torch's conversion on CPUs. Scaling is exact, even in bfloat16.
         np.take(self.numbers, encoded[:, : self.width], out=_bits_of(out), mode="clip")
         scales = torch.from_numpy(encoded[:, self.width :].astype(np.int32)) - EXPONENT_BIAS
         out.view(len(out), -1, self.block).mul_(_powers_of_two(scales)[..., None].to(out.dtype))
@@ -129,7 +135,7 @@ def _powers_of_two(exponents: Tensor) -> Tensor:
 
 
 def _chunks(encoded: np.ndarray, rows: int, chunk_rows: int) -> list[memoryview]:
-    """Split rows that were encoded one by one, into the same number of bytes each."""
+    """Split an encoding into chunks. Every row takes the same number of bytes."""
     data = memoryview(encoded).cast("B")
     size = len(data) // rows * chunk_rows
     return [data[start : start + size] for start in range(0, len(data), size)]

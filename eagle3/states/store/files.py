@@ -1,4 +1,4 @@
-"""Access to a store's files: in a local folder, memory-mapped, or at any URL that fsspec can read."""
+"""Access to a store's files: memory-mapped in a local folder, or through fsspec at any URL that it can read."""
 
 import mmap
 import os
@@ -15,13 +15,17 @@ from fsspec.utils import merge_offset_ranges
 
 from eagle3.errors import UserError
 
-# Most maps at a time: each takes address space and one of the kernel's 65,530 mappings, but no memory and no open file.
+# Most maps at a time. Each takes address space and one of the kernel's 65,530 mappings, but no memory or open file.
 MOST_MAPS = 1024
 TOO_SHORT = "is shorter than its index says"
 
 
 class DamagedStore(UserError):
-    """Bytes that a store has lost, or that differ from what was written. where: file or sample; flaw: what is wrong."""
+    """Raised if a store has lost bytes, or holds bytes that differ from what was written.
+
+    where: file or sample
+    flaw: what is wrong with it
+    """
 
     kind = "damaged"
     remedy = "run capture.py --repair, which captures again what is lost"
@@ -32,7 +36,7 @@ class DamagedStore(UserError):
 
 
 class ForeignShards(DamagedStore):
-    """Shards that were captured under another provenance than that in the store.json beside them."""
+    """Raised if shards were captured under a provenance other than the one in the store.json beside them."""
 
     kind = "foreign"
     remedy = (
@@ -60,7 +64,7 @@ def is_url(path: str) -> bool:
 
 
 class LocalFiles:
-    """Memory-mapped files: reading a range takes no system call and no copy, and touches only its pages."""
+    """Memory-mapped files: reading a range copies nothing and touches only its pages."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.where = folder, str(folder)
@@ -74,7 +78,7 @@ class LocalFiles:
             return sizes
         try:
             for entry in os.scandir(self.folder):
-                with suppress(FileNotFoundError):  # a writer's temporary file that is gone again
+                with suppress(FileNotFoundError):  # a writer's temporary file that is already gone
                     if entry.is_file():
                         sizes[entry.name] = entry.stat().st_size
                     elif entry.is_dir() and entry.name.endswith((".safetensors", ".json")):
@@ -113,7 +117,8 @@ class LocalFiles:
             self._maps.pop(name, None)
 
     def _map(self, name: str) -> mmap.mmap:
-        """The file's map. Its size is compared each time: touching a mapped page that is lost kills the process."""
+        """The file's memory map. The file's size is checked each time, because touching a mapped page that the file has
+        lost kills the process."""
         path = self.folder / name
         try:
             size = path.stat().st_size
@@ -133,7 +138,8 @@ class LocalFiles:
 
 
 class RemoteFiles:
-    """Files read through fsspec, all ranges of a call at once if the protocol can. Any installed protocol will do."""
+    """Files read through fsspec, with any installed protocol. All ranges of a call are requested at once if the
+    protocol supports that."""
 
     def __init__(self, url: str) -> None:
         self.where = url.rstrip("/")
@@ -147,7 +153,7 @@ class RemoteFiles:
         self.root = root.rstrip("/")
 
     def sizes(self) -> dict[str, int | None]:
-        """Size in bytes of every file, by name; None if the protocol does not say. Empty if there is no such folder."""
+        """Size in bytes of every file, by name; None if the protocol does not tell. Empty if there is no folder."""
         try:
             entries = self.files.ls(self.root, detail=True)
         except FileNotFoundError:
@@ -173,7 +179,7 @@ class RemoteFiles:
         """The bytes of these ranges."""
         if not ranges:
             return []
-        # Sort the ranges and merge adjacent ones, because a request costs more than its bytes.
+        # Sort the ranges and merge adjacent ones, because a request costs more than the bytes that it reads.
         names, starts, stops = merge_offset_ranges(*map(list, zip(*ranges, strict=True)))
         try:
             blocks = self.files.cat_ranges([f"{self.root}/{name}" for name in names], starts, stops, on_error="raise")
@@ -192,14 +198,14 @@ class RemoteFiles:
         return pieces
 
 
-# Both read files that do not change any more, and threads may share them. What is missing or too short raises
-# DamagedStore; what cannot be read here and now raises another UserError, because capturing again fixes the former, but
-# must not touch the latter.
+# Both classes read files that no longer change, and threads may share them. A file that is missing or too short raises
+# DamagedStore, because capturing again fixes it. A file that cannot be read here and now raises a different UserError,
+# because it must not be captured again.
 StoreFiles = LocalFiles | RemoteFiles
 
 
 def open_files(path: str) -> StoreFiles:
-    """Files at a local path or a URL. Raises UserError for a URL that fsspec cannot open."""
+    """Open the files at a local path or a URL. Raises UserError for a URL that fsspec cannot open."""
     return RemoteFiles(path) if is_url(path) else LocalFiles(Path(path))
 
 

@@ -12,21 +12,22 @@ from eagle3.states.store.shard import DATA_START, ShardIndex, is_index, json_dig
 
 FORMAT = 2
 MANIFEST = "store.json"
-# What hidden states (or a teacher's logits) depend on, as JSON values. Stores that differ in a field are not the same.
+# Everything that hidden states (or a teacher's logits) depend on, as JSON values. Stores that differ in a field are not
+# interchangeable.
 Provenance = Mapping[str, str | int | float | list | None]
-# Fields that say which rows a store has: a store with larger values, or with every row (None), serves as well.
+# Fields that say which rows a store has. A store with larger values, or with every row (None), will do as well.
 WINDOW = ("window", "ttt_steps")
 
 
 class Manifest(NamedTuple):
     """The contents of `store.json`."""
 
-    provenance: Provenance  # must match, codec and dtype included
+    provenance: Provenance  # must match, including codec and dtype
     record: Provenance  # for information: versions, names, draft vocabulary; does not affect hidden states
 
     @property
     def digest(self) -> str:
-        """Digest of the provenance, which indexes and shards carry to say what they belong to. As in
+        """Digest of the provenance. Indexes and shards carry it to say which store they belong to. As in
         `read_own_manifest`, a field that is None counts as absent."""
         return json_digest({field: value for field, value in self.provenance.items() if value is not None})
 
@@ -60,10 +61,10 @@ def read_manifest(files: StoreFiles) -> Manifest:
 
 
 def read_own_manifest(files: StoreFiles, provenance: Provenance) -> Manifest:
-    """The manifest of a store that serves this provenance.
+    """Read the manifest of a store, and check that the store serves this provenance.
 
-    Raises UserError naming the first field that differs, with both values, and saying so if it is `store.json` that was
-    changed.
+    Raises UserError that names the first differing field with both values. If the shards show that `store.json` was
+    changed, the message says so.
     """
     manifest = read_manifest(files)
     actual = manifest.provenance
@@ -114,7 +115,7 @@ def _window_in_words(provenance: Provenance) -> str:
 
 
 def find_indexes(files: StoreFiles) -> tuple[list[ShardIndex], dict[str, DamagedStore]]:
-    """All indexes in a folder, sorted by name; and, by name, the errors of those that cannot be parsed."""
+    """Read all indexes in a folder. Returns them, sorted by name, and by name the errors of those that do not parse."""
     indexes: list[ShardIndex] = []
     errors: dict[str, DamagedStore] = {}
     names = sorted(filter(is_index, files.sizes()))
@@ -127,7 +128,8 @@ def find_indexes(files: StoreFiles) -> tuple[list[ShardIndex], dict[str, Damaged
 
 
 def read_indexes(files: StoreFiles, manifest: Manifest, report: Callable[[str], None]) -> list[ShardIndex]:
-    """The indexes of all shards, after checking that each belongs to this store, exists, and has the size in its index.
+    """Read the indexes of all shards, and check that each shard belongs to this store, exists, and has the size that
+    its index says.
 
     Raises ForeignShards or DamagedStore. `read_headers` checks the shards' own headers. report: gets `unbound_notice`.
     """
@@ -145,7 +147,8 @@ def read_indexes(files: StoreFiles, manifest: Manifest, report: Callable[[str], 
 
 
 def _require_digest(where: str, indexes: list[ShardIndex], digest: str) -> None:
-    """Raises ForeignShards, saying whether the shards or `store.json` must have been replaced."""
+    """Check that no index has a different digest. Raises ForeignShards, whose message says whether the shards or
+    `store.json` must have been replaced."""
     foreign = [index for index in indexes if foreign_flaw(index.provenance_digest, digest)]
     if not foreign:
         return
@@ -161,7 +164,7 @@ def _require_digest(where: str, indexes: list[ShardIndex], digest: str) -> None:
 
 
 def shard_flaw(index: ShardIndex, sizes: Mapping[str, int | None]) -> str | None:
-    """What is wrong with a shard, judging by the folder's listing."""
+    """Describe what is wrong with a shard, judging by the folder's listing; None if nothing is."""
     if index.shard not in sizes:
         return "is missing"
     size = sizes[index.shard]
@@ -169,7 +172,8 @@ def shard_flaw(index: ShardIndex, sizes: Mapping[str, int | None]) -> str | None
 
 
 def foreign_flaw(digest: str | None, provenance_digest: str | None) -> str | None:
-    """What is wrong with the digest in an index or a shard. With None on either side, there is nothing to compare."""
+    """Describe how the digest in an index or shard differs from the store's; None if it does not. If one of the two is
+    None, there is nothing to compare."""
     if None in (digest, provenance_digest) or digest == provenance_digest:
         return None
     return (
@@ -179,7 +183,10 @@ def foreign_flaw(digest: str | None, provenance_digest: str | None) -> str | Non
 
 
 def read_headers(files: StoreFiles, shards: Sequence[str], provenance_digest: str | None) -> dict[str, dict[str, int]]:
-    """Where each tensor begins, by shard. Raises DamagedStore, and ForeignShards if a shard has another digest."""
+    """Read the headers of shards. Returns, by shard and by tensor, the byte at which the tensor begins.
+
+    Raises DamagedStore, and ForeignShards if a shard has a different digest.
+    """
     starts: dict[str, dict[str, int]] = {}
     for shard, text in zip(shards, files.fetch([Range(shard, 0, DATA_START) for shard in shards]), strict=True):
         starts[shard], digest = parse_header(text, f"{files.where}/{shard}")
@@ -189,7 +196,7 @@ def read_headers(files: StoreFiles, shards: Sequence[str], provenance_digest: st
 
 
 def unbound_notice(where: str, indexes: Iterable[ShardIndex]) -> str | None:
-    """What could not be checked in a store of which an older version captured a part; None if all was checked."""
+    """A warning about shards that cannot be checked because an older version wrote them; None if there are none."""
     digests = [index.provenance_digest for index in indexes]
     if None not in digests:
         return None

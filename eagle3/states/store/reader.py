@@ -27,7 +27,7 @@ from eagle3.states.store.shard import (
 
 # Threads that check and decode chunks in parallel.
 THREADS = 4
-# Encoded bytes that one thread checks and decodes at a time, approximately.
+# Approximate number of encoded bytes that one thread checks and decodes at a time.
 RUN_BYTES = 1 << 20
 
 
@@ -39,12 +39,12 @@ class StoredTokens(NamedTuple):
 
 
 class RowRequest(NamedTuple):
-    """Rows of a sample to read: int64, from 0 to T-1, in any order, maybe none."""
+    """The rows of a sample to read. Row numbers are int64, from 0 to T-1, in any order; there may be none."""
 
     sample_id: str
-    aux: Tensor  # rows of `aux`; a store for a window must have them (`seen_rows`)
-    teacher: Tensor  # rows of `last`, argmax and logsumexp; must follow supervised rows
-    tokens: StoredTokens | None = None  # what the sample must begin with; None if it does not matter
+    aux: Tensor  # rows of `aux`; in a store for a window, only rows that it has (`seen_rows`)
+    teacher: Tensor  # rows of `last`, argmax and logsumexp; only rows that it has (`kept_rows`)
+    tokens: StoredTokens | None = None  # the sample must begin with these; None if that does not matter
 
 
 class Location(NamedTuple):
@@ -55,9 +55,9 @@ class Location(NamedTuple):
 class ChunkTable(NamedTuple):
     """The chunks of one tensor of one sample."""
 
-    bounds: np.ndarray  # [chunks + 1]: where they are in the tensor, in bytes
+    bounds: np.ndarray  # [chunks + 1]: the chunks' edges in the tensor, in bytes
     sums: np.ndarray  # [chunks]: checksums
-    rows: int  # how many rows the sample has in this tensor
+    rows: int  # number of rows that the sample has in this tensor
 
 
 class Run(NamedTuple):
@@ -75,11 +75,11 @@ class ChunkReads(NamedTuple):
     table: ChunkTable
     runs: list[Run]
     buffer: Tensor  # chunks are decoded into this
-    decoded: Tensor  # the sample's rows that the buffer then holds, ascending
+    decoded: Tensor  # the sample's rows that the buffer holds after that, ascending
     wanted: Tensor  # the requested rows
 
     def decode(self, run: Run, data: memoryview) -> str | None:
-        """Check the bytes of a run and decode them into the buffer. Returns what is wrong with them, if anything is."""
+        """Check the bytes of a run and decode them into the buffer. Returns what is wrong with the bytes, or None."""
         bounds, sums = self.table.bounds[run.first : run.stop + 1], self.table.sums[run.first : run.stop]
         edges = (bounds - bounds[0]).tolist()
         for (start, stop), checksum in zip(pairwise(edges), sums.tolist(), strict=True):
@@ -87,7 +87,7 @@ class ChunkReads(NamedTuple):
                 return "a checksum does not fit"
         try:
             self.codec.decode(data, np.diff(edges).tolist(), self.buffer[run.rows])
-        except ValueError as error:  # it was written like this, since the checksum matches
+        except ValueError as error:  # the checksum matches, so it was written like this
             return str(error)
         return None
 
@@ -101,7 +101,7 @@ class ChunkReads(NamedTuple):
 def plan_reads(rows: Tensor, table: ChunkTable, encoding: Encoding, name: str) -> ChunkReads:
     """Plan the reading of some rows.
 
-    rows: int64 [n], of the sample in this tensor, in any order, all inside it
+    rows: int64 [n], counted among the rows that the sample has in this tensor, in any order
     name: `aux` or `last`
     """
     row_array, size = rows.numpy(), encoding.chunk_rows(name)
@@ -121,21 +121,21 @@ def plan_reads(rows: Tensor, table: ChunkTable, encoding: Encoding, name: str) -
 
 
 class SampleFacts(NamedTuple):
-    """The small parts of one sample of T tokens."""
+    """Everything that a store has about a sample of T tokens, apart from hidden states."""
 
     tokens: StoredTokens
     argmax: np.ndarray  # [T] int32
     logsumexp: np.ndarray  # [T] fp32
-    tables: dict[str, ChunkTable]  # of aux and last
+    tables: dict[str, ChunkTable]  # for aux and last
 
 
 class HiddenStateStore:
-    """An opened store. Threads may share it, and it uses several itself.
+    """An open store. Threads may share it, and it runs several of its own.
 
-    locations: its samples by id; if two shards have the same sample, the first shard's counts
-    provenance_digest: what shards must carry, if they carry a digest; None if there is nothing to compare (a spool)
+    locations: where its samples are, by id; if two shards have a sample, the first shard counts
+    provenance_digest: the digest of every shard that has one; None if there is nothing to compare (in a spool)
 
-    Raises UserError for what is missing, damaged or another store's.
+    Raises UserError for data that is missing, damaged or from a different store.
     """
 
     def __init__(
@@ -161,14 +161,14 @@ class HiddenStateStore:
         provenance: what this run needs, codec and dtype included
         report: gets a line about what could not be checked
 
-        Raises UserError naming the field in which provenances differ, or the file if a shard is missing, has lost bytes
-        or belongs to another store.
+        Raises UserError that names the field in which provenances differ, or the file if a shard is missing, has lost
+        bytes or belongs to a different store.
         """
         files = open_files(path)
         manifest = read_own_manifest(files, provenance)
         indexes = read_indexes(files, manifest, report)
         all_locations = [Location(index, entry) for index in indexes for entry in index.samples]
-        # The first of duplicates wins.
+        # Reversed, so that the first of several duplicates wins.
         locations = {location.entry.id: location for location in reversed(all_locations)}
         for encoding, name in product({index.encoding for index in indexes}, HIDDEN):
             encoding.make_codec(name)  # raises UserError if this machine cannot decode it
@@ -179,7 +179,7 @@ class HiddenStateStore:
         return [sample_id for sample_id in sample_ids if sample_id not in self.locations]
 
     def tokens(self, sample_id: str) -> StoredTokens:
-        """What the sample was captured from."""
+        """The tokens that the sample was captured from."""
         return self.tokens_at([self._locate(sample_id)])[0]
 
     def tokens_at(self, locations: Sequence[Location]) -> list[StoredTokens]:
@@ -187,8 +187,8 @@ class HiddenStateStore:
         return [facts.tokens for facts in self._facts(locations)]
 
     def read(self, requests: Sequence[RowRequest]) -> list[Rows]:
-        """The rows of all requests, hidden states and logits in the store's dtype. It takes two rounds of reads,
-        whatever the number of requests."""
+        """Read the rows of all requests, with hidden states and logits in the store's dtype. However many requests
+        there are, this takes two rounds of reads, and one more the first time that a shard is used."""
         return self.read_at([self._locate(request.sample_id) for request in requests], requests)
 
     def read_at(self, locations: Sequence[Location], requests: Sequence[RowRequest]) -> list[Rows]:
@@ -239,7 +239,7 @@ class HiddenStateStore:
         return self.locations[sample_id]
 
     def _facts(self, locations: Sequence[Location]) -> list[SampleFacts]:
-        """The small parts of some samples, checked against the digests in the index."""
+        """Read everything but the hidden states of some samples, and check it against the digests in the index."""
         self.read_headers(location.index.shard for location in locations)
         parts = iter(
             self.files.fetch([byte_range for location in locations for byte_range in self._fact_ranges(location)])
@@ -249,7 +249,7 @@ class HiddenStateStore:
             small, tables = {name: np.frombuffer(next(parts), kind) for name, kind in NUMPY_TYPES.items()}, {}
             for name in HIDDEN:
                 bounds, sums = small[f"{name}_ends"], small[f"{name}_sums"]
-                if len(bounds) == len(sums):  # the shard's first sample
+                if len(bounds) == len(sums):  # the shard's first sample, whose first chunk begins at 0
                     bounds = np.concatenate((np.zeros(1, "<u8"), bounds))
                 tables[name] = ChunkTable(bounds, sums, location.entry.rows(name))
                 small[f"{name}_ends"] = bounds[1:]
@@ -261,7 +261,8 @@ class HiddenStateStore:
         return facts
 
     def read_headers(self, shards: Iterable[str]) -> None:
-        """Find where each tensor of these shards begins. Raises UserError if a header is broken or another store's."""
+        """Read the headers of these shards, which say where each tensor begins. Raises UserError if one is broken or
+        belongs to a different store."""
         new_shards = sorted(set(shards) - self._starts.keys())
         self._starts |= read_headers(self.files, new_shards, self.provenance_digest)
 
@@ -285,7 +286,7 @@ class HiddenStateStore:
         shard, ranges = location.index.shard, []
         for name, part in location.entry.parts(location.index.encoding):
             start, size = self._starts[shard][name], np.dtype(NUMPY_TYPES[name]).itemsize
-            # The first chunk starts at the end of the chunk before it.
+            # A sample's first chunk begins where the chunk before it ends.
             first = max(part.start - 1, 0) if name.endswith("_ends") else part.start
             ranges.append(Range(shard, start + first * size, start + part.stop * size))
         return ranges

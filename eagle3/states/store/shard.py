@@ -1,20 +1,20 @@
 """A shard: a safetensors file with many samples, and the JSON index beside it that says where each one is.
 
-    aux, last              hidden states, encoded chunk by chunk, sample after sample. Codec none: [rows, width] as they
-                           are; otherwise uint8 [bytes]
+    aux, last              hidden states, encoded chunk by chunk, sample after sample. With codec none: [rows, width] as
+                           they are; with others: uint8 [bytes]
     aux_ends, last_ends    [chunks] uint64: where each chunk ends in its tensor
     aux_sums, last_sums    [chunks] uint64: xxh3_64 of each chunk's bytes
     ids, argmax            [rows] int32     logsumexp [rows] float32     loss_mask [rows] bool
 
-In a store of logits, `last` holds the teacher's logits of the draft vocabulary instead of last hidden states.
+In a store of logits, `last` holds the teacher's logits over the draft vocabulary instead of last hidden states.
 
-A chunk belongs to one sample. Rows that a sample has:
+Each chunk belongs to one sample. A sample has these rows:
 - `aux`: all or, in a store for a draft with a window, those that some query sees (`Encoding.seen_rows`)
-- `last`: those that teach, i.e. the successors of supervised rows; or all, if the sample's entry has as many
+- `last`: those that teach, i.e. the successors of supervised rows; or all, if the sample's entry counts that many
 - `ids` to `loss_mask`: all
 
-The index is written after its shard, so what is indexed is complete. Both carry the digest of the provenance of the
-store that they were written for.
+The index is written after its shard, so an indexed shard is complete. Both carry the digest of their store's
+provenance.
 """
 
 import json
@@ -36,7 +36,7 @@ from eagle3.states.rows import DraftLogits, LastHidden, TeacherRows
 from eagle3.states.store.codecs import CHUNK_BYTES, Codec, CodecName, Fp8, Lossless, Raw, StoreDtype, chunk_rows
 from eagle3.states.store.files import DamagedStore, first_words
 
-# A random number of the writer, a running number, and the kind of file. Other files in the folder are ignored.
+# The writer's random number, a serial number, and the kind of file. Other files in the folder are ignored.
 SHARD_NAME = re.compile(r"(shard-[0-9a-f]{8}-\d{5,})(\.safetensors|\.json)(\.partial)?")
 # Where the tensors begin. The header before them is written last, when their sizes are known.
 DATA_START = 4096
@@ -48,15 +48,15 @@ SAFETENSORS_NAMES = {"<i4": "I32", "<f4": "F32", "?": "BOOL", "<u8": "U64", "bfl
 
 @dataclass(frozen=True)
 class Encoding:
-    """How a store's hidden states are written."""
+    """The encoding of a store's hidden states."""
 
     codec: CodecName
     dtype: StoreDtype
     hidden_size: int  # the target's
     chunk_bytes: int = CHUNK_BYTES  # before encoding
-    # Numbers in a row of `last` if it holds logits of the draft vocabulary; None if it holds last hidden states.
+    # Numbers in a row of `last` if it holds logits over the draft vocabulary; None if it holds last hidden states.
     teacher_width: int | None = None
-    # Of the drafts that the store serves; None if every row is kept, which serves any draft.
+    # Window and steps of the drafts that the store serves; None if every row is kept, which serves any draft.
     window: int | None = None
     ttt_steps: int | None = None
 
@@ -73,14 +73,14 @@ class Encoding:
         return 3 * self.hidden_size if name == "aux" else self.teacher_width or self.hidden_size
 
     def seen_rows(self, loss_mask: Tensor) -> Tensor:
-        """Which rows of a sample have their auxiliary states kept: bool [T]."""
+        """Mask of a sample's rows whose auxiliary states are kept: bool [T]."""
         if self.window is None:
             return torch.ones(len(loss_mask), dtype=torch.bool)
         return seen_rows(loss_mask, self.window, self.ttt_steps)
 
     def codec_of(self, name: str) -> CodecName:
-        """The codec of `aux` or `last`. Logits are not rounded to 8 bits: the error averages out over thousands of
-        channels of hidden states, but would change a probability by a factor."""
+        """The codec of `aux` or `last`. Logits are not rounded to 8 bits: the error averages out over the thousands of
+        channels of a hidden state, but in a logit it would multiply a probability."""
         logits = name == "last" and self.teacher_width is not None
         return "none" if logits and self.codec == "fp8" else self.codec
 
@@ -100,8 +100,8 @@ class Encoding:
     def expected_bytes(self, name: str) -> float:
         """Bytes of an encoded row of `aux` or `last`, checksums included.
 
-        For `lossless` an estimate: bf16 states of trained models take 67 to 70% (benchmarks/store.py); float32
-        mantissas hardly compress.
+        An estimate for `lossless`: bf16 states of trained models shrink to 67 to 70% (benchmarks/store.py), whereas
+        float32 mantissas hardly compress.
         """
         codec, raw_bytes = self.codec_of(name), self.width(name) * self.number_format.itemsize
         share = {"none": 1.0, "lossless": 0.7 if self.dtype == "bfloat16" else 0.9, "fp8": 0.0}[codec]
@@ -112,20 +112,20 @@ class Entry(NamedTuple):
     """One sample in an index."""
 
     id: str
-    row: int  # its first row
-    tokens: int  # how many rows it has
-    taught: int  # how many of them have last hidden states
-    aux_chunk: int  # its first chunk of aux
-    last_chunk: int  # its first chunk of last
-    digest: str  # of everything it has (`sample_digest`)
-    seen: int | None = None  # how many rows have auxiliary states; None for all
+    row: int  # index of its first row in the shard
+    tokens: int  # number of its rows
+    taught: int  # number of rows with last hidden states
+    aux_chunk: int  # index of its first chunk of aux
+    last_chunk: int  # index of its first chunk of last
+    digest: str  # of all its data (`sample_digest`)
+    seen: int | None = None  # number of rows with auxiliary states; None for all
 
     def rows(self, name: str) -> int:
         """Number of its rows in `aux` or `last`."""
         return {"aux": self.tokens if self.seen is None else self.seen, "last": self.taught}[name]
 
     def parts(self, encoding: Encoding) -> list[tuple[str, slice]]:
-        """All its small parts: where each one is in which of the shard's tensors, in the order of its digest."""
+        """(tensor, slice) of all its data but the hidden states, in the order in which `sample_digest` covers them."""
         parts = [(name, slice(self.row, self.row + self.tokens)) for name in COLUMNS]
         for name, first in (("aux", self.aux_chunk), ("last", self.last_chunk)):
             chunks = slice(first, first - (-self.rows(name) // encoding.chunk_rows(name)))
@@ -140,8 +140,8 @@ class ShardIndex:
     name: str  # of the index file
     bytes: int  # size of the shard's file
     encoding: Encoding
-    provenance_digest: str | None  # of the store it was written for; None in older versions and in a spool
-    samples: tuple[Entry, ...]  # after a repair, not all that the shard holds
+    provenance_digest: str | None  # of its store; None in a spool and if an older version wrote it
+    samples: tuple[Entry, ...]  # after a repair, fewer than the shard holds
 
     @property
     def shard(self) -> str:
@@ -185,21 +185,21 @@ def is_index(name: str) -> bool:
 
 
 def json_digest(body: dict) -> str:
-    """32 hex digits that do not depend on formatting or the order of keys."""
+    """Digest of a JSON object: 32 hex digits that do not depend on formatting or the order of keys."""
     return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())
 
 
 def taught_rows(loss_mask: Tensor) -> Tensor:
-    """Rows whose last hidden state teaches, i.e. the successors of supervised rows: bool [T]."""
+    """Mask of the rows whose last hidden state teaches, i.e. the successors of supervised rows: bool [T]."""
     return torch.cat((torch.zeros(1, dtype=torch.bool), loss_mask[:-1].bool()))
 
 
 def seen_rows(loss_mask: Tensor, window: int, steps: int) -> Tensor:
-    """Rows whose auxiliary states a draft with this window reads in an unroll of this many steps: bool [T].
+    """Mask of the rows whose auxiliary states a draft with this window reads in an unroll of this many steps: bool [T].
 
-    They are the same on any rank of any layout. As in `plan_sequence` for supervised queries, queries begin up to
-    steps - 1 rows before a supervised row that has a successor, and see up to window - 1 rows before them. The first
-    row is included, since a rank without a part of a stream reads it.
+    The mask does not depend on rank or layout. As in `plan_sequence` for supervised queries, queries begin up to
+    steps - 1 rows before a supervised row that has a successor, and each sees up to window - 1 rows before its own. The
+    first row is included, because a rank that has no part of a stream reads it.
     """
     supervised = torch.cat((loss_mask[:-1].bool(), torch.zeros(1, dtype=torch.bool)))
     totals = torch.nn.functional.pad(supervised.cumsum(0), (1, 0))  # supervised rows before each row, and all of them
@@ -210,7 +210,8 @@ def seen_rows(loss_mask: Tensor, window: int, steps: int) -> Tensor:
 
 
 def kept_rows(entry: Entry, loss_mask: Tensor) -> Tensor:
-    """Rows whose last hidden state a sample has: bool [T]. The first row never teaches, so the count tells which."""
+    """Mask of the rows whose last hidden state is stored: bool [T]. The first row never teaches, so a count of T means
+    that every row is stored."""
     return torch.ones(entry.tokens, dtype=torch.bool) if entry.taught == entry.tokens else taught_rows(loss_mask)
 
 
@@ -223,19 +224,19 @@ def sample_digest(parts: Iterable[np.ndarray]) -> str:
 
 
 def hold(file: BinaryIO) -> bool:
-    """Lock a file for as long as it is open and this process lives. Returns False if another process holds it. On a
-    file system without locks it returns True, and nobody will take the file for abandoned."""
+    """Lock a file for as long as it is open and this process lives. Returns False if another process holds the lock. On
+    a file system without locks, returns True, and nobody will mistake the file for an abandoned one."""
     return lock(file) is not Lock.TAKEN
 
 
 def unfinished(names: Collection[str]) -> set[str]:
-    """Shards of which a folder with these files has some file but no index."""
+    """Names of the shards that have files in a folder, but no index. names: of all files in the folder"""
     stems = {match[1] for match in map(SHARD_NAME.fullmatch, names) if match}
     return {f"{stem}.safetensors" for stem in stems if f"{stem}.json" not in names}
 
 
 def remove_abandoned(folder: Path, shard: str) -> None:
-    """Remove an unfinished shard, unless its writer lives (or the file system cannot say)."""
+    """Remove an unfinished shard, unless its writer is alive, or the file system has no locks that could tell."""
     files = [folder / f"{shard}.partial", folder / shard]  # in the order in which a writer creates them
     try:
         for path in files:
@@ -251,8 +252,14 @@ def remove_abandoned(folder: Path, shard: str) -> None:
 
 
 def parse_header(text: memoryview, where: str) -> tuple[dict[str, int], str | None]:
-    """Where each tensor of a shard begins, and the shard's provenance_digest (see `ShardIndex`). text: its first
-    DATA_START bytes. Raises DamagedStore."""
+    """Parse a shard's header. Returns the byte at which each tensor begins, and the shard's provenance_digest (see
+    `ShardIndex`).
+
+    text: the shard's first DATA_START bytes
+    where: the shard, for error messages
+
+    Raises DamagedStore.
+    """
     try:
         if int.from_bytes(text[:8], "little") != DATA_START - 8:
             raise ValueError("not written by this project")

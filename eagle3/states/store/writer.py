@@ -1,4 +1,4 @@
-"""Write a store, alone or beside other writers. On an existing store, a writer continues where the last one stopped."""
+"""Write a store, alone or alongside other writers. A writer continues where the last one of its part stopped."""
 
 import json
 import os
@@ -51,47 +51,47 @@ from eagle3.states.store.shard import (
     unfinished,
 )
 
-# Chunks that a thread encodes at a time, and the most raw bytes of a tensor in work.
+# Chunks that a thread encodes at a time, and most raw bytes of a tensor that may be waiting for their encoding.
 JOB_CHUNKS = 8
 MOST_IN_WORK = 32 << 20
 FULL = "free space and run capture.py again, which continues here"
 
 
 class Part(NamedTuple):
-    """Share `index` of `count`. Processes need not communicate to find their shares."""
+    """Share number `index` out of `count` shares of the work. Processes find their shares without communicating."""
 
     index: int = 0
     count: int = 1
 
     def of(self, items: Iterable[str] | Iterable[list[str]]) -> list:
-        """This share of samples, given by their ids, or of batches of them.
+        """Select this share of samples, given by their ids, or of batches of samples.
 
-        Taking turns gives shares of equal size. Since ids are hashes, each share also gets about as many long samples.
+        Shares take turns, so their sizes are equal. Ids are hashes, so each share also gets about as many long samples.
         """
         return sorted(items)[self.index :: self.count]
 
     def split(self, index: int, count: int) -> "Part":
-        """Share `index` of `count` of this share."""
+        """Divide this share into `count`, and return number `index` of them."""
         return Part(self.index + self.count * index, self.count * count)
 
 
 EVERYTHING = Part()
-# Locked by the process that captures a part. Never removed: locking a file that others may replace excludes nobody.
+# Locked by the process that captures a part. Never removed, because the lock on a replaced file would exclude nobody.
 LOCK = ".part-{}-of-{}.lock"
 
 
 class StoreWriter(AbstractContextManager):
     """Writes captured samples to a store.
 
-    provenance: what the hidden states depend on (target, aux layers, tokenizer, ...), apart from what `encoding` says
-    record: further information, kept from the first writer
-    part: only one writer of a part can live at a time; writers of different parts know nothing of each other
+    provenance: what the hidden states depend on (target, aux layers, tokenizer, ...), without the fields of `encoding`
+    record: further information; that of the first writer stays
+    part: each part has at most one writer at a time; writers of different parts know nothing of each other
     shard_tokens: a shard is closed when it has this many; a longer sample gets a shard of its own
     report: gets a line about what has to be captured again or could not be checked
 
     Leaving the `with` block normally publishes the last shard; an exception discards it. Raises UserError if
-    another writer has the part, if the existing store has another provenance, or if a shard is damaged or belongs
-    to another store.
+    another writer has the part, if the existing store has a different provenance, or if a shard is damaged or
+    belongs to a different store.
     """
 
     def __init__(
@@ -145,18 +145,18 @@ class StoreWriter(AbstractContextManager):
         except UserError:
             if has_shards or any(map(self._is_of_another, self.folder.glob(LOCK.format("*", "*")))):
                 raise
-        # It was left by a writer that was refused, or gave up, before its first shard.
+        # The manifest was left by a writer that was refused, or gave up, before its first shard.
         write_text(self.folder / MANIFEST, manifest.dump())
         return manifest
 
     def _is_of_another(self, lock: Path) -> bool:
-        """Whether another living writer holds a part's lock."""
+        """Whether a different writer, still alive, holds this lock."""
         with lock.open("ab") as file:
             return not os.path.sameopenfile(file.fileno(), self._lock.fileno()) and not hold(file)
 
     def _recover(self, files: LocalFiles, manifest: Manifest, report: Callable[[str], None]) -> set[str]:
         """Remove what dead writers left behind, forget samples whose shard is gone, and return the ids that are stored.
-        Refuse shards of another store."""
+        Raises UserError if a shard is damaged or belongs to a different store."""
         sizes = files.sizes()
         for shard in unfinished(sizes):
             remove_abandoned(self.folder, shard)
@@ -167,7 +167,7 @@ class StoreWriter(AbstractContextManager):
                 (self.folder / name).unlink(missing_ok=True)
                 report(f"{shard}: gone; its {len(lost_samples)} samples will be captured again")
         indexes = read_indexes(files, manifest, report)
-        for index in indexes:  # one at a time: files in a folder are mapped, and mappings are limited
+        for index in indexes:  # one at a time: local files are mapped, and mappings are limited
             read_headers(files, [index.shard], manifest.digest)
         return {entry.id for index in indexes for entry in index.samples}
 
@@ -176,10 +176,10 @@ class StoreWriter(AbstractContextManager):
 
         ids: [T] int
         loss_mask: [T] bool
-        rows: the rows of those T tokens, on any device, or consecutive parts of them, which are written as they come
+        rows: the rows of those T tokens, on any device; or consecutive parts of them, which are written as they arrive
 
-        For a known id, `rows` is not touched. Raises UserError if the disk is full or a hidden state is not finite; the
-        store is then as it was after the last shard.
+        If the id is known, `rows` is not touched. Raises UserError if the disk is full or a hidden state is not finite;
+        the store then stays as it was after the last shard.
         """
         if sample_id in self.known:
             return False
@@ -223,11 +223,11 @@ class StoreWriter(AbstractContextManager):
 class ShardWriter:
     """Writes one shard front to back, under a temporary name that `publish` replaces.
 
-    In memory are the rows that are being encoded, and 13 bytes per token. The temporary file is locked while its writer
-    lives, and so is the shard until its index exists, so that others can recognise what a dead writer left behind
-    (`remove_abandoned`).
+    Memory holds the rows that are being encoded, and 13 bytes per token. The temporary file is locked while its
+    writer lives, and so is the shard until its index exists, so that others can recognise what a dead writer left
+    behind (`remove_abandoned`).
 
-    provenance_digest: of the store that the shard belongs to; None in a spool
+    provenance_digest: that of the store that the shard belongs to; None in a spool
     """
 
     def __init__(
@@ -242,7 +242,7 @@ class ShardWriter:
             self.partial.unlink(missing_ok=True)
             self.file = self.partial.open("xb+")
         self.file.seek(DATA_START)
-        # `last` grows at the same time and is appended at the end. Its file has no name and goes with this process.
+        # `last` grows at the same time and is appended at the end. Its file has no name and vanishes with this process.
         self.aside = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
         self.blobs = {
             name: Blob(file, encoding, name, threads)
@@ -254,7 +254,7 @@ class ShardWriter:
         self.tokens = 0  # in finished samples
 
     def add(self, sample_id: str, ids: Tensor, loss_mask: Tensor, parts: Iterable[Rows]) -> None:
-        """Write one sample. ids [T], loss_mask [T]; parts: consecutive rows, together T, on any device.
+        """Write one sample. ids [T], loss_mask [T]; parts: consecutive rows, T in total, on any device.
 
         Raises UserError if a hidden state is not finite. After an exception the writer can only be discarded.
         """
@@ -268,7 +268,7 @@ class ShardWriter:
         self.end()
 
     def begin(self, sample_id: str) -> None:
-        """Begin a sample, whose rows are then appended. `end` it before beginning another one."""
+        """Begin a sample. Then `append` its rows, and `end` it before beginning the next one."""
         self.sample = Entry(
             sample_id, self.tokens, 0, 0, *(self.blobs[name].chunks for name in HIDDEN), digest="", seen=0
         )
@@ -280,7 +280,7 @@ class ShardWriter:
         loss_mask, seen, taught: [n] bool on the CPU
         seen: rows whose auxiliary states are kept (`Encoding.seen_rows`)
         taught: rows whose last hidden state is kept: those that follow supervised rows, or all of a sample's
-        rows: what the target says of them, on any device
+        rows: their hidden states and the target's predictions, on any device
         """
         sample, teacher = self.sample, rows.teacher
         for name, values, mask in (("aux", rows.aux, seen), ("last", teacher.values, taught)):
@@ -332,7 +332,7 @@ class ShardWriter:
     def discard(self) -> None:
         """Remove the shard, unless it was published."""
         for file in (self.file, self.aside):
-            with suppress(OSError):  # what is still buffered may not fit on the disk, which may be why we are here
+            with suppress(OSError):  # buffered bytes may not fit on the disk, which may be why the shard is discarded
                 file.close()
         remove_abandoned(self.folder, self.shard)
 
@@ -344,7 +344,7 @@ class Blob:
         self.file, self.name, self.threads, self.encoding = file, name, threads, encoding
         self.codec, self.chunk_rows = encoding.make_codec(name), encoding.chunk_rows(name)
         self.waiting: list[Tensor] = []  # rows of an incomplete chunk
-        # Chunks in work, with their raw bytes.
+        # Pieces that are being encoded, with their raw bytes.
         self.jobs: deque[tuple[Future[Sequence[memoryview | bytes]], int]] = deque()
         self.rows = self.chunks = self.bytes = 0
         self.ends: list[int] = []
@@ -352,7 +352,7 @@ class Blob:
 
     @property
     def form(self) -> tuple[str, list[int]]:
-        """Its dtype, by safetensors' name, and its shape."""
+        """The tensor's dtype, as safetensors calls it, and its shape."""
         if self.encoding.codec_of(self.name) == "none":
             return SAFETENSORS_NAMES[self.encoding.dtype], [self.rows, self.encoding.width(self.name)]
         return "U8", [self.bytes]
@@ -372,7 +372,7 @@ class Blob:
         self.waiting = [rows[full:].clone()] if full < len(rows) else []
 
     def end_sample(self) -> None:
-        """Complete the last chunk: the next sample begins with a new one."""
+        """Complete the last chunk, because the next sample begins with a new one."""
         if self.waiting:
             self._encode(torch.cat(self.waiting))
         self.waiting = []
@@ -385,7 +385,7 @@ class Blob:
         self.write(MOST_IN_WORK)
 
     def write(self, max_in_work: int = 0) -> None:
-        """Write encoded chunks until at most this many raw bytes are in work. Raises OSError."""
+        """Write encoded chunks until at most this many raw bytes are still being encoded. Raises OSError."""
         while sum(raw_bytes for _, raw_bytes in self.jobs) > max_in_work:
             encoded, _ = self.jobs.popleft()
             for chunk in encoded.result():

@@ -1,4 +1,4 @@
-"""Send requests to a running SGLang server. Imports nothing large."""
+"""Send requests to a running SGLang server. Imports nothing heavy."""
 
 import http.client
 import json
@@ -10,14 +10,14 @@ from typing import Any
 from eagle3.errors import SharedUserError, UserError
 from eagle3.parsing import parse_json
 
-# SGLang's answer, for some seconds, to a repeated request whose connection it lost.
+# SGLang's answer, for a few seconds, if a request is repeated after its connection was lost.
 DUPLICATE = "Duplicate request ID"
 
 
 def ask(url: str, path: str, body: Mapping[str, Any] | None = None, timeout: float = 30.0) -> Any:
-    """GET, or POST if there is a body. Returns the answer's JSON.
+    """Send a GET, or a POST if there is a body, and return the answer's JSON.
 
-    Raises OSError if no answer comes (connection, time-out, an error in the server), and UserError if the server
+    Raises OSError if there is no answer (connection, timeout, an error in the server), and UserError if the server
     refuses the request.
     """
     data = None if body is None else json.dumps(body).encode()
@@ -37,7 +37,8 @@ def ask(url: str, path: str, body: Mapping[str, Any] | None = None, timeout: flo
 
 
 def server_info(url: str, remedy: str, timeout: float = 30.0) -> dict[str, Any]:
-    """What one of target.servers says about itself. Raises UserError, with the remedy, if it does not answer."""
+    """The settings that one of target.servers reports. Raises UserError, ending with `remedy`, if it does not
+    answer."""
     try:
         return ask(url, "/server_info", timeout=timeout)
     except OSError as error:

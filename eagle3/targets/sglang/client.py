@@ -1,6 +1,6 @@
-"""Request hidden states from running SGLang servers, which share the work; servers that die are left out.
+"""Request hidden states from running SGLang servers, which share the work. Servers that die are dropped.
 
-`SGLangTarget` gives hidden states of whole documents, as a target.
+`SGLangTarget` is a `Target` on top of them.
 """
 
 import os
@@ -33,16 +33,17 @@ from eagle3.targets.sglang.installed import require_supported
 from eagle3.targets.sglang.version import CONTEXT_RESERVE, REQUIRED_SETTINGS, hook_settings
 
 ANSWER_SECONDS = 3600.0
-# A server that has answered still writes the rows. The first show whether rows come at all; later ones may queue.
+# How long a server may take to write a sample's rows after it has answered. The first sample shows whether rows arrive
+# at all, so it gets less time; later ones may queue.
 FIRST_ROWS_SECONDS, ROWS_SECONDS = 60.0, 600.0
 LOOK_SECONDS = 0.5
 POLL_SECONDS = 0.005
-# Limits for a server that does not answer: failures of a request, and seconds between attempts to reach the server.
+# If servers do not answer: the most failures per request, and the seconds between attempts to reach a server.
 MOST_FAILURES = 10
 RETRY_SECONDS = (0.5, 1.0, 2.0, 4.0)
-# Rows of a sample that are read from the spool at a time.
+# Number of rows read from the spool at a time.
 PART_ROWS = 8192
-# Documents that wait for room in the spool, in addition to those that servers work on.
+# Most documents requested ahead: those waiting for room in the spool and those that servers are working on.
 AHEAD = 256
 
 
@@ -51,8 +52,8 @@ def require_capture(
 ) -> None:
     """Raises UserError unless the server at `url` captures what this job needs.
 
-    command: starts such a server, for the error message
-    longest: tokens of the longest sample
+    command: the command that starts such a server, for error messages
+    longest: length of the longest sample in tokens
     """
     info = server_info(url, f"start it, for example: {command}")
     require_supported(str(info.get("version")), url)
@@ -91,16 +92,16 @@ class Request(NamedTuple):
     """A request for one sample."""
 
     ticket: Ticket
-    ids: Tensor  # [T], of the sample
+    ids: Tensor  # [T], token ids of the sample
     there: "Future[None]"  # done when the sample is in the spool; its exception is a UserError
-    failures: int = 0  # how often a server gave no answer
+    failures: int = 0  # how many times a server did not answer it
 
 
 class Servers:
-    """A queue of requests, from which each server takes up to `in_flight` at a time.
+    """A queue of requests; each server works on up to `in_flight` of them at a time.
 
-    A server that does not answer gets some seconds to come back; then it is left out, which is passed to `report`, and
-    the others get its requests. If no server is left, all requests fail.
+    A server that does not answer gets a few seconds to come back. Then it is dropped, which is reported through
+    `report`, and the others take over its requests. If no server is left, all requests fail.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class Servers:
                 threading.Thread(target=self._serve, args=(url,), name=f"ask {url}", daemon=True).start()
 
     def request(self, request: Request) -> None:
-        """Queue a request; first in line if it has failed before."""
+        """Queue a request. One that has failed before goes to the front."""
         with self.changed:
             if self.failure:
                 request.there.set_exception(SharedUserError(self.failure))
@@ -149,7 +150,7 @@ class Servers:
                 if not self._comes_back(url):
                     self._leave_out(url, error)
                     return
-            except Exception as error:  # otherwise whoever waits for it would wait forever
+            except Exception as error:  # otherwise its caller would wait forever
                 request.there.set_exception(
                     UserError(f"{url}: {error!r}; this is a bug in this project, please report it")
                 )
@@ -175,7 +176,7 @@ class Servers:
             "sampling_params": {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True},
         }
         index, failure_note = self.folder / ticket.index, self.folder / ticket.mark("failed")
-        if index.exists():  # a server whose answer was lost had made it
+        if index.exists():  # a server had written it, but its answer was lost
             return
         answer = ask(url, "/generate", body, timeout=ANSWER_SECONDS).get("meta_info", {})
         if answer.get("finish_reason", {}).get("type") == "abort":
@@ -197,8 +198,8 @@ class Servers:
                 )
             if now - last_look > LOOK_SECONDS:
                 last_look = now
-                os.listdir(self.folder.parent)  # makes a network file system look again for what it took for absent
-                ask(url, "/model_info")  # OSError if the server died: rows that it had not written are lost
+                os.listdir(self.folder.parent)  # makes a network file system refresh its cached listing
+                ask(url, "/model_info")  # raises OSError if the server died, because its unwritten rows are then lost
             time.sleep(POLL_SECONDS)
         self.rows_came = True
 
@@ -240,23 +241,25 @@ def require_room(tokens: int, size: int, most_bytes: int) -> None:
 
 
 class Producer:
-    """Requests samples in the given order as the spool has room. Readers make room by finishing with samples.
+    """Requests samples in the given order, as the spool has room for them. Room is freed when readers finish with a
+    sample.
 
-    most_bytes: of samples in the spool or on their way to it
-    readers: how many read every sample; with none, the caller must `release` samples
+    most_bytes: limit on the samples in the spool or on their way to it
+    readers: how many processes read every sample; if 0, the caller must `release` samples
     """
 
     def __init__(self, servers: Servers, spool: Spool, most_bytes: int, readers: int) -> None:
         self.servers, self.spool, self.most_bytes, self.readers = servers, spool, most_bytes, readers
-        self.backlog: deque[tuple[Request, int]] = deque()  # requests that wait for room, with their bytes
-        self.sizes: dict[Ticket, int] = {}  # bytes of samples in the spool or on their way
+        self.backlog: deque[tuple[Request, int]] = deque()  # requests waiting for room, each with its size in bytes
+        self.sizes: dict[Ticket, int] = {}  # size in bytes of each sample in the spool or on its way
         self.lock = threading.Lock()
         self.closed = False
         if readers:
             threading.Thread(target=self._reap, name="reap", daemon=True).start()
 
     def ask(self, ticket: Ticket, ids: Tensor, size: int) -> "Future[None]":
-        """Request a sample; the future is done when it is there. size: bytes. Raises UserError if it never fits."""
+        """Request a sample of `size` bytes. The future is done when the sample is in the spool. Raises UserError if the
+        sample can never fit."""
         require_room(ticket.tokens, size, self.most_bytes)
         future: Future[None] = Future()
         future.add_done_callback(partial(self._tell_readers, ticket))
@@ -266,7 +269,7 @@ class Producer:
         return future
 
     def release(self, ticket: Ticket) -> None:
-        """Delete a sample and reuse its room."""
+        """Delete a sample and use its room for the next requests."""
         self.spool.remove(ticket, self.readers)
         with self.lock:
             self.sizes.pop(ticket, None)
@@ -277,7 +280,7 @@ class Producer:
         self.servers.close()
 
     def _use_room(self) -> None:
-        """Send requests that now have room. Call it with the lock held."""
+        """Send the requests for which there is room now. The caller holds the lock."""
         while self.backlog and sum(self.sizes.values()) + self.backlog[0][1] <= self.most_bytes:
             request, size = self.backlog.popleft()
             self.sizes[request.ticket] = size
@@ -289,7 +292,7 @@ class Producer:
             if error := future.exception():
                 fail(self.spool.path, ticket, str(error))
         except OSError:
-            self.spool.close()  # readers then notice that its owner is gone
+            self.spool.close()  # the readers will notice that the spool's owner is gone
 
     def _reap(self) -> None:
         while not self.closed:
@@ -303,17 +306,17 @@ class Producer:
 
 
 def spool_bytes(encoding: Encoding, tokens: int) -> int:
-    """Bytes of a sample in the spool, apart from its index and its tables, which take some bytes per chunk."""
+    """Size of a sample in the spool, without its index and tables, which take a few bytes per chunk."""
     return DATA_START + round(tokens * token_bytes(encoding))
 
 
 class SGLangTarget:
-    """A `Target` behind running servers. Hidden states come through a spool, in its number format.
+    """A `Target` that running servers compute. Hidden states come through a spool, in the spool's number format.
 
-    encoding: of the spool
+    encoding: how rows are encoded in the spool
     producer: must have no other readers
 
-    Raises UserError for what the servers refuse.
+    Raises UserError if the servers refuse a request.
     """
 
     def __init__(
@@ -332,10 +335,10 @@ class SGLangTarget:
         return [results[place] for place in range(len(documents))]
 
     def arriving(self, documents: Iterable[Tensor]) -> Iterator[tuple[int, Iterator[Rows]]]:
-        """Hidden states of documents (token ids [T] each) in the order in which they arrive.
+        """Prefill documents (token ids [T] each) and yield their hidden states in the order in which they arrive.
 
-        Yields a document's place among the documents and its rows, in parts; these have to be read before the next
-        document is taken. Documents are taken from the iterable as the servers can accept more.
+        Yields each document's index and its rows in parts, which must be read before the next document is taken. New
+        documents are taken from the iterable as others finish.
         """
         arrivals: queue.SimpleQueue[tuple[int, Ticket, Tensor, Future[None]]] = queue.SimpleQueue()
         outstanding, numbered_documents = 0, enumerate(documents)

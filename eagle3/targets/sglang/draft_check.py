@@ -1,10 +1,10 @@
-"""Load an exported draft into SGLang's own draft class, and say whether every weight found its place.
+"""Load an exported draft into SGLang's own draft class, and check that every weight is loaded.
 
     python -m eagle3.targets.sglang.draft_check FOLDER
 
 Prints one line to stdout and exits with 0, or one line to stderr and exits with 2. The check is needed because SGLang's
-loader silently skips names that it does not know, and leaves missing weights as they were in memory. It needs neither a
-GPU nor the target.
+loader silently skips names that it does not know, and leaves missing weights uninitialised. It needs neither a GPU nor
+the target.
 """
 
 import sys
@@ -23,7 +23,7 @@ from eagle3.targets.sglang.installed import require_supported
 from eagle3.targets.sglang.version import DRAFT_CLASS
 
 REMEDY = "export the draft again (train.py --resume does so from the checkpoints of a run)"
-EMBEDDING = "embed_tokens.weight"  # serving takes it from the target if the export leaves it out
+EMBEDDING = "embed_tokens.weight"  # if the export lacks it, serving uses the target's
 VOCABULARY = ("d2t", "t2d")
 
 
@@ -37,7 +37,8 @@ def main() -> None:
 
 
 def check_draft(folder: Path) -> str:
-    """Describe the draft in a line. Call start_runtime first. Raises UserError naming the tensor that is wrong."""
+    """Check the draft and describe it in one line. Call start_runtime first. Raises UserError naming the tensor that is
+    wrong."""
     model, tensors = empty_draft(folder), load_file(folder / "model.safetensors")
     for name, tensor in tensors.items():
         if name not in VOCABULARY and not torch.isfinite(tensor).all():
@@ -55,9 +56,9 @@ def check_draft(folder: Path) -> str:
 
 
 def start_runtime(folder: Path) -> None:
-    """Set up what SGLang's modules need when they are built: its settings, with the draft's folder as model, and
-    process groups of size one. Only once in a process."""
-    # Imported here because SGLang is optional and takes long to import.
+    """Set up what SGLang needs to build its modules: settings, with the draft's folder as the model, and process groups
+    of size one. Call it only once per process."""
+    # Imported here because SGLang is optional and slow to import.
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.distributed import bootstrap
     from sglang.srt.runtime_context import SpawnRanks, publish, spawn_world_rank
@@ -88,7 +89,7 @@ def empty_draft(folder: Path) -> nn.Module:
 
 
 def missing_values(model: nn.Module) -> dict[str, int]:
-    """For each parameter, how many numbers were not loaded."""
+    """How many numbers of each parameter were not loaded."""
     return {name: int(parameter.isnan().sum()) for name, parameter in model.named_parameters()}
 
 
@@ -96,12 +97,12 @@ def _load_one(folder: Path, model: nn.Module, name: str, tensor: torch.Tensor) -
     missing_before = sum(missing_values(model).values())
     try:
         model.load_weights([(name, tensor)])
-    except (AssertionError, RuntimeError, ValueError, IndexError) as error:  # its weight loaders raise these
+    except (AssertionError, RuntimeError, ValueError, IndexError) as error:  # SGLang's weight loaders raise these
         raise UserError(
             f"{folder}: {name} {list(tensor.shape)} does not fit SGLang's draft of this config.json ({error}); {REMEDY}"
         ) from error
     loaded_count = missing_before - sum(missing_values(model).values())
-    if name not in VOCABULARY and loaded_count < tensor.numel():  # it may be more: vocabularies are padded
+    if name not in VOCABULARY and loaded_count < tensor.numel():  # more is fine, because vocabularies are padded
         raise UserError(
             f"{folder}: {name} {list(tensor.shape)} is not a weight that SGLang's draft takes: {loaded_count} of its "
             f"{tensor.numel()} numbers were loaded; {REMEDY}"
@@ -125,7 +126,8 @@ def _check_vocabulary(folder: Path, model: nn.Module, tensors: dict[str, torch.T
 
 
 def _check_rotation(folder: Path, model: nn.Module) -> None:
-    """Compare rope angles: a scaling that only training or only SGLang knows silently turns long contexts to noise."""
+    """Compare rope angles: with a scaling that only training or only SGLang applies, long contexts silently become
+    noise."""
     config = read_draft_config(folder / "config.json")
     position = rotation_apart(config, model.model.layers[0].self_attn.rotary_emb.cos_sin_cache)
     if position is not None:
@@ -137,8 +139,8 @@ def _check_rotation(folder: Path, model: nn.Module) -> None:
 
 
 def rotation_apart(config: DraftConfig, table: torch.Tensor) -> int | None:
-    """The first position (of about 2,048) at which SGLang's table [positions, cos then sin] and training's rotation are
-    more than 4 units of fp32 rounding of an angle apart; None if there is none."""
+    """The first of about 2,048 positions at which SGLang's table [positions, cos then sin] differs from training's
+    rotation by more than 4 fp32 roundings of the angle; None if there is none."""
     positions = torch.arange(0, len(table), max(len(table) // 2048, 1))
     rotation = RotaryEmbedding(config).at(positions, torch.float32)
     expected = torch.cat((rotation.cos, rotation.sin), -1)[:, 0]

@@ -1,9 +1,9 @@
-"""Runs inside SGLang, on every tensor-parallel rank, and captures hidden states of a job's requests into its spool.
+"""Captures hidden states of a job's requests into its spool. Runs inside SGLang, on every tensor-parallel rank.
 
-A server is started with this module's `make` as a forward hook on its logits processor (`version.capture_flags`). In
-each prefill forward, the hook gets some rows of several requests. What the teacher says after each row is combined from
-the ranks' vocabulary shards. Then the rank that owns a request writes its rows in the store's format, from a separate
-thread, while the next forward runs.
+A server is started with this module's `make` as the factory of a forward hook on its logits processor
+(`version.capture_flags`). In each prefill forward, the hook gets some rows of several requests. The teacher's values
+for each row are combined from the ranks' vocabulary shards. Then the rank that owns a request writes its rows in the
+store's format, from a separate thread, while the next forward runs.
 """
 
 import logging
@@ -39,23 +39,23 @@ from eagle3.targets.sglang.version import (
     transform_of,
 )
 
-# Threads that write samples in parallel; each writes about 0.5 GB/s.
+# Number of threads that write samples in parallel; each writes about 0.5 GB/s.
 WRITERS = 4
 ENCODING_THREADS = 2
-# Most bytes on their way to the spool through one writer; beyond that, the forward waits.
+# Most bytes that one writer may have queued for the spool; beyond that, the forward waits.
 MOST_WAITING = 1 << 30
 
 logger = logging.getLogger(__name__)
 
 
 class HookSettings(NamedTuple):
-    """The settings of a server's hook, shared by all jobs of the server."""
+    """The settings of a server's hook, shared by all jobs that use the server."""
 
-    spool: str  # folder of the jobs' folders
-    dtype: StoreDtype  # of the rows
-    target: str  # fingerprint of the checkpoint, which jobs compare
-    hidden_size: int  # the target's
-    # For a store of logits: a safetensors file with d2t, its digest and its size.
+    spool: str  # folder that holds the jobs' folders
+    dtype: StoreDtype  # number format of the rows
+    target: str  # fingerprint of the target's checkpoint, which jobs compare with theirs
+    hidden_size: int  # width of the target's hidden states
+    # For a store of logits: a safetensors file with d2t, its digest, and the number of draft tokens.
     draft_vocabulary: str | None = None
     vocabulary_digest: str | None = None
     vocabulary_size: int | None = None
@@ -67,7 +67,7 @@ class HookSettings(NamedTuple):
 
 
 def make(settings: Mapping[str, Any]) -> "CaptureHook":
-    """The factory that SGLang calls to create the hook. settings: HookSettings as JSON."""
+    """Create the hook; SGLang calls this factory. settings: HookSettings as JSON values."""
     return CaptureHook(HookSettings(**settings))
 
 
@@ -78,18 +78,18 @@ class CaptureHook:
         self.writers = [SpoolWriter(Path(settings.spool), settings.encoding) for _ in range(WRITERS)]
 
     def writer(self, ticket: Ticket, ranks: int = 1) -> "SpoolWriter":
-        """The writer of a sample on its rank; always the same one."""
+        """The writer for a sample on the rank that owns it; always the same one."""
         return self.writers[_number(ticket) // ranks % WRITERS]
 
     @torch.no_grad()
     def __call__(self, processor: nn.Module, arguments: tuple[Any, ...], _output: object) -> None:
-        """Capture from one forward. Every rank has the same requests, so all decide alike."""
+        """Capture from one forward. All ranks see the same requests, so they all decide alike."""
         call = hook_call(arguments)
         tickets = [Ticket.parse(request) for request, _, _ in call.requests] if call else []
         if not any(tickets):
             return
         flaw = self._flaw(processor, call)
-        if flaw:  # an exception would end the server without telling the job
+        if flaw:  # an exception would kill the server without telling the job
             for ticket in filter(None, tickets):
                 self.writer(ticket).give_up(ticket, flaw)
             return
@@ -113,7 +113,7 @@ class CaptureHook:
             self.writer(ticket, ranks).take(ticket, first_row, call.ids[part], Rows(aux[part], teacher))
 
     def _flaw(self, processor: nn.Module, call: HookCall) -> str | None:
-        """Why nothing can be captured from this call; None if it can be. Creates the teacher in the first call."""
+        """Why nothing can be captured from this call, or None. Creates the teacher on the first call."""
         if call.aux is None:
             return (
                 "sglang: its class for this target gives the hook no auxiliary hidden states; set "
@@ -134,12 +134,13 @@ class CaptureHook:
 
 
 def _number(ticket: Ticket) -> int:
-    """The number by which samples are dealt out, the same on every rank."""
+    """A number, the same on every rank, that decides which rank and which writer gets a sample."""
     return int(ticket.sample_id[-8:], 16)
 
 
 class SpoolWriter:
-    """Writes rows from one thread, in the order in which they come. Only complete samples appear in a job's folder."""
+    """Writes rows from one thread, in the order in which they arrive. Only complete samples appear in a job's
+    folder."""
 
     def __init__(self, folder: Path, encoding: Encoding) -> None:
         self.folder, self.encoding, self.dtype = folder, encoding, encoding.number_format
@@ -150,7 +151,8 @@ class SpoolWriter:
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="spool")
 
     def take(self, ticket: Ticket, first_row: int, ids: Tensor, rows: Rows) -> None:
-        """Take the rows of a request from row `first_row` on. Returns when their copy to the host is under way."""
+        """Queue the rows of a request that begin at row `first_row`. Returns once their copy to the host is under
+        way."""
         teacher = replace(rows.teacher, values=rows.teacher.values.to(self.dtype))
         on_host = Rows(rows.aux.to(self.dtype), teacher).map(_to_host)
         ids, event = _to_host(ids), None
@@ -166,8 +168,11 @@ class SpoolWriter:
     def _deliver(
         self, ticket: Ticket, first_row: int, ids: Tensor, rows: Rows, event: torch.cuda.Event | None, size: int
     ) -> None:
-        """Write rows that are on their way. event: after the copies to the host; None if they are there.
-        size: bytes of the rows."""
+        """Write rows that were queued.
+
+        event: recorded after the copies to the host; None if those are complete
+        size: size of the rows in bytes
+        """
         try:
             if event:
                 event.synchronize()
@@ -180,7 +185,7 @@ class SpoolWriter:
                 self.room.notify_all()
 
     def _write(self, ticket: Ticket, first_row: int, ids: Tensor, rows: Rows) -> None:
-        """Write one forward's rows of a request, of which `first_row` rows came earlier."""
+        """Write one forward's rows of a request; `first_row` rows came earlier."""
         job = self.folder / ticket.job
         if first_row == 0 and ticket in self.open:  # SGLang has retracted the request and starts over
             self.open.pop(ticket).discard()
@@ -207,7 +212,8 @@ class SpoolWriter:
             del self.open[ticket]
 
     def _there(self, job: Path) -> bool:
-        """Whether a job waits there. Only in a folder of our own: what others put into theirs could lead anywhere."""
+        """Whether a job is waiting there. The spool must be our own folder: a link in somebody else's could lead
+        anywhere."""
         return is_own_folder(self.folder) and job.is_dir()
 
     def give_up(self, ticket: Ticket, reason: str) -> None:
@@ -218,13 +224,13 @@ class SpoolWriter:
                 self.open.pop(ticket).discard()
             if self._there(job := self.folder / ticket.job):
                 fail(job, ticket, reason)
-        except Exception as error:  # as above
+        except Exception as error:  # again, whatever it is
             logger.error("%s: the job cannot be told: %r", ticket.text, error)
 
 
 class SampleShard(ShardWriter):
-    """A sample on its way into a job's folder. It is written in a folder of its own, so that another server that got
-    the same request cannot disturb it, and then moved."""
+    """A sample being written to a job's folder. It is written in a separate folder, so that another server with the
+    same request cannot interfere, and then moved."""
 
     def __init__(self, job: Path, ticket: Ticket, encoding: Encoding, encoders: Executor) -> None:
         self.job = job
@@ -247,7 +253,7 @@ class SampleShard(ShardWriter):
         if (self.job / index_name(self.shard)).exists():  # another server was faster, and its sample may be in use
             self.discard()
             return
-        for name in (self.shard, index_name(self.shard)):  # the index last, since it says that the sample is there
+        for name in (self.shard, index_name(self.shard)):  # the index last, since it marks the sample as complete
             (self.folder / name).replace(self.job / name)
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -257,19 +263,21 @@ class SampleShard(ShardWriter):
 
 
 def _to_host(tensor: Tensor) -> Tensor:
-    """A copy on the host. From a GPU, it is in pinned memory, and complete once an event recorded now has passed."""
+    """Copy to the host. A copy from a GPU is in pinned memory, and complete once an event recorded now has passed."""
     if not tensor.is_cuda:
         return tensor.clone()
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return pinned.copy_(tensor, non_blocking=True)
 
 
-# What the target says after each row, from logits of which no rank has all columns ------------------------------------
+# The teacher's values for each row, from logits of which no rank has all columns --------------------------------------
 
 
 class ServedTeacher(ABC):
-    """Computes what the target says after each row. processor, module: SGLang's logits processor and its lm_head,
-    sharded over `group`."""
+    """Computes the teacher's values for each row.
+
+    processor, module: SGLang's logits processor and its lm_head, sharded over `group`
+    """
 
     def __init__(self, processor: nn.Module, module: Any) -> None:
         self.processor, self.module = processor, module
@@ -277,13 +285,13 @@ class ServedTeacher(ABC):
         self.group = self.head.group
 
     def says(self, last: Tensor, rows: Sequence[Tensor]) -> tuple[Tensor, TeacherSummary]:
-        """What the target says in one forward. Collective over `group`.
+        """The teacher's values for one forward. Collective over `group`.
 
         last: [N, H]
         rows: for each rank, the rows that it writes (int64)
 
-        Returns what the draft's teacher is computed from, [M, W], for the M rows that this rank writes; and the summary
-        of all N rows. Logits exist for one block of rows at a time.
+        Returns the values [M, W] of the M rows that this rank writes (last hidden states or draft logits), and the
+        summary of all N rows. Logits exist for one block of rows at a time.
         """
         shard = self.head.first_id, self.head.valid, self.group
         blocks = [summarize_sharded(self.logits(block), *shard) for block in last.split(BLOCK_ROWS)]
@@ -291,7 +299,7 @@ class ServedTeacher(ABC):
 
     @abstractmethod
     def logits(self, last: Tensor) -> Tensor:
-        """Logits [n, V/tp] of this rank's columns after rows last [n, H]."""
+        """Logits [n, V/tp] in this rank's columns for last hidden states [n, H]."""
 
     @abstractmethod
     def teacher_values(self, last: Tensor, rows: Sequence[Tensor]) -> Tensor:
@@ -319,8 +327,8 @@ class HiddenTeacher(ServedTeacher):
         return self.transform.apply(last.float() @ self.columns)
 
     def teacher_values(self, last: Tensor, rows: Sequence[Tensor]) -> Tensor:
-        """A view if the rows are consecutive, as they are with one rank: an index would first have to reach the GPU,
-        and the forward would wait for it."""
+        """This rank's rows of `last`; a view if they are consecutive, as they are with one rank. An index would have to
+        be copied to the GPU first, and the forward would wait for it."""
         own_rows = rows[self.group.rank()]
         if not len(own_rows):
             return last[:0]
@@ -329,12 +337,12 @@ class HiddenTeacher(ServedTeacher):
 
 
 class LogitsTeacher(ServedTeacher):
-    """Keeps the model's own logits of the draft vocabulary's tokens, in the order of draft ids."""
+    """Keeps the model's own logits for the draft vocabulary, in the order of draft ids."""
 
     def __init__(self, processor: nn.Module, head: Any, draft_ids: Tensor) -> None:
         super().__init__(processor, head)
         self.columns = DraftColumns.of(draft_ids.to(self.head.device), self.head.first_id, self.head.valid, self.group)
-        self.peak = 0  # bytes, largest so far
+        self.peak = 0  # largest number of bytes so far
 
     def logits(self, last: Tensor) -> Tensor:
         return local_logits(self.processor, self.module, last)
@@ -350,12 +358,12 @@ class LogitsTeacher(ServedTeacher):
 
 
 def make_teacher(processor: nn.Module, head: Any, draft_vocabulary: str | None) -> ServedTeacher:
-    """The teacher of a server. Collective over the head's group.
+    """Create a server's teacher. Collective over the head's group.
 
     processor, head: SGLang's logits processor and lm_head
-    draft_vocabulary: file with d2t if logits are kept; otherwise None
+    draft_vocabulary: file with d2t, if logits are kept; otherwise None
 
-    Raises UserError, on every rank or on none, if this target has no such teacher.
+    Raises UserError, on every rank or on none, if this target cannot have such a teacher.
     """
     if draft_vocabulary is None:
         return HiddenTeacher(processor, head)

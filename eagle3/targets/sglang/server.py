@@ -41,7 +41,7 @@ LONGER_CONTEXT = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What every server is started with, whatever it is used for."""
+    """Options for starting any server, whatever it is used for."""
 
     model: str
     revision: str | None = None
@@ -49,10 +49,10 @@ class EngineOptions:
     dtype: str = "auto"
     tensor: int = 1  # GPUs
     memory_fraction: float = 0.8
-    kv_tokens: int | None = None  # None for what memory_fraction leaves
+    kv_tokens: int | None = None  # None for as many as memory_fraction allows
     attention: str | None = None  # None for SGLang's own choice
-    chunk_tokens: int = 8192  # of one prefill forward; longer prompts are split
-    longest: int | None = None  # tokens of the longest prompt; None for what the model's context allows
+    chunk_tokens: int = 8192  # tokens per prefill forward; longer prompts are split
+    longest: int | None = None  # length of the longest prompt in tokens; None for the model's whole context
 
     def flags(self) -> list[str]:
         options = {
@@ -62,7 +62,7 @@ class EngineOptions:
             "--tp-size": self.tensor,
             "--mem-fraction-static": self.memory_fraction,
             "--max-total-tokens": self.kv_tokens,
-            "--prefill-attention-backend": self.attention,  # on a CPU, the plain flag would be silently overruled
+            "--prefill-attention-backend": self.attention,  # on a CPU, --attention-backend would be silently ignored
             "--decode-attention-backend": self.attention,
             "--chunked-prefill-size": self.chunk_tokens,
             "--context-length": None if self.longest is None else self.longest + SPARE_TOKENS,
@@ -74,7 +74,7 @@ class EngineOptions:
 
 
 def server_command(options: EngineOptions, flags: Sequence[str], port: int, host: str = "127.0.0.1") -> list[str]:
-    """The words of the command line. The server is reachable only from this machine, unless `host` says otherwise."""
+    """The words of the command line. Unless `host` says otherwise, the server is reachable only from this machine."""
     network_flags = ["--host", host, "--port", str(port), "--log-level", "warning"]
     return [sys.executable, "-m", "sglang.launch_server", *options.flags(), *flags, *network_flags]
 
@@ -86,13 +86,13 @@ def as_typed(command: Sequence[str]) -> str:
 
 
 class SGLangServer(AbstractContextManager):
-    """A running server. It stops with the `with` block, or with the thread that started it, so killed jobs leave none.
+    """A running server. It stops at the end of the `with` block, or with the thread that started it if a job is killed.
 
-    url: where it answers
-    devices: CUDA_VISIBLE_DEVICES for the server; None for those of this process
-    report: gets progress lines while it starts
+    url: the server's address
+    devices: CUDA_VISIBLE_DEVICES for the server; None to use this process's
+    report: called with progress lines while the server starts
 
-    Raises UserError if it does not start.
+    Raises UserError if the server does not start.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class SGLangServer(AbstractContextManager):
                     f"sglang: the server ended while starting (exit code {self.process.returncode}): "
                     f"{self.last_words()}; the whole log is {self.log}"
                 )
-            if PORT_TAKEN in self.log.read_text(errors="replace"):  # the server keeps running, but answers nobody
+            if PORT_TAKEN in self.log.read_text(errors="replace"):  # the server would keep running without answering
                 raise UserError(f"sglang: port {self.url.rpartition(':')[2]} was taken in the meantime; start again")
             try:
                 ask(self.url, "/model_info", timeout=5)
@@ -149,35 +149,36 @@ class SGLangServer(AbstractContextManager):
         return (error_lines or lines or ["it said nothing"])[-1][:300]
 
     def ended(self) -> bool:
-        """Whether it has ended by itself. If it is about to, this waits some seconds."""
+        """Whether the server has ended by itself. Waits a few seconds in case it is about to."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(10)
         return self.process.poll() is not None
 
     def stop(self, keep_log: bool = False) -> None:
-        """End the server and all its processes."""
+        """Stop the server and all its processes."""
         if self.process.poll() is None:
             self.process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(STOP_SECONDS)
         with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # what remains of its session
+            os.killpg(self.process.pid, signal.SIGKILL)  # whatever is left of its session
         self.process.wait()
         if not keep_log:
             self.log.unlink(missing_ok=True)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.stop(keep_log=kind is not None and self.process.poll() is not None)  # the log says what it died of
+        self.stop(keep_log=kind is not None and self.process.poll() is not None)  # the log says why it died
 
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment without the variables of torchrun and deepspeed, since SGLang is not one of their processes."""
+    """The environment without the variables that torchrun and deepspeed set: SGLang is not one of their processes."""
     prefixes = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "CROSS_", "TORCHELASTIC_")
     return {name: value for name, value in environment.items() if not name.startswith(prefixes)}
 
 
 def _free_port() -> int:
-    """A free port below those of outgoing connections, any of which could take it before the server does."""
+    """A free port below the range for outgoing connections, one of which could otherwise take it before the server
+    does."""
     for port in random.sample(range(20000, 30000), 10000):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))

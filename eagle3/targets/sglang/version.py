@@ -1,4 +1,4 @@
-"""Everything that depends on SGLang's version: its flags, and the form of its hook calls and answers."""
+"""Everything that depends on SGLang's version: flags, hook calls, and the format of its answers."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from eagle3.errors import SharedUserError, UserError
 from eagle3.targets.logits import LogitTransform
 
-# Architectures that people serve and whose class takes an EAGLE3 draft (has set_eagle3_layers_to_capture).
+# Commonly served architectures whose SGLang class takes an EAGLE3 draft (has set_eagle3_layers_to_capture).
 EAGLE3_TARGETS = frozenset(
     ("ApertusForCausalLM", "BailingMoeForCausalLM", "BailingMoeV2ForCausalLM", "DeepseekV2ForCausalLM")
     + ("DeepseekV32ForCausalLM", "DeepseekV3ForCausalLM", "ExaoneMoEForCausalLM", "Gemma3ForCausalLM")
@@ -24,7 +24,7 @@ EAGLE3_TARGETS = frozenset(
     + ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration")
 )
 HOOK = "eagle3-capture"
-# Required settings: with others, rows would be lost or belong to another rank.
+# Settings that a server must have; otherwise rows would be lost, or would be on a different rank.
 REQUIRED_SETTINGS: dict[str, Any] = {
     "disable_radix_cache": True,
     "cuda_graph_backend_prefill": "disabled",
@@ -39,18 +39,18 @@ REQUIRED_SETTINGS: dict[str, Any] = {
 
 
 class HookCall(NamedTuple):
-    """What a forward hook on SGLang's logits processor sees of a prefill of N tokens of several requests."""
+    """The arguments that SGLang's logits processor gets for a prefill of N tokens from several requests."""
 
     ids: Tensor  # [N]
     last: Tensor  # [N, H], after the final norm
-    aux: Sequence[Tensor] | Tensor | None  # [N, 3H]; None if the model's class passes it by name
+    aux: Sequence[Tensor] | Tensor | None  # [N, 3H]; None if the model's class passes it as a keyword
     head: Any  # the lm_head module, sharded over its tensor-parallel group
     requests: list[tuple[str, int, int]]  # id, tokens in this call, tokens before it
 
 
 def require_captured(aux_layers: Sequence[int], num_layers: int) -> None:
-    """Raises UserError if SGLang cannot capture these layers: it captures a layer's input, and no layer has the last
-    one's output as input."""
+    """Raises UserError if SGLang cannot capture these layers: it captures a layer's input, and no layer takes the last
+    layer's output as input."""
     if max(aux_layers) >= num_layers - 1:
         raise SharedUserError(
             f"model.aux_layers: {list(aux_layers)} has the last of the target's {num_layers} layers, whose output "
@@ -59,7 +59,8 @@ def require_captured(aux_layers: Sequence[int], num_layers: int) -> None:
 
 
 def capture_flags(aux_layers: Sequence[int], hook: Mapping[str, Any]) -> list[str]:
-    """Flags of a capturing server: no draft, the aux layers, our hook with its settings, and nothing that loses rows.
+    """Flags for a capturing server: the aux layers, our hook with its settings, no draft, and nothing that would lose
+    rows.
 
     A radix-cache hit would skip rows, and a replayed CUDA graph runs no hooks.
     """
@@ -74,13 +75,13 @@ def capture_flags(aux_layers: Sequence[int], hook: Mapping[str, Any]) -> list[st
         *("--return-aux-hidden-state-layer-ids", *map(str, aux_layers)),
         *("--forward-hooks", json.dumps([spec])),
         *("--disable-radix-cache", "--skip-tokenizer-init"),
-        "--sleep-on-idle",  # otherwise its scheduler keeps a core busy while training uses what it has made
+        "--sleep-on-idle",  # otherwise its scheduler keeps a core busy while the server has nothing to do
         *("--cuda-graph-backend-prefill", "disabled", "--cuda-graph-backend-decode", "disabled"),
     ]
 
 
 def hook_call(arguments: Sequence[Any]) -> HookCall | None:
-    """The arguments of the logits processor as a HookCall; None if they are not of a prefill of requests."""
+    """Parse the logits processor's arguments; None if this is not a prefill of requests."""
     ids, last, head, batch, *rest = arguments
     aux = rest[0] if rest else None
     if getattr(batch, "rids", None) is None or not batch.forward_mode.is_extend():
@@ -93,8 +94,8 @@ class Head(NamedTuple):
     """This rank's shard of the lm_head."""
 
     group: ProcessGroup
-    first_id: int  # token of the first column
-    valid: int  # how many columns are tokens; the rest is padding
+    first_id: int  # token id of the first column
+    valid: int  # how many columns are tokens; the rest are padding
     device: torch.device
 
 
@@ -106,21 +107,21 @@ def head_of(head: nn.Module) -> Head:
 
 
 def plain_weight(head: nn.Module) -> Tensor | None:
-    """The lm_head's matrix [V/tp, H]; None if it is not one: quantised, or with a bias."""
+    """The lm_head's matrix [V/tp, H]; None if the lm_head is quantised or has a bias."""
     weight = getattr(head, "weight", None)
     plain = type(head.quant_method).__name__ == "UnquantizedEmbeddingMethod" and getattr(head, "bias", None) is None
     return weight if plain and weight is not None and weight.is_floating_point() else None
 
 
 def transform_of(processor: nn.Module) -> LogitTransform:
-    """What SGLang's logits processor does to logits."""
+    """The transform that SGLang's logits processor applies to logits."""
     scale, cap = processor.logit_scale, processor.final_logit_softcapping
     return LogitTransform(1.0 if scale is None else scale, cap or None)
 
 
 def local_logits(processor: nn.Module, head: nn.Module, last: Tensor) -> Tensor:
-    """The model's own logits [n, V/tp] of this rank's columns after rows last [n, H], scaled and capped like the
-    model's, as in LogitsProcessor._get_logits before it gathers them."""
+    """The model's own logits [n, V/tp] in this rank's columns for last hidden states [n, H], scaled and capped as in
+    LogitsProcessor._get_logits, but not gathered."""
     return transform_of(processor).apply(processor._compute_lm_head(last, head))
 
 
@@ -132,7 +133,7 @@ def hook_settings(info: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 # What the judge and the export check need -----------------------------------------------------------------------------
 
-DRAFT_CLASS = "LlamaForCausalLMEagle3"  # as an export's config.json names it
+DRAFT_CLASS = "LlamaForCausalLMEagle3"  # the architecture that an export's config.json names
 CONTEXT_RESERVE = 6  # tokens of the context that no request can use (SGLang's tp_worker.py, get_worker_info)
 
 
@@ -140,15 +141,15 @@ class GreedyAnswer(NamedTuple):
     """An answer to a greedy request."""
 
     tokens: list[int]  # the output, including the token that stopped it
-    stopped: bool  # by an EOS, not by the length
+    stopped: bool  # whether an EOS ended it, rather than the length limit
     # histogram[a]: how many verifications accepted a drafts, including what they accepted beyond the end of `tokens`
     histogram: list[int]
 
 
 def speculative_flags(draft: str, steps: int, topk: int, tree_tokens: int, window: int | None = None) -> list[str]:
-    """Flags of a server that decodes with an EAGLE3 draft.
+    """Flags for a server that decodes with an EAGLE3 draft.
 
-    tree_tokens: tokens verified at a time, including the last token of the output, so steps + 1 for a chain
+    tree_tokens: tokens per verification, including the last token of the output; steps + 1 for a chain
     window: keys that a query of the draft sees, its own included; None for all. SGLang does not read it from
         config.json, and its flag counts the keys before the query's own (docs/windows.md).
     """
@@ -161,12 +162,13 @@ def speculative_flags(draft: str, steps: int, topk: int, tree_tokens: int, windo
 
 
 def decoding_flags() -> list[str]:
-    """Flags of a server that decodes given ids. Prompts find no keys in a cache, so that all are timed alike."""
+    """Flags for a server that decodes from token ids. Without a prefix cache, so that all prompts are timed alike."""
     return ["--skip-tokenizer-init", "--disable-radix-cache"]
 
 
 def cpu_attention_flags() -> list[str]:
-    """The only backend that drafts several steps on a CPU. Two flags, as one for both is overruled without AMX."""
+    """Flags for the only backend that drafts several steps on a CPU. A single flag for both would be ignored without
+    AMX."""
     return ["--prefill-attention-backend", "intel_amx", "--decode-attention-backend", "intel_amx"]
 
 
@@ -186,13 +188,13 @@ def greedy_answer(answer: Mapping[str, Any]) -> GreedyAnswer:
 
 
 def scores_request(ids: Sequence[int], token_ids: Sequence[int]) -> dict[str, Any]:
-    """A request for the log-probabilities of the tokens `token_ids`, and the largest one, after `ids`."""
+    """A request for the log-probabilities of `token_ids` as the next token after `ids`, and for the largest of all."""
     options = {"return_logprob": True, "top_logprobs_num": 1, "token_ids_logprob": list(token_ids)}
     return greedy_request(ids, 1) | options
 
 
 def scores_answer(answer: Mapping[str, Any]) -> tuple[list[float], float]:
-    """(log-probabilities of the requested tokens, in their order; the largest of all)."""
+    """The log-probabilities of the requested tokens, in their order, and the largest log-probability of all."""
     meta = answer["meta_info"]
     token_scores, best = meta["output_token_ids_logprobs"][0], meta["output_top_logprobs"][0]
     return [score for score, *_ in token_scores], best[0][0]
