@@ -147,6 +147,7 @@ def plain(pair) -> dict[float, Tensor]:
     return {temperature: pair.sample(rule(Sampled, temperature, seed=12), RUNS) for temperature in (1.0, 0.7)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_sampled_decoding_draws_from_the_targets_own_distribution(pair, plain, temperature):
     chances = pair.distribution(temperature)
@@ -157,6 +158,7 @@ def test_sampled_decoding_draws_from_the_targets_own_distribution(pair, plain, t
     assert agreement(drafted, plain[temperature], chances) > LIKELY
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "runs", "against_plain"), [(KeepsAll, 500, UNLIKELY), (WithoutResidual, RUNS, 0.01)])
 def test_the_distribution_tells_a_wrong_rule(pair, plain, kind, runs, against_plain):
     """Two samples tell less than one sample and the truth."""

@@ -50,6 +50,7 @@ def checked(recipe: Path, store: Path, topology, *overrides: str):
     return check_store(str(store), store_provenance(job), samples, lambda count, shards: None)
 
 
+@pytest.mark.slow
 def test_a_capture_split_killed_damaged_and_repaired_ends_complete_without_duplicates(tmp_path, recipe, topology):
     store = tmp_path / "store"
     victim, other = (launch(*command(recipe, store, "--part", f"{index}/2")) for index in range(2))
@@ -170,6 +171,7 @@ def test_batches_hold_each_short_sample_once_and_more_data_change_the_last_ones_
     assert tokens <= ROUND_BATCHES * prefill_tokens and not set(chain(*gone)) & set(held_out.sample_ids)
 
 
+@pytest.mark.slow
 def test_ranks_that_prefill_long_samples_together_capture_what_one_process_does(tmp_path, recipe, topology):
     """Samples of up to 150 tokens in chunks of 16, on two ranks as a ring; the short ones on either rank alone."""
     one, two = tmp_path / "one", tmp_path / "two"

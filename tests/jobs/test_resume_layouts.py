@@ -50,6 +50,7 @@ def require_the_course_of_one_process(recipe, name):
     assert all(torch.allclose(actual[key], expected[key], rtol=1e-4, atol=1e-5) for key in expected)
 
 
+@pytest.mark.slow
 def test_a_run_that_changes_its_layout_five_times_follows_one_process(case):
     runs = [f"{LAYOUTS[CHAIN[0]]},output.dir={case.parent}/chain"]
     for number, layout in enumerate(CHAIN[1:], start=1):

@@ -198,6 +198,7 @@ def test_a_capture_array_is_shown_to_its_last_line(start, recipe, tmp_path):
     assert f"capture.py --part I/N {recipe}" in output and not (tmp_path / "store").exists()
 
 
+@pytest.mark.slow
 def test_two_processes_stop_by_a_signal_with_a_checkpoint_and_continue_from_it(start, tmp_path):
     run = tmp_path / "run"
     long = ("training.max_steps=100000", "training.checkpoint_every=100000", "evaluation.every=100000")

@@ -65,6 +65,7 @@ def test_a_signal_to_one_rank_stops_all_after_a_checkpoint(tmp_path, recipe):
     require_same_run(tmp_path / "stopped", tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_a_signalled_run_exits_cleanly_or_with_the_code_asked_for(tmp_path, recipe):
     command = (sys.executable, "launchers/train.py", "--recipe", recipe, "training.max_steps=200", "--resume", "auto")
 
