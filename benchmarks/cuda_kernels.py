@@ -25,7 +25,6 @@ from one_rank_measures import batch_of, random_rows, stream_of, weights_of
 from torch import Tensor
 
 from eagle3.attention.block import (
-    absorb_lse_gradient,
     block_attention,
     block_attention_backward,
     kernel_name,
@@ -48,8 +47,7 @@ STEP_BOUNDS = {torch.bfloat16: (1e-2, 1e-1), torch.float32: (1e-5, 1e-3)}
 
 
 class Block(NamedTuple):
-    """merged: in two blocks of half the keys each, whose log-sum-exp has a gradient of its own, as a ring and own keys
-    make it."""
+    """merged: in two blocks of half the keys each, as a ring makes them."""
 
     queries: int
     keys: int
@@ -60,20 +58,17 @@ class Block(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """q, grad [Q, heads, d]; k, v [S, kv_heads, d]; grad_lse [Q, heads]; visible [Q, S]."""
+    """q, grad [Q, heads, d]; k, v [S, kv_heads, d]; visible [Q, S]."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     grad: Tensor
-    grad_lse: Tensor
     visible: Tensor
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Inputs":
         numbers = (tensor.to(device, dtype) for tensor in self[:4])
-        return Inputs(
-            *numbers, self.grad_lse.to(device, torch.promote_types(dtype, torch.float32)), self.visible.to(device)
-        )
+        return Inputs(*numbers, self.visible.to(device))
 
 
 def blocks(tiny: bool) -> list[Block]:
@@ -108,8 +103,7 @@ def inputs_of(block: Block, head_dim: int) -> Inputs:
     visible = torch.ones(block.queries, block.keys, dtype=torch.bool)
     if block.visibility != "full":
         visible = visible.tril(block.keys - block.queries)
-    grad_lse = draw(*query[:2]) * block.merged
-    return Inputs(draw(*query), draw(*key), draw(*key), draw(*query), grad_lse, visible)
+    return Inputs(draw(*query), draw(*key), draw(*key), draw(*query), visible)
 
 
 def definition(inputs: Inputs) -> tuple[Tensor, ...]:
@@ -123,8 +117,7 @@ def definition(inputs: Inputs) -> tuple[Tensor, ...]:
         scores = scores.masked_fill(~inputs.visible, float("-inf"))
         lse = scores.logsumexp(-1)
         out = torch.einsum("gqs,sd->qgd", (scores - lse[..., None]).exp(), v)
-        upstream = inputs.grad[:, heads], inputs.grad_lse[:, heads].t()
-        dq, dk, dv = torch.autograd.grad((out, lse), (q, k, v), upstream)
+        dq, dk, dv = torch.autograd.grad(out, (q, k, v), inputs.grad[:, heads])
         results.append((out.detach(), lse.detach().t(), dq, dk[:, None], dv[:, None]))
     return tuple(torch.cat(parts, 1) for parts in zip(*results, strict=True))
 
@@ -151,13 +144,9 @@ class Call:
         return BlockOutput(merged.out.to(self.inputs.q.dtype), merged.lse)
 
     def backward(self, output: BlockOutput) -> BlockGradients:
-        inputs, out = self.inputs, output.out
-        if self.block.merged:
-            out = absorb_lse_gradient(out, inputs.grad, inputs.grad_lse)
+        inputs = self.inputs
         gradients = [
-            block_attention_backward(
-                inputs.grad, inputs.q, inputs.k[keys], inputs.v[keys], out, output.lse, self.scoring
-            )
+            block_attention_backward(inputs.grad, inputs.q, inputs.k[keys], inputs.v[keys], *output, self.scoring)
             for keys in self.parts
         ]
         if not self.block.merged:

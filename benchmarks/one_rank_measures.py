@@ -142,7 +142,11 @@ def model_flops(config: DraftConfig, stream: Stream, plan: SequencePlan) -> dict
         heads * config.head_dim for heads in (config.num_attention_heads, 2 * config.num_key_value_heads)
     )
     keys, queries = (rows[rows >= 0] for rows in (plan.keys, plan.queries))
-    pairs = steps * int((stream.position[queries] + 1).sum()) + steps * (steps - 1) // 2 * len(queries)
+    prefix = stream.position[queries] + 1
+    if plan.window is None:
+        pairs = steps * int(prefix.sum()) + steps * (steps - 1) // 2 * len(queries)
+    else:
+        pairs = sum(int((prefix.clamp(max=plan.window - step) + step).sum()) for step in range(steps))
     unrolled = steps * len(queries)
     return {
         "fc": 4 * len(plan.rows) * 3 * wide * hidden,

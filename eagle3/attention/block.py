@@ -1,6 +1,6 @@
 """One block of attention with its log-sum-exp, forward and backward: the unit that every layout is built from."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -11,6 +11,7 @@ from eagle3.attention.cuda import (
     efficient_attention_backward,
     flash_attention,
     flash_attention_backward,
+    flash_heads,
 )
 from eagle3.attention.plain import (
     BlockGradients,
@@ -56,40 +57,25 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> BlockO
 def block_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scoring: Scoring
 ) -> BlockGradients:
-    """This block's share of the gradients.
+    """This block's share of the gradients: with P = exp(scale q k^T - lse), dS = P * (grad v^T - sum(grad * out)).
 
-    `out` and `lse` must be the ones *merged over all blocks of the query*; with them each block's backward is exact on
-    its own (P = exp(scale q k^T - lse), dS = P * (grad v^T - sum(grad * out))). A CUDA kernel rounds `out` to q's
-    dtype; the `out` from `absorb_lse_gradient` already has it.
+    If a query has several blocks, `out` and `lse` are the ones *merged over all of them*; each block's backward is then
+    exact on its own. A kernel reads `out` only to form that sum, and rounds it to q's dtype first.
     """
     _, backward = _KERNELS[kernel_name(q.device, q.dtype, q.shape[-1], scoring.visibility)]
     return backward(grad, q, k, v, out, lse, scoring)
 
 
-def absorb_lse_gradient(out: Tensor, grad: Tensor, grad_lse: Tensor) -> Tensor:
-    """The `out` [Q, heads, d] to pass to `block_attention_backward` if lse has an upstream gradient too; in the dtype
-    of grad.
-
-    A kernel only reads the output to form delta = sum(grad * out), from which the gradient of lse has to be subtracted
-    (dS = P * (grad v^T - delta + grad_lse)). So any row o with sum(grad * o) = delta - grad_lse makes any kernel exact.
-    The one returned is 0 except where grad is largest and, in half precision, second largest: the first entry gives
-    that sum up to its own rounding, the second corrects that rounding. In bf16 the remaining error is 2^-16 of the sum,
-    and 2^-8 only if the rest of grad's row is 0 or almost 0. A row with grad 0 must have grad_lse 0, which holds for
-    every function of a merged output.
-    """
-    exact = torch.promote_types(out.dtype, torch.float32)
-    rest = ((grad.to(exact) * out.to(exact)).sum(-1) - grad_lse.to(exact))[..., None]
-    if grad.dtype == exact or grad.shape[-1] == 1:
-        places = grad.abs().argmax(-1, keepdim=True)
-    else:
-        places = grad.abs().topk(2, -1).indices
-    limit = torch.finfo(grad.dtype).max
-    entries = []
-    for factor in grad.gather(-1, places).to(exact).split(1, -1):
-        entry = torch.where(factor != 0, rest / factor, 0).clamp(-limit, limit).to(grad.dtype)
-        rest = rest - entry.to(exact) * factor
-        entries.append(entry)
-    return torch.zeros_like(grad).scatter_(-1, places, torch.cat(entries, -1))
+def head_groups(q: Tensor, k: Tensor, scoring: Scoring) -> Iterator[tuple[slice, slice]]:
+    """Splits a block's heads for its backward pass, so that what a kernel takes stays bounded however long the block
+    is. Yields slices of the key/value heads and of their query heads."""
+    kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
+    most = kv_heads
+    if kernel_name(q.device, q.dtype, q.shape[-1], scoring.visibility) == "cuda flash":
+        most = flash_heads(len(q), len(k), group, q.shape[-1])
+    for first in range(0, kv_heads, most):
+        last = min(first + most, kv_heads)
+        yield slice(first, last), slice(first * group, last * group)
 
 
 def merge_blocks(a: BlockOutput, b: BlockOutput) -> BlockOutput:

@@ -21,6 +21,9 @@ from eagle3.attention.plain import BlockGradients, BlockOutput, Scoring
 
 # The efficient kernel's backward reads lse in whole blocks; it reads a mask in whole vectors of at least 16 bytes.
 LSE_MULTIPLE, MASK_MULTIPLE = 32, 16
+# What a call of the flash kernel's backward may take for itself: q's gradient in fp32, and those of keys and values for
+# every query head.
+FLASH_BYTES = 2**29
 
 
 def take_installed_flash(device: torch.device) -> str:
@@ -55,14 +58,20 @@ def flash_attention_backward(
     return BlockGradients(*(gradient[0] for gradient in gradients))
 
 
+def flash_heads(queries: int, keys: int, group: int, head_dim: int) -> int:
+    """Key/value heads, each with `group` query heads, that one call of the flash kernel's backward should take."""
+    return max(1, FLASH_BYTES // (4 * group * head_dim * (queries + keys)))
+
+
 def _flash_arguments(q: Tensor, k: Tensor, scoring: Scoring) -> dict[str, Any]:
-    """Arguments without packed sequences or dropout. The kernels count a window as the keys beside a query's own, with
-    the last query at the last key."""
-    banded = {"window_size_left": scoring.window - 1, "window_size_right": 0} if scoring.visibility == "banded" else {}
+    """Arguments without packed sequences or dropout. The kernels put the last query at the last key, under `is_causal`
+    as well, and count a window as the keys beside a query's own."""
+    windowed = scoring.visibility == "banded" and scoring.window is not None
+    causal = scoring.visibility != "full" and not windowed
     return {
         **{"cum_seq_q": None, "cum_seq_k": None, "max_q": len(q), "max_k": len(k)},
-        **{"dropout_p": 0.0, "is_causal": scoring.visibility == "causal", "scale": scoring.scale},
-        **banded,
+        **{"dropout_p": 0.0, "is_causal": causal, "scale": scoring.scale},
+        **({"window_size_left": scoring.window - 1, "window_size_right": 0} if windowed else {}),
     }
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 # - causal: query i sees keys 0..i (equal lengths).
 # - masked: `visible` decides.
 # - banded: the last query's own key is the last key, the query before has the key before, and so on; each query sees
-#   the last `window` keys up to its own.
+#   the last `window` keys up to its own (all of them if there is no window).
 Visibility = Literal["full", "causal", "masked", "banded"]
 
 # Size of the scores in one chunk; a few temporaries of this size are alive at once.
@@ -28,7 +28,7 @@ class Scoring(NamedTuple):
     visible: Tensor | None = None
     # Scaled scores s become softcap tanh(s / softcap), as in some targets. There is no backward for this.
     softcap: float | None = None
-    window: int | None = None  # of a `banded` block
+    window: int | None = None  # of a `banded` block; None: every key up to the query's own
 
     def bias(self, dtype: torch.dtype, multiple: int = 1) -> Tensor | None:
         """What to add to the scores [Q, S] of a `masked` block, in memory whose rows hold a `multiple` of numbers; None

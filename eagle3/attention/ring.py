@@ -16,14 +16,14 @@ from torch import Tensor
 
 from eagle3.attention.block import (
     BlockOutput,
-    absorb_lse_gradient,
     block_attention,
     block_attention_backward,
+    head_groups,
     merge_blocks,
     takes_bands,
 )
 from eagle3.attention.plain import Scoring
-from eagle3.attention.schedule import Piece, PrefixSchedule
+from eagle3.attention.schedule import Piece, PrefixSchedule, overlap
 
 RingMode = Literal["gather", "p2p"]
 
@@ -43,15 +43,74 @@ class RingAttention:
             return _Gather(key_value, self.group)
         return Exchange(key_value if self.mode == "p2p" else key_value[None])
 
-    def __call__(self, q: Tensor, shared: "SharedKeyValue", schedules: tuple[PrefixSchedule, ...]) -> BlockOutput:
+    def __call__(self, q: Tensor, key_value: Tensor, schedules: tuple[PrefixSchedule, ...]) -> BlockOutput:
         """Maps q [Q, heads, d] to out [Q, heads, d] and lse [Q, heads], which are 0 and -inf for a query that sees
-        nothing (padding). Without a softcap both are differentiable.
+        nothing (padding). Not differentiable by itself; `backward` gives its gradients.
 
+        key_value: as in SharedKeyValue.
         schedules: what these queries see of the keys of each ring rank.
         """
-        return BlockOutput(*_RingAttention.apply(q, shared.key_value, shared.gradient, self, schedules))
+        exact = torch.promote_types(q.dtype, torch.float32)
+        pieces, merging = self._pieces(q, schedules)
+        out = torch.zeros(q.shape, dtype=exact if merging else q.dtype, device=q.device)
+        lse = torch.full(q.shape[:2], float("-inf"), dtype=exact, device=q.device)
+        reached = 0  # queries before this one may have been in a piece already
+        for source, (key, value) in _shares(key_value, self):
+            for piece in pieces[source]:
+                rows, keys = piece.queries, piece.keys
+                part = block_attention(q[rows], key[keys], value[keys], self._scoring(schedules[source], piece))
+                merged = rows.start < reached
+                out[rows], lse[rows] = merge_blocks(BlockOutput(out[rows], lse[rows]), part) if merged else part
+                reached = max(reached, rows.stop)
+        return BlockOutput(out.to(q.dtype), lse)
 
-    def scoring(self, schedule: PrefixSchedule, piece: Piece) -> Scoring:
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        key_value: Tensor,
+        output: BlockOutput,
+        schedules: tuple[PrefixSchedule, ...],
+        gradient: "KeyValueGradient",
+    ) -> Tensor:
+        """Returns the gradient of q [Q, heads, d], in fp32 or wider if it is a sum over blocks, and adds those of the
+        keys and values to `gradient`.
+
+        output: see `block_attention_backward`. Each block's backward gets what is merged over all of them.
+        """
+        assert self.softcap is None, "no draft has a softcap"
+        pieces, merging = self._pieces(q, schedules)
+        dq = torch.zeros(q.shape, dtype=output.lse.dtype if merging else q.dtype, device=q.device)
+        reached = 0
+        for source, (key, value), share_gradient in _shares_with_gradients(key_value, gradient, self):
+            for piece in pieces[source]:
+                scoring, rows, keys = self._scoring(schedules[source], piece), piece.queries, piece.keys
+                for kv_heads, heads in head_groups(q[rows], key[keys], scoring):
+                    part = block_attention_backward(
+                        *(tensor[rows, heads] for tensor in (grad, q)),
+                        *(tensor[keys, kv_heads] for tensor in (key, value)),
+                        *(tensor[rows, heads] for tensor in output),
+                        scoring,
+                    )
+                    dq[rows, heads] = dq[rows, heads] + part.q if rows.start < reached else part.q
+                    share_gradient[0, keys, kv_heads] += part.k
+                    share_gradient[1, keys, kv_heads] += part.v
+                reached = max(reached, rows.stop)
+        return dq
+
+    def _pieces(self, q: Tensor, schedules: tuple[PrefixSchedule, ...]) -> tuple[list[list[Piece]], bool]:
+        """Each ring rank's pieces, and whether outputs of several pieces have to be merged."""
+        bands = takes_bands(q, self.softcap)
+        pieces = [[*schedule.dense_pieces(bands)] for schedule in schedules]
+        sources = [source for source in self.sources if pieces[source]]
+        return pieces, len(sources) > 1 or any(overlap(pieces[source]) for source in sources)
+
+    @property
+    def sources(self) -> list[int]:
+        """The ring ranks in the order in which their shares are visited: this rank first."""
+        return [(self.group.rank() - hop) % self.group.size() for hop in range(self.group.size())]
+
+    def _scoring(self, schedule: PrefixSchedule, piece: Piece) -> Scoring:
         return Scoring(self.scale, piece.visibility, schedule.visible(piece), self.softcap, schedule.window)
 
 
@@ -178,56 +237,10 @@ class _CollectGradient(torch.autograd.Function):
         return ctx.gradient.take(key_value).to(key_value.dtype), None
 
 
-class _RingAttention(torch.autograd.Function):
-    """Forward and backward over all shares; each block's backward uses the output and lse merged over all of them."""
-
-    @staticmethod
-    def forward(ctx, q, key_value, gradient, ring, schedules):
-        exact = torch.promote_types(q.dtype, torch.float32)
-        out = torch.zeros(q.shape, dtype=exact, device=q.device)
-        lse = torch.full(q.shape[:2], float("-inf"), dtype=exact, device=q.device)
-        for source, (key, value) in _shares(key_value, ring):
-            schedule = schedules[source]
-            for piece in schedule.dense_pieces(takes_bands(q, ring.softcap)):
-                rows, keys = piece.queries, piece.keys
-                part = block_attention(q[rows], key[keys], value[keys], ring.scoring(schedule, piece))
-                out[rows], lse[rows] = merge_blocks(BlockOutput(out[rows], lse[rows]), part)
-        out = out.to(q.dtype)
-        ctx.save_for_backward(q, key_value, out, lse)
-        ctx.gradient, ctx.ring, ctx.schedules = gradient, ring, schedules
-        ctx.set_materialize_grads(False)  # grad_lse stays None if lse was not used, as without own keys
-        return out, lse
-
-    @staticmethod
-    def backward(ctx, grad, grad_lse):
-        q, key_value, out, lse = ctx.saved_tensors
-        ring = ctx.ring
-        assert ring.softcap is None, "no draft has a softcap"
-        grad = torch.zeros_like(out) if grad is None else grad
-        dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
-        for source, (key, value), gradient in _shares_with_gradients(key_value, ctx.gradient, ring):
-            schedule = ctx.schedules[source]
-            for piece in schedule.dense_pieces(takes_bands(q)):
-                rows, keys = piece.queries, piece.keys
-                part = block_attention_backward(
-                    grad[rows],
-                    q[rows],
-                    key[keys],
-                    value[keys],
-                    out[rows] if grad_lse is None else absorb_lse_gradient(out[rows], grad[rows], grad_lse[rows]),
-                    lse[rows],
-                    ring.scoring(schedule, piece),
-                )
-                dq[rows] += part.q
-                gradient[0, keys] += part.k
-                gradient[1, keys] += part.v
-        return dq.to(q.dtype), None, None, None, None
-
-
 def _shares(key_value: Tensor, ring: RingAttention) -> Iterator[tuple[int, Tensor]]:
     """Yields (ring rank, its keys and values [2, S, kv_heads, d]), own share first; `p2p` passes each one on while it
     is in use."""
-    sources = [(ring.group.rank() - hop) % ring.group.size() for hop in range(ring.group.size())]
+    sources = ring.sources
     if ring.mode == "gather":
         yield from ((source, key_value[source]) for source in sources)
         return

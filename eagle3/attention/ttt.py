@@ -98,69 +98,112 @@ class TTTAttention:
         schedules: what the Ulysses group's queries see of each ring rank's keys.
         own: K_1..K_k, V_1..V_k, each [Q, kv_heads, d]; query t sees only row t of them.
         """
-        part = self.ring(self.ulysses.to_heads(q), shared, schedules)
-        out = self.ulysses.to_tokens(part.out)
-        if not own:
-            return out
-        lse = self.ulysses.to_tokens(part.lse[..., None])[..., 0]
-        keys, values = zip(*own, strict=True)
-        return _MergeOwn.apply(out, lse, q, self.ring.scale, self.chunk, *keys, *values)
+        keys, values = zip(*own, strict=True) if own else ((), ())
+        return _Attend.apply(self, schedules, shared.gradient, shared.key_value, q, *keys, *values)
 
 
-class _MergeOwn(torch.autograd.Function):
-    """One softmax over the prefix (given as out and lse) and own keys: every term has a probability and a value. It
-    works row by row, so it runs in chunks of rows, whose fp32 copies are the only memory it takes besides the
-    results."""
+class _Attend(torch.autograd.Function):
+    """One softmax over the prefix and own keys.
+
+    Of that softmax the prefix has the share exp(lse - total), so with P over the prefix alone its scores have the
+    gradient P * share * (grad v^T - sum(grad * attended)). A block's backward computes just that, given grad * share as
+    the gradient and `attended` as the output.
+    """
 
     @staticmethod
-    def forward(ctx, out, lse, q, scale, chunk, *own):
-        merged, total = torch.empty_like(q), torch.empty_like(lse)
-        ctx.scale, ctx.chunks = scale, [slice(start, start + chunk) for start in range(0, len(q), chunk)]
-        for rows in ctx.chunks:
-            merged[rows], total[rows] = _merge_rows(out[rows], lse[rows], q[rows], [x[rows] for x in own], scale)
-        ctx.save_for_backward(out, lse, q, total, *own)
-        return merged
+    def forward(ctx, attention, schedules, gradient, key_value, q, *own):
+        ctx.attention, ctx.schedules, ctx.gradient = attention, schedules, gradient
+        ulysses = attention.ulysses
+        queries = ulysses.to_heads(q)
+        out, lse = attention.ring(queries, key_value, schedules)
+        attended, shares = ulysses.to_tokens(out), ()
+        if own:
+            prefix = BlockOutput(attended, ulysses.to_tokens(lse[..., None])[..., 0])
+            attended, *shares = merge_own(prefix, q, own, attention.ring.scale, attention.chunk)
+        ctx.own = len(own)
+        ctx.save_for_backward(key_value, q, queries, lse, attended, *own, *shares)
+        return attended
 
     @staticmethod
     def backward(ctx, grad):
-        out, lse, q, total, *own = ctx.saved_tensors
-        gradients = [torch.empty_like(tensor) for tensor in (out, lse, q, *own)]
-        for rows in ctx.chunks:
-            tensors = (tensor[rows] for tensor in (grad, out, lse, q, total))
-            parts = _merge_rows_backward(*tensors, [x[rows] for x in own], ctx.scale)
-            for whole, part in zip(gradients, parts, strict=True):
-                whole[rows] = part
-            del parts, part
-        return *gradients[:3], None, None, *gradients[3:]
+        key_value, q, queries, lse, attended, *rest = ctx.saved_tensors
+        own, shares = rest[: ctx.own], rest[ctx.own :]
+        attention, ulysses = ctx.attention, ctx.attention.ulysses
+        d_prefix, d_own = grad, ()
+        if own:
+            d_prefix, dq, *d_own = merge_own_backward(
+                grad, attended, q, own, *shares, attention.ring.scale, attention.chunk
+            )
+        output = BlockOutput(ulysses.to_heads(attended), lse)
+        d_queries = attention.ring.backward(
+            ulysses.to_heads(d_prefix), queries, key_value, output, ctx.schedules, ctx.gradient
+        )
+        del d_prefix, output
+        d_queries = ulysses.to_tokens(d_queries if ulysses.group.size() == 1 else d_queries.to(q.dtype))
+        dq = dq.add_(d_queries) if own else d_queries.to(q.dtype)
+        return None, None, None, None, dq, *d_own
 
 
-def _merge_rows(out: Tensor, lse: Tensor, q: Tensor, own: Sequence[Tensor], scale: float) -> BlockOutput:
-    _, values, grouped, logits = _own_logits(q, own, scale, lse.dtype)
-    total = torch.cat((lse[None], logits)).logsumexp(0)
-    p = (logits - total).exp().unflatten(-1, grouped.shape[1:3])
-    own_part = torch.einsum("kqng,kqnd->qngd", p, values).flatten(1, 2)
-    return BlockOutput(out * (lse - total).exp()[..., None] + own_part, total)
+class MergedOwn(NamedTuple):
+    """The prefix and own keys in one softmax."""
+
+    attended: Tensor  # [Q, heads, d]
+    total: Tensor  # [Q, heads]: log of the softmax's denominator
+    share: Tensor  # [Q, heads]: the prefix's part of the softmax
 
 
-def _merge_rows_backward(
-    grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, total: Tensor, own: Sequence[Tensor], scale: float
+def merge_own(prefix: BlockOutput, q: Tensor, own: Sequence[Tensor], scale: float, chunk: int) -> MergedOwn:
+    """Merges each query's own keys with its prefix; every own key has one probability and one value. Works in chunks of
+    rows, whose fp32 copies are the only memory that it takes besides the results.
+
+    own: K_1..K_k, then V_1..V_k, each [Q, kv_heads, d].
+    """
+    merged = MergedOwn(torch.empty_like(q), *(torch.empty_like(prefix.lse) for _ in range(2)))
+    for rows in _chunks(q, chunk):
+        lse = prefix.lse[rows]
+        _, values, grouped, logits = _own_logits(q[rows], [x[rows] for x in own], scale, lse.dtype)
+        total = torch.cat((lse[None], logits)).logsumexp(0)
+        share = (lse - total).exp()
+        p = (logits - total).exp().unflatten(-1, grouped.shape[1:3])
+        own_part = torch.einsum("kqng,kqnd->qngd", p, values).flatten(1, 2)
+        for whole, part in zip(merged, (prefix.out[rows] * share[..., None] + own_part, total, share), strict=True):
+            whole[rows] = part
+    return merged
+
+
+def merge_own_backward(
+    grad: Tensor,
+    attended: Tensor,
+    q: Tensor,
+    own: Sequence[Tensor],
+    total: Tensor,
+    share: Tensor,
+    scale: float,
+    chunk: int,
 ) -> tuple[Tensor, ...]:
-    """Gradients of out, lse, q and each tensor in `own`."""
-    keys, values, grouped, logits = _own_logits(q, own, scale, lse.dtype)
-    upstream, share, p = grad.to(lse.dtype), (lse - total).exp(), (logits - total).exp()
-    split = upstream.unflatten(1, grouped.shape[1:3])
-    prefix_dot = (upstream * out).sum(-1)
-    dots = torch.einsum("qngd,kqnd->kqng", split, values).flatten(2)
-    delta = share * prefix_dot + (p * dots).sum(0)  # sum(grad * merged)
-    d_logits = p * (dots - delta)
-    d_logits, p = ((scale * d_logits).unflatten(-1, grouped.shape[1:3]), p.unflatten(-1, grouped.shape[1:3]))
-    return (
-        upstream * share[..., None],
-        share * (prefix_dot - delta),
-        torch.einsum("kqng,kqnd->qngd", d_logits, keys).flatten(1, 2),
-        *torch.einsum("kqng,qngd->kqnd", d_logits, grouped),
-        *torch.einsum("kqng,qngd->kqnd", p, split),
-    )
+    """Returns the prefix's share of `grad`, and the gradients through own keys: of q, and of each tensor in `own`."""
+    gradients = [torch.empty_like(tensor) for tensor in (q, q, *own)]
+    for rows in _chunks(q, chunk):
+        keys, values, grouped, logits = _own_logits(q[rows], [x[rows] for x in own], scale, total.dtype)
+        upstream, p = grad[rows].to(total.dtype), (logits - total[rows]).exp()
+        split = upstream.unflatten(1, grouped.shape[1:3])
+        dots = torch.einsum("qngd,kqnd->kqng", split, values).flatten(2)
+        d_logits = scale * p * (dots - (upstream * attended[rows]).sum(-1))
+        d_logits, p = (each.unflatten(-1, grouped.shape[1:3]) for each in (d_logits, p))
+        parts = (
+            upstream * share[rows][..., None],
+            torch.einsum("kqng,kqnd->qngd", d_logits, keys).flatten(1, 2),
+            *torch.einsum("kqng,qngd->kqnd", d_logits, grouped),
+            *torch.einsum("kqng,qngd->kqnd", p, split),
+        )
+        for whole, part in zip(gradients, parts, strict=True):
+            whole[rows] = part
+        del parts
+    return tuple(gradients)
+
+
+def _chunks(q: Tensor, chunk: int) -> list[slice]:
+    return [slice(start, start + chunk) for start in range(0, len(q), chunk)]
 
 
 def _own_logits(

@@ -1,4 +1,4 @@
-"""What fits: the longest context of a layout, and the best layout and memory settings for a stream."""
+"""Finds what fits: the longest context for a layout, and the best layout and memory settings for a stream."""
 
 import dataclasses
 import math
@@ -10,17 +10,17 @@ from eagle3.errors import UserError
 from eagle3.planning.memory import rank_bytes
 from eagle3.planning.step import Machine, Planned, Share, Sizes, step_seconds
 
-# Share of a GPU's memory for the CUDA context, buffers of NCCL and cuBLAS, and what the allocator cannot use.
+# Share of a GPU's memory taken by the CUDA context, by buffers of NCCL and cuBLAS, and by fragmentation.
 RESERVED = 0.08
 
 
 @dataclass(frozen=True)
 class PlannedStream:
-    """One packed stream of equal documents."""
+    """A packed stream of equally long documents."""
 
-    tokens: int  # in the whole stream
+    tokens: int  # number of tokens in the whole stream
     documents: int
-    supervised: float  # share of the tokens
+    supervised: float  # share of the tokens that is supervised
     spans: int = 1  # runs of supervised tokens per document
 
     def share(self, planned: Planned) -> Share:
@@ -35,18 +35,18 @@ class PlannedStream:
         )
 
     def needs(self, planned: Planned) -> int:
-        """Bytes on one rank that trains on this stream."""
+        """Bytes that one rank needs to train on this stream."""
         return rank_bytes(planned, self.share(planned)).total()
 
 
-# The search for the longest context proceeds in multiples of STEP and ends at MOST_TOKENS.
+# The search for the longest context goes in multiples of STEP, up to MOST_TOKENS.
 STEP = 1024
 MOST_TOKENS = 2**27
 
 
 def longest_context(planned: Planned, document: Callable[[int], PlannedStream], usable: float) -> int | None:
-    """Tokens, in whole STEPs, of the longest single document that a rank can hold in `usable` bytes; None if beyond
-    MOST_TOKENS. document: makes the stream for a document of a given number of tokens."""
+    """Length in tokens, a multiple of STEP, of the longest single document that fits into `usable` bytes per rank; None
+    if it exceeds MOST_TOKENS. document: returns the stream for a document with a given number of tokens."""
 
     def fits(steps: int) -> bool:
         return document(steps * STEP).needs(planned) <= usable
@@ -63,7 +63,7 @@ def longest_context(planned: Planned, document: Callable[[int], PlannedStream], 
 
 
 def longest_of_any_layout(planned: Planned, gpus: int, supervised: float, usable: float) -> int | None:
-    """Like longest_context, over all layouts and memory settings possible with `gpus` GPUs."""
+    """Like longest_context, but over all layouts and memory settings that `gpus` GPUs allow."""
     most = 0
     for each in layouts(planned, gpus):
         if PlannedStream(most + STEP, 1, supervised).needs(each) <= usable:
@@ -75,7 +75,7 @@ def longest_of_any_layout(planned: Planned, gpus: int, supervised: float, usable
 
 
 class Fitted(NamedTuple):
-    """A layout under which a stream fits, and that stream: if the recipe packs it, it depends on the layout."""
+    """A layout, and a stream that fits. If the recipe packs the stream, it depends on the layout."""
 
     planned: Planned
     stream: PlannedStream
@@ -84,15 +84,15 @@ class Fitted(NamedTuple):
 def best_layout(
     planned: Planned, gpus: int, stream_of: Callable[[Sizes], PlannedStream | None], usable: float
 ) -> Fitted | None:
-    """The layout and memory settings with the least GPU time per token, among all those under which their stream fits.
-    stream_of: the stream that a layout would have, None if it can have none."""
+    """Of all layouts and memory settings whose stream fits, those with the least GPU time per token. stream_of: returns
+    the stream for a layout, or None if the layout cannot have one."""
     candidates = ((each, stream_of(each.sizes)) for each in layouts(planned, gpus))
     fitting = (Fitted(*each) for each in candidates if each[1] is not None and each[1].needs(each[0]) <= usable)
     return min(fitting, key=_cost, default=None)
 
 
 def variants(planned: Planned) -> Iterator[Planned]:
-    """The same layout with every choice of the recipe's memory section."""
+    """The same layout with every setting of the recipe's memory section."""
     for recompute in ("none", "attention_kept", "full"):
         memory = dataclasses.replace(planned.memory, recompute=recompute)
         yield dataclasses.replace(planned, memory=memory, residence="device")
@@ -100,8 +100,8 @@ def variants(planned: Planned) -> Iterator[Planned]:
 
 
 def layouts(planned: Planned, gpus: int) -> Iterator[Planned]:
-    """Every way to spread a stream over some of the GPUs, with tensor parallelism unchanged, and every choice of memory
-    settings."""
+    """Every way to spread a stream over some or all of the GPUs, without changing tensor parallelism, with every memory
+    setting."""
     for sequence in _divisors(gpus // planned.sizes.tensor) if gpus % planned.sizes.tensor == 0 else ():
         for ulysses in _divisors(sequence):
             try:
@@ -117,9 +117,10 @@ def layouts(planned: Planned, gpus: int) -> Iterator[Planned]:
 
 
 def _cost(fitted: Fitted) -> tuple[float, float]:
-    """GPU seconds per token, then bytes: it is better if fewer GPUs share a stream and less is recomputed."""
+    """GPU seconds per token, then bytes. Both favour layouts in which fewer GPUs share a stream and less is
+    recomputed."""
     planned, stream = fitted
-    streamed = 1.001 if planned.residence == "host" else 1  # if all goes well, computation hides the copies
+    streamed = 1.001 if planned.residence == "host" else 1  # the copies should overlap with computation
     seconds = step_seconds(planned, stream.share(planned)) * streamed
     return seconds * planned.sizes.tensor * planned.sizes.sequence / stream.tokens, stream.needs(planned)
 

@@ -1,32 +1,33 @@
-"""Will it fit? What a training step holds on each rank, derived from shapes alone.
+"""Estimates the memory that a training step needs on each rank, from shapes alone.
 
-Memory follows the code's own allocations and block sizes (objective/recompute.py, attention/, objective/distill.py).
-Each phase in which the step may hold most is added up, and the largest counts. tests/planning/test_planner.py compares
-the sums with bytes counted in real steps.
+The estimates follow the code's own allocations and block sizes (objective/recompute.py, attention/,
+objective/distill.py). Memory is added up for each phase that may be the peak, and the largest sum counts.
+tests/planning/test_planner.py compares the sums with bytes counted in real steps.
 """
 
 import math
 from collections import Counter
 from dataclasses import dataclass
 
-from eagle3.attention.schedule import KEY_BLOCK, QUERY_BLOCK
+from eagle3.attention.cuda import flash_heads
+from eagle3.attention.schedule import BAND_ROWS, KEY_BLOCK, QUERY_BLOCK
 from eagle3.objective.distill import loss_row_bytes, loss_rows
 from eagle3.objective.recompute import chunk_token_bytes, chunk_tokens
 from eagle3.planning.step import Planned, Share
 
-# What takes memory -> bytes, in the phase of a step that holds most.
+# Kind of data -> bytes, in one phase of a step.
 Bytes = Counter[str]
-INDEX = 8  # bytes of a row number, token id or position
+INDEX = 8  # bytes per row number, token id or position
 
 
 def step_bytes(planned: Planned, share: Share) -> Bytes:
-    """The most that a rank holds at any time between the start of a forward pass and the end of its backward pass."""
+    """Peak memory of a rank between the start of a forward pass and the end of its backward pass."""
     return max(_Rank(planned, share).phases(), key=Counter.total)
 
 
 def engine_bytes(planned: Planned) -> Bytes:
-    """What DeepSpeed's ZeRO holds besides the draft's own weights: fp32 masters, AdamW's two moments and the reduced
-    gradients, divided among data and sequence ranks; and buckets for gradients in flight."""
+    """Memory of DeepSpeed's ZeRO, apart from the draft's own weights: fp32 masters, AdamW's two moments and the reduced
+    gradients, divided among data and sequence ranks, plus buckets for gradients in flight."""
     trained = planned.weights.trained
     part = math.ceil(trained / (planned.sizes.data * planned.sizes.sequence))
     return Counter(
@@ -39,12 +40,12 @@ def engine_bytes(planned: Planned) -> Bytes:
 
 
 def rank_bytes(planned: Planned, share: Share) -> Bytes:
-    """The step on top of the engine. `total()` has to fit, beside the device's own overhead."""
+    """Memory of the engine and a step together. `total()` must fit, along with the device's own overhead."""
     return step_bytes(planned, share) + engine_bytes(planned)
 
 
 def host_bytes(planned: Planned, share: Share) -> int:
-    """Pinned host memory for one stream. (torch rounds each of the two parts up to a power of two.)"""
+    """Bytes of pinned host memory for one stream. (torch rounds each of its two parts up to a power of two.)"""
     if planned.residence == "device":
         return 0
     return 3 * share.rows * planned.draft.target_hidden_size * planned.itemsize + share.teacher * planned.teacher_bytes
@@ -52,7 +53,7 @@ def host_bytes(planned: Planned, share: Share) -> int:
 
 @dataclass(frozen=True)
 class _Rank:
-    """What one rank holds in each phase of a step; all numbers are bytes."""
+    """Memory of one rank in each phase of a step, in bytes."""
 
     planned: Planned
     share: Share
@@ -64,12 +65,18 @@ class _Rank:
 
     @property
     def attention(self) -> int:
-        """q of one step, or attention's output of the same size."""
+        """One step's q, or attention's output, which has the same size."""
         return self.share.queries * self.planned.query_width * self.planned.itemsize
 
     @property
+    def attended(self) -> int:
+        """Tensors that attention keeps from one step: q and the output and, under Ulysses, a second q, split by
+        heads."""
+        return (3 if self.planned.sizes.ulysses > 1 else 2) * self.attention
+
+    @property
     def own(self) -> int:
-        """Own keys and values of one step."""
+        """One step's own keys and values."""
         return 2 * self.share.queries * self.planned.key_width * self.planned.itemsize
 
     @property
@@ -79,17 +86,19 @@ class _Rank:
 
     @property
     def key_gradient(self) -> int:
-        """The summed gradient of the K_0, V_0 that this rank sees and, for `p2p`, the parts of it in flight."""
+        """The summed gradient of the K_0, V_0 that this rank sees and, for `p2p`, the parts of it that are in
+        flight."""
         ring = self.planned.sizes.ring
         shares = 1 if ring == 1 else ring if self.planned.ring_mode == "gather" else 4
         return 2 * self.share.keys * self.planned.shared_width * shares * self.planned.exact
 
     def phases(self) -> list[Bytes]:
-        """The phases of a step that may be the largest."""
+        """The phases of a step that may be the peak."""
         base, steps = self.persistent(), range(self.planned.steps)
         if self.planned.memory.recompute == "none":
             base += self.entry_activations()
-            return [base + self.distilling(), *(base + self.plainly(step) for step in steps)]
+            phases = (phase(step) for step in steps for phase in (self.plainly, self.attending))
+            return [base + self.distilling(), *(base + phase for phase in phases)]
         backward = (self.finishing, self.attending, self.projecting)
         parts = (
             self.distilling(),
@@ -100,16 +109,16 @@ class _Rank:
         return [base + part for part in parts]
 
     def persistent(self) -> Bytes:
-        """What is held from the start of the step to its end."""
+        """Memory that is held for the whole step."""
         planned, share, draft, steps = self.planned, self.share, self.planned.draft, self.planned.steps
         ulysses, ring, streamed = planned.sizes.ulysses, planned.sizes.ring, planned.residence == "host"
         index = 3 * share.keys + (2 + 2 * steps + 2 * ulysses) * share.queries + ulysses * ring * share.keys
         chunk = min(share.rows, chunk_tokens(draft, planned.sizes.tensor, planned.dtype, planned.memory.block_bytes))
         aux, logits = 2 * chunk if streamed else share.rows, planned.logit_bytes is not None
         last = 0 if streamed and not logits else share.teacher
-        if streamed:  # two blocks of the loss; blocks of hidden states are too small to count
+        if streamed:  # two blocks of the loss; blocks of hidden states are negligible
             last = min(last, 2 * self.loss_rows())
-        # everyone's, and this rank's own once more
+        # everyone's, plus this rank's own a second time
         copies = 1 if ring == 1 else 1 + ring if planned.ring_mode == "gather" else 2
         return Counter(
             {
@@ -127,20 +136,21 @@ class _Rank:
         return loss_rows(planned.steps, planned.columns, hidden, planned.dtype, planned.memory.block_bytes)
 
     def activations(self, steps: int) -> int:
-        """What the first `steps` steps have saved for their backward pass: own keys and values, and whatever
-        `recompute` saves."""
+        """Tensors that the first `steps` steps have saved for their backward pass: own keys and values, and everything
+        that `recompute` does not recompute."""
         planned, draft, tensor = self.planned, self.planned.draft, self.planned.sizes.tensor
         total = steps * self.hidden + (steps - 1) * self.own
-        if planned.memory.recompute != "full":  # q, out and, except in the first step, out merged with own keys
+        if planned.memory.recompute != "full":
+            # Attention's lse and, from step 1 on, that of the whole softmax and the prefix's share of it.
             lse = self.share.queries * (draft.num_attention_heads // tensor) * planned.exact
-            total += (3 * steps - 1) * (self.attention + lse)
+            total += steps * self.attended + (3 * steps - 2) * lse
         if planned.memory.recompute == "none":
             wide = 5 * draft.intermediate_size // tensor + 4 * draft.hidden_size + draft.head_dim
             total += steps * self.share.queries * (planned.itemsize * wide + self.norm(3, 2, 1))
         return total
 
     def norm(self, states: int, trainable: int, results: int) -> int:
-        """Bytes per row that norms save for their backward pass, besides their input. On CPUs a norm is several
+        """Bytes per row that norms save for their backward pass, apart from their input. On a CPU a norm is several
         operations, in fp32 or wider.
 
         states: hidden states that are normed.
@@ -152,7 +162,7 @@ class _Rank:
         return self.planned.draft.hidden_size * (results * size + exact * widened)
 
     def distilling(self) -> Bytes:
-        """At the end of the forward pass: all steps' outputs, their gradients, one block of the loss."""
+        """Memory at the end of the forward pass: all steps' outputs, their gradients, and one block of the loss."""
         planned, width, steps, size = (
             self.planned,
             self.planned.draft.hidden_size,
@@ -160,26 +170,30 @@ class _Rank:
             self.planned.itemsize,
         )
         row = loss_row_bytes(steps, planned.columns, width, planned.dtype)
+        product = size if size < planned.exact else 0  # the head's gradient of one block, before it is added
+        if planned.device == "cuda":  # kernels hold one row of the teacher's, not five, and products are added in place
+            row, product = row - 4 * planned.columns * planned.exact, 0
         return Counter(
             {
                 "queries": self.activations(steps) + (1 + steps) * self.hidden,
-                "gradients": planned.columns * width * (planned.exact + (size if size < planned.exact else 0)),
+                "gradients": planned.columns * width * (planned.exact + product),
                 "loss block": min(self.loss_rows(), self.share.teacher) * row,
                 "indices": INDEX * steps * self.share.teacher,
             }
         )
 
     def backward(self, step: int) -> Bytes:
-        """During the backward pass of step `step`: what this step and earlier ones saved, and the gradients of their
-        outputs, of own keys (twice: those of later steps are added to its own) and of weights."""
+        """Memory during the backward pass of `step`: everything that this step and earlier ones saved, and the
+        gradients of their outputs, of own keys (twice, because those of later steps are added to this step's) and of
+        weights."""
         weights, later = self.planned.weights, step < self.planned.steps - 1
         gradients = weights.head + (weights.project + weights.finish if later else 0)
         activations = self.activations(step + 1) + (step + 1) * self.hidden + (step * self.own if later else 0)
         return Counter({"queries": activations, "gradients": gradients * self.planned.itemsize})
 
     def parts(self, rows: int, weights: int, wide: bool = True) -> Bytes:
-        """One chunk of position-wise work and the gradients of its weights: the chunk's own and, with several chunks,
-        their sum. wide: whether the chunk includes the MLP."""
+        """Memory of one chunk of position-wise work, and the gradients of its weights: the chunk's own and, with
+        several chunks, their sum. wide: whether the work includes the MLP."""
         planned, tensor = self.planned, self.planned.sizes.tensor
         each = chunk_token_bytes(planned.draft, tensor, planned.dtype)
         if not wide:
@@ -188,53 +202,69 @@ class _Rank:
         several = planned.exact if rows > chunk else 0
         return Counter({"chunks": min(rows, chunk) * each, "gradients": weights * (planned.itemsize + several)})
 
-    def rebuilt(self, step: int) -> int:
-        """What `full` recomputes and then holds: q, out and the merged output."""
-        return (3 if step else 2) * self.attention if self.planned.memory.recompute == "full" else 0
+    def rebuilt(self) -> int:
+        """Tensors that `full` recomputes and then holds."""
+        return self.attended if self.planned.memory.recompute == "full" else 0
 
-    def freed(self, step: int, attended: bool) -> int:
-        """What autograd has released of a step that it holds as several nodes: the gradient of its output and the
-        merged attention; once `attended`, q and out as well. (A step that is recomputed whole is a single node.)"""
-        tensors = (2 if attended else 0) + (1 if step else 0)
-        return 0 if self.planned.memory.recompute == "full" else tensors * self.attention + self.hidden
+    def freed(self, attended: bool) -> int:
+        """Memory that autograd has released if it holds a step as several nodes: the gradient of the step's output, the
+        MLP's activations if they were saved, and, once `attended`, everything that attention kept. (A step that is
+        recomputed whole is a single node.)"""
+        if self.planned.memory.recompute == "full":
+            return 0
+        planned, mlp = self.planned, 0
+        if planned.memory.recompute == "none":
+            mlp = 5 * self.share.queries * planned.draft.intermediate_size * planned.itemsize // planned.sizes.tensor
+        return mlp + self.hidden + (self.attended if attended else 0)
 
     def finishing(self, step: int) -> Bytes:
-        outputs = Counter({"queries": self.hidden + self.attention + self.rebuilt(step)})
+        outputs = Counter({"queries": self.hidden + self.attention + self.rebuilt()})
         return self.backward(step) + outputs + self.parts(self.share.queries, self.planned.weights.finish)
 
     def attending(self, step: int) -> Bytes:
-        """While attending, at the moment when the gradient of the queries is complete."""
+        """Memory during attention, when the gradient of the queries is complete."""
         planned, draft, size, exact = self.planned, self.planned.draft, self.planned.itemsize, self.planned.exact
-        # Gradients of the merged output (already released if only autograd held it), of out, and q's from either.
-        upstream = (3 if planned.memory.recompute == "full" else 2) if step else 1
-        gradients = self.share.queries * planned.query_width * (exact + (size if size < exact else 0))
+        sizes = planned.sizes
+        # Gradients of the output, of the prefix's part of the output, and of q through own keys.
+        upstream = 3 if step else 1
+        # q's gradient through the prefix and, in step 0, its rounded copy.
+        gradients = self.share.queries * planned.query_width * (exact + (size if size < exact and not step else 0))
         tile = min(KEY_BLOCK, self.share.longest), min(QUERY_BLOCK, self.share.queries)
         widths = (draft.num_key_value_heads, draft.num_attention_heads)
         # Gradients of a block's keys, values and queries; in half precision a CPU holds fp32 copies of all of them.
         working = sum(n * w for n, w in zip(tile, widths, strict=True)) * exact * (4 if planned.widens else 2)
+        split = sizes.tensor * sizes.ulysses
+        if planned.device == "cuda" and size < exact and sizes.ring == 1:
+            # A block of all queries and keys, unless it is too long, by groups of heads; and what the kernel takes.
+            queries, keys = self.share.queries * sizes.ulysses, self.share.longest
+            if queries + keys > 2 * BAND_ROWS:
+                queries, keys = min(queries, BAND_ROWS), min(keys, BAND_ROWS)
+            group = widths[1] // widths[0]
+            heads = min(max(1, widths[0] // split), flash_heads(queries, keys, group, draft.head_dim))
+            working, split = heads * ((2 * keys + group * queries) * size + 4 * group * (queries + keys)), 1
         states = self.hidden + upstream * self.attention + gradients + step * self.own
         return self.backward(step) + Counter(
             {
-                "queries": states + self.rebuilt(step) - self.freed(step, attended=False),
+                "queries": states + self.rebuilt() - self.freed(attended=False),
                 "keys": self.key_gradient,
                 "gradients": planned.weights.finish * size,
-                "attention block": working * draft.head_dim // planned.sizes.tensor // planned.sizes.ulysses,
+                "attention block": working * draft.head_dim // split,
             }
         )
 
     def projecting(self, step: int) -> Bytes:
-        states = 2 * self.hidden + self.attention + step * self.own - self.freed(step, attended=True)
+        states = 2 * self.hidden + self.attention + step * self.own - self.freed(attended=True)
         weights, size = self.planned.weights, self.planned.itemsize
         extra = Counter({"queries": states, "keys": self.key_gradient, "gradients": weights.finish * size})
         return self.backward(step) + extra + self.parts(self.share.queries, weights.project, wide=False)
 
     def homing(self) -> Bytes:
-        """After the last step: the gradients of K_0, V_0 return to their ranks, in the dtype of the keys; all others
-        are complete."""
+        """Memory after the last step, when the gradients of K_0, V_0 return to their ranks in the keys' dtype, and all
+        others are complete."""
         return self.entered() + Counter({"keys": self.home + self.key_gradient})
 
     def entering(self) -> Bytes:
-        """At the very end: chunks of the work that produced K_0, V_0 and the queries' first states."""
+        """Memory at the very end: chunks of the work that produced K_0, V_0 and the queries' first states."""
         parts = self.parts(self.share.rows, self.planned.weights.entry, wide=False)
         return self.entered() + Counter({"keys": 2 * self.home}) + parts
 
@@ -244,12 +274,13 @@ class _Rank:
         return Counter({"queries": self.hidden, "gradients": gradients})
 
     def entry_activations(self) -> Bytes:
-        """Without recomputation: the keys' fused states and the input of their projections."""
+        """Without recomputation, the keys' fused states and the input of their projections."""
         states = 3 * self.planned.draft.hidden_size * self.planned.itemsize
         return Counter({"queries": self.share.keys * (states + self.norm(2, 1, 0))})
 
     def plainly(self, step: int) -> Bytes:
-        """Without recomputation: a gradient of the MLP's width on top of what was saved."""
+        """Memory in a step's backward pass without recomputation: a gradient of the MLP's width, on top of everything
+        saved."""
         planned, size = self.planned, self.planned.itemsize
         mlp = self.share.queries * size * planned.draft.intermediate_size // planned.sizes.tensor
         extra = {"queries": mlp, "keys": self.key_gradient, "gradients": planned.weights.finish * size}

@@ -1,5 +1,5 @@
-"""A training step to be planned (the draft, its settings, one rank's share of a stream) and what that rank computes and
-sends: FLOPs, bytes between ranks, and the time both take, all derived from shapes."""
+"""Describes a training step to plan (the draft, its settings, one rank's share of a stream), and derives the rank's
+FLOPs, the bytes that it sends, and the time for both, from shapes alone."""
 
 import math
 from collections import Counter
@@ -15,17 +15,17 @@ from eagle3.objective.unroll import Residence
 from eagle3.parallel.sequence import QuerySelection, SequencePlan, Stream
 
 Phase = Literal["forward", "backward"]
-# (what is sent, phase) -> bytes.
+# (kind of data, phase) -> bytes sent.
 Traffic = Counter[tuple[str, Phase]]
 
 
 class Sizes(NamedTuple):
-    """Parallel degrees of a job."""
+    """The parallel degrees of a job."""
 
     tensor: int = 1
     ulysses: int = 1
     ring: int = 1
-    data: int = 1  # ranks that work on other streams; the other three share one
+    data: int = 1  # ranks with different streams; the ranks of the other three degrees share one stream
 
     @property
     def sequence(self) -> int:
@@ -42,8 +42,8 @@ class Share(NamedTuple):
     keys: int
     queries: int
     teacher: int
-    rows: int  # rows whose auxiliary states it reads
-    longest: int  # tokens of the longest document
+    rows: int  # rows whose auxiliary states the rank reads
+    longest: int  # length of the longest document in tokens
     pairs: int  # visible keys, summed over all queries of the whole stream
 
     @classmethod
@@ -65,48 +65,47 @@ class Share(NamedTuple):
         spans: int = 1,
         query_selection: QuerySelection = "supervised",
     ) -> "Share":
-        """The share to expect for `documents` documents of equal length with `tokens` tokens in total, each supervised
-        in its last part.
+        """The expected share of a stream with `tokens` tokens in `documents` documents of equal length. The last part
+        of each document is supervised.
 
-        supervised: that part, as a fraction of the document.
-        window: keys that a query sees at most.
-        spans: runs of supervised tokens in a document, each of which needs a window's keys before it.
+        supervised: that part's fraction of the document.
+        window: most keys that a query sees.
+        spans: number of runs of supervised tokens in a document. Each run needs the keys of a window before it.
         query_selection: which rows are unrolled.
         """
         longest, teacher = math.ceil(tokens / documents), math.ceil(tokens * supervised / sizes.sequence)
         if query_selection == "all":
             supervised, spans = 1.0, 1
         counting, reach = longest * supervised, longest if window is None else min(window, longest)
-        clipped = max(0.0, counting - (longest - reach))  # queries whose window is cut off by the start of the document
+        clipped = max(0.0, counting - (longest - reach))  # queries with a window cut off by the document's start
         pairs = round(documents * (counting * reach - clipped**2 / 2))
         queries, keys = tokens * supervised, min(tokens, documents * (counting + spans * reach))
         mine, shared = math.ceil(queries / sizes.sequence), math.ceil(keys / sizes.sequence)
-        # Rows that are keys and queries of the same rank, counted on the first Ulysses rank, which has the fewest of
-        # them.
+        # Rows that are both keys and queries of a rank, counted on the first Ulysses rank, which has the fewest.
         both = max(0, queries - (sizes.ulysses - 1) * (keys - queries)) / sizes.sequence / sizes.ring
         return cls(shared, mine, teacher, round(shared + mine - both), longest, pairs)
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A training step to be planned."""
+    """A training step to plan."""
 
     draft: DraftConfig
     steps: int  # K
-    dtype: torch.dtype  # of the draft
+    dtype: torch.dtype  # number format of the draft
     sizes: Sizes = Sizes()
-    ring_mode: RingMode = "gather"  # this and the next two: as in training
+    ring_mode: RingMode = "gather"  # this and the next two are as in training
     memory: MemoryPlan = MemoryPlan()
     residence: Residence = "device"
-    # on CPUs a norm is several operations, each of which saves its result unless it is recomputed
+    # On a CPU a norm is several operations, each of which saves its result unless it is recomputed.
     device: Literal["cuda", "cpu"] = "cuda"
-    # numbers in all of DeepSpeed's buckets for gradients in flight together
+    # Size of all of DeepSpeed's buckets for gradients in flight together, in numbers.
     bucket: int = 100_000_000
-    # 2 divides gradients among ranks too, 1 does not
+    # ZeRO stage 2 divides gradients among ranks, 1 does not.
     zero_stage: int = 2
-    # bytes of one teacher logit if logits are stored, None if last hidden states are
+    # Bytes per teacher logit; None if the teacher is given as last hidden states.
     logit_bytes: int | None = None
-    # rows that are unrolled, as in training
+    # Which rows are unrolled, as in training.
     query_selection: QuerySelection = "supervised"
 
     @property
@@ -115,34 +114,34 @@ class Planned:
 
     @property
     def exact(self) -> int:
-        """Bytes of a number in sums, which are in fp32 or wider."""
+        """Bytes per number in sums, which are fp32 or wider."""
         return max(4, self.dtype.itemsize)
 
     @property
     def widens(self) -> bool:
-        """True if half-precision operations run on fp32 copies."""
+        """Whether half-precision operations run on fp32 copies."""
         return self.device == "cpu" and self.itemsize < 4
 
     @property
     def weights(self) -> "Weights":
-        """The weights of one tensor-parallel rank."""
+        """The number of weights on one tensor-parallel rank."""
         return Weights.of(self.draft, self.sizes.tensor)
 
     @property
     def columns(self) -> int:
-        """Draft vocabulary tokens of one tensor-parallel rank."""
+        """Number of draft vocabulary tokens on one tensor-parallel rank."""
         return self.draft.draft_vocab_size // self.sizes.tensor
 
     @property
     def teacher_bytes(self) -> int:
-        """Bytes of a teacher row on one tensor-parallel rank."""
+        """Bytes per teacher row on one tensor-parallel rank."""
         if self.logit_bytes is None:
             return self.draft.target_hidden_size * self.itemsize
         return self.columns * self.logit_bytes
 
     @property
     def query_width(self) -> int:
-        """Numbers in one query: all heads of one tensor-parallel rank."""
+        """Numbers in one query, with all heads of one tensor-parallel rank."""
         return self.draft.num_attention_heads // self.sizes.tensor * self.draft.head_dim
 
     @property
@@ -152,7 +151,7 @@ class Planned:
 
     @property
     def shared_width(self) -> int:
-        """Numbers in one shared key on one Ulysses rank, times the Ulysses degree: heads that do not divide are
+        """Numbers in one shared key on one Ulysses rank, times the Ulysses degree. Heads that cannot be divided are
         replicated."""
         heads = self.draft.num_key_value_heads // self.sizes.tensor
         return math.lcm(heads, self.sizes.ulysses) * self.draft.head_dim
@@ -160,11 +159,11 @@ class Planned:
 
 @dataclass(frozen=True)
 class Weights:
-    """Numbers of weights on one tensor-parallel rank, grouped by who uses them."""
+    """Numbers of weights on one tensor-parallel rank, grouped by where they are used."""
 
     entry: int  # fc
     project: int  # q, k, v and their norms
-    finish: int  # what follows attention
+    finish: int  # everything after attention
     head: int  # lm_head and its norm
     embedding: int  # frozen
 
@@ -188,15 +187,16 @@ class Weights:
 
 
 class Flops(NamedTuple):
-    """FLOPs of one rank in one step."""
+    """One rank's FLOPs in one step."""
 
-    model: float  # forward and backward once; utilisation is measured against this
-    executed: float  # including what is recomputed
+    model: float  # one forward and one backward pass; the basis for utilisation
+    executed: float  # including recomputation
 
 
 def step_flops(planned: Planned, share: Share) -> Flops:
-    """Counts two FLOPs per multiply-add of the matrix products. A backward pass costs twice its forward, attention's
-    two and a half times. Attention's pairs are those of the whole stream, divided evenly among its ranks."""
+    """Counts the FLOPs of matrix products, two per multiply-add. A backward pass costs twice as much as its forward
+    pass; in attention, 2.5 times as much. The query-key pairs of the whole stream are divided evenly among its
+    ranks."""
     draft, sizes, steps = planned.draft, planned.sizes, planned.steps
     hidden, wide, columns = draft.hidden_size, draft.target_hidden_size, planned.columns
     fc = share.rows * 2 * 3 * wide * hidden
@@ -213,11 +213,11 @@ def step_flops(planned: Planned, share: Share) -> Flops:
 
 
 def sent_bytes(planned: Planned, share: Share) -> Traffic:
-    """Bytes that a rank sends in one step, padding included. A rank of G sends (G-1)/G of the input of an all-to-all or
-    reduce-scatter, G-1 times its share in an all-gather, and 2 (G-1)/G of the buffer of an all-reduce.
+    """Bytes that a rank sends in one step, including padding. In a group of G ranks, it sends (G-1)/G of its input to
+    an all-to-all or reduce-scatter, G-1 times its share in an all-gather, and 2 (G-1)/G of its buffer in an all-reduce.
 
-    - Ulysses exchanges K_0, V_0 once, and q, output and lse in every step (no lse in step 0, which has no own keys to
-      merge).
+    - Ulysses exchanges K_0, V_0 once, q and output in every step, and lse from step 1 on, where own keys are merged. In
+      the backward pass it exchanges the gradients of q and output, and the output itself.
     - The ring's `gather` sends K_0, V_0 once, and their gradient, in fp32, back once.
     - The ring's `p2p` sends K_0, V_0 in every step's forward and again in its backward, where the gradient travels one
       hop further, back to its own rank.
@@ -233,12 +233,12 @@ def sent_bytes(planned: Planned, share: Share) -> Traffic:
         around = (steps * hops * prefix * size, steps * back * prefix)
         ring_again = around[0]
     heads = planned.draft.num_attention_heads // sizes.tensor
-    queries = 2 * steps * away * share.queries * planned.query_width * size
+    queries = steps * away * share.queries * planned.query_width * size
     lse = (steps - 1) * away * share.queries * heads * exact
     by_kind = {
         "Ulysses K0,V0": (away * prefix * size, away * prefix * size, 0),
-        "Ulysses q,out": (queries, queries, queries),
-        "Ulysses lse": (lse, lse, lse),
+        "Ulysses q,out": (2 * queries, 3 * queries, 2 * queries),
+        "Ulysses lse": (lse, 0, lse),
         "ring K0,V0": (*around, ring_again),
         "tensor": _tensor_bytes(planned, share),
     }
@@ -250,13 +250,14 @@ def sent_bytes(planned: Planned, share: Share) -> Traffic:
 
 
 def _tensor_bytes(planned: Planned, share: Share) -> tuple[float, float, float]:
-    """Bytes sent within the tensor-parallel group: forward, backward, and what recomputed whole steps repeat.
+    """Bytes sent within the tensor-parallel group: in the forward pass, in the backward pass, and again by steps that
+    are recomputed whole.
 
-    - Forward: embeddings, and each step's outputs of attention and MLP. Then the distillation's maxima and sums (K
-      draft columns and the teacher's), best ids, sums, and the gradients of all outputs and of the norm, which it
-      computes in the forward pass.
+    - Forward: embeddings, and each step's outputs of attention and MLP. Then the distillation's maxima and sums (over
+      the draft's K steps and the teacher), best ids, sums, and the gradients of all outputs and of the norm, which the
+      distillation computes in the forward pass.
     - Backward: the gradients of the inputs of q, k and v (one by one; K_0, V_0 have the keys' rows) and of the MLP.
-      Recomputed chunks repeat their forward, and whole steps repeat that of their projections once more.
+      Recomputed chunks repeat their forward pass, and whole steps repeat that of their projections once more.
     """
     hidden, size, exact, steps = planned.draft.hidden_size, planned.itemsize, planned.exact, planned.steps
     keys, queries, teacher = share.keys, share.queries, share.teacher
@@ -274,17 +275,18 @@ def _tensor_bytes(planned: Planned, share: Share) -> tuple[float, float, float]:
 
 @dataclass(frozen=True)
 class Machine:
-    """Hardware numbers for step-time estimates, from data sheets except for `utilisation`, which is an assumption."""
+    """Hardware numbers for estimating step times. They come from data sheets, except for `utilisation`, an
+    assumption."""
 
-    flops: float = 989e12  # peak of a GPU, per second
-    utilisation: float = 0.5  # share of the peak that executed matrix products reach
+    flops: float = 989e12  # a GPU's peak, per second
+    utilisation: float = 0.5  # share of the peak that matrix products reach
     near: float = 450e9  # bytes per second that a rank sends inside its node
     far: float = 50e9  # bytes per second that a rank sends out of its node
     node: int = 8  # ranks in a node
 
 
 def step_seconds(planned: Planned, share: Share, machine: Machine = Machine()) -> float:
-    """Seconds for one stream's forward and backward pass with nothing overlapped, excluding loading and the
+    """Seconds for one stream's forward and backward pass, without any overlap, and without loading and the
     optimiser."""
     inside = planned.sizes.tensor * planned.sizes.sequence <= machine.node
     sent = sent_bytes(planned, share)

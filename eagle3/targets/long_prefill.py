@@ -1,4 +1,4 @@
-"""Prefill a document that is too long for one GPU: chunk by chunk, with each chunk and the cache spread over ranks."""
+"""Prefill a document that is too long for one GPU, chunk by chunk, with each chunk and the cache spread over ranks."""
 
 import contextlib
 import hashlib
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from eagle3.attention.ring import RingAttention, SharedKeyValue
+from eagle3.attention.ring import RingAttention
 from eagle3.attention.schedule import PrefixSchedule, schedule_prefix
 from eagle3.attention.ttt import Ulysses
 from eagle3.errors import SharedUserError, UserError
@@ -22,11 +22,11 @@ from eagle3.states.rows import Rows
 from eagle3.targets.logits import check_tokens
 from eagle3.targets.transformers import TransformersTarget
 
-# Our attention's name in transformers, while the decoder runs with it.
+# The name under which our attention is registered with transformers while the decoder runs with it.
 IMPLEMENTATION = "eagle3_long_prefill"
-# Values of `window_of_mask` other than a window.
+# What `window_of_mask` returns when there is no window to return.
 NO_WINDOW, UNKNOWN_MASK = 0, -1
-# Arguments that say again where the tokens are, which rope has already used.
+# Arguments that repeat the tokens' positions, which rope has already applied.
 WHERE = ("position_ids", "cache_position")
 
 
@@ -35,7 +35,7 @@ class Chunk(NamedTuple):
 
     start: int
     stop: int
-    share: int  # tokens of each rank; the last ranks' may be padding
+    share: int  # tokens per rank; the last ranks may have padding
 
 
 def deal_chunks(length: int, ranks: int, chunk_tokens: int) -> list[Chunk]:
@@ -46,18 +46,18 @@ def deal_chunks(length: int, ranks: int, chunk_tokens: int) -> list[Chunk]:
 
 @dataclass
 class ChunkedAttention:
-    """The attention of a document in progress: cache and current chunk. transformers calls `attend` in every layer."""
+    """Attention for one document: the cache and the current chunk. transformers calls `attend` in every layer."""
 
     ulysses: Ulysses
     ring: dist.ProcessGroup
-    # Makes the error for a model with unknown attention, from what it does.
+    # Builds the error for a model whose attention is not supported, from a description of what it does.
     refusal: Callable[[str], UserError]
     chunks: list[Chunk]
-    number: int = 0  # of the current chunk
-    # By layer: [2, U * share, kv_heads, d] for each chunk, beginning with the oldest that some token still sees.
+    number: int = 0  # index of the current chunk
+    # Per layer: the keys and values [2, U * share, kv_heads, d] of each chunk, from the oldest that a token still sees.
     cache: dict[int, list[Tensor]] = field(default_factory=dict)
     attended: list[int] = field(default_factory=list)  # layers that have attended in this chunk
-    # By window: this chunk's queries against each ring rank's keys.
+    # Per window: the schedule of this chunk's queries against each ring rank's keys.
     schedules: dict[int | None, tuple[PrefixSchedule, ...]] = field(default_factory=dict)
 
     @property
@@ -79,11 +79,11 @@ class ChunkedAttention:
         sliding_window: int | None = None,
         **options: Any,
     ) -> tuple[Tensor, None]:
-        """transformers' attention interface, for all tokens of this rank.
+        """Attend for all tokens of this rank; the function that transformers calls.
 
-        query and key are [1, heads or kv_heads, share, d], value may have another width; the result is [1, share,
-        heads, width of value]. Known options are s_aux [heads] (attention sinks) and softcap, and dropout and is_causal
-        where they change nothing.
+        query is [1, heads, share, d]; key [1, kv_heads, share, d]; value has kv_heads too, but may have a different
+        width. The result is [1, share, heads, width of value]. Supported options: s_aux [heads] (attention sinks),
+        softcap, and dropout and is_causal if they change nothing.
         """
         ulysses = self.ulysses
         ranks, heads, widest = ulysses.group.size(), query.shape[1], max(query.shape[-1], value.shape[-1])
@@ -102,7 +102,8 @@ class ChunkedAttention:
                 f"{', '.join(divisors)}, and hidden_states.ring for more ranks"
             )
         window = self._window(attention_mask, sliding_window)
-        # Zeros widen a head without changing scores, and add only zeros to the output (latent attention: wider keys).
+        # Pad to one width, since latent attention has wider keys. Zeros change no scores and add only zeros to the
+        # output.
         tokens_first = (each[0].transpose(0, 1) for each in (query, key, value))
         q, k, v = (nn.functional.pad(each, (0, widest - each.shape[-1])) for each in tokens_first)
         stacked = ulysses.to_heads(ulysses.replicate(torch.cat((k, v), -1)))
@@ -111,14 +112,14 @@ class ChunkedAttention:
         ring = RingAttention(self.ring, "p2p", scale, softcap)
         if window not in self.schedules:
             self.schedules[window] = self._schedule(window, query.device)
-        out, lse = ring(ulysses.to_heads(q), SharedKeyValue(key_value), self.schedules[window])
-        if sinks is not None:  # a sink is one more term in the softmax's denominator
+        out, lse = ring(ulysses.to_heads(q), key_value, self.schedules[window])
+        if sinks is not None:  # a sink adds a term to the softmax's denominator
             sink = sinks.flatten().chunk(ranks)[ulysses.group.rank()]
             out = (out * torch.sigmoid(lse - sink)[..., None]).to(out.dtype)
         return ulysses.to_tokens(out)[None, ..., : value.shape[-1]].contiguous(), None
 
     def _window(self, mask: Tensor | None, sliding_window: int | None) -> int | None:
-        """The window of a layer, on which its transformers mask and its own argument must agree."""
+        """A layer's window. Its mask and its `sliding_window` argument must agree on it."""
         window = UNKNOWN_MASK
         if isinstance(mask, Tensor) and mask.dtype == torch.int64 and mask.numel() == 1:
             window = int(mask)
@@ -127,7 +128,7 @@ class ChunkedAttention:
         return window or None
 
     def _cached(self, module: nn.Module, window: int | None, key_value: Tensor) -> Tensor:
-        """This rank's keys and values [2, S, kv_heads, d] that the chunk's tokens see, the chunk's own included."""
+        """This rank's keys and values [2, S, kv_heads, d] that the chunk's tokens see, including the chunk's own."""
         layer = getattr(module, "layer_idx", None)
         if layer is None or layer in self.attended:
             raise self.refusal(f"attends in {type(module).__name__} twice in a layer, or says no layer")
@@ -149,16 +150,18 @@ class ChunkedAttention:
         return tuple(schedule_prefix(queries, queries, rows, window=window).to(device) for rows in keys)
 
     def _rows(self, chunk: Chunk, ring_rank: int) -> Tensor:
-        """Positions of a Ulysses group's tokens in a chunk, with -1 for padding at the end."""
+        """Document positions of a Ulysses group's tokens in a chunk, with -1 for padding at the end."""
         rows = chunk.share * self.ulysses.group.size()
         positions = chunk.start + ring_rank * rows + torch.arange(rows)
         return torch.where(positions < chunk.stop, positions, -1)
 
 
 def window_of_mask(*, mask_function: Any, local_size: int = NO_WINDOW, **_: Any) -> Tensor:
-    """transformers' mask interface. Returns the mask's window as [1, 1, 1, 1], or UNKNOWN_MASK if it is not a
-    causal mask with a window, judging by some places at the edges and far apart. local_size: transformers' name
-    for the window.
+    """Recognise a mask; transformers calls this instead of building one. Returns [1, 1, 1, 1] with the window of a
+    causal mask (NO_WINDOW if unlimited), or UNKNOWN_MASK for any other mask. Checks only sampled positions: at the
+    edges, and at growing distances.
+
+    local_size: transformers' name for the window
     """
     positions = torch.cat((torch.tensor([-1, 0, 1]), local_size + torch.tensor([-1, 0, 1]), 2 ** torch.arange(24)))
     queries, distances = torch.cartesian_prod(positions, positions).T
@@ -171,18 +174,18 @@ def window_of_mask(*, mask_function: Any, local_size: int = NO_WINDOW, **_: Any)
 
 
 class LongPrefill:
-    """`TransformersTarget.prefill` of one document on the ranks of ulysses x ring, equal up to rounding.
+    """Prefills one document on ulysses x ring ranks. Equals `TransformersTarget.prefill` up to rounding.
 
     Each chunk's tokens are dealt contiguously to the ranks. A rank holds the activations of `chunk_tokens` tokens, and
-    keys and values for its Ulysses share of the heads: those of its ring share of the document in full-attention
-    layers, and those that a later token still sees in sliding layers.
+    the keys and values of its Ulysses share of the heads: for its ring share of the document in full-attention layers,
+    and for what a later token still sees in sliding layers.
 
-    sequence: the ranks of ulysses x ring, with the Ulysses rank varying fastest (see Topology); all of them build
+    sequence: the ranks of ulysses x ring, with the Ulysses rank varying fastest (see Topology); all of them construct
         this together
-    chunk_tokens: tokens of one rank
+    chunk_tokens: tokens per rank and chunk
 
-    Raises UserError on all ranks for a model whose layers do anything unknown here, or whose chunked prefill of a short
-    document differs from its own prefill.
+    Raises UserError on all ranks if the model's layers do anything that is not supported here, or if its chunked
+    prefill of a short document differs from an ordinary prefill.
     """
 
     def __init__(
@@ -199,14 +202,15 @@ class LongPrefill:
         assert chunk_tokens > 0
         self.target, self.ulysses, self.ring, self.sequence = target, Ulysses(ulysses), ring, sequence
         self.chunk_tokens = chunk_tokens
-        # It refers to nothing of ours and may stay registered; for names without one, transformers makes no masks.
+        # It holds no state and may stay registered. Without a mask function, transformers would not consider masks at
+        # all.
         AttentionMaskInterface.register(IMPLEMENTATION, window_of_mask)
         self._check_config()
         self._check_short_document()
 
     def chunks(self, document: Tensor) -> Iterator[Rows | None]:
-        """Consecutive rows of `document` (token ids, int64 [T]) on the first rank of `sequence`: all rows, in order,
-        without padding. The other ranks get None as many times.
+        """Prefill `document` (token ids, int64 [T]). Yields its rows chunk by chunk, in order and without padding, on
+        the first rank of `sequence`, and None for each chunk on the other ranks.
 
         Collective over `sequence`: every rank passes the same document and takes every chunk. Raises UserError on all
         of them, like `TransformersTarget.prefill`.
@@ -217,7 +221,7 @@ class LongPrefill:
         return self._chunks(document, self.chunk_tokens)
 
     def arriving(self, documents: Iterable[Tensor]) -> Iterator[tuple[int, Iterator[Rows | None]]]:
-        """The place and the `chunks` of each document, one document after another."""
+        """Yield each document's index and its `chunks`, one document after another."""
         for index, document in enumerate(documents):
             yield index, self.chunks(document)
 
@@ -235,21 +239,21 @@ class LongPrefill:
         first = chunk.start + self.sequence.rank() * chunk.share
         own = document[first : min(first + chunk.share, chunk.stop)].to(target.device)
         ids = nn.functional.pad(own, (0, chunk.share - len(own)))[None]
-        # Consecutive beyond the end, too: transformers takes a jump for the start of another document.
+        # Padding continues the positions: transformers takes a jump for the start of a new document.
         positions = torch.arange(first, first + chunk.share, device=ids.device)[None]
         with self._attending(run), target.captured_layers() as states:
             output = target.decoder(input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False)
         if sorted(run.attended) != list(range(len(target.layers))):
             raise self.refusal(f"has {len(target.layers)} layers, of which {len(run.attended)} attend in a known way")
         aux, last = torch.cat([states[layer][0] for layer in target.aux_layers], dim=-1), output.last_hidden_state[0]
-        # Do not look at padding, which may overflow.
+        # Leave out the padding, which may overflow.
         teacher, pads = agreed(lambda: target.teach(output, last[: len(own)]), self.sequence), chunk.share - len(own)
         padded = teacher.map(lambda rows: nn.functional.pad(rows, (0, 0, 0, pads) if rows.dim() == 2 else (0, pads)))
         all_rows = Rows(aux, padded).map(self._to_first)
         return all_rows[: chunk.stop - chunk.start] if self.sequence.rank() == 0 else None
 
     def _to_first(self, rows: Tensor) -> Tensor | None:
-        """The rows of all ranks in rank order, on the first rank."""
+        """Gather the rows of all ranks, in rank order, on the first rank."""
         size = self.sequence.size()
         if size == 1:
             return rows
@@ -283,12 +287,12 @@ class LongPrefill:
         types = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
         if types:
             raise self.refusal(f"has layers of type {', '.join(types)}")
-        ropes = getattr(config, "rope_parameters", None) or {}  # the model's, or one for each layer type
+        ropes = getattr(config, "rope_parameters", None) or {}  # for the whole model, or one per layer type
         for rope in (ropes, *ropes.values()):
             kind = rope.get("rope_type", "default") if isinstance(rope, dict) else "default"
             if kind == "longrope" or "dynamic" in kind:
                 raise self.refusal(f"rotates keys by the length of the whole prompt (rope type {kind})")
-        # A module with its own collection does not find ours. One without any is noticed in _chunk.
+        # A module with its own table of functions does not find ours. One without a table is noticed in _chunk.
         module = inspect.getmodule(type(decoder))
         if getattr(module, "ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS) is not ALL_ATTENTION_FUNCTIONS:
             raise self.refusal("has attention functions of its own")
@@ -297,8 +301,8 @@ class LongPrefill:
 
     @torch.no_grad()
     def _check_short_document(self) -> None:
-        """Prefill a short document in chunks of two tokens per rank and compare. Anything that looks at other tokens
-        without our attention (a convolution, a state) misses them in most rows."""
+        """Prefill a short document in chunks of two tokens per rank and compare. Anything that reads other tokens by
+        other means than attention (a convolution, a state) goes wrong in most rows."""
         device = self.target.device
         document = torch.arange(8 * self.sequence.size() + 1, device=device) % self.target.vocab_size
         chunks = list(self._chunks(document, 2))
@@ -307,8 +311,8 @@ class LongPrefill:
             if self.sequence.rank() == 0:
                 expected = self.target.prefill([document])[0].teacher.values.double()
                 difference = Rows.cat(chunks).teacher.values.double() - expected
-                # Half of the digits; in half precision a quarter, because rounding can send a token to other experts,
-                # which later tokens then see: with a random tiny gpt-oss, half of the tokens differ by 0.15.
+                # Half of the digits must agree. In half precision a quarter: rounding can route a token to different
+                # experts, and later tokens see the result. In a random tiny gpt-oss, half of the tokens differ by 0.15.
                 precision = torch.finfo(chunks[0].teacher.values.dtype)
                 limit = precision.eps ** (0.25 if precision.bits == 16 else 0.5)
                 misses = int((~(difference.norm(dim=-1) <= limit * expected.norm(dim=-1))).sum())  # nan counts as wrong

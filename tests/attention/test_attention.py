@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle3.attention.block import (
     BlockOutput,
-    absorb_lse_gradient,
     block_attention,
     block_attention_backward,
     merge_blocks,
@@ -192,92 +191,6 @@ def test_the_plain_path_holds_no_more_scores_than_its_chunk(visibility):
         out, lse = plain_attention(q, k, v, Scoring(SCALE, visibility, visible), chunk_bytes=limit)
         plain_attention_backward(grad, q, k, v, out, lse, Scoring(SCALE, visibility, visible), limit)
     assert limit / 2 < largest.size <= limit < whole
-
-
-# A block's backward where its lse has a gradient too
-# --------------------------------------------------------------------
-
-
-def _both_gradients(grad, grad_lse, shape, path, dtype, exact_out=False):
-    """Gradients of q, k, v for upstream gradients of out and of lse: found, and wanted by autograd in fp64."""
-    q, k, v, _, visible, seen = _block(*shape, 4, 2, 8, dtype)
-    leaves = [tensor.double().requires_grad_() for tensor in (q, k, v)]
-    expected = _softmax_attention(*leaves, seen)
-    gradients = torch.autograd.grad(expected, leaves, (grad.double(), grad_lse.double()))
-    out, lse = path.forward(q, k, v, Scoring(SCALE, shape[0], visible))
-    stand_in = absorb_lse_gradient(expected[0].detach() if exact_out else out, grad, grad_lse)
-    return path.backward(grad, q, k, v, stand_in, lse, Scoring(SCALE, shape[0], visible)), gradients
-
-
-def _upstream(shape, dtype):
-    generator = torch.Generator().manual_seed(3)
-    return _normal(generator, shape[1], 4, 8, dtype=dtype), _normal(generator, shape[1], 4, dtype=dtype)
-
-
-@kernel_or_plain
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=["fp64", "fp32"])
-@pytest.mark.parametrize("size", [1e-25, 1e-12, 1e-4, 1.0, 1e6, 1e12])
-@pytest.mark.parametrize("lse_size", [0.0, 1.0, 1e3], ids="lse {}".format)
-def test_a_function_of_out_and_lse_has_exact_gradients_whatever_its_size(lse_size, size, dtype, tolerance, path):
-    """lse_size: of the gradient of lse, relative to that of out. The square of 1e-25 is 0 in fp32."""
-    for shape in SHAPES:
-        grad, grad_lse = _upstream(shape, dtype)
-        actual, expected = _both_gradients(grad * size, grad_lse * size * lse_size, shape, path, dtype)
-        for part, exact in zip(actual, expected, strict=True):
-            error = (part.double() - exact).abs().max() / (size * max(1.0, lse_size))
-            assert part.dtype == dtype and error < tolerance
-
-
-@kernel_or_plain
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=["fp64", "fp32"])
-def test_rows_whose_gradients_are_of_any_size_or_zero_have_exact_gradients_side_by_side(dtype, tolerance, path):
-    shape = ("masked", 7, 40)
-    sizes = torch.tensor([0.0, 1e-25, 1e-12, 1e-6, 1.0, 1e3, 1e12], dtype=dtype)
-    grad, grad_lse = _upstream(shape, dtype)
-    grad, grad_lse = grad * sizes[:, None, None], grad_lse * sizes[:, None]
-    grad[4, 1], grad_lse[4, 1] = 0, 0  # one head of a row
-    actual, expected = _both_gradients(grad, grad_lse, shape, path, dtype)
-    error = (actual.q.double() - expected[0]).abs().amax((1, 2))
-    assert bool((error <= tolerance * sizes.double()).all()) and not actual.q[0].any() and not actual.q[4, 1].any()
-    assert _close(actual.k, expected[1], tolerance) and _close(actual.v, expected[2], tolerance)
-
-
-def test_a_gradient_of_lse_beside_a_vanishing_one_of_out_is_not_lost():
-    shape = ("causal", 67, 67)
-    grad, grad_lse = _upstream(shape, torch.float32)
-    actual, expected = _both_gradients(grad * 1e-25, grad_lse, shape, KERNEL, torch.float32)
-    for part, exact in zip(actual, expected, strict=True):
-        assert _close(part, exact, 1e-5)
-
-
-@half_precision
-def test_the_sum_that_a_kernel_forms_survives_half_precision(dtype):
-    """sum(grad * out) - grad_lse to twice the digits of the number format, whatever grad's row looks like."""
-    generator = torch.Generator().manual_seed(5)
-    out, grad = _normal(generator, 500, 4, 8, dtype=torch.float32), _normal(generator, 500, 4, 8)
-    sizes = 10.0 ** torch.arange(-3, 2).repeat(100)
-    grad = (grad * sizes[:, None, None]).to(dtype)
-    grad[:3, 0] = 0
-    grad[3:6, 1, 2:] = 0  # two entries are enough
-    grad_lse = _normal(generator, 500, 4) * sizes[:, None]
-    grad_lse[:3, 0] = 0
-    expected = (grad.double() * out).sum(-1) - grad_lse
-    stand_in = absorb_lse_gradient(out, grad, grad_lse.float())
-    actual = (grad.double() * stand_in.double()).sum(-1)
-    noise = 1e-6 * ((grad.double() * out).abs().sum(-1) + grad_lse.abs())  # of fp32
-    assert stand_in.dtype == dtype and not stand_in[:3, 0].any()
-    assert bool(((actual - expected).abs() <= _rounding(dtype) ** 2 * expected.abs() + noise).all())
-
-
-@half_precision
-@kernel_or_plain
-def test_gradients_in_half_precision_beside_one_of_lse_are_rounded_once(path, dtype):
-    """Given an out that is not rounded itself."""
-    for shape in [*SHAPES, ("full", 100, 900)]:
-        grad, grad_lse = _upstream(shape, dtype)
-        actual, expected = _both_gradients(grad, grad_lse, shape, path, dtype, exact_out=True)
-        for part, exact in zip(actual, expected, strict=True):
-            assert _rounded_once(part, exact, dtype, noise=2e-4 * float(exact.abs().max()))
 
 
 # Blocks merged --------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle3.attention import cuda
-from eagle3.attention.block import absorb_lse_gradient, block_attention, block_attention_backward, kernel_name
+from eagle3.attention.block import block_attention, block_attention_backward, head_groups, kernel_name
 from eagle3.attention.plain import Scoring, plain_attention, plain_attention_backward
 
 aten = torch.ops.aten
@@ -98,9 +98,8 @@ def test_a_block_on_cuda_has_the_shapes_and_number_formats_of_its_inputs_and_nev
     with _cuda_without_gpu():
         q, grad, k, v, visible = _inputs(visibility, queries, keys, heads, kv_heads, dim, dtype, "cuda")
         out, lse = block_attention(q, k, v, Scoring(SCALE, visibility, visible))
-        stand_in = absorb_lse_gradient(out.to(exact), grad, torch.zeros_like(lse))
-        gradients = block_attention_backward(grad, q, k, v, stand_in, lse, Scoring(SCALE, visibility, visible))
-    for actual, like in ((out, q), (stand_in, q), *zip(gradients, (q, k, v), strict=True)):
+        gradients = block_attention_backward(grad, q, k, v, out, lse, Scoring(SCALE, visibility, visible))
+    for actual, like in ((out, q), *zip(gradients, (q, k, v), strict=True)):
         assert actual.shape == like.shape and actual.dtype == dtype and actual.device.type == "cuda"
     assert lse.shape == (queries, heads) and lse.dtype == exact and lse.device.type == "cuda"
 
@@ -271,3 +270,25 @@ def test_flashs_call_for_a_band_means_the_mask_of_its_window(heads, kv_heads, di
 
 def test_without_a_hopper_gpu_torchs_own_flash_kernels_stay(topology):
     assert cuda.take_installed_flash(topology.device) == "FA2"
+
+
+@pytest.mark.parametrize(("window", "causal", "left"), [(None, True, None), (5, False, 4)])
+def test_a_band_is_one_call_of_flash_whose_last_query_is_at_the_last_key(window, causal, left):
+    with _cuda_without_gpu():
+        q, _, k, v, _ = _inputs("full", 40, 64, 6, 2, 16, torch.bfloat16, "cuda")
+        with _Calls() as calls:
+            block_attention(q, k, v, Scoring(SCALE, "banded", window=window))
+    arguments = calls.arguments[FLASH]
+    assert (arguments["max_q"], arguments["max_k"], arguments["is_causal"]) == (40, 64, causal)
+    assert (arguments["window_size_left"], arguments["window_size_right"]) == (left, None if left is None else 0)
+
+
+@pytest.mark.parametrize(("budget", "groups"), [(1, [1, 1, 1]), (2 * 4 * 2 * 16 * 104, [2, 1]), (2**20, [3])])
+def test_flashs_backward_takes_heads_in_groups_that_its_memory_bounds(monkeypatch, budget, groups):
+    monkeypatch.setattr("eagle3.attention.cuda.FLASH_BYTES", budget)
+    with _cuda_without_gpu():
+        q, _, k, _, _ = _inputs("full", 40, 64, 6, 3, 16, torch.bfloat16, "cuda")
+        parts = [*head_groups(q, k, Scoring(SCALE, "full"))]
+    assert [kv_heads.stop - kv_heads.start for kv_heads, _ in parts] == groups
+    assert all(heads == slice(2 * kv_heads.start, 2 * kv_heads.stop) for kv_heads, heads in parts)
+    assert parts[0][0].start == 0 and parts[-1][0].stop == 3

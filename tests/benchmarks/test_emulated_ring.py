@@ -7,6 +7,7 @@ from emulated_ring import joined
 
 from eagle3.attention.ring import RingAttention, SharedKeyValue
 from eagle3.attention.schedule import schedule_prefix
+from eagle3.attention.ttt import TTTAttention, Ulysses
 from eagle3.parallel.sequence import SequenceSharding, Stream, plan_sequence
 
 
@@ -29,7 +30,8 @@ def test_one_rank_of_a_ring_emulated_equals_dense_attention_of_its_queries(topol
         places = schedule.key_rows.clamp(min=0)
         shared = SharedKeyValue(torch.stack((keys[places], values[places]))[None])
         q = torch.randn(len(plan.queries), heads, dim, generator=generator, dtype=torch.float64, requires_grad=True)
-        out = RingAttention(topology.alone, "gather", scale)(q, shared, (schedule,)).out[: len(rows)]
+        attention = TTTAttention(Ulysses(topology.alone), RingAttention(topology.alone, "gather", scale))
+        out = attention(q, shared, (schedule,))[: len(rows)]
         scores = torch.einsum("qhd,shd->hqs", q[: len(rows)], keys) * scale
         unseen = torch.arange(tokens) > rows[:, None]
         dense = torch.einsum("hqs,shd->qhd", scores.masked_fill(unseen, float("-inf")).softmax(-1), values)

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from eagle3.attention.schedule import PrefixSchedule, schedule_prefix
+from eagle3.attention.schedule import PrefixSchedule, overlap, schedule_prefix
 from eagle3.parallel.sequence import SequenceSharding, deal_keys
 
 Pair = tuple[int, int]
@@ -50,7 +50,9 @@ def _shown(schedule: PrefixSchedule, bands: bool = True) -> list[Pair]:
         if piece.visibility == "banded":
             beyond = len(keys) - len(queries)
             assert beyond >= 0
-            seen = seen.tril(beyond).triu(beyond - schedule.window + 1)
+            seen = seen.tril(beyond)
+            if schedule.window is not None:
+                seen = seen.triu(beyond - schedule.window + 1)
         if piece.visibility == "masked":
             seen = schedule.visible(piece)
             assert seen.shape == (len(queries), len(keys))
@@ -119,7 +121,9 @@ def test_a_query_block_whose_own_rows_are_the_keys_needs_no_mask():
     for _, lengths, queries, block, _ in _random_cases(100):
         every = list(range(sum(lengths)))
         for keys in (every, queries):
-            kinds = {piece.visibility for piece in _schedule(lengths, keys, keys, block, None).pieces}
+            kinds = {
+                piece.visibility for piece in _schedule(lengths, keys, keys, block, None).dense_pieces(bands=False)
+            }
             assert kinds <= {"full", "causal"}, (lengths, keys, block)
 
 
@@ -150,17 +154,27 @@ def test_under_a_window_few_pairs_are_computed_that_nobody_sees_however_long_the
         assert computed <= 1.5 * window * len(queries), computed / window / len(queries)
 
 
-def test_consecutive_rows_under_a_window_are_one_band_a_block():
-    schedule = _schedule([40, 60], [*range(10, 40), *range(45, 100)], list(range(100)), 16, 10)
-    assert {piece.visibility for piece in schedule.pieces} == {"banded"}
-    assert len(schedule.pieces) == 2 + 4 and len(list(schedule.dense_pieces(bands=False))) == 6
+@pytest.mark.parametrize("window", [None, 10])
+def test_consecutive_rows_of_a_document_are_one_band_however_many_they_are(window):
+    schedule = _schedule([140, 600], [*range(10, 140), *range(145, 740)], list(range(740)), 128, window)
+    assert [piece.visibility for piece in schedule.pieces] == ["banded"] * 2
+    assert not overlap(schedule.pieces) and overlap(schedule.dense_pieces(bands=False)) == (window is None)
 
 
-def test_the_pieces_of_a_dense_document_are_one_rectangle_and_one_square_a_block():
-    kinds = [
-        piece.visibility for piece in _schedule([1100], list(range(30, 1100)), list(range(1100)), 512, None).pieces
-    ]
-    assert kinds == ["full", "causal"] * 3
+@pytest.mark.parametrize("window", [None, 10])
+def test_a_band_beyond_a_kernels_memory_is_cut_and_shows_the_same_pairs(monkeypatch, window):
+    whole = _schedule([300], [*range(40, 300)], list(range(300)), 512, window)
+    expected = sorted(_shown(whole))
+    assert len(list(whole.dense_pieces(bands=True))) == 1
+    monkeypatch.setattr("eagle3.attention.schedule.BAND_ROWS", 64)
+    pieces = list(whole.dense_pieces(bands=True))
+    assert len(pieces) == (5 if window else 20) and not any(piece.visibility == "masked" for piece in pieces)
+    assert sorted(_shown(whole)) == expected
+
+
+def test_without_bands_a_dense_document_is_one_rectangle_and_one_square_a_block():
+    schedule = _schedule([1100], list(range(30, 1100)), list(range(1100)), 512, None)
+    assert [piece.visibility for piece in schedule.dense_pieces(bands=False)] == ["full", "causal"] * 3
 
 
 def test_queries_far_apart_do_not_share_a_block():
