@@ -12,6 +12,9 @@ import pytest
 import torch
 from places import LAUNCHERS, TESTS
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: its kernels run on the CPU
+
 SHIMS = str(TESTS / "sglang_cpu" / "shims")
 
 

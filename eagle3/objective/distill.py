@@ -12,13 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from eagle3.objective.softmaxes import BlockSoftmaxes, Logits, PlainSoftmaxes
 from eagle3.objective.streaming import StreamedRows
 from eagle3.targets.logits import LogitTransform
 
 # Default size of one block of the loss, and of one chunk of position-wise work.
 BLOCK_BYTES = 2**30
-# Larger than every draft id, so that it loses when ranks take the minimum id of the largest logit.
-_ELSEWHERE = torch.iinfo(torch.int64).max
 
 
 class StepSums(NamedTuple):
@@ -116,35 +115,6 @@ def distill(
     return Distilled(surrogate, StepSums(cross_entropy, overlap, correct.sum(1).double()), correct)
 
 
-class _Softmaxes(NamedTuple):
-    """Softmaxes of this rank's columns, normalised over all ranks' columns."""
-
-    exp: Tensor  # [K, m, v]; the draft's probabilities are exp / total
-    total: Tensor  # [K, m]
-    q: Tensor  # [m, v]: the teacher's probabilities
-    cross_entropy: Tensor  # [K, m]: this rank's terms of -sum q log p
-    best: Tensor  # [K, m] int64: lowest draft id of the largest logit, _ELSEWHERE if only other ranks have one as large
-
-
-def _softmaxes(logits: Tensor, z: Tensor, group: dist.ProcessGroup) -> _Softmaxes:
-    """Softmaxes of draft logits [K, m, v] and teacher logits [m, v], overwriting both; they share one MAX and one SUM
-    all-reduce."""
-    top, best = logits.max(-1)
-    peaks = torch.cat((top, z.amax(-1)[None]))
-    if group.size() > 1:
-        dist.all_reduce(peaks, dist.ReduceOp.MAX, group)
-        best = torch.where(top == peaks[:-1], best + group.rank() * logits.shape[-1], _ELSEWHERE)
-    logits.sub_(peaks[:-1, :, None])
-    q = z.sub_(peaks[-1, :, None]).exp_()
-    products = torch.stack([torch.linalg.vecdot(q, step) for step in logits])
-    totals = torch.cat((logits.exp_().sum(-1), q.sum(-1)[None]))
-    if group.size() > 1:
-        dist.all_reduce(totals, group=group)
-    total, q_total = totals[:-1], totals[-1]
-    q.div_(q_total[:, None])
-    return _Softmaxes(logits, total, q, total.log() * q.sum(-1) - products / q_total, best)
-
-
 class _Gradients:
     """Accumulates gradients over blocks: head and norm in fp32 or wider, outputs in their own dtype."""
 
@@ -158,12 +128,14 @@ class _Gradients:
     def add(self, logits: Tensor, hidden: Tensor, normed: Tensor, head: Tensor, slots: Tensor) -> None:
         """Adds one block.
 
-        logits: [K, m, v], the gradient of the logits.
+        logits: [K, m, v], the gradient of the logits, in head's dtype.
         hidden, normed: [K, m, H], lm_head's input before and after the norm.
         """
-        logits, flat = logits.to(head.dtype).flatten(0, 1), normed.detach().flatten(0, 1)
+        logits, flat = logits.flatten(0, 1), normed.detach().flatten(0, 1)
         if head.dtype == self.head.dtype:
             self.head.addmm_(logits.t(), flat)
+        elif head.is_cuda:  # without rounding the block's product first
+            torch.addmm(self.head, logits.t(), flat, out_dtype=self.head.dtype, out=self.head)
         else:
             self.head += logits.t() @ flat
         gradient = (logits @ head).view_as(normed)
@@ -202,17 +174,17 @@ class _Distill(torch.autograd.Function):
             with torch.set_grad_enabled(gradients is not None):
                 normed = hidden if norm is None else norm(hidden.requires_grad_(gradients is not None))
             logits = _products(normed.detach().flatten(0, 1), head).unflatten(0, slots.shape)
-            z = teacher.logits(block, exact)
-            q_full = torch.exp(z - teacher.logsumexp[block, None].to(exact))
-            softmaxes = _softmaxes(logits, z, group)
+            lse = teacher.logsumexp[block].to(exact)
+            softmaxes = block_softmaxes(Logits(logits, teacher.logits(block, exact), lse), group)
+            del logits
             best[:, block] = softmaxes.best
             weight = counted[:, block]
-            sums[0] += torch.where(weight, softmaxes.cross_entropy, 0).sum(1, dtype=torch.float64)
-            sums[1] += torch.where(weight, _overlap(softmaxes, q_full), 0).sum(1, dtype=torch.float64)
+            overlap, d_logits = softmaxes.finish(weight, weights if gradients is not None else None, head.dtype)
+            for total, rows_of in zip(sums, (softmaxes.cross_entropy, overlap), strict=True):
+                total += torch.where(weight, rows_of, 0).sum(1, dtype=torch.float64)
             if gradients is not None:
-                _differentiate(softmaxes, q_full, weight, weights, group)
-                gradients.add(softmaxes.exp, hidden, normed, head, slots)
-            del logits, z, q_full, softmaxes, hidden, normed  # free them before the next block allocates its own
+                gradients.add(d_logits, hidden, normed, head, slots)
+            del softmaxes, d_logits, hidden, normed  # free them before the next block allocates its own
         if group.size() > 1 and len(teacher.best):
             dist.all_reduce(best, dist.ReduceOp.MIN, group)
             for partial in (sums, *([] if gradients is None else [*gradients.outputs, *gradients.norm])):
@@ -240,33 +212,10 @@ def _products(rows: Tensor, columns: Tensor) -> Tensor:
     return (rows @ columns.t()).to(torch.promote_types(rows.dtype, torch.float32))
 
 
-def _overlap(softmaxes: _Softmaxes, q_full: Tensor) -> Tensor:
-    """sum_v min(f, p) over this rank's columns, [K, m]; one step at a time, to save memory."""
-    steps = zip(softmaxes.exp, softmaxes.total, strict=True)
-    return torch.stack([(q_full * total[:, None]).clamp_(max=exp).sum(-1) / total for exp, total in steps])
+def block_softmaxes(logits: Logits, group: dist.ProcessGroup) -> BlockSoftmaxes:
+    """The softmaxes of a block, by Triton kernels where they run: in fp32 on CUDA."""
+    if logits.draft.is_cuda and logits.draft.dtype == torch.float32:
+        from eagle3.objective.fused import FusedSoftmaxes  # Triton comes with torch's CUDA build
 
-
-def _differentiate(
-    softmaxes: _Softmaxes,
-    q_full: Tensor,
-    counted: Tensor,
-    weights: Sequence[tuple[float, float]],
-    group: dist.ProcessGroup,
-) -> None:
-    """Turns `softmaxes.exp` into the gradient of the draft's logits, 0 in rows that are not counted; one step at a
-    time, to save memory."""
-    overlapping = any(overlap for _, overlap in weights)
-    if overlapping:
-        steps = zip(softmaxes.exp, softmaxes.total, strict=True)
-        below_sums = torch.stack(
-            [torch.where(exp < q_full * total[:, None], exp, 0).sum(-1) / total for exp, total in steps]
-        )
-        if group.size() > 1:
-            dist.all_reduce(below_sums, group=group)
-    for step, (p, (cross_entropy, overlap)) in enumerate(zip(softmaxes.exp, weights, strict=True)):
-        p.div_(softmaxes.total[step, :, None])
-        factor = counted[step, :, None].to(p.dtype)
-        term = p * ((p < q_full).to(p.dtype) - below_sums[step, :, None]) * overlap if overlapping else None
-        p.sub_(softmaxes.q).mul_(factor * cross_entropy)
-        if overlapping:
-            p.add_(term.mul_(factor))
+        return FusedSoftmaxes(logits, group)
+    return PlainSoftmaxes(logits, group)

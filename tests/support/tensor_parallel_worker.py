@@ -7,9 +7,11 @@ python tests/support/tensor_parallel_worker.py FOLDER
 import datetime
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
 from distill_cases import HIDDEN, STEPS, WEIGHTS, Rows, random_rows
@@ -24,6 +26,7 @@ from eagle3.draft.interchange import ExportedDraft, load_weights, shard, whole_t
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
 from eagle3.objective.distill import BLOCK_BYTES, StepWeights, Teacher, distill, loss_row_bytes
+from eagle3.objective.fused import FusedSoftmaxes
 from eagle3.parallel.topology import Topology, start_distributed, stop_distributed
 
 TIMEOUT = datetime.timedelta(seconds=20)
@@ -40,11 +43,12 @@ DRAFTS = {
 
 
 class Case(NamedTuple):
-    """block_bytes: of distill's blocks."""
+    """A call of distill."""
 
     rows: Rows
     weights: StepWeights
-    block_bytes: int = BLOCK_BYTES
+    block_bytes: int = BLOCK_BYTES  # of distill's blocks
+    fused: bool = False  # by the Triton kernels, which on a CPU Triton's interpreter runs
 
 
 class Compared(NamedTuple):
@@ -60,12 +64,16 @@ class Compared(NamedTuple):
 
 
 def case_names(dtype: torch.dtype) -> list[str]:
-    """fp64 alone has the smaller blocks, and holds logits that overflow to the tolerance."""
+    """fp64 alone has the smaller blocks, and logits that overflow within the tolerance; fp32 alone has kernels."""
     names = [*WEIGHTS, "ties", "no teacher rows", "nothing supervised"]
-    return [*names, "several blocks", "logits that overflow exp"] if dtype == torch.float64 else names
+    if dtype == torch.float64:
+        return [*names, "several blocks", "logits that overflow exp"]
+    return [*names, *(f"fused {name}" for name in names)]
 
 
 def make_case(name: str, dtype: torch.dtype) -> Case:
+    if name.startswith("fused "):
+        return make_case(name.removeprefix("fused "), dtype)._replace(fused=True)
     weights = WEIGHTS.get(name, WEIGHTS["both"])
     if name == "ties":
         return Case(_ties(dtype), weights)
@@ -109,10 +117,11 @@ def compare(case: Case, group: ProcessGroup) -> Compared:
     part = rows._replace(
         head=head.requires_grad_(), teacher=Teacher(teacher.last, teacher_head, teacher.best, teacher.logsumexp)
     )
-    with CommDebugMode() as collectives:
+    kernels = patch("eagle3.objective.distill.block_softmaxes", FusedSoftmaxes) if case.fused else nullcontext()
+    with kernels, CommDebugMode() as collectives:
         distilled = distill(*part, case.weights, group, block_bytes=case.block_bytes)
     d_outputs, d_head = torch.autograd.grad(UPSTREAM * distilled.surrogate, (part.outputs, part.head))
-    with torch.no_grad():
+    with kernels, torch.no_grad():
         alone = distill(*part, case.weights, group, block_bytes=case.block_bytes)
     return Compared(
         distilled.surrogate.detach(),

@@ -1,0 +1,98 @@
+"""The loss's Triton kernels, in Triton's interpreter on the CPU (see conftest.py), against the definition in fp64."""
+
+import pytest
+import torch
+
+from eagle3.objective import fused
+from eagle3.objective.softmaxes import Logits, PlainSoftmaxes
+
+EPS = torch.finfo(torch.float32).eps
+WEIGHTS = {"kl": (0.7, 0.0), "acceptance": (0.4, -0.9)}
+
+
+def block(steps: int, rows: int, columns: int, size: float, seed: int) -> Logits:
+    """Logits of about `size`, the draft's close to the teacher's; the full vocabulary's lse is a little larger."""
+    generator = torch.Generator().manual_seed(seed)
+    teacher = torch.randn(rows, columns, generator=generator) * size
+    draft = teacher + torch.randn(steps, rows, columns, generator=generator)
+    lse = teacher.logsumexp(-1) + torch.rand(rows, generator=generator)
+    return Logits(draft, teacher, lse)
+
+
+def copied(logits: Logits) -> Logits:
+    return Logits(*(tensor.clone() for tensor in logits))
+
+
+def definition(logits: Logits, counted, weights):
+    """Cross-entropy, acceptance rate and gradient, in fp64 and by autograd."""
+    draft, teacher, lse = (tensor.double() for tensor in logits)
+    draft.requires_grad_()
+    log_p, q, f = draft.log_softmax(-1), teacher.softmax(-1), (teacher - lse[:, None]).exp()
+    cross_entropy, overlap = -(q * log_p).sum(-1), torch.minimum(log_p.exp(), f).sum(-1)
+    factors = torch.tensor(weights, dtype=torch.float64)
+    loss = (counted * (factors[:, :1] * cross_entropy + factors[:, 1:] * overlap)).sum()
+    return cross_entropy.detach(), overlap.detach(), torch.autograd.grad(loss, draft)[0]
+
+
+@pytest.mark.parametrize("loss", WEIGHTS)
+@pytest.mark.parametrize("size", [0.1, 3.0, 40.0])
+@pytest.mark.parametrize(("steps", "rows", "columns"), [(1, 3, 5), (4, 2, 1024), (7, 3, 2500)])
+def test_the_kernels_equal_the_definition_within_the_rounding_of_their_logits(
+    topology, steps, rows, columns, size, loss
+):
+    logits = block(steps, rows, columns, size, steps)
+    counted = torch.arange(steps * rows).view(steps, rows) % 3 > 0
+    weights = [tuple(0.8**step * weight for weight in WEIGHTS[loss]) for step in range(steps)]
+    cross_entropy, overlap, gradient = definition(logits, counted, weights)
+    softmaxes = fused.FusedSoftmaxes(logits, topology.alone)
+    actual_overlap, actual_gradient = softmaxes.finish(counted, weights, torch.float32)
+    # A logit of size x is known to x eps, and so is the exponential of its difference from the peak.
+    tolerance = 4 * EPS * float(logits.draft.abs().max() + 8)
+    assert torch.equal(softmaxes.best, logits.draft.argmax(-1))
+    assert (softmaxes.cross_entropy - cross_entropy).abs().max() <= tolerance * max(1.0, float(cross_entropy.max()))
+    assert (actual_overlap - overlap).abs().max() <= tolerance
+    assert (actual_gradient - gradient).abs().max() <= tolerance
+    assert not actual_gradient[~counted].any()
+    assert torch.equal(
+        fused.loss_overlap(*logits[:2], softmaxes.peaks, softmaxes.totals, logits.teacher_lse)[0], actual_overlap
+    )
+
+
+def test_without_gradients_the_acceptance_rate_is_the_same(topology):
+    logits, counted = block(3, 4, 50, 3.0, 1), torch.ones(3, 4, dtype=torch.bool)
+    plain = PlainSoftmaxes(copied(logits), topology.alone).finish(counted, None, torch.float32)
+    overlap, gradient = fused.FusedSoftmaxes(logits, topology.alone).finish(counted, None, torch.float32)
+    assert gradient is None and plain[1] is None and (overlap - plain[0]).abs().max() < 1e-6
+
+
+def test_of_equal_logits_the_first_counts_and_a_gradient_in_half_precision_is_off_by_its_last_place(topology):
+    """The interpreter cuts digits off where a GPU rounds."""
+    logits = block(2, 3, 1500, 3.0, 2)
+    logits.draft[:, :, [700, 1400]] = 50.0
+    counted, weights = torch.ones(2, 3, dtype=torch.bool), [(1.0, 0.0)] * 2
+    softmaxes = fused.FusedSoftmaxes(logits, topology.alone)
+    assert bool((softmaxes.best == 700).all())
+    exact = softmaxes.finish(counted, weights, torch.float32)[1]
+    half = softmaxes.finish(counted, weights, torch.bfloat16)[1]
+    assert half.dtype == torch.bfloat16 and bool(((half - exact).abs() <= 2**-7 * exact.abs()).all())
+
+
+def test_the_declared_traffic_is_every_tensor_read_and_written_once():
+    inputs = block(3, 4, 100, 1.0, 3)[:2]
+    statistics = fused.loss_statistics(*inputs)
+    traffic = fused.traffic("loss_statistics", inputs, statistics)
+    assert traffic.read == (3 * 4 + 4) * 100 * 4 and traffic.written == 3 * 4 * (3 * 4 + 8) + 2 * 4 * 4
+
+
+@pytest.mark.parametrize("name", ["loss_statistics", "loss_overlap", "loss_gradient"])
+def test_an_operator_has_the_shapes_that_its_fake_implementation_says(name):
+    logits = block(3, 4, 100, 1.0, 4)
+    rows = torch.ones(4, 4)
+    inputs = {
+        "loss_statistics": logits[:2],
+        "loss_overlap": (*logits[:2], rows, rows, logits.teacher_lse),
+        "loss_gradient": (
+            *logits[:2], rows, rows, logits.teacher_lse, torch.ones(2, 3, 4), torch.zeros(3, 4), torch.bfloat16,
+        ),
+    }[name]  # fmt: skip
+    torch.library.opcheck(getattr(fused, name), inputs, test_utils=("test_schema", "test_faketensor"))
