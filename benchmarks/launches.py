@@ -1,0 +1,224 @@
+"""What a training step launches, computes, moves and holds on a GPU, and an estimate of its time, without a GPU.
+
+    bash tests/cuda_build/run.sh FOLDER benchmarks/launches.py tokens=8192 recompute=none
+    bash tests/cuda_build/run.sh FOLDER benchmarks/launches.py tokens=32768,recompute=full,ulysses=8 --json step.json
+
+Runs one rank's step of the draft of Llama-3.1-8B on fake CUDA tensors (tracing.py), forward and backward, and draws up
+a roofline timeline of it (roofline.py): bf16, K = 7, draft vocabulary 32,000. Communication, Python's own time and
+limits of the launch queue are not counted. The numbers rank designs; nothing is measured.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+import torch.distributed as dist
+from one_rank import LLAMA_3_1_8B
+from one_rank_measures import FrozenInputs, batch_of, model_flops, stream_of, weights_of
+from roofline import DEVICES, Device
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from tracing import Row, Trace, Tracer
+
+from eagle3.draft.model import Eagle3Draft
+from eagle3.errors import UserError, run_command
+from eagle3.objective.model import DraftObjective, MemoryPlan
+from eagle3.parallel.sequence import SequencePlan, SequenceSharding, Stream, plan_sequence
+from eagle3.parallel.topology import Topology, start_distributed
+from eagle3.planning.memory import step_bytes
+from eagle3.planning.step import Planned, Share, Sizes
+
+# What Megatron-core and DeepSpeed note on a weight; kept when the weight is moved.
+MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride", "allreduce", "sequence_parallel")
+# Rooms of the table, by where a kernel is launched: the first that matches.
+ROOMS = (
+    ("loss", ("objective/distill", "objective/streaming", "objective/softmaxes", "objective/fused")),
+    ("own keys", ("attention/ttt",)),
+    ("prefix attention", ("attention/",)),
+    ("exchange", ("deepspeed ",)),
+    ("rope", ("draft/rope",)),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One rank's step."""
+
+    tokens: int = 8192  # of the stream, one document
+    supervised: float = 1.0  # share of it, at its end
+    window: int = 0  # 0: full attention
+    recompute: str = "none"
+    inputs: str = "device"
+    tensor: int = 1
+    ulysses: int = 1
+    ring: int = 1
+    mode: str = "gather"
+    rank: int = 0
+    steps: int = 7  # K
+    block_mib: int = 1024
+
+    @classmethod
+    def parse(cls, text: str) -> "Case":
+        """`tokens=8192,recompute=none`. Raises UserError."""
+        fields = {field.name: field.type for field in dataclasses.fields(cls)}
+        values: dict[str, Any] = {}
+        for part in text.split(","):
+            name, _, value = part.partition("=")
+            if name not in fields:
+                raise UserError(f"{text!r}: {part!r}: write NAME=VALUE with one of {', '.join(fields)}")
+            try:
+                values[name] = fields[name](value)
+            except ValueError as error:
+                raise UserError(f"{text!r}: {name} is {value!r}; write a number") from error
+        return cls(**values)
+
+    @property
+    def memory(self) -> MemoryPlan:
+        return MemoryPlan(self.recompute, self.block_mib * 2**20)
+
+    def planned_bytes(self, plan: SequencePlan, stream: Stream) -> int:
+        """What the planner says that the step holds."""
+        sizes = Sizes(self.tensor, self.ulysses, self.ring)
+        planned = Planned(
+            LLAMA_3_1_8B, self.steps, torch.bfloat16, sizes, self.mode, self.memory, residence=self.inputs
+        )
+        return step_bytes(planned, Share.of(plan, stream)).total()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("case", type=Case.parse, help="tokens=8192,recompute=none; also " + ", ".join(vars(Case())))
+    parser.add_argument("--device", choices=DEVICES, default="h100", help="whose rates")
+    parser.add_argument("--json", type=Path, help="write the numbers to this file, too")
+    parser.add_argument("--top", type=int, default=0, help="list that many places, the longest first")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise UserError("launches.py: needs torch's CUDA build; start it with tests/cuda_build/run.sh")
+    device = DEVICES[options.device]
+    numbers = report(options.case, device, options.top)
+    if options.json:
+        options.json.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def start(case: Case) -> Topology:
+    """The groups of a job of which this process is one rank; the others are not there."""
+    world = case.tensor * case.ulysses * case.ring
+    os.environ.update(RANK=str(case.rank), LOCAL_RANK="0", WORLD_SIZE=str(world), LOCAL_WORLD_SIZE="1")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29999")
+    dist.init_process_group("fake", rank=case.rank, world_size=world, store=FakeStore())
+    import deepspeed  # it takes the group that it finds
+
+    deepspeed.init_distributed(dist_backend="nccl", auto_mpi_discovery=False, verbose=False)
+    return start_distributed(tensor=case.tensor, ulysses=case.ulysses, ring=case.ring)
+
+
+class FakeDraft(Eagle3Draft):
+    """A draft whose weights are fake tensors, which Module.to cannot swap."""
+
+    def to(self, *target: Any) -> "FakeDraft":
+        for part in self.modules():
+            for name, weight in part._parameters.items():
+                if weight is not None:
+                    moved = nn.Parameter(weight.detach().to(*target), requires_grad=weight.requires_grad)
+                    vars(moved).update({mark: value for mark, value in vars(weight).items() if mark in MARKS})
+                    part._parameters[name] = moved
+        return self
+
+
+def trace_step(case: Case, device: Device) -> tuple[Trace, dict[str, Any]]:
+    """Runs the case. Returns the trace and what else is known of the step."""
+    topology, config = start(case), LLAMA_3_1_8B
+    stream = stream_of(case.tokens, case.supervised, config.vocab_size)
+    sharding = SequenceSharding(ulysses=case.ulysses, ring=case.ring)
+    plan = plan_sequence(stream, case.steps, sharding, topology.sequence.rank(), case.window or None)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    tracer = Tracer(fake, device)
+    with fake:
+        draft = FakeDraft(config, topology.modules, torch.bfloat16).to(topology.device)
+        wide = config.target_hidden_size
+        rows = ((len(plan.rows), 3 * wide), (len(plan.teacher), wide))
+        frozen = [torch.empty(*shape, dtype=torch.bfloat16) for shape in rows]
+        head = torch.empty(config.draft_vocab_size // case.tensor, wide, dtype=torch.bfloat16, device=topology.device)
+    for weight in (*draft.parameters(), head):
+        tracer.watch(weight)
+    with tracer:
+        with tracer.measure("inputs"):
+            batch = batch_of(config, stream, plan, FrozenInputs(*frozen, head), topology.device, case.inputs)
+        objective = DraftObjective(draft, topology, case.mode, case.memory)
+        weights = weights_of(dataclasses.replace(batch, query_of=plan.query_of, teacher=_counted(batch.teacher)))
+        with tracer.measure("forward"):
+            distilled = objective(batch, weights)
+        with tracer.measure("backward"):
+            distilled.surrogate.backward()
+    flops = sum(model_flops(config, stream, plan).values()) / case.tensor
+    return tracer.trace, {"model_flops": flops, "planned": case.planned_bytes(plan, stream)}
+
+
+def _counted(teacher):
+    """The teacher with its best tokens on the CPU, where they can be counted: all of them are in the vocabulary."""
+    return dataclasses.replace(teacher, best=torch.zeros(len(teacher.best), dtype=torch.long))
+
+
+def report(case: Case, device: Device, top: int) -> dict[str, Any]:
+    """Prints the tables of a case and returns its numbers."""
+    trace, about = trace_step(case, device)
+    total, seconds = trace.total(), trace.seconds["forward"] + trace.seconds["backward"]
+    utilisation = about["model_flops"] / seconds / device.peak
+    print(f"\n{case}\nestimated for an {device.name}, communication not counted:")
+    print(
+        f"step {seconds:.3f} s (forward {trace.seconds['forward']:.3f}, backward {trace.seconds['backward']:.3f}), MFU "
+        f"{utilisation:.3f}, {case.tokens / seconds:,.0f} tokens/s; {total.launches:,} launches "
+        f"({total.launches * device.launch:.3f} s of the host)"
+    )
+    planned, share = about["planned"], about["planned"] / trace.peak
+    print(f"peak {trace.peak / 1e9:.2f} GB in {trace.peak_place}; planned {planned / 1e9:.2f} ({share:.3f})")
+    print("waits for the device:", dict(trace.waits) or "none")
+    for (kind, place), size in trace.transfers.items():
+        print(f"{kind}: {size / 1e6:,.1f} MB in {place}")
+    rooms: dict[str, Row] = defaultdict(Row)
+    for key, row in trace.rows.items():
+        if key[0] in ("forward", "backward"):
+            for name, value in vars(row).items():
+                setattr(rooms[room(*key)], name, getattr(rooms[room(*key)], name) + value)
+    print("\n| room | launches | TFLOP | GB | kernel s |\n|---|---|---|---|---|")
+    for name, row in sorted(rooms.items(), key=lambda item: -item[1].seconds):
+        print(f"| {name} | {row.launches:,} | {row.flops / 1e12:,.1f} | {row.bytes / 1e9:,.1f} | {row.seconds:.3f} |")
+    for key, row in sorted(trace.rows.items(), key=lambda item: -item[1].seconds)[:top]:
+        print(f"{' | '.join(key)}: {row.calls:,} calls, {row.bytes / 1e9:,.1f} GB, {row.seconds:.4f} s")
+    return {
+        "case": dataclasses.asdict(case),
+        "device": device._asdict(),
+        "seconds": seconds,
+        "utilisation": utilisation,
+        "peak_bytes": trace.peak,
+        "planned_bytes": planned,
+        "launches": total.launches,
+        "waits": dict(trace.waits),
+        "rooms": {name: vars(row) for name, row in rooms.items()},
+    }
+
+
+def room(phase: str, place: str, operator: str, kind: str) -> str:
+    """Where a kernel counts in the table."""
+    if kind != "memory":
+        return f"{kind}, loss" if kind == "products" and "distill" in place else kind
+    for name, marks in ROOMS:
+        if place.startswith(marks):
+            return name
+    return f"other, {phase}"
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    run_command(main)
