@@ -55,8 +55,7 @@ def new_recipe_text(
 ) -> str:
     """A complete recipe for `target` (hub id or folder), ready for editing, laid out for one node with 8 GPUs of 80 GB.
 
-    model: further keys for the recipe's `model` section
-    overrides: `section.key=value` for other keys to set in the recipe
+    model: further keys for the recipe's `model` section; overrides: `section.key=value` for other keys
     engine: use SGLang if it can serve the target. If False, transformers runs the target during training, unless it
         needs several GPUs or its head is quantised.
 

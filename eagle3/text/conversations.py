@@ -72,9 +72,7 @@ def iterate_conversations(
     downloads: Path | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> Iterator[Conversation]:
-    """Yield the conversations of all sources, one at a time and in order.
-
-    A source is one of:
+    """Yield the conversations of all sources, one at a time and in order. A source is one of:
     - a .json, .jsonl or .parquet file, or a folder of these
     - `standard_library` (conversations), `standard_library:files` or `standard_library:held_out_files` (texts)
     - `preset:NAME` (see eagle3.text.datasets) or a dataset id, both optionally with `@revision`; an id names a split

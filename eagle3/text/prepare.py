@@ -87,9 +87,8 @@ def prepare_samples(
     cache_dir: Path,
     report: Callable[[str], None],
 ) -> Prepared:
-    """Read, encode and mask the sources' conversations, or take them from `cache_dir` if the same was done before.
-
-    Every cached sample is compared with its digest, and the set is rebuilt if one does not match.
+    """Read, encode and mask the sources' conversations, or take them from `cache_dir` if that was done before. Every
+    cached sample is compared with its digest, and the set is rebuilt if one does not match.
 
     max_samples: use only this many rows, the first ones that are readable
     workers: most processes; default: one per core
