@@ -12,8 +12,9 @@ import pytest
 import torch
 from places import LAUNCHERS, TESTS
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: its kernels run on the CPU
+if not torch.cuda.is_available() and find_spec("sglang") is None:
+    # Before Triton is imported: its interpreter runs our kernels on the CPU. SGLang's servers must not inherit that.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 SHIMS = str(TESTS / "sglang_cpu" / "shims")
 

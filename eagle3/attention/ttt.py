@@ -105,9 +105,9 @@ class TTTAttention:
 class _Attend(torch.autograd.Function):
     """One softmax over the prefix and own keys.
 
-    Of that softmax the prefix has the share exp(lse - total), so with P over the prefix alone its scores have the
-    gradient P * share * (grad v^T - sum(grad * attended)). A block's backward computes just that, given grad * share as
-    the gradient and `attended` as the output.
+    The prefix's share of the softmax is exp(lse - total). With P, the softmax over the prefix alone, the gradient of
+    the prefix's scores is P * share * (grad v^T - sum(grad * attended)). A block's backward computes just that, given
+    grad * share as the gradient and `attended` as the output.
     """
 
     @staticmethod
@@ -153,8 +153,8 @@ class MergedOwn(NamedTuple):
 
 
 def merge_own(prefix: BlockOutput, q: Tensor, own: Sequence[Tensor], scale: float, chunk: int) -> MergedOwn:
-    """Merges each query's own keys with its prefix; every own key has one probability and one value. Works in chunks of
-    rows, whose fp32 copies are the only memory that it takes besides the results.
+    """Merges each query's own keys with its prefix; each own key adds one score and one value to its query. Works in
+    chunks of rows, whose fp32 copies are the only memory that it takes besides the results.
 
     own: K_1..K_k, then V_1..V_k, each [Q, kv_heads, d].
     """

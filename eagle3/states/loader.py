@@ -138,7 +138,7 @@ def _all_to_all(
 
 @dataclass(frozen=True)
 class StoredSource:
-    """Reads a store. Only this rank's rows of hidden states leave the disk, and ranks do not communicate."""
+    """Reads a store. A rank reads only the chunks that hold its rows, and ranks do not communicate."""
 
     store: HiddenStateStore
     alone = True
@@ -153,10 +153,11 @@ class StoredSource:
 class SpooledSource:
     """Reads hidden states that a running target writes to a spool. Ranks do not communicate; they share the job's
     folder in the spool. All ranks of a stream call `rows` with the same samples, so they derive the same tickets
-    (request names). Samples are read in the order of the call, whatever order they come in.
+    (request names). Samples are read in the order of the call, even if they arrive in another order.
 
     ask: requests a sample, given its ticket and token ids, and returns at once; None on all ranks of the stream but one
-    channel: different for each loader, so that two loaders' files never share a name, whichever asks first on a rank
+    channel: different for each loader, so that two loaders' files never share a name, even if ranks call the loaders in
+    different orders
     """
 
     alone = True

@@ -57,8 +57,8 @@ class Course:
 
 @dataclass
 class Trainer:
-    """Trains one run's draft. All ranks have the same recipe and samples; only the first rank writes files and
-    prints."""
+    """Trains one run's draft. All ranks have the same recipe and samples; the first rank writes all files but
+    checkpoints and profiles, to which every rank adds its part."""
 
     recipe: Recipe
     topology: Topology
