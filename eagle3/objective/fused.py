@@ -79,6 +79,16 @@ def _statistics_kernel(
 
 
 @triton.jit
+def _normalisers(peaks, totals, teacher_lse, steps, rows, row, STEPS: tl.constexpr):
+    """A row's places in [K, m] and which are real; maxima and sums of its draft logits and the teacher's, and z_lse."""
+    k = tl.arange(0, STEPS)
+    place, real = k.to(tl.int64) * rows + row, k < steps
+    last = tl.cast(steps, tl.int64) * rows + row  # a 1 comes as a constant, which has no methods
+    peak, total = tl.load(peaks + place, mask=real, other=0.0), tl.load(totals + place, mask=real, other=1.0)
+    return place, real, peak, total, tl.load(peaks + last), tl.load(totals + last), tl.load(teacher_lse + row)
+
+
+@triton.jit
 def _shares(x, z, peak, total, z_peak, z_total, z_lse):
     """p, q and f of one block."""
     p = tl.exp(x - peak[:, None]) / total[:, None]
@@ -92,11 +102,7 @@ def _overlap_kernel(
 ):  # fmt: skip
     """Of each row: sum min(f, p), and sum p where p < f."""
     row = tl.program_id(0)
-    k = tl.arange(0, STEPS)
-    place, real = k.to(tl.int64) * rows + row, k < steps
-    peak, total = tl.load(peaks + place, mask=real, other=0.0), tl.load(totals + place, mask=real, other=1.0)
-    last = steps.to(tl.int64) * rows + row
-    z_peak, z_total, z_lse = tl.load(peaks + last), tl.load(totals + last), tl.load(teacher_lse + row)
+    place, real, peak, total, z_peak, z_total, z_lse = _normalisers(peaks, totals, teacher_lse, steps, rows, row, STEPS)
     overlap, below = tl.zeros((STEPS,), tl.float32), tl.zeros((STEPS,), tl.float32)
     for start in range(0, columns, COLUMNS):
         x, z, _, _ = _tile(draft, teacher, steps, rows, columns, row, start, STEPS, COLUMNS)
@@ -117,13 +123,9 @@ def _gradient_kernel(
     factors: [2, K, m], a and b of each row; both 0 where it is not counted.
     """
     row = tl.program_id(0)
-    k = tl.arange(0, STEPS)
-    place, real = k.to(tl.int64) * rows + row, k < steps
-    peak, total = tl.load(peaks + place, mask=real, other=0.0), tl.load(totals + place, mask=real, other=1.0)
-    last = steps.to(tl.int64) * rows + row
-    z_peak, z_total, z_lse = tl.load(peaks + last), tl.load(totals + last), tl.load(teacher_lse + row)
+    place, real, peak, total, z_peak, z_total, z_lse = _normalisers(peaks, totals, teacher_lse, steps, rows, row, STEPS)
     a = tl.load(factors + place, mask=real, other=0.0)
-    b = tl.load(factors + steps.to(tl.int64) * rows + place, mask=real, other=0.0)
+    b = tl.load(factors + tl.cast(steps, tl.int64) * rows + place, mask=real, other=0.0)
     threshold = tl.load(below + place, mask=real, other=0.0)
     overlap = tl.zeros((STEPS,), tl.float32)
     for start in range(0, columns, COLUMNS):
