@@ -1,8 +1,8 @@
-"""Trains the drafts of an experiment, judges them, and compares what was judged: for window_arms.py.
+"""Trains the drafts of an experiment, judges them, and compares the results; for window_arms.py.
 
-Each arm is a run of launchers/train.py from stored hidden states, judged by launchers/evaluate.py; each result is a
-file of its own, with its command and its processor seconds. Intervals: 95%, by a bootstrap over seeds and prompts,
-paired: all arms are judged on the same prompts.
+Each arm is a run of launchers/train.py from stored hidden states, judged by launchers/evaluate.py. Each result has a
+file of its own, with its processor seconds. Intervals are 95%, by a bootstrap over seeds and prompts, which is paired
+because all arms are judged on the same prompts.
 """
 
 import json
@@ -23,13 +23,12 @@ RESAMPLES = 4000
 
 
 class Arm(NamedTuple):
-    """A draft. data: of the store it trains from. keys: of the recipe. judged: windows at serving; None for as
-    trained."""
+    """A draft to train and judge."""
 
     name: str
-    data: str
-    keys: tuple[str, ...]
-    judged: tuple[int | None, ...] = (None,)
+    data: str  # name of the store that it trains from
+    keys: tuple[str, ...]  # overrides of recipe keys
+    judged: tuple[int | None, ...] = (None,)  # windows at serving; None for as trained
 
     def served(self, window: int | None) -> str:
         return self.name if window is None else f"{self.name}; window {window} at serving"
@@ -42,21 +41,19 @@ class Arm(NamedTuple):
 
 
 class Experiment(NamedTuple):
-    """recipe: arguments for every launcher. stores: keys of the hidden-state stores by name. judge: arguments for
-    evaluate.py. findings: what read_results found, put into numbers. tables: a document of both, in Markdown. drawn: of
-    the findings, acceptance by context of some arms."""
+    """The arms to compare, how to run them, and what to make of their results."""
 
-    recipe: tuple[str, ...]
-    stores: dict[str, tuple[str, ...]]
+    recipe: tuple[str, ...]  # arguments for every launcher
+    stores: dict[str, tuple[str, ...]]  # name of a hidden-state store -> its overrides of recipe keys
     arms: list[Arm]
-    judge: tuple[str, ...]
-    findings: Callable[[dict[str, Any]], dict[str, Any]]
-    tables: Callable[[dict[str, Any]], str]
-    drawn: Callable[[dict[str, Any]], dict[str, Any]]
+    judge: tuple[str, ...]  # arguments for evaluate.py
+    findings: Callable[[dict[str, Any]], dict[str, Any]]  # computes figures from read_results
+    tables: Callable[[dict[str, Any]], str]  # formats results and findings as Markdown
+    drawn: Callable[[dict[str, Any]], dict[str, Any]]  # from the findings, some arms' acceptance by context
 
 
 def run_arm(experiment: Experiment, arm: Arm, seed: int, folder: Path) -> None:
-    """Train the arm and judge it, where that is not done yet."""
+    """Train the arm and judge it, except for what is done already."""
     results = {window: arm.result(folder, seed, window) for window in arm.judged}
     if all(result.exists() for result in results.values()):
         return
@@ -79,26 +76,27 @@ def run_arm(experiment: Experiment, arm: Arm, seed: int, folder: Path) -> None:
 
 
 def _note_cost(file: Path, launcher: str, arguments: list[str]) -> None:
-    """Run the launcher unless `file` says what it took."""
+    """Run the launcher, and note its cost in `file`, unless that file exists already."""
     if not file.exists():
         seconds = _launch(launcher, arguments)
         file.write_text(json.dumps({"command": shlex.join([launcher, *arguments]), "processor_seconds": seconds}))
 
 
 def _launch(launcher: str, arguments: list[str]) -> float:
-    """Processor seconds of a launcher. Raises UserError where it fails, which has said why."""
+    """Run a launcher and return its processor seconds. Raises UserError if it fails; its own output says why."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     print(f"{launcher} {shlex.join(arguments)}", file=sys.stderr, flush=True)
     code = subprocess.run([sys.executable, str(ROOT / "launchers" / launcher), *arguments]).returncode
-    if code not in (0, 1):  # 1: a tie of sampled tokens, which the result counts
+    if code not in (0, 1):  # 1: output that differs from plain decoding, which the result counts
         raise UserError(f"{launcher} ended with code {code}; what it said stands above; run again to continue")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return round(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, 1)
 
 
 def read_results(arms: Sequence[Arm], folder: Path) -> dict[str, Any]:
-    """By arm, as it is served: seeds, contexts, processor seconds, and counts [seeds, contexts, prompts, 2] of tokens
-    and verifications. Only of seeds that all arms have. Raises UserError where there is none."""
+    """The results of each arm under each of its windows: seeds, contexts, processor seconds, and counts [seeds,
+    contexts, prompts, 2] of tokens and verifications. Covers only seeds for which all arms were judged. Raises
+    UserError if there is none."""
     pairs = [(arm, window) for arm in arms for window in arm.judged]
     first_arm, first_window = pairs[0]
     pattern = first_arm.result(folder, 0, first_window).relative_to(folder).parent.name
@@ -136,7 +134,7 @@ class Resampled:
         self.chosen_prompts = [generator.integers(size, size=(RESAMPLES, size)) for size in sizes]
 
     def of(self, name: str, context: int) -> np.ndarray:
-        """[1 + RESAMPLES]: the measured one first."""
+        """Acceptance lengths [1 + RESAMPLES], the measured one first."""
         place = self.contexts.index(context)
         counts, prompts = self.counts[name][place], self.chosen_prompts[place]
         resampled = counts[self.chosen_seeds[:, :, None], prompts[:, None, :]].sum((1, 2))

@@ -1,19 +1,22 @@
-"""Measure how fast SGLang servers capture hidden states, against the same prefill with nothing captured.
+"""Measure how fast SGLang servers capture hidden states, compared with the same prefill without capture.
 
     python benchmarks/capture.py                  lines, and a table in Markdown
     python benchmarks/capture.py --json FILE      one JSON document in FILE as well
 
-A Llama with random weights prefills the same documents in four ways, in turn in every round; medians count: `plain`: a
-server as for decoding given ids, its radix cache off, CUDA graphs as SGLang has them; `unasked`: the server that
-captures, asked for nothing, which says what SGLang's own auxiliary states and the missing graphs cost; `spool`: its
-rows go through the spool, are read and dropped; `store`: they are written to a store. The goal is 0.9 of plain's rate
-for the last two. Capture makes every row's logits, prefill only the last row's; a whole round of that alone is timed
-too. Both servers run throughout and sleep when idle. Processor seconds are those of a server's processes, beside them
-this process's own: on a CPU that others use they say more than the clock.
+A Llama with random weights prefills the same documents in four ways, which take turns in every round; medians count:
+- `plain`: a server that decodes from token ids, without a radix cache, with CUDA graphs as SGLang has them;
+- `unasked`: the capturing server when nothing is to be captured, which shows the cost of SGLang's own auxiliary states
+  and of the missing graphs;
+- `spool`: the capturing server's rows go through the spool, are read, and are dropped;
+- `store`: these rows are written to a store.
 
-The default on a GPU is the shape of Llama-3.1-8B; on a CPU a small one with the same share of the lm_head in the work,
-8% of the layers', but per operation some 30 times the bytes of hidden states. From an installed SGLang; on a CPU by the
-environment of tests/sglang_cpu. The servers need about 50 GB of a GPU.
+The goal for the last two is 0.9 of plain's rate. A capture computes every row's logits, a prefill only the last row's;
+computing a round's logits alone is timed too. Both servers run throughout, and sleep when idle. Processor seconds are
+those of the server's processes and, separately, of this process: on a shared CPU they say more than the clock.
+
+The default shape on a GPU is that of Llama-3.1-8B. On a CPU it is a small one: the lm_head's work is the same share of
+the layers' work, 8%, but there are some 30 times as many bytes of hidden states per operation. Needs an installed
+SGLang, on a CPU in the environment of tests/sglang_cpu. The servers need about 50 GB of a GPU.
 """
 
 import argparse
@@ -47,11 +50,11 @@ LOOK_SECONDS = 0.05
 
 
 class Round(NamedTuple):
-    """Seconds by the clock; processor seconds of the server, and of this process."""
+    """The cost of prefilling all documents once."""
 
-    seconds: float
-    server: float
-    client: float
+    seconds: float  # by the clock
+    server: float  # processor seconds of the server
+    client: float  # processor seconds of this process
 
 
 def main() -> int:
@@ -62,7 +65,7 @@ def main() -> int:
     places = {"spool": str(options.spool), "folder": "given" if options.folder else "temporary"}
     settings = {name: value for name, value in vars(options).items() if name != "json"} | places
     about = origin(sglang=version("sglang"), load_before=os.getloadavg()[0]) | {"settings": settings}
-    for results in measure(options, device):  # after every round, as a time limit may end this
+    for results in measure(options, device):  # after every round, because a time limit may end this
         document = about | {"results": results}
         if options.json:
             options.json.write_text(json.dumps(document, indent=1) + "\n")
@@ -125,8 +128,8 @@ def measure(options: argparse.Namespace, device: str) -> Iterator[dict[str, Any]
 
 
 def summed_up(rounds: dict[str, list[Round]], options: argparse.Namespace) -> dict[str, Any]:
-    """Medians over the rounds; a ratio is the median of the rounds' ratios, as both of a pair suffer the same
-    neighbours."""
+    """Medians over the rounds. A ratio is the median of the rounds' ratios, because both parts of a round's ratio
+    suffer from the same other jobs."""
     tokens, ways = options.documents * options.tokens, {}
     for way, timings in rounds.items():
         pairs = list(zip(rounds["plain"], timings, strict=True))
@@ -146,8 +149,8 @@ def summed_up(rounds: dict[str, list[Round]], options: argparse.Namespace) -> di
 def running(
     options: argparse.Namespace,
 ) -> Iterator[tuple[dict[str, Callable[[Sequence[Any]], None]], dict[str, int], Path]]:
-    """How to prefill documents in each way, the process of the server that does it, and the job's folder in the
-    spool."""
+    """Start the servers. Yields, for each way, a function that prefills documents and the process id of its server; and
+    the job's folder in the spool."""
     import torch
     from transformers import LlamaConfig
 
@@ -177,7 +180,7 @@ def running(
             model=str(work / "target"),
             dtype=options.dtype,
             tensor=options.tensor,
-            memory_fraction=0.45,  # of what is free, for the first and then for the second
+            memory_fraction=0.45,  # of the free memory, for the first server and then for the second
             kv_tokens=max(4 * options.chunk_tokens, 2 * options.tokens),
             attention=options.attention,
             chunk_tokens=options.chunk_tokens,
@@ -220,7 +223,7 @@ def running(
 
 
 def prefill(url: str, documents: Sequence[Any], in_flight: int) -> None:
-    """As the client of captures asks, but for the id that a hook would know."""
+    """Send requests as a capture's client does, but without the id that tells the hook to capture."""
     from eagle3.targets.sglang.asking import ask
     from eagle3.targets.sglang.version import greedy_request
 
@@ -242,7 +245,7 @@ def timed(run: Callable[[], None], pid: int) -> Round:
 
 
 def processor_seconds(pid: int) -> float:
-    """Of a process and all that descend from it."""
+    """Processor seconds of a process and all its descendants."""
     import psutil
 
     root, total = psutil.Process(pid), 0.0
@@ -255,13 +258,14 @@ def processor_seconds(pid: int) -> float:
 
 @contextmanager
 def watched(folder: Path) -> Iterator[list[int]]:
-    """The most bytes of files that lay in `folder` at a time, looked at now and then."""
+    """Inside the block, a thread keeps looking at `folder`. Yields a list of one number: the most bytes of files seen
+    there at a time."""
     most, ended = [0], threading.Event()
 
     def look() -> None:
         while not ended.wait(LOOK_SECONDS):
             size = 0
-            for place, _, names in os.walk(folder):  # says nothing of folders that go meanwhile
+            for place, _, names in os.walk(folder):  # ignores folders that vanish meanwhile
                 for name in names:
                     with suppress(FileNotFoundError):
                         size += os.stat(os.path.join(place, name)).st_blocks * 512
@@ -277,8 +281,8 @@ def watched(folder: Path) -> Iterator[list[int]]:
 
 
 def summary_seconds(options: argparse.Namespace, device: str) -> float:
-    """Argmax and logsumexp of every row of a round, in this process; processor seconds on a CPU, as others may use it
-    too."""
+    """Seconds for the argmax and logsumexp of a round's rows, computed in this process. On a CPU these are processor
+    seconds, because others may use it too."""
     import torch
 
     from eagle3.targets.logits import summarize_teacher
@@ -297,8 +301,8 @@ def summary_seconds(options: argparse.Namespace, device: str) -> float:
 
 
 def logits_share(seconds: Sequence[float], plain: Sequence[Round], options: argparse.Namespace) -> dict[str, float]:
-    """What making every row's logits adds to plain's work: measured, and by counting multiplications (attention's
-    scores left out)."""
+    """How much computing every row's logits adds to plain's work: measured, and by counting multiplications (without
+    attention's scores)."""
     import torch
 
     prefilled = [one.seconds if torch.cuda.is_available() else one.server for one in plain]

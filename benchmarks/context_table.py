@@ -1,10 +1,10 @@
-"""The planner's table for docs/memory.md: what known targets' drafts need on 8 GPUs, by length of the context.
+"""The planner's table for docs/memory.md: what the drafts of known targets need on 8 GPUs, by context length.
 
     python benchmarks/context_table.py [--gpus 8] [--gpu-memory 80]
 
-Nothing is measured here: every number is the planner's. The shapes are the targets' own (their config.json), which is
-what a draft gets unless its recipe says otherwise; DeepSeek-V3, whose attention no draft copies, has the published
-shape of SpecForge's configs/deepseek-v3-671b-eagle3.json.
+Nothing is measured here: every number is the planner's. The drafts have the shapes of their targets (from config.json),
+as they do unless a recipe says otherwise. The exception is DeepSeek-V3, whose attention no draft copies: its draft has
+the shape that SpecForge publishes in configs/deepseek-v3-671b-eagle3.json.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def draft(hidden: int, mlp: int, heads: int, kv_heads: int, head_dim: int, vocab
 
 
 def cell(planned: Planned, gpus: int, tokens: int, supervised: float, usable: float) -> str:
-    """Gigabytes of a rank, and the layout that takes the least GPU time."""
+    """Gigabytes per rank under the layout that takes the least GPU time, and that layout."""
     stream = PlannedStream(tokens, 1, supervised)
     fitted = best_layout(planned, gpus, lambda sizes: stream, usable)
     if fitted is None:

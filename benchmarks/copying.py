@@ -1,15 +1,15 @@
-"""A small target for which far context matters, and the text that it, its drafts and their judge need: for part 2 of
-the experiment in docs/windows-experiment.md.
+"""Make a small target for which distant context matters, and texts to train its drafts on and to judge them: for part 2
+of the experiment in docs/windows-experiment.md.
 
     python benchmarks/copying.py --folder runs/copying
 
-In its conversations a user shows lists of random words and has code of the standard library continued; later it asks
-for a list again, whole or with one word for another. Nothing but the list itself says what the answer is, and it may
-stand 16,384 tokens before. The target is taught to find it: in its first steps some of its attention heads are told
-what to look at.
+In the conversations, a user shows lists of random words and asks for code of the standard library to be continued.
+Later the user asks for a list again, as a whole or with one word replaced. Only the list itself, up to 16,384 tokens
+earlier, determines the answer. The target is taught to find the list: in the first training steps, some of its
+attention heads are told what to look at.
 
 The folder gets target/, pieces.jsonl and whole.jsonl to train drafts on, prompts.jsonl to judge them, and target.json:
-the target's loss on the answers, by distance, with the list and with another one in its place.
+the target's loss on the answers, by distance, with the right list and with another list in its place.
 """
 
 import argparse
@@ -36,11 +36,11 @@ from eagle3.text.standard_library import standard_library_files
 
 LONGEST, PIECE = 16384, 512  # tokens of a conversation
 CONTEXTS = (512, 2048, 8192, LONGEST)
-KINDS = ("whole", "edited", "code")  # what a prompt asks for, in turns
+KINDS = ("whole", "edited", "code")  # what a prompt asks for; kinds take turns
 PER_KIND = 8  # prompts of each context
 LIST_WORDS = range(20, 41)
-CODE_TOKENS = range(40, 161)  # of a turn that has code continued, half of them in the answer
-SHOWN = 0.6  # of the turns that nothing is due in, those that show a list
+CODE_TOKENS = range(40, 161)  # tokens of a turn about code; half are in the answer
+SHOWN = 0.6  # share of the turns without a due question that show a list
 ANSWER_ROOM = 128  # tokens that an edited list of 40 words needs, with its question
 SHAPE = {
     "vocab_size": 2048,
@@ -53,7 +53,7 @@ SHAPE = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e10},
     "tie_word_embeddings": False,
 }
-# Conversations, their least and most tokens, tokens of a batch, and steps.
+# Stages of training: number of conversations, their least and most tokens, tokens per batch, and steps.
 LENGTHS = ((1200, 512, 4096, 4096, 400), (60, 4096, LONGEST, LONGEST, 30), (60, 6144, LONGEST, LONGEST, 100))
 RATES = {"learning_rate": 0.02, "adam_learning_rate": 0.004}
 
@@ -79,7 +79,7 @@ class WordList(NamedTuple):
 
 
 class Writer:
-    """Writes conversations of a wanted length, all from one seed."""
+    """Writes conversations of given lengths, all from one seed."""
 
     def __init__(self, files: Sequence[dict], tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
         self.code = [tokenizer(row["text"])["input_ids"] for row in files]
@@ -104,8 +104,8 @@ class Writer:
         return Turn(*(self.tokenizer.decode(half) for half in halves))
 
     def turns(self, tokens: int) -> list[Turn]:
-        """Of at most `tokens` tokens in all, the rest too short for another turn. Each list is asked for once, after a
-        distance that is log-uniform over what is left."""
+        """Turns of at most `tokens` tokens in all; the next turn would not fit. Each list is asked for once, after a
+        distance that is log-uniform over the tokens left."""
         turns, used, due = [], 0, []
         while used < tokens - ANSWER_ROOM:
             waiting = [entry for entry in due if entry[0] <= used]
@@ -125,8 +125,8 @@ class Writer:
         return turns
 
     def prompt(self, context: int, kind: str) -> tuple[list[Turn], WordList]:
-        """A conversation of just below `context` tokens up to its last answer, which its first list is wanted in; and
-        that list."""
+        """A conversation of just below `context` tokens, and the list that it shows first. Unless `kind` is code, its
+        last turn asks for that list."""
         shown = self.word_list(max(LIST_WORDS))
         last = self.code_turn() if kind == "code" else self.question(shown, kind)
         first = shown.shown()
@@ -148,7 +148,7 @@ def main() -> int:
 
 
 def make(folder: Path) -> dict[str, Any]:
-    """What target.json says. Makes what is not there."""
+    """Make the folder's content unless target.json exists already. Returns what target.json says."""
     record = folder / "target.json"
     if record.exists():
         return json.loads(record.read_text())
@@ -159,8 +159,8 @@ def make(folder: Path) -> dict[str, Any]:
     writer = Writer(library.train, tokenizer, seed=0)
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SHAPE, eos_token_id=tokenizer.eos_token_id, bos_token_id=None))
-    # In steps of length: from one to the next it finds what it has learnt to look for, from short to long at once it
-    # does not.
+    # The lengths grow in stages. From one stage to the next, the model still finds what it has learnt to look for; with
+    # a single jump from short to long, it does not.
     point(model, batches(written(writer, 2000, 256, 768), 4096, seed=0), steps=250)
     for seed, (count, least, most, batch_tokens, steps) in enumerate(LENGTHS, start=1):
         texts = written(writer, count, least, most)
@@ -206,10 +206,11 @@ def written(writer: Writer, count: int, least: int, most: int) -> list[Tensor]:
 
 
 def point(model: LlamaForCausalLM, coming: Iterator[Any], steps: int) -> None:
-    """Train with a second loss, of attention: what makes a model copy, and what it finds late or never by itself.
+    """Train with a second loss, on attention. It teaches the model to copy, which it would learn late or never by
+    itself.
 
-    Two heads of the first layer are to look at the token before and the one before that; one head each of the next two
-    layers at what followed the same two tokens earlier, where that is what comes now.
+    Two heads of the first layer should look at the previous token and the one before it. One head in each of the next
+    two layers should look at the token that followed the same two tokens earlier, if that token also comes next here.
     """
     model.set_attn_implementation("eager")
     matrices = [weight for name, weight in model.named_parameters() if weight.ndim == 2 and ".layers." in name]
@@ -231,8 +232,8 @@ def point(model: LlamaForCausalLM, coming: Iterator[Any], steps: int) -> None:
 
 
 def pointed(ids: Tensor, attentions: Sequence[Tensor]) -> Tensor:
-    """-log of the attention that the heads give to where they are to look. ids [B, T]; attentions [B, heads, T, T] a
-    layer."""
+    """-log of the attention that the heads give to where they should look. ids: [B, T]; attentions: [B, heads, T, T]
+    per layer."""
     before, before_that = _earlier(ids, 1), _earlier(ids, 2)
     coming = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -2)], 1)
     same = (before[:, None] == ids[:, :, None]) & (before_that[:, None] == before[:, :, None])
@@ -248,7 +249,7 @@ def _earlier(ids: Tensor, steps: int) -> Tensor:
 
 @torch.no_grad()
 def measured(model: LlamaForCausalLM, writer: Writer, prompts: list[tuple]) -> dict[str, float]:
-    """Nats a token of the last answers: as they are, and with another list in the place of the one that was shown."""
+    """Nats per token of the last answers: with the list that was shown, and with another list in its place."""
     losses = {"with": [], "without": []}
     for _, _, turns, shown in prompts:
         other = WordList(shown.name, writer.word_list(len(shown.words)).words)
@@ -261,7 +262,7 @@ def measured(model: LlamaForCausalLM, writer: Writer, prompts: list[tuple]) -> d
 
 
 def encoded(tokenizer: PreTrainedTokenizerFast, turns: Sequence[Turn]) -> Tensor:
-    """int64 [T]."""
+    """Tokens of the turns: int64 [T]."""
     return torch.tensor(tokenizer.apply_chat_template(messages(turns), tokenize=True, return_dict=False))
 
 

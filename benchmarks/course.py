@@ -1,4 +1,4 @@
-"""Train one recipe in one process and under other layouts, and compare: the table of docs/exactness.md.
+"""Train one recipe in one process and under other layouts, and compare the runs: the table in docs/exactness.md.
 
     python benchmarks/course.py                                        the quickstart, as there
     python benchmarks/course.py --steps 20 --layouts u2 r2-p2p --processes 4 evaluation.conversations=0
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent.parent
 
 
 class Course(NamedTuple):
-    """A finished run: the loss of each step, and its evaluation where it was judged."""
+    """A finished run: the loss of each step, and its evaluation if it was judged."""
 
     losses: list[float]
     evaluation: dict[str, Any] | None
@@ -64,10 +64,10 @@ def main() -> None:
 
 
 def train(layout: Layout, processes: int, recipe: Path, folder: Path, keys: list[str]) -> Course:
-    """Run launchers/train.py; its output goes to stderr. Raises UserError where it fails."""
+    """Run launchers/train.py; its output goes to stderr. Raises UserError if it fails."""
     sizes = {"tensor": layout.tensor, "ulysses": layout.ulysses, "ring": layout.ring, "ring_mode": layout.mode}
     command = [Path(sys.executable).with_name("deepspeed"), "--num_gpus", processes]
-    command += ["--master_port", random.randrange(10_000, 29_000)]  # as other jobs may run on this machine
+    command += ["--master_port", random.randrange(10_000, 29_000)]  # because other jobs may run on this machine
     command += [ROOT / "launchers" / "train.py", "--deepspeed", ROOT / "ds_configs" / "zero2.json", "--recipe", recipe]
     command += [*keys, f"output.dir={folder}", *(f"parallelism.{name}={size}" for name, size in sizes.items())]
     code = subprocess.run(list(map(str, command)), stdout=sys.stderr).returncode
@@ -82,7 +82,7 @@ def train(layout: Layout, processes: int, recipe: Path, folder: Path, keys: list
 
 
 def largest_difference(losses: list[float], expected: list[float], steps: int) -> float:
-    """Of the first `steps` losses, relative to those expected."""
+    """Largest difference among the first `steps` losses, relative to the expected ones."""
     return max(abs(a - b) / abs(b) for a, b in zip(losses[:steps], expected[:steps], strict=True))
 
 

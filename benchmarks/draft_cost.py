@@ -1,11 +1,11 @@
-"""What a draft's own side of a verification costs by the context before it: keys of the new rows, then a chain of
-tokens.
+"""Measure a draft's share of a verification's cost, by context: keys of the new rows, then a chain of tokens.
 
     python benchmarks/draft_cost.py          a table in Markdown (about 2 minutes)
     python benchmarks/draft_cost.py --json   one JSON document
 
-Processor seconds of one thread, the least of some rounds in which contexts take turns. The draft is random: an 8B
-target's at an eighth of its width, in fp32. Its prefix is random too; the target and its part of the work are left out.
+Reports processor seconds of one thread, the least over several rounds in which the contexts take turns. The draft has
+random weights and an eighth of the width of an 8B target's draft, in fp32. Its prefix is random too; the target and its
+part of the work are left out.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from eagle3.errors import run_command
 CONTEXTS = [2**power for power in range(9, 16)]
 WINDOWS = (None, 32, 128, 512)
 ROWS, CHAIN = 3, 4  # tokens that a verification adds, and that the draft then proposes
-FLAT = 1.10  # the longest context's cost over the shortest's, at most, under a window
+FLAT = 1.10  # under a window, the most that the longest context may cost relative to the shortest
 
 
 def main() -> int:
@@ -30,7 +30,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
     parser.add_argument("--rounds", type=positive, default=30)
     options = parser.parse_args()
-    stdout = os.dup(1)  # kept for the result: DeepSpeed logs to what is stdout when it is imported
+    stdout = os.dup(1)  # kept for the result: DeepSpeed logs to the stdout that it finds when imported
     os.dup2(2, 1)
     seconds = {window: measure(window, options.rounds) for window in WINDOWS}
     ratios = {window: of_window[CONTEXTS[-1]] / of_window[CONTEXTS[0]] for window, of_window in seconds.items()}
@@ -53,7 +53,7 @@ def name(window: int | None) -> str:
 
 
 def measure(window: int | None, rounds: int) -> dict[int, float]:
-    """By context."""
+    """Processor seconds by context."""
     from dataclasses import replace
 
     import torch

@@ -1,5 +1,5 @@
-"""One rank of a ring in a process of its own: what `gather` makes it hold and compute, with random numbers for what the
-others would send; and schedules of which only a part is computed."""
+"""Emulates one rank of a ring in a single process: what `gather` makes the rank hold and compute, with random numbers
+for what the other ranks would send. Also thins out schedules, so that only a part is computed."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ THIN_WINDOW = 1024  # keys
 
 @dataclass(frozen=True)
 class EmulatedRing(RingAttention):
-    """What `gather` holds and computes on one of `ranks` ring ranks, in a process of its own: the others' keys and
-    values are random, and all shares follow each other as one, this rank's first (see `joined`)."""
+    """Holds and computes what `gather` does on one of `ranks` ring ranks, in a single process. The other ranks' keys
+    and values are random, and all shares are joined into one, with this rank's first (see `joined`)."""
 
     ranks: int = 1
 
@@ -36,7 +36,7 @@ class _RandomExchange(Exchange):
 
 class _GatherRandom(torch.autograd.Function):
     """Own keys and values [2, S, kv_heads, d] -> [1, 2, ranks * S, kv_heads, d]. Backward: what a reduce-scatter would
-    hand back, less the other ranks' parts of it."""
+    return, without the other ranks' contributions."""
 
     @staticmethod
     def forward(ctx, mine, ranks, gradient):
@@ -55,8 +55,8 @@ class _GatherRandom(torch.autograd.Function):
 
 
 def joined(shares: Sequence[PrefixSchedule], rank: int) -> PrefixSchedule:
-    """The schedules of all ring ranks' keys as one over the keys in the ring's order: this rank's first, then those of
-    the rank before it, and so on."""
+    """Joins the schedules of all ring ranks' keys into one, over the keys in the ring's order: this rank's first, then
+    those of the rank before it, and so on."""
     order = [(rank - hop) % len(shares) for hop in range(len(shares))]
     pieces, start = [], 0
     for source in order:
@@ -69,8 +69,8 @@ def joined(shares: Sequence[PrefixSchedule], rank: int) -> PrefixSchedule:
 
 
 def thinned(schedule: PrefixSchedule) -> PrefixSchedule:
-    """One full piece of each run of queries, and what is not full; a short window, if all pieces are bands: the same
-    memory at a fraction of the time."""
+    """A schedule that takes the same memory at a fraction of the time. Keeps one full piece for each run of queries,
+    and all pieces that are not full; or, if all pieces are bands, shortens their window."""
     if schedule.window is None and {piece.visibility for piece in schedule.pieces} == {"banded"}:
         return dataclasses.replace(schedule, window=THIN_WINDOW)
     seen: set[tuple[int, int]] = set()

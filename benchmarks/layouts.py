@@ -1,4 +1,4 @@
-"""One training step of a synthetic stream under any layout: what the benchmarks of sequence parallelism measure."""
+"""One training step on a synthetic stream under any layout, for the other benchmarks to measure."""
 
 import re
 import time
@@ -30,7 +30,7 @@ VOCABULARY = 64
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the groups, and key/value heads where they are not the draft's own."""
+    """Sizes of the parallel groups, and the number of key/value heads if it is not the draft's own."""
 
     name: str = "one process"
     tensor: int = 1
@@ -41,7 +41,7 @@ class Layout:
 
     @classmethod
     def parse(cls, name: str) -> "Layout":
-        """Sizes joined by dashes: `u2`, `r4-p2p`, `tp2-u2`, `u2-r2-gather`, `u4-kv2`. Raises UserError."""
+        """Parse sizes joined by dashes, as in `u2`, `r4-p2p`, `tp2-u2`, `u2-r2-gather`, `u4-kv2`. Raises UserError."""
         sizes = {"tp": "tensor", "u": "ulysses", "r": "ring", "kv": "kv_heads"}
         values: dict[str, Any] = {}
         for part in name.split("-"):
@@ -58,25 +58,25 @@ class Layout:
         return self.tensor * self.ulysses * self.ring
 
     def planned(self, config: DraftConfig, steps: int, dtype: torch.dtype, memory: MemoryPlan) -> Planned:
-        """A step of this layout, for the planner."""
+        """A step under this layout, as the planner describes it."""
         sizes = Sizes(self.tensor, self.ulysses, self.ring)
         return Planned(config, steps, dtype, sizes, self.mode, memory, device="cpu")
 
     def draft(self, config: DraftConfig) -> DraftConfig:
-        """With this layout's key/value heads. Raises UserError where the groups cannot share the draft."""
+        """The draft with this layout's key/value heads. Raises UserError if the groups cannot share it."""
         config = replace(config, num_key_value_heads=self.kv_heads or config.num_key_value_heads)
         config.check_parallel(self.tensor, self.ulysses)
         return config
 
     def start(self) -> Topology:
-        """Form the groups; one thread a rank, so that layouts compare."""
+        """Form the groups, with one thread per rank, so that layouts can be compared."""
         topology = start_distributed(self.tensor, self.ulysses, self.ring)
         torch.set_num_threads(1)
         return topology
 
 
 class Prepared(NamedTuple):
-    """A step but for its run; `plan` and `batch` are this rank's, `counts` the whole stream's."""
+    """Everything that a step needs. `plan` and `batch` are this rank's, `counts` the whole stream's."""
 
     objective: DraftObjective
     batch: MicroBatch
@@ -86,12 +86,12 @@ class Prepared(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Forward and backward. seconds: until the last rank is through. cpu_seconds: processor time of the rank that takes
-    most, what the step would last with a core for each rank and nothing to wait for. loss: of the whole stream."""
+    """The outcome of one forward and backward pass."""
 
-    seconds: float
+    seconds: float  # until the last rank has finished
+    # Processor time of the rank that takes most: how long the step would last if each rank had a core and never waited.
     cpu_seconds: float
-    loss: float
+    loss: float  # of the whole stream
 
 
 def draft_config(heads: int, kv_heads: int, head_dim: int) -> DraftConfig:
@@ -110,7 +110,7 @@ def draft_config(heads: int, kv_heads: int, head_dim: int) -> DraftConfig:
 
 
 def pack(documents: Sequence[Runs], vocabulary: int = VOCABULARY) -> Stream:
-    """Random tokens under the documents' loss masks."""
+    """A stream of random tokens with the documents' loss masks."""
     generator = torch.Generator().manual_seed(0)
     masks = [torch.cat([torch.full((length,), supervised) for length, supervised in runs]) for runs in documents]
     return Stream.pack([torch.randint(vocabulary, (len(mask),), generator=generator) for mask in masks], masks)
@@ -133,8 +133,8 @@ def prepare(
     memory: MemoryPlan = MemoryPlan(),
     residence: Residence = "device",
 ) -> Prepared:
-    """The same draft and the same random hidden states under every layout. The target's vocabulary begins with the
-    draft's."""
+    """Prepare a step that has the same draft and the same random hidden states under every layout. The target's
+    vocabulary begins with the draft's."""
     generator = torch.Generator().manual_seed(1)
     aux = torch.randn(stream.tokens, 3 * config.target_hidden_size, generator=generator)
     last = torch.randn(stream.tokens, config.target_hidden_size, generator=generator)
@@ -158,7 +158,8 @@ def prepare_rows(
     memory: MemoryPlan = MemoryPlan(),
     residence: Residence = "device",
 ) -> Prepared:
-    """From the plan's own rows: aux [rows, 3Ht], last [teacher rows, Ht]; head [V, Ht] of the target."""
+    """Prepare a step from hidden states at the plan's own rows: aux [rows, 3Ht], last [teacher rows, Ht]. head: the
+    target's, [V, Ht]."""
     size = config.draft_vocab_size
     torch.manual_seed(2)
     draft = Eagle3Draft(config, topology.modules, dtype)
@@ -177,7 +178,7 @@ def prepare_rows(
 
 
 def run_step(prepared: Prepared, topology: Topology) -> Step:
-    """Forward and backward of the stream; leaves this rank's gradients in the draft."""
+    """Run forward and backward on the stream. Leaves this rank's gradients in the draft."""
     prepared.objective.zero_grad()
     dist.barrier(topology.stream)
     began, cpu_began = time.perf_counter(), time.process_time()

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 class LiveBytes(TorchDispatchMode):
     """Counts the storages that operations inside the context return, backward passes included, until they are freed.
 
-    Views share a storage and count once. What a kernel takes for itself while it runs is not seen. `peak` is the most
-    that was alive at once, with `tensors`, which exist already (`existing` bytes).
+    Views share a storage and count once. Memory that a kernel takes for itself while it runs is not seen. `peak` is the
+    most that was alive at once, including `tensors`, which exist beforehand (`existing` bytes).
     """
 
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
@@ -52,7 +52,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 class LargestTensor(TorchDispatchMode):
-    """Elements of the largest tensor that any operation inside the context returned."""
+    """Records the number of elements of the largest tensor that any operation inside the context returns."""
 
     def __init__(self) -> None:
         super().__init__()

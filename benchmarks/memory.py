@@ -1,11 +1,11 @@
-"""Measure what a token costs in memory: bytes per supervised and per skipped token, against the planner.
+"""Measure what a token costs in memory: bytes per supervised and per skipped token, compared with the planner.
 
     python benchmarks/memory.py                     tables in Markdown (some 10 minutes)
     python benchmarks/memory.py --json              one JSON document
     python benchmarks/memory.py --only full_width   one step at the width of an 8B target, fp32 (slow, 20 GB of memory)
 
-On CPUs memory is counted by live tensors (live_bytes.py), on a GPU by its allocator; the process's resident memory is
-printed beside it. A token's bytes are the slope between two lengths. Marks missed end it with exit code 1.
+On a CPU, memory is the bytes of live tensors (live_bytes.py); on a GPU, the allocator counts it. The process's resident
+memory is recorded as well. A token's bytes are the slope between two lengths. Exit code 1 if a mark is missed.
 """
 
 import argparse
@@ -25,21 +25,21 @@ from eagle3.errors import run_command
 
 PARTS = ("slopes", "full_width")
 STEPS = 7
-# Bytes of a local token of an 8B target's draft in bf16 with full recompute, at most.
+# The most bytes that a local token may take, for an 8B target's draft in bf16 with full recompute.
 MARKS = {"supervised": 300_000, "skipped": 45_000}
-WIDTH = 8  # the 8B shape is divided by this for the slopes, which are multiplied by it
+WIDTH = 8  # for the slopes, the 8B shape is divided by this, and the bytes are multiplied by it
 
 
 class Length(NamedTuple):
-    """A stream: documents as runs of (tokens, supervised?); tokens whose number differs from one length to the next."""
+    """A stream of a certain length."""
 
-    documents: list[list[tuple[int, bool]]]
-    tokens: int
+    documents: list[list[tuple[int, bool]]]  # each as runs of (tokens, supervised?)
+    tokens: int  # number of tokens of the measured kind
 
 
 def main() -> int:
     options = _options()
-    stdout = os.dup(1)  # kept for the result: DeepSpeed logs to what is stdout when it is imported
+    stdout = os.dup(1)  # kept for the result: DeepSpeed logs to the stdout that it finds when imported
     os.dup2(2, 1)
     import torch
     from layouts import Layout
@@ -68,7 +68,7 @@ def _options() -> argparse.Namespace:
 
 
 def draft_of_8b(width: int):
-    """The draft of a Llama-3.1-8B, `width` times narrower; the target's vocabulary is that of the draft."""
+    """A Llama-3.1-8B's draft, `width` times narrower, with a target vocabulary as small as the draft's."""
     from eagle3.draft.config import DraftConfig
 
     return DraftConfig(
@@ -89,12 +89,13 @@ def supervised(*counts: int) -> list[Length]:
 
 
 def skipped(*counts: int) -> list[Length]:
-    """An answer of 256 tokens after a prompt."""
+    """Streams with a prompt of these lengths and an answer of 256 tokens."""
     return [Length([[(count, False), (256, True)]], count) for count in counts]
 
 
 def slopes(topology) -> list[dict[str, Any]]:
-    """In bf16 at reduced width, in blocks small enough not to blur the slopes; supervised tokens in every mode."""
+    """Bytes per token in bf16, at reduced width, with blocks small enough not to blur the slopes. Supervised tokens are
+    measured in every recompute mode, skipped ones with full recompute."""
     import torch
 
     from eagle3.objective.model import MemoryPlan
@@ -130,7 +131,8 @@ def slopes(topology) -> list[dict[str, Any]]:
 
 
 def _planned_on_gpu(kind: str, recompute: str) -> float:
-    """Bytes of one more token from 65,536 to 131,072 tokens, of which all count or (skipped) none but 256."""
+    """Bytes of one more token between 65,536 and 131,072 tokens, of which all are supervised or, for skipped tokens,
+    only 256."""
     import torch
 
     from eagle3.objective.model import MemoryPlan
@@ -147,7 +149,7 @@ def _planned_on_gpu(kind: str, recompute: str) -> float:
 
 
 def full_width(topology, tokens: int) -> list[dict[str, Any]]:
-    """One step of the whole 8B shape in fp32 with full recompute: its peak beside the plan's."""
+    """One step of the whole 8B shape in fp32 with full recompute: its peak, and the planner's."""
     import torch
 
     from eagle3.objective.model import MemoryPlan
@@ -165,7 +167,7 @@ def _pairs(items: Sequence) -> list[tuple]:
 
 
 def _step(topology, draft, dtype, length: Length, memory) -> dict[str, Any]:
-    """Peak bytes of one forward and backward pass, weights and inputs included, and what the planner says of it."""
+    """Peak bytes of one forward and backward pass, weights and inputs included, and the planner's estimate of it."""
     import torch
     from layouts import Layout, pack, prepare
     from live_bytes import LiveBytes, device_tensors

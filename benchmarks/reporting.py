@@ -1,4 +1,4 @@
-"""What every benchmark says of itself: command, date and machine; and tables."""
+"""What every benchmark reports about itself (command, date, machine), and tables."""
 
 import argparse
 import datetime
@@ -38,7 +38,7 @@ def headline(document: dict[str, Any]) -> str:
 
 
 def positive(text: str) -> int:
-    """A type for argparse."""
+    """For argparse: a whole number, 1 or more."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is below 1")
@@ -46,7 +46,7 @@ def positive(text: str) -> int:
 
 
 def table(title: str, head: list[str], rows: list[list[Any]]) -> str:
-    """In Markdown."""
+    """A title and a table, in Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join([title, "", *(f"| {' | '.join(map(str, line))} |" for line in lines)])
 
@@ -58,8 +58,8 @@ def report_parts(
     markdown: Callable[[dict[str, Any]], str],
     stdout: int,
 ) -> None:
-    """Measure the parts one after another, and write the document to the descriptor `stdout`: as JSON with
-    options.json, else what `markdown` makes of it. How long a part took goes to stderr."""
+    """Measure the parts one after another, and write the document to the descriptor `stdout`: as JSON if options.json
+    is set, otherwise as `markdown` formats it. The time that each part took goes to stderr."""
     loads, results = {}, {}
     for part, measure in parts.items():
         loads[part], began = os.getloadavg()[0], time.monotonic()

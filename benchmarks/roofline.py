@@ -1,5 +1,5 @@
-"""What an operator costs on a GPU by a roofline: kernel launches, FLOPs, bytes of device memory, and the seconds that
-follow from a device's rates. These are estimates from shapes; nothing here is measured."""
+"""What an operator costs on a GPU according to a roofline model: kernel launches, FLOPs, bytes of device memory, and
+the seconds that follow from a device's rates. These are estimates from shapes; nothing here is measured."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -24,8 +24,8 @@ class Device(NamedTuple):
     copies: float  # bytes read and written
     pinned: float  # bytes from pinned host memory
     pageable: float  # bytes from other host memory, while the host waits
-    launch: float  # of the host, for one kernel
-    shortest: float  # a kernel takes no less
+    launch: float  # the host's time to launch one kernel
+    shortest: float  # the least time that a kernel takes
 
 
 H100 = Device(
@@ -41,7 +41,7 @@ H100 = Device(
     launch=5e-6,
     shortest=2e-6,
 )
-# 788 TFLOP/s in bf16 products and 4.3 TB/s in copies were seen on one; the rest as on an H100.
+# 788 TFLOP/s in bf16 products and 4.3 TB/s in copies were measured on an H200; the other rates are an H100's.
 H200 = H100._replace(name="H200", products=788e12, copies=4.3e12)
 DEVICES = {"h100": H100, "h200": H200}
 
@@ -73,7 +73,7 @@ class Call(NamedTuple):
     outputs: Sequence[Tensor]
 
 
-# Operators that launch nothing.
+# Operators that launch no kernel.
 FREE = {
     *("detach", "alias", "view", "expand", "_unsafe_view", "_reshape_alias", "set_", "resize_", "lift_fresh"),
     *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh_copy", "record_stream"),
@@ -81,7 +81,7 @@ FREE = {
     *("is_contiguous", "is_contiguous_memory_format", "is_strides_like_format", "is_non_overlapping_and_dense"),
     *("layout", "device", "prim_device", "is_pinned", "_pin_memory", "_local_scalar_dense"),
 }
-# Composite operators: kernels on CUDA, each over the whole input.
+# Composite operators -> number of kernels on CUDA, each of which reads the whole input.
 SEVERAL = {"logsumexp": 6, "topk": 2, "linalg_vecdot": 2}
 # Operators that write their first argument without reading it.
 OVERWRITES = ("copy_", "fill_", "zero_", "normal_", "uniform_")
@@ -96,7 +96,7 @@ def covered(tensor: Tensor) -> int:
 
 
 def cost_of(namespace: str, call: Call) -> Cost:
-    """The cost of a call. Raises LookupError for an operator of our own that declares none."""
+    """The cost of a call. Raises LookupError for an operator of our own that declares no cost."""
     if namespace == "eagle3":
         declared = traffic(call.name, call.inputs, call.outputs)
         return Cost("memory", declared.launches, declared.flops, float(declared.read + declared.written))
@@ -148,7 +148,7 @@ def _attention(call: Call, touched: int) -> Cost:
 
 
 def _memory(call: Call, touched: int) -> Cost:
-    """Everything else reads its inputs and writes its outputs once."""
+    """The cost of any other operator. It reads its inputs and writes its outputs once."""
     if call.name in ("embedding", "index_select", "gather"):
         touched = sum(map(covered, call.outputs)) * 2 + sum(map(covered, call.inputs[1:]))
     elif call.name == "index_add_":

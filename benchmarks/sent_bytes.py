@@ -13,11 +13,11 @@ KINDS = ("Ulysses K0,V0", "Ulysses q,out", "Ulysses lse", "ring K0,V0", "tensor"
 
 
 class SentBytes(TorchDispatchMode):
-    """Counts what this rank sends in the collectives run inside the context, whoever calls them: all of
-    torch.distributed's pass torch's dispatcher.
+    """Counts what this rank sends in the collectives inside the context, no matter which code runs them: all of
+    torch.distributed's collectives go through torch's dispatcher.
 
-    A rank of G sends of an all-to-all's input what is not its own, (G-1)/G; its share G-1 times in an all-gather;
-    (G-1)/G of a reduce-scatter's input; 2 (G-1)/G of an all-reduce's buffer (a reduce-scatter and an all-gather of it).
+    In a group of G ranks, a rank sends (G-1)/G of its input to an all-to-all or reduce-scatter, G-1 times its share in
+    an all-gather, and 2 (G-1)/G of its buffer in an all-reduce (a reduce-scatter and an all-gather of the buffer).
     """
 
     def __init__(self, head_dim: int) -> None:

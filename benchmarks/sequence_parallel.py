@@ -3,8 +3,8 @@
     python benchmarks/sequence_parallel.py          tables in Markdown
     python benchmarks/sequence_parallel.py --json   one JSON document
 
-Bytes that differ from the formula, losses that differ between layouts, and gradients that skipping changes end it with
-an assertion error. Progress and logs go to stderr. It takes some minutes, and times want an otherwise idle machine.
+Ends with an assertion error if bytes differ from the formula, losses differ between layouts, or skipping changes
+gradients. Progress and logs go to stderr. Takes some minutes; times need an otherwise idle machine.
 """
 
 import argparse
@@ -35,7 +35,7 @@ DRAFTS = {
 
 def main() -> int:
     options = _options()
-    stdout = os.dup(1)  # kept for the result: DeepSpeed logs to what is stdout when it is imported
+    stdout = os.dup(1)  # kept for the result: DeepSpeed logs to the stdout that it finds when imported
     os.dup2(2, 1)
     parts = _parts(options)
     report_parts({part: parts[part] for part in options.only}, options, DRAFTS, _markdown, stdout)
@@ -71,7 +71,7 @@ def _options() -> argparse.Namespace:
 
 
 def _parts(options: argparse.Namespace) -> dict[str, Callable[[], Rows]]:
-    # Imported only now, after stdout was put aside; and before processes are forked, which then start at once.
+    # Imported only now: after stdout was put aside, but before processes are forked, so that these start at once.
     import sequence_parallel_measures as measures
     import torch
     from layouts import Layout, draft_config
@@ -79,7 +79,7 @@ def _parts(options: argparse.Namespace) -> dict[str, Callable[[], Rows]]:
     drafts = {part: draft_config(**sizes) for part, sizes in DRAFTS.items()}
     layouts, timed = ([Layout.parse(name) for name in names] for names in (options.layouts, options.timed_layouts))
     for part, chosen in (("bytes", layouts), ("time", timed)):
-        for layout in chosen:  # a layout that does not fit is told before anything runs
+        for layout in chosen:  # refuse a layout that does not fit before anything runs
             layout.draft(drafts[part])
 
     def by_ranks(layouts: list[Layout], measure: Callable[[list[Layout]], Rows]) -> Rows:
@@ -113,8 +113,9 @@ def _parts(options: argparse.Namespace) -> dict[str, Callable[[], Rows]]:
 
 
 def _on_ranks(world: int, measure: Callable[[], Rows]) -> Rows:
-    """What `measure` finds on rank 0 of `world` processes under the environment that a launcher sets. They are forked:
-    this process has run nothing on tensors, which would have started threads that a child lacks."""
+    """Run `measure` in `world` processes, with the environment that a launcher sets. Returns what rank 0 measures. The
+    processes are forked, so this process must not have computed on tensors: that starts threads, which a child
+    lacks."""
     from torch.multiprocessing import start_processes
 
     with socket.socket() as probe:

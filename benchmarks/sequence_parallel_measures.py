@@ -26,8 +26,8 @@ TOLERANCE = 1e-5
 def measure_bytes(
     layouts: Sequence[Layout], config: DraftConfig, tokens: int, steps: int, dtype: torch.dtype
 ) -> list[dict[str, Any]]:
-    """Per layout (all of as many ranks as this job has) the bytes of the rank that sends most, over one stream of three
-    documents, when nothing is recomputed. Asserts that every rank sends what the formula says, whatever is
+    """For each layout (all have as many ranks as this job), the bytes of the rank that sends most, for one stream of
+    three documents when nothing is recomputed. Asserts that every rank sends what the formula says, whatever is
     recomputed."""
     stream = pack(
         [turns(tokens // 2, 60, 25), turns(tokens // 5, 20, 20), [(tokens // 5, False), (tokens // 10, True)]]
@@ -67,7 +67,8 @@ def measure_bytes(
 
 
 def _bytes_at_128k(layout: Layout) -> float:
-    """By the formula: 131,072 supervised tokens, K = 7, bf16, the draft of an 8B target of Llama's shape."""
+    """Bytes by the formula, for 131,072 supervised tokens, K = 7, bf16, and the draft of an 8B target of Llama's
+    shape."""
     config = layout.draft(draft_config(heads=32, kv_heads=8, head_dim=128))
     rows = 131072 // (layout.ulysses * layout.ring)
     planned = layout.planned(config, 7, torch.bfloat16, MemoryPlan())
@@ -84,7 +85,7 @@ def check_gather_saves(results: Sequence[dict[str, Any]], steps: int) -> None:
 
 
 def balance_masks(tokens: int) -> dict[str, list[Runs]]:
-    """Four streams of about `tokens` tokens, by what their loss mask is like."""
+    """Four streams of about `tokens` tokens, by a description of their loss mask."""
     source, chats, length = random.Random(0), [], 0
     while length < tokens:
         rounds = [(source.randint(20, 200), source.randint(20, 400)) for _ in range(source.randint(1, 40))]
@@ -102,8 +103,9 @@ def balance_masks(tokens: int) -> dict[str, list[Runs]]:
 
 
 def measure_balance(rings: Sequence[int], tokens: int, steps: int) -> list[dict[str, Any]]:
-    """max/mean over the ranks, from plans alone. work: keys that a ring rank's queries see. queries, and those of each
-    sequence rank with two Ulysses ranks. hop: the worst hop of p2p, by the keys seen in the share that is there."""
+    """Largest over mean among the ranks, from plans alone. work: keys that a ring rank's queries see. queries: of a
+    ring rank. queries_ulysses_2: of a sequence rank, with two Ulysses ranks. hop_...: keys seen in the worst hop of
+    p2p, among those of the share that is present."""
     torch.set_num_threads(1)
     results = []
     for name, documents in balance_masks(tokens).items():
@@ -161,7 +163,8 @@ def _spread(numbers: Sequence[int]) -> float:
 def measure_time(
     layouts: Sequence[Layout], config: DraftConfig, tokens: int, steps: int, repeats: int
 ) -> list[dict[str, Any]]:
-    """Seconds of a step, one thread a rank, per layout (all of as many ranks as this job has) and loss mask."""
+    """Seconds of a step with one thread per rank, for each layout (all have as many ranks as this job) and loss
+    mask."""
     masks = {"all supervised": [[(tokens, True)]], "every other 256 tokens": [turns(tokens, 256, 256)]}
     results = []
     for layout in layouts:
@@ -175,12 +178,12 @@ def measure_time(
 
 
 def _median(steps: Sequence[Step]) -> Step:
-    """Of all but the first, which warms up."""
+    """Medians over all steps but the first, which warms up."""
     return Step(*(statistics.median(numbers) for numbers in zip(*steps[1:], strict=True)))
 
 
 def compare_with_one_process(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add one process's times over each one's, and assert that the losses are the same."""
+    """Add to each result its speedup over one process, and assert that the losses are the same."""
     alone = {each["mask"]: each for each in results if each["ranks"] == 1}
     for each in results:
         one = alone[each["mask"]]
@@ -199,8 +202,9 @@ def skipping_masks(tokens: int) -> dict[str, Runs]:
 
 
 def measure_skipping(config: DraftConfig, tokens: int, steps: int, repeats: int) -> list[dict[str, Any]]:
-    """One process: times of a step that unrolls all rows (once) and of one that unrolls those that some step supervises
-    (median), and how far apart their gradients are, relative to the largest entry of each weight's."""
+    """In one process: the time of a step that unrolls all rows (a single run), the time of one that unrolls only rows
+    that some step supervises (the median), and the largest difference between their gradients, relative to the largest
+    entry of each weight's gradient."""
     topology, layout, results = Layout().start(), Layout(), []
     for name, runs in skipping_masks(tokens).items():
         stream = pack([runs])
@@ -229,5 +233,5 @@ def measure_skipping(config: DraftConfig, tokens: int, steps: int, repeats: int)
 
 
 def _gradients(objective: DraftObjective) -> dict[str, Tensor]:
-    """In fp64, in which norms are exact enough to compare."""
+    """Gradients in fp64, in which norms are exact enough to compare."""
     return {name: weight.grad.double() for name, weight in objective.named_parameters() if weight.grad is not None}

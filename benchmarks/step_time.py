@@ -3,11 +3,11 @@
     python benchmarks/step_time.py          tables in Markdown
     python benchmarks/step_time.py --json   one JSON document
 
-Part `marks` times this step and the dense one of tests/support/definition.py in turn, at one length and each number of
-threads; part `lengths` follows both as the document grows, until the dense one no longer fits. Peak memory is of
-tensors that are alive at once, in a step of its own that is not timed. A loss or a gradient that is not the dense one's
-ends it with an assertion error. Progress and logs go to stderr. It takes some minutes, and times want an otherwise idle
-machine.
+Part `marks` times this project's step and the dense step of tests/support/definition.py in turn, at one length, with
+each number of threads. Part `lengths` follows both as the document grows, until the dense step no longer fits. Peak
+memory is that of tensors alive at once, in a separate step that is not timed. Ends with an assertion error if a loss or
+a gradient differs from the dense step's. Progress and logs go to stderr. Takes some minutes; times need an otherwise
+idle machine.
 """
 
 import argparse
@@ -22,8 +22,8 @@ from reporting import headline, positive, report_parts, table
 from eagle3.errors import run_command
 
 PARTS = ("marks", "lengths")
-# hidden size is heads x head_dim, the MLP twice that; both vocabularies are the draft's. Long documents get a smaller
-# one.
+# The hidden size is heads x head_dim, and the MLP twice that; the target has the draft's vocabulary. Long documents get
+# a smaller draft.
 DRAFTS = {
     "marks": {"heads": 4, "kv_heads": 2, "head_dim": 64, "vocabulary": 32000},
     "lengths": {"heads": 2, "kv_heads": 1, "head_dim": 32, "vocabulary": 4000},
@@ -32,10 +32,10 @@ DRAFTS = {
 
 def main() -> int:
     options = _options()
-    stdout = os.dup(1)  # kept for the result: DeepSpeed logs to what is stdout when it is imported
+    stdout = os.dup(1)  # kept for the result: DeepSpeed logs to the stdout that it finds when imported
     os.dup2(2, 1)
     sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))  # the definition is there
-    import step_time_measures as measures  # only now, as DeepSpeed logs
+    import step_time_measures as measures  # only now, because DeepSpeed logs
 
     parts = {part: partial(getattr(measures, f"measure_{part}"), DRAFTS[part], options) for part in options.only}
     report_parts(parts, options, DRAFTS, _markdown, stdout)

@@ -1,5 +1,5 @@
-"""What step_time.py measures: seconds of a step with their split, processor seconds, and peak bytes, beside the dense
-one's."""
+"""What step_time.py measures: a step's seconds and their split, its processor seconds and its peak bytes, compared with
+the dense step's."""
 
 import argparse
 import statistics
@@ -29,7 +29,7 @@ from eagle3.parallel.sequence import Stream
 from eagle3.parallel.topology import Topology, stop_distributed
 from eagle3.targets.logits import summarize_teacher
 
-# How far from the dense one's the loss, and the norm of the gradients and of their difference may be, relative.
+# Largest relative deviations from the dense step: of the loss; of the gradients' norm, and of the gradients themselves.
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-4
 RECOMPUTES: tuple[Recompute, ...] = ("none", "full")
 FP32_BYTES = 4
@@ -39,26 +39,25 @@ LOGIT_SPREAD = 4.0
 
 
 class Timed(NamedTuple):
-    """One step. seconds, cpu_seconds: clock, and processor time of all threads. split: seconds of its parts."""
+    """The outcome of one step."""
 
-    seconds: float
-    cpu_seconds: float
+    seconds: float  # by the clock
+    cpu_seconds: float  # processor time of all threads
     loss: float
-    split: dict[str, float]
+    split: dict[str, float]  # part of the step -> seconds
 
 
 class Contender(NamedTuple):
-    """run: one forward and backward, whose gradients stay in `weights`. tensors: those that exist before and after
-    it."""
+    """An implementation of the step."""
 
     name: str
-    run: Callable[[], Timed]
+    run: Callable[[], Timed]  # one forward and backward pass, whose gradients stay in `weights`
     weights: list[Tensor]
-    tensors: list[Tensor]
+    tensors: list[Tensor]  # those that exist before and after the step
 
 
 class _Laps:
-    """Seconds between calls, by name."""
+    """Measures the seconds between calls of `lap`, by name."""
 
     def __init__(self) -> None:
         self.began = self.last = time.perf_counter()
@@ -73,7 +72,7 @@ class _Laps:
 
 
 class _EntryLap:
-    """`attention`, which ends the lap of what comes before its first use: fc, K_0 and V_0."""
+    """Wraps `attention`. Its first use ends a lap of its own for what comes before: fc, K_0 and V_0."""
 
     def __init__(self, attention: TTTAttention, laps: _Laps) -> None:
         self.attention, self.laps = attention, laps
@@ -90,13 +89,13 @@ class _EntryLap:
 
 
 def masks(tokens: int) -> dict[str, Runs]:
-    """One document: all of it supervised, or a tenth, at its end, where no key can be spared."""
+    """One document, supervised as a whole or only in its last tenth, where no key can be spared."""
     answer = tokens // 10
     return {"everything": [(tokens, True)], "one span of 10%": [(tokens - answer, False), (answer, True)]}
 
 
 def measure_marks(sizes: dict[str, int], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """At one length and with each number of threads, beside the dense step."""
+    """Measures at one length, with each number of threads, beside the dense step."""
     topology, config, rows = Layout().start(), _config(**sizes), []
     for mask, runs in masks(options.marks_tokens).items():
         contenders = _contenders(runs, config, options, topology, dense=True)
@@ -107,7 +106,7 @@ def measure_marks(sizes: dict[str, int], options: argparse.Namespace) -> list[di
 
 
 def measure_lengths(sizes: dict[str, int], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """At each length, with the most threads; the dense step as long as it fits."""
+    """Measures at each length, with the most threads, beside the dense step as long as that fits."""
     topology, config, rows = Layout().start(), _config(**sizes), []
     for tokens in options.lengths:
         estimate = _dense_bytes(config, options.steps, tokens)
@@ -122,14 +121,14 @@ def measure_lengths(sizes: dict[str, int], options: argparse.Namespace) -> list[
 
 
 def _config(vocabulary: int, **heads: int) -> DraftConfig:
-    """The MLP is twice the hidden size, and the target's vocabulary the draft's."""
+    """A draft whose MLP is twice the hidden size, for a target with the draft's vocabulary."""
     return replace(draft_config(**heads), vocab_size=vocabulary, draft_vocab_size=vocabulary)
 
 
 def _contenders(
     runs: Runs, config: DraftConfig, options: argparse.Namespace, topology: Topology, dense: bool
 ) -> list[Contender]:
-    """They share one draft and one batch. The dense one is the last."""
+    """The contenders, which share one draft and one batch. The dense one comes last."""
     stream = pack([runs], config.vocab_size)
     prepared = _with_usual_logits(prepare(stream, config, options.steps, Layout(), topology))
     draft, batch = prepared.objective.draft, prepared.batch
@@ -150,7 +149,8 @@ def _contenders(
 
 
 def _with_usual_logits(prepared: Prepared) -> Prepared:
-    """The teacher with logits of LOGIT_SPREAD: hidden states and lm_head are made with entries of 1."""
+    """Scales the teacher's hidden states so that its logits spread by LOGIT_SPREAD. (Hidden states and lm_head were
+    made with entries of standard deviation 1.)"""
     teacher = prepared.batch.teacher
     last = teacher.last * (LOGIT_SPREAD * teacher.head.shape[1] ** -0.5)
     teacher = replace(teacher, last=last, logsumexp=summarize_teacher(last, teacher.head).logsumexp)
@@ -158,7 +158,7 @@ def _with_usual_logits(prepared: Prepared) -> Prepared:
 
 
 def _step(objective: DraftObjective, prepared: Prepared) -> Timed:
-    """The objective's forward, part by part, and the backward."""
+    """Runs the objective's forward pass part by part, then the backward pass."""
     draft, memory, batch, weights = objective.draft, objective.memory, prepared.batch, prepared.weights
     draft.zero_grad()
     laps = _Laps()
@@ -174,7 +174,8 @@ def _step(objective: DraftObjective, prepared: Prepared) -> Timed:
 
 
 def _dense_case(stream: Stream, prepared: Prepared, config: DraftConfig) -> Case:
-    """The stream's one document. Rows that the plan skips are zeros: they change no result."""
+    """The stream's one document as a case of the definition. Rows that the plan skips are zeros; they change no
+    result."""
     batch, plan = prepared.batch, prepared.plan
     aux, last = (
         part.new_zeros(stream.tokens, part.shape[1]).index_copy_(0, rows, part)
@@ -185,15 +186,15 @@ def _dense_case(stream: Stream, prepared: Prepared, config: DraftConfig) -> Case
 
 
 def _dense_bytes(config: DraftConfig, steps: int, tokens: int) -> int:
-    """About what a dense step holds at its peak: of [T, Vd] the log-probabilities of every step, both softmaxes of the
-    teacher and three gradients under way; of [heads, T, T] the attention of every step and three more."""
+    """Estimates what a dense step holds at its peak. Of shape [T, Vd]: every step's log-probabilities, the teacher's
+    two softmaxes, and three gradients in progress. Of shape [heads, T, T]: every step's attention, and three more."""
     logits = (steps + 5) * config.draft_vocab_size
     scores = (steps + 3) * config.num_attention_heads * tokens
     return FP32_BYTES * tokens * (logits + scores)
 
 
 def _dense_step(draft: Eagle3Draft, case: Case, steps: int) -> Timed:
-    """The tests' definition, as training computes it."""
+    """Runs one step of the tests' dense definition, forward and backward."""
     draft.zero_grad()
     laps = _Laps()
     loss, _, _ = dense_loss(case, exported_tensors(dict(draft.named_parameters())), steps, Loss())
@@ -204,13 +205,12 @@ def _dense_step(draft: Eagle3Draft, case: Case, steps: int) -> Timed:
 
 
 class Warm(NamedTuple):
-    """What a first step, which is not timed, tells. peak, existing: bytes alive at once at most, and those alive before
-    it. gradient: of all weights, joined, in fp64 (in which norms are exact enough to compare)."""
+    """The outcome of a first step, which is not timed."""
 
-    peak: int
-    existing: int
+    peak: int  # the most bytes alive at once
+    existing: int  # bytes alive before the step
     loss: float
-    gradient: Tensor
+    gradient: Tensor  # of all weights, joined, in fp64, in which norms are exact enough to compare
 
 
 def _warm(contender: Contender) -> Warm:
@@ -224,7 +224,7 @@ def _warm(contender: Contender) -> Warm:
 
 
 def _in_turn(contenders: Sequence[Contender], repeats: int) -> list[dict[str, Any]]:
-    """Medians over rounds, in each of which every contender runs once."""
+    """Medians over rounds; every contender runs once in each round."""
     timed: list[list[Timed]] = [[] for _ in contenders]
     for _ in range(repeats):
         for each, runs in zip(contenders, timed, strict=True):
@@ -245,8 +245,8 @@ def _in_turn(contenders: Sequence[Contender], repeats: int) -> list[dict[str, An
 def _measure(
     contenders: Sequence[Contender], repeats: int, threads: Sequence[int], dense: bool, about: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Rows of all contenders with each number of threads, as shares of the dense one's where it is there. Asserts that
-    all have its loss and its gradient."""
+    """Rows for all contenders with each number of threads. If the dense step is among them, adds ratios to it, and
+    asserts that all have its loss and its gradient."""
     torch.set_num_threads(max(threads))
     warm = [_warm(each) for each in contenders]
     results = []

@@ -1,13 +1,13 @@
-"""Measure the hidden-state store on a trained model's states: size and rates of each codec, beside the field's format.
+"""Measure the hidden-state store on a trained model's states: size and rates of each codec, and of the usual format.
 
     python benchmarks/store.py          a table in Markdown
     python benchmarks/store.py --json   one JSON document
 
-The states are those of a recipe's target (the quickstart's unless told) over its training samples, in bfloat16. The
-field's format is one pickled file a sample, as it is or through gzip. Rates are of raw bytes: of the codecs alone, in
-memory; and written to a folder and flushed, read whole from the page cache; the best of some rounds, all in turn in
-each. A rank of eight reads one eighth of the rows of each sample. What is read is compared with what was written. Wants
-an otherwise idle machine.
+The states are those of a recipe's target (by default the quickstart's) over its training samples, in bfloat16. The
+format that is usual in the field is one pickled file per sample, plain or gzipped. Rates are in raw bytes, for the
+codecs alone, in memory, and for writing to a folder with a flush and reading everything from the page cache. All take
+turns in several rounds, and the best round counts. A rank of eight reads one eighth of each sample's rows. What is read
+is compared with what was written. Needs an otherwise idle machine.
 """
 
 import argparse
@@ -36,12 +36,12 @@ RATES = ("write_mb_per_s", "read_mb_per_s")
 
 
 class Timing(NamedTuple):
-    """Bytes on the disk and seconds."""
+    """What a format takes for all samples."""
 
-    size: int
-    write: float
-    read: float
-    share: float
+    size: int  # bytes on the disk
+    write: float  # seconds
+    read: float  # seconds
+    share: float  # seconds to read one eighth of each sample's rows
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=positive, default=3, help="of everything but gzip's writes, which have one")
     parser.add_argument("--folder", type=Path, help="where to write; default: a temporary folder")
     options = parser.parse_args()
-    stdout = os.dup(1)  # kept for the result: DeepSpeed logs to what is stdout when it is imported
+    stdout = os.dup(1)  # kept for the result: DeepSpeed logs to the stdout that it finds when imported
     os.dup2(2, 1)
     samples = hidden_states(options.recipe, options.tokens)
     settings = vars(options) | {"recipe": options.recipe.name, "folder": "given" if options.folder else "temporary"}
@@ -93,8 +93,8 @@ def main() -> int:
 
 
 def hidden_states(recipe_file: Path, tokens: int) -> list[Sample]:
-    """Samples of about as many tokens together, with their states in bfloat16. The loss masks say that all is
-    supervised: every row but the first has a last hidden state, as in the field's format."""
+    """Samples of about `tokens` tokens in all, with their states in bfloat16. The loss masks mark every token as
+    supervised, so that every row but the first has a last hidden state, as in the usual format."""
     import torch
 
     from eagle3.jobs.job import choose_draft, find_target, gather_inputs, start_target
@@ -124,7 +124,7 @@ def hidden_states(recipe_file: Path, tokens: int) -> list[Sample]:
 
 
 def joined(samples: Sequence[Sample], tokens: int) -> list[Sample]:
-    """The same rows end to end, cut into samples of as many tokens, as long conversations have; the rest is left
+    """The same rows end to end, cut into samples as long as long conversations: of `tokens` tokens. The rest is left
     out."""
     import torch
 
@@ -170,7 +170,8 @@ def measure(samples: Sequence[Sample], folder: Path, threads: int, rounds: int) 
 
 
 def measure_codecs(samples: Sequence[Sample], threads: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Encoding and decoding alone, of aux and last of each sample apart, chunk by chunk (gzip: whole)."""
+    """Measures encoding and decoding alone. Each sample's aux and last are encoded separately, chunk by chunk (by gzip,
+    as a whole)."""
     import torch
 
     from eagle3.states.store.shard import Encoding
@@ -239,7 +240,8 @@ def time_store(samples: Sequence[Sample], path: Path, codec: str, threads: int) 
     store = HiddenStateStore.open(str(path), {"codec": codec, "dtype": "bfloat16"}, threads=threads)
 
     def read(first: Callable[[int], int], last: Callable[[int], int]) -> float:
-        """All rows from first to last of each sample, some samples at a time as a loader asks."""
+        """Reads each sample's rows from first to last, a few samples at a time as a loader does. Returns the
+        seconds."""
         began = time.perf_counter()
         for start in range(0, len(samples), 16):
             members = samples[start : start + 16]
@@ -258,7 +260,8 @@ def time_store(samples: Sequence[Sample], path: Path, codec: str, threads: int) 
 
 
 def time_files(samples: Sequence[Sample], path: Path, level: int | None, threads: int) -> Timing:
-    """A rank's share costs what everything costs: a compressed pickle has no middle."""
+    """Times one file per sample. A rank's share costs as much as everything, because a compressed pickle cannot be read
+    in part."""
     import torch
 
     path.mkdir()

@@ -1,4 +1,4 @@
-"""A dispatch mode over fake CUDA tensors: what runs under it launches, computes, moves and holds, by room of eagle3.
+"""A dispatch mode over fake CUDA tensors that records what code launches, computes, moves and holds, place by place.
 
 Fake tensors carry shapes, number formats and devices, but no data: every operator is checked by its meta kernel, and
 whatever would wait for the device is noted. torch must be a CUDA build; no GPU is needed (tests/cuda_build).
@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-ALLOCATION = 512  # bytes: the CUDA allocator rounds up to these
+ALLOCATION = 512  # bytes; the CUDA allocator rounds up to multiples of it
 PACKAGES = {"/eagle3/": "", "/megatron/core/": "mcore ", "/deepspeed/": "deepspeed "}
 
 
@@ -40,7 +40,7 @@ class Timeline:
 
     host: float = 0.0
     gpu: float = 0.0
-    waited: float = 0.0  # seconds in which the GPU had nothing to do
+    waited: float = 0.0  # seconds for which the GPU had nothing to do
 
     def launch(self, cost: Cost, device: Device) -> None:
         each = cost.seconds(device) / max(1, cost.launches)
@@ -51,7 +51,7 @@ class Timeline:
             self.gpu = start + each
 
     def synchronise(self) -> float:
-        """The time at which both are done."""
+        """Wait until host and GPU are done. Returns the time."""
         self.host = self.gpu = max(self.host, self.gpu)
         return self.gpu
 
@@ -92,7 +92,7 @@ class Tracer(TorchDispatchMode):
 
     @contextmanager
     def measure(self, phase: str):
-        """A phase of the step; the device is idle at both of its ends."""
+        """Inside the block, what runs counts towards `phase`. The device is idle at the block's start and end."""
         before, began = self.phase, self.timeline.synchronise()
         self.phase = phase
         yield
@@ -120,7 +120,7 @@ class Tracer(TorchDispatchMode):
         fake = any(isinstance(leaf, FakeTensor) for leaf in leaves)
         device = kwargs.get("device")
         if not fake and (device is None or torch.device(device).type != "cuda"):
-            return func(*args, **kwargs)  # plans and schedules: on the CPU, for real
+            return func(*args, **kwargs)  # plans and schedules are computed for real, on the CPU
         name = func.__name__.partition(".")[0]
         if name == "_pin_memory":  # has no meta kernel; pinned memory stays on the CPU
             return args[0].detach()

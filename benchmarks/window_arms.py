@@ -1,13 +1,13 @@
 """What windows do to acceptance by context: the experiment in docs/windows-experiment.md.
 
-    python benchmarks/window_arms.py run --part 1 --seeds 0 1 2     trains and judges; what is there is kept
+    python benchmarks/window_arms.py run --part 1 --seeds 0 1 2     trains and judges what is not there yet
     python benchmarks/window_arms.py report --part 1                tables and marks from what is there
     python benchmarks/window_arms.py report --part 1 --json         the same as one JSON document
     python benchmarks/window_arms.py report --part 1 --plot F.png   acceptance by context, of some arms
 
-Part 1 has the target and the text of recipes/long-context-demo.yaml, part 2 those of benchmarks/copying.py, which it
-makes. Part 3 trains two drafts of part 2 for longer, in its folder. Keys behind the options change the recipe of all
-arms.
+Part 1 uses the target and the text of recipes/long-context-demo.yaml; part 2 uses those of benchmarks/copying.py, and
+makes them first. Part 3 trains two drafts for part 2's target for longer, in part 2's folder. Keys after the options
+change the recipe of all arms.
 """
 
 import argparse
@@ -25,11 +25,11 @@ from reporting import headline, origin, table
 
 from eagle3.errors import run_command
 
-PIECE, FILE = 512, 8192  # tokens of a piece, and of the longest context of part 1: sixteen times that
-SERVED = (None, 32, 128)  # windows at serving of drafts with full attention
+PIECE, FILE = 512, 8192  # tokens of a piece, and of part 1's longest context, which is sixteen times as long
+SERVED = (None, 32, 128)  # windows at serving, for drafts with full attention
 PLAIN_ROPE = "model.draft.rope_parameters={rope_type: default, rope_theta: 10000.0}"
 SPANS = "data.spans={length: 512, per_document: 1}"
-# What the marks of docs/windows-experiment.md ask for.
+# Thresholds of the marks in docs/windows-experiment.md.
 LEVEL, FALLEN, CLOSE, LOST = 0.93, 0.75, 0.95, 0.95
 
 
@@ -49,7 +49,7 @@ def main() -> int:
     if options.what == "run":
         if options.part > 1:
             copying.make(folder)
-        for seed in options.seeds:  # seed by seed: what there is after each is whole
+        for seed in options.seeds:  # seed by seed, so that results are complete after each
             for arm in experiment.arms:
                 run_arm(experiment, arm, seed, folder)
         return 0
@@ -84,7 +84,7 @@ PLAIN, YARN = (
 
 def library(folder: Path, keys: Sequence[str]) -> Experiment:
     pieces = [
-        # of 32 also a key fewer, as Triton's draft steps have it, and a key more
+        # window 32 is also judged with one key fewer, as in Triton's draft steps, and with one key more
         Arm(f"window {size}", "pieces", (*PLAIN.keys, window(size)), (None, 31, 33) if size == 32 else (None,))
         for size in (16, 32, 128, 512)
     ]
@@ -111,7 +111,7 @@ def library(folder: Path, keys: Sequence[str]) -> Experiment:
 
 
 def library_findings(results: dict[str, Any]) -> dict[str, Any]:
-    """Each [measured, low, high], and whether the measured one reaches its mark."""
+    """Figures, each as [measured, low, high], and whether the measured values reach their marks."""
     arms = Resampled(results)
     full = [arm.served(None) for arm in (PLAIN, YARN)]
     windows = [name for name in results if name not in full]
@@ -165,7 +165,7 @@ def library_tables(document: dict[str, Any]) -> str:
     return "\n\n".join([*tables, "Marks: " + json.dumps(findings["reached"], indent=1)])
 
 
-# Part 2: a target that answers from what stands far before.
+# Part 2: a target that answers from far back in its context.
 
 WHOLE = Arm("full attention, whole conversations", "whole", ("training.global_batch_size=2",), (None, 32, 256))
 LISTS, CODE = "lists", "code"
@@ -185,7 +185,7 @@ LONGER = [
 
 
 def copies(folder: Path, keys: Sequence[str], arms: Sequence[Arm]) -> Experiment:
-    """The first of the arms is the one that the others are compared with."""
+    """The experiment of parts 2 and 3. The other arms are compared with the first one."""
     data = {name: f"data.train=[{folder / f'{name}.jsonl'}]" for name in ("whole", "pieces")}
     target = (f"model.target={folder / 'target'}", f"data.cache_dir={folder / 'cache'}", data["whole"])
     return Experiment(
@@ -202,7 +202,7 @@ def copies(folder: Path, keys: Sequence[str], arms: Sequence[Arm]) -> Experiment
 
 
 def copies_findings(results: dict[str, Any]) -> dict[str, Any]:
-    """Each [measured, low, high]; of the prompts that ask for lists, and of those that have code continued."""
+    """Figures, each as [measured, low, high], for prompts that ask for lists and for prompts that ask for code."""
     kinds = {LISTS: [], CODE: []}
     for place, kind in enumerate(copying.KINDS):
         kinds[CODE if kind == "code" else LISTS].append(place)
@@ -224,7 +224,7 @@ def copies_findings(results: dict[str, Any]) -> dict[str, Any]:
 
 
 def of_kinds(arm: dict[str, Any], places: Sequence[int]) -> dict[str, Any]:
-    """The arm with the counts of some kinds of prompts, which take turns in the file."""
+    """The arm with only the counts of some kinds of prompts. (Kinds take turns in the file.)"""
     chosen = [
         [
             [counts for place, counts in enumerate(context) if place % len(copying.KINDS) in places]
@@ -247,7 +247,7 @@ def copies_tables(document: dict[str, Any]) -> str:
     return "\n\n".join([*tables, f"{lost}: {json.dumps(findings[lost], indent=1)}"])
 
 
-# Tables of both.
+# Tables of all parts.
 
 
 def acceptance_table(
@@ -271,7 +271,7 @@ def acceptance_table(
 
 
 def png_of(acceptance: dict[str, Any]) -> bytes:
-    """acceptance: of each arm by context, [measured, low, high]."""
+    """acceptance: arm -> context -> [measured, low, high]."""
     from eagle3.reporting.charts import contexts_plot, curve_series
     from eagle3.reporting.plot import COLOURS, png
     from eagle3.reporting.record import Curve

@@ -3,10 +3,10 @@
     python benchmarks/windows.py          a table in Markdown (about 10 minutes)
     python benchmarks/windows.py --json   one JSON document
 
-One document a step: a prompt of 8k to 256k tokens, and an answer of 1,024 under a window of 512 keys; up to --full-to
-tokens full attention beside it. Hidden states are random, written to a store part by part, and read as training reads
-them. Seconds are processor seconds, the least of some rounds; bytes are those of live tensors (live_bytes.py). Wants an
-otherwise idle machine.
+Each step has one document: a prompt of 8k to 256k tokens and an answer of 1,024, under a window of 512 keys; prompts of
+up to --full-to tokens are also measured with full attention. Hidden states are random, written to a store part by part,
+and read as training reads them. Seconds are processor seconds, the least over several rounds; bytes are those of live
+tensors (live_bytes.py). Needs an otherwise idle machine.
 """
 
 import argparse
@@ -26,12 +26,12 @@ from eagle3.errors import run_command
 STEPS, WINDOW, ANSWER = 7, 512, 1024
 CONTEXTS = [2**power for power in range(13, 19)]
 PART = 4096
-FLAT = 1.10  # the longest prompt's step over the shortest's, at most
+FLAT = 1.10  # the most that the longest prompt's step may cost relative to the shortest's
 PROVENANCE = {"target": "random"}
 
 
 class Case(NamedTuple):
-    """window: None for full attention."""
+    """Number of tokens in the prompt, and the draft's window in keys (None for full attention)."""
 
     prompt: int
     window: int | None
@@ -39,7 +39,7 @@ class Case(NamedTuple):
 
 def main() -> int:
     options = _options()
-    stdout = os.dup(1)  # kept for the result: DeepSpeed logs to what is stdout when it is imported
+    stdout = os.dup(1)  # kept for the result: DeepSpeed logs to the stdout that it finds when imported
     os.dup2(2, 1)
     from layouts import Layout
 
@@ -116,7 +116,7 @@ def measure(case: Case, topology, rounds: int) -> dict[str, Any]:
 
 
 class Clock:
-    """The least processor seconds between ticks, by name."""
+    """Keeps the least processor seconds between ticks, by name."""
 
     def __init__(self, best: dict[str, float]) -> None:
         self.best, self.last = best, time.process_time()

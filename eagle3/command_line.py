@@ -70,7 +70,7 @@ class RecipeParser(Parser):
                 f"command line: two recipes, {recipes[0]} and {shown(str(recipes[1]))}; name one, and quote a value "
                 "with spaces"
             )
-        here = Path.cwd()  # so that the default has the name by which a user would call it from here
+        here = Path.cwd()  # to show the default's path as the user would type it from here
         default = self.default.relative_to(here) if self.default.is_relative_to(here) else self.default
         options.recipe, options.named = recipes[0] if recipes else default, bool(recipes)
         return options
@@ -96,15 +96,15 @@ class RecipeParser(Parser):
 
 
 def _value_of(word: str, words: list[str]) -> str:
-    """The word after this one, if it may be meant as its value."""
+    """The word after `word` if it can be a value for `word`, otherwise VALUE."""
     following = words[words.index(word) + 1 :][:1]
     return following[0] if following and "=" not in following[0] and following[0][:1] != "-" else "VALUE"
 
 
 def before_imports(quiet: bool = False) -> None:
-    """Prepares for the imports that take seconds. Call it before them, and after every check that does not need them.
-    On a machine without GPUs, it tells DeepSpeed to use the CPU, since DeepSpeed would otherwise warn that it has found
-    no accelerator.
+    """Prepares for the imports that take seconds. Call it before these imports, and after every check that can do
+    without them. On a machine without GPUs, this tells DeepSpeed to use the CPU, because DeepSpeed would otherwise warn
+    that it found no accelerator.
 
     quiet: let libraries print only errors.
     """

@@ -25,7 +25,7 @@ BETWEEN_FIELDS = re.compile(r"((?<=[,;]) |  +)")
 
 
 class Warned(str):
-    """A line that is a warning, for code that only has a function to call with lines. str() puts `warning: ` in
+    """A line that is a warning, for code whose only output is a function that takes lines. str() puts `warning: ` in
     front."""
 
     def __str__(self) -> str:
@@ -33,7 +33,7 @@ class Warned(str):
 
 
 class Console:
-    """Prints on the first rank only: information and progress when called, and through `result` what the user asked
+    """Prints on the first rank only. Call it with information and progress, and call `result` with what the user asked
     for.
 
     quiet: print no information. Warnings (`Warned` lines) and errors still appear, and so do results, without the
@@ -59,8 +59,8 @@ class Console:
 
 
 class Progress:
-    """Reports the progress of a step: nothing in its first seconds, then a line now and then. Reports the end only
-    after such a line.
+    """Reports the progress of a step: nothing in its first seconds, then a line now and then. The end gets a line only
+    if there was one before.
 
     total: number of items; None if unknown.
     unit: name of the items, in the plural.
@@ -78,8 +78,8 @@ class Progress:
         self.at(self.done + count, free=self.free, extra=extra)
 
     def at(self, done: int, *, free: int = 0, extra: str = "") -> None:
-        """Sets the number of items done so far. free: how many of them took no time, because an earlier run did them.
-        The rate leaves these out."""
+        """Sets the number of items done so far. free: how many of them took no time, because an earlier run did them;
+        the rate leaves these out."""
         self.done, self.free, now = done, free, self.clock()
         if done == self.total:
             self.end(extra)
@@ -87,7 +87,7 @@ class Progress:
             self._tell(now, extra)
 
     def also_between(self) -> AbstractContextManager[None]:
-        """Inside the block, lines appear even if a single item takes long and there are no calls."""
+        """Inside the block, lines appear even while one item takes so long that nothing calls `advance` or `at`."""
 
         def speak() -> None:
             if (now := self.clock()) >= self.next and self.done != self.total:
@@ -119,8 +119,8 @@ class Progress:
 
 @contextmanager
 def waiting(say: Say, task: str) -> Iterator[None]:
-    """Wraps a step of unknown length. If it takes more than two seconds, prints `task`, then the time so far now and
-    then, and in the end how long it took."""
+    """Wraps a step of unknown length. If the step takes more than two seconds, prints `task`, then now and then the
+    time so far, and finally the total time."""
     start, spoke = time.monotonic(), threading.Event()
 
     def speak() -> None:
@@ -152,9 +152,9 @@ def _now_and_then(speak: Callable[[], None], gap: Callable[[], float]) -> Iterat
 
 
 def without_passwords(text: str) -> str:
-    """Masks secrets in the text: replaces with *** the user information of URLs, and every value in their queries and
-    fragments, because tokens and signatures go by many names. A path with a query counts as a URL, since libraries
-    quote it that way if they failed to fetch it."""
+    """Masks secrets in the text. Replaces the user information of URLs with ***, and also every value in their queries
+    and fragments, because tokens and signatures go by many names. A path with a query counts as a URL, because that is
+    how libraries quote a URL that they failed to fetch."""
     return WORD.sub(_without_values, USERINFO.sub("***@", text))
 
 

@@ -48,7 +48,7 @@ def _one_line(text: str) -> str:
 
 class _Short(reprlib.Repr):
     def repr_str(self, text: str, level: int) -> str:
-        return super().repr_str(without_passwords(text), level)  # before the text, with a password in it, is cut
+        return super().repr_str(without_passwords(text), level)  # mask passwords before the text is cut
 
 
 def shown(value: Any, most: int = 60) -> str:
@@ -70,9 +70,9 @@ def first_sentence(error: Exception) -> str:
 def run_command(main: Callable[[], int | None], notice: str = "") -> None:
     """Runs a launcher's `main`. A UserError becomes its line (or lines) on stderr and exit code 2, never a traceback.
 
-    In a job, the first process on each node reports every UserError; the others report only errors that they alone may
-    have met. If the reader of the output is gone (`| head`), the command ends as usual, with SIGPIPE's exit code.
-    notice: a line to print in that case.
+    In a job, the first process on each node reports every UserError; the others report only errors that may be theirs
+    alone. If the reader of the output is gone (`| head`), the command ends as usual, with SIGPIPE's exit code. notice:
+    a line to print in that case.
     """
     try:
         code = _exit_code(main)

@@ -1,5 +1,5 @@
-"""Checks that a target can be where its name says: in an existing folder, or on a hub that can be reached. Takes at
-most seconds, while the hub's client would retry for more than half a minute."""
+"""Checks that a target can be where its name says: in an existing folder, or on a hub that can be reached. Takes a few
+seconds at most, where the hub's client would retry for more than half a minute."""
 
 import functools
 import os
@@ -23,11 +23,12 @@ def require_target_folder(name: str) -> None:
 
 @functools.cache
 def require_hub() -> None:
-    """Raises OSError if neither the hub nor the proxy that leads to it accepts a connection."""
+    """Raises OSError if the hub does not accept a connection or, where a proxy leads to the hub, if the proxy does
+    not."""
     from huggingface_hub import constants  # imported here, because it takes long and most commands need no hub
 
     if constants.HF_HUB_OFFLINE:
-        return  # the client reports that at once
+        return  # the hub's client reports this at once
     url = urlsplit(constants.ENDPOINT)
     proxy = getproxies().get(url.scheme)
     if proxy and url.hostname not in os.environ.get("no_proxy", "").split(","):

@@ -12,10 +12,10 @@ import yaml
 
 from eagle3.errors import UserError
 
-# Most levels of lists and objects. Tool schemas have about twenty; near a thousand, Python's parsers, encoders and
-# templates crash.
+# The deepest nesting of lists and objects that is accepted. Tool schemas have about twenty levels; near a thousand,
+# Python's parsers, encoders and templates crash.
 DEEPEST = 100
-MOST_DIGITS = 18  # in a whole number in YAML, since code that computes with it expects 64 bits
+MOST_DIGITS = 18  # digits of a whole number in YAML: the code that computes with such numbers expects 64 bits
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")  # neither file names nor UTF-8 can contain these
 _BRACKET_OR_NUMBER = re.compile(r'"(?:[^"\\]++|\\.)*+"|[\[{\]}]|(?<![.\d])\d{1000,}+(?!\.\d|[eE][-+]?\d)', re.DOTALL)
 
@@ -24,8 +24,8 @@ _STRING_OR_MARK = re.compile(r'"(?:[^"\\\n]++|\\.)*+"|[\[{\]},"]')
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parses JSON. Raises json.JSONDecodeError, including for values that are nested too deep and whole numbers with
-    too many digits, and UnicodeDecodeError for bytes that are not text."""
+    """Parses JSON. Raises UnicodeDecodeError for bytes that are not text, and json.JSONDecodeError for any other fault,
+    including values that are nested too deep and whole numbers with too many digits."""
     if isinstance(text, bytes):
         text = text.decode(json.detect_encoding(text), "surrogatepass")
     try:
@@ -41,7 +41,7 @@ def parse_json(text: str | bytes) -> Any:
 
 def read_json_object(path: Path, missing: str, damaged: str, mistake: type[UserError] = UserError) -> dict[str, Any]:
     """Reads the JSON object in a file that a user named. Raises `mistake`, with the remedy `missing` if the file cannot
-    be read, or `damaged` if it contains anything else."""
+    be read, and `damaged` if it does not contain a JSON object."""
     try:
         values = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -56,7 +56,8 @@ def read_json_object(path: Path, missing: str, damaged: str, mistake: type[UserE
 
 def array_elements(text: str) -> list[tuple[int, int]] | None:
     """Finds the elements of a JSON array, as [start, stop) in its text. Looks only at strings, brackets and commas, so
-    that an element that cannot be parsed does not hide the others. None if these do not form exactly one array."""
+    that an element that cannot be parsed does not hide the others. Returns None if the text is not exactly one
+    array."""
     elements, depth, start = [], 0, 0
     for match in _STRING_OR_MARK.finditer(text):
         mark, end = match[0], match.end()
@@ -99,8 +100,8 @@ def _too_much(text: str) -> json.JSONDecodeError:
 
 def parse_yaml(text: str) -> Any:
     """Parses YAML that has only mappings, lists and scalars; None for an empty text. Raises yaml.YAMLError with line
-    and reason, including for text that would crash YAML's reader or grow without bound, and for duplicate keys, of
-    which the reader would silently keep one."""
+    and reason, also for text that would crash YAML's reader or grow without bound, and for a duplicate key, where the
+    reader would silently keep one of the values."""
     try:
         return yaml.load(text, _PlainLoader)
     except yaml.MarkedYAMLError as error:

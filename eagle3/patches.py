@@ -1,6 +1,6 @@
-"""Every change that this project makes to other libraries' objects, and every call to their private functions. The
-reason for each is given here, and each is checked before a job relies on it. If an argument, a subclass or a public
-registration is enough, that is used instead."""
+"""Every change that this project makes to other libraries' objects, and every call to their private functions. Each is
+here with its reason, and is checked before a job relies on it. Where an argument, a subclass or a public registration
+is enough, the project uses that instead."""
 
 import copyreg
 import datetime
@@ -87,8 +87,8 @@ class StepOutcome(NamedTuple):
 
 
 class NormLimit:
-    """Makes an engine skip steps whose gradient norm is above `limit`, as DeepSpeed does if the norm is not finite.
-    DeepSpeed has no setting for this, and chooses its optimizer's class itself."""
+    """Makes an engine skip steps whose gradient norm is above `limit`, just as DeepSpeed skips steps whose norm is not
+    finite. DeepSpeed has no setting for this, and chooses its optimizer's class itself."""
 
     def __init__(self, engine: DeepSpeedEngine, limit: float) -> None:
         self.optimizer, self.limit, self.last_norm = engine.optimizer, limit, math.nan
@@ -131,8 +131,8 @@ def collect_failures(engine: DeepSpeedEngine) -> Iterator[list[str]]:
 @contextmanager
 def loads_restricted_to(readable: list[Any]) -> Iterator[None]:
     """Inside the block, every torch.load in this process and its children accepts only plain data and the classes in
-    `readable`, whatever its caller asks for. DeepSpeed asks for anything that a file names. (safe_loading explains why
-    this matters, and checks that torch obeys.)"""
+    `readable`, whatever its caller asks for. (DeepSpeed asks torch to accept anything that a file names. safe_loading
+    explains why this matters, and checks that torch obeys.)"""
     environment = {name: os.environ.pop(name, None) for name in (FORCE, FORBID)}
     others = torch.serialization.get_safe_globals()
     _allow(readable)

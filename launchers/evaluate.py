@@ -159,7 +159,7 @@ def check_with_sglang(draft: Path, quiet: bool) -> int:
 
 
 def warn_of_another_window(recipe: Recipe, draft: Path, console: Console) -> None:
-    """Warns if the recipe's window differs from the draft's, with which the draft is judged."""
+    """Warns if the recipe's window differs from the draft's own, which is the one that is judged."""
     window, own = recipe.model.draft.window, read_draft_config(draft / "config.json").window
     if window not in (None, own):
         trained = "full attention" if own is None else f"a window of {own}"

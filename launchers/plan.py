@@ -1,6 +1,6 @@
-"""Check, before spending GPU time, whether a recipe fits, how to make it fit, and what a step costs.
+"""Find out, before spending GPU time, whether a recipe fits, how to make it fit, and what a step costs.
 
-Memory follows the code's own allocations; times and utilisation are assumptions, and printed as such.
+Memory follows the code's own allocations; times and utilisation are assumptions, and are printed as such.
 """
 
 import argparse

@@ -77,8 +77,8 @@ def main() -> int:
 
 
 def resume_apart(words: list[str]) -> list[str]:
-    """The command line with a value added to each bare `--resume`: unless the next word is `auto`, it is not a value
-    but a recipe or an override."""
+    """The command line with a value added to each bare `--resume`. (A word after `--resume` is its value only if it is
+    `auto`; otherwise it is a recipe or an override.)"""
     pairs = list(itertools.pairwise([*words, None]))
     for word, next_word in pairs:
         is_mode = word == "--resume" and next_word and next_word.isalpha() and not Path(next_word).exists()
@@ -138,7 +138,7 @@ def run(recipe: Recipe, options: argparse.Namespace, stop: StopSignals) -> int:
         if recipe.hidden_states.mode == "stored":
             require_store(recipe.hidden_states.path)
         continues = folder.check(recipe, resume)
-        if recipe.hidden_states.mode == "live" and not options.check:  # with --check, they may start with the job
+        if recipe.hidden_states.mode == "live" and not options.check:  # with --check, servers may start with the job
             require_servers(recipe.target.servers)
     if not options.check:
         console(f"recipe: {options.recipe}; output.dir: {recipe.output.dir}")

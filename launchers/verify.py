@@ -1,4 +1,4 @@
-"""Check the training code against a golden case: loss, every step, every gradient. Exit code 1 if beyond the
+"""Check the training code against a golden case: loss, every step, every gradient. Exit code 1 if any is beyond its
 tolerance."""
 
 import argparse

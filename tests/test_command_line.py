@@ -1,5 +1,5 @@
-"""What the Python launchers take, and how they answer a mistyped command line: in one line, before anything heavy is
-imported."""
+"""Which options the Python launchers take, and how they answer a mistyped command line: in one line, before any slow
+import."""
 
 import re
 import runpy
@@ -162,7 +162,7 @@ QWEN3 = "tests/families/qwen3-8b/chat_template.jinja"
     ids=lambda words: " ".join(words) if isinstance(words, tuple) else "",
 )
 def test_what_can_be_said_without_pytorch_is_said_without_it(words, code):
-    """regenerate.py imports it for its own answers file."""
+    """Only regenerate.py may import it, for its own answers file."""
     name, *arguments = words
     command = [sys.executable, "-X", "importtime", f"launchers/{name}", *arguments]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)

@@ -1,4 +1,4 @@
-"""What is read at a terminal (a real pseudo-terminal here), in a log file and under --quiet."""
+"""What a person reads on a terminal (here a real pseudo-terminal), in a log file and under --quiet."""
 
 import fcntl
 import os
@@ -52,7 +52,7 @@ def test_a_size_has_the_unit_that_fits_it():
 
 
 class Clock:
-    """Seconds that pass when they are told to."""
+    """A clock that only advances when told to."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -68,7 +68,8 @@ class Terminal(NamedTuple):
 
 @contextmanager
 def terminal(columns: int = COLUMNS) -> Iterator[Terminal]:
-    """A file that is a terminal of so many columns; its text, once nothing more comes."""
+    """A terminal with so many columns, as a file to write to and a function that returns the text once no more
+    comes."""
     master, slave = os.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     pieces: list[bytes] = []
@@ -103,7 +104,7 @@ def plain_environment(monkeypatch):
 
 
 def too_wide(text: str, columns: int = COLUMNS) -> list[str]:
-    """Lines wider than the terminal, but for a single word, which stays whole, behind the time."""
+    """Lines wider than the terminal. A single word after the time does not count, since words stay whole."""
     lines = re.sub(r"\033\[\d+m", "", text).split("\n")
     return [line for line in lines if len(line) > columns and len(re.sub(r"^\[ *\w+\]", "", line).split()) > 1]
 
@@ -182,7 +183,7 @@ def test_a_wait_is_told_of_when_it_lasts_and_when_it_is_over(monkeypatch):
         limit = time.monotonic() + 30
         while not lines and time.monotonic() < limit:
             time.sleep(0.01)
-        raise ValueError  # which will be told; that it took long is no news
+        raise ValueError  # which will be reported; how long it took does not matter
     assert lines and not lines[-1].startswith("loading: took")
 
 

@@ -1,4 +1,4 @@
-"""What other libraries keep to themselves is looked for before a job relies on it."""
+"""Private parts of other libraries are checked before a job relies on them."""
 
 from importlib.metadata import version
 

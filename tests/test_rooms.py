@@ -1,4 +1,4 @@
-"""The order of imports between the folders of eagle3, the length of a value's way through them, and that a recipe is
+"""The order of imports between eagle3's folders, how many files a training step goes through, and that a recipe is
 resolved once."""
 
 import ast

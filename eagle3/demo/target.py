@@ -99,7 +99,7 @@ def demo_target(
             "from; set data.cache_dir or model.demo as in training, and use the same Python and packages, or name the "
             "target's folder as model.target"
         )
-    # If another process was faster, its model is as good.
+    # If another process was faster, its model is just as good.
     with replacing_folder(folder, partial(opens, _open)) as temporary:
         _make(temporary, rows, held_out, demo, torch.device(device), report)
     return _open(folder, report)._replace(cached=False)

@@ -225,7 +225,7 @@ class DraftConfig:
 
 
 def _refuse(where: str, *mistakes: tuple[Any, str]) -> None:
-    """Raises UserError for the first of the mistakes that was made. Each is given as (whether it was made, message)."""
+    """Raises UserError for the first mistake that was made. Each is given as (whether it was made, message)."""
     for wrong, message in mistakes:
         if wrong:
             raise UserError(f"{where}: {message}")
@@ -375,7 +375,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _with_attention_factor(rope: dict[str, Any]) -> dict[str, Any]:
-    """Writes YaRN's attention factor in such a way that every reader gets the same number. transformers reads
+    """Writes YaRN's attention factor in a form from which every reader gets the same number. transformers reads
     attention_factor, or mscale and mscale_all_dim. Engines multiply their own default, 0.1 ln(factor) + 1, by
     attn_factor, and may not know the other keys."""
     rope = dict(rope)

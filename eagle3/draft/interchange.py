@@ -19,7 +19,7 @@ from eagle3.durable import flush, publish
 from eagle3.errors import UserError
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
-DIGEST = "sha256_of_tensors"  # in the metadata of the weights, which engines ignore
+DIGEST = "sha256_of_tensors"  # a key in the weights' metadata; engines ignore it
 EMBEDDING = "embed_tokens.weight"
 # Parameter of Eagle3Draft -> names of its equal parts in an export. fc_norm has the same names in both.
 _NAMES = {
@@ -62,7 +62,7 @@ def exported_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def shard(whole: Tensor, parameter: Tensor, group: dist.ProcessGroup) -> Tensor:
     """This rank's part of a whole tensor, cut as Megatron-core cuts `parameter` over the tensor-parallel `group`.
 
-    With a partition stride of 2, the halves, [gate; up], are each cut separately. If the group's size does not divide
+    With a partition stride of 2, the two halves [gate; up] are cut separately. If the group's size does not divide
     the vocabulary, the embedding's last parts are padded with zeros. May return a view of `whole`, or `whole` itself.
     """
     if group.size() == 1 or not is_cut(parameter):
@@ -160,8 +160,7 @@ def export_draft(
     with_embedding: bool,
 ) -> None:
     """Writes config.json and model.safetensors as SGLang and vLLM load them. Either writes both, or raises an OSError
-    or SafetensorError and leaves the folder unchanged. Other files in the folder stay. Raises UserError for a draft
-    that no serving engine loads.
+    or SafetensorError and leaves the folder unchanged. Other files in the folder stay.
 
     weights: whole tensors (see whole_tensors), by Eagle3Draft's parameter names; usually the optimiser's fp32 masters.
     """

@@ -21,7 +21,7 @@ INITIAL_SCALE = 0.02
 
 
 class Eagle3Attention(MegatronModule):
-    """The projections of attention. Queries are projected separately, so that positions that are not unrolled cost only
+    """The projections of attention. Queries are projected separately, so that rows that are not unrolled cost only
     k and v."""
 
     def __init__(self, config: TransformerConfig, tensor: ProcessGroup) -> None:
@@ -86,11 +86,11 @@ class Eagle3Layer(MegatronModule):
 
 
 class Eagle3Draft(MegatronModule):
-    """The one-layer draft that `draft_config` describes. Of `groups` it uses only tp, in which hidden states are
-    replicated.
+    """The one-layer draft that `draft_config` describes. Of `groups`, it uses only tp. Hidden states are replicated
+    over tp's ranks.
 
-    Weights are drawn from torch's global generator and do not depend on the tensor-parallel size. The embedding is the
-    target's and frozen. Its vocabulary is padded to a multiple of the tensor-parallel size.
+    Weights are drawn from torch's global generator and do not depend on the tensor-parallel size. The embedding, which
+    is the target's, is frozen. Its vocabulary is padded to a multiple of the tensor-parallel size.
 
     Shapes: N keys, Q queries, H draft hidden, Ht target hidden, d head dimension, Vd draft vocabulary.
     """

@@ -31,7 +31,7 @@ class RotaryEmbedding:
     """
 
     def __init__(self, config: DraftConfig) -> None:
-        # Only engines read this key.
+        # Only serving engines read attn_factor.
         rope = {name: value for name, value in config.rope_parameters.items() if name != "attn_factor"}
         embedding = LlamaRotaryEmbedding(
             LlamaConfig(

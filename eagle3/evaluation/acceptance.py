@@ -50,7 +50,7 @@ class Greedy:
 
     def verify(self, proposal: Drawn, logits: Tensor) -> Verification:
         count = len(proposal.tokens)
-        both = torch.cat((proposal.tokens, logits.argmax(-1))).tolist()  # one transfer: each waits for the device
+        both = torch.cat((proposal.tokens, logits.argmax(-1))).tolist()  # one transfer, since each waits for the device
         drafts, choices = both[:count], both[count:]
         accepted = len(os.path.commonprefix([drafts, choices]))
         return Verification(drafts, accepted, choices[: accepted + 1])

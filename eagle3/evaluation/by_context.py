@@ -39,7 +39,8 @@ class ContextAcceptance:
     def over(
         cls, context: int, decoded: Sequence[DecodedConversation], draft_tokens: int, seed: int
     ) -> "ContextAcceptance":
-        """Sum up a bucket's conversations. seed: for the bootstrap. Raises UserError like SpeculativeResult.over."""
+        """Sum up the conversations of one context. seed: for the bootstrap. Raises UserError like
+        SpeculativeResult.over."""
         result = SpeculativeResult.over(decoded, draft_tokens)
         counts = np.array([[each.yielded, *each.accepted(draft_tokens)] for each in decoded])
         verified = [len(each.verifications) for each in decoded]
@@ -126,7 +127,8 @@ def ratio_intervals(counts: np.ndarray, verifications: np.ndarray, seed: int) ->
     few conversations, its plain percentiles are too narrow, so they are moved outwards, as Student's t and the factor
     sqrt(C / (C - 1)) require (the expanded percentile interval of Hesterberg 2015, arXiv:1411.5279, section 4.3). In
     tests/evaluation/test_by_context.py, these intervals contain the truth in 94 of 100 cases with 24 conversations, and
-    in 91 with 8. With two or three, an interval is only the range that they span, and contains the truth less often.
+    in 91 with 8. With two or three, an interval is only the range that these conversations span, and contains the truth
+    less often.
 
     Conversations without a verification are left out. The result is None if fewer than two remain.
     """

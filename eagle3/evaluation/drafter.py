@@ -26,10 +26,10 @@ class Drafter(Protocol):
     """Proposes drafts in one conversation."""
 
     def extend(self, aux: Tensor, next_tokens: Tensor) -> None:
-        """Append rows of tokens that the target has read: their aux [N, 3Ht], and the next token of each, [N]."""
+        """Append N rows, for tokens that the target has read: aux [N, 3Ht], and the token after each [N]."""
 
     def propose(self, count: int, rule: AcceptanceRule) -> Drawn:
-        """Propose a chain of `count` drafts to follow the last next token. `rule` draws each of them."""
+        """Propose a chain of `count` drafts after the last row's next token. `rule` draws each of them."""
 
 
 NewDrafter = Callable[[int], Drafter]  # makes a drafter for a conversation of at most this many tokens

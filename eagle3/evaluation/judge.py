@@ -22,7 +22,7 @@ from eagle3.evaluation.speculative import DecodedConversation, SpeculativeResult
 from eagle3.targets.transformers import TransformersTarget
 
 Engine = Literal["transformers", "sglang"]
-UNTRAINED_CONVERSATIONS = 8  # enough to show that none of its drafts is accepted; every token takes a verification
+UNTRAINED_CONVERSATIONS = 8  # enough to show that none of its drafts is accepted; each token then takes a verification
 EXAMPLES = 4
 PROMPT_CHARACTERS = 300  # from the end of an example's prompt
 LONGEST_CHARACTER = 4  # most tokens that a character can have: its UTF-8 bytes

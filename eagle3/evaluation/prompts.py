@@ -139,7 +139,7 @@ def sample_contexts(
     """Choose up to `per_context` prompts of at most `longest` tokens for each context.
 
     A prompt is the beginning of a sample, as long as its bucket allows, and a supervised token follows it. Buckets
-    share samples that are long enough. The other samples are spread evenly over the set.
+    share samples that are long enough for several; the others are chosen evenly over the set.
 
     contexts: ascending; None for 512, 1024, ... as far as there are prompts
 

@@ -5,12 +5,12 @@ batch_result_processor.py and tokenizer_manager.py), and what follows from it:
 
 - The first token comes from the prefill and belongs to no verification, as in speculative.py.
 - SGLang counts a verification, and the drafts that it accepted, before it cuts the tokens at an EOS or at the requested
-  length, so the last verification may reach beyond that length. In speculative.py it may, too, and counts in full.
-- In speculative.py, nothing after an EOS counts. An answer that ends with an EOS has therefore yielded all its tokens
+  length, so the last verification may reach beyond that length. It counts in full, as in speculative.py.
+- SGLang reports a histogram: how many verifications accepted 0, 1, ... drafts. In speculative.py, nothing after an EOS
+  counts. So for an answer that ends with an EOS, the judge takes the tokens that the verifications yielded to be all
   but the first, whatever the histogram says, and the acceptance length is the same. The histogram does not show which
-  of its entries belongs to the last verification, so `accepted` may count drafts of that verification that come after
-  the EOS. (An EOS in the last verification, but beyond the requested length, goes unnoticed: up to `steps` tokens too
-  many are then counted.)
+  entry is the last verification's, so `accepted` may count drafts of that verification after the EOS. (An EOS in the
+  last verification beyond the requested length goes unnoticed: up to `steps` tokens too many are then counted.)
 - SGLang's own `spec_accept_length` is the number of output tokens, including the prefill's and excluding those that
   were cut off, divided by the number of verifications. It differs slightly for short answers and is not used.
 
@@ -195,9 +195,9 @@ def compare_by_server(
 ) -> Verdict:
     """Like `eagle3.evaluation.speculative.compare`, but with scores from the server.
 
-    At the first difference, the server is asked for the scores of both tokens. SGLang gives log-probabilities, not
-    logits; they differ by a constant. A sample of them over the vocabulary, minus its mean, therefore stands for the
-    logits, because rounding depends on the size and spread of those.
+    At the first difference, the server is asked for the scores of both tokens. SGLang gives log-probabilities, which
+    differ from logits by a constant. A sample of them over the vocabulary, minus its mean, therefore stands in for the
+    logits, whose size and spread determine the rounding.
     """
     verdict, first = first_difference(tokens, plain)
     if verdict:

@@ -184,7 +184,7 @@ class DecodedConversation:
     output: SpeculativeOutput
     verdict: Verdict | None  # how the two compare (see `compare`); None if both are sampled
     plain_tokens: int  # new tokens of plain decoding
-    # Of decoding, prefill included:
+    # Seconds of decoding, prefill included:
     seconds_speculative: float
     seconds_plain: float
 
@@ -216,7 +216,7 @@ class SpeculativeResult:
     identical: int
     ties: int
     mismatches: int
-    # Of decoding, prefill included:
+    # Seconds of decoding, prefill included:
     seconds_speculative: float
     seconds_plain: float
     compared: bool = True  # False if sampled: two samples of a distribution cannot be compared token by token
@@ -336,9 +336,9 @@ def decode_conversations(
 def compare(tokens: Sequence[int], plain: PlainOutput) -> Verdict:
     """Compare speculative output with plain output.
 
-    The first difference is a tie if, in plain decoding, the logit of the other token is within `resolution` of the
-    best. After a tie both texts are equally right, so the rest is not compared. Anything else is a mismatch, including
-    a different length.
+    The first difference is a tie if plain decoding gave the speculative token a logit within `resolution` of the best.
+    After a tie both texts are equally right, so the rest is not compared. Anything else is a mismatch, including a
+    different length.
     """
     verdict, first = first_difference(tokens, plain.tokens)
     if verdict:
@@ -365,7 +365,7 @@ def _check(target: TransformersTarget, prompts: Sequence[Tensor], draft_tokens: 
 
 
 def first_difference(tokens: Sequence[int], plain: Sequence[int]) -> tuple[Verdict | None, int]:
-    """The verdict on two outputs, None if it depends on the logits, and the length of their common beginning."""
+    """The verdict on two outputs (None if it depends on the logits), and the length of their common beginning."""
     first = len(os.path.commonprefix([list(tokens), list(plain)]))
     if first == len(tokens) == len(plain):
         return "identical", first

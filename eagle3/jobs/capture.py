@@ -1,4 +1,5 @@
-"""Fill a recipe's hidden-state store, each process with its share of the missing samples; check and repair stores."""
+"""Fill a recipe's hidden-state store, where each process captures its share of the missing samples; check and repair
+it."""
 
 import datetime
 from collections import Counter
@@ -155,8 +156,8 @@ def _capture_here(
     """Capture with the target in these processes.
 
     Each rank prefills batches of short samples by itself; the ranks of a sequence group prefill long samples together.
-    `parts` are this rank's parts of the two. All samples are dealt out, stored or not, so that ranks agree even if they
-    look at the store at different times.
+    `parts` are this rank's part of the short samples and its group's part of the long ones. All samples are dealt out,
+    stored or not, so that ranks agree even if they look at the store at different times.
     """
     (alone, together), most, sequence = parts, job.recipe.hidden_states.prefill_tokens, topology.sequence
     missing = samples.keys() - writer.known

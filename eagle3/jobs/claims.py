@@ -1,4 +1,4 @@
-"""What has been verified about each single-model recipe (recipes/claims.toml), and docs/models.md's table of it."""
+"""What has been verified about each single-model recipe (recipes/claims.toml), and the table in docs/models.md."""
 
 import tomllib
 from pathlib import Path

@@ -104,7 +104,7 @@ def judge_contexts(
 
 
 def target_and_texts(inputs: Inputs, prompts_file: Path | None) -> dict[str, str]:
-    """The target and texts of a judgement, by which comparisons notice differences. Paths are reduced to their last
+    """The target and texts of a judgement, so that comparisons notice if these differ. Paths are reduced to their last
     part."""
     model, samples = inputs.recipe.model, inputs.held_out
     name = Path(model.target).name if Path(model.target).expanduser().is_dir() else model.target

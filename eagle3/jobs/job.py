@@ -130,7 +130,8 @@ def _first_on_a_node(work: Callable[..., Answer]) -> Callable[..., Answer]:
 def find_target(recipe: Recipe, device: torch.device, say: Say, *, make: bool = True) -> KnownTarget:
     """Find the target, and read its config and tokenizer. Collective. Raises UserError.
 
-    make: train the demo target if it is not in the cache; False for judging, since a draft needs its own target
+    make: train the demo target if it is not in the cache; False for judging, since a draft needs the target that it was
+    trained for
     """
     model, template = recipe.model, recipe.data.chat_template
     target = str(_demo(recipe, device, say, make)) if model.target == "demo" else model.target
@@ -194,8 +195,8 @@ def gather_inputs(known: KnownTarget, say: Say, *, judging: bool = False) -> Inp
 
 
 def _places_of_answers(known: KnownTarget) -> dict[str, str]:
-    """The files with a demo target's own answers, which `demo_answers` in data.train and data.held_out stands for.
-    Raises UserError if the recipe uses them and the target has none."""
+    """The files behind `demo_answers` in data.train and data.held_out: a demo target's own answers. Raises UserError if
+    the recipe names `demo_answers` and the target has none."""
     answers, model, data = Path(known.target, ANSWERS), known.recipe.model, known.recipe.data
     if answers.is_file():  # a demo target, named `demo` or by its folder
         return {"demo_answers": str(answers), "demo_answers:held_out": str(Path(known.target, HELD_OUT_ANSWERS))}

@@ -20,7 +20,8 @@ from eagle3.states.capture import token_bytes
 from eagle3.targets.facts import TargetFacts
 
 CONTEXTS = (8192, 32768, 131072)
-# Number of supervised tokens after a long prompt, and a window in keys. The findings say what this window would save.
+# Number of supervised tokens after a long prompt, and a window in keys. The findings say what the window would save
+# there.
 ANSWER, WINDOW = 5000, 512
 # The memory of an H100, and the numbers of GPUs in one node and in four.
 GPU_BYTES = 80e9
@@ -122,7 +123,7 @@ def _recipe(values: dict[str, dict]) -> Recipe:
 
 
 def refreshed(text: str, recipe: Recipe, facts: TargetFacts, deepspeed_file: Path, origin: str) -> str:
-    """The recipe's text with new findings. Raises UserError, naming `origin`, if it has no place for them."""
+    """The recipe's text with new findings. Raises UserError, naming `origin`, if the text has no place for them."""
     begin, end = text.find(BEGIN), text.find(END)
     if begin < 0 or end < begin:
         raise UserError(

@@ -39,7 +39,7 @@ def check_layout(recipe: Recipe, deepspeed_file: Path, job: str) -> str:
             f"processes; let their product divide {processes}, and use parallelism.ring between nodes"
         )
     samples = deepspeed_config(deepspeed_file, recipe.training, data)["train_micro_batch_size_per_gpu"]
-    here = Path(recipe.model.target).is_dir()  # a hub id is left for the job to check, whose nodes may have the files
+    here = Path(recipe.model.target).is_dir()  # a hub id is left for the job to check: its nodes may have the files
     if here or recipe.model.target == "demo":
         Prospect.of(recipe).shape.check_parallel(sizes.tensor, sizes.ulysses)
     if recipe.hidden_states.mode == "stored":
@@ -152,7 +152,7 @@ def plan(prospect: Prospect, planned: Planned, memory: float, context: int | Non
     }
 
 
-# Kind of token -> for which share of such tokens a store holds last hidden states, and auxiliary ones.
+# Kind of token -> the shares of such tokens for which a store holds last hidden states, and auxiliary states.
 KINDS_OF_TOKENS = {"supervised": (1.0, 1.0), "prompt": (0.0, 1.0), "unseen": (0.0, 0.0)}
 
 

@@ -27,7 +27,7 @@ def target_provenance(known: KnownTarget) -> Provenance:
 
 
 def input_digests(inputs: Inputs) -> dict[str, str]:
-    """Digests of a run's inputs, by recipe key. They must be the same when it is resumed."""
+    """Digests of a run's inputs, by recipe key. They must be the same when the run is resumed."""
     digests = target_provenance(inputs)
     return {
         "model.target": digests["target"],
@@ -60,8 +60,8 @@ def require_fitting_settings(recipe: Recipe) -> None:
 
 
 def require_fitting_store(known: KnownTarget) -> None:
-    """Raises UserError if the store belongs to a different target. Template and vocabulary are compared when it is
-    opened."""
+    """Raises UserError if the store belongs to a different target. Template and vocabulary are compared when the store
+    is opened."""
     expected = {"target": known.fingerprint, "aux_layers": list(known.aux_layers)}
     _compare(known.recipe.hidden_states.path, expected)
 

@@ -59,7 +59,7 @@ def hidden_state_supply(job: Job, topology: Topology, say: Say) -> Iterator[Hidd
             store, samples, spans = agreed(lambda: _open_store(job, samples, spans, say))
         if store.record.get("draft_vocabulary") != job.vocabulary.digest:
             say(f"{store.where}: was captured for another draft vocabulary, which changes none of its hidden states")
-    if recipe_spans := spans_of(recipe):  # described on the first rank only, because that reads all samples
+    if recipe_spans := spans_of(recipe):  # on the first rank only, because describing spans reads all samples
         anew = spans is not None
         agreed((lambda: say(recipe_spans.describe(job.train, anew))) if topology.is_first else None)
     if not stored and recipe.target.backend == "transformers":
@@ -166,7 +166,7 @@ def _capture_engine(job: Job) -> tuple[EngineOptions, list[str]]:
     """Options for a capturing server, and the further flags that load the hook."""
     require_captured(job.aux_layers, job.config.num_hidden_layers)
     options, longest = engine_options(job), job.recipe.data.max_length
-    if options.kv_tokens is None and not torch.cuda.is_available():  # otherwise SGLang takes that share of host memory
+    if options.kv_tokens is None and not torch.cuda.is_available():  # otherwise SGLang takes nearly all host memory
         options = replace(options, kv_tokens=2 * longest + 2 * options.chunk_tokens)
     return replace(options, longest=longest), capture_flags(job.aux_layers, hook_settings(job)._asdict())
 
@@ -179,8 +179,8 @@ def _require_servers(job: Job) -> None:
 
 @contextmanager
 def capture_target(job: Job, processes: int, say: Say) -> Iterator[SGLangTarget]:
-    """A target for one process of a capture with `processes` of them: the recipe's servers, or its own engine on its
-    own GPUs."""
+    """The target for one of a capture's `processes` processes: the recipe's servers, or this process's own engine on
+    its own GPUs."""
     settings, target, engine = hook_settings(job), job.recipe.target, None
     most = round(target.spool_gib * 2**30 / processes)
     require_room(job.longest, spool_bytes(settings.encoding, job.longest), most)

@@ -1,5 +1,5 @@
 """The packed token stream, and the plan that says which of its rows each rank computes. Keys are dealt by layout,
-queries by work. Both follow from token ids and loss mask alone."""
+queries by work. Stream and plan follow from token ids and loss masks alone."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -89,8 +89,8 @@ class SequencePlan:
 
     keys: Tensor  # [N]: rows whose K_0, V_0 this rank computes
     queries: Tensor  # [Q]: rows that this rank unrolls
-    teacher: Tensor  # [M]: rows whose target distribution it needs: t+1..t+K for its queries t; not padded
-    rows: Tensor  # keys and queries together (at least one row), whose auxiliary states it reads
+    teacher: Tensor  # [M]: rows whose target distribution this rank needs: t+1..t+K for its queries t; not padded
+    rows: Tensor  # keys and queries together (at least one row): the rows whose auxiliary states this rank reads
     key_slots: Tensor  # [N]: indices of `keys` in `rows`, ascending; padding points at the last row
     query_slots: Tensor  # [Q]: the same for `queries`
     # [K, M]: at [k, m], the index in `queries` of the query t = teacher[m] - 1 - k; -1 if it is not on this rank
@@ -191,7 +191,7 @@ def deal_queries(rows: Tensor, work: Tensor, sharding: SequenceSharding) -> Tens
 
     As many whole blocks as divide evenly among the ranks are sorted by decreasing work and dealt back and forth over
     the ring. The differences between turns telescope to less than the heaviest block's work. The rest is cut into one
-    short block per rank, and the heaviest of these goes to the rank with the least work so far. So two ranks differ by
+    short block per rank: the heaviest goes to the rank with the least work so far, and so on. So two ranks differ by
     at most one query, and by at most the work of the heaviest block.
     """
     ring, block = sharding.ring, sharding.query_block

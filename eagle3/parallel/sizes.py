@@ -32,8 +32,8 @@ def read_job_size(text: str) -> JobSize:
 
 
 def check_sizes(section: str, tensor: int, ulysses: int, ring: int, world: int) -> int:
-    """The number of data-parallel ranks in a job with `world` processes. Raises UserError if these sizes, which are
-    keys in the recipe's `section`, do not divide `world`."""
+    """The number of data-parallel ranks in a job with `world` processes. Raises UserError if the product of these
+    sizes, which are keys in the recipe's `section`, does not divide `world`."""
     needed = tensor * ulysses * ring
     if world % needed:
         counts = [count for count in (world // needed * needed, (world // needed + 1) * needed) if count]

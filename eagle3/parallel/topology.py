@@ -1,5 +1,5 @@
-"""The process groups, which Megatron-core builds and modules receive; the adapter through which DeepSpeed gets them;
-and ways for ranks to agree."""
+"""The process groups that Megatron-core builds and modules receive, the adapter that passes them to DeepSpeed, and
+ways for ranks to agree."""
 
 import datetime
 import hashlib
@@ -90,8 +90,8 @@ def start_distributed(
 ) -> Topology:
     """Joins the job that `deepspeed` or `torchrun` started, or becomes a job with one process, and forms the groups.
 
-    A second call in the same job forms the groups anew. Raises UserError if other processes do not join or end
-    meanwhile, and if the sizes do not fit the job.
+    A second call in the same job forms the groups anew. Raises UserError if another process does not join or
+    ends meanwhile, and if the sizes do not fit the job.
 
     tensor, ulysses, ring: sizes of these groups; the job is data-parallel beyond them.
     timeout: how long a collective may take.
@@ -194,8 +194,8 @@ def is_broken(error: RuntimeError) -> bool:
 
 @contextmanager
 def patient(topology: Topology, timeout: datetime.timedelta) -> Iterator[None]:
-    """Inside the block, collectives wait for up to `timeout`. While a watchdog sees which ranks die, a rank may work
-    alone for hours."""
+    """Inside the block, collectives wait for up to `timeout`. That lets a rank work alone for hours, while a
+    watchdog sees which ranks die."""
     _set_timeout(topology, timeout)
     try:
         yield
@@ -209,8 +209,8 @@ def _set_timeout(topology: Topology, timeout: datetime.timedelta) -> None:
 
 
 def stop_distributed() -> None:
-    """Leaves the job together with the others. If a process left while others still talk to it, they would end with an
-    error."""
+    """Leaves the job together with the others. If a process left while others still talked to it, they would end with
+    an error."""
     dist.barrier()
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
@@ -223,8 +223,8 @@ def usable_cores() -> int:
 
 @contextmanager
 def every_core() -> Iterator[None]:
-    """Inside the block, torch uses all cores, not just this process's share. For work that the node's other processes
-    wait for."""
+    """Inside the block, torch uses all cores, not just this process's share. Meant for work that the node's other
+    processes wait for."""
     share = torch.get_num_threads()
     torch.set_num_threads(max(share, usable_cores()))
     try:
@@ -267,7 +267,7 @@ def agreed(work: Callable[[], Any] | None, group: dist.ProcessGroup | None = Non
 def require_agreement(name: str, identity: bytes, device: torch.device, remedy: str) -> None:
     """Raises SharedUserError on every rank of the job unless `identity` is the same on all. Collective.
 
-    The message names the ranks that differ from the majority (of two ranks, the higher one), and the majority.
+    The message names the ranks that differ from the majority (with two ranks, the higher one), and the majority.
 
     device: where the job's backend exchanges tensors.
     """

@@ -33,7 +33,7 @@ BEAT_SECONDS = 1.0
 # Time limit for reaching the job's store, which takes seconds on a machine that is starting many processes.
 CONNECT = timedelta(minutes=1)
 SILENT_SECONDS = 25.0
-# Allowed silence of a rank that is unwatched or at a quiet place: longer than any work there holds the interpreter.
+# Allowed silence of a rank that is unwatched or at a quiet place (see Beat): longer than the interpreter is held there.
 ASLEEP_SECONDS = 900.0
 # How long a rank that lost a peer waits to learn which one; generous, because a busy machine is slow.
 VERDICT_SECONDS = SILENT_SECONDS + 20.0
@@ -123,7 +123,7 @@ class Watchdog(AbstractContextManager):
         """
         self.place, self.since, self.quiet = place, time.monotonic(), quiet
         if quiet:
-            with suppress(dist.DistError):  # the watchdog thread will notice that too
+            with suppress(dist.DistError):  # the watchdog thread will notice that the store is gone
                 self._beat()
 
     @contextmanager
@@ -169,7 +169,7 @@ class Watchdog(AbstractContextManager):
                 self._see_off()
 
     def _see_off(self) -> None:
-        """Waits briefly on the first rank until the others have left, since they print errors once its store is
+        """Lets the first rank wait briefly until the others have left, since they print errors once its store is
         gone."""
         until = time.monotonic() + SEE_OFF_SECONDS
         while time.monotonic() < until and not all(self._heard_of(rank).left for rank in self.heard):
@@ -218,7 +218,7 @@ class Watchdog(AbstractContextManager):
             return self._without_store()
 
     def _without_store(self) -> Verdict:
-        """The verdict after the store is gone. It was held by the first rank, unless the launcher held it."""
+        """The verdict after the store is gone. The store was in the first rank's process, or else in the launcher's."""
         time.sleep(BEAT_SECONDS)  # the store closes shortly before its process ends
         if self.rank == 0 or (self._first.node == self.node and _lives(self._first.pid)):
             return Verdict("the launcher that keeps the job's store has ended", first_gone=True)

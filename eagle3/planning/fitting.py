@@ -75,7 +75,7 @@ def longest_of_any_layout(planned: Planned, gpus: int, supervised: float, usable
 
 
 class Fitted(NamedTuple):
-    """A layout, and a stream that fits. If the recipe packs the stream, it depends on the layout."""
+    """A layout, and a stream that fits. A stream that the recipe packs depends on the layout."""
 
     planned: Planned
     stream: PlannedStream
@@ -84,8 +84,8 @@ class Fitted(NamedTuple):
 def best_layout(
     planned: Planned, gpus: int, stream_of: Callable[[Sizes], PlannedStream | None], usable: float
 ) -> Fitted | None:
-    """Of all layouts and memory settings whose stream fits, those with the least GPU time per token. stream_of: returns
-    the stream for a layout, or None if the layout cannot have one."""
+    """The layout and memory settings with the least GPU time per token, of all those whose stream fits; None if none
+    fits. stream_of: returns the stream for a layout, or None if the layout cannot have one."""
     candidates = ((each, stream_of(each.sizes)) for each in layouts(planned, gpus))
     fitting = (Fitted(*each) for each in candidates if each[1] is not None and each[1].needs(each[0]) <= usable)
     return min(fitting, key=_cost, default=None)

@@ -99,7 +99,7 @@ class Planned:
     residence: Residence = "device"
     # On a CPU a norm is several operations, each of which saves its result unless it is recomputed.
     device: Literal["cuda", "cpu"] = "cuda"
-    # Size of all of DeepSpeed's buckets for gradients in flight together, in numbers.
+    # Total size of DeepSpeed's buckets for gradients in flight, in numbers.
     bucket: int = 100_000_000
     # ZeRO stage 2 divides gradients among ranks, 1 does not.
     zero_stage: int = 2
@@ -257,7 +257,8 @@ def _tensor_bytes(planned: Planned, share: Share) -> tuple[float, float, float]:
       the draft's K steps and the teacher), best ids, sums, and the gradients of all outputs and of the norm, which the
       distillation computes in the forward pass.
     - Backward: the gradients of the inputs of q, k and v (one by one; K_0, V_0 have the keys' rows) and of the MLP.
-      Recomputed chunks repeat their forward pass, and whole steps repeat that of their projections once more.
+      Recomputed chunks repeat their forward pass. Steps that are recomputed whole repeat the forward pass of their
+      projections once more.
     """
     hidden, size, exact, steps = planned.draft.hidden_size, planned.itemsize, planned.exact, planned.steps
     keys, queries, teacher = share.keys, share.queries, share.teacher

@@ -19,11 +19,11 @@ PATIENCE = datetime.timedelta(seconds=60)  # for one all-reduce, which takes mil
 PATTERN = 1021  # a prime, so that a shift by any power of two is noticed
 
 # The numbers below come from data sheets, in GB/s in one direction; this project has not measured them. NCCL reaches
-# more than half of them. An eighth is more than traffic reaches on a detour (a slower link, host memory, TCP instead of
-# RDMA), and less than it reaches on a busy network.
+# more than half of them. An eighth of such a number separates two cases: traffic on a detour (a slower link, host
+# memory, TCP instead of RDMA) stays below, and traffic on a busy network stays above.
 FAR_BELOW = 1 / 8
 NVLINK = {"A100-SXM": 300.0, "H100 80GB HBM3": 450.0, "H200": 450.0, "B200": 900.0}
-WITHOUT_NVLINK = ("NVL", "PCIe")  # cards with the same name; pairs may have a bridge, but a whole node does not
+WITHOUT_NVLINK = ("NVL", "PCIe")  # variants of these cards: pairs may have a bridge, but no whole node does
 PCIE = 32.0  # generation 4, 16 lanes: in any server, a GPU reaches its neighbours at least this fast
 ETHERNET = 8.0  # assumed if no InfiniBand or RoCE port is up; an eighth of it is 80% of a 10 Gb/s line
 REMEDY = (
@@ -86,7 +86,7 @@ def measure(group: dist.ProcessGroup, device: torch.device) -> Reduced:
 
 
 def judge_reduction(cluster: Cluster, name: str, results: dict[int, Reduced], spec: float | None) -> Finding:
-    """Judges the measurements. spec: the link's GB/s by data sheet; None to not judge the speed, as on CPUs."""
+    """Judges the measurements. spec: the link's GB/s by data sheet; None: the speed is not judged, as on CPUs."""
     if reasons := troubled(results):
         return Finding(
             name, "failed", f"did not finish on {cluster.named([*reasons])}: {next(iter(reasons.values()))}", REMEDY

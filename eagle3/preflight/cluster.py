@@ -1,4 +1,4 @@
-"""The job as preflight checks see it: which rank is on which node, and a way to ask all ranks. This works whatever
+"""The job as preflight checks see it: which rank is on which node, and a way to ask all ranks. Asking works whatever
 state the job's collectives are in, and names the ranks that do not answer."""
 
 import datetime

@@ -24,7 +24,7 @@ WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pth", "*.pt", "*.ckpt", "*.pkl")
 
 
 def inputs_of(recipe: Recipe) -> dict[str, str]:
-    """Everything that the recipe reads and may name as a local path, by key."""
+    """Everything that the recipe reads and that may be a local path, by key."""
     draft, data = recipe.model.draft, recipe.data
     paths = {
         "model.target": recipe.model.target,
@@ -36,7 +36,7 @@ def inputs_of(recipe: Recipe) -> dict[str, str]:
     for key, sources in (("data.train", data.train), ("data.held_out", data.held_out or [])):
         paths |= {f"{key}[{number}]": source for number, source in enumerate(sources)}
     store = recipe.hidden_states
-    if store.mode == "stored" and not is_url(store.path):  # otherwise the store is on the network
+    if store.mode == "stored" and not is_url(store.path):  # a store at a URL is not local
         paths["hidden_states.path"] = store.path
     return {key: str(path) for key, path in paths.items() if path is not None}
 
@@ -97,8 +97,8 @@ def require_weights(target: str) -> None:
 
 
 def require_store(path: str) -> None:
-    """Raises UserError for a folder without a store. Problems with stores that are on the network or damaged are
-    reported when they are opened."""
+    """Raises UserError for a folder without a store. Problems with a damaged store, or with one on the network, are
+    reported only when that store is opened."""
     if not is_url(path) and not any(name.endswith(".json") for name in LocalFiles(Path(path)).sizes()):
         raise no_store(path)
 
@@ -158,7 +158,8 @@ def _require_target(model: Model) -> None:
 
 
 def _sizes_of(model: Model) -> tuple[int | None, int | None]:
-    """The target's vocabulary size and number of layers; None for what no local config.json has in the usual place."""
+    """The target's vocabulary size and number of layers. A number is None unless a local config.json has it in the
+    usual place."""
     if model.target == "demo":
         return model.demo.vocab_size, model.demo.layers
     with suppress(OSError, ValueError, AttributeError):

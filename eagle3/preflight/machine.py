@@ -77,8 +77,8 @@ def _look(device: torch.device) -> GpuSeen:
 
 def check_clocks(cluster: Cluster, clock: Callable[[], float] = time.time) -> Finding:
     """Compares the nodes' clocks. Each rank reads its clock at the end of a round of messages. A rank's round ends
-    after all others have begun theirs, so two readings are at most one round apart. This is the uncertainty; the
-    shortest of several rounds counts."""
+    after all others have begun theirs, so two readings are at most one round apart. The round's duration is thus the
+    uncertainty, and the shortest of several rounds counts."""
     rounds = []
     for _ in range(CLOCK_ROUNDS):
         cluster.gather(None)  # so that they begin together
@@ -102,7 +102,8 @@ def check_clocks(cluster: Cluster, clock: Callable[[], float] = time.time) -> Fi
 
 def open_files() -> int:
     """The number of files that this process may have open. Raises the soft limit to LEAST_OPEN_FILES if the hard limit
-    allows; only an administrator can raise that. (Shells often start with 1024 out of a million.)"""
+    allows; only an administrator can raise the hard limit. (Shells often start with a soft limit of 1024 and a hard
+    limit of a million.)"""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = LEAST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, LEAST_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:

@@ -15,7 +15,7 @@ import eagle3
 from eagle3.console import without_passwords
 from eagle3.preflight.cluster import Cluster, Finding, owners
 
-# What one rank runs: name of a package, file or key -> its value, as people can read it.
+# What one rank runs: name of a package, file or key -> its value in readable form.
 Traits = dict[str, str]
 PACKAGES = ("torch", "deepspeed", "megatron-core", "transformers", "safetensors")
 ABSENT = "absent"
@@ -90,7 +90,7 @@ def _digest(content: bytes) -> str:
 
 def _shorten(value: str) -> str:
     """Shortens a long value to its beginning and a digest, since values may differ at the end. Masks passwords first,
-    because in a URL that is cut off they could no longer be recognised."""
+    because they could no longer be recognised in a URL that was cut off."""
     value = without_passwords(value)
     return value if len(value) <= 60 else f"{value[:40]}... ({_digest(value.encode())})"
 

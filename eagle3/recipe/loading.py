@@ -16,7 +16,7 @@ from eagle3.recipe.section import Section
 LARGEST = 1 << 18  # most bytes in a recipe file; the YAML parser takes about ten seconds for them
 NAME = "name a YAML file with --recipe"  # remedy in error messages
 LONGEST_KEY = 100  # most characters of a key that are shown in an error message
-# Other trainers' names for some of our keys that are too different to be found by similarity; for error messages.
+# Names that other trainers give to some of our keys, too different to be found by similarity; for error messages.
 OTHER_NAMES = {
     "lr": "training.learning_rate",
     **dict.fromkeys(("batch_size", "train_batch_size"), "training.global_batch_size"),
@@ -55,8 +55,8 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
 
 
 def checked_recipe(values: dict, origin: Path | str, overrides: Sequence[str] = ()) -> Recipe:
-    """Make a recipe from its values, to which the overrides were already applied. Raises UserError if they are invalid,
-    naming the override at fault or, if there is none, `origin`."""
+    """Make a recipe from its values, to which the overrides were already applied. If the values are invalid, raises
+    UserError naming the override at fault or, if no override is, `origin`."""
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
@@ -68,8 +68,8 @@ def checked_recipe(values: dict, origin: Path | str, overrides: Sequence[str] = 
 
 
 def _may_cause(problem: dict, key: str) -> bool:
-    """Whether a value for `key` may cause the problem: it must contain the problem's place, or lie in it. A problem
-    without a place has a message that names the keys."""
+    """Whether an override of `key` may cause the problem: `key` must be the problem's place, a section around it, or a
+    key inside it. If the problem has no place, its message must name `key`."""
     place = _key_of(problem)
     if not place:
         return key in problem["msg"]

@@ -176,7 +176,7 @@ class Endpoint:
 
     async def comes_back(self, failure_time: float) -> bool:
         """Whether the endpoint answers again after a request failed at monotonic time `failure_time`. One caller checks
-        for all of them. Raises Unfit if the endpoint now serves a different model."""
+        for all callers. Raises Unfit if the endpoint now serves a different model."""
         async with self._looking:
             if self.dead is not None or self._last_seen > failure_time:
                 return self.dead is None

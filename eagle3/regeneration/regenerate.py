@@ -14,8 +14,8 @@ from eagle3.regeneration.turns import Generation, LeftOut, Plan, Work, plan_of
 from eagle3.text.conversations import Conversation
 
 MOST_TRIES = 4  # for one conversation, before this run gives it up
-MOST_FAILED = 16  # conversations given up at an endpoint without an answer in between, before it is left out
-MOST_REFUSED = 32  # conversations left out before any row; then the settings or the server must be wrong
+MOST_FAILED = 16  # conversations in a row that are given up at an endpoint before the endpoint is left out
+MOST_REFUSED = 32  # conversations left out before the first row; so many mean wrong settings or a wrong server
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Summary:
 
 
 class Queue:
-    """Plans that nobody has taken yet, and work that was put back, which comes first, because it may be partly done."""
+    """Plans that nobody has taken yet, and work that was put back. That work comes first, as it may be partly done."""
 
     def __init__(self, plans: Iterable[Plan]) -> None:
         self.new, self.again, self.taken = map(Work, plans), deque[Work](), 0
@@ -106,7 +106,7 @@ class Regeneration:
         self.start = time.monotonic()
         self.passed = self.new = 0  # conversations that need no request, and those done by this run
         self.seen: set[str] = set()
-        self.unrecorded: list[tuple[Plan, LeftOut]] = []  # refusals, until an answer shows that the settings are fine
+        self.unrecorded: list[tuple[Plan, LeftOut]] = []  # left out before a row shows that the settings are fine
 
     def plans(self) -> Iterator[Plan]:
         """Yield the plans that need requests, in the order of the input."""
@@ -188,7 +188,7 @@ class Regeneration:
         self.unrecorded.clear()
 
     def leave_out(self, work: Work, reason: LeftOut, *, answered: int) -> None:
-        """Leave a conversation out. It is recorded only if there are answered rows, which show that it is at fault.
+        """Leave a conversation out. Record it only if answered rows show that the conversation itself is at fault.
 
         answered: number of these rows
 
@@ -254,8 +254,8 @@ def regenerate(
     progress: gets a line now and then
 
     Raises UserError if no endpoint is left, or if the first MOST_REFUSED conversations give no row; answers received
-    until then are in the file. If fewer give no row, and no other conversation gives one, they are counted but not
-    recorded, so that the next run asks again.
+    until then are in the file. If fewer conversations give no row, but no other gives one either, they are counted but
+    not recorded, so that the next run asks again.
     """
     run = Regeneration(conversations, total, file, generation, report, progress)
     asyncio.run(run.run(endpoints))

@@ -183,7 +183,7 @@ def _turn(answer: Answer, generation: Generation) -> dict:
 
 def _ends_early(answer: Answer, plan: Plan, index: int, turn: dict) -> str | None:
     """The reason why the rest of the original cannot follow this turn; None if it can, or if nothing follows. If the
-    turn's calls equal the original's, they get its ids, because the results that follow refer to those."""
+    turn's calls equal the original's, they get the original ids, because the results that follow refer to those."""
     if index == len(plan.messages) - 1:
         return None
     if answer.finish_reason == "length":

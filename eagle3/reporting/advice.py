@@ -1,4 +1,4 @@
-"""Finds things that look wrong in a run. Each finding has its number, and the recipe keys that change it."""
+"""Finds things that look wrong in a run. Each finding gives the number behind it and the recipe keys that change it."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ FAR = 0.1  # difference between simulated and real acceptance of a draft positio
 class Advice(NamedTuple):
     """Something that looks wrong, and what to do about it."""
 
-    finding: str  # what looks wrong, with its number
+    finding: str  # what looks wrong, with the number behind it
     change: str  # what to do
     keys: tuple[str, ...]  # recipe keys to change
 

@@ -205,8 +205,8 @@ def _contexts(run: RunRecord) -> dict[str, Any] | None:
 
 
 def _serving(run: RunRecord, target: str) -> dict[str, Any]:
-    """The commands that serve the draft. vllm_key: an entry that vLLM needs and that config.json lacks in older
-    exports."""
+    """The commands that serve the draft. vllm_key: an entry that vLLM needs, and that the config.json of older exports
+    lacks."""
     draft, steps = run.draft, run.key("evaluation.draft_tokens") or 4
     window, context = draft.get("sliding_window"), draft["max_position_embeddings"]
     flags = speculative_flags("DRAFT", steps, 1, steps + 1, window)

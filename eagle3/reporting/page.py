@@ -251,7 +251,7 @@ class Entry(NamedTuple):
     value: str  # the last value
     at: str  # where the last value is
     # For the page's script: points in the drawing (x, y) and their description (at, values), each as one string with
-    # separators. All are empty for a rule, which is the same everywhere.
+    # separators. All are empty for a rule (see Series), whose value is the same everywhere.
     points: dict[str, str]
 
 

@@ -164,7 +164,7 @@ def context_axis(label: str, contexts: np.ndarray) -> Axis:
 
 
 def _ends(values: Sequence[np.ndarray]) -> tuple[float, float]:
-    """The least and the greatest finite value, kept apart from each other."""
+    """The least and the greatest finite value, moved apart if they are equal."""
     finite = np.concatenate([np.ravel(each) for each in values])
     finite = finite[np.abs(finite) <= MOST]
     low, high = (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 1.0)

@@ -225,8 +225,8 @@ def estimated_curve(run: RunRecord) -> Curve | None:
 
 
 def simulated_positions(run: RunRecord) -> list[float]:
-    """Share of verifications that would accept all of the drafts 0..i, by the exported draft's held-out accuracies, for
-    each i."""
+    """For each i, the share of verifications that would accept all of the drafts 0..i, according to the exported
+    draft's held-out accuracies."""
     return np.cumprod(columns([run.exported], "accuracy")[0]).tolist()
 
 
@@ -281,7 +281,7 @@ def short(value: float, digits: int = 3) -> str:
 
 
 def mean(values: np.ndarray) -> np.ndarray:
-    """Mean over the first axis, ignoring nan; nan if there is nothing else."""
+    """Mean over the first axis, ignoring nan; nan where every value is nan."""
     known = ~np.isnan(values)
     counts = known.sum(0)
     return np.where(counts > 0, np.where(known, values, 0).sum(0) / np.maximum(counts, 1), np.nan)

@@ -156,7 +156,7 @@ class LargestStream(BaseModel):
 
 
 class Memory(BaseModel):
-    """The memory estimate; null, with the reason, if the planner made none."""
+    """The memory estimate. If the planner made none, estimate_gib is null and `why` gives the reason."""
 
     before_gib: Amount
     estimate_gib: Amount | None
@@ -210,7 +210,7 @@ class RecipeEvaluation(BaseModel):
 
 
 class RecipeFile(BaseModel):
-    """The contents of recipe.yaml, as far as they are used and not only shown."""
+    """The parts of recipe.yaml that are used, and not only shown."""
 
     model: RecipeModel | None = None
     data: RecipeData | None = None

@@ -18,9 +18,9 @@ from eagle3.text.samples import Sample, SampleSet
 
 # Bytes per token for its id, argmax, logsumexp and loss mask.
 TOKEN_BYTES = 13
-# Samples are batched in groups of neighbours in the data, and a group has at most this many batches' tokens. With chat
-# data (1,100 tokens per sample, 8,192 per batch), this leaves 6% padding; groups of 4 batches leave 15%, and groups of
-# 64 leave 2%. When data is added, only the last group changes.
+# Batches are formed within groups of consecutive samples. A group has at most this many batches' tokens. With chat
+# data (1,100 tokens per sample, 8,192 per batch), groups of 16 batches leave 6% padding, groups of 4 leave 15%, and
+# groups of 64 leave 2%. When data is added, only the last group changes.
 ROUND_BATCHES = 16
 
 
@@ -36,7 +36,7 @@ class Wanted(NamedTuple):
 
 
 class ArrivingTarget(Protocol):
-    """A target that prefills documents in an order of its own, some rows at a time, possibly on several ranks."""
+    """A target that prefills documents in its own order, some rows at a time, possibly on several ranks."""
 
     def arriving(self, documents: Iterable[Tensor]) -> Iterator[tuple[int, Iterator[Rows | None]]]:
         """Yield (index of a document, iterator over consecutive parts of its rows) as documents arrive. Ranks other

@@ -79,9 +79,9 @@ class Target(Protocol):
 
 
 def length_buckets(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Batch documents of similar length: indices, longest documents first, with documents x longest <= budget tokens
-    per batch. A document longer than the budget gets a batch of its own. Bucketing the documents of one batch again, in
-    the batch's order, gives the same batch."""
+    """Group documents of similar length into batches of indices, longest documents first, so that documents x longest
+    <= budget tokens in each batch. A document longer than the budget gets a batch of its own. Bucketing the documents
+    of one batch again, in its order, gives the same batch."""
     batches: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= budget:

@@ -36,16 +36,16 @@ HELD = b"held\n"
 GONE = ".gone-"
 JOB = re.compile(f"({re.escape(GONE)})?[0-9a-f]{{16}}")
 POLL_SECONDS = 0.002
-# How often a waiting reader checks whether the owner is still alive.
+# Seconds after which a waiting reader checks again whether the owner is still alive.
 OWNER_SECONDS = 1.0
 HEADER = "eagle3"
 REMEDY = "free space, or name another folder in target.spool"  # if the spool cannot be written
-# Anyone with access to a server can choose an id, so only ids that name a file below the spool's folder are accepted.
+# Anyone with access to a server can choose a request's id, so only ids that name a file in the spool are accepted.
 REQUEST = re.compile(HEADER + r":([0-9a-f]{16}):(shard-[0-9a-f]{8}-\d{47,}\.safetensors):([0-9a-f]{32}):(\d+)")
 
 
 class Ticket(NamedTuple):
-    """A sample that a job has requested. Its text, the request's id, tells the target's side where to leave rows."""
+    """A sample that a job has requested. `text` is the request's id; it tells the target's side where to leave rows."""
 
     job: str
     shard: str  # name of the file that will hold it
@@ -57,8 +57,8 @@ class Ticket(NamedTuple):
         """The ticket for a sample's next request.
 
         sample_id: 32 hex digits
-        time_asked: a number that differs between requests for this many tokens of the sample: the loader's channel,
-            then a count of earlier requests. Ranks that pass the same number get the same name.
+        time_asked: a number that differs between requests for the same sample and number of tokens: the loader's
+            channel, then a count of earlier requests. Ranks that pass the same number get the same file name.
         """
         return cls(job, f"shard-{time_asked:08x}-{int(sample_id, 16):039d}{tokens:08d}.safetensors", sample_id, tokens)
 
@@ -161,7 +161,7 @@ def _not_ours(folder: Path) -> str:
 
 def sweep(folder: Path) -> int:
     """Remove the folders of this user's jobs whose owner process has died, and return their number. Folders that an
-    earlier removal left unfinished are removed, too, but not counted. Nothing else in `folder` is touched, and no link
+    earlier sweep left half-removed are removed, too, but not counted. Nothing else in `folder` is touched, and no link
     is followed."""
     count = 0
     jobs = [path for path in folder.iterdir() if JOB.fullmatch(path.name) and path.is_dir() and not path.is_symlink()]
@@ -184,7 +184,7 @@ def _abandoned(job: Path) -> bool:
 
 
 def _remove(job: Path) -> None:
-    """Delete a job's folder. It is renamed first, so that late writers no longer find it and add nothing."""
+    """Delete a job's folder. It is renamed first, so that late writers cannot find it and add files to it."""
     trash = job.with_name(GONE + job.name)
     with suppress(FileNotFoundError):
         job.rename(trash)
@@ -200,7 +200,7 @@ def fail(folder: Path, ticket: Ticket, reason: str) -> None:
 class SpoolReader:
     """Reads samples from a job's folder as they arrive.
 
-    number: this reader's number among the job's readers, each of which reads every sample
+    number: this reader's number among the job's readers; every reader reads every sample
     """
 
     def __init__(self, path: Path, number: int) -> None:
@@ -216,7 +216,7 @@ class SpoolReader:
                 raise SharedUserError(failure_note.read_text(encoding="utf-8"))
             if time.monotonic() - last_look > OWNER_SECONDS:
                 last_look = time.monotonic()
-                os.listdir(self.path.parent)  # makes a network file system look again for files that it took for absent
+                os.listdir(self.path.parent)  # makes a network file system look again for files that were absent
                 self._require_owner()
             time.sleep(POLL_SECONDS)
         try:

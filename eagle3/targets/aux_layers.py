@@ -6,11 +6,11 @@ from eagle3.errors import UserError
 
 
 def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
-    """The layers that EAGLE3 reads: 1, n//2-1 and n-4, 0-based; shifted just enough to stay distinct below 8 layers.
+    """The layers that EAGLE3 reads, 0-based: 1, n//2-1 and n-4; if n < 8, shifted just enough to stay distinct.
 
     These are the layers of the EAGLE3 reference implementation and of the engines that serve its drafts. The last layer
     is avoided: SGLang captures each layer's input, and no layer takes the last one's output as input. Only a target
-    with three layers leaves no choice.
+    with three layers leaves no other choice.
     """
     if num_layers < 3:
         raise UserError(f"target: has {num_layers} layers, EAGLE3 reads three; choose a target with at least 3 layers")

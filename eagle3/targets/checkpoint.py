@@ -127,8 +127,8 @@ def weight_files(name: str, revision: str | None) -> dict[str, str] | None:
 
 
 def _indexed(name: str, path: Path) -> dict[str, str]:
-    """Read each tensor's file from the index. Names must stay in the folder; links may lead out of it (the hub's
-    do)."""
+    """Read each tensor's file from the index. File names must stay in the folder, but links may lead out of it, as
+    those in the hub's cache do."""
     prefix = f"target {name!r}: its {path.name} "
     try:
         index = parse_json(path.read_text(encoding="utf-8"))
@@ -180,7 +180,7 @@ def fingerprint(name_or_path: str | Path, *, revision: str | None = None) -> str
 
     A hub id is identified by its commit. A folder is identified by config.json, the weights' index, and each weight
     file's name, size and sampled bytes. (A fine-tuned copy has the same names, sizes and headers, but different bytes.)
-    Changes to a few values between the samples go unnoticed. The folder's path does not count, so it can be moved.
+    Changes to a few values between the samples go unnoticed. The path does not count, so the folder can be moved.
     """
     name, digest = str(name_or_path), hashlib.sha256()
     with readable(name, "config"):
@@ -217,7 +217,7 @@ def load_causal_lm(
         readable(name, "causal language model", QUANTISED_REMEDY if quantization else None),
         contextlib.ExitStack() as stack,
     ):
-        # transformers lists every missing weight; our one line names the first.
+        # transformers would list every missing weight; our one-line error names only the first.
         stack.callback(logging.set_verbosity, logging.get_verbosity())
         logging.set_verbosity_error()
         weight_files(name, revision)
@@ -254,8 +254,8 @@ def load_causal_lm(
 
 @contextlib.contextmanager
 def readable(name: str, part: str, remedy: str | None = None) -> Iterator[None]:
-    """Turn errors that transformers and the hub raise for an unreadable checkpoint into a one-line UserError. It ends
-    with `remedy`, by default the advice to name a complete checkpoint."""
+    """Turn errors that transformers and the hub raise for an unreadable checkpoint into a one-line UserError that
+    ends with `remedy`, by default the advice to name a complete checkpoint."""
     require_target_folder(name)
     try:
         if not Path(name).is_dir() and not isinstance(try_to_load_from_cache(name, "config.json"), str):

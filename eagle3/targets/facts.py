@@ -109,7 +109,7 @@ def _bytes_a_weight(quantization: dict) -> float:
 
 
 def _quantises_head(quantization: dict) -> bool:
-    """Whether the lm_head is quantised. GPTQ says so; compressed-tensors and ModelOpt list the modules that are not."""
+    """Whether the lm_head is quantised. GPTQ says so itself; compressed-tensors and ModelOpt list what is excluded."""
     exclusions = quantization.get("ignore") or []
     if quantization.get("quant_method") in ("compressed-tensors", "modelopt"):
         patterns = [name.removeprefix("re:") for name in exclusions if name.startswith("re:")]

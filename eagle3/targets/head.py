@@ -36,7 +36,7 @@ def load_target_head(
 ) -> TargetHead:
     """Load only the embedding and lm_head, on the CPU, to train with a target that runs elsewhere or ran earlier.
 
-    Reads nothing else from the checkpoint, and downloads from the hub only the files that hold these two. Their names
+    Reads nothing else from the checkpoint, and downloads from the hub only the files that hold these two. Tensor names
     come from transformers' model, which is built without weights on the meta device. A model with its own Python code
     (trust_remote_code) is loaded whole and then dropped, because only that code knows which weights it reads. Refuses
     pickled weights (PyTorch's .bin).
@@ -59,8 +59,8 @@ def load_target_head(
 
 
 def model_head(name: str, model: PreTrainedModel, required: bool) -> TargetHead:
-    """Embedding and lm_head of a loaded model. A head that is not a plain matrix becomes None; if `required`, it raises
-    UserError."""
+    """Embedding and lm_head of a loaded model. A head that is not a plain matrix becomes None or, if `required`,
+    raises UserError."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings().weight.detach()
     plain = _is_linear(head) and head.weight.is_floating_point() and head.weight.itemsize > 1
     if required and not plain:
@@ -145,7 +145,7 @@ def _read_head(stored: _Stored, config: PretrainedConfig, dtype: str | torch.dty
     if head is None:
         return TargetHead(matrix, None, _transform_of(model))
     weight = matrix if head is embedding else _read(stored, head, dtype)
-    # If both are stored although tied, transformers uses the separate head only if it differs.
+    # If both are stored although tied, transformers uses the separate head only if the two differ.
     return TargetHead(matrix, matrix if tied and torch.equal(matrix, weight) else weight, _transform_of(model))
 
 

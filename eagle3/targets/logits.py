@@ -1,7 +1,7 @@
 """A target's logits: the head and the transform that compute them, and the part of them that training needs.
 
-If tensor-parallel ranks hold the logits in vocabulary shards, the summaries are the same, and each rank gets the draft
-vocabulary's columns of its own rows. No rank ever holds a whole row.
+If tensor-parallel ranks hold the logits in vocabulary shards, every rank gets the same summaries (argmax and logsumexp)
+as without shards, and the draft vocabulary's columns for its own rows. No rank ever holds a whole row.
 """
 
 from collections.abc import Callable, Sequence
@@ -142,7 +142,7 @@ class DraftColumns:
     """Where the draft vocabulary's columns are in vocabulary shards of the logits."""
 
     local: Tensor  # [n] int64: columns of this rank's shard that are draft tokens, ascending
-    # How many there are on each rank of `group`. In rank order, all of them are the draft vocabulary in its own order.
+    # Number of such columns on each rank of `group`. In rank order, they form the draft vocabulary in its own order.
     widths: tuple[int, ...]
     group: dist.ProcessGroup
 

@@ -24,9 +24,9 @@ from eagle3.targets.transformers import TransformersTarget
 
 # The name under which our attention is registered with transformers while the decoder runs with it.
 IMPLEMENTATION = "eagle3_long_prefill"
-# What `window_of_mask` returns when there is no window to return.
+# What `window_of_mask` returns for a causal mask without a window, and for any other mask.
 NO_WINDOW, UNKNOWN_MASK = 0, -1
-# Arguments that repeat the tokens' positions, which rope has already applied.
+# Arguments with the tokens' positions, which `attend` ignores because rope has already been applied.
 WHERE = ("position_ids", "cache_position")
 
 
@@ -50,11 +50,11 @@ class ChunkedAttention:
 
     ulysses: Ulysses
     ring: dist.ProcessGroup
-    # Builds the error for a model whose attention is not supported, from a description of what it does.
+    # Builds the error for a model whose attention is not supported, from a description of what the model does.
     refusal: Callable[[str], UserError]
     chunks: list[Chunk]
     number: int = 0  # index of the current chunk
-    # Per layer: the keys and values [2, U * share, kv_heads, d] of each chunk, from the oldest that a token still sees.
+    # Per layer: the keys and values [2, U * share, kv_heads, d] of each chunk, from the oldest chunk still in view.
     cache: dict[int, list[Tensor]] = field(default_factory=dict)
     attended: list[int] = field(default_factory=list)  # layers that have attended in this chunk
     # Per window: the schedule of this chunk's queries against each ring rank's keys.
@@ -79,9 +79,9 @@ class ChunkedAttention:
         sliding_window: int | None = None,
         **options: Any,
     ) -> tuple[Tensor, None]:
-        """Attend for all tokens of this rank; the function that transformers calls.
+        """The attention function that transformers calls. Attends for all tokens of this rank.
 
-        query is [1, heads, share, d]; key [1, kv_heads, share, d]; value has kv_heads too, but may have a different
+        query is [1, heads, share, d]; key [1, kv_heads, share, d]; value also has kv_heads, but may have a different
         width. The result is [1, share, heads, width of value]. Supported options: s_aux [heads] (attention sinks),
         softcap, and dropout and is_causal if they change nothing.
         """
@@ -119,7 +119,7 @@ class ChunkedAttention:
         return ulysses.to_tokens(out)[None, ..., : value.shape[-1]].contiguous(), None
 
     def _window(self, mask: Tensor | None, sliding_window: int | None) -> int | None:
-        """A layer's window. Its mask and its `sliding_window` argument must agree on it."""
+        """A layer's window, on which its mask and its `sliding_window` argument must agree."""
         window = UNKNOWN_MASK
         if isinstance(mask, Tensor) and mask.dtype == torch.int64 and mask.numel() == 1:
             window = int(mask)
@@ -139,7 +139,7 @@ class ChunkedAttention:
         return torch.cat(parts, 1)
 
     def _visible(self, window: int | None) -> list[Chunk]:
-        """The chunks whose keys are seen by tokens of this chunk or a later one; the same on every rank."""
+        """The chunks so far with keys that tokens of this chunk or a later one see. The same on every rank."""
         chunks, start = self.chunks[: self.number + 1], self.chunk.start
         return [chunk for chunk in chunks if window is None or chunk.stop > start - window + 1]
 
@@ -177,8 +177,8 @@ class LongPrefill:
     """Prefills one document on ulysses x ring ranks. Equals `TransformersTarget.prefill` up to rounding.
 
     Each chunk's tokens are dealt contiguously to the ranks. A rank holds the activations of `chunk_tokens` tokens, and
-    the keys and values of its Ulysses share of the heads: for its ring share of the document in full-attention layers,
-    and for what a later token still sees in sliding layers.
+    keys and values for its Ulysses share of the heads. In full-attention layers, these are the keys and values of its
+    ring share of the document; in sliding layers, only those of them that a later token still sees.
 
     sequence: the ranks of ulysses x ring, with the Ulysses rank varying fastest (see Topology); all of them construct
         this together
@@ -202,8 +202,8 @@ class LongPrefill:
         assert chunk_tokens > 0
         self.target, self.ulysses, self.ring, self.sequence = target, Ulysses(ulysses), ring, sequence
         self.chunk_tokens = chunk_tokens
-        # It holds no state and may stay registered. Without a mask function, transformers would not consider masks at
-        # all.
+        # `window_of_mask` holds no state and may stay registered. Without a mask function, transformers would not
+        # consider masks at all.
         AttentionMaskInterface.register(IMPLEMENTATION, window_of_mask)
         self._check_config()
         self._check_short_document()
@@ -239,7 +239,7 @@ class LongPrefill:
         first = chunk.start + self.sequence.rank() * chunk.share
         own = document[first : min(first + chunk.share, chunk.stop)].to(target.device)
         ids = nn.functional.pad(own, (0, chunk.share - len(own)))[None]
-        # Padding continues the positions: transformers takes a jump for the start of a new document.
+        # Positions continue into the padding: transformers would take a jump for the start of a new document.
         positions = torch.arange(first, first + chunk.share, device=ids.device)[None]
         with self._attending(run), target.captured_layers() as states:
             output = target.decoder(input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False)
@@ -292,7 +292,7 @@ class LongPrefill:
             kind = rope.get("rope_type", "default") if isinstance(rope, dict) else "default"
             if kind == "longrope" or "dynamic" in kind:
                 raise self.refusal(f"rotates keys by the length of the whole prompt (rope type {kind})")
-        # A module with its own table of functions does not find ours. One without a table is noticed in _chunk.
+        # A model file with its own table of attention functions does not find ours. `_chunk` notices one without any.
         module = inspect.getmodule(type(decoder))
         if getattr(module, "ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS) is not ALL_ATTENTION_FUNCTIONS:
             raise self.refusal("has attention functions of its own")
@@ -301,8 +301,8 @@ class LongPrefill:
 
     @torch.no_grad()
     def _check_short_document(self) -> None:
-        """Prefill a short document in chunks of two tokens per rank and compare. Anything that reads other tokens by
-        other means than attention (a convolution, a state) goes wrong in most rows."""
+        """Prefill a short document in chunks of two tokens per rank, and compare. A model that reads other tokens by
+        means other than attention (a convolution, a recurrent state) goes wrong in most rows."""
         device = self.target.device
         document = torch.arange(8 * self.sequence.size() + 1, device=device) % self.target.vocab_size
         chunks = list(self._chunks(document, 2))
@@ -311,7 +311,7 @@ class LongPrefill:
             if self.sequence.rank() == 0:
                 expected = self.target.prefill([document])[0].teacher.values.double()
                 difference = Rows.cat(chunks).teacher.values.double() - expected
-                # Half of the digits must agree. In half precision a quarter: rounding can route a token to different
+                # Half of the digits must agree; in half precision a quarter, since rounding can route a token to other
                 # experts, and later tokens see the result. In a random tiny gpt-oss, half of the tokens differ by 0.15.
                 precision = torch.finfo(chunks[0].teacher.values.dtype)
                 limit = precision.eps ** (0.25 if precision.bits == 16 else 0.5)

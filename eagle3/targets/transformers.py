@@ -111,13 +111,13 @@ class TransformersTarget:
     def own_logits(self, output: BaseModelOutput, last: Tensor) -> Tensor:
         """The model's own logits [N, V] for last hidden states [N, Ht], whatever its head is and whatever follows it.
 
-        Runs the model's forward with a stand-in for the decoder, which returns `output` with these rows and without a
-        cache.
+        Runs the model's forward with the decoder replaced by a stand-in that returns `output` with these rows and
+        without a cache.
         """
         fields = {**output, "last_hidden_state": last[None]}
         fields.pop("past_key_values", None)
         decoder_output = type(output)(**fields)
-        previous_forward = vars(self.decoder).get("forward")  # loading may have put one on the instance
+        previous_forward = vars(self.decoder).get("forward")  # loading may have set one on the instance
         self.decoder.forward = lambda *_arguments, **_keywords: decoder_output
         try:
             ids = torch.zeros(1, len(last), dtype=torch.int64, device=last.device)
@@ -165,7 +165,7 @@ class TransformersTarget:
         else:
             expected = self.own_logits(outputs[0], last).float()
         same = logits.shape == expected.shape == (len(last), self.vocab_size)
-        # 2 % of the largest logit is far above bf16 rounding, and far below any scale or cap worth its name.
+        # 2 % of the largest logit is far more than bf16 rounding, and far less than any real scale or cap changes.
         if not same or (logits - expected).abs().max() > 0.02 * expected.abs().max():
             raise UserError(
                 f"target {name!r}: {type(self.model).__name__} changes its logits after the lm_head in a way that is "

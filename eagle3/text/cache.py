@@ -22,7 +22,7 @@ LOCK = "owner.lock"  # holds the host's name
 # Temporary names of tokenised data, downloads and demo targets, including those of older versions, which had no locks.
 OURS = re.compile(r"\.([0-9a-f]{32}\.|.+-[0-9a-f]{16}\.jsonl\.|demo-target-[0-9a-f]{16}[-.])[a-z0-9_]{8}")
 QUIET_SECONDS = 86_400.0
-# Exceptions that may be raised by reading a damaged record, or a file that is not a record.
+# Exceptions that reading a damaged record, or a file that is not a record, may raise.
 DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
@@ -48,8 +48,8 @@ def _digest(record: dict[str, Any]) -> str:
 
 @contextmanager
 def beside(path: Path) -> Iterator[Path]:
-    """Provide a temporary folder beside `path`, and remove it at the end. Raises UserError if it cannot be created, and
-    in place of an OSError in the caller's block, which writes into it."""
+    """Provide a temporary folder beside `path`, and remove it at the end. Raises UserError if the folder cannot be
+    created, or if writing into it raises an OSError in the caller's block."""
     remedy = "free space, or set data.cache_dir (of regenerate.py: --cache-dir) to a folder that this user may write"
     with writing(path.parent, remedy):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -57,7 +57,7 @@ def beside(path: Path) -> Iterator[Path]:
         temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
         try:
             with (temporary / LOCK).open("wb") as file:
-                lock(file)  # if there are no locks, nobody will take this process for dead
+                lock(file)  # without locks, other processes assume that this one lives
                 file.write(socket.gethostname().encode())  # an unlocked file with a name means a dead owner
                 file.flush()
                 yield temporary
@@ -69,10 +69,10 @@ def beside(path: Path) -> Iterator[Path]:
 def replacing_folder(folder: Path, keep: Callable[[Path], bool] = lambda _: False) -> Iterator[Path]:
     """Provide a temporary folder to write into, which then replaces `folder`. Raises UserError if it cannot be written.
 
-    keep: whether an existing folder stays instead, because a faster process wrote it and may be reading it
+    keep: decides whether an existing folder stays instead, because a faster process wrote it and may be reading it
 
-    A reader sees the old folder, briefly none, or the complete new one; after an exception, the old one. Files that a
-    reader has open stay readable.
+    A reader sees the old folder, briefly none, or the complete new one, and after an exception the old one. Files that
+    a reader has open stay readable.
     """
     with beside(folder) as temporary:
         replacement = temporary / "new"

@@ -1,9 +1,9 @@
 """The loss mask of a conversation under any chat template: what the target itself would generate, and nothing else.
 
-Each message in turn has its content marked, and the whole conversation is rendered again: the part that differs from
-the true rendering is what that message contributed. The generation prompt shows where an assistant's turn begins. No
-text is searched for, so repeated contents, or contents with the template's own markers, cannot mislead the comparison.
-What remains ambiguous is refused (`Unusable`).
+For each message in turn, its content is marked and the whole conversation is rendered again: what differs from the true
+rendering is what that message contributed. The generation prompt shows where an assistant's turn begins. The text is
+never searched for a content, so contents that repeat, or hold the template's own markers, cannot mislead. Anything that
+remains ambiguous is refused (`Unusable`).
 """
 
 import re
@@ -38,7 +38,7 @@ class Encoded(NamedTuple):
     ids: np.ndarray  # int32 [T]
     loss_mask: np.ndarray  # bool [T], True for tokens that the target generates
     text: str  # the rendering that was tokenised
-    empty_answers: tuple[int, ...] = ()  # where turns without text (only added tokens and white space) begin
+    empty_answers: tuple[int, ...] = ()  # first token of each turn without text (only added tokens and white space)
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ def encode_conversation(
 
     What is supervised:
     - in `messages`, every assistant turn that answers something, from the end of the generation prompt to the
-      end-of-turn token. An assistant message that opens a conversation is left out: no prompt makes the target
-      generate it.
+      end-of-turn token. An assistant message that opens a conversation is not supervised, because no prompt would make
+      the target generate it.
     - with a template that marks turns with `{% generation %}`, what it marks
     - in plain `text`, all tokens
     - in rendered `text`, the turns that the template's special tokens delimit
@@ -103,8 +103,8 @@ def encode_conversation(
 
 
 def _added_tokens(text: str, ids: np.ndarray, offsets: np.ndarray, contents: dict[int, str]) -> list[AddedToken]:
-    """The added tokens in a text, in order. contents: the text of every added token, by id. White space that the
-    tokenizer counts as part of an added token, on its left, is cut off."""
+    """The added tokens in a text, in order. contents: the text of every added token, by id. If the tokenizer counts
+    white space on the left as part of an added token, it is cut off."""
     tokens = zip(map(contents.get, ids.tolist()), offsets.tolist(), strict=True)
     return [
         AddedToken(content, max(text.find(content, start, stop), start), stop)
@@ -150,7 +150,7 @@ def _with_offsets(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[np.nda
     """Token ids, int32 [T], and the characters [start, stop) of each, int64 [T, 2]. Adds no special tokens: the
     template has written them."""
     encoded = tokenized(tokenizer, text, add_special_tokens=False)
-    [encoding] = encoded.encodings  # has the offsets without a list of tuples
+    [encoding] = encoded.encodings  # gives offsets without building a list of tuples
     spans = chain.from_iterable(map(encoding.token_to_chars, range(len(encoding))))
     return np.asarray(encoded["input_ids"], np.int32), np.fromiter(spans, np.int64, 2 * len(encoding)).reshape(-1, 2)
 
@@ -185,7 +185,7 @@ def _marked_spans(text: str, marked_text: str, begin: str, end: str) -> list[Spa
     marks = re.findall(f"[{begin}{end}]", marked_text)
     if any(mark != expected for mark, expected in zip(marks, cycle((begin, end)), strict=False)):
         raise Unusable("the chat template nests its {% generation %} blocks")
-    positions = list(accumulate(map(len, re.split(f"[{begin}{end}]", marked_text))))  # in `text`: the marks, its end
+    positions = list(accumulate(map(len, re.split(f"[{begin}{end}]", marked_text))))  # in `text`: each mark, the end
     if len(marks) < 2:
         raise Unusable("the chat template prints no {% generation %} block")
     return list(zip(positions[:-1:2], positions[1:-1:2], strict=False))
@@ -195,7 +195,7 @@ def _marked_spans(text: str, marked_text: str, begin: str, end: str) -> list[Spa
 
 
 class _Chat:
-    """A conversation, its rendering `text`, and what comparing renderings needs.
+    """A conversation, its rendering `text`, and what is needed to compare renderings.
 
     added: the tokenizer's added tokens, longest first
     marks: two characters that do not occur in the text
@@ -275,11 +275,11 @@ def _region(chat: _Chat, index: int) -> Region:
 
 
 def _prefix_region(chat: _Chat, index: int) -> Region:
-    """The turn of an assistant whose message cannot be replaced, because a following tool message needs its call.
+    """The region of an assistant's message that cannot be marked, because a later tool message needs its tool call.
 
-    The turn lies between the ends of two renderings: the messages before it with the generation prompt, and the same
-    messages with this one added. This one is taken whole or, if the template drops reasoning (and words that it takes
-    for reasoning) from earlier turns, without it.
+    It lies between the ends of two renderings: that of the earlier messages with the generation prompt, and that of the
+    earlier messages and this one. If the template drops reasoning (and content that it takes for reasoning) from
+    earlier turns, this message is rendered without it.
     """
     prefix = chat.render(chat.messages[:index], generation_prompt=True)
     has_prompt = prefix != chat.render(chat.messages[:index])
@@ -293,9 +293,9 @@ def _prefix_region(chat: _Chat, index: int) -> Region:
 
 
 def _closer(chat: _Chat, last: int) -> str | None:
-    """The added token that ends the turn at index `last` when the conversation ends there; the target stops at it.
+    """The added token that ends the turn at index `last` when the conversation ends there. The target stops at it.
 
-    A token that only follows turns in the middle does not count: it may be the header of the next message.
+    A token that follows turns only in the middle of a conversation does not count: it may begin the next message.
     """
     return chat.leading_token(chat.around_marks(chat.render([*chat.messages[:last], chat.marked[last]]), last)[1])
 
@@ -303,20 +303,20 @@ def _closer(chat: _Chat, last: int) -> str | None:
 def _turn_start(chat: _Chat, index: int, previous_end: int, region: Region) -> int:
     """Where the target begins to generate turn `index`: right after the generation prompt.
 
-    What the template prints between that and the content (an empty think block, a channel header) is generated, too.
-    previous_end: where the message before it ends
+    What the template prints between the prompt and the content (an empty think block, a channel header) is generated,
+    too. previous_end: where the previous message ends
     """
     history = [*chat.messages[: index - 1], chat.marked[index - 1]]
     prompt = chat.render(history, generation_prompt=True)
     opening = chat.around_marks(prompt, index - 1)[1]
     opened = chat.text.startswith(opening, previous_end)
     start = previous_end + len(opening)
-    # If only white space lies between the prompt and the content, the target generates that too, even with an empty
-    # generation prompt (Llama 2).
+    # If only white space lies between the prompt and the content, the target generates this white space too, even if
+    # the generation prompt is empty (Llama 2).
     if opened and (not chat.text[start : region.start].strip() or prompt != chat.render(history)):
         return start
     # Either the template has no generation prompt, or the turn shows only part of it (a generation prompt that opens a
-    # think block). The turn then begins with its content, provided that the content is what begins here.
+    # think block). The turn then begins where its region does, provided that the content is what begins there.
     if region.direct and (opened or opening.startswith(chat.text[previous_end : region.start])):
         return region.start
     raise Unusable("the chat template does not show where an assistant's turn begins")
@@ -333,8 +333,8 @@ def _common_prefix(a: str, b: str) -> int:
 
 
 def _supervised(ids: np.ndarray, text: str, offsets: np.ndarray, spans: list[Span], added_ids: list[int]) -> Encoded:
-    """Supervise the tokens that overlap a span. A token that begins before the span counts only if that part is white
-    space. offsets: int64 [T, 2]."""
+    """Supervise the tokens that overlap a span. A token that begins before the span counts only if its part before the
+    span is white space. offsets: int64 [T, 2]."""
     begins, ends = offsets.T
     mask, empty_answers = np.zeros(len(ids), bool), []
     words = ~np.isin(ids, added_ids)

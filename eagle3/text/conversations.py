@@ -81,11 +81,11 @@ def iterate_conversations(
     A row has `messages` (OpenAI), `conversations` (ShareGPT) or `text`.
 
     limit: stop after this many conversations
-    malformed: counts the rows that cannot be read, which are left out or, at the end, refused; None to refuse them
+    malformed: counts the malformed rows, and decides whether they are left out or refused at the end; default: refused
     downloads: folder in which rows of datasets are kept, so that they are downloaded once; None to keep none
     report: gets progress lines
 
-    Raises UserError for malformed rows, and for a source that cannot be read or has no readable row.
+    Raises UserError if malformed rows are refused, and for a source that cannot be read or has no readable row.
     """
     malformed = malformed or MalformedRows()
     count = 0
@@ -195,7 +195,7 @@ def _require(value: Any, kind: type, reason: str, where: str, expected: str) -> 
 
 
 def _message(where: str, message: Any) -> dict:
-    """Convert a message to OpenAI's form. Other keys (reasoning_content, tool_calls, ...) stay. Raises Malformed."""
+    """Convert a message to OpenAI's form, reasoning and tool calls included. Other keys stay. Raises Malformed."""
     _require(message, dict, "a message is not an object", where, "an object with role and content")
     role_key, content_key = ("from", "value") if "from" in message and "role" not in message else ("role", "content")
     name = message.get(role_key)
@@ -239,7 +239,7 @@ def _reasoning(where: str, message: dict) -> str | None:
 
 
 def _parsed(where: str, key: str, value: Any) -> Any:
-    """Parse the value if it is a JSON string. Parquet files often store data without fixed columns that way. Raises
+    """Parse the value if it is a JSON string, as Parquet files often store data that has no fixed columns. Raises
     Malformed.
 
     where: prefix of the key in error messages

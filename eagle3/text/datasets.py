@@ -1,6 +1,6 @@
-"""Datasets named by id or by a preset's short name (presets.yaml): where they are, how rows become conversations.
+"""Datasets named by id or by a preset's short name (presets.yaml): where they are, and how rows become conversations.
 
-Only the rows that are needed are streamed. They are copied to disk, so that they are downloaded only once.
+Only the rows that are needed are streamed, and a copy on disk ensures that they are downloaded only once.
 """
 
 import difflib
@@ -25,9 +25,9 @@ from eagle3.parsing import parse_json
 from eagle3.text.cache import beside
 from eagle3.text.rows import Malformed, Row, first_readable, plain_row
 
-# owner/name, or the bare name of an early hub dataset; optionally a split and a revision.
+# owner/name, or the bare name of an early hub dataset; optionally followed by a split and a revision.
 DATASET = re.compile(r"(?P<id>[\w-][\w.-]*(/[\w-][\w.-]*)?)(:(?P<split>\w+))?(@(?P<revision>[\w./-]+))?")
-# The same with a slice, as the `datasets` library writes it: `owner/name:train[:10]`.
+# The same with a slice in the notation of the `datasets` library: `owner/name:train[:10]`.
 SLICE = re.compile(DATASET.pattern + r"\[.*\].*")
 PRESET = re.compile(r"preset:[^:@]*(?P<held_out>:held_out)?(@(?P<revision>.+))?")
 HOLDS_ROW = ("messages", "conversations", "text")  # a row has one of these
@@ -40,8 +40,8 @@ class DatasetSource:
 
     source: str  # as the user named it
     dataset: str  # hub id, folder, or a reader of the library ("json", "parquet")
-    convert: Callable[[dict], dict | None]  # to one of the forms of conversations; None leaves the row out
-    columns: str  # what `convert` reads, in words; a copy made by a different rule is not reused
+    convert: Callable[[dict], dict | None]  # to a form that conversations.py reads; None leaves the row out
+    columns: str  # what `convert` reads, in words; a copy of other columns is not reused
     # As in `datasets.load_dataset`:
     split: str = "train"
     config: str | None = None
@@ -89,11 +89,11 @@ def downloaded_rows(
     parse: Callable[[str, Any], Row],
 ) -> Iterator[tuple[str, Row | Malformed]]:
     """Yield (origin, result of `parse`) for the rows that the source's `convert` keeps, up to the `limit`-th readable
-    one, or for all.
+    one, or for all if `limit` is None.
 
-    Rows come from a copy in `folder` if an earlier call for the same number of rows, or for all, has written one.
-    Otherwise they are streamed, and the copy is published once all have arrived. A data set therefore stays as it was
-    when first read, in every process and run.
+    Rows come from a copy in `folder` if an earlier call for the same number of rows, or for all rows, has written one.
+    Otherwise they are streamed, and a copy is published once all have arrived. Every process and run therefore sees the
+    dataset as it was when it was first read.
 
     folder: None for no copy
     report: gets a line when a copy is used
@@ -134,7 +134,7 @@ def _copied(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _line(origin: str, row: dict | Malformed) -> str:
-    if isinstance(row, Malformed):  # it may be nested too deeply for JSON
+    if isinstance(row, Malformed):  # the row may be nested too deeply for JSON
         return json.dumps([origin, None, row.reason, row.detail]) + "\n"
     try:
         return json.dumps([origin, row]) + "\n"
@@ -164,12 +164,12 @@ def _converted(source: DatasetSource, report: Callable[[str], None]) -> Iterator
 
 
 def _streamed(source: DatasetSource, report: Callable[[str], None]) -> Iterator[dict]:
-    # Imported here because they take a second, and most data sets are files.
+    # Imported here because importing them takes a second, and most data comes from files.
     from datasets import disable_progress_bars, load_dataset
     from datasets.exceptions import DatasetsError
-    from huggingface_hub.errors import HTTPError  # of the HTTP library that this version uses
+    from huggingface_hub.errors import HTTPError  # that of the HTTP library that this version uses
 
-    disable_progress_bars()  # they garble logs, and whoever reads the rows counts them
+    disable_progress_bars()  # they garble logs, and the reader of the rows shows its own progress
     try:
         if "/" in source.dataset and not Path(source.dataset).is_dir():
             require_hub()
@@ -186,7 +186,7 @@ def _streamed(source: DatasetSource, report: Callable[[str], None]) -> Iterator[
             )
             first_rows = list(islice(rows, 1))
         yield from chain(first_rows, rows)
-    # If retrying helps, the library has already done so for minutes. ValueError: unknown names and splits.
+    # Not retried, because the library has already done so for minutes. ValueError: an unknown name or split.
     except (OSError, ValueError, RuntimeError, DatasetsError, HTTPError) as error:
         hint = "" if source.source.startswith("preset:") else "no file or folder here, and as a dataset id it "
         raise UserError(
@@ -212,7 +212,7 @@ class Preset:
     files: tuple[str, ...] = ()
     # Either the column with whole conversations, in OpenAI's or ShareGPT's form:
     chat: str | None = None
-    # or, for sets of single questions, the columns of the question (non-empty ones, joined by empty lines) and answer:
+    # or, for single questions, the columns of the question (those with text, joined by blank lines) and of the answer:
     questions: tuple[str, ...] = ()
     answer: str = ""
     unverified: str = ""  # which of these facts no public source confirms
@@ -262,7 +262,7 @@ def preset_source(source: str) -> DatasetSource:
 
 
 def as_conversation(preset: Preset, row: dict) -> dict | None:
-    """Convert a row of the dataset to one of the forms of conversations, without other columns. Returns None if a
+    """Convert a row of the dataset to a form that conversations.py reads, without other columns. Returns None if a
     question, an answer or a message's text is missing, or if a message is not an object."""
     if preset.chat:
         messages = row.get(preset.chat)

@@ -20,15 +20,15 @@ from eagle3.text.template import Choices, Unusable
 # A process takes about two seconds to start; one core encodes a million characters per second, renderings included.
 CHARACTERS_WORTH_A_PROCESS = 4_000_000
 CHUNK = 64
-# Most characters in a row, each of which takes up to 250 bytes while it is tokenised. If samples may be long, the limit
-# is instead LONGEST_TOKEN characters for each token of the longest sample.
+# Most characters in a row; each takes up to 250 bytes during tokenisation. For long samples the limit is
+# LONGEST_TOKEN characters for each token of the longest sample, if that is more.
 LONGEST_ROW, LONGEST_TOKEN = 1 << 24, 16
 
 
 class Problem(NamedTuple):
     kind: Literal["unusable", "too_long", "too_large"]
     reason: str  # without anything from the sample itself, so that problems can be counted by reason
-    detail: str = ""  # of this sample
+    detail: str = ""  # about this sample
 
 
 class Outcome(NamedTuple):
@@ -48,7 +48,7 @@ class SampleEncoder:
     tokenizer: PreTrainedTokenizerBase
     chat_template: str | None  # Jinja source; None for the tokenizer's own
     max_length: int  # tokens
-    # Samples that are too long: "truncate" cuts them, "split" leaves texts whole for `split`, others give problems.
+    # If a sample is too long: "truncate" cuts it, "split" leaves a text whole for `split`, the others give a Problem.
     too_long: Literal["stop", "drop", "truncate", "split"] = "stop"
     unusable: Literal["stop", "drop"] = "stop"  # samples without a mask
     malformed: Literal["stop", "drop"] = "stop"  # rows that cannot be read
@@ -87,7 +87,7 @@ class SampleEncoder:
 
 
 def split(outcome: Outcome, longest: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Cut an outcome into consecutive pieces (ids, loss_mask) of up to `longest` tokens. Drops a single last token."""
+    """Cut an outcome into pieces (ids, loss_mask) of up to `longest` tokens. Drops a last piece of one token."""
     pieces = (slice(start, start + longest) for start in range(0, len(outcome.ids) - 1, longest))
     return [(outcome.ids[piece], outcome.loss_mask[piece]) for piece in pieces]
 
@@ -121,7 +121,7 @@ def _encode_in_processes(
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(target=_work, args=(encoder, chunks[number::processes], sender), daemon=True)
             process.start()
-            sender.close()  # the process has its own copy; with this one open, we would not notice its death
+            sender.close()  # the process has its own copy; while ours is open, `recv` cannot notice its death
             workers.append((receiver, process))
         for chunk, (receiver, process) in zip(chunks, cycle(workers), strict=False):
             try:

@@ -31,17 +31,17 @@ class Summary:
     """Counts of what was read, kept and left out."""
 
     rows: int  # rows read
-    # Samples. If texts are split, there may be more samples than rows.
+    # Samples; if texts are split, there may be more of them than rows.
     kept: int
     truncated: int
     # Of the kept samples:
     tokens: int
     supervised: int
-    dropped: dict[str, int] = field(default_factory=dict)  # count by reason
-    # By reason: "malformed" or the Problem's kind; empty in older caches.
+    dropped: dict[str, int] = field(default_factory=dict)  # number of dropped rows, by reason
+    # "malformed" or the Problem's kind, by reason; empty in older caches.
     kinds: dict[str, str] = field(default_factory=dict)
-    examples: dict[str, str] = field(default_factory=dict)  # by reason: origin of the first row dropped for it
-    # Answers in the kept samples that have only special tokens and white space to supervise; None in older caches.
+    examples: dict[str, str] = field(default_factory=dict)  # origin of the first row dropped, by reason
+    # Answers of the kept samples with nothing but special tokens and white space to supervise; None in older caches.
     empty_answers: int | None = None
     cached: bool = False  # taken from the cache
 
@@ -87,10 +87,10 @@ def prepare_samples(
     cache_dir: Path,
     report: Callable[[str], None],
 ) -> Prepared:
-    """Read, encode and mask the sources' conversations, or take them from `cache_dir` if that was done before. Every
+    """Read, encode and mask the sources' conversations, or take the result of an earlier call from `cache_dir`. Every
     cached sample is compared with its digest, and the set is rebuilt if one does not match.
 
-    max_samples: use only this many rows, the first ones that are readable
+    max_samples: how many readable rows to use, from the beginning; None for all
     workers: most processes; default: one per core
     report: gets progress lines and warnings
 
@@ -167,9 +167,9 @@ def _content_key(conversations: Sequence[Conversation], encoder: SampleEncoder, 
     """Key of a cached set: 32 hex digits, which are the same for the same conversations under the same rules."""
     tokenizer = encoder.tokenizer
     options = [encoder.max_length, encoder.too_long, encoder.unusable, asdict(encoder.choices)]
-    if encoder.malformed == "drop":  # otherwise the key equals that of sets made before this option existed
+    if encoder.malformed == "drop":  # if not, the key stays what it was before this option existed
         options.append("malformed rows dropped")
-    # Special tokens count in addition to the vocabulary: they are template variables. JSON keeps the parts apart.
+    # Special tokens count as well as the vocabulary, because templates read them. JSON keeps the parts apart.
     backend = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else type(tokenizer).__name__
     rules = [FORMAT, options, encoder.chat_template or tokenizer.chat_template, tokenizer.special_tokens_map, backend]
     digest = hashlib.sha256(_json_line(rules))

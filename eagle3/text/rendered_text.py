@@ -1,8 +1,8 @@
 """Find the turns in a text that a chat template has already rendered, by the template's own special tokens.
 
 Such a text cannot be rendered again and compared, as eagle3.text.chat does with messages. Instead, short conversations
-of our own show how the template opens a turn (its generation prompt) and closes it. Both must have added tokens of the
-tokenizer, which ordinary text cannot contain: in rendered text, whatever looks like a special token is taken for one.
+of our own show how the template opens a turn (its generation prompt) and closes it. Both must contain added tokens of
+the tokenizer. Ordinary text cannot contain these: whatever looks like one in rendered text is taken for one.
 """
 
 import re
@@ -26,12 +26,12 @@ class AddedToken(NamedTuple):
 class Turns(NamedTuple):
     """The texts and tokens with which a template delimits an assistant's turns."""
 
-    # Texts that may precede a turn: the generation prompt, and the part of it that earlier turns show if that is less.
+    # Texts that may precede a turn: the generation prompt and, if earlier turns show only part of it, that part.
     prompts: tuple[str, ...]
     anchor: str  # first added token of each prompt
     before: int  # characters from the beginning of a prompt to its anchor
     closer: str  # added token that ends a turn
-    # The closer, and added tokens that begin a new message: if one of those comes first, the closer is missing.
+    # The closer, and added tokens that begin a message: if one of the latter comes first, the closer is missing.
     ends: frozenset[str]
 
 
@@ -64,7 +64,7 @@ def turns_of(render: Render, added: Sequence[str]) -> Turns:
 
 
 def _result_token(render: Render, token: re.Pattern) -> list[str]:
-    """The added token that begins a tool's result, if any. A turn that contains it is not all the target's own."""
+    """The added token that begins a tool's result, if any. A turn that holds it is partly the tool's."""
     messages = probing_call(call_form(render))
     try:
         call_text, result_text = render(messages[:2]), render(messages)

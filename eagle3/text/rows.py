@@ -1,4 +1,4 @@
-"""Read the rows of .json, .jsonl and .parquet files with their origins, each as it stands in the file, or as malformed.
+"""Read the rows of .json, .jsonl and .parquet files, each with its origin; a row that cannot be read is `Malformed`.
 
 Malformed rows are counted by reason, and either listed in one error or left out.
 """
@@ -27,8 +27,8 @@ Row = TypeVar("Row")
 class Malformed(Exception):
     """A row that cannot be used; raised, or put in the row's place.
 
-    reason: what is wrong, without anything from the row itself, so that rows can be counted by it
-    detail: the same with the place in the row and the value; default: the reason
+    reason: what is wrong, without anything from the row itself, so that rows can be counted by reason
+    detail: the reason with the place in the row and the value there; default: the reason alone
     """
 
     def __init__(self, reason: str, detail: str | None = None) -> None:
@@ -41,7 +41,7 @@ class MalformedRows:
 
     drop: leave them out; otherwise reading ends with an error
     setting: the setting with which the user drops them, for messages; None if there is none
-    counts: rows by reason
+    counts: number of rows, by reason
     examples: origin of the first row, by reason
     """
 
@@ -62,7 +62,7 @@ class MalformedRows:
             self.first.append(f"{origin}: {flaw.detail}")
 
     def refusal(self, sources: list[str], rows: int) -> UserError:
-        """The error that lists them. rows: number of rows read from the sources, malformed ones included."""
+        """The error that lists the malformed rows. rows: number of rows read, including malformed ones."""
         count = self.counts.total()
         remedy = f", or leave malformed rows out with {self.setting}" if self.setting else ""
         if count == 1:
@@ -87,7 +87,7 @@ def by_reason(counts: Counter[str]) -> str:
 
 
 def others(counts: Counter[str], top_reasons: list[tuple[str, int]]) -> list[str]:
-    """A text that says how many rows have reasons outside `top_reasons`, in a list that is empty if there are none."""
+    """At most one text: how many rows have other reasons than `top_reasons`. Empty if there are no such rows."""
     other_reasons, rows = len(counts) - len(top_reasons), counts.total() - sum(count for _, count in top_reasons)
     return [f"{rows:,} for {counted(other_reasons, 'other reason')}"] if other_reasons else []
 
@@ -112,8 +112,8 @@ def first_readable(
 
 
 def file_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield (origin, row or Malformed) for each row of a file of one of KINDS. Raises UserError if the file cannot be
-    read or its rows cannot be separated."""
+    """Yield (origin, row or Malformed) for each row of a file whose suffix is one of KINDS. Raises UserError if the
+    file cannot be read or its rows cannot be separated."""
     try:
         yield from {".json": _json_rows, ".jsonl": _line_rows, ".parquet": _parquet_rows}[path.suffix](path)
     except OSError as error:
@@ -155,7 +155,7 @@ def _value(text: str, line: int | None = None) -> Any:
     """Parse JSON. Returns the value, or Malformed if the text is not valid.
 
     text: has unpaired surrogates in place of bytes that are not UTF-8
-    line: number of the text's first line if it may span several
+    line: number of the line at which the text begins, if the text may span several
     """
     try:
         if not text.isascii():
@@ -172,7 +172,7 @@ def _value(text: str, line: int | None = None) -> Any:
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    # pyarrow rather than `datasets`: it makes no copy in a cache, and each file keeps its own columns.
+    # Not read with `datasets`, because pyarrow makes no copy in a cache and lets each file keep its own columns.
     import pyarrow
     import pyarrow.parquet
 
@@ -198,7 +198,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
 def plain_row(row: dict) -> dict | Malformed:
     """Remove the nulls from an Arrow row. Returns Malformed if the row is nested too deeply.
 
-    Arrow gives every row every key of the column, and a template would take those keys for present.
+    Arrow gives each row every key that occurs in the column, and a template would treat the missing ones as present.
     """
     if is_too_deep(row):
         return Malformed(f"nested deeper than {DEEPEST} levels")

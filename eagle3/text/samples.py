@@ -1,6 +1,6 @@
 """Samples ready for training (token ids and loss mask), packed into files and checked whenever they are read.
 
-Spans choose which of a sample's supervised tokens a step learns from, if a recipe does not take all of them.
+If a recipe does not train on all of a sample's supervised tokens, `Spans` chooses those that a step learns from.
 """
 
 import hashlib
@@ -58,7 +58,7 @@ def sample_digest(ids: np.ndarray, loss_mask: np.ndarray) -> bytes:
 class TokenFile:
     """A .npy file with one number per token, read in slices. Threads may share it. Raises DamagedSamples.
 
-    It is not memory-mapped, because touching a mapped page kills the process if the file lost bytes or the disk fails.
+    It is not memory-mapped, because touching a mapped page kills the process if the file has shrunk or the disk fails.
     """
 
     def __init__(self, path: Path, dtype: np.typing.DTypeLike) -> None:
@@ -197,7 +197,7 @@ class SampleSet:
         return replace(self, indices=self.indices[np.asarray(indices, np.int64)])
 
     def masked(self, mask: Callable[[Sample], torch.Tensor]) -> "SampleSet":
-        """The same samples with the loss masks that `mask` returns, and therefore with different ids.
+        """The same samples with the loss masks that `mask` returns, and therefore with new sample ids.
 
         The masks are in memory, but the operating system allocates no pages for long unsupervised stretches.
         """
@@ -214,7 +214,7 @@ class SampleSet:
         return self.subset(np.lexsort(self.digests[self.indices].T[::-1]))
 
     def split_held_out(self, fraction: float, seed: int) -> Split:
-        """Hold out about `fraction` of the samples. A hash of sample and seed decides, whatever the order.
+        """Hold out about `fraction` of the samples. A hash of sample and seed decides, not their order.
 
         Identical samples stay together. If fraction > 0 and there are at least two samples, at least one is held out
         and at least one is left to train on. Raises UserError if that is impossible because all samples are identical.
@@ -234,7 +234,8 @@ class SampleSet:
         return map(self._read, self._runs())
 
     def _runs(self, max_tokens: int = 1 << 22) -> Iterator[range]:
-        """All samples in order, grouped into runs of up to `max_tokens` tokens that are stored one after another."""
+        """Group all samples, in order, into runs that are stored contiguously and have at most `max_tokens` tokens (or
+        are a single longer sample)."""
         run = range(0)
         for stored_index in self.indices.tolist():
             if stored_index != run.stop or self.offsets[stored_index + 1] - self.offsets[run.start] > max_tokens:
@@ -264,11 +265,12 @@ class SampleSet:
 
 @dataclass(frozen=True)
 class Spans:
-    """Up to `per_document` runs of `length` supervised tokens per document, new in each epoch, the same on all ranks.
+    """Up to `per_document` runs of `length` supervised tokens per document, drawn anew in each epoch, and the same on
+    all ranks.
 
     A document's supervised tokens are cut into runs of `length`; the first run is shorter by a random number of tokens.
-    Then `per_document` of these runs are chosen, so all tokens are chosen equally often. With a window of W keys, a
-    document costs about per_document (W + length) rows at most, plus unsupervised tokens inside its runs, such as a
+    Then `per_document` of these runs are drawn, so that all tokens are chosen equally often. With a window of W keys, a
+    document costs at most about per_document x (W + length) rows, plus unsupervised tokens inside its runs, such as a
     user's turn.
     """
 
@@ -277,7 +279,7 @@ class Spans:
     seed: int
 
     def draw(self, sample: Sample, epoch: int) -> torch.Tensor:
-        """Mask of the supervised tokens in this epoch's spans: bool [T]. If few are supervised, the whole loss mask."""
+        """Mask of the supervised tokens in this epoch's spans: bool [T]; the whole loss mask if all tokens fit."""
         positions = sample.loss_mask.nonzero().flatten()
         if len(positions) <= self.most:
             return sample.loss_mask
@@ -295,12 +297,12 @@ class Spans:
 
     @property
     def most(self) -> int:
-        """Most supervised tokens that a document has in its spans."""
+        """Largest number of supervised tokens that a document's spans hold."""
         return self.length * self.per_document
 
     def describe(self, samples: SampleSet, anew: bool) -> str:
         """Describe in words how many of the samples' supervised tokens are in spans. anew: whether each epoch draws new
-        ones."""
+        spans."""
         supervised = samples.count(lambda loss_mask: loss_mask)[:, 0]
         long_samples, span_tokens = int((supervised > self.most).sum()), int(np.minimum(supervised, self.most).sum())
         if not long_samples:
@@ -320,7 +322,7 @@ class Spans:
         return samples.masked(lambda sample: self.draw(sample, 0))
 
     def _number(self, sample_id: str, epoch: int, index: int) -> int:
-        """A random number from a hash. Libraries may change their generators, but stores keep what was drawn."""
+        """A random number, from a hash: a library's generator may change, while stores keep what was drawn."""
         return int.from_bytes(
             hashlib.sha256(f"{self.seed} {epoch} {index} {sample_id}".encode()).digest()[:8], "little"
         )

@@ -15,7 +15,7 @@ SKIPPED_FOLDERS = {
     *("site-packages", "dist-packages", "_bundled", "__pycache__"),
     *("test", "tests", "idlelib", "turtledemo", "lib2to3", "encodings", "pydoc_data"),
 }
-LINES = range(3, 61)  # lines that a definition may have
+LINES = range(3, 61)  # how many lines a definition may have
 HELD_OUT_ONE_IN = 20  # one top-level module in this many is held out, for conversations
 HELD_OUT_FILES_ONE_IN = 8  # the same for files; more are held out, so that some of them are long
 SHORTEST_FILE = 2000  # characters
@@ -51,8 +51,8 @@ class LibraryText(NamedTuple):
 
 
 def standard_library_text() -> LibraryText:
-    """Conversations about the standard library. Those about roughly one top-level module in HELD_OUT_ONE_IN are held
-    out. Modules are held out as a whole, so that no method of a held-out class is in the training text."""
+    """Conversations about the standard library. Roughly one top-level module in HELD_OUT_ONE_IN is held out as a whole,
+    so that no method of a held-out class is in the training text."""
     return _parted(_conversations(), HELD_OUT_ONE_IN)
 
 

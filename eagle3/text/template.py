@@ -1,6 +1,6 @@
 """Read and check chat templates, and run them within limits on time and memory to turn messages into text.
 
-What is rendered, and what is supervised, follows the recipe's choices.
+The recipe's choices (`Choices`) decide what is rendered and which tokens are supervised.
 """
 
 import datetime
@@ -22,29 +22,30 @@ import jinja2
 from eagle3.errors import UserError, shown
 from eagle3.text.conversations import REASONING_KEYS, Conversation
 
-if TYPE_CHECKING:  # the checks before a start must not wait for transformers
+if TYPE_CHECKING:  # checks that run before a job starts must not wait for transformers to load
     from transformers import PreTrainedTokenizerBase
 
 GENERATION = re.compile(r"\{%([-+]?)\s*(generation|endgeneration)\s*([-+]?)%\}")
-# The settings of transformers, which adds the tags of GENERATION.
+# The settings that transformers uses, but without its generation tags, which `read_template` replaces.
 PARSER = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
 THOUGHTS_END = "</think>"
 PROBED, RESULT = "probed_value", "probed_result"
 
-# A conversation is rendered once or twice per message: with Llama 3's template, 1,000 messages of 4 MB in
-# total took 24 s, and 2 messages of the same size 0.1 s.
+# The time limit grows with the number of messages, because a conversation is rendered once or twice per message. With
+# Llama 3's template, a conversation of 4 MB took 24 s if it had 1,000 messages, and 0.1 s if it had 2.
 SECONDS, SECONDS_A_MESSAGE = 30.0, 0.1
 MEMORY, MEMORY_A_CHARACTER = 1 << 30, 64  # bytes; Python needs up to 4 per character, and filters make copies
-# Length of a rendering, which JSON escapes and the template's own system prompt make longer.
+# A rendering may be longer than its messages: JSON escapes characters, and a template may add a system prompt.
 CHARACTERS, CHARACTERS_A_CHARACTER = 1 << 20, 4
-GRACE = 20.0  # seconds until the system ends a process whose interpreter does not get to handle the signal
+GRACE = 20.0  # seconds past the time limit after which the system kills a process that never handled its signal
 PAGE = resource.getpagesize()
 
 Render = Callable[..., str]  # (messages, generation_prompt=False, template=the one chosen) -> text
 
 
 class Unusable(ValueError):
-    """A conversation whose mask cannot be determined with certainty. The message says why, and quotes no sample."""
+    """Raised if a conversation's loss mask cannot be determined with certainty. The message says why, but quotes no
+    sample."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Choices:
 
     supervise: Literal["all_turns", "last_turn"] = "all_turns"  # which assistant turns
     reasoning: Literal["keep", "drop"] = "keep"  # what to do with reasoning in assistant turns
-    # "rendered": rows of `text` are renderings of the chat template, with its special tokens
+    # "rendered": rows of `text` were already rendered by the chat template, and hold its special tokens
     text: Literal["plain", "rendered"] = "plain"
     template_variables: Mapping[str, Any] = field(default_factory=dict)  # passed to the template with the messages
     today: datetime.date = datetime.date(2026, 1, 1)  # the date given to templates that ask for it
@@ -79,7 +80,7 @@ def read_template(path: Path) -> str:
 
 
 def check_variables(template: str, variables: Mapping[str, Any]) -> None:
-    """Raises UserError for a variable that the template does not mention, since it would change nothing."""
+    """Raises UserError for a variable that the template does not mention, because setting it would change nothing."""
     for name in variables:
         if not re.search(rf"\b{re.escape(name)}\b", template):
             raise UserError(
@@ -91,11 +92,11 @@ def check_variables(template: str, variables: Mapping[str, Any]) -> None:
 def renderer(
     tokenizer: "PreTrainedTokenizerBase", template: str, conversation: Conversation, choices: Choices
 ) -> Render:
-    """Make a function that renders messages with this template (Jinja source) and the conversation's tools. Its limits
-    apply to all renderings together.
+    """Make a function that renders messages with this template (Jinja source) and the conversation's tools, within
+    `Limits`.
 
     Raises UserError for a variable in `choices` that the template does not mention. Rendering raises UserError if the
-    template is invalid or exceeds the limits, and Unusable if it refuses the messages.
+    template is invalid or exceeds the limits, and Unusable if the template refuses the messages.
     """
     check_variables(template, choices.template_variables)
     limits = Limits(conversation.origin, len(conversation.messages or ()), conversation.characters)
@@ -113,13 +114,13 @@ def renderer(
                 tokenize=False,
                 **variables,
             )
-        except MemoryError:  # `limits` turns it into a message
+        except MemoryError:  # `limits` turns it into a UserError
             raise
         except jinja2.TemplateSyntaxError as error:
             raise UserError(
                 f"chat template line {error.lineno}: {error.message:.200}; fix it, see data.chat_template"
             ) from error
-        except Exception as error:  # a template is outside code, which may raise anything
+        except Exception as error:  # a template is third-party code, which may raise anything
             raise Unusable(f"the chat template refuses it ({type(error).__name__}: {error!s:.200})") from error
 
     return partial(limits.keep, render)
@@ -156,9 +157,9 @@ def as_template_reads(
 ) -> list[dict]:
     """Convert messages to the form that the template reads. render: renders with this template.
 
-    An assistant's reasoning moves to the key that the template reads, or is left out. Under "drop", reasoning inside
-    the content is removed, too: everything up to the last `</think>`. Templates that drop reasoning from earlier turns
-    find it the same way. Tool calls get the form that the template shows.
+    An assistant's reasoning moves to the key from which the template reads it. Under "drop", it is left out, and so is
+    reasoning inside the content: everything up to the last `</think>`, which is also what templates remove when they
+    drop the reasoning of earlier turns. Tool calls are converted to the form that the template prints (`call_form`).
     """
     key = reasoning_key(template) or REASONING_KEYS[0]
     form = call_form(render) if any(message.get("tool_calls") for message in messages) else CallForm()
@@ -178,7 +179,7 @@ class CallForm(NamedTuple):
     """The form in which a template expects tool calls."""
 
     text_arguments: bool = False  # arguments are JSON text, not an object
-    # Content is null, not empty, if there are no words beside the calls. DeepSeek-V3 shows calls in no other form.
+    # The content of a message with calls but no words is None, not "". DeepSeek-V3 prints calls only in this form.
     null_content: bool = False
 
     def applied(self, message: dict) -> dict:
@@ -196,7 +197,7 @@ class CallForm(NamedTuple):
 
 
 def probing_call(form: CallForm) -> list[dict]:
-    """A short conversation with a question, a call whose only argument is PROBED, and the call's RESULT."""
+    """A short conversation: a question, a tool call whose only argument is PROBED, and its result, RESULT."""
     call = {"type": "function", "id": "call00001", "function": {"name": "look", "arguments": {"probed_key": PROBED}}}
     request = form.applied({"role": "assistant", "content": "", "tool_calls": [call]})
     result = {"role": "tool", "tool_call_id": "call00001", "name": "look", "content": RESULT}
@@ -204,8 +205,8 @@ def probing_call(form: CallForm) -> list[dict]:
 
 
 def call_form(render: Render) -> CallForm:
-    """The first form in which the template shows a call's argument, tried on a short conversation. If it shows none or
-    refuses that conversation, returns the usual form, so that it refuses the real conversation in its own words."""
+    """The first form in which the template prints the argument of a short conversation's call. If there is none, the
+    usual form; the real conversation is then refused by the template in its own words, or by `require_calls`."""
     for form in (CallForm(), CallForm(text_arguments=True), CallForm(null_content=True), CallForm(True, True)):
         try:
             text = render(probing_call(form))
@@ -217,8 +218,8 @@ def call_form(render: Render) -> CallForm:
 
 
 def require_calls(messages: list[dict], text: str, render: Render) -> None:
-    """Raises Unusable if the template prints the same text without one of the calls, because the target could not
-    generate that call."""
+    """Raises Unusable if the template leaves out a call, i.e. prints the same text without it. The target could not
+    generate a call that its template does not print."""
     for index, message in enumerate(messages):
         for position in range(len(message.get("tool_calls") or ())):
             other_calls = [call for number, call in enumerate(message["tool_calls"]) if number != position]
@@ -235,21 +236,21 @@ def require_calls(messages: list[dict], text: str, render: Render) -> None:
                 raise Unusable("the chat template leaves out a tool call")
 
 
-# Limits on the processor time and memory of a template, which is outside code ---------------------------------------
+# Limits on the processor time and memory of a template, which is third-party code -----------------------------------
 
 
 class _TimeUp(BaseException):
-    """Raised when a template's time is up. Not an Exception, because Jinja swallows some of those."""
+    """Raised when a template's time is up. A BaseException, because Jinja catches and ignores some Exceptions."""
 
 
 class Limits:
-    """Limits on the time and memory that all renderings of one row may take, and on their length.
+    """Limits on the time that all renderings of one row may take together, and on the memory and length of each.
 
     where: the row, for error messages
-    messages, characters: numbers of the row's messages and characters
+    messages, characters: how many messages and characters the row has
 
-    Exceeding the limits ends the run, whatever data.unusable says: an endless template would take that long for every
-    row, and if such rows were dropped, the samples would depend on the machine. Limits work only in the
+    Exceeding a limit ends the run, whatever data.unusable says: an endless template would use up the time limit of
+    every row, and if such rows were dropped, the samples would depend on the machine's speed. Limits work only in the
     process's main thread.
     """
 
@@ -261,8 +262,8 @@ class Limits:
         self.characters = CHARACTERS + CHARACTERS_A_CHARACTER * characters
 
     def keep(self, render: Callable[..., str], *arguments: Any, **keywords: Any) -> str:
-        """Call `render` with these arguments, and return its text. Raises UserError if it takes more than the time that
-        is left or too much memory, or if the text is so long that no tokenizer could handle it."""
+        """Call `render` with these arguments, and return its text. Raises UserError if that takes more time than
+        the row has left, or exceeds the limits on memory or length."""
         start = time.process_time()
         try:
             if self.left <= 0:
@@ -289,11 +290,11 @@ def _bounded(render: Callable[[], str], seconds: float, memory: int) -> str:
     """Call `render` within limits on time and memory, and return its text.
 
     Raises _TimeUp once this process has used `seconds` of processor time, and MemoryError if its address space would
-    grow by more than `memory` bytes. If a single operation of the interpreter never ends, so that the signal goes
-    unnoticed, the system ends the process.
+    grow by more than `memory` bytes. If a single operation of the interpreter takes so long that the signal goes
+    unnoticed, the system kills the process GRACE seconds later.
 
-    This is not a context manager, because _TimeUp may come at any instruction, even inside contextlib before the block
-    is entered.
+    This is not a context manager, because _TimeUp may be raised at any instruction, even in contextlib's own code
+    before the block is entered.
     """
     inside = True
 
@@ -314,7 +315,7 @@ def _bounded(render: Callable[[], str], seconds: float, memory: int) -> str:
             )
             return render()
         finally:
-            inside = False  # `notice` may raise before this, but only once, so what follows is completed
+            inside = False  # `notice` may raise until here, but only once, so the outer `finally` is always completed
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
         signal.setitimer(signal.ITIMER_PROF, 0)

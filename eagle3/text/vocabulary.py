@@ -49,8 +49,8 @@ def choose_vocabulary(
     """Choose the `size` most frequent supervised tokens. Returns them and their coverage, i.e. the share of all
     supervised tokens that they account for.
 
-    Ties go to the lowest ids, which also fill the vocabulary if too few tokens are supervised. report: gets progress
-    lines. Raises UserError if `size` is larger than the target's vocabulary, or a token id in the samples is beyond it.
+    Ties go to the lowest ids, which also fill the vocabulary if fewer than `size` tokens are ever supervised. report:
+    gets progress lines. Raises UserError if `size` or a token id in the samples exceeds the target's vocabulary.
     """
     if not 1 <= size <= target_vocab_size:
         raise UserError(
@@ -72,7 +72,7 @@ def coverage(
 
 def save_vocabulary(vocabulary: DraftVocabulary, path: Path) -> None:
     """Write d2t and t2d as safetensors, under the names that they have in an exported draft."""
-    write_bytes(path, save({"d2t": vocabulary.d2t, "t2d": vocabulary.t2d}))  # only the owner can read save_file's
+    write_bytes(path, save({"d2t": vocabulary.d2t, "t2d": vocabulary.t2d}))  # save_file would make the file private
 
 
 def load_vocabulary(path: Path, target_vocab_size: int) -> DraftVocabulary:

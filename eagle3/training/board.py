@@ -11,9 +11,9 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 
 class Board:
-    """Writes events to a file in `folder`, a new file each time a run starts or resumes. Each event is written at once,
-    because TensorBoard's own writer is a thread that prints a traceback if the disk is full. After a failed write,
-    calls `warn` with a line and writes nothing more."""
+    """Writes events to a file in `folder`, a new file each time a run starts or resumes. Does not use TensorBoard's own
+    writer, a thread that prints a traceback if the disk is full. After a failed write, calls `warn` with a line and
+    writes nothing more."""
 
     def __init__(self, folder: Path, warn: Callable[[str], None]) -> None:
         self.path, self.warn, self.ended = folder / f"events.out.tfevents.{time.time():.6f}.{os.getpid()}", warn, False
@@ -31,7 +31,7 @@ class Board:
             with self.path.open("ab") as file:
                 RecordWriter(file).write(event.SerializeToString())
         except OSError as error:
-            self.ended = True  # the record may be there in part, and nothing after it could be read
+            self.ended = True  # part of the record may be there, and nothing after it could be read
             self.warn(
                 f"{self.path}: cannot be written ({error.strerror}): TensorBoard's curves end here, those of the "
                 "report continue; free space, or set tracking.tensorboard=false"

@@ -40,8 +40,9 @@ class Resumed(NamedTuple):
 class Checkpoints:
     """The checkpoints of one run: the last `keep`, and the best one. Every rank calls every method.
 
-    An engine started with `load_universal` can read checkpoints from any number of processes and tensor-parallel ranks,
-    by converting them first. Any other engine raises UserError unless the numbers are its own.
+    With an engine that was started with `load_universal`, checkpoints from any number of processes and tensor-parallel
+    ranks can be loaded; they are converted first. With any other engine, loading raises UserError unless the
+    checkpoint's numbers are the engine's own.
 
     run: identity of the run. A checkpoint that names a different run is never loaded. One that predates run identities
         names none, and is loaded with a warning.
@@ -229,8 +230,8 @@ def other_data(checkpoint: Path, error: Exception) -> UserError:
 
 
 def _require_fit(engine: DeepSpeedEngine) -> None:
-    """Checks the values that DeepSpeed and torch take from a file without checking them, and use in the next step. May
-    raise any exception."""
+    """Checks the values that DeepSpeed and torch take from a file unchecked and use in the next step. May raise any
+    exception."""
     zero, adam = engine.optimizer, engine.optimizer.optimizer
     scaler = vars(zero).get("loss_scaler") or LossScaler(1.0)  # DeepSpeed's optimizer for bf16 has none
     numbers = {

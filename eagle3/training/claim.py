@@ -7,11 +7,11 @@ it moves an earlier run's files out of the folder (RunFolder.begin). If the fold
 could create its own in the meantime.
 
 When a run ends, it removes the file, and the folder too if it wrote nothing. A process that opened the file just before
-then gets the lock on a file that no longer exists. So whoever gets the lock checks again: the folder is claimed only if
-the path still leads to the locked file. This stays true, because only the holder removes the file.
+that can then lock a file that no longer exists. So after taking the lock, a process checks again: it has claimed the
+folder only if the path still leads to the locked file. This stays true, because only the holder removes the file.
 
-The kernel releases the lock when the holder dies. The file stays until the next run; messages name the holder by its
-text. The text is also a second line of defence on file systems without locks, or whose locks other nodes do not see
+The kernel releases the lock when the holder dies. The file stays until the next run. Its text names the holder, for
+messages. The text is also a second line of defence on file systems without locks, or whose locks other nodes do not see
 (docs/running-on-slurm.md): before each checkpoint and export, a run checks that the file still holds what it wrote.
 """
 

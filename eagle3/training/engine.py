@@ -67,7 +67,7 @@ def start_engine(
 
 
 def warmup_cosine(steps: int, warmup_fraction: float, final_fraction: float) -> Callable[[int], float]:
-    """A function from step 0..steps-1 to the factor on the learning rate. The factor rises over the first
+    """Returns the function that maps a step, 0..steps-1, to the learning rate's factor. The factor rises over the first
     `warmup_fraction` of the steps, starting above 0 so as not to waste a step, and then falls along a cosine to
     `final_fraction`."""
     warmup = round(steps * warmup_fraction)
@@ -87,9 +87,9 @@ def scheduler(steps: int, warmup_fraction: float, final_fraction: float) -> Call
 
 
 def gradient_scale(data_ranks: int, accumulation: int) -> int:
-    """The factor for a rank's surrogate loss. It undoes two divisions: ZeRO-2 averages over data ranks, and the engine
-    divides by the accumulation steps, but the loss's weights already account for the whole batch. (Over sequence ranks,
-    gradients are summed.)"""
+    """The factor for a rank's surrogate loss. The factor undoes two divisions: ZeRO-2 averages over data ranks, and the
+    engine divides by the accumulation steps, but the loss's weights already account for the whole batch. (Over sequence
+    ranks, gradients are summed.)"""
     return data_ranks * accumulation
 
 

@@ -76,8 +76,8 @@ class Manifest(BaseModel, strict=True):
 
 
 def _complete(names: Iterable[str]) -> bool:
-    """Whether these are all the files that some number of processes write: model states for each tensor-parallel rank,
-    and optimizer states for each combination of data-parallel and tensor-parallel rank."""
+    """Whether these are all the files of a job, whatever its number of processes: model states for each tensor-parallel
+    rank, and optimizer states for each combination of data-parallel and tensor-parallel rank."""
     tensor = {int(match[1]) for match in map(MODEL_STATES.fullmatch, names) if match}
     ranks = {(int(match[1]), int(match[2])) for match in map(OPTIMIZER_STATES.fullmatch, names) if match}
     data = {rank for rank, _ in ranks}

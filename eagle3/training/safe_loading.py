@@ -1,12 +1,12 @@
 """Reads checkpoints without running code from them, no matter who wrote them.
 
 DeepSpeed stores checkpoints as pickles. It reads and converts them with `torch.load(..., weights_only=False)`, which
-lets a file run any code that it names. The manifest's digests do not help, since whoever plants a file can write its
+lets a file run any code that it names. The manifest's digests do not help: an attacker who plants a file can write its
 digest too. So every load is restricted to plain data, by two means:
 - TORCH_FORCE_WEIGHTS_ONLY_LOAD, which torch reads at each load and which overrides what the caller passed;
-- a list of the few classes that DeepSpeed's files need. While a checkpoint is read, nothing else is on that list: not
-  the classes that Megatron-core adds for the whole process either. One of them is numpy's array, and an array of
-  objects whose bytes come from a file is a pointer that the file chooses.
+- a list of the few classes that DeepSpeed's files need. While a checkpoint is read, nothing else is on that list, not
+  even the classes that Megatron-core adds for the whole process. One of these is numpy's array; an array of objects
+  whose bytes come from a file is a pointer that the file chooses.
 
 This runs DeepSpeed's conversion to a universal checkpoint under the same guard:
 
@@ -79,13 +79,13 @@ def plain_loads() -> Iterator[None]:
 
 def require_plain(folder: Path) -> None:
     """Raises UserError if a file of a checkpoint holds more than plain data. Reads descriptions of the tensors, not
-    their values. One rank calls this before all ranks load. Each rank reads only a part, and if one refused its part,
-    the others would be stuck in DeepSpeed's collectives."""
+    their values. One rank calls this before all ranks load: each rank loads only a part, and if one rank refused its
+    part, the others would be stuck in DeepSpeed's collectives."""
     with plain_loads():
         for file in sorted(folder.rglob("*.pt")):
             try:
                 torch.load(file, map_location="cpu", mmap=True)
-            except Exception as error:  # what is in the file decides which exception comes
+            except Exception as error:  # the exception depends on the file's contents
                 raise UserError(
                     f"{file}: is not loaded, since it holds more than plain data ({_unreadable(file, error)}) and "
                     "could run code; resume from a checkpoint that training wrote, or start afresh without --resume"
@@ -93,7 +93,7 @@ def require_plain(folder: Path) -> None:
 
 
 def _unreadable(file: Path, error: Exception) -> str:
-    with suppress(Exception):  # this function has a reader of its own
+    with suppress(Exception):  # torch's function reads the file anew, and may fail too
         if names := torch.serialization.get_unsafe_globals_in_checkpoint(file):
             return ", ".join(sorted(names))
     return type(error).__name__

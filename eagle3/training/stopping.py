@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop. It first finishes the current step and writes a checkpoint."""
+"""Signals that ask a run to stop. The run first finishes the current step and writes a checkpoint."""
 
 import os
 import signal

@@ -87,7 +87,7 @@ class Tracker:
 
 
 def require_account(wandb_project: str | None) -> None:
-    """Raises UserError if Weights & Biases would not start because it has no valid key. Does not ask a server."""
+    """Raises UserError if Weights & Biases would not start for lack of a valid key. Does not contact a server."""
     offline = os.environ.get("WANDB_MODE", "online") in ("offline", "disabled", "dryrun")
     if not wandb_project or offline or not importlib.util.find_spec("wandb"):
         return

@@ -1,4 +1,5 @@
-"""Runs a job's work under a watchdog that sees which rank dies or hangs. Collectives can then have a long timeout."""
+"""Runs a job's work under a watchdog that sees which rank dies or hangs, so that collectives can have a long
+timeout."""
 
 import datetime
 import os

@@ -1,4 +1,4 @@
-"""benchmarks/course.py repeats the table of layouts in docs/exactness.md: here of a tiny run."""
+"""benchmarks/course.py makes the table of layouts in docs/exactness.md; here for a tiny run."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The GPU benchmark's one rank of a ring: its joined schedule computes what that rank computes, forward and
+"""The GPU benchmark emulates one rank of a ring: its joined schedule computes what that rank does, forward and
 backward."""
 
 import pytest

@@ -44,7 +44,7 @@ def test_a_prompt_begins_with_the_list_that_it_wants_and_fills_its_context(write
 
 
 def test_results_are_compared_over_shared_prompts_and_only_seeds_that_all_arms_have(tmp_path):
-    """Three prompts a context, of the three kinds; one arm accepts twice as much as the other for each list."""
+    """Each context has three prompts, one of each kind; for lists, one arm accepts twice as much as the other."""
     arms = [arm_runs.Arm("full, whole", "whole", ()), arm_runs.Arm("window 32", "whole", (), (None, 31))]
     tokens = {"full, whole": [8, 6, 5], "window 32": [4, 3, 5], "window 32; window 31 at serving": [4, 3, 5]}
     for arm in arms:

@@ -1,4 +1,4 @@
-"""The quickstart's target: trained once, found again, and a chat model that the rest can load."""
+"""The quickstart's target: trained once, then found in the cache, and a chat model that everything else can load."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Export, read, load: exact both ways, and every kind of wrong file named in one line."""
+"""Export, read and load a draft: exact in both directions, and every kind of wrong file is reported in one line."""
 
 import hashlib
 import json
@@ -57,7 +57,7 @@ FC_NORM = {f"fc_norm.{third}.weight": (20,) for third in range(3)}
 
 
 def _draft(topology, seed, **changes):
-    """A draft all of whose weights are random, the norms too."""
+    """A draft whose weights are all random, including the norms."""
     torch.manual_seed(seed)
     draft = Eagle3Draft(DraftConfig(**(SIZES | changes)), topology.modules, torch.float32)
     with torch.no_grad():
@@ -78,14 +78,14 @@ def exported(tmp_path, topology):
 
 
 def _rewrite(folder, change):
-    """Pass the exported tensors through `change`, which edits the dictionary."""
+    """Apply `change` to the dictionary of exported tensors."""
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors")
 
 
 def _refusal(action, *arguments):
-    """The one line that a person sees."""
+    """The one line of the UserError that the action raises."""
     with pytest.raises(UserError) as caught:
         action(*arguments)
     message = str(caught.value)
@@ -94,7 +94,7 @@ def _refusal(action, *arguments):
 
 
 def _digest(tensors):
-    """Of each tensor, by name, what describes it and every element, one at a time."""
+    """A digest of every tensor's name, description and elements, one element at a time."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         array = tensors[name].view(torch.int16) if tensors[name].dtype == torch.bfloat16 else tensors[name]
@@ -109,7 +109,7 @@ def _digest(tensors):
 @pytest.mark.parametrize("changes", [{}, {"fc_norm": True, "norm_output": True}, {"rope_parameters": YARN}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_exported_weights_come_back_bit_for_bit(tmp_path, topology, dtype, changes, with_embedding):
-    """In fp32 the very bits, in bf16 those of the rounding; an embedding that was not exported stays as it is."""
+    """In fp32 bit for bit, in bf16 after rounding. An embedding that was not exported does not change."""
     source, draft = _draft(topology, 1, **changes), _draft(topology, 2, **changes)
     own_embedding = draft.embedding.weight.detach().clone()
     exported = read_exported(_export(tmp_path, source, dtype, with_embedding))
@@ -232,7 +232,8 @@ def test_a_config_comes_back_from_its_json_whole(changes):
 @every_config
 @pytest.mark.parametrize("old_key", ["rope_type", "type"])
 def test_either_spelling_of_rope_alone_gives_the_same_config(changes, old_key):
-    """transformers 4 wrote rope_theta and rope_scaling (older ones its kind as `type`), 5 writes rope_parameters."""
+    """transformers 4 wrote rope_theta and rope_scaling (older versions with its kind as `type`), 5 writes
+    rope_parameters."""
     config = DraftConfig(**(SIZES | changes))
     new = config.to_json("float32")
     old = {name: value for name, value in new.items() if name != "rope_parameters"}
@@ -268,7 +269,7 @@ def _with_layers(nested, top):
     ("nested", "top"), [([1, 4, 8], [2, 5, 9]), ([1, 4, 8], None), (None, [2, 5, 9]), ([], [2, 5, 9])], ids=str
 )
 def test_auxiliary_layers_are_read_from_either_key(nested, top):
-    """Exports had the first key alone for long."""
+    """For a long time, exports had only the first key."""
     assert DraftConfig.from_json(_with_layers(nested, top), "config.json").aux_layers == (1, 4, 8)
 
 
@@ -394,7 +395,7 @@ def test_a_flipped_bit_of_any_tensor_is_noticed_and_a_draft_without_a_digest_is_
     whole, size = path.read_bytes(), int.from_bytes(path.read_bytes()[:8], "little")
     header = json.loads(whole[8 : 8 + size])
     for name, described in header.items():
-        if name in ("__metadata__", "d2t", "t2d"):  # the last two contradict each other before
+        if name in ("__metadata__", "d2t", "t2d"):  # the last two contradict each other earlier
             continue
         flipped = bytearray(whole)
         flipped[8 + size + described["data_offsets"][1] - 1] ^= 1
@@ -485,7 +486,7 @@ WRONG = {
 
 @pytest.mark.parametrize("key", WRONG)
 def test_a_config_json_of_another_kind_of_draft_is_refused(exported, key):
-    """Where the value here is None the key is taken away."""
+    """A value of None here means that the key is removed."""
     path = exported / "config.json"
     values = json.loads(path.read_text()) | {key: WRONG[key]}
     path.write_text(json.dumps({name: value for name, value in values.items() if name != key or value is not None}))

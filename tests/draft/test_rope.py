@@ -1,4 +1,5 @@
-"""Rotary embedding against transformers' Llama, configured from the config.json that a serving engine would read."""
+"""Rotary embedding compared with transformers' Llama, configured from the config.json that a serving engine would
+read."""
 
 import json
 import math
@@ -12,7 +13,7 @@ from eagle3.draft.config import DraftConfig
 from eagle3.draft.model import Eagle3Draft
 from eagle3.draft.rope import RotaryEmbedding
 
-CONTEXT = 128  # max_position_embeddings, which the positions below leave far behind
+CONTEXT = 128  # max_position_embeddings, which the positions below exceed by far
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 32.0, "original_max_position_embeddings": 64}
 ROPES = {
     "default": {"rope_type": "default", "rope_theta": 500000.0},
@@ -52,7 +53,7 @@ def _positions():
 
 
 def _reference(values, positions, x):
-    """x [tokens, heads, d] rotated by transformers with the config.json `values`; and its cos and sin."""
+    """x [tokens, heads, d] rotated by transformers with the config.json `values`, and transformers' cos and sin."""
     embedding = LlamaRotaryEmbedding(LlamaConfig(**json.loads(json.dumps(values))))
     cos, sin = embedding(x, positions[None])
     rotated, _ = apply_rotary_pos_emb(x.transpose(0, 1)[None], x.transpose(0, 1)[None], cos, sin)
@@ -83,7 +84,7 @@ def test_rotation_equals_that_of_transformers_up_to_a_million_positions(rope, sp
 
 @pytest.mark.parametrize("changes", [{"mscale": 0.7, "mscale_all_dim": 1.3}, {"attention_factor": 0.8}, {}])
 def test_yarn_scales_attention_as_transformers_reads_the_target_config(changes):
-    """Whatever its words; an export says it in others, so that engines take it too."""
+    """Whichever keys the config uses. An export uses different ones, so that engines read the same scale."""
     target = LlamaRotaryEmbedding(LlamaConfig(max_position_embeddings=2048, rope_parameters=YARN | changes))
     config = _config(YARN | changes)
     assert RotaryEmbedding(config).scaling == pytest.approx(target.attention_scaling, rel=1e-12)
@@ -101,13 +102,13 @@ def test_bfloat16_rotation_rounds_what_fp32_computed(rope):
     assert torch.equal(rounded.cos, exact.cos.bfloat16()) and torch.equal(rounded.sin, exact.sin.bfloat16())
     x = torch.randn(len(positions), 2, config.head_dim, generator=torch.Generator().manual_seed(2)).bfloat16()
     expected, _, _ = _reference(config.to_json("bfloat16"), positions, x)
-    # where cos differs in its last fp32 bit its bf16 rounding may differ too
+    # where cos differs in its last fp32 bit, the bf16 rounding may differ too
     assert ((rounded(x) - expected).abs().amax((1, 2)) > 0).float().mean() < 0.01
 
 
 @every_rope
 def test_fp64_rotation_turns_by_the_exact_angle(rope):
-    """At fp64 the frequencies of the default kind are the formula's; the scaled kinds keep transformers' fp32 ones."""
+    """In fp64, the default kind has the formula's frequencies; the scaled kinds keep transformers' fp32 ones."""
     config = _config(rope, head_dim=8)
     positions = torch.tensor([0, 1, 777, 1_000_000])
     embedding = LlamaRotaryEmbedding(LlamaConfig(**config.to_json("float64")))
@@ -126,7 +127,7 @@ def test_fp64_rotation_turns_by_the_exact_angle(rope):
 
 
 def test_fp32_frequencies_are_the_formula_to_fp32_rounding():
-    """The default kind, against the formula rather than against transformers."""
+    """The default kind, compared with the formula rather than with transformers."""
     rotation = RotaryEmbedding(_config(ROPES["default"])).at(torch.tensor([1]), torch.float32)
     exact = 500000.0 ** (-torch.arange(0, 32, 2, dtype=torch.float64) / 32)
     assert torch.allclose(rotation.sin.flatten().double().asin(), exact, rtol=1e-6, atol=0)

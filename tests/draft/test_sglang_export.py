@@ -1,4 +1,4 @@
-"""What SGLang's own draft class says of exports, whole ones and spoilt ones."""
+"""What SGLang's own draft class says about sound and spoilt exports."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ from eagle3.recipe.loading import load_recipe
 pytestmark = pytest.mark.sglang
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-VOCABULARY, DRAFT_VOCABULARY = 300, 200  # neither is a multiple of what SGLang pads to
+VOCABULARY, DRAFT_VOCABULARY = 300, 200  # neither is a multiple of SGLang's padding
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -100,7 +100,7 @@ SPOILT: dict[str, tuple[Callable[[dict[str, Tensor]], None], str]] = {
 
 @pytest.fixture(scope="module")
 def verdicts(topology, tmp_path_factory) -> dict[str, tuple[int, str]]:
-    """By folder's name, exit code and line of the check."""
+    """The check's exit code and line, by the folder's name."""
     work = tmp_path_factory.mktemp("exports")
     whole = export(work / "whole", topology)
     folders = [
@@ -175,7 +175,7 @@ def test_training_checks_what_it_exports(topology, tmp_path, capsys):
 
 
 def test_an_sglang_that_does_not_start_says_nothing_of_the_draft(topology, tmp_path, monkeypatch):
-    """Not the UserError of a bad draft: nothing is known of it."""
+    """This is not the UserError for a bad draft, since nothing is known about the draft."""
     whole = export(tmp_path / "whole", topology)
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "sitecustomize.py").write_text("import sys\nsys.modules['sglang.srt'] = None\n")

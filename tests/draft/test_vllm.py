@@ -1,5 +1,5 @@
-"""vLLM reads an export's auxiliary layers as training did: by its own functions where its files are, and by what they
-compute."""
+"""vLLM reads the same auxiliary layers for an export as training did: according to vLLM's own functions if its files
+are there, and according to the rule that they implement."""
 
 import json
 from bisect import bisect_right
@@ -54,9 +54,10 @@ def exported_config(folder: Path, target: LlamaForCausalLM, aux_layers: tuple[in
 
 @every_choice
 def test_by_the_rule_of_vllm_0_33_0_an_export_reads_the_layers_it_was_trained_on(tmp_path, target, aux_layers):
-    """The rule, as `get_eagle3_aux_layers_from_config` and `set_eagle3_aux_hidden_state_layers` have it in
-    vllm/v1/worker/gpu/spec_decode/eagle/eagle3_utils.py of 0.33.0: the ids at the top level, else the target's default;
-    and LlamaModel.forward in vllm/model_executor/models/llama.py: after layer i, where i + 1 is among them."""
+    """The rule of `get_eagle3_aux_layers_from_config` and `set_eagle3_aux_hidden_state_layers` in 0.33.0's
+    vllm/v1/worker/gpu/spec_decode/eagle/eagle3_utils.py: the ids at the top level, otherwise the target's default. And
+    the rule of LlamaModel.forward in vllm/model_executor/models/llama.py: the state after layer i, if i + 1 is one of
+    the ids."""
     exported = exported_config(tmp_path, target, aux_layers)
     ids = exported.get("eagle_aux_hidden_state_layer_ids") or (2, LAYERS // 2, LAYERS - 3)
     assert tuple(layer for layer in range(LAYERS) if layer + 1 in ids) == aux_layers
@@ -67,8 +68,8 @@ def test_by_the_rule_of_vllm_0_33_0_an_export_reads_the_layers_it_was_trained_on
 def test_vllms_own_functions_capture_the_layers_that_the_draft_was_trained_on(
     vllm, tmp_path, target, aux_layers, runner
 ):
-    """From config.json, by vLLM's config class, to the tensors that its loop over a target's layers hands to the draft,
-    which are those of training. The layers are transformers'; pipeline ranks, logging and compilation are left out."""
+    """From config.json through vLLM's config class to the tensors that vLLM's loop over a target's layers passes to the
+    draft: they are training's. The layers are transformers'; pipeline ranks, logging and compilation are left out."""
     exported_config(tmp_path, target, aux_layers)
     own = vllm.definition(
         "transformers_utils/configs/eagle.py",
@@ -91,8 +92,8 @@ def test_vllms_own_functions_capture_the_layers_that_the_draft_was_trained_on(
 
 @pytest.mark.parametrize("window", [None, 5])
 def test_vllms_own_functions_give_an_export_the_window_that_it_was_trained_with(vllm, tmp_path, target, window):
-    """From config.json, by vLLM's attention of a draft's layer, to what flash attention is asked for: so many keys
-    before a query's own, which makes W of them. Layers stand in for vLLM's, and kernels are not run."""
+    """From config.json through the attention of vLLM's draft layer to the window that flash attention is asked for: W
+    keys, counting a query's own. Layers stand in for vLLM's, and kernels are not run."""
     draft = derive_draft(target.config, draft_vocab_size=30, aux_layers=CHOICES[0], window=window)
     (tmp_path / "config.json").write_text(json.dumps(draft.to_json("float32")))
     config = AutoConfig.from_pretrained(tmp_path)
@@ -115,7 +116,7 @@ def test_vllms_own_functions_give_an_export_the_window_that_it_was_trained_with(
         "v1/attention/backends/flash_attn.py", "FlashAttentionImpl.__init__", AttentionType=kinds, torch=torch
     )
     flash = SimpleNamespace()
-    with pytest.raises(NameError):  # at what comes after the window, the platform among it
+    with pytest.raises(NameError):  # in code after the window, such as the platform
         start(flash, 4, draft.head_dim, 1.0, 2, None, arguments["per_layer_sliding_window"], "auto")
     assert flash.sliding_window == ((-1, -1) if window is None else (window - 1, 0))
 
@@ -138,7 +139,7 @@ def vllm_forward(
         start_layer, end_layer = 0, LAYERS
 
         def _cache_aux_pp_layout(self):
-            """Of pipeline ranks, of which there is one."""
+            """For pipeline ranks, of which there is only one."""
 
         def embed_input_ids(self, ids):
             return decoder.embed_tokens(ids)

@@ -1,5 +1,5 @@
-"""Acceptance by context: which prompts a bucket takes, intervals that hold what they promise, and the launcher from end
-to end."""
+"""Acceptance by context: which prompts a bucket takes, intervals that contain the truth as often as promised, and the
+launcher from end to end."""
 
 import json
 import re
@@ -30,7 +30,7 @@ from eagle3.text.samples import SampleSet
 
 
 def samples(*answers: list[tuple[int, int]], tokens: int = 100) -> SampleSet:
-    """One for each list of answers (begin, end), of tokens 0, 1, 2, ..."""
+    """One sample for each list of answers (begin, end); its tokens are 0, 1, 2, ..."""
     masks = [np.zeros(tokens, bool) for _ in answers]
     for mask, ranges in zip(masks, answers, strict=True):
         for begin, end in ranges:
@@ -51,7 +51,7 @@ def test_a_prompt_is_as_long_as_its_bucket_allows_and_an_answer_goes_on_after_it
 
 
 def test_buckets_take_the_same_samples_where_these_are_long_enough():
-    """Ten samples, every second of which is long: two long ones are chosen, and stand in the short bucket, too."""
+    """Of ten samples, every second one is long. Two long ones are chosen, and the short bucket reuses them."""
     held_out = samples(*([(10, 90)] if number % 2 else [(10, 30)] for number in range(10)))
     (_, short), (_, long) = sample_contexts(held_out, [32, 64], per_context=2, longest=99)
     assert [len(prompt) for prompt in short] == [32, 32] and [len(prompt) for prompt in long] == [64, 64]
@@ -83,8 +83,8 @@ def test_texts_that_are_all_too_short_are_refused():
 
 
 def clusters(conversations: int, generator: np.random.Generator) -> list[np.ndarray]:
-    """What each verification yields, of conversations whose acceptance differs, and with it how many verifications
-    their 60 tokens need."""
+    """Tokens yielded by each verification, for conversations that differ in acceptance, and so in the number of
+    verifications for 60 tokens."""
     yields = [1 + generator.binomial(3, share, size=60) for share in generator.beta(3, 2, size=conversations)]
     return [each[: np.searchsorted(each.cumsum(), 60) + 1] for each in yields]
 
@@ -96,8 +96,8 @@ def totals(yields: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("conversations", [8, 24])
 def test_intervals_hold_the_truth_as_often_as_they_promise(conversations):
-    """95% of 400, to four standard deviations (1.1% each), and 2% less for a distribution that is not quite normal.
-    Verifications taken for independent of one another hold it far less often."""
+    """95% of 400 intervals should, to within four standard deviations (1.1% each), less 2% because the distribution is
+    not quite normal. Intervals that treat verifications as independent contain the truth far less often."""
     generator = np.random.default_rng(1)
     counts, verifications = totals(clusters(20_000, generator))
     truth = counts.sum() / verifications.sum()
@@ -114,8 +114,8 @@ def test_intervals_hold_the_truth_as_often_as_they_promise(conversations):
 
 
 def test_intervals_of_many_conversations_are_those_of_the_ratio_estimator():
-    """Its variance (Cochran 1977, section 6.3): sum of (y - r x)^2 / (C - 1), over C times the square of the mean of x.
-    The 2,000 resamples leave a standard error of 2% in each end."""
+    """The estimator's variance (Cochran 1977, section 6.3): sum of (y - r x)^2 / (C - 1), over C times the square of
+    x's mean. With 2,000 resamples, each end has a standard error of 2%."""
     counts, verifications = totals(clusters(400, np.random.default_rng(2)))
     ratio = counts[:, 0].sum() / verifications.sum()
     error = (((counts[:, 0] - ratio * verifications) ** 2).sum() / 399 / 400) ** 0.5 / verifications.mean()
@@ -204,12 +204,12 @@ def test_by_context_writes_and_prints_every_bucket(run):
         assert each["interval"][0] <= each["acceptance_length"] <= each["interval"][1]
         assert len(each["position_acceptance"]) == len(each["position_intervals"]) == 4
         assert rows[str(each["context"])] == [str(each["context"]), *(f"{x:.2f}" for x in each["position_acceptance"])]
-    # a second judge would not call this something else than an evaluation
+    # a second judge must recognise this as an evaluation
     runpy.run_path(str(LAUNCHERS / "evaluate.py"))["check_out"](folder / "by_context.json")
 
 
 def test_a_quiet_judge_says_the_result_alone_and_leaves_examples(run):
-    """Sampled, so that there is nothing to compare with."""
+    """The judge samples, so there is nothing to compare with."""
     command = ["launchers/evaluate.py", "--recipe", str(run), "--temperature", "1", "--quiet"]
     output = finish(launch(sys.executable, *command))
     folder = run.parent / "run"

@@ -1,4 +1,4 @@
-"""The prompts of a judged draft, trees of drafts, and what evaluate.py refuses before anything is loaded."""
+"""The prompts that a draft is judged on, trees of drafts, and what evaluate.py refuses before anything is loaded."""
 
 import json
 import re
@@ -46,7 +46,7 @@ def ids(tokenizer, text: str) -> list[int]:
 
 
 def test_a_prompt_is_all_before_the_last_answer(tmp_path, tokenizer):
-    for turns in (TURNS, TURNS[:3]):  # answered, and asked only
+    for turns in (TURNS, TURNS[:3]):  # with an answer, and without
         rows = json.dumps({"messages": turns})
         assert read(tmp_path, tokenizer, "a.jsonl", rows) == [ids(tokenizer, PROMPT)]
     shared = [{"from": "human", "value": "And why?"}, {"from": "gpt", "value": "So early."}]
@@ -110,8 +110,8 @@ def served(histogram: list[int], tokens: int, stopped: bool) -> TimedAnswer:
 
 
 def test_verifications_are_counted_in_full_up_to_an_eos():
-    """8 = 1 of the prefill + 7; the first answer's last verification reached one token beyond, the second's ended
-    early."""
+    """Of 8 tokens, 1 comes from the prefill and 7 from verifications. The first answer's last verification reached one
+    token too far, the second's ended early."""
     cut, ended = served([1, 0, 1, 1], 8, False), served([1, 0, 0, 2], 8, True)
     alone = count_drafted([cut], 3)
     assert (alone.verifications, alone.yielded, alone.accepted) == (3, 1 + 3 + 4, [2, 2, 1])
@@ -163,7 +163,7 @@ def test_a_draft_of_another_target_is_refused(tmp_path, target):
 
 
 def make_export(run: Path) -> None:
-    """As far as a launcher looks before it loads anything."""
+    """Make as much of an export as a launcher looks at before it loads anything."""
     (run / "export").mkdir(parents=True)
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": 300}
     shape |= {"layer_types": ["sliding_attention"], "sliding_window": 6}

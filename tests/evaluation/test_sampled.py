@@ -1,4 +1,5 @@
-"""Sampled speculative decoding draws from the target's own distribution, by chi-square tests that wrong rules fail."""
+"""Sampled speculative decoding draws from the target's own distribution, according to chi-square tests that wrong rules
+fail."""
 
 from typing import NamedTuple
 
@@ -31,7 +32,7 @@ class KeepsAll(Sampled):
 
 
 class WithoutResidual(Sampled):
-    """Wrong: what was rejected is replaced by a draw from p, not from what q left of it."""
+    """Wrong: a rejected draft is replaced by a draw from p, instead of from what q left of p."""
 
     def verify(self, proposal: Drawn, logits: Tensor) -> Verification:
         drafts, accepted, tokens = super().verify(proposal, logits)
@@ -41,7 +42,7 @@ class WithoutResidual(Sampled):
 
 
 class Pair(NamedTuple):
-    """A random target, and a draft that knows nothing of it and says 10 of its 16 tokens."""
+    """A random target, and a draft that knows nothing about it and can say 10 of its 16 tokens."""
 
     target: TransformersTarget
     draft: Eagle3Draft
@@ -83,7 +84,7 @@ def rule(kind: type[Sampled], temperature: float, seed: int) -> Sampled:
 
 @pytest.fixture(scope="module")
 def pair(topology) -> Pair:
-    torch.set_num_threads(1)  # as in every test; `topology` has just set the machine's
+    torch.set_num_threads(1)  # as in every test; `topology` has just set the machine's number
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -102,13 +103,13 @@ def pair(topology) -> Pair:
     draft = untrained_draft(
         shape, target.weights(), topology.modules, seed=1, dtype=torch.float32, device=torch.device("cpu")
     )
-    draft.lm_head.weight.mul_(20)  # it has opinions, if no knowledge
+    draft.lm_head.weight.mul_(20)  # so that it has opinions, if no knowledge
     return Pair(target, draft, SPOKEN - torch.arange(len(SPOKEN)))
 
 
 def cells(chances: Tensor, draws: int) -> Tensor:
-    """A cell for each outcome: its own where at least 5 draws are expected; the unlikely ones share, likeliest
-    first."""
+    """The cell of each outcome. An outcome with at least 5 expected draws has a cell of its own; less likely ones share
+    cells, likeliest first."""
     order = chances.argsort(descending=True)
     cell, full, expected = torch.empty_like(order), 0, 0.0
     for outcome, chance in zip(order.tolist(), (chances[order] * draws).tolist(), strict=True):
@@ -120,7 +121,7 @@ def cells(chances: Tensor, draws: int) -> Tensor:
 
 
 def tail(statistic: Tensor, freedom: int) -> float:
-    """Of the chi-square distribution."""
+    """p-value of a chi-square statistic."""
     return float(torch.special.gammaincc(torch.tensor(freedom / 2, dtype=torch.float64), statistic.double() / 2))
 
 
@@ -133,7 +134,8 @@ def fit(draws: Tensor, chances: Tensor) -> float:
 
 
 def agreement(some: Tensor, others: Tensor, chances: Tensor) -> float:
-    """p-value of two samples of equal size being of one distribution; `chances` only makes the cells."""
+    """p-value of the hypothesis that two samples of equal size have one distribution. `chances` only determines the
+    cells."""
     assert len(some) == len(others)
     cell = cells(chances, len(some))
     one, two = (cell[draws].bincount(minlength=int(cell.max()) + 1).double() for draws in (some, others))
@@ -161,7 +163,7 @@ def test_sampled_decoding_draws_from_the_targets_own_distribution(pair, plain, t
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "runs", "against_plain"), [(KeepsAll, 500, UNLIKELY), (WithoutResidual, RUNS, 0.01)])
 def test_the_distribution_tells_a_wrong_rule(pair, plain, kind, runs, against_plain):
-    """Two samples tell less than one sample and the truth."""
+    """Comparing two samples reveals less than comparing one sample with the truth."""
     chances = pair.distribution(1.0)
     drafted = pair.speculate(rule(kind, 1.0, seed=13), runs)
     assert fit(drafted, chances) < UNLIKELY
@@ -169,7 +171,7 @@ def test_the_distribution_tells_a_wrong_rule(pair, plain, kind, runs, against_pl
 
 
 def verified(kind: type[Sampled], draws: int) -> tuple[list[Verification], Tensor, Tensor]:
-    """Chains of 2 by an unrelated q [2, 8], and p [3, 8]."""
+    """Verifications of chains of 2, which come from a q [2, 8] unrelated to p [3, 8]; and both distributions."""
     generator = torch.Generator().manual_seed(21)
     logits, proposed = torch.randn(3, 8, generator=generator).double(), torch.randn(2, 8, generator=generator).double()
     proposed[:, 5:] = -torch.inf  # what the draft cannot say
@@ -182,8 +184,8 @@ def verified(kind: type[Sampled], draws: int) -> tuple[list[Verification], Tenso
 
 
 def test_one_verification_keeps_drafts_and_draws_tokens_as_often_as_it_should():
-    """The chain's tokens do not depend on one another here, so all of it is known: place 0 is drawn from p[0]; place 1,
-    where the first draft was kept, from p[1], whatever it was; and place 2 from p[2]."""
+    """The chain's tokens do not depend on one another here, so everything is known: place 0 is drawn from p[0]; place
+    1, if the first draft was kept, from p[1], whatever that draft was; and place 2 from p[2]."""
     draws = 30_000
     verifications, p, q = verified(Sampled, draws)
     overlap = torch.minimum(p[:2], q).sum(-1)

@@ -1,5 +1,5 @@
-"""Acceptance where it is known beforehand: of a draft that is the target, of one that is always wrong, of one that
-guesses."""
+"""Acceptance in cases where it is known beforehand: a draft that equals the target, one that is always wrong, and one
+that guesses."""
 
 import pytest
 import torch
@@ -21,8 +21,8 @@ RULES = [Sampling(), Sampling(1.0, seed=1), Sampling(0.7, seed=2)]
 
 
 def last_token_target() -> TransformersTarget:
-    """Its next token depends on the last one alone: no layer adds anything to the embedding, one entry for each token
-    and a constant one. What follows is random, but IMPOSSIBLE never does."""
+    """A target whose next token depends only on the last one: no layer adds anything to the embedding, which has one
+    entry for each token and a constant one. The next token is random, but never IMPOSSIBLE."""
     config = LlamaConfig(
         vocab_size=TOKENS,
         hidden_size=WIDTH,
@@ -56,11 +56,11 @@ def draft_for(target: TransformersTarget, vocabulary: int, topology) -> Eagle3Dr
 
 
 def equal_draft(target: TransformersTarget, topology) -> Eagle3Draft:
-    """An EAGLE3 draft, set by hand, that says what `last_token_target` says, at every step of its chain.
+    """An EAGLE3 draft, set by hand, that predicts what `last_token_target` does, at every step of its chain.
 
     Its hidden state is sqrt(8) at the entry of the last token, 0 elsewhere. Queries and keys are one constant vector,
     so that rotation alone makes each row see itself: another row's score is lower by 50 or more. The value is the
-    embedding's part of the input less the hidden part, which takes the previous step's token out of the residual
+    embedding's part of the input minus the hidden part, which removes the previous step's token from the residual
     stream.
     """
     draft, root = draft_for(target, TOKENS, topology), 8**0.5  # an embedding's entries after its norm: 1 / sqrt(2 / 16)
@@ -81,7 +81,8 @@ def equal_draft(target: TransformersTarget, topology) -> Eagle3Draft:
 
 
 class TargetDrafter:
-    """Drafts with the target itself. Every text begins with token `first`, which no drafter is told."""
+    """Drafts with the target itself. Every text begins with token `first`, since a drafter is not told the first
+    token."""
 
     def __init__(self, target: TransformersTarget, first: int, shift: int = 0) -> None:
         self.session, self.first, self.shift = TargetSession(target, can_forget=True), first, shift
@@ -138,7 +139,7 @@ def test_a_real_draft_that_equals_its_target_has_every_token_accepted(topology, 
 
 @pytest.mark.parametrize("sampling", RULES)
 def test_a_draft_that_is_always_wrong_accepts_nothing(topology, sampling):
-    """All it can say is what the target never says."""
+    """The draft can only say what the target never says."""
     target = last_token_target()
     drafter = chain_drafter(target, draft_for(target, 1, topology), torch.tensor([IMPOSSIBLE]))
     decoded, result = decode(target, drafter, short_prompts(), sampling)
@@ -157,8 +158,8 @@ def test_greedy_drafts_one_beside_the_targets_choice_are_all_rejected():
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_a_draft_that_guesses_is_accepted_as_often_as_the_theory_says(topology, temperature):
-    """Of a uniform q the first draft is kept with probability sum_x min(p(x), q(x)) (Leviathan et al. 2023, theorem
-    3.5), which the last token tells here; so are the later ones."""
+    """With a uniform q, the first draft is kept with probability sum_x min(p(x), q(x)) (Leviathan et al. 2023, theorem
+    3.5). Here this depends only on the last token, and the same holds for later drafts."""
     target = last_token_target()
     draft = draft_for(target, TOKENS, topology)
     draft.lm_head.weight.zero_()

@@ -1,4 +1,4 @@
-"""evaluate.py by SGLang: a file's prompts, a tree of drafts, the result on disk."""
+"""evaluate.py with SGLang: a file's prompts, a tree of drafts, the result on disk."""
 
 import json
 import sys
@@ -21,7 +21,7 @@ STEPS, TOPK, TREE_TOKENS, NEW_TOKENS = 3, 2, 8, 40  # further than the draft was
 
 
 def test_a_tree_is_lossless_and_its_figures_are_written(topology, tmp_path, monkeypatch):
-    """The tokenizer has no chat template: the prompts are texts."""
+    """The tokenizer has no chat template, so the prompts are texts."""
     torch.set_num_threads(1)
     target, prompts = tmp_path / "target", tmp_path / "prompts.jsonl"
     make_target("llama", target)

@@ -38,8 +38,8 @@ LOGITS = Logits(torch.float32, layers=6, vocab_size=VOCABULARY)
 
 @dataclass(frozen=True)
 class Decoded:
-    """What both engines made of the same prompts with the draft in `folder`; `plain` is the server without a draft,
-    still running."""
+    """What both engines decoded from the same prompts with the draft in `folder`. `plain` is the server without a
+    draft, which is still running."""
 
     folder: Path
     target: TransformersTarget
@@ -53,7 +53,7 @@ class Decoded:
 
 
 def name_end(folder, token: int) -> None:
-    """Make `token` an EOS beside the target's own, where both engines read it."""
+    """Make `token` an EOS in addition to the target's own, in the place where both engines read it."""
     path = folder / "generation_config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps(config | {"eos_token_id": [2, token]}))
@@ -100,7 +100,7 @@ def decoded(topology, tmp_path_factory):
 
 
 def histogram(output: SpeculativeOutput) -> list[int]:
-    """Verifications that accepted 0, 1, ... drafts."""
+    """Numbers of verifications that accepted 0, 1, ... drafts."""
     accepted = [each.accepted for each in output.verifications]
     return [accepted.count(count) for count in range(STEPS + 1)]
 
@@ -117,7 +117,7 @@ def test_both_engines_put_out_the_same_tokens(decoded):
 
 
 def test_both_engines_accept_the_same_drafts(decoded):
-    """Of every prompt; behind an EOS SGLang counts on, in the last verification alone."""
+    """For every prompt. SGLang counts beyond an EOS, but only in the last verification."""
     ended = 0
     for output, (answer, _) in zip(decoded.own, decoded.served, strict=True):
         if not answer.stopped:
@@ -134,8 +134,8 @@ def test_both_engines_accept_the_same_drafts(decoded):
 
 @dataclass(frozen=True)
 class Windowed:
-    """A draft with a window whose last keys decide, for its attention counts five times as much; `others` are no
-    windows of it."""
+    """A draft with a window. The window's last keys matter, because attention is amplified five times. `others` are
+    wrong windows."""
 
     folder: Path
     loaded: LoadedDraft
@@ -183,8 +183,8 @@ def test_a_draft_with_a_window_is_served_as_transformers_judges_it(decoded, wind
 
 
 class Followed:
-    """A rule for a drafter that walks the tree of its `topk` best tokens along `tokens`: accepted counts how far they
-    led."""
+    """A rule for a drafter that walks the tree of its `topk` best tokens along `tokens`. `accepted` counts how far it
+    got."""
 
     def __init__(self, tokens: Sequence[int], d2t: Tensor, topk: int) -> None:
         self.tokens, self.topk, self.accepted, self.off = list(tokens), topk, 0, False
@@ -199,20 +199,20 @@ class Followed:
 
 
 def test_a_tree_under_a_window_accepts_as_the_definition_says(decoded, windowed):
-    """The whole tree of two steps with two branches each, so that no choice among its nodes decides."""
+    """Uses the whole tree of two steps with two branches each, so that the choice of its nodes does not matter."""
     tree, d2t = DraftTree.of(2, 2, 7), windowed.loaded.d2t
     served = windowed.served(decoded, tree)
     assert [each.answer.tokens for each in served] == [each.answer.tokens for each in decoded.served_plain]
     whole = [number for number, (answer, _) in enumerate(served) if not answer.stopped]
 
     def defined(window: int | None, number: int) -> list[int]:
-        """Verifications that accepted 0, 1 or 2 drafts."""
+        """Numbers of verifications that accepted 0, 1 or 2 drafts."""
         draft, prompt = windowed.set(window), decoded.prompts[number]
-        # more than what is put out: the last verification reaches beyond
+        # more than the output, because the last verification reaches beyond it
         answer = plain_greedy(decoded.target, prompt, new_tokens=NEW_TOKENS + tree.steps + 1).tokens
         text, counts = torch.cat((prompt, torch.tensor(answer))), [0] * (tree.steps + 1)
         (states,) = decoded.target.prefill([text])
-        rows = len(prompt)  # that are known when a verification begins
+        rows = len(prompt)  # rows that are known when a verification begins
         while rows - len(prompt) + 1 < NEW_TOKENS:
             drafter = ChainDrafter(draft, d2t, len(text))
             drafter.extend(states.aux[:rows], text[1 : rows + 1])
@@ -240,7 +240,7 @@ def test_the_figures_mean_the_same(decoded):
 
 
 def test_the_length_asked_for_biases_nothing(decoded):
-    """A last verification that reaches beyond it yields in full."""
+    """A last verification that reaches beyond the length counts in full."""
     served = [each for each in decoded.served if not each.answer.stopped]
     counted = count_drafted(served, STEPS)
     assert counted.yielded == counted.verifications + sum(counted.accepted)
@@ -254,12 +254,12 @@ def test_equal_outputs_are_identical_and_a_shorter_one_is_a_mismatch(decoded):
 
 
 def test_another_token_is_a_tie_within_rounding_only(decoded):
-    """Rounding is taken to be twice, and half, as far as the second-best token lies from the best."""
+    """Rounding is assumed to be twice, and half, the distance of the second-best token from the best."""
     prompt, plain = decoded.prompts[0], decoded.own_plain[0]
     place = 5
     other = [*plain.tokens[:place], int(plain.candidates[place, 1]), *plain.tokens[place + 1 :]]
     gap = float(plain.logits[place, 0] - plain.logits[place, 1])
-    one_layer = float(plain.resolution[place]) / LOGITS.layers**0.5  # in fp32 it grows as their square root
+    one_layer = float(plain.resolution[place]) / LOGITS.layers**0.5  # in fp32 it grows as the square root of layers
     for times, verdict in ((0.5, "mismatch"), (2.0, "tie")):
         layers = round((times * gap / one_layer) ** 2)
         logits = LOGITS._replace(layers=layers)

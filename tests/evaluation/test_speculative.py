@@ -1,4 +1,4 @@
-"""Speculative decoding against plain decoding, and against a definition that keeps no cache at all."""
+"""Speculative decoding compared with plain decoding, and with a definition that has no cache at all."""
 
 import dataclasses
 import json
@@ -75,7 +75,8 @@ def tiny_mistral() -> MistralForCausalLM:
 
 
 def tiny_gemma2() -> Gemma2ForCausalLM:
-    """Its logits are capped where most of them are, and so is its attention, which only eager attention does."""
+    """Its logits are capped well within their range. So are its attention's scores, which only eager attention
+    supports."""
     torch.manual_seed(2)
     changes = {"head_dim": 16, "final_logit_softcapping": 2.0, "attn_logit_softcapping": 1.0, "sliding_window": 8}
     config = Gemma2Config(**SHAPE | changes, tie_word_embeddings=False, attn_implementation="eager")
@@ -141,7 +142,7 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def pair(topology, tmp_path_factory) -> Pair:
-    torch.set_num_threads(1)  # as in every test; `topology` has just set the machine's
+    torch.set_num_threads(1)  # as in every test; `topology` has just set the machine's number
     folder = tmp_path_factory.mktemp("pair")
     tiny_llama().save_pretrained(folder / "target")
     target = load_target(folder / "target", dtype="float32")
@@ -187,7 +188,7 @@ def rms(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def rotated(x: Tensor, positions: Tensor) -> Tensor:
-    """x [tokens, heads, d] by halves."""
+    """x [tokens, heads, d], rotated by halves."""
     half = x.shape[-1] // 2
     angle = positions.double()[:, None, None] * 10000.0 ** (-torch.arange(half).double() / half)
     low, high = x[..., :half], x[..., half:]
@@ -195,7 +196,7 @@ def rotated(x: Tensor, positions: Tensor) -> Tensor:
 
 
 def defined_drafts(folder: Path, embedding: Tensor, aux: Tensor, next_tokens: list[int], count: int) -> list[int]:
-    """The chain after the last of the rows (aux [T, 3Ht], next_tokens): rows are appended to a causal sequence."""
+    """The chain after the last row (aux [T, 3Ht], next_tokens); each draft appends a row to a causal sequence."""
     w = {name: tensor.double() for name, tensor in load_file(folder / "model.safetensors").items()}
     window = json.loads((folder / "config.json").read_text()).get("sliding_window", 0)  # x[-0:] is all of x
     hidden, tokens, drafts = aux.double() @ w["fc.weight"].T, list(next_tokens), []
@@ -245,7 +246,7 @@ def defined_decoding(pair: Pair, prompt: Tensor, draft_tokens: int) -> tuple[lis
 
 
 def accepted_counts(pair: Pair, draft_tokens: int) -> set[int]:
-    """Those that occur, after comparing all of the decoding with the definition."""
+    """Compares all decoding with the definition. Returns the numbers of accepted drafts that occur."""
     draft, d2t, _ = pair.draft()
     seen = set()
     for prompt in pair.prompts:
@@ -264,8 +265,8 @@ def test_drafts_and_accepted_counts_equal_the_definition_without_caches(pair):
 
 @pytest.mark.parametrize("window", [None, 6, 11])
 def test_a_draft_that_lives_by_its_attention_drafts_by_the_definition(pair, tmp_path, window):
-    """With large projections every key decides, those of the chain's own earlier steps too. Under a window the last
-    keys."""
+    """With large projections every key matters, including those of the chain's earlier steps. Under a window, the last
+    keys do."""
     draft, d2t, t2d = pair.draft()
     draft.draft_config = dataclasses.replace(draft.draft_config, window=window)
     for name, weight in draft.named_parameters():
@@ -280,7 +281,7 @@ def test_a_draft_that_lives_by_its_attention_drafts_by_the_definition(pair, tmp_
     ("make", "draft_tokens"), [(tiny_llama, 1), (tiny_llama, 6), (tiny_mistral, 6), (tiny_gemma2, 6)]
 )
 def test_output_is_the_targets_own_greedy_text(make, draft_tokens, topology):
-    """The drafts' vocabulary is what the text consists of, so that an untrained draft is right now and then."""
+    """The draft vocabulary consists of the text's tokens, so that an untrained draft is right now and then."""
     target, prompts = as_target(make()), random_prompts(2)
     with torch.no_grad():
         expected = []
@@ -301,7 +302,7 @@ def test_output_is_the_targets_own_greedy_text(make, draft_tokens, topology):
 
 
 def test_a_draft_that_is_always_right_has_every_token_accepted(pair):
-    """With all-zero heads both choose token 0 always: ceil(29 / 4) verifications after the prefill's token."""
+    """With all-zero heads, both always choose token 0: ceil(29 / 4) verifications after the prefill's token."""
     model = tiny_llama()
     model.lm_head.weight.data.zero_()
     target = as_target(model)
@@ -352,7 +353,7 @@ def test_a_draft_is_judged_with_another_window_as_if_it_had_that_and_the_result_
 
 
 def test_nothing_after_an_eos_counts(pair, monkeypatch):
-    """Every token that a text puts out first at some place is made the EOS in turn."""
+    """Every token that appears in the output becomes the EOS in turn."""
     draft, d2t, _ = pair.draft()
     lengths = {"draft_tokens": DRAFT_TOKENS, "new_tokens": NEW_TOKENS}
     ends, cases = pair.target.model.generation_config, {"drafted": 0, "own": 0}
@@ -401,7 +402,7 @@ def test_equal_logits_are_a_tie_and_other_differences_a_mismatch(pair):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_wrong_verification_is_a_mismatch(pair, dtype, monkeypatch):
-    """A target whose cache is not rolled back after a rejected draft is what the comparison is there to find."""
+    """The comparison must find a target whose cache is not rolled back after a rejected draft."""
     target = as_target(tiny_llama(), dtype)
     draft, d2t, _ = pair.draft(dtype)
     monkeypatch.setattr(TargetSession, "forget", lambda self, tokens: None)
@@ -443,7 +444,7 @@ def test_the_judge_reads_the_models_own_logits(make):
 
 
 def test_a_model_that_widens_its_logits_is_trusted_no_further():
-    """Their rounding is that of the states they were made from."""
+    """Their rounding is that of the states from which they were computed."""
     torch.manual_seed(0)
     widened = as_target(WidenedLogits(LlamaConfig(**SHAPE)), torch.bfloat16)
     plain = as_target(tiny_llama(), torch.bfloat16)

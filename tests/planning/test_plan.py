@@ -1,4 +1,4 @@
-"""launchers/plan.py and what it searches: fits or not, how to make it fit, and mistakes in one line."""
+"""launchers/plan.py and its searches: whether a recipe fits, how to make it fit, and mistakes in one line."""
 
 import dataclasses
 import json
@@ -168,7 +168,7 @@ def test_an_expected_share_is_about_what_the_plan_of_such_a_stream_says(ulysses,
     for name in ("keys", "queries", "rows"):
         assert abs(max(getattr(share, name) for share in shares) / getattr(expected, name) - 1) < 0.05, name
     assert abs(sum(share.pairs for share in shares) / expected.pairs - 1) < 0.02
-    if len(shares) == 1:  # else the few that each block of a rank's queries has more than queries
+    if len(shares) == 1:  # otherwise, each block of a rank's queries has a few more
         assert abs(shares[0].teacher / expected.teacher - 1) < 0.01
 
 
@@ -183,13 +183,13 @@ def test_each_span_of_a_document_costs_a_window_of_keys(ulysses, ring):
     shares = [Share.of(plan, stream) for plan in plans]
     for name in ("keys", "queries"):
         assert abs(max(getattr(share, name) for share in shares) / getattr(expected, name) - 1) < 0.05, name
-    # expected as if a rank's keys and queries were different rows, which they are where the supervised ones come last
+    # expected as if a rank's keys and queries were different rows, which is so if the supervised rows come last
     assert 0.7 * expected.rows < max(share.rows for share in shares) < 1.05 * expected.rows
 
 
 def test_the_planner_knows_spans(tmp_path, plan):
-    """Ten spans of 100 tokens, a window of 50: a document of a million costs 1,500 rows, however much of it is
-    supervised."""
+    """With ten spans of 100 tokens and a window of 50, a document of a million tokens costs 1,500 rows, however much of
+    it is supervised."""
     recipe = write_recipe(tmp_path, make_target(tmp_path / "target"))
     chosen = ["data.spans={length: 100, per_document: 10}", "model.draft.window=50"]
     reports = []

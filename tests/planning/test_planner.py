@@ -1,4 +1,4 @@
-"""The planner against bytes counted in real steps, and against what it may not get wrong in words."""
+"""The planner, compared with bytes counted in real steps, and what it must get right in words."""
 
 import dataclasses
 
@@ -82,7 +82,8 @@ def test_a_teacher_of_logits_is_planned_for(topology, name, logits):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_with_the_engine_around_it_the_peak_of_a_step_is_within_ten_percent_of_the_plan(topology, dtype):
-    """DeepSpeed's masters, moments, reduced gradients and buckets; from the second step on, when all of them exist."""
+    """The engine adds DeepSpeed's masters, moments, reduced gradients and buckets. Measured from the second step on,
+    when all of these exist."""
     torch.set_num_threads(1)
     memory, draft, number = MemoryPlan("full", BLOCK), config(2), getattr(torch, dtype)
     stream = pack([[(256, True)]], draft.vocab_size)
@@ -101,7 +102,7 @@ def test_with_the_engine_around_it_the_peak_of_a_step_is_within_ten_percent_of_t
 
 @pytest.mark.slow
 def test_a_step_at_the_width_of_an_8b_target_takes_what_is_planned(topology):
-    """fp32, some 20 GFLOP a token: minutes, and 10 GB of memory."""
+    """In fp32, with some 20 GFLOP per token, this takes minutes and 10 GB of memory."""
     torch.set_num_threads(2)
     (row,) = full_width(topology, tokens=512)
     assert abs(row["ratio"] - 1) < 0.1

@@ -1,4 +1,4 @@
-"""The preflight: a sound job passes, and every flaw is found, named with its node, and comes with its remedy."""
+"""The preflight: a sound job passes, and every flaw is found and named with its node and a remedy."""
 
 import os
 import pickle
@@ -22,7 +22,7 @@ from eagle3.preflight.start import require_room
 
 
 def as_ranks(work, nodes=("a", "b"), timeout=10.0):
-    """What `work(cluster)` returns on each rank of a job whose ranks are threads over one real store."""
+    """What `work(cluster)` returns on each rank of a job whose ranks are threads that share one real store."""
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=timeout))
 
@@ -34,7 +34,7 @@ def as_ranks(work, nodes=("a", "b"), timeout=10.0):
 
 
 def only(findings):
-    """What every rank found, which must be one thing."""
+    """The one finding, which must be the same on every rank."""
     assert len(set(findings)) == 1
     return findings[0]
 
@@ -48,7 +48,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def started(folder):
-    """Both at once: they mostly import."""
+    """Starts both at once, because they mostly import."""
     options = ("--recipe", str(folder / "recipe.yaml"))
     sound = launch(*deepspeed(2), "launchers/doctor.py", *options)
     worker = str(SUPPORT / "doctor_worker.py")
@@ -60,7 +60,7 @@ def started(folder):
 
 @pytest.fixture(scope="module")
 def outputs(started):
-    """By the flawed job: what each of its acts printed."""
+    """What each act of the flawed job printed, by title."""
     acts = re.split(r"^== (.*)\n", finish(started[1]), flags=re.MULTILINE)
     return dict(zip(acts[1::2], acts[2::2], strict=True))
 
@@ -87,7 +87,7 @@ def test_the_doctor_names_the_node_and_the_first_thing_that_differs(outputs):
     assert re.search(
         r"^FAILED open files: 512 allowed on node b\S*, 4096 needed\n +remedy: run ulimit -n 4096", output, re.MULTILINE
     )
-    assert re.search(r"^(ok|note) +all-reduce between nodes: .* exact$", output, re.MULTILINE)  # they went on together
+    assert re.search(r"^(ok|note) +all-reduce between nodes: .* exact$", output, re.MULTILINE)  # they all continued
     assert set(re.findall(r"^FAILED ([^:]+):", output, re.MULTILINE)) == {"recipe", "code", "open files"}
     assert "exit codes [1, 1]" in output
 
@@ -238,7 +238,7 @@ def test_a_refusal_on_one_node_is_a_finding_and_nobody_waits(tmp_path):
 
 @pytest.fixture
 def tiny_disk(tmp_path):
-    """A file system of 1 MiB."""
+    """A separate file system of 1 MiB."""
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path], check=False, capture_output=True
     )

@@ -1,5 +1,5 @@
-"""recipes/claims.toml claims what the tests' own cases show, and no more: a family that leaves a test takes its claim
-along."""
+"""recipes/claims.toml claims what the tests' own cases show, and no more: a family that is removed from a test loses
+its claim."""
 
 from typing import Any, get_args
 
@@ -17,7 +17,7 @@ from eagle3.targets.sglang.version import EAGLE3_TARGETS
 
 
 def cases_of(test: Any, argument: str) -> set[str]:
-    """What the test is run with for one of its arguments."""
+    """The values of one argument with which the test is run."""
     for mark in test.pytestmark:
         names, values = mark.args
         names = [names] if isinstance(names, str) else names
@@ -28,7 +28,8 @@ def cases_of(test: Any, argument: str) -> set[str]:
 
 @pytest.fixture(scope="module")
 def shown() -> dict[Claim, set[str]]:
-    """By claim, the recipes that have a test case for it. A class of SGLang's is one case for all its recipes."""
+    """By claim, the recipes that have a test case for it. A case for an SGLang class counts for all recipes of that
+    class."""
     every = cases_of(test_recipes.test_a_recipe_says_of_its_target_what_the_published_config_says, "name")
     origins = {recipe: test_recipes.origin_of(recipe) for recipe in every}
     written = cases_of(test_family_masks.test_mask_covers_exactly_what_the_target_generates, "recipe")

@@ -1,5 +1,5 @@
-"""Every family's recipe against a tiny model of the family's real class: captured, trained, exported; and what is
-captured."""
+"""Every family's recipe with a tiny model of the family's real class: captured, trained, exported; and that the
+captured states are right."""
 
 import json
 import math
@@ -38,13 +38,13 @@ from eagle3.targets.head import load_target_head
 from eagle3.targets.long_prefill import LongPrefill
 from eagle3.targets.transformers import TransformersTarget, load_target
 
-# Families with layers that a document cut into chunks does not go through, and the first such layers' type.
+# Families with layers through which a document cannot go in chunks, and the type of the first such layers.
 NOT_IN_CHUNKS = {"llama-4-scout": "chunked_attention", "qwen3-next-80b-a3b": "linear_attention"}
 
 
 @dataclass(frozen=True)
 class Family:
-    """folder: of the tiny checkpoint. ids [T]: a document longer than any window of its layers."""
+    """folder: of the tiny checkpoint. ids [T]: a document longer than any window of the layers."""
 
     recipe: str
     folder: Path
@@ -52,7 +52,7 @@ class Family:
     ids: torch.Tensor
 
     def own_outputs(self) -> Any:
-        """What the family's model says of the document."""
+        """The outputs of the family's own model for the document."""
         with torch.no_grad():
             return self.target.model(input_ids=self.ids[None], output_hidden_states=True, use_cache=False)
 
@@ -87,12 +87,12 @@ def test_teacher_logits_from_the_stored_head_are_the_familys_own(family):
     assert (actual - expected).abs().max() <= 1e-4 * expected.abs().max()
     assert torch.equal(states.teacher.argmax, expected.argmax(-1))
     assert torch.allclose(states.teacher.logsumexp, expected.logsumexp(-1), rtol=1e-4)
-    assert len(set(states.teacher.argmax.tolist())) > 5  # a model that says little would agree with anything
+    assert len(set(states.teacher.argmax.tolist())) > 5  # a model with few predictions would agree with anything
 
 
 @every_family
 def test_the_familys_own_logits_can_be_the_teacher(family):
-    """As for heads that training cannot load: those of a draft vocabulary, and nothing else is kept of them."""
+    """As for heads that training cannot load. Only the logits of the draft vocabulary are kept."""
     ids = torch.tensor([3, 7, 100, 250, 447])
     target = TransformersTarget(family.target.model, aux_layers=None, prefill_tokens=64, draft_ids=ids)
     (states,) = target.prefill([family.ids])
@@ -121,8 +121,8 @@ def test_a_document_in_chunks_has_the_familys_own_hidden_states_or_is_refused(fa
 
 @every_family
 def test_the_tiny_target_reads_its_document(family):
-    """What its first token is shows in the last row, beyond any window, and every layer adds something: a target of
-    which nothing depends on anything would agree with anything."""
+    """The first token affects the last row, beyond any window, and every layer adds something. A target whose outputs
+    depend on nothing would agree with anything."""
     changed = torch.cat(((family.ids[:1] + 1) % 400, family.ids[1:]))
     one, other = family.target.prefill([family.ids, changed])
     for mine, theirs in zip(
@@ -148,14 +148,14 @@ def test_the_recipe_captures_trains_and_exports(family, topology, tmp_path):
 
 
 def assert_shaped_as(exported: dict[str, Any], family: Family, recipe: Recipe) -> None:
-    """An exported config.json against the published config of the family, made small, and what the recipe says."""
+    """Compares an exported config.json with the family's published config, made small, and with the recipe."""
     own = text_part(tiny_config(family.recipe, family_tokenizer(family.recipe)))
     assert exported["hidden_size"] == exported["target_hidden_size"] == own["hidden_size"] == SIZES["hidden_size"]
     assert (exported["vocab_size"], exported["draft_vocab_size"]) == (PADDED_VOCABULARY, DRAFT_VOCABULARY)
     layers = default_aux_layers(LAYERS)
     assert exported["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == list(layers)
     assert exported["eagle_aux_hidden_state_layer_ids"] == [layer + 1 for layer in layers]  # vLLM counts from 1
-    if "kv_lora_rank" not in own:  # else no head of the target's is like one of a draft
+    if "kv_lora_rank" not in own:  # otherwise no head of the target is like a draft's
         for name in ("num_attention_heads", "num_key_value_heads", "head_dim"):
             assert exported[name] == own.get(name, 16)
     context = recipe.model.draft.max_position_embeddings or own.get("max_position_embeddings")
@@ -164,8 +164,8 @@ def assert_shaped_as(exported: dict[str, Any], family: Family, recipe: Recipe) -
 
 
 def assert_rotates_as(rope: RotaryEmbedding, config: Any, family: Family) -> None:
-    """As the published config says; and as the family's own module of the same width does, of layers that attend to
-    all."""
+    """Asserts that the draft rotates as the published config says, and like the family's own module for full attention
+    if that has the same width."""
     published = text_part(published_config(family.recipe))
     scaling = published.get("rope_scaling") or {}
     expected = {name: scaling[name] for name in scaling.keys() - {"type", "mscale", "mscale_all_dim"}}

@@ -1,8 +1,9 @@
-"""The loss mask under the chat templates that model families publish, against spans written by hand.
+"""The loss mask under the chat templates that model families publish, compared with spans written by hand.
 
-Each `families/<recipe>/masks.yaml` holds what the template's tokenizer calls its special tokens and a list of cases:
-the messages and tools of one row, and either `supervised`, the text of each run of supervised tokens in order, or
-`unusable: true` with `why`, words of the refusal. A family whose template is another's says `same_as: <recipe>` alone.
+Each `families/<recipe>/masks.yaml` holds the special tokens of the template's tokenizer and a list of cases: the
+messages and tools of one row, and either `supervised`, the text of each run of supervised tokens in order, or
+`unusable: true` and `why`, words from the refusal. If a family has another's template, the file has only
+`same_as: <recipe>`.
 """
 
 import json
@@ -28,7 +29,8 @@ CASES = [
 
 
 def family_tokenizer(masks: dict) -> PreTrainedTokenizerFast:
-    """The family's special tokens, and a token for every other byte: each character of the mask is compared."""
+    """A tokenizer with the family's special tokens and one token for every other byte, so that each character of the
+    mask is compared."""
     bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={byte: number for number, byte in enumerate(bytes_)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -38,7 +40,7 @@ def family_tokenizer(masks: dict) -> PreTrainedTokenizerFast:
 
 
 def as_read_from_a_file(case: dict, folder: Path) -> Conversation:
-    """The case's conversation as a row of training data becomes it."""
+    """The case's conversation, read like a row of training data."""
     row = {"messages": case["messages"], "tools": case.get("tools")}
     (folder / "rows.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
     return read_conversations([str(folder / "rows.jsonl")])[0]

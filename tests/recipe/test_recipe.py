@@ -1,4 +1,4 @@
-"""The recipe: what is left out, what is given in odd spellings, and what a person sees again."""
+"""The recipe: keys that are left out, values in odd spellings, and what is printed of it."""
 
 import pytest
 import yaml
@@ -13,7 +13,7 @@ SMALLEST = {"model": {"target": "some/model"}, "data": {"train": ["chats.jsonl"]
 
 
 def read(folder, **sections):
-    """The recipe of the three required keys with `sections` added, through a file as users have it."""
+    """Reads a recipe with the three required keys and `sections` from a file, as for users."""
     values = {name: SMALLEST.get(name, {}) | sections.get(name, {}) for name in SMALLEST | sections}
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(values), encoding="utf-8")
@@ -75,7 +75,7 @@ def test_overrides_change_single_keys_and_the_last_one_wins(tmp_path):
             "model.draft.vocab_size=1000",  # two sections deep, neither in the file
             "data.train=[a.jsonl, b.jsonl]",
             "model.aux_layers=[1, 3, 5]",
-            "output.dir=runs/a=b",  # only the first = separates
+            "output.dir=runs/a=b",  # only the first = is a separator
             "training.profile={start: 2, steps: 1}",
             "data.seed=-3",
         ],
@@ -244,7 +244,7 @@ PATHS = (
 @pytest.mark.parametrize("key", [*PATHS, "target.spool", "output.dir"])
 def test_a_url_in_the_place_of_a_path_is_refused_without_its_password(tmp_path, key):
     read(tmp_path)
-    password = "secret" * 12  # longer than what a line shows of a value
+    password = "secret" * 12  # longer than the part of a value that a line shows
     with pytest.raises(UserError, match=rf"{key} .*\*\*\*@host.*: is a URL; name a local file or folder") as caught:
         load_recipe(tmp_path / "recipe.yaml", [f"{key}=https://user:{password}@host/x?token={password}"])
     assert "secret" not in str(caught.value)

@@ -1,5 +1,4 @@
-"""Every recipe for a model, against its target's published config: it parses, plans and fits, and what it claims is
-so."""
+"""Every recipe for a model, with its target's published config: it parses, plans and fits, and its claims are true."""
 
 import json
 import re
@@ -44,17 +43,17 @@ from eagle3.recipe.schema import Recipe
 from eagle3.targets.checkpoint import target_config
 from eagle3.targets.facts import TargetFacts, read_facts
 
-OWN_TARGETS = ("quickstart", "long-context-demo")  # recipes whose target is made on the spot
+OWN_TARGETS = ("quickstart", "long-context-demo")  # recipes whose target is made by the run itself
 RECIPES = {path.stem: path for path in sorted((ROOT / "recipes").glob("*.yaml")) if path.stem not in OWN_TARGETS}
 CLAIMS = read_claims(ROOT / "recipes" / "claims.toml")
 NO_CLASS = "ling-flash-2.0"  # its code comes with the checkpoint
-INT4 = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4}}}  # as compressed-tensors says it
+INT4 = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4}}}  # in the spelling of compressed-tensors
 every_recipe = pytest.mark.parametrize("name", RECIPES)
 
 
 @pytest.fixture(scope="module")
 def facts() -> dict[str, TargetFacts]:
-    """By recipe, of the published config."""
+    """The facts from the published config, by recipe."""
     return {name: read_facts(str(FAMILIES / name)) for name in RECIPES}
 
 
@@ -102,8 +101,8 @@ def test_what_a_recipe_says_of_layouts_and_disk_is_what_the_planner_says_now(nam
 
 @every_recipe
 def test_a_draft_reaches_as_far_as_its_target(name, facts):
-    """The rope that lets a target reach long contexts is the draft's too, and the context is not shorter, but where the
-    recipe says so (a table of ten million positions)."""
+    """The draft has the rope that lets its target reach long contexts, and its context is not shorter unless the recipe
+    says so (for a table of ten million positions)."""
     draft, config = planned(recipe_of(name), facts[name], NODE, ZERO2).draft, facts[name].config
     own = config.rope_parameters.get("full_attention", config.rope_parameters)
     for key in ("rope_type", "rope_theta", "factor", "original_max_position_embeddings"):
@@ -113,7 +112,7 @@ def test_a_draft_reaches_as_far_as_its_target(name, facts):
 
 @every_recipe
 def test_the_config_of_an_export_is_one_that_transformers_reads(name, facts):
-    """At the size of the model itself; engines read it through transformers."""
+    """Checked at the size of the model itself, because engines read the config through transformers."""
     draft = planned(recipe_of(name), facts[name], NODE, ZERO2).draft
     read = LlamaConfig(**json.loads(json.dumps(draft.to_json("bfloat16"))))
     assert read.head_dim == draft.head_dim and read.rope_parameters == draft.rope_parameters
@@ -227,7 +226,7 @@ def test_a_new_recipe_is_one_that_plans_and_fits(new_recipe, tmp_path):
     recipe = load_recipe(out)
     assert code == 0 and "Qwen3ForCausalLM, 8B parameters" in output
     assert recipe.model.target == "me/My-Qwen" and recipe.output.dir == Path("runs/my-qwen")
-    assert new_recipe("--target", FAMILIES / "qwen3-8b", "--out", out)[0] == 2  # not over what is there
+    assert new_recipe("--target", FAMILIES / "qwen3-8b", "--out", out)[0] == 2  # does not overwrite
 
 
 def test_a_target_alone_is_a_valid_recipe(tmp_path):
@@ -248,7 +247,8 @@ def test_sizes_that_a_config_leaves_to_its_class_are_named(new_recipe, tmp_path)
 
 
 def test_a_small_target_is_counted_in_millions(new_recipe, tmp_path):
-    """Four layers of 32 x (4 x 32 + 3 x 96) weights, norms of theirs, and an embedding that is the head, too."""
+    """The target has four layers of 32 x (4 x 32 + 3 x 96) weights, their norms, and an embedding that is also the
+    head."""
     small = {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 50_000, "head_dim": 8}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": True}
     changed("qwen3-8b", **small, **heads)(tmp_path)
@@ -346,7 +346,7 @@ def test_refresh_changes_nothing_but_what_follows_from_the_keys(new_recipe, tmp_
 
 
 def changed(name: str, **changes):
-    """Writes a published config with other values; None takes a key out."""
+    """Writes a published config with changed values; None removes a key."""
 
     def make(folder: Path) -> None:
         values = json.loads((FAMILIES / name / "config.json").read_text(encoding="utf-8")) | changes
@@ -405,7 +405,7 @@ def test_a_target_that_cannot_be_one_is_refused_with_what_is_missing(new_recipe,
 
 
 def test_a_recipe_that_names_an_unknown_architecture_fails_with_what_is_missing(new_recipe, tmp_path):
-    """As train.py, capture.py and plan.py meet it."""
+    """As it would in train.py, capture.py and plan.py."""
     folder = tmp_path / "target"
     folder.mkdir()
     own_code(folder)

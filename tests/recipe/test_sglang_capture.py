@@ -1,5 +1,5 @@
-"""Hidden states that a real SGLang captures are those of transformers: four families, TP 1 and 2, prefill cut and
-whole."""
+"""Hidden states that a real SGLang captures equal those of transformers: four families, TP 1 and 2, prefill in chunks
+and whole."""
 
 import pytest
 import torch
@@ -23,10 +23,10 @@ from eagle3.text.vocabulary import DraftVocabulary, save_vocabulary
 
 pytestmark = pytest.mark.sglang
 
-# fp32 sums of 64 to 256 products in another order, layer after layer: each adds about eps of the largest value. Six
-# layers have 12 such additions to the residual stream; 3e-6 is 25 eps.
+# fp32 sums of 64 to 256 products, taken in a different order, layer after layer: each adds an error of about eps of the
+# largest value. Six layers make 12 such additions to the residual stream; 3e-6 is 25 eps.
 ALLOWED = 3e-6
-# 200 and 500 tokens are prefilled in 7 and 16 chunks beside others, the short ones whole.
+# Documents of 200 and 500 tokens are prefilled in 7 and 16 chunks beside others, short ones whole.
 LENGTHS = (17, 5, 200, 31, 1, 500, 32, 33)
 
 
@@ -53,7 +53,7 @@ def test_capture_equals_transformers_for_every_row_with_prefill_cut_and_whole(ta
         for ids, mine, other in zip(prompts, actual, expected, strict=True):
             assert mine.teacher.values.shape == (len(ids), HIDDEN) and mine.aux.shape == (len(ids), 3 * HIDDEN)
             errors = largest_errors(mine, other)
-            # argmax may differ where two logits are equal to rounding: then the best two are that near
+            # argmax may differ if two logits are equal to within rounding; then the best two are that close
             assert errors.pop("argmax") == 0, errors
             assert max(errors.values()) < ALLOWED, (family, tensor, len(ids), errors)
         assert left_in(target.producer.spool.path) == ["owner.lock"]
@@ -61,8 +61,8 @@ def test_capture_equals_transformers_for_every_row_with_prefill_cut_and_whole(ta
 
 
 def test_logits_for_a_teacher_are_the_models_own_and_its_columns_meet_on_one_rank(targets, tmp_path):
-    """Two ranks, a draft vocabulary of 70 tokens, all but six of them in the first half of the vocabulary: uneven
-    shards."""
+    """On two ranks, with a draft vocabulary of 70 tokens. Shards are uneven: all but six tokens are in the first half
+    of the vocabulary."""
     model, prompts = targets("llama"), documents(*LENGTHS, seed=3)
     ids = torch.cat([torch.arange(2, 130, 2), torch.tensor([140, 141, 200, 201, 254, 255])])
     t2d = torch.zeros(VOCABULARY, dtype=torch.bool)
@@ -87,7 +87,7 @@ def test_logits_for_a_teacher_are_the_models_own_and_its_columns_meet_on_one_ran
 
 @pytest.fixture(scope="module")
 def llama(targets, tmp_path_factory):
-    """A server that captures, its hook's settings, its model."""
+    """A capturing server, the settings of its hook, and its model."""
     settings = hook_of(tmp_path_factory.mktemp("shared") / "spool")
     with capturing_server(targets("llama"), settings, kv_tokens=600) as server:
         yield server, settings, targets("llama")
@@ -120,7 +120,7 @@ def test_more_tokens_than_its_cache_holds_wait_and_a_document_that_never_fits_is
 
 
 def test_the_same_prompt_again_gives_every_row_again(llama):
-    """A radix cache would skip what it knows."""
+    """A radix cache would skip rows that it knows."""
     server, settings, model = llama
     (once,) = documents(150, seed=9)
     expected = load_target(model, aux_layers=AUX_LAYERS).prefill([once])[0]

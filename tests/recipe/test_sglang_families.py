@@ -1,5 +1,5 @@
-"""What SGLang makes of the families: its draft class of the drafts that their recipes export, and which targets take
-drafts."""
+"""SGLang and the families: its draft class loads the drafts that their recipes export, and the targets that take drafts
+are known."""
 
 import json
 import subprocess
@@ -23,14 +23,14 @@ from eagle3.targets.transformers import load_target
 
 pytestmark = pytest.mark.sglang
 
-# Prints of each architecture in SGLang's registry whether its class can hand over hidden states of layers.
+# Prints for each architecture in SGLang's registry whether its class can pass on layers' hidden states.
 CAPTURING = """
 import json
 from sglang.srt.models.registry import ModelRegistry
 models = ModelRegistry.models.items()
 print(json.dumps({name: hasattr(model, "set_eagle3_layers_to_capture") for name, model in models}))
 """
-# Beside the four families of test_sglang_capture.
+# In addition to the four families of test_sglang_capture.
 COMPARED = ("qwen2.5-7b", "phi-4", "glm-4.5-air", "deepseek-v2-lite", "kimi-k2")
 
 
@@ -45,7 +45,7 @@ def in_sglang(*command: str) -> list | dict:
 
 @pytest.fixture(scope="module")
 def verdicts(topology, tmp_path_factory) -> dict[str, tuple[int, str]]:
-    """By recipe, exit code and line of the check of its export."""
+    """For each recipe, the exit code and line of the check of its export."""
     work, exports = tmp_path_factory.mktemp("runs"), tmp_path_factory.mktemp("exports")
     for recipe in with_class():
         (work / recipe).mkdir()
@@ -89,7 +89,7 @@ def test_captured_hidden_states_are_those_of_transformers(recipe, tmp_path):
 
 
 def test_sglang_rotates_every_draft_as_training_does_at_the_size_of_the_model(tmp_path):
-    """The tables of all positions that it makes, without a model of that size."""
+    """Compares the tables for all positions, without a model of that size."""
     for recipe in with_class():
         read, target = load_recipe(RECIPES / f"{recipe}.yaml"), target_config(FAMILIES / recipe)
         draft = Prospect.of(read, target).shape
@@ -100,8 +100,8 @@ def test_sglang_rotates_every_draft_as_training_does_at_the_size_of_the_model(tm
 
 
 def test_the_rotation_at_the_last_of_a_million_positions_is_sglangs_bit_for_bit(tmp_path):
-    """Of 2^20 positions, whatever the training length was. In fp32 an angle of a million radians is known to a
-    sixteenth: that both round it alike is what keeps a draft's keys those that it was trained with."""
+    """The last of 2^20 positions, whatever the training length was. In fp32, an angle of a million radians is only
+    exact to a sixteenth: a draft's keys stay those that it was trained with only because both sides round alike."""
     original = {"original_max_position_embeddings": 8192}
     ropes = {
         "plain": {"rope_type": "default", "rope_theta": 10000.0},

@@ -1,7 +1,7 @@
-"""Regenerating data: whose words stand in a row, what is left out and counted, and that a kill neither loses nor
-doubles a row.
+"""Regenerating data: whose words a row contains, what is left out and counted, and that a kill neither loses nor
+duplicates a row.
 
-The server is a small real one on this machine that speaks the protocol, and fails where a prompt tells it to.
+The server is a small real one on this machine. It speaks the protocol, and fails if a prompt tells it to.
 """
 
 import asyncio
@@ -40,8 +40,8 @@ LOOKUP = {"type": "function", "function": {"name": "lookup", "parameters": {"typ
 
 
 class Server(ThreadingHTTPServer):
-    """Answers "A2 to <prompt>", 2 being how many messages it was sent, unless the prompt begins with a word it
-    knows."""
+    """Answers "A2 to <prompt>", where 2 is the number of messages that it was sent, unless the prompt begins with a
+    word that it knows."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -58,7 +58,7 @@ class Server(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_port}"
 
     def handle_error(self, request, client_address) -> None:
-        """A client that was killed is no mistake of the server's."""
+        """Ignores errors: a client that was killed is not the server's mistake."""
 
     def prompts(self) -> list[str]:
         return [body["messages"][-1]["content"] for body in self.bodies]

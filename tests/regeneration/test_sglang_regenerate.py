@@ -52,7 +52,7 @@ def teach(folder, steps: int = 150) -> None:
 
 
 def greedy(folder, messages: list[dict]) -> tuple[str, bool]:
-    """What transformers decodes after these messages, and whether it came to an end."""
+    """What transformers decodes after these messages, and whether the text came to an end."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
@@ -131,6 +131,6 @@ def test_answers_are_the_greedy_decoding_of_the_target_and_training_supervises_e
 
 
 def marked(message: dict) -> str:
-    """A message in the template, what the target said between the marks of `preview`."""
+    """A message as the template renders it, with the target's words between the marks of `preview`."""
     body = f"{message['content']}<|im_end|>"
     return f"<|im_start|>{message['role']}\n" + (f"⟦{body}⟧" if message["role"] == "assistant" else body) + "\n"

@@ -25,7 +25,7 @@ def card(run):
 
 
 def command(text, start):
-    """The words of the command that begins so, as a shell takes them."""
+    """The words of the command that begins with `start`, as a shell splits them."""
     begin = text.index(start)
     fence = text[:begin].splitlines()[-1]
     return shlex.split(text[begin:].partition(f"\n{fence}\n")[0].replace("\\\n", ""))
@@ -133,7 +133,7 @@ HOSTILE_NAMES = [
 
 
 def structure(text):
-    """Of the Markdown: its blocks, and what stands inside of lines beside text."""
+    """The Markdown's blocks, and everything but text inside lines."""
     blocks = pytest.importorskip("markdown_it").MarkdownIt("commonmark").enable(["table", "strikethrough"]).parse(text)
     inline = [child for block in blocks for child in block.children or [] if not child.type.startswith("text")]
     return [block.type for block in blocks], [(each.type, each.attrs) for each in inline]

@@ -1,5 +1,4 @@
-"""Runs beside one another: their courses and acceptance by context in charts and tables, and what cannot be
-compared."""
+"""Comparing runs: training curves and acceptance by context in charts and tables, and what cannot be compared."""
 
 import json
 import re
@@ -36,7 +35,7 @@ def test_runs_are_compared_in_one_table_and_one_chart(report, tmp_path):
     assert all(chart.read_bytes().startswith(b"\x89PNG") for chart in out.glob("*.png"))
     page = (out / "comparison.html").read_text(encoding="utf-8")
     assert page.count("<svg") == len(names) and "seed DIFFERS: 0 (short), 1 (long)" in page
-    assert page.count("<table") == 2 and "<td>2.50 [2.40, 2.60] (300)</td>" in page  # beside the Markdown to paste
+    assert page.count("<table") == 2 and "<td>2.50 [2.40, 2.60] (300)</td>" in page  # apart from the Markdown to paste
     runs = (out / "runs.md").read_text(encoding="utf-8")
     assert runs in printed and runs.startswith("| run | short | long |") and "| steps | 3 of 3 | 3 of 3 |" in runs
     (loss,) = re.findall(r"^\| loss in training, weighted sum over TTT steps \| ([\d.]+) \(", runs, re.MULTILINE)

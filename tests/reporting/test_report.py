@@ -1,4 +1,4 @@
-"""The report of a run: what it says, that it says so without what is absent, and that it can be read on a phone."""
+"""The report of a run: what it says, also if some files are absent, and that it can be read on a phone."""
 
 import base64
 import dataclasses
@@ -43,7 +43,7 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
 
 
 class Page(HTMLParser):
-    """Every element with its attributes, and the text outside of style and script; fails where tags do not close in
+    """Collects every element with its attributes, and the text outside style and script. Fails if tags do not close in
     order."""
 
     def __init__(self, text: str) -> None:
@@ -75,7 +75,7 @@ def run(tmp_path):
 
 
 def render(folder):
-    """The page, without the charts' files, which take longer."""
+    """The page alone, because the charts' files take longer."""
     run = read_run(folder.path)
     folder.report.write_text(page_of(run, list(charts(run))), encoding="utf-8")
     return Page(folder.report.read_text(encoding="utf-8"))
@@ -92,7 +92,8 @@ def test_the_page_has_the_runs_numbers_and_every_chart_as_a_file_too(run):
 
 
 def test_a_curve_goes_through_the_runs_numbers_and_the_legend_has_its_last(run):
-    """Each point's place in the drawing, by the places of the axes' named ticks, is its value in metrics.jsonl."""
+    """Each point's position in the drawing, read by the positions of the axes' labelled ticks, gives its value in
+    metrics.jsonl."""
     render(run)
     text = run.report.read_text(encoding="utf-8")
     figure = re.search(r"<h3>Gradient norm</h3>.*?</figure>", text, re.DOTALL)[0]
@@ -461,7 +462,8 @@ def test_a_fall_that_chance_explains_is_no_advice(run):
 
 
 def in_browser(tmp_path, page, width, script):
-    """What `script` makes of the page in a frame of this width, in which it is `page`: its value as text."""
+    """Runs `script` in a browser, with the page in a frame of this width as `page`. Returns the resulting title as
+    text."""
     frame = f'<iframe id="f" style="border:0;width:{width}px;height:900px" srcdoc="{html.escape(page)}"></iframe>'
     probe = f"""<script>onload = () => {{ const page = document.getElementById("f").contentDocument;
       {script} }};</script>"""
@@ -532,7 +534,7 @@ def test_the_case_by_hand_is_as_evaluation_by_context_writes_it():
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, topology):
-    """A real run of four steps with one conversation too long, and its recipe."""
+    """A real run of four steps, with one conversation that is too long; and its recipe."""
     folder = tmp_path_factory.mktemp("trained")
     recipe = write_recipe(
         folder,

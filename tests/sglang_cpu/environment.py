@@ -21,7 +21,7 @@ def sglang_environment(tensor_parallel: int = 1) -> dict[str, str]:
         "TORCH_COMPILE_DISABLE": "1",
     }
     if tensor_parallel > 1:
-        # one core a rank; SGLang would otherwise count NUMA nodes and refuse more ranks than those
+        # one core per rank; otherwise SGLang would count NUMA nodes, and refuse more ranks than these
         bound = [str(cores[rank % len(cores)]) for rank in range(tensor_parallel)]
         environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(bound)
     return environment

@@ -1,4 +1,4 @@
-"""Tiny targets with random weights, one a model family, that SGLang serves on a CPU: what its tests capture from."""
+"""Tiny targets with random weights, one per model family, which SGLang serves on a CPU and tests capture from."""
 
 from pathlib import Path
 
@@ -77,7 +77,8 @@ def random_model(family: str) -> PreTrainedModel:
 
 
 def word_tokenizer() -> PreTrainedTokenizerFast:
-    """The words t0, t1, ... are the tokens 0, 1, ...; blanks divide them. An unknown word is token 3."""
+    """A tokenizer whose words t0, t1, ... are the tokens 0, 1, ... Blanks separate words. An unknown word is token
+    3."""
     words = Tokenizer(models.WordLevel({f"t{token}": token for token in range(VOCABULARY)}, unk_token="t3"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(

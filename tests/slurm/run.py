@@ -1,6 +1,7 @@
 """Run the Slurm launchers on a real Slurm of two nodes (lab.sh): `python tests/slurm/run.py [case ...]`, as root.
 
-One line a case; exit code 1 where one fails. Takes about a quarter of an hour on two cores, most of it one time limit.
+Prints one line per case. Exit code 1 if one fails. Takes about a quarter of an hour on two cores, mostly for one time
+limit.
 """
 
 import argparse
@@ -26,16 +27,16 @@ sys.path.insert(0, str(ROOT / "tests" / "support"))
 from tiny_run import make_target, metrics, write_recipe  # noqa: E402
 
 LAB = ROOT / "tests" / "slurm" / "lab.sh"
-# What the lab's nodes have not, and what every run here does without.
+# What the lab's nodes lack, and what every run here does without.
 NODES = ("--gpus-per-node=0",)
 RING = ("parallelism.ring=2",)
-# Seconds in which a job has to come as far as its first steps: half a minute on an idle machine.
+# Seconds within which a job has to reach its first steps. On an idle machine this takes half a minute.
 STARTS = 300
 LONG = ("training.max_steps=20000", "training.checkpoint_every=5", "evaluation.every=20000")
 
 
 class Failed(Exception):
-    """A claim about a job that does not hold."""
+    """Raised if a claim about a job does not hold."""
 
 
 def claim(holds: object, what: str) -> None:
@@ -44,7 +45,7 @@ def claim(holds: object, what: str) -> None:
 
 
 def until(happened: Callable[[], object], seconds: float, what: str) -> object:
-    """What `happened` returns as soon as that is true; Failed after so many seconds."""
+    """What `happened` returns, as soon as that is true. Raises Failed after so many seconds."""
     deadline = time.monotonic() + seconds
     while not (result := happened()):
         claim(time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}")
@@ -53,7 +54,7 @@ def until(happened: Callable[[], object], seconds: float, what: str) -> object:
 
 
 class Lab:
-    """The running lab, and jobs in a folder of each case."""
+    """The running lab, and jobs in a separate folder for each case."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.state = folder, folder / "slurm"
@@ -66,7 +67,7 @@ class Lab:
         }
 
     def run(self, *command: object, folder: Path, **environment: str) -> subprocess.CompletedProcess:
-        """A command, to its end; stdout and stderr together."""
+        """Runs a command to its end. Captures stdout and stderr together."""
         return subprocess.run(
             [str(word) for word in command],
             cwd=folder,
@@ -81,26 +82,26 @@ class Lab:
         return self.run(*command, folder=self.folder).stdout
 
     def case(self, name: str, **sections: dict) -> tuple[Path, Path]:
-        """A folder of its own and a recipe in it."""
+        """A new folder for the case, and a recipe in it."""
         folder = self.folder / name
         folder.mkdir()
         quiet = {"output": {"check_export": False}, **sections}
         return folder, write_recipe(folder, self.folder / "target", **quiet)
 
     def submit(self, folder: Path, *words: object, script: str = "slurm_multi.sh") -> str:
-        """Through the launcher's own submission; the job's number."""
+        """Submits a job through the launcher itself. Returns the job's number."""
         process = self.run("bash", ROOT / "launchers" / script, *NODES, *words, folder=folder)
         match = re.search(r"Submitted batch job (\d+)", process.stdout)
         claim(match, f"not submitted: {process.stdout}")
         return match[1]
 
     def job(self, number: str) -> dict[str, str]:
-        """What Slurm says of a job (of an array: of one task)."""
+        """What Slurm says about a job (in an array, about one task)."""
         shown = self.slurm("scontrol", "show", "job", "-o", number).splitlines()[0]
         return dict(word.partition("=")[::2] for word in shown.split() if "=" in word)
 
     def await_end(self, number: str, seconds: float, state: str = "COMPLETED") -> dict[str, str]:
-        """The job, once it and all its processes are gone."""
+        """Waits until the job and all its processes are gone. Returns what Slurm says about the job."""
         until(lambda: not self.slurm("squeue", "-h", "-j", number).strip(), seconds, f"the end of job {number}")
         job = self.job(number)
         claim(job["JobState"] == state, f"job {number} is {job['JobState']} ({job['ExitCode']}), not {state}")
@@ -110,7 +111,7 @@ class Lab:
         until(lambda: log.exists() and text in log.read_text(), seconds, f"{text!r} in {log.name}")
 
     def end(self, number: str) -> None:
-        """By the signal that has a run write a checkpoint and not come back."""
+        """Ends a job by the signal that makes a run write a checkpoint and stop for good."""
         self.slurm("scancel", "--batch", "--signal=TERM", number)
         job = self.await_end(number, 60, "FAILED")
         claim(job["ExitCode"] == "75:0" and job["Restarts"] == "0", f"after SIGTERM: {job['ExitCode']}")
@@ -130,7 +131,7 @@ def two_nodes_follow_one_process(lab: Lab) -> None:
 
 
 def the_time_limit_changes_no_bit(lab: Lab) -> None:
-    """Steps enough for more than a part has time for; Slurm may signal a minute early."""
+    """There are more steps than one part has time for. Slurm may signal a minute early."""
     long = ("training.max_steps=1200", "training.checkpoint_every=400", "evaluation.every=400")
     folder, recipe = lab.case("limit")
     number = lab.submit(folder, "--time=3", "--signal=B:USR1@40", "--", recipe, *RING, *long)
@@ -162,7 +163,7 @@ def a_job_that_never_makes_a_step_is_not_queued_for_ever(lab: Lab) -> None:
 
 
 def without_arguments_the_quickstart_is_trained(lab: Lab) -> None:
-    """Six ranks, to which its batch of 8 cannot be dealt. Its target is made first, unless the cache has it."""
+    """The recipe's batch of 8 cannot be divided among six ranks. The target is made first, unless the cache has it."""
     folder = lab.folder / "quickstart"
     folder.mkdir()
     line = ("sbatch", "--parsable", *NODES, ROOT / "launchers/slurm_multi.sh")
@@ -271,7 +272,8 @@ def captures_in_an_array_are_one_capture(lab: Lab) -> None:
 
 
 def samples(store: Path) -> dict[str, list[torch.Tensor]]:
-    """What all shards hold of each sample, by its id (prefilled in other batches, the last bits may be others)."""
+    """What all shards hold for each sample, by its id. (If prefilled in different batches, the last bits may
+    differ.)"""
     contents = {}
     for path in store.glob("shard-*.json"):
         tensors, last = load_file(path.with_suffix(".safetensors")), 0

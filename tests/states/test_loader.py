@@ -1,4 +1,4 @@
-"""Streams as several ranks load them, against whole documents prefilled one by one in this process."""
+"""Streams loaded by several ranks, compared with whole documents prefilled one by one in this process."""
 
 import sys
 from collections import Counter
@@ -39,7 +39,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def prefill_alone(folder):
-    """prefill_alone(dtype, ids): the states of one document, of the ids given, prefilled by itself."""
+    """prefill_alone(dtype, ids): the states of one document with these ids, prefilled by itself."""
     targets = {dtype: load_target(folder / "target", dtype=dtype) for dtype in ("float32", "bfloat16")}
     known = {}
 
@@ -54,7 +54,7 @@ def prefill_alone(folder):
 
 @pytest.fixture(scope="module")
 def outcomes(folder, prefill_alone):
-    """outcomes(name): what each rank kept of a case, by rank."""
+    """outcomes(name): what each rank saved for a case, by rank."""
     samples = sample_set(range(len(LENGTHS)))
     for dtype in ("float32", "bfloat16"):
         for codec in ("none", "lossless"):
@@ -75,7 +75,7 @@ def documents_of(stream):
 
 
 def expected_rows(loaded, states):
-    """What a LoadedStream must hold, from the states of its stream's documents."""
+    """What a LoadedStream must hold, computed from the states of its stream's documents."""
     whole = {name: torch.cat([each.named()[name] for each in states]) for name in FIELDS}
     rows = {"aux": loaded.plan.rows} | dict.fromkeys(FIELDS[1:], loaded.plan.teacher)
     return {name: whole[name][rows[name]] for name in FIELDS}
@@ -94,7 +94,7 @@ def test_rows_that_other_ranks_prefilled_arrive_bit_for_bit(outcomes, prefill_al
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.dtype == "float32"], ids=lambda case: case.name)
 def test_rows_of_batches_agree_to_rounding(outcomes, prefill_alone, case):
-    """A batch has other matrix shapes than a document by itself, so sums are taken in another order."""
+    """A batch has different matrix shapes than a single document, so sums are taken in a different order."""
     for outcome in outcomes(case.name, case.world):
         for loaded in outcome["batched"]:
             states = [prefill_alone(case.dtype, ids) for ids in documents_of(loaded.stream)]
@@ -117,7 +117,7 @@ def test_stored_rows_are_the_live_ones_and_those_of_a_compressed_store_read_ahea
 
 
 def stream_groups(case, outcomes):
-    """The outcomes of the ranks that share streams, one list a data-parallel rank: neighbours in the order of ranks."""
+    """The outcomes of ranks that share streams, as one list per data-parallel rank. Such ranks are neighbours."""
     return [outcomes[first : first + case.stream_ranks] for first in range(0, case.world, case.stream_ranks)]
 
 
@@ -155,7 +155,7 @@ def test_ranks_that_read_samples_in_different_orders_load_each_of_the_batch_once
 
 @by_case
 def test_every_rank_plans_its_own_place_in_the_sequence(outcomes, case):
-    """Ranks of a tensor group plan the same, and sequence ranks unroll each query of one process once."""
+    """Ranks of a tensor group have the same plan. Together, sequence ranks unroll each query of one process once."""
     ranks = outcomes(case.name, case.world)
     for rank, outcome in enumerate(ranks):
         for loaded in outcome["alone"]:

@@ -1,4 +1,4 @@
-"""A spool: what a hook in SGLang writes is what readers read; nothing is lost without a word, nothing stays behind."""
+"""The spool: readers read what a hook in SGLang writes. Nothing is lost silently, and nothing stays behind."""
 
 import os
 import signal
@@ -41,7 +41,7 @@ def hook_writer(spool: Spool) -> SpoolWriter:
 
 
 def feed(writer: SpoolWriter, ticket: Ticket, one: Sample, states: Rows, cuts: list[int]) -> None:
-    """As chunked prefill does: rows up to each cut, one forward after the other."""
+    """Writes like a chunked prefill: rows up to each cut, one forward after the other."""
     for start, stop in zip([0, *cuts], [*cuts, len(one.ids)], strict=True):
         part = states[start:stop]
         writer.take(ticket, start, one.ids[start:stop], part)
@@ -280,7 +280,7 @@ def test_a_folder_that_others_may_write_is_refused_by_jobs_and_servers(tmp_path,
 
 
 def test_readers_of_a_stream_get_samples_in_their_own_order_and_the_last_one_frees_them(tmp_path):
-    """Two ranks, samples written in the reverse order; each reads rows of its own; then the folder is empty."""
+    """Samples are written in reverse order. Each of two ranks reads its own rows, and then the folder is empty."""
     pairs = [a_sample(number, 6 + number) for number in range(5)]
     samples = [one for one, _ in pairs]
     with Spool(tmp_path) as spool:
@@ -318,7 +318,7 @@ def test_a_folder_without_room_for_what_may_wait_is_refused(tmp_path):
 
 
 def test_training_and_held_out_samples_never_meet_in_one_file(tmp_path):
-    """The same sample in both, asked for in either order."""
+    """Both sets have the same sample, which is requested in either order."""
     one, states = a_sample(3, 12)
     with Spool(tmp_path) as spool:
         writer, shards = hook_writer(spool), []
@@ -364,7 +364,7 @@ def test_with_no_server_left_every_request_fails_with_the_remedy(tmp_path):
 
 
 def test_a_mistake_in_the_thread_that_asks_ends_the_wait_of_who_asked(tmp_path):
-    """Ids that are no tensor: the request cannot even be written down."""
+    """The ids are not a tensor, so the request cannot even be written."""
     one, _ = a_sample(1, 4)
     with Spool(tmp_path) as spool:
         producer = Producer(Servers(["http://127.0.0.1:9"], spool.path, 1), spool, most_bytes=2**30, readers=1)

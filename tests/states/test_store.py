@@ -1,4 +1,4 @@
-"""The hidden-state store: what comes out is what went in, and of the rest nothing is read."""
+"""The hidden-state store: what comes out is what went in, and nothing else is read."""
 
 import dataclasses
 import json
@@ -46,7 +46,7 @@ def test_whole_samples_come_back_exactly_or_rounded_to_bf16(tmp_path, codec, dty
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("codec", ["none", "lossless", "fp8"])
 def test_logits_in_place_of_last_hidden_states_come_back_exactly_whatever_the_codec(tmp_path, codec, dtype):
-    """Rounded to 8 bits they would say other probabilities. 37 is no multiple of anything that a codec works in."""
+    """Rounded to 8 bits, logits would give different probabilities. 37 is no multiple of any codec's block size."""
     encoding = Encoding(codec, dtype, HIDDEN, teacher_width=37)
     originals = {}
     with StoreWriter(tmp_path, PROVENANCE, encoding, shard_tokens=100) as writer:
@@ -72,7 +72,8 @@ def test_the_index_of_a_store_of_hidden_states_says_what_it_always_said(tmp_path
 
 
 def fp8_bound(values: torch.Tensor, hidden: int) -> torch.Tensor:
-    """max(|x| / 16, s / 1024) with s at most 1/224 of the largest of its run, from the definition of float8_e4m3fn."""
+    """The largest error: max(|x| / 16, s / 1024), where s is at most 1/224 of the largest number of its run, by the
+    definition of float8_e4m3fn."""
     block = max(size for size in range(1, 129) if hidden % size == 0)
     largest = values.view(len(values), -1, block).abs().amax(-1).repeat_interleave(block, 1)
     return torch.maximum(values.abs() / 16, largest / 224 / 1024)
@@ -114,7 +115,7 @@ def test_every_fp8_number_survives_being_stored_again():
 
 
 def test_a_sample_in_parts_is_the_sample_at_once(tmp_path):
-    """Chunks that end where parts do not, of samples that are longer than a shard."""
+    """Chunks do not end where parts end, and samples are longer than a shard."""
     encoding = Encoding("lossless", "float32", 512)
     (_, ids, loss_mask, states), rows = sample(1, tokens=301, hidden=512), chunk_rows(3 * 512, torch.float32)
     assert 1 < rows < 50
@@ -162,7 +163,7 @@ def test_ranged_rows_equal_those_of_the_whole_sample(tmp_path, codec, aux_rows, 
     requests = [
         RowRequest(sample_id(7, tokens=50), *rows) for rows in ((aux, teacher), (torch.arange(50), teacher[:0]))
     ]
-    for place in (tmp_path, f"file://{tmp_path}"):  # of the same sample twice: by fsspec one range lies in another
+    for place in (tmp_path, f"file://{tmp_path}"):  # the same sample twice: in fsspec, one range lies in the other
         stored, whole = open_store(place, encoding).read(requests)
         assert same_rows(stored, Rows(states.aux[aux], states.teacher[teacher])) and torch.equal(whole.aux, states.aux)
 
@@ -211,7 +212,7 @@ def test_hidden_states_of_other_tokens_are_refused(tmp_path, change, part):
 
 
 class CountingFileSystem(LocalFileSystem):
-    """fsspec's own local files, which count what is asked of them."""
+    """fsspec's local file system, which counts the bytes requested from it."""
 
     protocol = "counting"
     cachable = False
@@ -237,7 +238,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("codec", ["none", "lossless", "fp8"])
 def test_a_rank_reads_the_chunks_of_its_plan_and_so_one_share_of_the_bytes(tmp_path, codec):
-    """Counted where the file system is asked, for every kind of layout; short runs of a zigzag ring included."""
+    """Bytes are counted at the file system, for every kind of layout, including the short runs of a zigzag ring."""
     fsspec.register_implementation("counting", CountingFileSystem, clobber=True)
     hidden, tokens, encoding = 2048, 1024, Encoding(codec, "bfloat16", 2048)
     _, ids, _, states = sample(5, tokens=tokens, hidden=hidden)
@@ -296,7 +297,7 @@ def test_reading_from_a_folder_maps_it_and_touches_little_of_it(tmp_path):
 
 
 def resident(folder) -> int:
-    """Bytes of this process's mappings of files in a folder that it has touched (the kernel maps 64 KB around each)."""
+    """Bytes that this process has touched in mapped files of the folder. (The kernel maps 64 KB around each access.)"""
     total, inside = 0, False
     for line in open("/proc/self/smaps", encoding="utf-8"):  # noqa: SIM115
         if "-" in line.split()[0]:

@@ -1,5 +1,5 @@
-"""Which shards are a store's own: those of another store are refused however they come, those of older versions can be
-marked."""
+"""Which shards belong to a store: another store's shards are refused however they got there, and an older version's can
+be marked."""
 
 import json
 import re
@@ -41,12 +41,13 @@ DIFFERENCES = {
     "target": "ffff",
     "aux_layers": [1, 3, 7],
     "tokenizer": "e5f6",
-    "teacher_vocabulary": "0123",  # as of a store of logits of another draft vocabulary
+    "teacher_vocabulary": "0123",  # as in a store of logits for a different draft vocabulary
 }
 
 
 def write_foreign(folder: Path, **changes) -> None:
-    """The same samples in shards of the same sizes, but other hidden states; half of them from each of two jobs."""
+    """Write the same samples in shards of the same sizes, but with different hidden states, by two jobs as in
+    `ours`."""
     for part, share in SHARES.items():
         with StoreWriter(folder, {**PROVENANCE, **changes}, PLAIN, shard_tokens=100, part=part) as writer:
             for number in share:
@@ -69,13 +70,13 @@ def templates(tmp_path_factory) -> Path:
 
 
 def shards(folder: Path) -> list[Path]:
-    """Those of either store in the same order: by their samples."""
+    """The shards, ordered by their samples, so that both stores' shards are in the same order."""
     indexes = [ShardIndex.parse(path.read_bytes(), path.name, "") for path in folder.glob("shard-*.json")]
     return [folder / index.shard for index in sorted(indexes, key=lambda index: index.samples[0].id)]
 
 
 def copy(shard: Path, to: Path) -> None:
-    """With its index."""
+    """Copy the shard and its index."""
     for suffix in (".safetensors", ".json"):
         shutil.copyfile(shard.with_suffix(suffix), to.with_suffix(suffix))
 
@@ -90,7 +91,7 @@ def add_all(ours: Path, theirs: Path) -> None:
 
 
 def add_one_renamed(ours: Path, theirs: Path) -> None:
-    """The name decides on which of two shards with a sample counts."""
+    """The shard's name decides which of two shards with a sample counts."""
     copy(shards(theirs)[0], ours / "shard-00000000-00000.safetensors")
 
 
@@ -104,7 +105,7 @@ def replace_all(ours: Path, theirs: Path) -> None:
 
 
 def exchange_one(ours: Path, theirs: Path) -> None:
-    """Ours is gone, theirs there under its own name."""
+    """Our shard is gone, and theirs is there under its own name."""
     gone = shards(ours)[1]
     for suffix in (".safetensors", ".json"):
         gone.with_suffix(suffix).unlink()
@@ -127,7 +128,7 @@ def add_one_that_was_repaired(ours: Path, theirs: Path) -> None:
 
 
 def exchange_one_that_an_older_version_repaired(ours: Path, theirs: Path) -> None:
-    """Its index says nothing any more, the shard does."""
+    """Its index no longer names a provenance, but the shard does."""
     exchange_one(ours, theirs)
     unbind(ours / shards(theirs)[1].with_suffix(".json").name)
 
@@ -147,7 +148,7 @@ REFUSED = [
 
 
 def read_all(path) -> None:
-    """As training does. Raises AssertionError where a row is not what was captured for this store."""
+    """Read everything, as training does. Raises AssertionError if a row is not what was captured for this store."""
     store = open_store(path)
     for number in NUMBERS:
         assert torch.equal(read_whole(store, number).aux, sample(number)[3].aux)
@@ -159,7 +160,7 @@ def ours(tmp_path, templates) -> Path:
 
 
 def assert_repaired(folder: Path, kinds: set[str]) -> None:
-    """After these kinds of problems have been found."""
+    """Assert that a check finds these kinds of problems, and that a repair removes them."""
     findings = check(folder, NUMBERS)
     assert {problem.kind for problem in findings.problems} == kinds
     remove_flawed(folder, findings.problems)
@@ -182,7 +183,7 @@ def test_shards_of_another_store_are_refused_named_and_replaced_by_a_repair(ours
 
 @pytest.mark.parametrize("field", DIFFERENCES)
 def test_a_shard_that_says_nothing_is_not_taken_for_the_one_that_was_indexed(ours, templates, field):
-    """One of an older version, under the name of ours and of its size: the index has the checksums of ours."""
+    """An older version's shard has the name and the size of ours. Our index gives it away by our shard's checksums."""
     replace_shard(ours, templates / field)
     unbind(shards(ours)[1])
     with pytest.raises(UserError, match="tokens or checksums are not what was written"):
@@ -192,7 +193,7 @@ def test_a_shard_that_says_nothing_is_not_taken_for_the_one_that_was_indexed(our
 
 @pytest.mark.parametrize("field", DIFFERENCES)
 def test_half_a_copy_of_a_foreign_shard_adds_no_sample(ours, templates, field):
-    """A shard without its index is no part of a store; an index without its shard is refused, or goes."""
+    """A shard without its index is not part of a store. An index without its shard is refused, or removed."""
     index = shards(templates / field)[1].with_suffix(".json")
     shutil.copyfile(index.with_suffix(".safetensors"), ours / index.with_suffix(".safetensors").name)
     assert_holds(ours, NUMBERS)
@@ -207,7 +208,7 @@ def test_half_a_copy_of_a_foreign_shard_adds_no_sample(ours, templates, field):
 
 @pytest.mark.parametrize("field", DIFFERENCES)
 def test_a_description_that_was_replaced_is_refused_and_named(ours, templates, field):
-    """Whether the recipe is the one that it describes or the one of the shards. It alone is off, and nothing is
+    """No matter whether the recipe matches the description or the shards. Only the description is wrong, and nothing is
     removed."""
     before = sorted(path.name for path in ours.glob("shard-*"))
     shutil.copyfile(templates / field / "store.json", ours / "store.json")

@@ -1,4 +1,4 @@
-"""What a store goes through: killed writers, full disks, damage, two writers; nothing goes unnoticed and nothing is
+"""What a store survives: killed writers, full disks, damage, two writers. Nothing goes unnoticed, and nothing is
 lost."""
 
 import errno
@@ -40,7 +40,8 @@ from eagle3.states.store.writer import Part, StoreWriter
 
 
 def killed_at_byte(number: int, path: Path) -> None:
-    """The same; the kernel kills it in the middle of the write that would make a file longer than `number` bytes."""
+    """Write samples, until the kernel kills this process in the middle of the write that would make a file longer than
+    `number` bytes."""
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (number, number))
@@ -48,7 +49,7 @@ def killed_at_byte(number: int, path: Path) -> None:
 
 
 def test_a_writer_killed_at_any_call_leaves_a_store_that_continues(tmp_path):
-    """A shard that was published stays, one that was not leaves nothing behind."""
+    """A published shard stays; an unpublished one leaves nothing behind."""
     number, stored_before = 0, 0
     while True:
         number += 1
@@ -120,7 +121,7 @@ def continue_with_room() -> None:
 
 
 def test_a_full_disk_loses_the_shard_in_flight_and_no_more(tmp_path):
-    """A real one: a tmpfs of 100 KB, which then grows."""
+    """The disk is real: a tmpfs of 100 KB, which then grows."""
     namespace = ["unshare", "--user", "--map-root-user", "--mount"]
     allowed = (
         shutil.which("unshare")
@@ -159,7 +160,7 @@ def flip(path: Path, place: int, bit: int = 0) -> None:
     "encoding", [PLAIN, Encoding("lossless", "bfloat16", HIDDEN), Encoding("fp8", "bfloat16", HIDDEN)]
 )
 def test_a_flipped_byte_anywhere_is_found_by_whoever_reads_it_and_by_the_check(tmp_path, encoding):
-    """All over a shard's data. (In the header some bytes say nothing that a reader needs.)"""
+    """Tried all over a shard's data. (In the header, some bytes say nothing that a reader needs.)"""
     write(tmp_path, range(5), encoding, shard_tokens=1000)
     shard = next(tmp_path.glob("*.safetensors"))
     original, expected = shard.read_bytes(), {n: read_whole(open_store(tmp_path, encoding), n) for n in range(5)}
@@ -291,7 +292,8 @@ def test_a_shard_cut_while_the_store_is_open_is_named(tmp_path):
 
 
 def test_numbers_that_are_not_finite_in_a_store_are_reported(tmp_path, monkeypatch):
-    """As an older or another writer may have left them: written through a writer that does not look."""
+    """An older version or a different writer may have left such numbers, so here a writer without that check writes
+    them."""
     monkeypatch.setattr(torch.Tensor, "isfinite", lambda tensor: torch.ones((), dtype=torch.bool))
     name, ids, mask, states = sample(3)
     states.teacher.values[1:] = float("nan")
@@ -328,7 +330,7 @@ def write_beside(path: Path, part: Part, ready, go) -> None:
 
 
 def test_two_writers_of_one_sample_leave_it_whole_and_a_repair_leaves_it_once(tmp_path):
-    """Jobs that were split differently do not know of each other, and here write every sample at the same time."""
+    """Jobs that were split differently do not know about each other. Here they write every sample at the same time."""
     ready, go = FORK.Semaphore(0), FORK.Event()
     writers = [FORK.Process(target=write_beside, args=(tmp_path, Part(0, count), ready, go)) for count in (1, 2, 3)]
     for writer in writers:
@@ -359,7 +361,8 @@ def test_a_writer_does_not_clear_away_what_a_living_one_is_writing(tmp_path):
 
 
 def test_a_store_opens_at_any_moment_while_others_write_into_it(tmp_path):
-    """Readers, and writers that recover what others may have left, between any two steps of writers that publish."""
+    """Readers, and writers that recover what others may have left, open the store between any two steps of publishing
+    writers."""
 
     def write_many(part: Part) -> None:
         with StoreWriter(tmp_path, PROVENANCE, PLAIN, shard_tokens=1, part=part) as writer:
@@ -427,8 +430,8 @@ def test_what_is_not_a_store_is_refused(tmp_path):
 
 
 def test_what_cannot_be_read_here_is_not_taken_for_damage(tmp_path, monkeypatch):
-    """A machine without the codec's package must not repair away what is whole, nor leave a store that it cannot
-    write."""
+    """A machine without the codec's package must neither delete sound shards as a repair, nor leave a store that it
+    cannot write."""
     encoding = Encoding("lossless", "bfloat16", HIDDEN)
     write(tmp_path / "store", range(10), encoding)
     monkeypatch.setitem(sys.modules, "blosc2", None)
@@ -444,7 +447,7 @@ def test_what_cannot_be_read_here_is_not_taken_for_damage(tmp_path, monkeypatch)
 
 
 def test_a_store_without_shards_may_become_another_one_unless_its_writer_lives(tmp_path):
-    """After `the disk cannot hold it; set hidden_states.codec to fp8` the same folder will do."""
+    """After `the disk cannot hold it; set hidden_states.codec to fp8`, the same folder can be used."""
     fp8 = Encoding("fp8", "float32", HIDDEN)
     refusal = pytest.raises(UserError, match="captured with codec='none', this run has 'fp8'")
     with StoreWriter(tmp_path, PROVENANCE, PLAIN, part=Part(0, 2)), refusal:

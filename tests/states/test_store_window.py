@@ -80,7 +80,7 @@ def test_rows_that_no_query_sees_are_out_of_reach(tmp_path):
 
 @pytest.mark.parametrize("codec", ["none", "lossless"])
 def test_a_long_prompt_with_a_short_answer_takes_what_its_window_takes(tmp_path, codec):
-    """20,000 tokens of prompt in parts, an answer of 200, 100 keys: 306 rows of 20,200."""
+    """A prompt of 20,000 tokens in parts, an answer of 200 and a window of 100 keys take 306 rows of 20,200."""
     tokens, hidden, mask = 20_200, 512, spans(20_200, (20_000, 20_200))
     sizes = {}
     for name, chosen in (("full", {}), ("windowed", {"window": 100, "ttt_steps": 7})):

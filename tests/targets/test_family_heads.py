@@ -1,5 +1,5 @@
-"""Embedding and lm_head straight from checkpoints as the families publish them: in shards, nested, quantised, with
-copies."""
+"""Embedding and lm_head, read directly from checkpoints like those that families publish: sharded, nested, quantised,
+with copies."""
 
 import json
 from collections.abc import Callable
@@ -23,7 +23,7 @@ Weights = dict[str, Tensor]
 
 
 def published(recipes: list[str], predicate: Callable[[dict], bool]) -> list[str]:
-    """The families whose config.json has something."""
+    """The families whose config.json satisfies the predicate."""
     return [recipe for recipe in recipes if predicate(published_config(recipe))]
 
 
@@ -40,7 +40,7 @@ PREDICTING = published(with_class(), lambda config: bool(config.get("num_nextn_p
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Callable[[str], Path]:
-    """The family's tiny checkpoint, made once; not to be written to."""
+    """The family's tiny checkpoint, made once. Do not write to it."""
     folders: dict[str, Path] = {}
 
     def of(recipe: str) -> Path:
@@ -56,7 +56,8 @@ def stored(folder: Path) -> Weights:
 
 
 def written(source: Path, folder: Path, weights: Weights, shards: int = 4, **config: object) -> Path:
-    """A checkpoint with these weights and the config of `source`, dealt to `shards` files; one file has no index."""
+    """A checkpoint with these weights and the config of `source`, spread over `shards` files. A single file has no
+    index."""
     folder.mkdir()
     whole = json.loads((source / "config.json").read_text("utf-8")) | config
     (folder / "config.json").write_text(json.dumps(whole), encoding="utf-8")
@@ -73,14 +74,14 @@ def written(source: Path, folder: Path, weights: Weights, shards: int = 4, **con
 
 
 def matrix_names(weights: Weights) -> tuple[str, str | None]:
-    """Of the embedding and of the lm_head, which a tied model does not have."""
+    """Names of the embedding and of the lm_head; a tied model has no lm_head."""
     (embedding,) = [name for name in weights if name.endswith("embed_tokens.weight") and ".layers." not in name]
     heads = [name for name in weights if name.endswith("lm_head.weight")]
     return embedding, heads[0] if heads else None
 
 
 def assert_stored(folder: Path, weights: Weights) -> None:
-    """What load_target_head gives is what is stored, bit for bit."""
+    """Asserts that load_target_head returns what is stored, bit for bit."""
     embedding, head = matrix_names(weights)
     actual = load_target_head(folder)
     assert actual.embedding.dtype == weights[embedding].dtype and torch.equal(actual.embedding, weights[embedding])
@@ -92,7 +93,7 @@ def assert_stored(folder: Path, weights: Weights) -> None:
 
 @pytest.mark.parametrize("recipe", with_class())
 def test_of_many_files_only_those_of_the_two_matrices_are_opened(recipe, checkpoint, tmp_path):
-    """The others hold no tensors at all."""
+    """The other files hold no tensors at all."""
     weights = stored(checkpoint(recipe))
     folder = written(checkpoint(recipe), tmp_path / "sharded", weights, shards=12)
     index = json.loads((folder / INDEX).read_text())["weight_map"]
@@ -109,7 +110,7 @@ def test_of_one_file_only_the_two_matrices_are_read(recipe, checkpoint, tmp_path
     weights, read = stored(checkpoint(recipe)), []
 
     class Noting:
-        """safe_open, which notes what is read."""
+        """safe_open, but records what is read."""
 
         def __init__(self, *arguments) -> None:
             self.file = safe_open(*arguments)
@@ -168,7 +169,7 @@ def in_mxfp4(weights: Weights) -> Weights:
     tensors: Weights = {}
     for name, tensor in weights.items():
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            experts, width, out = tensor.shape  # published the other way round, as out by width
+            experts, width, out = tensor.shape  # published transposed, as out by width
             shape = (experts, out, width // 32)
             tensors[f"{name}_blocks"] = torch.randint(256, (*shape, 16), dtype=torch.uint8)
             tensors[f"{name}_scales"] = torch.full(shape, 124, dtype=torch.uint8)
@@ -178,7 +179,7 @@ def in_mxfp4(weights: Weights) -> Weights:
 
 
 def quantised(recipe: str, source: Path, folder: Path, shards: int = 4) -> tuple[Path, Weights]:
-    """As the family is published; and the weights that are stored there."""
+    """A checkpoint that is quantised like the published one, and the weights that are stored there."""
     torch.manual_seed(7)
     weights = (in_fp8 if recipe in FP8 else in_mxfp4)(stored(source))
     config = {"quantization_config": published_config(recipe)["quantization_config"], "torch_dtype": "bfloat16"}
@@ -196,7 +197,7 @@ def test_of_a_checkpoint_with_quantised_layers_both_matrices_are_as_stored(recip
 
 @pytest.mark.parametrize("recipe", [*FP8[:1], *MXFP4[:1]])
 def test_a_quantised_checkpoint_runs_dequantised_or_is_refused_with_a_remedy(recipe, checkpoint, tmp_path):
-    """transformers needs accelerate for it, which this project does not."""
+    """transformers needs accelerate to dequantise, a package that this project does not require."""
     folder, _ = quantised(recipe, checkpoint(recipe), tmp_path / "quantised")
     if find_spec("accelerate") is None:
         with pytest.raises(UserError, match=r"cannot be read \(.*accelerate.*\); set target.backend=sglang"):
@@ -211,7 +212,7 @@ def test_a_quantised_checkpoint_runs_dequantised_or_is_refused_with_a_remedy(rec
 def test_a_head_in_fp8_is_refused_with_the_remedy_and_the_embedding_still_read(recipe, checkpoint, tmp_path):
     weights = stored(checkpoint(recipe))
     embedding, head = matrix_names(weights)
-    head = head or "language_model.lm_head.weight"  # of a tied one: a copy of its own
+    head = head or "language_model.lm_head.weight"  # in a tied checkpoint, a separate copy
     scaled = {head: weights[embedding].to(torch.float8_e4m3fn), f"{head}_scale_inv": torch.ones(4, 1)}
     folder = written(checkpoint(recipe), tmp_path / "scaled", weights | scaled)
     with pytest.raises(UserError, match="its lm_head is quantised, .*; set target.teacher=logits"):
@@ -221,7 +222,8 @@ def test_a_head_in_fp8_is_refused_with_the_remedy_and_the_embedding_still_read(r
 
 
 def test_a_model_of_several_parts_may_tie_in_its_own_name(checkpoint, tmp_path):
-    """Mistral-Small's config ties unless it says otherwise, its text part's does not; without an lm_head it is tied."""
+    """Mistral-Small's own config ties by default, that of its text part does not. Without an lm_head, the model is
+    tied."""
     weights = stored(checkpoint("mistral-small"))
     embedding, head = matrix_names(weights)
     del weights[head]

@@ -141,8 +141,9 @@ def test_bfloat16_is_taken_and_stays(family, topology):
 
 
 def test_sliding_layers_keep_no_key_that_nothing_sees_any_more(topology):
-    """Counts tokens held in tensors of the cache's shape [key and value, tokens, kv_heads, d]. After chunk c a layer
-    without a window holds all of them; one with window 5 the last two chunks of 6, whose first no token sees later."""
+    """Counts the tokens held in tensors of the cache's shape [key and value, tokens, kv_heads, d]. After chunk c, a
+    layer without a window holds all tokens; one with window 5 holds the last two chunks of 6, though no later token
+    sees the first of these chunks."""
     prefill = long_prefill(target_of("gpt_oss"), topology)
     gc.collect()
     for number, _ in enumerate(prefill.chunks(document_of(10 * CHUNK_TOKENS)), start=1):
@@ -198,7 +199,7 @@ def test_attention_that_does_more_than_is_known_is_refused(topology):
 
 
 def test_masks_that_hide_other_keys_are_refused(topology):
-    """A window that a layer and its mask do not agree on; tokens that look ahead."""
+    """Tried with a window on which a layer and its mask disagree, and with tokens that look ahead."""
     target = target_of("qwen3", use_sliding_window=True, sliding_window=7, layer_types=ALTERNATING)
     target.layers[0].self_attn.sliding_window = 8
     refused("hides other keys", target, topology)

@@ -1,5 +1,5 @@
-"""Our stand-in for SGLang's CPU kernels (tests/sglang_cpu/shims), where the servers' tests do not reach. It needs
-PyTorch alone."""
+"""Our stand-in for SGLang's CPU kernels (tests/sglang_cpu/shims), in places that the servers' tests do not reach. Needs
+only PyTorch."""
 
 import importlib.util
 
@@ -8,7 +8,7 @@ import torch
 from places import TESTS
 
 SHIMS = TESTS / "sglang_cpu" / "shims" / "sgl_kernel"
-# A node's parent; the first is the last committed token.
+# The parent of each node. Node 0 is the last committed token.
 TREE = [None, 0, 0, 1, 1, 2, 3]
 
 
@@ -21,7 +21,7 @@ def attention():
 
 
 def branch(node: int) -> list[int]:
-    """From the root to the node."""
+    """The nodes from the root to this node."""
     return ([] if TREE[node] is None else branch(TREE[node])) + [node]
 
 

@@ -1,5 +1,5 @@
-"""What SGLang's backends make of --speculative-draft-window-size, by their own functions: docs/windows.md has the
-table."""
+"""What --speculative-draft-window-size means in SGLang's backends, according to their own functions: see
+docs/windows.md."""
 
 import json
 import os

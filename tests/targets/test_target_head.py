@@ -1,4 +1,5 @@
-"""Embedding and lm_head read from a checkpoint's files against those of the model that transformers loads from it."""
+"""Embedding and lm_head, read from a checkpoint's files and compared with those of the model that transformers
+loads."""
 
 import json
 from pathlib import Path
@@ -50,7 +51,7 @@ SHAPE = {
     "pad_token_id": 0,
 }
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-# Of each: what is special about it.
+# What is special about each:
 FAMILIES = {
     "llama": (LlamaForCausalLM, LlamaConfig, {}),
     "llama_tied": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": True}),
@@ -85,7 +86,7 @@ def assert_same(actual: TargetHead, expected: TargetHead) -> None:
 
 
 def rewrite(folder: Path, change) -> None:
-    """Pass the tensors of a checkpoint of one file through `change`."""
+    """Apply `change` to the tensors of a single-file checkpoint."""
     weights = change(load_file(folder / "model.safetensors"))
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
@@ -118,7 +119,7 @@ def test_files_with_neither_matrix_are_not_read(family, tmp_path):
 
 
 def test_of_the_hub_only_the_files_with_a_matrix_are_wanted_in_the_revision_asked_for(tmp_path, monkeypatch):
-    """From a cache that has no others, without a connection."""
+    """Loaded without a connection, from a cache that has no other files."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     cached, expected = tmp_path / "models--some--model", {}
@@ -161,7 +162,7 @@ def test_a_tied_weight_may_be_stored_as_either(tmp_path):
 
 
 def wrapped(folder: Path, **more: torch.Tensor) -> Path:
-    """The tiny Llama as the text part of a Llava, with tensors more."""
+    """The tiny Llama as the text part of a Llava, with additional tensors."""
     save("llama", folder)
     text = json.loads((folder / "config.json").read_text())
     vision = {"model_type": "clip_vision_model", "num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
@@ -199,7 +200,7 @@ def test_a_checkpoint_that_lacks_a_matrix_is_refused(family, tensor, required, t
 
 
 def quantisations() -> dict[str, dict[str, torch.Tensor]]:
-    """What is stored in place of a matrix."""
+    """What quantised checkpoints store in place of a matrix."""
     return {
         "int8": {"weight": torch.ones(128, 32, dtype=torch.int8)},
         "fp8": {"weight": torch.ones(128, 32).to(torch.float8_e4m3fn), "weight_scale_inv": torch.ones(1, 1)},
@@ -328,7 +329,7 @@ def test_an_index_that_is_damaged_or_leaves_its_folder_is_refused(tmp_path, inde
     folder = tmp_path / "a" / "b"
     folder.mkdir(parents=True)
     save("qwen3", folder)
-    (folder / "model.safetensors").rename(tmp_path / "x.safetensors")  # which it would find
+    (folder / "model.safetensors").rename(tmp_path / "x.safetensors")  # outside, for an index that leads there
     path = folder / "model.safetensors.index.json"
     path.write_bytes(index if isinstance(index, bytes) else json.dumps(index).encode())
     for load in (load_target_head, lambda folder: load_causal_lm(str(folder), None, False, "float32")):

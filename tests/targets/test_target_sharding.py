@@ -1,4 +1,5 @@
-"""What tensor-parallel ranks of a target make of their vocabulary shards, against the whole logits in one process."""
+"""What a target's tensor-parallel ranks compute from their vocabulary shards, compared with the whole logits in one
+process."""
 
 import os
 import sys
@@ -26,7 +27,7 @@ from torch import Tensor
 
 
 class Ranks(NamedTuple):
-    """What each rank of each world has written."""
+    """What each rank of each world wrote."""
 
     tensors: dict[int, list[dict[str, Tensor]]]
 
@@ -55,10 +56,10 @@ def test_every_rank_knows_the_argmax_and_logsumexp_of_the_whole_vocabulary(ranks
     logits = rows.logits()
     exact = torch.promote_types(rows.dtype, torch.float32)
     expected = logits.to(exact).logsumexp(-1)
-    # sums of positive numbers, in another order: a few roundings of each
+    # sums of positive numbers in a different order: a few roundings of each
     tolerance = {"rtol": 8 * torch.finfo(exact).eps, "atol": 8 * torch.finfo(exact).eps}
     for argmax in ranks.of(world, f"summary {rows.name} argmax"):
-        # the lowest id of the largest logit, said without argmax
+        # the lowest id of the largest logit, found without argmax
         lowest = torch.where(logits == logits.amax(-1, keepdim=True), torch.arange(rows.vocabulary), rows.vocabulary)
         assert torch.equal(argmax, lowest.amin(-1))
     for logsumexp in ranks.of(world, f"summary {rows.name} logsumexp"):
@@ -72,7 +73,7 @@ def test_a_summary_takes_three_collectives_however_many_rows(ranks: Ranks, world
 
 
 def test_ties_lie_on_both_sides_of_shard_borders():
-    """Or the tests of them would say nothing."""
+    """Otherwise the tests of ties would show nothing."""
     for rows in (rows for rows in SUMMARIES if rows.kind == "ties"):
         largest = rows.logits() == rows.logits().amax(-1, keepdim=True)
         for world in WORLDS:
@@ -102,7 +103,8 @@ def test_a_rank_holds_the_bytes_that_were_said(ranks: Ranks, case: Measured):
 
 
 def test_peak_bytes_fall_with_the_sequence_degree(ranks: Ranks):
-    """As 1/SP where the target's ranks of a share all hold it; divided, they hold 1/tp whatever SP is."""
+    """They fall as 1/SP if all of a share's target ranks hold the share. If the share is divided, each holds 1/tp,
+    whatever SP is."""
     for divided, expected in ((False, [1, 1 / 2, 1 / 4]), (True, [1 / 4] * 3)):
         cases = [case for case in MEASURED if case.divided == divided]
         for rank in range(MEASURED_WORLD):

@@ -1,4 +1,4 @@
-"""The transformers target against what the model itself says: hidden_states, final norm, logits."""
+"""The transformers target, compared with the model itself: hidden_states, final norm, logits."""
 
 import json
 import shutil
@@ -69,7 +69,7 @@ def tiny_qwen3() -> Qwen3ForCausalLM:
     torch.manual_seed(1)
     model = Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=16)).eval()
     with torch.no_grad():
-        model.model.norm.weight.uniform_(0.5, 2.0)  # so that a normed and an un-normed stream differ in more than scale
+        model.model.norm.weight.uniform_(0.5, 2.0)  # so that the norm changes more than a stream's scale
     return model
 
 
@@ -219,7 +219,7 @@ def test_a_target_that_overflows_is_refused():
         TransformersTarget(model, aux_layers=None, prefill_tokens=8).prefill(documents(4))
 
 
-# Families that do something to their logits after the lm_head, strongly enough here to be seen.
+# Families that transform their logits after the lm_head; here strongly enough to be seen.
 TRANSFORMED = {
     "gemma2": (Gemma2ForCausalLM, Gemma2Config, {"head_dim": 16, "final_logit_softcapping": 3.0}),
     "cohere": (CohereForCausalLM, CohereConfig, {"logit_scale": 0.25}),
@@ -257,7 +257,7 @@ def test_logits_that_a_family_scales_or_caps_are_those_of_the_teacher(family, tm
 
 
 def test_attention_that_a_family_caps_is_capped(tmp_path):
-    """sdpa, which transformers would choose, drops the cap without a word."""
+    """sdpa, which transformers would choose, silently drops the cap."""
     folder = transformed("gemma2", tmp_path)
     (document,) = documents(29)
     outputs = {}
@@ -286,7 +286,7 @@ class Scaled(LlamaForCausalLM):
 
 
 class EightBitHead(torch.nn.Linear):
-    """A quantised lm_head, whose weights are no floating-point matrix."""
+    """A quantised lm_head, whose weights are not a floating-point matrix."""
 
     def __init__(self, head: torch.nn.Linear) -> None:
         super().__init__(head.in_features, head.out_features, bias=False)
@@ -299,7 +299,7 @@ class EightBitHead(torch.nn.Linear):
 
 
 def strange_models() -> dict[str, LlamaForCausalLM]:
-    """By what is said of them where hidden states are to be kept."""
+    """Models, by the reason why their hidden states cannot be the teacher."""
     torch.manual_seed(0)
     scaled, biased, quantised = Scaled(LlamaConfig(**SHAPE)), tiny_llama(), tiny_llama()
     biased.lm_head = torch.nn.Linear(64, 256)

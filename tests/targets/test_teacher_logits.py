@@ -1,4 +1,4 @@
-"""A teacher of which logits are kept against one of which hidden states are kept, and both against the definition."""
+"""A teacher given as logits, compared with the same teacher given as hidden states, and both with the definition."""
 
 import json
 import shutil
@@ -62,8 +62,9 @@ def computed(layout: str, run: Run, folder: Path, topology: Topology) -> Compute
 
 
 def rounding_of_logits(run: Run) -> float:
-    """How far a logit may move when its sum of Ht fp32 products is taken in another order: Ht roundings of the sum of
-    their magnitudes, either way. What comes after the head moves it further by its slope, which is `scale` at most."""
+    """How far a logit may move if its sum of Ht fp32 products is taken in a different order: by Ht roundings of the sum
+    of the products' magnitudes, in either direction. The transform after the head multiplies this by its slope, which
+    is at most `scale`."""
     case = run.case
     last = torch.cat([document.last for document in case.documents]).double()
     magnitude = (last.abs() @ case.target_head.double().abs().T).max()
@@ -71,7 +72,7 @@ def rounding_of_logits(run: Run) -> float:
 
 
 def runs_of(*dtypes_and_kinds: tuple[torch.dtype, str]):
-    """A test's layouts and runs."""
+    """Parametrises a test by layouts and runs."""
     chosen = [run for run in runs() if (run.dtype, run.kind) in dtypes_and_kinds]
     return pytest.mark.parametrize(
         ("layout", "run"),
@@ -94,8 +95,7 @@ def test_either_teacher_gives_the_loss_and_gradients_of_the_definition(layout, r
 
 @runs_of((torch.float32, "logits"))
 def test_in_fp32_both_teachers_differ_by_the_rounding_of_logits(layout, run: Run, folder, topology):
-    """A probability moves relatively by twice what logits move, and so do the terms that losses and gradients are sums
-    of."""
+    """If logits move by x, a probability changes by 2x of itself, and so do the terms of losses and gradients."""
     hidden = computed(layout, Run(run.transform, run.loss, run.dtype, "hidden"), folder, topology)
     logits = computed(layout, run, folder, topology)
     tolerance = 2 * rounding_of_logits(run)
@@ -113,20 +113,20 @@ def test_in_fp32_both_teachers_differ_by_the_rounding_of_logits(layout, run: Run
 
 
 def test_a_transform_that_is_forgotten_is_seen(folder, topology):
-    """Or the tests of transforms would say nothing."""
+    """Otherwise the tests of transforms would show nothing."""
     losses = {run.transform: computed("alone", run, folder, topology).numbers["loss"] for run in runs()[::4]}
     values = sorted(losses.values())
     assert len(losses) == 4 and min(b - a for a, b in zip(values, values[1:], strict=False)) > 1e-3
 
 
 def test_logits_that_wait_are_not_overwritten():
-    """The loss overwrites the teacher's logits of a block; another step, and a second pass for its sums, read them
+    """The loss overwrites a block of the teacher's logits, but the next step, and a second pass for the sums, read them
     again."""
     rows = torch.randn(4, 6)
     teacher = Teacher(rows, None, torch.zeros(4, dtype=torch.int64), torch.zeros(4), LogitTransform(2.0, 1.0))
     before = rows.clone()
     block = teacher.logits(slice(1, 3), torch.float32)
-    assert torch.equal(block, before[1:3])  # they are as the model made them, whatever it does
+    assert torch.equal(block, before[1:3])  # logits are as the model made them, whatever it does
     block.zero_()
     assert torch.equal(rows, before)
 
@@ -142,7 +142,7 @@ def test_a_transform_scales_and_then_caps():
 
 
 def capture_logits(recipe: Recipe, topology: Topology) -> None:
-    """What capture.py does, in one process."""
+    """Captures as capture.py does, in one process."""
     job = job_of(recipe, topology)
     running = start_target(job, topology.device, job.vocabulary)
     encoding = store_encoding(job)
@@ -172,7 +172,7 @@ def assert_same_course(one: Path, other: Path, tolerance: float) -> None:
 
 
 def test_runs_with_a_teacher_of_logits_follow_one_of_hidden_states(tmp_path, target, topology):
-    """Live, from a store, and on two ranks; to the rounding that test_training.py allows between layouts."""
+    """Checked live, from a store, and on two ranks, to the rounding that test_training.py allows between layouts."""
     recipe = str(write_recipe(tmp_path, target, training=SHORT))
     assert train(load_recipe(recipe), ZERO2, topology)
     stored = [LOGITS, f"hidden_states.path={tmp_path / 'store'}", "hidden_states.mode=stored"]
@@ -211,7 +211,7 @@ def test_no_codec_rounds_logits_to_8_bits(tmp_path, target, topology, codec):
         (rows,) = store.read([RowRequest(sample.id, torch.arange(0), teacher)])
         (states,) = running.prefill([sample.ids])
         assert rows.teacher.values.shape == (len(teacher), job.vocabulary.size)
-        # a document alone and in a batch differ by fp32 rounding
+        # the same document alone and in a batch differs by fp32 rounding
         assert torch.allclose(rows.teacher.values, states.teacher.values[teacher], rtol=1e-5, atol=1e-5)
 
 
@@ -226,14 +226,14 @@ def test_a_store_of_logits_serves_its_draft_vocabulary_and_its_teacher_alone(tmp
 
 
 def test_the_provenance_of_a_store_of_hidden_states_says_nothing_new(tmp_path, target, topology):
-    """Stores that exist stay valid."""
+    """So that existing stores stay valid."""
     recipe = load_recipe(write_recipe(tmp_path, target))
     job = job_of(recipe, topology)
     assert provenance(job).keys() == {"target", "target_dtype", "aux_layers", "tokenizer", "chat_template"}
 
 
 class BiasedHead(LlamaForCausalLM):
-    """Its lm_head has a bias, and its logits change in code that no config tells of."""
+    """A model whose lm_head has a bias, and whose code changes logits without a sign of it in the config."""
 
     def __init__(self, config) -> None:
         super().__init__(config)

@@ -1,4 +1,4 @@
-"""What the tokenised cache goes through: damage, full and read-only disks, killed and simultaneous writers."""
+"""What the tokenised cache survives: damage, full and read-only disks, killed and simultaneous writers."""
 
 import json
 import multiprocessing
@@ -33,7 +33,7 @@ def tokenizer():
 
 @pytest.fixture
 def mounted(tmp_path):
-    """mounted(options): a small disk there, or the same one with other options."""
+    """mounted(options): mounts a small disk, or remounts it with different options."""
     place, mounts = tmp_path / "disk", []
     place.mkdir()
 
@@ -62,12 +62,12 @@ def cached(tmp_path: Path, name: str = "") -> Path:
 def flip(path: Path, place: int, bit: int) -> None:
     content = bytearray(path.read_bytes())
     content[place] ^= 1 << bit
-    with path.open("r+b") as file:  # the same file, for whoever has it open
+    with path.open("r+b") as file:  # keeps the file, for processes that have it open
         file.write(content)
 
 
 def run(work: Callable[..., None], *arguments: object) -> int:
-    """In a process of its own, which may be killed; its exit code."""
+    """Runs the work in a separate process, which may be killed. Returns the exit code."""
     process = FORK.Process(target=work, args=arguments)
     process.start()
     process.join(60)
@@ -121,7 +121,7 @@ def test_a_written_set_opens_as_it_was_and_a_damaged_one_is_refused(tmp_path):
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_folder_that_another_process_put_there_meanwhile_stays_if_it_is_whole(tmp_path, whole):
-    """It may be being read: nodes that share a cache make the same set at the same time."""
+    """Another process may be reading it: nodes that share a cache make the same set at the same time."""
     folder = tmp_path / "set"
     with replacing_folder(folder, keep=lambda place: whole and (place / "theirs").exists()) as mine:
         (mine / "mine").touch()
@@ -146,7 +146,7 @@ def test_a_flipped_bit_anywhere_in_the_cache_is_found_and_the_samples_are_built_
         assert contents(samples) == expected
         rebuilds.append(not summary.cached)
         assert sum("damaged" in line and line.endswith("rebuilding it") for line in lines) == rebuilds[-1]
-        if summary.cached:  # nothing that a reader needs
+        if summary.cached:  # the damaged bit is in nothing that a reader needs
             cached(tmp_path, name).write_bytes(whole)
     assert all(rebuilds[:6])
 
@@ -233,7 +233,7 @@ def test_a_whole_folder_that_comes_between_the_look_and_the_rename_is_put_back(t
 def test_a_full_disk_is_one_line_that_leaves_nothing_and_with_room_the_set_is_made(
     tmp_path, tokenizer, mounted, kilobytes
 ):
-    """Real ones, that are full before or after each of the files."""
+    """The disks are real, and become full before or after each of the files."""
     answers = [f"{number:03d} " * 250 for number in range(20)]  # 80 KB of ids, 20 of masks
     disk = mounted(f"size={kilobytes}k")
     (tmp_path / "cache").symlink_to(disk)
@@ -294,7 +294,7 @@ def test_another_users_cache_is_one_line(tmp_path, tokenizer):
     (tmp_path / "cache").chmod(0o700)
 
     def ask() -> None:
-        os.chdir(tmp_path)  # the folders above it are root's alone
+        os.chdir(tmp_path)  # only root can enter the folders above it
         os.setuid(65534)
         with pytest.raises(UserError, match=r"^cache/tokenized: cannot be written \(Permission denied"):
             prepare(["data.jsonl"], tokenizer, cache_dir=Path("cache"), **OPTIONS)
@@ -318,7 +318,7 @@ def test_what_killed_writers_left_is_removed_and_what_is_being_written_is_not(tm
 
 
 def test_where_no_lock_tells_who_is_dead_a_day_without_a_change_does(tmp_path):
-    """Of earlier versions, and where locks do not reach another host."""
+    """For folders of earlier versions, and for file systems where locks do not reach other hosts."""
     key = f"{1:032x}"
     unlocked, elsewhere, download = tmp_path / f".{key}.abcdefgh", tmp_path / f".{key}.0_cdefgh", tmp_path
     download /= ".owner-name-0123456789abcdef.jsonl.01234567"

@@ -1,5 +1,5 @@
-"""The loss mask against spans written by hand, for every kind of chat template and for conversations built to
-mislead."""
+"""The loss mask, compared with spans written by hand, for every kind of chat template and for misleading
+conversations."""
 
 import inspect
 import json
@@ -51,7 +51,7 @@ SPECIAL = [
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE in the manner of Qwen and Llama 3, trained on a few lines."""
+    """A byte-level BPE like those of Qwen and Llama 3, trained on a few lines."""
     lines = [
         "What is the capital of France? Paris.",
         "And of Italy? Rome.",
@@ -239,8 +239,8 @@ WITH_CALLS = """{%- for m in messages -%}{{ '<|im_start|>' + m.role + '\n' }}{%-
     "jinja",
     [
         WITH_CALLS.replace("ARGUMENTS", "call.function.arguments | tojson"),
-        WITH_CALLS.replace("ARGUMENTS", "call.function.arguments"),  # text: an object cannot be joined to text
-        WITH_CALLS.replace("ARGUMENTS", "call.function.arguments | string"),  # an object would be Python's, no JSON
+        WITH_CALLS.replace("ARGUMENTS", "call.function.arguments"),  # as text: an object cannot be joined to it
+        WITH_CALLS.replace("ARGUMENTS", "call.function.arguments | string"),  # an object would be Python's, not JSON
         WITH_CALLS.replace("if m.tool_calls", "if m.tool_calls and m.content is none").replace(
             "ARGUMENTS", "call.function.arguments"
         ),
@@ -285,7 +285,7 @@ def test_generation_blocks_inside_a_macro_are_found_where_transformers_misplaces
         ("{% for m in messages %}{{ m.role }}:{{ m.content[:3] }}\n{% endfor %}", QUESTIONS, "leaves out or repeats"),
         ("{% for m in messages %}{{ m.content }} {{ m.content }}\n{% endfor %}", QUESTIONS, "leaves out or repeats"),
         ("{{ messages[-1].content.absent.deeper }}", QUESTIONS, "UndefinedError"),
-        # The length of the answer is printed before it: where the turn begins cannot be told.
+        # The length of the answer is printed before it, so it is unclear where the turn begins.
         (
             "{% for m in messages %}<|{{ m.role }}|>{{ m.content | length }}:{{ m.content }}{% endfor %}",
             QUESTIONS,
@@ -327,7 +327,8 @@ def test_plain_text_is_supervised_whole_with_the_tokenizers_own_special_tokens(t
 
 
 def test_tokens_with_metaspaces_byte_fallback_and_greedy_special_tokens_are_masked_rightly():
-    """The manner of Llama 2: `▁` for spaces, bytes for unknown characters, a special token that eats white space."""
+    """A tokenizer like Llama 2's: `▁` for spaces, bytes for unknown characters, a special token that swallows white
+    space."""
     from tokenizers import AddedToken, normalizers
 
     letters = sorted(set("▁ParisRomequthCplnceofFrAdIty?.<>SYINT[]/x"))
@@ -402,7 +403,7 @@ def test_reasoning_is_read_under_the_templates_own_name_and_dropped_by_choice(to
     ]
     dropped = encode_conversation(tokenizer, inline, template("chatml"), Choices(reasoning="drop"))
     assert supervised(dropped, tokenizer) == ["Rome.<|im_end|>"]
-    # A question that speaks of the tag is left alone.
+    # A question that mentions the tag is left alone.
     turns = chat(("u", "What is </think>?"), ("a", "A tag."))
     text = encode_conversation(tokenizer, turns, template("chatml"), Choices(reasoning="drop")).text
     assert "What is </think>?" in text
@@ -431,7 +432,7 @@ def test_template_variables_reach_the_generation_prompt(tokenizer):
 def test_the_recipe_refuses_template_variables_that_transformers_takes_itself(tokenizer):
     parameters = inspect.signature(tokenizer.apply_chat_template).parameters
     named = {name for name, one in parameters.items() if one.kind is not one.VAR_KEYWORD}
-    tokens = {"bos_token", "eos_token", "pad_token", "unk_token"}  # which a template reads of the tokenizer
+    tokens = {"bos_token", "eos_token", "pad_token", "unk_token"}  # which a template reads from the tokenizer
     assert named | tokens | {"messages", "strftime_now"} == set(TEMPLATE_ARGUMENTS)
     with pytest.raises(ValueError, match="tools cannot be set here"):
         Data(train=["a.jsonl"], template_variables={"tools": []})
@@ -451,11 +452,11 @@ RENDERED_TALKS = {
     "empty": (("u", ""), ("a", "")),
     "question last": (("u", "Hi"), ("a", "one"), ("u", "one")),
 }
-# Templates and talks for which a rendered text cannot give the mask of the messages, and why.
+# Templates and conversations for which a rendered text cannot give the mask of the messages, and why.
 NOT_FROM_TEXT = {
     ("llama2", None): "generation prompt holds no added token",
     ("open_turns", None): "ends turns with no added token",
-    # A closer of its own for the last turn: earlier ones, and channels before the answer, look unclosed.
+    # The last turn has a different closer, so earlier turns, and channels before the answer, look unclosed.
     ("channels", "two turns"): "without its",
     ("channels", "system"): "without its",
     ("channels", "tools"): "without its",
@@ -493,12 +494,12 @@ def test_a_rendered_text_has_the_mask_of_its_messages(tokenizer, name, talk):
     assert got.ids.tolist() == expected.ids.tolist()
     if reason is None:
         assert got.loss_mask.tolist() == expected.loss_mask.tolist()
-    else:  # less, but nothing that the target does not generate
+    else:  # supervises less, but nothing that the target does not generate
         assert 0 < got.loss_mask.sum() < expected.loss_mask.sum() and not (got.loss_mask & ~expected.loss_mask).any()
 
 
 def test_a_tools_result_in_a_rendered_text_is_never_supervised(tokenizer):
-    """In the manner of DeepSeek-V3: neither a call nor its result ends with the closer, and the answer has no
+    """The template is like DeepSeek-V3's: neither a call nor its result ends with the closer, and the answer has no
     header."""
     jinja = """{%- for m in messages -%}
 {%- if m.role == 'user' -%}{{ '<|User|>' + m.content }}{%- elif m.role == 'tool' -%}

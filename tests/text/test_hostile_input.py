@@ -1,4 +1,4 @@
-"""What a stranger wrote into a file ends in one line: no traceback, no hang, no memory without bound."""
+"""Whatever a stranger writes into a file is reported in one line: no traceback, no hang, no unbounded memory."""
 
 import json
 import multiprocessing
@@ -295,7 +295,7 @@ def _render_what_cannot_be_interrupted(tokenizer):
 
 
 def test_a_process_that_cannot_be_interrupted_is_ended_and_its_rows_are_named(tokenizer):
-    """Comparing two such lists takes 2**60 steps of C code that looks for no signal."""
+    """Comparing two such lists takes 2**60 steps of C code, which does not check for signals."""
     process = multiprocessing.get_context("fork").Process(target=_render_what_cannot_be_interrupted, args=(tokenizer,))
     process.start()
     process.join(60)

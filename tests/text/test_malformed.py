@@ -1,4 +1,5 @@
-"""Rows that cannot be read: listed together with their places, or left out, counted and otherwise without effect."""
+"""Rows that cannot be read are listed together with their places, or are left out, counted and otherwise without
+effect."""
 
 import json
 import subprocess
@@ -33,7 +34,7 @@ def talk(number: int) -> str:
     return json.dumps({"messages": messages})
 
 
-# Each with its reason and with what is said of it.
+# Each row with its reason and a part of the message about it.
 BROKEN = [
     (b"{'text': 'x'}", "not valid JSON", "column 2: Expecting property name"),
     (b'{"text": "x', "not valid JSON", "column 10: Unterminated string"),
@@ -220,7 +221,7 @@ def test_samples_are_those_of_the_readable_rows_and_the_account_counts_the_other
     clean.write_text("\n".join(map(talk, range(len(BROKEN)))))
     alone = prepare([str(clean)], tokenizer, **options)
     assert [sample.id for sample in built.samples] == [sample.id for sample in alone.samples]
-    assert not alone.summary.cached  # what was made under the other choice is not served
+    assert not alone.summary.cached  # a set made under the other choice is not used
     summary = built.summary
     assert (summary.rows, summary.kept) == (24, 12) and sum(summary.dropped.values()) == 12
     assert summary.dropped["malformed row (unknown role)"] == 1
@@ -235,7 +236,7 @@ def test_samples_are_those_of_the_readable_rows_and_the_account_counts_the_other
         "6 for 3 other reasons, which a run lists in run.json and its report",
     ]
     assert lines_of(prepare, [str(path)], tokenizer, **options)[-1].endswith("data.malformed=drop")
-    # The account is of the rows that were read now, also where the samples come from the cache.
+    # The summary is about the rows of this call, even if the samples come from the cache.
     path.write_bytes(path.read_bytes() + b"\n[1]")
     cached = prepare([str(path)], tokenizer, malformed="drop", **options).summary
     assert cached.cached and cached.rows == 25 and cached.dropped["malformed row (not an object)"] == 2

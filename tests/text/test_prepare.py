@@ -1,4 +1,4 @@
-"""From data files to samples: the account of what was left out, the cache, processes, and the held-out split."""
+"""From data files to samples: the summary of what was left out, the cache, processes, and the held-out split."""
 
 import datetime
 import json
@@ -130,7 +130,7 @@ def test_choices_reach_the_samples(tmp_path, tokenizer):
 
 
 def test_a_template_that_asks_for_the_date_is_told_the_recipes(tmp_path, tokenizer):
-    """gpt-oss, Llama and Mistral print it; samples of today and of tomorrow would not be the same."""
+    """gpt-oss, Llama and Mistral print the date; with the current one, today's samples would differ from tomorrow's."""
     dated = "{{ strftime_now('%d %b %Y') }}" + OPTIONS["chat_template"]
     for options, date in (({}, "01 Jan 2026"), ({"choices": Choices(today=datetime.date(2024, 2, 29))}, "29 Feb 2024")):
         samples, summary = prepared(tmp_path, tokenizer, "one", chat_template=dated, **options)
@@ -147,7 +147,7 @@ def test_thoughts_that_a_template_does_not_show_are_told_of(tmp_path, tokenizer)
         lines: list[str] = []
         options = {**OPTIONS, "cache_dir": tmp_path / "cache", "report": lines.append}
         prepare([str(tmp_path / "rows.jsonl")], tokenizer, choices=Choices(reasoning=reasoning), **options)
-        warnings = [line for line in lines if isinstance(line, Warned)]  # a busy machine tells of its steps, too
+        warnings = [line for line in lines if isinstance(line, Warned)]  # a busy machine also prints progress
         assert [line[: len(want)] for line, want in zip(warnings, expected, strict=True)] == expected
 
 

@@ -1,5 +1,5 @@
-"""Presets and dataset ids: the real `datasets` streams from a hub on this machine, laid out as each set's own page
-shows it."""
+"""Presets and dataset ids: the real `datasets` library streams from a hub on this machine, which has each dataset in
+the layout that its page shows."""
 
 import json
 import os
@@ -139,7 +139,7 @@ def test_every_preset_gives_the_conversations_of_its_dataset(hub, ask):
         assert answer["rows"][0][0] == f"{source} row 1"
     messages = ask("preset:perfectblend")["told"]
     assert "preset:perfectblend: 1 rows without a question or an answer are left out" in messages
-    # The number is that of the row in the dataset, also behind one that is left out.
+    # The number is the row's number in the dataset, even after a row that is left out.
     assert ask("preset:perfectblend")["rows"][1][0] == "preset:perfectblend row 3"
 
 
@@ -185,8 +185,8 @@ def test_rows_travel_once_and_stay_what_they_were(hub, ask, tmp_path):
     shutil.rmtree(folder)
     again = ask("ann/once", limit=4, downloads=str(tmp_path))
     assert again["rows"] == first["rows"] and str(copy) in again["told"][0]
-    assert "cannot be read" in ask("ann/once", limit=5, downloads=str(tmp_path))["error"]  # that is another download
-    # No part of a set is taken for the whole later.
+    assert "cannot be read" in ask("ann/once", limit=5, downloads=str(tmp_path))["error"]  # this is another download
+    # Part of a set is never taken for the whole later.
     rows = [{"prompt": "x"}] * 12
     (hub.folder("ann/odd") / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for _ in range(2):
@@ -201,7 +201,7 @@ def test_malformed_rows_of_a_dataset_are_refused_or_left_out_of_those_wanted_and
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     refused = ask("ann/mixed", limit=3, downloads=str(tmp_path))["error"]
     assert "2 of 5 rows read are malformed (2: unknown role)" in refused
-    shutil.rmtree(folder)  # what was refused need not travel again
+    shutil.rmtree(folder)  # refused rows need not be downloaded again
     for drop in range(2):
         answer = ask("ann/mixed", limit=3, downloads=str(tmp_path), drop=True)
         assert [row[2] for row in answer["rows"]] == ["0", "2", "4"] and answer["malformed"] == {"unknown role": 2}

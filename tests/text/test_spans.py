@@ -1,4 +1,4 @@
-"""Spans of supervised tokens against their definition."""
+"""Spans of supervised tokens, compared with their definition."""
 
 import itertools
 
@@ -40,7 +40,7 @@ def test_spans_are_whole_runs_of_supervised_tokens_on_one_grid(turns):
 def test_every_supervised_token_is_drawn_equally_often():
     whole, spans, epochs = sample((20, 140)), Spans(16, 2, seed=3), 20_000
     counts = sum(spans.draw(whole, epoch).int() for epoch in range(epochs))[whole.loss_mask]
-    # A grid of 120 tokens has 8 runs or, of offsets 1 to 8 of 16, 8 as well, else 9: of each, two are drawn.
+    # A grid over 120 tokens has 8 runs for offsets 0 to 8 (of 16) and 9 for greater ones. Two runs are drawn.
     totals = [-(-(120 + offset) // 16) for offset in range(16)]
     share = np.mean([2 / total for total in totals])
     deviation = (share * (1 - share) / epochs) ** 0.5

@@ -1,4 +1,4 @@
-"""The draft vocabulary against counting by hand, and every file that does not fit."""
+"""The draft vocabulary, compared with counting by hand, and refusals of every file that does not fit."""
 
 import os
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Checkpoints, the learning rate and the run folder: what a killed or damaged run finds again."""
+"""Checkpoints, the learning rate and the run folder: what a run finds again after it was killed or damaged."""
 
 import json
 import math
@@ -74,7 +74,7 @@ def at(checkpoints, step):
 
 
 def names(checkpoints):
-    """Finished and unfinished; DeepSpeed leaves scripts of its own beside them."""
+    """Names of checkpoints, finished and unfinished. (DeepSpeed leaves scripts of its own beside them.)"""
     return sorted(path.name for path in checkpoints.folder.glob("step-*"))
 
 
@@ -137,7 +137,7 @@ def double(path):
 
 
 def says(content):
-    """Replaces a manifest by what `content` makes of its run and files; a text replaces it as it is."""
+    """Replaces a manifest by the value of `content` for its run and files, or by `content` itself if that is text."""
 
     def damage(path):
         manifest = json.loads(path.read_text())
@@ -151,7 +151,7 @@ def without(files, kind):
     return {name: digest for name, digest in files.items() if not name.endswith(f"_{kind}_states.pt")}
 
 
-# Each is valid JSON, or nearly, and says less than a manifest does.
+# Each is valid JSON, or nearly, but says less than a manifest must.
 MANIFESTS = [
     "[]",
     "null",
@@ -281,7 +281,7 @@ def test_names_that_no_file_can_have_are_damage(engine, checkpoints, warnings):
 
 
 def test_another_runs_checkpoint_is_never_loaded(engine, checkpoints, warnings):
-    """Neither as the newest, nor as the best at the export, and the line names both runs."""
+    """It is loaded neither as the newest nor as the best for the export, and the line names both runs."""
     own, other = checkpoints.run, RUN[::-1]
     checkpoints.save(engine, 1, {"of": "own"}, None)
     before = weights(engine)

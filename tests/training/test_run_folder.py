@@ -1,5 +1,5 @@
-"""No two runs write one folder, a checkpoint is its own run's, and a full disk at the end of a run takes nothing
-away."""
+"""No two runs write to one folder, a run loads only its own checkpoints, and a full disk at a run's end destroys
+nothing."""
 
 import json
 import multiprocessing
@@ -44,8 +44,8 @@ def test_a_run_does_not_write_into_its_target(tmp_path):
 
 
 def test_a_run_has_a_folder_of_its_own(tmp_path, monkeypatch):
-    """Not that of its data, nor of what it is started in; and what lies in a folder called checkpoints may be somebody
-    else's."""
+    """It must not be the folder of the run's data, nor the one in which the run was started. Files in a folder called
+    checkpoints may be somebody else's."""
     path = write_recipe(tmp_path, make_target(tmp_path / "target"))
     rows = tmp_path / "data" / "rows.jsonl"
     rows.parent.mkdir()
@@ -100,7 +100,7 @@ def test_a_store_that_live_training_does_not_read_may_change_its_place(tmp_path)
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory, target):
-    """What the runs of tests/support/shared_folder_worker.py said, by case, and each case's folder."""
+    """What the runs of tests/support/shared_folder_worker.py printed, by case, and each case's folder."""
     base = tmp_path_factory.mktemp("shared")
     folders = {name: base / name for name in ("entered", "at_once", "unlocked", "torn")}
     for folder in folders.values():
@@ -112,7 +112,7 @@ def shared(tmp_path_factory, target):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_second_run_is_refused_with_the_holder_before_anything_is_written(shared, way):
-    """The worker has compared what is in the folder; and every rank has ended with the same code."""
+    """The worker has compared the folder's content, and has checked that every rank ended with the same code."""
     outcomes, _ = shared
     code, output = outcomes["entered"][way]
     *_, line = output.splitlines()
@@ -212,7 +212,7 @@ def take_turns(folder: Path, alone: Path, turns: int) -> None:
 
 
 def test_claims_that_come_and_go_together_never_overlap(tmp_path):
-    """Each removes the file and the folder at its end, which others may have opened just before."""
+    """At its end, each removes the file and the folder, which others may have just opened."""
     folder, alone = tmp_path / "run", tmp_path / "alone"
     fork = multiprocessing.get_context("fork")
     processes = [fork.Process(target=take_turns, args=(folder, alone, 60)) for _ in range(4)]
@@ -230,7 +230,7 @@ def test_a_fresh_run_finishes_what_a_kill_left_half_moved_aside(tmp_path, target
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "run.aside").mkdir()
     (tmp_path / "run.aside" / "recipe.yaml").write_text("of the earlier run")
-    assert not folder.check(recipe, Resume.AUTO)  # nobody continues a half of it
+    assert not folder.check(recipe, Resume.AUTO)  # no run continues half of one
     folder.hold("node", print)
     folder.begin(recipe, False, folder.identify(False), {}, print)
     folder.close()
@@ -239,7 +239,7 @@ def test_a_fresh_run_finishes_what_a_kill_left_half_moved_aside(tmp_path, target
 
 
 def test_what_no_run_left_stays_where_it_is(copied, topology):
-    """A target, a store or a user's files, where output.dir names their folder."""
+    """For example a target, a store or a user's files, if output.dir names their folder."""
     recipe = copied()
     folder = recipe.output.dir
     others = {
@@ -337,7 +337,7 @@ def trained(tmp_path_factory, target, topology):
 
 @pytest.fixture
 def copied(tmp_path, trained) -> Callable:
-    """The recipe over a copy of that run in a folder, of a disk of its own perhaps."""
+    """Copies that run to a folder, perhaps on a separate disk. Returns its recipe."""
 
     def copy(folder: Path = tmp_path):
         shutil.copytree(trained.parent / "run", folder / "run")
@@ -383,7 +383,7 @@ def test_another_runs_newer_checkpoint_is_set_aside_and_a_damaged_identity_is_a_
 def test_a_full_disk_leaves_the_earlier_export_and_with_room_a_resumed_run_whose_steps_are_done_exports(
     copied, topology, small_disk
 ):
-    """Full of files, so that what is small before the export still finds room."""
+    """The disk is full of files, but small writes before the export still find room."""
     subprocess.run(["mount", "-o", "remount,size=20m", str(small_disk)], check=True)
     recipe = copied(small_disk)
     folder = RunFolder(recipe.output.dir)

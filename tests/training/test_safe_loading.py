@@ -1,4 +1,4 @@
-"""A checkpoint that somebody planted runs no code, loaded as it is or converted, and is refused in one line."""
+"""A planted checkpoint runs no code, whether loaded as it is or converted, and is refused in one line."""
 
 import hashlib
 import io
@@ -30,7 +30,7 @@ FILES = ("mp_rank_*_model_states.pt", "*_optim_states.pt")
 
 
 class Payload:
-    """Runs code when it is unpickled: makes the folder `mark`."""
+    """Runs code when unpickled: creates the folder `mark`."""
 
     def __init__(self, mark):
         self.mark = mark
@@ -55,7 +55,7 @@ def engine(topology):
 
 @pytest.fixture(scope="module")
 def other_layout(topology):
-    """An engine that converts what it loads, as one of another number of processes does."""
+    """An engine that converts what it loads, as with a different number of processes."""
     return build_engine(topology, universal=True)
 
 
@@ -70,7 +70,7 @@ def saved(engine, tmp_path):
 
 
 def rewrite(checkpoint, pattern, change):
-    """Put other content into a checkpoint's file and its digest into the manifest, as whoever plants a file would."""
+    """Change a checkpoint's file, and its digest in the manifest, as an attacker who plants a file would."""
     (file,) = checkpoint.glob(pattern)
     state = torch.load(file, weights_only=False)
     change(state)
@@ -83,11 +83,11 @@ def rewrite(checkpoint, pattern, change):
 
 
 def plant(checkpoint, pattern):
-    """The file, and the folder that appears where its payload runs."""
+    """Plants a payload in a file. Returns the file, and the folder that appears if the payload runs."""
     mark = checkpoint.parent / "it-ran"
     file = rewrite(checkpoint, pattern, lambda state: state.update(planted=Payload(mark)))
     torch.load(file, weights_only=False)
-    mark.rmdir()  # it runs where nobody guards
+    mark.rmdir()  # it runs without the guard
     return file, mark
 
 
@@ -122,7 +122,7 @@ def test_the_conversion_refuses_what_is_planted_after_the_check(saved, tmp_path,
 
 
 def test_no_python_writes_getattr_into_a_checkpoint():
-    """3.11.0 to 3.11.4 would, for a member of an enumeration."""
+    """Python 3.11.0 to 3.11.4 would write it for a member of an enumeration."""
     written = pickle.dumps(ZeroStageEnum.gradients, protocol=2)
     assert b"getattr" not in written and pickle.loads(written) is ZeroStageEnum.gradients
 
@@ -138,7 +138,7 @@ def adam_state(content):
     return content["optimizer_state_dict"]["base_optimizer_state"]["state"][0]
 
 
-# What is planted is plain data, of another structure than training writes.
+# The planted data is plain, but has a different structure than training writes.
 OTHER_DATA = {
     "no step": (FILES[0], lambda content: content.pop("step"), "KeyError.'step'"),
     "a step that is a text": (FILES[0], lambda content: content.update(step="3"), "step: '3'"),
@@ -160,7 +160,7 @@ OTHER_DATA = {
 
 @pytest.mark.parametrize("what", OTHER_DATA)
 def test_other_data_end_in_one_line_and_moved_away_leave_the_checkpoint_before_to_continue(engine, saved, what):
-    """Bit for bit, even in the process that met the data."""
+    """The run continues bit for bit, even in the process that met the data."""
     checkpoints, expected = Checkpoints(saved.parent, keep=2, run=RUN, warn=pytest.fail), weights(engine)
     advance(engine)
     checkpoints.save(engine, 3, {}, None)
@@ -219,6 +219,6 @@ def test_the_guard_overrides_whoever_calls_and_leaves_the_process_as_it_was(monk
 
 
 def test_a_torch_that_does_not_obey_is_noticed():
-    """As any torch outside the guard, where nobody has asked it for anything."""
+    """Tested with any torch outside the guard, where it was not asked to obey."""
     with pytest.raises(UserError, match=f"does not obey {FORCE}.*constraints/"):
         require_obedience()

@@ -1,5 +1,5 @@
-"""Steps with a gradient that is not finite, or far too large, change nothing, are counted, and stop a run that has only
-such."""
+"""Steps whose gradient is not finite, or far too large, change nothing and are counted. A run with no other steps
+stops."""
 
 import math
 
@@ -31,7 +31,7 @@ def fresh_engine(topology, dtype):
 
 
 def spoil(engine, factor):
-    """A step whose gradients are multiplied."""
+    """A step whose gradients are multiplied by `factor`."""
     trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
     engine.backward(sum(weight.square().sum() for weight in trained) * factor)
     engine.step()
@@ -78,7 +78,7 @@ def recipe(tmp_path):
 
 def test_skipped_steps_are_counted_and_named_and_the_schedule_goes_on(tmp_path, recipe, topology):
     small = (
-        "training.learning_rate=1e-9"  # so that a step has about the same norm, whether those before were taken or not
+        "training.learning_rate=1e-9"  # so that a step has about the same norm, whether earlier steps were taken or not
     )
     train(load_recipe(recipe, [small, f"output.dir={tmp_path / 'whole'}"]), ZERO2, topology)
     whole = metrics(tmp_path / "whole")

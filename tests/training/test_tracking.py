@@ -1,4 +1,4 @@
-"""What a run's numbers are written to: TensorBoard's events and Weights & Biases' file hold those of metrics.jsonl."""
+"""Where a run's numbers are written: TensorBoard's events and Weights & Biases' file hold the same as metrics.jsonl."""
 
 import json
 import math
@@ -16,7 +16,7 @@ from eagle3.console import Console
 from eagle3.errors import UserError
 from eagle3.training.tracking import Tracker
 
-# (step, kind, values) as training writes them, and by name the numbers of each step
+# (step, kind, values) as training writes them; and, by name, the numbers of each step
 WRITTEN = [
     (1, "train", {"loss": 2.5, "step_losses": [1.5, math.nan], "tokens": 7, "learning_rate": 1e-4}),
     (1, "skipped", {"gradient_norm": math.inf, "samples": ["a", "b"]}),
@@ -102,7 +102,7 @@ def test_weights_and_biases_has_every_number_at_its_step(tmp_path, monkeypatch):
 
 
 def test_weights_and_biases_without_a_valid_key_is_refused_before_anything_is_moved(tmp_path):
-    """In processes of their own, whose home holds no key."""
+    """Runs in separate processes, whose home directory has no key."""
     program = "from eagle3.training.tracking import require_account; require_account('drafts')"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")} | {
         "HOME": str(tmp_path)
@@ -123,7 +123,7 @@ def test_weights_and_biases_without_a_valid_key_is_refused_before_anything_is_mo
 
 
 def test_a_resumed_run_goes_on_in_weights_and_biases_and_its_command_line_stays_here(tmp_path):
-    """In processes of their own, for the command line is the process's."""
+    """Runs in separate processes, because each has its own command line."""
     program = (
         "import sys; from pathlib import Path; from test_tracking import write_all; "
         f"write_all(Path({str(tmp_path)!r}), wandb_project='drafts', "
@@ -143,8 +143,8 @@ def test_a_resumed_run_goes_on_in_weights_and_biases_and_its_command_line_stays_
 
 
 def wandb_records(data: bytes) -> list[Record]:
-    """Of a file that fits into its format's first block of 32 KiB: seven bytes of the file's own, then to each record
-    seven bytes (checksum, length, 1 for a whole one)."""
+    """The records of a file that fits into its format's first block of 32 KiB: seven bytes of the file itself, then
+    seven bytes before each record (checksum, length, 1 for a whole record)."""
     assert data[:4] == b":W&B" and len(data) < 32768
     records, place = [], 7
     while place < len(data):

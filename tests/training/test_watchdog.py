@@ -1,4 +1,4 @@
-"""Whoever dies, hangs or leaves a job of three ranks is named, and all of them end soon."""
+"""In a job of three ranks, a rank that dies, hangs or leaves is named, and all ranks end soon."""
 
 import re
 import sys
@@ -17,7 +17,8 @@ CASES = (
 
 
 class Ended(NamedTuple):
-    """The watchdogs' verdicts, the exit codes, who was still there after a minute, and the ranks' own errors."""
+    """The watchdogs' verdicts, the exit codes, the ranks that were still there after a minute, and the ranks' own
+    errors."""
 
     verdicts: list[str]
     codes: list[int]
@@ -26,14 +27,14 @@ class Ended(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """The only one."""
+        """The only verdict."""
         assert len(self.verdicts) == 1, self
         return self.verdicts[0]
 
 
 @pytest.fixture(scope="module")
 def endings():
-    """By case."""
+    """How each case ended, by case."""
     output = finish(launch(sys.executable, "tests/support/watchdog_worker.py", *CASES))
     by_case = {}
     for case in CASES:

@@ -156,7 +156,7 @@ def remove_flawed(folder: Path, problems: Iterable[Problem]) -> None:
 
 
 def bind_shards(folder: Path, findings: Findings) -> int:
-    """Write the digest of the store's provenance into the indexes that lack it, and return how many did.
+    """Write the digest of the store's provenance into the indexes that lack it, and return how many lacked it.
 
     The shards themselves are not changed, because their checksums in the index tie them to it. If the process is
     killed, each index is either the old one or the new one.

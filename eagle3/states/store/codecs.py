@@ -19,7 +19,7 @@ CHUNK_BYTES = 65536
 SCALE_BLOCK = 128
 LARGEST_FP8 = 448.0  # the largest float8_e4m3fn number
 EXPONENT_BIAS = 127
-# Smallest exponent of a scale; no run of finite float32 numbers needs one beyond 2 ** 120.
+# Smallest exponent of a scale. No run of finite float32 numbers needs a scale above 2 ** 120.
 LOWEST_EXPONENT = -126
 
 
@@ -123,7 +123,7 @@ class Fp8:
         if len(data) != len(out) * self.row_bytes:
             raise ValueError(f"{len(data)} bytes instead of {len(out) * self.row_bytes}")
         encoded = np.frombuffer(data, np.uint8).reshape(len(out), self.row_bytes)
-        # A table lookup is several times as fast as torch's conversion on CPUs. Scaling is exact, even in bfloat16.
+        # On CPUs, a table lookup is several times as fast as torch's conversion. Scaling is exact, even in bfloat16.
         np.take(self.numbers, encoded[:, : self.width], out=_bits_of(out), mode="clip")
         scales = torch.from_numpy(encoded[:, self.width :].astype(np.int32)) - EXPONENT_BIAS
         out.view(len(out), -1, self.block).mul_(_powers_of_two(scales)[..., None].to(out.dtype))

@@ -153,7 +153,7 @@ class RemoteFiles:
         self.root = root.rstrip("/")
 
     def sizes(self) -> dict[str, int | None]:
-        """Size in bytes of every file, by name; None if the protocol does not tell. Empty if there is no folder."""
+        """Size in bytes of every file, by name; None if the protocol does not say. Empty if there is no folder."""
         try:
             entries = self.files.ls(self.root, detail=True)
         except FileNotFoundError:
@@ -198,9 +198,9 @@ class RemoteFiles:
         return pieces
 
 
-# Both classes read files that no longer change, and threads may share them. A file that is missing or too short raises
-# DamagedStore, because capturing again fixes it. A file that cannot be read here and now raises a different UserError,
-# because it must not be captured again.
+# Both classes read files that no longer change, and threads may share an object of either. If a file is missing or too
+# short, they raise DamagedStore, because capturing again fixes that. If it cannot be read here and now, they raise a
+# different UserError, because it must not be captured again.
 StoreFiles = LocalFiles | RemoteFiles
 
 

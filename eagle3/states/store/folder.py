@@ -15,7 +15,7 @@ MANIFEST = "store.json"
 # Everything that hidden states (or a teacher's logits) depend on, as JSON values. Stores that differ in a field are not
 # interchangeable.
 Provenance = Mapping[str, str | int | float | list | None]
-# Fields that say which rows a store has. A store with larger values, or with every row (None), will do as well.
+# Fields that say which rows a store has. For these, a store may also have larger values, or None (every row).
 WINDOW = ("window", "ttt_steps")
 
 
@@ -115,7 +115,7 @@ def _window_in_words(provenance: Provenance) -> str:
 
 
 def find_indexes(files: StoreFiles) -> tuple[list[ShardIndex], dict[str, DamagedStore]]:
-    """Read all indexes in a folder. Returns them, sorted by name, and by name the errors of those that do not parse."""
+    """Read all indexes in a folder. Returns the readable ones, sorted by name, and the others' errors, by name."""
     indexes: list[ShardIndex] = []
     errors: dict[str, DamagedStore] = {}
     names = sorted(filter(is_index, files.sizes()))

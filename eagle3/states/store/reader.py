@@ -42,9 +42,9 @@ class RowRequest(NamedTuple):
     """The rows of a sample to read. Row numbers are int64, from 0 to T-1, in any order; there may be none."""
 
     sample_id: str
-    aux: Tensor  # rows of `aux`; in a store for a window, only rows that it has (`seen_rows`)
-    teacher: Tensor  # rows of `last`, argmax and logsumexp; only rows that it has (`kept_rows`)
-    tokens: StoredTokens | None = None  # the sample must begin with these; None if that does not matter
+    aux: Tensor  # rows of `aux`; in a store for a window, only rows that the store has (`seen_rows`)
+    teacher: Tensor  # rows of `last`, argmax and logsumexp; only rows that the store has (`kept_rows`)
+    tokens: StoredTokens | None = None  # tokens with which the sample must begin; None to skip this check
 
 
 class Location(NamedTuple):
@@ -75,7 +75,7 @@ class ChunkReads(NamedTuple):
     table: ChunkTable
     runs: list[Run]
     buffer: Tensor  # chunks are decoded into this
-    decoded: Tensor  # the sample's rows that the buffer holds after that, ascending
+    decoded: Tensor  # the sample's rows that the buffer then holds, ascending
     wanted: Tensor  # the requested rows
 
     def decode(self, run: Run, data: memoryview) -> str | None:
@@ -87,7 +87,7 @@ class ChunkReads(NamedTuple):
                 return "a checksum does not fit"
         try:
             self.codec.decode(data, np.diff(edges).tolist(), self.buffer[run.rows])
-        except ValueError as error:  # the checksum matches, so it was written like this
+        except ValueError as error:  # the checksum matches, so these are the bytes that were written
             return str(error)
         return None
 
@@ -101,7 +101,7 @@ class ChunkReads(NamedTuple):
 def plan_reads(rows: Tensor, table: ChunkTable, encoding: Encoding, name: str) -> ChunkReads:
     """Plan the reading of some rows.
 
-    rows: int64 [n], counted among the rows that the sample has in this tensor, in any order
+    rows: int64 [n], in any order: indices among the rows that the sample has in this tensor
     name: `aux` or `last`
     """
     row_array, size = rows.numpy(), encoding.chunk_rows(name)
@@ -133,7 +133,7 @@ class HiddenStateStore:
     """An open store. Threads may share it, and it runs several of its own.
 
     locations: where its samples are, by id; if two shards have a sample, the first shard counts
-    provenance_digest: the digest of every shard that has one; None if there is nothing to compare (in a spool)
+    provenance_digest: what the digest of every shard that has one must be; None for no check (in a spool)
 
     Raises UserError for data that is missing, damaged or from a different store.
     """
@@ -161,8 +161,8 @@ class HiddenStateStore:
         provenance: what this run needs, codec and dtype included
         report: gets a line about what could not be checked
 
-        Raises UserError that names the field in which provenances differ, or the file if a shard is missing, has lost
-        bytes or belongs to a different store.
+        Raises UserError if provenances differ, naming the field, and if a shard is missing, has lost bytes or belongs
+        to a different store, naming the file.
         """
         files = open_files(path)
         manifest = read_own_manifest(files, provenance)
@@ -239,7 +239,7 @@ class HiddenStateStore:
         return self.locations[sample_id]
 
     def _facts(self, locations: Sequence[Location]) -> list[SampleFacts]:
-        """Read everything but the hidden states of some samples, and check it against the digests in the index."""
+        """For some samples, read everything but the hidden states, and check it against the digests in the index."""
         self.read_headers(location.index.shard for location in locations)
         parts = iter(
             self.files.fetch([byte_range for location in locations for byte_range in self._fact_ranges(location)])

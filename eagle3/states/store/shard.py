@@ -10,7 +10,7 @@ In a store of logits, `last` holds the teacher's logits over the draft vocabular
 
 Each chunk belongs to one sample. A sample has these rows:
 - `aux`: all or, in a store for a draft with a window, those that some query sees (`Encoding.seen_rows`)
-- `last`: those that teach, i.e. the successors of supervised rows; or all, if the sample's entry counts that many
+- `last`: those that teach, i.e. the successors of supervised rows; or all, if its entry's `taught` equals `tokens`
 - `ids` to `loss_mask`: all
 
 The index is written after its shard, so an indexed shard is complete. Both carry the digest of their store's
@@ -202,7 +202,7 @@ def seen_rows(loss_mask: Tensor, window: int, steps: int) -> Tensor:
     first row is included, because a rank that has no part of a stream reads it.
     """
     supervised = torch.cat((loss_mask[:-1].bool(), torch.zeros(1, dtype=torch.bool)))
-    totals = torch.nn.functional.pad(supervised.cumsum(0), (1, 0))  # supervised rows before each row, and all of them
+    totals = torch.nn.functional.pad(supervised.cumsum(0), (1, 0))  # supervised rows before each row, then of all
     stops = (torch.arange(len(loss_mask)) + window + steps - 1).clamp(max=len(loss_mask))
     mask = totals[stops] > totals[:-1]
     mask[0] = True
@@ -210,8 +210,8 @@ def seen_rows(loss_mask: Tensor, window: int, steps: int) -> Tensor:
 
 
 def kept_rows(entry: Entry, loss_mask: Tensor) -> Tensor:
-    """Mask of the rows whose last hidden state is stored: bool [T]. The first row never teaches, so a count of T means
-    that every row is stored."""
+    """Mask of the rows whose last hidden state is stored: bool [T]. The first row never teaches, so T taught rows
+    mean that every row is stored."""
     return torch.ones(entry.tokens, dtype=torch.bool) if entry.taught == entry.tokens else taught_rows(loss_mask)
 
 
@@ -230,7 +230,7 @@ def hold(file: BinaryIO) -> bool:
 
 
 def unfinished(names: Collection[str]) -> set[str]:
-    """Names of the shards that have files in a folder, but no index. names: of all files in the folder"""
+    """Names of the shards that have files in a folder, but no index. names: the names of all files in the folder"""
     stems = {match[1] for match in map(SHARD_NAME.fullmatch, names) if match}
     return {f"{stem}.safetensors" for stem in stems if f"{stem}.json" not in names}
 

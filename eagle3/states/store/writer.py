@@ -1,4 +1,4 @@
-"""Write a store, alone or alongside other writers. A writer continues where the last one of its part stopped."""
+"""Write a store, alone or alongside other writers. A writer continues where the previous writer of its part stopped."""
 
 import json
 import os
@@ -51,7 +51,7 @@ from eagle3.states.store.shard import (
     unfinished,
 )
 
-# Chunks that a thread encodes at a time, and most raw bytes of a tensor that may be waiting for their encoding.
+# Number of chunks that a thread encodes at a time, and most raw bytes per tensor that may wait to be encoded.
 JOB_CHUNKS = 8
 MOST_IN_WORK = 32 << 20
 FULL = "free space and run capture.py again, which continues here"
@@ -66,7 +66,7 @@ class Part(NamedTuple):
     def of(self, items: Iterable[str] | Iterable[list[str]]) -> list:
         """Select this share of samples, given by their ids, or of batches of samples.
 
-        Shares take turns, so their sizes are equal. Ids are hashes, so each share also gets about as many long samples.
+        Shares take turns, so sizes differ by at most one. Ids are hashes, so long samples are spread evenly, too.
         """
         return sorted(items)[self.index :: self.count]
 
@@ -84,9 +84,9 @@ class StoreWriter(AbstractContextManager):
     """Writes captured samples to a store.
 
     provenance: what the hidden states depend on (target, aux layers, tokenizer, ...), without the fields of `encoding`
-    record: further information; that of the first writer stays
+    record: further information; a store keeps the first writer's
     part: each part has at most one writer at a time; writers of different parts know nothing of each other
-    shard_tokens: a shard is closed when it has this many; a longer sample gets a shard of its own
+    shard_tokens: most tokens in a shard; a longer sample gets a shard of its own
     report: gets a line about what has to be captured again or could not be checked
 
     Leaving the `with` block normally publishes the last shard; an exception discards it. Raises UserError if
@@ -130,7 +130,7 @@ class StoreWriter(AbstractContextManager):
             self._lock.close()
             raise
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="encode")
-        # In a store that has more rows than needed, all samples must have them.
+        # If the store was begun with more rows than this run needs, new samples must have them, too.
         self.encoding = replace(encoding, **{field: manifest.provenance.get(field) for field in WINDOW})
         self._token, self._numbers, self._provenance_digest = token_hex(4), count(), manifest.digest
         self._shard: ShardWriter | None = None
@@ -227,7 +227,7 @@ class ShardWriter:
     writer lives, and so is the shard until its index exists, so that others can recognise what a dead writer left
     behind (`remove_abandoned`).
 
-    provenance_digest: that of the store that the shard belongs to; None in a spool
+    provenance_digest: the digest of the store that the shard belongs to; None in a spool
     """
 
     def __init__(
@@ -344,7 +344,7 @@ class Blob:
         self.file, self.name, self.threads, self.encoding = file, name, threads, encoding
         self.codec, self.chunk_rows = encoding.make_codec(name), encoding.chunk_rows(name)
         self.waiting: list[Tensor] = []  # rows of an incomplete chunk
-        # Pieces that are being encoded, with their raw bytes.
+        # Pieces that are being encoded, with the number of their raw bytes.
         self.jobs: deque[tuple[Future[Sequence[memoryview | bytes]], int]] = deque()
         self.rows = self.chunks = self.bytes = 0
         self.ends: list[int] = []

@@ -10,7 +10,7 @@ from typing import Any
 from eagle3.errors import SharedUserError, UserError
 from eagle3.parsing import parse_json
 
-# SGLang's answer, for a few seconds, if a request is repeated after its connection was lost.
+# What SGLang answers for a few seconds if a request is repeated because its connection was lost.
 DUPLICATE = "Duplicate request ID"
 
 

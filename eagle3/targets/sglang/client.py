@@ -1,6 +1,6 @@
 """Request hidden states from running SGLang servers, which share the work. Servers that die are dropped.
 
-`SGLangTarget` is a `Target` on top of them.
+`SGLangTarget` makes a `Target` of these servers.
 """
 
 import os
@@ -232,7 +232,7 @@ class Servers:
 
 
 def require_room(tokens: int, size: int, most_bytes: int) -> None:
-    """Raises UserError if a sample of this many tokens, `size` bytes in the spool, cannot fit into `most_bytes`."""
+    """Raises UserError if a sample of this many tokens, which takes `size` bytes, cannot fit into `most_bytes`."""
     if size > most_bytes:
         raise SharedUserError(
             f"target.spool_gib: leaves this process {most_bytes / 2**30:.3g} GiB, but a sample of {tokens:,} tokens "
@@ -241,8 +241,8 @@ def require_room(tokens: int, size: int, most_bytes: int) -> None:
 
 
 class Producer:
-    """Requests samples in the given order, as the spool has room for them. Room is freed when readers finish with a
-    sample.
+    """Requests samples in the given order, each as soon as the spool has room for it. Readers that finish with a sample
+    free its room.
 
     most_bytes: limit on the samples in the spool or on their way to it
     readers: how many processes read every sample; if 0, the caller must `release` samples

@@ -126,7 +126,7 @@ def _check_vocabulary(folder: Path, model: nn.Module, tensors: dict[str, torch.T
 
 
 def _check_rotation(folder: Path, model: nn.Module) -> None:
-    """Compare rope angles: with a scaling that only training or only SGLang applies, long contexts silently become
+    """Compare rope angles: if only training or only SGLang applied a scaling, long contexts would silently become
     noise."""
     config = read_draft_config(folder / "config.json")
     position = rotation_apart(config, model.model.layers[0].self_attn.rotary_emb.cos_sin_cache)

@@ -177,7 +177,7 @@ class SpoolWriter:
             if event:
                 event.synchronize()
             self._write(ticket, first_row, ids, rows)
-        except Exception as error:  # whatever it is, the job must be told
+        except Exception as error:  # whatever went wrong, the job must be told
             self.give_up(ticket, str(error) or repr(error))
         finally:
             with self.room:
@@ -224,7 +224,7 @@ class SpoolWriter:
                 self.open.pop(ticket).discard()
             if self._there(job := self.folder / ticket.job):
                 fail(job, ticket, reason)
-        except Exception as error:  # again, whatever it is
+        except Exception as error:  # again, whatever went wrong
             logger.error("%s: the job cannot be told: %r", ticket.text, error)
 
 
@@ -263,7 +263,7 @@ class SampleShard(ShardWriter):
 
 
 def _to_host(tensor: Tensor) -> Tensor:
-    """Copy to the host. A copy from a GPU is in pinned memory, and complete once an event recorded now has passed."""
+    """Copy to the host. A copy from a GPU is in pinned memory, and complete once an event recorded now completes."""
     if not tensor.is_cuda:
         return tensor.clone()
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

@@ -86,7 +86,7 @@ def as_typed(command: Sequence[str]) -> str:
 
 
 class SGLangServer(AbstractContextManager):
-    """A running server. It stops at the end of the `with` block, or with the thread that started it if a job is killed.
+    """A running server. It stops at the end of the `with` block or, in a killed job, with the thread that started it.
 
     url: the server's address
     devices: CUDA_VISIBLE_DEVICES for the server; None to use this process's
@@ -171,7 +171,7 @@ class SGLangServer(AbstractContextManager):
 
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment without the variables that torchrun and deepspeed set: SGLang is not one of their processes."""
+    """The environment without the variables that torchrun and deepspeed set, since SGLang is not one of their ranks."""
     prefixes = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "CROSS_", "TORCHELASTIC_")
     return {name: value for name, value in environment.items() if not name.startswith(prefixes)}
 

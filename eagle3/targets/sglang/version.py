@@ -142,7 +142,7 @@ class GreedyAnswer(NamedTuple):
 
     tokens: list[int]  # the output, including the token that stopped it
     stopped: bool  # whether an EOS ended it, rather than the length limit
-    # histogram[a]: how many verifications accepted a drafts, including what they accepted beyond the end of `tokens`
+    # histogram[a]: number of verifications that accepted `a` draft tokens, including any beyond the end of `tokens`
     histogram: list[int]
 
 
@@ -162,13 +162,13 @@ def speculative_flags(draft: str, steps: int, topk: int, tree_tokens: int, windo
 
 
 def decoding_flags() -> list[str]:
-    """Flags for a server that decodes from token ids. Without a prefix cache, so that all prompts are timed alike."""
+    """Flags for a server that decodes from token ids. It has no prefix cache, so that all prompts are timed alike."""
     return ["--skip-tokenizer-init", "--disable-radix-cache"]
 
 
 def cpu_attention_flags() -> list[str]:
-    """Flags for the only backend that drafts several steps on a CPU. A single flag for both would be ignored without
-    AMX."""
+    """Flags for the only backend that drafts several steps on a CPU. A single flag for prefill and decode would be
+    ignored without AMX."""
     return ["--prefill-attention-backend", "intel_amx", "--decode-attention-backend", "intel_amx"]
 
 

@@ -1,8 +1,8 @@
 """Let `import torchvision` succeed beside a CPU build of torch, in every process that SGLang starts.
 
-The wheel of torchvision on PyPI is linked to CUDA libraries, so that its compiled operators do not load here; its
-Python code then describes operators that nobody declared. They are declared right before the import, and never called:
-SGLang imports torchvision for image models, which these tests do not run.
+PyPI's wheel of torchvision is linked to CUDA libraries, so its compiled operators do not load here, and its Python code
+then describes operators that were never declared. They are declared right before the import, and never called: SGLang
+imports torchvision for image models, which these tests do not run.
 """
 
 import sys

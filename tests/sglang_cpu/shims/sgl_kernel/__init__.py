@@ -1,4 +1,4 @@
-"""Stands for SGLang's compiled kernel package on a CPU (tests only): its operators for CPU, in plain torch.
+"""Replaces SGLang's compiled kernel package on a CPU, for tests only: its operators for CPU, in plain torch.
 
 There is no wheel of that package for CPUs. This one holds what SGLang 0.5.23 calls for text models on a CPU without
 AMX: attention over the paged cache (`attention`), the book-keeping of cache slots (`cache_slots`) and EAGLE's token

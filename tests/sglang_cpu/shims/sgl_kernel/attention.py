@@ -40,9 +40,8 @@ def visible_keys(queries: int, keys: int, causal: bool, sliding_window: int) -> 
 
 
 def visible_in_tree(mask: Tensor, committed: int, sliding_window: int) -> Tensor:
-    """Which keys the nodes of a token tree see behind `committed` tokens: bool [nodes, committed + nodes]. mask: bool
-    [nodes, nodes], a node's ancestors and itself; so many stand between it and the committed tokens, and that is its
-    position."""
+    """Which keys the nodes of a token tree after `committed` tokens see: bool [nodes, committed + nodes]. mask: bool
+    [nodes, nodes], a node's ancestors and itself. Their number determines the node's position."""
     nodes = committed + mask.sum(1) - 1
     distance = nodes[:, None] - torch.cat([torch.arange(committed), nodes])
     visible = torch.cat([mask.new_ones(len(mask), committed), mask], 1)
@@ -71,7 +70,7 @@ def decode_attention_cpu(
     encoder_lens: Tensor | None,
     sinks: Tensor | None,
 ) -> None:
-    """One query a request: write its key and value to the cache at `loc`, attend, and fill `output`."""
+    """For one query per request: write its key and value to the cache at `loc`, attend, and fill `output`."""
     assert k_scale == v_scale == 1 and not is_cross_attention
     if key is not None and value is not None:
         k_cache[loc] = key.view(-1, *k_cache.shape[1:]).to(k_cache.dtype)
@@ -108,12 +107,11 @@ def extend_attention_cpu(
     tree_mask: Tensor | None,
     is_causal: bool,
 ) -> None:
-    """Several queries a request: the new keys and values stand in the cache already; fill `output`.
+    """For several queries per request, whose keys and values are in the cache already: attend, and fill `output`.
 
-    A cache of latent attention (MLA) holds neither: requests without a prefix bring their keys and values expanded, one
-    for each head, and attend to those. With `tree_mask` (bool, the requests' [queries, queries] masks one after the
-    other) a query sees the keys before the new ones, and of the new ones those of its mask, as far as its window
-    reaches.
+    A cache of latent attention (MLA) has no keys and values: requests without a prefix pass theirs, expanded for each
+    head, and attend to these. With `tree_mask` (bool, the requests' [queries, queries] masks one after the other), a
+    query sees the keys before the new ones, and among the new ones those of its mask, as far as its window reaches.
     """
     assert k_scale == v_scale == 1 and not is_cross_attention
     expanded = key is not None and key.shape[1:] != k_cache.shape[1:]
@@ -140,9 +138,9 @@ def extend_attention_cpu(
 def build_draft_decode_metadata_cpu(
     req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, topk: int, steps: int, pool_len: int
 ) -> Tensor:
-    """The slot table of a draft's decoding steps: [requests x topk, pool_len], a row a branch.
+    """The slot table of a draft's decoding steps: [requests x topk, pool_len], one row per branch.
 
-    A branch has the request's committed slots, then its own `steps` slots of those reserved behind them.
+    A branch has the request's committed slots, then its own `steps` slots from those reserved after them.
     """
     table = req_to_token.new_zeros(req_pool_indices.numel() * topk, pool_len)
     for i, (request, length) in enumerate(zip(req_pool_indices.tolist(), seq_lens.tolist(), strict=True)):

@@ -1,7 +1,7 @@
 """Book-keeping of cache slots: which slot of the paged cache holds which token of which request.
 
-`req_to_token` [requests, length] is SGLang's table of slots. Arguments that a function fills are named by SGLang's own
-operators; each function fills them in place and returns nothing.
+`req_to_token` [requests, length] is SGLang's table of slots. The names of arguments are SGLang's. Each function fills
+some of its arguments in place, and returns nothing.
 """
 
 import ctypes
@@ -41,7 +41,7 @@ def assign_draft_cache_locs_contiguous_cpu(
     topk: int,
     steps: int,
 ) -> None:
-    """Write the topk x steps slots behind each request's tokens into `out_cache_loc`."""
+    """Write the topk x steps slots after each request's tokens into `out_cache_loc`."""
     end = seq_lens + topk * steps
     assign_extend_cache_locs_cpu(req_pool_indices, req_to_token, seq_lens, end, out_cache_loc, width)
 
@@ -58,12 +58,12 @@ def copy_all_layer_kv_cache_cpu(data_ptrs: Tensor, strides: Tensor, tgt_loc: Ten
 
 
 def fill_bonus_tokens_cpu(accept_tokens: Tensor, accept_lens: Tensor, bonus_tokens: Tensor, stride: int) -> None:
-    """The last accepted token of each request; `accept_tokens` holds `stride` places a request."""
+    """Write the last accepted token of each request; `accept_tokens` has `stride` places per request."""
     last = torch.arange(accept_lens.numel()) * stride + accept_lens.long() - 1
     bonus_tokens.copy_(accept_tokens.view(-1)[last])
 
 
 def fill_accept_out_cache_loc_cpu(accept_index: Tensor, out_cache_loc: Tensor, accept_out_cache_loc: Tensor) -> None:
-    """The slots of the accepted tokens, without gaps; -1 in `accept_index` marks an empty place."""
+    """Write the slots of the accepted tokens, without gaps; -1 in `accept_index` marks an empty place."""
     accepted = accept_index[accept_index > -1].long()
     accept_out_cache_loc[: accepted.numel()] = out_cache_loc[accepted]

@@ -1,8 +1,8 @@
 """EAGLE's token tree: building it from the draft's choices, and the target's greedy walk through it.
 
 A request's tree has n nodes. Node 0 is the last committed token; node i > 0 is the draft's choice `selected_index[i -
-1]`, numbered over all choices of all steps: a choice's number // topk names the list entry of its parent in
-`parent_list`, and 0 there means the root.
+1]`, numbered over all choices of all steps. A choice's number // topk is the entry in `parent_list` that names its
+parent; 0 there means the root.
 """
 
 from torch import Tensor
@@ -44,7 +44,7 @@ def build_tree_kernel_efficient_cpu(
 
 
 def node_parents(selected: list[int], parent_list: list[int], topk: int, nodes: int) -> list[int]:
-    """The parent node of every node; the root stands as its own."""
+    """The parent node of every node; the root is its own parent."""
     parents = [0]
     for choice in selected[: nodes - 1]:
         entry = choice // topk
@@ -62,10 +62,10 @@ def verify_tree_greedy_cpu(
     retrive_next_sibling: Tensor,
     target_predict: Tensor,
 ) -> None:
-    """Walk from the root to the child that the target predicts, as long as there is one, and note the way.
+    """Walk from the root to the child that the target predicts, as long as there is one, and record the path.
 
-    `predicts` gets the target's token at every node of the way, `accept_index` the nodes, `accept_token_num` how many
-    of them the draft proposed. The names of the arguments are SGLang's.
+    `predicts` gets the target's token at every node of the path, `accept_index` the nodes, and `accept_token_num` how
+    many of the nodes the draft proposed. The names of the arguments are SGLang's.
     """
     predicted = target_predict.reshape(-1).tolist()
     for request in range(candidates.shape[0]):
@@ -87,5 +87,5 @@ def verify_tree_greedy_cpu(
 
 
 def rotate_input_ids_cpu(*arguments: object) -> None:
-    """Of drafts with several layers, one a step: not covered."""
+    """For drafts with several layers, one per step; not covered."""
     raise NotImplementedError("EAGLE drafts of several layers are not covered by this stand-in")
