@@ -4,6 +4,7 @@ the same thing. Start it like train.py, on the same nodes with the same options.
 import datetime
 import socket
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,7 +35,7 @@ def main() -> int:
     for file in (options.recipe, options.deepspeed):
         if not file.is_file():  # every process reports this, because the file may be missing on some nodes only
             raise UserError(f"{file}: no such file on {socket.gethostname()}; copy it there, or fix the command line")
-    recipe, deepspeed = load_recipe(options.recipe, options.overrides), options.deepspeed.read_text(encoding="utf-8")
+    recipe = load_recipe(options.recipe, options.overrides)
     before_imports(options.quiet)
     # Imported only now, because these take seconds and a mistake in the recipe should be reported at once.
     from eagle3.parallel.topology import start_distributed, stop_distributed
@@ -46,7 +47,9 @@ def main() -> int:
     console, speaks = Console(topology.is_first, quiet=options.quiet), topology.is_first
     if speaks and not options.quiet:
         tell(f"processes: {len(cluster.nodes)}, nodes: {len(cluster.ranks)} ({', '.join(cluster.ranks)})")
-    checks = findings(cluster, topology, recipe, deepspeed)
+    checks = chain(
+        findings(cluster, topology, recipe, options.deepspeed), golden(cluster, recipe, options.deepspeed, states)
+    )
     while True:
         with waiting(console, f"check {len(states) + 1}"):
             finding = next(checks, None)
@@ -72,12 +75,14 @@ def show(finding: "Finding") -> None:
         tell(f"remedy: {finding.remedy}", lead=" " * 7)
 
 
-def findings(cluster: "Cluster", topology: "Topology", recipe: Recipe, deepspeed: str) -> Iterator["Finding"]:
+def findings(cluster: "Cluster", topology: "Topology", recipe: Recipe, deepspeed: Path) -> Iterator["Finding"]:
     """Runs the checks and yields their findings. Collective: every rank goes through all of them, in this order. Checks
     that may leave a link broken come last."""
+    from eagle3.jobs import doctor
     from eagle3.preflight import bandwidth, machine, places, sameness
 
-    traits = sameness.own_traits(dump_recipe(recipe), deepspeed, packages_of(recipe, sameness.PACKAGES))
+    settings = deepspeed.read_text(encoding="utf-8")
+    traits = sameness.own_traits(dump_recipe(recipe), settings, packages_of(recipe, sameness.PACKAGES))
     for name, trait in traits.items():
         yield sameness.compare(cluster, name, trait)
     # From here on all ranks use the first rank's recipe, so that they make the same checks.
@@ -93,10 +98,11 @@ def findings(cluster: "Cluster", topology: "Topology", recipe: Recipe, deepspeed
         yield places.check_shared(cluster, "target.spool", Path(recipe.target.spool))
     yield places.check_cache(cluster, "data.cache_dir", recipe.data.cache_dir)
     yield places.check_inputs(cluster, inputs_of(recipe))
-    checkpoint = cluster.ask((lambda: checkpoint_of(recipe)) if topology.is_first else None)[0]
+    checkpoint = cluster.ask((lambda: doctor.checkpoint_of(recipe)) if topology.is_first else None)[0]
     count = recipe.training.keep_checkpoints + 2  # plus the best one, and the one being written
     yield places.check_space(cluster, recipe.output.dir, checkpoint, count)
     yield places.check_write_speed(cluster, recipe.output.dir, checkpoint)
+    yield from doctor.check_kernels(cluster, topology, recipe)
     yield from bandwidth.check_all_reduce(cluster, topology.device, 2 * PATIENCE)
 
 
@@ -104,18 +110,12 @@ def packages_of(recipe: Recipe, usual: tuple[str, ...]) -> tuple[str, ...]:
     return (*usual, "sglang") if recipe.target.backend == "sglang" else usual
 
 
-def checkpoint_of(recipe: Recipe) -> int | None:
-    """Bytes of one checkpoint of this recipe; None if the target's config is not available (yet)."""
-    import torch
+def golden(cluster: "Cluster", recipe: Recipe, deepspeed: Path, states: list[str]) -> Iterator["Finding"]:
+    """Golden cases through the engine, unless a check has failed: links and ranks may then be in no state for that."""
+    from eagle3.jobs.doctor import check_golden
 
-    from eagle3.jobs.job import Prospect
-    from eagle3.preflight.places import checkpoint_bytes
-
-    try:
-        draft = Prospect.of(recipe).shape
-    except UserError:
-        return None  # training will report the reason in full
-    return checkpoint_bytes(draft, recipe.parallelism.tensor, getattr(torch, recipe.training.dtype).itemsize)
+    if "failed" not in states:
+        yield from check_golden(cluster, ROOT / "tests" / "golden", deepspeed, recipe.parallelism)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,19 @@
 """One block of attention with its log-sum-exp, forward and backward: the unit that every layout is built from."""
 
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from eagle3.attention.cuda import (
+    cudnn_attention,
+    cudnn_attention_backward,
     efficient_attention,
     efficient_attention_backward,
     flash_attention,
     flash_attention_backward,
-    flash_heads,
+    heads_at_once,
 )
 from eagle3.attention.plain import (
     BlockGradients,
@@ -22,57 +24,103 @@ from eagle3.attention.plain import (
     plain_attention_backward,
 )
 
-Kernel = Literal["cpu", "cuda flash", "cuda efficient", "plain"]
+
+class Kernel(NamedTuple):
+    """One way to compute blocks, forward and backward: `forward` has the parameters of `block_attention`, `backward`
+    those of `block_attention_backward`."""
+
+    name: str
+    forward: Callable[[Tensor, Tensor, Tensor, Scoring], BlockOutput]
+    backward: Callable[..., BlockGradients]
 
 
-def kernel_name(
-    device: torch.device, dtype: torch.dtype, head_dim: int, visibility: Visibility, softcap: float | None = None
-) -> Kernel:
-    """Chooses the kernel for a block from its inputs alone. Plain matrix products handle what no fused kernel does."""
-    if softcap is not None:
-        return "plain"
-    if device.type == "cpu":
-        return "cpu"
-    if device.type != "cuda" or dtype == torch.float64 or head_dim % 8 or head_dim > 256:
-        return "plain"
-    return "cuda efficient" if dtype == torch.float32 or visibility == "masked" else "cuda flash"
+class BlockKernels(NamedTuple):
+    """The kernel for each kind of block. None: blocks of this kind are cut into other kinds."""
+
+    full: Kernel
+    causal: Kernel
+    masked: Kernel
+    banded: Kernel | None  # without a window
+    windowed: Kernel | None  # banded, with a window
+
+    def of(self, visibility: Visibility, window: int | None) -> Kernel | None:
+        return getattr(self, "windowed" if visibility == "banded" and window is not None else visibility)
+
+    @property
+    def names(self) -> dict[str, str | None]:
+        """The kernels' names, by kind of block."""
+        return {kind: kernel and kernel.name for kind, kernel in self._asdict().items()}
 
 
-def takes_bands(q: Tensor, softcap: float | None = None) -> bool:
-    """Whether blocks with these queries may be `banded`."""
-    return kernel_name(q.device, q.dtype, q.shape[-1], "banded", softcap) == "cuda flash"
+def block_candidates(
+    device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None = None
+) -> dict[str, list[Kernel]]:
+    """For each kind of block, the kernels that can compute it, the usual one first. Plain matrix products come last;
+    they compute what no fused kernel does. Only the flash kernel takes bands."""
+    fused = device.type == "cuda" and softcap is None and dtype != torch.float64 and head_dim % 8 == 0
+    fused = fused and head_dim <= 256
+    usual = [CPU] if device.type == "cpu" and softcap is None else []
+    masked = [EFFICIENT] if fused else usual
+    half = fused and dtype != torch.float32
+    bands = [FLASH] if half else []
+    return {
+        **{kind: [*bands, *([CUDNN] if half else []), *masked, PLAIN] for kind in ("full", "causal")},
+        "masked": [*masked, PLAIN],
+        "banded": bands,
+        "windowed": bands,
+    }
 
 
-def block_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> BlockOutput:
+def usual_kernels(
+    device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None = None
+) -> BlockKernels:
+    """The kernels that are used unless others were chosen."""
+    of = block_candidates(device, dtype, head_dim, softcap)
+    return BlockKernels(**{kind: kernels[0] if kernels else None for kind, kernels in of.items()})
+
+
+def block_attention(
+    q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, kernels: BlockKernels | None = None
+) -> BlockOutput:
     """softmax(scale q k^T) v over one block.
 
-    q is [Q, heads, d]; k and v are [S, kv_heads, d], where heads is a multiple of kv_heads. Only blocks for which
-    `takes_bands` is true may be `banded`.
+    q is [Q, heads, d]; k and v are [S, kv_heads, d], where heads is a multiple of kv_heads.
+
+    kernels: None: `usual_kernels`. A block may be `banded` only if they have a kernel for that.
     """
-    assert scoring.visibility != "banded" or takes_bands(q, scoring.softcap)
-    forward, _ = _KERNELS[kernel_name(q.device, q.dtype, q.shape[-1], scoring.visibility, scoring.softcap)]
-    return forward(q, k, v, scoring)
+    return _kernel(q, scoring, kernels).forward(q, k, v, scoring)
 
 
 def block_attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scoring: Scoring
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scoring: Scoring,
+    kernels: BlockKernels | None = None,
 ) -> BlockGradients:
     """This block's share of the gradients: with P = exp(scale q k^T - lse), dS = P * (grad v^T - sum(grad * out)).
 
     If a query has several blocks, `out` and `lse` are the ones *merged over all of them*; each block's backward is then
     exact on its own. A kernel reads `out` only to form that sum, and rounds it to q's dtype first.
     """
-    _, backward = _KERNELS[kernel_name(q.device, q.dtype, q.shape[-1], scoring.visibility)]
-    return backward(grad, q, k, v, out, lse, scoring)
+    return _kernel(q, scoring, kernels).backward(grad, q, k, v, out, lse, scoring)
 
 
-def head_groups(q: Tensor, k: Tensor, scoring: Scoring) -> Iterator[tuple[slice, slice]]:
+def _kernel(q: Tensor, scoring: Scoring, kernels: BlockKernels | None) -> Kernel:
+    kernels = kernels or usual_kernels(q.device, q.dtype, q.shape[-1], scoring.softcap)
+    kernel = kernels.of(scoring.visibility, scoring.window)
+    assert kernel is not None, f"no kernel for {scoring.visibility} blocks"
+    return kernel
+
+
+def head_groups(q: Tensor, k: Tensor, kernel: Kernel) -> Iterator[tuple[slice, slice]]:
     """Splits a block's heads for its backward pass, so that what a kernel takes stays bounded however long the block
     is. Yields slices of the key/value heads and of their query heads."""
     kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
-    most = kv_heads
-    if kernel_name(q.device, q.dtype, q.shape[-1], scoring.visibility) == "cuda flash":
-        most = flash_heads(len(q), len(k), group, q.shape[-1])
+    most = heads_at_once(len(q), len(k), group, q.shape[-1]) if kernel.name in ("flash", "cudnn") else kv_heads
     for first in range(0, kv_heads, most):
         last = min(first + most, kv_heads)
         yield slice(first, last), slice(first * group, last * group)
@@ -117,10 +165,8 @@ def _cpu_arguments(scoring: Scoring, dtype: torch.dtype) -> dict[str, Any]:
     return {"dropout_p": 0.0, "is_causal": causal, "attn_mask": scoring.bias(dtype), "scale": scoring.scale}
 
 
-# (forward, backward), with the parameters of `block_attention` and `block_attention_backward`.
-_KERNELS: dict[Kernel, tuple[Callable[..., BlockOutput], Callable[..., BlockGradients]]] = {
-    "cpu": (_cpu_attention, _cpu_attention_backward),
-    "cuda flash": (flash_attention, flash_attention_backward),
-    "cuda efficient": (efficient_attention, efficient_attention_backward),
-    "plain": (plain_attention, plain_attention_backward),
-}
+CPU = Kernel("cpu", _cpu_attention, _cpu_attention_backward)
+FLASH = Kernel("flash", flash_attention, flash_attention_backward)
+CUDNN = Kernel("cudnn", cudnn_attention, cudnn_attention_backward)
+EFFICIENT = Kernel("efficient", efficient_attention, efficient_attention_backward)
+PLAIN = Kernel("plain", plain_attention, plain_attention_backward)

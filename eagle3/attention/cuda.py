@@ -3,6 +3,7 @@ device.
 
 - flash: fp16 and bf16; `full`, `causal` and `banded`; grouped key/value heads as they are. This is torch's own
   FlashAttention 2, or the flash-attn package's FlashAttention 3 if `take_installed_flash` finds it.
+- cudnn: cuDNN's kernels in fp16 and bf16; `full` and `causal`; on Hopper often the fastest.
 - efficient: also fp32, and any mask. In fp32 its products are split TF32 on tensor cores, close to fp32 in accuracy.
 
 Layouts, padding and the arguments that are unused without dropout follow torch's C++ sources. So far this was checked
@@ -21,9 +22,9 @@ from eagle3.attention.plain import BlockGradients, BlockOutput, Scoring
 
 # The efficient kernel's backward reads lse in whole blocks; it reads a mask in whole vectors of at least 16 bytes.
 LSE_MULTIPLE, MASK_MULTIPLE = 32, 16
-# What a call of the flash kernel's backward may take for itself: q's gradient in fp32, and those of keys and values for
-# every query head.
-FLASH_BYTES = 2**29
+# What one call of a backward may take for itself: q's gradient in fp32, and those of keys and values for every query
+# head. (That is what the flash kernel takes; cuDNN is assumed to take no more.)
+BACKWARD_BYTES = 2**29
 
 
 def take_installed_flash(device: torch.device) -> str:
@@ -58,9 +59,9 @@ def flash_attention_backward(
     return BlockGradients(*(gradient[0] for gradient in gradients))
 
 
-def flash_heads(queries: int, keys: int, group: int, head_dim: int) -> int:
-    """Key/value heads, each with `group` query heads, that one call of the flash kernel's backward should take."""
-    return max(1, FLASH_BYTES // (4 * group * head_dim * (queries + keys)))
+def heads_at_once(queries: int, keys: int, group: int, head_dim: int) -> int:
+    """Key/value heads, each with `group` query heads, that one call of a backward should take."""
+    return max(1, BACKWARD_BYTES // (4 * group * head_dim * (queries + keys)))
 
 
 def _flash_arguments(q: Tensor, k: Tensor, scoring: Scoring) -> dict[str, Any]:
@@ -73,6 +74,43 @@ def _flash_arguments(q: Tensor, k: Tensor, scoring: Scoring) -> dict[str, Any]:
         **{"dropout_p": 0.0, "is_causal": causal, "scale": scoring.scale},
         **({"window_size_left": scoring.window - 1, "window_size_right": 0} if windowed else {}),
     }
+
+
+def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> BlockOutput:
+    """`block_attention` in fp16 or bf16 for `full` and `causal` blocks; head_dim a multiple of 8."""
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        *(_heads_first(x) for x in (q, k, v)),
+        None,
+        compute_log_sumexp=True,
+        is_causal=scoring.visibility == "causal",
+        scale=scoring.scale,
+    )
+    return BlockOutput(out[0].transpose(0, 1), lse[0, :, :, 0].transpose(0, 1))
+
+
+def cudnn_attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scoring: Scoring
+) -> BlockGradients:
+    """`block_attention_backward` for blocks whose forward was `cudnn_attention`."""
+    unused = torch.empty((), dtype=torch.int64, device=q.device)  # dropout's seed and offset, not read
+    gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        *(_heads_first(x) for x in (grad, q, k, v, out.to(q.dtype).contiguous())),
+        lse.transpose(0, 1)[None, ..., None].contiguous(),
+        unused,
+        unused,
+        *(None, None, None),  # no bias, and no packed sequences
+        len(q),
+        len(k),
+        dropout_p=0.0,
+        is_causal=scoring.visibility == "causal",
+        scale=scoring.scale,
+    )
+    return BlockGradients(*(gradient[0].transpose(0, 1) for gradient in gradients))
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    """A view of [tokens, heads, d] as [1, heads, tokens, d]."""
+    return x.transpose(0, 1)[None]
 
 
 def efficient_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> BlockOutput:

@@ -1,8 +1,8 @@
 """The ring layer: attention of this rank's queries to the keys and values of every ring rank, with exact gradients.
 
-Keys and values either stay once gathered (`gather`: exchanged once, and their gradient returns once) or travel around
-the ring in every call (`p2p`: memory stays flat). Both modes visit the shares in the same order, this rank's own first,
-and merge them by log-sum-exp, so they give the same numbers. Both overlap communication with computation.
+In mode `gather`, keys and values are exchanged once and kept, and their gradient is returned once. In mode `p2p` they
+travel around the ring in every call, so memory stays flat. Both modes visit the shares in the same order, this rank's
+own first, and merge them by log-sum-exp, so they give the same numbers.
 """
 
 from collections.abc import Iterator
@@ -14,15 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from eagle3.attention.block import (
-    BlockOutput,
-    block_attention,
-    block_attention_backward,
-    head_groups,
-    merge_blocks,
-    takes_bands,
-)
-from eagle3.attention.plain import Scoring
+from eagle3.attention.block import BlockKernels, head_groups, merge_blocks, usual_kernels
+from eagle3.attention.plain import BlockOutput, Scoring
 from eagle3.attention.schedule import Piece, PrefixSchedule, overlap
 
 RingMode = Literal["gather", "p2p"]
@@ -35,7 +28,8 @@ class RingAttention:
     group: dist.ProcessGroup
     mode: RingMode
     scale: float  # of the scores
-    softcap: float | None = None  # see `block_attention`
+    softcap: float | None = None  # see Scoring
+    kernels: BlockKernels | None = None  # None: `usual_kernels`
 
     def start(self, key_value: Tensor) -> "Exchange":
         """Begins to exchange this rank's keys and values [2, S, kv_heads, d]; S is the same on every ring rank."""
@@ -51,14 +45,16 @@ class RingAttention:
         schedules: what these queries see of the keys of each ring rank.
         """
         exact = torch.promote_types(q.dtype, torch.float32)
-        pieces, merging = self._pieces(q, schedules)
+        kernels = self._kernels(q)
+        pieces, merging = self._pieces(kernels, schedules)
         out = torch.zeros(q.shape, dtype=exact if merging else q.dtype, device=q.device)
         lse = torch.full(q.shape[:2], float("-inf"), dtype=exact, device=q.device)
-        reached = 0  # queries before this one may have been in a piece already
+        reached = 0  # rows before this may already hold the output of a piece
         for source, (key, value) in _shares(key_value, self):
             for piece in pieces[source]:
-                rows, keys = piece.queries, piece.keys
-                part = block_attention(q[rows], key[keys], value[keys], self._scoring(schedules[source], piece))
+                scoring, rows, keys = self._scoring(schedules[source], piece), piece.queries, piece.keys
+                kernel = kernels.of(piece.visibility, scoring.window)
+                part = kernel.forward(q[rows], key[keys], value[keys], scoring)
                 merged = rows.start < reached
                 out[rows], lse[rows] = merge_blocks(BlockOutput(out[rows], lse[rows]), part) if merged else part
                 reached = max(reached, rows.stop)
@@ -76,17 +72,19 @@ class RingAttention:
         """Returns the gradient of q [Q, heads, d], in fp32 or wider if it is a sum over blocks, and adds those of the
         keys and values to `gradient`.
 
-        output: see `block_attention_backward`. Each block's backward gets what is merged over all of them.
+        output: merged over all blocks, as `block_attention_backward` wants it.
         """
         assert self.softcap is None, "no draft has a softcap"
-        pieces, merging = self._pieces(q, schedules)
+        kernels = self._kernels(q)
+        pieces, merging = self._pieces(kernels, schedules)
         dq = torch.zeros(q.shape, dtype=output.lse.dtype if merging else q.dtype, device=q.device)
         reached = 0
         for source, (key, value), share_gradient in _shares_with_gradients(key_value, gradient, self):
             for piece in pieces[source]:
                 scoring, rows, keys = self._scoring(schedules[source], piece), piece.queries, piece.keys
-                for kv_heads, heads in head_groups(q[rows], key[keys], scoring):
-                    part = block_attention_backward(
+                kernel = kernels.of(piece.visibility, scoring.window)
+                for kv_heads, heads in head_groups(q[rows], key[keys], kernel):
+                    part = kernel.backward(
                         *(tensor[rows, heads] for tensor in (grad, q)),
                         *(tensor[keys, kv_heads] for tensor in (key, value)),
                         *(tensor[rows, heads] for tensor in output),
@@ -98,10 +96,13 @@ class RingAttention:
                 reached = max(reached, rows.stop)
         return dq
 
-    def _pieces(self, q: Tensor, schedules: tuple[PrefixSchedule, ...]) -> tuple[list[list[Piece]], bool]:
+    def _kernels(self, q: Tensor) -> BlockKernels:
+        return self.kernels or usual_kernels(q.device, q.dtype, q.shape[-1], self.softcap)
+
+    def _pieces(self, kernels: BlockKernels, schedules: tuple[PrefixSchedule, ...]) -> tuple[list[list[Piece]], bool]:
         """Each ring rank's pieces, and whether outputs of several pieces have to be merged."""
-        bands = takes_bands(q, self.softcap)
-        pieces = [[*schedule.dense_pieces(bands)] for schedule in schedules]
+        bands = [kernels.of("banded", schedule.window) is not None for schedule in schedules]
+        pieces = [[*schedule.dense_pieces(band)] for schedule, band in zip(schedules, bands, strict=True)]
         sources = [source for source in self.sources if pieces[source]]
         return pieces, len(sources) > 1 or any(overlap(pieces[source]) for source in sources)
 
@@ -116,8 +117,8 @@ class RingAttention:
 
 @dataclass
 class KeyValueGradient:
-    """The gradient of shared keys and values. Every call's backward adds its part, in fp32 or wider, and whoever shared
-    them takes the sum. (Autograd would round each part to the dtype of the keys, and hold two at a time.)"""
+    """The gradient of shared keys and values. Every call's backward adds its part, in fp32 or wider, and the
+    Exchange takes the sum. (Autograd would round each part to the dtype of the keys, and hold two parts at a time.)"""
 
     total: Tensor | None = None
 
@@ -141,8 +142,8 @@ class SharedKeyValue:
 
 
 class Exchange:
-    """Keys and values on their way to their readers. In this base class they are already in place: `key_value` has
-    SharedKeyValue's shape."""
+    """Keys and values on their way to their readers. This base class moves nothing: its `key_value` has the shape of
+    SharedKeyValue's."""
 
     def __init__(self, key_value: Tensor) -> None:
         self.mine = key_value
@@ -199,8 +200,8 @@ class _StartGather(torch.autograd.Function):
 
 
 class _FinishGather(torch.autograd.Function):
-    """Forward finishes the all-gather. Backward runs after that of every call and starts the reduce-scatter of the
-    gradient; the tensor that it returns is only filled once _StartGather's backward has waited for it."""
+    """Forward finishes the all-gather. Backward runs when the backward passes of all calls are done, and starts the
+    reduce-scatter of the gradient. What it returns is a placeholder: _StartGather's backward waits for the result."""
 
     @staticmethod
     def forward(ctx, key_value, group, transfer, gradient):
@@ -222,7 +223,7 @@ class _FinishGather(torch.autograd.Function):
 
 
 class _CollectGradient(torch.autograd.Function):
-    """Backward runs after that of every call and returns the sum of their gradients."""
+    """Backward runs when the backward passes of all calls are done, and returns the sum of their gradients."""
 
     @staticmethod
     def forward(ctx, key_value, gradient):
@@ -254,7 +255,8 @@ def _shares(key_value: Tensor, ring: RingAttention) -> Iterator[tuple[int, Tenso
 def _shares_with_gradients(
     key_value: Tensor, gradient: KeyValueGradient, ring: RingAttention
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """`_shares` with, for each share, a tensor to add its gradient to, which ends up in `gradient`."""
+    """Like `_shares`, with a third tensor: what the caller adds to it ends up in `gradient` on the rank that owns the
+    share."""
     total = gradient.like(key_value)
     if ring.mode == "gather":
         for source, block in _shares(key_value, ring):

@@ -58,8 +58,11 @@ class PrefixSchedule:
         if they are so long that what a kernel takes for itself would matter."""
         for piece in self.pieces:
             short = _length(piece.queries) + _length(piece.keys) <= 2 * BAND_ROWS
-            if piece.visibility != "banded" or (bands and short):
+            if piece.visibility != "banded":
                 yield piece
+            elif bands and short:
+                square = self.window is None and _length(piece.queries) == _length(piece.keys)
+                yield piece._replace(visibility="causal") if square else piece
             elif self.window is None:
                 yield from self._squares(piece, *((BAND_ROWS,) * 2 if bands else (self.block, self.key_block)))
             else:

@@ -11,7 +11,7 @@ from deepspeed.sequence.layer import _SeqAllToAll
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from eagle3.attention.block import BlockOutput
+from eagle3.attention.block import BlockKernels, BlockOutput
 from eagle3.attention.ring import Exchange, RingAttention, RingMode, SharedKeyValue
 from eagle3.attention.schedule import PrefixSchedule
 
@@ -75,9 +75,10 @@ class TTTAttention:
         scale: float,
         mode: RingMode = "gather",
         chunk: int = 1024,
+        kernels: BlockKernels | None = None,
     ) -> "TTTAttention":
-        """Builds the attention on these process groups."""
-        return cls(Ulysses(ulysses), RingAttention(ring, mode, scale), chunk)
+        """Builds the attention on these process groups. kernels: see RingAttention."""
+        return cls(Ulysses(ulysses), RingAttention(ring, mode, scale, kernels=kernels), chunk)
 
     def start(self, prefix: KeyValue) -> Exchange:
         """Starts to share this rank's K_0, V_0, for use in all steps. Every sequence rank has the same number of

@@ -40,6 +40,7 @@ def describe_run(
     steps: int,
     continues: bool,
     memory_before: float,
+    kernels: dict[str, str | None],  # names of those in use
 ) -> dict[str, Any]:
     """Collect the contents of run.json, as JSON values.
 
@@ -62,6 +63,7 @@ def describe_run(
             "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
             "processes": processes,
         },
+        "kernels": kernels,
         "versions": {name: number for name, number in versions(SHOWN).items() if number != ABSENT},
         "target": {
             "hub_id": recipe.model.target if recipe.model.target == job.target and not _is_here(job.target) else None,

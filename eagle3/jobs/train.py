@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from eagle3.attention.cuda import take_installed_flash
 from eagle3.console import Console, waiting
 from eagle3.draft.interchange import export_draft, load_weights, read_exported, shard, whole_tensors
 from eagle3.draft.model import Eagle3Draft
@@ -24,9 +23,11 @@ from eagle3.jobs.evaluate import judge, prompts_to_judge
 from eagle3.jobs.job import Job, choose_draft, find_target, gather_inputs
 from eagle3.jobs.provenance import input_digests, require_fitting_settings, require_fitting_store
 from eagle3.jobs.supply import HiddenStateSupply, hidden_state_supply
+from eagle3.kernels.choice import Choice, choose_kernels
+from eagle3.kernels.proof import Demand
 from eagle3.objective.model import BatchMaker, DraftObjective, MemoryPlan
 from eagle3.parallel.sequence import SequenceSharding
-from eagle3.parallel.topology import Topology, agreed, node_name
+from eagle3.parallel.topology import Topology, agreed, gathered, node_name
 from eagle3.parallel.watchdog import Watchdog
 from eagle3.patches import NormLimit
 from eagle3.preflight.inputs import require_trainable
@@ -43,7 +44,7 @@ from eagle3.training.engine import deepspeed_config, full_weights, gradient_scal
 from eagle3.training.run_folder import Resume, RunFolder
 from eagle3.training.stopping import RunStopped, StopSignals
 from eagle3.training.tracking import memory_gib, require_account
-from eagle3.training.trainer import Trainer
+from eagle3.training.trainer import Course, Trainer
 from eagle3.training.watched import watched
 
 Finish = Callable[[Path, Console], None]
@@ -112,13 +113,12 @@ def _train(recipe: Recipe, run: _Run, resume: Resume, stop: StopSignals, finish:
     engine_config = deepspeed_config(run.deepspeed_file, recipe.training, run.topology.data.size())
     _enter(recipe, run, resume)
     job = _resolve(recipe, run)
+    choice = _choose_kernels(job, run)
     with hidden_state_supply(job, run.topology, run.console) as supply:
         memory_before = memory_gib(run.topology.device)
         draft = _build_draft(job, supply.head, run.topology)
-        trainer = _trainer(job, run, supply, draft, engine_config)
-        run.on_first(lambda: _begin(job, run, trainer.steps, memory_before))
-        if run.topology.device.type == "cuda":
-            run.console(f"attention: {take_installed_flash(run.topology.device)} kernels")
+        trainer = _trainer(job, run, supply, draft, engine_config, choice)
+        run.on_first(lambda: _begin(job, run, trainer, memory_before))
         with run.watchdog.watching():
             trainer.run(run.continues, stop)
         _export(job, run, trainer.load_best(), draft)
@@ -181,6 +181,22 @@ def _resolve(recipe: Recipe, run: _Run) -> Job:
     return job
 
 
+def _choose_kernels(job: Job, run: _Run) -> Choice:
+    """Choose the kernels of attention and loss, on CUDA by trying them on this GPU. Collective."""
+    training, sizes, topology = job.recipe.training, job.recipe.parallelism, run.topology
+    demand = Demand.of(job.shape, sizes.tensor, sizes.ulysses, getattr(torch, training.dtype), training.ttt_steps)
+    before = gathered(run.folder.kernels_before() if topology.is_first and run.continues else None)[0]
+    with waiting(run.console, "proving kernels on this GPU"):
+        choice = choose_kernels(
+            demand, topology.alone, topology.device, job.recipe.data.cache_dir.expanduser(), training.kernels, before
+        )
+    for warning in choice.warnings:
+        run.console.warn(warning)
+    if choice.table:
+        run.console(f"kernels, each held to the definition on this GPU: {choice.line}")
+    return choice
+
+
 def _build_draft(job: Job, head: TargetHead, topology: Topology) -> Eagle3Draft:
     """Build the draft, with the target's embedding, and with seeded weights or the warm start's."""
     settings = job.recipe.model.draft
@@ -228,7 +244,12 @@ def _drafted_rows(job: Job, head: TargetHead) -> Tensor:
 
 
 def _trainer(
-    job: Job, run: _Run, supply: HiddenStateSupply, draft: Eagle3Draft, engine_config: dict[str, Any]
+    job: Job,
+    run: _Run,
+    supply: HiddenStateSupply,
+    draft: Eagle3Draft,
+    engine_config: dict[str, Any],
+    choice: Choice,
 ) -> Trainer:
     """Assemble the trainer: engine, loaders, checkpoints."""
     recipe, topology, console, (train, held_out) = job.recipe, run.topology, run.console, supply.samples
@@ -248,7 +269,7 @@ def _trainer(
         engine_config = engine_config | {"checkpoint": {**engine_config.get("checkpoint", {}), "load_universal": True}}
     memory = MemoryPlan(recipe.memory.recompute, recipe.memory.block_mib * 2**20)
     engine = start_engine(
-        DraftObjective(draft, topology, sizes.ring_mode, memory),
+        DraftObjective(draft, topology, sizes.ring_mode, memory, choice.kernels),
         topology,
         engine_config,
         scheduler(steps, training.warmup_fraction, training.final_learning_rate_fraction),
@@ -275,6 +296,7 @@ def _trainer(
         console=console,
         watchdog=run.watchdog,
         steps=steps,
+        course=Course(kernels=dict(choice.names)),
     )
 
 
@@ -293,7 +315,7 @@ def _batch_maker(job: Job, supply: HiddenStateSupply, draft: Eagle3Draft, topolo
     )
 
 
-def _begin(job: Job, run: _Run, steps: int, memory_before: float) -> None:
+def _begin(job: Job, run: _Run, trainer: Trainer, memory_before: float) -> None:
     """Write the run's inputs and settings to its folder."""
     folder = run.folder
     folder.begin(job.recipe, run.continues, run.identity, input_digests(job), run.console)
@@ -305,9 +327,10 @@ def _begin(job: Job, run: _Run, steps: int, memory_before: float) -> None:
                 job,
                 run.deepspeed_file,
                 device=run.topology.device,
-                steps=steps,
+                steps=trainer.steps,
                 continues=run.continues,
                 memory_before=memory_before,
+                kernels=trainer.course.kernels,
             )
         )
     except Exception as error:  # only the report needs it, so it is no reason to refuse to start

@@ -1,5 +1,5 @@
-"""Distillation loss and gradients in one call after the unroll: block by block over target rows, the teacher computed
-once for all K steps.
+"""Computes the distillation loss and its gradients in one call after the unroll, block by block over teacher rows; the
+teacher's logits are computed once for all K steps.
 
 Under tensor parallelism each rank holds its columns of the draft vocabulary; the softmaxes run over all ranks' columns.
 """
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from eagle3.objective.softmaxes import BlockSoftmaxes, Logits, PlainSoftmaxes
+from eagle3.objective.softmaxes import PLAIN, Logits, LossKernel
 from eagle3.objective.streaming import StreamedRows
 from eagle3.targets.logits import LogitTransform
 
@@ -21,22 +21,33 @@ BLOCK_BYTES = 2**30
 
 
 class StepSums(NamedTuple):
-    """Sums over positions, each [K] fp64."""
+    """Sums over positions, each [K] fp64. Counted positions are the supervised ones whose teacher token is in the draft
+    vocabulary."""
 
-    cross_entropy: Tensor  # -sum_v q log p, over counted positions
-    overlap: Tensor  # the acceptance rate sum_v min(q_full, p), over counted positions
-    correct: Tensor  # whether the draft's best token is the teacher's, over supervised positions
+    cross_entropy: Tensor  # -sum_v q log p (see _Distill), over counted positions
+    overlap: Tensor  # the acceptance rate sum_v min(f, p), over counted positions
+    correct: Tensor  # how often the draft's best token is the teacher's, over supervised positions
 
     def __add__(self, other: "StepSums") -> "StepSums":
         return StepSums(*(a + b for a, b in zip(self, other, strict=True)))
 
 
 class StepWeights(NamedTuple):
-    """Factors, each [K] fp64 on the CPU, of every step's summed cross-entropy and summed acceptance rate in the
-    surrogate loss."""
+    """What each step's summed cross-entropy and acceptance rate are multiplied by in the surrogate loss, [K] fp64 each,
+    on the CPU."""
 
     cross_entropy: Tensor
     overlap: Tensor
+
+
+class LossBlocks(NamedTuple):
+    """How `distill` computes its blocks."""
+
+    size: int = BLOCK_BYTES  # bytes that one block takes
+    kernel: LossKernel | None = None  # None: `usual_loss_kernel`
+
+
+USUAL_BLOCKS = LossBlocks()
 
 
 class Distilled(NamedTuple):
@@ -44,12 +55,13 @@ class Distilled(NamedTuple):
 
     surrogate: Tensor  # scalar; its gradient is this stream's share of the loss's gradient
     sums: StepSums  # what losses and metrics need
-    correct: Tensor  # [K, M] bool: the positions that `sums.correct` counts
+    correct: Tensor  # [K, M] bool: supervised positions where the draft's best token is the teacher's
 
 
 def loss_row_bytes(steps: int, columns: int, hidden: int, dtype: torch.dtype) -> int:
-    """Bytes that `distill` holds per teacher row: K rows of draft logits in fp32 or wider (and once more in `dtype`,
-    for the products), five more rows of that width, and K hidden states with their norms (in fp32) and gradients."""
+    """Bytes that `distill` holds per teacher row: K rows of draft logits in fp32 or wider, and a copy in `dtype` if
+    that is narrower; five more rows of logits in fp32 or wider; and for each step six rows of hidden size (states,
+    normed states, gradients), of which two are in fp32 or wider."""
     exact = max(dtype.itemsize, 4)
     logits = steps * (exact + (dtype.itemsize if dtype.itemsize < exact else 0)) + 5 * exact
     return columns * logits + steps * hidden * (4 * dtype.itemsize + 2 * exact)
@@ -68,18 +80,18 @@ class Teacher:
     """
 
     last: Tensor | StreamedRows  # [M, Ht] after the final norm, possibly on the host; without head: logits [M, Vd/tp]
-    head: Tensor | None  # [Vd/tp, Ht]: this rank's part of the target's lm_head rows of the draft vocabulary
-    # [M] int64: draft id of the target's most likely token, on whichever rank; -1 if not in the draft vocabulary
+    head: Tensor | None  # [Vd/tp, Ht]: the rows of the target's lm_head for this rank's part of the draft vocabulary
+    # [M] int64: draft id of the target's most likely token, whichever rank has it; -1 outside the draft vocabulary
     best: Tensor
     logsumexp: Tensor  # [M]: over the target's full vocabulary
     transform: LogitTransform = LogitTransform()  # applied to what head yields
 
-    def logits(self, block: slice, dtype: torch.dtype) -> Tensor:
+    def logits(self, block: slice, dtype: torch.dtype, kernel: LossKernel = PLAIN) -> Tensor:
         """Logits [m, Vd/tp] in `dtype` (fp32 or wider) that the caller may overwrite."""
         rows = self.last[block]
         if self.head is None:
             return rows.to(dtype, copy=True)
-        return self.transform.apply(_products(rows, self.head)).to(dtype)
+        return self.transform.apply(kernel.product(rows, self.head)).to(dtype)
 
 
 def distill(
@@ -90,14 +102,15 @@ def distill(
     weights: StepWeights,
     group: dist.ProcessGroup,
     norm: nn.Module | None = None,
-    block_bytes: int = BLOCK_BYTES,
+    blocks: LossBlocks = USUAL_BLOCKS,
 ) -> Distilled:
     """Compares K steps of draft outputs with the teacher.
 
     Gradients of `outputs`, `head` and `norm` are computed along the way, block by block, if autograd wants them, and
-    can be asked for only once. A block takes about `block_bytes`; no tensor of [tokens, vocabulary] ever exists.
+    can be asked for only once. A block takes about `blocks.size`; no tensor of [tokens, vocabulary] ever exists.
 
-    All ranks of the tensor-parallel group call this with the same arguments except `head`. They all get the same
+    All ranks of the tensor-parallel group call this with the same arguments, except for their own part of `head` and of
+    the teacher's. They all get the same
     surrogate and sums, and the same complete gradients of `outputs` and `norm`; the gradient of `head` covers this
     rank's rows.
 
@@ -107,10 +120,11 @@ def distill(
     group: the tensor-parallel group.
     """
     weights_by_step = tuple(zip(*(part.tolist() for part in weights), strict=True))
-    rows = loss_rows(len(outputs), *head.shape, head.dtype, block_bytes)
+    rows = loss_rows(len(outputs), *head.shape, head.dtype, blocks.size)
+    kernel = blocks.kernel or usual_loss_kernel(head.device, head.dtype)
     norm_weights = () if norm is None else norm.parameters()
     surrogate, cross_entropy, overlap, correct = _Distill.apply(
-        weights_by_step, group, norm, rows, head, teacher, query_of, *outputs, *norm_weights
+        weights_by_step, group, norm, (rows, kernel), head, teacher, query_of, *outputs, *norm_weights
     )
     return Distilled(surrogate, StepSums(cross_entropy, overlap, correct.sum(1).double()), correct)
 
@@ -118,7 +132,8 @@ def distill(
 class _Gradients:
     """Accumulates gradients over blocks: head and norm in fp32 or wider, outputs in their own dtype."""
 
-    def __init__(self, outputs: Sequence[Tensor], head: Tensor, norm: nn.Module | None) -> None:
+    def __init__(self, outputs: Sequence[Tensor], head: Tensor, norm: nn.Module | None, kernel: LossKernel) -> None:
+        self.kernel = kernel
         exact = torch.promote_types(head.dtype, torch.float32)
         self.norm_weights = [] if norm is None else list(norm.parameters())
         self.outputs = [torch.zeros_like(output) for output in outputs]
@@ -132,39 +147,38 @@ class _Gradients:
         hidden, normed: [K, m, H], lm_head's input before and after the norm.
         """
         logits, flat = logits.flatten(0, 1), normed.detach().flatten(0, 1)
-        if head.dtype == self.head.dtype:
-            self.head.addmm_(logits.t(), flat)
-        elif head.is_cuda:  # without rounding the block's product first
-            torch.addmm(self.head, logits.t(), flat, out_dtype=self.head.dtype, out=self.head)
-        else:
-            self.head += logits.t() @ flat
+        self.kernel.accumulate(self.head, logits, flat)
         gradient = (logits @ head).view_as(normed)
         if self.norm_weights:
             gradient, *norm = torch.autograd.grad(normed, (hidden, *self.norm_weights), gradient)
             for whole, part in zip(self.norm, norm, strict=True):
                 whole += part
         for whole, at, part in zip(self.outputs, slots, gradient, strict=True):
-            whole.index_add_(0, at, part)  # slots without a query point at row 0 and carry a zero gradient
+            whole.index_add_(0, at, part)  # a slot without a query refers to row 0, with a zero gradient
 
 
 class _Distill(torch.autograd.Function):
-    """The loss and its gradient, row by row, with p = softmax(logits), q = softmax(teacher), f = q_full, a = sum_v
-    min(f, p):
+    """The loss and its gradient, row by row. p is the softmax of the draft's logits, q that of the teacher's over the
+    draft vocabulary, f the same over the target's full vocabulary, and a = sum_v min(f, p):
 
     d(-sum q log p)/dlogits = p - q
     da/dlogits_v = p_v * ([p_v < f_v] - sum_u p_u [p_u < f_u])
 
-    A rank's columns give its rows of d_head, and partial sums of everything else, which are reduced at the end.
-    `weights` holds each step's factors of cross-entropy and overlap, `rows` the number of rows per block.
+    From its columns of the logits a rank computes its own rows of d_head, and partial sums of everything else, which
+    are reduced at the end.
+
+    `weights` holds each step's factors of cross-entropy and overlap, `blocks` the number of rows per block and the
+    kernel.
     """
 
     @staticmethod
-    def forward(ctx, weights, group, norm, rows, head, teacher, query_of, *outputs_and_norm):
+    def forward(ctx, weights, group, norm, blocks, head, teacher, query_of, *outputs_and_norm):
+        rows, kernel = blocks
         outputs = outputs_and_norm[: len(weights)]
         exact = torch.promote_types(head.dtype, torch.float32)
         best = query_of.new_empty(query_of.shape)  # draft id of the largest logit
         sums = torch.zeros(2, len(weights), dtype=torch.float64, device=head.device)
-        gradients = _Gradients(outputs, head, norm) if any(ctx.needs_input_grad) else None
+        gradients = _Gradients(outputs, head, norm, kernel) if any(ctx.needs_input_grad) else None
         supervised = query_of >= 0
         counted = supervised & (teacher.best >= 0)
         for start in range(0, len(teacher.best), rows):
@@ -173,9 +187,9 @@ class _Distill(torch.autograd.Function):
             hidden = torch.stack([output.index_select(0, at) for output, at in zip(outputs, slots, strict=True)])
             with torch.set_grad_enabled(gradients is not None):
                 normed = hidden if norm is None else norm(hidden.requires_grad_(gradients is not None))
-            logits = _products(normed.detach().flatten(0, 1), head).unflatten(0, slots.shape)
+            logits = kernel.product(normed.detach().flatten(0, 1), head).unflatten(0, slots.shape)
             lse = teacher.logsumexp[block].to(exact)
-            softmaxes = block_softmaxes(Logits(logits, teacher.logits(block, exact), lse), group)
+            softmaxes = kernel.softmaxes(Logits(logits, teacher.logits(block, exact, kernel), lse), group)
             del logits
             best[:, block] = softmaxes.best
             weight = counted[:, block]
@@ -205,17 +219,15 @@ class _Distill(torch.autograd.Function):
         return None, None, None, None, head, None, None, *others
 
 
-def _products(rows: Tensor, columns: Tensor) -> Tensor:
-    """rows [n, h] @ columns [v, h]^T in fp32 or wider, rounded only once if the device has a kernel for that."""
-    if rows.is_cuda and rows.dtype in (torch.bfloat16, torch.float16):
-        return torch.mm(rows, columns.t(), out_dtype=torch.float32)
-    return (rows @ columns.t()).to(torch.promote_types(rows.dtype, torch.float32))
+def usual_loss_kernel(device: torch.device, dtype: torch.dtype) -> LossKernel:
+    """The kernel that is used unless another was chosen: on CUDA the fused one, except in fp64."""
+    return loss_candidates(device, dtype)[0]
 
 
-def block_softmaxes(logits: Logits, group: dist.ProcessGroup) -> BlockSoftmaxes:
-    """The softmaxes of a block, by Triton kernels where they run: in fp32 on CUDA."""
-    if logits.draft.is_cuda and logits.draft.dtype == torch.float32:
-        from eagle3.objective.fused import FusedSoftmaxes  # Triton comes with torch's CUDA build
+def loss_candidates(device: torch.device, dtype: torch.dtype) -> list[LossKernel]:
+    """The kernels that can compute the loss, the usual one first."""
+    if device.type != "cuda" or dtype == torch.float64:
+        return [PLAIN]
+    from eagle3.objective.fused import FUSED  # Triton comes with torch's CUDA build
 
-        return FusedSoftmaxes(logits, group)
-    return PlainSoftmaxes(logits, group)
+    return [FUSED, PLAIN]

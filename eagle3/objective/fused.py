@@ -1,9 +1,9 @@
-"""`BlockSoftmaxes` in Triton kernels, which read the logits twice (three times if the loss weighs the acceptance rate)
-where torch's operators pass over them about thirty times.
+"""The loss's kernel for GPUs: matrix products that keep their fp32 sums, and softmaxes in Triton.
 
-A kernel's program takes one teacher row and all K steps at once, so that the teacher's logits are read once for all of
-them, and goes through the columns in blocks. Each kernel is an operator of torch, with a fake implementation for
-tracing and a declared cost.
+The softmaxes read the logits twice (three times if the loss weighs the acceptance rate), where torch's operators pass
+over them about thirty times. A Triton kernel's program takes one teacher row and all K steps at once, so that the
+teacher's logits are read once for all of them, and goes through the columns in blocks. Each kernel is an operator of
+torch, with a fake implementation for tracing and a declared cost.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eagle3.objective.softmaxes import Logits, share_peaks
+from eagle3.objective.softmaxes import PLAIN, Logits, LossKernel, share_peaks
 
 # Columns of one block: 8 steps of 1,024 in fp32 take 32 registers of each of 256 threads.
 COLUMNS, WARPS = 1024, 8
@@ -245,3 +245,21 @@ class FusedSoftmaxes:
         factors = torch.tensor(weights, dtype=below.dtype).t()[..., None].to(below.device, non_blocking=True)
         gradient, overlap = loss_gradient(*arguments, (factors * counted).contiguous(), below, dtype)
         return overlap, gradient
+
+
+def _product(rows: Tensor, columns: Tensor) -> Tensor:
+    """Not rounded to the format of the factors, unlike torch's usual product."""
+    if rows.dtype == torch.float32:
+        return PLAIN.product(rows, columns)
+    return torch.mm(rows, columns.t(), out_dtype=torch.float32)
+
+
+def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Likewise."""
+    if total.dtype == left.dtype:
+        PLAIN.accumulate(total, left, right)
+    else:
+        torch.addmm(total, left.t(), right, out_dtype=total.dtype, out=total)
+
+
+FUSED = LossKernel("fused", FusedSoftmaxes, _product, _accumulate)

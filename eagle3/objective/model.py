@@ -6,11 +6,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from eagle3.attention.block import BlockKernels
 from eagle3.attention.ring import RingMode
 from eagle3.attention.ttt import TTTAttention
 from eagle3.draft.model import Eagle3Draft
-from eagle3.objective.distill import BLOCK_BYTES, Distilled, StepWeights, Teacher, distill
+from eagle3.objective.distill import BLOCK_BYTES, Distilled, LossBlocks, StepWeights, Teacher, distill
 from eagle3.objective.recompute import Recompute, chunk_tokens
+from eagle3.objective.softmaxes import LossKernel
 from eagle3.objective.streaming import StreamedRows
 from eagle3.objective.unroll import Residence, UnrollInputs, unroll, unroll_inputs
 from eagle3.parallel.sequence import SequencePlan, Stream
@@ -61,10 +63,10 @@ class BatchMaker:
         else:
             values, head = values.to(self.dtype), self.head
         teacher = Teacher(
-            last=values.to(device) if self.residence == "device" else StreamedRows(values, device),
+            last=values.to(device, non_blocking=True) if self.residence == "device" else StreamedRows(values, device),
             head=head,
-            best=self.draft_id[rows.teacher.argmax.to(self.draft_id.device)].to(device),
-            logsumexp=rows.teacher.logsumexp.to(device),
+            best=self.draft_id[rows.teacher.argmax.to(self.draft_id.device)].to(device, non_blocking=True),
+            logsumexp=rows.teacher.logsumexp.to(device, non_blocking=True),
             transform=self.transform,
         )
         aux = rows.aux.to(self.dtype)
@@ -84,6 +86,14 @@ class MemoryPlan:
     block_bytes: int = BLOCK_BYTES  # size of the loss's blocks, and of the chunks of position-wise work
 
 
+@dataclass(frozen=True)
+class Kernels:
+    """What computes attention and loss; None: whatever is usual on the device."""
+
+    blocks: BlockKernels | None = None
+    loss: LossKernel | None = None
+
+
 class DraftObjective(nn.Module):
     """The draft and its training objective in one module, so that an engine's forward is one stream's loss.
 
@@ -96,11 +106,15 @@ class DraftObjective(nn.Module):
         topology: Topology,
         ring_mode: RingMode = "gather",
         memory: MemoryPlan = MemoryPlan(),
+        kernels: Kernels = Kernels(),
     ) -> None:
         super().__init__()
         self.draft, self.tensor, self.memory = draft, topology.tensor, memory
+        self.loss_blocks = LossBlocks(memory.block_bytes, kernels.loss)
         self.chunk = chunk_tokens(draft.draft_config, self.tensor.size(), draft.fc.weight.dtype, memory.block_bytes)
-        self.attention = TTTAttention.over(topology.ulysses, topology.ring, draft.scale, ring_mode, chunk=self.chunk)
+        self.attention = TTTAttention.over(
+            topology.ulysses, topology.ring, draft.scale, ring_mode, self.chunk, kernels.blocks
+        )
 
     def forward(self, batch: MicroBatch, weights: StepWeights) -> Distilled:
         outputs = unroll(self.draft, self.attention, batch.inputs, self.memory.recompute, self.chunk)
@@ -116,5 +130,5 @@ class DraftObjective(nn.Module):
             weights,
             self.tensor,
             self.draft.output_norm,
-            self.memory.block_bytes,
+            self.loss_blocks,
         )

@@ -1,7 +1,7 @@
 """One block of the loss from its logits, in torch's operators: cross-entropies, best tokens, acceptance rates, and the
 gradient of the logits."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -95,3 +95,27 @@ class PlainSoftmaxes:
             p.sub_(self.q).mul_(factor * cross_entropy)
             if overlapping:
                 p.add_(term.mul_(factor))
+
+
+class LossKernel(NamedTuple):
+    """One way to compute the loss's blocks."""
+
+    name: str
+    softmaxes: Callable[[Logits, dist.ProcessGroup], BlockSoftmaxes]
+    product: Callable[[Tensor, Tensor], Tensor]  # of rows [n, h] and columns [v, h]: [n, v], in fp32 or wider
+    # Adds the product of [n, v] and [n, h] to the total [v, h], in fp32 or wider.
+    accumulate: Callable[[Tensor, Tensor, Tensor], None]
+
+
+def _product(rows: Tensor, columns: Tensor) -> Tensor:
+    return (rows @ columns.t()).to(torch.promote_types(rows.dtype, torch.float32))
+
+
+def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
+    if total.dtype == left.dtype:
+        total.addmm_(left.t(), right)
+    else:
+        total += left.t() @ right
+
+
+PLAIN = LossKernel("plain", PlainSoftmaxes, _product, _accumulate)

@@ -69,7 +69,7 @@ def unroll_inputs(
 
     every = (schedules(None),) * steps if window is None else tuple(schedules(window - k) for k in range(steps))
     return UnrollInputs(
-        aux=aux.to(device) if residence == "device" else StreamedRows(aux, device),
+        aux=aux.to(device, non_blocking=True) if residence == "device" else StreamedRows(aux, device),
         key_slots=plan.key_slots.to(device),
         query_slots=plan.query_slots.to(device),
         key_tokens=stream.tokens_after(keys, 1).to(device),

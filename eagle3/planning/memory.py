@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from eagle3.attention.cuda import flash_heads
+from eagle3.attention.cuda import heads_at_once
 from eagle3.attention.schedule import BAND_ROWS, KEY_BLOCK, QUERY_BLOCK
 from eagle3.objective.distill import loss_row_bytes, loss_rows
 from eagle3.objective.recompute import chunk_token_bytes, chunk_tokens
@@ -45,7 +45,7 @@ def rank_bytes(planned: Planned, share: Share) -> Bytes:
 
 
 def host_bytes(planned: Planned, share: Share) -> int:
-    """Bytes of pinned host memory for one stream. (torch rounds each of its two parts up to a power of two.)"""
+    """Bytes of pinned host memory for one stream. (torch rounds each of the two parts up to a power of two.)"""
     if planned.residence == "device":
         return 0
     return 3 * share.rows * planned.draft.target_hidden_size * planned.itemsize + share.teacher * planned.teacher_bytes
@@ -118,7 +118,7 @@ class _Rank:
         last = 0 if streamed and not logits else share.teacher
         if streamed:  # two blocks of the loss; blocks of hidden states are negligible
             last = min(last, 2 * self.loss_rows())
-        # everyone's, plus this rank's own a second time
+        # `gather`: the keys of all ring ranks, and this rank's own a second time
         copies = 1 if ring == 1 else 1 + ring if planned.ring_mode == "gather" else 2
         return Counter(
             {
@@ -171,7 +171,7 @@ class _Rank:
         )
         row = loss_row_bytes(steps, planned.columns, width, planned.dtype)
         product = size if size < planned.exact else 0  # the head's gradient of one block, before it is added
-        if planned.device == "cuda":  # kernels hold one row of the teacher's, not five, and products are added in place
+        if planned.device == "cuda":  # kernels hold one teacher row, not five, and add products in place
             row, product = row - 4 * planned.columns * planned.exact, 0
         return Counter(
             {
@@ -235,12 +235,13 @@ class _Rank:
         working = sum(n * w for n, w in zip(tile, widths, strict=True)) * exact * (4 if planned.widens else 2)
         split = sizes.tensor * sizes.ulysses
         if planned.device == "cuda" and size < exact and sizes.ring == 1:
-            # A block of all queries and keys, unless it is too long, by groups of heads; and what the kernel takes.
+            # One block of all queries and keys (unless it is too long), a few heads at a time, and the kernel's own
+            # memory.
             queries, keys = self.share.queries * sizes.ulysses, self.share.longest
             if queries + keys > 2 * BAND_ROWS:
                 queries, keys = min(queries, BAND_ROWS), min(keys, BAND_ROWS)
             group = widths[1] // widths[0]
-            heads = min(max(1, widths[0] // split), flash_heads(queries, keys, group, draft.head_dim))
+            heads = min(max(1, widths[0] // split), heads_at_once(queries, keys, group, draft.head_dim))
             working, split = heads * ((2 * keys + group * queries) * size + 4 * group * (queries + keys)), 1
         states = self.hidden + upstream * self.attention + gradients + step * self.own
         return self.backward(step) + Counter(
@@ -260,7 +261,7 @@ class _Rank:
 
     def homing(self) -> Bytes:
         """Memory after the last step, when the gradients of K_0, V_0 return to their ranks in the keys' dtype, and all
-        others are complete."""
+        other gradients are complete."""
         return self.entered() + Counter({"keys": self.home + self.key_gradient})
 
     def entering(self) -> Bytes:
@@ -274,13 +275,13 @@ class _Rank:
         return Counter({"queries": self.hidden, "gradients": gradients})
 
     def entry_activations(self) -> Bytes:
-        """Without recomputation, the keys' fused states and the input of their projections."""
+        """What is saved without recomputation: the keys' fused states and the input of their projections."""
         states = 3 * self.planned.draft.hidden_size * self.planned.itemsize
         return Counter({"queries": self.share.keys * (states + self.norm(2, 1, 0))})
 
     def plainly(self, step: int) -> Bytes:
-        """Memory in a step's backward pass without recomputation: a gradient of the MLP's width, on top of everything
-        saved."""
+        """Memory in a step's backward pass without recomputation: on top of everything saved, a gradient of the MLP's
+        width."""
         planned, size = self.planned, self.planned.itemsize
         mlp = self.share.queries * size * planned.draft.intermediate_size // planned.sizes.tensor
         extra = {"queries": mlp, "keys": self.key_gradient, "gradients": planned.weights.finish * size}

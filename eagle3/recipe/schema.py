@@ -308,15 +308,16 @@ class Training(Section):
         description="divide each TTT step's loss by its counted positions, or by all tokens of the global batch",
     )
     dtype: Precision = Field("float32", description="dtype of the draft; bfloat16 keeps fp32 masters in the optimiser")
+    kernels: Literal["auto", "flash", "cudnn", "efficient", "plain"] = Field(
+        "auto", description="on CUDA, the kernel of attention (plain: of the loss, too); auto: the fastest right one"
+    )
     global_batch_size: Count = Field(16, description="samples per optimiser step")
     accumulation: Count = Field(1, description="packed streams (micro-batches) per rank in one optimiser step")
     max_steps: Count | None = Field(None, description="optimiser steps; default: epochs times the data")
     epochs: Count = 1
     learning_rate: Positive = 1e-4
     warmup_fraction: Fraction = Field(0.015, description="share of the steps in which the learning rate rises from 0")
-    final_learning_rate_fraction: Fraction = Field(
-        0.0, description="where the cosine ends, as a share of learning_rate"
-    )
+    final_learning_rate_fraction: Fraction = Field(0.0, description="where the cosine ends, in units of learning_rate")
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     gradient_clipping: Annotated[float, Field(ge=0)] = Field(0.5, description="largest gradient norm; 0 for none")

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain, count
 from typing import NamedTuple, Protocol
 
@@ -28,7 +28,7 @@ CHANNEL_SHIFT = 28
 class HiddenStateSource(Protocol):
     """Where hidden states come from."""
 
-    alone: bool  # a rank may call `rows` without the others, from one thread at a time
+    alone: bool  # whether a rank may call `rows` without the others, from one thread at a time
 
     def rows(self, samples: Sequence[Sample], aux: Sequence[Tensor], teacher: Sequence[Tensor]) -> list[Rows]:
         """For each sample, the auxiliary states at rows aux[i] and the teacher's values at rows teacher[i].
@@ -104,7 +104,7 @@ def request_rows(
     def fetch(tensors: Sequence[Tensor]) -> list[Tensor]:
         """Exchange one kind of tensor. Collective.
 
-        tensors: [T, ...] for each document of this rank, in the order of `owners`, on `device`; one dtype and width
+        tensors: [T, ...] for each document of this rank, in the order of `owners`, on `device`, of one dtype and width
 
         Returns the wanted rows [n, ...] of each document of the group, in the order of the request, bit for bit.
         """
@@ -155,9 +155,9 @@ class SpooledSource:
     folder in the spool. All ranks of a stream call `rows` with the same samples, so they derive the same tickets
     (request names). Samples are read in the order of the call, even if they arrive in another order.
 
-    ask: requests a sample, given its ticket and token ids, and returns at once; None on all ranks of the stream but one
-    channel: different for each loader, so that two loaders' files never share a name, even if ranks call the loaders in
-    different orders
+    ask: requests a sample by its ticket and token ids, and returns at once; None on all ranks of the stream but one
+    channel: different for each loader, so that the files of two loaders never share a name, even if ranks call the
+    loaders in different orders
     """
 
     alone = True
@@ -212,11 +212,14 @@ def draw_batch(step: int, samples: int, batch_size: int, seed: int) -> list[Draw
 
     No sample at the end of an epoch is dropped, and the order does not depend on the layout.
     """
-    positions, orders = range(step * batch_size, (step + 1) * batch_size), {}
-    for epoch in {position // samples for position in positions}:
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-        orders[epoch] = torch.randperm(samples, generator=generator).tolist()
-    return [Drawn(orders[position // samples][position % samples], position // samples) for position in positions]
+    places = (divmod(position, samples) for position in range(step * batch_size, (step + 1) * batch_size))
+    return [Drawn(int(_shuffled(samples, epoch, seed)[place]), epoch) for epoch, place in places]
+
+
+@lru_cache(maxsize=2)  # a batch may reach into the next epoch
+def _shuffled(samples: int, epoch: int, seed: int) -> Tensor:
+    """The order of the samples in an epoch."""
+    return torch.randperm(samples, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
 
 
 class StreamLoader:
@@ -254,7 +257,14 @@ class StreamLoader:
         """Start loading, in the background, what the next `load` will ask for. Does nothing unless the source is
         `alone`."""
         if self.source.alone:
-            self._ahead = (list(batch), accumulation), self._background.submit(self._load, batch, accumulation)
+            self._ahead = (list(batch), accumulation), self._background.submit(self._load_pinned, batch, accumulation)
+
+    def _load_pinned(self, batch: Sequence[Drawn], accumulation: int) -> list[LoadedStream]:
+        """`_load`, in memory from which a GPU copies without holding up the host."""
+        streams = self._load(batch, accumulation)
+        if not torch.cuda.is_available():
+            return streams
+        return [replace(stream, rows=stream.rows.map(Tensor.pin_memory)) for stream in streams]
 
     def load(self, batch: Sequence[Drawn], accumulation: int) -> list[LoadedStream]:
         """This rank's part of each of its `accumulation` streams of the global `batch`: a list of the same length on
@@ -290,9 +300,9 @@ class StreamLoader:
         assignments = deal_streams(self.samples.lengths[[drawn.index for drawn in batch]].tolist(), streams)
         mine = assignments[self.data.rank() * accumulation : (self.data.rank() + 1) * accumulation]
         members = [[self._supervised(batch[index]) for index in stream] for stream in mine]
-        # A stream without samples gets one token that teaches nothing, because its ranks must enter every collective.
+        # A stream without samples gets one token that teaches nothing, since its ranks must take part in collectives.
         filler = self.samples[batch[0].index]
-        filler = replace(filler, ids=filler.ids[:1], loss_mask=filler.loss_mask[:1])  # a last row is never supervised
+        filler = replace(filler, ids=filler.ids[:1], loss_mask=filler.loss_mask[:1])  # the last row is never supervised
         return [stream or [(filler, filler.loss_mask)] for stream in members]
 
     def _supervised(self, drawn: Drawn) -> tuple[Sample, Tensor]:

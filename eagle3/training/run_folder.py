@@ -21,22 +21,22 @@ from eagle3.recipe.schema import Recipe
 from eagle3.training.claim import CLAIM, Claim
 from eagle3.training.manifest import Manifest
 
-# Keys that may change when a run is resumed. They affect what is reported or kept, or which rank computes what, but not
-# the result; only training.skip_above_norm can change that.
+# Keys that may change when a run is resumed. They affect what is reported or kept, or which rank computes what. Only
+# training.skip_above_norm can change the result.
 FREE_ON_RESUME = (
     *("about", "tracking", "output", "parallelism", "memory", "data.workers", "data.cache_dir"),
     *("evaluation.conversations", "evaluation.draft_tokens", "evaluation.new_tokens"),
     *("target.servers", "target.spool", "target.spool_gib", "target.in_flight"),
     *("training.accumulation", "training.hang_minutes", "training.keep_checkpoints", "training.most_skipped"),
-    *("training.profile", "training.skip_above_norm"),
+    *("training.kernels", "training.profile", "training.skip_above_norm"),
 )
 FILES = (
     *("recipe.yaml", "run_id.txt", "inputs.json", "metrics.jsonl", "draft_vocabulary.safetensors", "run.json"),
     *("evaluation.json", "by_context.json", "report.html"),
 )
 FOLDERS = ("checkpoints", "export", "report", "profile", "tensorboard", "wandb")
-# The names of everything that a run leaves in its folder, including half-written and numbered files. Everything else is
-# not the run's, and stays.
+# The names of everything that a run leaves in its folder, including half-written and numbered files. Anything else is
+# not the run's, and stays where it is.
 OWN = re.compile(
     rf"\.?({'|'.join(map(re.escape, FILES + FOLDERS))})(\.partial|\.[0-9a-f]{{8}})?|(evaluation|by_context)\.\d+\.json"
 )
@@ -88,9 +88,9 @@ class RunFolder:
             self.claim.release()
 
     def identify(self, continues: bool) -> str:
-        """The identity of the run that is about to begin or continue, which its checkpoints will carry. A run that
-        continues has it in its folder. A new run gets a new identity, and so does one that began before there were
-        identities. Raises UserError if the file with the identity is damaged or lost."""
+        """The identity of the run that is about to begin or continue; the run's checkpoints will carry it. A run that
+        continues has its identity in its folder. A new run gets a new identity, and so does one that began before there
+        were identities. Raises UserError if the file with the identity is damaged or lost."""
         if not continues:
             return token_hex(16)
         if not self.identity.exists():
@@ -111,8 +111,8 @@ class RunFolder:
     def begin(
         self, recipe: Recipe, continues: bool, identity: str, inputs: dict[str, str], say: Callable[[str], None]
     ) -> None:
-        """Prepares the folder for this run, which holds it already. Unless the run `continues` an earlier one, moves
-        that one's files aside and reports it through `say`. Raises UserError if the folder cannot be written.
+        """Prepares the folder, which must already be held (see `hold`). Unless the run `continues`, moves an earlier
+        run's files aside and reports this through `say`. Raises UserError if the folder cannot be written.
 
         inputs: digests of the run's inputs, by key.
         """
@@ -127,9 +127,9 @@ class RunFolder:
             write_text(self.recipe, resolved, private=resolved != without_passwords(resolved))
 
     def _empty(self) -> Path | None:
-        """Moves an earlier run's files to a new folder beside this one. Returns its path, or None if there were no
-        files. If this is killed, the next fresh run completes the move. Until then --resume finds no run, since the
-        recipe moves first."""
+        """Moves an earlier run's files to a new folder beside this one. Returns the new folder's path, or None if there
+        were no files. If the process is killed during the move, the next fresh run completes it. Until then --resume
+        finds no run, because the recipe moves first."""
         place, staging = self.path.resolve(), self._staging
         left = sorted(self._own(), key=lambda path: path.name != self.recipe.name)
         if left:
@@ -227,7 +227,7 @@ class RunFolder:
 
     @property
     def _staging(self) -> Path:
-        """The folder in which files that are moved aside are collected until all of them are there."""
+        """The folder that collects the files being moved aside, until all of them are there."""
         place = self.path.resolve()
         return place.with_name(f"{place.name}.aside")
 
@@ -238,7 +238,7 @@ class RunFolder:
         return sorted(self.checkpoints.glob("step-*[0-9]"))
 
     def _require_own_names(self) -> None:
-        """Raises UserError if something that no run left there has a name that the run needs."""
+        """Raises UserError if a name that the run needs is taken by something that no run left there."""
         own = {path.name for path in self._own()}
         for path in (self.path / name for name in sorted(own)):
             if (path.name in FILES and not path.is_file()) or (path.name in FOLDERS and not path.is_dir()):
@@ -250,6 +250,11 @@ class RunFolder:
                 f"{self.path / min(own)}: has a name that a run would use, but was not left by one; set output.dir to "
                 "a folder of its own"
             )
+
+    def kernels_before(self) -> dict[str, str | None] | None:
+        """Names of the kernels that the run used so far; None if that is not known."""
+        before = (_mapping(self.run, parse_json) if self.run.exists() else None) or {}
+        return before.get("kernels") if isinstance(before.get("kernels"), dict) else None
 
     def keep_metrics_until(self, step: int) -> None:
         """Drops the records of steps after `step`, because the resumed run will write them again."""
@@ -268,7 +273,7 @@ class RunFolder:
             write_text(self.metrics, "".join(f"{line}\n" for line in lines))
 
     def note_export(self, step: int) -> None:
-        """Appends to the metrics a record that the exported weights are those of `step`."""
+        """Records in the metrics that the exported weights are those of `step`."""
         with self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, "kind": "exported"}) + "\n")
 

@@ -14,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from eagle3.console import Console, Progress, duration
 from eagle3.errors import SharedUserError
+from eagle3.kernels.choice import changes
 from eagle3.objective.distill import Distilled, StepSums, StepWeights
 from eagle3.objective.losses import (
     BatchCounts,
@@ -46,6 +47,7 @@ class Course:
     best_acceptance: float = -1.0
     skipped: int = 0  # steps skipped because of their gradient norm, in the whole run
     skipped_in_a_row: int = 0  # the same, since the last step that was not skipped
+    kernels: dict[str, str | None] = field(default_factory=dict)  # names, see eagle3.kernels.choice
 
     def see(self, step: int, metrics: Metrics) -> bool:
         """Records a held-out measurement. Returns whether it is the best so far."""
@@ -169,12 +171,16 @@ class Trainer:
         return start
 
     def _take_up(self, resumed: Resumed) -> None:
+        kernels = self.course.kernels
         try:
             self.course = TypeAdapter(Course).validate_python(resumed.progress)
         except ValidationError as error:
             wrong = error.errors()[0]
             reason = ValueError(f"{'.'.join(map(str, ('progress', *wrong['loc'])))}: {wrong['msg']}")
             raise other_data(self.checkpoints.path(resumed.step), reason) from error
+        if changed := changes(self.course.kernels, kernels):
+            self.console.warn(f"kernels have changed since step {resumed.step}, so rounding differs ({changed})")
+        self.course.kernels = kernels
 
     def _require_agreement(self, step: int) -> None:
         """Raises on every rank if the ranks are about to train on different samples at `step`."""

@@ -1,4 +1,5 @@
-"""Block attention, its merging, and the attention of a TTT step against plain softmax with autograd in fp64."""
+"""Block attention, the merging of blocks, and a TTT step's attention, compared with plain softmax and autograd in
+fp64."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -92,7 +93,7 @@ def test_a_block_equals_softmax_and_its_gradients_equal_autograd(path, visibilit
     assert _close(out, expected, 1e-13) and _close(lse, expected_lse, 1e-13)
     actual = path.backward(grad, q, k, v, out, lse, Scoring(SCALE, visibility, visible))
     for part, gradient in zip(actual, gradients, strict=True):
-        # where a query sees one key alone the gradient of the scores is nothing but rounding
+        # where a query sees only one key, the gradient of the scores is pure rounding
         assert part.shape == gradient.shape and (part - gradient).abs().max() < 1e-12
 
 
@@ -127,7 +128,7 @@ half_precision = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16
 
 
 def _rounding(dtype):
-    """What rounding once may cost, relative to the number: half the distance between neighbours."""
+    """The relative error of rounding once: half the distance between neighbouring numbers."""
     return torch.finfo(dtype).eps / 2
 
 
@@ -147,7 +148,7 @@ def test_a_block_in_half_precision_is_fp32_arithmetic_rounded_once(visibility, q
     gradients = torch.autograd.grad(expected, leaves, grad.double())
     out, lse = path.forward(q, k, v, Scoring(SCALE, visibility, visible))
     assert _rounded_once(out, expected, dtype) and lse.dtype == torch.float32 and _close(lse, expected_lse, 1e-5)
-    # fed with the exact out, whose rounding would otherwise show in sum(grad * out)
+    # fed with the exact out, because a rounded one would show in sum(grad * out)
     actual = path.backward(grad, q, k, v, expected.detach(), lse, Scoring(SCALE, visibility, visible))
     for part, gradient in zip(actual, gradients, strict=True):
         assert _rounded_once(part, gradient, dtype, noise=2e-5)
@@ -171,7 +172,7 @@ def test_the_plain_path_gives_the_same_in_chunks_of_any_size(chunk_bytes, visibi
 
 
 class _Largest(TorchDispatchMode):
-    """Bytes of the largest result of any operation."""
+    """Records the bytes of the largest result of any operation."""
 
     size = 0
 
@@ -228,7 +229,8 @@ def test_merging_is_exact_where_one_part_outweighs_the_other_by_any_factor():
 
 @dataclass(frozen=True)
 class Step:
-    """Step k on a stream: the document of each row; rows [Q] and [S] of queries and keys with -1 pads; their tensors.
+    """Step k on a stream: the document of each row; the rows of queries [Q] and keys [S], with -1 for pads; their
+    tensors.
 
     q, grad [Q, heads, d]; prefix: K_0, V_0 [S, kv_heads, d]; own: K_1..K_k, then V_1..V_k, each [Q, kv_heads, d].
     """
@@ -261,7 +263,7 @@ class Step:
         return replace(self, q=q, prefix=KeyValue(key, value), own=tuple(own))
 
     def position(self, rows: Tensor) -> Tensor:
-        """Each row's place in its document; that of row 0 for a pad."""
+        """Each row's position in its document. A pad gets that of row 0."""
         firsts = torch.searchsorted(self.documents, self.documents)
         return (torch.arange(len(firsts)) - firsts)[rows.clamp(min=0)]
 
@@ -274,7 +276,8 @@ class Step:
         return attention(self.q, attention.start(self.prefix).shared, (schedule,), self.pairs)
 
     def defined(self) -> Tensor:
-        """One softmax over the seen prefix and own keys, head by head; 0 for a row that has none of them."""
+        """The definition: one softmax over the visible prefix and own keys, head by head; 0 for a row that sees
+        none."""
         at, of = self.position(self.query_rows) + self.k, self.position(self.key_rows)
         seen = self.documents[self.query_rows][:, None] == self.documents[self.key_rows]
         seen &= (self.query_rows[:, None] >= 0) & (self.key_rows >= 0) & (self.key_rows <= self.query_rows[:, None])
@@ -295,7 +298,7 @@ class Step:
 
 
 def _equals_definition(step: Step, out: Tensor, tolerance: float) -> bool:
-    """Output, and the gradients of q, K_0, V_0, and every own key and value."""
+    """Whether the output, and the gradients of q, K_0, V_0 and every own key and value, equal the definition's."""
     leaves = [leaf.detach().double().requires_grad_() for leaf in step.leaves]
     expected = step.holding(leaves).defined()
     exact = (expected, *torch.autograd.grad(expected, leaves, step.grad.double()))
@@ -309,7 +312,7 @@ Rows = tuple[Tensor, Tensor, Tensor]
 
 
 def _random_rows(seed: int) -> Rows:
-    """Three documents, queries at random and keys among which are the queries' own rows; pads at both ends."""
+    """Three documents with random queries. The keys include the queries' own rows; pads are at both ends."""
     generator = torch.Generator().manual_seed(seed)
     documents = torch.repeat_interleave(torch.arange(3), torch.randint(1, 15, (3,), generator=generator))
     query = torch.rand(len(documents), generator=generator) < 0.6
@@ -358,14 +361,14 @@ def test_consecutive_rows_of_a_long_document_equal_the_definition_in_blocks_of_t
 
 @pytest.mark.parametrize("k", [0, 2])
 def test_gradcheck_passes_on_a_tiny_case(topology, k):
-    """Against finite differences, which know nothing of softmax."""
+    """Compares with finite differences, which know nothing of softmax."""
     rows = torch.tensor([0, 0, 0, 1, 1]), torch.tensor([0, 2, 3, 4, -1]), torch.arange(5)
     step = _step(rows, k, 4, heads=2, kv_heads=1, dim=2)
     assert torch.autograd.gradcheck(lambda *leaves: step.holding(leaves).run(topology, block=2), step.leaves)
 
 
 def test_a_pad_gives_zero_and_nothing_depends_on_what_pads_hold(topology):
-    """At step 0; from step 1 on a query pad has keys of its own, and nobody reads what it gives."""
+    """At step 0. From step 1 on, a query pad has its own keys, and nothing reads its output."""
     step = _step(_random_rows(2), 0)
     pads = step.query_rows < 0, step.key_rows < 0, step.key_rows < 0
     grad = step.grad.masked_fill(pads[0][:, None, None], 0)

@@ -1,4 +1,4 @@
-"""The CUDA kernels' calls, without a GPU: torch's schemas and shape functions, and the operators' definitions on
+"""The calls of CUDA kernels, without a GPU: checked by torch's schemas and shape functions, and by definitions on
 CPU."""
 
 import math
@@ -7,20 +7,27 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from cuda_operators import (
+    CUDNN,
+    CUDNN_BACKWARD,
+    EFFICIENT,
+    EFFICIENT_BACKWARD,
+    FLASH,
+    FLASH_BACKWARD,
+    ByDefinition,
+    aten,
+    by_name,
+)
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from eagle3.attention import block as blocks
 from eagle3.attention import cuda
-from eagle3.attention.block import block_attention, block_attention_backward, head_groups, kernel_name
+from eagle3.attention.block import block_attention, block_attention_backward, head_groups, usual_kernels
 from eagle3.attention.plain import Scoring, plain_attention, plain_attention_backward
 
-aten = torch.ops.aten
-FLASH = aten._flash_attention_forward.default
-FLASH_BACKWARD = aten._flash_attention_backward.default
-EFFICIENT = aten._scaled_dot_product_efficient_attention.default
-EFFICIENT_BACKWARD = aten._scaled_dot_product_efficient_attention_backward.default
 SCALE = 0.21
 
 # visibility, queries, keys
@@ -31,8 +38,8 @@ every_grouping = pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 8
 
 
 class _WithoutCUDA(TorchFunctionMode):
-    """The methods that a torch without CUDA refuses fake CUDA tensors, by operators that it does not: indexing (in
-    slices, integers and None) as strided views, contiguous and ~ as what they stand for."""
+    """Replaces methods that a torch without CUDA refuses to run on fake CUDA tensors: indexing by slices, integers and
+    None becomes strided views; contiguous and ~ become the operators that they stand for."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is Tensor.__invert__:
@@ -49,18 +56,14 @@ class _WithoutCUDA(TorchFunctionMode):
 
 @contextmanager
 def _cuda_without_gpu() -> Iterator[None]:
-    """CUDA tensors that have a shape, strides and a number format; whatever needs a number from the device raises."""
+    """Inside the block, CUDA tensors have only a shape, strides and a number format. What needs a number from them
+    raises."""
     with FakeTensorMode(), _WithoutCUDA():
         yield
 
 
-def _by_name(func, args, kwargs) -> dict:
-    named = {argument.name: argument.default_value for argument in func._schema.arguments}
-    return named | dict(zip(named, args, strict=False)) | (kwargs or {})
-
-
 class _Calls(TorchDispatchMode):
-    """The operators that do more than look at their arguments in another way, each with its arguments by name."""
+    """Records the operators that do more than view their arguments differently, each with its arguments by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,12 +73,13 @@ class _Calls(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if not func.is_view and func.namespace == "aten" and getattr(result, "device", None) != torch.device("meta"):
             self.operators.append(func)
-            self.arguments[func] = _by_name(func, args, kwargs)
+            self.arguments[func] = by_name(func, args, kwargs)
         return result
 
 
 def _inputs(visibility, queries, keys, heads, kv_heads, dim, dtype, device):
-    """q, upstream gradient, k, v as the ring has them (rows of longer tensors, keys beside values), visible or None."""
+    """q, upstream gradient, k and v as the ring has them (rows of longer tensors, keys beside values), and visible or
+    None."""
     q, grad = (torch.randn(queries + 3, heads, dim, dtype=dtype, device=device)[2:-1] for _ in range(2))
     k, v = torch.randn(2, keys + 5, kv_heads, dim, dtype=dtype, device=device)[:, 4:-1]
     visible = None
@@ -107,11 +111,11 @@ def test_a_block_on_cuda_has_the_shapes_and_number_formats_of_its_inputs_and_nev
 @pytest.mark.parametrize(
     ("device", "dtype", "dim", "visibility", "softcap", "kernel"),
     [
-        ("cuda", torch.bfloat16, 128, "full", None, "cuda flash"),
-        ("cuda", torch.float16, 256, "causal", None, "cuda flash"),
-        ("cuda", torch.bfloat16, 64, "banded", None, "cuda flash"),
-        ("cuda", torch.bfloat16, 128, "masked", None, "cuda efficient"),
-        ("cuda", torch.float32, 64, "causal", None, "cuda efficient"),
+        ("cuda", torch.bfloat16, 128, "full", None, "flash"),
+        ("cuda", torch.float16, 256, "causal", None, "flash"),
+        ("cuda", torch.bfloat16, 64, "banded", None, "flash"),
+        ("cuda", torch.bfloat16, 128, "masked", None, "efficient"),
+        ("cuda", torch.float32, 64, "causal", None, "efficient"),
         ("cuda", torch.bfloat16, 128, "full", 30.0, "plain"),
         ("cuda", torch.bfloat16, 100, "full", None, "plain"),
         ("cuda", torch.bfloat16, 264, "full", None, "plain"),
@@ -122,8 +126,8 @@ def test_a_block_on_cuda_has_the_shapes_and_number_formats_of_its_inputs_and_nev
     ],
 )
 def test_the_named_kernel_is_the_one_that_runs(device, dtype, dim, visibility, softcap, kernel):
-    assert kernel_name(torch.device(device), dtype, dim, visibility, softcap) == kernel
-    operators = {"cuda flash": (FLASH, FLASH_BACKWARD), "cuda efficient": (EFFICIENT, EFFICIENT_BACKWARD)}
+    assert usual_kernels(torch.device(device), dtype, dim, softcap).of(visibility, 5).name == kernel
+    operators = {"flash": (FLASH, FLASH_BACKWARD), "efficient": (EFFICIENT, EFFICIENT_BACKWARD)}
     with _cuda_without_gpu():
         q, grad, k, v, visible = _inputs(visibility, 16, 16, 4, 2, dim, dtype, device)
         with _Calls() as calls:
@@ -143,15 +147,31 @@ def test_flash_reads_rows_of_longer_tensors_in_place(visibility):
         assert calls.operators == [FLASH]
         with _Calls() as calls:
             cuda.flash_attention_backward(grad, q, k, v, out, lse, Scoring(SCALE, visibility))
-    assert set(calls.operators) == {FLASH_BACKWARD, aten.empty.memory_format}  # that of the seed, which nobody reads
+    assert set(calls.operators) == {FLASH_BACKWARD, aten.empty.memory_format}  # empty: the seed, which nothing reads
     arguments = calls.arguments[FLASH_BACKWARD]
     assert arguments["logsumexp"].is_contiguous() and arguments["logsumexp"].shape == (1, 6, 64)
     assert arguments["rng_state"].numel() == arguments["unused"].numel() == arguments["dropout_p"] == 0
 
 
+@pytest.mark.parametrize("visibility", ["full", "causal"])
+def test_cudnn_reads_views_of_rows_and_gets_the_log_sum_exp_in_its_own_shape(visibility):
+    with _cuda_without_gpu():
+        q, grad, k, v, _ = _inputs(visibility, 64, 64, 6, 2, 16, torch.bfloat16, "cuda")
+        with _Calls() as calls:
+            out, lse = cuda.cudnn_attention(q, k, v, Scoring(SCALE, visibility))
+        assert calls.operators == [CUDNN] and out.shape == q.shape and lse.shape == (64, 6)
+        with _Calls() as calls:
+            gradients = cuda.cudnn_attention_backward(grad, q, k, v, out, lse, Scoring(SCALE, visibility))
+    assert CUDNN_BACKWARD in calls.operators and [x.shape for x in gradients] == [q.shape, k.shape, v.shape]
+    arguments = calls.arguments[CUDNN_BACKWARD]
+    assert arguments["query"].shape == (1, 6, 64, 16) and arguments["logsumexp"].shape == (1, 6, 64, 1)
+    assert arguments["logsumexp"].is_contiguous() and arguments["is_causal"] == (visibility == "causal")
+
+
 @every_shape
 def test_the_efficient_kernel_gets_the_layouts_that_it_takes_for_granted(visibility, queries, keys):
-    """From check_supported in torch's kernel_forward.h and kernel_backward.h, in elements of 2 bytes."""
+    """The layouts are those of check_supported in torch's kernel_forward.h and kernel_backward.h, for elements of 2
+    bytes."""
     with _cuda_without_gpu():
         q, grad, k, v, visible = _inputs(visibility, queries, keys, 6, 2, 16, torch.bfloat16, "cuda")
         with _Calls() as calls:
@@ -175,74 +195,27 @@ def test_the_efficient_kernel_gets_the_layouts_that_it_takes_for_granted(visibil
 # ---------------------------------------------------------
 
 
-class _ByDefinition(TorchDispatchMode):
-    """The fused operators as they are defined, on any device, the backward from out and lse. Flash has [batch, tokens,
-    heads, d] and counts a window from the last query at the last key; the other [batch, heads, tokens, d]."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        named = _by_name(func, args, kwargs)
-        if func in (FLASH, FLASH_BACKWARD):
-            turned = ("query", "key", "value", "grad_out", "out")
-            named |= {name: named[name].transpose(1, 2) for name in turned if name in named}
-        if func is FLASH:
-            out, lse = self._forward(**named)
-            return out.transpose(1, 2), lse, None, None, None
-        if func is EFFICIENT:
-            out, lse = self._forward(**named)
-            return out, torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=float("nan")), None, None
-        if func is FLASH_BACKWARD:
-            return tuple(gradient.transpose(1, 2) for gradient in self._backward(**named))
-        if func is EFFICIENT_BACKWARD:
-            return *self._backward(grad_out=named.pop("grad_out_"), **named), None
-        return func(*args, **(kwargs or {}))
-
-    @staticmethod
-    def _scores(query, key, scale, is_causal, attn_bias=None, window_size_left=None, window_size_right=None, **_):
-        scores = query @ key.transpose(-1, -2) * scale
-        if window_size_left is not None:
-            own = torch.arange(query.shape[2])[:, None] + key.shape[2] - query.shape[2]
-            ahead = torch.arange(key.shape[2]) - own
-            seen = (ahead >= -window_size_left) & (ahead <= window_size_right)
-            scores = scores.masked_fill(~seen, float("-inf"))
-        if is_causal:
-            scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), float("-inf"))
-        return scores if attn_bias is None else scores + attn_bias
-
-    def _forward(self, query, key, value, **how):
-        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
-        scores = self._scores(query, key, **how)
-        return scores.softmax(-1) @ value, scores.logsumexp(-1)
-
-    def _backward(self, grad_out, query, key, value, out, logsumexp, scale, **how) -> tuple[Tensor, Tensor, Tensor]:
-        group = query.shape[1] // key.shape[1]
-        keys, values = (x.repeat_interleave(group, 1) for x in (key, value))
-        p = (self._scores(query, keys, scale, **how) - logsumexp[..., : query.shape[2], None]).exp()
-        ds = p * (grad_out @ values.transpose(-1, -2) - (grad_out * out).sum(-1, keepdim=True)) * scale
-        dk, dv = (x.transpose(-1, -2) @ y for x, y in ((ds, query), (p, grad_out)))
-        return ds @ keys, *(x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
-
-
 @pytest.mark.parametrize(
     ("kernel", "visibility", "queries", "keys"),
     [
         (kernel, *shape)
-        for kernel in ("flash", "efficient")
+        for kernel in ("flash", "cudnn", "efficient")
         for shape in SHAPES
-        if (kernel, shape[0]) != ("flash", "masked")
+        if kernel == "efficient" or shape[0] != "masked"
     ],
 )
 @every_grouping
-def test_both_kernels_calls_mean_the_block_that_plain_products_compute(
+def test_the_kernels_calls_mean_the_block_that_plain_products_compute(
     kernel, heads, kv_heads, dim, visibility, queries, keys
 ):
-    """With out and lse of more keys than the block's, as the backward gets them."""
+    """out and lse cover more keys than the block's, as they do in the backward pass."""
     torch.manual_seed(queries + keys)
     q, grad, k, v, visible = _inputs(visibility, queries, keys, heads, kv_heads, dim, torch.float64, "cpu")
     block = Scoring(SCALE, visibility, visible)
     expected = plain_attention(q, k, v, Scoring(SCALE, visibility, visible))
     merged = expected.out * 0.8 + 0.1, expected.lse + 0.3
     expected_gradients = plain_attention_backward(grad, q, k, v, *merged, Scoring(SCALE, visibility, visible))
-    with _ByDefinition():
+    with ByDefinition():
         actual = getattr(cuda, f"{kernel}_attention")(q, k, v, block)
         gradients = getattr(cuda, f"{kernel}_attention_backward")(grad, q, k, v, *merged, block)
     for part, exact in zip((*actual, *gradients), (*expected, *expected_gradients), strict=True):
@@ -253,7 +226,7 @@ def test_both_kernels_calls_mean_the_block_that_plain_products_compute(
 @every_grouping
 @pytest.mark.parametrize(("queries", "keys", "window"), [(7, 20, 14), (7, 7, 3), (9, 12, 30)])
 def test_flashs_call_for_a_band_means_the_mask_of_its_window(heads, kv_heads, dim, queries, keys, window):
-    """Query i of n has key i + (S - n) for its own."""
+    """Query i of n has key i + (S - n) as its own key."""
     torch.manual_seed(queries + keys)
     q, grad, k, v, _ = _inputs("full", queries, keys, heads, kv_heads, dim, torch.float64, "cpu")
     back = torch.arange(queries)[:, None] + keys - queries - torch.arange(keys)
@@ -261,7 +234,7 @@ def test_flashs_call_for_a_band_means_the_mask_of_its_window(heads, kv_heads, di
     expected = plain_attention(q, k, v, masked)
     merged = expected.out * 0.8 + 0.1, expected.lse + 0.3
     expected_gradients = plain_attention_backward(grad, q, k, v, *merged, masked)
-    with _ByDefinition():
+    with ByDefinition():
         actual = cuda.flash_attention(q, k, v, Scoring(SCALE, "banded", window=window))
         gradients = cuda.flash_attention_backward(grad, q, k, v, *merged, Scoring(SCALE, "banded", window=window))
     for part, exact in zip((*actual, *gradients), (*expected, *expected_gradients), strict=True):
@@ -285,10 +258,10 @@ def test_a_band_is_one_call_of_flash_whose_last_query_is_at_the_last_key(window,
 
 @pytest.mark.parametrize(("budget", "groups"), [(1, [1, 1, 1]), (2 * 4 * 2 * 16 * 104, [2, 1]), (2**20, [3])])
 def test_flashs_backward_takes_heads_in_groups_that_its_memory_bounds(monkeypatch, budget, groups):
-    monkeypatch.setattr("eagle3.attention.cuda.FLASH_BYTES", budget)
+    monkeypatch.setattr("eagle3.attention.cuda.BACKWARD_BYTES", budget)
     with _cuda_without_gpu():
         q, _, k, _, _ = _inputs("full", 40, 64, 6, 3, 16, torch.bfloat16, "cuda")
-        parts = [*head_groups(q, k, Scoring(SCALE, "full"))]
+        parts = [*head_groups(q, k, blocks.FLASH)]
     assert [kv_heads.stop - kv_heads.start for kv_heads, _ in parts] == groups
     assert all(heads == slice(2 * kv_heads.start, 2 * kv_heads.stop) for kv_heads, heads in parts)
     assert parts[0][0].start == 0 and parts[-1][0].stop == 3

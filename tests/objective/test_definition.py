@@ -1,4 +1,5 @@
-"""The training code, packed and selective, against the dense definition: loss, metrics and every gradient."""
+"""The training code, which packs and selects rows, compared with the dense definition: loss, metrics and every
+gradient."""
 
 import json
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from eagle3.objective.losses import LossConfig
 from eagle3.objective.model import MemoryPlan
 from eagle3.parallel.topology import Topology
 
-# Of a tensor's largest entry.
+# Tolerances relative to a tensor's largest entry.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
 KL = LossConfig()
 # Chunks of about 7 tokens and loss blocks of 2 rows for the drafts here.
@@ -26,7 +27,7 @@ UNEQUAL = ([0] * 5 + [1] * 8, [1] * 4, [0] * 9 + [1] * 2 + [0] * 3, [0, 1] * 5)
 
 
 def _errors(trained: Trained, defined: Defined) -> dict[str, float]:
-    """Largest difference of each quantity, relative to its largest entry (absolute where all of it is 0)."""
+    """Largest difference of each quantity, relative to its largest entry (absolute if all its entries are 0)."""
     pairs = {
         "loss": (torch.tensor(trained.metrics.loss, dtype=torch.float64), defined.loss),
         "step losses": (torch.tensor(trained.metrics.step_losses, dtype=torch.float64), defined.step_losses),
@@ -54,8 +55,8 @@ def _check(
     config: LossConfig = KL,
     streams: Sequence[Sequence[Document]] | None = None,
 ) -> Trained:
-    """Assert that training equals the definition in fp64 and in fp32, and in fp64 also when whole steps are recomputed
-    in small pieces; returns what it computed in fp64, recomputing nothing."""
+    """Assert that training equals the definition in fp64 and in fp32, and in fp64 also if whole steps are recomputed in
+    small pieces. Returns what training computed in fp64 without recomputation."""
     tokens = sum(len(document.ids) for document in case.documents)
     divide_by = tokens if config.normalization == "tokens" else None
     defined = define(case, steps, Loss(config.name, divide_by, config.step_decay, config.kl_scale, config.kl_decay))
@@ -108,7 +109,7 @@ def test_documents_shorter_than_the_unroll_equal_the_definition(topology):
 @pytest.mark.parametrize("masks", [([0] * 6, [0] * 3), ([1],), ([0, 0, 1], [1], [0, 1])], ids=["none", "one", "last"])
 @pytest.mark.parametrize("loss", ["kl", "lk_alpha", "lk_lambda"])
 def test_a_batch_without_supervision_has_zero_loss_and_zero_gradients(topology, masks, loss):
-    """A document's last token has no successor, so that supervising it alone is no supervision."""
+    """A document's last token has no successor, so supervising only that token is no supervision."""
     trained = _check(random_case(masks, seed=2), topology, config=LossConfig(loss))
     assert trained.counts.supervised.tolist() == trained.counts.counted.tolist() == [0] * 7
     assert trained.metrics.loss == 0 and trained.metrics.step_losses == [0] * 7
@@ -189,7 +190,7 @@ def test_every_loss_in_both_normalizations_equals_the_definition(topology, loss,
 @pytest.mark.parametrize("normalization", ["counted", "tokens"])
 @pytest.mark.parametrize("loss", ["kl", "lk_alpha", "lk_lambda"])
 def test_accumulated_streams_equal_one_packed_stream_and_the_definition(topology, loss, normalization):
-    """The second stream supervises nothing at some steps, the third nothing at all."""
+    """The second stream has no supervision at some steps, the third has none at all."""
     case = random_case((*UNEQUAL, [1, 1], [0] * 5), seed=15)
     split = (case.documents[:4], case.documents[4:5], case.documents[5:])
     config = LossConfig(loss, normalization=normalization)

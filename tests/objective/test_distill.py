@@ -1,15 +1,15 @@
-"""Blockwise distillation against dense softmaxes with autograd, and what it holds in memory."""
+"""Blockwise distillation compared with dense softmaxes and autograd, and its memory."""
 
 import pytest
 import torch
 from distill_cases import HIDDEN, STEPS, WEIGHTS, random_rows
 from live_bytes import LargestTensor
 
-from eagle3.objective.distill import StepSums, Teacher, distill, loss_row_bytes, loss_rows
+from eagle3.objective.distill import LossBlocks, StepSums, Teacher, distill, loss_row_bytes, loss_rows
 
 
 def _dense(outputs, head, teacher, query_of):
-    """StepSums, one (step, row) after another with dense rows of the vocabulary."""
+    """StepSums, computed for one (step, row) after another from dense rows of the vocabulary."""
     z = teacher.last @ teacher.head.T
     q, q_full = z.softmax(-1), (z - teacher.logsumexp[:, None]).exp()
     sums = [[], [], []]
@@ -44,7 +44,7 @@ def test_sums_and_gradients_equal_dense_softmaxes(topology, rows, queries, block
     expected = _dense(*case)
     surrogate = (weights[0] * expected.cross_entropy + weights[1] * expected.overlap).sum()
     gradients = torch.autograd.grad(surrogate, (outputs, head))
-    distilled = distill(*case, weights, topology.tensor, block_bytes=block_bytes)
+    distilled = distill(*case, weights, topology.tensor, blocks=LossBlocks(block_bytes))
     assert torch.equal(distilled.sums.correct, expected.correct) and expected.correct.min() > 0
     assert torch.allclose(distilled.sums.cross_entropy, expected.cross_entropy, rtol=1e-12)
     assert torch.allclose(distilled.sums.overlap, expected.overlap, rtol=1e-12)
@@ -58,10 +58,10 @@ def test_sums_and_gradients_equal_dense_softmaxes(topology, rows, queries, block
 
 
 def test_rows_of_several_blocks_add_up_to_the_same_sums_as_their_parts(topology):
-    """The rows in one call of three blocks, and in calls of less than one block."""
+    """The rows are distilled in one call of three blocks, and in calls of less than one block."""
     outputs, head, teacher, query_of = random_rows(48, 60, VOCABULARY, seed=1)
     case = outputs, head, teacher, query_of
-    whole = distill(*case, WEIGHTS["both"], topology.tensor, block_bytes=SIXTEEN_ROWS)
+    whole = distill(*case, WEIGHTS["both"], topology.tensor, blocks=LossBlocks(SIXTEEN_ROWS))
     gradients = torch.autograd.grad(whole.surrogate, (outputs, head))
     sums, added = [], [torch.zeros_like(outputs), torch.zeros_like(head)]
     for start in range(0, 48, 6):
@@ -103,7 +103,7 @@ def test_no_supervised_row_at_all_gives_zeros(topology):
 
 
 def test_rows_without_a_query_change_nothing(topology):
-    """Whatever the teacher says there, even where its probabilities overflow."""
+    """Whatever the teacher says at these rows, even if its probabilities overflow."""
     outputs, head, teacher, query_of = random_rows(12, 8, 20, seed=3)
     query_of[:, [2, 5]] = -1
     nobody = (query_of < 0).all(0)
@@ -133,7 +133,7 @@ def test_no_tensor_of_tokens_by_vocabulary_exists_forward_or_backward(topology):
     case = random_rows(tokens, tokens, vocabulary, torch.float32)
     block_bytes = 16 * loss_row_bytes(STEPS, vocabulary, HIDDEN, torch.float32)
     with LargestTensor() as largest:
-        distill(*case, WEIGHTS["both"], topology.tensor, block_bytes=block_bytes).surrogate.backward()
+        distill(*case, WEIGHTS["both"], topology.tensor, blocks=LossBlocks(block_bytes)).surrogate.backward()
     allowed = max(STEPS * 16 * vocabulary, vocabulary * HIDDEN)
     assert allowed < tokens * vocabulary / 2
     assert 0 < largest.elements <= allowed
@@ -156,14 +156,14 @@ def test_the_norm_before_lm_head_is_differentiated_too(topology, weights):
     leaves = (outputs, head, norm.weight)
     normed = distill(norm(outputs), head, *rest, weights, topology.tensor).surrogate
     gradients = torch.autograd.grad(normed, leaves)
-    within = distill(outputs, head, *rest, weights, topology.tensor, norm, SIXTEEN_ROWS).surrogate
+    within = distill(outputs, head, *rest, weights, topology.tensor, norm, LossBlocks(SIXTEEN_ROWS)).surrogate
     assert torch.allclose(within, normed, rtol=1e-13)
     for actual, gradient in zip(torch.autograd.grad(within, leaves), gradients, strict=True):
         assert (actual - gradient).abs().max() < 1e-12 * gradient.abs().max()
 
 
 def test_gradients_are_handed_out_once(topology):
-    """They are scaled in place; a second backward must not scale them again."""
+    """Gradients are scaled in place, so a second backward pass must not scale them again."""
     surrogate = distill(*random_rows(8, 9, VOCABULARY), WEIGHTS["both"], topology.tensor).surrogate
     (2 * surrogate).backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

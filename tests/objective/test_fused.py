@@ -1,4 +1,5 @@
-"""The loss's Triton kernels, in Triton's interpreter on the CPU (see conftest.py), against the definition in fp64."""
+"""The loss's Triton kernels, in Triton's interpreter on the CPU (see conftest.py), compared with the definition in
+fp64."""
 
 import os
 
@@ -16,7 +17,8 @@ WEIGHTS = {"kl": (0.7, 0.0), "acceptance": (0.4, -0.9)}
 
 
 def block(steps: int, rows: int, columns: int, size: float, seed: int) -> Logits:
-    """Logits of about `size`, the draft's close to the teacher's; the full vocabulary's lse is a little larger."""
+    """Logits of about `size`. The draft's are close to the teacher's, and the full vocabulary's lse is slightly larger
+    than theirs."""
     generator = torch.Generator().manual_seed(seed)
     teacher = torch.randn(rows, columns, generator=generator) * size
     draft = teacher + torch.randn(steps, rows, columns, generator=generator)
@@ -51,7 +53,7 @@ def test_the_kernels_equal_the_definition_within_the_rounding_of_their_logits(
     cross_entropy, overlap, gradient = definition(logits, counted, weights)
     softmaxes = fused.FusedSoftmaxes(logits, topology.alone)
     actual_overlap, actual_gradient = softmaxes.finish(counted, weights, torch.float32)
-    # A logit of size x is known to x eps, and so is the exponential of its difference from the peak.
+    # A logit of size x is only known to x eps, and so is the exponential of its difference from the peak.
     tolerance = 4 * EPS * float(logits.draft.abs().max() + 8)
     assert torch.equal(softmaxes.best, logits.draft.argmax(-1))
     assert (softmaxes.cross_entropy - cross_entropy).abs().max() <= tolerance * max(1.0, float(cross_entropy.max()))

@@ -1,5 +1,5 @@
-"""What recomputation and streaming keep, and that they change nothing; that the gradients are right is
-test_definition.py's."""
+"""What recomputation and streaming keep in memory, and that they change nothing. (test_definition.py checks that the
+gradients are right.)"""
 
 import dataclasses
 
@@ -45,7 +45,7 @@ def test_rows_are_streamed_in_any_slices_and_again():
 
 
 def test_many_chunks_in_bfloat16_round_the_weights_gradients_as_one_chunk_does(topology):
-    """Chunks add up in fp32; in bfloat16, sixty sums would lose two more digits than one rounding."""
+    """Chunks are added up in fp32. In bfloat16, sixty additions would lose two more digits than a single rounding."""
     case = random_case(MASKS, seed=2)
     whole, pieces = (
         train_case(case, topology, torch.bfloat16, 1, KL, memory=MemoryPlan("full", block)).gradients
@@ -56,8 +56,7 @@ def test_many_chunks_in_bfloat16_round_the_weights_gradients_as_one_chunk_does(t
 
 
 def test_kept_bytes_of_a_supervised_token_are_a_hidden_state_and_own_keys_a_step(topology):
-    """With full recompute the graph of the unroll holds inputs of steps and K_0, V_0, own keys and values, nothing
-    else."""
+    """With full recompute, the unroll's graph holds only the inputs of steps, K_0 and V_0, and own keys and values."""
     draft_shape = dataclasses.replace(draft_config(4, 2, 16), intermediate_size=256)
     per_token = {}
     for recompute in ("full", "attention_kept", "none"):

@@ -1,8 +1,8 @@
-"""Runs launchers (capture.py, train.py) in processes that this one forks, as a plain `srun` would: no launcher of
-launchers that ends the others. Some are killed on the way. For tests/jobs/test_capture.py.
+"""Runs launchers (capture.py, train.py) in forks of this process. As under a plain `srun`, nothing ends the other ranks
+if one dies. Some ranks are killed on the way. For tests/jobs/test_capture.py.
 
-python tests/support/capture_worker.py same RECIPE FOLDER      what stores hold, by the way in which they were captured
-python tests/support/capture_worker.py killed RECIPE FOLDER    how ranks end, and what they say, where one of two is
+python tests/support/capture_worker.py same RECIPE FOLDER      what stores hold, by how they were captured
+python tests/support/capture_worker.py killed RECIPE FOLDER    how ranks end, and what they say, if one of two is
 killed or slow
 """
 
@@ -25,7 +25,7 @@ import eagle3.jobs.capture
 import eagle3.jobs.plan
 import eagle3.jobs.train  # noqa: F401
 
-# What the launchers import, so that the processes need not.
+# Above and below: what the launchers import, so that the forks need not.
 from eagle3.states.store.files import open_files
 from eagle3.states.store.folder import read_manifest
 from eagle3.states.store.reader import HiddenStateStore, RowRequest
@@ -35,7 +35,7 @@ WRITES = {"rename", "replace", "link", "fsync", "write", "open"}
 
 
 def launcher(script: str, arguments: list[str], *manner) -> None:
-    """One rank. manner: what makes it kill itself on the way, or be slow, and the arguments of that."""
+    """Runs one rank. manner: a function that makes the rank kill itself on the way or be slow, and its arguments."""
     if manner:
         manner[0](*manner[1:])
     sys.argv = [script, *arguments]
@@ -47,7 +47,7 @@ def die() -> None:
 
 
 def dies_at_write(number: int) -> None:
-    """At that call to the disk of the thread that writes samples."""
+    """Kills this process at the `number`-th disk call of the thread that writes samples."""
     calls = 0
 
     def watch(_frame, event, function) -> None:
@@ -61,7 +61,7 @@ def dies_at_write(number: int) -> None:
 
 
 def dies_at_place(rank: int, place: str) -> None:
-    """Some beats after `rank` has come to that place."""
+    """Kills `rank` some heartbeats after it has reached that place."""
 
     def watch(frame, event, _argument) -> None:
         if (
@@ -77,7 +77,7 @@ def dies_at_place(rank: int, place: str) -> None:
 
 
 def takes_longer(rank: int) -> None:
-    """`rank` does, for each of its batches of short samples."""
+    """Makes `rank` slower at each of its batches of short samples."""
 
     def watch(frame, event, _argument) -> None:
         if event == "return" and frame.f_code.co_name == "begin" and frame.f_back.f_code.co_name == "capture":
@@ -95,7 +95,7 @@ def begin_capture(recipe: str, store: Path, *arguments: str, ranks: int = 1, man
 
 
 def exit_codes(processes: list, seconds: float = 120) -> list[int | None]:
-    """None for who is still there then, and is killed."""
+    """Exit codes of the processes; None for those that are still there after so many seconds. Kills these."""
     deadline = time.monotonic() + seconds
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
@@ -106,7 +106,7 @@ def exit_codes(processes: list, seconds: float = 120) -> list[int | None]:
 
 
 def content(store: Path) -> dict[str, str]:
-    """A digest of all that is stored of each sample."""
+    """For each sample, a digest of everything stored about it."""
     opened = HiddenStateStore.open(str(store), read_manifest(open_files(str(store))).provenance)
     digests = {}
     for sample_id in opened.locations:
@@ -154,5 +154,5 @@ def killed(recipe: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # one thread a process, however many there are
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # one thread per process, however many processes there are
     {"same": same, "killed": killed}[sys.argv[1]](sys.argv[2], Path(sys.argv[3]))

@@ -1,5 +1,4 @@
-"""What a rank sends in one step, counted at the collectives, beside the planner's formula and the size of its K_0,
-V_0."""
+"""Bytes that a rank sends in one step: counted at the collectives, and by the planner's formula."""
 
 import dataclasses
 import itertools
@@ -17,14 +16,14 @@ from eagle3.parallel.sequence import Stream, plan_sequence
 from eagle3.parallel.topology import Topology
 from eagle3.planning.step import Planned, Share, Sizes, Traffic, sent_bytes
 
-# In bfloat16 a gradient in fp32 has twice the bytes of what it is the gradient of.
+# In bfloat16, so that a gradient in fp32 has twice the bytes of its tensor.
 DTYPE = torch.bfloat16
 WAYS = list(itertools.product(get_args(RingMode), get_args(Recompute)))
 
 
 def count_bytes(base: Sharded, topology: Topology) -> dict[str, Any]:
-    """By ring mode and what is recomputed: `counted` and `expected` bytes by kind and phase, and `shared`, the numbers
-    in this rank's keys and values of step 0."""
+    """For each ring mode and recompute mode: `counted` and `expected` bytes by kind and phase, and `shared`, how many
+    numbers this rank's K_0 and V_0 have."""
     return {
         " ".join(way): _count(dataclasses.replace(base, ring_mode=way[0], recompute=way[1]), topology) for way in WAYS
     }

@@ -1,8 +1,8 @@
 """The definition of EAGLE3 draft training in the plainest torch: dense, one document at a time, autograd.
 
 Nothing here is packed, skipped, blocked or shared with the code under test, so that agreement means something. Tests
-take it in fp64; benchmarks/step_time.py times it in fp32 as what one would write, so nothing is computed twice that is
-cheap to keep.
+use it in fp64. benchmarks/step_time.py times it in fp32, as the step that one would write first, so whatever is cheap
+to keep is computed only once.
 """
 
 from collections.abc import Sequence
@@ -29,8 +29,8 @@ class Document:
 
 @dataclass(frozen=True)
 class Case:
-    """A draft, its target's head [V, Ht] and a global batch; weights under exported names, fp32. scale, cap: what the
-    target does to its logits after the head."""
+    """A draft, its target's head [V, Ht] and a global batch. weights: under exported names, in fp32. scale, cap: what
+    the target does to its logits after the head."""
 
     config: DraftConfig
     weights: dict[str, Tensor]
@@ -41,7 +41,7 @@ class Case:
     cap: float | None = None
 
     def teacher_logits(self, last: Tensor) -> Tensor:
-        """[N, V] after last hidden states [N, Ht], in their number format."""
+        """Logits [N, V] from last hidden states [N, Ht], in the states' number format."""
         logits = self.scale * (last @ self.target_head.to(last.dtype).T)
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
@@ -53,7 +53,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Loss:
-    """name: kl, lk_alpha, lk_lambda. divide_by: None for the counted positions of each step, else this number."""
+    """name: kl, lk_alpha or lk_lambda. divide_by: what each step's sum is divided by; None for its counted
+    positions."""
 
     name: str = "kl"
     divide_by: int | None = None
@@ -63,8 +64,8 @@ class Loss:
 
 
 class Sums(NamedTuple):
-    """[K] over positions: cross_entropy and, with a gradient where the loss has one of it, overlap (the acceptance
-    rate); int64 correct, counted, supervised."""
+    """Sums over positions, [K] each: cross_entropy; overlap (the acceptance rate), with a gradient if the loss depends
+    on it; int64 correct, counted, supervised."""
 
     cross_entropy: Tensor
     overlap: Tensor
@@ -76,7 +77,7 @@ class Sums(NamedTuple):
 @dataclass(frozen=True)
 class Defined:
     """The batch's loss; [K] fp64 step_losses, correct, acceptance (0 where nothing counts), int64 counted, supervised;
-    gradients by exported name, of everything but the embedding."""
+    and, by exported name, the gradients of everything but the embedding."""
 
     loss: Tensor
     step_losses: Tensor
@@ -92,8 +93,9 @@ class Defined:
 
 
 def random_case(loss_masks: Sequence[Sequence[int]], seed: int = 0, **changes: Any) -> Case:
-    """One document a loss mask, of its length, and a draft with weights far from their initial values; `changes` of the
-    small DraftConfig here. All numbers are fp32 values, so that they are the same in every dtype from there up."""
+    """A case with one document per loss mask, of the mask's length, and a draft whose weights are far from their
+    initial values. changes: to the small DraftConfig here. All numbers are fp32 values, so that they are the same in
+    fp32 and every wider dtype."""
     sizes = {
         "hidden_size": 16,
         "target_hidden_size": 16,
@@ -166,8 +168,8 @@ def define(case: Case, steps: int, loss: Loss) -> Defined:
 
 
 def dense_loss(case: Case, weights: dict[str, Tensor], steps: int, loss: Loss) -> tuple[Tensor, Tensor, Sums]:
-    """The global batch's loss, for autograd, its [K] step losses, and what they are made of; in the number format of
-    `weights`, which have exported names."""
+    """The global batch's loss, for autograd; its step losses [K]; and the sums that they are made of. All are in the
+    number format of `weights`, which have exported names."""
     results = [_document(case, weights, document, steps, loss) for document in case.documents]
     sums = Sums(*(torch.stack(parts).sum(0) for parts in zip(*results, strict=True)))
     step_losses = torch.stack([_step_loss(loss, *of_step) for of_step in zip(*sums[:2], sums.counted, strict=True)])
@@ -194,7 +196,7 @@ def _document(case: Case, w: dict[str, Tensor], document: Document, steps: int, 
     mask = document.loss_mask.bool().clone()
     mask[-1] = False
     u = _shift(document.ids)
-    # Of position t: what the target says of the row after it, and whether that counts. At step k, position t + k's.
+    # For position t: what the target predicts at the next row, and whether that counts. Step k uses those of t + k.
     z = case.teacher_logits(_shift(document.last.to(dtype)))
     y = z.argmax(-1)
     m = t2d[y] & mask
@@ -254,7 +256,7 @@ def _document(case: Case, w: dict[str, Tensor], document: Document, steps: int, 
 
 
 def _shift(x: Tensor) -> Tensor:
-    """Left by one along the tokens, zero fill."""
+    """x moved left by one along the tokens, filled with zeros."""
     return torch.cat((x[1:], torch.zeros_like(x[:1])))
 
 
@@ -268,7 +270,7 @@ def _heads(x: Tensor, config: DraftConfig) -> Tensor:
 
 
 def _rotation(config: DraftConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin [positions, d]. Only the frequencies of the scaled kinds come from transformers (fp32 there)."""
+    """cos and sin [positions, d]. Only the frequencies of scaled kinds come from transformers, in fp32."""
     rope, half = config.rope_parameters, config.head_dim // 2
     frequencies = rope["rope_theta"] ** (-torch.arange(half, dtype=torch.float64) / half)
     scaling = 1.0

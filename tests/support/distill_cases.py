@@ -1,4 +1,4 @@
-"""Rows to distil that the tests of one process and of a tensor-parallel group share."""
+"""Rows to distil, shared by the tests of one process and of tensor-parallel groups."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from eagle3.objective.distill import StepWeights, Teacher
 
 STEPS, HIDDEN, WIDE = 3, 8, 6
-# of the cross-entropy and of the overlap, for each step
+# weights of the cross-entropy and of the overlap, for each step
 WEIGHTS = {
     "cross-entropy": StepWeights(*torch.tensor([[1.0, 0.8, 0.0], [0.0, 0.0, 0.0]], dtype=torch.float64)),
     "overlap": StepWeights(*torch.tensor([[0.0, 0.0, 0.0], [-0.3, 0.0, -2.0]], dtype=torch.float64)),
@@ -36,7 +36,7 @@ def random_rows(
         return (torch.randn(*shape, generator=generator) * scale).to(dtype)
 
     outputs, head = normal(STEPS, queries, HIDDEN), normal(draft_vocabulary, HIDDEN)
-    head = 2 * head / head.norm(dim=-1, keepdim=True)  # of one length: an output that is one of them prefers its token
+    head = 2 * head / head.norm(dim=-1, keepdim=True)  # so that an output equal to a row prefers its token
     target_head, last = normal(2 * draft_vocabulary, WIDE, scale=0.6), normal(teacher_rows, WIDE)
     z = last @ target_head.T
     best = z.argmax(-1)  # the draft vocabulary is the first half of the target's

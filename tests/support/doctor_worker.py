@@ -1,4 +1,5 @@
-"""What test_doctor.py starts: jobs of two ranks that are two nodes by Slurm's names, each job with another flaw."""
+"""What test_doctor.py starts: jobs of two ranks, which Slurm's variables place on two nodes. Each job has a different
+flaw."""
 
 import os
 import resource
@@ -19,12 +20,12 @@ from eagle3.errors import run_command
 from eagle3.parallel.topology import start_distributed, stop_distributed
 from eagle3.preflight.start import require_sound_start
 
-# What a rank does, told whether it is the second one.
+# What a rank does. Called with whether it is the second rank.
 Act = Callable[[bool], None]
 
 
 def two_nodes(folder: Path) -> Iterator[tuple[str, Act]]:
-    """The jobs, by title. folder: with a recipe.yaml."""
+    """The jobs and their titles. folder: contains a recipe.yaml."""
     recipe = (folder / "recipe.yaml").read_text(encoding="utf-8")
     other = folder / "other" / "launchers"
     shutil.copytree(LAUNCHERS, other)
@@ -88,7 +89,7 @@ def two_nodes(folder: Path) -> Iterator[tuple[str, Act]]:
 
 
 def play(act: Act) -> None:
-    """Both ranks of one act; prints their exit codes."""
+    """Runs both ranks of one act, and prints their exit codes."""
     read, write = os.pipe()
 
     def rank():

@@ -1,5 +1,5 @@
-"""Checks the drafts in several folders by SGLang's own class, in one process: it takes long to import. Started by a
-test."""
+"""Checks the drafts in several folders by SGLang's own class. One process checks all, because SGLang's import takes
+long. Started by a test."""
 
 import json
 import sys

@@ -18,7 +18,7 @@ from eagle3.states.capture import wanted_samples
 from eagle3.states.store.writer import Part
 
 DRAFT_VOCABULARY = 200
-# What a recipe may say of its draft that no draft of a tiny target could have.
+# Recipe keys whose values no draft of a tiny target could have.
 DRAFT_SIZES = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("config", "init_from", "vocabulary"),
@@ -39,7 +39,7 @@ def run_recipe(name: str, target: Path, folder: Path, topology: Topology) -> Rec
 
 
 def recipe_file(name: str, folder: Path) -> Path:
-    """The repository's recipe; for a family without one, the shortest there can be."""
+    """The repository's recipe or, for a family without one, the shortest possible recipe."""
     published = RECIPES / f"{name}.yaml"
     if published.exists():
         return published

@@ -17,13 +17,13 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerF
 
 from eagle3.targets.checkpoint import whole_config
 
-# Families whose architecture transformers does not have, so that SGLang alone can be asked for their hidden states.
+# Families whose architecture transformers lacks, so that only SGLang can give their hidden states.
 WITHOUT_CLASS = {"ling-flash-2.0": "BailingMoeV2ForCausalLM"}
 
 LAYERS = 6
-VOCABULARY = 448  # of the tokenizer; the models' is larger, as most published ones are
+VOCABULARY = 448  # the tokenizer's; that of the models is larger, as in most published ones
 PADDED_VOCABULARY = 480
-# What becomes of the language model's sizes, by their names in any family's config.
+# The tiny sizes of the language model, by the names that any family's config uses.
 SIZES = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -36,7 +36,7 @@ SIZES = {
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
-    "query_pre_attn_scalar": 21,  # not head_dim, as in Gemma-3-27B
+    "query_pre_attn_scalar": 21,  # differs from head_dim, as in Gemma-3-27B
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
     "linear_num_key_heads": 2,
@@ -49,7 +49,7 @@ SIZES = {
     "sliding_window": 16,
     "attention_chunk_size": 16,
 }
-# These never grow: some are 1, or 0 for none.
+# These may only shrink: some are 1, or 0 for none.
 AT_MOST = {"num_experts_per_tok": 2, "experts_per_token": 2, "n_group": 2, "topk_group": 1}
 VISION_SIZES = {
     "hidden_size": 32,
@@ -71,7 +71,7 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def recipes() -> list[str]:
-    """Of all families, by name."""
+    """The recipe names of all families, sorted."""
     return sorted(path.parent.name for path in FAMILIES.glob("*/config.json"))
 
 
@@ -90,15 +90,15 @@ def architecture(recipe: str) -> str:
 
 
 def make_family_target(recipe: str, folder: Path) -> Path:
-    """Write the family's tiny fp32 checkpoint with its tokenizer to `folder`; always the same weights. config.json has
-    the spelling and all that is not a size of the published one."""
+    """Write the family's tiny fp32 checkpoint and tokenizer to `folder`, always with the same weights. config.json is
+    spelt like the published one, and differs from it only in sizes."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = family_tokenizer(recipe)
     tokenizer.save_pretrained(folder)
     config = tiny_config(recipe, tokenizer)
     (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     random_model(recipe, whole_config(str(folder), None, False)).save_pretrained(folder, max_shard_size="200KB")
-    # Which has rewritten it in its own spelling.
+    # Again, because save_pretrained has rewritten the file in its own spelling.
     (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     return folder
 
@@ -131,12 +131,13 @@ def tiny_config(recipe: str, tokenizer: PreTrainedTokenizerFast) -> dict[str, An
 
 
 def _known(published: int | list[int], token: int) -> int | list[int]:
-    """As many ids as before."""
+    """Token ids that the tokenizer has, as many as were published."""
     return [token, *range(token + 1, token + len(published))] if isinstance(published, list) else token
 
 
 def random_model(recipe: str, config: PretrainedConfig) -> PreTrainedModel:
-    """Of the class that the config.json names, with norms, biases and sinks random too, as of a trained model."""
+    """A model of the class that config.json names. Its norms, biases and sinks are random too, as in a trained
+    model."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = getattr(transformers, architecture(recipe))(config).float()
@@ -156,7 +157,7 @@ def random_model(recipe: str, config: PretrainedConfig) -> PreTrainedModel:
 
 
 def _learnt(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, and what a checkpoint has of other state (a router's correction)."""
+    """Parameters, and other state that a checkpoint stores (a router's correction)."""
     stored = model.state_dict()
     yield from model.named_parameters()
     yield from (
@@ -166,8 +167,8 @@ def _learnt(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 @functools.cache
 def tokenizer_facts(recipe: str) -> dict[str, Any]:
-    """special_tokens, bos_token, eos_token, and chat_template: of this family, or of the one whose template it has. A
-    family whose template is not among the test data gets ChatML."""
+    """special_tokens, bos_token, eos_token and chat_template of this family, or of the family whose template it shares.
+    A family whose template is not among the test data gets ChatML."""
     known = FAMILIES / recipe / "masks.yaml"
     if not known.exists():
         template = (CHAT_TEMPLATES / "chatml.jinja").read_text("utf-8")
@@ -204,7 +205,7 @@ def family_tokenizer(recipe: str) -> PreTrainedTokenizerFast:
 
 
 def conversations() -> list[dict[str, Any]]:
-    """Twelve short ones of unequal lengths, with and without a second turn."""
+    """Twelve short conversations of unequal lengths, with and without a second turn."""
     places = ("Lima", "Quito", "La Paz", "Bogota", "Caracas", "Asuncion")
     rows = []
     for number in range(12):

@@ -1,4 +1,4 @@
-"""What a recipe comes to, for tests that start below the launchers."""
+"""Resolves recipes for tests that start below the launchers."""
 
 import torch
 
@@ -8,10 +8,10 @@ from eagle3.recipe.schema import Recipe
 
 
 def job_of(recipe: Recipe, topology: Topology) -> Job:
-    """As training and capture make it."""
+    """The job, as training and capture resolve it."""
     return choose_draft(inputs_of(recipe, topology.device), print)
 
 
 def inputs_of(recipe: Recipe, device: torch.device, say: Say = print, judging: bool = False) -> Inputs:
-    """As launchers gather them."""
+    """The inputs, as launchers gather them."""
     return gather_inputs(find_target(recipe, device, say, make=not judging), say, judging=judging)

@@ -35,13 +35,13 @@ STEPS = 3
 PROVENANCE = {"target": "tiny"}
 TIMEOUT = timedelta(seconds=20)
 LENGTHS = [97, 3, 41, 1, 66, 18, 41, 120, 9, 30]
-ONE_TOKEN, UNSUPERVISED = 3, 4  # places in LENGTHS: the document of one token, and one in which nothing is supervised
+ONE_TOKEN, UNSUPERVISED = 3, 4  # places in LENGTHS: the document of one token, and one without supervision
 
 
 @dataclass(frozen=True)
 class Case:
-    """documents: places in LENGTHS of one optimiser step's samples, None for all. dtype: the target's and the store's.
-    What the layout leaves of `world` is data-parallel."""
+    """documents: places in LENGTHS of one optimiser step's samples; None for all. dtype: of the target and the store.
+    Ranks of `world` that the layout does not use are data-parallel."""
 
     name: str
     world: int
@@ -85,7 +85,7 @@ CASES = [
 
 
 def encoded_documents() -> list[tuple[Tensor, Tensor]]:
-    """(ids, loss mask) of each document: answers after a prompt, single rows, everything, nothing."""
+    """(ids, loss mask) of each document. Masks select answers after a prompt, single rows, everything, or nothing."""
     generator = torch.Generator().manual_seed(11)
     documents = []
     for place, length in enumerate(LENGTHS):
@@ -104,7 +104,7 @@ def sample_set(order: Sequence[int]) -> SampleSet:
 
 
 def batch_of(case: Case) -> list[Drawn]:
-    """The case's documents as places among all of them, sorted by id, whatever order a rank reads them in."""
+    """The case's documents, as places among all documents sorted by id, no matter in which order a rank reads them."""
     ids = [sample.id for sample in sample_set(range(len(LENGTHS)))]
     return [Drawn(sorted(ids).index(ids[place]), 0) for place in case.documents or range(len(LENGTHS))]
 
@@ -128,13 +128,13 @@ class CountingTarget(TransformersTarget):
 
 
 def main(folder: Path) -> int:
-    import eagle3.parallel.topology  # noqa: F401  before the fork, that the ranks share its seconds
+    import eagle3.parallel.topology  # noqa: F401  before the fork, so that ranks need not repeat it
 
     return fork_ranks(2, partial(run, folder, 2)) or fork_ranks(4, partial(run, folder, 4))
 
 
 def run(folder: Path, world: int) -> None:
-    # here, for DeepSpeed takes seconds to import, and who reads the cases does not need it
+    # imported here, because DeepSpeed takes seconds and tests that only read the cases do not need it
     from eagle3.parallel.topology import start_distributed, stop_distributed
 
     models = {dtype: load_target(folder / "target", dtype=dtype).model for dtype in ("float32", "bfloat16")}
@@ -160,7 +160,7 @@ def run(folder: Path, world: int) -> None:
             "lossless": StoredSource(stores["lossless"]),
         }.items():
             loader = StreamLoader(
-                sample_set(order).sorted_by_id(),  # every rank reads the samples in an order of its own
+                sample_set(order).sorted_by_id(),  # every rank reads the samples in a different order
                 source,
                 steps=STEPS,
                 sharding=case.sharding,
@@ -174,7 +174,7 @@ def run(folder: Path, world: int) -> None:
         return results | {"prefilled": alone.prefilled}
 
     cases = sorted((case for case in CASES if case.world == world), key=_sizes)
-    for sizes, alike in itertools.groupby(cases, _sizes):  # groups are formed once a layout
+    for sizes, alike in itertools.groupby(cases, _sizes):  # form groups once per layout
         topology = start_distributed(*sizes, timeout=TIMEOUT)
         for case in alike:
             torch.save(load(case, topology), outcome_of(folder, case.name, dist.get_rank()))
@@ -189,7 +189,7 @@ def _sizes(case: Case) -> tuple[int, int, int]:
 
 
 def agree(topology: "Topology") -> dict[str, str | None]:
-    """What require_agreement says, None for nothing."""
+    """What require_agreement says; None if it says nothing."""
     rank = dist.get_rank()
     order = random.Random(rank).sample(range(len(LENGTHS)), len(LENGTHS))
     whole, batch = sample_set(order), [Drawn(index, 0) for index in range(len(LENGTHS))]

@@ -15,8 +15,8 @@ from urllib.parse import unquote, urlsplit
 
 @dataclass
 class LocalHub:
-    """url: what HF_ENDPOINT is set to. sent: (path, bytes) of every file part that was served. broken: files whose
-    requests fail that many times more."""
+    """url: for HF_ENDPOINT. sent: (path, bytes) of every file part that was served. broken: file -> how many more
+    requests for it will fail."""
 
     root: Path
     url: str = ""
@@ -24,7 +24,7 @@ class LocalHub:
     broken: dict[str, int] = field(default_factory=dict)
 
     def folder(self, dataset: str, revision: str = "main") -> Path:
-        """Where the files of a dataset's revision lie; made if need be."""
+        """The folder with the files of a dataset's revision, created if it does not exist."""
         path = self.root / dataset / revision
         path.mkdir(parents=True, exist_ok=True)
         return path

@@ -38,10 +38,10 @@ from eagle3.targets.transformers import TransformersTarget
 
 TIMEOUT = datetime.timedelta(seconds=20)
 WORLD = 4
-# (Ulysses, ring); of two ranks there are two groups, each with documents of its own
+# (Ulysses, ring); for layouts of two ranks there are two groups, each with its own documents
 LAYOUTS = ((2, 1), (4, 1), (1, 2), (1, 4), (2, 2))
 CHUNK_TOKENS = 6
-# shorter than the ranks, no multiple of them, and exactly several chunks of any number of them
+# fewer tokens than ranks, no multiple of the ranks, and exactly several chunks of any number of ranks
 LENGTHS = (1, 3, 37, 72)
 VOCAB = 96
 SHAPE = {
@@ -61,7 +61,7 @@ def llama(**changes) -> PreTrainedModel:
 
 
 def qwen3(**changes) -> PreTrainedModel:
-    """One key/value head for all, as no Ulysses degree likes it."""
+    """One key/value head for all queries, which no Ulysses degree can divide."""
     return Qwen3ForCausalLM(Qwen3Config(**{**SHAPE, "num_key_value_heads": 1, "head_dim": 16, **changes}))
 
 
@@ -77,7 +77,7 @@ def gpt_oss(**changes) -> PreTrainedModel:
 
 
 def gemma3(**changes) -> PreTrainedModel:
-    """Windows that reach over several chunks of one process; another rope in each kind of layer."""
+    """Windows that reach over several chunks of one process; each kind of layer has its own rope."""
     rope = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4}}
     rope["sliding_attention"] = {"rope_type": "default", "rope_theta": 100.0}
     own = {"head_dim": 16, "query_pre_attn_scalar": 9, "sliding_window": 14, "rope_parameters": rope}
@@ -110,7 +110,7 @@ FAMILIES = {make.__name__: make for make in (llama, qwen3, gpt_oss, gemma3, gemm
 
 
 def families(ulysses: int, ring: int) -> list[str]:
-    """What a layout is tried on: the rarer ones once among several processes."""
+    """The families to try under a layout. The rarer ones are tried only once."""
     return [*FAMILIES] if (ulysses, ring) == (2, 2) else ["llama", "qwen3", "gpt_oss", "gemma3"]
 
 
@@ -121,7 +121,7 @@ def target_of(family: str, dtype: torch.dtype = torch.float32, **changes) -> Tra
 
 
 def target_of_logits() -> TransformersTarget:
-    """Its lm_head is one that only the model itself can apply."""
+    """A target whose lm_head only the model itself can apply."""
     torch.manual_seed(5)
     model = llama()
     model.lm_head = torch.nn.Linear(model.config.hidden_size, VOCAB)
@@ -133,8 +133,8 @@ def document_of(length: int) -> torch.Tensor:
 
 
 def differences(prefill: LongPrefill, document: torch.Tensor) -> dict[str, float] | None:
-    """On the first rank of a sequence: each tensor's largest difference from the target's own prefill, relative to its
-    largest magnitude; for argmax the number of differing rows."""
+    """On the first rank of a sequence group: each tensor's largest difference from the target's own prefill, relative
+    to its largest magnitude; for argmax, the number of rows that differ."""
     chunks = list(prefill.chunks(document))
     assert len(chunks) == -(-len(document) // (prefill.chunk_tokens * prefill.sequence.size()))
     if prefill.sequence.rank() > 0:
@@ -157,7 +157,8 @@ def long_prefill(target: TransformersTarget, topology: Topology) -> LongPrefill:
 
 
 def refusals(topology: Topology) -> dict[str, str]:
-    """What every rank is told, where only one meets the mistake; each is followed by a document that is well."""
+    """What each rank is told if only one rank meets the mistake. After the mistakes, a sound document shows that
+    prefill still works."""
     messages = {}
 
     def record(name: str, work) -> None:
@@ -172,7 +173,7 @@ def refusals(topology: Topology) -> dict[str, str]:
     if last:
         document[3] = VOCAB
     record("token id on one rank", lambda: list(prefill.chunks(document)))
-    with torch.no_grad():  # 95 is in no short document; in this one only the last rank of the second chunk has it
+    with torch.no_grad():  # no short document has token 95; in this one, only the last rank of the second chunk does
         prefill.target.head.embedding[95] = float("inf")
     document = torch.arange(2 * CHUNK_TOKENS * topology.sequence.size()) % 90
     document[-1] = 95
@@ -186,7 +187,7 @@ def refusals(topology: Topology) -> dict[str, str]:
 def run(folder: Path) -> None:
     for ulysses, ring in LAYOUTS:
         topology = start_distributed(1, ulysses, ring, timeout=TIMEOUT)
-        # Two groups that differ in what they do: nothing may wait for a rank outside its own.
+        # Two groups may do different things, since nothing may wait for a rank of the other group.
         lengths = LENGTHS[:: -1 if topology.data.rank() else 1]
         results = {"refusals": refusals(topology)}
         for family in families(ulysses, ring):

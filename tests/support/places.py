@@ -1,4 +1,4 @@
-"""Where the repository keeps what tests and their workers read."""
+"""Paths in the repository that tests and their workers read."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Conversations and a tokenizer of bytes, for tests that prepare samples in milliseconds."""
+"""Conversations and a byte tokenizer, for tests that prepare samples in milliseconds."""
 
 import json
 from collections.abc import Callable
@@ -26,7 +26,7 @@ OPTIONS = {
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte."""
+    """A tokenizer with one token per byte."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

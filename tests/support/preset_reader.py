@@ -1,5 +1,5 @@
-"""Reads conversations in a process of its own, whose hub is the one that HF_ENDPOINT names: a request a line, an answer
-a line."""
+"""Reads conversations in a separate process, from the hub that HF_ENDPOINT names: one request per line, one answer per
+line."""
 
 import contextlib
 import json
@@ -13,9 +13,9 @@ from eagle3.text import datasets
 from eagle3.text.conversations import read_conversations
 from eagle3.text.rows import MalformedRows
 
-time.sleep = lambda seconds: None  # the libraries wait for minutes, all in all, before they give up
+time.sleep = lambda seconds: None  # in all, the libraries would wait for minutes before giving up
 console.QUIET_SECONDS = console.FIRST_GAP = console.LAST_GAP = 0.0
-datasets.waiting = lambda say, what: contextlib.nullcontext()  # with no gaps it would speak all the time
+datasets.waiting = lambda say, what: contextlib.nullcontext()  # without gaps it would print all the time
 
 for line in sys.stdin:
     request = json.loads(line)

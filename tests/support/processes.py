@@ -12,14 +12,14 @@ _given: set[int] = set()
 
 
 def fork_ranks(world: int, work: Callable[[], None]) -> None:
-    """Run `work` in `world` processes under the environment that a launcher sets. The first one that fails ends the
-    others, and its traceback is raised here. Call it from a script of its own that has imported what `work` needs and
-    has neither started threads nor formed process groups."""
+    """Run `work` in `world` processes under the environment that a launcher sets. If one fails, the others are ended
+    and its traceback is raised here. Call this from a separate script that has imported what `work` needs, and has
+    neither started threads nor formed process groups."""
     start_processes(_be, (world, free_port(), work), nprocs=world, start_method="fork")
 
 
 def begin_ranks(world: int, work: Callable[[], None]) -> list:
-    """The same, but whoever calls waits for the processes, which are left to themselves."""
+    """Like `fork_ranks`, but returns the processes at once. The caller has to wait for them."""
     return start_processes(_be, (world, free_port(), work), nprocs=world, start_method="fork", join=False).processes
 
 
@@ -31,13 +31,13 @@ def _be(rank: int, world: int, port: int, work: Callable[[], None]) -> None:
 
 
 def rank_file(world: int, rank: int) -> str:
-    """What a rank of a job of `world` writes its findings to."""
+    """Name of the file to which a rank of a job of `world` writes its findings."""
     return f"{rank} of {world}.safetensors"
 
 
 def free_port() -> int:
-    """Below the ports that a system gives to whoever asks for any: of those, a connection of another job could take it
-    before this job does. Never one that this process gave to a job before, which may not have taken it yet."""
+    """A free port below the range from which the system assigns ports: otherwise a connection of a different job could
+    take it first. Never returns a port twice, because the first job may not have taken it yet."""
     while True:
         port = random.SystemRandom().randrange(10_000, 29_000)
         with socket.socket() as probe, contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""A run folder written by hand, with everything that a report can show, and the charts' numbers known."""
+"""A run folder written by hand, with everything that a report can show and with known numbers for the charts."""
 
 import json
 from pathlib import Path
@@ -49,12 +49,13 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def change(path: Path, **values: Any) -> None:
-    """Other values for top-level keys of a JSON file."""
+    """Changes top-level keys of a JSON file."""
     write_json(path, json.loads(path.read_text(encoding="utf-8")) | values)
 
 
 def _records(step: int, steps: int) -> list[dict[str, Any]]:
-    """Of one step: losses fall, accuracies rise to 0.8, 0.7, 0.6, 0.5, with noise of a fixed seed."""
+    """The records of one step. Over the steps, losses fall and accuracies rise to 0.8, 0.7, 0.6, 0.5, with noise of a
+    fixed seed."""
     noise = np.random.default_rng(step)
     learnt = 1 - np.exp(-4 * step / steps)
     accuracy = np.array([0.8, 0.7, 0.6, 0.5]) * learnt
@@ -88,7 +89,7 @@ def _records(step: int, steps: int) -> list[dict[str, Any]]:
 
 
 def started(steps: int = STEPS) -> dict[str, Any]:
-    """As run.json."""
+    """The content of run.json."""
     lengths = {"edges": [2.0**power for power in range(6, 14)], "counts": [100, 900, 2500, 3000, 2000, 1000, 500]}
     held_out = {"edges": [2.0**power for power in range(6, 14)], "counts": [2, 20, 40, 60, 50, 20, 8]}
     return {
@@ -144,7 +145,7 @@ def started(steps: int = STEPS) -> dict[str, Any]:
 
 
 def evaluation() -> dict[str, Any]:
-    """As evaluation.json, near what the held-out accuracies simulate."""
+    """The content of evaluation.json, close to what the held-out accuracies simulate."""
     positions = [0.78, 0.53, 0.31, 0.15]
     judged = {
         "conversations": 24,
@@ -177,7 +178,7 @@ def evaluation() -> dict[str, Any]:
 
 
 def by_context(lengths: list[float], half: float = 0.1) -> dict[str, Any]:
-    """As by_context.json, each length with an interval of `half` on both sides."""
+    """The content of by_context.json; each length has an interval of `half` on both sides."""
     return {
         "engine": "transformers",
         "engine_version": "5.19.0",

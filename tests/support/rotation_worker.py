@@ -1,4 +1,4 @@
-"""Compares SGLang's table of a draft's rotation with training's, of several config.json. Started by a test."""
+"""Compares SGLang's rotation table with training's, for the drafts of several config.json files. Started by a test."""
 
 import json
 import sys
@@ -25,8 +25,8 @@ def main(folders: list[Path]) -> None:
 
 
 def at_the_last(draft: DraftConfig, table: torch.Tensor) -> dict[str, float]:
-    """Of the last position: numbers that are not SGLang's bit for bit, and how far ours are from fp64 with fp64's
-    frequencies, where the rope is a plain one, else with the same frequencies."""
+    """At the last position: how many numbers differ from SGLang's in any bit, and how far ours are from fp64. For a
+    plain rope, fp64 computes the frequencies too; otherwise it uses the same ones."""
     last = torch.tensor([len(table) - 1])
     ours, exact = (
         torch.cat((rotation.cos, rotation.sin), -1)[0, 0]

@@ -1,4 +1,4 @@
-"""What tests of real SGLang share: its environment, servers of tiny targets that capture, and a target behind them."""
+"""What tests of real SGLang share: its environment, capturing servers of tiny targets, and a target that uses them."""
 
 import os
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ AUX_LAYERS = (1, 2, 4)
 
 @contextmanager
 def cpu_environment(tensor: int = 1) -> Iterator[None]:
-    """What SGLang reads when a server of `tensor` ranks starts."""
+    """Inside the block, the environment is one in which SGLang can start a server of `tensor` ranks."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in sglang_environment(tensor).items():
             patch.setenv(name, value)
@@ -31,7 +31,7 @@ def cpu_environment(tensor: int = 1) -> Iterator[None]:
 
 
 def options(model: Path, **changes) -> EngineOptions:
-    """Small enough for a CPU, and chunks so short that a prompt of 200 tokens takes seven."""
+    """Engine options that are small enough for a CPU, with chunks so short that a prompt of 200 tokens takes seven."""
     small = {
         "dtype": "float32",
         "memory_fraction": 0.2,
@@ -75,7 +75,8 @@ def documents(*lengths: int, seed: int = 1) -> list[torch.Tensor]:
 
 
 def largest_errors(actual: Rows, expected: Rows) -> dict[str, float]:
-    """Of aux, the teacher's values and logsumexp, relative to the largest value; of argmax the rows that differ."""
+    """Largest errors of aux and of the teacher's values and logsumexp, relative to the largest value; for argmax, the
+    number of rows that differ."""
     errors = {"argmax": float((actual.teacher.argmax != expected.teacher.argmax).sum())}
     for name in ("aux", "values", "logsumexp"):
         mine, other = actual.named()[name].double(), expected.named()[name].double()

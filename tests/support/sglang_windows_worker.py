@@ -1,8 +1,9 @@
-"""Which keys SGLang's attention shows a query under a window of N, by running its own functions: Triton's kernels in
-Triton's interpreter, torch_native's as they are. Prints JSON; TRITON_INTERPRET must be set before this starts.
+"""Finds out which keys a query sees in SGLang's attention under a window of N, by running SGLang's own functions:
+Triton's kernels in Triton's interpreter, torch_native's as they are. Prints JSON. TRITON_INTERPRET must be set before
+this starts.
 
-All keys are equal and values are unit vectors, so that a query's output has one entry above zero for each key that it
-sees.
+All keys are equal, and values are unit vectors, so that a query's output has one positive entry for each key that the
+query sees.
 """
 
 import json
@@ -15,7 +16,7 @@ from sglang.kernels.ops.speculative.cache_locs import generate_draft_decode_wind
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from torch import Tensor
 
-WIDTH = 64  # of a head, and so the most keys there may be
+WIDTH = 64  # of a head, and so the largest number of keys
 
 
 def seen(output: Tensor) -> list[list[int]]:
@@ -24,8 +25,8 @@ def seen(output: Tensor) -> list[list[int]]:
 
 
 def triton_extend(prefix: int, queries: int, window: int) -> list[list[int]]:
-    """New queries after a prefix, as a prefill or a verification has them. SGLang hands the kernel the last `window`
-    prefix keys."""
+    """What new queries after a prefix see, as in a prefill or a verification. SGLang passes the last `window` prefix
+    keys to the kernel."""
     keys, values = torch.zeros(prefix + queries, 1, WIDTH), torch.eye(WIDTH)[: prefix + queries, None].contiguous()
     visible = min(prefix, window)
     output = torch.zeros(queries, 1, WIDTH)
@@ -53,7 +54,7 @@ def triton_extend(prefix: int, queries: int, window: int) -> list[list[int]]:
 
 
 def triton_draft_steps(prefix: int, steps: int, window: int) -> list[list[int]]:
-    """Of a chain: slots of the keys that each draft step reads, its own among them, where a token's slot is its
+    """For a chain: the slots of the keys that each draft step reads, including its own. A token's slot is its
     position."""
     slots = torch.full((steps, 2 * WIDTH), -1)
     bounds = torch.zeros(steps, 2, dtype=torch.int32)

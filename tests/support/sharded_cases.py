@@ -1,5 +1,5 @@
-"""The cases of tests/parallel/test_sharded.py: every layout once, and the other axes so that each pair of values
-meets."""
+"""The cases of tests/parallel/test_sharded.py: every layout once, and enough others that every pair of two axes' values
+occurs."""
 
 import itertools
 import random
@@ -28,7 +28,7 @@ AXES = {
     "recompute": ("full", "none", "attention_kept"),
 }
 STEPS, HEADS, MOST_PROCESSES = 5, 8, 8
-# tensor, Ulysses, ring, data: beyond MOST_PROCESSES, the smallest layout that has every kind of group
+# tensor, Ulysses, ring, data: the smallest layout with every kind of group, although it exceeds MOST_PROCESSES
 LARGEST = (2, 2, 2, 2)
 
 
@@ -66,7 +66,7 @@ class Sharded:
 
     @property
     def possible(self) -> bool:
-        """Key/value heads fewer than tensor-parallel ranks are refused; ring modes and layouts want a ring."""
+        """Whether there are few enough processes, and enough key/value heads for the tensor-parallel ranks."""
         return self.world <= MOST_PROCESSES and self.kv_heads % self.tensor == 0
 
     @property
@@ -75,7 +75,7 @@ class Sharded:
 
     @property
     def memory(self) -> MemoryPlan:
-        """In chunks of about 16 tokens and loss blocks of few rows."""
+        """A plan with chunks of about 16 tokens and loss blocks of a few rows."""
         return MemoryPlan(self.recompute, block_bytes=60_000)
 
     @property
@@ -98,12 +98,12 @@ class Sharded:
         )
 
     def dealt(self, case: Case) -> list[list[Document]]:
-        """The case's documents by stream, data x accumulation of them."""
+        """The case's documents by stream; there are data x accumulation streams."""
         documents = iter(case.documents)
         return [[next(documents) for _ in stream] for stream in self._masks()]
 
     def _masks(self) -> list[list[list[int]]]:
-        """For each stream the loss masks of its documents."""
+        """For each stream, the loss masks of its documents."""
         count = self.data * self.accumulation
         if self.streams == "packed":
             return [[[0] * (5 + i) + [1] * 8, [1] * 4, [0] * 9 + [1] * 2 + [0] * 3, [0, 1] * 5] for i in range(count)]
@@ -118,7 +118,7 @@ class Sharded:
 
 
 def base_cases() -> list[Sharded]:
-    """Every layout of 2, 4 or 8 processes once, and one of 16, at the first value of the other axes."""
+    """Every layout of 2, 4 or 8 processes once, and one of 16. The other axes have their first values."""
     sizes = itertools.product(*(AXES[name] for name in ("tensor", "ulysses", "ring", "data")))
     return [
         case for case in (Sharded(*each) for each in sizes) if 1 < case.world <= MOST_PROCESSES or case.sizes == LARGEST
@@ -126,7 +126,7 @@ def base_cases() -> list[Sharded]:
 
 
 def covering_cases(seed: int = 0, tries: int = 60) -> list[Sharded]:
-    """Cases in which every possible pair of values of two axes occurs: greedily the best of random ones."""
+    """Cases in which every possible pair of two axes' values occurs. Each is the best of several random ones."""
     source, cases = random.Random(seed), []
     missing = possible_pairs()
     while missing:
@@ -137,7 +137,7 @@ def covering_cases(seed: int = 0, tries: int = 60) -> list[Sharded]:
     return cases
 
 
-# Two axes with a value each, in the order of AXES.
+# Two axes, each with a value, in the order of AXES.
 Pair = tuple[tuple[str, Any], tuple[str, Any]]
 
 

@@ -1,5 +1,5 @@
-"""Logits by vocabulary shard on several ranks, all cases in one launch, for tests/targets/test_target_sharding.py to
-judge.
+"""Summarises and redistributes logits that are sharded over several ranks by vocabulary, all cases in one launch, for
+tests/targets/test_target_sharding.py.
 
 python tests/support/sharding_worker.py FOLDER
 """
@@ -28,22 +28,22 @@ from eagle3.targets.logits import DraftColumns, summarize_sharded
 
 TIMEOUT = datetime.timedelta(seconds=20)
 WORLDS = (2, 4)
-PADDING = 1e30  # what is in columns that are no tokens
+PADDING = 1e30  # fills the columns that are not tokens
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 
 def document_rows(lengths: Sequence[int], ranks: int) -> list[Tensor]:
-    """Without sequence parallelism: the rows of each rank, whole documents of a batch that lie one after the other.
-    Longest first, each to the rank with the fewest rows; with more ranks than documents some get none."""
+    """Without sequence parallelism: the rows of each rank. Ranks get whole documents of a batch, whose rows follow one
+    another: longest first, each to the rank with the fewest rows. With more ranks than documents, some get none."""
     rows, nothing = torch.arange(sum(lengths)).split(list(lengths)), torch.arange(0)
     dealt = deal_streams(lengths, ranks)
     return [torch.cat([nothing, *(rows[document] for document in documents)]) for documents in dealt]
 
 
 def sequence_rows(shares: Sequence[int], ranks: int, divided: bool = False) -> list[Tensor]:
-    """With sequence parallelism: the rows of each of the target's ranks, of a sequence cut into consecutive `shares`
-    (rows of each sequence rank, equal or not). The target's degree is a multiple of the number of shares: the ranks r,
-    r+1, ... of one share all have its rows; or, `divided`, an about equal part each, in order."""
+    """With sequence parallelism: the rows of each of the target's ranks. The sequence is cut into consecutive `shares`
+    (numbers of rows, equal or not), one for each sequence rank. The target has a multiple of as many ranks: the ranks
+    of one share all have its rows or, if `divided`, each has a part, of about equal size and in order."""
     assert ranks % len(shares) == 0, f"{ranks} ranks of the target for {len(shares)} shares"
     each = ranks // len(shares)
     of_shares = torch.arange(sum(shares)).split(list(shares))
@@ -89,8 +89,8 @@ SUMMARIES = [
 
 @dataclass(frozen=True)
 class Dealt:
-    """Draft columns of `rows`: drafted tokens; who gets which rows, told by `dealing` and `parts` (lengths of
-    documents, or sizes of shares); rows of a block."""
+    """A redistribution of the columns of the `drafted` tokens of `rows`, `block_rows` rows at a time. `dealing` and
+    `parts` (lengths of documents, or sizes of shares) say which rank gets which rows."""
 
     name: str
     rows: Rows
@@ -107,7 +107,7 @@ class Dealt:
 
 
 EVERY_THIRD = tuple(range(0, 37, 3))
-FIRST_SHARD = (0, 2, 3, 7)  # of every world: the other ranks have no draft token
+FIRST_SHARD = (0, 2, 3, 7)  # in every world: the other ranks have no draft token
 LAST_SHARD = (0, 30, 31, 33, 35, 36)
 PADDED = Rows("padded", 40, 37)
 REDISTRIBUTIONS = [
@@ -153,7 +153,7 @@ MEASURED = [Measured(shares, divided) for divided in (False, True) for shares in
 
 
 class Widths(TorchDispatchMode):
-    """The widest tensor [rows, columns] that any operation inside the context returned, by columns."""
+    """Records the most columns of any tensor [rows, columns] that an operation inside the context returns."""
 
     widest = 0
 
@@ -191,13 +191,13 @@ def redistribute(
 
 
 def measure(case: Measured, group: ProcessGroup) -> dict[str, Tensor]:
-    """Bytes alive at most beside the input, and those that were said."""
+    """The most bytes alive apart from the input, and the bytes that were predicted."""
     logits, first, valid = shard_of(case.rows, group)
     columns = DraftColumns.of(torch.tensor(case.drafted), first, valid, group)
     rows, block_rows = case.rows_of(group.size()), case.block_rows(group.size())
 
     def logits_after(rows: Tensor) -> Tensor:
-        time.sleep(0.02)  # a thread of gloo's lets go of the last block's tensors a moment after their exchange
+        time.sleep(0.02)  # gloo's thread frees the last block's tensors a moment after their exchange
         return logits[rows]
 
     with LiveBytes(tensors=rows) as bytes_alive:

@@ -26,7 +26,7 @@ from processes import begin_ranks
 import eagle3.jobs.plan
 import eagle3.jobs.train  # noqa: F401
 
-# What train.py imports while it runs: here once, for all forks.
+# Above: what train.py imports while it runs, imported once for all forks.
 
 TRAIN = LAUNCHERS / "train.py"
 ENDLESS = ("training.max_steps=100000", "training.checkpoint_every=100000", "evaluation.every=100000")
@@ -34,7 +34,7 @@ PATIENCE = 120
 
 
 class Run(NamedTuple):
-    """processes: its ranks. log: a file of their output."""
+    """processes: the ranks. log: the file with their output."""
 
     processes: list
     log: Path
@@ -62,7 +62,7 @@ class Run(NamedTuple):
 
 
 def start(recipe: Path, name: str, *words: str, world: int = 1, first: Callable = lambda: None) -> Run:
-    """train.py with these words. first: called in each of its processes."""
+    """Starts train.py with these words. first: called in each of its processes."""
     log = recipe.parent / f"{name}.log"
     log.touch()
     return Run(begin_ranks(world, partial(_train, log, first, ["--recipe", str(recipe), *words])), log)
@@ -78,8 +78,8 @@ def _train(log: Path, first: Callable, words: list[str]) -> None:
 
 
 def entered(recipe: Path) -> dict:
-    """A second run in the folder of a live one, in many ways; then the first is killed, and another continues at
-    once."""
+    """Second runs try to enter the folder of a live one, in many ways. Then the first is killed, and another continues
+    at once."""
     folder, link = recipe.parent / "run", recipe.parent / "link"
     link.symlink_to(folder)
     holder = start(recipe, "holder", *ENDLESS)
@@ -127,7 +127,7 @@ def at_once(recipe: Path) -> dict:
 
 
 def unlocked(recipe: Path) -> dict:
-    """Where flock fails a second run takes the first one's folder; the first notices before its next checkpoint."""
+    """If flock fails, a second run takes the first one's folder. The first notices before its next checkpoint."""
     folder, endless = recipe.parent / "run", (*ENDLESS[:1], *ENDLESS[2:], "training.checkpoint_every=2")
     one = start(recipe, "one", *endless, first=refuse_locks)
     one.await_step(folder)
@@ -153,7 +153,7 @@ def torn(recipe: Path) -> dict:
 
 
 def refuse_locks() -> None:
-    """From here on flock fails in this process as on a file system without locks: the kernel answers ENOSYS
+    """Makes flock fail in this process from now on, as on a file system without locks: the kernel answers ENOSYS
     (seccomp)."""
     flock, load, jump_equal, give = {"x86_64": 73, "aarch64": 32}[os.uname().machine], 0x20, 0x15, 0x06
     allow, refuse = 0x7FFF0000, 0x00050000 | 38

@@ -1,4 +1,4 @@
-"""Samples that a number determines, so that any process can say what a store should hold, and the checks of that."""
+"""Samples that follow from a number, so that any process knows what a store should hold; and checks of stores."""
 
 import json
 import multiprocessing
@@ -19,7 +19,7 @@ from eagle3.states.store.writer import StoreWriter
 from eagle3.text.samples import sample_digest
 
 FORK = multiprocessing.get_context("fork")
-# What reaches for the disk, by the names that the interpreter gives its functions.
+# Functions that access the disk, by the interpreter's names for them.
 SYSTEM_CALLS = {"open", "write", "flush", "fsync", "replace", "rename", "link", "unlink", "mkdir", "truncate", "close"}
 HIDDEN = 16
 PROVENANCE = {"target": "a1b2", "aux_layers": [1, 3, 6], "tokenizer": "c3d4"}
@@ -32,7 +32,8 @@ def sample_id(number: int, tokens: int | None = None) -> str:
 
 
 def sample(number: int, tokens: int | None = None, hidden: int = HIDDEN):
-    """id, ids, loss mask, hidden states. The id is what data preparation makes it, the digest of ids and loss mask."""
+    """Id, token ids, loss mask, hidden states. As in data preparation, the id is the digest of token ids and loss
+    mask."""
     generator = torch.Generator().manual_seed(number)
     tokens = tokens or int(torch.randint(1, 40, (), generator=generator))
     ids = torch.randint(150_000, (tokens,), generator=generator)
@@ -74,12 +75,12 @@ def read_whole(store: HiddenStateStore, number: int, tokens: int | None = None) 
 
 
 def same_rows(one: Rows, other: Rows) -> bool:
-    """Bit for bit."""
+    """Whether all rows are equal, bit for bit."""
     return all(torch.equal(a, b) for a, b in zip(one.named().values(), other.named().values(), strict=True))
 
 
 def assert_holds(path, numbers, encoding: Encoding = PLAIN) -> None:
-    """Exactly these samples, each of them once and bit for bit."""
+    """Asserts that the store holds exactly these samples, each of them once and bit for bit."""
     store = open_store(path, encoding)
     assert sorted(store.locations) == sorted(map(sample_id, numbers))
     for number in numbers:
@@ -96,7 +97,7 @@ def assert_holds(path, numbers, encoding: Encoding = PLAIN) -> None:
 
 
 def unbind(path: Path) -> None:
-    """Make of an index or a shard what an older version would have written."""
+    """Turn an index or a shard into what an older version would have written."""
     if path.suffix == ".json":
         replace(ShardIndex.parse(path.read_bytes(), path.name, ""), provenance_digest=None).write(path.parent)
         return
@@ -113,7 +114,7 @@ def unbind_all(folder: Path) -> None:
 
 
 def run(work, *arguments) -> int:
-    """In a process of its own; its exit code."""
+    """Run the work in a separate process. Returns its exit code."""
     process = FORK.Process(target=work, args=arguments)
     process.start()
     process.join(60)
@@ -121,7 +122,7 @@ def run(work, *arguments) -> int:
 
 
 def killed_at_call(number: int, work, *arguments) -> None:
-    """Work, and die by SIGKILL before the `number`-th call that reaches for the disk."""
+    """Do the work, but die by SIGKILL before the `number`-th call that accesses the disk."""
     seen = 0
 
     def watch(_frame, event, function) -> None:

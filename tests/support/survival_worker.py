@@ -29,7 +29,7 @@ MINUTE = 60
 
 
 def train_ranks(recipe_file: str, overrides: list[str]) -> None:
-    """As launchers/train.py --resume auto does; exit code 75 where a signal stopped the run, 2 for a UserError."""
+    """Trains like launchers/train.py --resume auto. Exit code 75 if a signal stopped the run, 2 for a UserError."""
     recipe = load_recipe(recipe_file, overrides)
     sizes = recipe.parallelism
     with StopSignals() as stop:
@@ -50,8 +50,8 @@ def train_ranks(recipe_file: str, overrides: list[str]) -> None:
 
 
 def run(world: int, recipe: str, overrides: list[str], meanwhile: Callable = lambda processes: None) -> list[int]:
-    """The exit codes of the ranks, all of which end within a minute of the first; `meanwhile` does something to
-    them."""
+    """Runs a job. Returns the exit codes of the ranks, which must all end within a minute of the first. `meanwhile`
+    does something to the processes."""
     processes = begin_ranks(world, partial(train_ranks, recipe, overrides))
     threading.Thread(target=meanwhile, args=(processes,), daemon=True).start()
     while all(process.exitcode is None for process in processes):
@@ -67,7 +67,7 @@ def run(world: int, recipe: str, overrides: list[str], meanwhile: Callable = lam
 
 
 def killed(recipe: str, world: str, moments: str, steps: str, *overrides: str) -> None:
-    """Runs that are killed at seeded moments and resumed, beside one that is not: folders `killed` and `whole`."""
+    """One run is killed at seeded moments and resumed, another is not: folders `killed` and `whole`."""
     folder, dice, world = Path(recipe).parent, random.Random(7), int(world)
     words = [*overrides, f"training.max_steps={steps}"]
     began = time.monotonic()
@@ -78,7 +78,7 @@ def killed(recipe: str, world: str, moments: str, steps: str, *overrides: str) -
         rank, delay = dice.randrange(world), dice.uniform(0, pace)
 
         def kill(processes, rank=rank, step=step, delay=delay, before=changed(folder / "killed")) -> None:
-            # of this part of the run: while a job forms it is its launcher that ends it
+            # wait until this job has made a step: while it forms, only its launcher would end it
             while changed(folder / "killed") == before or steps_done(folder / "killed") < step:
                 time.sleep(0.002)
             time.sleep(delay)
@@ -87,13 +87,13 @@ def killed(recipe: str, world: str, moments: str, steps: str, *overrides: str) -
         codes = run(world, recipe, [*words, f"output.dir={folder / 'killed'}"], kill)
         print(f"killed rank {rank} {delay:.3f} s after step {step}: exit codes {codes}", flush=True)
         assert codes[rank] == -signal.SIGKILL or codes == [0] * world, "the last moment may come after the end"
-        exported = (folder / "killed" / "export").exists()  # nothing is left to do but each rank's own end
+        exported = (folder / "killed" / "export").exists()  # then all that is left is for each rank to end
         assert codes == [0] * world or all(codes) or exported, "nobody ends well in a broken job"
     assert run(world, recipe, [*words, f"output.dir={folder / 'killed'}"]) == [0] * world
 
 
 def stopped(recipe: str, *overrides: str) -> None:
-    """One of two ranks gets a signal, twice; then the run goes on to its end."""
+    """Twice, one of two ranks gets a signal. Then the run continues to its end."""
     run_folder = Path(recipe).parent / "stopped"
     words = [*overrides, f"output.dir={run_folder}"]
     for number, after in ((signal.SIGTERM, 2), (signal.SIGUSR1, 5)):

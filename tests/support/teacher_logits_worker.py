@@ -1,4 +1,4 @@
-"""A teacher of logits and one of hidden states on two ranks, all cases in one launch, for
+"""Trains on two ranks with the teacher given as logits and as hidden states, all cases in one launch, for
 tests/targets/test_teacher_logits.py.
 
 python tests/support/teacher_logits_worker.py FOLDER
@@ -36,7 +36,7 @@ DTYPES = (torch.float64, torch.float32)
 
 @dataclass(frozen=True)
 class Run:
-    """One batch by one teacher."""
+    """One batch with one kind of teacher."""
 
     transform: str
     loss: str
@@ -50,7 +50,7 @@ class Run:
 
     @property
     def case(self) -> Case:
-        """Three documents, of which one is supervised to its end and one has a prompt."""
+        """Three documents: one with a prompt, one wholly supervised, and one supervised in parts."""
         masks = ([0] * 5 + [1] * 12, [1] * 9, [0, 1, 1, 0, 0, 1, 1, 1, 0, 1, 1])
         scale, cap = TRANSFORMS[self.transform]
         return replace(random_case(masks, seed=11), scale=scale, cap=cap)
@@ -63,12 +63,12 @@ def runs() -> list[Run]:
 
 
 def on_two_ranks(run: Run) -> bool:
-    """Scale and cap together show what one of them would."""
+    """Whether to try the run there. The transform with both scale and cap shows what either alone would."""
     return run.transform in ("plain", "both")
 
 
 def execute(run: Run, topology: Topology, sharding: SequenceSharding) -> Trained:
-    """In blocks of a few rows."""
+    """Trains with blocks of a few rows."""
     return train_case(
         run.case,
         topology,

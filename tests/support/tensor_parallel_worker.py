@@ -1,5 +1,4 @@
-"""Distillation and the exchange of weights in tensor-parallel groups, for tests/parallel/test_tensor_parallel.py to
-judge.
+"""Distils, and loads and gathers weights, in tensor-parallel groups, for tests/parallel/test_tensor_parallel.py.
 
 python tests/support/tensor_parallel_worker.py FOLDER
 """
@@ -8,11 +7,9 @@ import datetime
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
-from unittest.mock import patch
 
 import torch
 from distill_cases import HIDDEN, STEPS, WEIGHTS, Rows, random_rows
@@ -26,8 +23,8 @@ from eagle3.draft.config import DraftConfig
 from eagle3.draft.interchange import ExportedDraft, load_weights, shard, whole_tensors
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
-from eagle3.objective.distill import BLOCK_BYTES, StepWeights, Teacher, distill, loss_row_bytes
-from eagle3.objective.fused import FusedSoftmaxes
+from eagle3.objective.distill import BLOCK_BYTES, LossBlocks, StepWeights, Teacher, distill, loss_row_bytes
+from eagle3.objective.fused import FUSED
 from eagle3.parallel.topology import Topology, start_distributed, stop_distributed
 
 TIMEOUT = datetime.timedelta(seconds=20)
@@ -35,7 +32,7 @@ WORLDS = (2, 4)
 DTYPES = (torch.float64, torch.float32)
 SIXTEEN_ROWS = 16 * loss_row_bytes(STEPS, 64, HIDDEN, torch.float64)  # for one process
 UPSTREAM = 3.0  # gradient of the surrogate, as accumulation or data parallelism would have it
-# The vocabularies divide by neither world: 29 rows lack one and three, and of 9 rows the last rank of four has none.
+# Neither 29 nor 9 rows can be divided by 2 or 4: 29 rows lack one and three, and of 9 the last of four ranks has none.
 DRAFTS = {
     "odd vocabulary": {"vocab_size": 29, "fc_norm": True},
     "a rank of padding": {"vocab_size": 9},
@@ -65,15 +62,18 @@ class Compared(NamedTuple):
 
 
 def case_names(dtype: torch.dtype) -> list[str]:
-    """fp64 alone has the smaller blocks, and logits that overflow within the tolerance; fp32 alone has kernels."""
+    """The cases for a dtype. Only fp64 has the smaller blocks, and overflowing logits within the tolerance; only fp32
+    has kernels."""
     names = [*WEIGHTS, "ties", "no teacher rows", "nothing supervised"]
     if dtype == torch.float64:
         return [*names, "several blocks", "logits that overflow exp"]
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # see conftest.py
-    return [*names, *(f"fused {name}" for name in names if interpreted)]
+    return [*names, *(f"fused {name}" for name in ("both", "ties", "no teacher rows") if interpreted)]
 
 
 def make_case(name: str, dtype: torch.dtype) -> Case:
+    if name == "fused both":  # few rows, since the interpreter is slow
+        return Case(random_rows(11, 9, 24, dtype), WEIGHTS["both"], fused=True)
     if name.startswith("fused "):
         return make_case(name.removeprefix("fused "), dtype)._replace(fused=True)
     weights = WEIGHTS.get(name, WEIGHTS["both"])
@@ -90,9 +90,9 @@ def make_case(name: str, dtype: torch.dtype) -> Case:
 
 
 def _ties(dtype: torch.dtype) -> Rows:
-    """Small whole numbers, so that equal logits are equal bits. Four queries, whose largest logits are at the draft ids
-    (1, 3, 6), (5, 7), (0, 2) and everywhere; the teacher says one of these ids, at step 0 the lowest, at step 1
-    another, at step 2 any."""
+    """Small whole numbers, so that equal logits are equal bits. Four queries have their largest logits at the draft ids
+    (1, 3, 6), (5, 7), (0, 2) and everywhere. The teacher's best is one of a query's ids: at step 0 the lowest, at step
+    1 a different one, at step 2 any."""
     best, queries = [1, 3, 6, 5, 7, 0, 2, *range(8)], [0, 0, 0, 1, 1, 2, 2, *[3] * 8]
     lowest = torch.tensor([each in (0, 3, 5, 7) for each in range(len(best))])
     outputs = torch.eye(4, 8).repeat(STEPS, 1, 1)
@@ -119,12 +119,12 @@ def compare(case: Case, group: ProcessGroup) -> Compared:
     part = rows._replace(
         head=head.requires_grad_(), teacher=Teacher(teacher.last, teacher_head, teacher.best, teacher.logsumexp)
     )
-    kernels = patch("eagle3.objective.distill.block_softmaxes", FusedSoftmaxes) if case.fused else nullcontext()
-    with kernels, CommDebugMode() as collectives:
-        distilled = distill(*part, case.weights, group, block_bytes=case.block_bytes)
+    blocks = LossBlocks(case.block_bytes, FUSED if case.fused else None)
+    with CommDebugMode() as collectives:
+        distilled = distill(*part, case.weights, group, blocks=blocks)
     d_outputs, d_head = torch.autograd.grad(UPSTREAM * distilled.surrogate, (part.outputs, part.head))
-    with kernels, torch.no_grad():
-        alone = distill(*part, case.weights, group, block_bytes=case.block_bytes)
+    with torch.no_grad():
+        alone = distill(*part, case.weights, group, blocks=blocks)
     return Compared(
         distilled.surrogate.detach(),
         torch.stack(distilled.sums),
@@ -176,7 +176,8 @@ def exported_draft(config: DraftConfig, dtype: torch.dtype) -> ExportedDraft:
 
 
 def run_draft(name: str, dtype: torch.dtype, topology: Topology) -> Iterator[tuple[str, Tensor]]:
-    """A loaded draft's parts, whole weights and whole gradients by parameter name, and what its cut modules compute."""
+    """A loaded draft's parts, whole weights and whole gradients by parameter name, and what its sharded modules
+    compute."""
     config = draft_config(name)
     draft = Eagle3Draft(config, topology.modules, dtype)
     exported = exported_draft(config, dtype)
@@ -204,7 +205,7 @@ def run_draft(name: str, dtype: torch.dtype, topology: Topology) -> Iterator[tup
 
 
 def refusal(topology: Topology) -> str:
-    """What a person reads whose exported draft has another shape than the draft here."""
+    """The message for an exported draft whose shape differs from the draft here."""
     draft = Eagle3Draft(draft_config("odd vocabulary"), topology.modules, torch.float32)
     exported = exported_draft(draft.draft_config, torch.float32)
     exported.weights["midlayer.mlp.gate_proj.weight"] = torch.zeros(26, 16)

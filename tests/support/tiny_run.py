@@ -44,7 +44,7 @@ WORDS = [
 
 
 def conversations(count: int) -> list[dict]:
-    """Short ones of unequal lengths, no two alike."""
+    """Short conversations of unequal lengths, no two alike."""
     rows = []
     for number in range(count):
         words = [WORDS[(number * 7 + place * place) % len(WORDS)] for place in range(6 + number % 11)]
@@ -111,10 +111,10 @@ def write_recipe(folder: Path, target: Path, **sections: dict) -> Path:
 
 
 def launch(*command: str, **options) -> subprocess.Popen:
-    """Start a launcher script (or a launcher of launchers) of the repository in a process of its own."""
+    """Start a launcher script of the repository (or a launcher of such scripts) in a separate process."""
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        environment.pop(name, None)  # what start_distributed left in this process
+        environment.pop(name, None)  # start_distributed has set it in this process
     return subprocess.Popen(
         command,
         cwd=ROOT,
@@ -128,12 +128,12 @@ def launch(*command: str, **options) -> subprocess.Popen:
 
 
 def deepspeed(processes: int) -> tuple[str, ...]:
-    """What starts a launcher script in so many, whatever else runs on this machine."""
+    """The command that starts a launcher script in so many processes, whatever else runs on this machine."""
     return "deepspeed", "--num_gpus", str(processes), "--master_port", str(free_port())
 
 
 def finish(process: subprocess.Popen, code: int = 0, timeout: float = 240) -> str:
-    """Its output, once it has ended with exit code `code`."""
+    """The process's output, once it has ended with exit code `code`."""
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""A case of tests/support/definition.py through the code that training uses, in one process or as one rank of many."""
+"""Runs a case of tests/support/definition.py through training's code, in one process or as one rank of many."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,8 +27,8 @@ TeacherKind = Literal["hidden", "logits"]
 
 @dataclass(frozen=True)
 class Trained:
-    """What training computed of a case, whole on every rank: metrics, counts, gradients by exported name, and how far
-    the gradients of weights that tensor-parallel ranks hold alike differ between them."""
+    """What training computed for a case, whole on every rank: metrics, counts and gradients by exported name.
+    replicas_differ: how far tensor-parallel ranks differ in the gradients of weights that all of them hold."""
 
     metrics: Metrics
     counts: BatchCounts
@@ -52,11 +52,11 @@ def stream_batch(
     residence: Residence = "device",
     teacher_kind: TeacherKind = "hidden",
 ) -> MicroBatch:
-    """This rank's part of one packed stream. teacher_kind: what is known of the teacher's rows."""
+    """This rank's part of one packed stream. teacher_kind: how the teacher's rows are given."""
     stream = Stream.pack([each.ids for each in documents], [each.loss_mask for each in documents])
     plan = plan_sequence(stream, steps, sharding, topology.sequence.rank(), case.config.window)
     aux, last = (torch.cat([getattr(each, name) for each in documents]) for name in ("aux", "last"))
-    exact = torch.promote_types(dtype, torch.float32)  # as a capture would have it, whatever the draft trains in
+    exact = torch.promote_types(dtype, torch.float32)  # as in a capture, whatever dtype the draft trains in
     taught, transform = last[plan.teacher], LogitTransform(case.scale, case.cap)
     teacher = summarize_teacher(taught.to(exact), case.target_head.to(exact), transform=transform)
     ranks, rank = topology.tensor.size(), topology.tensor.rank()
@@ -79,7 +79,7 @@ def stream_batch(
 
 
 def batch_counts(batches: Sequence[MicroBatch], topology: Topology) -> BatchCounts:
-    """Over the global batch."""
+    """Counts over the global batch."""
     counts = BatchCounts(
         counted=torch.stack([batch.counted() for batch in batches]).sum(0),
         supervised=torch.stack([batch.supervised.sum(1) for batch in batches]).sum(0),
@@ -116,7 +116,8 @@ def train_case(
     residence: Residence = "device",
     teacher_kind: TeacherKind = "hidden",
 ) -> Trained:
-    """One global batch: packed into one stream, or into `streams`, dealt to the data-parallel ranks in order."""
+    """Trains on one global batch, packed into one stream or into `streams`, which go to the data-parallel ranks in
+    order."""
     draft = load_draft(case, topology, dtype)
     objective = DraftObjective(draft, topology, ring_mode, memory)
     streams = streams or [case.documents]

@@ -1,4 +1,4 @@
-"""Whole runs of one recipe on several ranks, one after another, and what tests do to their folders in between.
+"""Runs one recipe several times on several ranks, and does to the run folders in between what tests ask for.
 
 python tests/support/training_worker.py RECIPE (PROCESSES[+resume]:OVERRIDE,... | cut:RUN,STEP | copy:RUN,COPY) ...
 

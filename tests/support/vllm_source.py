@@ -1,4 +1,4 @@
-"""vLLM's own functions without its installation: read from its files and run by themselves."""
+"""Reads single functions from vLLM's files and runs them, without an installed vLLM."""
 
 import __future__
 
@@ -10,14 +10,14 @@ from typing import Any
 
 
 class VLLMSource:
-    """root: vLLM's wheel, or the folder that holds its `vllm`."""
+    """root: vLLM's wheel, or the folder that contains `vllm`."""
 
     def __init__(self, root: Path) -> None:
         self.root = zipfile.Path(root) if root.suffix == ".whl" else root
 
     def definition(self, file: str, name: str, **names: Any) -> Any:
-        """The function or class of that name (`Class.method` for a method) in `file`, as it stands there but for its
-        decorators and annotations. It sees `names` and nothing else: what else it calls is a NameError."""
+        """The function or class of that name (`Class.method` for a method) in `file`, unchanged but without decorators
+        and annotations. It sees only `names`; any other name that it uses is a NameError."""
         source = (self.root / "vllm" / file).read_text(encoding="utf-8")
         body = ast.parse(source).body
         for part in name.split("."):
@@ -36,6 +36,6 @@ class VLLMSource:
 
 
 def installed() -> Path | None:
-    """Where vLLM is installed, if it is; it is not imported."""
+    """The folder where vLLM is installed; None if it is not. Does not import vLLM."""
     spec = importlib.util.find_spec("vllm")
     return Path(spec.origin).parent.parent if spec and spec.origin else None

@@ -1,5 +1,5 @@
-"""Ranks that die, hang or leave in the ways of tests/training/test_watchdog.py, each watched by a real watchdog once
-there is one.
+"""Ranks that die, hang or leave in the ways of tests/training/test_watchdog.py. A real watchdog watches each as soon as
+the job has formed.
 
 python tests/support/watchdog_worker.py CASE...
 """
@@ -22,10 +22,10 @@ from eagle3.parallel.watchdog import Watchdog
 
 RANKS = 3
 SILENT, ASLEEP, HANGS = 5.0, 7.0, 8.0
-PATIENCE = datetime.timedelta(seconds=4)  # of a job that forms, and of collectives where a rank works for longer
-# The node of each rank, where it is not the same.
+PATIENCE = datetime.timedelta(seconds=4)  # for the job to form, and for collectives in cases in WORKING
+# The node of each rank, for cases with several nodes.
 NODES = {"killed elsewhere": "011", "first killed elsewhere": "011", "stopped": "012", "asleep": "012"}
-# They end before there is a watchdog.
+# Cases that end before there is a watchdog.
 FORMING = ("never comes", "dies while the job forms", "dies before the watchdog")
 WORKING = ("first works", "first works and dies", "works for long")
 FIRST = ("first killed", "first killed elsewhere", "first stopped")
@@ -33,7 +33,7 @@ FIRST = ("first killed", "first killed elsewhere", "first stopped")
 
 def ranks(case: str) -> None:
     rank = int(os.environ["RANK"])
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where PyTorch writes of lost connections, in pieces of lines
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # PyTorch writes there about lost connections, in pieces of lines
     if case in NODES:
         nodes = NODES[case]
         os.environ["SLURMD_NODENAME"] = f"n{nodes[rank]}"
@@ -56,14 +56,14 @@ def ranks(case: str) -> None:
     except Exception as error:
         if case in FORMING and isinstance(error, UserError):
             say(f"{case}: {error}")
-        say(f"(rank {rank} of {case}: {error!r})")  # for whoever looks into a failure
+        say(f"(rank {rank} of {case}: {error!r})")  # for people who investigate a failure
         raise
     stop_distributed()
 
 
 def say(line: str) -> None:
-    """In one piece: print writes a line and its end apart, where nothing buffers them, and other ranks may come
-    between."""
+    """Writes the line in one piece. Without a buffer, print would write the line and its end separately, and other
+    ranks' output could come between."""
     os.write(sys.stdout.fileno(), f"{line}\n".encode())
 
 
@@ -90,9 +90,9 @@ def work(case: str, rank: int, topology: Topology, watchdog: Watchdog) -> None:
         time.sleep(30.0)
     try:  # as training does
         with watchdog.watching():
-            for step in range(10 if case == "sound" else 1):  # a sound job takes longer than HANGS in all
+            for step in range(10 if case == "sound" else 1):  # in all, a sound job takes longer than HANGS
                 watchdog.at(f"step {step}, stream 1 of 2")
-                time.sleep(1.0 if case == "sound" else 2.5)  # some beats
+                time.sleep(1.0 if case == "sound" else 2.5)  # several heartbeats
                 if rank == (0 if case in FIRST else 1):
                     misbehave(case)
                 add_up()

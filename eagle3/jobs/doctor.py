@@ -1,0 +1,114 @@
+"""What doctor.py computes: whether a job's kernels agree with the definition, and golden cases through the engine with
+the stored reference, in the job's own layout."""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from eagle3.draft.config import DraftConfig
+from eagle3.errors import UserError
+from eagle3.jobs.job import Prospect
+from eagle3.jobs.verify import NOT_IN_BFLOAT16, read_case, read_tensors, relative_errors, run_case, tolerance
+from eagle3.kernels.choice import Candidates, agreement, described, parsed, plain_values
+from eagle3.kernels.proof import Demand
+from eagle3.parallel.sequence import SequenceSharding
+from eagle3.parallel.topology import Topology, start_distributed
+from eagle3.preflight.cluster import Cluster, Finding, troubled
+from eagle3.preflight.places import checkpoint_bytes
+from eagle3.recipe.schema import Parallelism, Recipe
+
+
+def checkpoint_of(recipe: Recipe) -> int | None:
+    """Bytes of one checkpoint of this recipe; None if the target's config is not available (yet)."""
+    draft = _draft(recipe)
+    return draft and checkpoint_bytes(draft, recipe.parallelism.tensor, getattr(torch, recipe.training.dtype).itemsize)
+
+
+def check_kernels(cluster: Cluster, topology: Topology, recipe: Recipe) -> Iterator[Finding]:
+    """A finding for each kind of attention's blocks and for the loss: every kernel's error and time, and which one
+    training will use. Collective."""
+    sizes, dtype = cluster.ask((lambda: _demanded(recipe)) if topology.is_first else None)[0], recipe.training.dtype
+    if isinstance(sizes, str):
+        yield Finding("kernels", "failed", sizes, "change parallelism")
+        return
+    if sizes is None:
+        yield Finding("kernels", "note", "not tried, because the target's config is not available (yet)")
+        return
+    demand, device = Demand(**sizes, dtype=getattr(torch, dtype)), topology.device
+    candidates = Candidates.of(demand, device, recipe.training.kernels)
+    timed = device.type == "cuda"
+    answers = cluster.ask(lambda: plain_values(candidates.prove(demand, topology.alone, device, timed)), parsed)
+    if reasons := troubled(answers):
+        rank, reason = next(iter(reasons.items()))
+        yield Finding("kernels", "failed", f"{cluster.named([rank])}: {reason}", "look at nvidia-smi there")
+        return
+    for kind, verdicts in agreement([*answers.values()]).items():
+        if not verdicts:
+            continue  # blocks of this kind are cut into others
+        name, right = f"kernels for {described(kind)}", [each for each in verdicts if each.right]
+        fastest = min(right, key=lambda each: each.seconds or 0.0, default=None)
+        lines = [each.described + (", used" if each is fastest else "") for each in verdicts]
+        remedy = "" if right else "update torch and the driver, or use another GPU"
+        state = "failed" if not right else "ok" if len(right) == len(verdicts) else "note"
+        yield Finding(name, state, "; ".join(lines), remedy)
+
+
+def _demanded(recipe: Recipe) -> dict[str, int | None] | str | None:
+    """The fields of a Demand that are JSON values, or the reason why this draft cannot be divided so. None if the
+    target's config is not available (yet)."""
+    draft, parallelism = _draft(recipe), recipe.parallelism
+    if draft is None:
+        return None
+    try:
+        draft.check_parallel(parallelism.tensor, parallelism.ulysses)
+    except UserError as error:
+        return str(error)
+    demand = Demand.of(draft, parallelism.tensor, parallelism.ulysses, torch.float32, recipe.training.ttt_steps)
+    return {name: value for name, value in asdict(demand).items() if name != "dtype"}
+
+
+def _draft(recipe: Recipe) -> DraftConfig | None:
+    try:
+        return Prospect.of(recipe).shape
+    except UserError:
+        return None  # training will report the reason in full
+
+
+def check_golden(cluster: Cluster, folder: Path, deepspeed_file: Path, sizes: Parallelism) -> Iterator[Finding]:
+    """A finding for fp32 and one for bf16: the golden cases in the folder, through the engine in this layout.
+    Collective."""
+    cases = sorted(path.parent.name for path in folder.glob("*/expected.safetensors"))
+    if not cases or any(each != cases for each in cluster.gather(cases)):
+        yield Finding("golden cases", "note", f"not run, because {folder} is not on every node")
+        return
+    topology = start_distributed(sizes.tensor, sizes.ulysses, sizes.ring)
+    for dtype in (torch.float32, torch.bfloat16):
+        name = f"golden cases in {str(dtype).removeprefix('torch.')}"
+        left_out = NOT_IN_BFLOAT16 if dtype == torch.bfloat16 else ()
+        try:
+            shares = {
+                case: _share_of_bound(folder / case, topology, dtype, deepspeed_file, sizes)
+                for case in cases
+                if case not in left_out
+            }
+        except UserError as error:  # the same on every rank: the cases' heads cannot be divided like this
+            yield Finding(name, "note", f"not run in this layout ({error})")
+            return
+        found = ", ".join(f"{case} {share:.0%}" for case, share in shares.items())
+        found = f"errors in this layout, of what is allowed: {found}"
+        if max(shares.values()) <= 1:
+            yield Finding(name, "ok", found)
+        else:
+            yield Finding(name, "failed", found, "do not train here; launchers/verify.py tells which tensors are wrong")
+
+
+def _share_of_bound(
+    case: Path, topology: Topology, dtype: torch.dtype, deepspeed_file: Path, sizes: Parallelism
+) -> float:
+    """The largest error of a golden case's tensors, as a share of what is allowed."""
+    expected, sharding = read_tensors(case / "expected.safetensors"), SequenceSharding(sizes.ulysses, sizes.ring)
+    steps = len(expected["ploss"])
+    actual = run_case(read_case(case), topology, steps, dtype, deepspeed_file, sharding, sizes.ring_mode)
+    return max(error / tolerance(name, dtype) for name, error in relative_errors(actual, expected).items())

@@ -1,0 +1,214 @@
+"""Chooses a job's kernels. On CUDA each candidate has to prove itself on the GPU at hand before it is trusted, and the
+fastest right one is used. On a CPU the choice is fixed."""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from eagle3.attention import block, cuda, plain
+from eagle3.attention.block import BlockKernels, Kernel, block_candidates
+from eagle3.durable import file_digest, write_text
+from eagle3.errors import SharedUserError
+from eagle3.kernels import proof
+from eagle3.kernels.proof import Demand, Verdict, prove_blocks, prove_loss
+from eagle3.objective import distill, softmaxes
+from eagle3.objective.distill import loss_candidates
+from eagle3.objective.model import Kernels
+from eagle3.objective.softmaxes import LossKernel
+from eagle3.parallel.topology import gathered
+from eagle3.parsing import parse_json
+
+LOSS = "loss"
+OPTIONAL = ("banded", "windowed")  # kinds of block that can be cut into others
+SOURCES = [Path(module.__file__) for module in (block, cuda, plain, distill, softmaxes, proof)]
+DRIVER = Path("/proc/driver/nvidia/version")
+
+Table = Mapping[str, Sequence[Verdict]]  # verdicts by kind of block, and `LOSS`
+Names = Mapping[str, str | None]  # of the kernels that are used, likewise
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The kernels that may be used, by kind of block, and for the loss; the usual ones first."""
+
+    blocks: Mapping[str, Sequence[Kernel]]
+    loss: Sequence[LossKernel]
+
+    @classmethod
+    def of(cls, demand: Demand, device: torch.device, pinned: str = "auto") -> "Candidates":
+        """pinned: name of the kernel to use for all that it can compute. Raises SharedUserError if that is nothing."""
+        blocks = block_candidates(device, demand.dtype, demand.head_dim)
+        if demand.window is None:
+            blocks["windowed"] = []
+        whole = cls(blocks, loss_candidates(device, demand.dtype))
+        return whole if pinned == "auto" else whole._pinned(pinned)
+
+    @property
+    def all(self) -> dict[str, Sequence[Kernel | LossKernel]]:
+        return {**self.blocks, LOSS: self.loss}
+
+    def _pinned(self, name: str) -> "Candidates":
+        of_name = {kind: [each for each in kernels if each.name == name] for kind, kernels in self.all.items()}
+        if not any(of_name.values()):
+            known = sorted({each.name for kernels in self.blocks.values() for each in kernels} - {"cpu"})
+            raise SharedUserError(
+                f"training.kernels: {name!r} does not run on this device, in this training.dtype or with this "
+                f"head_dim; set it to {', '.join([*known, 'auto'])}"
+            )
+        bands = [] if name == "plain" else None  # plain products take none, so bands are cut for them
+        blocks = {
+            kind: of_name[kind] or (bands if kind in OPTIONAL and bands is not None else kernels)
+            for kind, kernels in self.blocks.items()
+        }
+        return Candidates(blocks, of_name[LOSS] or self.loss)
+
+    def kernels(self, names: Names) -> Kernels:
+        by_name = {kind: {each.name: each for each in kernels} for kind, kernels in self.all.items()}
+        found = {kind: by_name[kind].get(name) for kind, name in names.items()}
+        loss = found.pop(LOSS)
+        return Kernels(BlockKernels(**found), loss)
+
+    def prove(self, demand: Demand, group: dist.ProcessGroup, device: torch.device, timed: bool) -> Table:
+        """Verdicts on all of them, from this rank alone. group: of this rank alone."""
+        table = {kind: prove_blocks(kind, each, demand, device, timed) for kind, each in self.blocks.items()}
+        return table | {LOSS: prove_loss(self.loss, demand, group, device, timed)}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The kernels that a job uses, and the verdicts on all candidates (none on a CPU, where the choice is fixed)."""
+
+    kernels: Kernels
+    names: Names
+    table: Table
+
+    @property
+    def line(self) -> str:
+        """For example `attention: flash (full, causal), efficient (masked); loss: fused`."""
+        kinds: dict[str, list[str]] = {}
+        for kind, name in self.names.items():
+            if kind != LOSS and name is not None:
+                kinds.setdefault(name, []).append(kind)
+        attention = ", ".join(f"{name} ({', '.join(of)})" for name, of in kinds.items())
+        return f"attention: {attention}; loss: {self.names[LOSS]}"
+
+    @property
+    def warnings(self) -> list[str]:
+        """A line for each kernel that is wrong and therefore not used."""
+        wrong = ((kind, each) for kind, verdicts in self.table.items() for each in verdicts if not each.right)
+        return [f"kernel {each.kernel} is not used for {described(kind)}: {each.reason}" for kind, each in wrong]
+
+
+def choose_kernels(
+    demand: Demand,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    cache: Path,
+    pinned: str = "auto",
+    before: Names | None = None,
+) -> Choice:
+    """The kernels of a job. Collective. On CUDA all candidates are proven first, unless `cache` holds the verdicts for
+    this GPU, driver and torch. Ranks that disagree use what is right on all of them.
+
+    group: of this rank alone.
+    pinned: see Candidates.of.
+    before: the kernels that the job used before it was resumed. They are used again if they are still right.
+
+    Raises SharedUserError if no kernel is right for something that the job needs.
+    """
+    candidates = Candidates.of(demand, device, pinned)
+    if device.type != "cuda":
+        names = {kind: kernels[0].name if kernels else None for kind, kernels in candidates.all.items()}
+        return Choice(candidates.kernels(names), names, {})
+    flash = cuda.take_installed_flash(device)
+    table = remembered(
+        cache / "kernels" / f"{_key(demand, pinned, flash, device)}.json",
+        lambda: candidates.prove(demand, group, device, timed=True),
+    )
+    return pick(candidates, agreement([parsed(each) for each in gathered(plain_values(table))]), before)
+
+
+def agreement(tables: Sequence[Table]) -> Table:
+    """One table from those of all ranks: a kernel is as wrong, and as slow, as on the worst rank."""
+    return {kind: [_worst(each) for each in zip(*(table[kind] for table in tables), strict=True)] for kind in tables[0]}
+
+
+def _worst(verdicts: Sequence[Verdict]) -> Verdict:
+    rank, worst = max(enumerate(verdicts), key=lambda pair: (not pair[1].right, pair[1].error))
+    wrong = sum(not each.right for each in verdicts)
+    if 0 < wrong < len(verdicts):
+        where = f"on rank {rank} (wrong on {wrong} of {len(verdicts)})"
+        return Verdict(worst.kernel, worst.error, f"{worst.reason} {where}")
+    seconds = [each.seconds for each in verdicts if each.seconds is not None]
+    return Verdict(worst.kernel, worst.error, worst.reason, max(seconds, default=None))
+
+
+def pick(candidates: Candidates, table: Table, before: Names | None = None) -> Choice:
+    """The fastest of the right kernels (without times, the first). Raises SharedUserError if there are none."""
+    names = {}
+    for kind, verdicts in table.items():
+        right = {each.kernel: each.seconds or 0.0 for each in verdicts if each.right}
+        if not right and kind not in OPTIONAL:
+            reasons = "; ".join(f"{each.kernel}: {each.reason}" for each in verdicts)
+            raise SharedUserError(
+                f"kernels: none computes {described(kind)} rightly on this machine ({reasons}); update torch and the "
+                "driver, or use another GPU"
+            )
+        earlier = (before or {}).get(kind)
+        names[kind] = earlier if earlier in right else min(right, key=right.__getitem__, default=None)
+    return Choice(candidates.kernels(names), names, table)
+
+
+def changes(before: Names, now: Names) -> str:
+    """What is different, in words; empty if nothing is."""
+    kinds = [kind for kind, name in now.items() if kind in before and before[kind] != name]
+    return ", ".join(f"{described(kind)}: {before[kind] or 'none'}, now {now[kind] or 'none'}" for kind in kinds)
+
+
+def described(kind: str) -> str:
+    return "the loss" if kind == LOSS else f"{kind} blocks of attention"
+
+
+def plain_values(table: Table) -> dict[str, list[dict[str, Any]]]:
+    """The table as JSON values."""
+    return {kind: [asdict(verdict) for verdict in verdicts] for kind, verdicts in table.items()}
+
+
+def parsed(values: dict[str, list[dict[str, Any]]]) -> Table:
+    """The way back."""
+    return {kind: [Verdict(**verdict) for verdict in verdicts] for kind, verdicts in values.items()}
+
+
+def remembered(file: Path, prove: Callable[[], Table]) -> Table:
+    """The verdicts in the file, or new ones, which are then written there if possible."""
+    try:
+        return parsed(parse_json(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, AttributeError):  # there is none, or it is damaged
+        table = prove()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_text(file, json.dumps(plain_values(table), indent=2) + "\n")
+    except OSError:
+        pass  # it would have saved the next start some seconds
+    return table
+
+
+def _key(demand: Demand, pinned: str, flash: str, device: torch.device) -> str:
+    """Digest of everything that a verdict depends on."""
+    import triton  # comes with torch's CUDA build
+
+    facts = {
+        **{name: str(value) for name, value in asdict(demand).items()},
+        "pinned": pinned,
+        "gpu": str(torch.cuda.get_device_properties(device)),
+        "driver": DRIVER.read_text(encoding="utf-8", errors="replace") if DRIVER.exists() else "",
+        "versions": [torch.__version__, torch.version.cuda, torch.backends.cudnn.version(), triton.__version__, flash],
+        "sources": [file_digest(path) for path in (*SOURCES, Path(softmaxes.__file__).with_name("fused.py"))],
+    }
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]

@@ -1,0 +1,191 @@
+"""Kernels are compared with the definition before use; wrong, slow and broken ones are found and named."""
+
+import json
+import os
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from cuda_operators import ByDefinition
+from places import SUPPORT
+from planted_kernels import ATTENTION_FAULTS, DEMAND, LOSS_FAULTS, slow
+from tiny_run import finish, launch
+
+from eagle3.attention import block
+from eagle3.attention.block import block_candidates
+from eagle3.draft.config import DraftConfig
+from eagle3.errors import UserError
+from eagle3.kernels.choice import (
+    LOSS,
+    Candidates,
+    agreement,
+    changes,
+    choose_kernels,
+    parsed,
+    pick,
+    plain_values,
+    remembered,
+)
+from eagle3.kernels.proof import Demand, Verdict, prove_blocks, prove_loss
+from eagle3.objective.fused import FUSED
+from eagle3.objective.softmaxes import PLAIN
+
+CPU = torch.device("cpu")
+KINDS = ("full", "causal", "masked")
+every_dtype = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+
+
+def blocks(kind, *kernels, demand=DEMAND, timed=False) -> list[Verdict]:
+    return prove_blocks(kind, kernels, demand, CPU, timed)
+
+
+@every_dtype
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_cpus_kernel_and_plain_products_are_right(kind, dtype):
+    for verdict in blocks(kind, block.CPU, block.PLAIN, demand=replace(DEMAND, dtype=dtype)):
+        assert verdict.right and 0 < verdict.error <= 1, verdict
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "banded", "windowed"])
+def test_the_calls_of_cudas_kernels_are_right_where_the_operators_are_what_they_say(kind):
+    kernels = block_candidates(torch.device("cuda"), torch.bfloat16, 16)[kind]
+    with ByDefinition():
+        verdicts = blocks(kind, *kernels)
+    assert verdicts and all(verdict.right for verdict in verdicts), verdicts
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("fault", "reason"), ATTENTION_FAULTS, ids=lambda value: getattr(value, "name", ""))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_wrong_attention_kernel_is_found_out_and_said_what_of(kind, fault, reason, dtype):
+    (verdict,) = blocks(kind, fault, demand=replace(DEMAND, dtype=dtype))
+    assert not verdict.right and reason in verdict.reason and verdict.error > 1
+
+
+@every_dtype
+def test_the_losss_plain_kernel_is_right(topology, dtype):
+    (verdict,) = prove_loss([PLAIN], replace(DEMAND, dtype=dtype), topology.alone, CPU, timed=False)
+    assert verdict.right and 0 < verdict.error <= 1, verdict
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="Triton's interpreter is off, see conftest.py")
+def test_the_losss_triton_kernel_is_right(topology):
+    (verdict,) = prove_loss([FUSED], DEMAND, topology.alone, CPU, timed=False)
+    assert verdict.right and 0 < verdict.error <= 1, verdict
+
+
+@pytest.mark.parametrize(("fault", "reason"), LOSS_FAULTS, ids=lambda value: getattr(value, "name", ""))
+def test_a_wrong_kernel_of_the_loss_is_found_out_and_said_what_of(topology, fault, reason):
+    (verdict,) = prove_loss([fault], DEMAND, topology.alone, CPU, timed=False)
+    assert not verdict.right and reason in verdict.reason
+
+
+def candidates(*attention, loss=(PLAIN,)) -> Candidates:
+    return Candidates({**dict.fromkeys(KINDS, attention), "banded": [], "windowed": []}, loss)
+
+
+@pytest.fixture
+def small_timing(monkeypatch):
+    monkeypatch.setattr("eagle3.kernels.proof.TIMED_ROWS", 32)
+
+
+def test_the_fastest_right_kernel_is_used_and_every_wrong_one_is_told(topology, small_timing):
+    wrong, _ = ATTENTION_FAULTS[0]
+    of = candidates(slow(block.CPU), wrong, block.PLAIN)
+    choice = pick(of, of.prove(DEMAND, topology.alone, CPU, timed=True))
+    assert choice.names == {**dict.fromkeys(KINDS, "plain"), "banded": None, "windowed": None, LOSS: "plain"}
+    assert choice.kernels.blocks.causal is block.PLAIN and choice.kernels.loss is PLAIN
+    assert choice.line == "attention: plain (full, causal, masked); loss: plain"
+    assert [warning.split(":")[0] for warning in choice.warnings] == [
+        f"kernel {wrong.name} is not used for {kind} blocks of attention" for kind in KINDS
+    ]
+    assert "out is off by" in choice.warnings[0] and "bound 1.0e-04" in choice.warnings[0]
+
+
+def test_a_resumed_job_keeps_a_kernel_that_is_still_right_and_says_what_has_changed(topology, small_timing):
+    of = candidates(slow(block.CPU), block.PLAIN)
+    table = of.prove(DEMAND, topology.alone, CPU, timed=True)
+    before = dict.fromkeys(KINDS, "slow") | {"banded": None, "windowed": None, LOSS: "fused"}
+    kept = pick(of, table, before).names
+    assert kept == before | {LOSS: "plain"}
+    assert changes(before, kept) == "the loss: fused, now plain"
+    assert changes(kept, kept) == changes({}, kept) == ""
+
+
+def test_without_a_right_kernel_there_is_no_job(topology):
+    (first, _), (second, _), *_ = ATTENTION_FAULTS
+    of = candidates(first, second)
+    with pytest.raises(
+        UserError, match=f"none computes full blocks of attention rightly.*{first.name}: .*{second.name}: "
+    ):
+        pick(of, of.prove(DEMAND, topology.alone, CPU, timed=False))
+
+
+def test_what_is_wrong_on_one_rank_is_used_on_none():
+    """Two processes, the second of which has a wrong kernel."""
+    output = finish(launch(sys.executable, str(SUPPORT / "planted_kernels.py")))
+    reports = [part.split("\n")[0] for part in output.split("REPORT ")[1:]]  # beside what gloo prints
+    assert len(reports) == 2
+    for report in reports:
+        said = json.loads(report)
+        assert said["names"] == {**dict.fromkeys(KINDS, "plain"), "banded": None, "windowed": None, LOSS: "plain"}
+        assert all("on rank 1 (wrong on 1 of 2)" in warning for warning in said["warnings"])
+        assert len(said["warnings"]) == len(KINDS)
+
+
+def test_of_ranks_that_agree_the_slowest_one_counts():
+    tables = [{"full": [Verdict("a", 0.1, "", seconds), Verdict("b", 0.2, "", 2.0)]} for seconds in (1.0, 3.0)]
+    assert [verdict.seconds for verdict in agreement(tables)["full"]] == [3.0, 2.0]
+    broken = [tables[0], {"full": [Verdict("a", float("inf"), "raised"), Verdict("b", 0.2, "", 2.0)]}]
+    assert not agreement(broken)["full"][0].right
+    assert parsed(plain_values(tables[0])) == tables[0]
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", '{"full": [{"kernels": 1}]}', '{"full": 3}'])
+def test_verdicts_are_remembered_and_a_damaged_memory_is_made_anew(tmp_path, damage):
+    file, table, proofs = tmp_path / "new" / "verdicts.json", {"full": [Verdict("a", 0.5, "", 1e-3)]}, []
+
+    def prove():
+        proofs.append(1)
+        return table
+
+    assert remembered(file, prove) == remembered(file, prove) == table and len(proofs) == 1
+    file.write_text(damage)
+    assert remembered(file, prove) == remembered(file, prove) == table and len(proofs) == 2
+
+
+def test_on_a_cpu_the_choice_is_fixed_and_a_kernel_can_be_pinned(topology, tmp_path):
+    def chosen(pinned):
+        return choose_kernels(DEMAND, topology.alone, CPU, tmp_path, pinned)
+
+    fixed = chosen("auto")
+    assert fixed.names["full"] == "cpu" and fixed.table == {} and not [*tmp_path.iterdir()]
+    assert set(chosen("plain").names.values()) == {"plain", None}
+    with pytest.raises(
+        UserError, match="training.kernels: 'flash' does not run on this device.* set it to plain, auto"
+    ):
+        chosen("flash")
+
+
+def test_a_pinned_kernel_computes_what_it_can_and_the_usual_ones_the_rest():
+    demand = replace(DEMAND, dtype=torch.bfloat16)
+    blocks_of = {
+        pinned: {kind: [each.name for each in kernels] for kind, kernels in of.blocks.items()}
+        for pinned in ("cudnn", "efficient")
+        if (of := Candidates({**block_candidates(torch.device("cuda"), demand.dtype, 16)}, [PLAIN])._pinned(pinned))
+    }
+    assert blocks_of["cudnn"]["full"] == ["cudnn"] and blocks_of["cudnn"]["windowed"] == ["flash"]
+    assert blocks_of["efficient"]["masked"] == ["efficient"] and blocks_of["efficient"]["banded"] == ["flash"]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "ulysses", "heads", "kv_heads"), [(1, 1, 8, 2), (2, 1, 4, 1), (1, 4, 2, 1), (2, 4, 1, 1)]
+)
+def test_a_demand_is_of_one_ranks_heads(tensor, ulysses, heads, kv_heads):
+    shape = DraftConfig(
+        hidden_size=64, target_hidden_size=64, intermediate_size=96, num_attention_heads=8, num_key_value_heads=2,
+        head_dim=8, vocab_size=100, draft_vocab_size=40, max_position_embeddings=64, window=9,
+    )  # fmt: skip
+    demand = Demand.of(shape, tensor, ulysses, torch.bfloat16, steps=5)
+    assert (demand.heads, demand.kv_heads, demand.columns, demand.window) == (heads, kv_heads, 40 // tensor, 9)

@@ -1,0 +1,100 @@
+"""Faulty kernels for tests/kernels to find. As a program, runs a job of two processes, the second with a faulty
+kernel."""
+
+import json
+import time
+
+import torch
+from processes import fork_ranks
+from triton.compiler.errors import CompilationError
+
+from eagle3.attention.block import CPU, PLAIN, Kernel
+from eagle3.attention.plain import BlockGradients, BlockOutput
+from eagle3.kernels.choice import Candidates, agreement, parsed, pick, plain_values
+from eagle3.kernels.proof import Demand
+from eagle3.objective import softmaxes
+from eagle3.parallel.topology import gathered, start_distributed, stop_distributed
+
+DEMAND = Demand(
+    heads=6, kv_heads=2, head_dim=16, dtype=torch.float32, window=20, steps=3, hidden=24, columns=2050
+)  # fmt: skip
+
+
+def _spoiled(name: str, output=lambda part: part, gradients=lambda part: part) -> Kernel:
+    """The CPU's kernel with changed results."""
+
+    def forward(q, k, v, scoring):
+        return output(CPU.forward(q, k, v, scoring))
+
+    def backward(*arguments):
+        return gradients(CPU.backward(*arguments))
+
+    return Kernel(name, forward, backward)
+
+
+def _without_a_key(q, k, v, scoring):
+    """Attention in which the second key takes the place of the first."""
+    k, v = (torch.cat((x[1:2], x[1:])) for x in (k, v))
+    return CPU.forward(q, k, v, scoring)
+
+
+def _nan_in_a_row(part: BlockOutput) -> BlockOutput:
+    part.out[1] = float("nan")
+    return part
+
+
+def _raises(*_):
+    raise RuntimeError("CUDA error: no kernel image is available for execution on the device\nCompile with ...")
+
+
+def _does_not_compile(*_):
+    raise CompilationError("def kernel(): ...", None, "unsupported target")
+
+
+# (kernel, what the verdict says)
+ATTENTION_FAULTS = [
+    (_spoiled("scaled", lambda part: part._replace(out=part.out * 1.02)), "out is off by"),
+    (Kernel("off-by-one", _without_a_key, CPU.backward), "out is off by"),
+    (_spoiled("wrong-lse", lambda part: part._replace(lse=part.lse + 0.01)), "lse is off by"),
+    (_spoiled("nan-in-a-row", _nan_in_a_row), "out is off by inf"),
+    (_spoiled("scaled-dq", gradients=lambda part: part._replace(q=part.q * 0.98)), "dq is off by"),
+    (_spoiled("swapped", gradients=lambda part: BlockGradients(part.q, part.v, part.k)), "dk is off by"),
+    (Kernel("raises", CPU.forward, _raises), "raised RuntimeError: CUDA error: no kernel image is available"),
+]
+LOSS_FAULTS = [
+    (softmaxes.PLAIN._replace(name="raises", softmaxes=_does_not_compile), "raised CompilationError"),
+    (
+        softmaxes.PLAIN._replace(
+            name="scaled", product=lambda rows, columns: 1.03 * softmaxes.PLAIN.product(rows, columns)
+        ),
+        "cross-entropy is off by",
+    ),
+    (
+        softmaxes.PLAIN._replace(name="forgets", accumulate=lambda total, left, right: total.copy_(left.t() @ right)),
+        "cross-entropy's gradient of lm_head is off by",
+    ),
+]
+
+
+def slow(kernel: Kernel) -> Kernel:
+    def forward(*arguments):
+        time.sleep(0.1)
+        return kernel.forward(*arguments)
+
+    return Kernel("slow", forward, kernel.backward)
+
+
+def job() -> None:
+    topology = start_distributed()
+    rank = torch.distributed.get_rank()
+    wrong = ATTENTION_FAULTS[0][0]._replace(name="cpu")
+    blocks = dict.fromkeys(("full", "causal", "masked"), [wrong if rank else CPU, PLAIN])
+    candidates = Candidates({**blocks, "banded": [], "windowed": []}, [softmaxes.PLAIN])
+    table = candidates.prove(DEMAND, topology.alone, topology.device, timed=False)
+    choice = pick(candidates, agreement([parsed(each) for each in gathered(plain_values(table))]))
+    print(f"\nREPORT {json.dumps({'names': choice.names, 'warnings': choice.warnings})}", flush=True)
+    stop_distributed()
+
+
+if __name__ == "__main__":
+    fork_ranks(2, job)
