@@ -1,4 +1,4 @@
-"""What the tests share: the process groups of a job of one process, and one thread for tensors that are all tiny."""
+"""What the tests share: the process groups of a one-process job, and a single thread, since all tensors are tiny."""
 
 import os
 import runpy
@@ -24,30 +24,32 @@ def pytest_addoption(parser) -> None:
 
 
 def pytest_configure() -> None:
-    """One thread from the start, for fixtures of a module come before `one_thread`; another number of threads, other
-    last bits. Where SGLang is installed on a machine without GPUs: its torchvision breaks the import of transformers,
-    in this process and in those that tests start, unless a shim is there first."""
+    """Use one thread from the start: fixtures of a module run before `one_thread`, and a different number of threads
+    changes last bits. If SGLang is installed on a machine without GPUs, also install a shim first, in this process and
+    those that tests start, because SGLang's torchvision breaks the import of transformers."""
     torch.set_num_threads(1)
     if find_spec("sglang") and torch.version.cuda is None:
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [SHIMS, os.environ.get("PYTHONPATH")]))
         sys.path.insert(0, SHIMS)
-        if not hasattr(sys.modules.get("sitecustomize"), "DeclareVisionOperators"):  # python may have imported another
+        if not hasattr(sys.modules.get("sitecustomize"), "DeclareVisionOperators"):  # Python may import another
             sys.modules.pop("sitecustomize", None)
             import_module("sitecustomize")
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """With `-n`, the tests of a file run in one process and share what its fixtures started."""
+    """With `-n`, the tests of a file run in one process and share what its fixtures started. Files run in their order:
+    xdist would begin with those that have the most tests, and end with one process busy with a long one."""
     from xdist.scheduler import LoadFileScheduling
 
+    config.option.loadscopereorder = False
     return LoadFileScheduling(config, log)
 
 
 @pytest.fixture(scope="session")
 def topology():
-    """Started once and left running: Megatron-core's groups cannot be formed twice in one process."""
-    # here, for DeepSpeed takes seconds to import
+    """The groups, formed once and kept: Megatron-core cannot form its groups twice in one process."""
+    # imported here, because DeepSpeed takes seconds
     from eagle3.parallel.topology import start_distributed
 
     started = start_distributed()
@@ -57,13 +59,13 @@ def topology():
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Threads would only wait for one another; on a busy machine that takes many times the work itself."""
+    """More threads would only wait for one another, which takes many times the work itself on a busy machine."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
 def target(tmp_path_factory):
-    """A tiny target, to read: who changes a file of it takes a copy."""
+    """A tiny target. Read it only; a test that changes a file must use a copy."""
     from tiny_run import make_target
 
     return make_target(tmp_path_factory.mktemp("target"))
@@ -78,7 +80,7 @@ def tokenizer(target):
 
 @pytest.fixture
 def launcher(monkeypatch, capsys):
-    """Runs a launcher in this process: exit code, stdout, stderr."""
+    """Runs a launcher in this process. Returns exit code, stdout and stderr."""
 
     def call(name, *arguments):
         monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
@@ -97,7 +99,7 @@ def report(launcher):
 
 @pytest.fixture
 def refused(launcher):
-    """The one line that a launcher says before it ends with exit code 2."""
+    """Runs a launcher that must end with exit code 2. Returns the one line that it prints."""
 
     def line(name: str, *arguments) -> str:
         code, _, stderr = launcher(name, *arguments)
@@ -109,7 +111,7 @@ def refused(launcher):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A folder that is a file system of its own, of 1 MiB; `mount -o remount,size=` changes that."""
+    """A folder with a separate file system of 1 MiB; `mount -o remount,size=` changes its size."""
     mounted = tmp_path / "disk"
     mounted.mkdir()
     mount = subprocess.run(

@@ -33,7 +33,7 @@ def test_a_step_never_waits_for_the_device_and_holds_what_the_planner_says(case,
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert process.returncode == 0, process.stderr
-    numbers = json.loads((tmp_path / "step.json").read_text(encoding="utf-8"))
+    (numbers,) = json.loads((tmp_path / "step.json").read_text(encoding="utf-8"))
     assert numbers["waits"] == {}
     ratio = numbers["planned_bytes"] / numbers["peak_bytes"]
     assert 0.93 < ratio < ABOVE["tensor=2" in case], ratio

@@ -1,4 +1,4 @@
-"""Every mistake of a user gives one line that names the place, the value and the remedy, and leaves earlier runs
+"""Every user mistake is reported in one line with the place, the value and the remedy, and leaves earlier runs
 alone."""
 
 import json
@@ -39,13 +39,13 @@ def recipe(tmp_path, target):
 
 
 def runs(recipe):
-    """Every file in the folders named run*, with its bytes: what no mistake may change, move or add to."""
+    """Every file in the folders named run*, with its bytes. No mistake may change, move or add to these."""
     files = [path for folder in recipe.parent.glob("run*") for path in (folder, *folder.rglob("*"))]
     return {str(path): path.read_bytes() if path.is_file() else None for path in files}
 
 
 def complaint(recipe, topology, *overrides, deepspeed=ZERO2, resume=False):
-    """What train says to the mistake; the run folders are as before."""
+    """Train's message about the mistake. Asserts that the run folders are as before."""
     before = runs(recipe)
     with pytest.raises(UserError) as caught:
         train(load_recipe(recipe, list(overrides)), deepspeed, topology, Resume.YES if resume else Resume.NO)
@@ -262,7 +262,7 @@ def test_no_sample_left_is_said_with_the_reason(recipe, topology):
 
 @pytest.mark.parametrize("held_out", ["none", "without prompts"])
 def test_held_out_data_that_cannot_be_judged_is_refused_before_training(recipe, topology, held_out):
-    """Not after it, when hours have gone by."""
+    """Before training, rather than after hours of it."""
     plain = [{"text": f"The tale of {number} goes on without a question."} for number in range(4)]
     path = write_rows(recipe, plain, "plain.jsonl")
     override = "data.held_out_fraction=0" if held_out == "none" else f"data.held_out=[{path}]"
@@ -325,7 +325,7 @@ def test_a_draft_vocabulary_larger_than_the_targets_is_refused(recipe, topology)
 
 
 def export(folder, target, topology, **changes):
-    """A random draft for the tiny target, exported; `changes` to its shape."""
+    """Exports a random draft for the tiny target. changes: to its shape."""
     config = json.loads((target / "config.json").read_text(encoding="utf-8"))
     shape = {
         "hidden_size": 32,
@@ -490,7 +490,7 @@ def test_a_store_that_is_missing_foreign_or_incomplete_is_named(recipe, topology
     assert f"captured with 'owner/other' as target (fingerprint {32 * 'a'}), this run's model.target has" in message
     assert "training data" not in capsys.readouterr().out, "these are said before data are read"
     (store / "store.json").write_text(json.dumps(manifest), encoding="utf-8")
-    message = complaint(recipe, topology, *stored)  # its own, but no sample is in it
+    message = complaint(recipe, topology, *stored)  # the run's own store, but without samples
     assert message.startswith(f"{store}: 40 samples of this recipe are not in the store") and "capture.py" in message
 
 
@@ -518,7 +518,7 @@ def test_resuming_with_another_recipe_names_the_key(recipe, topology, override, 
 
 
 def test_a_mistake_on_resuming_changes_nothing_of_the_run(recipe, topology):
-    """Not even the keys that may change."""
+    """Not even keys that may change on resuming."""
     began_with(recipe)
     (recipe.parent / "conversations.jsonl").unlink()
     assert "no such file" in complaint(recipe, topology, "evaluation.new_tokens=20", resume=True)

@@ -1,4 +1,4 @@
-"""Capturing for real: killed, split over jobs and ranks, checked and repaired; and what it takes on the disk."""
+"""Real captures: killed, split over jobs and ranks, checked and repaired; and the disk space that they take."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def command(recipe: Path, store: Path, *arguments: str) -> tuple[str, ...]:
 
 
 def checked(recipe: Path, store: Path, topology, *overrides: str):
-    """What a check finds of a store that should hold all samples of the recipe."""
+    """What a check finds in a store that should hold all samples of the recipe."""
     loaded = load_recipe(recipe, list(overrides))
     job = job_of(loaded, topology)
     samples = wanted_samples((job.train, job.held_out))
@@ -123,7 +123,7 @@ def test_a_verify_says_what_is_not_bound_and_binds_it_where_asked_and_nothing_is
 
 
 def test_what_is_stored_is_the_same_bit_for_bit_whoever_captures_it_and_whatever_was_killed(tmp_path, recipe):
-    """Batches of 400 tokens, several samples each: last bits show in which batch a sample was prefilled."""
+    """Batches have 400 tokens and several samples each: the last bits reveal in which batch a sample was prefilled."""
     output = finish(launch(sys.executable, "tests/support/capture_worker.py", "same", str(recipe), str(tmp_path)))
     result = json.loads(output.splitlines()[-1])
     assert 0 < result["stored when killed"] < 40
@@ -135,8 +135,8 @@ def test_what_is_stored_is_the_same_bit_for_bit_whoever_captures_it_and_whatever
 
 
 def test_a_rank_that_is_killed_is_named_and_ends_the_others_and_one_that_is_slow_does_not(tmp_path, recipe):
-    """As under srun, where nobody else would end them; a capture's ranks wait for one another for days. The slow one is
-    late for longer than hang_minutes."""
+    """As under srun, where nothing else would end the ranks: in a capture they wait for one another for days. The slow
+    rank is late by more than hang_minutes."""
     output = finish(launch(sys.executable, "tests/support/capture_worker.py", "killed", str(recipe), str(tmp_path)))
     codes = dict(re.findall(r"^(.+): ended with (\[.*\])$", output, re.MULTILINE))
     assert codes.pop("unequal") == "[0, 0]", output
@@ -173,7 +173,8 @@ def test_batches_hold_each_short_sample_once_and_more_data_change_the_last_ones_
 
 @pytest.mark.slow
 def test_ranks_that_prefill_long_samples_together_capture_what_one_process_does(tmp_path, recipe, topology):
-    """Samples of up to 150 tokens in chunks of 16, on two ranks as a ring; the short ones on either rank alone."""
+    """Samples have up to 150 tokens. Two ranks in a ring prefill long ones in chunks of 16; either rank alone prefills
+    short ones."""
     one, two = tmp_path / "one", tmp_path / "two"
     finish(launch(*command(recipe, one, "hidden_states.prefill_tokens=1000")))
     keys = ("hidden_states.ring=2", "hidden_states.prefill_tokens=40", "hidden_states.codec=lossless")

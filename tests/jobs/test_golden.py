@@ -34,7 +34,7 @@ def beyond(actual, expected, dtype):
 
 
 def link_case(folder, expected):
-    """The ragged case in `folder`, with other expectations."""
+    """The ragged case in `folder`, with different expectations."""
     folder.mkdir()
     for name in ("config.json", "draft.safetensors", "inputs.safetensors"):
         (folder / name).symlink_to(GOLDEN / "ragged" / name)
@@ -50,15 +50,15 @@ def test_loss_steps_and_every_gradient_are_the_golden_ones(outcomes, case, dtype
     assert actual.keys() == expected.keys()
     noisy = (case, dtype) == ("windowed", torch.bfloat16)
     assert {name for name in beyond(actual, expected, dtype) if not (noisy and name.startswith("grad."))} == set()
-    # What is counted does not depend on the draft, and so not on rounding.
+    # Counts do not depend on the draft, and therefore not on rounding.
     for name in ("acc_denom", "position_count"):
         assert torch.equal(actual[name].double(), expected[name].double()), name
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_fp64_is_exact_far_beyond_fp32(outcomes, case):
-    """Arithmetic in fp64 comes as near as the expectations, which are stored in fp32, allow: a rounding step of fp32 is
-    6e-8. A cast to fp32 on the way would show."""
+    """fp64 comes as close as the expectations allow, which are stored in fp32: rounding to fp32 costs 6e-8. A cast to
+    fp32 in the computation would show."""
     expected = read_tensors(GOLDEN / case / "expected.safetensors")
     errors = relative_errors(outcomes[case, torch.float64], expected)
     assert max(errors.values()) < 2e-7, errors
@@ -66,7 +66,7 @@ def test_fp64_is_exact_far_beyond_fp32(outcomes, case):
 
 @pytest.mark.parametrize("name", ["loss", "ploss", "acceptance_rate", "position_count", GRADIENT, "grad.fc.weight"])
 def test_a_single_entry_wrong_by_thirty_millionths_is_found(outcomes, name):
-    """Three times what fp32 is allowed, in the largest entry, in the two precise formats."""
+    """The error is three times what fp32 is allowed, in the largest entry. Checked in the two precise formats."""
     expected = read_tensors(GOLDEN / "ragged" / "expected.safetensors")
     wrong = expected[name].double().clone()
     wrong.view(-1)[wrong.abs().argmax()] *= 1 + 3e-5

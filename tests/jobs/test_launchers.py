@@ -1,4 +1,4 @@
-"""The launchers beside train.py's own work: what they print, what they write, and what they leave out the second
+"""The launchers apart from train.py's own work: what they print, what they write, and what they skip the second
 time."""
 
 import json
@@ -26,7 +26,7 @@ def recipe(tmp_path_factory):
     folder = tmp_path_factory.mktemp("work")
     target = make_target(folder / "target")
     tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
-    tokenizer.decoder = decoders.ByteLevel()  # for the preview, which decodes
+    tokenizer.decoder = decoders.ByteLevel()  # for the preview, which decodes tokens
     tokenizer.save(str(target / "tokenizer.json"))
     hidden_states = {"path": str(folder / "store")}
     training = {"max_steps": 2, "global_batch_size": 4}
@@ -51,7 +51,7 @@ def test_without_a_recipe_the_quickstart_is_meant(launcher):
 
 def test_a_preview_marks_what_is_supervised_and_nothing_else(launcher, recipe):
     code, printed, _ = launcher("prepare.py", "--recipe", recipe, "--preview", "2")
-    assert code == 0 and "\033" not in printed  # no colours where nobody sees them
+    assert code == 0 and "\033" not in printed  # no colours, because the output is no terminal
     account, *samples = re.split(r"^--- sample \w+: (.*)$", printed, flags=re.MULTILINE)
     assert "training data: 40 of 40 samples" in account
     train, held_out = map(int, re.search(r"(\d+) training samples, (\d+) held out", account).groups())
@@ -82,7 +82,7 @@ def test_a_second_capture_captures_nothing(recipe, topology):
     store = recipe.parent / "store"
     output = finish(launch(*command))
     assert "40 samples, 0 already stored" in output
-    assert "\033" not in output and "\r" not in output  # in a log neither colours nor bars
+    assert "\033" not in output and "\r" not in output  # a log has neither colours nor progress bars
     written = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in store.iterdir()}
     assert len([name for name in written if name.endswith(".safetensors")]) > 1
     assert "40 samples, 40 already stored" in finish(launch(*command))
@@ -145,7 +145,7 @@ def test_of_a_jobs_processes_only_the_first_says_what_all_find(launcher, recipe,
 
 
 def read_by_head(lines, *command):
-    """Exit code and stderr of a command of which a reader takes so many lines of stdout, and goes."""
+    """Exit code and stderr of a command whose reader takes so many lines of stdout and then leaves."""
     job = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # left in this process by other tests
     environment = {name: value for name, value in os.environ.items() if name not in job}
     process = subprocess.Popen(
@@ -195,7 +195,7 @@ def test_another_pipe_that_breaks_is_no_reader_that_left():
 
 
 def test_a_run_whose_reader_left_says_that_it_can_be_continued(recipe, tmp_path):
-    """In the middle of its steps; the preview of samples ends silently."""
+    """The reader leaves in the middle of the steps. A preview of samples, in contrast, ends silently."""
     command = ("launchers/train.py", recipe, f"output.dir={tmp_path / 'run'}")
     code, error = read_by_head(5, *command, "training.max_steps=1000")
     assert (code, len(error)) == (141, 1) and "--resume" in error[0], error

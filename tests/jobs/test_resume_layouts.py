@@ -1,4 +1,4 @@
-"""A run goes on under another layout from the same checkpoint: the same samples in the same order, to the same
+"""A run continues from its checkpoint under a different layout, with the same samples in the same order and the same
 numbers."""
 
 import sys
@@ -23,7 +23,7 @@ CHAIN = ("dp2", "u2", "tp2", "r2", "u2r2", "tp2")
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory):
-    """A recipe, and the course and the export of one process."""
+    """A recipe, with the metrics and the export of a run in one process."""
     folder = tmp_path_factory.mktemp("layouts")
     training = {"ttt_steps": 3, "global_batch_size": 4, "learning_rate": 2e-3, "max_steps": STEPS}
     training |= {"checkpoint_every": 2, "keep_checkpoints": STEPS}
@@ -38,7 +38,7 @@ def work(recipe, *runs):
 
 
 def require_the_course_of_one_process(recipe, name):
-    """The loss, the gradient norm and all else at every step, and the exported weights."""
+    """Compares the loss, the gradient norm and all other numbers of every step, and the exported weights."""
     alone, other = recipe.parent / "alone", recipe.parent / name
     assert [record["step"] for record in metrics(other)] == list(range(1, STEPS + 1))
     for one, two in zip(metrics(alone), metrics(other), strict=True):

@@ -1,5 +1,5 @@
-"""Training beside running SGLang servers: the same losses as from a store, whoever is killed and however small the
-spool."""
+"""Training beside running SGLang servers gives the same losses as from a store, whichever process is killed and however
+small the spool."""
 
 import json
 import os
@@ -42,7 +42,7 @@ DEEPSPEED = ("--deepspeed", "ds_configs/zero2.json")
 
 
 class Case:
-    """A recipe whose servers run: one started by the line that capture.py prints."""
+    """A recipe with running servers. One of them was started by the line that capture.py prints."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.spool = folder, folder / "spool"
@@ -64,7 +64,7 @@ class Case:
         return launch(sys.executable, f"launchers/{launcher}.py", "--recipe", str(self.recipe), *words)
 
     def settings(self) -> HookSettings:
-        """Of the server's hook, as it says them itself."""
+        """The settings of the server's hook, as the server reports them."""
         (hook,) = ask(f"http://127.0.0.1:{PORT}", "/server_info")["forward_hooks"]
         return HookSettings(**hook["config"])
 
@@ -178,7 +178,7 @@ def test_without_a_server_training_and_capture_end_with_the_line_that_starts_one
 
 
 class KeepingReader(SpoolReader):
-    """Links every sample into a folder before it may go, so that it can be replayed."""
+    """Links every sample into a folder before the sample may be deleted, so that it can be replayed."""
 
     def __init__(self, path: Path, keep: Path) -> None:
         super().__init__(path, 0)
@@ -212,7 +212,7 @@ def test_rows_of_a_plan_are_bit_for_bit_those_of_a_store_of_the_spooled_samples(
         live = [source.rows(samples, *rows) for rows in requested]
         producer.close()
     create_text(keep / MANIFEST, Manifest({}, {}).dump())
-    for shard in sorted(keep.glob("shard-00000001-*")):  # asked twice, once for each rank; both are the same samples
+    for shard in sorted(keep.glob("shard-00000001-*")):  # requested twice, once by each rank; the samples are the same
         shard.unlink()
     store = HiddenStateStore.open(str(keep), {})
     for (aux, teacher), rows_of_rank in zip(requested, live, strict=True):
@@ -232,7 +232,7 @@ def test_killed_servers_lose_nothing_while_one_is_left_and_then_the_job_ends_wit
     documents = [torch.randint(3, VOCABULARY, (60 + number,), generator=generator) for number in range(120)]
     expected = load_target(case.folder / "target", aux_layers=LAYERS).prefill(documents)
     first = f"http://127.0.0.1:{PORT}"
-    # without the hook it answers and leaves no rows, as one does that dies between the two
+    # without the hook, it answers but leaves no rows, like a server that dies between the two
     with (
         cpu_environment(),
         SGLangServer(options(case.folder / "target")) as second,
@@ -246,7 +246,7 @@ def test_killed_servers_lose_nothing_while_one_is_left_and_then_the_job_ends_wit
         assert sorted(arrived) == list(range(120))
         for place, other in enumerate(expected):
             assert torch.allclose(arrived[place].aux, other.aux, atol=3e-6 * float(other.aux.abs().max()))
-        left = time.monotonic() + 20  # it is asked some more times before it is left out
+        left = time.monotonic() + 20  # it gets some more requests before it is left out
         while target.producer.servers.live != {first} and time.monotonic() < left:
             time.sleep(0.2)
         assert target.producer.servers.live == {first}

@@ -1,4 +1,4 @@
-"""The bash launchers without a Slurm: what they refuse, what they would start, and runs of single_node.sh for real.
+"""The bash launchers without Slurm: what they refuse, what they would start, and real runs of single_node.sh.
 
 tests/slurm/run.py tries the others on a real Slurm.
 """
@@ -27,7 +27,7 @@ def recipe(tmp_path_factory):
 
 @pytest.fixture
 def start(monkeypatch, recipe, tmp_path):
-    """Starts a launcher on the recipe, with overrides of it and settings of the environment."""
+    """Starts a launcher on the recipe, with overrides and environment variables."""
     for name in (*VARIABLES, *(name for name in os.environ if name.startswith("SLURM"))):
         monkeypatch.delenv(name, raising=False)
 
@@ -35,7 +35,7 @@ def start(monkeypatch, recipe, tmp_path):
         for name, value in settings.items():
             monkeypatch.setenv(name, value)
         output = f"output.dir={tmp_path / 'run'}"
-        # With a SIGINT that can be trapped: what a shell has started in the background begins without.
+        # Make SIGINT trappable, which it is not for processes that a shell started in the background.
         script_file = str(LAUNCHERS / script)
         return launch("env", "--default-signal=INT", "bash", script_file, *before, str(recipe), output, *arguments)
 
@@ -43,7 +43,8 @@ def start(monkeypatch, recipe, tmp_path):
 
 
 def finish_refused(process) -> str:
-    """Its one line, once it has ended with exit code 2; before it, on a busy machine, what it waits for."""
+    """The process's one line, once it has ended with exit code 2. On a busy machine, lines before it say what it waits
+    for."""
     *waits, line = finish(process, code=2).splitlines()
     assert line.startswith("error: ") and all("] loading " in wait for wait in waits), waits
     return line
@@ -210,7 +211,7 @@ def test_two_processes_stop_by_a_signal_with_a_checkpoint_and_continue_from_it(s
         while not ((run / "metrics.jsonl").exists() and len(metrics(run)) >= before + 3):
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
-        process.send_signal(number)  # to the script alone
+        process.send_signal(number)  # only to the script
         output = finish(process, code)
         steps = len(metrics(run))
         assert f"after step {steps} of 100000" in output
@@ -224,6 +225,6 @@ def test_two_processes_stop_by_a_signal_with_a_checkpoint_and_continue_from_it(s
 
 
 def processes_of(run: Path) -> list[str]:
-    """Command lines of the processes that still work on a run."""
+    """Command lines of the processes that are still working on a run."""
     listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout.splitlines()
     return [line for line in listed if f"output.dir={run}" in line]

@@ -1,4 +1,4 @@
-"""Runs that are killed, stopped by a signal or meet a full disk end soon, lose nothing, and go on to the same
+"""Runs that are killed, stopped by a signal or meet a full disk end soon, lose nothing, and continue to the same
 weights."""
 
 import os
@@ -26,7 +26,7 @@ def work(case, recipe, *arguments, timeout=240):
 
 
 def require_same_run(one, other):
-    """Bit for bit."""
+    """Asserts that both runs are equal, bit for bit."""
     mine, theirs = (load_file(folder / "export" / "model.safetensors") for folder in (one, other))
     assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
     computed = ("step", "loss", "gradient_norm", "learning_rate")
@@ -35,14 +35,15 @@ def require_same_run(one, other):
 
 
 def require_named(log):
-    """Every job that broke names the rank that ended, unless its draft was out already: then only goodbyes were left to
-    say."""
+    """Asserts that every broken job names the rank that ended, unless its draft was exported already, so that only the
+    shutdown was left."""
     jobs = re.split(r"killed rank .*: exit codes \[", log)
     for output, codes in zip(jobs, [after.partition("]")[0] for after in jobs[1:]], strict=False):
         whole = {*codes.split(", ")} == {"0"}
         assert whole or "has ended" in output or "/killed/export" in output, log
 
 
+@pytest.mark.slow
 def test_any_rank_killed_at_five_moments_resumes_to_the_same_weights(tmp_path, recipe):
     output = work("killed", recipe, "2", "5", "11", "parallelism.ulysses=2")
     require_named(output)
@@ -70,7 +71,7 @@ def test_a_signalled_run_exits_cleanly_or_with_the_code_asked_for(tmp_path, reci
     command = (sys.executable, "launchers/train.py", "--recipe", recipe, "training.max_steps=200", "--resume", "auto")
 
     def begin(*words: str) -> subprocess.Popen:
-        """The run, which has made some steps."""
+        """Starts a run, and waits until it has made some steps."""
         process, steps = launch(*command, *words), 0
         while steps < 3:
             line = process.stdout.readline()

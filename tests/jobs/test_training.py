@@ -23,7 +23,8 @@ COMPUTED = ("loss", "step_losses", "accuracy", "acceptance_rate", "gradient_norm
 
 
 def assert_same_course(one, other, tolerance):
-    """Every computed number of every step agrees to a relative tolerance (accuracies are compared as they are)."""
+    """Asserts that all computed numbers of every step agree to a relative tolerance, plus a hundredth of it in absolute
+    terms."""
     assert len(one) == len(other) > 0
     for a, b in zip(one, other, strict=True):
         for name in COMPUTED:
@@ -63,7 +64,7 @@ def test_stored_training_follows_live_training_and_compressed_is_bit_identical(t
 
 
 def test_training_under_a_window_from_the_rows_that_it_sees_is_bit_identical(tmp_path, target, topology):
-    """And live training follows it; the store is refused where more rows are wanted."""
+    """Live training agrees with it, and the store is refused for training that needs more rows."""
     recipe = str(write_recipe(tmp_path, target))
     window = "model.draft.window=6"
     for name, chosen in (("full", []), ("windowed", [window])):
@@ -91,8 +92,8 @@ def test_training_under_a_window_from_the_rows_that_it_sees_is_bit_identical(tmp
 
 @pytest.mark.slow
 def test_spans_are_drawn_anew_live_and_from_whole_samples_and_stay_in_a_store_of_their_own(tmp_path, target, topology):
-    """A store of whole samples gives what live training gives; of one that was captured with spans the first epoch
-    does."""
+    """A store of whole samples gives what live training does. A store that was captured with spans does so in the first
+    epoch."""
     recipe = str(write_recipe(tmp_path, target))
     spans = ["data.spans={length: 3, per_document: 2}", "model.draft.window=6"]
     train(load_recipe(recipe, [*spans, "training.max_steps=14"]), ZERO2, topology)
@@ -145,8 +146,10 @@ def test_two_processes_and_accumulation_follow_one_process(tmp_path, target, top
     assert_same_course(metrics(tmp_path / "run"), metrics(tmp_path / "two"), 1e-5)
 
 
+@pytest.mark.slow
 def test_sequence_and_tensor_parallel_runs_follow_one_process(tmp_path, target, topology):
-    """Live hidden states, accumulation, held-out measurements and the exported draft; and a run resumed half-way."""
+    """Covers live hidden states, accumulation, held-out measurements and the exported draft, and a run resumed
+    half-way."""
     training = {**SHORT, "accumulation": 2, "checkpoint_every": 2}
     recipe = str(write_recipe(tmp_path, target, training=training, evaluation={"conversations": 2, "every": 2}))
     assert train(load_recipe(recipe), ZERO2, topology)
@@ -184,9 +187,10 @@ def test_sequence_and_tensor_parallel_runs_follow_one_process(tmp_path, target, 
 SHORT = {"ttt_steps": 3, "global_batch_size": 4, "max_steps": 4, "learning_rate": 2e-3, "checkpoint_every": 10}
 
 
+@pytest.mark.slow
 def test_killed_runs_resume_to_the_same_weights_bit_for_bit(tmp_path, target):
-    """Killed once in the middle of a step, once while a checkpoint is being written; the newest checkpoint is then
-    damaged by hand, so the one before it serves."""
+    """Killed once in the middle of a step, and once while a checkpoint is being written. Then the newest checkpoint is
+    damaged by hand, so that the one before it is used."""
     recipe = str(write_recipe(tmp_path, target, training={**SHORT, "max_steps": 12, "checkpoint_every": 2}))
     command = (sys.executable, "launchers/train.py", "--recipe", recipe)
     finish(launch(*command, f"output.dir={tmp_path / 'undisturbed'}"))

@@ -1,4 +1,5 @@
-"""Equal shares of queries, keys and causal attention work, counted pair by pair on the streams that recipes meet."""
+"""Ranks get equal shares of queries, keys and causal attention work, counted pair by pair on streams like those of
+recipes."""
 
 import random
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ STREAMS = {
     "packed documents": _answers_of_any_length(20, 1_000, 8_000),
     "packed short documents": _answers_of_any_length(300, 50, 600),
     "a long document among short ones": [_mask((50_000, False), (10_000, True)), *_answers_of_any_length(100, 50, 600)],
-    # where the lengths of documents, blocks and runs of keys could beat in time
+    # here, lengths of documents, blocks and runs of keys could coincide periodically
     "documents of 256": [_mask((256, True))] * 256,
     "documents of 512": [_mask((512, True))] * 100,
     "documents of 1024": [_mask((1_024, True))] * 64,
@@ -48,15 +49,15 @@ STREAMS = {
 
 
 def _sees(stream: Stream, queries: Tensor, keys: Tensor) -> Tensor:
-    """How many of `keys` (ascending) each query sees: those of its document up to its own row."""
+    """How many of `keys` (ascending) each query sees: those in its document, up to its own row."""
     return torch.searchsorted(keys, queries, right=True) - torch.searchsorted(keys, queries - stream.position[queries])
 
 
 @dataclass(frozen=True)
 class Dealt:
-    """counts [rank]: queries; key_counts [ring]. pairs [ring, ring]: (query, key) pairs of a ring rank's queries with a
-    ring share's keys. block: the most queries dealt at once. heaviest, heaviest_with_a_share: the most pairs that so
-    many consecutive queries have."""
+    """counts [rank]: numbers of queries. key_counts [ring]: numbers of keys. pairs [ring, ring]: (query, key) pairs
+    between a ring rank's queries and a ring share's keys. block: the most queries dealt at once. heaviest,
+    heaviest_with_a_share: the most pairs of `block` consecutive queries, with all keys and with one share's."""
 
     sharding: SequenceSharding
     counts: list[int]
@@ -68,7 +69,7 @@ class Dealt:
 
 
 def _heaviest(work: Tensor, block: int) -> int:
-    """The most that `block` consecutive entries of work [Q] add up to."""
+    """The largest sum of `block` consecutive entries of work [Q]."""
     sums = torch.cat((torch.zeros(1, dtype=torch.long), work.cumsum(0)))
     return int((sums[block:] - sums[:-block]).max() if len(work) > block else sums[-1])
 
@@ -102,7 +103,8 @@ def dealt(request, sharding) -> Dealt:
 
 
 def test_ranks_have_the_same_number_of_queries(dealt):
-    """Before padding; the Ulysses ranks of a ring rank take equal parts, the last what is left."""
+    """Counted before padding. The Ulysses ranks of a ring rank take equal parts, except that the last takes what is
+    left."""
     assert max(dealt.counts) - min(dealt.counts) <= dealt.sharding.ulysses
 
 
@@ -116,7 +118,7 @@ def test_ring_ranks_have_the_same_causal_attention_work(dealt):
 
 
 def test_ring_ranks_that_pass_keys_round_have_the_same_work_at_every_hop(dealt):
-    """At hop h rank r attends to share r - h: each hop lasts as long as its slowest rank."""
+    """At hop h, rank r attends to share r - h. Each hop lasts as long as its slowest rank."""
     ring, ranks = dealt.sharding.ring, torch.arange(dealt.sharding.ring)
     for hop in range(ring):
         work = dealt.pairs[ranks, (ranks - hop) % ring]
@@ -125,7 +127,7 @@ def test_ring_ranks_that_pass_keys_round_have_the_same_work_at_every_hop(dealt):
 
 @pytest.mark.parametrize("ring", [2, 4, 8])
 def test_a_block_that_outweighs_all_others_costs_no_more_than_itself(ring):
-    """A short answer to a long prompt behind short documents."""
+    """A short answer to a long prompt comes after short documents."""
     masks = [*_answers_of_any_length(100, 50, 600), _mask((60_000, False), (100, True))]
     dealt = _deal(masks, SequenceSharding(ring=ring))
     work = dealt.pairs.sum(1)
@@ -146,7 +148,7 @@ def test_ring_ranks_differ_by_a_block_of_queries_and_its_work_at_most_whatever_t
 
 
 def test_a_light_rank_is_not_given_two_blocks_more_because_the_last_block_is_short():
-    """The row of a short last block weighs most, and goes first."""
+    """The row in the short last block has the most work, and is dealt first."""
     dealt = deal_queries(torch.arange(5), torch.tensor([1, 1, 1, 1, 9]), SequenceSharding(ring=2, query_block=2))
     counts = (dealt >= 0).sum(1).tolist()
     assert max(counts) - min(counts) <= 2, counts
@@ -158,6 +160,6 @@ def test_contiguous_keys_are_one_run_of_rows_a_rank_and_zigzag_keys_are_spread(r
     contiguous = deal_keys(rows, SequenceSharding(ring=ring, layout="contiguous"))
     assert torch.equal(contiguous.flatten(), rows)
     for share in deal_keys(rows, SequenceSharding(ring=ring)):
-        # of any 2048 rows in a row each rank has its part, to one run
+        # of any 2048 consecutive rows, each rank has its part, to within one run
         counts = torch.isin(rows, share).float().unfold(0, 2048, 1).sum(1)
         assert bool(((counts - 2048 / ring).abs() <= 64).all())

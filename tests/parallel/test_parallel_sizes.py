@@ -1,4 +1,4 @@
-"""Sizes of groups that cannot work are refused in one line, with the nearest that can."""
+"""Group sizes that cannot work are refused in one line, with the nearest ones that can."""
 
 import pytest
 import torch
@@ -109,7 +109,7 @@ def test_a_job_whose_processes_are_no_multiple_of_the_sizes_is_refused(monkeypat
 
 
 def test_verify_refuses_a_degree_that_the_cases_heads_cannot_have(topology):
-    """Before anything is built, so that no rank is left waiting."""
+    """It refuses before it builds anything, so that no rank is left waiting."""
     with pytest.raises(UserError, match=r"parallelism\.ulysses: 3 does not divide the 4 attention heads"):
         sharding = SequenceSharding(ulysses=3)
         run_case(read_case(GOLDEN / "dense"), topology, 7, torch.float64, TESTS, sharding)

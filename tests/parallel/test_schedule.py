@@ -1,4 +1,4 @@
-"""The dense pieces of a schedule against the pairs that the definition of visibility names, one by one."""
+"""The dense pieces of a schedule, compared pair by pair with the definition of visibility."""
 
 import itertools
 import random
@@ -13,7 +13,7 @@ Pair = tuple[int, int]
 
 
 def _documents(lengths: list[int]) -> tuple[list[int], list[int]]:
-    """Number of the document and position in it, for each row of a stream."""
+    """For each row of a stream, the number of its document and its position there."""
     document = [number for number, length in enumerate(lengths) for _ in range(length)]
     return document, [position for length in lengths for position in range(length)]
 
@@ -32,14 +32,15 @@ def _schedule(
 
 
 def _visible(lengths: list[int], queries: list[int], keys: list[int], window: int | None) -> list[Pair]:
-    """(query row, key row): of one document, not later, and less than a window back."""
+    """Visible (query row, key row) pairs: in one document, the key not after the query and less than a window before
+    it."""
     document, _ = _documents(lengths)
     pairs = itertools.product(queries, keys)
     return [(q, k) for q, k in pairs if document[q] == document[k] and k <= q and (window is None or q - k < window)]
 
 
 def _shown(schedule: PrefixSchedule, bands: bool = True) -> list[Pair]:
-    """(query row, key row) of every piece; asserts that each of its query rows sees some key."""
+    """The (query row, key row) pairs of all pieces. Asserts that each query row of a piece sees some key."""
     pairs = []
     for piece in schedule.dense_pieces(bands):
         queries, keys = schedule.query_rows[piece.queries], schedule.key_rows[piece.keys]
@@ -65,7 +66,7 @@ def _shown(schedule: PrefixSchedule, bands: bool = True) -> list[Pair]:
 
 
 def _random_rows(source: random.Random, tokens: int) -> list[int]:
-    """All, a run, every second stretch, or a sample."""
+    """All rows, a run of rows, every second stretch, or a random sample."""
     kind = source.randrange(4)
     if kind == 0:
         return list(range(tokens))
@@ -128,7 +129,7 @@ def test_a_query_block_whose_own_rows_are_the_keys_needs_no_mask():
 
 
 def test_a_window_masks_only_the_side_that_queries_leave_behind():
-    """Where a key that nobody sees is not here, so that its run is no band."""
+    """One row is missing among queries and keys, so that their run is not a band."""
     schedule = _schedule([40], [*range(20), *range(21, 40)], [*range(20), *range(21, 40)], 4, 10)
     assert {piece.visibility for piece in schedule.pieces} == {"full", "causal", "masked", "banded"}
     for piece in schedule.pieces:
@@ -141,7 +142,7 @@ def test_a_window_masks_only_the_side_that_queries_leave_behind():
 @pytest.mark.parametrize("ring", [1, 2, 4])
 @pytest.mark.parametrize("window", [128, 512, 2048])
 def test_under_a_window_few_pairs_are_computed_that_nobody_sees_however_long_the_prefix_is(window, ring):
-    """Two spans of a long document, to which their windows' keys are dealt."""
+    """The queries are two spans of a long document; the keys are those of their windows."""
     for prefix in (3000, 20_000):
         queries = [*range(prefix, prefix + 1500), *range(prefix + 2900, prefix + 4000)]
         keys = sorted({key for query in queries for key in range(query - window + 1, query + 1)})
@@ -178,7 +179,7 @@ def test_without_bands_a_dense_document_is_one_rectangle_and_one_square_a_block(
 
 
 def test_queries_far_apart_do_not_share_a_block():
-    """Else a mask would take the place of a rectangle that both could have had."""
+    """Otherwise a mask would replace a rectangle that both could have had."""
     schedule = _schedule([100], [10, 11, 60, 61], list(range(100)), 8, None)
     assert {(piece.queries.start, piece.queries.stop) for piece in schedule.pieces} == {(0, 2), (2, 4)}
 

@@ -1,4 +1,4 @@
-"""The stream and its plan against loops over documents, positions and steps, as the definition words them."""
+"""The stream and its plan, compared with loops over documents, positions and steps, as in the definition."""
 
 import random
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from eagle3.parallel.sequence import SequencePlan, SequenceSharding, Stream, pla
 
 
 def _random_masks(source: random.Random) -> list[list[bool]]:
-    """One loss mask a document: empty, full, tails, sparse or alternating spans; lengths from 1."""
+    """One loss mask per document: empty, full, tails, sparse or alternating spans. Lengths start from 1."""
     masks = []
     for _ in range(source.randint(1, 5)):
         length = source.choice([1, 1, 2, 3, source.randint(4, 12), source.randint(4, 30)])
@@ -44,8 +44,8 @@ def _cases(count=200):
 
 
 def _counted(masks, steps):
-    """Every (step k, row t of the stream, row t + k) that the definition counts: mask[t + k], of a document's rows but
-    its last, at row t after k shifts."""
+    """Every (step k, row t of the stream, row t + k) that the definition counts: after k shifts, mask[t + k] is at row
+    t. A document's last row never counts."""
     triples, first = [], 0
     for mask in masks:
         mask = [*mask[:-1], False]
@@ -84,7 +84,7 @@ def _real(rows: torch.Tensor) -> list[int]:
 
 
 def _visible(stream: Stream, queries: list[int], window: int | None = None) -> list[int]:
-    """K_0[s] with s <= t, and t - s < window, in the document of some query t."""
+    """Rows s whose K_0 is visible: s <= t and t - s < window, in the document of some query t."""
     reach = stream.tokens if window is None else window
     rows = {(t, row) for t in queries for row in range(max(0, t - reach + 1), t + 1)}
     return sorted({row for t, row in rows if stream.document[row] == stream.document[t]})
@@ -95,7 +95,7 @@ def _tensors(plan: SequencePlan) -> dict[str, torch.Tensor]:
 
 
 def _pairs(plan: SequencePlan) -> list[tuple[int, int, int]]:
-    """(step k, row t, row t + k) of the places that the plan says this rank supervises."""
+    """(step k, row t, row t + k) for every place that this rank supervises according to the plan."""
     return [
         (step, int(plan.queries[plan.query_of[step, column]]), int(plan.teacher[column]) - 1)
         for step, column in plan.supervised.nonzero().tolist()
@@ -134,7 +134,7 @@ SIZES = [(ulysses, ring) for ulysses in (1, 2, 4) for ring in (1, 2, 4)]
 
 
 def _sharded(count: int = 9) -> Iterator[tuple[list, int, Stream, SequenceSharding, list[SequencePlan]]]:
-    """masks, steps, stream, sharding and the plans of all ranks; every size meets `count` streams, one of them
+    """Masks, steps, stream, sharding and the plans of all ranks, for `count` streams with every size. One stream is
     empty."""
     for seed, (ulysses, ring) in enumerate(SIZES * count):
         source = random.Random(1000 + seed)
@@ -190,7 +190,7 @@ def test_a_rank_needs_the_teacher_of_its_own_pairs_only_and_finds_them_in_its_ow
 
 
 def test_rows_are_keys_and_queries_and_slots_find_them():
-    """Slots ascend, so that a chunk of rows has a run of them; pads, at the end, read the last row."""
+    """Slots ascend, so that a chunk of rows has a run of slots. Pads are at the end, and read the last row."""
     for *_, plans in _sharded():
         for plan in plans:
             both = torch.cat((plan.keys, plan.queries))
@@ -201,7 +201,7 @@ def test_rows_are_keys_and_queries_and_slots_find_them():
 
 
 def test_a_plan_follows_from_the_loss_mask_alone():
-    """So that ranks need not talk to agree: neither ids nor an earlier call have a say."""
+    """Neither ids nor earlier calls affect the plan, so that ranks agree without communication."""
     for masks, steps, _, sharding, plans in _sharded(3):
         other = Stream.pack([torch.zeros(len(mask)) for mask in masks], [torch.tensor(mask) for mask in masks])
         for rank, plan in enumerate(plans):
@@ -236,8 +236,8 @@ def test_a_stream_of_nothing_is_refused(ids):
 
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (2, 2), (4, 2), (1, 8)], ids="ulysses {0[0]} ring {0[1]}".format)
 def test_what_a_rank_reads_falls_with_the_number_of_ranks(sizes):
-    """Auxiliary states at its keys and at its queries, and a teacher row of each query, but for K - 1 at the ends of
-    its blocks: never the whole sample."""
+    """A rank reads auxiliary states at its keys and queries, and one teacher row per query, apart from K - 1 rows at
+    the ends of its blocks. It never reads the whole sample."""
     stream, steps = Stream.pack([torch.arange(8192)], [torch.ones(8192, dtype=torch.bool)]), 3
     sharding = SequenceSharding(*sizes)
     plans = [plan_sequence(stream, steps, sharding, rank) for rank in range(sharding.ranks)]

@@ -13,7 +13,7 @@ from places import GOLDEN, ROOT
 from safetensors import safe_open
 from safetensors.torch import load_file
 from sharded_cases import AXES, LARGEST, MOST_PROCESSES, STEPS, base_cases, covering_cases, pairs_of, possible_pairs
-from sharded_worker import GOLDEN_CASES, bytes_file, case_file, course_file, golden_file, in_bfloat16, on_golden
+from sharded_worker import bytes_file, case_file, course_file, golden_cases, golden_file, in_bfloat16, in_fp32
 from tiny_run import finish, launch
 from torch import Tensor
 from training_path import train_case
@@ -52,11 +52,11 @@ def test_every_layout_gives_the_loss_and_gradients_of_the_definition_in_fp64(com
     assert numbers["replicas_differ"] <= 1e-10  # fc, fc_norm and norms, which every tensor-parallel rank holds
 
 
-@every_case
+@pytest.mark.parametrize("case", [case for case in CASES if in_fp32(case)], ids=lambda case: case.name)
 def test_every_layout_rounds_in_fp32_about_as_much_as_one_process(computed, case, topology):
-    """Each gradient, as a vector, is at most three times as far from the same in fp64, which the definition gives, as
-    that of one process. (Both are sums of the same terms, rounded in other orders: of 761 gradients on one machine the
-    median ratio was 0.97 and the largest 1.9.) One process is held to the definition in test_definition.py."""
+    """As a vector, each gradient is at most three times as far from the definition's fp64 gradient as that of one
+    process is. (Both sum the same terms and round in different orders: among 761 gradients on one machine, the median
+    ratio was 0.97 and the largest 1.9.) test_definition.py compares one process with the definition."""
     data = case.case()
     alone = train_case(data, topology, torch.float32, STEPS, case.config, case.dealt(data))
     _, exact = read(computed / case_file(case, torch.float64))
@@ -69,15 +69,15 @@ def test_every_layout_rounds_in_fp32_about_as_much_as_one_process(computed, case
         errors = [
             float((side[name].double() - gradient).norm() / gradient.norm()) for side in (gradients, alone.gradients)
         ]
-        assert errors[0] <= 3 * errors[1] + 2e-7, (name, errors)  # three units in the last place beside
+        assert errors[0] <= 3 * errors[1] + 2e-7, (name, errors)  # plus three units in the last place
     assert close(norm(gradients), norm(exact), 1e-5)
     assert numbers["replicas_differ"] <= 1e-5
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if in_bfloat16(case)], ids=lambda case: case.name)
 def test_layouts_in_bfloat16_round_no_more_than_one_process(computed, case, topology):
-    """Losses and gradient norm within 2% of one process; each gradient (as a vector) as far from fp32 as one process in
-    bfloat16 is, give or take 2%: single gradients are 4% off in either."""
+    """Losses and gradient norm are within 2% of one process. Each gradient, as a vector, is as far from fp32 as in one
+    process in bfloat16, give or take 2%; single gradients are off by 4% in both."""
     data = case.case()
     alone, exact = (
         train_case(data, topology, dtype, STEPS, case.config, case.dealt(data))
@@ -104,9 +104,10 @@ def test_ulysses_equals_deepspeeds_distributed_attention(computed, degree):
 @pytest.mark.parametrize(("mode", "recompute"), WAYS, ids=" ".join)
 @pytest.mark.parametrize("rank", range(4))
 def test_keys_and_values_cross_the_ring_once_in_gather_and_in_every_step_in_p2p(computed, rank, mode, recompute):
-    """Counted at the collectives of Ulysses 2 x ring 2 in bfloat16. A ring of two: `gather` sends K_0, V_0 forward once
-    and their gradient, in fp32, home once, whatever is recomputed. `p2p` sends K_0, V_0 in each of the K steps forward
-    and again backward, in which the gradient makes two hops, and a third time where whole steps are recomputed."""
+    """Counted at the collectives of Ulysses 2 x ring 2 in bfloat16. In a ring of two, `gather` sends K_0, V_0 once in
+    the forward pass and their gradient, in fp32, back once, whatever is recomputed. `p2p` sends K_0, V_0 in the forward
+    pass of each of the K steps, again in its backward pass, where the gradient makes two hops, and a third time if
+    whole steps are recomputed."""
     record = json.loads((computed / bytes_file(rank)).read_text())[f"{mode} {recompute}"]
     counted, keys, gradient = record["counted"], 2 * record["shared"], 4 * record["shared"]
     sent = counted["ring K0,V0 forward"], counted["ring K0,V0 backward"]
@@ -124,13 +125,13 @@ def read(path: Path) -> tuple[dict, dict[str, Tensor]]:
 
 
 def close(actual, expected, tolerance: float) -> bool:
-    """Each number to the tolerance, relative to its own size."""
+    """Whether each number is within the tolerance, relative to its own size."""
     actual, expected = (torch.as_tensor(each, dtype=torch.float64) for each in (actual, expected))
     return bool(((actual - expected).abs() <= tolerance * expected.abs()).all())
 
 
 def assert_same_gradients(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
-    """Every gradient, relative to its largest entry, and the norm of all of them."""
+    """Compares every gradient, relative to its largest entry, and the norm of all gradients."""
     assert actual.keys() == expected.keys()
     errors = {name: float((actual[name] - each).abs().max() / each.abs().max()) for name, each in expected.items()}
     assert {name: error for name, error in errors.items() if not error <= tolerance} == {}
@@ -141,10 +142,12 @@ def norm(gradients: dict[str, Tensor]) -> float:
     return sum(float(gradient.double().square().sum()) for gradient in gradients.values()) ** 0.5
 
 
-@pytest.mark.parametrize("name", GOLDEN_CASES)
-@pytest.mark.parametrize("case", [case for case in CASES if on_golden(case)], ids=lambda case: case.name)
-def test_every_layout_passes_the_golden_cases_through_the_engine(computed, case, name):
-    """launchers/verify.py is run by test_golden.py; here the function under it, for all layouts."""
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [pytest.param(case, name, id=f"{case.name} {name}") for case in CASES for name in golden_cases(case)],
+)
+def test_every_layout_passes_golden_cases_through_the_engine(computed, case, name):
+    """test_golden.py runs launchers/verify.py; here the function that it calls runs in all layouts."""
     actual = load_file(computed / golden_file(case, name))
     errors = relative_errors(actual, read_tensors(GOLDEN / name / "expected.safetensors"))
     assert {key: error for key, error in errors.items() if not error <= tolerance(key, torch.float32)} == {}
@@ -152,7 +155,7 @@ def test_every_layout_passes_the_golden_cases_through_the_engine(computed, case,
 
 @pytest.mark.parametrize("course", COURSES, ids=lambda course: course.name)
 def test_twenty_zero2_steps_follow_one_process(computed, course):
-    """Losses, gradient norms before clipping, and the weights at the end."""
+    """Compares losses, gradient norms before clipping, and the final weights."""
     actual, expected = (load_file(computed / course_file(each)) for each in (course, reference(course)))
     assert actual.keys() == expected.keys() and len(expected["losses"]) == STEPS_OF_COURSE
     assert float(expected["losses"].max() - expected["losses"].min()) > 0.1 and float(expected["norms"].min()) > 0
@@ -162,8 +165,8 @@ def test_twenty_zero2_steps_follow_one_process(computed, course):
             assert difference.abs().max() <= 1e-5 * tensor.abs().max(), name
             continue
         # AdamW divides each gradient by its own size: an element whose gradient is hardly more than rounding moves as
-        # far as any other, where rounding sends it. So a weight is compared as a whole, and no element is further off
-        # than one step.
+        # far as any other, in a direction that rounding decides. So a weight is compared as a whole, and no element may
+        # be further off than one step.
         assert difference.double().norm() <= 1e-5 * tensor.double().norm(), name
         assert difference.abs().max() <= LEARNING_RATE, name
 

@@ -1,7 +1,8 @@
-"""Two and four tensor-parallel ranks distil as one process does, and share a draft's weights out and put them together.
+"""Two and four tensor-parallel ranks distil as one process does, and split a draft's weights and put them together
+again.
 
-Independent of the ranks are: distil on one process (which tests/objective/test_distill.py compares with dense
-softmaxes) and the exported tensors, cut here by hand.
+The references do not depend on the ranks: distil on one process (which tests/objective/test_distill.py compares with
+dense softmaxes), and the exported tensors, cut here by hand.
 """
 
 import sys
@@ -43,13 +44,13 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 @dataclass(frozen=True, repr=False)  # a failing test prints its arguments, and these are a thousand tensors
 class Computed:
-    """What each rank computed, by world and rank, and what each was refused."""
+    """What each rank computed, by world and rank, and the refusals that each rank got."""
 
     tensors: dict[int, list[dict[str, Tensor]]]
     refusals: dict[int, list[str]]
 
     def of(self, world: int, name: str, dtype: torch.dtype) -> list[dict[str, Tensor]]:
-        """Each rank's tensors of one case or draft."""
+        """Each rank's tensors for one case or draft."""
         start = f"{name} {dtype} "
         return [
             {key.removeprefix(start): tensor for key, tensor in rank.items() if key.startswith(start)}
@@ -74,7 +75,7 @@ def _refusal(path: Path) -> str:
 
 
 def _close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
-    """Within the tolerance of the largest entry; where that is 0, exactly."""
+    """Whether all entries are within the tolerance, relative to the largest entry; exactly, if that is 0."""
     assert actual.shape == expected.shape and actual.dtype == expected.dtype
     difference, scale = (actual - expected).abs(), expected.abs()
     return not actual.numel() or bool(difference.max() <= TOLERANCE[dtype] * scale.max())
@@ -83,7 +84,8 @@ def _close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
 @every_world
 @every_case
 def test_sums_surrogate_and_gradients_are_those_of_one_process(computed, topology, world, dtype, name):
-    """The sums step by step; the gradient of the outputs whole on every rank, that of the head by rows."""
+    """Compares the sums step by step, the gradient of the outputs (whole on every rank) and that of the head (by
+    rows)."""
     expected = compare(make_case(name, dtype)._replace(fused=False), topology.tensor)
     ranks = [Compared(**rank) for rank in computed.of(world, name, dtype)]
     for rank in ranks:
@@ -137,7 +139,8 @@ def blocks_of_several(world: int) -> int:
 @every_world
 @every_dtype
 def test_of_equal_logits_the_lowest_id_wins_on_whichever_rank_it_is(computed, world, dtype):
-    """At step 0 the teacher says the lowest of the tied ids, at step 1 another one, at step 2 each of them once."""
+    """The teacher's best is the lowest of the tied ids at step 0, a different one at step 1, and each of them once at
+    step 2."""
     rows = make_case("ties", dtype).rows
     logits = torch.einsum("kqh,vh->kqv", rows.outputs, rows.head)[0]
     assert torch.equal((logits == logits.amax(-1, keepdim=True)).sum(-1), torch.tensor([3, 2, 2, 8]))
@@ -147,7 +150,8 @@ def test_of_equal_logits_the_lowest_id_wins_on_whichever_rank_it_is(computed, wo
 
 @every_world
 def test_a_block_takes_two_all_reduces_three_with_overlap_and_a_call_two_more_and_one_a_step(computed, world):
-    """MAX and SUM of the softmaxes, one more for the overlap's gradient; then best ids, sums, each step's gradient."""
+    """Per block: MAX and SUM of the softmaxes, and one more for the overlap's gradient. Per call: best ids, sums, and
+    each step's gradient."""
 
     def collectives(name):
         return {int(rank["collectives"]) for rank in computed.of(world, name, torch.float64)}
@@ -215,7 +219,7 @@ def test_each_rank_loads_its_part_and_padding_is_zero(computed, world, dtype, na
 @every_dtype
 @every_draft
 def test_whole_tensors_gives_back_what_was_loaded_on_every_rank(computed, world, dtype, name):
-    """Bit for bit, gate and up in their places, the embedding without its padding."""
+    """Bit for bit, with gate and up in their places and the embedding without its padding."""
     weights = exported_draft(draft_config(name), dtype).weights
     for tensors in computed.of(world, name, dtype):
         whole = {key: tensor for key, tensor in tensors.items() if key.startswith("whole ")}

@@ -19,19 +19,18 @@ COURSES = [
     Sharded(2, 1, 1, 1),
     Sharded(1, 2, 1, 2),
     Sharded(1, 1, 4, 1, ring_mode="p2p"),
-    Sharded(1, 2, 2, 1, layout="contiguous"),
     Sharded(2, 1, 2, 2),
     Sharded(2, 2, 2, 1, ring_mode="p2p"),
 ]
 
 
 def reference(course: Sharded) -> Sharded:
-    """The same training in one process, which recomputes nothing."""
+    """The same training in one process, without recomputation."""
     return Sharded(1, 1, 1, 1, recompute="none")
 
 
 def run_course(course: Sharded, topology: Topology) -> dict[str, torch.Tensor]:
-    """losses, norms [STEPS] and the final fp32 weights, whole on every rank."""
+    """Trains. Returns losses and norms [STEPS], and the final fp32 weights, whole on every rank."""
     shape = {"hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 2}
     draft = load_draft(random_case([[1]], seed=3, **shape), topology, torch.float32)
     accumulation = STREAMS // course.data
@@ -64,7 +63,7 @@ def run_course(course: Sharded, topology: Topology) -> dict[str, torch.Tensor]:
 
 
 def _masks(step: int) -> list[list[list[int]]]:
-    """The loss masks of four streams: other counts in each and at every step, one stream without any."""
+    """The loss masks of four streams. Counts differ between streams and steps, and one stream has none."""
     return [
         [[0] * (step % 5) + [1] * (3 + 2 * stream), [0, 1] * (1 + stream)] if (step + stream) % 4 else [[0] * 6]
         for stream in range(STREAMS)
