@@ -1,27 +1,46 @@
 #!/usr/bin/env bash
-# Everything that wants a GPU, on one H100, in under 9 minutes: what the kernels compute and how fast, steps at the shape
-# of a Llama-3.1-8B draft, the largest contexts, and one rank of eight at a million tokens. Where SGLang is installed,
-# capture beside its own prefill as well, in 6 minutes more.
+# Everything that wants a GPU, on one H100 or H200, in under 9 minutes. The most valuable parts come first: whether the
+# kernels are right and how fast they are, golden cases through the engine, steps beside their estimates, SpecForge's
+# shapes, the largest contexts, the quickstart. If SGLang is installed, capture beside its own prefill takes 6 minutes
+# more.
 #
-#     bash benchmarks/gpu.sh                  results in benchmarks/results/gpu-*.json, logs beside them
-#     OUT=/tmp/gpu bash benchmarks/gpu.sh     in another folder
-#     PYTHON=python3.12 bash benchmarks/gpu.sh
+#     bash benchmarks/gpu.sh                   results in benchmarks/results/gpu-*.json, logs beside them
+#     bash benchmarks/gpu.sh --dry-run         every part on the CPU, with tiny shapes: whether the code runs
+#     OUT=/tmp/gpu PYTHON=python3.12 bash benchmarks/gpu.sh
+#     WHEELS=/tmp/wheels bash benchmarks/gpu.sh
 #
-# It installs nothing: torch with CUDA and this repository's requirements must be there. Every part has a time limit, and
-# none but capture begins or lasts beyond 530 seconds in all; results so far are saved when a part is cut off. The exit
-# code is 1 where a part failed or was cut off, and the last lines name it.
+# It needs no network and installs nothing, except that packages in the folder WHEELS are unpacked into a temporary
+# folder. torch 2.11 with Triton 3.6 is enough (benchmarks/torch_bridge). Each part has a time limit and saves its
+# results as it goes; all parts but capture end within 530 seconds. The exit code is 1 if a part failed or was cut off,
+# and the last lines name it.
 set -u -o pipefail
 cd "$(dirname "$0")/.."
+dry=0
+case "${1:-}" in
+"") ;;
+--dry-run) dry=1 ;;
+*)
+    echo "gpu.sh: $1: no such option; the only one is --dry-run" >&2
+    exit 2
+    ;;
+esac
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
 out=${OUT:-benchmarks/results}
+((dry)) && out=$work/results
 python=${PYTHON:-python}
 total=530
-export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH}
+export PYTHONPATH=benchmarks/torch_bridge:.${PYTHONPATH:+:$PYTHONPATH}
+if [[ -n ${WHEELS:-} ]]; then
+    "$python" -m pip install --quiet --no-index --no-deps --target "$work/site" "$WHEELS"/*.whl || exit 1
+    export PYTHONPATH=$PYTHONPATH:$work/site
+    PATH=$work/site/bin:$PATH
+fi
 # contexts differ from case to case: memory of one must serve the next
-export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
-export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-$PYTORCH_CUDA_ALLOC_CONF}
+export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
 
-if ! "$python" -c 'import torch; raise SystemExit(not torch.cuda.is_available())' 2>/dev/null; then
-    echo "gpu.sh: needs a CUDA device and a torch that sees it ($python: no); on a CPU run the scripts themselves with --device cpu --tiny" >&2
+if ((!dry)) && ! "$python" -c 'import torch; raise SystemExit(not torch.cuda.is_available())' 2>/dev/null; then
+    echo "gpu.sh: needs a CUDA device and a torch that sees it ($python: no); --dry-run runs every part on the CPU" >&2
     exit 1
 fi
 mkdir -p "$out"
@@ -40,7 +59,7 @@ part() {
     echo "== $name (at most $limit s): $*"
     timeout --kill-after=5 "$limit" "$@" >"$out/gpu-$name.log" 2>&1
     code=$?
-    grep -E '^\||beyond their bound|^Peak' "$out/gpu-$name.log"
+    grep -E '^\||beyond their bound|^Peak|kernels|golden|acceptance length|tokens/s' "$out/gpu-$name.log" | tail -n 60
     echo "== $name: $((SECONDS - began)) s, exit code $code"
     if ((code == 124 || code == 137)); then
         failed+=("$name: cut off after $limit s; $out/gpu-$name.log")
@@ -50,50 +69,59 @@ part() {
     fi
 }
 
-# a JSON document on stdout instead of --out
-json() {
-    local to=$1
-    shift
-    "$@" >"$to.partial" && mv "$to.partial" "$to"
-}
-export -f json
-
-rank=("$python" benchmarks/one_rank.py)
+tiny=()
+rank=("$python" benchmarks/one_rank.py --estimates benchmarks/results/gpu_estimates.json)
+if ((dry)); then
+    tiny=(--device cpu --tiny)
+    rank+=("${tiny[@]}")
+fi
+# tokens N on a GPU are at most a thousandth of them in a dry run, and a window is 8 keys
+tokens() { if ((dry)); then echo $(($1 / 1024 + 24)); else echo "$1"; fi; }
+window=$(((dry ? 8 : 512)))
 repeated=warm_up=1,repeats=3
-million=tokens=1048576,recompute=attention_kept
 
 # about 15 s of each part go to imports and to making the draft
-part kernels 50 "$python" benchmarks/cuda_kernels.py --out "$out/gpu-kernels.json"
+part kernels 60 "$python" benchmarks/cuda_kernels.py --only kernels "${tiny[@]}" --out "$out/gpu-kernels.json"
 
-# 4k, 32k and 128k, everything supervised
-part steps 110 "${rank[@]}" --out "$out/gpu-steps.json" \
-    --case "tokens=4096,recompute=none,$repeated" \
-    --case "tokens=32768,recompute=none,$repeated" \
-    --case "tokens=32768,recompute=attention_kept,$repeated" \
-    --case "tokens=32768,recompute=full,$repeated" \
-    --case tokens=131072,recompute=attention_kept \
-    --case tokens=131072,recompute=full
+# the engine on this device: golden cases in fp32 and bf16, and the kernels of the quickstart's draft
+part golden 60 "$python" launchers/doctor.py "output.dir=$work/run"
 
-# a million tokens: 5% supervised on one GPU; and one rank of eight, everything supervised
-part million 250 "${rank[@]}" --out "$out/gpu-million.json" \
-    --case "$million,supervised=0.05" \
-    --case "$million,ring=8,inputs=host"
+part steps 130 "${rank[@]}" --out "$out/gpu-steps.json" \
+    --case "tokens=$(tokens 8192),recompute=none,$repeated" \
+    --case "tokens=$(tokens 32768),recompute=none,$repeated" \
+    --case "tokens=$(tokens 131072),recompute=attention_kept" \
+    --case "tokens=$(tokens 131072),recompute=full" \
+    --case "tokens=$(tokens 8192),recompute=none,supervised=0.05,$repeated" \
+    --case "tokens=$(tokens 32768),recompute=none,supervised=0.05,$repeated" \
+    --case "tokens=$(tokens 131072),recompute=none,supervised=0.05,$repeated" \
+    --case "tokens=$(tokens 8192),recompute=none,window=$window,$repeated" \
+    --case "tokens=$(tokens 32768),recompute=none,window=$window,$repeated" \
+    --case "tokens=$(tokens 131072),recompute=full,window=$window"
 
-# the largest that fit, by their memory alone: everything supervised, and 5%
-part largest 120 "${rank[@]}" --out "$out/gpu-largest.json" \
-    --case tokens=131072,recompute=full,inputs=host,largest=1 \
-    --case tokens=1048576,supervised=0.05,recompute=full,largest=1
+# the shapes that SpecForge publishes for one H200: 115.7 ms for 2,944 tokens; 53,419 tokens/s for 4 x 1,024
+part specforge 40 "${rank[@]}" --out "$out/gpu-specforge.json" \
+    --case "tokens=$(tokens 2944),recompute=none,warm_up=3,repeats=10"
+part specforge2048 40 "${rank[@]}" --draft hidden-2048 --out "$out/gpu-specforge2048.json" \
+    --case "tokens=$(tokens 4096),documents=4,recompute=none,warm_up=3,repeats=10"
 
-# the benchmarks of the CPU on this machine, in what time is left
-for name in memory step_time; do
-    if [[ -e benchmarks/$name.py ]]; then
-        part "$name" 60 bash -c 'json "$@"' json "$out/gpu-$name.json" \
-            "$python" "benchmarks/$name.py" --json
-    fi
-done
+# whole steps on this device beside the CPU
+part agreement 50 "$python" benchmarks/cuda_kernels.py --only steps "${tiny[@]}" --out "$out/gpu-agreement.json"
+
+# the largest contexts that fit, by their memory alone: everything supervised, and 5%
+part largest 80 "${rank[@]}" --out "$out/gpu-largest.json" \
+    --case "tokens=$(tokens 131072),recompute=full,inputs=host,largest=1" \
+    --case "tokens=$(tokens 1048576),supervised=0.05,recompute=full,largest=1"
+
+brief=()
+((dry)) && brief=(model.demo.steps=30 model.demo.answers=96 model.demo.answer_tokens=24 training.max_steps=6
+    training.checkpoint_every=3 evaluation.every=3 evaluation.conversations=3 evaluation.new_tokens=16)
+part quickstart 200 "$python" launchers/train.py --deepspeed ds_configs/zero2.json \
+    "output.dir=$work/quickstart" "data.cache_dir=$work/cache" "${brief[@]}"
 
 # two servers of an 8B shape, started and warmed up, then five rounds
-if "$python" -c 'import importlib.metadata as m; m.version("sglang")' 2>/dev/null; then
+if ((dry)); then
+    echo "== capture: has no dry run"
+elif "$python" -c 'import importlib.metadata as m; m.version("sglang")' 2>/dev/null; then
     total=$((SECONDS + 360))
     part capture 360 "$python" benchmarks/capture.py --json "$out/gpu-capture.json"
 else

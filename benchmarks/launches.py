@@ -1,11 +1,11 @@
-"""What a training step launches, computes, moves and holds on a GPU, and an estimate of its time, without a GPU.
+"""Show what a training step launches, computes, moves and holds on a GPU, and estimate its time, without a GPU.
 
     bash tests/cuda_build/run.sh FOLDER benchmarks/launches.py tokens=8192 recompute=none
     bash tests/cuda_build/run.sh FOLDER benchmarks/launches.py tokens=32768,recompute=full,ulysses=8 --json step.json
 
 Runs one rank's step of the draft of Llama-3.1-8B on fake CUDA tensors (tracing.py), forward and backward, and draws up
 a roofline timeline of it (roofline.py): bf16, K = 7, draft vocabulary 32,000. Communication, Python's own time and
-limits of the launch queue are not counted. The numbers rank designs; nothing is measured.
+limits of the launch queue are not counted. The numbers serve to rank designs; nothing is measured.
 """
 
 import argparse
@@ -38,9 +38,9 @@ from eagle3.parallel.topology import Topology, start_distributed
 from eagle3.planning.memory import step_bytes
 from eagle3.planning.step import Planned, Share, Sizes
 
-# What Megatron-core and DeepSpeed note on a weight; kept when the weight is moved.
+# Attributes that Megatron-core and DeepSpeed set on a weight; kept when the weight is moved.
 MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride", "allreduce", "sequence_parallel")
-# Rooms of the table, by where a kernel is launched: the first that matches.
+# Rooms (rows of the table), by where a kernel is launched; the first match counts.
 ROOMS = (
     ("loss", ("objective/distill", "objective/streaming", "objective/softmaxes", "objective/fused")),
     ("own keys", ("attention/ttt",)),
@@ -69,7 +69,7 @@ class Case:
 
     @classmethod
     def parse(cls, text: str) -> "Case":
-        """`tokens=8192,recompute=none`. Raises UserError."""
+        """Parse text like `tokens=8192,recompute=none`. Raises UserError if it is malformed."""
         fields = {field.name: field.type for field in dataclasses.fields(cls)}
         values: dict[str, Any] = {}
         for part in text.split(","):
@@ -87,7 +87,7 @@ class Case:
         return MemoryPlan(self.recompute, self.block_mib * 2**20)
 
     def planned_bytes(self, plan: SequencePlan, stream: Stream) -> int:
-        """What the planner says that the step holds."""
+        """Bytes that the step holds according to the planner."""
         sizes = Sizes(self.tensor, self.ulysses, self.ring)
         planned = Planned(
             LLAMA_3_1_8B, self.steps, torch.bfloat16, sizes, self.mode, self.memory, residence=self.inputs
@@ -99,7 +99,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("case", type=Case.parse, help="tokens=8192,recompute=none; also " + ", ".join(vars(Case())))
     parser.add_argument("--device", choices=DEVICES, default="h100", help="whose rates")
-    parser.add_argument("--json", type=Path, help="write the numbers to this file, too")
+    parser.add_argument("--json", type=Path, help="add the numbers to the list in this file, too")
     parser.add_argument("--top", type=int, default=0, help="list that many places, the longest first")
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -107,17 +107,18 @@ def main() -> int:
     device = DEVICES[options.device]
     numbers = report(options.case, device, options.top)
     if options.json:
-        options.json.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
+        earlier = json.loads(options.json.read_text(encoding="utf-8")) if options.json.exists() else []
+        options.json.write_text(json.dumps([*earlier, numbers], indent=1) + "\n", encoding="utf-8")
     return 0
 
 
 def start(case: Case) -> Topology:
-    """The groups of a job of which this process is one rank; the others are not there."""
+    """Form the groups of a job in which this process is one rank, and the other ranks do not exist."""
     world = case.tensor * case.ulysses * case.ring
     os.environ.update(RANK=str(case.rank), LOCAL_RANK="0", WORLD_SIZE=str(world), LOCAL_WORLD_SIZE="1")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29999")
     dist.init_process_group("fake", rank=case.rank, world_size=world, store=FakeStore())
-    import deepspeed  # it takes the group that it finds
+    import deepspeed  # uses the process group that exists
 
     deepspeed.init_distributed(dist_backend="nccl", auto_mpi_discovery=False, verbose=False)
     return start_distributed(tensor=case.tensor, ulysses=case.ulysses, ring=case.ring)
@@ -137,7 +138,7 @@ class FakeDraft(Eagle3Draft):
 
 
 def trace_step(case: Case, device: Device) -> tuple[Trace, dict[str, Any]]:
-    """Runs the case. Returns the trace and what else is known of the step."""
+    """Runs the case. Returns the trace, and the step's model FLOPs and planned bytes."""
     topology, config = start(case), LLAMA_3_1_8B
     stream = stream_of(case.tokens, case.supervised, config.vocab_size)
     sharding = SequenceSharding(ulysses=case.ulysses, ring=case.ring)
@@ -166,7 +167,8 @@ def trace_step(case: Case, device: Device) -> tuple[Trace, dict[str, Any]]:
 
 
 def _counted(teacher):
-    """The teacher with its best tokens on the CPU, where they can be counted: all of them are in the vocabulary."""
+    """The teacher with real best tokens on the CPU, where they can be counted. All of them are in the draft
+    vocabulary."""
     return dataclasses.replace(teacher, best=torch.zeros(len(teacher.best), dtype=torch.long))
 
 
@@ -210,7 +212,7 @@ def report(case: Case, device: Device, top: int) -> dict[str, Any]:
 
 
 def room(phase: str, place: str, operator: str, kind: str) -> str:
-    """Where a kernel counts in the table."""
+    """The room that a kernel counts towards."""
     if kind != "memory":
         return f"{kind}, loss" if kind == "products" and "distill" in place else kind
     for name, marks in ROOMS:

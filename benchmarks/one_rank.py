@@ -1,15 +1,16 @@
-"""One GPU's training step at the real shape of a Llama-3.1-8B draft: time, model-FLOPs utilisation, memory, the largest
-context that fits, and one rank of a ring.
+"""Measure a GPU's training step at a Llama-3.1-8B draft's real shape: time, utilisation, memory, largest context.
 
     python benchmarks/one_rank.py --case tokens=32768,recompute=none --case tokens=131072,recompute=full
     python benchmarks/one_rank.py --case tokens=131072,largest=1                the largest context that fits
     python benchmarks/one_rank.py --case tokens=1048576,ring=8                  one rank of eight
+    python benchmarks/one_rank.py --draft hidden-2048 --case tokens=4096,documents=4   another shape
     python benchmarks/one_rank.py --device cpu --tiny --case tokens=64          whether the code runs
 
-A step is forward and backward of one document whose last tokens are supervised (where answers see most keys); hidden
-states are random and made on the device. Of a ring, this process computes what one rank would: its share of keys and
-queries, with random numbers for the keys and values of the others, which costs no communication; tokens/s are then the
-stream's. Neither the optimiser nor DeepSpeed's buffers take part; what the optimiser would add is told apart.
+A step is the forward and backward pass of one document whose last tokens are supervised, because answers at the end see
+the most keys. Hidden states are random and made on the device. For a ring, this process computes what one rank would:
+its share of keys and queries, with random numbers for the other ranks' keys and values, and so without communication;
+tokens/s are then the whole stream's. The optimiser and DeepSpeed's buffers take no part; the bytes that the optimiser
+would add are printed separately. Utilisation is of model FLOPs.
 """
 
 import argparse
@@ -52,12 +53,18 @@ TINY = DraftConfig(
     draft_vocab_size=64,
     max_position_embeddings=2**24,
 )
+DRAFTS = {
+    "8b": LLAMA_3_1_8B,
+    "hidden-2048": dataclasses.replace(
+        LLAMA_3_1_8B, hidden_size=2048, target_hidden_size=2048, intermediate_size=8192, head_dim=64
+    ),
+}
 # Dense products of an H100 SXM in bf16, without sparsity (NVIDIA's data sheet).
 PEAK_TFLOPS = 989.0
 
 
 def start(device: str) -> Topology:
-    """One process; raises UserError where there is no such device."""
+    """Start a job of one process. Raises UserError if there is no such device."""
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device: cuda, but there is no CUDA device here; pass --device cpu --tiny to try the code")
     topology = start_distributed()
@@ -66,7 +73,7 @@ def start(device: str) -> Topology:
 
 
 def document(settings: dict[str, Any], results: Any) -> dict[str, Any]:
-    """What a benchmark leaves behind: where, when and how, and what it found."""
+    """A benchmark's JSON document: where, when and how it ran, and its results."""
     machine: dict[str, Any] = {}
     if torch.cuda.is_available():
         machine = {"gpu_bytes": torch.cuda.get_device_properties(0).total_memory, "cuda": torch.version.cuda}
@@ -74,7 +81,7 @@ def document(settings: dict[str, Any], results: Any) -> dict[str, Any]:
 
 
 def save(path: Path | None, content: dict[str, Any]) -> None:
-    """Whole or not at all: a benchmark that is cut off has saved what it had found by then."""
+    """Write the file whole or not at all, so that a benchmark that is cut off has saved its results so far."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_suffix(".partial")
@@ -85,17 +92,20 @@ def save(path: Path | None, content: dict[str, Any]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--case", action="append", required=True, help="NAME=VALUE,...; may be given again and again")
+    parser.add_argument("--draft", choices=DRAFTS, default="8b", help="its shape")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument(
         "--tiny", action="store_true", help="a draft of a few thousand weights in place of the real one"
     )
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--peak-tflops", type=float, default=PEAK_TFLOPS, help="of the device in this number format")
+    parser.add_argument("--estimates", type=Path, help="a JSON file of launches.py, to print its seconds beside")
     parser.add_argument("--out", type=Path, help="a JSON file, written anew after every case")
     options = parser.parse_args()
     cases = [Case.parse(text) for text in options.case]
-    config = TINY if options.tiny else LLAMA_3_1_8B
+    config = TINY if options.tiny else DRAFTS[options.draft]
     settings = vars(options) | {"draft": dataclasses.asdict(config)}
+    estimates = json.loads(options.estimates.read_text()) if options.estimates else []
     topology = start(options.device)
     bench = Bench(config, getattr(torch, options.dtype), topology, options.peak_tflops)
     results: list[dict[str, Any]] = []
@@ -108,7 +118,8 @@ def main() -> int:
         bench.attempt(short)  # kernels are loaded on first use
         began = time.perf_counter()
         result = bench.largest(case, say) if case.largest else bench.attempt(case)
-        results.append({"case": dataclasses.asdict(case)} | result)
+        estimate = estimated_seconds(case, options.draft, estimates)
+        results.append({"case": dataclasses.asdict(case), "estimated_seconds": estimate} | result)
         say(f"{case}: {time.perf_counter() - began:.0f} s")
         save(options.out, document(settings, results))
     print("\n".join([_HEAD, *(_line(row) for row in results)]))
@@ -120,24 +131,34 @@ def main() -> int:
     return 0
 
 
+def estimated_seconds(case: Case, draft: str, estimates: list[dict[str, Any]]) -> float | None:
+    """Seconds of this step according to launches.py, for the first device that it was estimated for."""
+    if draft != "8b" or case.ring > 1 or case.documents > 1:
+        return None
+    asked = {name: getattr(case, name) for name in ("tokens", "supervised", "window", "recompute", "inputs", "steps")}
+    return next((each["seconds"] for each in estimates if asked.items() <= each["case"].items()), None)
+
+
 _HEAD = (
-    "| tokens | supervised | ring | recompute | inputs | seconds (forward + backward) | tokens/s | model FLOPs used | "
-    "peak GiB |\n| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
+    "| tokens | supervised | window | ring | recompute | inputs | seconds (forward + backward) | estimated | "
+    "tokens/s | model FLOPs used | peak GiB |\n| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"
 )
 
 
 def _line(row: dict[str, Any]) -> str:
     case = row["case"]
-    cells = [case["tokens"], f"{case['supervised']:.0%}", case["ring"], case["recompute"], case["inputs"]]
+    cells = [case["tokens"], f"{case['supervised']:.0%}", case["window"] or "", case["ring"], case["recompute"]]
+    cells += [case["inputs"]]
     if "largest_tokens" in row:
         peaks = [attempt["peak_bytes"] for attempt in row["tried"].values() if "out_of_memory" not in attempt]
         cells[0] = f"largest: {row['largest_tokens']}"
-        return _cells([*cells, "", "", "", _gib(max((peak or 0 for peak in peaks), default=None))])
+        return _cells([*cells, "", "", "", "", _gib(max((peak or 0 for peak in peaks), default=None))])
     if "out_of_memory" in row:
-        return _cells([*cells, "out of memory", "", "", _gib(row["peak_bytes"])])
+        return _cells([*cells, "out of memory", "", "", "", _gib(row["peak_bytes"])])
     seconds = f"{row['seconds']:.2f} ({row['forward_seconds']:.2f} + {row['backward_seconds']:.2f})"
     used = f"{row['model_flops_utilisation']:.1%}"
-    return _cells([*cells, seconds, f"{row['tokens_per_second']:.0f}", used, _gib(row["peak_bytes"])])
+    estimated = "" if row["estimated_seconds"] is None else f"{row['estimated_seconds']:.2f}"
+    return _cells([*cells, seconds, estimated, f"{row['tokens_per_second']:.0f}", used, _gib(row["peak_bytes"])])
 
 
 def _cells(cells: Sequence[Any]) -> str:

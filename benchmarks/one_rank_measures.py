@@ -1,5 +1,5 @@
-"""A training step on one device with hidden states made there: its cases, its synthetic inputs, the floating-point
-operations that it must do, its time and memory, and the largest that fits."""
+"""A training step on one device, with hidden states made there: its cases, synthetic inputs, required floating-point
+operations, time and memory, and the longest stream that fits."""
 
 import dataclasses
 import gc
@@ -8,49 +8,53 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from emulated_ring import EmulatedRing, joined, thinned
+from emulated_ring import THIN_WINDOW, EmulatedRing, joined, thinned
 from torch import Tensor
 
 from eagle3.attention.ttt import TTTAttention, Ulysses
 from eagle3.draft.config import DraftConfig
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
+from eagle3.kernels.choice import choose_kernels
+from eagle3.kernels.proof import Demand
 from eagle3.objective.distill import StepWeights
 from eagle3.objective.losses import BatchCounts, LossConfig, step_weights
-from eagle3.objective.model import BatchMaker, DraftObjective, MemoryPlan, MicroBatch
+from eagle3.objective.model import BatchMaker, DraftObjective, Kernels, MemoryPlan, MicroBatch
 from eagle3.parallel.sequence import SequencePlan, SequenceSharding, Stream, plan_sequence
 from eagle3.parallel.topology import Topology
 from eagle3.states.rows import LastHidden, Rows
 
-# fp32 master weight and AdamW's two moments of each trained weight
+# bytes per trained weight: its fp32 master and AdamW's two moments
 OPTIMISER_BYTES = 12
 MIB = 2**20
+CACHE = Path("~/.cache/eagle3").expanduser()  # where training keeps what it found out about kernels
 
 
 @dataclass(frozen=True)
 class Case:
-    """tokens: of the stream. supervised: share of it, at its end. ring, rank: whose part is computed. largest: look for
-    the largest context that fits, beginning with `tokens`. steps: K. The median of `repeats` steps counts, after
-    `warm_up` others."""
+    """A step to measure."""
 
-    tokens: int
-    supervised: float = 1.0
-    ring: int = 1
+    tokens: int  # of the stream
+    supervised: float = 1.0  # share of each document, at its end
+    documents: int = 1  # of equal length
+    window: int = 0  # keys that a query sees; 0: all
+    ring: int = 1  # degree; the part of `rank` is computed
     rank: int = 0
     recompute: str = "full"
     block_mib: int = 1024
     inputs: str = "device"
-    largest: bool = False
-    steps: int = 7
-    warm_up: int = 0
-    repeats: int = 1
+    largest: bool = False  # find the largest context that fits, beginning with `tokens`
+    steps: int = 7  # K
+    warm_up: int = 0  # steps that are not measured
+    repeats: int = 1  # measured steps, whose median counts
 
     @classmethod
     def parse(cls, text: str) -> "Case":
-        """`tokens=1048576,supervised=0.05,recompute=full`. Raises UserError."""
+        """Parse text like `tokens=1048576,supervised=0.05,recompute=full`. Raises UserError."""
         kinds = {field.name: field.type for field in dataclasses.fields(cls)}
         values: dict[str, Any] = {}
         for part in text.split(","):
@@ -69,13 +73,15 @@ class Case:
             and case.recompute in ("none", "attention_kept", "full")
             and case.inputs in ("device", "host")
             and not (case.largest and case.ring > 1)
+            and not (case.window and case.ring > 1)
+            and (case.window == 0 or case.window >= case.steps)
+            and 0 < case.documents <= case.tokens // 2
         )
         if not right:
             raise UserError(
                 f"--case: {text!r} does not fit together; tokens at least 2, other counts positive, supervised above 0 "
-                "and at most 1, rank below ring, recompute none, attention_kept or full, inputs device or host, "
-                "largest "
-                "only without a ring"
+                "and at most 1, rank below ring, recompute none, attention_kept or full, inputs device or host, a "
+                "window of 0 or at least `steps`, at least two tokens per document, largest and window only without a ring"
             )
         return case
 
@@ -88,17 +94,18 @@ class FrozenInputs(NamedTuple):
     head: Tensor
 
 
-def stream_of(tokens: int, supervised: float, vocabulary: int) -> Stream:
-    """One document of random tokens whose last `supervised` share counts."""
+def stream_of(tokens: int, supervised: float, vocabulary: int, documents: int = 1) -> Stream:
+    """Documents of random tokens whose last `supervised` share counts."""
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(vocabulary, (tokens,), generator=generator)
-    return Stream.pack([ids], [torch.arange(tokens) >= tokens - max(2, round(supervised * tokens))])
+    ids = torch.randint(vocabulary, (tokens,), generator=generator).tensor_split(documents)
+    masks = [torch.arange(len(each)) >= len(each) - max(2, round(supervised * len(each))) for each in ids]
+    return Stream.pack(ids, masks)
 
 
 def random_rows(
     config: DraftConfig, plan: SequencePlan, dtype: torch.dtype, device: torch.device, inputs: str
 ) -> FrozenInputs:
-    """Made on the device; for `host` one block of them is repeated in pinned memory."""
+    """Random inputs, made on the device. With inputs `host`, one block of them is repeated in pinned memory."""
 
     def rows(count: int, width: int) -> Tensor:
         if inputs == "device":
@@ -117,8 +124,8 @@ def random_rows(
 def batch_of(
     config: DraftConfig, stream: Stream, plan: SequencePlan, frozen: FrozenInputs, device: torch.device, residence: str
 ) -> MicroBatch:
-    """A rank's part of a stream; the teacher's logits have variance 1 over all of its vocabulary, and its most likely
-    token is always one of the draft's."""
+    """A rank's part of a stream. The teacher's logits have variance 1 over its whole vocabulary, and its most likely
+    token is always in the draft vocabulary."""
     generator = torch.Generator().manual_seed(1)
     count = len(plan.teacher)
     argmax = torch.randint(config.draft_vocab_size, (count,), generator=generator)
@@ -134,9 +141,9 @@ def weights_of(batch: MicroBatch) -> StepWeights:
 def model_flops(config: DraftConfig, stream: Stream, plan: SequencePlan) -> dict[str, int]:
     """Floating-point operations that the definition asks of this rank, forward and backward, nothing counted twice.
 
-    A product [m, k] x [k, n] takes 2mkn forward and the same again for each operand that has a gradient: 6 a weight and
-    row, 4 for fc (hidden states have none), 2 for the teacher. Attention: two products forward, four backward, over the
-    keys that a query sees: its prefix, and its own 1..k at step k."""
+    A product [m, k] x [k, n] takes 2mkn forward and the same again for each operand that has a gradient: 6 per weight
+    and row, 4 for fc (whose input has no gradient), and 2 for the teacher. Attention: two products forward, four
+    backward, over the keys that a query sees: its prefix, and its own 1..k at step k."""
     hidden, wide, steps = config.hidden_size, config.target_hidden_size, len(plan.query_of)
     q_width, kv_width = (
         heads * config.head_dim for heads in (config.num_attention_heads, 2 * config.num_key_value_heads)
@@ -151,7 +158,7 @@ def model_flops(config: DraftConfig, stream: Stream, plan: SequencePlan) -> dict
     return {
         "fc": 4 * len(plan.rows) * 3 * wide * hidden,
         "keys": 6 * (len(keys) + unrolled - len(queries)) * 2 * hidden * kv_width,
-        "queries": 6 * unrolled * 3 * hidden * q_width,  # q reads [embedding, hidden]; the output projection
+        "queries": 6 * unrolled * 3 * hidden * q_width,  # q of [embedding, hidden], and the output projection
         "mlp": 6 * unrolled * 3 * hidden * config.intermediate_size,
         "head": 6 * int(plan.supervised.sum()) * hidden * config.draft_vocab_size,
         "teacher": 2 * len(plan.teacher) * wide * config.draft_vocab_size,
@@ -160,7 +167,7 @@ def model_flops(config: DraftConfig, stream: Stream, plan: SequencePlan) -> dict
 
 
 class Bench:
-    """The draft, made once, on one device, and its steps."""
+    """A draft on one device, made once, and measurements of its steps."""
 
     def __init__(self, config: DraftConfig, dtype: torch.dtype, topology: Topology, peak_tflops: float) -> None:
         self.config, self.dtype, self.topology, self.peak = config, dtype, topology, peak_tflops * 1e12
@@ -168,18 +175,18 @@ class Bench:
         self.draft = Eagle3Draft(config, topology.modules, dtype).to(topology.device)
 
     def measure(self, case: Case, thin: bool = False) -> dict[str, Any]:
-        """One step. Raises torch.cuda.OutOfMemoryError. thin: see `thinned`; its times mean nothing and are left
-        out."""
+        """Measure one step. Raises torch.cuda.OutOfMemoryError. thin: compute only a part (see `thinned`); times then
+        mean nothing and are left out."""
         device = self.topology.device
-        stream = stream_of(case.tokens, case.supervised, self.config.vocab_size)
-        plan = plan_sequence(stream, case.steps, SequenceSharding(ring=case.ring), case.rank)
+        stream = stream_of(case.tokens, case.supervised, self.config.vocab_size, case.documents)
+        plan = plan_sequence(stream, case.steps, SequenceSharding(ring=case.ring), case.rank, case.window or None)
         self._empty()
         rows = random_rows(self.config, plan, self.dtype, device, case.inputs)
         batch = batch_of(self.config, stream, plan, rows, device, case.inputs)
         del rows
-        schedules = joined(batch.inputs.schedules[0], case.rank)
-        schedules = thinned(schedules) if thin else schedules
-        inputs = dataclasses.replace(batch.inputs, schedules=((schedules,),) * case.steps)
+        schedules = [joined(each, case.rank) for each in batch.inputs.schedules]
+        schedules = [thinned(each) for each in schedules] if thin else schedules
+        inputs = dataclasses.replace(batch.inputs, schedules=tuple((each,) for each in schedules))
         batch = dataclasses.replace(batch, inputs=inputs)
         objective = self._objective(case)
         weights, before = weights_of(batch), self._allocated()
@@ -201,8 +208,8 @@ class Bench:
         }
 
     def largest(self, case: Case, say: Callable[[str], None]) -> dict[str, Any]:
-        """The most tokens whose step fits, by doubling and then bisecting to an eighth. Only memory is measured: of the
-        attention to full blocks of keys, one block of each run of queries is computed."""
+        """Find the most tokens whose step fits, by doubling and then bisecting to an eighth. Only memory is measured,
+        so each run of queries attends to only one of its full blocks of keys (see `thinned`)."""
         tried: dict[int, dict[str, Any]] = {}
 
         def fits(tokens: int) -> bool:
@@ -221,7 +228,7 @@ class Bench:
         return {"largest_tokens": low, "bound_by": "host" if high > bound else "device", "tried": tried}
 
     def attempt(self, case: Case, thin: bool = False) -> dict[str, Any]:
-        """`measure`, or what the device said of its memory."""
+        """Like `measure`, but if the device runs out of memory, returns its message and the peaks."""
         try:
             return self.measure(case, thin)
         except torch.cuda.OutOfMemoryError as error:
@@ -234,7 +241,7 @@ class Bench:
         return sum(weight.numel() for weight in self.draft.parameters() if weight.requires_grad)
 
     def _step(self, objective: DraftObjective, batch: MicroBatch, weights: StepWeights) -> tuple[float, float]:
-        """Seconds forward and backward; leaves the gradients."""
+        """Run one step, and leave its gradients. Returns the seconds of forward and backward."""
         objective.zero_grad(set_to_none=True)
         began = self._now()
         surrogate = objective(batch, weights).surrogate
@@ -246,14 +253,22 @@ class Bench:
 
     def _objective(self, case: Case) -> DraftObjective:
         memory = MemoryPlan(case.recompute, case.block_mib * MIB)
-        objective = DraftObjective(self.draft, self.topology, memory=memory)
+        objective = DraftObjective(self.draft, self.topology, memory=memory, kernels=self._kernels(case))
         if case.ring > 1:
-            ring = EmulatedRing(self.topology.ring, "gather", self.draft.scale, ranks=case.ring)
+            attention = objective.attention.ring
+            ring = EmulatedRing(attention.group, "gather", attention.scale, kernels=attention.kernels, ranks=case.ring)
             objective.attention = TTTAttention(Ulysses(self.topology.ulysses), ring, objective.chunk)
         return objective
 
+    def _kernels(self, case: Case) -> Kernels:
+        """Those that training would choose on this device."""
+        shape, topology = dataclasses.replace(self.config, window=case.window or THIN_WINDOW), self.topology
+        demand = Demand.of(shape, 1, 1, self.dtype, case.steps)
+        return choose_kernels(demand, topology.alone, topology.device, CACHE).kernels
+
     def _most_tokens(self, case: Case) -> int:
-        """Whose inputs fit the host: half of its free memory, since pinned memory comes in powers of two bytes."""
+        """The most tokens to try. For inputs on the host, as many as fit half of its free memory, since pinned memory
+        comes in powers of two bytes."""
         if case.inputs == "device" and self.topology.device.type == "cuda":
             return 2**24
         if self.topology.device.type == "cpu":
@@ -277,7 +292,8 @@ class Bench:
         return torch.cuda.memory_allocated() if self.topology.device.type == "cuda" else None
 
     def _peaks(self) -> dict[str, int | None]:
-        """Most bytes at once, the weights and inputs included: of tensors, and of what the allocator took for them."""
+        """The most bytes at once, including weights and inputs: of tensors, and of the memory that the allocator
+        reserved for them."""
         if self.topology.device.type == "cpu":
             return {"peak_bytes": None, "reserved_bytes": None}
         return {"peak_bytes": torch.cuda.max_memory_allocated(), "reserved_bytes": torch.cuda.max_memory_reserved()}
