@@ -81,7 +81,7 @@ class Case:
             raise UserError(
                 f"--case: {text!r} does not fit together; tokens at least 2, other counts positive, supervised above 0 "
                 "and at most 1, rank below ring, recompute none, attention_kept or full, inputs device or host, a "
-                "window of 0 or at least `steps`, at least two tokens per document, largest and window only without a ring"
+                "window of 0 or at least `steps`, two tokens per document or more, largest and window without a ring"
             )
         return case
 

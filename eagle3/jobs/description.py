@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from eagle3.errors import UserError
 from eagle3.jobs.job import Job
-from eagle3.jobs.plan import planned_step, spanned
+from eagle3.jobs.plan import memory_plan, planned_step, spanned
 from eagle3.parallel.topology import usable_cores
 from eagle3.planning.fitting import PlannedStream
 from eagle3.planning.memory import rank_bytes
@@ -148,7 +148,8 @@ def estimate_memory(
         planned = planned_step(job, processes, deepspeed_file, packed=True)
     except UserError as refusal:
         return {"estimate_gib": None, "why": str(refusal)}
-    planned = dataclasses.replace(planned, device=device.type)
+    memory = memory_plan(job.recipe.memory, device.type)
+    planned = dataclasses.replace(planned, device=device.type, memory=memory)
     training, lengths = job.recipe.training, job.train.lengths
     documents = min(len(lengths), training.global_batch_size // (planned.sizes.data * training.accumulation))
     tokens = int(np.sort(lengths)[-documents:].sum())

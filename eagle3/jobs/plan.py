@@ -15,12 +15,13 @@ from eagle3.parallel.sizes import check_sizes, read_job_size
 from eagle3.planning.fitting import MOST_TOKENS, RESERVED, PlannedStream, best_layout, longest_context, variants
 from eagle3.planning.memory import host_bytes, rank_bytes
 from eagle3.planning.step import Machine, Planned, Sizes, sent_bytes, step_flops, step_seconds
-from eagle3.recipe.schema import Recipe, Spans
+from eagle3.recipe.schema import Memory, Recipe, Spans
 from eagle3.states.capture import token_bytes
 from eagle3.states.store.shard import Encoding
 from eagle3.training.engine import deepspeed_config
 
 FITS, DOES_NOT_FIT = "fits", "DOES NOT FIT"
+BLOCK_MIB, CPU_BLOCK_MIB = 1024, 64  # defaults; on a CPU, smaller blocks stay in its caches
 
 
 def check_layout(recipe: Recipe, deepspeed_file: Path, job: str) -> str:
@@ -77,13 +78,19 @@ def planned_step(prospect: Prospect | Job, gpus: int, deepspeed_file: Path, pack
         getattr(torch, recipe.training.dtype),
         Sizes(parallel.tensor, parallel.ulysses, parallel.ring, data),
         parallel.ring_mode,
-        MemoryPlan(memory.recompute, memory.block_mib * 2**20),
+        memory_plan(memory, "cuda"),
         memory.inputs,
         bucket=bucket,
         zero_stage=zero["stage"],
         logit_bytes=logit_bytes if recipe.target.teacher == "logits" else None,
         query_selection=parallel.query_selection,
     )
+
+
+def memory_plan(memory: Memory, device: str) -> MemoryPlan:
+    """A recipe's choices, with the default size of blocks on this type of device."""
+    default = CPU_BLOCK_MIB if device == "cpu" else BLOCK_MIB
+    return MemoryPlan(memory.recompute, (memory.block_mib or default) * 2**20)
 
 
 def recipe_stream(recipe: Recipe, data_ranks: int, supervised: float) -> PlannedStream | None:

@@ -21,11 +21,12 @@ from eagle3.evaluation.export_check import NotChecked, NotInstalled, check_expor
 from eagle3.jobs.description import describe_run
 from eagle3.jobs.evaluate import judge, prompts_to_judge
 from eagle3.jobs.job import Job, choose_draft, find_target, gather_inputs
+from eagle3.jobs.plan import memory_plan
 from eagle3.jobs.provenance import input_digests, require_fitting_settings, require_fitting_store
 from eagle3.jobs.supply import HiddenStateSupply, hidden_state_supply
 from eagle3.kernels.choice import Choice, choose_kernels
 from eagle3.kernels.proof import Demand
-from eagle3.objective.model import BatchMaker, DraftObjective, MemoryPlan
+from eagle3.objective.model import BatchMaker, DraftObjective
 from eagle3.parallel.sequence import SequenceSharding
 from eagle3.parallel.topology import Topology, agreed, gathered, node_name
 from eagle3.parallel.watchdog import Watchdog
@@ -267,7 +268,7 @@ def _trainer(
         )
     if run.continues and written_otherwise(run.folder.checkpoints, dist.get_world_size(), topology.tensor.size()):
         engine_config = engine_config | {"checkpoint": {**engine_config.get("checkpoint", {}), "load_universal": True}}
-    memory = MemoryPlan(recipe.memory.recompute, recipe.memory.block_mib * 2**20)
+    memory = memory_plan(recipe.memory, topology.device.type)
     engine = start_engine(
         DraftObjective(draft, topology, sizes.ring_mode, memory, choice.kernels),
         topology,

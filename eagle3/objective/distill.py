@@ -81,7 +81,7 @@ class Teacher:
 
     last: Tensor | StreamedRows  # [M, Ht] after the final norm, possibly on the host; without head: logits [M, Vd/tp]
     head: Tensor | None  # [Vd/tp, Ht]: the rows of the target's lm_head for this rank's part of the draft vocabulary
-    # [M] int64: draft id of the target's most likely token, whichever rank has it; -1 outside the draft vocabulary
+    # [M] int64: draft id of the target's most likely token, whichever rank has it; -1 if it is not in the draft vocabulary
     best: Tensor
     logsumexp: Tensor  # [M]: over the target's full vocabulary
     transform: LogitTransform = LogitTransform()  # applied to what head yields
@@ -109,10 +109,9 @@ def distill(
     Gradients of `outputs`, `head` and `norm` are computed along the way, block by block, if autograd wants them, and
     can be asked for only once. A block takes about `blocks.size`; no tensor of [tokens, vocabulary] ever exists.
 
-    All ranks of the tensor-parallel group call this with the same arguments, except for their own part of `head` and of
-    the teacher's. They all get the same
-    surrogate and sums, and the same complete gradients of `outputs` and `norm`; the gradient of `head` covers this
-    rank's rows.
+    All ranks of the tensor-parallel group call this with the same arguments, except that each passes its own part of
+    `head`, and of the teacher's head or logits. They all get the same surrogate and sums, and the same complete
+    gradients of `outputs` and `norm`; the gradient of `head` covers this rank's rows.
 
     outputs: K hidden states [Q, H], which `norm` turns into lm_head's input.
     head: [Vd/tp, H], this rank's rows of the draft's lm_head; rank r holds the r-th part.

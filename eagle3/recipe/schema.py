@@ -274,8 +274,8 @@ class Memory(Section):
     inputs: Literal["device", "host"] = Field(
         "device", description="where hidden states are held: on the GPU, or on the host until a chunk needs them"
     )
-    block_mib: Annotated[int, Field(ge=1, le=65536)] = Field(
-        1024, description="most MiB for one block of the loss, or one chunk of tokens"
+    block_mib: Annotated[int, Field(ge=1, le=65536)] | None = Field(
+        None, description="most MiB for one block of the loss, or one chunk of tokens; default: 1024, on a CPU 64"
     )
 
     @model_validator(mode="after")

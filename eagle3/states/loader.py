@@ -260,7 +260,7 @@ class StreamLoader:
             self._ahead = (list(batch), accumulation), self._background.submit(self._load_pinned, batch, accumulation)
 
     def _load_pinned(self, batch: Sequence[Drawn], accumulation: int) -> list[LoadedStream]:
-        """`_load`, in memory from which a GPU copies without holding up the host."""
+        """`_load` into pinned memory, from which a GPU copies without holding up the host."""
         streams = self._load(batch, accumulation)
         if not torch.cuda.is_available():
             return streams

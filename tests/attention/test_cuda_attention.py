@@ -27,6 +27,8 @@ from eagle3.attention import block as blocks
 from eagle3.attention import cuda
 from eagle3.attention.block import block_attention, block_attention_backward, head_groups, usual_kernels
 from eagle3.attention.plain import Scoring, plain_attention, plain_attention_backward
+from eagle3.attention.ring import KeyValueGradient, RingAttention
+from eagle3.attention.schedule import schedule_prefix
 
 SCALE = 0.21
 
@@ -265,3 +267,19 @@ def test_flashs_backward_takes_heads_in_groups_that_its_memory_bounds(monkeypatc
     assert [kv_heads.stop - kv_heads.start for kv_heads, _ in parts] == groups
     assert all(heads == slice(2 * kv_heads.start, 2 * kv_heads.stop) for kv_heads, heads in parts)
     assert parts[0][0].start == 0 and parts[-1][0].stop == 3
+
+
+@pytest.mark.parametrize("window", [None, 64])
+def test_a_document_whose_keys_are_all_here_takes_one_call_of_flash_forward_and_one_backward(topology, window):
+    """Beside it: the outputs are allocated and written; backward, the gradients of keys and values are added up."""
+    ring, rows = RingAttention(topology.alone, "gather", SCALE), torch.arange(300)
+    schedules = (schedule_prefix(rows, rows, rows, window=window),)
+    with _cuda_without_gpu():
+        q, grad, k, v, _ = _inputs("full", 300, 300, 6, 2, 16, torch.bfloat16, "cuda")
+        key_value = torch.stack((k, v))[None]
+        with _Calls() as forward:
+            output = ring(q, key_value, schedules)
+        with _Calls() as backward:
+            ring.backward(grad, q, key_value, output, schedules, KeyValueGradient())
+    assert forward.operators.count(FLASH) == 1 and len(forward.operators) <= 6, forward.operators
+    assert backward.operators.count(FLASH_BACKWARD) == 1 and len(backward.operators) <= 11, backward.operators

@@ -134,6 +134,7 @@ def test_what_is_stored_is_the_same_bit_for_bit_whoever_captures_it_and_whatever
         assert not differ and len(content) == 40, (name, len(differ))
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_is_named_and_ends_the_others_and_one_that_is_slow_does_not(tmp_path, recipe):
     """As under srun, where nothing else would end the ranks: in a capture they wait for one another for days. The slow
     rank is late by more than hang_minutes."""

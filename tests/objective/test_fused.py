@@ -2,11 +2,17 @@
 fp64."""
 
 import os
+from collections import Counter
 
 import pytest
 import torch
+from distill_cases import STEPS, random_rows
+from distill_cases import WEIGHTS as WEIGHTS_OF_STEPS
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from eagle3.objective import fused
+from eagle3.objective.distill import LossBlocks, distill
 from eagle3.objective.softmaxes import Logits, PlainSoftmaxes
 
 pytestmark = pytest.mark.skipif(
@@ -103,3 +109,36 @@ def test_an_operator_has_the_shapes_that_its_fake_implementation_says(name):
         ),
     }[name]  # fmt: skip
     torch.library.opcheck(getattr(fused, name), inputs, test_utils=("test_schema", "test_faketensor"))
+
+
+class _Large(TorchDispatchMode):
+    """Counts the operators that read or write a tensor of at least `least` numbers."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__()
+        self.least, self.operators = least, Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        tensors = (leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor))
+        if not func.is_view and any(tensor.numel() >= self.least for tensor in tensors):
+            self.operators[func.__name__] += 1
+        return result
+
+
+@pytest.mark.parametrize(("weights", "overlaps"), [("cross-entropy", 0), ("both", 1)])
+def test_a_block_of_the_loss_passes_over_its_logits_in_a_handful_of_operators(topology, weights, overlaps):
+    """Four products: the logits of draft and teacher, and the gradients of the outputs and of lm_head. Two or three
+    passes of the kernels, and the gradient of lm_head set to 0 in the beginning and copied in the end."""
+    case = random_rows(5, 4, 1500, torch.float32)
+    with _Large(STEPS * 5 * 1500 // 4) as large:
+        distill(*case, WEIGHTS_OF_STEPS[weights], topology.tensor, blocks=LossBlocks(kernel=fused.FUSED))
+    passes = {name: count for name, count in large.operators.items() if name.startswith(("loss", "mm", "addmm"))}
+    assert passes == {
+        "mm.default": 3,
+        "addmm_.default": 1,
+        "loss_statistics.default": 1,
+        "loss_gradient.default": 1,
+        **({"loss_overlap.default": 1} if overlaps else {}),
+    }
+    assert large.operators.total() - sum(passes.values()) <= 2, large.operators

@@ -73,6 +73,11 @@ def test_a_sound_job_passes_and_no_job_leaves_anything_behind(started, outputs, 
     assert {"versions", "code", "recipe", "clocks", "output.dir", "disk space", "write speed"} <= checks.keys()
     assert checks["gpus"][0] in ("note", "ok")
     assert "sums are exact" in checks["all-reduce inside a node"][1]
+    for kind in ("full blocks of attention", "masked blocks of attention", "the loss"):
+        assert "plain is right (error " in checks[f"kernels for {kind}"][1]
+    assert "cpu is right" in checks["kernels for causal blocks of attention"][1]
+    for precision, cases in (("float32", "dense|ragged|windowed"), ("bfloat16", "dense|ragged")):
+        assert len(re.findall(rf"({cases}) \d+%", checks[f"golden cases in {precision}"][1])) == cases.count("|") + 1
     assert "model.target, data.train[0]: the same on every node" in checks["inputs"][1]
     assert f"sound: {len(checks)} checks, none failed" in output
     # the flawed job, which `outputs` has waited for, writes its probes below the same folder

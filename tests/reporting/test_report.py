@@ -605,13 +605,17 @@ def test_a_judge_that_refuses_costs_no_report(trained, topology, monkeypatch, ra
     assert read_run(folder.path).exports == (*exports, exports[-1])
 
 
-def test_a_resumed_run_describes_its_later_start(trained, topology):
+def test_a_resumed_run_describes_its_later_start_and_tells_of_other_kernels(trained, topology, capsys):
     folder = RunFolder(trained.output.dir)
     before = json.loads(folder.run.read_text(encoding="utf-8"))
-    assert train(trained, ZERO2, topology, Resume.YES)
+    pinned = trained.model_copy(update={"training": trained.training.model_copy(update={"kernels": "plain"})})
+    assert train(pinned, ZERO2, topology, Resume.YES)
     after = json.loads(folder.run.read_text(encoding="utf-8"))
     assert after["continues"] and after["started"] >= before["started"]
     assert after["data"] == before["data"] and len(metrics(folder.path)) == 4
+    assert (before["kernels"]["full"], after["kernels"]["full"]) == ("cpu", "plain")
+    told = "kernels have changed since step 4, so rounding differs (full blocks of attention: cpu, now plain, "
+    assert told in capsys.readouterr().err
 
 
 def test_a_report_that_cannot_be_made_is_told_and_raises_nothing(trained, capsys, monkeypatch):
