@@ -81,7 +81,7 @@ class Teacher:
 
     last: Tensor | StreamedRows  # [M, Ht] after the final norm, possibly on the host; without head: logits [M, Vd/tp]
     head: Tensor | None  # [Vd/tp, Ht]: the rows of the target's lm_head for this rank's part of the draft vocabulary
-    # [M] int64: draft id of the target's most likely token, whichever rank has it; -1 if it is not in the draft vocabulary
+    # [M] int64: draft id of the target's most likely token, whichever rank has it; -1 if the draft vocabulary lacks it
     best: Tensor
     logsumexp: Tensor  # [M]: over the target's full vocabulary
     transform: LogitTransform = LogitTransform()  # applied to what head yields
