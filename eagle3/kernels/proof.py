@@ -110,9 +110,9 @@ def prove_blocks(
             yield from case.compare(kernel, device, demand.dtype)
 
     def call(kernel: Kernel) -> None:
-        timing.run(kernel, device, demand.dtype)
+        inputs.run(kernel)
 
-    timing = _BlockCase.of((TIMED_ROWS, TIMED_ROWS), kind, demand, defined=False) if timed else None
+    inputs = _BlockInputs.random(kind, demand, device) if timed else None
     return [_verdict(kernel, compare, call if timed else None, device) for kernel in kernels]
 
 
@@ -127,9 +127,9 @@ def prove_loss(
         return case.compare(kernel, group, device)
 
     def call(kernel: LossKernel) -> None:
-        timing.run(kernel, group, device)
+        inputs.run(kernel, group)
 
-    timing = _LossCase.of(TIMED_ROWS // 8, demand.columns, demand) if timed else None
+    inputs = _LossInputs.random(demand, device) if timed else None
     return [_verdict(kernel, compare, call if timed else None, device) for kernel in kernels]
 
 
@@ -193,69 +193,86 @@ def _visible(kind: str, queries: int, keys: int, demand: Demand) -> Tensor:
     return key <= own if kind != "windowed" else (key <= own) & (key > own - demand.window)
 
 
-@dataclass(frozen=True)
-class _BlockCase:
-    """A block, and other keys that its queries see in another block, so that the backward gets an output and a
-    log-sum-exp that are merged over both."""
+class _BlockInputs(NamedTuple):
+    """A block, and the output that its backward pass gets."""
 
-    q: Tensor  # [Q, heads, d], fp64 on the CPU, rounded to the job's format; likewise:
+    q: Tensor  # [Q, heads, d]
     k: Tensor  # [S, kv_heads, d]
-    v: Tensor
+    v: Tensor  # [S, kv_heads, d]
     grad: Tensor  # [Q, heads, d]
+    out: Tensor  # [Q, heads, d], merged over several blocks; likewise:
+    lse: Tensor  # [Q, heads]
     scoring: Scoring
-    # From the definition: the block's out, lse, and its shares of the gradients of q, k and v; and the merged out, lse.
-    expected: dict[str, Tensor]
-    merged: tuple[Tensor, Tensor]
 
     @classmethod
-    def of(cls, shape: tuple[int, int], kind: str, demand: Demand, defined: bool = True) -> "_BlockCase":
-        """defined: without, the merged output is random numbers, and nothing is expected."""
+    def random(cls, kind: str, demand: Demand, device: torch.device) -> "_BlockInputs":
+        """For timing: this rank's heads, TIMED_ROWS queries and keys."""
+        wide, narrow = ((TIMED_ROWS, heads, demand.head_dim) for heads in (demand.heads, demand.kv_heads))
+        q, grad, out = (torch.randn(wide, dtype=demand.dtype, device=device) for _ in range(3))
+        k, v = torch.randn(2, *narrow, dtype=demand.dtype, device=device)
+        lse = torch.full(wide[:2], 9.0, dtype=torch.promote_types(demand.dtype, torch.float32), device=device)
+        scoring = _scoring(kind, _visible(kind, TIMED_ROWS, TIMED_ROWS, demand).to(device), demand)
+        return cls(q, k, v, grad, out, lse, scoring)
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> "_BlockInputs":
+        """On a device. As in training, rows are those of longer tensors, keys and values stand in one tensor, and the
+        merged output is in fp32 or wider."""
+        exact = torch.promote_types(dtype, torch.float32)
+        q, grad = (_inside(x.to(device, dtype)) for x in (self.q, self.grad))
+        k, v = torch.stack([_inside(x.to(device, dtype)) for x in (self.k, self.v)])
+        out, lse, visible = self.out.to(device, exact), self.lse.to(device, exact), self.scoring.visible
+        scoring = self.scoring._replace(visible=None if visible is None else visible.to(device))
+        return _BlockInputs(q, k, v, grad, out, lse, scoring)
+
+    def run(self, kernel: Kernel) -> tuple[Tensor, ...]:
+        """The block's out and lse, and its shares of the gradients of q, k and v."""
+        output = kernel.forward(self.q, self.k, self.v, self.scoring)
+        return *output, *kernel.backward(self.grad, self.q, self.k, self.v, self.out, self.lse, self.scoring)
+
+
+def _inside(x: Tensor) -> Tensor:
+    """The same rows inside a longer tensor."""
+    return torch.nn.functional.pad(x, (0, 0, 0, 0, 2, 1))[2:-1]
+
+
+def _scoring(kind: str, visible: Tensor, demand: Demand) -> Scoring:
+    windowed = kind == "windowed"
+    return Scoring(
+        scale=demand.head_dim**-0.5,
+        visibility="banded" if windowed else kind,
+        visible=visible if kind == "masked" else None,
+        window=demand.window if windowed else None,
+    )
+
+
+class _BlockCase(NamedTuple):
+    """A block whose queries also see keys in another block, and what the definition says of it."""
+
+    inputs: _BlockInputs  # in fp64 on the CPU, rounded to the job's format; the output is merged over both blocks
+    expected: dict[str, Tensor]  # what `run` should return
+
+    @classmethod
+    def of(cls, shape: tuple[int, int], kind: str, demand: Demand) -> "_BlockCase":
         queries, keys = shape
         generator = torch.Generator().manual_seed(queries + keys)
 
         def draw(*size: int) -> Tensor:
             return torch.randn(*size, generator=generator).to(demand.dtype).double()
 
-        wide, narrow = (demand.heads, demand.head_dim), (demand.kv_heads, demand.head_dim)
-        if defined:  # all heads are alike, so two groups of them are enough
-            groups = min(2, demand.kv_heads)
-            wide, narrow = (groups * demand.heads // demand.kv_heads, demand.head_dim), (groups, demand.head_dim)
+        groups = min(2, demand.kv_heads)  # all heads are alike
+        wide, narrow = (groups * demand.heads // demand.kv_heads, demand.head_dim), (groups, demand.head_dim)
         q, grad = draw(queries, *wide), draw(queries, *wide)
         k, v = draw(keys, *narrow), draw(keys, *narrow)
         visible = _visible(kind, queries, keys, demand)
-        scoring = Scoring(
-            scale=demand.head_dim**-0.5,
-            visibility="banded" if kind == "windowed" else kind,
-            visible=visible if kind == "masked" else None,
-            window=demand.window if kind == "windowed" else None,
-        )
-        if not defined:
-            return cls(q, k, v, grad, scoring, {}, (grad, draw(queries, wide[0]) + 9))
         others = draw(29, *narrow), draw(29, *narrow)
-        return cls(q, k, v, grad, scoring, *_define(q, k, v, grad, visible, others, scoring.scale))
+        expected, merged = _define(q, k, v, grad, visible, others, demand.head_dim**-0.5)
+        return cls(_BlockInputs(q, k, v, grad, *merged, _scoring(kind, visible, demand)), expected)
 
     def compare(self, kernel: Kernel, device: torch.device, dtype: torch.dtype) -> Iterator[Comparison]:
-        out, lse, *gradients = self.run(kernel, device, dtype)
-        bounds = {"out": BOUNDS[dtype], "lse": LSE_BOUND if dtype != torch.float64 else BOUNDS[dtype]}
-        for (name, expected), actual in zip(self.expected.items(), (out, lse, *gradients), strict=True):
+        bounds = {"lse": LSE_BOUND if dtype != torch.float64 else BOUNDS[dtype]}
+        results = self.inputs.to(device, dtype).run(kernel)
+        for (name, expected), actual in zip(self.expected.items(), results, strict=True):
             yield Comparison(name, actual, expected, bounds.get(name, BOUNDS[dtype]))
-
-    def run(self, kernel: Kernel, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """out, lse and the gradients of q, k and v. As in training, rows are those of longer tensors, keys and values
-        stand in one tensor, and the merged output is in fp32 or wider."""
-        exact = torch.promote_types(dtype, torch.float32)
-        q, grad = (_inside(x.to(device, dtype)) for x in (self.q, self.grad))
-        k, v = torch.stack([_inside(x.to(device, dtype)) for x in (self.k, self.v)])
-        visible = self.scoring.visible
-        scoring = self.scoring._replace(visible=None if visible is None else visible.to(device))
-        output = kernel.forward(q, k, v, scoring)
-        merged = (x.to(device, exact) for x in self.merged)
-        return *output, *kernel.backward(grad, q, k, v, *merged, scoring)
-
-
-def _inside(x: Tensor) -> Tensor:
-    """The same rows inside a longer tensor."""
-    return torch.nn.functional.pad(x, (0, 0, 0, 0, 2, 1))[2:-1]
 
 
 def _define(
@@ -279,24 +296,73 @@ def _define(
     return expected, (merged.detach(), both.logsumexp(-1).detach())
 
 
-@dataclass(frozen=True)
-class _LossCase:
-    """A call of `distill`; numbers in fp64 on the CPU, rounded to the job's format."""
+class _LossInputs(NamedTuple):
+    """Arguments of `distill`."""
 
     outputs: Tensor  # [K, Q, H]
     head: Tensor  # [Vd, H]
     last: Tensor  # [M, H]
     teacher_head: Tensor  # [Vd, H]
     best: Tensor  # [M]
+    lse: Tensor  # [M]
     query_of: Tensor  # [K, M]
+
+    @classmethod
+    def random(cls, demand: Demand, device: torch.device) -> "_LossInputs":
+        """For timing: the draft's whole shape, an eighth of TIMED_ROWS."""
+        rows, hidden = TIMED_ROWS // 8, demand.hidden
+        numbers = {"dtype": demand.dtype, "device": device}
+        outputs, last = torch.randn(demand.steps, rows, hidden, **numbers), torch.randn(rows, hidden, **numbers)
+        head, teacher_head = torch.randn(2, demand.columns, hidden, **numbers).div_(hidden**0.5)
+        best = torch.zeros(rows, dtype=torch.int64, device=device)
+        lse = torch.full((rows,), math.log(demand.columns) + 1, device=device)
+        return cls(
+            outputs, head, last, teacher_head, best, lse, torch.arange(rows, device=device).repeat(demand.steps, 1)
+        )
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> "_LossInputs":
+        outputs, head, last, teacher_head = (x.to(device, dtype) for x in self[:4])
+        lse = self.lse.to(device, torch.promote_types(dtype, torch.float32))
+        return _LossInputs(outputs, head, last, teacher_head, self.best.to(device), lse, self.query_of.to(device))
+
+    def run(self, kernel: LossKernel, group: dist.ProcessGroup, overlap: bool = False) -> tuple[Tensor, ...]:
+        """Each step's sum of cross-entropies (with `overlap`, of acceptance rates), and its gradients of outputs and
+        lm_head."""
+        outputs, head = (x.detach().requires_grad_() for x in (self.outputs, self.head))
+        teacher = Teacher(self.last, self.teacher_head, self.best, self.lse)
+        weights, nothing = self.weights, torch.zeros_like(self.weights)
+        # several blocks, the last one shorter
+        size = (len(self.best) * 3 // 7) * loss_row_bytes(len(outputs), *head.shape, head.dtype)
+        distilled = distill(
+            outputs,
+            head,
+            teacher,
+            self.query_of,
+            StepWeights(nothing, weights) if overlap else StepWeights(weights, nothing),
+            group,
+            blocks=LossBlocks(size, kernel),
+        )
+        gradients = torch.autograd.grad(distilled.surrogate, (outputs, head))
+        return distilled.sums.overlap if overlap else distilled.sums.cross_entropy, *gradients
+
+    @property
+    def weights(self) -> Tensor:
+        """[K] fp64, on the CPU."""
+        return 1 + torch.arange(len(self.outputs)).double() / 10
+
+
+class _LossCase(NamedTuple):
+    """A call of `distill`."""
+
+    inputs: _LossInputs  # in fp64 on the CPU, rounded to the job's format
     dtype: torch.dtype
 
     @classmethod
     def of(cls, rows: int, columns: int, demand: Demand) -> "_LossCase":
-        """Every teacher row has a query of its own, except every fifth, and every seventh one's best token is outside
-        the draft vocabulary."""
+        """Every teacher row but each fifth has a query of its own. The best token of each seventh row is outside the
+        draft vocabulary."""
         generator = torch.Generator().manual_seed(rows)
-        steps, hidden = demand.steps, min(demand.hidden, 64) if rows < 100 else demand.hidden
+        steps, hidden = demand.steps, min(demand.hidden, 64)
 
         def draw(*size: int) -> Tensor:
             return torch.randn(*size, generator=generator).to(demand.dtype).double()
@@ -304,60 +370,34 @@ class _LossCase:
         row = torch.arange(rows)
         query_of = torch.where((row + torch.arange(steps)[:, None]) % 5 == 0, -1, row)
         best = torch.where(row % 7 == 3, -1, torch.randint(columns, (rows,), generator=generator))
-        # short rows: logits of about 1, as a kernel's error in a probability is its error in the logit
-        heads = [(draw(columns, hidden) / 8).to(demand.dtype).double() for _ in range(2)]
-        return cls(
-            draw(steps, rows, hidden), heads[0], draw(rows, hidden), heads[1], best, query_of, demand.dtype
-        )  # fmt: skip
+        # short rows, for logits of about 1: a kernel's relative error in a probability is its error in the logit
+        head, teacher_head = ((draw(columns, hidden) / 8).to(demand.dtype).double() for _ in range(2))
+        last = draw(rows, hidden)
+        # as if the target's full vocabulary had a tenth more probability than the draft's
+        lse = (last @ teacher_head.t()).logsumexp(-1) + 0.1
+        inputs = _LossInputs(draw(steps, rows, hidden), head, last, teacher_head, best, lse, query_of)
+        return cls(inputs, demand.dtype)
 
     def compare(self, kernel: LossKernel, group: dist.ProcessGroup, device: torch.device) -> Iterator[Comparison]:
         """For the loss of cross-entropies alone, and for that of acceptance rates."""
-        bound = BOUNDS[self.dtype]
+        bound, inputs = BOUNDS[self.dtype], self.inputs.to(device, self.dtype)
         for name, overlap in (("cross-entropy", False), ("acceptance rate", True)):
-            actual, expected = self.run(kernel, group, device, overlap), self._define(overlap)
+            actual, expected = inputs.run(kernel, group, overlap), self._define(overlap)
             yield Comparison(name, actual[0], expected[0], bound)
             for of, gradient, exact in zip(("outputs", "lm_head"), actual[1:], expected[1:], strict=True):
                 yield Comparison(f"{name}'s gradient of {of}", gradient, exact, bound**0.5 if overlap else bound)
 
-    def run(
-        self, kernel: LossKernel, group: dist.ProcessGroup, device: torch.device, overlap: bool = False
-    ) -> tuple[Tensor, ...]:
-        """Each step's sum of cross-entropies (with `overlap`, of acceptance rates), and its gradients of outputs and
-        lm_head."""
-        outputs, head = (x.to(device, self.dtype).requires_grad_() for x in (self.outputs, self.head))
-        teacher = Teacher(
-            self.last.to(device, self.dtype),
-            self.teacher_head.to(device, self.dtype),
-            self.best.to(device),
-            self._lse().to(device, torch.promote_types(self.dtype, torch.float32)),
-        )
-        # several blocks, the last one shorter
-        size = (len(self.best) * 3 // 7) * loss_row_bytes(len(outputs), *head.shape, self.dtype)
-        distilled = distill(
-            outputs, head, teacher, self.query_of.to(device), self._weights(overlap), group,
-            blocks=LossBlocks(size, kernel),
-        )  # fmt: skip
-        gradients = torch.autograd.grad(distilled.surrogate, (outputs, head))
-        return distilled.sums.overlap if overlap else distilled.sums.cross_entropy, *gradients
-
-    def _weights(self, overlap: bool) -> StepWeights:
-        weights, nothing = 1 + torch.arange(len(self.outputs)).double() / 10, torch.zeros(len(self.outputs)).double()
-        return StepWeights(nothing, weights) if overlap else StepWeights(weights, nothing)
-
-    def _lse(self) -> Tensor:
-        """As if the target's full vocabulary had a tenth more probability than the draft's."""
-        return (self.last @ self.teacher_head.t()).logsumexp(-1) + 0.1
-
     def _define(self, overlap: bool) -> tuple[Tensor, ...]:
         """What `run` should return, by autograd with dense softmaxes."""
-        outputs, head = (x.clone().requires_grad_() for x in (self.outputs, self.head))
-        z = self.last @ self.teacher_head.t()
-        counted = (self.query_of >= 0) & (self.best >= 0)
-        logits = outputs[torch.arange(len(outputs))[:, None], self.query_of.clamp(min=0)] @ head.t()
+        inputs = self.inputs
+        outputs, head = (x.clone().requires_grad_() for x in (inputs.outputs, inputs.head))
+        z = inputs.last @ inputs.teacher_head.t()
+        counted = (inputs.query_of >= 0) & (inputs.best >= 0)
+        logits = outputs[torch.arange(len(outputs))[:, None], inputs.query_of.clamp(min=0)] @ head.t()
         if overlap:
-            rows = torch.minimum((z - self._lse()[:, None]).exp(), logits.softmax(-1)).sum(-1)
+            rows = torch.minimum((z - inputs.lse[:, None]).exp(), logits.softmax(-1)).sum(-1)
         else:
             rows = -(z.softmax(-1) * logits.log_softmax(-1)).sum(-1)
         sums = torch.where(counted, rows, 0).sum(1)
-        surrogate = (sums * sum(self._weights(overlap))).sum()
-        return sums.detach(), *torch.autograd.grad(surrogate, (outputs, head))
+        gradients = torch.autograd.grad((sums * inputs.weights).sum(), (outputs, head))
+        return sums.detach(), *gradients
