@@ -15,8 +15,10 @@ from eagle3.attention import block, cuda, plain
 from eagle3.attention.block import BlockKernels, Kernel, block_candidates
 from eagle3.durable import file_digest, write_text
 from eagle3.errors import SharedUserError
-from eagle3.kernels import proof
-from eagle3.kernels.proof import Demand, Verdict, prove_blocks, prove_loss
+from eagle3.kernels import blocks, loss, proof
+from eagle3.kernels.blocks import prove_blocks
+from eagle3.kernels.loss import prove_loss
+from eagle3.kernels.proof import Demand, Verdict
 from eagle3.objective import distill, softmaxes
 from eagle3.objective.distill import loss_candidates
 from eagle3.objective.model import Kernels
@@ -26,7 +28,7 @@ from eagle3.parsing import parse_json
 
 LOSS = "loss"
 OPTIONAL = ("banded", "windowed")  # kinds of block that can be cut into others
-SOURCES = [Path(module.__file__) for module in (block, cuda, plain, distill, softmaxes, proof)]
+SOURCES = [Path(module.__file__) for module in (block, cuda, plain, distill, softmaxes, proof, blocks, loss)]
 DRIVER = Path("/proc/driver/nvidia/version")
 
 Table = Mapping[str, Sequence[Verdict]]  # verdicts by kind of block, and `LOSS`

@@ -16,6 +16,7 @@ from eagle3.attention import block
 from eagle3.attention.block import block_candidates
 from eagle3.draft.config import DraftConfig
 from eagle3.errors import UserError
+from eagle3.kernels.blocks import prove_blocks
 from eagle3.kernels.choice import (
     LOSS,
     Candidates,
@@ -27,7 +28,8 @@ from eagle3.kernels.choice import (
     plain_values,
     remembered,
 )
-from eagle3.kernels.proof import Demand, Verdict, prove_blocks, prove_loss
+from eagle3.kernels.loss import prove_loss
+from eagle3.kernels.proof import Demand, Verdict
 from eagle3.objective.fused import FUSED
 from eagle3.objective.softmaxes import PLAIN
 
@@ -87,7 +89,8 @@ def candidates(*attention, loss=(PLAIN,)) -> Candidates:
 
 @pytest.fixture
 def small_timing(monkeypatch):
-    monkeypatch.setattr("eagle3.kernels.proof.TIMED_ROWS", 32)
+    for room in ("blocks", "loss"):
+        monkeypatch.setattr(f"eagle3.kernels.{room}.TIMED_ROWS", 32)
 
 
 def test_the_fastest_right_kernel_is_used_and_every_wrong_one_is_told(topology, small_timing):
