@@ -19,6 +19,10 @@ dry=0
 case "${1:-}" in
 "") ;;
 --dry-run) dry=1 ;;
+-h | --help)
+    sed -n '2,/^$/s/^# \{0,1\}//p' "$0" | sed '/^set -u/,$d'
+    exit 0
+    ;;
 *)
     echo "gpu.sh: $1: no such option; the only one is --dry-run" >&2
     exit 2

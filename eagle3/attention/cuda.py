@@ -3,7 +3,7 @@ device.
 
 - flash: fp16 and bf16; `full`, `causal` and `banded`; grouped key/value heads as they are. This is torch's own
   FlashAttention 2, or the flash-attn package's FlashAttention 3 if `take_installed_flash` finds it.
-- cudnn: cuDNN's kernels in fp16 and bf16; `full` and `causal`; on Hopper often the fastest.
+- cudnn: cuDNN's kernels in fp16 and bf16; `full` and `causal`; used only if a recipe names it.
 - efficient: also fp32, and any mask. In fp32 its products are split TF32 on tensor cores, close to fp32 in accuracy.
 
 Layouts, padding and the arguments that are unused without dropout follow torch's C++ sources. So far this was checked
@@ -11,6 +11,7 @@ without a GPU (tests/attention/test_cuda_attention.py): schemas, shapes, dtypes,
 definitions. What the kernels themselves compute for these calls, and how fast, has not been measured yet.
 """
 
+import contextlib
 import importlib.util
 from typing import Any
 
@@ -29,10 +30,12 @@ BACKWARD_BYTES = 2**29
 
 def take_installed_flash(device: torch.device) -> str:
     """Uses the flash-attn package's FlashAttention 3 (module flash_attn_interface) for torch's operators, if it is
-    installed and the GPU is a Hopper. Affects the whole process. Returns which flash kernels are then in use."""
+    installed, loads, and the GPU is a Hopper. Affects the whole process. Returns which flash kernels are then in
+    use."""
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
     if hopper and importlib.util.find_spec("flash_attn_interface"):
-        torch.nn.attention.activate_flash_attention_impl("FA3")
+        with contextlib.suppress(Exception):  # a broken package on one node must not leave the others waiting
+            torch.nn.attention.activate_flash_attention_impl("FA3")
     return torch.nn.attention.current_flash_attention_impl() or "FA2"
 
 
@@ -94,7 +97,8 @@ def cudnn_attention_backward(
     """`block_attention_backward` for blocks whose forward was `cudnn_attention`."""
     unused = torch.empty((), dtype=torch.int64, device=q.device)  # dropout's seed and offset, not read
     gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        *(_heads_first(x) for x in (grad, q, k, v, out.to(q.dtype).contiguous())),
+        # contiguous: torch may look up cuDNN's plan by the strides of q, k and v alone
+        *(_heads_first(x) for x in (grad.contiguous(), q, k, v, out.to(q.dtype).contiguous())),
         lse.transpose(0, 1)[None, ..., None].contiguous(),
         unused,
         unused,

@@ -2,7 +2,9 @@
 fastest right one is used. On a CPU the choice is fixed."""
 
 import hashlib
+import importlib.metadata
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,8 +30,12 @@ from eagle3.parsing import parse_json
 
 LOSS = "loss"
 OPTIONAL = ("banded", "windowed")  # kinds of block that can be cut into others
+# cuDNN builds a plan for each shape that it meets, forward and backward. Documents have many lengths, and timing one of
+# them does not show what plans cost.
+ONLY_PINNED = ("cudnn",)
 SOURCES = [Path(module.__file__) for module in (block, cuda, plain, distill, softmaxes, proof, blocks, loss)]
 DRIVER = Path("/proc/driver/nvidia/version")
+SETTINGS = ("NVIDIA_TF32", "TORCH_CUDNN", "CUBLAS", "TORCH_BLAS")  # environment variables that change kernels
 
 Table = Mapping[str, Sequence[Verdict]]  # verdicts by kind of block, and `LOSS`
 Names = Mapping[str, str | None]  # of the kernels that are used, likewise
@@ -49,25 +55,26 @@ class Candidates:
         if demand.window is None:
             blocks["windowed"] = []
         whole = cls(blocks, loss_candidates(device, demand.dtype))
-        return whole if pinned == "auto" else whole._pinned(pinned)
+        return whole._without(ONLY_PINNED) if pinned == "auto" else whole._pinned(pinned)
 
     @property
     def all(self) -> dict[str, Sequence[Kernel | LossKernel]]:
         return {**self.blocks, LOSS: self.loss}
+
+    def _without(self, names: Sequence[str]) -> "Candidates":
+        blocks = {kind: [each for each in kernels if each.name not in names] for kind, kernels in self.blocks.items()}
+        return Candidates(blocks, self.loss)
 
     def _pinned(self, name: str) -> "Candidates":
         of_name = {kind: [each for each in kernels if each.name == name] for kind, kernels in self.all.items()}
         if not any(of_name.values()):
             known = sorted({each.name for kernels in self.blocks.values() for each in kernels} - {"cpu"})
             raise SharedUserError(
-                f"training.kernels: {name!r} does not run on this device, in this training.dtype or with this "
-                f"head_dim; set it to {', '.join([*known, 'auto'])}"
+                f"training.kernels: {name!r} does not run on this device, or not in this training.dtype, or not with "
+                f"this head_dim; set it to {', '.join(known)} or auto"
             )
-        bands = [] if name == "plain" else None  # plain products take none, so bands are cut for them
-        blocks = {
-            kind: of_name[kind] or (bands if kind in OPTIONAL and bands is not None else kernels)
-            for kind, kernels in self.blocks.items()
-        }
+        # What the kernel cannot compute is left to the usual ones; bands are cut into blocks that it may compute.
+        blocks = {kind: of_name[kind] or ([] if kind in OPTIONAL else each) for kind, each in self.blocks.items()}
         return Candidates(blocks, of_name[LOSS] or self.loss)
 
     def kernels(self, names: Names) -> Kernels:
@@ -78,6 +85,7 @@ class Candidates:
 
     def prove(self, demand: Demand, group: dist.ProcessGroup, device: torch.device, timed: bool) -> Table:
         """Verdicts on all of them, from this rank alone. group: of this rank alone."""
+        cuda.take_installed_flash(device)
         table = {kind: prove_blocks(kind, each, demand, device, timed) for kind, each in self.blocks.items()}
         return table | {LOSS: prove_loss(self.loss, demand, group, device, timed)}
 
@@ -128,9 +136,9 @@ def choose_kernels(
     if device.type != "cuda":
         names = {kind: kernels[0].name if kernels else None for kind, kernels in candidates.all.items()}
         return Choice(candidates.kernels(names), names, {})
-    flash = cuda.take_installed_flash(device)
     table = remembered(
-        cache / "kernels" / f"{_key(demand, pinned, flash, device)}.json",
+        cache / "kernels" / f"{_key(demand, pinned, device)}.json",
+        {kind: [each.name for each in kernels] for kind, kernels in candidates.all.items()},
         lambda: candidates.prove(demand, group, device, timed=True),
     )
     return pick(candidates, agreement([parsed(each) for each in gathered(plain_values(table))]), before)
@@ -159,8 +167,8 @@ def pick(candidates: Candidates, table: Table, before: Names | None = None) -> C
         if not right and kind not in OPTIONAL:
             reasons = "; ".join(f"{each.kernel}: {each.reason}" for each in verdicts)
             raise SharedUserError(
-                f"kernels: none computes {described(kind)} rightly on this machine ({reasons}); update torch and the "
-                "driver, or use another GPU"
+                f"kernels: none computes {described(kind)} rightly on this machine ({reasons}); free memory of the "
+                "GPU, update torch and the driver, or use another GPU"
             )
         earlier = (before or {}).get(kind)
         names[kind] = earlier if earlier in right else min(right, key=right.__getitem__, default=None)
@@ -187,12 +195,18 @@ def parsed(values: dict[str, list[dict[str, Any]]]) -> Table:
     return {kind: [Verdict(**verdict) for verdict in verdicts] for kind, verdicts in values.items()}
 
 
-def remembered(file: Path, prove: Callable[[], Table]) -> Table:
-    """The verdicts in the file, or new ones, which are then written there if possible."""
+def remembered(file: Path, kernels: Mapping[str, list[str]], prove: Callable[[], Table]) -> Table:
+    """The verdicts on these kernels in the file, or new ones. Those are written there if possible, unless a kernel
+    raised an error, which may have been for want of memory."""
     try:
-        return parsed(parse_json(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, AttributeError):  # there is none, or it is damaged
-        table = prove()
+        table = parsed(parse_json(file.read_text(encoding="utf-8")))
+        if {kind: [each.kernel for each in verdicts] for kind, verdicts in table.items()} == kernels:
+            return table
+    except (OSError, ValueError, TypeError, AttributeError):
+        pass  # there is none, or it is damaged
+    table = prove()
+    if any(each.raised for verdicts in table.values() for each in verdicts):
+        return table
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_text(file, json.dumps(plain_values(table), indent=2) + "\n")
@@ -201,7 +215,7 @@ def remembered(file: Path, prove: Callable[[], Table]) -> Table:
     return table
 
 
-def _key(demand: Demand, pinned: str, flash: str, device: torch.device) -> str:
+def _key(demand: Demand, pinned: str, device: torch.device) -> str:
     """Digest of everything that a verdict depends on."""
     import triton  # comes with torch's CUDA build
 
@@ -210,7 +224,19 @@ def _key(demand: Demand, pinned: str, flash: str, device: torch.device) -> str:
         "pinned": pinned,
         "gpu": str(torch.cuda.get_device_properties(device)),
         "driver": DRIVER.read_text(encoding="utf-8", errors="replace") if DRIVER.exists() else "",
-        "versions": [torch.__version__, torch.version.cuda, torch.backends.cudnn.version(), triton.__version__, flash],
+        "versions": [torch.__version__, torch.version.cuda, torch.backends.cudnn.version(), triton.__version__],
+        "flash": [cuda.take_installed_flash(device), *versions_of("flash-attn-3", "flash_attn_3", "flash-attn")],
+        "settings": [
+            torch.get_float32_matmul_precision(),
+            torch.are_deterministic_algorithms_enabled(),
+            sorted((name, value) for name, value in os.environ.items() if name.startswith(SETTINGS)),
+        ],
         "sources": [file_digest(path) for path in (*SOURCES, Path(softmaxes.__file__).with_name("fused.py"))],
     }
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+
+def versions_of(*packages: str) -> list[str]:
+    """The versions of those that are installed."""
+    known = {each.metadata["Name"]: each.version for each in importlib.metadata.distributions()}
+    return [known[name] for name in packages if name in known]

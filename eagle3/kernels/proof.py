@@ -18,7 +18,7 @@ from eagle3.draft.config import DraftConfig
 
 BOUNDS = {torch.bfloat16: 1e-2, torch.float16: 1.25e-3, torch.float32: 1e-4, torch.float64: 1e-10}
 LSE_BOUND = 1e-4  # in every format: it is summed in fp32 or wider
-TIMED_ROWS = 2048  # queries and keys of a timed block, teacher rows of a timed loss
+TIMED_ROWS = 2048  # queries and keys of a timed block; a timed loss has an eighth of that in teacher rows
 WARM, TIMED = 2, 5  # calls
 
 
@@ -59,6 +59,7 @@ class Verdict:
     error: float  # the largest of its errors, as a multiple of its bound; inf: it raised, or gave numbers not finite
     reason: str = ""  # what is wrong; empty for a right one
     seconds: float | None = None  # forward and backward of the timed case; None: not timed
+    raised: bool = False  # whether it raised an error, which may not happen again
 
     @property
     def right(self) -> bool:
@@ -107,7 +108,8 @@ def judge(
         return Verdict(kernel.name, worst, seconds=seconds_of(lambda: call(kernel), device) if call else None)
     except Exception as error:  # a compiler's, a driver's, a library's: none of them may end the job
         first = next(iter(str(error).splitlines()), "")
-        return Verdict(kernel.name, float("inf"), f"raised {type(error).__name__}{': ' if first else ''}{first[:200]}")
+        reason = f"raised {type(error).__name__}{': ' if first else ''}{first[:200]}"
+        return Verdict(kernel.name, float("inf"), reason, raised=True)
 
 
 def seconds_of(call: Callable[[], None], device: torch.device) -> float:

@@ -145,7 +145,7 @@ def test_of_ranks_that_agree_the_slowest_one_counts():
     assert parsed(plain_values(tables[0])) == tables[0]
 
 
-@pytest.mark.parametrize("damage", ["", "{", "[]", '{"full": [{"kernels": 1}]}', '{"full": 3}'])
+@pytest.mark.parametrize("damage", ["", "{", "[]", "{}", '{"full": []}', '{"full": [{"kernels": 1}]}', '{"full": 3}'])
 def test_verdicts_are_remembered_and_a_damaged_memory_is_made_anew(tmp_path, damage):
     file, table, proofs = tmp_path / "new" / "verdicts.json", {"full": [Verdict("a", 0.5, "", 1e-3)]}, []
 
@@ -153,9 +153,26 @@ def test_verdicts_are_remembered_and_a_damaged_memory_is_made_anew(tmp_path, dam
         proofs.append(1)
         return table
 
-    assert remembered(file, prove) == remembered(file, prove) == table and len(proofs) == 1
+    def verdicts():
+        return remembered(file, {"full": ["a"]}, prove)
+
+    assert verdicts() == verdicts() == table and len(proofs) == 1
     file.write_text(damage)
-    assert remembered(file, prove) == remembered(file, prove) == table and len(proofs) == 2
+    assert verdicts() == verdicts() == table and len(proofs) == 2
+
+
+def test_an_error_that_may_not_happen_again_is_not_remembered(tmp_path, topology):
+    (raises, _) = ATTENTION_FAULTS[-1]
+    of, proofs = candidates(raises, block.PLAIN), []
+
+    def prove():
+        proofs.append(1)
+        return of.prove(DEMAND, topology.alone, CPU, timed=False)
+
+    names = {kind: [each.name for each in kernels] for kind, kernels in of.all.items()}
+    for _ in range(2):
+        assert remembered(tmp_path / "verdicts.json", names, prove)["full"][0].raised
+    assert len(proofs) == 2 and not [*tmp_path.iterdir()]
 
 
 def test_on_a_cpu_the_choice_is_fixed_and_a_kernel_can_be_pinned(topology, tmp_path):
@@ -166,7 +183,7 @@ def test_on_a_cpu_the_choice_is_fixed_and_a_kernel_can_be_pinned(topology, tmp_p
     assert fixed.names["full"] == "cpu" and fixed.table == {} and not [*tmp_path.iterdir()]
     assert set(chosen("plain").names.values()) == {"plain", None}
     with pytest.raises(
-        UserError, match="training.kernels: 'flash' does not run on this device.* set it to plain, auto"
+        UserError, match="training.kernels: 'flash' does not run on this device.* set it to plain or auto"
     ):
         chosen("flash")
 
@@ -178,8 +195,14 @@ def test_a_pinned_kernel_computes_what_it_can_and_the_usual_ones_the_rest():
         for pinned in ("cudnn", "efficient")
         if (of := Candidates({**block_candidates(torch.device("cuda"), demand.dtype, 16)}, [PLAIN])._pinned(pinned))
     }
-    assert blocks_of["cudnn"]["full"] == ["cudnn"] and blocks_of["cudnn"]["windowed"] == ["flash"]
-    assert blocks_of["efficient"]["masked"] == ["efficient"] and blocks_of["efficient"]["banded"] == ["flash"]
+    assert blocks_of["cudnn"] == {
+        **dict.fromkeys(("full", "causal"), ["cudnn"]),
+        "masked": ["efficient", "plain"],
+        **dict.fromkeys(("banded", "windowed"), []),
+    }
+    assert blocks_of["efficient"]["masked"] == ["efficient"] and blocks_of["efficient"]["banded"] == []
+    usual = Candidates(block_candidates(torch.device("cuda"), demand.dtype, 16), [PLAIN])._without(["cudnn"])
+    assert [each.name for each in usual.blocks["full"]] == ["flash", "efficient", "plain"]
 
 
 @pytest.mark.parametrize(

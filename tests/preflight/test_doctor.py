@@ -77,7 +77,9 @@ def test_a_sound_job_passes_and_no_job_leaves_anything_behind(started, outputs, 
         assert "plain is right (error " in checks[f"kernels for {kind}"][1]
     assert "cpu is right" in checks["kernels for causal blocks of attention"][1]
     for precision, cases in (("float32", "dense|ragged|windowed"), ("bfloat16", "dense|ragged")):
-        assert len(re.findall(rf"({cases}) \d+%", checks[f"golden cases in {precision}"][1])) == cases.count("|") + 1
+        assert (
+            len(re.findall(rf"({cases}) \d+\.\d%", checks[f"golden cases in {precision}"][1])) == cases.count("|") + 1
+        )
     assert "model.target, data.train[0]: the same on every node" in checks["inputs"][1]
     assert f"sound: {len(checks)} checks, none failed" in output
     # the flawed job, which `outputs` has waited for, writes its probes below the same folder

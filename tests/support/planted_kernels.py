@@ -34,12 +34,12 @@ def _spoiled(name: str, output=lambda part: part, gradients=lambda part: part) -
 
 def _without_a_key(q, k, v, scoring):
     """Attention in which the second key takes the place of the first."""
-    k, v = (torch.cat((x[1:2], x[1:])) for x in (k, v))
+    k, v = (torch.cat((x[1:2], x[1:])) if len(x) > 1 else x for x in (k, v))
     return CPU.forward(q, k, v, scoring)
 
 
 def _nan_in_a_row(part: BlockOutput) -> BlockOutput:
-    part.out[1] = float("nan")
+    part.out[-1] = float("nan")
     return part
 
 
