@@ -176,7 +176,8 @@ def measure_codecs(samples: Sequence[Sample], threads: int, rounds: int) -> dict
 
     from eagle3.states.store.shard import Encoding
 
-    tensors = [(name, getattr(sample.states, name)) for sample in samples for name in ("aux", "last")]
+    states = [sample.states for sample in samples]
+    tensors = [pair for each in states for pair in (("aux", each.aux), ("last", each.teacher.values))]
     hidden, raw = samples[0].states.teacher.values.shape[1], sum(sample.raw for sample in samples)
     best: dict[str, dict[str, float]] = {}
 

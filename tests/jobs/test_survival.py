@@ -103,6 +103,7 @@ def test_a_signalled_run_exits_cleanly_or_with_the_code_asked_for(tmp_path, reci
     assert "what was in progress will start over" in finish(early, 75)
 
 
+@pytest.mark.slow
 def test_a_full_disk_keeps_the_older_checkpoint_and_with_room_the_run_goes_on(tmp_path, recipe, small_disk):
     finish(launch(sys.executable, "tests/support/training_worker.py", recipe, f"2:output.dir={tmp_path / 'whole'}"))
     checkpoint = max((tmp_path / "whole" / "checkpoints").glob("step-*"))
