@@ -79,38 +79,27 @@ def usual_kernels(
     return BlockKernels(**{kind: kernels[0] if kernels else None for kind, kernels in of.items()})
 
 
-def block_attention(
-    q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, kernels: BlockKernels | None = None
-) -> BlockOutput:
-    """softmax(scale q k^T) v over one block.
+def block_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> BlockOutput:
+    """softmax(scale q k^T) v over one block, by its usual kernel. Only a block that has one may be `banded`.
 
     q is [Q, heads, d]; k and v are [S, kv_heads, d], where heads is a multiple of kv_heads.
-
-    kernels: None: `usual_kernels`. A block may be `banded` only if they have a kernel for that.
     """
-    return _kernel(q, scoring, kernels).forward(q, k, v, scoring)
+    return _usual_kernel(q, scoring).forward(q, k, v, scoring)
 
 
 def block_attention_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scoring: Scoring,
-    kernels: BlockKernels | None = None,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scoring: Scoring
 ) -> BlockGradients:
     """This block's share of the gradients: with P = exp(scale q k^T - lse), dS = P * (grad v^T - sum(grad * out)).
 
     If a query has several blocks, `out` and `lse` are the ones *merged over all of them*; each block's backward is then
     exact on its own. A kernel reads `out` only to form that sum, and rounds it to q's dtype first.
     """
-    return _kernel(q, scoring, kernels).backward(grad, q, k, v, out, lse, scoring)
+    return _usual_kernel(q, scoring).backward(grad, q, k, v, out, lse, scoring)
 
 
-def _kernel(q: Tensor, scoring: Scoring, kernels: BlockKernels | None) -> Kernel:
-    kernels = kernels or usual_kernels(q.device, q.dtype, q.shape[-1], scoring.softcap)
+def _usual_kernel(q: Tensor, scoring: Scoring) -> Kernel:
+    kernels = usual_kernels(q.device, q.dtype, q.shape[-1], scoring.softcap)
     kernel = kernels.of(scoring.visibility, scoring.window)
     assert kernel is not None, f"no kernel for {scoring.visibility} blocks"
     return kernel

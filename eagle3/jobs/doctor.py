@@ -11,8 +11,8 @@ from eagle3.draft.config import DraftConfig
 from eagle3.errors import UserError
 from eagle3.jobs.job import Prospect
 from eagle3.jobs.verify import NOT_IN_BFLOAT16, read_case, read_tensors, relative_errors, run_case, tolerance
-from eagle3.kernels.choice import OPTIONAL, Candidates, agreement, described, parsed, plain_values
-from eagle3.kernels.proof import Demand
+from eagle3.kernels.choice import NONE_RIGHT, OPTIONAL, Candidates, agreement, described, fastest, parsed, plain_values
+from eagle3.kernels.proof import Demand, raised
 from eagle3.parallel.sequence import SequenceSharding
 from eagle3.parallel.topology import Topology, start_distributed
 from eagle3.preflight.cluster import Cluster, Finding, troubled
@@ -52,14 +52,10 @@ def check_kernels(cluster: Cluster, topology: Topology, recipe: Recipe) -> Itera
         if not verdicts:
             continue  # blocks of this kind are cut into others
         name, right = f"kernels for {described(kind)}", [each for each in verdicts if each.right]
-        fastest = min(right, key=lambda each: each.seconds or 0.0, default=None)
-        lines = [each.described + (", used" if each is fastest else "") for each in verdicts]
-        needed = kind not in OPTIONAL
-        remedy = (
-            "" if right or not needed else "free memory of the GPU, update torch and the driver, or use another GPU"
-        )
-        state = "ok" if len(right) == len(verdicts) else "note" if right or not needed else "failed"
-        yield Finding(name, state, "; ".join(lines), remedy)
+        used, failed = fastest(verdicts), not right and kind not in OPTIONAL
+        lines = [each.described + (", used" if each is used else "") for each in verdicts]
+        state = "failed" if failed else "ok" if len(right) == len(verdicts) else "note"
+        yield Finding(name, state, "; ".join(lines), NONE_RIGHT if failed else "")
 
 
 def _demanded(recipe: Recipe) -> dict[str, int | None] | str | None:
@@ -108,8 +104,7 @@ def check_golden(cluster: Cluster, folder: Path, deepspeed_file: Path, sizes: Pa
             yield Finding(name, "note", f"not run in this layout ({error})")
             return
         except Exception as error:  # by a kernel, a driver, a link
-            reason = f"raised {type(error).__name__}: {next(iter(str(error).splitlines()), '')[:200]}"
-            yield Finding(name, "failed", reason, "look at the kernels above, and at nvidia-smi")
+            yield Finding(name, "failed", raised(error), "look at the kernels above, and at nvidia-smi")
             return
         found = ", ".join(f"{case} {share:.1%}" for case, share in shares.items())
         yield _judged(name, f"errors in this layout, of what is allowed: {found}", max(shares.values()), dtype)

@@ -2,7 +2,6 @@
 fastest right one is used. On a CPU the choice is fixed."""
 
 import hashlib
-import importlib.metadata
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +26,7 @@ from eagle3.objective.model import Kernels
 from eagle3.objective.softmaxes import LossKernel
 from eagle3.parallel.topology import gathered
 from eagle3.parsing import parse_json
+from eagle3.preflight.sameness import versions
 
 LOSS = "loss"
 OPTIONAL = ("banded", "windowed")  # kinds of block that can be cut into others
@@ -34,8 +34,11 @@ OPTIONAL = ("banded", "windowed")  # kinds of block that can be cut into others
 # them does not show what plans cost.
 ONLY_PINNED = ("cudnn",)
 SOURCES = [Path(module.__file__) for module in (block, cuda, plain, distill, softmaxes, proof, blocks, loss)]
+SOURCES += [Path(distill.__file__).with_name("fused.py")]  # whose import needs Triton
 DRIVER = Path("/proc/driver/nvidia/version")
 SETTINGS = ("NVIDIA_TF32", "TORCH_CUDNN", "CUBLAS", "TORCH_BLAS")  # environment variables that change kernels
+
+NONE_RIGHT = "free memory of the GPU, update torch and the driver, or use another GPU"  # remedy
 
 Table = Mapping[str, Sequence[Verdict]]  # verdicts by kind of block, and `LOSS`
 Names = Mapping[str, str | None]  # of the kernels that are used, likewise
@@ -95,8 +98,11 @@ class Choice:
     """The kernels that a job uses, and the verdicts on all candidates (none on a CPU, where the choice is fixed)."""
 
     kernels: Kernels
-    names: Names
     table: Table
+
+    @property
+    def names(self) -> Names:
+        return {**self.kernels.blocks.names, LOSS: self.kernels.loss.name}
 
     @property
     def line(self) -> str:
@@ -135,7 +141,7 @@ def choose_kernels(
     candidates = Candidates.of(demand, device, pinned)
     if device.type != "cuda":
         names = {kind: kernels[0].name if kernels else None for kind, kernels in candidates.all.items()}
-        return Choice(candidates.kernels(names), names, {})
+        return Choice(candidates.kernels(names), {})
     table = remembered(
         cache / "kernels" / f"{_key(demand, pinned, device)}.json",
         {kind: [each.name for each in kernels] for kind, kernels in candidates.all.items()},
@@ -163,16 +169,21 @@ def pick(candidates: Candidates, table: Table, before: Names | None = None) -> C
     """The fastest of the right kernels (without times, the first). Raises SharedUserError if there are none."""
     names = {}
     for kind, verdicts in table.items():
-        right = {each.kernel: each.seconds or 0.0 for each in verdicts if each.right}
-        if not right and kind not in OPTIONAL:
+        best = fastest(verdicts)
+        if best is None and kind not in OPTIONAL:
             reasons = "; ".join(f"{each.kernel}: {each.reason}" for each in verdicts)
             raise SharedUserError(
-                f"kernels: none computes {described(kind)} rightly on this machine ({reasons}); free memory of the "
-                "GPU, update torch and the driver, or use another GPU"
+                f"kernels: none computes {described(kind)} rightly on this machine ({reasons}); {NONE_RIGHT}"
             )
         earlier = (before or {}).get(kind)
-        names[kind] = earlier if earlier in right else min(right, key=right.__getitem__, default=None)
-    return Choice(candidates.kernels(names), names, table)
+        kept = any(each.right and each.kernel == earlier for each in verdicts)
+        names[kind] = earlier if kept else best and best.kernel
+    return Choice(candidates.kernels(names), table)
+
+
+def fastest(verdicts: Sequence[Verdict]) -> Verdict | None:
+    """The fastest of the right ones (without times, the first); None if none is right."""
+    return min((each for each in verdicts if each.right), key=lambda each: each.seconds or 0.0, default=None)
 
 
 def changes(before: Names, now: Names) -> str:
@@ -217,26 +228,18 @@ def remembered(file: Path, kernels: Mapping[str, list[str]], prove: Callable[[],
 
 def _key(demand: Demand, pinned: str, device: torch.device) -> str:
     """Digest of everything that a verdict depends on."""
-    import triton  # comes with torch's CUDA build
-
     facts = {
         **{name: str(value) for name, value in asdict(demand).items()},
         "pinned": pinned,
         "gpu": str(torch.cuda.get_device_properties(device)),
         "driver": DRIVER.read_text(encoding="utf-8", errors="replace") if DRIVER.exists() else "",
-        "versions": [torch.__version__, torch.version.cuda, torch.backends.cudnn.version(), triton.__version__],
-        "flash": [cuda.take_installed_flash(device), *versions_of("flash-attn-3", "flash_attn_3", "flash-attn")],
+        "versions": versions(("torch", "triton", "flash-attn", "flash-attn-3")),
+        "libraries": [torch.version.cuda, torch.backends.cudnn.version(), cuda.take_installed_flash(device)],
         "settings": [
             torch.get_float32_matmul_precision(),
             torch.are_deterministic_algorithms_enabled(),
             sorted((name, value) for name, value in os.environ.items() if name.startswith(SETTINGS)),
         ],
-        "sources": [file_digest(path) for path in (*SOURCES, Path(softmaxes.__file__).with_name("fused.py"))],
+        "sources": [file_digest(path) for path in SOURCES],
     }
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
-
-
-def versions_of(*packages: str) -> list[str]:
-    """The versions of those that are installed."""
-    known = {each.metadata["Name"]: each.version for each in importlib.metadata.distributions()}
-    return [known[name] for name in packages if name in known]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from eagle3.draft.config import DraftConfig
+from eagle3.preflight.cluster import in_one_line
 
 BOUNDS = {torch.bfloat16: 1e-2, torch.float16: 1.25e-3, torch.float32: 1e-4, torch.float64: 1e-10}
 LSE_BOUND = 1e-4  # in every format: it is summed in fp32 or wider
@@ -107,9 +108,12 @@ def judge(
                 return Verdict(kernel.name, worst, reason)
         return Verdict(kernel.name, worst, seconds=seconds_of(lambda: call(kernel), device) if call else None)
     except Exception as error:  # a compiler's, a driver's, a library's: none of them may end the job
-        first = next(iter(str(error).splitlines()), "")
-        reason = f"raised {type(error).__name__}{': ' if first else ''}{first[:200]}"
-        return Verdict(kernel.name, float("inf"), reason, raised=True)
+        return Verdict(kernel.name, float("inf"), raised(error), raised=True)
+
+
+def raised(error: Exception) -> str:
+    """What a kernel raised, in one line."""
+    return f"raised {type(error).__name__}: {in_one_line(error)[:200]}"
 
 
 def seconds_of(call: Callable[[], None], device: torch.device) -> float:

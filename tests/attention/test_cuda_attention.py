@@ -140,15 +140,21 @@ def test_the_named_kernel_is_the_one_that_runs(device, dtype, dim, visibility, s
     assert tuple(fused) == operators.get(kernel, ())
 
 
-@pytest.mark.parametrize("visibility", ["full", "causal"])
-def test_flash_reads_rows_of_longer_tensors_in_place(visibility):
+def _recorded(kernel: blocks.Kernel, visibility: str):
+    """q, k and v of a square block in bf16, its output and gradients, and the calls of forward and backward."""
     with _cuda_without_gpu():
         q, grad, k, v, _ = _inputs(visibility, 64, 64, 6, 2, 16, torch.bfloat16, "cuda")
-        with _Calls() as calls:
-            out, lse = cuda.flash_attention(q, k, v, Scoring(SCALE, visibility))
-        assert calls.operators == [FLASH]
-        with _Calls() as calls:
-            cuda.flash_attention_backward(grad, q, k, v, out, lse, Scoring(SCALE, visibility))
+        with _Calls() as forward:
+            output = kernel.forward(q, k, v, Scoring(SCALE, visibility))
+        with _Calls() as backward:
+            gradients = kernel.backward(grad, q, k, v, *output, Scoring(SCALE, visibility))
+    return (q, k, v), output, gradients, forward, backward
+
+
+@pytest.mark.parametrize("visibility", ["full", "causal"])
+def test_flash_reads_rows_of_longer_tensors_in_place(visibility):
+    *_, forward, calls = _recorded(blocks.FLASH, visibility)
+    assert forward.operators == [FLASH]
     assert set(calls.operators) == {FLASH_BACKWARD, aten.empty.memory_format}  # empty: the seed, which nothing reads
     arguments = calls.arguments[FLASH_BACKWARD]
     assert arguments["logsumexp"].is_contiguous() and arguments["logsumexp"].shape == (1, 6, 64)
@@ -157,13 +163,8 @@ def test_flash_reads_rows_of_longer_tensors_in_place(visibility):
 
 @pytest.mark.parametrize("visibility", ["full", "causal"])
 def test_cudnn_reads_views_of_rows_and_gets_the_log_sum_exp_in_its_own_shape(visibility):
-    with _cuda_without_gpu():
-        q, grad, k, v, _ = _inputs(visibility, 64, 64, 6, 2, 16, torch.bfloat16, "cuda")
-        with _Calls() as calls:
-            out, lse = cuda.cudnn_attention(q, k, v, Scoring(SCALE, visibility))
-        assert calls.operators == [CUDNN] and out.shape == q.shape and lse.shape == (64, 6)
-        with _Calls() as calls:
-            gradients = cuda.cudnn_attention_backward(grad, q, k, v, out, lse, Scoring(SCALE, visibility))
+    (q, k, v), (out, lse), gradients, forward, calls = _recorded(blocks.CUDNN, visibility)
+    assert forward.operators == [CUDNN] and out.shape == q.shape and lse.shape == (64, 6)
     assert CUDNN_BACKWARD in calls.operators and [x.shape for x in gradients] == [q.shape, k.shape, v.shape]
     arguments = calls.arguments[CUDNN_BACKWARD]
     assert arguments["query"].shape == (1, 6, 64, 16) and arguments["logsumexp"].shape == (1, 6, 64, 1)
