@@ -5,7 +5,7 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from eagle3.command_line import RecipeParser, before_imports
+from eagle3.command_line import RecipeParser, slow_imports
 from eagle3.console import Console, is_first_rank, tell, waiting
 from eagle3.errors import SharedUserError, run_command
 from eagle3.parallel.sizes import check_sizes, launched
@@ -62,8 +62,7 @@ def main() -> int:
 def run(recipe: Recipe, options: argparse.Namespace, part: tuple[int, int]) -> int:
     console = Console(is_first_rank(), options.quiet)
     console(f"recipe: {options.recipe}; store: {recipe.hidden_states.path}")
-    with waiting(console, "loading PyTorch and DeepSpeed"):
-        before_imports(options.quiet)
+    with waiting(console, "loading PyTorch and DeepSpeed"), slow_imports(options.quiet):
         from eagle3.jobs.capture import watched_capture
         from eagle3.parallel.topology import FORMING, start_distributed, stop_distributed
 

@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from eagle3.command_line import RecipeParser, before_imports
+from eagle3.command_line import RecipeParser, slow_imports
 from eagle3.console import GREEN, RED, YELLOW, Console, tell, waiting
 from eagle3.errors import UserError, run_command
 from eagle3.preflight.inputs import inputs_of
@@ -36,10 +36,9 @@ def main() -> int:
         if not file.is_file():  # every process reports this, because the file may be missing on some nodes only
             raise UserError(f"{file}: no such file on {socket.gethostname()}; copy it there, or fix the command line")
     recipe = load_recipe(options.recipe, options.overrides)
-    before_imports(options.quiet)
-    # Imported only now, because these take seconds and a mistake in the recipe should be reported at once.
-    from eagle3.parallel.topology import start_distributed, stop_distributed
-    from eagle3.preflight.cluster import join, store_gather
+    with slow_imports(options.quiet):
+        from eagle3.parallel.topology import start_distributed, stop_distributed
+        from eagle3.preflight.cluster import join, store_gather
 
     topology = start_distributed(timeout=PATIENCE)
     gather = store_gather(PATIENCE)

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from eagle3.command_line import RecipeParser, before_imports
+from eagle3.command_line import RecipeParser, slow_imports
 from eagle3.console import Console, is_first_rank, tell, waiting
 from eagle3.draft.config import DraftConfig, read_draft_config
 from eagle3.durable import replace_text, writing
@@ -49,8 +49,7 @@ def main() -> int:
     warn_of_another_target(recipe, draft, console)
     if options.window is None:
         warn_of_another_window(recipe, draft, console)
-    with waiting(console, "loading PyTorch and transformers"):
-        before_imports(options.quiet)
+    with waiting(console, "loading PyTorch and transformers"), slow_imports(options.quiet):
         from eagle3.evaluation.acceptance import Sampling
         from eagle3.jobs.evaluate import decoding_of, judge, judge_contexts, judge_served, target_and_texts
         from eagle3.jobs.job import find_target, gather_inputs

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from eagle3.command_line import Parser, before_imports
+from eagle3.command_line import Parser, slow_imports
 from eagle3.console import Console, tell, waiting
 from eagle3.durable import writing
 from eagle3.errors import UserError, run_command
@@ -50,11 +50,11 @@ def write_new(options: argparse.Namespace) -> None:
     if not out.parent.is_dir():
         raise UserError(f"{out}: there is no folder {out.parent}; create it, or name another file with --out")
     require_target_folder(options.target)
-    before_imports(options.quiet)
-    import torch
+    with slow_imports(options.quiet):
+        import torch
 
-    from eagle3.jobs.new_recipe import model_size, new_recipe_text
-    from eagle3.targets.facts import read_facts
+        from eagle3.jobs.new_recipe import model_size, new_recipe_text
+        from eagle3.targets.facts import read_facts
 
     with waiting(Console(speaks=True, quiet=options.quiet), f"reading {options.target}"):
         facts = read_facts(options.target, options.revision, options.trust_remote_code)

@@ -7,7 +7,7 @@ import argparse
 import json
 from pathlib import Path
 
-from eagle3.command_line import RecipeParser, before_imports
+from eagle3.command_line import RecipeParser, slow_imports
 from eagle3.console import GREEN, RED, tell
 from eagle3.errors import SharedUserError, run_command
 from eagle3.parallel.sizes import check_sizes, stream_samples
@@ -34,10 +34,10 @@ def main() -> int:
     data = check_sizes(f"--gpus {options.gpus}: parallelism", sizes.tensor, sizes.ulysses, sizes.ring, options.gpus)
     if options.context is None:
         stream_samples(recipe.training.global_batch_size, data, recipe.training.accumulation)
-    # Imported only now, and silently, because DeepSpeed logs to stdout that there is no GPU, and --json prints there.
-    before_imports(quiet=True)
-    from eagle3.jobs.job import Prospect
-    from eagle3.jobs.plan import DOES_NOT_FIT, FITS, plan, plan_text, planned_step
+    # Silently, because DeepSpeed logs to stdout that there is no GPU, and --json prints there.
+    with slow_imports(quiet=True):
+        from eagle3.jobs.job import Prospect
+        from eagle3.jobs.plan import DOES_NOT_FIT, FITS, plan, plan_text, planned_step
 
     prospect = Prospect.of(recipe)
     planned = planned_step(prospect, options.gpus, options.deepspeed, packed=options.context is None)

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from eagle3.command_line import RecipeParser, before_imports
+from eagle3.command_line import RecipeParser, slow_imports
 from eagle3.console import Console, shows_colours, tell, waiting
 from eagle3.errors import UserError, run_command
 from eagle3.preflight.inputs import require_inputs
@@ -25,8 +25,7 @@ def main() -> None:
     console = Console(speaks=True, quiet=options.quiet)
     console(f"recipe: {options.recipe}")
     require_inputs(recipe)
-    with waiting(console, "loading PyTorch and transformers"):
-        before_imports(options.quiet)
+    with waiting(console, "loading PyTorch and transformers"), slow_imports(options.quiet):
         import torch
 
         from eagle3.draft.config import drafted_tokens

@@ -8,7 +8,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from eagle3.command_line import RecipeParser, before_imports
+from eagle3.command_line import RecipeParser, slow_imports
 from eagle3.console import Console, is_first_rank, tell, waiting
 from eagle3.errors import SharedUserError, UserError, run_command
 from eagle3.parallel.sizes import check_sizes, launched, read_job_size
@@ -142,8 +142,7 @@ def run(recipe: Recipe, options: argparse.Namespace, stop: StopSignals) -> int:
             require_servers(recipe.target.servers)
     if not options.check:
         console(f"recipe: {options.recipe}; output.dir: {recipe.output.dir}")
-    with waiting(console, "loading PyTorch and DeepSpeed"):
-        before_imports(options.quiet)
+    with waiting(console, "loading PyTorch and DeepSpeed"), slow_imports(options.quiet):
         from eagle3.jobs.plan import check_layout
         from eagle3.jobs.train import train
         from eagle3.parallel.topology import FORMING, start_distributed, stop_distributed

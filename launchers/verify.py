@@ -5,7 +5,7 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from eagle3.command_line import Parser, before_imports
+from eagle3.command_line import Parser, slow_imports
 from eagle3.console import Console, tell, waiting
 from eagle3.errors import SharedUserError, run_command
 
@@ -49,14 +49,14 @@ def main() -> int:
         raise SharedUserError(
             f"{options.case}: holds no golden case; name a folder such as {ROOT / 'tests' / 'golden' / 'ragged'}"
         )
-    before_imports(options.quiet)
-    import torch
-    from safetensors.torch import save_file
+    with slow_imports(options.quiet):
+        import torch
+        from safetensors.torch import save_file
 
-    from eagle3.jobs.verify import read_case, read_tensors, relative_errors, run_case, tolerance
-    from eagle3.objective.model import MemoryPlan
-    from eagle3.parallel.sequence import SequenceSharding
-    from eagle3.parallel.topology import start_distributed, stop_distributed
+        from eagle3.jobs.verify import read_case, read_tensors, relative_errors, run_case, tolerance
+        from eagle3.objective.model import MemoryPlan
+        from eagle3.parallel.sequence import SequenceSharding
+        from eagle3.parallel.topology import start_distributed, stop_distributed
 
     case, expected = read_case(options.case), read_tensors(options.case / "expected.safetensors")
     if "ploss" not in expected:

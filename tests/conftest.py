@@ -1,5 +1,6 @@
 """What the tests share: the process groups of a one-process job, and a single thread, since all tensors are tiny."""
 
+import gc
 import os
 import runpy
 import subprocess
@@ -44,6 +45,11 @@ def pytest_xdist_make_scheduler(config, log):
 
     config.option.loadscopereorder = False
     return LoadFileScheduling(config, log)
+
+
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector what was imported and collected, which all stays."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

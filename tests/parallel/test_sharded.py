@@ -154,7 +154,7 @@ def test_every_layout_passes_golden_cases_through_the_engine(computed, case, nam
 
 
 @pytest.mark.parametrize("course", COURSES, ids=lambda course: course.name)
-def test_twenty_zero2_steps_follow_one_process(computed, course):
+def test_ten_zero2_steps_follow_one_process(computed, course):
     """Compares losses, gradient norms before clipping, and the final weights."""
     actual, expected = (load_file(computed / course_file(each)) for each in (course, reference(course)))
     assert actual.keys() == expected.keys() and len(expected["losses"]) == STEPS_OF_COURSE

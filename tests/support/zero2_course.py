@@ -1,4 +1,4 @@
-"""Twenty optimiser steps under DeepSpeed ZeRO-2, with accumulation and unequal counts, as one rank of a layout."""
+"""Ten optimiser steps under DeepSpeed ZeRO-2, with accumulation and unequal counts, as one rank of a layout."""
 
 import torch
 from definition import random_case
@@ -13,7 +13,7 @@ from eagle3.parallel.topology import Topology
 from eagle3.recipe.schema import Training
 from eagle3.training.engine import deepspeed_config, full_weights, gradient_scale, start_engine
 
-STEPS, TTT_STEPS, STREAMS = 20, 2, 4
+STEPS, TTT_STEPS, STREAMS = 10, 2, 4
 LEARNING_RATE = 2e-3
 COURSES = [
     Sharded(2, 1, 1, 1),
