@@ -17,8 +17,9 @@ from torch import Tensor
 
 from eagle3.objective.softmaxes import PLAIN, Logits, LossKernel, share_peaks
 
-# Columns of one block: 8 steps of 1,024 in fp32 take 32 registers of each of 256 threads.
-COLUMNS, WARPS = 1024, 8
+# Columns of one block: 8 steps of 512 in fp32 take 32 registers of each of 128 threads. On an H100 that leaves room for
+# three programs or more on a multiprocessor, so that some load while others compute. Not timed on a GPU.
+COLUMNS, WARPS = 512, 4
 
 
 class Traffic(NamedTuple):

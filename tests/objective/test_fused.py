@@ -1,13 +1,17 @@
 """The loss's Triton kernels, in Triton's interpreter on the CPU (see conftest.py), compared with the definition in
 fp64."""
 
+import json
 import os
+import subprocess
+import sys
 from collections import Counter
 
 import pytest
 import torch
 from distill_cases import STEPS, random_rows
 from distill_cases import WEIGHTS as WEIGHTS_OF_STEPS
+from places import SUPPORT
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -142,3 +146,15 @@ def test_a_block_of_the_loss_passes_over_its_logits_in_a_handful_of_operators(to
         **({"loss_overlap.default": 1} if overlaps else {}),
     }
     assert large.operators.total() - sum(passes.values()) <= 2, large.operators
+
+
+def test_every_kernel_compiles_for_an_h100_without_spills_and_with_room_for_three_programs(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TRITON_CACHE_DIR": str(tmp_path)}
+    environment.pop("TRITON_INTERPRET")
+    command = [sys.executable, str(SUPPORT / "compiled_kernels.py")]
+    output = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, timeout=120).stdout
+    kernels = json.loads(output)
+    assert len(kernels) == 8
+    for name, kernel in kernels.items():
+        assert kernel["spilled"] == 0, name
+        assert 3 * 32 * fused.WARPS * kernel["registers"] <= 65_536, name  # registers of a multiprocessor
