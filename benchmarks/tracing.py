@@ -132,8 +132,9 @@ class Tracer(TorchDispatchMode):
             with self.fake:
                 result = func(*args, **kwargs)
         except DataDependentOutputException:
-            self.trace.waits[place()] += 1
-            return torch.tensor(1, dtype=leaves[0].dtype).item()
+            if leaves[0].device.type == "cuda":
+                self.trace.waits[place()] += 1
+            return torch.tensor(0, dtype=leaves[0].dtype).item()  # to DeepSpeed: no overflow
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         for output in outputs:
             self.watch(output)
@@ -166,6 +167,8 @@ class Tracer(TorchDispatchMode):
         row.seconds += cost.seconds(self.device)
 
     def _transfer(self, source: Tensor, target: Tensor, non_blocking: bool) -> None:
+        if not non_blocking:  # torch waits for the copy, which waits for all that was launched before it
+            self.trace.waits[place()] += 1
         kind = f"{source.device.type} to {target.device.type}, {'non-blocking' if non_blocking else 'blocking'}"
         self.trace.transfers[kind, place()] += target.numel() * target.element_size()
 

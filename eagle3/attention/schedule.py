@@ -84,7 +84,9 @@ class PrefixSchedule:
             yield Piece(slice(start, stop), slice(first, stop + own), "banded" if bands else "masked")
 
     def to(self, device: torch.device) -> "PrefixSchedule":
-        return replace(self, query_rows=self.query_rows.to(device), key_rows=self.key_rows.to(device))
+        """The same with its tensors on `device`. A GPU's host does not wait for the copies."""
+        query_rows, key_rows = (rows.to(device, non_blocking=True) for rows in (self.query_rows, self.key_rows))
+        return replace(self, query_rows=query_rows, key_rows=key_rows)
 
 
 def overlap(pieces: Iterable[Piece]) -> bool:

@@ -54,7 +54,7 @@ class RotaryEmbedding:
         `dtype`."""
         exact = torch.promote_types(dtype, torch.float32)
         place = exact, positions.device
-        if place not in self.placed:  # copied once, because a copy in every step would make the host wait
-            self.placed[place] = self.frequencies[exact].to(positions.device)
+        if place not in self.placed:
+            self.placed[place] = self.frequencies[exact].to(positions.device, non_blocking=True)
         angles = positions.to(exact)[:, None, None] * self.placed[place]
         return Rotation((angles.cos() * self.scaling).to(dtype), (angles.sin() * self.scaling).to(dtype))

@@ -73,7 +73,7 @@ class BatchMaker:
         return MicroBatch(
             inputs=unroll_inputs(stream, plan, len(plan.query_of), aux, device, residence=self.residence),
             teacher=teacher,
-            query_of=plan.query_of.to(device),
+            query_of=plan.query_of.to(device, non_blocking=True),
             tokens=stream.tokens,
         )
 

@@ -1,6 +1,7 @@
 """The K training-time-test (TTT) steps over this rank's queries of one stream, against K_0 and V_0 of all its keys."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -57,6 +58,7 @@ def unroll_inputs(
 ) -> UnrollInputs:
     """Cuts a stream by its plan. The plan's window must be at least K, so that it contains a query's own keys. aux is
     [rows, 3Ht] on any device. Padding reads the last row, and no query sees it."""
+    place = partial(Tensor.to, device=device, non_blocking=True)  # otherwise a GPU's host would wait for earlier work
     window = plan.window
     assert window is None or window >= steps, f"a window of {window} hides a query's own keys"
     keys, queries, ring_queries = (rows.clamp(min=0) for rows in (plan.keys, plan.queries, plan.ring_queries))
@@ -69,13 +71,13 @@ def unroll_inputs(
 
     every = (schedules(None),) * steps if window is None else tuple(schedules(window - k) for k in range(steps))
     return UnrollInputs(
-        aux=aux.to(device, non_blocking=True) if residence == "device" else StreamedRows(aux, device),
-        key_slots=plan.key_slots.to(device),
-        query_slots=plan.query_slots.to(device),
-        key_tokens=stream.tokens_after(keys, 1).to(device),
-        key_positions=stream.position[keys].to(device),
-        query_tokens=torch.stack([stream.tokens_after(queries, step + 1) for step in range(steps)]).to(device),
-        query_positions=stream.position[queries].to(device),
+        aux=place(aux) if residence == "device" else StreamedRows(aux, device),
+        key_slots=place(plan.key_slots),
+        query_slots=place(plan.query_slots),
+        key_tokens=place(stream.tokens_after(keys, 1)),
+        key_positions=place(stream.position[keys]),
+        query_tokens=place(torch.stack([stream.tokens_after(queries, step + 1) for step in range(steps)])),
+        query_positions=place(stream.position[queries]),
         schedules=every,
         plan=plan,
     )

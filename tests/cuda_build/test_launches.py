@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,16 +26,45 @@ CASES = [
 ]
 # With tensor parallelism the planner counts a whole chunk where less is needed: it plans too much, never too little.
 ABOVE = {True: 1.25, False: 1.07}
+# Where the trainer waits for the device, whatever the number of streams in a step.
+STEP_WAITS = {
+    "objective/losses:sum_counts": 1,  # before a step: the loss's weights depend on the counts of the whole batch
+    "deepspeed runtime/zero/stage_1_and_2:has_overflow": 1,  # at its end: whether to skip it, which DeepSpeed asks
+    "deepspeed runtime/utils:is_invalid_grad_norm": 3,  # three times, and the trainer once more for the log
+    "patches:_limited": 1,
+    "objective/losses:sum_sums": 1,  # the step's loss and accuracy, for the log
+}
+HELD_OUT_WAITS = {
+    "objective/losses:<genexpr>": 1,  # which positions are right, to count by context
+    "objective/losses:sum_counts": 1,
+    "objective/losses:sum_sums": 3,
+}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_never_waits_for_the_device_and_holds_what_the_planner_says(case, tmp_path):
-    assert torch.version.cuda, "needs torch's CUDA build: bash tests/cuda_build/install.sh FOLDER"
-    command = [sys.executable, "benchmarks/launches.py", case, "--json", str(tmp_path / "step.json")]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert process.returncode == 0, process.stderr
-    (numbers,) = json.loads((tmp_path / "step.json").read_text(encoding="utf-8"))
+    (numbers,) = traced("launches.py", case, tmp_path)
     assert numbers["waits"] == {}
     ratio = numbers["planned_bytes"] / numbers["peak_bytes"]
     assert 0.93 < ratio < ABOVE["tensor=2" in case], ratio
+
+
+@pytest.mark.parametrize("case", ["tokens=8192", "tokens=8192,recompute=full,inputs=host"])
+def test_the_trainer_waits_a_few_times_a_step_and_holds_what_the_planner_says(case, tmp_path):
+    """With engine, optimiser, held-out measurement and checkpoint."""
+    numbers = traced("training_loop.py", case, tmp_path)
+    waits = {name: part["waits"] for name, part in numbers["parts"].items()}
+    assert waits["step 1"] == waits["step 2"] == STEP_WAITS
+    assert waits["held out"] == HELD_OUT_WAITS
+    assert all(place.startswith("deepspeed ") for place in waits["checkpoint"])
+    assert 0.93 < numbers["planned_bytes"] / numbers["peak_bytes"] < 1.07
+
+
+def traced(script: str, case: str, folder: Path) -> Any:
+    """The numbers that a benchmark writes."""
+    assert torch.version.cuda, "needs torch's CUDA build: bash tests/cuda_build/install.sh FOLDER"
+    command = [sys.executable, f"benchmarks/{script}", case, "--json", str(folder / "numbers.json")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr
+    return json.loads((folder / "numbers.json").read_text(encoding="utf-8"))

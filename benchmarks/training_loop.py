@@ -1,0 +1,195 @@
+"""Show where the trainer waits for the GPU, and what engine and optimiser add to a step, without a GPU.
+
+    bash tests/cuda_build/run.sh FOLDER benchmarks/training_loop.py tokens=8192,recompute=full
+
+Runs the trainer on fake CUDA tensors (tracing.py): two optimiser steps of two streams each under DeepSpeed ZeRO-2, a
+held-out measurement and the engine's checkpoint. The case is one of launches.py; each stream has one sample of its
+length. Prints, for each of these parts, the estimated time and every place that waits for the device.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from contextlib import closing, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from launches import Case, FakeDraft, start
+from one_rank import LLAMA_3_1_8B
+from roofline import DEVICES, Device
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from tracing import Tracer
+
+from eagle3.console import Console
+from eagle3.errors import UserError, run_command
+from eagle3.objective.model import BatchMaker, DraftObjective
+from eagle3.parallel.sequence import SequenceSharding
+from eagle3.parallel.topology import Topology
+from eagle3.patches import NormLimit
+from eagle3.planning.memory import rank_bytes
+from eagle3.planning.step import Planned, Share, Sizes
+from eagle3.recipe.schema import Recipe
+from eagle3.states.loader import Drawn, StreamLoader
+from eagle3.states.rows import LastHidden, Rows
+from eagle3.text.samples import Sample, SampleSet
+from eagle3.training.checkpoint import Checkpoints
+from eagle3.training.engine import deepspeed_config, gradient_scale, scheduler, start_engine
+from eagle3.training.run_folder import RunFolder
+from eagle3.training.trainer import Trainer
+from eagle3.training.watched import watched
+
+STEPS, STREAMS = 2, 2
+ZERO2 = Path(__file__).parents[1] / "ds_configs" / "zero2.json"
+
+
+class ZeroRows:
+    """A source of hidden states on the CPU, all zero."""
+
+    alone = False  # so that nothing is read ahead by another thread, outside the trace
+
+    def rows(self, samples: list[Sample], aux: list[Tensor], teacher: list[Tensor]) -> list[Rows]:
+        return [self._zeros(*map(len, each)) for each in zip(aux, teacher, strict=True)]
+
+    def _zeros(self, aux: int, teacher: int) -> Rows:
+        wide, dtype = LLAMA_3_1_8B.target_hidden_size, torch.bfloat16
+        predictions = torch.zeros(teacher, dtype=torch.long), torch.zeros(teacher)
+        return Rows(
+            torch.zeros(aux, 3 * wide, dtype=dtype), LastHidden(torch.zeros(teacher, wide, dtype=dtype), *predictions)
+        )
+
+
+class FakeObjective(DraftObjective):
+    """An objective whose weights are on the device already. They are fake, and Module.to cannot swap these."""
+
+    def to(self, *target: Any, **options: Any) -> "FakeObjective":
+        return self
+
+    def bfloat16(self) -> "FakeObjective":
+        return self
+
+
+class LoopTrace:
+    """The tracer of a job, and what it recorded of each part."""
+
+    def __init__(self, device: Device) -> None:
+        self.tracer, self.parts = Tracer(FakeTensorMode(allow_non_fake_inputs=True), device), {}
+
+    @contextmanager
+    def part(self, name: str):
+        trace = self.tracer.trace
+        trace.waits.clear()
+        with self.tracer.measure(name):
+            yield
+        launches = trace.total((name,)).launches
+        self.parts[name] = {"seconds": trace.seconds[name], "launches": launches, "waits": dict(trace.waits)}
+
+
+def trace_loop(case: Case, device: Device, folder: Path) -> dict[str, Any]:
+    """Run the parts; return what was recorded of each, and the peak memory beside the planner's."""
+    topology, recipe, trace = start(case), recipe_of(case, folder / "run"), LoopTrace(device)
+    run = RunFolder(recipe.output.dir)
+    with (
+        closing(run),
+        watched(topology, hang_minutes=None, patience=timedelta(minutes=5), advice="", less_memory="") as watchdog,
+    ):
+        trainer = trainer_of(case, topology, recipe, run, watchdog, trace)
+        with trace.tracer:
+            for step in range(STEPS):
+                with trace.part(f"step {step + 1}"):
+                    trainer._train_step(step)
+            with trace.part("held out"):
+                trainer._measure_held_out(STEPS, None)
+            with trace.part("checkpoint"), torch.serialization.skip_data(materialize_fake_tensors=True):
+                trainer.engine.save_checkpoint(str(folder), "checkpoint", save_latest=False)
+    (stream,) = trainer.train_loader.load([Drawn(0, 0)], 1)
+    sizes = Sizes(case.tensor, case.ulysses, case.ring)
+    planned = Planned(LLAMA_3_1_8B, case.steps, torch.bfloat16, sizes, case.mode, case.memory, residence=case.inputs)
+    total = rank_bytes(planned, Share.of(stream.plan, stream.stream)).total()
+    peak = trace.tracer.trace
+    return {"parts": trace.parts, "peak_bytes": peak.peak, "peak_place": peak.peak_place, "planned_bytes": total}
+
+
+def recipe_of(case: Case, folder: Path) -> Recipe:
+    training = {
+        "max_steps": STEPS,
+        "global_batch_size": STREAMS,
+        "accumulation": STREAMS,
+        "ttt_steps": case.steps,
+        "dtype": "bfloat16",
+    }
+    return Recipe.model_validate({"model": {"target": "none"}, "training": training, "output": {"dir": str(folder)}})
+
+
+def trainer_of(case: Case, topology: Topology, recipe: Recipe, run: RunFolder, watchdog, trace: LoopTrace) -> Trainer:
+    """The trainer of a draft that is fake, on samples of random tokens."""
+    tracer, config, training = trace.tracer, LLAMA_3_1_8B, recipe.training
+    with tracer.fake:
+        draft = FakeDraft(config, topology.modules, torch.bfloat16).to(topology.device)
+        shape = config.draft_vocab_size // case.tensor, config.target_hidden_size
+        head = torch.empty(*shape, dtype=torch.bfloat16, device=topology.device)
+    for weight in (*draft.parameters(), head):
+        tracer.watch(weight)
+    tokens = np.random.default_rng(0).integers(config.vocab_size, size=(STREAMS, case.tokens), dtype=np.int32)
+    mask = np.arange(case.tokens) >= round(case.tokens * (1 - case.supervised))
+    loader = StreamLoader(
+        SampleSet.pack([(ids, mask) for ids in tokens]),
+        ZeroRows(),
+        steps=case.steps,
+        sharding=SequenceSharding(ulysses=case.ulysses, ring=case.ring),
+        data=topology.data,
+        sequence=topology.sequence,
+        window=case.window or None,
+    )
+    console = Console(speaks=True)
+    with tracer:
+        engine = start_engine(
+            FakeObjective(draft, topology, case.mode, case.memory),
+            topology,
+            deepspeed_config(ZERO2, training, topology.data.size()),
+            scheduler(STEPS, training.warmup_fraction, training.final_learning_rate_fraction),
+        )
+    return Trainer(
+        recipe=recipe,
+        topology=topology,
+        folder=run,
+        engine=engine,
+        norms=NormLimit(engine, training.skip_above_norm),
+        gradient_scale=gradient_scale(topology.data.size(), STREAMS),
+        batch_maker=BatchMaker(torch.arange(config.vocab_size), head, torch.bfloat16, topology.device, case.inputs),
+        train_loader=loader,
+        held_out_loader=loader,
+        checkpoints=Checkpoints(run.checkpoints, 1, "traced", console.warn),
+        console=console,
+        watchdog=watchdog,
+        steps=STEPS,
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("case", type=Case.parse, help="tokens=8192,recompute=none; also " + ", ".join(vars(Case())))
+    parser.add_argument("--device", choices=DEVICES, default="h100", help="whose rates")
+    parser.add_argument("--json", type=Path, help="write the numbers to this file, too")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise UserError("training_loop.py: needs torch's CUDA build; start it with tests/cuda_build/run.sh")
+    with tempfile.TemporaryDirectory() as folder:
+        numbers = trace_loop(options.case, DEVICES[options.device], Path(folder))
+    if options.json:
+        options.json.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
+    print(f"\n{options.case}\nestimated for an {DEVICES[options.device].name}, communication not counted:")
+    for name, part in numbers["parts"].items():
+        print(f"{name}: {part['seconds']:.3f} s, {part['launches']:,} launches, waits: {part['waits'] or 'none'}")
+    peak, planned = numbers["peak_bytes"], numbers["planned_bytes"]
+    print(f"peak {peak / 1e9:.2f} GB in {numbers['peak_place']}; planned {planned / 1e9:.2f} ({planned / peak:.3f})")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    run_command(main)
