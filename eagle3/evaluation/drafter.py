@@ -9,6 +9,7 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
+from eagle3.attention.block import PLAIN_BLOCKS
 from eagle3.attention.ring import SharedKeyValue
 from eagle3.attention.schedule import Piece, PrefixSchedule
 from eagle3.attention.ttt import KeyValue, TTTAttention
@@ -139,7 +140,9 @@ class ChainDrafter:
         self.draft, self.d2t, self.rows = draft, d2t, 0
         self.prefix = draft.fc.weight.new_empty(shape)
         alone = draft.pg_collection.tp
-        self.attention = TTTAttention.over(alone, alone, draft.scale)
+        # On a GPU by matrix products, which need no proof: for one query at a time they are fast enough.
+        kernels = None if self.prefix.device.type == "cpu" else PLAIN_BLOCKS
+        self.attention = TTTAttention.over(alone, alone, draft.scale, kernels=kernels)
 
     def extend(self, aux: Tensor, next_tokens: Tensor) -> None:
         """Append rows: aux [N, 3Ht], next_tokens [N]."""

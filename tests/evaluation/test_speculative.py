@@ -258,6 +258,14 @@ def accepted_counts(pair: Pair, draft_tokens: int) -> set[int]:
     return seen
 
 
+def test_off_the_cpu_a_draft_is_judged_by_plain_products_which_need_no_proof(pair):
+    loaded = pair.draft()
+    kernels = [
+        ChainDrafter(loaded.draft.to(device), loaded.d2t, 8).attention.ring.kernels for device in ("cpu", "meta")
+    ]
+    assert kernels[0] is None and set(kernels[1].names.values()) == {"plain", None}
+
+
 def test_drafts_and_accepted_counts_equal_the_definition_without_caches(pair):
     seen = accepted_counts(pair, DRAFT_TOKENS)
     assert seen == set(range(DRAFT_TOKENS + 1)), "the draft must be right and wrong at every place for this to tell"
