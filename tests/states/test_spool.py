@@ -1,5 +1,6 @@
 """The spool: readers read what a hook in SGLang writes. Nothing is lost silently, and nothing stays behind."""
 
+import json
 import os
 import signal
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
@@ -361,6 +363,41 @@ def test_with_no_server_left_every_request_fails_with_the_remedy(tmp_path):
             SpoolReader(spool.path, 0).wait(ticket_of(spool.job, one, 0))
         producer.close()
     assert len(lines) == 1 and "left out; 1 servers remain" in lines[0]
+
+
+def test_a_sample_that_is_read_before_its_server_answers_does_not_hold_up_the_next(tmp_path):
+    """The answer may come late, and the thread that asked looks for the sample only now and then: a reader on the same
+    machine can be done before."""
+    (one, states), (other, _) = a_sample(1, 4), a_sample(2, 4)
+    with Spool(tmp_path) as spool:
+        reader, writer = SpoolReader(spool.path, 0), hook_writer(spool)
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                ticket = Ticket.parse(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["rid"])
+                feed(writer, ticket, one, states, [])
+                reader.wait(ticket)
+                reader.done(ticket)
+                time.sleep(0.2)  # many rounds of what releases samples that have been read
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(b"{}")
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            servers = Servers([f"http://127.0.0.1:{server.server_port}"], spool.path, 1)
+            producer = Producer(servers, spool, most_bytes=2**30, readers=1)
+            for each in (one, other):
+                producer.ask(ticket_of(spool.job, each), each.ids, 10_000).result(20)
+            deadline = time.monotonic() + 10
+            while producer.samples and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert not producer.samples and [path.name for path in spool.path.iterdir()] == [LOCK]
+            producer.close()
+            server.shutdown()
 
 
 def test_a_mistake_in_the_thread_that_asks_ends_the_wait_of_who_asked(tmp_path):

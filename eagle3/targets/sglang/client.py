@@ -251,7 +251,8 @@ class Producer:
     def __init__(self, servers: Servers, spool: Spool, most_bytes: int, readers: int) -> None:
         self.servers, self.spool, self.most_bytes, self.readers = servers, spool, most_bytes, readers
         self.backlog: deque[tuple[Request, int]] = deque()  # requests waiting for room, each with its size in bytes
-        self.sizes: dict[Ticket, int] = {}  # size in bytes of each sample in the spool or on its way
+        # Samples in the spool or on their way to it, each with its future and its size in bytes.
+        self.samples: dict[Ticket, tuple[Future[None], int]] = {}
         self.lock = threading.Lock()
         self.closed = False
         if readers:
@@ -272,7 +273,7 @@ class Producer:
         """Delete a sample and use its room for the next requests."""
         self.spool.remove(ticket, self.readers)
         with self.lock:
-            self.sizes.pop(ticket, None)
+            self.samples.pop(ticket, None)
             self._use_room()
 
     def close(self) -> None:
@@ -281,9 +282,11 @@ class Producer:
 
     def _use_room(self) -> None:
         """Send the requests for which there is room now. The caller holds the lock."""
-        while self.backlog and sum(self.sizes.values()) + self.backlog[0][1] <= self.most_bytes:
+        taken = sum(size for _, size in self.samples.values())
+        while self.backlog and taken + self.backlog[0][1] <= self.most_bytes:
             request, size = self.backlog.popleft()
-            self.sizes[request.ticket] = size
+            self.samples[request.ticket] = request.there, size
+            taken += size
             self.servers.request(request)
 
     def _tell_readers(self, ticket: Ticket, future: "Future[None]") -> None:
@@ -295,9 +298,11 @@ class Producer:
             self.spool.close()  # the readers will notice that the spool's owner is gone
 
     def _reap(self) -> None:
+        """Release what all readers have read. They may be done before the thread that asked has seen the sample, which
+        would then wait for it in vain: so not before its future is done."""
         while not self.closed:
             with self.lock:
-                tickets = list(self.sizes)
+                tickets = [ticket for ticket, (there, _) in self.samples.items() if there.done()]
             for ticket in tickets:
                 if self.spool.readers(ticket, self.readers) == self.readers:
                     with suppress(OSError):  # try again in the next round
