@@ -16,6 +16,7 @@
 set -u -o pipefail
 cd "$(dirname "$0")/.."
 dry=0
+(($# < 2)) || set -- "$1 $2"
 case "${1:-}" in
 "") ;;
 --dry-run) dry=1 ;;

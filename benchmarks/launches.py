@@ -1,11 +1,12 @@
 """Show what a training step launches, computes, moves and holds on a GPU, and estimate its time, without a GPU.
 
-    bash tests/cuda_build/run.sh FOLDER benchmarks/launches.py tokens=8192 recompute=none
+    bash tests/cuda_build/run.sh FOLDER benchmarks/launches.py tokens=8192,recompute=none
     bash tests/cuda_build/run.sh FOLDER benchmarks/launches.py tokens=32768,recompute=full,ulysses=8 --json step.json
 
 Runs one rank's step of the draft of Llama-3.1-8B on fake CUDA tensors (tracing.py), forward and backward, and draws up
-a roofline timeline of it (roofline.py): bf16, K = 7, draft vocabulary 32,000. Communication, Python's own time and
-limits of the launch queue are not counted. The numbers serve to rank designs; nothing is measured.
+a roofline timeline of it (roofline.py): bf16, K = 7, draft vocabulary 32,000. Communication, copies between host and
+device, Python's own time and limits of the launch queue are not counted. The numbers serve to rank designs; nothing is
+measured.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import sys
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -30,9 +31,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from tracing import Row, Trace, Tracer
 
+from eagle3.attention.ring import RingMode
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError, run_command
 from eagle3.objective.model import DraftObjective, MemoryPlan
+from eagle3.objective.recompute import Recompute
+from eagle3.objective.unroll import Residence
 from eagle3.parallel.sequence import SequencePlan, SequenceSharding, Stream, plan_sequence
 from eagle3.parallel.topology import Topology, start_distributed
 from eagle3.planning.memory import step_bytes
@@ -48,6 +52,7 @@ ROOMS = (
     ("exchange", ("deepspeed ",)),
     ("rope", ("draft/rope",)),
 )
+CHOICES = {"recompute": get_args(Recompute), "inputs": get_args(Residence), "mode": get_args(RingMode)}
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,26 @@ class Case:
                 values[name] = fields[name](value)
             except ValueError as error:
                 raise UserError(f"{text!r}: {name} is {value!r}; write a number") from error
-        return cls(**values)
+        case = cls(**values)
+        for name, allowed in CHOICES.items():
+            if (value := getattr(case, name)) not in allowed:
+                raise UserError(f"{text!r}: {name} is {value!r}; write {', '.join(allowed)}")
+        ranks = case.tensor * case.ulysses * case.ring
+        for name, fits, rule in (
+            ("tokens", case.tokens > 0, "1 or more"),
+            ("steps", case.steps > 0, "1 or more"),
+            ("block_mib", case.block_mib > 0, "1 or more"),
+            ("supervised", 0 < case.supervised <= 1, "a share above 0, at most 1"),
+            ("window", case.window == 0 or case.window >= case.steps, f"0 for none, or at least steps, {case.steps}"),
+            ("tensor", case.tensor > 0, "1 or more"),
+            ("ulysses", case.ulysses > 0, "1 or more"),
+            ("ring", case.ring > 0, "1 or more"),
+            ("rank", 0 <= case.rank < ranks, f"0 to {ranks - 1}, one of this layout's ranks"),
+        ):
+            if not fits:
+                raise UserError(f"{text!r}: {name} is {getattr(case, name)}; write {rule}")
+        LLAMA_3_1_8B.check_parallel(case.tensor, case.ulysses)
+        return case
 
     @property
     def memory(self) -> MemoryPlan:
@@ -96,20 +120,30 @@ class Case:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("case", type=Case.parse, help="tokens=8192,recompute=none; also " + ", ".join(vars(Case())))
-    parser.add_argument("--device", choices=DEVICES, default="h100", help="whose rates")
+    parser = parser_of(__doc__)
     parser.add_argument("--json", type=Path, help="add the numbers to the list in this file, too")
     parser.add_argument("--top", type=int, default=0, help="list that many places, the longest first")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise UserError("launches.py: needs torch's CUDA build; start it with tests/cuda_build/run.sh")
-    device = DEVICES[options.device]
-    numbers = report(options.case, device, options.top)
+    case, device = traced_case(options)
+    earlier = json.loads(options.json.read_text(encoding="utf-8")) if options.json and options.json.exists() else []
+    numbers = report(case, device, options.top)
     if options.json:
-        earlier = json.loads(options.json.read_text(encoding="utf-8")) if options.json.exists() else []
         options.json.write_text(json.dumps([*earlier, numbers], indent=1) + "\n", encoding="utf-8")
     return 0
+
+
+def parser_of(description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description.partition("\n")[0])
+    parser.add_argument("case", help="tokens=8192,recompute=none; also " + ", ".join(vars(Case())))
+    parser.add_argument("--device", choices=DEVICES, default="h100", help="whose rates")
+    return parser
+
+
+def traced_case(options: argparse.Namespace) -> tuple[Case, Device]:
+    """What the command line asks for. Raises UserError."""
+    if not torch.cuda.is_available():
+        raise UserError(f"{Path(sys.argv[0]).name}: needs torch's CUDA build; start it with tests/cuda_build/run.sh")
+    return Case.parse(options.case), DEVICES[options.device]
 
 
 def start(case: Case) -> Topology:
@@ -180,7 +214,7 @@ def report(case: Case, device: Device, top: int) -> dict[str, Any]:
     print(f"\n{case}\nestimated for an {device.name}, communication not counted:")
     print(
         f"step {seconds:.3f} s (forward {trace.seconds['forward']:.3f}, backward {trace.seconds['backward']:.3f}), MFU "
-        f"{utilisation:.3f}, {case.tokens / seconds:,.0f} tokens/s; {total.launches:,} launches "
+        f"{utilisation:.3f}, {case.tokens / seconds:,.0f} tokens/s of the stream; {total.launches:,} launches "
         f"({total.launches * device.launch:.3f} s of the host)"
     )
     planned, share = about["planned"], about["planned"] / trace.peak
@@ -222,5 +256,4 @@ def room(phase: str, place: str, operator: str, kind: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
     run_command(main)

@@ -22,8 +22,6 @@ class Device(NamedTuple):
     attention_backward: float
     fp32: float  # products in fp32
     copies: float  # bytes read and written
-    pinned: float  # bytes from pinned host memory
-    pageable: float  # bytes from other host memory, while the host waits
     launch: float  # the host's time to launch one kernel
     shortest: float  # the least time that a kernel takes
 
@@ -36,8 +34,6 @@ H100 = Device(
     attention_backward=0.40 * 989e12,
     fp32=0.70 * 67e12,
     copies=0.80 * 3.35e12,
-    pinned=25e9,
-    pageable=6e9,
     launch=5e-6,
     shortest=2e-6,
 )

@@ -2,14 +2,13 @@
 
     bash tests/cuda_build/run.sh FOLDER benchmarks/training_loop.py tokens=8192,recompute=full
 
-Runs the trainer on fake CUDA tensors (tracing.py): two optimiser steps of two streams each under DeepSpeed ZeRO-2, a
-held-out measurement and the engine's checkpoint. The case is one of launches.py; each stream has one sample of its
-length. Prints, for each of these parts, the estimated time and every place that waits for the device.
+Runs the trainer's parts on fake CUDA tensors (tracing.py): two optimiser steps of two streams each under DeepSpeed
+ZeRO-2, a held-out measurement and the engine's checkpoint, without its data. The case is one of launches.py, on one
+rank; each stream has one sample of its length. Prints, for each of these parts, the estimated time and every place that
+waits for the device.
 """
 
-import argparse
 import json
-import sys
 import tempfile
 from contextlib import closing, contextmanager
 from datetime import timedelta
@@ -18,9 +17,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from launches import Case, FakeDraft, start
+from launches import Case, FakeDraft, parser_of, start, traced_case
 from one_rank import LLAMA_3_1_8B
-from roofline import DEVICES, Device
+from roofline import Device
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from tracing import Tracer
@@ -171,18 +170,17 @@ def trainer_of(case: Case, topology: Topology, recipe: Recipe, run: RunFolder, w
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("case", type=Case.parse, help="tokens=8192,recompute=none; also " + ", ".join(vars(Case())))
-    parser.add_argument("--device", choices=DEVICES, default="h100", help="whose rates")
+    parser = parser_of(__doc__)
     parser.add_argument("--json", type=Path, help="write the numbers to this file, too")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise UserError("training_loop.py: needs torch's CUDA build; start it with tests/cuda_build/run.sh")
+    case, device = traced_case(options)
+    if case.tensor * case.ulysses * case.ring > 1:
+        raise UserError(f"{options.case!r}: has several ranks; training_loop.py runs one, launches.py traces layouts")
     with tempfile.TemporaryDirectory() as folder:
-        numbers = trace_loop(options.case, DEVICES[options.device], Path(folder))
+        numbers = trace_loop(case, device, Path(folder))
     if options.json:
         options.json.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
-    print(f"\n{options.case}\nestimated for an {DEVICES[options.device].name}, communication not counted:")
+    print(f"\n{case}\nestimated for an {device.name}, copies between host and device not counted:")
     for name, part in numbers["parts"].items():
         print(f"{name}: {part['seconds']:.3f} s, {part['launches']:,} launches, waits: {part['waits'] or 'none'}")
     peak, planned = numbers["peak_bytes"], numbers["planned_bytes"]
@@ -191,5 +189,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
     run_command(main)

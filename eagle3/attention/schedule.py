@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from eagle3.attention.block import Visibility
+from eagle3.transfer import send
 
 # Queries in one block: enough for dense kernels, few enough that the masked diagonal stays a small share.
 QUERY_BLOCK = 512
@@ -84,9 +85,7 @@ class PrefixSchedule:
             yield Piece(slice(start, stop), slice(first, stop + own), "banded" if bands else "masked")
 
     def to(self, device: torch.device) -> "PrefixSchedule":
-        """The same with its tensors on `device`. A GPU's host does not wait for the copies."""
-        query_rows, key_rows = (rows.to(device, non_blocking=True) for rows in (self.query_rows, self.key_rows))
-        return replace(self, query_rows=query_rows, key_rows=key_rows)
+        return replace(self, query_rows=send(self.query_rows, device), key_rows=send(self.key_rows, device))
 
 
 def overlap(pieces: Iterable[Piece]) -> bool:

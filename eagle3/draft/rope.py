@@ -8,6 +8,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from eagle3.draft.config import DraftConfig
+from eagle3.transfer import send
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,6 @@ class RotaryEmbedding:
         exact = torch.promote_types(dtype, torch.float32)
         place = exact, positions.device
         if place not in self.placed:
-            self.placed[place] = self.frequencies[exact].to(positions.device, non_blocking=True)
+            self.placed[place] = send(self.frequencies[exact], positions.device)
         angles = positions.to(exact)[:, None, None] * self.placed[place]
         return Rotation((angles.cos() * self.scaling).to(dtype), (angles.sin() * self.scaling).to(dtype))

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from eagle3.objective.softmaxes import PLAIN, Logits, LossKernel, share_peaks
+from eagle3.transfer import send
 
 # Columns of one block: 8 steps of 512 in fp32 take 32 registers of each of 128 threads. On an H100 that leaves room for
 # three programs or more on a multiprocessor, so that some load while others compute. Not timed on a GPU.
@@ -243,7 +244,7 @@ class FusedSoftmaxes:
             below = loss_overlap(*arguments)[1]
             if self.group.size() > 1:
                 dist.all_reduce(below, group=self.group)
-        factors = torch.tensor(weights, dtype=below.dtype).t()[..., None].to(below.device, non_blocking=True)
+        factors = send(torch.tensor(weights, dtype=below.dtype), below.device).t()[..., None]
         gradient, overlap = loss_gradient(*arguments, (factors * counted).contiguous(), below, dtype)
         return overlap, gradient
 

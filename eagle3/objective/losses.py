@@ -11,6 +11,7 @@ from torch import Tensor
 
 from eagle3.objective.distill import StepSums, StepWeights
 from eagle3.parallel.sequence import SequencePlan, Stream
+from eagle3.transfer import send
 
 SHORTEST = 512  # tokens; the first entry of every list of contexts
 
@@ -136,7 +137,7 @@ def batch_metrics(config: LossConfig, sums: StepSums, counts: BatchCounts) -> Me
 
 def sum_counts(counts: BatchCounts, group: dist.ProcessGroup, device: torch.device) -> BatchCounts:
     """The sum over the ranks of `group`, which have different streams or different parts of one."""
-    packed = torch.cat((counts.counted, counts.supervised, torch.tensor([counts.tokens]))).to(device, non_blocking=True)
+    packed = send(torch.cat((counts.counted, counts.supervised, torch.tensor([counts.tokens]))), device)
     dist.all_reduce(packed, group=group)
     packed, steps = packed.cpu(), len(counts.counted)
     return BatchCounts(packed[:steps], packed[steps : 2 * steps], int(packed[-1]))

@@ -19,6 +19,7 @@ from eagle3.parallel.sequence import SequencePlan, Stream
 from eagle3.parallel.topology import Topology
 from eagle3.states.rows import DraftLogits, Rows
 from eagle3.targets.logits import LogitTransform
+from eagle3.transfer import send
 
 
 @dataclass(frozen=True)
@@ -63,17 +64,17 @@ class BatchMaker:
         else:
             values, head = values.to(self.dtype), self.head
         teacher = Teacher(
-            last=values.to(device, non_blocking=True) if self.residence == "device" else StreamedRows(values, device),
+            last=send(values, device) if self.residence == "device" else StreamedRows(values, device),
             head=head,
-            best=self.draft_id[rows.teacher.argmax.to(self.draft_id.device)].to(device, non_blocking=True),
-            logsumexp=rows.teacher.logsumexp.to(device, non_blocking=True),
+            best=send(self.draft_id[rows.teacher.argmax.to(self.draft_id.device)], device),
+            logsumexp=send(rows.teacher.logsumexp, device),
             transform=self.transform,
         )
         aux = rows.aux.to(self.dtype)
         return MicroBatch(
             inputs=unroll_inputs(stream, plan, len(plan.query_of), aux, device, residence=self.residence),
             teacher=teacher,
-            query_of=plan.query_of.to(device, non_blocking=True),
+            query_of=send(plan.query_of, device),
             tokens=stream.tokens,
         )
 

@@ -14,6 +14,7 @@ from eagle3.draft.model import Eagle3Draft
 from eagle3.objective.recompute import ChunkedWork, Cut, Recompute, Step, cut_rows
 from eagle3.objective.streaming import StreamedRows
 from eagle3.parallel.sequence import SequencePlan, Stream
+from eagle3.transfer import send
 
 # Where frozen inputs (auxiliary and teacher rows) are kept: on the device, or on the host until a chunk needs them.
 Residence = Literal["device", "host"]
@@ -58,7 +59,7 @@ def unroll_inputs(
 ) -> UnrollInputs:
     """Cuts a stream by its plan. The plan's window must be at least K, so that it contains a query's own keys. aux is
     [rows, 3Ht] on any device. Padding reads the last row, and no query sees it."""
-    place = partial(Tensor.to, device=device, non_blocking=True)  # otherwise a GPU's host would wait for earlier work
+    place = partial(send, device=device)
     window = plan.window
     assert window is None or window >= steps, f"a window of {window} hides a query's own keys"
     keys, queries, ring_queries = (rows.clamp(min=0) for rows in (plan.keys, plan.queries, plan.ring_queries))
