@@ -13,6 +13,8 @@ from eagle3.attention.ring import RingMode
 from eagle3.draft.interchange import ExportedDraft, exported_tensors, load_weights, read_exported, shard, whole_tensors
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
+from eagle3.kernels.choice import choose_kernels
+from eagle3.kernels.proof import Demand
 from eagle3.objective.losses import BatchCounts, LossConfig, batch_metrics, step_weights, sum_counts, sum_sums
 from eagle3.objective.model import BatchMaker, DraftObjective, MemoryPlan, MicroBatch
 from eagle3.parallel.sequence import SequenceSharding, Stream, plan_sequence
@@ -71,14 +73,17 @@ def run_case(
 
     The batch's documents are dealt to the data-parallel ranks and packed; each stream is spread over its sequence ranks
     according to `sharding`. The losses are divided by the padded batch's B*T. The DeepSpeed engine has no fp64, so fp64
-    gradients are summed with plain collectives; other dtypes go through the engine.
+    gradients are summed with plain collectives; other dtypes go through the engine. The kernels are chosen as in
+    training, for the case's own sizes.
 
-    Raises UserError if the draft cannot be divided among the ranks.
+    Raises UserError if the draft cannot be divided among the ranks, or if no kernel is right.
     """
     case.draft.config.check_parallel(topology.tensor.size(), sharding.ulysses)
     draft = Eagle3Draft(case.draft.config, topology.modules, dtype)
     load_weights(draft, case.draft, topology.tensor)
-    objective = DraftObjective(draft, topology, ring_mode, memory).to(topology.device)
+    demand = Demand.of(case.draft.config, topology.tensor.size(), sharding.ulysses, dtype, steps)
+    kernels = choose_kernels(demand, topology.alone, topology.device).kernels
+    objective = DraftObjective(draft, topology, ring_mode, memory, kernels).to(topology.device)
     batch = _micro_batch(case, topology, steps, sharding, draft.lm_head.weight)
     config, ranks = LossConfig(normalization="tokens"), topology.data.size()
     counts = BatchCounts(batch.counted(), batch.supervised.sum(1).cpu(), 0)

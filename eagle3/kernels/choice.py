@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,7 @@ def choose_kernels(
     demand: Demand,
     group: dist.ProcessGroup,
     device: torch.device,
-    cache: Path,
+    cache: Path | None = None,
     pinned: str = "auto",
     before: Names | None = None,
 ) -> Choice:
@@ -142,11 +143,12 @@ def choose_kernels(
     if device.type != "cuda":
         names = {kind: kernels[0].name if kernels else None for kind, kernels in candidates.all.items()}
         return Choice(candidates.kernels(names), {})
-    table = remembered(
-        cache / "kernels" / f"{_key(demand, pinned, device)}.json",
-        {kind: [each.name for each in kernels] for kind, kernels in candidates.all.items()},
-        lambda: candidates.prove(demand, group, device, timed=True),
-    )
+    prove = partial(candidates.prove, demand, group, device, timed=True)
+    if cache is None:
+        table = prove()
+    else:
+        known = {kind: [each.name for each in kernels] for kind, kernels in candidates.all.items()}
+        table = remembered(cache / "kernels" / f"{_key(demand, pinned, device)}.json", known, prove)
     return pick(candidates, agreement([parsed(each) for each in gathered(plain_values(table))]), before)
 
 
