@@ -16,16 +16,15 @@
 set -u -o pipefail
 cd "$(dirname "$0")/.."
 dry=0
-(($# < 2)) || set -- "$1 $2"
-case "${1:-}" in
+case "$*" in
 "") ;;
 --dry-run) dry=1 ;;
 -h | --help)
-    sed -n '2,/^$/s/^# \{0,1\}//p' "$0" | sed '/^set -u/,$d'
+    sed -n '2,/^set -u/s/^# \{0,1\}//p' "$0"
     exit 0
     ;;
 *)
-    echo "gpu.sh: $1: no such option; the only one is --dry-run" >&2
+    echo "gpu.sh: $*: no such option; the only one is --dry-run" >&2
     exit 2
     ;;
 esac

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from one_rank import LLAMA_3_1_8B
 from one_rank_measures import FrozenInputs, batch_of, model_flops, stream_of, weights_of
 from roofline import DEVICES, Device
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from tracing import Row, Trace, Tracer
@@ -37,7 +37,7 @@ from eagle3.errors import UserError, run_command
 from eagle3.objective.model import DraftObjective, MemoryPlan
 from eagle3.objective.recompute import Recompute
 from eagle3.objective.unroll import Residence
-from eagle3.parallel.sequence import SequencePlan, SequenceSharding, Stream, plan_sequence
+from eagle3.parallel.sequence import SequenceSharding, plan_sequence
 from eagle3.parallel.topology import Topology, start_distributed
 from eagle3.planning.memory import step_bytes
 from eagle3.planning.step import Planned, Share, Sizes
@@ -110,13 +110,11 @@ class Case:
     def memory(self) -> MemoryPlan:
         return MemoryPlan(self.recompute, self.block_mib * 2**20)
 
-    def planned_bytes(self, plan: SequencePlan, stream: Stream) -> int:
-        """Bytes that the step holds according to the planner."""
+    @property
+    def planned(self) -> Planned:
+        """The step, for the planner."""
         sizes = Sizes(self.tensor, self.ulysses, self.ring)
-        planned = Planned(
-            LLAMA_3_1_8B, self.steps, torch.bfloat16, sizes, self.mode, self.memory, residence=self.inputs
-        )
-        return step_bytes(planned, Share.of(plan, stream)).total()
+        return Planned(LLAMA_3_1_8B, self.steps, torch.bfloat16, sizes, self.mode, self.memory, residence=self.inputs)
 
 
 def main() -> int:
@@ -171,22 +169,30 @@ class FakeDraft(Eagle3Draft):
         return self
 
 
+def fake_draft(case: Case, topology: Topology, tracer: Tracer) -> tuple[FakeDraft, Tensor]:
+    """The draft, and this rank's part of the target's head for the draft vocabulary, on the device and watched."""
+    config = LLAMA_3_1_8B
+    with tracer.fake:
+        draft = FakeDraft(config, topology.modules, torch.bfloat16).to(topology.device)
+        shape = config.draft_vocab_size // case.tensor, config.target_hidden_size
+        head = torch.empty(*shape, dtype=torch.bfloat16, device=topology.device)
+    for weight in (*draft.parameters(), head):
+        tracer.watch(weight)
+    return draft, head
+
+
 def trace_step(case: Case, device: Device) -> tuple[Trace, dict[str, Any]]:
     """Runs the case. Returns the trace, and the step's model FLOPs and planned bytes."""
     topology, config = start(case), LLAMA_3_1_8B
     stream = stream_of(case.tokens, case.supervised, config.vocab_size)
     sharding = SequenceSharding(ulysses=case.ulysses, ring=case.ring)
     plan = plan_sequence(stream, case.steps, sharding, topology.sequence.rank(), case.window or None)
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    tracer = Tracer(fake, device)
-    with fake:
-        draft = FakeDraft(config, topology.modules, torch.bfloat16).to(topology.device)
-        wide = config.target_hidden_size
+    tracer = Tracer(FakeTensorMode(allow_non_fake_inputs=True), device)
+    draft, head = fake_draft(case, topology, tracer)
+    wide = config.target_hidden_size
+    with tracer.fake:
         rows = ((len(plan.rows), 3 * wide), (len(plan.teacher), wide))
         frozen = [torch.empty(*shape, dtype=torch.bfloat16) for shape in rows]
-        head = torch.empty(config.draft_vocab_size // case.tensor, wide, dtype=torch.bfloat16, device=topology.device)
-    for weight in (*draft.parameters(), head):
-        tracer.watch(weight)
     with tracer:
         with tracer.measure("inputs"):
             batch = batch_of(config, stream, plan, FrozenInputs(*frozen, head), topology.device, case.inputs)
@@ -197,7 +203,7 @@ def trace_step(case: Case, device: Device) -> tuple[Trace, dict[str, Any]]:
         with tracer.measure("backward"):
             distilled.surrogate.backward()
     flops = sum(model_flops(config, stream, plan).values()) / case.tensor
-    return tracer.trace, {"model_flops": flops, "planned": case.planned_bytes(plan, stream)}
+    return tracer.trace, {"model_flops": flops, "planned": step_bytes(case.planned, Share.of(plan, stream)).total()}
 
 
 def _counted(teacher):

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from launches import Case, FakeDraft, parser_of, start, traced_case
+from launches import Case, fake_draft, parser_of, start, traced_case
 from one_rank import LLAMA_3_1_8B
 from roofline import Device
 from torch import Tensor
@@ -31,7 +31,7 @@ from eagle3.parallel.sequence import SequenceSharding
 from eagle3.parallel.topology import Topology
 from eagle3.patches import NormLimit
 from eagle3.planning.memory import rank_bytes
-from eagle3.planning.step import Planned, Share, Sizes
+from eagle3.planning.step import Share
 from eagle3.recipe.schema import Recipe
 from eagle3.states.loader import Drawn, StreamLoader
 from eagle3.states.rows import LastHidden, Rows
@@ -106,11 +106,9 @@ def trace_loop(case: Case, device: Device, folder: Path) -> dict[str, Any]:
             with trace.part("checkpoint"), torch.serialization.skip_data(materialize_fake_tensors=True):
                 trainer.engine.save_checkpoint(str(folder), "checkpoint", save_latest=False)
     (stream,) = trainer.train_loader.load([Drawn(0, 0)], 1)
-    sizes = Sizes(case.tensor, case.ulysses, case.ring)
-    planned = Planned(LLAMA_3_1_8B, case.steps, torch.bfloat16, sizes, case.mode, case.memory, residence=case.inputs)
-    total = rank_bytes(planned, Share.of(stream.plan, stream.stream)).total()
+    planned = rank_bytes(case.planned, Share.of(stream.plan, stream.stream)).total()
     peak = trace.tracer.trace
-    return {"parts": trace.parts, "peak_bytes": peak.peak, "peak_place": peak.peak_place, "planned_bytes": total}
+    return {"parts": trace.parts, "peak_bytes": peak.peak, "peak_place": peak.peak_place, "planned_bytes": planned}
 
 
 def recipe_of(case: Case, folder: Path) -> Recipe:
@@ -127,19 +125,14 @@ def recipe_of(case: Case, folder: Path) -> Recipe:
 def trainer_of(case: Case, topology: Topology, recipe: Recipe, run: RunFolder, watchdog, trace: LoopTrace) -> Trainer:
     """The trainer of a draft that is fake, on samples of random tokens."""
     tracer, config, training = trace.tracer, LLAMA_3_1_8B, recipe.training
-    with tracer.fake:
-        draft = FakeDraft(config, topology.modules, torch.bfloat16).to(topology.device)
-        shape = config.draft_vocab_size // case.tensor, config.target_hidden_size
-        head = torch.empty(*shape, dtype=torch.bfloat16, device=topology.device)
-    for weight in (*draft.parameters(), head):
-        tracer.watch(weight)
+    draft, head = fake_draft(case, topology, tracer)
     tokens = np.random.default_rng(0).integers(config.vocab_size, size=(STREAMS, case.tokens), dtype=np.int32)
     mask = np.arange(case.tokens) >= round(case.tokens * (1 - case.supervised))
     loader = StreamLoader(
         SampleSet.pack([(ids, mask) for ids in tokens]),
         ZeroRows(),
         steps=case.steps,
-        sharding=SequenceSharding(ulysses=case.ulysses, ring=case.ring),
+        sharding=SequenceSharding(),
         data=topology.data,
         sequence=topology.sequence,
         window=case.window or None,
