@@ -156,12 +156,15 @@ def test_a_job_of_several_nodes_is_shown_to_its_last_line(start, recipe, tmp_pat
         ("slurm_multi.sh", {}, "training.global_batch_size raised from 8 to 16, for 16 streams per step"),
     ],
 )
-def test_without_arguments_the_quickstart_is_trained_on_any_number_of_ranks(monkeypatch, script, ranks, layout):
+def test_without_arguments_the_quickstart_is_trained_on_any_number_of_ranks(
+    monkeypatch, tmp_path, script, ranks, layout
+):
+    """Started elsewhere: this repository may hold a run."""
     for name in (*VARIABLES, *(name for name in os.environ if name.startswith("SLURM"))):
         monkeypatch.delenv(name, raising=False)
     for name, value in ranks.items():
         monkeypatch.setenv(name, value)
-    shown = finish(launch("bash", str(LAUNCHERS / script), "--dry-run"))
+    shown = finish(launch("env", f"--chdir={tmp_path}", "bash", str(LAUNCHERS / script), "--dry-run"))
     assert layout in shown and "begins runs/quickstart" in shown
     assert re.search(r"^deepspeed .*launchers/train.py( --resume auto --stop-code 75)?$", shown, re.MULTILINE)
 
