@@ -36,7 +36,7 @@ from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError, run_command
 from eagle3.objective.model import DraftObjective, MemoryPlan
 from eagle3.objective.recompute import Recompute
-from eagle3.objective.unroll import Residence
+from eagle3.objective.streaming import Residence
 from eagle3.parallel.sequence import SequenceSharding, plan_sequence
 from eagle3.parallel.topology import Topology, start_distributed
 from eagle3.planning.memory import step_bytes

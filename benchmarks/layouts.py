@@ -16,7 +16,7 @@ from eagle3.errors import UserError
 from eagle3.objective.distill import StepWeights
 from eagle3.objective.losses import BatchCounts, LossConfig, loss_value, step_weights, sum_counts, sum_sums
 from eagle3.objective.model import BatchMaker, DraftObjective, MemoryPlan, MicroBatch
-from eagle3.objective.unroll import Residence
+from eagle3.objective.streaming import Residence
 from eagle3.parallel.sequence import SequencePlan, SequenceSharding, Stream, plan_sequence
 from eagle3.parallel.topology import Topology, start_distributed
 from eagle3.planning.step import Planned, Sizes
@@ -168,8 +168,8 @@ def prepare_rows(
             weight *= 4 if weight.dim() > 1 else 1  # away from the nearly uniform attention that a draft begins with
     own = head[:size].chunk(topology.tensor.size())[topology.tensor.rank()].to(topology.device, dtype, copy=True)
     draft_id = torch.where(torch.arange(config.vocab_size) < size, torch.arange(config.vocab_size), -1)
-    maker = BatchMaker(draft_id, own, dtype, topology.device, residence)
-    batch = maker.micro_batch(stream, plan, Rows(aux, LastHidden(last, *summarize_teacher(last, head))))
+    rows = Rows(aux, LastHidden(last, *summarize_teacher(last, head)))
+    batch = BatchMaker(draft_id, own, dtype).micro_batch(stream, plan, rows).to(topology.device, residence)
     tokens = stream.tokens if topology.sequence.rank() == 0 else 0
     counts = BatchCounts(batch.counted(), batch.supervised.sum(1).cpu(), tokens)
     counts = sum_counts(counts, topology.batch, topology.device)

@@ -130,8 +130,8 @@ def batch_of(
     count = len(plan.teacher)
     argmax = torch.randint(config.draft_vocab_size, (count,), generator=generator)
     teacher = LastHidden(frozen.last, argmax, torch.full((count,), math.log(config.vocab_size) + 0.5))
-    maker = BatchMaker(torch.arange(config.vocab_size), frozen.head, frozen.aux.dtype, device, residence)
-    return maker.micro_batch(stream, plan, Rows(frozen.aux, teacher))
+    maker = BatchMaker(torch.arange(config.vocab_size), frozen.head, frozen.aux.dtype)
+    return maker.micro_batch(stream, plan, Rows(frozen.aux, teacher)).to(device, residence)
 
 
 def weights_of(batch: MicroBatch) -> StepWeights:

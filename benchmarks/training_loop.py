@@ -119,7 +119,9 @@ def recipe_of(case: Case, folder: Path) -> Recipe:
         "ttt_steps": case.steps,
         "dtype": "bfloat16",
     }
-    return Recipe.model_validate({"model": {"target": "none"}, "training": training, "output": {"dir": str(folder)}})
+    memory = {"recompute": case.recompute, "inputs": case.inputs}
+    sections = {"training": training, "memory": memory, "output": {"dir": str(folder)}}
+    return Recipe.model_validate({"model": {"target": "none"}, **sections})
 
 
 def trainer_of(case: Case, topology: Topology, recipe: Recipe, run: RunFolder, watchdog, trace: LoopTrace) -> Trainer:
@@ -131,6 +133,7 @@ def trainer_of(case: Case, topology: Topology, recipe: Recipe, run: RunFolder, w
     loader = StreamLoader(
         SampleSet.pack([(ids, mask) for ids in tokens]),
         ZeroRows(),
+        BatchMaker(torch.arange(config.vocab_size), head, torch.bfloat16).micro_batch,
         steps=case.steps,
         sharding=SequenceSharding(),
         data=topology.data,
@@ -152,7 +155,6 @@ def trainer_of(case: Case, topology: Topology, recipe: Recipe, run: RunFolder, w
         engine=engine,
         norms=NormLimit(engine, training.skip_above_norm),
         gradient_scale=gradient_scale(topology.data.size(), STREAMS),
-        batch_maker=BatchMaker(torch.arange(config.vocab_size), head, torch.bfloat16, topology.device, case.inputs),
         train_loader=loader,
         held_out_loader=loader,
         checkpoints=Checkpoints(run.checkpoints, 1, "traced", console.warn),

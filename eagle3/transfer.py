@@ -4,6 +4,11 @@ import torch
 from torch import Tensor
 
 
+def pinned(tensor: Tensor) -> Tensor:
+    """A tensor on the host in memory from which a GPU copies without holding up the host, if there is a GPU."""
+    return tensor.pin_memory() if tensor.device.type == "cpu" and torch.cuda.is_available() else tensor
+
+
 def send(tensor: Tensor, device: torch.device) -> Tensor:
     """`tensor` on `device`. From the host to a GPU it goes through pinned memory, because a copy from other memory may
     wait for all that was launched before it."""

@@ -1,6 +1,6 @@
 """Cuts the attention of any queries to any keys of a stream into dense blocks. Positions decide, not layouts."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from eagle3.attention.block import Visibility
-from eagle3.transfer import send
 
 # Queries in one block: enough for dense kernels, few enough that the masked diagonal stays a small share.
 QUERY_BLOCK = 512
@@ -84,8 +83,9 @@ class PrefixSchedule:
             first = max(band.keys.start, start + own - self.window + 1)
             yield Piece(slice(start, stop), slice(first, stop + own), "banded" if bands else "masked")
 
-    def to(self, device: torch.device) -> "PrefixSchedule":
-        return replace(self, query_rows=send(self.query_rows, device), key_rows=send(self.key_rows, device))
+    def map(self, change: Callable[[Tensor], Tensor]) -> "PrefixSchedule":
+        """Applies `change` to both tensors."""
+        return replace(self, query_rows=change(self.query_rows), key_rows=change(self.key_rows))
 
 
 def overlap(pieces: Iterable[Piece]) -> bool:

@@ -275,6 +275,7 @@ def _trainer(
         engine_config,
         scheduler(steps, training.warmup_fraction, training.final_learning_rate_fraction),
     )
+    make = _batch_maker(job, supply, draft, topology).micro_batch
     place = {
         "steps": training.ttt_steps,
         "sharding": SequenceSharding(sizes.ulysses, sizes.ring, sizes.layout, sizes.query_selection),
@@ -290,9 +291,8 @@ def _trainer(
         engine=engine,
         norms=NormLimit(engine, training.skip_above_norm),
         gradient_scale=gradient_scale(topology.data.size(), training.accumulation),
-        batch_maker=_batch_maker(job, supply, draft, topology),
-        train_loader=StreamLoader(train, supply.source, **place),
-        held_out_loader=StreamLoader(held_out, supply.held_out_source, **place),
+        train_loader=StreamLoader(train, supply.source, make, **place),
+        held_out_loader=StreamLoader(held_out, supply.held_out_source, make, **place),
         checkpoints=Checkpoints(run.folder.checkpoints, training.keep_checkpoints, run.identity, console.warn, console),
         console=console,
         watchdog=run.watchdog,
@@ -309,8 +309,6 @@ def _batch_maker(job: Job, supply: HiddenStateSupply, draft: Eagle3Draft, topolo
         job.vocabulary.draft_ids,
         teacher_head,
         own.dtype,
-        topology.device,
-        job.recipe.memory.inputs,
         supply.head.transform,
         slice(rank * len(own), (rank + 1) * len(own)),
     )

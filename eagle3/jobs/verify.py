@@ -159,4 +159,5 @@ def _micro_batch(
     teacher = summarize_teacher(last[plan.teacher].to(exact), head.to(exact))
     rows = Rows(aux[plan.rows], LastHidden(last[plan.teacher], *teacher))
     draft_head = shard(head[vocabulary.target_ids], lm_head, topology.tensor).to(topology.device, dtype)
-    return BatchMaker(vocabulary.draft_ids, draft_head, dtype, topology.device).micro_batch(stream, plan, rows)
+    batch = BatchMaker(vocabulary.draft_ids, draft_head, dtype).micro_batch(stream, plan, rows)
+    return batch.to(topology.device)

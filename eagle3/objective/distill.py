@@ -4,8 +4,8 @@ teacher's logits are computed once for all K steps.
 Under tensor parallelism each rank holds its columns of the draft vocabulary; the softmaxes run over all ranks' columns.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -85,6 +85,12 @@ class Teacher:
     best: Tensor
     logsumexp: Tensor  # [M]: over the target's full vocabulary
     transform: LogitTransform = LogitTransform()  # applied to what head yields
+
+    def map(
+        self, change: Callable[[Tensor], Tensor], change_rows: Callable[[Tensor], Tensor | StreamedRows]
+    ) -> "Teacher":
+        """Applies `change_rows` to `last`, and `change` to what else belongs to the rows."""
+        return replace(self, last=change_rows(self.last), best=change(self.best), logsumexp=change(self.logsumexp))
 
     def logits(self, block: slice, dtype: torch.dtype, kernel: LossKernel = PLAIN) -> Tensor:
         """Logits [m, Vd/tp] in `dtype` (fp32 or wider) that the caller may overwrite."""

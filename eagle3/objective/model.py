@@ -1,7 +1,8 @@
 """The module that the engine trains: the draft with its unroll and distillation, from one stream to a loss."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -13,23 +14,40 @@ from eagle3.draft.model import Eagle3Draft
 from eagle3.objective.distill import BLOCK_BYTES, Distilled, LossBlocks, StepWeights, Teacher, distill
 from eagle3.objective.recompute import Recompute, chunk_tokens
 from eagle3.objective.softmaxes import LossKernel
-from eagle3.objective.streaming import StreamedRows
-from eagle3.objective.unroll import Residence, UnrollInputs, unroll, unroll_inputs
+from eagle3.objective.streaming import Residence, StreamedRows
+from eagle3.objective.unroll import UnrollInputs, unroll, unroll_inputs
 from eagle3.parallel.sequence import SequencePlan, Stream
 from eagle3.parallel.topology import Topology
 from eagle3.states.rows import DraftLogits, Rows
 from eagle3.targets.logits import LogitTransform
-from eagle3.transfer import send
+from eagle3.transfer import pinned, send
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """This rank's part of one stream, cut by its plan, with its hidden states, on the draft's device."""
+    """This rank's part of one stream, cut by its plan, with its hidden states."""
 
     inputs: UnrollInputs
     teacher: Teacher
     query_of: Tensor  # [K, M], from the SequencePlan; M are its teacher rows, as in `teacher`
     tokens: int  # of the whole stream
+
+    def map(
+        self, change: Callable[[Tensor], Tensor], change_rows: Callable[[Tensor], Tensor | StreamedRows]
+    ) -> "MicroBatch":
+        """Applies `change_rows` to frozen rows (auxiliary states, the teacher's values), and `change` to the rest of
+        what `to` moves."""
+        return replace(
+            self,
+            inputs=self.inputs.map(change, change_rows),
+            teacher=self.teacher.map(change, change_rows),
+            query_of=change(self.query_of),
+        )
+
+    def to(self, device: torch.device, residence: Residence = "device") -> "MicroBatch":
+        """The batch for a draft on `device`, with frozen rows where `residence` says."""
+        to_device = partial(send, device=device)
+        return self.map(to_device, to_device if residence == "device" else partial(StreamedRows, device=device))
 
     @property
     def supervised(self) -> Tensor:
@@ -43,40 +61,34 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class BatchMaker:
-    """Makes micro-batches for a draft of this dtype on this device."""
+    """Makes micro-batches for a draft of this dtype, on the host."""
 
     draft_id: Tensor  # [V] int64: draft id of each target token, -1 outside the draft vocabulary
     # [Vd/tp, Ht]: this rank's part of the target's lm_head rows of the draft vocabulary; None if the teacher is given
     # by logits
     head: Tensor | None
     dtype: torch.dtype
-    device: torch.device
-    residence: Residence = "device"  # where aux and the teacher's values are kept until needed
     transform: LogitTransform = LogitTransform()  # applied to what `head` yields
     columns: slice | None = None  # this rank's columns of a teacher's logits; None: all
 
     def micro_batch(self, stream: Stream, plan: SequencePlan, rows: Rows) -> MicroBatch:
-        """Builds a micro-batch. rows: aux at plan.rows, teacher at plan.teacher; logits keep the dtype that they come
-        in."""
-        device, values, head = self.device, rows.teacher.values, None
+        """Builds a micro-batch, in pinned memory if there is a GPU. rows: aux at plan.rows, teacher at plan.teacher, on
+        the host or, as from a target that runs there, on the draft's device; logits keep the dtype that they come in.
+        """
+        values, head = rows.teacher.values, None
         if isinstance(rows.teacher, DraftLogits):
             values = values[:, self.columns or slice(None)].contiguous()
         else:
             values, head = values.to(self.dtype), self.head
         teacher = Teacher(
-            last=send(values, device) if self.residence == "device" else StreamedRows(values, device),
+            last=values,
             head=head,
-            best=send(self.draft_id[rows.teacher.argmax.to(self.draft_id.device)], device),
-            logsumexp=send(rows.teacher.logsumexp, device),
+            best=self.draft_id[rows.teacher.argmax.to(self.draft_id.device)],
+            logsumexp=rows.teacher.logsumexp,
             transform=self.transform,
         )
-        aux = rows.aux.to(self.dtype)
-        return MicroBatch(
-            inputs=unroll_inputs(stream, plan, len(plan.query_of), aux, device, residence=self.residence),
-            teacher=teacher,
-            query_of=send(plan.query_of, device),
-            tokens=stream.tokens,
-        )
+        inputs = unroll_inputs(stream, plan, len(plan.query_of), rows.aux.to(self.dtype))
+        return MicroBatch(inputs, teacher, plan.query_of, stream.tokens).map(pinned, pinned)
 
 
 @dataclass(frozen=True)

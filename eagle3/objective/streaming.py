@@ -2,9 +2,14 @@
 use."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+# Where frozen rows (auxiliary states, the teacher's values) are kept: on the device, or on the host until a chunk needs
+# them.
+Residence = Literal["device", "host"]
 
 
 @dataclass

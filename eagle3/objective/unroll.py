@@ -1,8 +1,7 @@
 """The K training-time-test (TTT) steps over this rank's queries of one stream, against K_0 and V_0 of all its keys."""
 
-from dataclasses import dataclass
-from functools import partial
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,15 +13,11 @@ from eagle3.draft.model import Eagle3Draft
 from eagle3.objective.recompute import ChunkedWork, Cut, Recompute, Step, cut_rows
 from eagle3.objective.streaming import StreamedRows
 from eagle3.parallel.sequence import SequencePlan, Stream
-from eagle3.transfer import send
-
-# Where frozen inputs (auxiliary and teacher rows) are kept: on the device, or on the host until a chunk needs them.
-Residence = Literal["device", "host"]
 
 
 @dataclass(frozen=True)
 class UnrollInputs:
-    """What the unroll reads. All tensors are on the draft's device, except those of `plan` and streamed `aux`."""
+    """What the unroll reads."""
 
     aux: Tensor | StreamedRows  # [rows, 3Ht]: auxiliary states at the plan's rows; on the host if streamed
     key_slots: Tensor  # see SequencePlan
@@ -33,7 +28,26 @@ class UnrollInputs:
     query_positions: Tensor  # [Q]
     # for each step, then each ring rank: what the Ulysses group's queries see of its keys
     schedules: tuple[tuple[PrefixSchedule, ...], ...]
-    plan: SequencePlan  # on the CPU
+    plan: SequencePlan  # always on the CPU
+
+    def map(
+        self, change: Callable[[Tensor], Tensor], change_rows: Callable[[Tensor], Tensor | StreamedRows]
+    ) -> "UnrollInputs":
+        """Applies `change_rows` to aux, and `change` once to each other tensor but the plan's; steps share tensors."""
+        changed: dict[int, Tensor] = {}
+
+        def once(tensor: Tensor) -> Tensor:
+            if id(tensor) not in changed:
+                changed[id(tensor)] = change(tensor)
+            return changed[id(tensor)]
+
+        names = ("key_slots", "query_slots", "key_tokens", "key_positions", "query_tokens", "query_positions")
+        return replace(
+            self,
+            aux=change_rows(self.aux),
+            schedules=tuple(tuple(schedule.map(once) for schedule in step) for step in self.schedules),
+            **{name: once(getattr(self, name)) for name in names},
+        )
 
     def entry_cuts(self, chunk: int) -> tuple[Cut, ...]:
         """Cuts the plan's rows into chunks, with the queries and the keys (twice: for K_0 and for V_0) among them."""
@@ -49,36 +63,26 @@ class UnrollInputs:
         )
 
 
-def unroll_inputs(
-    stream: Stream,
-    plan: SequencePlan,
-    steps: int,
-    aux: Tensor,
-    device: torch.device,
-    residence: Residence = "device",
-) -> UnrollInputs:
-    """Cuts a stream by its plan. The plan's window must be at least K, so that it contains a query's own keys. aux is
-    [rows, 3Ht] on any device. Padding reads the last row, and no query sees it."""
-    place = partial(send, device=device)
+def unroll_inputs(stream: Stream, plan: SequencePlan, steps: int, aux: Tensor) -> UnrollInputs:
+    """Cuts a stream by its plan, on the CPU. The plan's window must be at least K, so that it contains a query's own
+    keys. aux is [rows, 3Ht] on any device. Padding reads the last row, and no query sees it."""
     window = plan.window
     assert window is None or window >= steps, f"a window of {window} hides a query's own keys"
     keys, queries, ring_queries = (rows.clamp(min=0) for rows in (plan.keys, plan.queries, plan.ring_queries))
-    positions = stream.position[ring_queries]
+    positions, shares = stream.position[ring_queries], tuple(plan.ring_keys)
 
     def schedules(window: int | None) -> tuple[PrefixSchedule, ...]:
-        return tuple(
-            schedule_prefix(plan.ring_queries, positions, share, window=window).to(device) for share in plan.ring_keys
-        )
+        return tuple(schedule_prefix(plan.ring_queries, positions, share, window=window) for share in shares)
 
     every = (schedules(None),) * steps if window is None else tuple(schedules(window - k) for k in range(steps))
     return UnrollInputs(
-        aux=place(aux) if residence == "device" else StreamedRows(aux, device),
-        key_slots=place(plan.key_slots),
-        query_slots=place(plan.query_slots),
-        key_tokens=place(stream.tokens_after(keys, 1)),
-        key_positions=place(stream.position[keys]),
-        query_tokens=place(torch.stack([stream.tokens_after(queries, step + 1) for step in range(steps)])),
-        query_positions=place(stream.position[queries]),
+        aux=aux,
+        key_slots=plan.key_slots,
+        query_slots=plan.query_slots,
+        key_tokens=stream.tokens_after(keys, 1),
+        key_positions=stream.position[keys],
+        query_tokens=torch.stack([stream.tokens_after(queries, step + 1) for step in range(steps)]),
+        query_positions=stream.position[queries],
         schedules=every,
         plan=plan,
     )

@@ -11,7 +11,7 @@ import torch
 from eagle3.attention.ring import RingMode
 from eagle3.draft.config import DraftConfig
 from eagle3.objective.model import MemoryPlan
-from eagle3.objective.unroll import Residence
+from eagle3.objective.streaming import Residence
 from eagle3.parallel.sequence import QuerySelection, SequencePlan, Stream
 
 Phase = Literal["forward", "backward"]

@@ -6,7 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import chain, count
-from typing import NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -191,13 +191,16 @@ class SpooledSource:
         return Ticket.of(self.job, sample.id, tokens, time_asked)
 
 
+Batch = TypeVar("Batch")  # what a loader makes of a stream
+
+
 @dataclass(frozen=True)
-class LoadedStream:
-    """One micro-batch before it goes to the draft's device."""
+class LoadedStream(Generic[Batch]):
+    """This rank's part of a stream."""
 
     stream: Stream
     plan: SequencePlan
-    rows: Rows  # aux at plan.rows, teacher at plan.teacher
+    batch: Batch
 
 
 class Drawn(NamedTuple):
@@ -222,10 +225,12 @@ def _shuffled(samples: int, epoch: int, seed: int) -> Tensor:
     return torch.randperm(samples, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
 
 
-class StreamLoader:
+class StreamLoader(Generic[Batch]):
     """Loads this rank's part of each stream that its data-parallel rank trains on.
 
     samples: the same on all ranks, in the same order
+    make: makes a batch of a stream, its plan and its rows (aux at plan.rows, teacher at plan.teacher); may run in
+        another thread, while the step before is trained
     steps: number of steps K in the unroll
     sharding: how a stream is spread over its sequence ranks
     data: the group whose ranks have different streams
@@ -238,6 +243,7 @@ class StreamLoader:
         self,
         samples: SampleSet,
         source: HiddenStateSource,
+        make: Callable[[Stream, SequencePlan, Rows], Batch],
         *,
         steps: int,
         sharding: SequenceSharding,
@@ -247,26 +253,19 @@ class StreamLoader:
         spans: Spans | None = None,
     ) -> None:
         assert sequence.size() == sharding.ranks, "a stream is dealt to the ranks of its sequence group"
-        self.samples, self.source, self.spans = samples, source, spans
+        self.samples, self.source, self.make, self.spans = samples, source, make, spans
         self.data, self.sequence = data, sequence
         self.plan = partial(plan_sequence, steps=steps, sharding=sharding, rank=sequence.rank(), window=window)
         self._background = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
-        self._ahead: tuple[tuple[list[Drawn], int], Future[list[LoadedStream]]] | None = None
+        self._ahead: tuple[tuple[list[Drawn], int], Future[list[LoadedStream[Batch]]]] | None = None
 
     def read_ahead(self, batch: Sequence[Drawn], accumulation: int) -> None:
         """Start loading, in the background, what the next `load` will ask for. Does nothing unless the source is
         `alone`."""
         if self.source.alone:
-            self._ahead = (list(batch), accumulation), self._background.submit(self._load_pinned, batch, accumulation)
+            self._ahead = (list(batch), accumulation), self._background.submit(self._load, batch, accumulation)
 
-    def _load_pinned(self, batch: Sequence[Drawn], accumulation: int) -> list[LoadedStream]:
-        """`_load` into pinned memory, from which a GPU copies without holding up the host."""
-        streams = self._load(batch, accumulation)
-        if not torch.cuda.is_available():
-            return streams
-        return [replace(stream, rows=stream.rows.map(Tensor.pin_memory)) for stream in streams]
-
-    def load(self, batch: Sequence[Drawn], accumulation: int) -> list[LoadedStream]:
+    def load(self, batch: Sequence[Drawn], accumulation: int) -> list[LoadedStream[Batch]]:
         """This rank's part of each of its `accumulation` streams of the global `batch`: a list of the same length on
         every rank. Collective over a stream's ranks unless the source is `alone`."""
         ahead, self._ahead = self._ahead, None
@@ -274,7 +273,7 @@ class StreamLoader:
             return ahead[1].result()
         return self._load(batch, accumulation)
 
-    def _load(self, batch: Sequence[Drawn], accumulation: int) -> list[LoadedStream]:
+    def _load(self, batch: Sequence[Drawn], accumulation: int) -> list[LoadedStream[Batch]]:
         members = self._members(batch, accumulation)
         streams = [Stream.pack(*zip(*((s.ids, mask) for s, mask in stream), strict=True)) for stream in members]
         stream_plans = [(stream, self.plan(stream)) for stream in streams]
@@ -283,10 +282,11 @@ class StreamLoader:
         document_rows = iter(
             self.source.rows([sample for stream in members for sample, _ in stream], [*aux], [*teacher])
         )
-        return [
-            LoadedStream(*pair, Rows.cat([next(document_rows) for _ in samples]))
-            for samples, pair in zip(members, stream_plans, strict=True)
-        ]
+        loaded = []
+        for samples, (stream, plan) in zip(members, stream_plans, strict=True):
+            rows = Rows.cat([next(document_rows) for _ in samples])
+            loaded.append(LoadedStream(stream, plan, self.make(stream, plan, rows)))
+        return loaded
 
     def order_identity(self, batch: Sequence[Drawn]) -> bytes:
         """Bytes that must be equal on every rank of the job: the ids and lengths of all samples, and a global batch.

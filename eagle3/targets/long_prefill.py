@@ -5,6 +5,7 @@ import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from eagle3.attention.block import BlockKernels
 from eagle3.attention.ring import RingAttention
 from eagle3.attention.schedule import PrefixSchedule, schedule_prefix
 from eagle3.attention.ttt import Ulysses
@@ -21,6 +23,7 @@ from eagle3.parallel.topology import agreed, gathered
 from eagle3.states.rows import Rows
 from eagle3.targets.logits import check_tokens
 from eagle3.targets.transformers import TransformersTarget
+from eagle3.transfer import send
 
 # The name under which our attention is registered with transformers while the decoder runs with it.
 IMPLEMENTATION = "eagle3_long_prefill"
@@ -28,6 +31,10 @@ IMPLEMENTATION = "eagle3_long_prefill"
 NO_WINDOW, UNKNOWN_MASK = 0, -1
 # Arguments with the tokens' positions, which `attend` ignores because rope has already been applied.
 WHERE = ("position_ids", "cache_position")
+
+
+# Chooses kernels by what a rank's attention asks for: heads, kv_heads, head_dim, dtype, window.
+ChooseKernels = Callable[..., BlockKernels]
 
 
 class Chunk(NamedTuple):
@@ -53,6 +60,7 @@ class ChunkedAttention:
     # Builds the error for a model whose attention is not supported, from a description of what the model does.
     refusal: Callable[[str], UserError]
     chunks: list[Chunk]
+    choose: ChooseKernels | None
     number: int = 0  # index of the current chunk
     # Per layer: the keys and values [2, U * share, kv_heads, d] of each chunk, from the oldest chunk still in view.
     cache: dict[int, list[Tensor]] = field(default_factory=dict)
@@ -109,10 +117,14 @@ class ChunkedAttention:
         stacked = ulysses.to_heads(ulysses.replicate(torch.cat((k, v), -1)))
         key_value = self._cached(module, window, stacked.unflatten(-1, (2, -1)).permute(2, 0, 1, 3))
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        ring = RingAttention(self.ring, "p2p", scale, softcap)
+        q, kernels = ulysses.to_heads(q), None
+        if self.choose and softcap is None:
+            shape = {"heads": q.shape[1], "kv_heads": key_value.shape[2], "head_dim": widest, "dtype": q.dtype}
+            kernels = self.choose(**shape, window=window)
+        ring = RingAttention(self.ring, "p2p", scale, softcap, kernels)
         if window not in self.schedules:
             self.schedules[window] = self._schedule(window, query.device)
-        out, lse = ring(ulysses.to_heads(q), key_value, self.schedules[window])
+        out, lse = ring(q, key_value, self.schedules[window])
         if sinks is not None:  # a sink adds a term to the softmax's denominator
             sink = sinks.flatten().chunk(ranks)[ulysses.group.rank()]
             out = (out * torch.sigmoid(lse - sink)[..., None]).to(out.dtype)
@@ -144,10 +156,10 @@ class ChunkedAttention:
         return [chunk for chunk in chunks if window is None or chunk.stop > start - window + 1]
 
     def _schedule(self, window: int | None, device: torch.device) -> tuple[PrefixSchedule, ...]:
-        ring = self.ring
+        ring, place = self.ring, partial(send, device=device)
         queries = self._rows(self.chunk, ring.rank())
         keys = (torch.cat([self._rows(chunk, rank) for chunk in self._visible(window)]) for rank in range(ring.size()))
-        return tuple(schedule_prefix(queries, queries, rows, window=window).to(device) for rows in keys)
+        return tuple(schedule_prefix(queries, queries, rows, window=window).map(place) for rows in keys)
 
     def _rows(self, chunk: Chunk, ring_rank: int) -> Tensor:
         """Document positions of a Ulysses group's tokens in a chunk, with -1 for padding at the end."""
@@ -183,6 +195,8 @@ class LongPrefill:
     sequence: the ranks of ulysses x ring, with the Ulysses rank varying fastest (see Topology); all of them construct
         this together
     chunk_tokens: tokens per rank and chunk
+    choose: chooses the kernels for attention whose scores have no softcap (those are left to plain products); may be
+        collective over `sequence`; None: the usual ones
 
     Raises UserError on all ranks if the model's layers do anything that is not supported here, or if its chunked
     prefill of a short document differs from an ordinary prefill.
@@ -195,13 +209,14 @@ class LongPrefill:
         ring: dist.ProcessGroup,
         sequence: dist.ProcessGroup,
         chunk_tokens: int,
+        choose: ChooseKernels | None = None,
     ) -> None:
         """Check the model. Collective over `sequence`."""
         assert sequence.size() == ulysses.size() * ring.size(), "the sequence group is made of Ulysses and ring"
         assert sequence.rank() == ring.rank() * ulysses.size() + ulysses.rank(), "Ulysses ranks are the fastest"
         assert chunk_tokens > 0
         self.target, self.ulysses, self.ring, self.sequence = target, Ulysses(ulysses), ring, sequence
-        self.chunk_tokens = chunk_tokens
+        self.chunk_tokens, self.choose = chunk_tokens, choose
         # `window_of_mask` holds no state and may stay registered. Without a mask function, transformers would not
         # consider masks at all.
         AttentionMaskInterface.register(IMPLEMENTATION, window_of_mask)
@@ -227,7 +242,7 @@ class LongPrefill:
 
     def _chunks(self, document: Tensor, chunk_tokens: int) -> Iterator[Rows | None]:
         chunks = deal_chunks(len(document), self.sequence.size(), chunk_tokens)
-        run = ChunkedAttention(self.ulysses, self.ring, self.refusal, chunks)
+        run = ChunkedAttention(self.ulysses, self.ring, self.refusal, chunks, self.choose)
         for number in range(len(run.chunks)):
             run.begin(number)
             yield self._chunk(run, document)

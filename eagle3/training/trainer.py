@@ -27,7 +27,7 @@ from eagle3.objective.losses import (
     sum_counts,
     sum_sums,
 )
-from eagle3.objective.model import BatchMaker, MicroBatch
+from eagle3.objective.model import MicroBatch
 from eagle3.parallel.topology import Topology, agreed, require_agreement
 from eagle3.parallel.watchdog import Watchdog
 from eagle3.patches import NormLimit, StepOutcome
@@ -68,9 +68,8 @@ class Trainer:
     engine: DeepSpeedEngine
     norms: NormLimit
     gradient_scale: int  # factor on the loss before backward (see gradient_scale in eagle3.training.engine)
-    batch_maker: BatchMaker
-    train_loader: StreamLoader
-    held_out_loader: StreamLoader
+    train_loader: StreamLoader[MicroBatch]
+    held_out_loader: StreamLoader[MicroBatch]
     checkpoints: Checkpoints
     console: Console
     watchdog: Watchdog
@@ -220,7 +219,7 @@ class Trainer:
         sums: list[StepSums] = []
         for number, stream in enumerate(streams):  # one at a time is on the device
             self.watchdog.at(f"step {step + 1}, stream {number + 1} of {accumulation}")
-            distilled = self.engine(self._micro_batch(stream), weights)
+            distilled = self.engine(self._placed(stream), weights)
             self.engine.backward(distilled.surrogate * self.gradient_scale)
             self.engine.step()
             sums.append(distilled.sums)
@@ -292,25 +291,22 @@ class Trainer:
             )
         return best
 
-    def _sums(self, streams: Sequence[LoadedStream]) -> StepSums:
+    def _sums(self, streams: Sequence[LoadedStream[MicroBatch]]) -> StepSums:
         """Computes the global sums of a batch, without gradients."""
         sums = (self._without_gradients(stream).sums for stream in streams)
         return sum_sums(reduce(add, sums), self.topology.batch)
 
     @torch.no_grad()
-    def _without_gradients(self, stream: LoadedStream) -> Distilled:
+    def _without_gradients(self, stream: LoadedStream[MicroBatch]) -> Distilled:
         """Runs this rank's share of a stream, without gradients."""
         nothing = torch.zeros(self.training.ttt_steps, dtype=torch.float64)
-        return self.engine.module(self._micro_batch(stream), StepWeights(nothing, nothing))
+        return self.engine.module(self._placed(stream), StepWeights(nothing, nothing))
 
-    def _counts(self, streams: Sequence[LoadedStream]) -> BatchCounts:
-        masks = (self.batch_maker.draft_id[stream.rows.teacher.argmax.cpu()] >= 0 for stream in streams)
-        counted = sum(
-            (stream.plan.supervised & in_draft).sum(1) for stream, in_draft in zip(streams, masks, strict=True)
-        )
+    def _counts(self, streams: Sequence[LoadedStream[MicroBatch]]) -> BatchCounts:
+        counted = sum(stream.batch.counted() for stream in streams)
         supervised = sum(stream.plan.supervised.sum(1) for stream in streams)
         tokens = sum(stream.stream.tokens for stream in streams) if self.topology.sequence.rank() == 0 else 0
         return sum_counts(BatchCounts(counted, supervised, tokens), self.topology.batch, self.topology.device)
 
-    def _micro_batch(self, loaded: LoadedStream) -> MicroBatch:
-        return self.batch_maker.micro_batch(loaded.stream, loaded.plan, loaded.rows)
+    def _placed(self, stream: LoadedStream[MicroBatch]) -> MicroBatch:
+        return stream.batch.to(self.topology.device, self.recipe.memory.inputs)

@@ -88,7 +88,7 @@ def test_rows_that_other_ranks_prefilled_arrive_bit_for_bit(outcomes, prefill_al
         for loaded in outcome["alone"]:
             states = [prefill_alone(case.dtype, ids) for ids in documents_of(loaded.stream)]
             for name, rows in expected_rows(loaded, states).items():
-                actual = loaded.rows.named()[name]
+                actual = loaded.batch.named()[name]
                 assert actual.dtype == rows.dtype and torch.equal(actual, rows), name
 
 
@@ -99,7 +99,7 @@ def test_rows_of_batches_agree_to_rounding(outcomes, prefill_alone, case):
         for loaded in outcome["batched"]:
             states = [prefill_alone(case.dtype, ids) for ids in documents_of(loaded.stream)]
             for name, rows in expected_rows(loaded, states).items():
-                torch.testing.assert_close(loaded.rows.named()[name], rows, rtol=1e-5, atol=1e-5)
+                torch.testing.assert_close(loaded.batch.named()[name], rows, rtol=1e-5, atol=1e-5)
 
 
 @by_case
@@ -111,9 +111,9 @@ def test_stored_rows_are_the_live_ones_and_those_of_a_compressed_store_read_ahea
             tolerance = 1e-5 if spare else 0.0
             for name in FIELDS:
                 torch.testing.assert_close(
-                    live.rows.named()[name], stored.rows.named()[name], rtol=tolerance, atol=tolerance
+                    live.batch.named()[name], stored.batch.named()[name], rtol=tolerance, atol=tolerance
                 )
-                assert torch.equal(stored.rows.named()[name], compressed.rows.named()[name])
+                assert torch.equal(stored.batch.named()[name], compressed.batch.named()[name])
 
 
 def stream_groups(case, outcomes):
@@ -177,10 +177,10 @@ def test_a_stream_without_supervision_has_a_row_to_run_on_and_no_teacher(outcome
     case = next(case for case in CASES if case.name == name)
     for outcome in outcomes(name, case.world):
         (loaded,) = outcome["alone"]
-        assert loaded.plan.rows.tolist() == [0] and loaded.rows.aux.shape[0] == 1
+        assert loaded.plan.rows.tolist() == [0] and loaded.batch.aux.shape[0] == 1
         assert not len(loaded.plan.teacher)
-        assert loaded.rows.teacher.values.shape == (0, loaded.rows.aux.shape[1] // 3)
-        assert loaded.rows.teacher.argmax.shape == loaded.rows.teacher.logsumexp.shape == (0,)
+        assert loaded.batch.teacher.values.shape == (0, loaded.batch.aux.shape[1] // 3)
+        assert loaded.batch.teacher.argmax.shape == loaded.batch.teacher.logsumexp.shape == (0,)
 
 
 def test_agreeing_ranks_hear_nothing(outcomes):

@@ -20,7 +20,7 @@ from processes import fork_ranks
 from torch import Tensor
 
 from eagle3.errors import SharedUserError
-from eagle3.parallel.sequence import SequenceSharding
+from eagle3.parallel.sequence import SequencePlan, SequenceSharding, Stream
 from eagle3.parallel.topology import require_agreement
 from eagle3.states.loader import Drawn, LiveSource, StoredSource, StreamLoader
 from eagle3.states.rows import Rows
@@ -162,6 +162,7 @@ def run(folder: Path, world: int) -> None:
             loader = StreamLoader(
                 sample_set(order).sorted_by_id(),  # every rank reads the samples in a different order
                 source,
+                rows_alone,
                 steps=STEPS,
                 sharding=case.sharding,
                 data=topology.data,
@@ -184,6 +185,11 @@ def run(folder: Path, world: int) -> None:
     stop_distributed()
 
 
+def rows_alone(stream: Stream, plan: SequencePlan, rows: Rows) -> Rows:
+    """What a loader makes of a stream here."""
+    return rows
+
+
 def _sizes(case: Case) -> tuple[int, int, int]:
     return case.tensor, case.ulysses, case.ring
 
@@ -204,7 +210,7 @@ def agree(topology: "Topology") -> dict[str, str | None]:
 
     def order_of(samples: SampleSet, batch: list[Drawn] = batch[:4]) -> bytes:
         place = {"sharding": SequenceSharding(), "data": topology.data, "sequence": topology.sequence}
-        return StreamLoader(samples.sorted_by_id(), None, steps=STEPS, **place).order_identity(batch)
+        return StreamLoader(samples.sorted_by_id(), None, rows_alone, steps=STEPS, **place).order_identity(batch)
 
     checks: dict[str, Callable[[], str | None]] = {
         "same order": lambda: complaint(order_of(whole)),

@@ -14,7 +14,7 @@ from eagle3.draft.model import Eagle3Draft
 from eagle3.objective.distill import StepWeights
 from eagle3.objective.losses import BatchCounts, LossConfig, Metrics, batch_metrics, step_weights, sum_counts, sum_sums
 from eagle3.objective.model import BatchMaker, DraftObjective, MemoryPlan, MicroBatch
-from eagle3.objective.unroll import Residence
+from eagle3.objective.streaming import Residence
 from eagle3.parallel.sequence import SequenceSharding, Stream, plan_sequence
 from eagle3.parallel.topology import Topology
 from eagle3.states.rows import DraftLogits, LastHidden, Rows
@@ -65,8 +65,6 @@ def stream_batch(
         DraftVocabulary(case.d2t, case.t2d).draft_ids,
         None if logits else case.target_head[case.t2d].chunk(ranks)[rank].to(dtype),
         dtype,
-        topology.device,
-        residence,
         transform,
         slice(rank * width, (rank + 1) * width),
     )
@@ -75,7 +73,7 @@ def stream_batch(
         if logits
         else LastHidden(taught, *teacher)
     )
-    return maker.micro_batch(stream, plan, Rows(aux[plan.rows], teacher_rows))
+    return maker.micro_batch(stream, plan, Rows(aux[plan.rows], teacher_rows)).to(topology.device, residence)
 
 
 def batch_counts(batches: Sequence[MicroBatch], topology: Topology) -> BatchCounts:
