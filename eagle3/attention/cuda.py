@@ -27,15 +27,28 @@ LSE_MULTIPLE, MASK_MULTIPLE = 32, 16
 # head. (That is what the flash kernel takes; cuDNN is assumed to take no more.)
 BACKWARD_BYTES = 2**29
 
+_dropped = False  # whether this process has dropped the installed flash kernels
+
 
 def take_installed_flash(device: torch.device) -> str:
     """Uses the flash-attn package's FlashAttention 3 (module flash_attn_interface) for torch's operators, if it is
-    installed, loads, and the GPU is a Hopper. Affects the whole process. Returns which flash kernels are then in
-    use."""
+    installed, loads, was not dropped, and the GPU is a Hopper. Affects the whole process. Returns which flash kernels
+    are then in use."""
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-    if hopper and importlib.util.find_spec("flash_attn_interface"):
+    if hopper and not _dropped and importlib.util.find_spec("flash_attn_interface"):
         with contextlib.suppress(Exception):  # a broken package on one node must not leave the others waiting
             torch.nn.attention.activate_flash_attention_impl("FA3")
+    return flash_in_use()
+
+
+def drop_installed_flash() -> None:
+    """Returns to torch's own flash kernels, for good."""
+    global _dropped
+    _dropped = True
+    torch.nn.attention.restore_flash_attention_impl(_raise_warn=False)
+
+
+def flash_in_use() -> str:
     return torch.nn.attention.current_flash_attention_impl() or "FA2"
 
 

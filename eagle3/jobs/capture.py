@@ -5,16 +5,22 @@ import datetime
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import cache
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
+from eagle3.attention.block import BlockKernels
+from eagle3.attention.cuda import flash_in_use
 from eagle3.console import Console, Progress, Say, counted, waiting
 from eagle3.durable import writing
 from eagle3.jobs.job import Job, start_target
 from eagle3.jobs.provenance import capture_record, provenance, store_encoding, store_provenance
 from eagle3.jobs.supply import capture_target
+from eagle3.kernels.choice import choose_kernels
+from eagle3.kernels.proof import Demand
 from eagle3.parallel.topology import Topology, agreed
 from eagle3.parallel.watchdog import Watchdog
 from eagle3.recipe.schema import Recipe
@@ -22,7 +28,7 @@ from eagle3.states.capture import Wanted, capture, capture_arriving, prefill_bat
 from eagle3.states.store.check import bind_shards, check_store, remove_flawed
 from eagle3.states.store.folder import MANIFEST, unbound_notice
 from eagle3.states.store.writer import Part, StoreWriter
-from eagle3.targets.long_prefill import LongPrefill
+from eagle3.targets.long_prefill import ChooseKernels, LongPrefill
 from eagle3.training.watched import watched
 
 # Processes finish hours apart and wait for one another. The watchdog notices those that will never finish.
@@ -180,5 +186,24 @@ def _capture_here(
     watchdog.at("the end of its short samples")
     dist.barrier(sequence)  # may take hours, so the watchdog does not count waiting here as a hang
     with watchdog.watching():
-        long_target = LongPrefill(target, topology.ulysses, topology.ring, sequence, most)
+        choose = _chooser(job, topology, console)
+        long_target = LongPrefill(target, topology.ulysses, topology.ring, sequence, most, choose)
         capture_arriving(long_target, [samples[sample_id] for sample_id in long], writer, course)
+
+
+def _chooser(job: Job, topology: Topology, console: Console) -> ChooseKernels:
+    """Chooses kernels for the attention of long prompts, on CUDA by trying them on this GPU. Collective over the ranks
+    of a sequence."""
+
+    @cache
+    def chosen(flash: str, **shape: Any) -> BlockKernels:
+        """flash: the flash kernels in use, which a choice may change; earlier choices are then made again."""
+        cache_dir = job.recipe.data.cache_dir.expanduser()
+        choice = choose_kernels(Demand(**shape), topology.alone, topology.device, cache_dir, among=topology.sequence)
+        for warning in choice.warnings:
+            console.warn(f"long prompts: {warning}")
+        if choice.table:
+            console(f"kernels for long prompts, each held to the definition on this GPU: {choice.line}")
+        return choice.kernels.blocks
+
+    return lambda **shape: chosen(flash_in_use(), **shape)

@@ -4,9 +4,8 @@ fastest right one is used. On a CPU the choice is fixed."""
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from eagle3.attention import block, cuda, plain
-from eagle3.attention.block import BlockKernels, Kernel, block_candidates
+from eagle3.attention.block import FLASH, BlockKernels, Kernel, block_candidates
 from eagle3.durable import file_digest, write_text
 from eagle3.errors import SharedUserError
 from eagle3.kernels import blocks, loss, proof
@@ -58,7 +57,7 @@ class Candidates:
         blocks = block_candidates(device, demand.dtype, demand.head_dim)
         if demand.window is None:
             blocks["windowed"] = []
-        whole = cls(blocks, loss_candidates(device, demand.dtype))
+        whole = cls(blocks, loss_candidates(device, demand.dtype) if demand.columns else [])
         return whole._without(ONLY_PINNED) if pinned == "auto" else whole._pinned(pinned)
 
     @property
@@ -87,9 +86,9 @@ class Candidates:
         loss = found.pop(LOSS)
         return Kernels(BlockKernels(**found), loss)
 
+    @torch.enable_grad()
     def prove(self, demand: Demand, group: dist.ProcessGroup, device: torch.device, timed: bool) -> Table:
         """Verdicts on all of them, from this rank alone. group: of this rank alone."""
-        cuda.take_installed_flash(device)
         table = {kind: prove_blocks(kind, each, demand, device, timed) for kind, each in self.blocks.items()}
         return table | {LOSS: prove_loss(self.loss, demand, group, device, timed)}
 
@@ -103,17 +102,18 @@ class Choice:
 
     @property
     def names(self) -> Names:
-        return {**self.kernels.blocks.names, LOSS: self.kernels.loss.name}
+        return {**self.kernels.blocks.names, LOSS: self.kernels.loss and self.kernels.loss.name}
 
     @property
     def line(self) -> str:
-        """For example `attention: flash (full, causal), efficient (masked); loss: fused`."""
+        """For example `attention: flash (full, causal), efficient (masked); loss: fused`; without a loss, the first
+        part."""
         kinds: dict[str, list[str]] = {}
         for kind, name in self.names.items():
             if kind != LOSS and name is not None:
                 kinds.setdefault(name, []).append(kind)
         attention = ", ".join(f"{name} ({', '.join(of)})" for name, of in kinds.items())
-        return f"attention: {attention}; loss: {self.names[LOSS]}"
+        return f"attention: {attention}" + (f"; loss: {self.names[LOSS]}" if self.names[LOSS] else "")
 
     @property
     def warnings(self) -> list[str]:
@@ -129,9 +129,11 @@ def choose_kernels(
     cache: Path | None = None,
     pinned: str = "auto",
     before: Names | None = None,
+    among: dist.ProcessGroup | None = None,
 ) -> Choice:
-    """The kernels of a job. Collective. On CUDA all candidates are proven first, unless `cache` holds the verdicts for
-    this GPU, driver and torch. Ranks that disagree use what is right on all of them.
+    """The kernels of a job. Collective over `among` (by default, the job). On CUDA all candidates are proven first,
+    unless `cache` holds the verdicts for this GPU, driver and torch. Ranks that disagree use what is right on all of
+    them.
 
     group: of this rank alone.
     pinned: see Candidates.of.
@@ -143,13 +145,34 @@ def choose_kernels(
     if device.type != "cuda":
         names = {kind: kernels[0].name if kernels else None for kind, kernels in candidates.all.items()}
         return Choice(candidates.kernels(names), {})
-    prove = partial(candidates.prove, demand, group, device, timed=True)
-    if cache is None:
-        table = prove()
-    else:
-        known = {kind: [each.name for each in kernels] for kind, kernels in candidates.all.items()}
-        table = remembered(cache / "kernels" / f"{_key(demand, pinned, device)}.json", known, prove)
-    return pick(candidates, agreement([parsed(each) for each in gathered(plain_values(table))]), before)
+    known = {kind: [each.name for each in kernels] for kind, kernels in candidates.all.items()}
+
+    def prove() -> Table:
+        return candidates.prove(demand, group, device, timed=True)
+
+    def agreed_table() -> Table:
+        file = cache and cache / "kernels" / f"{_key(demand, pinned, device)}.json"
+        table = remembered(file, known, prove) if file else prove()
+        return agreement([parsed(each) for each in gathered(plain_values(table), among)])
+
+    flash = gathered(cuda.take_installed_flash(device), among)
+    return pick(candidates, settled(agreed_table, flash), before)
+
+
+def settled(prove: Callable[[], Table], flash: Collection[str]) -> Table:
+    """What `prove` gives. If the flash kernels in use are wrong and not torch's own, those take their place, and the
+    table has the verdicts on both.
+
+    prove: gives the same table on every rank.
+    flash: the flash kernels in use on each rank (see take_installed_flash).
+    """
+    table, installed = prove(), sorted({*flash} - {"FA2"})
+    wrong = {kind: [each for each in of if each.kernel == FLASH.name and not each.right] for kind, of in table.items()}
+    if not installed or not any(wrong.values()):
+        return table
+    cuda.drop_installed_flash()
+    name = f"{FLASH.name} ({', '.join(installed)})"
+    return {kind: [*of, *(replace(each, kernel=name) for each in wrong[kind])] for kind, of in prove().items()}
 
 
 def agreement(tables: Sequence[Table]) -> Table:
@@ -172,7 +195,7 @@ def pick(candidates: Candidates, table: Table, before: Names | None = None) -> C
     names = {}
     for kind, verdicts in table.items():
         best = fastest(verdicts)
-        if best is None and kind not in OPTIONAL:
+        if best is None and verdicts and kind not in OPTIONAL:
             reasons = "; ".join(f"{each.kernel}: {each.reason}" for each in verdicts)
             raise SharedUserError(
                 f"kernels: none computes {described(kind)} rightly on this machine ({reasons}); {NONE_RIGHT}"
@@ -236,7 +259,7 @@ def _key(demand: Demand, pinned: str, device: torch.device) -> str:
         "gpu": str(torch.cuda.get_device_properties(device)),
         "driver": DRIVER.read_text(encoding="utf-8", errors="replace") if DRIVER.exists() else "",
         "versions": versions(("torch", "triton", "flash-attn", "flash-attn-3")),
-        "libraries": [torch.version.cuda, torch.backends.cudnn.version(), cuda.take_installed_flash(device)],
+        "libraries": [torch.version.cuda, torch.backends.cudnn.version(), cuda.flash_in_use()],
         "settings": [
             torch.get_float32_matmul_precision(),
             torch.are_deterministic_algorithms_enabled(),

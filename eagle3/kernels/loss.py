@@ -21,6 +21,8 @@ def prove_loss(
     kernels: Sequence[LossKernel], demand: Demand, group: dist.ProcessGroup, device: torch.device, timed: bool
 ) -> list[Verdict]:
     """Verdicts on the kernels for the loss. group: of this rank alone."""
+    if not kernels:
+        return []
     # more columns than a kernel's block has, and not a multiple of it
     case = _LossCase.of(rows=37, columns=min(demand.columns, 1537), demand=demand)
 

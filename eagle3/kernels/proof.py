@@ -32,9 +32,10 @@ class Demand:
     head_dim: int
     dtype: torch.dtype
     window: int | None
-    steps: int  # K
-    hidden: int
-    columns: int  # of the draft vocabulary
+    # What its loss is computed for; all 0: it has none.
+    steps: int = 0  # K
+    hidden: int = 0
+    columns: int = 0  # of the draft vocabulary
 
     @classmethod
     def of(cls, shape: DraftConfig, tensor: int, ulysses: int, dtype: torch.dtype, steps: int) -> "Demand":

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from places import SUPPORT
 from planted_kernels import ATTENTION_FAULTS, DEMAND, LOSS_FAULTS, slow
 from tiny_run import finish, launch
 
-from eagle3.attention import block
+from eagle3.attention import block, cuda
 from eagle3.attention.block import block_candidates
 from eagle3.draft.config import DraftConfig
 from eagle3.errors import UserError
@@ -27,6 +28,7 @@ from eagle3.kernels.choice import (
     pick,
     plain_values,
     remembered,
+    settled,
 )
 from eagle3.kernels.loss import prove_loss
 from eagle3.kernels.proof import Demand, Verdict
@@ -123,6 +125,34 @@ def test_without_a_right_kernel_there_is_no_job(topology):
         UserError, match=f"none computes full blocks of attention rightly.*{first.name}: .*{second.name}: "
     ):
         pick(of, of.prove(DEMAND, topology.alone, CPU, timed=False))
+
+
+def test_installed_flash_kernels_that_are_wrong_give_way_to_torchs_own(topology, monkeypatch):
+    """A faulty package, in torch's own register of such packages."""
+    fault, _ = ATTENTION_FAULTS[0]
+
+    def forward(*arguments):
+        return (block.CPU if cuda.flash_in_use() == "FA2" else fault).forward(*arguments)
+
+    of = candidates(block.Kernel("flash", forward, block.CPU.backward), block.PLAIN)
+    monkeypatch.setattr(cuda, "_dropped", False)
+    torch.nn.attention.register_flash_attention_impl("faulty", register_fn=lambda: SimpleNamespace(remove=lambda: None))
+    torch.nn.attention.activate_flash_attention_impl("faulty")
+    table = settled(lambda: of.prove(DEMAND, topology.alone, CPU, timed=False), [cuda.flash_in_use()])
+    choice = pick(of, table)
+    assert cuda.flash_in_use() == "FA2" and choice.names["full"] == "flash"
+    assert [warning.split(":")[0] for warning in choice.warnings] == [
+        f"kernel flash (faulty) is not used for {kind} blocks of attention" for kind in KINDS
+    ]
+
+
+def test_a_target_without_a_loss_gets_kernels_for_its_attention_alone(topology, small_timing):
+    demand = replace(DEMAND, steps=0, hidden=0, columns=0)
+    assert choose_kernels(demand, topology.alone, CPU).kernels.loss is None
+    of = candidates(block.CPU, block.PLAIN, loss=())
+    with torch.no_grad():  # as a prefill runs
+        choice = pick(of, of.prove(demand, topology.alone, CPU, timed=True))
+    assert choice.table[LOSS] == [] and choice.kernels.loss is None and "loss" not in choice.line
 
 
 def test_what_is_wrong_on_one_rank_is_used_on_none():

@@ -32,6 +32,7 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
 
+from eagle3.attention.block import PLAIN, PLAIN_BLOCKS
 from eagle3.errors import UserError
 from eagle3.targets.long_prefill import LongPrefill
 from eagle3.targets.transformers import TransformersTarget
@@ -100,6 +101,29 @@ def test_chunk_sizes_and_scaled_rope_change_nothing(topology):
     for chunk_tokens in (1, 7, 64):
         prefill = LongPrefill(target, topology.alone, topology.alone, topology.alone, chunk_tokens)
         assert_same(differences(prefill, document_of(50)), f"chunks of {chunk_tokens}")
+
+
+@pytest.mark.parametrize(("family", "windows"), [("gpt_oss", {None, 5}), ("deepseek_v3", {None}), ("gemma2", set())])
+def test_kernels_are_chosen_for_each_window_by_the_targets_own_heads(family, windows, topology):
+    """Not for scores with a softcap, which only plain products compute."""
+    shapes, used = set(), []
+
+    def forward(*arguments):
+        used.append(arguments[-1].visibility)
+        return PLAIN.forward(*arguments)
+
+    def choose(**shape):
+        shapes.add(tuple(shape.items()))
+        return PLAIN_BLOCKS._replace(full=PLAIN._replace(forward=forward))
+
+    prefill = LongPrefill(
+        target_of(family), topology.alone, topology.alone, topology.alone, CHUNK_TOKENS, choose=choose
+    )
+    assert_same(differences(prefill, document_of(40)), family)
+    heads, kv_heads, widest = {"gpt_oss": (8, 2, 8), "deepseek_v3": (4, 4, 16), "gemma2": (4, 2, 16)}[family]
+    expected = {"heads": heads, "kv_heads": kv_heads, "head_dim": widest, "dtype": torch.float32}
+    assert shapes == {tuple({**expected, "window": window}.items()) for window in windows}
+    assert bool(used) == bool(windows)
 
 
 @every_family
