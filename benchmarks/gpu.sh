@@ -6,6 +6,8 @@
 #
 #     bash benchmarks/gpu.sh                   results in benchmarks/results/gpu-*.json, logs beside them
 #     bash benchmarks/gpu.sh --dry-run         every part on the CPU, with tiny shapes: whether the code runs
+#     CUDA_BUILD=/tmp/cuda bash benchmarks/gpu.sh --dry-run
+#                                              the steps on a fake GPU, too, in full size (tests/cuda_build/install.sh)
 #     OUT=/tmp/gpu PYTHON=python3.12 bash benchmarks/gpu.sh
 #     WHEELS=/tmp/wheels bash benchmarks/gpu.sh
 #
@@ -63,7 +65,7 @@ part() {
     echo "== $name (at most $limit s): $*"
     timeout --kill-after=5 "$limit" "$@" >"$out/gpu-$name.log" 2>&1
     code=$?
-    grep -E '^\||beyond their bound|^Peak|kernels|golden|acceptance length|tokens/s' "$out/gpu-$name.log" | tail -n 60
+    grep -E '^\||beyond their bound|^Peak|kernels|golden|acceptance length|tokens/s|^peak|^waits' "$out/gpu-$name.log" | tail -n 60
     echo "== $name: $((SECONDS - began)) s, exit code $code"
     if ((code == 124 || code == 137)); then
         failed+=("$name: cut off after $limit s; $out/gpu-$name.log")
@@ -81,8 +83,20 @@ if ((dry)); then
 fi
 # tokens N on a GPU are at most a thousandth of them in a dry run, and a window is 8 keys
 tokens() { if ((dry)); then echo $(($1 / 1024 + 24)); else echo "$1"; fi; }
-window=$(((dry ? 8 : 512)))
-repeated=warm_up=1,repeats=3
+repeated=,warm_up=1,repeats=3
+steps() {
+    local window=$(((dry ? 8 : 512)))
+    echo "tokens=$(tokens 8192),recompute=none$repeated"
+    echo "tokens=$(tokens 32768),recompute=none$repeated"
+    echo "tokens=$(tokens 131072),recompute=attention_kept"
+    echo "tokens=$(tokens 131072),recompute=full"
+    echo "tokens=$(tokens 8192),recompute=none,supervised=0.05$repeated"
+    echo "tokens=$(tokens 32768),recompute=none,supervised=0.05$repeated"
+    echo "tokens=$(tokens 131072),recompute=none,supervised=0.05$repeated"
+    echo "tokens=$(tokens 8192),recompute=none,window=$window$repeated"
+    echo "tokens=$(tokens 32768),recompute=none,window=$window$repeated"
+    echo "tokens=$(tokens 131072),recompute=full,window=$window"
+}
 
 # about 15 s of each part go to imports and to making the draft
 part kernels 60 "$python" benchmarks/cuda_kernels.py --only kernels "${tiny[@]}" --out "$out/gpu-kernels.json"
@@ -90,17 +104,8 @@ part kernels 60 "$python" benchmarks/cuda_kernels.py --only kernels "${tiny[@]}"
 # the engine on this device: golden cases in fp32 and bf16, and the kernels of the quickstart's draft
 part golden 60 "$python" launchers/doctor.py "output.dir=$work/run"
 
-part steps 130 "${rank[@]}" --out "$out/gpu-steps.json" \
-    --case "tokens=$(tokens 8192),recompute=none,$repeated" \
-    --case "tokens=$(tokens 32768),recompute=none,$repeated" \
-    --case "tokens=$(tokens 131072),recompute=attention_kept" \
-    --case "tokens=$(tokens 131072),recompute=full" \
-    --case "tokens=$(tokens 8192),recompute=none,supervised=0.05,$repeated" \
-    --case "tokens=$(tokens 32768),recompute=none,supervised=0.05,$repeated" \
-    --case "tokens=$(tokens 131072),recompute=none,supervised=0.05,$repeated" \
-    --case "tokens=$(tokens 8192),recompute=none,window=$window,$repeated" \
-    --case "tokens=$(tokens 32768),recompute=none,window=$window,$repeated" \
-    --case "tokens=$(tokens 131072),recompute=full,window=$window"
+mapfile -t cases < <(steps)
+part steps 130 "${rank[@]}" --out "$out/gpu-steps.json" "${cases[@]/#/--case=}"
 
 # the shapes that SpecForge publishes for one H200: 115.7 ms for 2,944 tokens; 53,419 tokens/s for 4 x 1,024
 part specforge 40 "${rank[@]}" --out "$out/gpu-specforge.json" \
@@ -130,6 +135,17 @@ elif "$python" -c 'import importlib.metadata as m; m.version("sglang")' 2>/dev/n
     part capture 360 "$python" benchmarks/capture.py --json "$out/gpu-capture.json"
 else
     echo "== capture: not run, SGLang is not installed"
+fi
+
+# the steps in full size: everything but what kernels compute and how long they take
+if ((dry)) && [[ -n ${CUDA_BUILD:-} ]]; then
+    mapfile -t cases < <(dry=0 repeated="" steps)
+    for case in "${cases[@]}"; do
+        total=$((SECONDS + 120))
+        part "fake-$case" 120 bash tests/cuda_build/run.sh "$CUDA_BUILD" benchmarks/launches.py "$case" --device h200
+    done
+elif ((dry)); then
+    echo "== steps on a fake GPU: not run; CUDA_BUILD names no folder of tests/cuda_build/install.sh"
 fi
 
 rm -f "$out"/gpu-*.partial
