@@ -6,18 +6,15 @@ import runpy
 import subprocess
 import sys
 from functools import partial
-from importlib import import_module
 from importlib.util import find_spec
 
 import pytest
 import torch
-from places import LAUNCHERS, TESTS
+from places import LAUNCHERS
 
 if not torch.cuda.is_available() and find_spec("sglang") is None:
     # Before Triton is imported: its interpreter runs our kernels on the CPU. SGLang's servers must not inherit that.
     os.environ["TRITON_INTERPRET"] = "1"
-
-SHIMS = str(TESTS / "sglang_cpu" / "shims")
 
 
 def pytest_addoption(parser) -> None:
@@ -26,15 +23,8 @@ def pytest_addoption(parser) -> None:
 
 def pytest_configure() -> None:
     """Use one thread from the start: fixtures of a module run before `one_thread`, and a different number of threads
-    changes last bits. If SGLang is installed on a machine without GPUs, also install a shim first, in this process and
-    those that tests start, because SGLang's torchvision breaks the import of transformers."""
+    changes last bits."""
     torch.set_num_threads(1)
-    if find_spec("sglang") and torch.version.cuda is None:
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [SHIMS, os.environ.get("PYTHONPATH")]))
-        sys.path.insert(0, SHIMS)
-        if not hasattr(sys.modules.get("sitecustomize"), "DeclareVisionOperators"):  # Python may import another
-            sys.modules.pop("sitecustomize", None)
-            import_module("sitecustomize")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,7 +1,6 @@
 """The environment in which SGLang runs on a CPU: for every process of a test that imports or starts it."""
 
 import os
-from pathlib import Path
 
 
 def sglang_environment(tensor_parallel: int = 1) -> dict[str, str]:
@@ -9,11 +8,8 @@ def sglang_environment(tensor_parallel: int = 1) -> dict[str, str]:
 
     It must be given to a new process: SGLang reads it when it is imported.
     """
-    shims = str(Path(__file__).parent / "shims")
-    inherited = os.environ.get("PYTHONPATH")
     cores = sorted(os.sched_getaffinity(0))
     environment = os.environ | {
-        "PYTHONPATH": shims if not inherited else shims + os.pathsep + inherited,
         "SGLANG_USE_CPU_ENGINE": "1",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",

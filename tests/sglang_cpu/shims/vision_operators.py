@@ -1,4 +1,5 @@
-"""Let `import torchvision` succeed beside a CPU build of torch, in every process that SGLang starts.
+"""Let `import torchvision` succeed beside a CPU build of torch, in every process of an environment in which install.sh
+put SGLang.
 
 PyPI's wheel of torchvision is linked to CUDA libraries, so its compiled operators do not load here, and its Python code
 then describes operators that were never declared. They are declared right before the import, and never called: SGLang
